@@ -1,7 +1,7 @@
 """The data plane: prepare or generate a set, and feed its rows to ranks.
 
-Importing this package imports neither DALI, Polars nor torch; the parts that need them do, when
-used. So a command that reads no batch does not wait for torch.
+Importing this package imports neither DALI, Polars nor torch, which are imported when they are
+first used. So commands that read no batches start without torch.
 """
 
 from typing import TYPE_CHECKING
@@ -33,5 +33,4 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from sbpflow.data.read import batch, fields, loader
 
-    homes = (batch, fields, loader)
-    return next(getattr(home, name) for home in homes if hasattr(home, name))
+    return next(getattr(m, name) for m in (batch, fields, loader) if hasattr(m, name))

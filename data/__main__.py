@@ -10,7 +10,6 @@ import shutil
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from sbpflow.data.format.manifest import Manifest, load_manifest
 from sbpflow.data.format.schema import CRITEO
@@ -22,17 +21,15 @@ from sbpflow.errors import ConfigError, DataError
 from sbpflow.runtime.files.local_path import local_path
 from sbpflow.runtime.processes.launch import until_nobody_reads
 
-_ROOM = {".gz": 4.5, ".parquet": 4.5}
-"""Bytes on disk at the peak per byte of input; 1.4 for text."""
-
-if TYPE_CHECKING:
-    from sbpflow.data.prepare.options import PrepareOptions
+_DISK_FACTOR = {".gz": 4.5, ".parquet": 4.5}
+"""Peak disk use in bytes per byte of input; 1.4 for text."""
 
 _SHARED = ("schema", "crosses", "min_count", "hash_size", "dense", "seed", "spare")
-"""Options of prepare that the set of ``--like`` decides."""
+"""Options of prepare that ``--like`` decides."""
 
 
 def _prepare(args: argparse.Namespace) -> Manifest | None:
+    from sbpflow.data.prepare.content import options_like
     from sbpflow.data.prepare.machines import parse_part
     from sbpflow.data.prepare.options import PrepareOptions, parse_hash_sizes
     from sbpflow.data.prepare.prepare import prepare
@@ -42,17 +39,15 @@ def _prepare(args: argparse.Namespace) -> Manifest | None:
     given = [key for key in _SHARED if getattr(args, key) is not None]
     if args.like is not None and given:
         raise ConfigError(
-            f"--{given[0].replace('_', '-')}: the set of --like decides it ({args.like}); leave it "
-            "out, or leave out --like"
+            f"--{given[0].replace('_', '-')}: the set of --like decides this ({args.like}); remove "
+            "it, or remove --like"
         )
     if args.grow and args.like is None:
-        raise ConfigError("--grow: needs the set to grow from; for example --like OLD --grow")
+        raise ConfigError("--grow: needs a set to grow from; for example --like OLD --grow")
     schema = read_schema(args.schema) if args.schema else CRITEO
     default = "C1xC2,C3xC4" if schema is CRITEO else "none"
     crosses = parse_crosses(args.crosses or default, schema.sparse)
-    buckets = tuple(number.name for number in schema.buckets)
-    fields = (*schema.sparse, *buckets, *("x".join(pair) for pair in crosses))
-    hashable = tuple(name for name in fields if name not in buckets)
+    hashable = (*schema.sparse, *("x".join(pair) for pair in crosses))
     options = PrepareOptions(
         inputs=tuple(args.input),
         output=args.output,
@@ -70,15 +65,9 @@ def _prepare(args: argparse.Namespace) -> Manifest | None:
         spare=args.spare or 0.0,
         part=parse_part(args.part, args.wait),
     )
-    return prepare(_like(args, options))
-
-
-def _like(args: argparse.Namespace, options: "PrepareOptions") -> "PrepareOptions":
-    from sbpflow.data.prepare.content import options_like
-
-    if args.like is None:
-        return options
-    return options_like(load_manifest(args.like, "--like"), options)
+    if args.like is not None:
+        options = options_like(load_manifest(args.like, "--like"), options)
+    return prepare(options)
 
 
 def _encode(args: argparse.Namespace) -> Manifest | None:
@@ -140,62 +129,46 @@ def _verify(args: argparse.Namespace) -> Manifest:
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--max-bad-fraction", type=float, default=0.001, help="bad lines allowed")
-    add("--workers", type=int, default=os.cpu_count() or 1, help="pieces worked on at a time")
-    add("--overwrite", action="store_true", help="replace the set that is there")
-    add("--part", default="1/1", metavar="K/N", help="of N machines that run this same command "
-        "into one output that all of them see, this is number K")  # fmt: skip
-    add("--wait", type=float, default=1440, metavar="MINUTES", help="for the other parts, each "
-        "time that they are needed (default %(default)s)")  # fmt: skip
+    add("--max-bad-fraction", type=float, default=0.001, help="fraction of bad lines to tolerate "
+        "(default %(default)s)")  # fmt: skip
+    add("--workers", type=int, default=os.cpu_count() or 1, help="pieces to process at a time")
+    add("--overwrite", action="store_true", help="replace an existing set")
+    add("--part", default="1/1", metavar="K/N", help="this machine is number K of N that run the "
+        "same command into one shared output")  # fmt: skip
+    add("--wait", type=float, default=1440, metavar="MINUTES", help="longest wait for files of "
+        "other parts (default %(default)s)")  # fmt: skip
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="sbpflow", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    prepare = commands.add_parser("prepare", help="raw rows to a prepared set")
+    prepare = commands.add_parser("prepare", help="turn raw rows into a prepared set")
     add = prepare.add_argument
-    add(
-        "--input",
-        nargs="+",
-        type=input_path,
-        required=True,
-        metavar="PATH",
+    add("--input", nargs="+", type=input_path, required=True, metavar="PATH",
         help="text (.tsv, .txt, .csv, plain or .gz, .zst, .bz2, .xz), Parquet, Arrow, or folders "
-        "of them, in time order; also URLs that fsspec reads, such as s3://",
-    )
-    add(
-        "--output",
-        type=local_path,
-        required=True,
-        metavar="DIR",
-        help="the set; made in DIR.work first",
-    )
-    add(
-        "--split",
-        default="time:0.8,0.1,0.1",
-        help="time:TRAIN,VAL,TEST | ratio:... | "
-        "file:val=PATTERN,test=PATTERN (default %(default)s)",
-    )
-    add("--min-count", type=int, help="values seen less often in train share id 1 (default 2)")
+        "of them, in time order; also URLs that fsspec reads, such as s3://")  # fmt: skip
+    add("--output", type=local_path, required=True, metavar="DIR",
+        help="folder of the set; built in DIR.work first")  # fmt: skip
+    add("--split", default="time:0.8,0.1,0.1", help="time:TRAIN,VAL,TEST | ratio:... | "
+        "file:val=PATTERN,test=PATTERN (default %(default)s)")  # fmt: skip
+    add("--min-count", type=int, help="values with fewer lookups in train share id 1 (default 2)")
     add("--crosses", help="pairs of columns for the wide part (default C1xC2,C3xC4; or none)")
     add("--hash-size", help="table rows of hashed fields: N for all, or C3=N,C12=N")
-    add("--dense", help="what dense values become (default log3)")
-    add(
-        "--schema",
-        type=local_path,
-        help="YAML with label, dense, sparse, columns (default: Criteo)",
-    )
-    add("--seed", type=int, help="of the ids and of a ratio split (default 7)")
-    add("--like", type=local_path, metavar="SET", help="ids, schema and constants of that set")
-    add("--grow", action="store_true", help="with --like: ids for values that it has not")
-    add("--spare", type=float, help="free ids for growth, as a fraction of the values (default 0)")
+    add("--dense", help="transform of dense values (default log3)")
+    add("--schema", type=local_path, help="YAML with label, dense, sparse, columns (default: "
+        "Criteo)")  # fmt: skip
+    add("--seed", type=int, help="seed of the ids and of a ratio split (default 7)")
+    add("--like", type=local_path, metavar="SET", help="use ids, schema and constants of this set")
+    add("--grow", action="store_true", help="with --like: assign ids to values it does not have")
+    add("--spare", type=float, help="unused ids for growth, as a fraction of the values (default "
+        "0)")  # fmt: skip
     _add_common(prepare)
     prepare.set_defaults(run=_prepare)
-    encode = commands.add_parser("encode", help="new rows with the ids of a set, as its test part")
+    encode = commands.add_parser("encode", help="encode new rows with the ids of a set, for test")
     add = encode.add_argument
-    add("--like", type=local_path, required=True, metavar="SET", help="the set whose ids they get")
-    add("--input", nargs="+", type=input_path, required=True, metavar="PATH", help="as of prepare; "
-        "labels may be left out")  # fmt: skip
+    add("--like", type=local_path, required=True, metavar="SET", help="the set that has the ids")
+    add("--input", nargs="+", type=input_path, required=True, metavar="PATH", help="as in prepare; "
+        "labels are optional")  # fmt: skip
     add("--output", type=local_path, required=True, metavar="DIR")
     _add_common(encode)
     encode.set_defaults(run=_encode)
@@ -204,25 +177,26 @@ def _parser() -> argparse.ArgumentParser:
     add("--rows", type=int, required=True)
     add("--output", type=local_path, required=True, metavar="PATH", help="folder, or file for tsv")
     add("--format", choices=("prepared", "tsv"), default="prepared")
-    add("--vocab-scale", type=float, default=1.0, help="of Criteo's vocabularies, up to 1")
-    add("--ctr", type=float, default=0.2562, help="share of clicks (default %(default)s)")
+    add("--vocab-scale", type=float, default=1.0, help="size relative to Criteo's vocabularies, "
+        "up to 1")  # fmt: skip
+    add("--ctr", type=float, default=0.2562, help="click-through rate (default %(default)s)")
     add("--auc", type=float, default=0.80, help="best possible AUC (default %(default)s)")
-    add("--products", type=float, default=0.0, help="share of the logit in pairs of vectors")
-    add("--skew", help="power of the masses: 1.2 for all columns, or C3=1.2,C1=0.5")
-    add("--drift", type=float, default=0.0, help="share of each tail replaced per million rows")
+    add("--products", type=float, default=0.0, help="share of products of vectors in the logit")
+    add("--skew", help="exponent applied to frequencies: 1.2 for all columns, or C3=1.2,C1=0.5")
+    add("--drift", type=float, default=0.0, help="share of rare values replaced per million rows")
     add("--hot", help="ids per row: mlperf, mlperf-ragged, or C1=3,C20=0-12")
     add("--split", default="time:0.8,0.1,0.1")
     add("--seed", type=int, default=7)
     add("--workers", type=int, default=os.cpu_count() or 1)
     synth.set_defaults(run=_synth)
-    stats = commands.add_parser("stats", help="what the lookups of each table look like")
+    stats = commands.add_parser("stats", help="describe the lookups of each table")
     add = stats.add_argument
     add("path", type=local_path, metavar="DIR")
-    add("--json", action="store_true", help="for programs, the planner among them")
+    add("--json", action="store_true", help="machine-readable output")
     add("--png", type=local_path, help="also draw two heat maps")
-    add("--recount", action="store_true", help="from the rows, not from the manifest")
+    add("--recount", action="store_true", help="count the rows instead of reading the manifest")
     stats.set_defaults(run=_stats)
-    verify = commands.add_parser("verify", help="compare every shard with its checksum")
+    verify = commands.add_parser("verify", help="check every file and value of a set")
     verify.add_argument("path", type=local_path)
     verify.set_defaults(run=_verify)
     return parser
@@ -240,17 +214,17 @@ def _summary(manifest: Manifest) -> str:
 
 
 def _errno(error: OSError) -> int:
-    """The number of a system's error; Polars has it in the text alone. 0 where there is none."""
-    found = re.search(r"\(os error (\d+)\)", str(error))
-    return error.errno or (int(found[1]) if found else 0)
+    """The system's error number, which Polars gives only in the text; 0 if there is none."""
+    match = re.search(r"\(os error (\d+)\)", str(error))
+    return error.errno or (int(match[1]) if match else 0)
 
 
 def _size(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
-def _room(args: argparse.Namespace, number: int) -> str:
-    """What a command that found no room needs, and what is free."""
+def _disk_space(args: argparse.Namespace, number: int) -> str:
+    """For a full disk: how much space the command needs and how much is free; else empty."""
     output: Path | None = getattr(args, "output", None)
     if output is None or number not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return ""
@@ -259,15 +233,15 @@ def _room(args: argparse.Namespace, number: int) -> str:
     if not (inputs := getattr(args, "input", None)):
         return f"; {free}"
     files = [f for path in inputs for f in ([path] if path.is_file() else path.iterdir())]
-    size = sum(size_of(f) * _ROOM.get(f.suffix.lower(), 1.4) for f in files if f.is_file())
+    size = sum(size_of(f) * _DISK_FACTOR.get(f.suffix.lower(), 1.4) for f in files if f.is_file())
     return (
-        f"; about {_size(size)} are needed at the peak, what is done included, and {free}; "
-        "make room or choose another output, the same command goes on from here"
+        f"; the command needs about {_size(size)} at its peak, including finished parts, and "
+        f"{free}; free some space or choose another output, then rerun the command to resume"
     )
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; a user's mistake is one message and exit status 2."""
+    """Run one command; return its exit status, which is 2 for a user's mistake."""
     return until_nobody_reads(partial(_main, argv))
 
 
@@ -276,26 +250,25 @@ def _main(argv: list[str] | None) -> int:
     args = _parser().parse_args(argv)
     try:
         manifest = args.run(args)
-    except BrokenPipeError:  # an OSError, but not of a file
+    except BrokenPipeError:  # an OSError, but handled by until_nobody_reads
         raise
     except (ConfigError, DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        # A full disk is an error of a write and has no file name.
+        # A full disk makes a write fail, and that error has no file name.
         where = getattr(args, "output", None) if error.filename is None else error.filename
         number = _errno(error)
         reason = os.strerror(number) if number else str(error) or "cannot be used"
-        room = _room(args, number)
-        print(f"error: {where or args.command}: {reason.lower()}{room}", file=sys.stderr)
+        print(
+            f"error: {where or args.command}: {reason.lower()}{_disk_space(args, number)}",
+            file=sys.stderr,
+        )
         return 2
     except KeyboardInterrupt:
-        ends = {
-            "prepare": "; the same command goes on from here",
-            "encode": "; the same command goes on from here",
-            "synth": "; the same command starts anew",
-        }
-        print(f"stopped{ends.get(args.command, '')}", file=sys.stderr)
+        resumes = "; rerun the command to resume"
+        hints = {"prepare": resumes, "encode": resumes, "synth": "; a rerun starts over"}
+        print(f"stopped{hints.get(args.command, '')}", file=sys.stderr)
         return 130
     if manifest is not None:
         print(_summary(manifest))

@@ -1,4 +1,4 @@
-"""Whether compiled loops serve a task: where numba is installed and there is enough to do."""
+"""Find the compiled loops if numba is installed and the task is large enough for them."""
 
 import sys
 from importlib.util import find_spec
@@ -6,8 +6,9 @@ from types import ModuleType
 
 
 def find_loops(size: int, least: int) -> ModuleType | None:
-    """``data.loops`` for a task of ``size``; None where numba is not there, or loading it
-    (half a second) would cost more than a task below ``least`` takes.
+    """``data.loops``; None if numba is not installed, or if ``size`` is below ``least``.
+
+    Loading numba takes half a second, which a small task would not gain back.
     """
     if (size < least and "numba" not in sys.modules) or find_spec("numba") is None:
         return None

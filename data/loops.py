@@ -1,7 +1,7 @@
-"""Loops over text and keys that numba compiles: one pass where Polars and numpy take several.
+"""Loops over text and keys, compiled by numba: one pass where Polars and numpy need several.
 
-Imported only with numba there; what they give is equal to the code beside each call. All of them
-let other threads run meanwhile.
+Imported only if numba is installed. Results equal those of the code at each call. All loops release
+the GIL.
 """
 
 import numpy as np
@@ -10,19 +10,19 @@ from sbpflow.runtime.compute.compiled import Array, compiled
 
 U64 = np.uint64
 LABEL, INTEGER, HEX = 0, 1, 2
-"""What a column of a line is."""
+"""Kinds of columns in a line."""
 _END, _MINUS, _ZERO = 10, 45, 48
-_HEX_DIGITS, _MOST_DIGITS = 8, 9
-"""Nine digits fit into 32 bits whatever they are."""
+_HEX_DIGITS, _MAX_DIGITS = 8, 9
+"""Any nine digits fit into 32 bits."""
 
 NIBBLES = np.full(256, 255, dtype=np.uint8)
-"""The value of a hex digit, by its byte."""
+"""The value of a hex digit, by its byte; 255 for other bytes."""
 for _number in range(16):
     NIBBLES[ord(f"{_number:x}")] = NIBBLES[ord(f"{_number:X}")] = _number
 
 
 @compiled
-def parse_lines(  # noqa: C901 - cells in functions of their own take three times as long
+def parse_lines(  # noqa: C901 - a function per kind of cell is three times slower
     text: Array,
     separator: int,
     nibbles: Array,
@@ -33,11 +33,11 @@ def parse_lines(  # noqa: C901 - cells in functions of their own take three time
     keys: Array,
     has_key: Array,
 ) -> bool:
-    """Lines of labels, integers and eight hex digits into columns; False if a cell is anything
-    else, or the lines are not as many, or one has another number of cells.
+    """Parse lines of labels, integers and eight hex digits into columns.
 
-    ``kinds`` [columns]; ``labels`` [rows], ``integers`` [integer columns, rows], ``keys`` [hex
-    columns, rows], and whether a cell has one; the outputs may have anything after False.
+    Returns False if a cell is anything else, or the number of lines or cells is wrong; the outputs
+    are then undefined. ``kinds`` [columns]; ``labels`` [rows], ``integers`` [integer columns,
+    rows], ``keys`` [hex columns, rows]; ``has_integer`` and ``has_key`` are False for empty cells.
     """
     at, end, columns = 0, text.size, kinds.size
     for row in range(labels.size):
@@ -72,7 +72,7 @@ def parse_lines(  # noqa: C901 - cells in functions of their own take three time
                     number = 10 * number + digit
                     at += 1
                 digits = at - first
-                if at == end or digits > _MOST_DIGITS or (negative and digits == 0):
+                if at == end or digits > _MAX_DIGITS or (negative and digits == 0):
                     return False
                 integers[integer, row] = -number if negative else number
                 has_integer[integer, row] = digits > 0
@@ -95,9 +95,11 @@ def parse_lines(  # noqa: C901 - cells in functions of their own take three time
 def look_up_narrow(
     entries: Array, keys: Array, factor: np.uint64, unknown: int, ids: Array
 ) -> None:
-    """Ids [n] of 32-bit ``keys`` [n] from slots with the key above the id; an empty slot holds
-    ``unknown`` and key 0. A key's slot is the high half of its product with ``factor``, as a
-    fraction of the number of slots.
+    """Look up 32-bit ``keys`` [n]; writes ``ids`` [n].
+
+    A slot holds the key in its high half and the id in its low half; an empty slot holds key 0 and
+    the id ``unknown``. A key's first slot is the high half of its product with ``factor``, scaled
+    to the number of slots.
     """
     capacity = U64(entries.size)
     for k in range(keys.size):
@@ -116,7 +118,7 @@ def look_up_narrow(
 def look_up_wide(
     slots: Array, slot_ids: Array, keys: Array, factor: np.uint64, unknown: int, ids: Array
 ) -> None:
-    """As ``look_up_narrow``, of 64-bit keys in ``slots`` with their ids beside them."""
+    """Like ``look_up_narrow``, for 64-bit keys in ``slots`` and their ids in ``slot_ids``."""
     capacity = U64(slots.size)
     for k in range(keys.size):
         key = keys[k]

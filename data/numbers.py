@@ -1,4 +1,4 @@
-"""Numbers as options give them: their ranges, and one per column."""
+"""Numbers in options: checks of their ranges, and values by column."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -11,7 +11,7 @@ Value = TypeVar("Value")
 
 
 def check_ranges(*checks: tuple[str, float, float, float]) -> None:
-    """Raise ConfigError for the first (key, value, least, most) out of range; NaN always is."""
+    """Raise ConfigError for the first (key, value, least, most) that is out of range or NaN."""
     for key, value, least, most in checks:
         if not least <= value <= most:
             raise ConfigError(f"{key}: {value} must be from {least} to {most}")
@@ -20,9 +20,9 @@ def check_ranges(*checks: tuple[str, float, float, float]) -> None:
 def by_column(
     key: str, text: str, number: Callable[[str], Value], example: str, every: Sequence[str] = ()
 ) -> tuple[tuple[str, Value], ...]:
-    """Read ``C1=3,C20=12``, or one number for the columns ``every``.
+    """Parse ``C1=3,C20=12``, or one number for the columns ``every``.
 
-    ConfigError for other forms and for a column named twice.
+    ConfigError for other forms and for a column with two values.
     """
     try:
         if every and "=" not in text:
@@ -33,5 +33,5 @@ def by_column(
         raise ConfigError(f"{key}: {text!r} must be {example}") from error
     names = [name for name, _ in values]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise ConfigError(f"{key}: {text!r} names {twice[0]} twice; give each column one value")
+        raise ConfigError(f"{key}: {text!r} has {twice[0]} twice; give each column one value")
     return values

@@ -1,4 +1,4 @@
-"""A picture of the table statistics: where the lookups fall, and how many ids a batch repeats."""
+"""A picture of the table statistics: how lookups are distributed, and how often ids repeat."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from sbpflow.errors import ConfigError
 
 
 def write_png(stats: Sequence[FieldStats], path: Path) -> None:
-    """Write two heat maps, tables by frequency bin and by batch size; needs matplotlib."""
+    """Write two heat maps, tables by frequency bin and by batch size. Needs matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

@@ -1,7 +1,7 @@
-"""Scoring rows into a Parquet file: which rows, encoded where, and the file, in the rows' order.
+"""Scores of rows as a Parquet file: encode raw rows, collect scores, write them in row order.
 
-Columns: the row's key if the rows have one, else its number among the good rows (``row``);
-``score``, the probability of a click; ``label`` where the rows have labels.
+Columns: the row's key, or if the rows have none its number among the valid rows (``row``);
+``score``, the predicted probability of a click; ``label`` if the rows have labels.
 """
 
 import logging
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sbpflow.data.format.lists import SplitPart
-from sbpflow.data.format.manifest import MANIFEST, Manifest, Part, load_manifest
+from sbpflow.data.format.manifest import MANIFEST, Manifest, ShardPart, load_manifest
 from sbpflow.data.format.npy import open_array
 from sbpflow.data.prepare.remote import input_path
 from sbpflow.errors import ConfigError
@@ -29,11 +29,11 @@ _LOG = logging.getLogger(__name__)
 
 
 class Scoring:
-    """Rows to score, and the file their scores go into; made alike on every rank. Rank 0 alone
-    calls ``open``, ``encode`` and ``close``.
+    """Rows to score and the file for their scores. Every rank makes one, with equal arguments.
 
-    ``inputs`` are raw rows, or the folder of one prepared set, whose ``split`` is scored. ``like``
-    has the vocabularies of the run. Raises ConfigError for a set whose ids may mean something else.
+    Only rank 0 calls ``open``, ``encode`` and ``close``. ``inputs`` are raw rows, or the folder of
+    one prepared set, whose ``split`` is scored. ``like`` is the run's set, which has its
+    vocabularies. Raises ConfigError for a prepared set whose ids may have another meaning.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class Scoring:
         return f"{' '.join(self._inputs)} ({self.split})"
 
     def open(self) -> None:
-        """See that the file can be written, before rows are scored."""
+        """Check that the file can be written before any row is scored."""
         path = self._output
         if path.exists() and not self._overwrite:
-            raise ConfigError(f"--output {path}: is there already; --overwrite replaces it")
+            raise ConfigError(f"--output {path}: already exists; --overwrite replaces it")
         try:
             with tempfile.TemporaryFile(dir=path.parent):
                 pass
@@ -70,13 +70,13 @@ class Scoring:
             ) from error
 
     def encode(self, max_bad_fraction: float) -> None:
-        """Give raw rows the ids of the run, in a folder beside the output."""
+        """Encode raw rows with the run's ids into a folder next to the output."""
         if self._is_set:
             return
         from sbpflow.data.prepare.new_rows import encode
 
         encode(
-            [input_path(one) for one in self._inputs],
+            [input_path(text) for text in self._inputs],
             self._folder,
             like=self._like.path,
             workers=os.cpu_count() or 1,
@@ -88,20 +88,20 @@ class Scoring:
         """The set whose ``split`` is scored."""
         manifest = load_manifest(self._folder)
         if not manifest.splits[self.split]:
-            have = ", ".join(name for name, rows in manifest.splits.items() if rows)
+            names = ", ".join(name for name, rows in manifest.splits.items() if rows)
             raise ConfigError(
-                f"--split: {self.split} of {self._folder} has no rows; it has {have}, for example "
-                f"--split {have.split(', ')[0]}"
+                f"--split: {self.split} of {self._folder} has no rows; it has {names}, for example "
+                f"--split {names.split(', ')[0]}"
             )
         return manifest
 
     def write(self, scores: NDArray[np.float32], labels: NDArray[np.float32]) -> None:
-        """The next rows of the split; 8 bytes each are held until ``close``."""
+        """Add scores and labels [n] of the next rows; ``close`` writes them (8 bytes per row)."""
         self._scores.append(scores)
         self._labels.append(labels)
 
     def close(self) -> None:
-        """Write the file, which appears when it is whole, and remove encoded rows."""
+        """Write the file in one step, and remove the encoded rows."""
         import polars as pl
 
         manifest = self.manifest()
@@ -120,34 +120,33 @@ class Scoring:
             raise ConfigError(f"--output {self._output}: cannot be written ({error})") from error
         bad = sum(manifest.content.get("bad_lines", {}).values()) if not self._is_set else 0
         if bad:
-            _LOG.warning("%d bad lines have no score; rows are numbered without them", bad)
+            _LOG.warning("%d bad lines have no score; row numbers do not count them", bad)
         if not self._is_set:
             shutil.rmtree(self._folder)
-        _LOG.info("%s: %d scores, %.6f on average", self._output, len(scores), scores.mean())
+        _LOG.info("%s: %d scores, mean %.6f", self._output, len(scores), scores.mean())
 
 
 def check_ids(manifest: Manifest, like: Manifest) -> None:
-    """ConfigError unless every id of ``manifest`` means in ``like`` what it means there.
+    """ConfigError unless the ids of ``manifest`` have the same meaning in ``like``.
 
-    That is so for equal vocabularies and for those that ``like`` grew from.
+    They do if the vocabularies are equal, or if that of ``like`` grew from the other one.
     """
-    wanted = {field.name: field.rows for field in like.fields}
-    found = {field.name: field.rows for field in manifest.fields}
     digest = manifest.vocabulary_digest
     if digest is None and like.vocabulary_digest is None:
-        if found == wanted and manifest.dense == like.dense:
+        rows = [{field.name: field.rows for field in m.fields} for m in (manifest, like)]
+        if rows[0] == rows[1] and manifest.dense == like.dense:
             return
-    elif digest in (like.vocabulary_digest, *(one.digest for one in like.ancestors)):
+    elif digest in (like.vocabulary_digest, *(ancestor.digest for ancestor in like.ancestors)):
         return
     raise ConfigError(
-        f"--input {manifest.path}: its ids are of another vocabulary than those that the model was "
-        "trained on; give the raw rows, which get the run's ids, or encode them with "
+        f"--input {manifest.path}: its ids come from another vocabulary than the model's; give the "
+        "raw rows, which are then encoded with the run's ids, or encode them with "
         f"`sbpflow encode --like {like.path}`"
     )
 
 
 def row_keys(manifest: Manifest, split: str) -> "dict[str, pl.Series]":
-    """{name of the key: keys} of the rows of ``split``; their numbers where the set has no key."""
+    """{column name: keys} for the rows of ``split``; row numbers if the set has no keys."""
     import polars as pl
 
     key = manifest.side_column("row_key")
@@ -167,18 +166,18 @@ def row_keys(manifest: Manifest, split: str) -> "dict[str, pl.Series]":
 
 
 def _texts(manifest: Manifest, split: str) -> list[str]:
-    """Keys of text, which lie end to end in the files of each shard."""
-    found: list[str] = []
+    """Text keys, which are concatenated in the files of each shard."""
+    keys: list[str] = []
     for shard in manifest.shards(split):
         ends, raw = (_part(manifest, shard.rows, shard.parts, part) for part in ("ends", "bytes"))
         text, start = raw.tobytes(), 0
         for end in ends.tolist():
-            found.append(text[start:end].decode())
+            keys.append(text[start:end].decode())
             start = end
-    return found
+    return keys
 
 
-def _part(manifest: Manifest, rows: int, parts: Mapping[str, Part], part: str) -> NDArray[Any]:
+def _part(manifest: Manifest, rows: int, parts: Mapping[str, ShardPart], part: str) -> NDArray[Any]:
     kind = manifest.part_types[f"row_key_{part}"]
     file = parts[f"row_key_{part}"]
     return open_array(manifest.path / file.file, kind.dtype, kind.shape(rows, file.count))

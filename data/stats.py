@@ -1,8 +1,8 @@
-"""What the lookups of each table in the train part look like: facts for planners and caches.
+"""Statistics of the lookups of each table in the train part, for planners and caches.
 
-Sources of the measures: the 17 frequency bins are DreamShard's table features (its
-tools/gen_dlrm_data.py at 73128ed): rows by their lookups in one batch of 65,536 samples. Top masses
-and unique ratios are what row caches and the ``unique`` exchange depend on.
+The 17 frequency bins are DreamShard's table features (its tools/gen_dlrm_data.py at 73128ed): rows
+by their lookups in one batch of 65,536 samples. Row caches depend on the top masses, and the
+``unique`` exchange depends on the unique ratios.
 """
 
 import math
@@ -30,7 +30,7 @@ _BLOCK_ROWS = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class FieldStats:
-    """Lookups of one table over the train part; masses and ratios are fractions of the lookups."""
+    """Lookups of one table in the train part; masses and ratios are fractions of the lookups."""
 
     name: str
     rows: int
@@ -41,15 +41,15 @@ class FieldStats:
     distinct: int
     top_mass: dict[str, float]
     bins_samples: int
-    """Samples of the batch that the bins are of: 65,536, or all if the part has fewer."""
+    """Samples in the batch that the bins describe: 65,536, or fewer if train has fewer."""
     bins_rows: list[int]
-    """Rows by lookups in that batch: 1, 2, 3-4, 5-8, ..., 2^14 + 1 to 2^15, more; none for 0."""
+    """Rows by lookups in that batch: 1, 2, 3-4, 5-8, ..., 2^14 + 1 to 2^15, more; 0 is excluded."""
     bins_lookups: list[int]
-    """Lookups of that batch that fall on the rows of each bin."""
+    """Lookups in that batch of the rows in each bin."""
     unique_ratio: dict[str, float]
-    """Distinct ids per lookup within a batch, by global batch size; only sizes the set can fill."""
+    """Distinct ids per lookup in a batch, by global batch size up to the size of train."""
     tail_exponent: float | None
-    """Slope of log lookups over log rank, rows with 5 lookups or more; None for fewer than 3."""
+    """Slope of log lookups over log rank, for rows with at least 5 lookups; None for under 3."""
 
 
 def field_stats(
@@ -59,9 +59,9 @@ def field_stats(
     batch: NDArray[np.int64],
     batch_samples: int,
 ) -> FieldStats:
-    """Measures of one table from its lookups per row, ``counts`` [rows] int64.
+    """Statistics of one table from ``counts`` [rows] int64, its lookups per row.
 
-    ``batch`` [touched rows] int64 are the lookups of the rows that one batch touches, rising.
+    ``batch`` [touched rows] int64 has the lookups of the rows that one batch touches, ascending.
     """
     rising = np.sort(counts)
     total = int(rising.sum())
@@ -85,26 +85,27 @@ def field_stats(
 
 
 def _bin_edges() -> NDArray[np.int64]:
-    """[17]: bin j has the rows of more lookups than edge j and no more than the next edge."""
+    """Edges [17]: bin j has rows with more lookups than edge j, up to edge j + 1."""
     return np.concatenate([[0], 2 ** np.arange(NUM_BINS - 1)])
 
 
 def batch_counts(manifest: Manifest) -> tuple[int, dict[str, NDArray[np.int64]]]:
-    """Samples of a batch from the middle of train, and by field the lookups of each row it touches,
-    rising.
+    """The lookups of each row touched by a batch from the middle of train, ascending, by field.
+
+    Also returns the number of samples in the batch.
     """
     rows = RowFiles(manifest, "train")
     size = min(BIN_SAMPLES, rows.num_rows)
     start = (rows.num_rows - size) // 2
-    found = field_ids(manifest, rows, start, start + size)
+    all_ids = field_ids(manifest, rows, start, start + size)
     return size, {
         field.name: np.sort(np.unique(ids, return_counts=True)[1])
-        for field, ids in zip(manifest.fields, found, strict=True)
+        for field, ids in zip(manifest.fields, all_ids, strict=True)
     }
 
 
 def tail_exponent(falling: NDArray[np.int64]) -> float | None:
-    """Least squares through (log rank, log count) at ranks spaced evenly in the logarithm."""
+    """Least-squares slope through (log rank, log count) at logarithmically spaced ranks."""
     usable = len(falling) - int(np.searchsorted(falling[::-1], _MIN_TAIL_COUNT))
     if usable < 3:
         return None
@@ -116,22 +117,22 @@ def tail_exponent(falling: NDArray[np.int64]) -> float | None:
 
 
 def unique_ratios(manifest: Manifest) -> dict[str, dict[int, float]]:
-    """Distinct ids per lookup by field and batch size, over a few spread batches of train."""
+    """Distinct ids per lookup by field and batch size, averaged over batches spread over train."""
     rows = RowFiles(manifest, "train")
     ratios: dict[str, dict[int, float]] = {field.name: {} for field in manifest.fields}
     for size in (size for size in BATCH_SIZES if size <= rows.num_rows):
         sums = np.zeros(len(manifest.fields))
         starts = np.linspace(0, rows.num_rows - size, _SAMPLED_BATCHES).astype(np.int64)
         for start in np.unique(starts):
-            found = field_ids(manifest, rows, int(start), int(start) + size)
-            sums += [len(np.unique(ids)) / max(ids.size, 1) for ids in found]
+            all_ids = field_ids(manifest, rows, int(start), int(start) + size)
+            sums += [len(np.unique(ids)) / max(ids.size, 1) for ids in all_ids]
         for field, ratio in zip(manifest.fields, sums / len(np.unique(starts)), strict=True):
             ratios[field.name][size] = float(ratio)
     return ratios
 
 
 def field_ids(manifest: Manifest, rows: RowFiles, start: int, stop: int) -> Iterator[Words]:
-    """Ids of each field in rows [start, stop): [rows, hot], or of a ragged field [ids]."""
+    """Ids of each field in rows [start, stop): [rows, hot]; for a ragged field [ids]."""
     words = rows.read(start, stop)
     lists: Iterator[Words] = iter(())
     if manifest.lists:
@@ -146,24 +147,24 @@ def field_ids(manifest: Manifest, rows: RowFiles, start: int, stop: int) -> Iter
 
 
 def list_ids(lengths: NDArray[Any], values: Words) -> Iterator[Words]:
-    """The ids [ids] of each list from ``lengths`` [rows, lists] and the values of all."""
+    """The ids of each list column, from ``lengths`` [rows, lists] and the values of all lists."""
     owner = np.repeat(np.tile(np.arange(lengths.shape[1]), len(lengths)), lengths.reshape(-1))
     for number in range(lengths.shape[1]):
         yield values[owner == number]
 
 
 def count_lookups(manifest: Manifest, names: Sequence[str]) -> dict[str, NDArray[np.int64]]:
-    """Lookups per table row of the named fields, by one pass over the train part."""
+    """Lookups per table row of the named fields, in one pass over the train part."""
     counts = {f.name: np.zeros(f.rows, dtype=np.int64) for f in manifest.fields if f.name in names}
     rows = RowFiles(manifest, "train")
     for start in range(0, rows.num_rows, _BLOCK_ROWS):
-        found_ids = field_ids(manifest, rows, start, min(start + _BLOCK_ROWS, rows.num_rows))
-        for field, ids in zip(manifest.fields, found_ids, strict=True):
+        all_ids = field_ids(manifest, rows, start, min(start + _BLOCK_ROWS, rows.num_rows))
+        for field, ids in zip(manifest.fields, all_ids, strict=True):
             if field.name in counts and ids.size:
-                found, times = np.unique(ids, return_counts=True)
-                if found[0] < 0 or found[-1] >= field.rows:
+                distinct, times = np.unique(ids, return_counts=True)
+                if distinct[0] < 0 or distinct[-1] >= field.rows:
                     raise _out_of_range(manifest, field, start, ids)
-                counts[field.name][found] += times
+                counts[field.name][distinct] += times
     return counts
 
 
@@ -172,17 +173,17 @@ def _out_of_range(manifest: Manifest, field: Field, start: int, ids: Words) -> D
     where = f"row {start + int(place[0])}" if ids.ndim == 2 else "a row"
     return DataError(
         f"{manifest.path}: {where} of train has {field.name} id {ids[place]}, "
-        f"its table has rows 0..{field.rows - 1}; the set is damaged, `sbpflow verify` "
-        "tells which file"
+        f"but its table has rows 0..{field.rows - 1}; the set is damaged, run `sbpflow verify` to "
+        "find the file"
     )
 
 
 def compute_stats(
     manifest: Manifest, known: Mapping[str, Callable[[], NDArray[np.int64]]] | None = None
 ) -> list[FieldStats]:
-    """Measures of every table; ``known`` gives lookups per row that need not be counted again.
+    """Statistics of every table; ``known`` has functions for lookups that need no counting.
 
-    One at a time: those of all tables together may be more than fits into memory.
+    Those are called one at a time, because the counts of all tables may not fit into memory.
     """
     known = known or {}
     counts = count_lookups(manifest, [f.name for f in manifest.fields if f.name not in known])
@@ -201,7 +202,7 @@ def compute_stats(
 
 
 def load_stats(manifest: Manifest) -> list[FieldStats]:
-    """The measures recorded when the set was made; DataError if there are none, or not of it."""
+    """The statistics in the manifest; DataError if there are none or they do not fit the tables."""
     raw = manifest.content.get("stats")
     if not raw:
         raise DataError(f"{manifest.path}: no statistics in the manifest; use --recount")
@@ -211,39 +212,35 @@ def load_stats(manifest: Manifest) -> list[FieldStats]:
             _check_stats(entry, field)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise DataError(
-            f"{manifest.path}: the statistics in the manifest are not of these tables ({error}); "
+            f"{manifest.path}: the statistics in the manifest do not fit its tables ({error}); "
             "use --recount"
         ) from error
     return stats
 
 
 def _check_stats(entry: FieldStats, field: Field) -> None:
-    """Raise one of the errors that ``load_stats`` turns into a message if a reader would."""
+    """Raise TypeError, ValueError or KeyError for statistics that a reader could not use."""
     if (entry.name, entry.rows, entry.hot) != (field.name, field.rows, field.hot):
-        raise ValueError(f"{entry.name!r} stands for {field.name!r}")
+        raise ValueError(f"{entry.name!r} instead of {field.name!r}")
     numbers = [entry.lookups, entry.missing, entry.rare, entry.distinct, entry.tail_exponent or 0]
     numbers += [entry.top_mass[str(k)] for k in TOP]
-    numbers += [
-        entry.bins_samples,
-        *entry.unique_ratio.values(),
-        *entry.bins_rows,
-        *entry.bins_lookups,
-    ]
+    numbers += [entry.bins_samples, *entry.unique_ratio.values()]
+    numbers += [*entry.bins_rows, *entry.bins_lookups]
     if any(type(number) not in (int, float) for number in numbers):
-        raise TypeError(f"{field.name} has a value that is no number")
+        raise TypeError(f"{field.name} has a value that is not a number")
     if len(entry.bins_rows) != NUM_BINS or len(entry.bins_lookups) != NUM_BINS:
-        raise ValueError(f"{field.name} has not {NUM_BINS} bins")
+        raise ValueError(f"{field.name} does not have {NUM_BINS} bins")
     if not set(entry.unique_ratio) <= {str(size) for size in BATCH_SIZES}:
-        raise ValueError(f"{field.name} has other batch sizes than {BATCH_SIZES}")
+        raise ValueError(f"{field.name} has batch sizes other than {BATCH_SIZES}")
 
 
 def stats_json(stats: Sequence[FieldStats]) -> list[dict[str, object]]:
-    """The measures as the manifest and the planner read them."""
+    """The statistics in the form of the manifest and the planner."""
     return [asdict(field) for field in stats]
 
 
 def stats_table(stats: Sequence[FieldStats]) -> str:
-    """The measures as text, one line per table."""
+    """The statistics as text, one line per table."""
     head = f"{'table':>8} {'rows':>11} {'distinct':>10} {'miss%':>6} {'rare%':>6}"
     head += "".join(f" {'top' + _short(k) + '%':>8}" for k in TOP)
     sizes = [size for size in BATCH_SIZES if all(str(size) in s.unique_ratio for s in stats)]

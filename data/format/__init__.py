@@ -1,1 +1,1 @@
-"""What a prepared set is on disk: schema, manifest, shards, ids; written and read here alone."""
+"""The file format of prepared sets: schema, manifest, shards, ids. Only this package knows it."""

@@ -1,9 +1,9 @@
-"""Which id a value gets: a seeded permutation, levelled so that contiguous rows carry equal load.
+"""Assign ids to values: a seeded permutation, balanced so that contiguous rows carry equal load.
 
 Never by frequency: in frequency order the first half of a table receives 95-99 % of all lookups. A
-random order alone is not enough where one id is hot (missing, rare or the top value), so the fewest
-swaps that level the halves, then the quarters and eighths, are applied to it. No order helps when
-one id carries more than half of the lookups; then its half is filled with the coldest ids.
+random order alone is not enough if one id is hot (missing, rare or the top value). So the fewest
+swaps that balance the halves, then the quarters and eighths, are applied to it. If one id carries
+more than half of the lookups, no order can balance them, and its half gets the coldest values.
 """
 
 from abc import ABC, abstractmethod
@@ -26,23 +26,23 @@ _LEVELS = 3
 _TOLERANCE = 0.02
 _MAX_SWAPS = 1 << 17
 _BLOCK = 1 << 16
-"""Keys looked up at a time, so that the arrays in between stay in the cache."""
+"""Keys looked up at a time, so that temporary arrays stay in the cache."""
 _LARGE = 1 << 20
-"""Keys from which a table is filled to two thirds, for its memory."""
+"""Number of keys above which a table is filled to two thirds, to save memory."""
 _INSERTED = 1 << 20
-"""Keys put into a table at a time."""
-_LEAST_COMPILED = 1 << 16
-"""Keys of a lookup from which loading numba pays."""
+"""Keys inserted into a table at a time."""
+_MIN_COMPILED_KEYS = 1 << 16
+"""Number of keys in a lookup above which loading numba pays off."""
 _HOT = 16
-"""Lookups from which a key's place among the others matters."""
+"""Number of lookups above which a key should be found at the first probe."""
 
 
 def assign_ids(
     counts: "Counts | NDArray[np.uint32]", reserved: tuple[int, int], seed: int, name: str
 ) -> NDArray[np.int32]:
-    """Give each kept value (``counts`` lookups each) an id of 2.. in a seeded, levelled order.
+    """Assign each value, which has ``counts`` [n] lookups, an id from 2 up.
 
-    ``reserved`` are the lookups of ids 0 (missing) and 1 (rare). Depends on nothing but the
+    ``reserved`` has the lookups of ids 0 (missing) and 1 (rare). The result depends only on the
     arguments.
     """
     key = [seed, *name.encode()]
@@ -53,16 +53,16 @@ def assign_ids(
     load = np.empty(len(value_at), dtype=np.int64)
     load[:NUM_RESERVED_IDS] = reserved
     load[NUM_RESERVED_IDS:] = counts[value_at[NUM_RESERVED_IDS:]]
-    _level(value_at, load, 0, len(load), int(load.sum()), _LEVELS)
+    _balance(value_at, load, 0, len(load), int(load.sum()), _LEVELS)
     ids = np.empty(len(counts), dtype=np.int32)
     ids[value_at[NUM_RESERVED_IDS:]] = np.arange(NUM_RESERVED_IDS, len(value_at), dtype=np.int32)
     return ids
 
 
-def _level(
+def _balance(
     value_at: NDArray[np.int32], load: Counts, start: int, stop: int, total: int, levels: int
 ) -> None:
-    """Swap values between the halves of rows [start, stop) to make their loads equal."""
+    """Swap values between the halves of rows [start, stop) until their loads are about equal."""
     if levels == 0 or stop - start < 2 * NUM_RESERVED_IDS + 2:
         return
     middle = start + (stop - start + 1) // 2
@@ -71,8 +71,8 @@ def _level(
         halves = (range(max(start, NUM_RESERVED_IDS), middle), range(middle, stop))
         hot, cold = halves if excess > 0 else halves[::-1]
         _swap(value_at, load, hot, cold, abs(excess) // 2)
-    _level(value_at, load, start, middle, total, levels - 1)
-    _level(value_at, load, middle, stop, total, levels - 1)
+    _balance(value_at, load, start, middle, total, levels - 1)
+    _balance(value_at, load, middle, stop, total, levels - 1)
 
 
 def _swap(
@@ -83,12 +83,12 @@ def _swap(
     wanted: int,
 ) -> None:
     """Move about ``wanted`` lookups from ``hot_rows`` to ``cold_rows`` by swapping values."""
-    there = load[cold_rows.start : cold_rows.stop]
+    cold_load = load[cold_rows.start : cold_rows.stop]
     hot = np.flatnonzero(load[hot_rows.start : hot_rows.stop] > 0) + hot_rows.start
-    idle = np.flatnonzero(there == 0)
-    pairs = min(len(hot), len(there), _MAX_SWAPS)
+    idle = np.flatnonzero(cold_load == 0)
+    pairs = min(len(hot), len(cold_load), _MAX_SWAPS)
     hot = hot[_first_sorted(-load[hot], pairs)]
-    cold = idle[:pairs] if len(idle) >= pairs else _first_sorted(there, pairs)
+    cold = idle[:pairs] if len(idle) >= pairs else _first_sorted(cold_load, pairs)
     cold = cold + cold_rows.start
     gains = load[hot] - load[cold]
     useful = np.flatnonzero((gains > 0) & (gains <= wanted))
@@ -100,7 +100,7 @@ def _swap(
 
 
 def _first_sorted(values: Counts, count: int) -> NDArray[np.int64]:
-    """Places of the ``count`` smallest values, in order."""
+    """Indices of the ``count`` smallest values, in order."""
     if count < len(values):
         chosen = np.sort(np.argpartition(values, count)[:count])
     else:
@@ -109,7 +109,7 @@ def _first_sorted(values: Counts, count: int) -> NDArray[np.int64]:
 
 
 class Ids(Protocol):
-    """From the keys of a column to ids of its table."""
+    """Maps the keys of a column to ids of its table."""
 
     def lookup(self, keys: Keys) -> NDArray[np.int32]:
         """Ids [n] of ``keys`` [n]."""
@@ -117,14 +117,14 @@ class Ids(Protocol):
 
 
 class HashedIds:
-    """Ids 2.. of a table of ``num_rows`` rows by hashing; no vocabulary, and values collide."""
+    """Ids from 2 up by hashing into ``num_rows`` rows; needs no vocabulary, but values collide."""
 
     def __init__(self, num_rows: int, seed: int, name: str) -> None:
         self._size = np.uint64(num_rows - NUM_RESERVED_IDS)
         self._salt = np.random.SeedSequence([seed, *name.encode()]).generate_state(1, np.uint64)
 
     def lookup(self, keys: Keys) -> NDArray[np.int32]:
-        """Ids [n] of ``keys`` [n]: the finaliser of MurmurHash3, then modulo."""
+        """Ids int32 [n] of ``keys`` [n]: the finalizer of MurmurHash3, then modulo."""
         mixed = keys.astype(np.uint64) ^ self._salt
         for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
             mixed ^= mixed >> np.uint64(33)
@@ -134,14 +134,14 @@ class HashedIds:
 
 
 class IdTable(ABC):
-    """Open addressing from keys to ids for whole columns at once; an unknown key is RARE_ID.
+    """Open addressing from keys to ids, for whole columns at once; an unknown key maps to RARE_ID.
 
-    An empty slot holds key 0 and RARE_ID, so it answers an unknown key 0 rightly. Keys with many
-    lookups (``counts``) get their slots first: what is asked most is found at the first probe.
+    An empty slot holds key 0 and RARE_ID, which is the right answer for an unknown key 0. Keys with
+    many lookups (``counts``) are inserted first, so that most lookups hit at the first probe.
     """
 
     def __init__(self, keys: Keys, ids: NDArray[np.int32], counts: Counts) -> None:
-        # A power of two gives few collisions; where that is too much memory, half as much again.
+        # A power of two gives few collisions; for large tables 1.5 slots per key must do.
         self._capacity = 1 << max(4, (2 * len(keys) - 1).bit_length())
         if len(keys) > _LARGE:
             self._capacity = len(keys) + len(keys) // 2
@@ -150,6 +150,8 @@ class IdTable(ABC):
             self._insert(keys, ids, chosen)
 
     def _insert(self, keys: Keys, ids: NDArray[np.int32], left: Slots) -> None:
+        # Write all keys whose slot is free at once; of keys with the same slot one wins, and the
+        # losers try the next slot.
         slots = self._slots(keys[left])
         while len(left):
             free = self._at(slots, keys[left])[0] == RARE_ID
@@ -163,19 +165,19 @@ class IdTable(ABC):
 
     @abstractmethod
     def _put(self, slots: Slots, keys: Keys, ids: NDArray[np.int32]) -> None:
-        """Fill slots; of several entries for one slot, one wins."""
+        """Fill slots; if several entries have the same slot, one of them wins."""
 
     @abstractmethod
     def _at(self, slots: Slots, keys: Keys) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """The ids in the slots, and whether their keys are the given ones."""
+        """The ids in the slots, and whether the slots hold the given keys."""
 
     @abstractmethod
     def _by_loop(self, loops: ModuleType, keys: Keys, ids: NDArray[np.int32]) -> None:
-        """``lookup`` by one compiled pass."""
+        """``lookup`` in one compiled pass."""
 
     def _slots(self, keys: Keys) -> NDArray[np.int64]:
-        # Fibonacci hashing: the high half of a product with 2^64 / golden ratio, as a fraction of
-        # the capacity; for a power of two its high bits.
+        # Fibonacci hashing: the high half of the product with 2^64 / golden ratio, scaled to the
+        # capacity. For a power of two these are its high bits.
         spread = keys.astype(np.uint64) * np.uint64(GAMMA)
         spread >>= np.uint64(32)
         spread *= np.uint64(self._capacity)
@@ -188,8 +190,8 @@ class IdTable(ABC):
         return slots
 
     def lookup(self, keys: Keys) -> NDArray[np.int32]:
-        """Ids [n] of ``keys`` [n]."""
-        if (loops := find_loops(len(keys), _LEAST_COMPILED)) is not None:
+        """Ids int32 [n] of ``keys`` [n]."""
+        if (loops := find_loops(len(keys), _MIN_COMPILED_KEYS)) is not None:
             ids = np.empty(len(keys), dtype=np.int32)
             self._by_loop(loops, keys, ids)
             return ids
@@ -203,15 +205,15 @@ class IdTable(ABC):
         slots, wanted = slots[left], keys[left]
         while len(left):
             slots = self._next(slots)
-            found, hit = self._at(slots, wanted)
-            ids[left] = found
-            again = ~hit & (found != RARE_ID)
+            next_ids, hit = self._at(slots, wanted)
+            ids[left] = next_ids
+            again = ~hit & (next_ids != RARE_ID)
             slots, wanted, left = slots[again], wanted[again], left[again]
         return ids
 
 
 def _hottest_first(counts: Counts) -> Iterator[Slots]:
-    """Places in ``counts``: small groups by falling count, then the rest, some at a time."""
+    """Indices of ``counts``: groups of growing size by falling count, then the rest in blocks."""
     hot = np.flatnonzero(counts >= _HOT)
     hot = hot[np.argsort(-counts[hot], kind="stable")]
     start, stop = 0, 16
@@ -223,7 +225,7 @@ def _hottest_first(counts: Counts) -> Iterator[Slots]:
 
 
 class NarrowIdTable(IdTable):
-    """Keys of 32 bits: key and id share one word, so a lookup touches one cache line."""
+    """32-bit keys: key and id share one word, so a lookup touches one cache line."""
 
     def _allocate(self, capacity: int) -> None:
         self._entries = np.full(capacity, RARE_ID, dtype=np.uint64)
@@ -240,14 +242,14 @@ class NarrowIdTable(IdTable):
 
 
 class WideIdTable(IdTable):
-    """Keys of 64 bits, compared in full."""
+    """64-bit keys, stored next to their ids."""
 
     def _allocate(self, capacity: int) -> None:
         self._keys = np.zeros(capacity, dtype=np.uint64)
         self._ids = np.full(capacity, RARE_ID, dtype=np.int32)
 
     def _put(self, slots: Slots, keys: Keys, ids: NDArray[np.int32]) -> None:
-        # numpy does not say which of several entries for a slot it keeps: take the key of that one.
+        # Numpy does not define which entry of a slot wins, so keep the key of the id that did.
         self._ids[slots] = ids
         won = self._ids[slots] == ids
         self._keys[slots[won]] = keys[won]

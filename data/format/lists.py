@@ -1,6 +1,5 @@
-"""The lists of ids of a split, and the columns beside its features, mapped across its shards."""
+"""The id lists of a split and its columns that are not features, mapped across its shards."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,18 +19,18 @@ from sbpflow.data.format.mapped_rows import (
 
 
 def _open_part(manifest: Manifest, split: str, name: str, most: int) -> list[Rows]:
-    """The files of a part, one for each shard with rows; the first ``most`` are mapped."""
+    """The files of a part, one per shard with rows; the first ``most`` are mapped."""
     kind, folder = manifest.part_types[name], manifest.path
-    found = [(shard, shard.parts[name]) for shard in manifest.shards(split) if shard.rows]
+    parts = [(shard, shard.parts[name]) for shard in manifest.shards(split) if shard.rows]
     files = [
         (folder / part.file, kind.dtype, kind.shape(shard.rows, part.count))
-        for shard, part in found
+        for shard, part in parts
     ]
     return open_rows(files, most, UnchangedSet(manifest).check)
 
 
 class SplitPart(MappedRows):
-    """A part with an entry per row of a split, such as ``lengths``, ``weight`` or ``time``."""
+    """A part with one entry per row of a split, such as ``lengths``, ``weight`` or ``time``."""
 
     def __init__(self, manifest: Manifest, split: str, name: str, most: int | None = None) -> None:
         kind = manifest.part_types[name]
@@ -42,25 +41,25 @@ class SplitPart(MappedRows):
 
 @dataclass(frozen=True, slots=True)
 class Extents:
-    """Where the ids of some runs of rows lie; a run that crosses shards is several here."""
+    """Where the ids of some runs of rows are; a run that crosses shards has several entries."""
 
     rows: tuple[Places, Places]
-    """first rows and lengths of the runs as they were asked for"""
+    """First rows and lengths of the runs as requested."""
     maps: Places
     lows: Places
     highs: Places
 
     @property
     def num_values(self) -> int:
-        """Ids in all of them."""
+        """Total number of ids."""
         return int((self.highs - self.lows).sum())
 
 
 class SplitLists:
-    """The lists of one split: ids of each row end to end, field by field, row by row.
+    """The id lists of one split: concatenated, ordered by row and then by field.
 
     That is the order in which the engine takes them. Row numbers count from the split's first row,
-    and maps are copy-on-write, as those of ``SplitRows``. Not for a set without ragged fields.
+    and maps are copy-on-write, as in ``SplitRows``. The set must have ragged fields. The first
     ``most`` files of each part are mapped.
     """
 
@@ -79,7 +78,7 @@ class SplitLists:
         self._mapped_starts = MappedItems(mapped_of(self._starts))
 
     def find(self, firsts: Places, lengths: Places) -> Extents:
-        """Where the ids of the rows of these runs are."""
+        """Where the ids of the given runs of rows are."""
         pieces, counts = self._within_maps(firsts, lengths)
         maps, local = self.lengths.maps_of(pieces)
         ends = np.empty((2, len(pieces)), dtype=np.int64)
@@ -87,9 +86,9 @@ class SplitLists:
         mapped = np.flatnonzero(maps < len(offsets))
         if len(mapped):
             places = offsets[maps[mapped]] + local[mapped]
-            found = np.empty(2 * len(mapped), dtype=np.int64)
-            self._mapped_starts.copy(np.concatenate([places, places + counts[mapped]]), found, 1)
-            ends[:, mapped] = found.reshape(2, -1)
+            bounds = np.empty(2 * len(mapped), dtype=np.int64)
+            self._mapped_starts.copy(np.concatenate([places, places + counts[mapped]]), bounds, 1)
+            ends[:, mapped] = bounds.reshape(2, -1)
         for index in np.flatnonzero(maps >= len(offsets)).tolist():
             row, count = int(local[index]), int(counts[index])
             starts = self._starts[int(maps[index])][row : row + count + 1]
@@ -97,41 +96,37 @@ class SplitLists:
         return Extents((firsts, lengths), maps, ends[0], ends[1])
 
     def _within_maps(self, firsts: Places, lengths: Places) -> tuple[Places, Places]:
-        """The runs, those that cross shards cut where a shard ends."""
+        """The runs as first rows and lengths, with runs that cross shards divided."""
         pieces = [
             piece
             for first, length in zip(firsts.tolist(), lengths.tolist(), strict=True)
             for piece in self.lengths.pieces(first, first + length)
         ]
-        found = np.array(pieces, dtype=np.int64).reshape(-1, 2)
-        return found[:, 0], found[:, 1] - found[:, 0]
+        bounds = np.array(pieces, dtype=np.int64).reshape(-1, 2)
+        return bounds[:, 0], bounds[:, 1] - bounds[:, 0]
 
     def gather(
         self,
-        found: Extents,
+        extents: Extents,
         lengths: "NDArray[Any]",
         values: NDArray[np.int32],
         weights: NDArray[np.float32] | None,
     ) -> None:
-        """Copy lengths [rows, lists], ids and their weights (where the set has some)."""
-        self.lengths.gather(*found.rows, lengths)
-        _copy(self._values, found, values)
+        """Copy lengths [rows, lists], ids [n] and their weights [n], if the set has any."""
+        self.lengths.gather(*extents.rows, lengths)
+        _copy(self._values, extents, values)
         if weights is not None and self._weights is not None:
-            _copy(self._weights, found, weights)
+            _copy(self._weights, extents, weights)
 
     def close(self) -> None:
-        """Drop the maps."""
+        """Release the maps."""
         self.lengths.close()
         self._values, self._weights, self._starts = [], None, []
         self._mapped_starts = MappedItems([])
 
 
-def _copy(maps: list[Rows], found: Extents, out: "NDArray[Any]") -> None:
+def _copy(maps: list[Rows], extents: Extents, out: "NDArray[Any]") -> None:
     done = 0
-    for index, low, high in _each(found):
+    for index, low, high in np.stack([extents.maps, extents.lows, extents.highs], axis=1).tolist():
         out[done : done + high - low] = maps[index][low:high]
         done += high - low
-
-
-def _each(found: Extents) -> Iterator[tuple[int, int, int]]:
-    return zip(found.maps.tolist(), found.lows.tolist(), found.highs.tolist(), strict=True)

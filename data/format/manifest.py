@@ -1,11 +1,11 @@
-"""The manifest of a prepared set: what the shards hold, read and written in one place.
+"""The manifest of a prepared set: what the shards hold. Only this file reads and writes it.
 
 A prepared set is a folder with ``manifest.json`` and ``.npy`` shards of int32 words
-[rows, 1 + dense + fixed ids]: label, dense values (both float32 bit patterns), the ids of fields
-with a fixed number of them; beside each shard its lists and side columns (``data.format.parts``),
-in ``vocabulary/`` which value has which id. The fingerprint covers everything in the manifest, the
-checksums of all these files included, and so guards one set of files; the content ID covers what
-the rows are, and is equal for the same rows from other inputs, versions or shards.
+[rows, 1 + dense + fixed ids]: label, dense values (both as float32 bit patterns), and the ids of
+fields with a fixed number of them. Next to each shard are its lists and side columns
+(``data.format.parts``); ``vocabulary/`` has the ids of values. The fingerprint covers the whole
+manifest, including the checksums of all files, and so identifies one set of files. The content ID
+covers the rows, and is equal for the same rows from other inputs, versions or shards.
 """
 
 import contextlib
@@ -40,8 +40,8 @@ MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A file beside a shard; ``count`` is its length where the number of rows does not say it."""
+class ShardPart:
+    """A file next to a shard; ``count`` is its length if that does not follow from the rows."""
 
     file: str
     crc32: int
@@ -50,22 +50,22 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Consecutive rows of a split: the file of words, and the parts that lie beside it.
+    """Consecutive rows of a split: the file of words and the parts next to it.
 
-    ``crc32`` is over the whole file.
+    ``crc32`` covers the whole file.
     """
 
     file: str
     rows: int
     crc32: int
-    parts: Mapping[str, Part] = dataclasses.field(default_factory=dict)
+    parts: Mapping[str, ShardPart] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Bayes:
-    """The best possible AUC and logloss of a generated set, by split.
+    """The best possible AUC and logloss on a generated set, by split.
 
-    ``auc`` and ``logloss`` are of ``split``: test, or val or train where the ones before are empty.
+    ``auc`` and ``logloss`` are those of ``split``: test, or val or train if the former are empty.
     """
 
     split: str
@@ -76,7 +76,7 @@ class Bayes:
 
 @dataclass(frozen=True, slots=True)
 class Ancestor:
-    """A vocabulary whose ids mean the same in this set: its digest and its rows per field."""
+    """A vocabulary whose ids have the same meaning in this set: its digest and rows per field."""
 
     digest: str
     rows: Mapping[str, int]
@@ -84,7 +84,7 @@ class Ancestor:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A prepared set: ``content`` is the checked JSON, the properties are what readers use."""
+    """A prepared set: ``content`` is the checked JSON; the properties are for readers."""
 
     path: Path
     content: Mapping[str, Any]
@@ -96,7 +96,7 @@ class Manifest:
 
     @property
     def dense_ranges(self) -> dict[str, tuple[float, float]]:
-        """The least and the greatest value of each dense column, where there is any."""
+        """Smallest and largest value of each dense column that has values."""
         entries = (entry for entry in self.content["dense"] if "range" in entry)
         return {entry["name"]: (entry["range"][0], entry["range"][1]) for entry in entries}
 
@@ -118,86 +118,86 @@ class Manifest:
 
     @property
     def fixed(self) -> tuple[Field, ...]:
-        """The fields whose ids are columns of the words, in their order."""
+        """The fields whose ids are columns of the words, in order."""
         return tuple(field for field in self.fields if not field.ragged)
 
     @property
     def lists(self) -> tuple[Field, ...]:
-        """The ragged fields, in the order of the lists of a row."""
+        """The ragged fields, in the order of a row's lists."""
         return tuple(field for field in self.fields if field.ragged)
 
     @property
     def weighted(self) -> bool:
-        """Whether the ids in lists have weights; those of a field without any are 1."""
+        """Whether ids in lists have weights; in a field without weights they are 1."""
         return any(field.weighted for field in self.fields)
 
     @cached_property
     def side(self) -> tuple[SideColumn, ...]:
-        """The columns beside the features."""
+        """The columns that are not features."""
         return tuple(
             SideColumn(entry["name"], entry["role"], entry["type"])
             for entry in self.content.get("side", ())
         )
 
     def side_column(self, role: Role) -> SideColumn | None:
-        """The column of this role; of labels the first further one."""
+        """The column with this role; for labels, the first additional label."""
         return next((column for column in self.side if column.role == role), None)
 
     @property
     def labelled(self) -> bool:
-        """Whether rows have a label; without one (rows encoded to be scored) it is NaN."""
+        """Whether rows have labels; unlabeled rows, which can only be scored, have NaN."""
         return bool(self.content.get("labelled", True))
 
     @cached_property
     def part_types(self) -> Mapping[str, PartType]:
-        """The files that every shard has beside its words."""
+        """The files that every shard has in addition to its words."""
         length_type = self.content.get("length_type", LENGTH_TYPES[0])
         return part_types(len(self.lists), length_type, self.weighted, self.side)
 
     @property
     def vocabulary_digest(self) -> str | None:
-        """A digest of which value has which id; None for a set without vocabularies."""
+        """A digest of the ids of all values; None for a set without vocabularies."""
         vocabulary = self.content.get("vocabulary")
         return None if vocabulary is None else vocabulary["digest"]
 
     @property
     def ancestors(self) -> tuple[Ancestor, ...]:
-        """The vocabularies that this one grew from, the nearest first."""
+        """The vocabularies that this one grew from, nearest first."""
         vocabulary = self.content.get("vocabulary") or {}
         return tuple(Ancestor(**entry) for entry in vocabulary.get("ancestors", ()))
 
     @property
     def sparse(self) -> tuple[Field, ...]:
-        """The fields that are one column."""
+        """The fields made of one column."""
         return tuple(field for field in self.fields if len(field.parts) == 1)
 
     @property
     def crosses(self) -> tuple[Field, ...]:
-        """The fields that are a pair of columns."""
+        """The fields made of a pair of columns."""
         return tuple(field for field in self.fields if len(field.parts) > 1)
 
     @property
     def num_words(self) -> int:
-        """32-bit words per row."""
+        """Number of 32-bit words per row."""
         return 1 + len(self.dense) + sum(field.hot for field in self.fixed)
 
     @cached_property
     def splits(self) -> Mapping[str, int]:
-        """Rows of train, val and test."""
+        """Number of rows of train, val and test."""
         return {name: sum(shard.rows for shard in self.shards(name)) for name in SPLITS}
 
     @property
     def fingerprint(self) -> str:
-        """A digest of the manifest; equal only for equal sets."""
+        """A digest of the manifest, equal only for equal files."""
         return cast("str", self.content["fingerprint"])
 
     @cached_property
     def content_id(self) -> str:
-        """A digest of rows, their order, splits and vocabularies: of what a run reads.
+        """A digest of what a run reads: rows, their order, splits and vocabularies.
 
-        It follows from the manifest alone, so sets of earlier versions have one too. Inputs,
-        options, versions and the places where shards end do not count. Row keys of text count as
-        one text, whatever the places where one key ends.
+        It is computed from the manifest alone, so sets of earlier versions have one too. Inputs,
+        options, versions and shard boundaries do not matter. Text row keys count as one text,
+        regardless of where one key ends and the next begins.
         """
         return digest(
             {
@@ -213,7 +213,7 @@ class Manifest:
         )
 
     def _rows_facts(self, split: str) -> dict[str, int]:
-        """The number of rows of a split, and the crc32 of all of its words and of each part."""
+        """The number of rows of a split, and the crc32 of all its words and of each part."""
         shards = self.shards(split)
         shapes = [(shard.rows, self.num_words) for shard in shards]
         facts = {
@@ -231,7 +231,7 @@ class Manifest:
 
     @property
     def bayes(self) -> Bayes | None:
-        """The known ceiling of a generated set; None for real rows."""
+        """The known optimum of a generated set; None for real rows."""
         raw = self.content.get("bayes")
         if raw is None:
             return None
@@ -246,28 +246,28 @@ class Manifest:
         return tuple(shard_from(entry) for entry in self.content["splits"][split])
 
     def field(self, name: str) -> Field:
-        """The field called ``name``, or a DataError that says how to get it."""
+        """The field ``name``; if there is none, a DataError that says how to get it."""
         for field in self.fields:
             if field.name == name:
                 return field
-        have = ", ".join(field.name for field in self.fields)
+        known = ", ".join(field.name for field in self.fields)
         if "x" in name[1:-1]:
             wanted = ",".join([*(cross.name for cross in self.crosses), name])
             raise DataError(
-                f"{self.path}: no cross {name!r} in this set (it has: {have}); "
+                f"{self.path}: no cross {name!r} in this set (it has: {known}); "
                 f"prepare it again with --crosses {wanted}"
             )
-        raise DataError(f"{self.path}: no field {name!r} in this set; it has: {have}")
+        raise DataError(f"{self.path}: no field {name!r} in this set; it has: {known}")
 
 
 def shard_from(entry: Mapping[str, Any]) -> Shard:
-    """A shard from its entry in the manifest, or in the record of a piece."""
-    parts = {name: Part(**part) for name, part in entry.get("parts", {}).items()}
+    """A shard from its entry in the manifest or in the record of a piece."""
+    parts = {name: ShardPart(**part) for name, part in entry.get("parts", {}).items()}
     return Shard(entry["file"], entry["rows"], entry["crc32"], parts)
 
 
 def shard_entry(shard: Shard) -> dict[str, Any]:
-    """What the manifest says of a shard; no more than it needs to."""
+    """The manifest's entry of a shard, without keys that have their default."""
     entry: dict[str, Any] = {"file": shard.file, "rows": shard.rows, "crc32": shard.crc32}
     if shard.parts:
         entry["parts"] = {
@@ -292,8 +292,9 @@ def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
 
 
 def load_manifest(path: str | Path, key: str = "data.path") -> Manifest:
-    """Read and check the manifest of the set in folder ``path``, which the option or configuration
-    key ``key`` gave; DataError says what is wrong.
+    """Read and check the manifest of the set in folder ``path``.
+
+    ``key`` is the option or configuration key that gave ``path``. Raises DataError.
     """
     try:
         folder = local_path(path)
@@ -311,9 +312,9 @@ def load_manifest(path: str | Path, key: str = "data.path") -> Manifest:
 
 
 def check_unchanged(manifest: Manifest) -> None:
-    """DataError unless the set in the folder of ``manifest`` still is the one it describes.
+    """DataError unless the folder of ``manifest`` still contains the set that it describes.
 
-    Shards are opened by name, so a set prepared anew in the same folder would be read as this one.
+    Shards are opened by name, so without this a set that replaced the old one would be read.
     """
     file = manifest.path / MANIFEST
     try:
@@ -327,7 +328,7 @@ def check_unchanged(manifest: Manifest) -> None:
     now = content.get("fingerprint")
     if now == manifest.fingerprint and now != fingerprint_of(content):
         raise DataError(
-            f"{file}: the set was damaged since it was opened: its fingerprint does not fit; "
+            f"{file}: the set was damaged since it was opened: its fingerprint does not match; "
             "restore it, or start again with another"
         )
     if now != manifest.fingerprint:
@@ -339,18 +340,18 @@ def check_unchanged(manifest: Manifest) -> None:
 
 
 class UnchangedSet:
-    """``check_unchanged`` where it is asked often: reads the manifest only if its file changed."""
+    """``check_unchanged`` for frequent use: rereads the manifest only if its file has changed."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
         self._seen: tuple[int, ...] = ()
 
     def check(self) -> None:
-        """DataError unless the set in the folder still is the one that was opened."""
+        """DataError unless the folder still contains the set that was opened."""
         now: tuple[int, ...] = ()
         with contextlib.suppress(OSError):
-            found = (self._manifest.path / MANIFEST).stat()
-            now = (found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size)
+            stat = (self._manifest.path / MANIFEST).stat()
+            now = (stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_size)
         if not now or now != self._seen:
             check_unchanged(self._manifest)
             self._seen = now
@@ -362,12 +363,12 @@ def _checked(file: Path, raw: object) -> Mapping[str, Any]:
     content = cast("dict[str, Any]", raw)
     if content.get("version") != VERSION:
         raise DataError(
-            f"{file}: format version {content.get('version')!r}, this program reads {VERSION}; "
-            f"make the set anew: {how_to_rebuild(file.parent, content)}"
+            f"{file}: format version {content.get('version')!r}, but this program reads "
+            f"{VERSION}; prepare the set again: {how_to_rebuild(file.parent, content)}"
         )
     if content.get("fingerprint") != fingerprint_of(content):
         raise DataError(
-            f"{file}: the fingerprint does not fit, the file was edited or damaged; "
+            f"{file}: the fingerprint does not match, the file was edited or damaged; "
             "prepare the set again"
         )
     check_content(file, content)

@@ -1,8 +1,7 @@
-"""Whether the JSON of a manifest has the form that readers rely on.
+"""Check that the JSON of a manifest has the form that readers rely on.
 
-A right fingerprint is no proof: anybody can write a manifest with one that fits. Every key that is
-read is checked here, so that a wrong one is a message, and so that nothing but a shard beside the
-manifest is ever opened.
+A correct fingerprint is no proof, because anyone can compute one. So every key that is read is
+checked here: a wrong value gives a message, and readers never open a file outside the set's folder.
 """
 
 import math
@@ -38,7 +37,7 @@ _BAYES_KEYS = {"auc", "logloss", "ctr"}
 
 
 def check_content(file: Path, content: Mapping[str, Any]) -> None:
-    """Raise DataError naming the key, the value and the rule of the first thing that is wrong."""
+    """Raise DataError for the first problem, with key, value and rule."""
     check = _Check(file)
     names = [check.name(f"dense[{i}]", e) for i, e in check.entries(content, "dense")]
     fields = check.entries(content, "fields")
@@ -50,7 +49,7 @@ def check_content(file: Path, content: Mapping[str, Any]) -> None:
     names += check.side(content)
     check.columns(content)
     twice = [name for name, number in Counter(names).items() if number > 1]
-    check.need(not twice, "dense and fields", twice[:1], "free of a name that is there twice")
+    check.need(not twice, "dense and fields", twice[:1], "a name that occurs only once")
     splits = content.get("splits")
     check.need(_has_keys(splits, set(SPLITS)), "splits", splits, "shards of train, val and test")
     files: list[str] = []
@@ -59,7 +58,7 @@ def check_content(file: Path, content: Mapping[str, Any]) -> None:
         for i, shard in check.entries(cast("dict[str, Any]", splits), split, "splits."):
             files += check.shard(f"splits.{split}[{i}]", shard, wanted)
     twice = [name for name, number in Counter(files).items() if number > 1]
-    check.need(not twice, "splits", twice[:1], "free of a file that is there twice")
+    check.need(not twice, "splits", twice[:1], "a file that occurs only once")
     if (bayes := content.get("bayes")) is not None:
         check.bayes(bayes)
     if (vocabulary := content.get("vocabulary")) is not None:
@@ -67,6 +66,8 @@ def check_content(file: Path, content: Mapping[str, Any]) -> None:
 
 
 class _Check:
+    """The checks of one manifest file, whose name starts every message."""
+
     def __init__(self, file: Path) -> None:
         self._file = file
 
@@ -75,7 +76,7 @@ class _Check:
             shown = repr(value)
             shown = shown if len(shown) <= 80 else shown[:77] + "..."
             raise DataError(
-                f"{self._file}: {key} is {shown} and must be {rule}; make the set again"
+                f"{self._file}: {key} is {shown} but must be {rule}; prepare the set again"
             )
 
     def entries(
@@ -94,7 +95,7 @@ class _Check:
         return cast("str", value)
 
     def integer(self, key: str, value: object, least: int, most: int) -> None:
-        fits = type(value) is int and least <= value <= most  # True is an int, too
+        fits = type(value) is int and least <= value <= most  # True is an instance of int
         self.need(fits, key, value, f"a whole number from {least} to {most}")
 
     def field(self, key: str, entry: Mapping[str, Any]) -> None:
@@ -110,7 +111,7 @@ class _Check:
         self.integer(f"{key}.hot", entry.get("hot", 1), 1, _MAX_HOT if ragged else _MAX_ROWS)
 
     def side(self, content: Mapping[str, Any]) -> list[str]:
-        """The names of the columns beside the features."""
+        """Check the columns that are not features; return their names."""
         names: list[str] = []
         roles: list[str] = []
         for i, entry in self.entries({"side": content.get("side", [])}, "side"):
@@ -121,11 +122,11 @@ class _Check:
             self.need(kind in types, f"side[{i}].type", kind, f"one of {', '.join(types)}")
             roles.append(cast("str", role))
         twice = [role for role in roles if role != "label" and roles.count(role) > 1]
-        self.need(not twice, "side", twice[:1], "free of a role that is there twice")
+        self.need(not twice, "side", twice[:1], "a role that occurs only once")
         return names
 
     def columns(self, content: Mapping[str, Any]) -> None:
-        """What is said of all rows at once: labelled or not, how long a list can be."""
+        """Check the facts about all rows: whether they have labels, ranges, the type of lengths."""
         labelled = content.get("labelled", True)
         self.need(isinstance(labelled, bool), "labelled", labelled, "true or false")
         kind = content.get("length_type", LENGTH_TYPES[0])
@@ -135,10 +136,10 @@ class _Check:
             fits = span is None or (
                 isinstance(span, list) and len(span) == 2 and all(map(_is_number, span))
             )
-            self.need(fits, f"dense[{i}].range", span, "the least and the greatest value")
+            self.need(fits, f"dense[{i}].range", span, "the smallest and the largest value")
 
     def shard(self, key: str, shard: Mapping[str, Any], wanted: set[str]) -> list[str]:
-        """The names of its files."""
+        """Check a shard; return the names of its files."""
         plain = {name: value for name, value in shard.items() if name != "parts"}
         self.need(_has_keys(plain, _SHARD_KEYS), key, shard, "file, rows and crc32 of a shard")
         self.integer(f"{key}.rows", shard["rows"], 0, _MAX_ROWS)
@@ -158,7 +159,7 @@ class _Check:
         file = entry["file"]
         plain = isinstance(file, str) and file.endswith(".npy") and file.startswith(folder)
         plain = plain and not set(file[len(folder) :]) & set("/\\\0")
-        where = f"in {folder}" if folder else "beside the manifest"
+        where = f"in {folder}" if folder else "next to the manifest"
         self.need(plain, f"{key}.file", file, f"the name of an .npy file {where}")
         return cast("str", file)
 
@@ -202,7 +203,7 @@ class _Check:
 
 
 def _part_names(content: Mapping[str, Any]) -> set[str]:
-    """The parts that every shard must have, from fields and side columns that were checked."""
+    """The parts that every shard must have, from checked fields and side columns."""
     lists = [entry for entry in content["fields"] if entry.get("ragged", False)]
     side = [SideColumn(e["name"], e["role"], e["type"]) for e in content.get("side", [])]
     weighted = any(entry.get("weighted", False) for entry in lists)

@@ -1,16 +1,15 @@
-"""Rows of arrays that lie in several files: by ranges, and in runs from anywhere.
+"""Rows of arrays that are stored in several files: read as ranges, or as runs from anywhere.
 
-A process may have a limited number of maps (65,530 on Linux unless ``vm.max_map_count`` says
-otherwise), so of a split with very many files only the first ones are mapped; rows of the others
-are read from their files. A cache that maps what is used next in place of what was used last would
-hit no more often, since an epoch visits every row once and in random order, and a miss would cost a
-map and its removal where a read of the run is enough.
+A process may have a limited number of maps (65,530 on Linux unless ``vm.max_map_count`` is set
+otherwise). So for a split with very many files only the first ones are mapped, and rows of the
+others are read from their files. A cache of maps would not hit more often, because an epoch visits
+every row once in random order, and a miss would cost mapping and unmapping instead of one read.
 
-A call for each shard, or for each run, takes longer than copying 16 rows: a split of thousands of
-shards has about one run of a batch in each. So the items of all maps are addressed from the lowest
-of them on, as one overlapping view in which a row begins at every item, and torch copies a list of
-its rows in one call. Between the maps lies memory that is not ours: only offsets of what lies
-within one map are passed on.
+Calling numpy once per shard or per run takes longer than copying a run of 16 rows, and in a split
+with thousands of shards each batch has about one run per shard. So the items of all maps are
+addressed relative to the lowest map, through one overlapping view in which a row begins at every
+item, and a single torch call copies a list of its rows. The memory between the maps is not ours:
+only offsets inside a map may be passed.
 """
 
 import bisect
@@ -30,17 +29,17 @@ Array = NDArray[Any]
 Places = NDArray[np.int64]
 
 _SAME_SIZE = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
-"""Types that torch copies rows of, by their bytes."""
+"""For each item size in bytes, a type whose rows torch can copy."""
 
 
 DEFAULT_MAP_COUNT = 65_530
-"""Linux's own ``vm.max_map_count``, also where the system does not say its limit."""
+"""Linux's default ``vm.max_map_count``; also used if the system does not report its limit."""
 _LOADERS = 4
-"""A run has three loaders, of train, val and test; a fourth share is for all other maps."""
+"""A run has three loaders (train, val, test); the fourth share is for all other maps."""
 
 
 def map_count_limit() -> int:
-    """How many maps a process may have."""
+    """The maximum number of maps per process."""
     try:
         return int(Path("/proc/sys/vm/max_map_count").read_text(encoding="ascii"))
     except (OSError, ValueError):
@@ -48,14 +47,14 @@ def map_count_limit() -> int:
 
 
 def most_maps() -> int:
-    """How many files a reader of one split may map."""
+    """The maximum number of files that the reader of one split may map."""
     return max(1, map_count_limit() // _LOADERS)
 
 
 class FileRows:
-    """Rows of a file that is not mapped: a slice of them is read when it is asked for.
+    """Rows of a file that is not mapped; each slice is read when it is requested.
 
-    ``check_set`` is called after each read, and raises if the file may be of another set by then.
+    ``check_set`` is called after each read and raises if the set may have been replaced.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class FileRows:
         start, stop, _ = rows.indices(len(self))
         try:
             return read_array(self._path, self._dtype, self._shape, start, stop)
-        finally:  # also where the file does not fit: that the set was replaced says more
+        finally:  # even after an error: that the set was replaced is the better explanation
             self._check_set()
 
 
@@ -82,13 +81,13 @@ Rows = Array | FileRows
 def open_rows(
     files: Sequence[tuple[Path, str, tuple[int, ...]]], most: int, check_set: Callable[[], None]
 ) -> list[Rows]:
-    """The first ``most`` of the files (path, dtype, shape) mapped, the others to be read from."""
+    """Open files (path, dtype, shape): map the first ``most``, read the others on request."""
     mapped: list[Rows] = [map_array(*file) for file in files[:most]]
     return [*mapped, *(FileRows(*file, check_set) for file in files[most:])]
 
 
 def mapped_of(rows: Sequence[Rows]) -> list[Array]:
-    """Those that are mapped, which come first."""
+    """The mapped arrays, which come first."""
     return [items for items in rows if not isinstance(items, FileRows)]
 
 
@@ -96,7 +95,7 @@ class MappedItems:
     """The items of contiguous ``maps`` of one dtype; map i begins at ``offsets[i]``, in items."""
 
     def __init__(self, maps: Sequence[Array]) -> None:
-        self._maps = list(maps)  # their memory must stay as long as this does
+        self._maps = list(maps)  # keeps their memory alive
         itemsize = maps[0].itemsize if maps else 1
         starts = np.array([items.ctypes.data for items in maps], dtype=np.int64)
         self._lowest = None
@@ -107,11 +106,11 @@ class MappedItems:
         self._num_items = int((self.offsets + [items.size for items in maps]).max(initial=0))
 
     def copy(self, offsets: Places, out: Array, num_items: int) -> None:
-        """Copy ``num_items`` items from each offset on, one after the other, into ``out``."""
-        import torch  # here, so that prepare and verify do without
+        """Copy ``num_items`` items from each of ``offsets`` into consecutive parts of ``out``."""
+        import torch  # imported here so that prepare and verify run without it
 
         if self._lowest is None:
-            raise ValueError("copy: there are no maps, they were closed")
+            raise ValueError("copy: the maps were closed")
         pieces = as_strided(
             self._lowest,
             shape=(self._num_items - num_items + 1, num_items),
@@ -124,10 +123,9 @@ class MappedItems:
 
 
 class MappedRows:
-    """Rows [rows, ...] of several files, one after the other, none of which is without rows.
+    """Rows [rows, ...] of several files, concatenated; no file is empty.
 
-    ``maps`` are what ``open_rows`` gives; ``none`` is an array of their dtype and shape without
-    rows.
+    ``maps`` comes from ``open_rows``; ``none`` is an empty array with their dtype and row shape.
     """
 
     def __init__(self, maps: Sequence[Rows], none: Array) -> None:
@@ -143,16 +141,16 @@ class MappedRows:
         self.num_rows = self._starts[-1]
 
     def new(self, num_rows: int) -> Array:
-        """An array for ``num_rows`` rows."""
+        """An uninitialized array for ``num_rows`` rows."""
         return np.empty((num_rows, *self._none.shape[1:]), dtype=self._none.dtype)
 
     def maps_of(self, rows: Places) -> tuple[Places, Places]:
-        """The file that each row lies in, and its number there."""
+        """For each row, the index of its file and its row number there."""
         index = np.searchsorted(self._first_rows, rows, side="right") - 1
         return index, rows - self._first_rows[index]
 
     def view(self, start: int, stop: int) -> Array | None:
-        """Rows [start, stop) without a copy, their pages read; None where one map has not all."""
+        """Rows [start, stop) without a copy, paged in; None if they are not in one map."""
         index = bisect.bisect_right(self._starts, start) - 1
         if stop > self._starts[index + 1] or index >= self._num_mapped:
             return None
@@ -162,14 +160,14 @@ class MappedRows:
         return rows
 
     def pieces(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Rows [start, stop) as ranges that each lie in one file."""
-        found: list[tuple[int, int]] = []
+        """Rows [start, stop) as ranges that are each in one file."""
+        ranges: list[tuple[int, int]] = []
         index = bisect.bisect_right(self._starts, start)
         while start < stop:
             end = min(stop, self._starts[index])
-            found.append((start, end))
+            ranges.append((start, end))
             start, index = end, index + 1
-        return found
+        return ranges
 
     def read(self, start: int, stop: int, out: Array) -> None:
         """Copy rows [start, stop) into ``out`` [stop - start, ...]."""
@@ -181,7 +179,7 @@ class MappedRows:
             done, index = done + end - first, index + 1
 
     def gather(self, firsts: Places, lengths: Places, out: Array) -> None:
-        """Copy runs of rows into ``out``: ``lengths[i]`` rows from ``firsts[i]`` on, in order."""
+        """Copy ``lengths[i]`` rows from ``firsts[i]`` on, for each i in order, into ``out``."""
         if len(firsts) == 1:
             self.read(int(firsts[0]), int(firsts[0] + lengths[0]), out)
         elif len(firsts):
@@ -194,11 +192,12 @@ class MappedRows:
         if self._num_mapped < len(self._maps):
             is_whole &= maps < self._num_mapped
         places = np.cumsum(lengths) - lengths
-        cut = np.flatnonzero(~is_whole).tolist()  # by the batch, across two files, or not mapped
+        # Runs cut by the batch, across two files, or not mapped are copied one by one.
+        cut = np.flatnonzero(~is_whole).tolist()
         for index in cut:
             first, rows, place = int(firsts[index]), int(lengths[index]), int(places[index])
             self.read(first, first + rows, out[place : place + rows])
-        # Between two cut runs, the whole ones are equally long parts of ``out``.
+        # Between two of those, whole runs fill equal consecutive parts of ``out``: one call each.
         offsets = self._offsets[maps] + local * self._row_items
         for before, after in pairwise([-1, *cut, len(firsts)]):
             if after - before > 1:
@@ -207,5 +206,5 @@ class MappedRows:
                 self._items.copy(offsets[before + 1 : after], target, length * self._row_items)
 
     def close(self) -> None:
-        """Drop the maps; views handed out keep theirs alive."""
+        """Release the maps; views that were handed out keep theirs alive."""
         self._maps, self._items = [], MappedItems([])

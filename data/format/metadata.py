@@ -1,4 +1,4 @@
-"""A set without its rows: the manifest and the vocabularies, which a run keeps for rows to come."""
+"""A set without its rows: the manifest and vocabularies that a run keeps to encode new rows."""
 
 import shutil
 from pathlib import Path
@@ -9,9 +9,9 @@ from sbpflow.errors import DataError
 
 
 def copy_metadata(manifest: Manifest, target: Path) -> None:
-    """Copy them into the folder ``target``, whole or not at all; one of the same set stays."""
-    there = target / MANIFEST
-    if there.is_file() and there.read_bytes() == (manifest.path / MANIFEST).read_bytes():
+    """Copy manifest and vocabularies into ``target`` in one step, unless it already has them."""
+    existing = target / MANIFEST
+    if existing.is_file() and existing.read_bytes() == (manifest.path / MANIFEST).read_bytes():
         return
     partial = target.with_name(f".{target.name}.partial")
     try:
@@ -23,8 +23,8 @@ def copy_metadata(manifest: Manifest, target: Path) -> None:
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
     except OSError as error:
-        why = (error.strerror or str(error)).lower()
+        reason = (error.strerror or str(error)).lower()
         raise DataError(
-            f"{target}: the vocabularies of {manifest.path} cannot be kept there ({why}); make "
-            "room, or give another checkpoint.dir"
+            f"{target}: cannot store the vocabularies of {manifest.path} ({reason}); free some "
+            "space, or set another checkpoint.dir"
         ) from error

@@ -1,11 +1,12 @@
-"""The .npy files of a set: written whole or not at all, compared with what they must be, mapped.
+"""The .npy files of a set: written in one step, checked against the manifest, mapped.
 
-The header is written here and not by numpy, whose padding differs between versions: so a file's
-bytes are a function of its array, and a damaged header is found by comparing.
+The header is written here rather than by numpy, whose padding differs between versions. So the
+bytes of a file depend only on its array, and a damaged header is found by comparison.
 """
 
 import os
 import zlib
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,12 @@ def header(dtype: str, shape: tuple[int, ...]) -> bytes:
 
 
 def type_name(dtype: DTypeLike) -> str:
-    """How headers call a dtype: ``<i4``, ``|u1``."""
+    """The name of a dtype in headers, such as ``<i4`` or ``|u1``."""
     return np.dtype(dtype).newbyteorder("<").str
 
 
 def write_array(path: Path, array: "NDArray[Any]") -> int:
-    """Write ``array`` as ``path`` in one step; returns the crc32 of the file."""
+    """Write ``array`` to ``path`` in one step; returns the crc32 of the file."""
     array = np.ascontiguousarray(array, dtype=type_name(array.dtype))
     head = header(array.dtype.str, array.shape)
     partial = path.with_name(path.name + ".partial")
@@ -46,7 +47,7 @@ def write_array(path: Path, array: "NDArray[Any]") -> int:
 
 
 def file_crc32(path: Path) -> int:
-    """zlib.crc32 of a whole file."""
+    """The zlib.crc32 of a whole file."""
     checksum = 0
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -55,47 +56,39 @@ def file_crc32(path: Path) -> int:
 
 
 def check_array(path: Path, dtype: str, shape: tuple[int, ...]) -> None:
-    """DataError unless the file has the header and the size of such an array."""
+    """DataError unless the file has the header and size of an array with this dtype and shape."""
     try:
         with path.open("rb") as file:
-            found = file.read(HEADER_BYTES)
+            head = file.read(HEADER_BYTES)
             num_bytes = file.seek(0, os.SEEK_END)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error}); {_AGAIN}") from error
-    wanted = HEADER_BYTES + num_items(shape) * np.dtype(dtype).itemsize
-    if found != header(dtype, shape) or num_bytes != wanted:
-        what = f"{shape[0]} rows x {shape[1]}" if len(shape) == 2 else f"{shape[0]}"
+    wanted = HEADER_BYTES + prod(shape) * np.dtype(dtype).itemsize
+    if head != header(dtype, shape) or num_bytes != wanted:
+        size = f"{shape[0]} rows x {shape[1]}" if len(shape) == 2 else f"{shape[0]}"
         raise DataError(
-            f"{path}: is not the .npy of {what} {np.dtype(dtype).name} ({wanted} bytes) "
-            f"that the manifest names; it was changed or cut short, {_AGAIN}"
+            f"{path}: is not the .npy file of {size} {np.dtype(dtype).name} ({wanted} bytes) in "
+            f"the manifest; it was changed or truncated, {_AGAIN}"
         )
 
 
 def check_file(path: Path, dtype: str, shape: tuple[int, ...], crc32: int) -> None:
-    """DataError unless the file is, byte for byte, the one that ``crc32`` was taken of."""
+    """DataError unless the file has this dtype, shape and checksum."""
     check_array(path, dtype, shape)
     if file_crc32(path) != crc32:
         raise DataError(f"{path}: checksum differs from the manifest; {_AGAIN}")
 
 
-def num_items(shape: tuple[int, ...]) -> int:
-    """Items of an array of this shape."""
-    total = 1
-    for size in shape:
-        total *= size
-    return total
-
-
 def map_array(path: Path, dtype: str, shape: tuple[int, ...]) -> "NDArray[Any]":
-    """A private map of a checked file: writing into it changes no file.
+    """A private map of a checked file; writing to it does not change the file.
 
-    By torch, whose maps hold no file descriptor; numpy's hold one each, and a set may have more
+    Mapped by torch, because numpy's maps hold a file descriptor each, and a set may have more
     files than a process may have open.
     """
-    import torch  # here, so that prepare and verify do without
+    import torch  # imported here so that prepare and verify run without it
 
     check_array(path, dtype, shape)
-    size = HEADER_BYTES + num_items(shape) * np.dtype(dtype).itemsize
+    size = HEADER_BYTES + prod(shape) * np.dtype(dtype).itemsize
     try:
         raw = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8).numpy()
     except (OSError, RuntimeError) as error:
@@ -109,9 +102,9 @@ def map_array(path: Path, dtype: str, shape: tuple[int, ...]) -> "NDArray[Any]":
 def read_array(
     path: Path, dtype: str, shape: tuple[int, ...], start: int, stop: int
 ) -> "NDArray[Any]":
-    """Rows [start, stop) of a file as a new array; nothing is kept open."""
+    """Rows [start, stop) of a file as a new array; the file does not stay open."""
     out = np.empty((stop - start, *shape[1:]), dtype=dtype)
-    row_bytes = num_items(shape[1:]) * out.itemsize
+    row_bytes = prod(shape[1:]) * out.itemsize
     try:
         with path.open("rb") as file:
             file.seek(HEADER_BYTES + start * row_bytes)
@@ -119,22 +112,22 @@ def read_array(
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error}); {_AGAIN}") from error
     if num_bytes != out.nbytes:
-        raise DataError(f"{path}: was cut short while it was read; {_AGAIN}")
+        raise DataError(f"{path}: was truncated while it was read; {_AGAIN}")
     return out
 
 
 def open_array(path: Path, dtype: str, shape: tuple[int, ...]) -> "NDArray[Any]":
-    """A whole file, read-only: mapped where it is large, so that only what is used is in memory.
+    """A whole file, read-only; a large file is mapped, so that only used pages are in memory.
 
-    A map by numpy holds a file descriptor, of which a process has few: not for small files.
+    Small files are read, because a numpy map holds a file descriptor, of which there are few.
     """
     check_array(path, dtype, shape)
-    if num_items(shape) * np.dtype(dtype).itemsize < _MAPPED_BYTES:
+    if prod(shape) * np.dtype(dtype).itemsize < _MAPPED_BYTES:
         return read_array(path, dtype, shape, 0, shape[0])
     return np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES, shape=shape)
 
 
 def touch(array: "NDArray[Any]") -> None:
-    """Have the pages of a contiguous mapped array read."""
+    """Page in a contiguous mapped array."""
     if array.size:
         array.reshape(-1)[:: max(1, _PAGE_BYTES // array.itemsize)].max()

@@ -1,7 +1,7 @@
-"""What lies beside the words of a shard: lists of ids and the columns that are no features.
+"""The parts of a shard besides its words: lists of ids, and columns that are not features.
 
-``words`` [rows, 1 + dense + fixed ids] int32 is the shard's own file; every other part is a file
-of its own, there only where the set has such columns. Row i of a part belongs to row i of words.
+``words`` [rows, 1 + dense + fixed ids] int32 is the shard's own file. Each part is a separate file
+that exists only if the set has such columns. Row i of a part belongs to row i of the words.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 Role = Literal["weight", "group", "time", "row_key", "label"]
 Parts = dict[str, "NDArray[Any]"]
-"""Arrays by the names of parts."""
+"""Arrays by part name."""
 SideType = Literal["float32", "int64", "uint64", "string"]
 ROLES: Mapping[Role, tuple[SideType, ...]] = {
     "weight": ("float32",),
@@ -22,19 +22,19 @@ ROLES: Mapping[Role, tuple[SideType, ...]] = {
     "row_key": ("int64", "string"),
     "label": ("float32",),
 }
-"""The columns beside the features, and what their values may be. ``label`` is of further labels,
-of which there may be several; of the others there is one at most."""
+"""Roles of columns that are not features, with the types of their values. ``label`` is for
+additional labels, which may be several columns; each other role has at most one."""
 
 LENGTH_TYPES = ("|u1", "<u2")
 COUNTED_PARTS = ("values", "value_weights", "row_key_bytes")
-"""Parts whose length the number of rows does not say."""
+"""Parts whose length does not follow from the number of rows."""
 PLACES_IN_SHARD = ("starts", "row_key_ends")
-"""Parts that count from the first row of their shard: the same rows in other shards differ here."""
+"""Parts with offsets from the start of their shard, so equal rows in other shards differ here."""
 
 
 @dataclass(frozen=True, slots=True)
 class SideColumn:
-    """A column that is no feature; ``type`` is of the values as they are stored."""
+    """A column that is not a feature; ``type`` is the type of its stored values."""
 
     name: str
     role: Role
@@ -43,9 +43,10 @@ class SideColumn:
 
 @dataclass(frozen=True, slots=True)
 class PartType:
-    """A file of a shard: its dtype, and its shape but for the first dimension.
+    """A file of a shard: its dtype and its shape without the first dimension.
 
-    That is the number of rows, plus ``extra``; or ``counted``, a number that the manifest gives.
+    The first dimension is the number of rows plus ``extra``, or with ``counted`` the manifest's
+    ``count``.
     """
 
     dtype: str
@@ -62,7 +63,7 @@ class PartType:
 def part_types(
     num_lists: int, length_type: str, weighted: bool, side: Sequence[SideColumn]
 ) -> dict[str, PartType]:
-    """Every part that the shards of a set have, by name."""
+    """Every part of a set's shards, by name."""
     types: dict[str, PartType] = {}
     if num_lists:
         types["lengths"] = PartType(length_type, (num_lists,))
@@ -87,24 +88,24 @@ def part_types(
 _NUMPY: Mapping[SideType, str] = {"float32": "<f4", "int64": "<i8", "uint64": "<u8"}
 
 
-def chosen_parts(parts: Parts, here: NDArray[np.bool_]) -> Parts:
-    """The parts of the chosen rows."""
-    chosen: Parts = {}
+def chosen_parts(parts: Parts, chosen: NDArray[np.bool_]) -> Parts:
+    """The parts of the rows where ``chosen`` [rows] is True."""
+    selected: Parts = {}
     for name, array in parts.items():
         if name == "starts":
-            chosen[name] = starts_of(parts["lengths"][here])
+            selected[name] = starts_of(parts["lengths"][chosen])
         elif name in ("values", "value_weights"):
-            chosen[name] = array[np.repeat(here, np.diff(parts["starts"]))]
+            selected[name] = array[np.repeat(chosen, np.diff(parts["starts"]))]
         elif name == "row_key_ends":
-            chosen[name] = np.cumsum(np.diff(array, prepend=0)[here])
+            selected[name] = np.cumsum(np.diff(array, prepend=0)[chosen])
         elif name == "row_key_bytes":
-            chosen[name] = array[np.repeat(here, np.diff(parts["row_key_ends"], prepend=0))]
+            selected[name] = array[np.repeat(chosen, np.diff(parts["row_key_ends"], prepend=0))]
         else:
-            chosen[name] = array[here]
-    return chosen
+            selected[name] = array[chosen]
+    return selected
 
 
 def starts_of(lengths: "NDArray[Any]") -> NDArray[np.int64]:
-    """Where the values of each row begin, and the end of the last; ``lengths`` [rows, lists]."""
+    """Offsets [rows + 1] at which the values of each row begin, from ``lengths`` [rows, lists]."""
     ends = np.cumsum(lengths.sum(axis=1, dtype=np.int64))
     return np.concatenate([np.zeros(1, dtype=np.int64), ends])

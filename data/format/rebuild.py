@@ -1,4 +1,4 @@
-"""The command that makes a set of an earlier format anew, from what its manifest says."""
+"""The command that makes a set of an earlier format again, from its manifest."""
 
 import shlex
 from collections.abc import Mapping
@@ -9,10 +9,10 @@ _CRITEO_DENSE = 13
 
 
 def how_to_rebuild(folder: Path, content: Mapping[str, Any]) -> str:
-    """``sbpflow prepare ...`` as it was for the set in ``folder``.
+    """The ``sbpflow prepare`` or ``synth`` command that made the set in ``folder``.
 
-    Names that the manifest does not know (the folder of the inputs, a schema file) stay in
-    capitals. Any content at all gives a command: it is somebody's file.
+    Names that are not in the manifest (the input folder, a schema file) are in capitals. Any
+    content gives a command, because the file may be anyone's.
     """
     try:
         words = _synth(content) if content.get("source") == "synth" else _prepare(content)
@@ -35,7 +35,7 @@ def _prepare(content: Mapping[str, Any]) -> list[str]:
     elif kind == "date":
         kind, rule = "time", ",".join(f"{split['column']}<{time}" for time in split["times"])
     else:
-        raise ValueError(f"split.kind: {kind!r} is not of a prepared set")
+        raise ValueError(f"split.kind: {kind!r} is not a kind of split")
     words += ["--split", f"{kind}:{rule}"]
     fields = content["fields"]
     crosses = [entry["name"] for entry in fields if "x" in entry["name"]]

@@ -1,7 +1,6 @@
-"""Shards of a split: written whole or not at all, opened by memory map, read by ranges or rows."""
+"""Shards of a split: written in one step, opened as memory maps, read as ranges or rows."""
 
 import bisect
-from collections.abc import Mapping
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -9,34 +8,34 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sbpflow.data.format.manifest import Manifest, Part, Shard, UnchangedSet, check_unchanged
+from sbpflow.data.format.manifest import Manifest, Shard, ShardPart, UnchangedSet, check_unchanged
 from sbpflow.data.format.mapped_rows import MappedRows, most_maps, open_rows
 from sbpflow.data.format.npy import check_array, read_array, write_array
-from sbpflow.data.format.parts import COUNTED_PARTS
+from sbpflow.data.format.parts import COUNTED_PARTS, Parts
 
 Words = NDArray[np.int32]
-Parts = Mapping[str, "NDArray[Any]"]
 
 _WORD = "<i4"
 
 
 def write_shard(folder: Path, name: str, words: Words, parts: Parts | None = None) -> Shard:
-    """Write int32 ``words`` [rows, words] as ``folder/name``, and its parts beside it.
+    """Write int32 ``words`` [rows, words] as ``folder/name``, and its parts next to it.
 
-    A reader never sees half of a file. ``parts`` are arrays by the names of ``data.format.parts``.
+    Readers never see an incomplete file. ``parts`` are arrays by the names of
+    ``data.format.parts``.
     """
-    written: dict[str, Part] = {}
+    written: dict[str, ShardPart] = {}
     for part, array in (parts or {}).items():
         file = f"{name.removesuffix('.npy')}.{part}.npy"
         counted = part in COUNTED_PARTS
         crc32 = write_array(folder / file, array)
-        written[part] = Part(file, crc32, len(array) if counted else None)
+        written[part] = ShardPart(file, crc32, len(array) if counted else None)
     words = np.ascontiguousarray(words, dtype=_WORD)
     return Shard(name, len(words), write_array(folder / name, words), written)
 
 
 def shard_files(manifest: Manifest, shard: Shard) -> list[tuple[str, int, str, tuple[int, ...]]]:
-    """Every file of a shard: its name, checksum, dtype and shape."""
+    """Every file of a shard: name, checksum, dtype and shape."""
     files = [(shard.file, shard.crc32, _WORD, (shard.rows, manifest.num_words))]
     for name, kind in manifest.part_types.items():
         part = shard.parts[name]
@@ -47,10 +46,10 @@ def shard_files(manifest: Manifest, shard: Shard) -> list[tuple[str, int, str, t
 class SplitRows(MappedRows):
     """The words of one split across its shards; row numbers count from the split's first row.
 
-    The maps are copy-on-write: who writes into a view changes no file, but does change what this
-    object reads afterwards. They are of the set that ``manifest`` describes: one that was put in
-    its place since raises DataError. Of the shards ``most`` are mapped (as many as a reader of a
-    split may, if not said), and the others are read from.
+    Maps are copy-on-write: writing to a view changes no file, but changes what this object reads
+    later. DataError if the set that ``manifest`` describes has been replaced. The first ``most``
+    shards are mapped (by default, as many as the reader of a split may map); the others are read
+    on request.
     """
 
     def __init__(self, manifest: Manifest, split: str, most: int | None = None) -> None:
@@ -60,14 +59,14 @@ class SplitRows(MappedRows):
                 most_maps() if most is None else most,
                 UnchangedSet(manifest).check,
             )
-        finally:  # also where a shard does not fit: that the set was replaced says more
+        finally:  # even after an error: that the set was replaced is the better explanation
             check_unchanged(manifest)
         self.num_words = manifest.num_words
         super().__init__(maps, np.empty((0, self.num_words), dtype=np.int32))
 
 
 def check_shards(manifest: Manifest, split: str) -> None:
-    """DataError unless the set is the one opened, and its shards of ``split`` have their sizes."""
+    """DataError unless the set is unchanged and its shards of ``split`` have the right sizes."""
     try:
         for file in _word_files(manifest, split):
             check_array(*file)
@@ -85,7 +84,7 @@ def _word_files(manifest: Manifest, split: str) -> list[tuple[Path, str, tuple[i
 
 
 class RowFiles:
-    """The rows of one split for a pass from start to end: read from the files, none kept open."""
+    """The rows of one split for sequential reading; no file stays open."""
 
     def __init__(self, manifest: Manifest, split: str) -> None:
         self._manifest = manifest
@@ -98,7 +97,7 @@ class RowFiles:
         self.num_words = manifest.num_words
 
     def read(self, start: int, stop: int) -> Words:
-        """Rows [start, stop) as a new array [stop - start, words]."""
+        """Rows [start, stop) as a new int32 array [stop - start, words]."""
         shape = (self.num_words,)
         pieces = [
             read_array(self._manifest.path / shard.file, _WORD, (shard.rows, *shape), a, b)
@@ -109,7 +108,7 @@ class RowFiles:
         return np.concatenate([np.empty((0, self.num_words), dtype=np.int32), *pieces])
 
     def lists(self, start: int, stop: int) -> tuple["NDArray[Any]", Words]:
-        """Lengths [stop - start, lists] and values of the lists of rows [start, stop)."""
+        """Lengths [stop - start, lists] and values [n] of the lists of rows [start, stop)."""
         types, folder = self._manifest.part_types, self._manifest.path
         none = np.empty((0, len(self._manifest.lists)), dtype=types["lengths"].dtype)
         lengths: list[NDArray[Any]] = [none]
@@ -135,11 +134,11 @@ class RowFiles:
         return np.concatenate(pieces)
 
     def _inside(self, start: int, stop: int) -> list[tuple[Shard, int, int]]:
-        """Rows [start, stop) shard by shard: the shard, and from where to where in it."""
-        found: list[tuple[Shard, int, int]] = []
+        """Rows [start, stop) by shard: the shard, and the start and stop in it."""
+        ranges: list[tuple[Shard, int, int]] = []
         index = bisect.bisect_right(self._starts, start) - 1
         while start < stop:
             first, end = self._starts[index], min(stop, self._starts[index + 1])
-            found.append((self._shards[index], start - first, end - first))
+            ranges.append((self._shards[index], start - first, end - first))
             start, index = end, index + 1
-        return found
+        return ranges

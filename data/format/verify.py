@@ -1,4 +1,4 @@
-"""Whether a set is what its manifest says: every file by its checksum, every value by its range."""
+"""Verify a set against its manifest: the checksum of every file, and the range of every value."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,10 +15,10 @@ from sbpflow.errors import DataError
 
 
 def verify_set(manifest: Manifest, workers: int) -> None:
-    """Compare every file with its checksum and what it says with the manifest.
+    """Compare every file with its checksum, and its contents with the manifest.
 
-    DataError names the first file that differs, or the first row with a label, dense value or id
-    that the set cannot have: a file that was made by hand can have a checksum that fits.
+    DataError names the first file that differs, or the first row with an invalid label, dense
+    value or id: a hand-made file can have a correct checksum.
     """
 
     def verify(shard: Shard) -> None:
@@ -34,7 +34,7 @@ def verify_set(manifest: Manifest, workers: int) -> None:
 
 
 def check_rows(manifest: Manifest, shard: Shard) -> None:
-    """DataError for the first row of a shard with a value that no row of the set can have."""
+    """DataError for the first row of a shard with a value that the set cannot have."""
     path = manifest.path / shard.file
     words = read_array(path, "<i4", (shard.rows, manifest.num_words), 0, shard.rows)
     labels, dense = words[:, 0].view(np.float32), words[:, 1 : 1 + len(manifest.dense)]
@@ -55,26 +55,25 @@ def check_rows(manifest: Manifest, shard: Shard) -> None:
     for field in () if in_range else manifest.fixed:
         ids = words[:, column : column + field.hot]
         bad = ((ids < 0) | (ids >= field.rows)).any(axis=1)
-        _refuse(path, f"{field.name} id", ids, bad, f"0..{field.rows - 1}, rows of its table")
+        _refuse(path, f"{field.name} id", ids, bad, f"0..{field.rows - 1}, a row of its table")
         column += field.hot
     if manifest.lists:
         check_lists(manifest, shard)
 
 
 def _refuse(
-    path: Path, what: str, values: "NDArray[Any]", bad: "NDArray[np.bool_]", rule: str
+    path: Path, name: str, values: "NDArray[Any]", bad: "NDArray[np.bool_]", rule: str
 ) -> None:
     if bad.any():
         row = int(bad.argmax())
-        shown = values[row].tolist()
         raise DataError(
-            f"{path}: row {row} has {what} {shown}, it must be {rule}; the set was changed after "
-            "it was made, prepare the set again"
+            f"{path}: row {row} has {name} {values[row].tolist()}, but it must be {rule}; the set "
+            "was changed after it was made, prepare the set again"
         )
 
 
 def check_lists(manifest: Manifest, shard: Shard) -> None:
-    """DataError unless lengths, starts and values of a shard belong together, all ids in range."""
+    """DataError unless lengths, starts and values of a shard agree and all ids are in range."""
     types, folder = manifest.part_types, manifest.path
 
     def whole(name: str) -> "NDArray[Any]":
@@ -88,8 +87,8 @@ def check_lists(manifest: Manifest, shard: Shard) -> None:
     _refuse(path, "start", starts, starts != ends, "the sum of the lengths before it")
     if ends[-1] != len(values):
         raise DataError(
-            f"{folder / shard.parts['values'].file}: has {len(values)} ids, the lengths add up to "
-            f"{ends[-1]}; prepare the set again"
+            f"{folder / shard.parts['values'].file}: has {len(values)} ids, but the lengths add "
+            f"up to {ends[-1]}; prepare the set again"
         )
     for number, field in enumerate(manifest.lists):
         _refuse(
@@ -103,19 +102,14 @@ def check_lists(manifest: Manifest, shard: Shard) -> None:
     owner = np.repeat(np.tile(np.arange(len(limits)), len(lengths)), lengths.reshape(-1))
     bad = (values < 0) | (values >= limits[owner])
     if bad.any():
-        at = int(bad.argmax())
-        row = int(np.searchsorted(ends, at, side="right")) - 1
-        field = manifest.lists[owner[at]]
+        index = int(bad.argmax())
+        row = int(np.searchsorted(ends, index, side="right")) - 1
+        field = manifest.lists[owner[index]]
         raise DataError(
-            f"{folder / shard.parts['values'].file}: row {row} has {field.name} id {values[at]}, "
-            f"its table has rows 0..{field.rows - 1}; prepare the set again"
+            f"{folder / shard.parts['values'].file}: row {row} has {field.name} id "
+            f"{values[index]}, but its table has rows 0..{field.rows - 1}; prepare the set again"
         )
     if "value_weights" in types:
         weights = whole("value_weights")
-        _refuse(
-            folder / shard.parts["value_weights"].file,
-            "weight",
-            weights,
-            ~np.isfinite(weights),
-            "finite",
-        )
+        path = folder / shard.parts["value_weights"].file
+        _refuse(path, "weight", weights, ~np.isfinite(weights), "finite")

@@ -1,12 +1,11 @@
-"""The vocabularies of a set: per field the values kept, their ids and how often train had them.
+"""The vocabularies of a set: by field, the values with an id, their ids and their counts in train.
 
-Arrays in ``vocabulary/FIELD.{keys,ids,counts}.npy``, in the order of the keys, so that they can be
-mapped, searched and merged. A key is 32 or 64 bits: the number itself for hex and integers, 64-bit
-blake2b of a string; then ``checks`` has 32 more bits, which tell two strings of one key apart.
+They are arrays ``vocabulary/FIELD.{keys,ids,counts}.npy`` in the order of the keys, so that they
+can be mapped, searched and merged. A key has 32 or 64 bits: hex and integers are their own keys,
+and strings have a 64-bit blake2b. For strings ``checks`` has 32 more bits of the digest, which
+distinguish two strings with the same key.
 """
 
-import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sbpflow.data.format.content_id import digest
 from sbpflow.data.format.ids import Counts, IdTable, Keys, NarrowIdTable, WideIdTable
 from sbpflow.data.format.manifest import Ancestor, Manifest
 from sbpflow.data.format.manifest_check import VOCABULARY_FOLDER
@@ -24,15 +24,15 @@ from sbpflow.errors import DataError
 
 _BLOCK = 1 << 20
 HOW_TO_HAVE_VALUES = (
-    "use a set made by `sbpflow prepare`; generated rows have values where they are written "
-    "as text (`sbpflow synth --format tsv --output rows.tsv`) and then prepared"
+    "use a set made by `sbpflow prepare`; for generated rows, write them as text "
+    "(`sbpflow synth --format tsv --output rows.tsv`) and then prepare that"
 )
 _TYPES = {"ids": "<i4", "counts": "<i8", "checks": "<u4"}
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The kept values of one field in key order; ids that no value has are spare."""
+    """The values of one field in key order; ids that no value has are spare."""
 
     name: str
     num_rows: int
@@ -43,12 +43,12 @@ class Vocabulary:
     checks: NDArray[np.uint32] | None = None
 
     def table(self) -> IdTable:
-        """The lookup structure from keys to ids."""
+        """The lookup table from keys to ids."""
         kind = NarrowIdTable if self.keys.dtype == np.uint32 else WideIdTable
         return kind(self.keys, self.ids, self.counts)
 
     def spare_ids(self) -> NDArray[np.int32]:
-        """Ids of the table that no value has yet, in order."""
+        """Ids of the table that no value has yet, in ascending order."""
         is_free = np.ones(self.num_rows, dtype=np.bool_)
         is_free[:NUM_RESERVED_IDS] = False
         is_free[self.ids] = False
@@ -71,12 +71,12 @@ def write_vocabulary(folder: Path, vocabulary: Vocabulary) -> dict[str, Any]:
 
 
 def open_vocabularies(manifest: Manifest) -> dict[str, Vocabulary]:
-    """The vocabularies of the fields that have one; DataError for a set without any."""
+    """The vocabularies of the fields that have one; DataError for a set without vocabularies."""
     content = manifest.content.get("vocabulary")
     if content is None:
         raise DataError(
-            f"{manifest.path}: this set has ids and no values that they stand for, so no row can "
-            f"get its ids; {HOW_TO_HAVE_VALUES}"
+            f"{manifest.path}: this set does not store the values of its ids, so new rows cannot "
+            f"get them; {HOW_TO_HAVE_VALUES}"
         )
     return {
         name: read_vocabulary(manifest.path, name, manifest.field(name).rows, entry)
@@ -85,7 +85,7 @@ def open_vocabularies(manifest: Manifest) -> dict[str, Vocabulary]:
 
 
 def read_vocabulary(folder: Path, name: str, num_rows: int, entry: Mapping[str, Any]) -> Vocabulary:
-    """A vocabulary of the set in ``folder`` by its manifest entry, mapped where it is large."""
+    """A vocabulary of the set in ``folder`` from its manifest entry; large arrays are mapped."""
     arrays = {
         key: open_array(folder / part["file"], dtype, shape)
         for key, part, dtype, shape in array_files(entry)
@@ -94,7 +94,7 @@ def read_vocabulary(folder: Path, name: str, num_rows: int, entry: Mapping[str, 
 
 
 def array_files(entry: Mapping[str, Any]) -> list[tuple[str, Any, str, tuple[int]]]:
-    """The arrays of a manifest entry: their names, files, dtypes and shapes."""
+    """The arrays of a manifest entry: key, file entry, dtype and shape."""
     return [
         (key, entry[key], _TYPES.get(key, entry["key"]), (entry["values"],))
         for key in ("keys", "ids", "counts", "checks")
@@ -103,7 +103,7 @@ def array_files(entry: Mapping[str, Any]) -> list[tuple[str, Any, str, tuple[int
 
 
 def verify_vocabularies(manifest: Manifest) -> None:
-    """Compare every array with its checksum, and its ids with the table; DataError names one."""
+    """Compare every array with its checksum, and its ids with the table. Raises DataError."""
     content = manifest.content.get("vocabulary") or {"fields": {}}
     for entry in content["fields"].values():
         for _, part, dtype, shape in array_files(entry):
@@ -113,7 +113,7 @@ def verify_vocabularies(manifest: Manifest) -> None:
 
 
 def blocks(folder: Path, entry: Mapping[str, Any], *arrays: str) -> Iterator[list[NDArray[Any]]]:
-    """Some of the arrays of a vocabulary, a block of values at a time."""
+    """The named arrays of a vocabulary, one block of values at a time."""
     files = {key: (folder / part["file"], dtype) for key, part, dtype, _ in array_files(entry)}
     total = entry["values"]
     for start in range(0, total, _BLOCK):
@@ -122,26 +122,26 @@ def blocks(folder: Path, entry: Mapping[str, Any], *arrays: str) -> Iterator[lis
 
 
 def check_vocabulary(manifest: Manifest, name: str, entry: Mapping[str, Any]) -> None:
-    """DataError unless keys rise and every id is a row of the table, given once."""
+    """DataError unless keys ascend and each id is a row of the table and assigned only once."""
     num_rows = manifest.field(name).rows
-    is_given = np.zeros(num_rows, dtype=np.bool_)
+    is_assigned = np.zeros(num_rows, dtype=np.bool_)
     last = -1
     for keys, ids in blocks(manifest.path, entry, "keys", "ids"):
         if int(keys[0]) <= last or not bool((keys[1:] > keys[:-1]).all()):
             raise DataError(
-                f"{manifest.path}: the keys of {name} do not rise; prepare the set again"
+                f"{manifest.path}: the keys of {name} do not ascend; prepare the set again"
             )
         last = int(keys[-1])
         least, most = int(ids.min()), int(ids.max())
         if least < NUM_RESERVED_IDS or most >= num_rows:
             raise DataError(
-                f"{manifest.path}: the vocabulary of {name} has ids {least}..{most}, its table has "
-                f"rows {NUM_RESERVED_IDS}..{num_rows - 1} for values; prepare the set again"
+                f"{manifest.path}: the vocabulary of {name} has ids {least}..{most}, but values "
+                f"must have rows {NUM_RESERVED_IDS}..{num_rows - 1}; prepare the set again"
             )
-        is_given[ids] = True
-    if np.count_nonzero(is_given) < entry["values"]:
+        is_assigned[ids] = True
+    if np.count_nonzero(is_assigned) < entry["values"]:
         raise DataError(
-            f"{manifest.path}: the vocabulary of {name} gives an id to two values; prepare the "
+            f"{manifest.path}: the vocabulary of {name} gives two values the same id; prepare the "
             "set again"
         )
 
@@ -152,16 +152,15 @@ def vocabulary_content(
     seed: int,
     ancestors: Sequence[Ancestor],
 ) -> dict[str, Any]:
-    """The manifest's ``vocabulary``: the digest covers what decides ids, so not the counts."""
-    decides: list[Any] = [seed]
+    """The manifest's ``vocabulary``; its digest covers what decides ids, which excludes counts."""
+    facts: list[Any] = [seed]
     for field in fields:
         entry = entries.get(field["name"], {})
         arrays = {key: entry[key]["crc32"] for key in ("keys", "ids") if key in entry}
-        kept = {k: field.get(k) for k in ("name", "rows", "hashed", "buckets", "kind")}
-        decides.append([kept, arrays, entry.get("values")])
-    digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
+        settings = {k: field.get(k) for k in ("name", "rows", "hashed", "buckets", "kind")}
+        facts.append([settings, arrays, entry.get("values")])
     return {
-        "digest": digest,
+        "digest": digest(facts),
         "seed": seed,
         "ancestors": [{"digest": a.digest, "rows": dict(a.rows)} for a in ancestors],
         "fields": dict(entries),

@@ -1,7 +1,7 @@
-"""Cells to typed columns: one meaning for text and Parquet, bad rows counted by reason.
+"""Cells to typed columns: the same rules for text and Parquet, with bad rows counted by reason.
 
-A frame comes as it was read, all strings or with types of its own; a row with a cell that is there
-and does not fit its column is a bad line, whatever the rest of it is. Nothing is guessed.
+The input frame holds strings, or the types of a Parquet file. A row is bad if any of its cells is
+present but does not fit its column. Nothing is guessed.
 """
 
 from collections.abc import Callable
@@ -10,18 +10,18 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from sbpflow.data.format.schema import SPLIT_COLUMN, Kind, Many, Number, Schema
+from sbpflow.data.format.schema import SPLIT_COLUMN, DenseColumn, Kind, ListColumn, Schema
 from sbpflow.data.prepare.keys import key_of, with_string_keys
 from sbpflow.data.prepare.lists import read_list
 from sbpflow.data.prepare.piece import BadLines, Piece
 
 LABELS = ("0", "1")
-"""A label is one of these to the letter: " 1", "01" and "1.0" are bad lines."""
+"""A label must be exactly one of these: " 1", "01" and "1.0" are bad lines."""
 INTEGER_PATTERN = r" *([+-]?)0*([0-9]{1,10})"
-"""Leading blanks and a plus sign are what Polars accepts, so every way must; eleven digits, leading
-zeros aside, are too many (and Python refuses to convert thousands)."""
+"""Polars accepts leading blanks and a plus sign, so every parser must. More than ten digits after
+leading zeros cannot fit 32 bits (and Python refuses to convert thousands of digits)."""
 REAL_PATTERN = r" *\+?(-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)"
-_NO_NUMBER = r"(?i)^ *[+-]?nan$"
+_NAN = r"(?i)^ *[+-]?nan$"
 _INFINITE = r"(?i)^ *([+-]?)inf(?:inity)?$"
 _TIMES = ("%Y-%m-%d", "%Y-%m-%d %H:%M:%S%.f", "%Y-%m-%dT%H:%M:%S%.f")
 _FULL_YEAR = "^ *[0-9]{4}-"
@@ -32,13 +32,14 @@ EXPECTED: dict[Kind, str] = {
 }
 
 Faults = dict[str, pl.Series]
-Shown = Callable[[int], bytes]
+RawRow = Callable[[int], bytes]
 
 
-def typed_piece(frame: pl.DataFrame, schema: Schema, num_lines: int, shown: Shown) -> Piece:
-    """The rows of ``frame`` typed, those with a fault left out; ``shown`` is a row as it was read.
+def typed_piece(frame: pl.DataFrame, schema: Schema, num_lines: int, raw_row: RawRow) -> Piece:
+    """The rows of ``frame`` as typed columns, without the bad rows.
 
-    ``frame`` has the used columns of the schema; without the label, the rows are unlabelled.
+    ``frame`` has the used columns of the schema; if it lacks the label, the rows are unlabeled.
+    ``raw_row`` gives a row as it was read, for messages.
     """
     frame = frame.with_columns(
         pl.col(pl.Float32, pl.Float64).fill_nan(None), pl.col(pl.String).replace("", None)
@@ -49,27 +50,22 @@ def typed_piece(frame: pl.DataFrame, schema: Schema, num_lines: int, shown: Show
         columns.append(label := _label(frame[schema.label]))
         faults["label is not 0 or 1"] = label.is_null()
     for name in schema.dense:
-        columns.append(_dense(frame[name], schema.number(name), faults))
+        columns.append(_dense(frame[name], schema.dense_column(name), faults))
     lists: dict[str, pl.DataFrame] = {}
     cut: dict[str, NDArray[np.int64]] = {}
     for name, kind in zip(schema.sparse, schema.kinds, strict=True):
-        many = schema.several(name)
-        if many is None:
-            columns.append(keys := key_of(frame[name], kind))
-            text = f"category is not {EXPECTED[kind]}"
-            _add(faults, text, frame[name].is_not_null() & keys.is_null())
-        else:
-            lists[name], cut[name] = _several(frame, many, kind, faults)
-    columns += _beside(frame, schema, faults)
-    if not columns:  # every column holds lists; the frame must have rows all the same
+        if (column := schema.list_column(name)) is not None:
+            lists[name], cut[name] = _list(frame, column, kind, faults)
+            continue
+        columns.append(keys := key_of(frame[name], kind))
+        reason = f"category is not {EXPECTED[kind]}"
+        _add(faults, reason, frame[name].is_not_null() & keys.is_null())
+    columns += _side_columns(frame, schema, faults)
+    if not columns:  # all columns hold lists, but the frame still needs its number of rows
         columns.append(pl.Series(SPLIT_COLUMN, np.zeros(len(frame), dtype=np.uint8)))
-    typed = pl.DataFrame(columns)
-    strings = [
-        name
-        for name, kind in zip(schema.sparse, schema.kinds, strict=True)
-        if kind == "string" and name not in lists
-    ]
-    return _without_faults(with_string_keys(typed, strings), faults, lists, cut, num_lines, shown)
+    strings = [n for n in schema.sparse if schema.kind(n) == "string" and n not in lists]
+    typed = with_string_keys(pl.DataFrame(columns), strings)
+    return _without_faults(typed, faults, lists, cut, num_lines, raw_row)
 
 
 def _without_faults(
@@ -78,28 +74,28 @@ def _without_faults(
     lists: dict[str, pl.DataFrame],
     cut: dict[str, NDArray[np.int64]],
     num_lines: int,
-    shown: Shown,
+    raw_row: RawRow,
 ) -> Piece:
     bad = BadLines()
     flags = pl.DataFrame(faults) if faults else pl.DataFrame({"": [False] * len(typed)})
     is_bad = flags.select(pl.any_horizontal(pl.all())).to_series()
     for number in is_bad.arg_true():
         reason = next(name for name in flags.columns if flags[name][number])
-        bad.add(number, reason, shown(number))
-    stays = ~is_bad.to_numpy()
-    place = np.cumsum(stays) - 1
+        bad.add(number, reason, raw_row(number))
+    is_good = ~is_bad.to_numpy()
+    new_row = np.cumsum(is_good) - 1
     counts: list[pl.Series] = []
     for name, values in lists.items():
         rows = values["row"].to_numpy()
         if bad.total:
-            values = values.filter(pl.Series(stays[rows]))
-            rows = place[values["row"].to_numpy()]
+            values = values.filter(pl.Series(is_good[rows]))
+            rows = new_row[values["row"].to_numpy()]
             values = values.with_columns(pl.Series("row", rows, dtype=pl.UInt32))
         lists[name] = values
-        number = np.bincount(rows, minlength=int(stays.sum())).astype(np.uint16)
-        counts.append(pl.Series(name, number))
+        lengths = np.bincount(rows, minlength=int(is_good.sum())).astype(np.uint16)
+        counts.append(pl.Series(name, lengths))
     frame = typed.filter(~is_bad) if bad.total else typed
-    num_cut = {name: int(values[stays].sum()) for name, values in cut.items()}
+    num_cut = {name: int(values[is_good].sum()) for name, values in cut.items()}
     return Piece(frame.with_columns(counts), num_lines, bad, lists, num_cut)
 
 
@@ -108,7 +104,7 @@ def _add(faults: Faults, reason: str, flags: pl.Series) -> None:
 
 
 def _label(cells: pl.Series) -> pl.Series:
-    """uint8, null where the cell is not 0 or 1 (text: to the letter, as in text files)."""
+    """uint8; null where the cell is not 0 or 1 (text: exactly, as in text files)."""
     if cells.dtype == pl.String:
         fits = cells.is_in(LABELS)
     else:
@@ -117,22 +113,22 @@ def _label(cells: pl.Series) -> pl.Series:
     return cells.set(~fits.fill_null(False), None).cast(pl.UInt8)
 
 
-def _dense(cells: pl.Series, number: Number, faults: Faults) -> pl.Series:
-    if number.whole:
+def _dense(cells: pl.Series, column: DenseColumn, faults: Faults) -> pl.Series:
+    if column.whole:
         values = cells.to_frame().select(_integer(cells)).to_series().alias(cells.name)
-        text = "dense value is not a 32-bit integer"
-        _add(faults, text, cells.is_not_null() & values.is_null())
+        reason = "dense value is not a 32-bit integer"
+        _add(faults, reason, cells.is_not_null() & values.is_null())
         return values
     values, is_number = _real(cells)
     _add(faults, "dense value is not a number", ~is_number)
-    if number.clip is None and not number.buckets:
-        text = "dense value is infinite, or beyond float32 (clip takes those as its ends)"
-        _add(faults, text, values.is_infinite().fill_null(False))
+    if column.clip is None and not column.buckets:
+        reason = "dense value is infinite or exceeds float32 (use clip to limit it)"
+        _add(faults, reason, values.is_infinite().fill_null(False))
     return values
 
 
 def _integer(cells: pl.Series) -> pl.Expr:
-    """int32, null where the cell is no whole number of 32 bits (text: written as in text files)."""
+    """int32; null where the cell is not a 32-bit integer (text: in the form of text files)."""
     cell = pl.col(cells.name)
     if cells.dtype == pl.String:
         pattern = f"^{INTEGER_PATTERN}$"
@@ -145,7 +141,7 @@ def _integer(cells: pl.Series) -> pl.Expr:
 
 
 def _real(cells: pl.Series) -> tuple[pl.Series, pl.Series]:
-    """float32, null where missing (NaN too), and whether a cell that is there is a number."""
+    """float32, null if missing or NaN; and a flag: False for a cell that is not a number."""
     if cells.dtype != pl.String:
         return cells.cast(pl.Float64).cast(pl.Float32), pl.repeat(True, len(cells), eager=True)
     cell = pl.col(cells.name)
@@ -154,62 +150,61 @@ def _real(cells: pl.Series) -> tuple[pl.Series, pl.Series]:
         infinite=cell.str.extract(_INFINITE, 1).replace_strict(
             ["", "+", "-"], [np.inf, np.inf, -np.inf], default=None, return_dtype=pl.Float64
         ),
-        fits=cell.is_null() | cell.str.contains(_NO_NUMBER),
+        fits=cell.is_null() | cell.str.contains(_NAN),
     )
     values = frame.select(pl.coalesce("number", "infinite").cast(pl.Float32)).to_series()
     return values.alias(cells.name), values.is_not_null() | frame["fits"]
 
 
-def _several(
-    frame: pl.DataFrame, many: Many, kind: Kind, faults: Faults
+def _list(
+    frame: pl.DataFrame, column: ListColumn, kind: Kind, faults: Faults
 ) -> tuple[pl.DataFrame, NDArray[np.int64]]:
-    found = read_list(frame, many, kind)
-    expected = EXPECTED[kind]
-    _add(faults, f"category is not {expected}", found.misfits)
-    if many.beyond == "error":
-        _add(faults, f"{many.name} has more than {many.most} values", found.too_long)
-    if many.weighted:
-        _add(faults, f"{many.name} has other numbers of values and weights", found.unpaired)
-        _add(faults, f"a weight of {many.name} is not a finite number", found.bad_weights)
-    return found.values, found.num_cut
+    lists = read_list(frame, column, kind)
+    _add(faults, f"category is not {EXPECTED[kind]}", lists.misfits)
+    if column.beyond == "error":
+        _add(faults, f"{column.name} has more than {column.most} values", lists.too_long)
+    if column.weighted:
+        _add(faults, f"{column.name} has different numbers of values and weights", lists.unpaired)
+        _add(faults, f"a weight of {column.name} is not a finite number", lists.bad_weights)
+    return lists.values, lists.num_cut
 
 
-def _beside(frame: pl.DataFrame, schema: Schema, faults: Faults) -> list[pl.Series]:
-    """The columns that are no features; each must be there, but for further labels."""
+def _side_columns(frame: pl.DataFrame, schema: Schema, faults: Faults) -> list[pl.Series]:
+    """The columns that are not features; each must be present, except additional labels."""
     columns: list[pl.Series] = []
     for name in schema.labels:
         if name in frame.columns:
             columns.append(label := _label(frame[name]).cast(pl.Float32))
-            text = f"{name} is not 0 or 1 or missing"
-            _add(faults, text, frame[name].is_not_null() & label.is_null())
+            reason = f"{name} is not 0, 1 or missing"
+            _add(faults, reason, frame[name].is_not_null() & label.is_null())
     if schema.weight:
         weight, _ = _real(frame[schema.weight])
         columns.append(weight)
         fits = (weight >= 0) & weight.is_finite()
-        _add(faults, f"{schema.weight} is no sample weight (0 or more)", ~fits.fill_null(False))
+        _add(faults, f"{schema.weight} is not a weight of 0 or more", ~fits.fill_null(False))
     if schema.group:
         name, kind = schema.group
         cells = key_of(frame[name], kind)
         if kind == "string":
             cells = with_string_keys(cells.to_frame(), [name])[name]
         columns.append(cells.cast(pl.UInt64))
-        _add(faults, f"{name} is no group ({kind})", cells.is_null())
+        _add(faults, f"{name} is not a group ({kind})", cells.is_null())
     if schema.time:
         name, kind = schema.time
         columns.append(time := _time(frame[name], kind))
-        _add(faults, f"{name} is no time ({kind})", time.is_null())
+        _add(faults, f"{name} is not a time ({kind})", time.is_null())
     if schema.row_key:
         name, kind = schema.row_key
         cells = key_of(frame[name], kind)
         if kind == "integer":
             cells = cells.reinterpret(signed=True)
         columns.append(cells)
-        _add(faults, f"{name} is no row key ({kind})", cells.is_null())
+        _add(faults, f"{name} is not a row key ({kind})", cells.is_null())
     return columns
 
 
 def _time(cells: pl.Series, kind: str) -> pl.Series:
-    """int64: the number given, or microseconds since 1970 (UTC) of a date or date and time."""
+    """int64: the given number, or microseconds since 1970 (UTC) of a date with or without time."""
     if kind == "integer":
         return key_of(cells, "integer").reinterpret(signed=True)
     if kind != "date":
@@ -217,7 +212,7 @@ def _time(cells: pl.Series, kind: str) -> pl.Series:
     if cells.dtype == pl.String:
         cell = pl.col(cells.name).str.strip_suffix("Z")
         moments = [cell.str.to_datetime(form, strict=False, time_unit="us") for form in _TIMES]
-        # To the parser 24-05-01 is a day of the year 24.
+        # The parser reads 24-05-01 as a day of the year 24, so four digits are required.
         moment = pl.when(cell.str.contains(_FULL_YEAR)).then(pl.coalesce(moments))
         return cells.to_frame().select(moment.alias(cells.name)).to_series().cast(pl.Int64)
     if cells.dtype == pl.Date or isinstance(cells.dtype, pl.Datetime):

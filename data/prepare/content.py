@@ -1,4 +1,4 @@
-"""What the manifest of a prepared set says, and the options that a set made like it shares."""
+"""The manifest of a prepared set, and the options that a set takes over from another."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -11,7 +11,7 @@ import polars as pl
 from sbpflow import __version__
 from sbpflow.data.format.manifest import SPLITS, Manifest
 from sbpflow.data.format.vocabulary import HOW_TO_HAVE_VALUES
-from sbpflow.data.prepare.bad_rows import Staged, bad_counts
+from sbpflow.data.prepare.bad_rows import StagedPiece, bad_counts
 from sbpflow.data.prepare.encode import Record, length_type
 from sbpflow.data.prepare.options import PrepareOptions
 from sbpflow.data.prepare.pieces import columns_of
@@ -23,13 +23,13 @@ from sbpflow.errors import ConfigError
 def manifest_content(
     options: PrepareOptions,
     inputs: Sequence[Input],
-    staged: Sequence[Staged],
+    staged: Sequence[StagedPiece],
     records: Sequence[Record],
     fields: Sequence[dict[str, Any]],
     fitted: Mapping[str, Any],
     like: Manifest | None,
 ) -> dict[str, Any]:
-    """Everything of the manifest but the vocabularies and the statistics."""
+    """The content of the manifest, except vocabularies and statistics."""
     schema = options.schema
     columns = columns_of(inputs[0], schema, options.is_encode)
     content = {
@@ -55,7 +55,7 @@ def manifest_content(
     }
     if side := _side(options, columns):
         content["side"] = side
-    if any(not many.fixed for many in schema.many):
+    if any(not column.fixed for column in schema.many):
         content["length_type"] = length_type(options)
     if schema.label not in columns:
         content["labelled"] = False
@@ -66,14 +66,14 @@ def manifest_content(
 
 def _dense(options: PrepareOptions, records: Sequence[Record]) -> list[dict[str, Any]]:
     entries: list[dict[str, Any]] = []
-    for number in options.numbers:
-        if number.buckets:
+    for column in options.numbers:
+        if column.buckets:
             continue
-        clamped = sum(record["clamped"].get(number.name, 0) for record in records)
-        entry = {"name": number.name, "transform": number.transform, "clamped": clamped}
-        entries.append({**entry, **_range(number.name, records)})
-        if number.indicator:
-            name = f"{number.name}_missing"
+        clamped = sum(record["clamped"].get(column.name, 0) for record in records)
+        entry = {"name": column.name, "transform": column.transform, "clamped": clamped}
+        entries.append({**entry, **_range(column.name, records)})
+        if column.indicator:
+            name = f"{column.name}_missing"
             entries.append({"name": name, "transform": "missing", **_range(name, records)})
     return entries
 
@@ -86,9 +86,9 @@ def _range(name: str, records: Sequence[Record]) -> dict[str, list[float]]:
 
 
 def _with_rare(
-    entry: dict[str, Any], records: Sequence[Record], staged: Sequence[Staged]
+    entry: dict[str, Any], records: Sequence[Record], staged: Sequence[StagedPiece]
 ) -> dict[str, Any]:
-    """With the lookups that got the rare id, over all splits, and the values cut off."""
+    """Add the number of lookups of the rare id, over all splits, and of dropped values."""
     if entry["name"] in records[0]["rare"] and not entry.get("hashed"):
         entry = {**entry, "rare": sum(record["rare"][entry["name"]] for record in records)}
     cut = sum(piece.cut.get(entry["name"], 0) for piece in staged)
@@ -97,37 +97,37 @@ def _with_rare(
 
 def _side(options: PrepareOptions, columns: Sequence[str]) -> list[dict[str, str]]:
     schema = options.schema
-    found: list[tuple[str, str, str]] = [
+    side: list[tuple[str, str, str]] = [
         (name, "label", "float32") for name in schema.labels if name in columns
     ]
     if schema.weight:
-        found.append((schema.weight, "weight", "float32"))
+        side.append((schema.weight, "weight", "float32"))
     if schema.group:
-        found.append((schema.group[0], "group", "uint64"))
+        side.append((schema.group[0], "group", "uint64"))
     if schema.time:
-        found.append((schema.time[0], "time", "int64"))
+        side.append((schema.time[0], "time", "int64"))
     if schema.row_key:
         kind = {"integer": "int64", "string": "string"}[schema.row_key[1]]
-        found.append((schema.row_key[0], "row_key", kind))
-    return [{"name": name, "role": role, "type": kind} for name, role, kind in found]
+        side.append((schema.row_key[0], "row_key", kind))
+    return [{"name": name, "role": role, "type": kind} for name, role, kind in side]
 
 
 def options_like(manifest: Manifest, options: PrepareOptions) -> PrepareOptions:
-    """``options`` with everything that decides ids and values as it was for ``manifest``."""
+    """``options`` with every option that decides ids and values copied from ``manifest``."""
     content = manifest.content
     if content.get("vocabulary") is None or "schema" not in content:
         raise ConfigError(
-            f"--like {manifest.path}: has ids and no values that they stand for, so no row can get "
-            f"its ids; {HOW_TO_HAVE_VALUES}"
+            f"--like {manifest.path}: this set does not store the values of its ids, so new rows "
+            f"cannot get them; {HOW_TO_HAVE_VALUES}"
         )
-    asked = content["options"]
+    saved = content["options"]
     return replace(
         options,
         like=Path(manifest.path),
         schema=schema_from(content["schema"]),
-        crosses=tuple((left, right) for left, right in asked["crosses"]),
-        hash_sizes=tuple(asked["hash_sizes"].items()),
-        transform=asked["transform"],
+        crosses=tuple((left, right) for left, right in saved["crosses"]),
+        hash_sizes=tuple(saved["hash_sizes"].items()),
+        transform=saved["transform"],
         min_count=content["min_count"],
         seed=content["seed"],
     )

@@ -1,4 +1,4 @@
-"""What one machine counted of a vocabulary, as files that others add up with their own."""
+"""Files with one machine's value counts of a vocabulary, which another machine adds up."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,14 +7,14 @@ import polars as pl
 
 from sbpflow.data.format.npy import file_crc32
 from sbpflow.data.prepare.distinct import FieldCounts
-from sbpflow.data.prepare.workspace import DamagedWork, read_record, write_record
+from sbpflow.data.prepare.workspace import DamagedWork, require_record, write_record
 
 COUNTS_KEYS = ("files", "crc32", "values", "missing")
 
 
 @dataclass(frozen=True)
 class PartCounts:
-    """The values that one machine counted: ``rows`` as ``count_fields`` takes them."""
+    """The values that one machine counted; ``rows`` is an input of ``count_fields``."""
 
     rows: pl.LazyFrame
     values: int
@@ -22,12 +22,12 @@ class PartCounts:
 
 
 def counts_record(folder: Path, name: str, part: int) -> Path:
-    """Where it says that ``part`` has counted vocabulary ``name``."""
+    """The record that ``part`` has counted vocabulary ``name``."""
     return folder / f"{name}.counted-{part}.json"
 
 
 def write_counts(folder: Path, name: str, part: int, counted: FieldCounts) -> None:
-    """Write the values, a block a file, and then the record."""
+    """Write the values, one block per file, and then the record."""
     files: list[str] = []
     for number, frame in enumerate(counted.frames()):
         files.append(f"{name}.counted-{part}-{number}.arrow")
@@ -42,13 +42,10 @@ def write_counts(folder: Path, name: str, part: int, counted: FieldCounts) -> No
 
 
 def read_counts(folder: Path, name: str, part: int) -> PartCounts:
-    """What ``write_counts`` wrote; DamagedWork if it is not that."""
-    path = counts_record(folder, name, part)
-    record = read_record(path, COUNTS_KEYS)
-    if record is None:
-        raise DamagedWork(f"{path}: is not what was written there")
+    """Read what ``write_counts`` wrote; DamagedWork if it has changed."""
+    record = require_record(counts_record(folder, name, part), COUNTS_KEYS)
     for file, crc32 in zip(record["files"], record["crc32"], strict=True):
         if not (folder / file).is_file() or file_crc32(folder / file) != crc32:
-            raise DamagedWork(f"{folder / file}: is not what was written there")
+            raise DamagedWork(f"{folder / file}: is missing or damaged")
     rows = pl.concat([pl.scan_ipc(folder / file) for file in record["files"]])
     return PartCounts(rows, record["values"], record["missing"])

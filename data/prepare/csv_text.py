@@ -1,7 +1,7 @@
-"""Text with more than ``data.prepare.parse`` reads: names in a first line, quotes, several values.
+"""Text that ``data.prepare.parse`` does not read: column names, quotes, several values per cell.
 
-Records are told apart here, strictly; Polars' reader splits them into cells. Inside of quotes a
-separator or a line end is a part of the cell, and a doubled quote is one.
+This file finds the records, strictly; Polars' reader splits them into cells. Inside quotes a
+separator or line end is part of the cell, and a doubled quote stands for one.
 """
 
 import io
@@ -17,12 +17,12 @@ from sbpflow.data.prepare.cells import typed_piece
 from sbpflow.data.prepare.piece import BLANK, BadLines, Piece
 from sbpflow.errors import DataError
 
-_MOST_LINES = 1000
-"""Of a record, by its line ends in quotes."""
+_MAX_LINES = 1000
+"""Lines that one record may span."""
 
 
 def split_cells(line: str, schema: Schema) -> list[str]:
-    """The cells of one line, such as the one of the names."""
+    """The cells of one line, such as the line of column names."""
     if schema.quote is None or schema.quote not in line:
         return line.split(schema.separator)
     cells = pl.read_csv(
@@ -36,7 +36,7 @@ def split_cells(line: str, schema: Schema) -> list[str]:
 
 
 def count_byte(text: bytes, byte: str) -> int:
-    """Times a byte occurs; in pieces that stay in the cache, ten times as fast as bytes.count."""
+    """How often a byte occurs; blocks that fit the cache make it 10x as fast as bytes.count."""
     raw = np.frombuffer(text, dtype=np.uint8)
     step = 1 << 17
     starts = range(0, len(raw), step)
@@ -44,11 +44,11 @@ def count_byte(text: bytes, byte: str) -> int:
 
 
 def parse_table(text: bytes, columns: tuple[str, ...], schema: Schema, skip: int = 0) -> Piece:
-    """Parse whole records with the given columns, in their order; ``skip`` lines are names."""
+    """Parse whole records with the given columns in file order, after ``skip`` header lines."""
     for _ in range(skip):
         text = text.partition(b"\n")[2]
     quoted = schema.quote is not None and schema.quote.encode() in text
-    if b"\r" in text and not quoted:  # in quotes it is a part of the cell
+    if b"\r" in text and not quoted:  # inside quotes it is part of the cell
         text = text.replace(b"\r\n", b"\n")
     if text and not text.endswith(b"\n"):
         text += b"\n"
@@ -63,11 +63,11 @@ def parse_table(text: bytes, columns: tuple[str, ...], schema: Schema, skip: int
             f"{len(numbers)} records gave {len(frame)} rows; this is a fault of sbpflow"
         )
 
-    def shown(row: int) -> bytes:
+    def raw_row(row: int) -> bytes:
         cells = (cell or "" for cell in frame.row(row))
         return schema.separator.join(cells).encode()
 
-    piece = typed_piece(frame, schema, num_lines, shown)
+    piece = typed_piece(frame, schema, num_lines, raw_row)
     for row, reason, line in piece.bad.examples:
         bad.examples.append((row if numbers is None else numbers[row], reason, line))
     for reason, count in piece.bad.counts.items():
@@ -77,18 +77,16 @@ def parse_table(text: bytes, columns: tuple[str, ...], schema: Schema, skip: int
 
 
 def _is_clean(text: bytes, num_lines: int, num_columns: int, schema: Schema) -> bool:
-    """Whether every line is a record of as many cells, told by counts alone."""
+    """Whether every line is a record with the right number of cells; counts bytes and parses."""
     if schema.quote is not None and schema.quote.encode() in text:
         return False
     if b"\r" in text or text.startswith(b"\n") or b"\n\n" in text:
         return False
     if count_byte(text, schema.separator) != num_lines * (num_columns - 1):
         return False
-    try:
-        text.decode("utf-8")
-    except UnicodeDecodeError:
+    if not is_utf8(text):
         return False
-    # The sum can be right and a line wrong; Polars tells of a line with too many cells.
+    # The total can be right and a line wrong; Polars reports a line with too many cells.
     try:
         frame = _read(text, tuple(map(str, range(num_columns))), schema)
     except pl.exceptions.PolarsError:
@@ -96,26 +94,31 @@ def _is_clean(text: bytes, num_lines: int, num_columns: int, schema: Schema) -> 
     return len(frame) == num_lines
 
 
+def is_utf8(text: bytes) -> bool:
+    """Whether the bytes are valid UTF-8."""
+    try:
+        text.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
 def _sort_out(
     text: bytes, num_columns: int, schema: Schema, bad: BadLines
 ) -> tuple[bytes, list[int], int]:
-    """The good records, joined, with the line that each starts at, and the number of records."""
+    """The good records joined, the line at which each starts, and the number of records."""
     good: list[str] = []
     numbers: list[int] = []
     fits = _record_pattern(num_columns, schema.separator, schema.quote)
     line_number, num_records = 0, 0
     for record, num_lines in _records(text, fits, schema.quote):
-        reason = None
-        decoded = ""
-        if not record:
-            reason = BLANK
-        else:
+        reason, decoded = BLANK, ""
+        if record:
             try:
                 decoded = record.decode("utf-8")
+                reason = _fault(decoded, fits, num_columns, schema)
             except UnicodeDecodeError:
                 reason = "broken encoding"
-        if reason is None:
-            reason = _fault(decoded, fits, num_columns, schema)
         if reason is None:
             good.append(decoded)
             numbers.append(line_number)
@@ -127,10 +130,10 @@ def _sort_out(
 
 
 def _records(text: bytes, fits: re.Pattern[str], quote: str | None) -> Iterator[tuple[bytes, int]]:
-    """Each record with the number of lines that it takes.
+    """Each record with the number of lines that it spans.
 
-    A quote without a partner would swallow the lines up to the next one: a record of several lines
-    that does not fit is one line, and the next may start a record of its own.
+    A quote without a partner would swallow all lines up to the next quote. So if a record of
+    several lines does not fit, its first line is a record, and the next line starts another.
     """
     lines = text.split(b"\n")[:-1]
     if quote is None or quote.encode() not in text:
@@ -141,7 +144,7 @@ def _records(text: bytes, fits: re.Pattern[str], quote: str | None) -> Iterator[
     while start < len(lines):
         stop = start + 1
         if odd[start]:
-            last = min(len(lines), start + _MOST_LINES)
+            last = min(len(lines), start + _MAX_LINES)
             stop = next((end + 1 for end in range(start + 1, last) if odd[end]), stop)
             whole = b"\n".join(lines[start:stop]).removesuffix(b"\r").decode("utf-8", "replace")
             if stop > start + 1 and not fits.fullmatch(whole):
@@ -151,19 +154,19 @@ def _records(text: bytes, fits: re.Pattern[str], quote: str | None) -> Iterator[
 
 
 def _fault(record: str, fits: re.Pattern[str], num_columns: int, schema: Schema) -> str | None:
-    if "\r" in record.replace("\r\n", ""):  # with its line end it is in quotes
+    if "\r" in record.replace("\r\n", ""):  # a CR before a line feed is inside quotes here
         return "stray carriage return"
     if schema.quote is None or schema.quote not in record:
-        found = record.count(schema.separator) + 1
-        return None if found == num_columns else f"{found} fields instead of {num_columns}"
+        num_cells = record.count(schema.separator) + 1
+        return None if num_cells == num_columns else f"{num_cells} fields instead of {num_columns}"
     if fits.fullmatch(record):
         return None
-    one = _cell_pattern(schema.separator, schema.quote)
-    whole = re.fullmatch(f"{one}(?:{re.escape(schema.separator)}{one})*+", record, re.DOTALL)
+    cell = _cell_pattern(schema.separator, schema.quote)
+    whole = re.fullmatch(f"{cell}(?:{re.escape(schema.separator)}{cell})*+", record, re.DOTALL)
     if whole is None:
-        return "a quote that is not around a whole cell"
-    found = len(re.findall(f"(?:^|{re.escape(schema.separator)}){one}", record, re.DOTALL))
-    return f"{found} fields instead of {num_columns}"
+        return "a quote that does not enclose a whole cell"
+    num_cells = len(re.findall(f"(?:^|{re.escape(schema.separator)}){cell}", record, re.DOTALL))
+    return f"{num_cells} fields instead of {num_columns}"
 
 
 @lru_cache(maxsize=8)
@@ -173,7 +176,7 @@ def _record_pattern(num_columns: int, separator: str, quote: str | None) -> re.P
 
 
 def _cell_pattern(separator: str, quote: str | None) -> str:
-    """A quoted cell or a plain one; possessive, so that no record takes more than one pass."""
+    """A quoted or plain cell; possessive quantifiers keep matching linear in the length."""
     if quote is None:
         return f"[^{re.escape(separator)}]*+"
     mark, gap = re.escape(quote), re.escape(separator)

@@ -1,7 +1,6 @@
-"""Compressed text: gzip, bzip2, xz and zstd as files of decompressed bytes that end only where they
-end.
+"""Compressed text: gzip, bzip2, xz and zstd files as streams of decompressed bytes.
 
-A compressed file that is cut short raises: nobody knows how many rows it lost.
+A truncated file raises, because nobody can know how many rows were lost.
 """
 
 import bz2
@@ -11,7 +10,7 @@ import lzma
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import IO
+from typing import IO, Any
 
 from sbpflow.errors import ConfigError, DataError
 
@@ -19,34 +18,34 @@ _READ_BYTES = 1 << 20
 
 
 class _Zstd(io.RawIOBase):
-    """The decompressed bytes of the zstd frames in a file, one after the other."""
+    """The decompressed bytes of all zstd frames in a file."""
 
     def __init__(self, compressed: IO[bytes]) -> None:
         try:
             import zstandard
         except ImportError as error:
             raise ConfigError(
-                "a .zst file needs the package zstandard (`pip install zstandard`); or unpack it "
-                "with `zstd -d`"
+                "a .zst file needs the package zstandard (`pip install zstandard`); or decompress "
+                "it with `zstd -d`"
             ) from error
         self._compressed, self._zstd = compressed, zstandard
         self._frame = zstandard.ZstdDecompressor().decompressobj()
-        self._began, self._waiting = False, b""
+        self._has_begun, self._waiting = False, b""
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: bytearray | memoryview) -> int:
         target = memoryview(buffer).cast("B")
-        while not self._waiting and self._unpack_more():
+        while not self._waiting and self._decompress_more():
             pass
         taken = self._waiting[: len(target)]
         target[: len(taken)] = taken
         self._waiting = self._waiting[len(taken) :]
         return len(taken)
 
-    def _unpack_more(self) -> bool:
-        """Unpack some more; False at the end of the last frame."""
+    def _decompress_more(self) -> bool:
+        """Decompress the next bytes; False at the end of the last frame."""
         if self._frame.eof:
             compressed = self._frame.unused_data or self._compressed.read(_READ_BYTES)
             if not compressed:
@@ -55,8 +54,8 @@ class _Zstd(io.RawIOBase):
         else:
             compressed = self._compressed.read(_READ_BYTES)
             if not compressed:
-                raise EOFError("it ends within a frame" if self._began else "it has no bytes")
-        self._began = True
+                raise EOFError("it ends inside a frame" if self._has_begun else "it has no bytes")
+        self._has_begun = True
         try:
             self._waiting = self._frame.decompress(compressed)
         except self._zstd.ZstdError as error:
@@ -64,33 +63,18 @@ class _Zstd(io.RawIOBase):
         return True
 
 
-def _gzip(compressed: IO[bytes]) -> IO[bytes]:
-    return gzip.GzipFile(fileobj=compressed)
-
-
-def _bz2(compressed: IO[bytes]) -> IO[bytes]:
-    return bz2.BZ2File(compressed)
-
-
-def _xz(compressed: IO[bytes]) -> IO[bytes]:
-    return lzma.LZMAFile(compressed)
-
-
-def _zstd(compressed: IO[bytes]) -> IO[bytes]:
-    return io.BufferedReader(_Zstd(compressed), _READ_BYTES)
-
-
-DECOMPRESS: Mapping[str, Callable[[IO[bytes]], IO[bytes]]] = {
-    ".gz": _gzip,
-    ".bz2": _bz2,
-    ".xz": _xz,
-    ".zst": _zstd,
+DECOMPRESS: Mapping[str, Callable[[IO[bytes]], Any]] = {
+    ".gz": lambda raw: gzip.GzipFile(fileobj=raw),
+    ".bz2": bz2.BZ2File,
+    ".xz": lzma.LZMAFile,
+    ".zst": lambda raw: io.BufferedReader(_Zstd(raw), _READ_BYTES),
 }
-"""By the suffix of a name."""
+"""By file name suffix: the file of decompressed bytes."""
+FORMAT_NAMES = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
 
 
 def decompressed(compressed: IO[bytes], suffix: str) -> IO[bytes]:
-    """The decompressed bytes; EOFError for no bytes, which some take for an empty text."""
+    """The decompressed bytes; EOFError for an empty file, which some decompressors accept."""
     if not compressed.read(1):
         raise EOFError("it has no bytes")
     compressed.seek(0)
@@ -99,19 +83,13 @@ def decompressed(compressed: IO[bytes], suffix: str) -> IO[bytes]:
 
 @contextmanager
 def decompress_errors(path: object, suffix: str) -> Iterator[None]:
-    """A DataError for what a file that is cut short or damaged raises."""
+    """Turn the errors of a truncated or damaged file into DataError."""
     try:
         yield
-    except (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError) as error:
-        raise _damaged(path, suffix, error) from error
-    except OSError as error:
-        if error.errno is not None:  # of the system, not of bz2
+    except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of the system, not of bz2
             raise
-        raise _damaged(path, suffix, error) from error
-
-
-def _damaged(path: object, suffix: str, error: Exception) -> DataError:
-    name = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}[suffix]
-    return DataError(
-        f"{path}: the {name} file is cut short or damaged ({error}); rows are lost, fetch it again"
-    )
+        raise DataError(
+            f"{path}: the {FORMAT_NAMES[suffix]} file is truncated or damaged ({error}); rows are "
+            "lost, get it again"
+        ) from error

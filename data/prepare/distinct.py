@@ -1,7 +1,7 @@
-"""How often each value of a field occurs in the train part, in memory that does not grow with it.
+"""Count how often each value of a field occurs in the train part, in bounded memory.
 
-Fields with few distinct values are counted together in one pass. One with more than fit into a
-pass is counted range by range of its keys, every range written to a file before the next begins.
+Fields with few distinct values are counted together in one pass. A field with more values than one
+pass can hold is counted in ranges of its keys; each range is written to a file before the next.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ _BLOCK = 1 << 20
 _MOST = 2**32 - 1
 _SAMPLED_ROWS = 1 << 20
 _PARTS = ("k", "c", "h", "m")
-"""Ends of the names of spilled keys, counts, checks and greatest checks."""
+"""Suffixes of the files of spilled keys, counts, smallest checks and largest checks."""
 
 Rows = Callable[[], pl.LazyFrame]
 
@@ -34,14 +34,14 @@ class FieldCounts:
     keys: Keys
     counts: NDArray[np.uint32]
     checks: NDArray[np.uint32] | None
-    """The least check of the strings of each key."""
+    """Smallest check of the strings with each key."""
     most: NDArray[np.uint32] | None
-    """The greatest."""
+    """Largest check of the strings with each key."""
     missing: int
 
     @property
     def collisions(self) -> int:
-        """Keys that two strings share."""
+        """Number of keys that two strings share."""
         if self.checks is None or self.most is None:
             return 0
         starts = range(0, len(self.checks), _BLOCK)
@@ -49,30 +49,30 @@ class FieldCounts:
         return sum(int(np.count_nonzero(least != most)) for least, most in pairs)
 
     def frames(self) -> Iterator[pl.DataFrame]:
-        """Keys and counts as rows that ``count_fields`` adds up with those of others, in blocks."""
+        """Keys and counts in blocks of rows, an input that ``count_fields`` can add up."""
         columns = {"key": self.keys, "len": self.counts, "least": self.checks, "most": self.most}
-        there = {name: column for name, column in columns.items() if column is not None}
+        present = {name: column for name, column in columns.items() if column is not None}
         for start in range(0, max(len(self.keys), 1), _BLOCK):
-            yield pl.DataFrame({name: col[start : start + _BLOCK] for name, col in there.items()})
+            yield pl.DataFrame({n: column[start : start + _BLOCK] for n, column in present.items()})
 
 
 def count_fields(
     rows: Mapping[str, Rows], num_rows: int, spill: Path, pass_values: int = PASS_VALUES
 ) -> Iterator[tuple[str, FieldCounts]]:
-    """The counts of every field, in an order of their own.
+    """The counts of every field; fields come in no fixed order.
 
-    ``rows`` gives ``key`` (null: missing) and of strings ``check``, row by row, by field, or what
-    ``FieldCounts.frames`` gave; ``num_rows`` is about how many there are. What does not fit into
-    memory goes to files ``spill``.NAME, which are of no use afterwards.
+    ``rows`` gives, by field, a row per value with ``key`` (null if missing) and ``check`` (strings
+    only), or the rows of ``FieldCounts.frames``. ``num_rows`` is roughly how many there are. Counts
+    that exceed memory go to files ``spill``.NAME, which the caller removes afterwards.
     """
     estimates = dict.fromkeys(rows, min(num_rows, pass_values // max(len(rows), 1)))
     if num_rows * len(rows) > pass_values:
-        # A value in the sample stands for as many as it leaves out: an upper estimate, and quick.
+        # Every value in the sample counts as many times as rows were skipped: a quick upper bound.
         every = [lazy().select(pl.col("key").gather_every(_STEP)) for lazy in rows.values()]
-        found = pl.collect_all([rows.select(pl.col("key").n_unique()) for rows in every])
+        sampled = pl.collect_all([rows.select(pl.col("key").n_unique()) for rows in every])
         estimates = {
             name: min(num_rows, _STEP * int(frame.item()))
-            for name, frame in zip(rows, found, strict=True)
+            for name, frame in zip(rows, sampled, strict=True)
         }
     for names in _passes(estimates, pass_values):
         if len(names) == 1 and estimates[names[0]] > pass_values:
@@ -80,14 +80,14 @@ def count_fields(
             yield names[0], _by_ranges(rows[names[0]], num_rows, passes, spill, names[0])
         else:
             queries = [_grouped(rows[name]()) for name in names]
-            found = pl.collect_all(queries, engine="streaming")
-            for name, frame in zip(names, found, strict=True):
+            frames = pl.collect_all(queries, engine="streaming")
+            for name, frame in zip(names, frames, strict=True):
                 yield name, _from_frame(frame)
-            del found
+            del frames  # before the next pass allocates its own
 
 
 def _passes(estimates: Mapping[str, int], pass_values: int) -> Iterator[list[str]]:
-    """Fields that are counted together."""
+    """Groups of fields to count together."""
     names: list[str] = []
     total = 0
     for name, number in sorted(estimates.items(), key=lambda item: item[1]):
@@ -102,7 +102,7 @@ def _passes(estimates: Mapping[str, int], pass_values: int) -> Iterator[list[str
 
 def _grouped(rows: pl.LazyFrame) -> pl.LazyFrame:
     columns = rows.collect_schema().names()
-    # Polars adds up 32 bits in 32 bits.
+    # Polars sums 32-bit integers in 32 bits, which overflows.
     number = pl.col("len").cast(pl.UInt64).sum() if "len" in columns else pl.len()
     wanted = [number.alias("len")]
     if "check" in columns:
@@ -117,8 +117,8 @@ def _from_frame(frame: pl.DataFrame) -> FieldCounts:
     values = frame.drop_nulls("key").sort("key")
     if len(values) and int(values["len"].to_numpy().max()) > _MOST:
         raise DataError(
-            f"--input: a value occurs {values['len'].max()} times in train, counts end at {_MOST}; "
-            "hash its column (--hash-size), or prepare fewer rows"
+            f"--input: a value occurs {values['len'].max()} times in train, but counts end at "
+            f"{_MOST}; hash its column (--hash-size), or prepare fewer rows"
         )
     values = values.with_columns(pl.col("len").cast(pl.UInt32))
     checks = most = None
@@ -129,7 +129,7 @@ def _from_frame(frame: pl.DataFrame) -> FieldCounts:
 
 
 def _by_ranges(rows: Rows, num_rows: int, passes: int, spill: Path, name: str) -> FieldCounts:
-    """Counts of one large field, range by range of keys."""
+    """Counts of one large field, one range of keys at a time."""
     bounds = _bounds(rows, num_rows, passes)
     files = {part: spill.with_name(f"{spill.name}.{name}.{part}") for part in _PARTS}
     types: dict[str, np.dtype[np.generic]] = {}
@@ -141,15 +141,15 @@ def _by_ranges(rows: Rows, num_rows: int, passes: int, spill: Path, name: str) -
         chosen = pl.lit(True) if low is None else key >= low
         chosen = chosen if high is None else chosen & (key < high)
         chosen = chosen | key.is_null() if low is None else chosen
-        found = _from_frame(_grouped(rows().filter(chosen)).collect(engine="streaming"))
-        missing += found.missing
-        arrays = (found.keys, found.counts, found.checks, found.most)
+        counted = _from_frame(_grouped(rows().filter(chosen)).collect(engine="streaming"))
+        missing += counted.missing
+        arrays = (counted.keys, counted.counts, counted.checks, counted.most)
         for part, array in zip(_PARTS, arrays, strict=True):
             if array is not None:
                 types[part] = array.dtype
                 with files[part].open("ab") as file:
                     file.write(np.ascontiguousarray(array).data)
-        del found
+        del counted, arrays  # before the next range allocates its own
     whole = {part: np.memmap(files[part], dtype=types[part], mode="r") for part in types}
     keys, counts, checks, most = (whole.get(part) for part in _PARTS)
     if keys is None or counts is None:
@@ -158,7 +158,7 @@ def _by_ranges(rows: Rows, num_rows: int, passes: int, spill: Path, name: str) -
 
 
 def _bounds(rows: Rows, num_rows: int, passes: int) -> list[int]:
-    """Keys at which ranges of about equally many distinct values begin, from a sample of rows."""
+    """Keys that divide the distinct values into about equal ranges, from a sample of rows."""
     step = max(1, num_rows // _SAMPLED_ROWS)
     sample = rows().select("key").gather_every(step).collect(engine="streaming")["key"]
     distinct = sample.drop_nulls().unique().sort().to_numpy()
@@ -167,5 +167,5 @@ def _bounds(rows: Rows, num_rows: int, passes: int) -> list[int]:
 
 
 def spilled(spill: Path) -> Sequence[Path]:
-    """What ``count_fields`` left behind."""
+    """The files that ``count_fields`` left behind."""
     return sorted(spill.parent.glob(spill.name + ".*"))

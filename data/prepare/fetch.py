@@ -1,9 +1,8 @@
-"""Remote table files (Parquet, Arrow) fetched whole before they are read.
+"""Download remote table files (Parquet, Arrow) before they are read: Polars needs local files.
 
-Their reader wants a local file; the copies lie in the work folder and end with it.
+The copies are in the work folder and are removed with it.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,12 +11,8 @@ from sbpflow.data.prepare.source import Input
 from sbpflow.errors import DataError
 
 
-def fetch_tables(inputs: Sequence[Input], work: Path) -> tuple[Input, ...]:
-    """The inputs with remote table files as local copies; what was fetched before stays."""
-    return tuple(_fetched(source, work) for source in inputs)
-
-
-def _fetched(source: Input, work: Path) -> Input:
+def fetch_table(source: Input, work: Path) -> Input:
+    """The input as a local copy if it is a remote table file; an existing copy is used again."""
     if not source.is_table or not isinstance(source.path, RemotePath):
         return source
     target = work / "fetched" / f"{source.order:05d}" / source.path.name
@@ -25,7 +20,7 @@ def _fetched(source: Input, work: Path) -> Input:
         source.path.fetch(target)
     if target.stat().st_size != source.num_bytes:
         raise DataError(
-            f"{source.path}: has {target.stat().st_size} bytes now and had {source.num_bytes}; it "
-            "changes while it is read, start again when it is complete"
+            f"{source.path}: has {target.stat().st_size} bytes now but had {source.num_bytes}; it "
+            "is still being written, start again when it is complete"
         )
     return replace(source, path=target)

@@ -1,10 +1,10 @@
-"""Constants that the train part decides: means, deviations, quantiles, the scale of weights.
+"""Constants fitted on the train part: means, deviations, quantiles, the scale of weights.
 
-Sums are exact, quantiles are values that occur, so that a constant depends on the rows and on
-nothing else: not on how they were cut into pieces, nor on which was counted first.
+Sums are exact and quantiles are values that occur. So a constant depends only on the rows, not on
+how they were cut into pieces or on the order in which pieces were counted.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import sqrt
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sbpflow.data.format.schema import Number
+from sbpflow.data.format.schema import DenseColumn
 
 Values = NDArray[np.float32]
 
@@ -25,23 +25,27 @@ _LARGEST = np.finfo(np.float32).max
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Number, mean and standard deviation of values; 0, 0 and 1 without any."""
+    """Count, mean and standard deviation of values; 0, 0 and 1 if there are none."""
 
     count: int
     mean: float
     std: float
-    """1 where all values are equal: the column then is 0 everywhere when standardised."""
+    """1 if all values are equal, so that the standardized column is 0 everywhere."""
 
 
 class ExactSum:
-    """The sums of float32 values and of their squares, without rounding."""
+    """The sums of float32 values and of their squares, without rounding.
+
+    A float32 is an integer of 24 bits times a power of two. The integers are summed by exponent;
+    for the squares they are split into halves, whose products float64 adds up exactly.
+    """
 
     def __init__(self) -> None:
         self._count = 0
         self._first, self._second = Fraction(0), Fraction(0)
 
     def add(self, values: Values) -> None:
-        """Count finite ``values`` in: integers of each exponent are added, which is exact."""
+        """Add finite ``values`` [n]."""
         mantissas, exponents = np.frexp(values)
         whole = np.ldexp(mantissas, _MANTISSA_BITS + 1).astype(np.int64)
         place = exponents.astype(np.int64) + 200
@@ -52,13 +56,13 @@ class ExactSum:
         ]
         for index in np.flatnonzero(np.bincount(place)).tolist():
             unit = Fraction(2) ** (index - 200 - _MANTISSA_BITS - 1)
-            one, hh, hl, ll = (int(part[index]) for part in sums)
-            self._first += one * unit
+            first, hh, hl, ll = (int(part[index]) for part in sums)
+            self._first += first * unit
             self._second += ((hh << 2 * _HALF) + (hl << _HALF + 1) + ll) * unit * unit
         self._count += len(values)
 
     def moments(self) -> Moments:
-        """What has been added."""
+        """Moments of everything added so far."""
         if not self._count:
             return Moments(0, 0.0, 1.0)
         mean = self._first / self._count
@@ -67,10 +71,10 @@ class ExactSum:
 
 
 class Quantiles:
-    """The values at given places among all values, in two passes over them.
+    """The quantiles that divide values into ``buckets``, in two passes over the values.
 
-    A float32 becomes 32 bits of the same order; the first pass counts the upper halves, the second
-    the lower halves of those that a quantile falls on.
+    Each float32 maps to a 32-bit integer of the same order. The first pass counts the upper halves;
+    the second counts the lower halves only of the bins that a quantile falls into.
     """
 
     def __init__(self, buckets: int) -> None:
@@ -84,7 +88,7 @@ class Quantiles:
         self._upper += np.bincount(_ordered(values) >> 16, minlength=_BINS)
 
     def seek(self) -> None:
-        """Between the passes: where the quantiles are."""
+        """Between the passes: find the bins that quantiles fall into."""
         total = int(self._upper.sum())
         ends = np.cumsum(self._upper)
         for number in range(1, self._buckets):
@@ -95,75 +99,77 @@ class Quantiles:
                 self._lower.setdefault(upper, np.zeros(_BINS, dtype=np.int64))
 
     def add_again(self, values: Values) -> None:
-        """The second pass, over the same values."""
+        """The second pass, over the same values in any order."""
         keys = _ordered(values)
         upper = keys >> 16
         for bin_, counts in self._lower.items():
             counts += np.bincount(keys[upper == bin_] & 0xFFFF, minlength=_BINS)
 
     def bounds(self) -> list[float]:
-        """The distinct values at which a new bucket begins, rising; none for no values."""
-        found: list[int] = []
+        """The distinct values at which buckets begin, in ascending order; empty for no values."""
+        keys: list[int] = []
         for upper, rank in self._places:
             ends = np.cumsum(self._lower[upper])
-            found.append((upper << 16) | int(np.searchsorted(ends, rank, side="right")))
-        values = _values(np.array(found, dtype=np.uint32))
-        # Infinite values are in the outermost buckets then; JSON has no word for them.
+            keys.append((upper << 16) | int(np.searchsorted(ends, rank, side="right")))
+        values = _values(np.array(keys, dtype=np.uint32))
+        # JSON cannot write infinity; infinite values still fall into the outermost buckets.
         return [float(value) for value in np.unique(np.clip(values, -_LARGEST, _LARGEST))]
 
 
 def _ordered(values: Values) -> NDArray[np.int64]:
-    """32 bits of the order of the values; -0 counts as 0."""
+    """32-bit integers in the order of the values; -0 counts as 0.
+
+    Flipping all bits of negative floats and the sign bit of the others makes their bit patterns
+    sort like the numbers.
+    """
     bits = (values + np.float32(0)).view(np.uint32)
     negative = bits >> np.uint32(31) != 0
     return np.where(negative, ~bits, bits | np.uint32(1 << 31)).astype(np.int64)
 
 
 def _values(keys: NDArray[np.uint32]) -> Values:
-    negative = keys >> np.uint32(31) == 0
-    return (
-        np.where(negative, ~keys, keys & np.uint32(0x7FFF_FFFF)).astype(np.uint32).view(np.float32)
-    )
+    flipped = np.where(keys >> np.uint32(31) == 0, ~keys, keys & np.uint32(0x7FFF_FFFF))
+    return flipped.astype(np.uint32).view(np.float32)
 
 
-def clipped(values: Values, number: Number) -> Values:
-    """The values within the ends of the column, infinite ones too."""
-    if number.clip is None:
+def clipped(values: Values, column: DenseColumn) -> Values:
+    """The values limited to the column's ``clip``; infinite values too."""
+    if column.clip is None:
         return values
-    return np.clip(values, np.float32(number.clip[0]), np.float32(number.clip[1]))
+    return np.clip(values, np.float32(column.clip[0]), np.float32(column.clip[1]))
 
 
 def fit(
-    pieces: Iterable["dict[str, Values]"],
-    again: Iterable["dict[str, Values]"],
-    numbers: Sequence[Number],
+    pieces: Callable[[], Iterable["dict[str, Values]"]],
+    columns: Sequence[DenseColumn],
     weight: str | None,
 ) -> dict[str, Any]:
-    """Constants of the columns that need some, by name.
+    """Constants by column name.
 
-    ``pieces`` are the present values of the train part, piece by piece; ``again`` are the same.
+    ``pieces()`` iterates over the values of the train part that are not missing, by column name,
+    piece by piece; quantiles need a second iteration.
     """
-    sums = {n.name: ExactSum() for n in numbers if n.transform == "standardise"}
+    sums = {c.name: ExactSum() for c in columns if c.transform == "standardise"}
     if weight is not None:
         sums[weight] = ExactSum()
-    quantiles = {n.name: Quantiles(n.buckets) for n in numbers if n.buckets}
-    by_name = {number.name: number for number in numbers}
-    for columns in pieces:
+    quantiles = {c.name: Quantiles(c.buckets) for c in columns if c.buckets}
+    by_name = {column.name: column for column in columns}
+    for values in pieces():
         for name, total in sums.items():
-            values = columns[name]
-            total.add(clipped(values, by_name[name]) if name in by_name else values)
+            column = by_name.get(name)
+            total.add(values[name] if column is None else clipped(values[name], column))
         for name, places in quantiles.items():
-            places.add(clipped(columns[name], by_name[name]))
+            places.add(clipped(values[name], by_name[name]))
     for places in quantiles.values():
         places.seek()
     if quantiles:
-        for columns in again:
+        for values in pieces():
             for name, places in quantiles.items():
-                places.add_again(clipped(columns[name], by_name[name]))
+                places.add_again(clipped(values[name], by_name[name]))
     fitted: dict[str, Any] = {}
     for name, total in sums.items():
         moments = total.moments()
         fitted[name] = {"mean": moments.mean}
         if name in by_name:
             fitted[name]["std"] = moments.std
-    return {**fitted, **{name: {"bounds": found.bounds()} for name, found in quantiles.items()}}
+    return {**fitted, **{name: {"bounds": q.bounds()} for name, q in quantiles.items()}}

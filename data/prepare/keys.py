@@ -1,4 +1,4 @@
-"""From cells to keys: the number itself of hex digits and integers, 64-bit blake2b of a string."""
+"""Cells to keys: hex digits and integers map to their own bits, strings to a 64-bit blake2b."""
 
 import hashlib
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ KEY_BYTES, CHECK_BYTES = 8, 4
 
 
 def key_expression(cell: pl.Expr, kind: Kind) -> pl.Expr:
-    """The key of a text cell: uint32 of hex, the bits of an integer; a string stays a string."""
+    """The key of a text cell: uint32 for hex, int64 bits for integers; strings stay strings."""
     if kind == "hex":
         return cell.str.to_integer(base=16, dtype=pl.UInt32, strict=False)
     if kind == "integer":
@@ -25,7 +25,7 @@ def key_expression(cell: pl.Expr, kind: Kind) -> pl.Expr:
 
 
 def with_string_keys(frame: pl.DataFrame, names: Sequence[str]) -> pl.DataFrame:
-    """Replace columns of strings by their keys; ``NAME__check`` has 32 more bits of the digest."""
+    """Replace string columns by their keys, and add ``NAME__check`` with 32 more digest bits."""
     columns: list[pl.Series] = []
     for name in names:
         keys, checks = string_keys(frame[name])
@@ -34,9 +34,10 @@ def with_string_keys(frame: pl.DataFrame, names: Sequence[str]) -> pl.DataFrame:
 
 
 def string_keys(cells: pl.Series) -> tuple[pl.Series, pl.Series]:
-    """Key (uint64) and check (uint32) of each string, the same in every version of every library.
+    """Key (uint64) and check (uint32) of each string; null for null.
 
-    The first 64 and the next 32 bits of a 96-bit blake2b; null where the string is.
+    They are the first 64 and the next 32 bits of a 96-bit blake2b, so they do not depend on the
+    version of any library.
     """
     distinct = cells.drop_nulls().unique()
     size = KEY_BYTES + CHECK_BYTES
@@ -47,15 +48,13 @@ def string_keys(cells: pl.Series) -> tuple[pl.Series, pl.Series]:
         empty = pl.repeat(None, len(cells), dtype=pl.UInt64, eager=True)
         return empty, empty.cast(pl.UInt32)
     place = cells.replace_strict(distinct, places, default=None, return_dtype=pl.UInt32)
-    found = place.fill_null(0).to_numpy()
+    rows = place.fill_null(0).to_numpy()
     is_null = place.is_null()
-    keys = pl.Series(raw["key"][found]).set(is_null, None)
-    checks = pl.Series(raw["check"][found]).set(is_null, None)
-    return keys, checks
+    return tuple(pl.Series(raw[part][rows]).set(is_null, None) for part in ("key", "check"))
 
 
 def key_of(cells: pl.Series, kind: Kind) -> pl.Series:
-    """Keys of cells of any type: null where a cell does not fit ``kind``; strings stay strings."""
+    """Keys of cells of any type; null where a cell does not fit ``kind``. Strings stay strings."""
     return cells.to_frame().select(_key(cells, kind)).to_series().alias(cells.name)
 
 
@@ -67,23 +66,15 @@ def _key(cells: pl.Series, kind: Kind) -> pl.Expr:
         return pl.when(pl.col(cells.name).str.contains(f"^({PATTERNS[kind]})$")).then(key)
     if cells.dtype in (pl.Boolean, pl.Null):
         types = {"hex": pl.UInt32, "integer": pl.UInt64, "string": pl.String}
-        return pl.repeat(None, pl.len(), dtype=types[kind]).alias(cells.name)
-    if cells.dtype.is_float():  # 7.0 is the category 7, 7.5 is none
-        whole = pl.col(cells.name) == pl.col(cells.name).floor()
-        number = pl.col(cells.name).cast(pl.Int64, strict=False)
-        if kind == "hex":
-            number = number.cast(pl.UInt32, strict=False)
-        elif kind == "integer":
-            number = number.reinterpret(signed=False)
-        elif kind == "string":
-            number = number.cast(pl.String)
-        else:
-            raise unknown_value("kind", kind, Kind)
-        return pl.when(whole).then(number).alias(cells.name)
+        return pl.repeat(None, pl.len(), dtype=types[kind])
+    number = pl.col(cells.name)
+    if cells.dtype.is_float():  # 7.0 is the category 7; 7.5 is not a category
+        whole = number == number.floor()
+        number = pl.when(whole).then(number.cast(pl.Int64, strict=False))
     if kind == "hex":
-        return pl.col(cells.name).cast(pl.UInt32, strict=False)
+        return number.cast(pl.UInt32, strict=False)
     if kind == "integer":
-        return pl.col(cells.name).cast(pl.Int64, strict=False).reinterpret(signed=False)
+        return number.cast(pl.Int64, strict=False).reinterpret(signed=False)
     if kind == "string":
-        return pl.col(cells.name).cast(pl.String)
+        return number.cast(pl.String)
     raise unknown_value("kind", kind, Kind)

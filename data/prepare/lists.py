@@ -1,7 +1,7 @@
-"""Cells with several values: ``a|b|c`` in text, lists in Parquet, and weights beside or in them.
+"""Cells with several values: ``a|b|c`` in text, lists in Parquet, with weights if there are any.
 
-An empty cell, an empty list and a list of nothing but one empty element are all no values at all
-(text can write only the first); any other empty element is a missing value.
+An empty cell, an empty list, and a list with a single empty element all mean no values, because
+text can write only the first. Any other empty element is a missing value.
 """
 
 import re
@@ -10,29 +10,29 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
-from sbpflow.data.format.schema import Beyond, Kind, Many
+from sbpflow.data.format.schema import Beyond, Kind, ListColumn
 from sbpflow.data.prepare.keys import key_of, string_keys
 from sbpflow.errors import unknown_value
 
 
-class Several(NamedTuple):
-    """One column with several values: the values, and the rows (flags) with a fault."""
+class ListValues(NamedTuple):
+    """The values of a list column, and flags of the rows with each kind of fault."""
 
     values: pl.DataFrame
-    """``row`` uint32, ``key``, ``check`` of strings, ``weight`` where there is one"""
+    """``row`` uint32, ``key``, ``check`` (strings only), ``weight`` (weighted lists only)"""
     misfits: pl.Series
     too_long: pl.Series
     unpaired: pl.Series
     bad_weights: pl.Series
     num_cut: "np.ndarray[tuple[int], np.dtype[np.int64]]"
-    """Values left out of each row"""
+    """Values dropped from each row"""
 
 
-def read_list(frame: pl.DataFrame, many: Many, kind: Kind) -> Several:
-    """The values of column ``many.name``, row by row, cut to the most that a row may have."""
-    cells = _flat(frame[many.name], many.separator)
-    if many.inline is not None:
-        cells = _apart(cells, many.inline)
+def read_list(frame: pl.DataFrame, column: ListColumn, kind: Kind) -> ListValues:
+    """The values of ``column``, row by row, cut to the maximum length of a row."""
+    cells = _flat(frame[column.name], column.separator)
+    if column.inline is not None:
+        cells = _apart(cells, column.inline)
     rows, total = cells["row"].to_numpy(), len(frame)
     keys = key_of(cells["value"], kind)
     lost = cells["value"].is_not_null() & keys.is_null()
@@ -42,39 +42,38 @@ def read_list(frame: pl.DataFrame, many: Many, kind: Kind) -> Several:
     lengths = np.bincount(rows, minlength=total)
     none = _rows_of(rows[:0], total)
     unpaired, bad_weights = none, none
-    if many.inline is not None:
+    if column.inline is not None:
         values = cells["weight"].cast(pl.Float64, strict=False).cast(pl.Float32)
         columns["weight"] = values
         bad_weights = _rows_of(rows[~values.is_finite().fill_null(False).to_numpy()], total)
-    if many.weights is not None:
-        weights = _flat(frame[many.weights], many.separator)
+    if column.weights is not None:
+        weights = _flat(frame[column.weights], column.separator)
         others = np.bincount(weights["row"].to_numpy(), minlength=total)
         differ = lengths != others
         unpaired = pl.Series(differ)
         values = weights["value"].cast(pl.Float64, strict=False).cast(pl.Float32)
         bad = ~values.is_finite().fill_null(False)
         bad_weights = _rows_of(weights["row"].filter(bad).to_numpy(), total)
-        if differ.any():  # those rows go; what stays must pair up
+        if differ.any():  # those rows are bad and will be dropped; the rest must pair up
             keep = pl.Series(~differ[rows])
             columns = {name: column.filter(keep) for name, column in columns.items()}
             values = values.filter(pl.Series(~differ[weights["row"].to_numpy()]))
             lost, rows = lost.filter(keep), rows[~differ[rows]]
             lengths = np.bincount(rows, minlength=total)
         columns["weight"] = values
-    long = lengths > many.most
+    long = lengths > column.most
     table = pl.DataFrame(columns)
     num_cut = np.zeros(total, dtype=np.int64)
-    if long.any() and many.beyond != "error":
+    if long.any() and column.beyond != "error":
         place = np.arange(len(rows)) - (np.cumsum(lengths) - lengths)[rows]
-        if many.beyond == "last":
+        if column.beyond == "last":
             place = lengths[rows] - 1 - place
-        elif many.beyond != "first":
-            raise unknown_value("beyond", many.beyond, Beyond)
-        stays = place < many.most
-        num_cut = np.maximum(lengths - many.most, 0)
-        table = table.filter(pl.Series(stays))
+        elif column.beyond != "first":
+            raise unknown_value("beyond", column.beyond, Beyond)
+        num_cut = np.maximum(lengths - column.most, 0)
+        table = table.filter(pl.Series(place < column.most))
     misfits = _rows_of(rows[lost.to_numpy()], total)
-    return Several(table, misfits, pl.Series(long), unpaired, bad_weights, num_cut)
+    return ListValues(table, misfits, pl.Series(long), unpaired, bad_weights, num_cut)
 
 
 def _rows_of(rows: "np.ndarray[tuple[int], np.dtype[np.uint32]]", total: int) -> pl.Series:
@@ -84,7 +83,7 @@ def _rows_of(rows: "np.ndarray[tuple[int], np.dtype[np.uint32]]", total: int) ->
 
 
 def _flat(cells: pl.Series, separator: str) -> pl.DataFrame:
-    """``row`` and ``value`` of every element of every cell; empty ones are null."""
+    """``row`` and ``value`` of every element of every cell; an empty element is null."""
     if cells.dtype == pl.String:
         cells = cells.str.split(separator)
     elif isinstance(cells.dtype, pl.Array):
@@ -105,7 +104,7 @@ def _flat(cells: pl.Series, separator: str) -> pl.DataFrame:
 
 
 def _apart(cells: pl.DataFrame, mark: str) -> pl.DataFrame:
-    """Each element as its ``value`` and its ``weight``, which is null where there is none."""
+    """Split each element into its ``value`` and its ``weight``, null if it has none."""
     elements = cells["value"]
     if isinstance(elements.dtype, pl.Struct):
         first, second = elements.struct.fields

@@ -1,14 +1,15 @@
-"""New rows with the ids of a set: all of them its test part, with or without labels."""
+"""Encode new rows with the ids of an existing set: all are test rows, with or without labels."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from sbpflow.data.format.manifest import Manifest, load_manifest
 from sbpflow.data.prepare.content import options_like
-from sbpflow.data.prepare.machines import Part
+from sbpflow.data.prepare.machines import MachinePart
 from sbpflow.data.prepare.options import PrepareOptions
 from sbpflow.data.prepare.prepare import prepare
 from sbpflow.data.prepare.remote import InputPath
+from sbpflow.data.prepare.source import check_exists
 from sbpflow.data.prepare.split import SplitRule
 from sbpflow.errors import ConfigError
 
@@ -21,18 +22,19 @@ def encode(
     workers: int,
     max_bad_fraction: float,
     overwrite: bool = False,
-    part: Part | None = None,
+    part: MachinePart | None = None,
 ) -> Manifest | None:
-    """A set in ``output`` of the rows of ``inputs``, with ids and constants of the set ``like``.
+    """Write the rows of ``inputs`` into ``output`` with the ids and constants of the set ``like``.
 
-    Of that one the manifest and the vocabularies are read, no rows. Raises what ``prepare`` raises,
-    and returns what it returns; ``part`` is this machine's of several.
+    Reads the manifest and the vocabularies of ``like``, but no rows. ``part`` is this machine's
+    share of the work. Raises and returns the same as ``prepare``.
     """
     if output.resolve() == like.resolve():
         raise ConfigError(
             f"--output {output}: is the set of --like, which the new rows would replace; choose "
-            "another"
+            "another folder"
         )
+    check_exists(inputs)  # before the vocabularies of ``like``, which the user may not have named
     options = PrepareOptions(
         inputs=tuple(inputs),
         output=output,
@@ -40,7 +42,7 @@ def encode(
         workers=workers,
         max_bad_fraction=max_bad_fraction,
         overwrite=overwrite,
-        part=part or Part(),
+        part=part or MachinePart(),
         is_encode=True,
     )
     return prepare(options_like(load_manifest(like, "--like"), options))

@@ -1,26 +1,26 @@
-"""What ``prepare`` was asked to do, as one value; two equal values give byte-identical sets."""
+"""The options of ``prepare`` as one value; equal values give byte-identical sets."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from sbpflow.data.format.schema import CRITEO, NUM_RESERVED_IDS, Kind, Number, Schema
+from sbpflow.data.format.schema import CRITEO, NUM_RESERVED_IDS, DenseColumn, Kind, Schema
 from sbpflow.data.numbers import MAX_SEED, MAX_WORKERS, by_column, check_ranges
-from sbpflow.data.prepare.machines import Part
+from sbpflow.data.prepare.machines import MachinePart
 from sbpflow.data.prepare.remote import InputPath
 from sbpflow.data.prepare.split import SplitRule
 from sbpflow.data.prepare.transforms import TRANSFORMS
 from sbpflow.errors import ConfigError
 
-MOST_PIECES = 8192
-"""A piece becomes a shard per split. A loader maps 8,191 shards of words where a process may have
-65,530 maps, and reads further ones more slowly from their files."""
+MAX_PIECES = 8192
+"""Each piece becomes a shard per split. A loader maps up to 8,191 shards of words under the usual
+limit of 65,530 maps per process, and reads further shards from their files, which is slower."""
 _LARGEST_PIECE_BYTES = 128 << 20
-"""A worker's memory grows with its piece."""
+"""Bounds a worker's memory, which grows with its piece."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareOptions:
-    """The options of ``sbpflow prepare``; see its help for the meaning of each."""
+    """The options of ``sbpflow prepare``; its help explains each of them."""
 
     inputs: tuple[InputPath, ...]
     output: Path
@@ -30,23 +30,23 @@ class PrepareOptions:
     min_count: int = 2
     transform: str = "log3"
     hash_sizes: tuple[tuple[str, int], ...] = ()
-    """Table rows of the fields that are hashed instead of getting a vocabulary."""
+    """Table rows of the fields that are hashed and have no vocabulary."""
     seed: int = 7
     piece_bytes: int = 32 << 20
-    """Of text; doubled, up to 128 MiB, until the input has no more than ``MOST_PIECES`` pieces."""
+    """Bytes of text; doubled, up to 128 MiB, until there are at most ``MAX_PIECES`` pieces."""
     max_bad_fraction: float = 0.001
     overwrite: bool = False
     workers: int = 2
     like: Path | None = None
-    """A set whose ids, transforms and constants the new one shares; it gives all of the above."""
+    """An existing set that decides the ids, transforms and constants of the new one."""
     grow: bool = False
-    """Whether values that the set ``like`` has not get ids behind its own."""
+    """Assign new ids to values that ``like`` does not have."""
     spare: float = 0.0
-    """Free ids for later growth, as a fraction of the values kept."""
-    part: Part = field(default_factory=Part)
-    """Which share of the work this machine has."""
+    """Unused ids for later growth, as a fraction of the number of values."""
+    part: MachinePart = field(default_factory=MachinePart)
+    """This machine's share of the work."""
     is_encode: bool = False
-    """Whether all rows are test rows, which need no label."""
+    """All rows are test rows, which need no label."""
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -55,59 +55,60 @@ class PrepareOptions:
         return (*self.schema.sparse, *buckets, *("x".join(pair) for pair in self.crosses))
 
     @property
-    def numbers(self) -> tuple[Number, ...]:
-        """Every dense column of the input with the transform that it gets."""
-        numbers = (self.schema.number(name) for name in self.schema.dense)
+    def numbers(self) -> tuple[DenseColumn, ...]:
+        """Every dense column of the input, with its transform filled in."""
+        columns = (self.schema.dense_column(name) for name in self.schema.dense)
         return tuple(
-            replace(n, transform=None if n.buckets else n.transform or self.transform)
-            for n in numbers
+            replace(c, transform=None if c.buckets else c.transform or self.transform)
+            for c in columns
         )
 
     @property
     def counted(self) -> dict[str, list[str]]:
-        """The vocabularies by name, with their fields: those neither hashed nor buckets."""
-        others = {name for name, _ in self.hash_sizes} | {n.name for n in self.schema.buckets}
-        found: dict[str, list[str]] = {}
+        """The vocabularies by name, with their fields: all fields not hashed and not bucketed."""
+        others = {name for name, _ in self.hash_sizes} | {c.name for c in self.schema.buckets}
+        vocabularies: dict[str, list[str]] = {}
         for name in self.fields:
             if name not in others:
-                found.setdefault(self.schema.vocabulary(name), []).append(name)
-        return found
+                vocabularies.setdefault(self.schema.vocabulary(name), []).append(name)
+        return vocabularies
 
     def kind(self, field_name: str) -> Kind | None:
-        """What the keys of a field are made of; None for a cross."""
+        """The kind of values of a field; None for a cross or a bucketed column."""
         names = self.schema.sparse
         return self.schema.kind(field_name) if field_name in names else None
 
     def sized_for(self, num_bytes: int) -> "PrepareOptions":
-        """With pieces so large that ``num_bytes`` of text do not have too many."""
+        """These options with pieces large enough for ``num_bytes`` of text."""
         size = self.piece_bytes
-        while size * MOST_PIECES < num_bytes and size < _LARGEST_PIECE_BYTES:
+        while size * MAX_PIECES < num_bytes and size < _LARGEST_PIECE_BYTES:
             size *= 2
         return replace(self, piece_bytes=size)
 
     def check(self) -> None:
-        """Raise ConfigError for values that cannot work, before anything is read."""
+        """Raise ConfigError for values that cannot work, before any input is read."""
         if self.transform not in TRANSFORMS:
             known = ", ".join(TRANSFORMS)
-            raise ConfigError(f"--dense: {self.transform!r} is not known; choose from {known}")
-        dense = (number.name for number in self.numbers if not number.buckets)
+            raise ConfigError(f"--dense: {self.transform!r} is unknown; choose from {known}")
+        dense = (column.name for column in self.numbers if not column.buckets)
         names = (self.schema.label, *dense, *self.fields)
         if twice := [name for name in self.fields if names.count(name) > 1]:
             raise ConfigError(
-                f"--crosses: {twice[0]!r} is the name of another column, too; rename that column"
+                f"--crosses: {twice[0]!r} is also the name of a column; rename that column"
             )
         hashable = [name for name in self.fields if name not in self.schema.dense]
         for name, size in self.hash_sizes:
             if name not in hashable:
-                is_what = "has buckets" if name in self.fields else "is no field"
+                problem = "has buckets" if name in self.fields else "is not a field"
                 known = ", ".join(hashable)
-                raise ConfigError(f"--hash-size: {name!r} {is_what}; choose from {known}")
+                raise ConfigError(f"--hash-size: {name!r} {problem}; choose from {known}")
             if not NUM_RESERVED_IDS < size < 2**31:
                 raise ConfigError(f"--hash-size: {name}={size} must be 3 or more, below 2^31")
         self._check_shared()
-        if several := [n for pair in self.crosses for n in pair if self.schema.several(n)]:
+        lists = {column.name for column in self.schema.many}
+        if crossed := [name for pair in self.crosses for name in pair if name in lists]:
             raise ConfigError(
-                f"--crosses: {several[0]!r} has several values in a cell; cross columns of one"
+                f"--crosses: {crossed[0]!r} has several values per cell; cross other columns"
             )
         self.split.check_column(self.schema.time)
         check_ranges(
@@ -126,15 +127,15 @@ class PrepareOptions:
             if sizes.get(name) != sizes.get(other):
                 raise ConfigError(
                     f"--hash-size: {other} and {name} share the vocabulary {vocabulary} and need "
-                    f"one size for both, for example {other}=1000000,{name}=1000000"
+                    f"the same size, for example {other}=1000000,{name}=1000000"
                 )
-        if odd := [name for name in self.crosses if "x".join(name) in first]:
+        if same := [pair for pair in self.crosses if "x".join(pair) in first]:
             raise ConfigError(
-                f"--crosses: {'x'.join(odd[0])!r} is the name of a vocabulary, too; rename that"
+                f"--crosses: {'x'.join(same[0])!r} is also the name of a vocabulary; rename that"
             )
 
 
 def parse_hash_sizes(text: str, fields: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
-    """Read ``1000000`` (every field) or ``C3=1000000,C12=500000``."""
+    """Parse ``1000000`` (for every field) or ``C3=1000000,C12=500000``."""
     example = "a number of table rows or like C3=1000000,C12=500000"
     return by_column("--hash-size", text, int, example, fields)

@@ -1,7 +1,8 @@
-"""Text lines to typed columns, on Polars: fast for clean pieces, line by line for the others.
+"""Text lines to typed columns with Polars: fast for clean pieces, line by line for the others.
 
-A piece is some whole lines of the input. Bad lines are taken out and counted by reason; nothing is
-repaired or guessed. Categories in hex become uint32, other kinds 64-bit keys; empty cells are null.
+A piece is a number of whole lines of the input. Bad lines are removed and counted by reason;
+nothing is repaired or guessed. Hex categories become uint32, other kinds 64-bit keys, and empty
+cells null.
 """
 
 import io
@@ -13,18 +14,18 @@ import polars as pl
 from sbpflow.data.compiled import find_loops
 from sbpflow.data.format.schema import Kind, Schema
 from sbpflow.data.prepare.cells import EXPECTED, INTEGER_PATTERN, LABELS
-from sbpflow.data.prepare.csv_text import count_byte
+from sbpflow.data.prepare.csv_text import count_byte, is_utf8
 from sbpflow.data.prepare.keys import PATTERNS, key_expression, with_string_keys
 from sbpflow.data.prepare.piece import BLANK, BadLines, Piece
 from sbpflow.errors import DataError
 
 _BLOCK_LINES = 1000
-_LEAST_COMPILED = 1 << 22
-"""Bytes of a piece from which loading numba pays."""
+_MIN_COMPILED_BYTES = 1 << 22
+"""Size of a piece above which loading numba pays off."""
 
 
 def parse_piece(text: bytes, schema: Schema) -> Piece:
-    """Parse whole lines; a last line without its line end is legal if it is complete."""
+    """Parse whole lines; the last line may lack its line end."""
     if text and not text.endswith(b"\n"):
         text += b"\n"
     if b"\r" in text:
@@ -38,15 +39,15 @@ def parse_piece(text: bytes, schema: Schema) -> Piece:
     good, bad = _sort_out(text.split(b"\n")[:-1], schema)
     frame = _parse_clean(good, good.count(b"\n"), schema, checked=True)
     if frame is None:
-        raise DataError("lines that pass the strict check do not parse; this is a fault of sbpflow")
+        raise DataError("lines that pass the strict check do not parse; this is a bug in sbpflow")
     return Piece(frame, num_lines, bad)
 
 
 def _by_loop(text: bytes, num_lines: int, schema: Schema) -> pl.DataFrame | None:
-    """A piece of integers and hex digits alone, by one compiled pass; None where it is not."""
-    loops = find_loops(len(text), _LEAST_COMPILED)
-    everything = len(schema.columns) == 1 + len(schema.dense) + len(schema.sparse)
-    if loops is None or not everything or set(schema.kinds) != {"hex"}:
+    """Parse integers and hex digits in one compiled pass; None if the piece has anything else."""
+    loops = find_loops(len(text), _MIN_COMPILED_BYTES)
+    uses_all = len(schema.columns) == 1 + len(schema.dense) + len(schema.sparse)
+    if loops is None or not uses_all or set(schema.kinds) != {"hex"}:
         return None
     of_name = {schema.label: loops.LABEL, **dict.fromkeys(schema.dense, loops.INTEGER)}
     kinds = np.array([of_name.get(name, loops.HEX) for name in schema.columns], dtype=np.uint8)
@@ -55,13 +56,13 @@ def _by_loop(text: bytes, num_lines: int, schema: Schema) -> pl.DataFrame | None
     labels = np.empty(num_lines, dtype=np.uint8)
     integers = np.empty((len(dense), num_lines), dtype=np.int32)
     keys = np.empty((len(sparse), num_lines), dtype=np.uint32)
-    there = [np.empty(columns.shape, dtype=np.bool_) for columns in (integers, keys)]
+    present = [np.empty(columns.shape, dtype=np.bool_) for columns in (integers, keys)]
     raw, mark = np.frombuffer(text, dtype=np.uint8), ord(schema.separator)
-    out = (labels, integers, there[0], keys, there[1])
+    out = (labels, integers, present[0], keys, present[1])
     if not loops.parse_lines(raw, mark, loops.NIBBLES, kinds, *out):
         return None
     values = dict(zip((*dense, *sparse), (*integers, *keys), strict=True))
-    masks = dict(zip((*dense, *sparse), (*there[0], *there[1]), strict=True))
+    masks = dict(zip((*dense, *sparse), (*present[0], *present[1]), strict=True))
     frame = pl.DataFrame({schema.label: labels, **values})
     flags = pl.DataFrame(masks)
     return frame.select(
@@ -73,7 +74,7 @@ def _by_loop(text: bytes, num_lines: int, schema: Schema) -> pl.DataFrame | None
 def _parse_clean(
     text: bytes, num_lines: int, schema: Schema, checked: bool = False
 ) -> pl.DataFrame | None:
-    """Parse a piece without a single bad line; None when there is (or may be) one."""
+    """Parse a piece that has no bad line; None if it has, or may have, one."""
     if not text:
         return _typed(pl.DataFrame(schema=_text_types(schema)), schema)
     if not checked and not _shape_fits(text, num_lines, schema):
@@ -92,7 +93,7 @@ def _parse_clean(
         return None
     if not checked and not _dense_fits(text, schema):
         return None
-    # All columns at once: a call of Polars goes through its own threads, and back.
+    # Evaluate all columns in one call: each Polars call costs a round trip to its threads.
     hexes = [n for n, kind in zip(schema.sparse, schema.kinds, strict=True) if kind == "hex"]
     checks = [pl.col(schema.label).is_in(LABELS), pl.col(hexes).str.len_bytes() == 8]
     if not all(frame.select(check.all() for check in checks).row(0)):
@@ -104,20 +105,20 @@ def _parse_clean(
 
 
 def _shape_fits(text: bytes, num_lines: int, schema: Schema) -> bool:
-    """Whether the separators add up and no byte is one that the fast parser treats too kindly."""
+    """Whether the separators add up and no byte is one that the fast parser is lenient about."""
     if count_byte(text, schema.separator) != num_lines * (len(schema.columns) - 1):
         return False
     if b"\r" in text:
-        return False  # Polars drops one at the end of any cell
+        return False  # Polars drops it at the end of any cell
     if any(kind in PATTERNS for kind in schema.kinds) and b"+" in text:
         return False  # to_integer reads +1234567 as a number
-    return text.isascii() or _is_utf8(text)
+    return text.isascii() or is_utf8(text)
 
 
 def _dense_fits(text: bytes, schema: Schema) -> bool:
-    """Whether no dense cell is of blanks alone or has a tab, which Polars reads too kindly.
+    """Whether no dense cell is blank or has a tab, which Polars accepts and this project does not.
 
-    Looked at as text only where a blank or tab occurs outside of the separators, so hardly ever.
+    Cells are read as text only if a blank or tab occurs that is not a separator, which is rare.
     """
     odd = [blank for blank in " \t" if blank != schema.separator and blank.encode() in text]
     if not odd or not schema.dense:
@@ -135,21 +136,13 @@ def _dense_fits(text: bytes, schema: Schema) -> bool:
     return all(fits.row(0))
 
 
-def _is_utf8(text: bytes) -> bool:
-    try:
-        text.decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
 def _text_types(schema: Schema) -> dict[str, type[pl.DataType]]:
     dense = dict.fromkeys(schema.dense, pl.Int32)
     return {name: dense.get(name, pl.String) for name in schema.columns}
 
 
 def _typed(frame: pl.DataFrame, schema: Schema) -> pl.DataFrame:
-    """Label uint8, dense int32, categories as keys; null for cells empty or not converted."""
+    """Label uint8, dense int32, categories as keys; null for empty and unconverted cells."""
     columns = [pl.col(schema.label).cast(pl.UInt8), *(pl.col(name) for name in schema.dense)]
     columns += [
         key_expression(pl.col(n), k) for n, k in zip(schema.sparse, schema.kinds, strict=True)
@@ -159,7 +152,7 @@ def _typed(frame: pl.DataFrame, schema: Schema) -> pl.DataFrame:
 
 
 def _sort_out(lines: list[bytes], schema: Schema) -> tuple[bytes, BadLines]:
-    """Split lines into the good ones, joined, and the bad ones by the first reason found."""
+    """Divide lines into good ones, joined, and bad ones, each with its first reason."""
     bad = BadLines()
     good: list[bytes] = []
     for start in range(0, len(lines), _BLOCK_LINES):
@@ -178,7 +171,7 @@ def _sort_out(lines: list[bytes], schema: Schema) -> tuple[bytes, BadLines]:
 
 
 def _fault(line: bytes, schema: Schema) -> str | None:
-    """Why a line is bad, or None; slow and strict."""
+    """Why a line is bad, or None; slow but strict."""
     if not line:
         return BLANK
     try:
@@ -202,7 +195,7 @@ def _fault(line: bytes, schema: Schema) -> str | None:
 
 
 def _fits(kind: Kind, cell: str) -> bool:
-    """Whether a cell is a category of its kind; integers are of 64 bits, as the fast parser's."""
+    """Whether a cell is a category of its kind; integers have 64 bits, as in the fast parser."""
     if kind not in PATTERNS:
         return True
     if not re.fullmatch(PATTERNS[kind], cell):

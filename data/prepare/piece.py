@@ -1,30 +1,30 @@
-"""A piece of the input, parsed: its good rows, the lists in them, and the lines left out."""
+"""A parsed piece of the input: its good rows, their lists, and the bad lines."""
 
 from dataclasses import dataclass, field
 
 import polars as pl
 
 BLANK = "blank line"
-"""Counted like a reason for a bad line, and not as one: nothing is lost with it."""
+"""Counted as a reason, but blank lines are not bad lines: no row is lost."""
 _SHOWN_CHARS = 80
 _SHOWN_LINES = 5
 
 
 @dataclass
 class BadLines:
-    """How many lines of a piece were left out and why, with the first few of them."""
+    """How many lines of a piece were left out, by reason, and the first few of them."""
 
     counts: dict[str, int] = field(default_factory=dict)
     examples: list[tuple[int, str, str]] = field(default_factory=list)
 
     @property
     def total(self) -> int:
-        """Lines left out that may have been rows."""
+        """Number of lines that were left out and may have been rows."""
         return sum(self.counts.values()) - self.blank
 
     @property
     def blank(self) -> int:
-        """Lines without anything in them."""
+        """Number of blank lines."""
         return self.counts.get(BLANK, 0)
 
     def add(self, number: int, reason: str, line: bytes) -> None:
@@ -37,13 +37,13 @@ class BadLines:
 
 @dataclass(frozen=True)
 class Piece:
-    """The good rows of some lines, how many lines there were, and the bad ones."""
+    """The good rows of a number of lines, how many lines there were, and the bad lines."""
 
     frame: pl.DataFrame
     num_lines: int
     bad: BadLines
     lists: dict[str, pl.DataFrame] = field(default_factory=dict)
-    """By sparse column with several values: ``row`` uint32, ``key`` (null: an empty element),
-    ``check`` and ``weight`` where there are; the frame has the number of values of each row."""
+    """By list column: rows of ``row`` uint32, ``key`` (null for an empty element), and ``check``
+    and ``weight`` if any. The column of that name in the frame has the number of values per row."""
     cut: dict[str, int] = field(default_factory=dict)
-    """By the same columns: values left out beyond the most that a row may have."""
+    """By list column: values dropped because a row had more than the maximum."""

@@ -1,7 +1,7 @@
-"""Which columns a text file has, and its pieces where they must be read in order.
+"""Find the columns of a file, and read the pieces of files that must be read in order.
 
-Piece k of a plain file is found by its place (``data.prepare.source``); compressed text, and text
-with quotes, whose line ends may be parts of cells, is read from the start on.
+Piece k of a plain file is located by its offset (``data.prepare.source``). Compressed text, and
+text with quotes, where a line end may be inside a cell, must be read from the beginning.
 """
 
 import json
@@ -16,24 +16,25 @@ from sbpflow.data.prepare.tables import table_columns
 from sbpflow.errors import DataError
 
 _SHOWN_COLUMNS = 8
-_MOST_QUOTED_BYTES = 1 << 16
-"""A quoted cell ends within so many bytes of a piece's end, or its quote has no partner."""
+_MAX_QUOTED_BYTES = 1 << 16
+"""A quote that is not closed within so many bytes after the end of a piece has no partner."""
 
 
 def columns_of(source: Input, schema: Schema, may_lack_labels: bool) -> tuple[str, ...]:
-    """The columns of a file, in its order; DataError if one that is read is not among them.
+    """The columns of a file, in its order; DataError if a required column is not among them.
 
-    Rows to be scored may lack the labels: then a text without names has so many columns fewer.
+    With ``may_lack_labels`` labels are optional; a text file without column names then lacks them
+    if its first line has that many fewer cells.
     """
     if source.is_table:
         columns = table_columns(source.path)
     elif schema.header:
         line = _first_line(source.path)
         if not line:
-            what = "its first line is empty" if source.num_bytes else "is empty"
+            problem = "its first line is empty" if source.num_bytes else "is empty"
             raise DataError(
-                f"{source.path}: {what}; with `header: true` in the --schema file the first line "
-                f"names the columns, such as {schema.separator.join(schema.used[:4])!r}"
+                f"{source.path}: {problem}; with `header: true` in the --schema file the first "
+                f"line must name the columns, such as {schema.separator.join(schema.used[:4])!r}"
             )
         columns = tuple(split_cells(line, schema))
     else:
@@ -58,14 +59,14 @@ def columns_of(source: Input, schema: Schema, may_lack_labels: bool) -> tuple[st
 
 
 def _how_to_find(name: str, columns: Sequence[str], schema: Schema) -> str:
-    """What in the schema may keep a column from being found."""
+    """What to write in the schema so that a column is found."""
     for mark in SEPARATORS:
         cells = [cell.strip('"') for column in columns for cell in column.split(mark)]
         if mark != schema.separator and len(columns) == 1 and name in cells:
             return f"write `separator: {json.dumps(mark)}` in the --schema file"
     if schema.quote is None and f'"{name}"' in columns:
         return "write `quote: '\"'` in the --schema file"
-    return "name its columns in a --schema file"
+    return "name the columns in a --schema file"
 
 
 def _first_line(path: InputPath) -> str:
@@ -74,11 +75,11 @@ def _first_line(path: InputPath) -> str:
     try:
         return line.decode("utf-8").rstrip("\r\n")
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: its first line is no UTF-8 text ({error.reason})") from error
+        raise DataError(f"{path}: its first line is not UTF-8 text ({error.reason})") from error
 
 
 def pieces_in_order(path: InputPath, size: int, quote: str | None) -> Iterator[tuple[bytes, int]]:
-    """Pieces of whole records in order, each with the bytes of the file that it took."""
+    """Pieces of whole records in order, each with the number of file bytes it used."""
     with open_text(path) as (file, raw):
         taken = 0
         while head := file.read(size):
@@ -91,9 +92,9 @@ def pieces_in_order(path: InputPath, size: int, quote: str | None) -> Iterator[t
 
 
 def _to_quote(file: IO[bytes], path: InputPath, quote: str) -> bytes:
-    """The lines up to the one that closes a quote; none that is too far away."""
+    """The lines up to the one that closes a quote, within ``_MAX_QUOTED_BYTES``."""
     more, is_open = b"", True
-    while is_open and len(more) < _MOST_QUOTED_BYTES and (line := _line(file, path)):
+    while is_open and len(more) < _MAX_QUOTED_BYTES and (line := _line(file, path)):
         more += line
         is_open ^= line.count(quote.encode()) % 2 == 1
     return more

@@ -1,7 +1,7 @@
-"""Raw rows to a prepared set: stage every piece, count the train part, assign ids, encode, publish.
+"""Raw rows to a prepared set: stage all pieces, count the train part, assign ids, encode, publish.
 
-Memory holds a few pieces and the vocabularies, never the rows. Every result is a file written in
-one step under ``OUTPUT.work``; a run that was killed goes on from the files that are there.
+Memory holds a few pieces and the vocabularies, never all rows. Each result is a file under
+``OUTPUT.work`` that appears in one step, so a killed run resumes from the files that exist.
 """
 
 import hashlib
@@ -26,15 +26,15 @@ from sbpflow.data.prepare.bad_rows import bad_lines
 from sbpflow.data.prepare.content import manifest_content
 from sbpflow.data.prepare.count import build_vocabularies, field_entry, fit_columns
 from sbpflow.data.prepare.encode import FieldIds, all_records, encode_all
-from sbpflow.data.prepare.fetch import fetch_tables
+from sbpflow.data.prepare.fetch import fetch_table
+from sbpflow.data.prepare.machines import read_mark
 from sbpflow.data.prepare.options import PrepareOptions
 from sbpflow.data.prepare.remote import version, written
 from sbpflow.data.prepare.report import report_values
 from sbpflow.data.prepare.source import Input, find_inputs
 from sbpflow.data.prepare.stage import stage_inputs
-from sbpflow.data.prepare.vocabulary_filter import Kept
+from sbpflow.data.prepare.vocabulary_filter import FilteredVocabulary
 from sbpflow.data.prepare.workspace import (
-    MARK,
     DamagedWork,
     discard,
     only_run,
@@ -47,14 +47,14 @@ from sbpflow.errors import ConfigError, DataError
 _LOG = logging.getLogger(__name__)
 _PUBLISHING = "publishing"
 _SHARE = {"parse": 0.55, "count": 0.10, "encode": 0.35}
-"""Of the time each phase takes, for the ETA only."""
+"""Fraction of the time that each phase takes; used only for the ETA."""
 
 
 def prepare(options: PrepareOptions) -> Manifest | None:
     """Prepare ``options.inputs`` into ``options.output`` and return its verified manifest.
 
-    Of several machines (``options.part``) the first does; the others end with None when their
-    share is done.
+    With several machines (``options.part``), only the first returns the manifest; the others
+    return None when their share is done. Raises ConfigError and DataError.
     """
     options.check()
     like = None if options.like is None else load_manifest(options.like, "--like")
@@ -69,7 +69,7 @@ def prepare(options: PrepareOptions) -> Manifest | None:
 
 
 def _take_part(options: PrepareOptions, inputs: Sequence[Input], like: Manifest | None) -> None:
-    """The share of a machine that is not the first: into the work folder that the first makes."""
+    """Do the share of a machine other than the first, in the work folder that the first makes."""
     _check_output(options)
     plan, work = _plan(options, inputs, like), work_folder(options.output)
     options.part.wait_for_plan(work, plan)
@@ -89,17 +89,17 @@ def _prepare(options: PrepareOptions, inputs: Sequence[Input], like: Manifest | 
     if _was_published(options, plan):
         return _publish(work_folder(options.output), options)
     _check_output(options)
-    work, goes_on = open_work(options.output, plan)
-    if goes_on:
-        _LOG.info("going on with the unfinished run in %s", work)
+    work, resumes = open_work(options.output, plan)
+    if resumes:
+        _LOG.info("resuming the unfinished run in %s", work)
     try:
         _build(options, inputs, work, plan, like)
     except DamagedWork as error:
         if not options.part.is_alone:
             raise _damaged(error, work) from error
-        if not goes_on:
+        if not resumes:
             raise
-        _LOG.warning("starting anew: %s", error)
+        _LOG.warning("starting over: %s", error)
         discard(work)
         work, _ = open_work(options.output, plan)
         _build(options, inputs, work, plan, like)
@@ -109,37 +109,33 @@ def _prepare(options: PrepareOptions, inputs: Sequence[Input], like: Manifest | 
 def _build(
     options: PrepareOptions, inputs: Sequence[Input], work: Path, plan: str, like: Manifest | None
 ) -> None:
-    """Make the finished set as ``work/set``, from whatever parts of it are there.
+    """Make the finished set as ``work/set``, using all results that already exist.
 
-    Of several machines each makes its share, and the first completes it.
+    With several machines, each does its share and the first completes the set.
     """
     part = options.part
     owners = part.owners(inputs)
     mine = [source for source in inputs if owners[source.order] == part.number]
-    before = [written(source.path) for source in mine]
-    fetched = {source.order: source for source in fetch_tables(mine, work)}
+    states = [written(source.path) for source in mine]
+    fetched = {source.order: fetch_table(source, work) for source in mine}
     inputs = [fetched.get(source.order, source) for source in inputs]
     num_bytes = sum(source.num_bytes for source in mine)
     with tqdm(total=num_bytes, unit="B", unit_scale=True, desc="parse", smoothing=0.05) as bar:
         staged = stage_inputs(
             inputs, options, work, plan, lambda size: _advance(bar, _SHARE["parse"] * size)
         )
-        _check_unwritten(mine, before)
+        _check_unwritten(mine, states)
         bar.set_description("count")
-        kept = {v.name: v for v in build_vocabularies(staged, options, work, plan, like)}
+        vocabularies = build_vocabularies(staged, options, work, plan, like)
         fitted = fit_columns(staged, options, work, plan, like)
         _check_weights(fitted, options)
         bar.update(int(_SHARE["count"] * num_bytes))
         bar.set_description("encode")
         rows = sum(piece.num_rows for piece in staged if piece.part == part.number)
         per_row = _SHARE["encode"] * num_bytes / max(rows, 1)
+        tables = _tables(vocabularies, options)
         records = encode_all(
-            staged,
-            _tables(kept, options),
-            fitted,
-            options,
-            work,
-            lambda rows: _advance(bar, per_row * rows),
+            staged, tables, fitted, options, work, lambda rows: _advance(bar, per_row * rows)
         )
         bar.update(num_bytes - bar.n)
     if not part.is_first:
@@ -150,41 +146,41 @@ def _build(
         part.wait(work, plan, {work / _done(number): number for number in others}, "encoded rows")
         records = all_records(staged)
     if bad := bad_lines(staged):
-        _LOG.warning("\n  ".join(["lines were left out:", *bad]))
-    fields = [field_entry(name, options, kept, fitted) for name in options.fields]
+        _LOG.warning("\n  ".join(["bad lines were left out:", *bad]))
+    fields = [field_entry(name, options, vocabularies, fitted) for name in options.fields]
     content = manifest_content(options, inputs, staged, records, fields, fitted, like)
     report_values(content, has_own_ids=like is None)
-    entries = {name: kept[of].entry for of, names in options.counted.items() for name in names}
-    parents = _ancestors(like)
-    content["vocabulary"] = vocabulary_content(entries, fields, options.seed, parents)
+    entries = {name: vocabularies[of].entry for of, names in options.counted.items()
+               for name in names}  # fmt: skip
+    content["vocabulary"] = vocabulary_content(entries, fields, options.seed, _ancestors(like))
     if like is not None and content["vocabulary"]["digest"] == like.vocabulary_digest:
         content["vocabulary"]["ancestors"] = like.content["vocabulary"]["ancestors"]
     lookups: dict[str, Callable[[], Counts]] = {}
     if like is None:
-        alone = [names[0] for names in options.counted.values() if len(names) == 1]
-        lookups = {name: kept[options.schema.vocabulary(name)].lookups for name in alone}
+        alone = {of: names[0] for of, names in options.counted.items() if len(names) == 1}
+        lookups = {name: vocabularies[of].lookups for of, name in alone.items()}
     _finish(work / "set", content, lookups, options)
 
 
-def _check_unwritten(inputs: Sequence[Input], before: Sequence[tuple[int, object]]) -> None:
-    """DataError if a file was written while its rows were read: some may be lost, or there twice.
+def _check_unwritten(inputs: Sequence[Input], states: Sequence[tuple[int, object]]) -> None:
+    """DataError if a file was written while it was read: rows may be missing or duplicated.
 
-    ``before`` is what ``written`` said when they began.
+    ``states`` has the results of ``written`` before reading began.
     """
-    for source, was in zip(inputs, before, strict=True):
-        if written(source.path) != was or was[0] != source.num_bytes:
+    for source, state in zip(inputs, states, strict=True):
+        if written(source.path) != state or state[0] != source.num_bytes:
             raise DataError(
                 f"{source.path}: was written while it was read; start again when it is complete"
             )
 
 
 def _done(number: int) -> str:
-    """The file that says that a machine has done its share, in the work folder."""
+    """The file in the work folder that marks a machine's share as done."""
     return f"done-{number}"
 
 
 def _ancestors(like: Manifest | None) -> list[Ancestor]:
-    """The vocabularies whose ids a set made like ``like`` shares, the nearest first."""
+    """The vocabularies whose ids a set made like ``like`` shares, nearest first."""
     if like is None or like.vocabulary_digest is None:
         return []
     rows = {field.name: field.rows for field in like.fields}
@@ -195,8 +191,8 @@ def _check_weights(fitted: Mapping[str, Any], options: PrepareOptions) -> None:
     weight = options.schema.weight
     if weight is not None and not fitted[weight]["mean"] > 0:
         raise DataError(
-            f"--schema: the weights {weight!r} of the train part are all 0; they are scaled to "
-            "mean 1, leave the column out"
+            f"--schema: the weights {weight!r} of the train part are all 0, but they are scaled to "
+            "mean 1; leave the column out"
         )
 
 
@@ -204,11 +200,13 @@ def _advance(bar: "tqdm[NoReturn]", num_bytes: float) -> None:
     bar.update(int(num_bytes))
 
 
-def _tables(kept: Mapping[str, Kept], options: PrepareOptions) -> dict[str, FieldIds]:
-    """What turns keys into ids, by field."""
+def _tables(
+    vocabularies: Mapping[str, FilteredVocabulary], options: PrepareOptions
+) -> dict[str, FieldIds]:
+    """By field: the table that maps its keys to ids."""
     tables: dict[str, FieldIds] = {}
     for name, fields in options.counted.items():
-        vocabulary = kept[name].vocabulary()
+        vocabulary = vocabularies[name].vocabulary()
         tables |= dict.fromkeys(fields, FieldIds(vocabulary.table(), vocabulary))
     for name, num_rows in options.hash_sizes:
         salt = options.schema.vocabulary(name)
@@ -221,24 +219,19 @@ def _check_output(options: PrepareOptions) -> None:
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
     if not (output / MANIFEST).exists():
-        raise ConfigError(f"--output {output}: exists and is not a prepared set; choose another")
+        raise ConfigError(f"--output {output}: exists but is not a prepared set; choose another")
     if not options.overwrite:
-        raise ConfigError(f"--output {output}: a set is there already; --overwrite replaces it")
+        raise ConfigError(f"--output {output}: a set already exists; --overwrite replaces it")
 
 
 def _plan(options: PrepareOptions, inputs: Sequence[Input], like: Manifest | None) -> str:
-    """A digest of all that decides the result."""
+    """A digest of everything that decides the result."""
     sources = [(*version(source.path), source.num_bytes) for source in inputs]
-    asked = {key: value for key, value in asdict(options).items() if key not in _NOT_IN_RESULT}
+    settings = {key: value for key, value in asdict(options).items() if key not in _NOT_IN_RESULT}
     versions = (__version__, pl.__version__, np.__version__)
     parent = None if like is None else like.fingerprint
-    plan = json.dumps([asked, sources, versions, parent, options.part.count], default=str)
+    plan = json.dumps([settings, sources, versions, parent, options.part.count], default=str)
     return hashlib.sha256(plan.encode()).hexdigest()
-
-
-def _has_plan(work: Path, plan: str) -> bool:
-    saved = work / MARK
-    return saved.is_file() and saved.read_text(encoding="ascii") == plan
 
 
 _NOT_IN_RESULT = ("inputs", "output", "overwrite", "workers", "like", "part")
@@ -250,7 +243,7 @@ def _finish(
     lookups: Mapping[str, Callable[[], Counts]],
     options: PrepareOptions,
 ) -> None:
-    """Write the manifest, add the statistics of the finished shards, and verify every checksum."""
+    """Write the manifest, verify every checksum, and add the statistics of the shards."""
     write_manifest(folder, content)
     manifest = load_manifest(folder)
     try:
@@ -263,14 +256,15 @@ def _finish(
 
 
 def _was_published(options: PrepareOptions, plan: str) -> bool:
-    """Whether a run of this plan was killed after its set was in place, before it tidied up."""
+    """Whether a run of this plan was killed between publishing its set and cleaning up."""
     work = work_folder(options.output)
-    started = _has_plan(work, plan) and (work / _PUBLISHING).exists()
-    return started and not (work / "set").exists() and (options.output / MANIFEST).exists()
+    if read_mark(work) != plan or not (work / _PUBLISHING).exists():
+        return False
+    return not (work / "set").exists() and (options.output / MANIFEST).exists()
 
 
 def _publish(work: Path, options: PrepareOptions) -> Manifest:
-    """Put the finished set in place; an old one goes only after the new one is complete."""
+    """Move the finished set to its place; an existing set stays until the new one is complete."""
     if (work / "set").exists():
         (work / _PUBLISHING).touch()
         if options.output.exists():

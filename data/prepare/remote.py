@@ -1,6 +1,6 @@
 """Inputs on other file systems, by the URLs that fsspec knows: s3://, gs://, hdfs://, memory://.
 
-Text is read where it lies; ``fetch`` has what becomes of table files.
+Text is read directly from there; ``fetch`` downloads table files.
 """
 
 import os
@@ -19,7 +19,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z].*)?://")
 
 @dataclass(frozen=True, slots=True)
 class RemotePath:
-    """A file or folder by its URL; of pathlib.Path it has what reading inputs takes."""
+    """A file or folder given by URL, with the part of pathlib.Path's interface that inputs need."""
 
     url: str
 
@@ -33,7 +33,7 @@ class RemotePath:
 
     @property
     def suffix(self) -> str:
-        """Of the name, with its dot."""
+        """The suffix of the name, with its dot."""
         return PurePosixPath(self.url).suffix
 
     @property
@@ -42,7 +42,7 @@ class RemotePath:
         return PurePosixPath(self.url).stem
 
     def _find(self) -> tuple[Any, str]:
-        """The file system and the path in it."""
+        """The file system and the path on it."""
         try:
             from fsspec.core import url_to_fs
         except ImportError as error:
@@ -51,7 +51,7 @@ class RemotePath:
             ) from error
         try:
             return url_to_fs(self.url)
-        except ImportError as error:  # of the package for this kind of URL; fsspec names it
+        except ImportError as error:  # fsspec names the package that this kind of URL needs
             raise ConfigError(f"--input {self.url}: {error}") from error
         except ValueError as error:
             raise ConfigError(
@@ -69,31 +69,31 @@ class RemotePath:
         return system.isfile(path)
 
     def iterdir(self) -> Iterator["RemotePath"]:
-        """What is in the folder."""
+        """The entries of the folder."""
         system, path = self._find()
         for inside in system.ls(path, detail=False):
             yield RemotePath(system.unstrip_protocol(inside))
 
     def open(self, mode: str) -> IO[bytes]:
-        """The bytes of the file."""
+        """Open the file."""
         system, path = self._find()
         return system.open(path, mode)
 
     @property
     def num_bytes(self) -> int:
-        """Size of the file."""
+        """Size of the file in bytes."""
         system, path = self._find()
         return system.size(path)
 
     @property
     def version(self) -> str:
-        """Another one when the file has changed, as far as its file system tells."""
+        """A value that changes with the file, if its file system can tell."""
         system, path = self._find()
         return system.ukey(path)
 
     @property
     def written(self) -> object:
-        """When it was written; None where its file system does not say."""
+        """When the file was last written; None if its file system does not say."""
         system, path = self._find()
         system.invalidate_cache()
         try:
@@ -102,7 +102,7 @@ class RemotePath:
             return None
 
     def fetch(self, target: Path) -> None:
-        """Copy the file, whole or not at all."""
+        """Download the file; ``target`` appears only when it is complete."""
         system, path = self._find()
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(target.name + ".partial")
@@ -114,9 +114,9 @@ InputPath = Path | RemotePath
 
 
 def input_path(text: str) -> InputPath:
-    """A path as the user gave it; a ``file://`` URL is one of this machine.
+    """Parse a path or URL; a ``file://`` URL is a path on this machine.
 
-    PathError for text that no file system takes.
+    PathError for text that is not a valid path.
     """
     if not _URL.match(text):
         return plain_path(text)
@@ -127,7 +127,7 @@ def input_path(text: str) -> InputPath:
 
 
 def identity(path: InputPath) -> tuple[object, ...]:
-    """Equal for two names of one file."""
+    """A value that is equal for two names of the same file."""
     if isinstance(path, RemotePath):
         return (path.url,)
     stat = path.stat()
@@ -135,23 +135,24 @@ def identity(path: InputPath) -> tuple[object, ...]:
 
 
 def version(path: InputPath) -> tuple[object, ...]:
-    """The file and its state; another one when it was written since."""
+    """The file and its state, which changes when the file is written."""
     if isinstance(path, RemotePath):
         return (path.url, path.version)
     return (str(path.resolve()), path.stat().st_mtime_ns)
 
 
 def written(path: InputPath) -> tuple[int, object]:
-    """Size and time of writing: other ones once the file has been written to. Reads do not count,
-    which ``version`` cannot promise of every file system.
+    """Size and modification time, which change when the file is written but not when it is read.
+
+    ``version`` cannot promise the latter on every file system.
     """
     if isinstance(path, RemotePath):
-        when = path.written
-        return path.num_bytes, when
+        time = path.written  # drops cached metadata, so it comes before the size
+        return path.num_bytes, time
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns
 
 
 def size_of(path: InputPath) -> int:
-    """Bytes of the file."""
+    """Size of the file in bytes."""
     return path.num_bytes if isinstance(path, RemotePath) else path.stat().st_size

@@ -1,4 +1,4 @@
-"""What a run says at its end: values that are not in the set as they were in the input."""
+"""The report at the end of a run: values that the set does not hold as the input had them."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -6,26 +6,26 @@ from typing import Any
 
 _LOG = logging.getLogger(__name__)
 
-_SAID = (
+_COUNTED = (
     ("dense", "clamped", "values clamped to the range of their transform"),
-    ("fields", "cut", "values cut off, beyond the most of a row"),
-    ("fields", "collisions", "strings with the 64-bit key of another, which have the rare id"),
+    ("fields", "cut", "values dropped beyond the maximum of a row"),
+    ("fields", "collisions", "strings that share the 64-bit key of another and get the rare id"),
 )
 
 
 def report_values(content: Mapping[str, Any], *, has_own_ids: bool) -> None:
-    """Say the counts of a manifest's ``content``, and how vocabularies have grown.
+    """Log the counts in a manifest's ``content``, and how vocabularies have grown.
 
-    Of a set that has the ids of another, also how many lookups were of values without one.
+    For a set with the ids of another set, also log the lookups of values without an id.
     """
-    said = list(_SAID)
+    counted = list(_COUNTED)
     if not has_own_ids:
-        said.append(("fields", "rare", "lookups of values without an id of their own"))
-    for entries, key, text in said:
+        counted.append(("fields", "rare", "lookups of values without an id of their own"))
+    for entries, key, text in counted:
         counts = {entry["name"]: entry[key] for entry in content[entries] if entry.get(key)}
         if counts:
-            each = ", ".join(f"{name} {number:,}" for name, number in counts.items())
-            _LOG.info("%s: %s", text, each)
+            by_name = ", ".join(f"{name} {number:,}" for name, number in counts.items())
+            _LOG.info("%s: %s", text, by_name)
     _report_growth(content["fields"])
 
 
@@ -33,8 +33,8 @@ def _report_growth(fields: Sequence[Mapping[str, Any]]) -> None:
     for entry in fields:
         if grown := entry.get("grown"):
             _LOG.info(
-                "%s: %d new values, %d in spare ids, %d behind the old rows; with these the "
-                "fullest eighth of the table has %.2f times the mean lookups",
+                "%s: %d new values, %d with spare ids, %d with ids after the old rows; the most "
+                "loaded eighth of the table now has %.2f times the mean lookups",
                 entry["name"], grown["values"], grown["spare"], grown["behind"],
                 grown["load_percent"] / 100,
             )  # fmt: skip

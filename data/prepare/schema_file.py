@@ -1,13 +1,14 @@
-"""A schema as YAML: which columns a table has, and what each of them is."""
+"""Read a schema from YAML: the columns of an input, and what each of them is."""
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
 from sbpflow.config.yaml_text import load_yaml
-from sbpflow.data.format.schema import BEYOND, KINDS, Kind, Many, Number, Schema
+from sbpflow.data.format.schema import BEYOND, KINDS, DenseColumn, Kind, ListColumn, Schema
 from sbpflow.data.prepare.transforms import TRANSFORMS
 from sbpflow.errors import ConfigError
 
@@ -17,23 +18,23 @@ _KEYS = (
 )
 _DENSE_KEYS = ("kind", "transform", "clip", "buckets", "missing")
 _SPARSE_KEYS = ("kind", "separator", "max", "width", "beyond", "weights", "vocabulary")
-_MOST_VALUES = 2**16 - 1
-_MOST_BUCKETS = 4096
+_MAX_VALUES = 2**16 - 1
+_MAX_BUCKETS = 4096
 _LARGEST = float(np.finfo(np.float32).max)
 
 
 def read_schema(path: Path) -> Schema:
-    """Read a YAML schema; docs/data.md says what can be in it.
+    """Read a YAML schema; docs/data.md documents the keys.
 
-    ``columns`` is the order in the file and defaults to the columns used, in the order label,
-    dense, sparse, others; columns not used are skipped. ConfigError names key, value and rule.
+    ``columns`` is the order in the file. By default it is the columns used, in the order label,
+    dense, sparse, others; unused columns are skipped. ConfigError names key, value and rule.
     """
     try:
         raw: object = load_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ConfigError) as error:
         raise ConfigError(f"--schema {path}: cannot be read as YAML: {error}") from error
     if not isinstance(raw, dict):
-        raise ConfigError(f"--schema {path}: must be a mapping with the keys {', '.join(_KEYS)}")
+        raise ConfigError(f"--schema {path}: must be a mapping with keys {', '.join(_KEYS)}")
     reader = _Reader(f"--schema {path}")
     schema = reader.schema(cast("dict[str, Any]", raw))
     schema.check(reader.key)
@@ -41,6 +42,8 @@ def read_schema(path: Path) -> Schema:
 
 
 class _Reader:
+    """Checks the values of one schema file; ``key`` starts every message."""
+
     def __init__(self, key: str) -> None:
         self.key = key
 
@@ -53,40 +56,35 @@ class _Reader:
             self.names(key, value)
         numbers = self.dense(raw.get("dense", []))
         kinds, many, shared = self.sparse(raw.get("sparse", {}))
-        label = self.name("label", raw.get("label", "label"))
-        side: dict[str, Any] = {
-            "labels": tuple(map(str, raw.get("labels", ()))),
-            "weight": self.name("weight", raw["weight"]) if "weight" in raw else None,
-            "group": self.pair(raw, "group", KINDS, "string"),
-            "time": self.pair(raw, "time", ("date", "integer"), "date"),
-            "row_key": self.pair(raw, "row_key", ("string", "integer"), "string"),
-        }
-        dense = tuple(number.name for number in numbers)
-        own = Schema(columns=(), label=label, dense=dense, sparse=tuple(kinds),
-                     kinds=tuple(kinds.values()), many=many, **side)  # fmt: skip
-        return Schema(
-            columns=tuple(map(str, raw.get("columns", own.used))),
-            label=label,
-            dense=dense,
-            sparse=own.sparse,
-            kinds=own.kinds,
+        schema = Schema(
+            columns=(),
+            label=self.name("label", raw.get("label", "label")),
+            dense=tuple(column.name for column in numbers),
+            sparse=tuple(kinds),
+            kinds=tuple(kinds.values()),
             separator=str(raw.get("separator", "\t")),
             header=self.flag("header", raw.get("header", False)),
             quote=None if raw.get("quote") is None else str(raw["quote"]),
             many=many,
             vocabularies=shared,
             numbers=numbers,
-            **side,
+            labels=tuple(map(str, raw.get("labels", ()))),
+            weight=self.name("weight", raw["weight"]) if "weight" in raw else None,
+            group=cast("Any", self.pair(raw, "group", KINDS, "string")),
+            time=cast("Any", self.pair(raw, "time", ("date", "integer"), "date")),
+            row_key=cast("Any", self.pair(raw, "row_key", ("string", "integer"), "string")),
         )
+        return replace(schema, columns=tuple(map(str, raw.get("columns", schema.used))))
 
     def known(self, place: str, raw: Mapping[str, Any], keys: Collection[str]) -> None:
         if unknown := sorted(set(map(str, raw)) - set(keys)):
-            what = f"unknown key {unknown[0]!r}"
-            raise ConfigError(f"{self.key}: {place}{what}; the keys are {', '.join(keys)}")
+            raise ConfigError(
+                f"{self.key}: {place}unknown key {unknown[0]!r}; the keys are {', '.join(keys)}"
+            )
 
     def names(self, key: str, values: Collection[object]) -> None:
         if nested := [entry for entry in values if not isinstance(entry, str | int)]:
-            raise ConfigError(f"{self.key}: {key} has {nested[0]!r}, which is no name")
+            raise ConfigError(f"{self.key}: {key} has {nested[0]!r}; write names of columns")
 
     def name(self, key: str, value: object) -> str:
         if not isinstance(value, str | int) or isinstance(value, bool):
@@ -111,7 +109,7 @@ class _Reader:
     def pair(
         self, raw: Mapping[str, Any], key: str, kinds: Collection[str], default: str
     ) -> tuple[str, str] | None:
-        """``NAME`` or ``{NAME: KIND}``: the name, and its kind of the kinds given."""
+        """``NAME`` or ``{NAME: KIND}`` as a pair, where KIND is one of ``kinds``."""
         value = raw.get(key)
         if value is None:
             return None
@@ -122,23 +120,21 @@ class _Reader:
             return self.name(key, name), self.choice(f"{key} {name}:", kind, kinds)
         return self.name(key, value), default
 
-    def dense(self, raw: object) -> tuple[Number, ...]:
-        if isinstance(raw, list):
-            self.names("dense", raw)
-            return tuple(Number(name=str(name)) for name in raw)
-        if not isinstance(raw, dict):
+    def dense(self, raw: object) -> tuple[DenseColumn, ...]:
+        if not isinstance(raw, dict | list):
             raise ConfigError(f"{self.key}: dense is {raw!r}; write a list of names, or name: how")
         self.names("dense", raw)
-        return tuple(self.number(str(name), how) for name, how in raw.items())
+        settings = raw.items() if isinstance(raw, dict) else ((name, None) for name in raw)
+        return tuple(self.dense_column(str(name), how) for name, how in settings)
 
-    def number(self, name: str, how: object) -> Number:
+    def dense_column(self, name: str, how: object) -> DenseColumn:
         place = f"dense {name}: "
         if how is None:
-            return Number(name=name)
+            return DenseColumn(name=name)
         if isinstance(how, str):
             how = {"transform": how}
         if not isinstance(how, dict):
-            raise ConfigError(f"{self.key}: {place}{how!r} is no transform; {_known()}")
+            raise ConfigError(f"{self.key}: {place}{how!r} is not a transform; {_known()}")
         self.known(place, how, _DENSE_KEYS)
         transform, clip = how.get("transform"), how.get("clip")
         if transform is not None:
@@ -152,15 +148,15 @@ class _Reader:
                 )
         buckets = how.get("buckets", 0)
         if buckets:
-            self.count(f"{place}buckets", buckets, 2, _MOST_BUCKETS)
+            self.count(f"{place}buckets", buckets, 2, _MAX_BUCKETS)
             if transform is not None:
                 raise ConfigError(
                     f"{self.key}: {place}has both transform and buckets; quantiles need no "
-                    "transform, leave it out"
+                    "transform, remove it"
                 )
         kind = self.choice(f"{place}kind", how.get("kind", "real"), ("real", "integer"))
         missing = self.choice(f"{place}missing", how.get("missing", "zero"), ("zero", "indicator"))
-        return Number(
+        return DenseColumn(
             name=name,
             whole=kind == "integer",
             transform=transform,
@@ -171,14 +167,14 @@ class _Reader:
 
     def sparse(
         self, raw: object
-    ) -> tuple[dict[str, Kind], tuple[Many, ...], tuple[tuple[str, str], ...]]:
+    ) -> tuple[dict[str, Kind], tuple[ListColumn, ...], tuple[tuple[str, str], ...]]:
         if not isinstance(raw, dict | list):
-            raise ConfigError(f"{self.key}: sparse is {raw!r}; write names or name: kind")
+            raise ConfigError(f"{self.key}: sparse is {raw!r}; write names, or name: kind")
         self.names("sparse", raw)
         if isinstance(raw, list):
             return {str(name): "hex" for name in raw}, (), ()
         kinds: dict[str, Kind] = {}
-        many: list[Many] = []
+        many: list[ListColumn] = []
         shared: list[tuple[str, str]] = []
         for name, how in raw.items():
             if isinstance(how, dict):
@@ -188,19 +184,19 @@ class _Reader:
                     place = f"sparse {name}: vocabulary"
                     shared.append((str(name), self.name(place, how["vocabulary"])))
                 if set(how) - {"kind", "vocabulary"}:
-                    many.append(self.several(str(name), how))
+                    many.append(self.list_column(str(name), how))
             else:
                 kind = how
             self.choice(f"sparse {name}:", kind, KINDS)
             kinds[str(name)] = cast("Kind", kind)
         return kinds, tuple(many), tuple(shared)
 
-    def several(self, name: str, how: Mapping[str, Any]) -> Many:
+    def list_column(self, name: str, how: Mapping[str, Any]) -> ListColumn:
         place = f"sparse {name}: "
         if "max" in how and "width" in how:
             raise ConfigError(
-                f"{self.key}: {place}has max and width; width is for a fixed number of ids, max "
-                "for lists, write one of them"
+                f"{self.key}: {place}has both max and width; write max for lists, or width for a "
+                "fixed number of ids"
             )
         key = "width" if "width" in how else "max"
         weights, inline = how.get("weights"), None
@@ -208,15 +204,15 @@ class _Reader:
             if set(weights) != {"after"}:
                 raise ConfigError(
                     f"{self.key}: {place}weights is {weights!r}; write the name of a column, or "
-                    "{after: ':'} where values and weights stand in one cell, like a:0.5|b:1"
+                    "{after: ':'} if values and weights share a cell, like a:0.5|b:1"
                 )
             weights, inline = None, str(weights["after"])
         if "weights" in how and "width" in how:
             raise ConfigError(f"{self.key}: {place}weights need lists; write max instead of width")
-        return Many(
+        return ListColumn(
             name=name,
             separator=str(how.get("separator", "|")),
-            most=self.count(f"{place}{key}", how.get(key, 64), 1, _MOST_VALUES),
+            most=self.count(f"{place}{key}", how.get(key, 64), 1, _MAX_VALUES),
             fixed="width" in how,
             beyond=cast("Any", self.choice(f"{place}beyond", how.get("beyond", "error"), BEYOND)),
             weights=None if weights is None else self.name(f"{place}weights", weights),
@@ -233,11 +229,11 @@ def _is_float32(value: object) -> bool:
 
 
 def schema_from(content: Mapping[str, Any]) -> Schema:
-    """The schema that a manifest holds, as ``asdict`` wrote it."""
+    """The schema in a manifest, as ``asdict`` wrote it."""
     raw = dict(content)
-    many = tuple(Many(**entry) for entry in raw.pop("many", ()))
+    many = tuple(ListColumn(**entry) for entry in raw.pop("many", ()))
     numbers = tuple(
-        Number(**{**entry, "clip": tuple(entry["clip"]) if entry["clip"] else None})
+        DenseColumn(**{**entry, "clip": tuple(entry["clip"]) if entry["clip"] else None})
         for entry in raw.pop("numbers", ())
     )
     shared = tuple((name, vocabulary) for name, vocabulary in raw.pop("vocabularies", ()))
@@ -247,28 +243,28 @@ def schema_from(content: Mapping[str, Any]) -> Schema:
 
 
 def parse_crosses(text: str, sparse: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
-    """Read ``C1xC2,C3xC4`` (or ``none``) against the sparse columns there are."""
+    """Parse ``C1xC2,C3xC4`` (or ``none``) with names from the sparse columns."""
     if text.strip() in ("", "none"):
         return ()
     pairs = [_pair(item.strip(), sparse) for item in text.split(",")]
     for pair in pairs:
         if len(pair) != 2 or pair[0] == pair[1]:
             raise ConfigError(
-                f"--crosses: {'x'.join(pair)!r} must be two different columns, like C1xC2"
+                f"--crosses: {'x'.join(pair)!r} must be two different columns, such as C1xC2"
             )
         if absent := [name for name in pair if name not in sparse]:
             raise ConfigError(
-                f"--crosses: {absent[0]!r} is not a sparse column; there are {', '.join(sparse)}"
+                f"--crosses: {absent[0]!r} is not a sparse column; use {', '.join(sparse)}"
             )
     if len({frozenset(pair) for pair in pairs}) < len(pairs):
-        raise ConfigError(f"--crosses: {text!r} names a cross twice; AxB and BxA are the same")
+        raise ConfigError(f"--crosses: {text!r} has a cross twice; AxB and BxA are the same")
     return tuple((pair[0], pair[1]) for pair in pairs)
 
 
 def _pair(text: str, sparse: tuple[str, ...]) -> tuple[str, ...]:
-    """The two columns that ``AxB`` names, whatever letters are in their names."""
+    """The two columns that ``AxB`` names; column names may contain an x."""
     known = [(left, right) for left in sparse for right in sparse if f"{left}x{right}" == text]
     if len(known) > 1:
         ways = " or ".join(f"{left} with {right}" for left, right in known)
-        raise ConfigError(f"--crosses: {text!r} can be {ways}; rename one of the columns")
+        raise ConfigError(f"--crosses: {text!r} may mean {ways}; rename one of the columns")
     return known[0] if known else tuple(text.split("x"))

@@ -1,4 +1,4 @@
-"""Which rows are train, val and test: by row order, by date, by ratio (seeded), or by file name."""
+"""Assign rows to train, val and test: by order, by date, by seeded ratio, or by file name."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,9 +24,10 @@ SplitKind = Literal["time", "date", "ratio", "file", "test"]
 
 @dataclass(frozen=True, slots=True)
 class SplitRule:
-    """``time`` and ``ratio`` have fractions of train, val, test; ``file`` has name patterns.
+    """``time`` and ``ratio`` use fractions of train, val and test; ``file`` uses name patterns.
 
-    ``date`` has a column and the times before which rows are train, and val; ``test`` takes all.
+    ``date`` uses a column and two times: rows before the first are train, rows before the second
+    are val. ``test`` takes all rows.
     """
 
     kind: SplitKind
@@ -34,24 +35,24 @@ class SplitRule:
     patterns: tuple[tuple[str, str], ...] = ()
     column: str = ""
     times: tuple[str, str] = ("", "")
-    """As they were written: ``2024-05-01``, ``2024-05-01 12:00:00`` or an integer."""
+    """As the user wrote them: ``2024-05-01``, ``2024-05-01 12:00:00`` or an integer."""
 
     def check_column(self, time: tuple[str, str] | None) -> None:
-        """Raise ConfigError unless the column is the schema's timestamp, the times of its kind."""
+        """Raise ConfigError unless the column is the schema's time and the times fit its kind."""
         if self.kind != "date":
             return
         if time is None or time[0] != self.column:
-            have = f"there is {time[0]!r}" if time else "there is none"
+            given = f"its time is {time[0]!r}" if time else "it has no time"
             raise ConfigError(
-                f"--split: {self.column!r} is not the timestamp of the schema ({have}); name it "
-                f"there, `time: {self.column}`"
+                f"--split: {self.column!r} is not the time column of the schema ({given}); add "
+                f"`time: {self.column}` to the schema"
             )
         train, val = self._moments(time[1])
         if train > val:
-            raise ConfigError(f"--split: {self.times[0]} lies behind {self.times[1]}; swap them")
+            raise ConfigError(f"--split: {self.times[0]} is after {self.times[1]}; swap them")
 
     def of_times(self, times: NDArray[np.int64], kind: str) -> NDArray[np.uint8]:
-        """0 train, 1 val, 2 test for rows of the given times."""
+        """uint8 [n]: 0 train, 1 val, 2 test for rows with the given times, int64 [n]."""
         return np.searchsorted(self._moments(kind), times, side="right").astype(np.uint8)
 
     def _moments(self, kind: str) -> tuple[int, int]:
@@ -59,39 +60,38 @@ class SplitRule:
         return train, val
 
     def bounds(self, num_rows: int) -> tuple[int, int]:
-        """Rows at which val and test start when ``num_rows`` rows are split in order."""
+        """Rows at which val and test start if ``num_rows`` rows are split in order."""
         train, val, _ = self.fractions
         return round(num_rows * train), round(num_rows * (train + val))
 
     def check_files(self, names: Sequence[str]) -> None:
-        """Raise ConfigError if a pattern matches no file, or none is left for train."""
-        found = {self._pattern_of(name) for name in names}
+        """Raise ConfigError if a pattern matches no file, or no file remains for train."""
+        used = {self._pattern_of(name) for name in names}
         if idle := [f"{split}={pattern}" for split, pattern in self.patterns
-                    if (split, pattern) not in found]:  # fmt: skip
+                    if (split, pattern) not in used]:  # fmt: skip
             raise ConfigError(
                 f"--split: {idle[0]} gets none of the files {', '.join(names[:8])} (the first "
-                f"pattern that fits a name counts); write {_EXAMPLES}"
+                f"pattern that matches a name wins); write {_EXAMPLES}"
             )
-        if self.patterns and None not in found:
+        if self.patterns and None not in used:
             raise ConfigError(
-                f"--split: val and test take every file and leave none for train; write {_EXAMPLES}"
+                f"--split: val and test take all files and leave none for train; write {_EXAMPLES}"
             )
 
     def check_train(self, num_rows: int, num_train: int | None = None) -> None:
-        """Raise ConfigError if train gets none of ``num_rows`` rows (by time, unless given)."""
+        """Raise ConfigError if train is empty; ``num_train`` is needed except for ``time``."""
         if (self.bounds(num_rows)[0] if num_train is None else num_train) == 0:
             raise ConfigError(
-                f"--split: train gets none of the {num_rows} rows, and ids and vocabularies are "
+                f"--split: train gets none of the {num_rows} rows, but ids and vocabularies are "
                 "made from it; for example time:1,0,0"
             )
 
     def of_piece(self, file_name: str, key: tuple[int, ...], num_rows: int) -> NDArray[np.uint8]:
-        """0 train, 1 val, 2 test for the rows of a piece; ``time`` decides later and gives 0."""
+        """uint8 [num_rows]: 0 train, 1 val, 2 test for a piece; 0 for ``time``, decided later."""
         if self.kind == "ratio":
             draws = np.random.PCG64(np.random.SeedSequence(key)).random_raw(num_rows) / 2.0**64
-            return np.searchsorted(np.cumsum(self.fractions)[:2], draws, side="right").astype(
-                np.uint8
-            )
+            bounds = np.cumsum(self.fractions)[:2]
+            return np.searchsorted(bounds, draws, side="right").astype(np.uint8)
         if self.kind == "test":
             return np.full(num_rows, SPLITS.index("test"), dtype=np.uint8)
         if self.kind == "time":
@@ -104,20 +104,20 @@ class SplitRule:
         raise unknown_value("--split", self.kind, SplitKind)
 
     def _pattern_of(self, file_name: str) -> tuple[str, str] | None:
-        """The split and pattern that take a file; None leaves it to train."""
+        """The first split and pattern that match a file; None if it goes to train."""
         fits = (place for place in self.patterns if fnmatch(file_name, place[1]))
         return next(fits, None)
 
 
 def parse_split(text: str) -> SplitRule:
-    """Read ``time:0.8,0.1,0.1``, ``ratio:...`` or ``file:val=PATTERN,test=PATTERN``."""
+    """Parse ``time:0.8,0.1,0.1``, ``ratio:...`` or ``file:val=PATTERN,test=PATTERN``."""
     kind, _, rest = text.partition(":")
     if kind == "file":
         return SplitRule("file", patterns=_patterns(text, rest))
     if kind == "time" and "<" in rest:
         return _by_date(text, rest)
     if kind not in ("time", "ratio"):
-        raise ConfigError(f"--split: {text!r} is not known; write {_EXAMPLES}")
+        raise ConfigError(f"--split: {text!r} is unknown; write {_EXAMPLES}")
     try:
         train, val, test = (float(part) for part in rest.split(","))
     except ValueError as error:
@@ -128,13 +128,14 @@ def parse_split(text: str) -> SplitRule:
 
 
 def _by_date(text: str, rest: str) -> SplitRule:
-    """``ts<A,ts<B``, or the name once; with one time, the rows from it on are test."""
+    """Parse ``ts<A,ts<B``, with the name at least once; with one time, later rows are test."""
     pairs = [item.strip().rpartition("<") for item in rest.split(",")]
     names = {name.strip() for name, _, _ in pairs if name}
     times = tuple(time.strip() for _, _, time in pairs)
     if len(names) != 1 or not pairs[0][0] or not 1 <= len(times) <= 2 or not all(times):
-        raise ConfigError(f"--split: {text!r} must name one column and one or two times; write "
-                          f"{_EXAMPLES}")  # fmt: skip
+        raise ConfigError(
+            f"--split: {text!r} must name one column and one or two times; write {_EXAMPLES}"
+        )
     (name,) = names
     for time in times:
         if not time.lstrip("-").isdecimal():
@@ -143,10 +144,10 @@ def _by_date(text: str, rest: str) -> SplitRule:
 
 
 def _moment(text: str, kind: str) -> int:
-    """A time as the timestamps are stored: an integer, or microseconds since 1970 (UTC)."""
+    """A time in stored form: an integer as given, or microseconds since 1970 (UTC)."""
     if kind == "integer":
         if not text.lstrip("-").isdecimal():
-            raise ConfigError(f"--split: {text!r} must be an integer, as the timestamps are")
+            raise ConfigError(f"--split: {text!r} must be an integer, like the column's values")
         return int(text)
     if kind != "date":
         raise ValueError(f"time: kind {kind!r}; use date or integer")
@@ -164,5 +165,5 @@ def _moment(text: str, kind: str) -> int:
 def _patterns(text: str, rest: str) -> tuple[tuple[str, str], ...]:
     pairs = [item.partition("=") for item in rest.split(",")]
     if any(split not in ("val", "test") or not pattern for split, _, pattern in pairs):
-        raise ConfigError(f"--split: {text!r} must name files of val and test; write {_EXAMPLES}")
+        raise ConfigError(f"--split: {text!r} must give files of val and test; write {_EXAMPLES}")
     return tuple((split, pattern) for split, _, pattern in pairs)

@@ -1,7 +1,7 @@
-"""The stage: every input piece parsed once into an uncompressed Arrow file of typed columns.
+"""Staging: parse every input piece once into an uncompressed Arrow file of typed columns.
 
-Columns: label uint8, dense int32, one key per sparse column and cross (null = missing), split
-uint8. A piece is done when its ``.json`` is there; it is written last.
+Columns: label uint8, dense int32 or float32, one key per sparse column and cross (null means
+missing), split uint8. A piece is done once its ``.json`` exists, which is written last.
 """
 
 from collections import deque
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from sbpflow.data.format.npy import file_crc32
 from sbpflow.data.format.schema import SPLIT_COLUMN, Schema
-from sbpflow.data.prepare.bad_rows import Staged, check_bad
+from sbpflow.data.prepare.bad_rows import StagedPiece, check_bad
 from sbpflow.data.prepare.csv_text import parse_table
 from sbpflow.data.prepare.options import PrepareOptions
 from sbpflow.data.prepare.parse import parse_piece
@@ -26,7 +26,7 @@ from sbpflow.data.prepare.pieces import columns_of, pieces_in_order
 from sbpflow.data.prepare.remote import InputPath
 from sbpflow.data.prepare.source import Input, read_piece
 from sbpflow.data.prepare.tables import PIECE_ROWS, count_rows, table_piece
-from sbpflow.data.prepare.workspace import DamagedWork, read_record, write_record
+from sbpflow.data.prepare.workspace import read_record, require_record, write_record
 from sbpflow.errors import DataError
 from sbpflow.runtime.random.splitmix import GAMMA
 from sbpflow.sbp.sbp import balanced_sizes
@@ -37,23 +37,23 @@ _STAGED_KEYS = ("rows", "train", "lines", "names", "crc32", "counts", "examples"
 
 _EARLY_LINES = 10_000
 _EARLY_BAD = 0.5
-"""A file of another format is refused after its first lines, not after its last."""
+"""Refuse a file in another format after its first lines rather than after its last."""
 
 
 def stage_inputs(
     inputs: Sequence[Input], options: PrepareOptions, work: Path, plan: str, advance: Advance
-) -> tuple[Staged, ...]:
-    """Stage all pieces, ``options.workers`` at a time; check the bad rows and the train part.
+) -> tuple[StagedPiece, ...]:
+    """Stage all pieces, ``options.workers`` at a time; check bad rows and the train part.
 
-    Of several machines each stages its files, and waits for the others.
+    With several machines, each stages its own files and then waits for the others.
     """
     for name in ("stage", "encoded"):
         (work / name).mkdir(exist_ok=True)
     part = options.part
     owners = part.owners(inputs)
     mine = [source for source in inputs if owners[source.order] == part.number]
-    staged: list[Staged] = []
-    waiting: deque[tuple[int, Future[Staged]]] = deque()
+    staged: list[StagedPiece] = []
+    waiting: deque[tuple[int, Future[StagedPiece]]] = deque()
 
     def finish() -> None:
         num_bytes, future = waiting.popleft()
@@ -62,8 +62,8 @@ def stage_inputs(
         if sum(piece.num_lines for piece in staged) >= _EARLY_LINES:
             check_bad(staged, options, early=_EARLY_BAD)
 
-    columns = {source.order: columns_of(source, options.schema, options.is_encode)
-               for source in mine}  # fmt: skip
+    schema = options.schema
+    columns = {source.order: columns_of(source, schema, options.is_encode) for source in mine}
     with ThreadPoolExecutor(options.workers) as pool:
         for job in _jobs(mine, columns, options, work):
             waiting.append((job.num_bytes, pool.submit(_stage_piece, job, options)))
@@ -72,7 +72,7 @@ def stage_inputs(
         while waiting:
             finish()
     has_labels = {
-        order: [name for name in (options.schema.label, *options.schema.labels) if name in names]
+        order: [name for name in (schema.label, *schema.labels) if name in names]
         for order, names in columns.items()
     }
     if not part.is_alone:
@@ -83,7 +83,7 @@ def stage_inputs(
         files = {_source_record(work, source): owners[source.order] for source in inputs}
         part.wait(work, plan, files, "staged rows")
         staged = _all_staged(inputs, owners, has_labels, staged, work)
-    _check_labels(inputs, has_labels, options.schema)
+    _check_labels(inputs, has_labels, schema)
     check_bad(staged, options)
     num_train = None if options.split.kind == "time" else sum(p.num_train for p in staged)
     if not options.is_encode:
@@ -92,7 +92,7 @@ def stage_inputs(
 
 
 def _source_record(work: Path, source: Input) -> Path:
-    """Where it says that all of a file is staged, and in how many pieces."""
+    """The record that all of a file is staged, with the number of its pieces."""
     return work / "stage" / f"{source.order:05d}.json"
 
 
@@ -100,45 +100,37 @@ def _all_staged(
     inputs: Sequence[Input],
     owners: Mapping[int, int],
     has_labels: dict[int, list[str]],
-    mine: Sequence[Staged],
+    mine: Sequence[StagedPiece],
     work: Path,
-) -> list[Staged]:
-    """The pieces of all machines, in order; ``has_labels`` gets what the others found."""
+) -> list[StagedPiece]:
+    """The pieces of all machines, in order; adds the other machines' labels to ``has_labels``."""
     own = {piece.path: piece for piece in mine}
-    staged: list[Staged] = []
+    staged: list[StagedPiece] = []
     for source in inputs:
-        record = _record(_source_record(work, source), ("pieces", "labels"))
+        record = require_record(_source_record(work, source), ("pieces", "labels"))
         has_labels[source.order] = record["labels"]
         for index in range(record["pieces"]):
             target = _target(work, source, index)
             piece = own.get(target)
             if piece is None:
-                said = _record(target.with_suffix(".json"), _STAGED_KEYS)
-                piece = _staged(target, source.path, said, owners[source.order])
+                piece_record = require_record(target.with_suffix(".json"), _STAGED_KEYS)
+                piece = _staged(target, source.path, piece_record, owners[source.order])
             staged.append(piece)
     return staged
 
 
-def _record(path: Path, keys: Sequence[str]) -> dict[str, Any]:
-    found = read_record(path, keys)
-    if found is None:
-        raise DamagedWork(f"{path}: is not what was written there")
-    return found
-
-
 def _target(work: Path, source: Input, index: int) -> Path:
-    """The staged file of a piece."""
     return work / "stage" / f"{source.order:05d}-{index:06d}.arrow"
 
 
 def encoded_record(target: Path) -> Path:
-    """Where it says that a staged piece is encoded; its staged file is then of no more use."""
+    """The record that a staged piece is encoded; its staged files are then not needed."""
     return target.parent.with_name("encoded") / f"{target.stem}.json"
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One piece to stage; ``text`` only where the file must be read in order."""
+    """A piece to stage; ``text`` is given only for files that must be read in order."""
 
     target: Path
     source: Input
@@ -156,44 +148,34 @@ def _jobs(
 ) -> Iterator[_Job]:
     size, schema = options.piece_bytes, options.schema
     for source in inputs:
-
-        def job(
-            index: int,
-            num_bytes: int,
-            text: bytes | None = None,
-            *,
-            source: Input = source,
-            columns: tuple[str, ...] = columns_by_order[source.order],
-        ) -> _Job:
-            target = _target(work, source, index)
-            return _Job(target, source, columns, index, num_bytes, text)
-
+        pieces: Iterator[tuple[bytes | None, int]]
         if source.is_compressed or (schema.quote is not None and not source.is_table):
             pieces = pieces_in_order(source.path, size, schema.quote)
-            for index, (text, num_bytes) in enumerate(pieces):
-                yield job(index, num_bytes, text)
-            continue
-        num_pieces = -(-source.num_bytes // size)
-        if source.is_table:
-            num_pieces = -(-count_rows(source.path) // PIECE_ROWS)
-        for index, num_bytes in enumerate(balanced_sizes(source.num_bytes, max(num_pieces, 1))):
-            yield job(index, num_bytes)
+        else:
+            num_pieces = -(-source.num_bytes // size)
+            if source.is_table:
+                num_pieces = -(-count_rows(source.path) // PIECE_ROWS)
+            pieces = ((None, part) for part in balanced_sizes(source.num_bytes, max(num_pieces, 1)))
+        columns = columns_by_order[source.order]
+        for index, (text, num_bytes) in enumerate(pieces):
+            yield _Job(_target(work, source, index), source, columns, index, num_bytes, text)
 
 
 def _check_labels(
     inputs: Sequence[Input], has_labels: Mapping[int, Sequence[str]], schema: Schema
 ) -> None:
-    """DataError if some files have a label and others have not."""
+    """DataError if some files have a label and others do not."""
     for name in (schema.label, *schema.labels):
         has = [name in has_labels[source.order] for source in inputs]
         if any(has) and not all(has):
             raise DataError(
-                f"{inputs[has.index(False)].path}: no column {name!r}, which "
-                f"{inputs[has.index(True)].path} has; encode files with and without labels apart"
+                f"{inputs[has.index(False)].path}: no column {name!r}, but "
+                f"{inputs[has.index(True)].path} has it; encode files with and without labels "
+                "separately"
             )
 
 
-def _stage_piece(job: _Job, options: PrepareOptions) -> Staged:
+def _stage_piece(job: _Job, options: PrepareOptions) -> StagedPiece:
     path = job.target.with_suffix(".json")
     record = read_record(path, _STAGED_KEYS)
     if record is None or not _is_whole(job, record, options):
@@ -217,9 +199,9 @@ def _stage_piece(job: _Job, options: PrepareOptions) -> Staged:
     return _staged(job.target, job.source.path, record, options.part.number)
 
 
-def _staged(target: Path, source: InputPath, record: Mapping[str, Any], part: int) -> Staged:
+def _staged(target: Path, source: InputPath, record: Mapping[str, Any], part: int) -> StagedPiece:
     bad = BadLines(record["counts"], [tuple(example) for example in record["examples"]])
-    return Staged(
+    return StagedPiece(
         target,
         source,
         record["rows"],
@@ -235,7 +217,7 @@ def _staged(target: Path, source: InputPath, record: Mapping[str, Any], part: in
 def _with_split(
     job: _Job, piece: Piece, options: PrepareOptions
 ) -> tuple[pl.DataFrame, NDArray[np.uint8]]:
-    """The rows with their crosses and splits."""
+    """The rows with their crosses and splits, and the splits alone."""
     frame, rule, schema = piece.frame, options.split, options.schema
     if rule.kind == "date" and schema.time is not None:
         split = rule.of_times(frame[schema.time[0]].to_numpy(), schema.time[1])
@@ -247,13 +229,13 @@ def _with_split(
 
 
 def list_file(target: Path, name: str) -> Path:
-    """Where the values of a column with several in a cell are staged, beside its rows."""
+    """The file next to a staged piece with the values of a list column."""
     return target.with_suffix(f".{name}.list")
 
 
 def staged_files(target: Path, options: PrepareOptions) -> list[Path]:
-    """Every staged file of a piece but its record."""
-    names = (many.name for many in options.schema.many)
+    """All staged files of a piece except its record."""
+    names = (column.name for column in options.schema.many)
     return [target, *(list_file(target, name) for name in names)]
 
 
@@ -278,7 +260,7 @@ def _num_names(job: _Job, schema: Schema) -> int:
 
 
 def _is_whole(job: _Job, record: Mapping[str, Any], options: PrepareOptions) -> bool:
-    """Whether the staged file is what an earlier run wrote, or not needed any more."""
+    """Whether the staged files are what an earlier run wrote, or are not needed any more."""
     if read_record(encoded_record(job.target), ENCODED_KEYS) is not None:
         return True
     files = staged_files(job.target, options)
@@ -286,7 +268,7 @@ def _is_whole(job: _Job, record: Mapping[str, Any], options: PrepareOptions) -> 
 
 
 def cross_key(frame: pl.DataFrame, pair: tuple[str, str], schema: Schema) -> pl.Series:
-    """64-bit keys of a pair of columns, null where either is missing; exact for hex columns."""
+    """64-bit keys of a pair of columns, null if either is missing; collision-free for hex."""
     left, right = (frame[name].cast(pl.UInt64) for name in pair)
     a, b = (column.fill_null(0).to_numpy() for column in (left, right))
     if schema.kind(pair[0]) == schema.kind(pair[1]) == "hex":

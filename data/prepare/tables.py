@@ -1,4 +1,4 @@
-"""Rows of Parquet and Arrow files to the columns of text; bad rows are counted by its reasons."""
+"""Rows of Parquet and Arrow files as the columns of text; bad rows have the same reasons."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def _scan(path: Path) -> pl.LazyFrame:
 
 
 def count_rows(path: Path) -> int:
-    """Rows of a file, from its footer; DataError when it is damaged."""
+    """Number of rows of a file, from its footer; DataError if it is damaged."""
     try:
         return int(_scan(path).select(pl.len()).collect().item())
     except BaseException as error:
@@ -31,7 +31,7 @@ def count_rows(path: Path) -> int:
 
 
 def table_columns(path: Path) -> tuple[str, ...]:
-    """The names of the columns of a file."""
+    """Names of the columns of a file; DataError if it is damaged."""
     try:
         return tuple(_scan(path).collect_schema().names())
     except BaseException as error:
@@ -39,10 +39,10 @@ def table_columns(path: Path) -> tuple[str, ...]:
 
 
 def _unreadable(path: Path, error: BaseException) -> BaseException:
-    """A DataError for what a damaged file causes; anything else as it is.
+    """A DataError for the errors that a damaged file causes; any other error unchanged.
 
-    Polars' Rust side panics on some damage; its PanicException is no Exception and has no public
-    name to catch it by.
+    On some damage Polars' Rust code panics. PanicException derives from BaseException and has no
+    public name, so it is recognized by the name of its type.
     """
     panicked = type(error).__name__ == "PanicException"
     if panicked or isinstance(error, (pl.exceptions.PolarsError, OSError)):
@@ -61,35 +61,35 @@ def table_piece(path: Path, index: int, schema: Schema) -> Piece:
     except BaseException as error:
         raise _unreadable(path, error) from error
     frame = frame.with_columns(pl.col(pl.Categorical, pl.Enum).cast(pl.String))
-    if odd := [
+    if unsupported := [
         f"{name} ({frame[name].dtype})" for name in wanted if not _fits(frame, name, schema)
     ]:
         raise DataError(
-            f"{path}: columns {', '.join(odd)} are of a type that is not read; write strings or "
-            "whole numbers (dates need `time: NAME` in the schema; structs in lists are the value, "
-            "then its weight)"
+            f"{path}: columns {', '.join(unsupported)} have types that cannot be read; write "
+            "strings or whole numbers (dates need `time: NAME` in the schema; structs in lists "
+            "must be a value and then its weight)"
         )
 
-    def shown(row: int) -> bytes:
+    def raw_row(row: int) -> bytes:
         return str(frame.row(row)).encode("ascii", "backslashreplace")
 
-    return typed_piece(frame, schema, len(frame), shown)
+    return typed_piece(frame, schema, len(frame), raw_row)
 
 
 def _fits(frame: pl.DataFrame, name: str, schema: Schema) -> bool:
-    """Whether cells of this type can stand in the column."""
+    """Whether the column can hold cells of this type."""
     kind = frame[name].dtype
     if isinstance(kind, pl.List | pl.Array):
-        many = schema.several(name)
-        if many is not None and many.inline is not None and isinstance(kind.inner, pl.Struct):
+        column = schema.list_column(name)
+        if column is not None and column.inline is not None and isinstance(kind.inner, pl.Struct):
             names = [part.name.lower() for part in kind.inner.fields]
             parts = [part.dtype for part in kind.inner.fields]
             is_pair = len(parts) == 2 and not names[0].startswith("weight")
             return is_pair and all(part in _COLUMN_TYPES for part in parts)
-        several = {many.name for many in schema.many} | {many.weights for many in schema.many}
-        return name in several and kind.inner in _COLUMN_TYPES
+        lists = {name for column in schema.many for name in (column.name, column.weights)}
+        return name in lists and kind.inner in _COLUMN_TYPES
     if schema.time is not None and name == schema.time[0]:
-        # As integers, dates would be days, or whatever unit the file has.
+        # Read as integers, dates would be in days or whatever unit the file uses.
         is_date = kind == pl.Date or isinstance(kind, pl.Datetime)
         return kind in _COLUMN_TYPES or (is_date and schema.time[1] == "date")
     return kind in _COLUMN_TYPES

@@ -1,7 +1,7 @@
-"""What a dense value becomes: one named function per convention, missing included.
+"""Transforms of dense values: one named function per convention, missing values included.
 
-Each takes the values of a column as float32 (integers are exact below 2^24) and a mask of the
-missing ones, and returns float32 with the number of values it had to clamp, so that nothing is
+Each takes the values of a column as float32 [n] (integers are exact below 2^24) and a mask [n] of
+the missing ones. It returns float32 [n] and the number of values it clamped, so that nothing is
 clamped silently.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from sbpflow.data.format.schema import MISSING_ID, NUM_RESERVED_IDS, Number
+from sbpflow.data.format.schema import MISSING_ID, NUM_RESERVED_IDS, DenseColumn
 
 Values = NDArray[np.float32]
 Mask = NDArray[np.bool_]
@@ -18,7 +18,7 @@ Transform = Callable[[Values, Mask], tuple[NDArray[np.float32], int]]
 
 
 def _log_shifted(values: Values, missing: Mask, shift: float, lowest: float) -> tuple[Values, int]:
-    """``missing`` values become ln 1 = 0, as does ``1 - shift``."""
+    """ln(x + shift); ``missing`` values become ln 1 = 0, the same as ``1 - shift``."""
     values = np.where(missing, np.float32(1.0 - shift), values)
     clamped = int(np.count_nonzero(values < lowest))
     np.maximum(values, np.float32(lowest), out=values)
@@ -27,7 +27,7 @@ def _log_shifted(values: Values, missing: Mask, shift: float, lowest: float) -> 
 
 
 def log3(values: Values, missing: Mask) -> tuple[NDArray[np.float32], int]:
-    """ln(x + 3), missing -> 0, x below -2 taken as -2 and counted.
+    """ln(x + 3), missing -> 0; x below -2 is taken as -2 and counted.
 
     Criteo's smallest value is -2 (column I2), which becomes ln 1 = 0 like a missing cell.
     Source: NVIDIA DeepLearningExamples DLRM, preproc_NVTabular.py at 729963dd.
@@ -56,14 +56,14 @@ def squared_log(values: Values, missing: Mask) -> tuple[NDArray[np.float32], int
 
 
 def identity(values: Values, missing: Mask) -> tuple[NDArray[np.float32], int]:
-    """The value as it is, missing -> 0."""
+    """The value unchanged, missing -> 0."""
     return np.where(missing, 0.0, values).astype(np.float32), 0
 
 
 def standardise(
     values: Values, missing: Mask, mean: float, std: float
 ) -> tuple[NDArray[np.float32], int]:
-    """(x - mean) / std over the train part, missing -> 0, which is the mean."""
+    """(x - mean) / std of the train part; missing -> 0, which is the mean."""
     out = np.where(missing, 0.0, (values.astype(np.float64) - mean) / std)
     limit = float(np.finfo(np.float32).max)
     clamped = int(np.count_nonzero(np.abs(out) > limit))
@@ -71,12 +71,12 @@ def standardise(
 
 
 def transform(
-    number: Number, name: str, values: Values, missing: Mask, fitted: Mapping[str, float]
+    column: DenseColumn, name: str, values: Values, missing: Mask, fitted: Mapping[str, float]
 ) -> tuple[NDArray[np.float32], int]:
     """The values of a column, clipped and transformed, and how many were clamped."""
     clamped = 0
-    if number.clip is not None:
-        low, high = (np.float32(end) for end in number.clip)
+    if column.clip is not None:
+        low, high = (np.float32(end) for end in column.clip)
         clamped = int(np.count_nonzero(((values < low) | (values > high)) & ~missing))
         values = np.clip(values, low, high)
     if name == "standardise":
@@ -87,7 +87,7 @@ def transform(
 
 
 def bucket_ids(values: Values, missing: Mask, bounds: Sequence[float]) -> NDArray[np.int32]:
-    """The id of the quantile that each value falls in: 2 and up, MISSING_ID where missing."""
+    """Ids of the quantile buckets of the values, from 2 up; MISSING_ID where missing."""
     edges = np.array(bounds, dtype=np.float32)
     ids = np.searchsorted(edges, values, side="right").astype(np.int32)
     return np.where(missing, np.int32(MISSING_ID), ids + np.int32(NUM_RESERVED_IDS))

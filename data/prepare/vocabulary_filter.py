@@ -1,7 +1,7 @@
-"""Which of the values counted are kept, and which id each gets: anew, or behind those of a parent.
+"""Decide which counted values get an id of their own, and which id: new ids, or a parent's.
 
-A vocabulary is written into the set in one step and recorded, so that a run that goes on makes
-nothing twice.
+Each vocabulary is written into the set in one step and recorded, so a resumed run writes nothing
+twice.
 """
 
 from dataclasses import dataclass
@@ -30,8 +30,8 @@ _LOAD_PARTS = 8
 
 
 @dataclass(frozen=True)
-class Kept:
-    """A vocabulary, of one field or of several, and what the train part said of it."""
+class FilteredVocabulary:
+    """A vocabulary of one or more fields, with counts from the train part."""
 
     name: str
     num_rows: int
@@ -41,25 +41,25 @@ class Kept:
     rare: int
     rare_values: int
     collisions: int
-    """Keys that two strings of the train part share; the second has the rare id."""
+    """Keys that two strings of the train part share; the second string gets the rare id."""
     grown: dict[str, int]
-    """Values added to the parent's, and how many of them found a spare id; empty without growth."""
+    """Number of values added to the parent's, and how many got a spare id; empty if not grown."""
     spare: int
 
     def vocabulary(self) -> Vocabulary:
-        """The vocabulary, from its files: what is mapped is in memory only while it is used."""
+        """The vocabulary, mapped from its files so that it uses memory only while it is used."""
         return read_vocabulary(self.folder, self.name, self.num_rows, self.entry)
 
-    def said(self, is_shared: bool) -> dict[str, Any]:
-        """What the manifest says of a field beside its rows; lookups are of all its fields."""
-        said: dict[str, Any] = {"rare_values": self.rare_values}
+    def counts(self, is_shared: bool) -> dict[str, Any]:
+        """The manifest's counts of a field; ``missing`` and ``rare`` are sums over its fields."""
+        counts: dict[str, Any] = {"rare_values": self.rare_values}
         if not is_shared:
-            said |= {"train_missing": self.missing, "train_rare": self.rare}
+            counts |= {"train_missing": self.missing, "train_rare": self.rare}
         optional = {"collisions": self.collisions, "grown": self.grown, "spare": self.spare}
-        return {**said, **{key: value for key, value in optional.items() if value}}
+        return {**counts, **{key: value for key, value in optional.items() if value}}
 
     def lookups(self) -> Counts:
-        """Lookups per table row in the train part (of a set without a parent)."""
+        """Lookups int64 [num_rows] in the train part; only for a vocabulary without a parent."""
         out = np.zeros(self.num_rows, dtype=np.int64)
         out[MISSING_ID], out[RARE_ID] = self.missing, self.rare
         for ids, counts in blocks(self.folder, self.entry, "ids", "counts"):
@@ -67,37 +67,31 @@ class Kept:
         return out
 
 
-def keep_values(
+def filter_values(
     name: str,
     counted: FieldCounts,
     options: PrepareOptions,
     parent: Vocabulary | None,
     folder: Path,
-) -> Kept:
-    """Ids for the values of a field: anew, or the parent's and those that it grows by."""
+) -> FilteredVocabulary:
+    """Assign ids to the values of a field: new ids, or the parent's, with ids added if it grows."""
     grown: dict[str, int] = {}
     if parent is None:
-        enough = counted.counts >= options.min_count
-        num_spare = round(options.spare * int(enough.sum()))
-        num_rare = int(counted.counts[~enough].sum())
-        rare_values = int((~enough).sum())
-        vocabulary = _new(name, counted, enough, num_rare, num_spare, options)
+        has_id = counted.counts >= options.min_count
+        vocabulary = _new(name, counted, has_id, options)
     else:
-        vocabulary, grown = parent, {}
+        vocabulary = parent
         if options.grow:
             vocabulary, grown = grow(parent, counted, options.min_count, options.seed)
-        is_known = np.isin(counted.keys, vocabulary.keys)
-        num_rare = int(counted.counts[~is_known].sum())
-        rare_values = int((~is_known).sum())
-    entry = write_vocabulary(folder, vocabulary)
-    return Kept(
+        has_id = np.isin(counted.keys, vocabulary.keys)
+    return FilteredVocabulary(
         name,
         vocabulary.num_rows,
         folder,
-        entry,
+        write_vocabulary(folder, vocabulary),
         counted.missing,
-        num_rare,
-        rare_values,
+        int(counted.counts[~has_id].sum()),
+        int((~has_id).sum()),
         counted.collisions,
         grown,
         vocabulary.num_rows - NUM_RESERVED_IDS - len(vocabulary.keys),
@@ -107,36 +101,36 @@ def keep_values(
 def _new(
     name: str,
     counted: FieldCounts,
-    enough: NDArray[np.bool_],
-    num_rare: int,
-    num_spare: int,
+    has_id: NDArray[np.bool_],
     options: PrepareOptions,
 ) -> Vocabulary:
-    """A vocabulary of its own; spare ids are values without lookups, levelled like the others."""
-    number = int(np.count_nonzero(enough))
+    """A vocabulary without a parent; spare ids are dealt like values without lookups."""
+    number = int(np.count_nonzero(has_id))
+    num_rare = int(counted.counts[~has_id].sum())
+    num_spare = round(options.spare * number)
     loads = np.zeros(number + num_spare, dtype=np.uint32)
-    loads[:number] = counted.counts[enough]
+    loads[:number] = counted.counts[has_id]
     ids = assign_ids(loads, (counted.missing, num_rare), options.seed, name)[:number]
     lookups = loads[:number].astype(np.int64)
-    checks = None if counted.checks is None else counted.checks[enough]
+    checks = None if counted.checks is None else counted.checks[has_id]
     num_rows = len(loads) + NUM_RESERVED_IDS
-    return Vocabulary(name, num_rows, counted.keys[enough], ids, lookups, checks)
+    return Vocabulary(name, num_rows, counted.keys[has_id], ids, lookups, checks)
 
 
 def grow(
     parent: Vocabulary, counted: FieldCounts, min_count: int, seed: int
 ) -> tuple[Vocabulary, dict[str, int]]:
-    """The vocabulary with new values of ``min_count`` lookups: spare ids first, then further rows.
+    """Add values with ``min_count`` lookups to a vocabulary: first into spare ids, then new rows.
 
-    No old id moves. Which new value gets which id is a seeded permutation; counts add up.
+    No existing id changes. A seeded permutation assigns the new ids; counts are added up.
     """
     is_new = (counted.counts >= min_count) & ~np.isin(counted.keys, parent.keys)
     num_new = int(is_new.sum())
     key = [seed, parent.num_rows, len(parent.keys), *parent.name.encode()]
     generator = np.random.Generator(np.random.PCG64(key))
     free = generator.permutation(parent.spare_ids())[:num_new]
-    behind = np.arange(num_new - len(free), dtype=np.int32) + np.int32(parent.num_rows)
-    ids = generator.permutation(np.concatenate([free, behind]))
+    appended = np.arange(num_new - len(free), dtype=np.int32) + np.int32(parent.num_rows)
+    ids = generator.permutation(np.concatenate([free, appended]))
     keys = np.concatenate([parent.keys, counted.keys[is_new]])
     order = np.argsort(keys, kind="stable")
     lookups = parent.counts.copy()
@@ -145,42 +139,34 @@ def grow(
     checks = None
     if parent.checks is not None and counted.checks is not None:
         checks = np.concatenate([parent.checks, counted.checks[is_new]])[order]
-    made = Vocabulary(
+    vocabulary = Vocabulary(
         parent.name,
-        parent.num_rows + len(behind),
+        parent.num_rows + len(appended),
         keys[order],
         np.concatenate([parent.ids, ids])[order].astype(np.int32),
         np.concatenate([lookups, counted.counts[is_new]])[order],
         checks,
     )
-    grown = {"values": num_new, "spare": len(free), "behind": len(behind)}
-    return made, {**grown, "load_percent": round(100 * _skew(made))}
+    grown = {"values": num_new, "spare": len(free), "behind": len(appended)}
+    return vocabulary, {**grown, "load_percent": round(100 * _skew(vocabulary))}
 
 
 def _skew(vocabulary: Vocabulary) -> float:
-    """Greatest over mean load of eight equal parts of the rows."""
+    """The largest over the mean load of eight equal parts of the rows."""
     loads = np.zeros(vocabulary.num_rows, dtype=np.int64)
     loads[vocabulary.ids] = vocabulary.counts
     parts = [int(part.sum()) for part in np.array_split(loads, _LOAD_PARTS)]
     return max(parts) * len(parts) / max(sum(parts), 1)
 
 
-def save(path: Path, kept: Kept) -> None:
-    record = {
-        "entry": kept.entry,
-        "rows": kept.num_rows,
-        "missing": kept.missing,
-        "rare": kept.rare,
-        "rare_values": kept.rare_values,
-        "collisions": kept.collisions,
-        "grown": kept.grown,
-        "spare": kept.spare,
-    }
-    write_record(path, record)
+def save(path: Path, vocabulary: FilteredVocabulary) -> None:
+    """Write the record of a vocabulary whose files are complete."""
+    counts = {key: getattr(vocabulary, key) for key in _RECORD_KEYS if key != "rows"}
+    write_record(path, {**counts, "rows": vocabulary.num_rows})
 
 
-def load(path: Path, folder: Path, name: str) -> Kept | None:
-    """What ``save`` wrote; None where it is not there or an array is not what it was."""
+def load(path: Path, folder: Path, name: str) -> FilteredVocabulary | None:
+    """Read what ``save`` wrote; None if it does not exist or an array file has changed."""
     record = read_record(path, _RECORD_KEYS)
     if record is None:
         return None
@@ -188,4 +174,4 @@ def load(path: Path, folder: Path, name: str) -> Kept | None:
         file = folder / part["file"]
         if not file.is_file() or file_crc32(file) != part["crc32"]:
             return None
-    return Kept(name, record.pop("rows"), folder, **record)
+    return FilteredVocabulary(name, record.pop("rows"), folder, **record)

@@ -1,7 +1,7 @@
-"""The folder of unfinished results beside an output: made, recognised and removed in one place.
+"""The folder of unfinished results next to an output: created, recognized and removed here only.
 
-A part is done when its record is there: a JSON file, written last and in one step. Only a folder
-that carries our mark is ever emptied; anything else of that name is a user's.
+A result is done once its record exists: a JSON file, written last and in one step. Only a folder
+with this program's mark is ever emptied; anything else with that name belongs to the user.
 """
 
 import json
@@ -23,11 +23,11 @@ _NEW_MARK = "plan.partial"
 
 
 class DamagedWork(DataError):
-    """A part of an earlier run is not what it wrote, and what it was made from is gone."""
+    """A result of an earlier run is damaged, and the files it was made from are gone."""
 
 
 def write_record(path: Path, content: Mapping[str, object]) -> None:
-    """Write the record of a part that is done."""
+    """Write the record of a finished result."""
     partial = path.with_suffix(".partial")
     full = {"content": content, "crc32": _record_crc32(path, content)}
     partial.write_text(json.dumps(full), encoding="ascii")
@@ -35,8 +35,8 @@ def write_record(path: Path, content: Mapping[str, object]) -> None:
 
 
 def read_record(path: Path, keys: Collection[str]) -> dict[str, Any] | None:
-    """The record of a part; None where there is none, or it is not what was written under this
-    name, so the part is not done.
+    """The record of a result; None if it does not exist, or is not what was written under this
+    name, so that the result counts as unfinished.
     """
     try:
         raw = read_json(path)
@@ -50,16 +50,24 @@ def read_record(path: Path, keys: Collection[str]) -> dict[str, Any] | None:
     return known if set(known) == set(keys) else None
 
 
+def require_record(path: Path, keys: Collection[str]) -> dict[str, Any]:
+    """The record of a result that must exist; DamagedWork otherwise."""
+    record = read_record(path, keys)
+    if record is None:
+        raise DamagedWork(f"{path}: is missing or damaged")
+    return record
+
+
 def _record_crc32(path: Path, content: Mapping[str, object]) -> int:
-    """Of the values and of the name, so that a record is of no use in another's place."""
+    """The checksum covers the file name too, so a record is not valid under another name."""
     return zlib.crc32(json.dumps([path.name, content], sort_keys=True).encode("ascii"))
 
 
 def work_folder(output: Path) -> Path:
     """``OUTPUT.work``; ConfigError if the output has no name or no usable parent."""
-    local_path(output)  # a program may have made it of a URL
+    local_path(output)  # refuses a URL, which a program may have turned into a Path
     if not output.name or output.name in (".", ".."):
-        raise ConfigError(f"--output: {output} has no name of its own; for example out/criteo")
+        raise ConfigError(f"--output: {output} does not name a folder; for example out/criteo")
     return output.with_name(output.name + ".work")
 
 
@@ -67,9 +75,8 @@ def work_folder(output: Path) -> Path:
 def only_run(output: Path, part: str = "") -> Iterator[None]:
     """Hold ``OUTPUT.work.lock`` (flock) while an output is made; ConfigError if another run does.
 
-    Further machines hold one each, with ``part`` in its name.
-
-    The file goes at the end, so a lock counts only while the file of that name is the one locked.
+    Machines other than the first hold their own lock, with ``part`` in its name. The file is
+    removed at the end, so a lock is valid only while the path still names the locked file.
     """
     path = work_folder(output).with_name(f"{output.name}.work{part}.lock")
     try:
@@ -78,7 +85,7 @@ def only_run(output: Path, part: str = "") -> Iterator[None]:
     except OSError as error:
         reason = (error.strerror or "cannot be used").lower()
         raise ConfigError(
-            f"--output: {path} cannot be made ({reason}); for example --output out/criteo"
+            f"--output: {path} cannot be created ({reason}); for example --output out/criteo"
         ) from error
     with file:
         try:
@@ -93,13 +100,13 @@ def _locked(path: Path, output: Path) -> IO[str]:
             file = hold(path)
         except HeldError as error:
             raise ConfigError(
-                f"--output: {output} is being made by another run{error}; wait for its end, or "
+                f"--output: {output} is being made by another run{error}; wait until it ends, or "
                 "choose another output"
             ) from error
         mine = os.fstat(file.fileno())
         if path.exists() and os.path.samestat(mine, path.stat()):
             break
-        file.close()  # its holder has just removed it
+        file.close()  # its holder has removed it in the meantime
     sign(file)
     return file
 
@@ -107,16 +114,16 @@ def _locked(path: Path, output: Path) -> IO[str]:
 def open_work(output: Path, plan: str) -> tuple[Path, bool]:
     """The work folder, and whether it already holds results of the same ``plan``.
 
-    Raises ConfigError if something that is not ours has its name, or it cannot be made.
+    Raises ConfigError if its name is taken by something else, or it cannot be created.
     """
     work = work_folder(output)
     if work.is_dir() and set(os.listdir(work)) <= {_NEW_MARK}:
         (work / _NEW_MARK).unlink(missing_ok=True)
-        work.rmdir()  # a run was killed before it had made, or after it had removed, all the rest
+        work.rmdir()  # a run was killed before it wrote the mark, or after it removed everything
     if work.exists():
         if not (work / MARK).is_file():
             raise ConfigError(
-                f"--output: {work} is in the way and was not made by this program; move it, or "
+                f"--output: {work} already exists and was not created by this program; move it, or "
                 "choose another output"
             )
         if (work / MARK).read_text(encoding="ascii", errors="replace") == plan:
@@ -129,14 +136,16 @@ def open_work(output: Path, plan: str) -> tuple[Path, bool]:
     except OSError as error:
         reason = (error.strerror or "cannot be used").lower()
         raise ConfigError(
-            f"--output: {work} cannot be made ({reason}); for example --output out/criteo"
+            f"--output: {work} cannot be created ({reason}); for example --output out/criteo"
         ) from error
     return work, False
 
 
 def discard(work: Path) -> None:
-    """Remove a work folder: its plan is made void first, so that nothing goes on from half a
-    folder, and the mark goes last, so that a removal cut short leaves a folder that is ours.
+    """Remove a work folder.
+
+    The mark is changed first, so that no run resumes from a half-removed folder, and removed last,
+    so that a folder whose removal was interrupted is still recognized.
     """
     (work / MARK).write_text("being removed", encoding="ascii")
     for entry in work.iterdir():

@@ -1,1 +1,1 @@
-"""A prepared set to batches, on every rank in one global order."""
+"""Read a prepared set into batches, in one global order on all ranks."""

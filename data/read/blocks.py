@@ -1,8 +1,8 @@
-"""All that a batch has of a split, in one block of int32, so that one transfer moves it.
+"""A batch's rows of a split in one block of int32, so that a single transfer moves them.
 
-Sections lie end to end: columns of 64 bits, words (or, with crosses that are computed here, floats
-and ids apart), lengths of lists, further labels, weights of rows, ids in lists, their weights.
-Their sizes follow from the rows and the size of the block.
+A block is a concatenation of sections: 64-bit columns, words (if crosses are computed here: floats,
+then ids), lengths of lists, additional labels, weights of rows, ids in lists, weights of those ids.
+The section sizes follow from the number of rows and the size of the block.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,19 +29,19 @@ _WIDE_COLUMNS = ("group", "time", "row_key")  # 64 bits each, if the set has the
 
 
 BLOCK_BYTES = 16 << 20
-"""Batches are read together up to so much: what Python does for a block, and its way from thread to
-thread, takes as long as a copy of 1 or 2 MB."""
+"""Batches are read together up to this size: Python's work for a block, and handing it from thread
+to thread, take as long as copying 1 or 2 MB."""
 
 
 class Block(NamedTuple):
-    """``words`` [n] of the rows of some batches, one after the other; ``sizes`` rows of each."""
+    """``words`` [n] of the rows of some consecutive batches; ``sizes`` has the rows of each."""
 
     words: Words
     sizes: tuple[int, ...]
 
 
-class Parts(NamedTuple):
-    """What ``Batch`` has of rows, as views of one block."""
+class BatchColumns(NamedTuple):
+    """The columns of a ``Batch`` as views of a block."""
 
     labels: Tensor
     dense: Tensor
@@ -51,14 +51,14 @@ class Parts(NamedTuple):
 
 
 class BlockReader:
-    """Reads rows of a split into blocks, and says what lies where in them."""
+    """Reads rows of a split into blocks, and splits blocks into columns."""
 
     def __init__(
         self, manifest: Manifest, split: str, crosses: Sequence[HashedColumn] = ()
     ) -> None:
         types = manifest.part_types
         self._manifest, self._split_name = manifest, split
-        # Each kind of file has its share; words alone may be mapped a second time, for views.
+        # Each kind of file gets a share of the maps; only words may be mapped again, for views.
         self._most_maps = max(1, most_maps() // (1 + max(1, len(types))))
         self._words = SplitRows(manifest, split, self._most_maps)
         self._crosses = CrossColumns(manifest, crosses)
@@ -89,29 +89,29 @@ class BlockReader:
 
     @property
     def most_rows(self) -> int:
-        """Rows of a block of several batches; lists make a block of each batch."""
+        """Maximum rows of a block with several batches; 0 with lists, where each block is one."""
         return 0 if self._lists else BLOCK_BYTES // (4 * self._row_words)
 
     def new_views(self) -> SplitRows | None:
-        """Maps of their own for ``view``; None where a block is never a view."""
+        """Separate maps for ``view``; None if blocks cannot be views."""
         if not self._only_words:
             return None
         return SplitRows(self._manifest, self._split_name, self._most_maps)
 
     def pieces(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Rows [start, stop) as ranges that each lie in one shard."""
+        """Rows [start, stop) as ranges that are each in one shard."""
         return self._words.pieces(start, stop)
 
     def view(self, words: SplitRows, runs: Runs) -> Words | None:
-        """The rows of one run as they lie in the maps ``words``; None where there is more to it."""
+        """The rows of a single run as a view of the maps ``words``; None if there are more runs."""
         if len(runs.firsts) != 1:
             return None
         first, length = int(runs.firsts[0]), int(runs.lengths[0])
-        found = words.view(first, first + length)
-        return None if found is None else found.reshape(-1)
+        rows = words.view(first, first + length)
+        return None if rows is None else rows.reshape(-1)
 
     def read(self, runs: Runs, take: Callable[[int], Words]) -> Words:
-        """Rows of these runs, in order, in an array of the size asked of ``take``."""
+        """The rows of the runs, in order, in an array that ``take`` provides."""
         num_rows = int(runs.lengths.sum())
         lists = self._lists
         extents = None if lists is None else lists.find(runs.firsts, runs.lengths)
@@ -146,16 +146,16 @@ class BlockReader:
         words = take(len(floats) * num_words).reshape(-1, num_words)
         self._words.gather(*runs, words)
         floats[:] = words[:, : self._num_floats]
-        given = num_words - self._num_floats
-        ids[:, :given] = words[:, self._num_floats :]
-        self._crosses.fill(ids[:, :given], ids[:, given:])
+        num_stored = num_words - self._num_floats
+        ids[:, :num_stored] = words[:, self._num_floats :]
+        self._crosses.fill(ids[:, :num_stored], ids[:, num_stored:])
 
-    def split(self, words: Tensor, sizes: tuple[int, ...]) -> list[Parts]:
-        """The columns of each batch in a block [n], as views of it."""
+    def split(self, words: Tensor, sizes: tuple[int, ...]) -> list[BatchColumns]:
+        """The columns of each batch in a block [n] int32, as views of it."""
         whole = self._split(words, sum(sizes))
         return [whole] if len(sizes) == 1 else _batches(whole, sizes)
 
-    def _split(self, words: Tensor, num_rows: int) -> Parts:
+    def _split(self, words: Tensor, num_rows: int) -> BatchColumns:
         sections = _Sections(words)
         columns = {name: sections.next(num_rows, 2).view(torch.int64)[:, 0] for name in self._wide}
         if len(self._crosses):
@@ -170,16 +170,13 @@ class BlockReader:
         weights = None
         if self._weight is not None:
             weights = sections.next(num_rows).view(torch.float32)
-        floats = floats.view(torch.float32)
-        return Parts(
-            floats[:, 0],
-            floats[:, 1:],
-            ids
-            if self._lists is None
-            else BatchIds(ids, self._split_lists(sections, lengths), self._bounds),
-            weights,
-            columns,
+        ids = (
+            BatchIds(ids, self._split_lists(sections, lengths), self._bounds)
+            if self._lists
+            else ids
         )
+        floats = floats.view(torch.float32)
+        return BatchColumns(floats[:, 0], floats[:, 1:], ids, weights, columns)
 
     def _split_lists(self, sections: "_Sections", lengths: Tensor) -> Lists:
         num_values = sections.num_left // (1 + self._weighted)
@@ -188,13 +185,13 @@ class BlockReader:
         return Lists(lengths, values, weights)
 
     def close(self) -> None:
-        """Drop the memory maps."""
+        """Release the memory maps."""
         for part in (self._words, self._lists, self._labels, self._weight, *self._wide.values()):
             if part is not None:
                 part.close()
 
 
-def _batches(whole: Parts, sizes: tuple[int, ...]) -> list[Parts]:
+def _batches(whole: BatchColumns, sizes: tuple[int, ...]) -> list[BatchColumns]:
     if isinstance(whole.ids, BatchIds):
         raise TypeError("a block with lists is one batch")
     weights = [None] * len(sizes) if whole.weights is None else whole.weights.split(sizes)
@@ -204,13 +201,13 @@ def _batches(whole: Parts, sizes: tuple[int, ...]) -> list[Parts]:
         strict=True,
     )  # fmt: skip
     return [
-        Parts(*parts, {name: column[k] for name, column in columns.items()})
+        BatchColumns(*parts, {name: column[k] for name, column in columns.items()})
         for k, parts in enumerate(split)
     ]
 
 
 def id_bounds(manifest: Manifest, crosses: tuple[int, ...]) -> IdBounds:
-    """What the set vouches for: ``prepare`` wrote no other ids, and checksums guard them."""
+    """The bounds of ids in the set: ``prepare`` wrote no others, and checksums cover them."""
     return IdBounds(
         columns=tuple(f.rows for f in manifest.fixed for _ in range(f.hot)) + crosses,
         lists=tuple(field.rows for field in manifest.lists),
@@ -222,7 +219,7 @@ Array = TypeVar("Array", Words, Tensor)
 
 
 class _Sections(Generic[Array]):
-    """The sections of a block, an array or a tensor [n], one after the other."""
+    """The consecutive sections of a block, which is an array or a tensor [n]."""
 
     def __init__(self, words: Array) -> None:
         self.words = words
@@ -233,7 +230,7 @@ class _Sections(Generic[Array]):
         return self.words.shape[0] - self._at
 
     def next(self, num_rows: int, columns: int | None = None) -> Array:
-        """[num_rows] int32, or [num_rows, columns]."""
+        """The next section: [num_rows], or [num_rows, columns]."""
         begin, self._at = self._at, self._at + num_rows * (1 if columns is None else columns)
         section = self.words[begin : self._at]
         return section if columns is None else section.reshape(num_rows, columns)

@@ -1,7 +1,7 @@
-"""Crosses of columns computed while rows are read: ids of other columns, hashed together.
+"""Crosses of columns that are computed while rows are read, by hashing the ids of other columns.
 
-The hash is of ids, not of raw values, so it needs nothing but the rows; values that share an id
-(rare ones, by the vocabulary) share it in the cross. Equal ids give equal hashes on every machine.
+The hash uses ids rather than raw values, so it needs only the rows. Values that share an id (such
+as rare ones) share it in the cross too. Equal ids give equal hashes on every machine.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 
 
 def hashed_ids(parts: Sequence[NDArray[np.int32]], rows: int) -> NDArray[np.int32]:
-    """[n] ids below ``rows`` of a cross of columns [n]: 2 + hash modulo (rows - 2).
+    """Ids int32 [n] below ``rows`` of a cross of columns [n]: 2 + hash modulo (rows - 2).
 
-    0, missing, where any part is. The order of the parts matters.
+    The id is 0 (missing) if any part is missing. The order of the parts matters.
     """
     state = np.zeros(len(parts[0]), dtype=np.uint64)
     for ids in parts:
@@ -39,22 +39,22 @@ def hashed_ids(parts: Sequence[NDArray[np.int32]], rows: int) -> NDArray[np.int3
 
 
 class CrossColumns:
-    """Computes the columns of some crosses from a matrix of ids."""
+    """Computes cross columns from a matrix of ids."""
 
     def __init__(self, manifest: Manifest, crosses: Sequence[HashedColumn]) -> None:
-        places: dict[str, int] = {}
+        indices: dict[str, int] = {}
         column = 0
         for field in manifest.fixed:
             if field.hot == 1:
-                places[field.name] = column
+                indices[field.name] = column
             column += field.hot
         for cross in crosses:
-            if absent := [name for name in cross.columns if name not in places]:
+            if absent := [name for name in cross.columns if name not in indices]:
                 raise ConfigError(
-                    f"cross {cross.name}: {absent[0]} is no column of one id per row; "
-                    f"{manifest.path} has {', '.join(places)}"
+                    f"cross {cross.name}: {absent[0]} is not a column with one id per row; "
+                    f"{manifest.path} has {', '.join(indices)}"
                 )
-        self._crosses = [([places[name] for name in c.columns], c.rows) for c in crosses]
+        self._crosses = [([indices[name] for name in c.columns], c.rows) for c in crosses]
         self.rows = tuple(cross.rows for cross in crosses)
 
     def __len__(self) -> int:

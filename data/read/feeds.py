@@ -1,7 +1,7 @@
-"""How blocks get from a read function into torch tensors: memory map, or DALI external_source.
+"""Feeds turn blocks from a read function into torch tensors: memory map, or DALI external_source.
 
-Blocks are read in threads of the loader, a few ahead of the consumer, and DALI runs in one
-of its own; a feed yields the batches in them, on the device. Both feeds yield the same bits.
+Threads of the loader read a few blocks ahead of the consumer, and DALI runs in a separate thread.
+A feed yields the batches in the blocks, on the device. Both feeds yield identical bits.
 """
 
 import ctypes
@@ -16,47 +16,48 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sbpflow.data.read.blocks import Block, Parts, Words
+from sbpflow.data.read.blocks import BatchColumns, Block, Words
 from sbpflow.errors import ConfigError
 
 Backend = Literal["memmap", "dali"]
-Split = Callable[[Tensor, tuple[int, ...]], list[Parts]]  # views of a block
-Feed = Callable[[Iterator[Block], Split, torch.device, "Threads"], Iterator[Parts]]
+Split = Callable[[Tensor, tuple[int, ...]], list[BatchColumns]]  # views of a block
+Feed = Callable[[Iterator[Block], Split, torch.device, "Threads"], Iterator[BatchColumns]]
 
 Group = TypeVar("Group")
 
 _AHEAD = 3
 _READERS = 2
 _RUNS_AHEAD = 1
-# Blocks read, in a run of DALI, done by it, being delivered, and in the consumer's hands.
-_MOST_BUFFERS = _AHEAD + _RUNS_AHEAD + 4
+# Blocks that are read ahead, in a DALI run, finished by it, being delivered, and being consumed.
+_MAX_BUFFERS = _AHEAD + _RUNS_AHEAD + 4
+_SPARE_SHARE = 16  # a new buffer gets 1/16 extra room
 
 
 class Buffers:
-    """Arrays for batches, used again once nobody refers to them any more.
+    """Arrays for batches, which are reused once nothing refers to them any more.
 
-    Fresh memory costs as much in page faults as the copy into it. Each array handed out lies on a
-    lease, an object of its own that every view of it, numpy's or torch's, keeps alive; when the
-    last view goes, the lease goes and gives the memory back.
+    Page faults of new memory cost as much as the copy into it. Each array is a view of a lease, an
+    object that every further view, of numpy or torch, keeps alive. When the last view is gone, the
+    lease is finalized and returns the memory.
     """
 
     def __init__(self) -> None:
-        # Its calls are atomic: a lease may end in any thread, at any moment. The last one given
-        # back is taken first: a few that are in the cache cost a fifth less than all in turn.
+        # Deque operations are atomic: a lease may end in any thread at any time. The memory that
+        # was returned last is reused first, because memory in the cache costs a fifth less.
         self._free: deque[Words] = deque()
 
     def take(self, num_words: int) -> Words:
-        """An array [num_words] that no one else uses."""
+        """An array [num_words] that nothing else uses."""
         for _ in range(len(self._free)):
             try:
                 memory = self._free.pop()
-            except IndexError:  # taken by another reader
+            except IndexError:  # another reader took it
                 break
             if memory.shape[0] >= num_words:
                 return self._lease(memory)[:num_words]
             self._free.appendleft(memory)
-        # Lists make batches of unequal sizes: with some room, most fit into what is there.
-        return self._lease(np.empty(num_words + num_words // _ROOM, dtype=np.int32))[:num_words]
+        # Lists make batches of unequal sizes; with extra room, most of them fit an old buffer.
+        return self._lease(np.empty(num_words + num_words // _SPARE_SHARE, np.int32))[:num_words]
 
     def _lease(self, memory: Words) -> Words:
         lease = (ctypes.c_int32 * memory.shape[0]).from_buffer(memory)
@@ -64,23 +65,20 @@ class Buffers:
         return np.frombuffer(lease, dtype=np.int32)
 
 
-_ROOM = 16  # a part of so many is added
-
-
 def _give_back(free: deque[Words], memory: Words) -> None:
-    if len(free) < _MOST_BUFFERS:
+    if len(free) < _MAX_BUFFERS:
         free.append(memory)
 
 
 class Threads:
-    """The threads of a loader; they end when it is closed or collected."""
+    """The threads of a loader, which end when it is closed or collected."""
 
     def __init__(self) -> None:
         self.readers = ThreadPoolExecutor(_READERS, thread_name_prefix="read-ahead")
         self.runner = ThreadPoolExecutor(1, thread_name_prefix="dali")
 
     def close(self) -> None:
-        """End them; the runner first, it waits for the readers."""
+        """End the threads; the runner first, because it waits for the readers."""
         for pool in (self.runner, self.readers):
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -88,9 +86,9 @@ class Threads:
 def read_ahead(
     read: Callable[[Group], Block], groups: Iterator[Group], readers: ThreadPoolExecutor
 ) -> Iterator[Block]:
-    """Yield ``read(group)`` of each, in order, with the next few already being read.
+    """Yield ``read(group)`` for each group in order, while the next few are read in threads.
 
-    An abandoned iterator waits for nothing when it is collected, which may happen in any thread.
+    An abandoned iterator never waits when it is collected, which may happen in any thread.
     """
     pending: deque[Future[Block]] = deque()
     try:
@@ -107,8 +105,8 @@ def read_ahead(
 
 def memmap_feed(
     blocks: Iterator[Block], split: Split, device: torch.device, threads: Threads
-) -> Iterator[Parts]:
-    """Yield the batches of each block; to a GPU through pinned memory, one copy ahead."""
+) -> Iterator[BatchColumns]:
+    """Yield the batches of each block; on a GPU through pinned memory, one copy ahead."""
     if device.type == "cuda":
         for words, sizes in _to_gpu(blocks, device):
             yield from split(words, sizes)
@@ -127,7 +125,7 @@ def _to_gpu(
             copied = torch.from_numpy(block.words).pin_memory().to(device, non_blocking=True)
         if waiting is not None:
             yield waiting
-        # The consumer's stream waits for this copy only, which ran beside its last step.
+        # The consumer's stream waits only for this copy, which overlapped its previous step.
         torch.cuda.current_stream(device).wait_stream(side)
         copied.record_stream(torch.cuda.current_stream(device))
         waiting = (copied, block.sizes)
@@ -137,11 +135,11 @@ def _to_gpu(
 
 def dali_feed(
     blocks: Iterator[Block], split: Split, device: torch.device, threads: Threads
-) -> Iterator[Parts]:
-    """Yield each block through a DALI pipeline; one sample is a whole block, never a row.
+) -> Iterator[BatchColumns]:
+    """Yield each block through a DALI pipeline, where one sample is a whole block of rows.
 
-    A run passes through three threads of DALI's, which takes a consumer that comes back from a step
-    about 1 ms. So it happens in a thread, ahead.
+    A run passes through three of DALI's threads, which costs a consumer that returns from a step
+    about 1 ms. So a thread runs the pipeline ahead.
     """
     try:
         from nvidia.dali import fn, pipeline_def, types
@@ -154,14 +152,14 @@ def dali_feed(
     gpu = device.type == "cuda"
 
     sizes: deque[tuple[int, ...]] = deque()
-    """Of the blocks handed to DALI and not yet split."""
+    """Batch sizes of the blocks that DALI has and that are not yet split."""
     source = [blocks]
-    """Emptied at the end: DALI's operators refer to each other, and one of them to this function,
-    so what it reads from would stay until the garbage collector runs."""
+    """Emptied at the end: DALI's operators form a reference cycle that includes this function, so
+    what it reads from would otherwise live until the garbage collector runs."""
     del blocks
 
     def next_block() -> list[Words]:
-        """A batch of one sample."""
+        """The samples of one DALI batch, which has a single sample."""
         if not source:
             raise StopIteration
         block = next(source[0])
@@ -176,23 +174,23 @@ def dali_feed(
     pipe = pipeline()
     pipe.build()
 
-    def run() -> Callable[[], list[Parts]]:
+    def run() -> Callable[[], list[BatchColumns]]:
         (output,) = pipe.run()
 
-        def split_block() -> list[Parts]:
+        def split_block() -> list[BatchColumns]:
             block = torch.from_dlpack(output[0])
             return split(block.clone() if gpu else block, sizes.popleft())
 
-        # On a GPU the consumer converts, which joins its stream, and copies: DALI reuses a block's
-        # memory in the order of its own stream, which knows nothing of the consumer's reads.
-        # Elsewhere this thread converts: right after a step of some ms a consumer's first calls of
-        # torch take five times as long.
+        # On a GPU the consumer must convert and copy: converting joins its stream, and DALI reuses
+        # a block's memory in the order of its own stream, which does not wait for the consumer.
+        # On a CPU this thread converts, because a consumer's first torch calls after a step of some
+        # ms take five times as long.
         if gpu:
             return split_block
         parts = split_block()
         return lambda: parts
 
-    pending: deque[Future[Callable[[], list[Parts]]]] = deque(
+    pending: deque[Future[Callable[[], list[BatchColumns]]]] = deque(
         threads.runner.submit(run) for _ in range(_RUNS_AHEAD)
     )
     try:

@@ -10,11 +10,10 @@ from sbpflow.run.model.spec import Fields, IdField
 def fields_of(manifest: Manifest) -> Fields:
     """Dense columns, id columns and crosses, in the order of a batch.
 
-    With how often their ids repeat, where the set has statistics (rows that were only encoded have
-    none).
+    Includes how often ids repeat, if the set has statistics; encoded rows have none.
     """
-    found = load_stats(manifest) if manifest.content.get("stats") else []
-    stats = {one.name: one for one in found}
+    recorded = load_stats(manifest) if manifest.content.get("stats") else []
+    stats = {field.name: field for field in recorded}
     rows = manifest.splits["train"]
     return Fields(
         dense=manifest.dense,

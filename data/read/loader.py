@@ -1,7 +1,7 @@
-"""Batches of one rank, cut from the global row order; the state of a read is one row cursor.
+"""Batches of one rank, cut from the global row order; a row cursor is the whole state of a read.
 
-Step s of an epoch is rows [sB, (s+1)B) of the order (``data.read.order``), and a rank takes its
-balanced part of each step. The state therefore fits any world size: restored, a loader goes on with
+Step s of an epoch is rows [sB, (s+1)B) of the order (``data.read.order``), and each rank takes its
+balanced part of each step. So a state fits any world size: after restoring it, a loader delivers
 exactly the rows of the epoch that were not yet delivered.
 """
 
@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from sbpflow.data.format.manifest import Manifest
-from sbpflow.data.format.shards import SplitRows, Words, check_shards
+from sbpflow.data.format.shards import SplitRows, check_shards
 from sbpflow.data.numbers import MAX_SEED
 from sbpflow.data.read.batch import Batch, Cursor, State
-from sbpflow.data.read.blocks import Block, BlockReader, Parts
+from sbpflow.data.read.blocks import BatchColumns, Block, BlockReader
 from sbpflow.data.read.feeds import FEEDS, Backend, Buffers, Threads, read_ahead
 from sbpflow.data.read.order import SHUFFLES, RowOrder, Shuffle
 from sbpflow.errors import ConfigError, DataError
@@ -32,7 +32,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One global batch: its rows of the order, and this rank's part of them."""
+    """A global batch: its rows in the order, and this rank's part of them."""
 
     number: int
     end: int
@@ -42,7 +42,7 @@ class _Step:
 
 
 class RowLoader:
-    """The loader over a prepared split; see ``open_loader`` for the arguments."""
+    """The loader of one split; ``open_loader`` documents the arguments."""
 
     def __init__(
         self,
@@ -67,20 +67,20 @@ class RowLoader:
         self._tail: Tail = tail
         self._epoch, self._cursor, self._restored = 0, 0, False
         self._read = 0
-        """Number of the read that may go on; any other iterator has been replaced."""
+        """Number of the current read; iterators with other numbers have been replaced."""
         self._is_closed = False
         self._threads = Threads()
 
     @property
     def num_steps(self) -> int:
-        """Steps of a whole epoch, equal on all ranks."""
+        """Steps of a whole epoch, the same on all ranks."""
         return self._num_steps(0)
 
     @property
     def num_dropped_rows(self) -> int:
-        """Rows at the end of the epoch being read or restored that ``tail="drop"`` leaves out.
+        """Rows at the end of the current or restored epoch that ``tail="drop"`` leaves out.
 
-        A read restored with another batch size has its steps from the cursor on, not from row 0.
+        After restoring with another batch size, steps are counted from the cursor, not from row 0.
         """
         left = self._rows.num_rows - self._cursor
         return {"drop": left % self._batch_size, "keep": 0}[self._tail]
@@ -108,14 +108,14 @@ class RowLoader:
     def epoch(self, epoch: int) -> Iterator[Batch]:
         """Deliver epoch ``epoch`` from its start, or from the cursor of a state just restored.
 
-        A loader has one cursor, so one read at a time: this call ends any earlier one, whose
-        iterator raises DataError if it is used again. Raises DataError, too, when the set in the
-        folder is no longer the one that was opened.
+        A loader has one cursor and so one read at a time: this call ends any earlier read, whose
+        iterator then raises DataError. Also raises DataError if the set in the folder is no longer
+        the one that was opened.
         """
         _check_integer("epoch", epoch, 0, MAX_SEED)
         self._check_open("epoch")
-        # In file order a batch may be a view of a map, and a consumer may write into it: so these
-        # maps are of this epoch alone. In any other order rows are copied out of those there are.
+        # In file order a batch may be a view of a map, which the consumer may write to, so these
+        # maps belong to this epoch only. In any other order rows are copied from existing maps.
         views = self._rows.new_views() if self._shuffle == "none" else None
         if views is None:
             check_shards(self._manifest, self._split)
@@ -125,13 +125,13 @@ class RowLoader:
 
     def _check_open(self, call: str) -> None:
         if self._is_closed:
-            raise DataError(f"{call}(): this loader was closed; open another")
+            raise DataError(f"{call}(): this loader is closed; open another one")
 
     def _check_read(self, number: int) -> None:
         if number != self._read or self._is_closed:
             raise DataError(
                 "this read was ended by a later epoch(), load_state_dict() or close(); open a "
-                "second loader to read twice at a time"
+                "second loader for two reads at a time"
             )
 
     def _deliver(self, epoch: int, number: int, views: SplitRows | None) -> Iterator[Batch]:
@@ -147,8 +147,8 @@ class RowLoader:
                 words = self._rows.read(runs, buffers.take)
             return Block(words, tuple(step.stop - step.start for step in group))
 
-        # DALI has a thread of its own, and one more hand-over costs more than a view of the map;
-        # gathering keeps both readers busy.
+        # DALI has its own thread, and one more hand-over costs more than a view of the map, while
+        # gathering rows keeps both readers busy.
         if self._backend == "dali" and order.shuffle == "none":
             blocks = map(read, groups)
         else:
@@ -159,7 +159,7 @@ class RowLoader:
             if step.stop > step.start:
                 try:
                     parts = next(feed)
-                except (CancelledError, RuntimeError):  # another thread closes the threads it reads
+                except (CancelledError, RuntimeError):  # another thread closed the loader
                     self._check_read(number)
                     raise
             else:
@@ -177,9 +177,9 @@ class RowLoader:
             )
 
     def _groups(self, steps: Sequence[_Step]) -> Iterator[list[_Step]]:
-        """The steps in which this rank has rows, those together that are read as one block.
+        """The steps in which this rank has rows, grouped into blocks.
 
-        In file order only those that lie in one shard, of which a map may have a view.
+        In file order a group stays in one shard, so that it can be a view of its map.
         """
         group: list[_Step] = []
         num_rows, most_rows = 0, self._rows.most_rows
@@ -211,41 +211,41 @@ class RowLoader:
     def _is_over(self) -> bool:
         return self._num_steps(self._cursor) == 0
 
-    def _no_rows(self) -> Parts:
-        words = self._rows.read(self._order(0).runs(0, 0), _new)
+    def _no_rows(self) -> BatchColumns:
+        words = self._rows.read(self._order(0).runs(0, 0), lambda size: np.empty(size, np.int32))
         return self._rows.split(torch.from_numpy(words).to(self._device), (0,))[0]
 
     def _identity(self) -> State:
         return {"split": self._split, "shuffle": self._shuffle, "seed": self._seed}
 
     def state_dict(self, cursor: Cursor | None = None) -> State:
-        """Epoch and row cursor, and what must be equal for them to mean the same rows.
+        """Epoch and row cursor, with everything that must be equal for them to mean the same rows.
 
-        Without ``cursor`` it is the state after the last batch delivered. A run that holds batches
-        it has not trained on yet passes ``batch.cursor`` of the last one that it has.
+        Without ``cursor`` this is the state after the last delivered batch. A run that holds
+        batches it has not trained on passes ``batch.cursor`` of the last one it has trained on.
         """
         epoch, row = (self._epoch, self._cursor) if cursor is None else cursor
-        made = self._manifest
-        digests = {"fingerprint": made.fingerprint, "content_id": made.content_id}
+        manifest = self._manifest
+        digests = {"fingerprint": manifest.fingerprint, "content_id": manifest.content_id}
         return {"epoch": epoch, "cursor": row, **digests, **self._identity()}
 
     def state_after(self, batch: Batch) -> State:
-        """The state with which a read goes on after ``batch``, whatever was delivered since."""
+        """The state to continue after ``batch``, regardless of later deliveries."""
         return self.state_dict(batch.cursor)
 
     def load_state_dict(self, state: Mapping[str, int | str]) -> None:
-        """Go on from ``state``; DataError when it is of other rows, split, seed or shuffle."""
+        """Continue from ``state``; DataError if its rows, split, seed or shuffle differ."""
         self._check_open("load_state_dict")
         wanted = self._identity()
         if state.get("fingerprint") != self._manifest.fingerprint:
-            # States of earlier versions have the fingerprint alone.
+            # States of earlier versions have only the fingerprint.
             key = "content_id" if "content_id" in state else "fingerprint"
             wanted = {key: getattr(self._manifest, key), **wanted}
         for key, value in wanted.items():
             if state.get(key) != value:
                 raise DataError(
-                    f"{self._manifest.path}: the saved read has {key} {state.get(key)!r}, this one "
-                    f"has {value!r}; a read can only go on over the same rows in the same order"
+                    f"{self._manifest.path}: the saved read has {key} {state.get(key)!r}, but this "
+                    f"one has {value!r}; a read can only continue with the same rows and order"
                 )
         for key, most in (("epoch", MAX_SEED), ("cursor", self._rows.num_rows)):
             value = state.get(key)
@@ -259,30 +259,27 @@ class RowLoader:
         self._read += 1
 
     def close(self) -> None:
-        """End the reading threads and drop the memory maps; the loader is of no use afterwards."""
+        """End the reading threads and release the maps; the loader cannot be used afterwards."""
         self._is_closed = True
         self._read += 1
         self._threads.close()
         self._rows.close()
 
 
-def _new(num_words: int) -> Words:
-    return np.empty(num_words, dtype=np.int32)
-
-
 def _check_integer(key: str, value: object, least: int, most: int) -> None:
-    if type(value) is not int or not least <= value <= most:  # True is an int, too
+    if type(value) is not int or not least <= value <= most:  # True is an instance of int
         raise ConfigError(f"{key}: {value!r} must be a whole number from {least} to {most}")
 
 
 def choose_backend(wanted: Backend | Literal["auto"]) -> Backend:
-    """``data.loader`` as one of the two; what auto comes to is logged."""
+    """The backend for ``data.loader``; the choice for ``auto`` is logged."""
     if wanted != "auto":
         return wanted
-    # The parent package alone is imported: it belongs to CUDA's libraries too.
-    there = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.dali")
-    chosen: Backend = "dali" if there else "memmap"
-    _LOG.info("data.loader: auto is %s%s", chosen, "" if there else ", DALI is not installed")
+    # This imports only the parent package, which CUDA's libraries share.
+    has_dali = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.dali")
+    chosen: Backend = "dali" if has_dali else "memmap"
+    _LOG.info("data.loader: auto is %s%s", chosen, "" if has_dali else ", DALI is not installed")
+    return chosen
     return chosen
 
 
@@ -302,10 +299,10 @@ def open_loader(
 ) -> RowLoader:
     """Open one split for one rank.
 
-    ``batch_size`` is global. ``tail``: ``keep`` delivers the short last batch with its true rows (a
-    rank may get none), ``drop`` leaves it out and counts it. ``crosses`` are computed from the
-    set's columns and come after them in ``Batch.ids``. The order is the same for both
-    back-ends; ``auto`` is DALI where it is installed. Raises ConfigError for an argument out of
+    ``batch_size`` is global. ``tail``: ``keep`` delivers a short last batch with its true size (a
+    rank may get no rows of it), ``drop`` leaves it out and logs how many rows that is. ``crosses``
+    are computed from the set's columns and follow them in ``Batch.ids``. The order is the same for
+    both backends; ``auto`` is DALI if it is installed. Raises ConfigError for an argument out of
     range, DataError for a damaged set.
     """
     _check_integer("world_size", world_size, 1, MAX_SEED)

@@ -1,4 +1,4 @@
-"""The loaders of a run, one per split that has rows, as its configuration says."""
+"""The loaders of a run: one for each split that has rows."""
 
 from collections.abc import Sequence
 
@@ -21,20 +21,20 @@ def open_loaders(
     device: torch.device,
     crosses: Sequence[HashedColumn] = (),
 ) -> dict[str, RowLoader]:
-    """By split; only ``train`` is shuffled or may drop its tail.
+    """Loaders by split; only ``train`` is shuffled or may drop its tail.
 
-    Raises ConfigError if the train part has no batch, or rows without labels.
+    Raises ConfigError if train has no batch, or if its rows have no labels.
     """
     if not manifest.labelled:
         raise ConfigError(
-            f"data.path: the rows of {manifest.path} were encoded without labels, to be scored; "
-            "train on a set that `sbpflow prepare` made"
+            f"data.path: {manifest.path} has rows without labels, which can only be scored; train "
+            "on a set made by `sbpflow prepare`"
         )
     num_rows = manifest.splits["train"]
     if not num_rows or (config.tail == "drop" and num_rows < config.batch_size):
         raise ConfigError(
-            f"data.batch_size: {config.batch_size} rows, the train part of {manifest.path} has "
-            f"{num_rows}, and data.tail: {config.tail} leaves no batch; use a smaller batch_size "
+            f"data.batch_size: {config.batch_size} rows, but the train part of {manifest.path} has "
+            f"{num_rows}, so data.tail: {config.tail} leaves no batch; use a smaller batch_size "
             "or data.tail: keep"
         )
     backend = choose_backend(config.loader)

@@ -1,9 +1,9 @@
-"""The global row order of an epoch: a function of (rows, shuffle, seed, epoch) and of nothing else.
+"""The global row order of an epoch: a function of (rows, shuffle, seed, epoch) and nothing else.
 
-World size, rank, batch size and back-end have no part in it, so a row cursor is the whole state of
-a read. Shuffling permutes runs of consecutive rows, all of one length, over the whole split; the
-length is what the kinds differ in. No array of the order exists: ``data.read.permutation`` computes
-the places that are asked for.
+World size, rank, batch size and backend do not affect it, so a row cursor is the whole state of a
+read. Shuffling permutes runs of consecutive rows, of equal length, over the whole split; the kinds
+of shuffling differ in that length. The order is never stored: ``data.read.permutation`` computes
+the positions that are needed.
 """
 
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ Shuffle = Literal["none", "blocks", "runs", "rows"]
 RUN_ROWS: dict[Shuffle, int] = {"blocks": 4096, "runs": 16, "rows": 1}
 SHUFFLES: tuple[Shuffle, ...] = ("none", *RUN_ROWS)
 
-_PLACE_OF_SHORT_RUN = 1  # names a stream of the key, beside that of the permutation
+_PLACE_OF_SHORT_RUN = 1  # derives a random stream separate from that of the permutation
 
 
 class Runs(NamedTuple):
-    """Consecutive rows of a split: ``lengths[i]`` rows from row ``firsts[i]`` on; both int64."""
+    """Runs of consecutive rows: ``lengths[i]`` rows from row ``firsts[i]`` on; both int64 [n]."""
 
     firsts: NDArray[np.int64]
     lengths: NDArray[np.int64]
@@ -33,10 +33,10 @@ class Runs(NamedTuple):
 
 @dataclass(frozen=True)
 class RowOrder:
-    """Where the rows of one epoch come from: position in the order -> row of the split.
+    """The order of one epoch: maps a position in the order to a row of the split.
 
-    The rows that do not fill a run, at the split's end, are a run of their own, which lies
-    anywhere between the others.
+    Rows at the end of the split that do not fill a run form a short run of their own, whose place
+    among the others is random.
     """
 
     num_rows: int
@@ -54,14 +54,14 @@ class RowOrder:
 
     @cached_property
     def _short(self) -> tuple[int, int]:
-        """How many whole runs go before the short one, and its rows; after all if it has none."""
+        """Number of whole runs before the short one (all if there is none), and its rows."""
         num_runs, rows = divmod(self.num_rows, self._run_rows)
         key = np.random.SeedSequence((self.seed, self.epoch, _PLACE_OF_SHORT_RUN))
         word = int(key.generate_state(1, np.uint64)[0])
         return (word % (num_runs + 1) if rows else num_runs), rows
 
     def _slot(self, position: int) -> int:
-        """Number, in the order, of the run that a position lies in."""
+        """Index of the run, in the order, that contains a position."""
         before, rows = self._short
         first = before * self._run_rows
         if position < first:
@@ -69,7 +69,7 @@ class RowOrder:
         return before if position < first + rows else (position - rows) // self._run_rows + 1
 
     def runs_of(self, ranges: Sequence[tuple[int, int]]) -> Runs:
-        """The rows at these ranges of positions, one after the other."""
+        """The rows at these ranges of positions, concatenated."""
         joined = [ranges[0]]
         for start, stop in ranges[1:]:
             if start == joined[-1][1]:
@@ -83,7 +83,7 @@ class RowOrder:
         return Runs(np.concatenate(firsts), np.concatenate(lengths))
 
     def runs(self, start: int, stop: int) -> Runs:
-        """The rows at positions [start, stop), in order; the first and the last run may be cut."""
+        """The rows at positions [start, stop), in order; the first and last run may be partial."""
         if start >= stop:
             return Runs(np.empty(0, np.int64), np.empty(0, np.int64))
         if self.shuffle == "none":

@@ -1,1 +1,1 @@
-"""Generated rows with a known best AUC."""
+"""Generate rows with a known best AUC."""

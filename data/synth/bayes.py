@@ -1,7 +1,7 @@
-"""The best possible AUC and logloss of rows whose click probabilities are known.
+"""The best possible AUC and logloss for rows with known click probabilities.
 
-Free of label noise: a row counts as p of a click and 1 - p of a non-click. Rows are collected in
-fine bins of the logit, so any number of rows fits and the order of adding hardly matters.
+There is no label noise: a row with probability p counts as p clicks and 1 - p non-clicks. Rows are
+collected in fine bins of the logit, so memory is constant and the order of adding hardly matters.
 """
 
 import numpy as np
@@ -12,7 +12,7 @@ _LIMIT = 16.0
 
 
 class BayesTally:
-    """Sums over rows, by bin of the logit, from which AUC and logloss follow."""
+    """Sums over rows by bin of the logit, from which AUC and logloss are computed."""
 
     def __init__(self) -> None:
         self._clicks = np.zeros(_BINS)
@@ -20,7 +20,7 @@ class BayesTally:
         self._entropy = 0.0
 
     def add(self, probability: NDArray[np.float64], times: NDArray[np.int64] | None = None) -> None:
-        """Count rows with the given click probabilities, each ``times`` (once by default)."""
+        """Add rows with the given click probabilities [n], each ``times`` [n] (default once)."""
         p = np.clip(probability, 1e-7, 1 - 1e-7)
         weight = np.ones(len(p)) if times is None else times
         logit = np.log(p) - np.log1p(-p)
@@ -30,14 +30,14 @@ class BayesTally:
         self._entropy -= float((weight * (p * np.log(p) + (1 - p) * np.log1p(-p))).sum())
 
     def merge(self, other: "BayesTally") -> None:
-        """Add what another tally has counted."""
+        """Add the counts of another tally."""
         self._clicks += other._clicks
         self._others += other._others
         self._entropy += other._entropy
 
     @property
     def rows(self) -> float:
-        """Rows counted so far."""
+        """Number of rows added so far."""
         return float(self._clicks.sum() + self._others.sum())
 
     def auc(self) -> float:

@@ -1,7 +1,7 @@
-"""Criteo-like columns of any row range, a function of (seed, row): ranks, integers, missing masks.
+"""Criteo-like columns for any row range, as a function of (seed, row): ranks, integers, masks.
 
-Rows are drawn in fixed blocks, each from its own random stream, so a row does not depend on which
-range was asked for. The structure (chains, shared masks, tails, correlated integers) is that
+Rows are drawn in fixed blocks, each with its own random stream, so a row does not depend on the
+range that was requested. The structure (chains, shared masks, tails, correlated integers) was
 measured on the Kaggle rows; the numbers are in ``criteo_profile.json``.
 """
 
@@ -33,19 +33,19 @@ MASKS = (
     ("I3",), ("I5",), ("I6",), ("I8",), ("I12",), ("C6",), ("C22",),
 )  # fmt: skip
 FOLLOWS = {"I1": ("I5", -0.72), "I10": ("I1", 0.83), "I11": ("I7", 0.89), "I13": ("I4", 0.71)}
-"""Rank correlations: in that share of rows an integer takes another's quantile, or its mirror."""
+"""Rank correlations: share of rows in which an integer copies (or mirrors) another's quantile."""
 
 _DERIVED = {name for chain in CHAINS for name in chain[1:]} | {"C7"}
 _INTEGERS_IN_ORDER = ("I5", *(name for name in CRITEO.dense if name != "I5"))
 _TABLE_BITS = 16
 _DRIFT_ROWS = 1_000_000
 _FREQUENT_SEGMENTS = 2
-"""Segments of a tail (up to rank 1000 of full Criteo) that do not drift: signal sits there."""
+"""Segments of a tail (up to rank 1000 of full Criteo) that carry signal and do not drift."""
 
 
 @cache
 def profile() -> dict[str, Any]:
-    """The measured aggregates shipped with the package."""
+    """The measured aggregates that ship with the package."""
     file = Path(__file__).with_name("criteo_profile.json")
     try:
         return object_of(read_json(file), str(file))
@@ -65,7 +65,7 @@ class Rows:
 
 
 class Columns:
-    """Draws rows; built once per seed, vocabulary scale, skew per column and drift."""
+    """Draws rows. Depends only on seed, vocabulary scale, skew per column, and drift."""
 
     def __init__(
         self, seed: int, vocab_scale: float, skew: Mapping[str, float], drift: float
@@ -87,12 +87,11 @@ class Columns:
         self._num_draws = len(MASKS) + len(self._own) + 1 + num_integers + 1
 
     def block(self, index: int, stream: int = 0) -> Rows:
-        """The BLOCK_ROWS rows of block ``index``; another ``stream`` gives other rows alike."""
+        """The BLOCK_ROWS rows of block ``index``; each ``stream`` has independent rows."""
         bits = np.random.PCG64(np.random.SeedSequence([self._seed, stream, index]))
         draws = iter(bits.random_raw((self._num_draws, BLOCK_ROWS)))
         missing = _missing(draws)
-        ranks = {name: self._moved(name, self.tails[name].draw(next(draws)), index)
-                 for name in self._own}  # fmt: skip
+        ranks = {n: self._drifted(n, self.tails[n].draw(next(draws)), index) for n in self._own}
         ranks["C7"] = self._children(ranks["C11"], uniform(next(draws)))
         for chain in CHAINS:
             for fine, coarse in pairwise(chain):
@@ -102,8 +101,8 @@ class Columns:
                 ranks[name][mask] = -1
         return Rows(ranks, self._integer_values(draws), missing, uniform(next(draws)))
 
-    def _moved(self, name: str, ranks: Ranks, block: int) -> Ranks:
-        """Ranks after drift: each rare value gives way to another, at a moment of its own."""
+    def _drifted(self, name: str, ranks: Ranks, block: int) -> Ranks:
+        """Ranks after drift: each rare value is replaced by another at a row of its own."""
         segments = self.tails[name].segments
         if not self._drift or len(segments) <= _FREQUENT_SEGMENTS:
             return ranks
@@ -119,10 +118,10 @@ class Columns:
             places[name] = next(draws) >> np.uint64(64 - _TABLE_BITS)
             if name in FOLLOWS:
                 other, share = FOLLOWS[name]
-                theirs = places[other]
+                quantile = places[other]
                 if share < 0:
-                    theirs = np.uint64((1 << _TABLE_BITS) - 1) - theirs
-                places[name] = np.where(uniform(next(draws)) < abs(share), theirs, places[name])
+                    quantile = np.uint64((1 << _TABLE_BITS) - 1) - quantile
+                places[name] = np.where(uniform(next(draws)) < abs(share), quantile, places[name])
         return {name: self._integers[name][places[name]] for name in CRITEO.dense}
 
 
@@ -142,7 +141,7 @@ def _tail(name: str) -> Tail:
 
 
 def _integer_table(name: str) -> NDArray[np.int32]:
-    """Integers at evenly spaced quantiles, through the measured ones and the share of zeros."""
+    """Integers at evenly spaced quantiles, interpolated from the measured ones and the zeros."""
     column = profile()["int"][name]
     at = [percent / 100 for percent in column["quantile_pct"]]
     values = list(column["quantile"])
@@ -156,9 +155,9 @@ def _integer_table(name: str) -> NDArray[np.int32]:
 
 
 class _Refinement:
-    """A column that determines C13, as C11 does, without being a function of C11.
+    """A column that determines C13, as C11 does, but is not a function of C11.
 
-    Each C13 value owns some ranks of the column, dealt out so that their masses add up to its own.
+    Each C13 value owns some ranks of the column, dealt so that their masses add up to its own.
     """
 
     def __init__(self, parent: Coarsening, child: Tail) -> None:
@@ -176,13 +175,13 @@ class _Refinement:
 
 
 def _deal(owner_mass: Floats, mass: Floats) -> tuple[Ranks, Floats, Floats]:
-    """Deal ranks to owners by what each still lacks: ranks by owner, edges, owners' starts."""
+    """Deal ranks to the owners that lack most; returns ranks by owner, edges, owners' starts."""
     lacking = [(-value, owner) for owner, value in enumerate(owner_mass)]
     heapq.heapify(lacking)
-    falling = np.argsort(-mass, kind="stable")
-    frequent, rarest = np.split(falling, [len(mass) - len(owner_mass)])
+    descending = np.argsort(-mass, kind="stable")
+    frequent, rarest = np.split(descending, [len(mass) - len(owner_mass)])
     owner_of = np.empty(len(mass), dtype=np.int64)
-    owner_of[rarest] = np.arange(len(owner_mass))  # so that none is left without
+    owner_of[rarest] = np.arange(len(owner_mass))  # so that every owner gets one
     for rank in frequent:
         wanted, owner = lacking[0]
         owner_of[rank] = owner

@@ -1,7 +1,7 @@
 """Generate a Criteo-like set with a known best AUC, as a prepared set or as TSV.
 
-The rows come from ``data.synth.generator``; this file gives values their ids, writes shards, and
-tallies the Bayes AUC and logloss of every split.
+The rows come from ``data.synth.generator``. This file assigns ids, writes shards, and tallies the
+Bayes AUC and logloss of every split.
 """
 
 import os
@@ -46,7 +46,7 @@ _TRANSPOSED_ROWS = 1024
 
 
 class IdMaps:
-    """Ranks and pairs of ranks to ids of embedding tables, by the rule of ``data.format.ids``."""
+    """Maps ranks and pairs of ranks to table ids, with the rule of ``data.format.ids``."""
 
     def __init__(self, options: SynthOptions, columns: Columns) -> None:
         self.hot = dict(options.hot)
@@ -63,20 +63,20 @@ class IdMaps:
             self._ids[name] = assign_ids(counts, reserved, options.seed, name)
 
     def num_rows(self, name: str) -> int:
-        """Rows of the table of a field."""
+        """Number of rows of a field's table."""
         return len(self._ids[name]) + NUM_RESERVED_IDS
 
     def hot_of(self, name: str) -> Hot:
-        """Least and most ids of a row; a missing value has none in a list."""
+        """Minimum and maximum ids per row; in a list, a missing value has no ids."""
         return self.hot.get(name, (1, 1))
 
     @property
     def ragged(self) -> tuple[str, ...]:
-        """The fields whose rows have different numbers of ids."""
+        """The fields whose rows differ in their number of ids."""
         return tuple(name for name in self.names if len({*self.hot_of(name)}) > 1)
 
     def lengths(self, rows: Rows, name: str, block: int) -> NDArray[np.int64]:
-        """Ids that each row of a block has in a ragged field, a function of the row's number."""
+        """Number of ids in each row of a block for a ragged field, a function of the row number."""
         least, most = self.hot_of(name)
         numbers = np.arange(BLOCK_ROWS, dtype=np.uint64) + np.uint64(block * BLOCK_ROWS)
         salt = np.uint64((1 + self.names.index(name)) * GAMMA % 2**64)
@@ -84,23 +84,23 @@ class IdMaps:
         return np.where(rows.ranks[name] < 0, 0, drawn)
 
     def ids(self, rows: Rows, name: str) -> list[NDArray[np.int32]]:
-        """Ids of a field (``C1`` or ``C1xC2``), one array per hot position; of lists, the most.
+        """Ids of a field (``C1`` or ``C1xC2``), an array per hot position up to the maximum.
 
-        Further positions are a fixed function of the first, spread evenly over the table, as in the
-        MLPerf DLRMv2 data.
+        Further positions are a fixed function of the first and evenly spread over the table, as in
+        the MLPerf DLRMv2 data.
         """
         places, table = self._places(rows, name), self._ids[name]
         present = places >= 0
         out: list[NDArray[np.int32]] = []
         for position in range(self.hot_of(name)[1]):
-            here = places if position == 0 else _spread(places, position, len(table))
-            out.append(np.where(present, table[here], np.int32(MISSING_ID)))
+            spread = places if position == 0 else _spread(places, position, len(table))
+            out.append(np.where(present, table[spread], np.int32(MISSING_ID)))
         return out
 
     def _places(self, rows: Rows, name: str) -> Ranks:
-        """Rank of a column or place of a pair; -1 missing.
+        """The rank of a column or the place of a pair; -1 if missing.
 
-        A pair has a place of its own if both ranks are frequent and a hashed one if not.
+        A pair of two frequent ranks has its own place; other pairs are hashed.
         """
         if name in rows.ranks:
             return rows.ranks[name]
@@ -125,10 +125,10 @@ def _mixed(keys: NDArray[np.uint64], size: int) -> Ranks:
 
 
 def synth(options: SynthOptions) -> Manifest | None:
-    """Generate what the options say; returns the manifest of a prepared set, None for TSV."""
+    """Generate rows; returns the manifest of a prepared set, or None for TSV."""
     options.check()
     if options.output.exists():
-        raise ConfigError(f"--output {options.output}: exists; choose another or remove it")
+        raise ConfigError(f"--output {options.output}: already exists; choose another or remove it")
     generator = Generator(options)
     if options.format == "tsv":
         write_tsv(generator, options)
@@ -141,7 +141,7 @@ def synth(options: SynthOptions) -> Manifest | None:
 def _write_prepared(generator: Generator, options: SynthOptions) -> Manifest:
     maps = IdMaps(options, generator.columns)
     work, _ = open_work(options.output, "synth")
-    discard(work)  # generating anew is quicker than checking what is there
+    discard(work)  # generating again is faster than checking existing parts
     work, _ = open_work(options.output, "synth")
     step = _SHARD_BLOCKS * BLOCK_ROWS
     ranges = [(start, min(start + step, options.rows)) for start in range(0, options.rows, step)]
@@ -213,22 +213,22 @@ def _write_range(
     shards: dict[str, Any] = {}
     tallies: dict[str, BayesTally] = {}
     for number, name in enumerate(SPLITS):
-        here = split == number
-        if here.any():
+        chosen = split == number
+        if chosen.any():
             file = f"{name}-{rows[0] // BLOCK_ROWS:06d}.npy"
-            chosen = chosen_parts(parts, here)
-            shards[name] = shard_entry(write_shard(folder, file, words[here], chosen))
+            shard = write_shard(folder, file, words[chosen], chosen_parts(parts, chosen))
+            shards[name] = shard_entry(shard)
             tallies[name] = BayesTally()
-            tallies[name].add(probability[here])
+            tallies[name].add(probability[chosen])
     return shards, tallies
 
 
 def make_rows(
     generator: Generator, maps: IdMaps, start: int, stop: int
 ) -> tuple[Words, Parts, Floats]:
-    """Words [rows, 1 + dense + fixed ids] of rows [start, stop), lists, click probabilities."""
+    """Words [rows, 1 + dense + fixed ids], lists and click probabilities of rows [start, stop)."""
     pieces: list[Words] = []
-    chances: list[Floats] = []
+    probabilities: list[Floats] = []
     lengths: list[NDArray[np.int64]] = []
     values: list[NDArray[np.int32]] = []
     for block, first, last in block_ranges(start, stop):
@@ -239,18 +239,18 @@ def make_rows(
             if name not in maps.ragged:
                 columns += maps.ids(rows, name)
         if maps.ragged:
-            found = _lists(maps, rows, block, first, last)
-            lengths.append(found[0])
-            values.append(found[1])
+            block_lengths, block_values = _lists(maps, rows, block, first, last)
+            lengths.append(block_lengths)
+            values.append(block_values)
         pieces.append(_transposed(columns, first, last))
-        chances.append(probability[first:last])
+        probabilities.append(probability[first:last])
     parts: Parts = {}
     if lengths:
         all_lengths = np.concatenate(lengths)
         parts["lengths"] = all_lengths.astype(_length_type(maps))
         parts["starts"] = starts_of(all_lengths)
         parts["values"] = np.concatenate(values)
-    return np.concatenate(pieces), parts, np.concatenate(chances)
+    return np.concatenate(pieces), parts, np.concatenate(probabilities)
 
 
 def _lists(
@@ -281,7 +281,7 @@ def _dense_bits(rows: Rows, name: str) -> NDArray[np.int32]:
 
 
 def _transposed(columns: list[NDArray[np.int32]], first: int, last: int) -> Words:
-    """Rows [first, last) of columns, row by row, in tiles that stay in the cache."""
+    """Rows [first, last) of columns as a row-major matrix, in tiles that fit the cache."""
     words = np.empty((last - first, len(columns)), dtype=np.int32)
     for start in range(first, last, _TRANSPOSED_ROWS):
         stop = min(start + _TRANSPOSED_ROWS, last)

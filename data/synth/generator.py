@@ -1,4 +1,4 @@
-"""Generated rows, labels and click probabilities, block by block."""
+"""Generated rows with labels and click probabilities, block by block."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from sbpflow.data.synth.tails import Floats
 
 
 class Generator:
-    """Rows, labels and click probabilities of any row range, from the options alone."""
+    """Rows, labels and click probabilities as a function of the options."""
 
     def __init__(self, options: SynthOptions) -> None:
         self.columns = Columns(options.seed, options.vocab_scale, dict(options.skew), options.drift)
@@ -33,7 +33,7 @@ class Generator:
 
 
 def block_ranges(start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """(block, first, last): the rows of each block that lie in [start, stop)."""
+    """(block, first, last) for each block with rows in [start, stop): its rows in that range."""
     for block in range(start // BLOCK_ROWS, -(-stop // BLOCK_ROWS)):
         base = block * BLOCK_ROWS
         yield block, max(start - base, 0), min(stop - base, BLOCK_ROWS)

@@ -1,4 +1,4 @@
-"""What ``synth`` was asked to generate; two equal values give byte-identical sets."""
+"""The options of ``synth`` as one value; equal values give byte-identical sets."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ MLPERF_HOT = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 
 """Ids per row of C1..C26 in MLPerf DLRMv2 (facebookresearch/dlrm, torchrec_dlrm README)."""
 
 Hot = tuple[int, int]
-"""Least and most ids of a row: columns of the words where they are equal, else lists."""
+"""Minimum and maximum ids per row; columns of the words if they are equal, else lists."""
 
 
 Format = Literal["prepared", "tsv"]
@@ -27,7 +27,7 @@ Format = Literal["prepared", "tsv"]
 
 @dataclass(frozen=True, kw_only=True)
 class SynthOptions:
-    """The options of ``sbpflow synth``; see its help for the meaning of each."""
+    """The options of ``sbpflow synth``; its help explains each of them."""
 
     rows: int
     output: Path
@@ -36,9 +36,9 @@ class SynthOptions:
     ctr: float = 0.2562
     auc: float = 0.80
     min_mass: float = 5e-4
-    """Values and pairs less frequent than this carry no signal."""
+    """Values and pairs that are less frequent than this carry no signal."""
     products: float = 0.0
-    """Share of the logit's variance of products of vectors of two columns' values."""
+    """Share of the logit's variance that comes from products of vectors of two columns' values."""
     skew: tuple[tuple[str, float], ...] = ()
     drift: float = 0.0
     hot: tuple[tuple[str, Hot], ...] = ()
@@ -49,7 +49,7 @@ class SynthOptions:
     def check(self) -> None:
         """Raise ConfigError for values that cannot work."""
         if self.split.kind != "time":
-            raise ConfigError("--split: generated rows are split by time, like time:0.8,0.1,0.1")
+            raise ConfigError("--split: generated rows are split by time, as in time:0.8,0.1,0.1")
         if self.format == "tsv" and any(most > 1 for _, (_, most) in self.hot):
             raise ConfigError("--hot: Criteo text has one value per column; use --format prepared")
         check_ranges(
@@ -69,7 +69,7 @@ class SynthOptions:
 
 
 def parse_hot(text: str) -> tuple[tuple[str, Hot], ...]:
-    """Read ``mlperf`` (fixed numbers), ``mlperf-ragged`` (1 to 2n - 1 ids) or ``C1=3,C20=0-12``."""
+    """Parse ``mlperf`` (fixed), ``mlperf-ragged`` (1 to 2n - 1 ids) or ``C1=3,C20=0-12``."""
     sizes = zip(CRITEO.sparse, MLPERF_HOT, strict=True)
     if text == "mlperf":
         return tuple((name, (hot, hot)) for name, hot in sizes)
@@ -84,7 +84,7 @@ def _hot(text: str) -> Hot:
 
 
 def parse_skew(text: str) -> tuple[tuple[str, float], ...]:
-    """Read ``1.2`` (every column) or ``C3=1.2,C1=0.5``."""
+    """Parse ``1.2`` (every column) or ``C3=1.2,C1=0.5``."""
     example = "a number or like C1=3,C20=0.5"
     return _by_column("--skew", text, float, example, CRITEO.sparse)
 
@@ -94,5 +94,5 @@ def _by_column(
 ) -> tuple[tuple[str, Value], ...]:
     values = by_column(key, text, number, example, every)
     if unknown := [name for name, _ in values if name not in CRITEO.sparse]:
-        raise ConfigError(f"{key}: {unknown[0]!r} is no column; there are C1..C26")
+        raise ConfigError(f"{key}: {unknown[0]!r} is not a column; use C1..C26")
     return values

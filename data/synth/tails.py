@@ -1,7 +1,7 @@
 """How often the values of a column occur: masses for the first ranks, power laws for the rest.
 
-Ranks count from 0, the most frequent value first. A tail is sampled by inverse CDF, so a uniform
-number gives a rank without any table of the size of the vocabulary.
+Ranks count from 0, the most frequent value first. Tails are sampled by inverse CDF: a uniform
+number gives a rank without a table as large as the vocabulary.
 """
 
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ _TABLE_BITS = 16
 
 
 def uniform(bits: Bits) -> Floats:
-    """Random bits as numbers in [0, 1)."""
+    """64 random bits as a number in [0, 1)."""
     return (bits >> np.uint64(11)) * 2.0**-53
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Ranks [start, stop) with total ``mass``, falling as rank ** -slope."""
+    """Ranks [start, stop) with a total ``mass`` that decreases as rank ** -slope."""
 
     start: float
     stop: float
@@ -32,7 +32,7 @@ class Segment:
     slope: float
 
     def cdf(self, rank: Floats) -> Floats:
-        """Mass below the (continuous) rank, from the segment's start."""
+        """Mass between the segment's start and a (continuous) rank."""
         power = 1.0 - self.slope
         low, high = self.start**power, self.stop**power
         return self.mass * (rank**power - low) / (high - low)
@@ -44,7 +44,7 @@ class Segment:
         return (low + np.clip(mass / self.mass, 0.0, 1.0) * (high - low)) ** (1.0 / power)
 
     def sharpened(self, skew: float) -> "Segment":
-        """The segment whose density is this one's to the power ``skew``."""
+        """A segment whose density is this one's to the power ``skew``."""
         power, sharp = 1.0 - self.slope, 1.0 - self.slope * skew + 1e-9
         density = self.mass * power / (self.stop**power - self.start**power)
         mass = density**skew * (self.stop**sharp - self.start**sharp) / sharp
@@ -66,7 +66,7 @@ class Tail:
 
     @cached_property
     def _places(self) -> NDArray[np.int16]:
-        """Place in ``bounds`` by the first bits of a number; -1 where they leave it open."""
+        """Index in ``bounds`` by the first bits of a number; -1 if they do not decide it."""
         edges = np.arange((1 << _TABLE_BITS) + 1) / (1 << _TABLE_BITS)
         low = np.searchsorted(self.bounds, edges[:-1], side="right")
         high = np.searchsorted(self.bounds, edges[1:], side="left")
@@ -75,8 +75,8 @@ class Tail:
     def draw(self, bits: Bits) -> Ranks:
         """Ranks for uniformly random 64-bit numbers."""
         places = self._places[bits >> np.uint64(64 - _TABLE_BITS)].astype(np.int64)
-        open_ = np.flatnonzero(places < 0)
-        places[open_] = np.searchsorted(self.bounds, uniform(bits[open_]), side="right")
+        undecided = np.flatnonzero(places < 0)
+        places[undecided] = np.searchsorted(self.bounds, uniform(bits[undecided]), side="right")
         tail = np.flatnonzero(places >= len(self.head))
         if len(tail):
             self._fill(places, tail, uniform(bits[tail]))
@@ -90,25 +90,25 @@ class Tail:
         return np.minimum(places, self.size - 1, out=places)
 
     def _fill(self, places: Ranks, tail: NDArray[np.int64], mass: Floats) -> None:
-        """Turn the places of segments into ranks; ``tail`` are the rows they are in."""
+        """Replace places that stand for segments, at the indices ``tail``, by ranks."""
         which = np.minimum(places[tail], len(self.bounds) - 1)
         for index, segment in enumerate(self.segments, start=len(self.head)):
-            here = np.flatnonzero(which == index)
-            inside = segment.quantile(mass[here] - self.bounds[index - 1])
-            places[tail[here]] = np.clip(inside, segment.start, segment.stop - 1e-6)
+            chosen = np.flatnonzero(which == index)
+            rank = segment.quantile(mass[chosen] - self.bounds[index - 1])
+            places[tail[chosen]] = np.clip(rank, segment.start, segment.stop - 1e-6)
 
     def tail_mass(self, ranks: Ranks) -> Floats:
         """Mass between the head and the middle of each rank, for ranks beyond the head."""
         out = np.zeros(len(ranks))
         before = 0.0
         for segment in self.segments:
-            here = np.flatnonzero((ranks >= int(segment.start)) & (ranks < segment.stop))
-            out[here] = before + segment.cdf(np.minimum(ranks[here] + 0.5, segment.stop))
+            chosen = np.flatnonzero((ranks >= int(segment.start)) & (ranks < segment.stop))
+            out[chosen] = before + segment.cdf(np.minimum(ranks[chosen] + 0.5, segment.stop))
             before += segment.mass
         return out
 
     def masses(self) -> Floats:
-        """The mass of every rank; for columns of modest size."""
+        """The mass of every rank; for columns of moderate size."""
         masses = np.zeros(self.size)
         masses[: len(self.head)] = self.head
         for segment in self.segments:
@@ -118,7 +118,7 @@ class Tail:
         return masses
 
     def scaled(self, scale: float) -> "Tail":
-        """The same masses over a smaller vocabulary; columns of up to 1000 values stay whole."""
+        """The same masses over a smaller vocabulary; up to 1000 values are never removed."""
         size = max(min(self.size, 1000), round(self.size * scale))
         if size == self.size:
             return self
@@ -132,7 +132,7 @@ class Tail:
         return Tail(size, self.head, tuple(segments))
 
     def sharpened(self, skew: float) -> "Tail":
-        """Masses to the power ``skew``: 1 leaves them, 0 makes all values equally frequent."""
+        """Masses to the power ``skew``: 1 leaves them unchanged, 0 makes all values equal."""
         if skew == 1.0:
             return self
         head = [mass**skew for mass in self.head]
@@ -149,9 +149,9 @@ class Tail:
 class Coarsening:
     """A fixed map from the ranks of a fine column to those of a coarser one.
 
-    The pushforward of the fine distribution is (nearly) the coarse one: head ranks go where most
-    mass is still wanted, the next ones top up the coarse head, and the others fill the coarse tail
-    in order, so that rare values come from rare values.
+    It maps the fine distribution (nearly) to the coarse one. Head ranks go where most mass is
+    missing, the next ranks fill up the coarse head, and the others fill the coarse tail in order,
+    so that rare values map to rare values.
     """
 
     fine: Tail
@@ -159,17 +159,17 @@ class Coarsening:
 
     @cached_property
     def _head(self) -> tuple[Ranks, Floats]:
-        """Coarse rank of each fine head rank, and the mass each coarse head rank still wants."""
-        wanted = np.array(self.coarse.head)
+        """Coarse rank of each fine head rank, and the mass each coarse head rank still lacks."""
+        lacking = np.array(self.coarse.head)
         target = np.empty(len(self.fine.head), dtype=np.int64)
         for rank, mass in enumerate(self.fine.head):
-            target[rank] = np.argmax(wanted)
-            wanted[target[rank]] -= mass
-        return target, np.maximum(wanted, 0.0)
+            target[rank] = np.argmax(lacking)
+            lacking[target[rank]] -= mass
+        return target, np.maximum(lacking, 0.0)
 
     @cached_property
     def _table(self) -> Ranks:
-        """The map of the frequent ranks, which most rows have."""
+        """The map of the frequent ranks, which cover most rows."""
         ranks = np.arange(min(self.fine.size, 1 << _TABLE_BITS))
         target, _ = self._head
         return np.concatenate([target, self._tail(ranks[len(target) :])])
@@ -184,14 +184,14 @@ class Coarsening:
 
     def _tail(self, ranks: Ranks) -> Ranks:
         """Coarse ranks of ranks beyond the fine head."""
-        _, wanted = self._head
+        _, lacking = self._head
         fine_tail, coarse_head = 1.0 - sum(self.fine.head), sum(self.coarse.head)
         coarse_tail = max(1.0 - coarse_head, 0.0)
-        missing = float(wanted.sum())
+        missing = float(lacking.sum())
         mass = self.fine.tail_mass(ranks) * (missing + coarse_tail) / max(fine_tail, 1e-12)
         out = np.empty(len(ranks), dtype=np.int64)
         in_head = mass < missing
-        head = np.searchsorted(np.cumsum(wanted), mass[in_head], side="right")
-        out[in_head] = np.minimum(head, len(wanted) - 1)
+        head = np.searchsorted(np.cumsum(lacking), mass[in_head], side="right")
+        out[in_head] = np.minimum(head, len(lacking) - 1)
         out[~in_head] = self.coarse.quantile(coarse_head + mass[~in_head] - missing)
         return out

@@ -1,1 +1,1 @@
-"""The configuration: classes, reading, messages. Knows no model."""
+"""The configuration: its classes, how it is read, and its error messages. Knows no model."""

@@ -1,4 +1,4 @@
-"""The ``checkpoint`` group: where and how often a run is saved, and what it goes on from."""
+"""The ``checkpoint`` group: where and how often a run is saved, and how it resumes."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +11,12 @@ from sbpflow.runtime.fields.ranges import Count, Range
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
-    """When a run is saved, what is kept, and what it resumes from.
+    """When a run is saved, which checkpoints are kept, and where it resumes from.
 
-    ``resume: auto`` takes the newest good checkpoint of an unfinished run in ``dir`` if all keys
-    that must be equal are, and refuses to run otherwise. ``never`` starts anew and moves what is
-    there aside. A path resumes from that checkpoint, whichever run it is of.
+    ``resume: auto`` resumes from the newest valid checkpoint of an unfinished run in ``dir`` if
+    all keys that affect the results are equal; otherwise the run is refused. ``never`` starts from
+    the beginning and moves existing checkpoints aside. A path resumes from that checkpoint,
+    whichever run wrote it.
     """
 
     dir: Annotated[
@@ -23,30 +24,30 @@ class CheckpointConfig:
         Example("runs/train/checkpoints"),
         Key(
             "execution",
-            "Folder of checkpoints, the same for all ranks; checkpoints/ in run.dir if not given.",
+            "Checkpoint folder, shared by all ranks; checkpoints/ in run.dir if not given.",
         ),
     ] = None
     every: Annotated[
         int,
         Range(low=0),
-        Key("execution", "Steps between checkpoints; the end is saved, too. 0 saves nothing."),
+        Key("execution", "Steps between checkpoints; the last step is saved too. 0 disables them."),
     ] = 1000
-    keep: Annotated[Count, Key("execution", "How many of the newest checkpoints stay.")] = 3
+    keep: Annotated[Count, Key("execution", "Number of newest checkpoints to keep.")] = 3
     keep_best: Annotated[
         bool,
         Key(
             "execution",
-            "Also keep the checkpoint of the best AUC of val; train.eval_every must be a multiple "
-            "of checkpoint.every.",
+            "Also keep the checkpoint with the best AUC on val; train.eval_every must be a "
+            "multiple of checkpoint.every.",
         ),
     ] = False
     background: Annotated[
-        bool, Key("execution", "Train on while a checkpoint is being written.")
+        bool, Key("execution", "Continue training while a checkpoint is written.")
     ] = True
     resume: Annotated[
-        str, PathOr(("auto", "never")), Key("execution", "What a run resumes from; see above.")
+        str, PathOr(("auto", "never")), Key("execution", "Checkpoint to resume from; see above.")
     ] = "auto"
     on_signal: Annotated[
         Literal["save", "end"],
-        Key("execution", "What the first Ctrl-C or SIGTERM does; a second one ends at once."),
+        Key("execution", "Action on the first Ctrl-C or SIGTERM; a second one ends at once."),
     ] = "save"

@@ -1,4 +1,4 @@
-"""What to tell somebody whose prepared set is not there; light, for ``data`` asks it too."""
+"""The message for a missing prepared set. A light module: ``data`` imports it too."""
 
 from pathlib import Path
 
@@ -9,10 +9,8 @@ HOW_TO_MAKE_DATA = (
 
 
 def data_folder_problem(folder: Path, key: str = "data.path") -> str | None:
-    """Why a prepared set cannot be read from ``folder``, which ``key`` names, and what to do; None
-    if it is a folder.
-    """
+    """The message for a ``folder``, named by ``key``, that is not there; None if it is a folder."""
     if folder.is_dir():
         return None
-    what = "is not a folder" if folder.exists() else "does not exist"
-    return f"{key}: {folder} {what}; {HOW_TO_MAKE_DATA}"
+    problem = "is not a folder" if folder.exists() else "does not exist"
+    return f"{key}: {folder} {problem}; {HOW_TO_MAKE_DATA}"

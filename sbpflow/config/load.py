@@ -1,6 +1,6 @@
-"""Reading a configuration: YAML and ``key=value`` overrides to one frozen value, and back.
+"""Read a configuration (YAML and ``key=value`` overrides) into one frozen value, and write it.
 
-Keys and values are judged by ``parse.build``; the classes are in ``schema``.
+``parse.build`` checks keys and values; the classes are in ``schema``.
 """
 
 import copy
@@ -16,9 +16,7 @@ import yaml
 from sbpflow.config.model_tables import FieldRule, TableShape
 from sbpflow.config.parse import brief, build, plain, show
 from sbpflow.config.schema import Config, table_optimizers
-from sbpflow.config.table_rules import (
-    TableRule,
-)
+from sbpflow.config.table_rules import TableRule
 from sbpflow.config.yaml_text import MAX_CHARACTERS, load_yaml
 from sbpflow.embedding.rules.registry import import_rule
 from sbpflow.errors import ConfigError
@@ -35,10 +33,10 @@ def load_config(
 ) -> Config:
     """Read a YAML file, apply ``key=value`` overrides in order, check, and freeze.
 
-    ``models`` has the configuration classes that the group ``model`` may be, by ``model.name``; the
-    first is the default. ``model.name: package.module:Class`` imports that class: the file and the
-    overrides are the user's own command. So are ``name``s of ``optimizer.sparse`` and
-    ``optimizer.tables`` of that form.
+    ``models`` maps each ``model.name`` to the configuration class of the group ``model``; the
+    first is the default. ``model.name: package.module:Class`` imports that class, because the file
+    and the overrides are the user's own command. The ``name`` of ``optimizer.sparse`` and of
+    entries of ``optimizer.tables`` may have the same form.
     """
     try:
         file = local_path(path)
@@ -57,101 +55,97 @@ def config_from_tree(
     own_model: str | None = None,
     own_optimizers: Collection[str] = (),
 ) -> Config:
-    """The config whose ``plain`` form was kept as ``tree``, with ``key=value`` overrides.
+    """The config whose ``plain`` form was saved as ``tree``, with ``key=value`` overrides.
 
-    Data from outside imports nothing: a model ``package.module:Class`` is imported only if the
-    user's command names it, as ``own_model``, and an optimizer of tables only if it is among
+    Saved data never causes an import: a model ``package.module:Class`` is imported only if the
+    user's command names it as ``own_model``, and an optimizer of tables only if it is in
     ``own_optimizers``. ConfigError otherwise.
     """
-    kept: dict[str, Any] = copy.deepcopy(dict(tree))
-    _apply_all(kept, overrides, lambda tree: _import_optimizers(tree, own_optimizers))
-    if unused := set(own_optimizers) - {own for _, own in _own_optimizers(kept)}:
-        raise ConfigError(
-            f"--optimizer: {', '.join(sorted(unused))} was given, and no table has it; leave it out"
-        )
-    found, group = dict(models), kept.get("model")
-    name: object = cast("dict[str, object]", group).get("name") if isinstance(group, dict) else None
-    if isinstance(name, str) and name not in found:
+    saved: dict[str, Any] = copy.deepcopy(dict(tree))
+    _apply_all(saved, overrides, lambda tree: _import_optimizers(tree, own_optimizers))
+    if unused := set(own_optimizers) - {own for _, own in _own_optimizers(saved)}:
+        raise ConfigError(f"--optimizer: {', '.join(sorted(unused))}: no table uses it; remove it")
+    known, name = dict(models), _mapping(saved.get("model")).get("name")
+    if isinstance(name, str) and name not in known:
         if own_model != name:
             raise ConfigError(
-                f"--model: these values are of the model {name!r}, which only your own command may "
-                f"import; if you trust that module, add --model {name}"
+                f"--model: the saved model is {name!r}, which is imported only on your request; if "
+                f"you trust that module, add --model {name}"
             )
-        found[name] = import_model(name)
+        known[name] = import_model(name)
     elif own_model is not None:
-        raise ConfigError(
-            f"--model: {own_model} was given, these values are of the model {name!r}; leave it out"
-        )
-    return build(Config, kept, {"model": found})
+        raise ConfigError(f"--model: {own_model}, but the saved model is {name!r}; remove --model")
+    return build(Config, saved, {"model": known})
+
+
+def _mapping(value: object) -> dict[str, Any]:
+    """``value`` if it is a mapping, else an empty one: ``build`` reports a wrong type later."""
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
 def _with_own(models: Mapping[str, type[Any]], group: object) -> dict[str, type[Any]]:
-    """The known models, the default first, and the user's own if the group names one."""
-    found = dict(models)
-    if not isinstance(group, dict):
-        return found
-    name = cast("dict[str, Any]", group).get("name")
+    """The known models, the default first, and the user's own class if the group names one."""
+    known, name = dict(models), _mapping(group).get("name")
     if isinstance(name, str) and ":" in name:
-        found[name] = import_model(name)
-    elif isinstance(name, dict) or (isinstance(name, str) and "." in name and name not in found):
+        known[name] = import_model(name)
+    elif isinstance(name, dict) or (isinstance(name, str) and "." in name and name not in known):
         given = next(iter(cast("dict[str, Any]", name)), name) if isinstance(name, dict) else name
         raise ConfigError(
-            f"model.name: {given} is no class of your own; write package.module:Class, without "
-            f"blanks, or use one of {', '.join(models)}"
+            f"model.name: {given} does not name a class; write package.module:Class without "
+            f"spaces, or use one of {', '.join(models)}"
         )
-    return found
+    return known
 
 
 def import_model(name: str) -> type[Any]:
-    """The class that ``package.module:Class`` names; ConfigError if it is no model's."""
+    """The class named ``package.module:Class``; ConfigError if it is not a model configuration."""
     kind = import_own_class("model.name", name, "my_package.my_module:MyModel")
     tagged = dataclasses.is_dataclass(kind) and "name" in kind.__dataclass_fields__
     if not tagged or not callable(getattr(kind, "spec", None)):
         raise ConfigError(
-            f"model.name: {name} is no model's configuration; it must be a dataclass with a "
-            "field name: str and a method spec(fields), as examples/ shows"
+            f"model.name: {name} is not a model configuration; it must be a dataclass with a "
+            "field name: str and a method spec(fields), as in examples/"
         )
     return kind
 
 
 def _own_optimizers(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Key and name of those optimizers of tables that are a user's own, or look so."""
-    group = tree.get("optimizer")
-    groups: dict[str, Any] = cast("dict[str, Any]", group) if isinstance(group, dict) else {}
+    """Key and name of each table optimizer that names a user's own class, well formed or not."""
+    groups = _mapping(tree.get("optimizer"))
+    entries = _mapping(groups.get("tables"))
     tables = groups.get("tables")
     entries = cast("dict[str, Any]", tables) if isinstance(tables, dict) else {}
     given = {f"tables.{pattern}": entry for pattern, entry in entries.items()}
     for key, entry in {"sparse": groups.get("sparse"), **given}.items():
-        name = cast("dict[str, Any]", entry).get("name") if isinstance(entry, dict) else None
+        name = _mapping(entry).get("name")
         if isinstance(name, str) and (":" in name or "." in name):
             yield f"optimizer.{key}.name", name
 
 
 def _import_optimizers(tree: Mapping[str, Any], allowed: Collection[str] | None = None) -> None:
-    """Import the users' own optimizers of tables; ConfigError for one that is not ``allowed``."""
+    """Import the user's own table optimizers; ConfigError for a name that is not ``allowed``."""
     for key, name in _own_optimizers(tree):
         if allowed is not None and name not in allowed:
             raise ConfigError(
-                f"--optimizer: {key} is {name!r}, which only your own command may import; if you "
+                f"--optimizer: {key} is {name!r}, which is imported only on your request; if you "
                 f"trust that module, add --optimizer {name}"
             )
         import_rule(key, name)
 
 
 def dump_config(config: Config) -> str:
-    """The resolved config as YAML; ``load_config`` of it gives an equal value."""
+    """The resolved config as YAML; ``load_config`` of that text gives an equal value."""
     return yaml.safe_dump(plain(config), sort_keys=False, default_flow_style=None, width=100)
 
 
 def config_facts(
     config: Config, affecting: Collection[Affects] = get_args(Affects)
 ) -> dict[str, str]:
-    """Dotted keys and their values as YAML on one line; what the ranks compare.
+    """Dotted keys and their values as one-line YAML; the ranks compare these.
 
-    Only keys that affect one of ``affecting``: all of them by default.
-
-    An entry of a group of patterns (``parallel.tables``, ``model.tables``, ...) is a key, and so is
-    their order, which decides where two patterns match.
+    Only keys that affect one of ``affecting``, which is everything by default. Each entry of a
+    group of patterns (``parallel.tables``, ``model.tables``, ...) has a key. So has the order of
+    the patterns, because it decides between two that match.
     """
     facts = {key: text for key, text, affects in _flat("", config) if affects in affecting}
     for group, name in (
@@ -172,7 +166,7 @@ def _affects(owner: object, name: str, by_default: Affects = "results") -> Affec
 def _flat(
     key: str, value: object, affects: Affects = "results"
 ) -> Iterator[tuple[str, str, Affects]]:
-    """Every leaf below ``value``: its dotted key, its value, and what it affects."""
+    """Every leaf under ``value``: its dotted key, its value, and what it affects."""
     items: Mapping[str, object] | None = None
     if dataclasses.is_dataclass(value):
         items = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
@@ -182,7 +176,7 @@ def _flat(
         for name, item in items.items():
             below = _affects(value, name, affects)
             yield from _flat(f"{key}.{name}" if key else name, item, below)
-    elif value is not None:  # which is as good as not given
+    elif value is not None:  # None is the same as not given
         yield key, show(value), affects
 
 
@@ -194,15 +188,16 @@ _EXAMPLE_FILES = {
 
 
 def read_yaml(path: Path, key: str = "--config") -> dict[str, Any]:
-    """The mapping of a YAML file; ConfigError, naming ``key`` where there is no such file."""
+    """The mapping in a YAML file; a ConfigError that names ``key`` if there is no such file."""
     if not path.is_file():
-        what = "is a folder" if path.is_dir() else "does not exist"
+        problem = "is a folder" if path.is_dir() else "does not exist"
         folder = path if path.is_dir() else path.parent
         known = sorted(str(file) for file in folder.glob("*.yaml"))
         near = difflib.get_close_matches(str(path), known, 3, cutoff=0.5) or known[:5]
-        raise ConfigError(f"{key}: {path} {what}{_use(near) or _EXAMPLE_FILES[key]}")
+        hint = f"; did you mean {' or '.join(near)}?" if near else _EXAMPLE_FILES[key]
+        raise ConfigError(f"{key}: {path} {problem}{hint}")
     try:
-        if path.stat().st_size > 4 * MAX_CHARACTERS:  # of UTF-8
+        if path.stat().st_size > 4 * MAX_CHARACTERS:  # UTF-8 takes at most 4 bytes per character
             raise ConfigError(f"more than {MAX_CHARACTERS:,} characters of YAML")
         tree = load_yaml(path.read_text(encoding="utf-8"))
     except ConfigError as error:
@@ -212,7 +207,7 @@ def read_yaml(path: Path, key: str = "--config") -> dict[str, Any]:
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: holds {type(tree).__name__}, not groups such as 'run: {{...}}'")
+        raise ConfigError(f"{path}: is a {type(tree).__name__}, not groups such as 'run: {{...}}'")
     return tree
 
 
@@ -221,21 +216,21 @@ def _apply_all(
     overrides: Sequence[str],
     import_optimizers: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Write every ``key=value`` into the raw tree; ``import_optimizers`` imports the classes that
-    it names, whose keys the next override may set.
+    """Write every ``key=value`` into the raw tree.
 
-    ``parallel.plan`` and ``parallel.scheme`` both say where all tables live, so one of them on the
-    command line replaces the other one of the file, with a warning from rank 0.
+    ``import_optimizers`` runs before each override, because an imported optimizer class defines
+    keys that the override may set. ``parallel.plan`` and ``parallel.scheme`` both lay out all
+    tables, so either of them on the command line replaces the other in the file; rank 0 logs a
+    warning.
     """
     for override in overrides:
         import_optimizers(tree)
         _apply(tree, override)
     import_optimizers(tree)
     given = {override.partition("=")[0].strip() for override in overrides}
-    group = tree.get("parallel")
-    if not isinstance(group, dict) or "parallel" in given:
+    if "parallel" in given:
         return
-    parallel = cast("dict[str, object]", group)
+    parallel = _mapping(tree.get("parallel"))
     for key, other in (("plan", "scheme"), ("scheme", "plan")):
         if f"parallel.{key}" not in given or f"parallel.{other}" in given:
             continue
@@ -247,12 +242,10 @@ def _apply_all(
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:
-    """Write one ``key=value`` into the raw tree; ``build`` judges key and value later."""
+    """Write one ``key=value`` into the raw tree; ``build`` checks key and value later."""
     key, equals, text = override.partition("=")
     if not equals or not key.strip(". "):
-        raise ConfigError(
-            f"{brief(override)}: not an override; write key=value, such as run.seed=7"
-        )
+        raise ConfigError(f"{brief(override)}: write key=value, such as run.seed=7")
     try:
         value = load_yaml(text)
     except ConfigError as error:
@@ -265,16 +258,14 @@ def _apply(tree: dict[str, Any], override: str) -> None:
             child = node[name] = {}
         if not isinstance(child, dict):
             owner = ".".join(path[: depth + 1])
-            raise ConfigError(
-                f"{key}: {owner} is the value {brief(child)}, it has no keys of its own"
-            )
+            raise ConfigError(f"{key}: {owner} is the value {brief(child)} and has no keys")
         node = child
-    node.pop(path[-1], None)  # so that a new pattern of parallel.tables comes last, and wins
+    node.pop(path[-1], None)  # a new pattern of parallel.tables must come last to win
     node[path[-1]] = value
 
 
 def _split_key(key: str, tree: Mapping[str, Any]) -> list[str]:
-    """Patterns of names hold dots: all after ``parallel.tables.`` is one, less a rule's own key."""
+    """The parts of a dotted key, where patterns such as ``parallel.tables.*.C1`` contain dots."""
     kinds = dict(table_optimizers())
     for _, own in _own_optimizers(tree):
         kinds |= table_optimizers(own)
@@ -293,7 +284,3 @@ def _split_key(key: str, tree: Mapping[str, Any]) -> list[str]:
             path = [pattern, last] if pattern and last in own_keys else [rest]
             return [*prefix.rstrip(".").split("."), *path]
     return key.split(".")
-
-
-def _use(paths: Sequence[str]) -> str:
-    return f"; did you mean {' or '.join(paths)}?" if paths else ""

@@ -1,7 +1,7 @@
-"""Turn a YAML tree into frozen dataclasses, refusing everything that does not fit.
+"""Turn a YAML tree into frozen dataclasses and refuse everything that does not fit.
 
-Knows types, ranges and near matches; knows no key of sbpflow. The classes in ``schema`` say what
-exists; this file only reads them (annotations, defaults, ``Range`` and ``Example`` marks).
+Knows types, ranges and near matches, but no key of sbpflow: the classes in ``schema`` define the
+keys, and this file reads their annotations, defaults, and ``Range`` and ``Example`` marks.
 """
 
 import dataclasses
@@ -28,20 +28,20 @@ Tree = Mapping[str, Any]
 Choices = Mapping[str, Mapping[str, type[Any]]]
 C = TypeVar("C")
 MAX_INT = 2**63 - 1
-MAX_ENTRIES = 10_000  # of a list or a group
+MAX_ENTRIES = 10_000  # in a list or a group
 _MOST_SHOWN = 200  # characters of a value in a message
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A value that passes, for keys whose default cannot serve as one."""
+    """A valid value, for keys whose default cannot serve as an example."""
 
     value: Any
 
 
 @dataclass(frozen=True, slots=True)
 class PathOr:
-    """Text that is a local path, unless it is one of ``words``."""
+    """Text that is a local path unless it is one of ``words``."""
 
     words: tuple[str, ...]
 
@@ -55,30 +55,31 @@ class Aliases:
 
 @dataclass(frozen=True, slots=True)
 class Tagged:
-    """The dataclasses that a group may be, by their ``name``, given the name that a user gave."""
+    """The dataclasses that a group may be, by ``name``; called with the name the user gave."""
 
     kinds: Callable[[object], Mapping[str, type[Any]]]
 
 
 @dataclass(frozen=True, slots=True)
 class MaxEntries:
-    """The most entries of a list."""
+    """The maximum number of entries in a list."""
 
     count: int
 
 
 @dataclass(frozen=True, slots=True)
 class Untagged:
-    """What an entry of a mapping is that has no ``name``, for values that are told apart by it."""
+    """The ``name`` of an entry of a mapping that gives none, where ``name`` selects the class."""
 
     name: str
 
 
 def build(cls: type[C], tree: object, choices: Choices = MappingProxyType({})) -> C:
-    """An instance of the dataclass ``cls`` from a mapping; groups are dataclasses in turn.
+    """An instance of the dataclass ``cls`` from a mapping; its groups are dataclasses too.
 
-    ``choices`` has, for a field of ``cls`` whose annotation names no class, the dataclasses that
-    its group may be, by the tag that the key ``name`` has; the first is the default.
+    ``choices`` is for fields of ``cls`` whose annotation names no class: it maps the field to the
+    dataclasses that its group may be, by the value of the key ``name``. The first is the default.
+    Raises ConfigError.
     """
     try:
         return _build(cls, tree, "", choices)
@@ -95,7 +96,7 @@ class _UnknownKeyError(ConfigError):
         self.key, self.siblings = key, siblings
 
     def message(self, everywhere: list[str]) -> str:
-        """Near matches beside the key first, then the same name in other groups."""
+        """A hint with near matches in the same group, else with the same key in other groups."""
         group, _, name = self.key.rpartition(".")
         if (current := RENAMED.get(name)) in self.siblings:
             return f"{self.key}: is called {current} now; write {_join(group, current)}"
@@ -103,7 +104,8 @@ class _UnknownKeyError(ConfigError):
         if not near:
             leaves = {key.rpartition(".")[2] for key in everywhere}
             alike = difflib.get_close_matches(name, leaves, 1)
-            near = [key for key in everywhere if key.rpartition(".")[2] in alike]
+            # Several models and optimizers share keys, and each key is suggested once.
+            near = list(dict.fromkeys(k for k in everywhere if k.rpartition(".")[2] in alike))
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         known = f"{group or 'the top level'} has {', '.join(self.siblings)}"
         return f"{self.key}: unknown key; {hint}{known}"
@@ -134,7 +136,7 @@ def _build(cls: type[C], tree: object, key: str, choices: Choices = MappingProxy
 
 
 def parse(value: object, kind: Any, key: str, example: object) -> Any:
-    """``value`` as the annotated type ``kind``, or a ConfigError that shows ``example``."""
+    """``value`` as the annotated type ``kind``; otherwise a ConfigError that shows ``example``."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Annotated:
         return _parse_marked(value, args, key, example)
@@ -170,23 +172,23 @@ def _parse_marked(value: object, args: tuple[Any, ...], key: str, example: objec
     for mark in args[1:]:
         if isinstance(mark, Range) and not mark.holds(parsed):
             raise ConfigError(f"{key}: {brief(value)} is not {mark}{_eg(key, example)}")
-        if isinstance(mark, MaxEntries) and len(parsed) > mark.count:
-            most = f"use at most {mark.count}{_eg(key, example)}"
-            raise ConfigError(f"{key}: a list of {len(parsed):,}; {most}")
+            raise ConfigError(
+                f"{key}: a list of {len(parsed):,}; use at most {mark.count}{_eg(key, example)}"
+            )
         if isinstance(mark, PathOr) and parsed not in mark.words:
             parsed = str(_parse_path(parsed, key, example))
     return parsed
 
 
 def _tagged(item: object, name: str) -> object:
-    """``item`` as it is, or with the ``name`` that it does not give."""
+    """``item``, with ``name`` added if it is a group that does not give one."""
     if isinstance(item, Mapping) and "name" not in item:
         return {"name": name, **typing.cast("Mapping[str, object]", item)}
     return item
 
 
 def _parse_union(value: object, args: tuple[Any, ...], key: str, example: object) -> Any:
-    """``T | None``, ``int | tuple``, ``int | Literal``, or dataclasses told apart by ``name``."""
+    """``T | None``, ``int | tuple``, ``int | Literal``, or dataclasses selected by ``name``."""
     kinds = [arg for arg in args if arg is not types.NoneType]
     if value is None and len(kinds) < len(args):
         return None
@@ -208,7 +210,7 @@ def _parse_union(value: object, args: tuple[Any, ...], key: str, example: object
 def _parse_tagged(
     value: object, by_name: Mapping[str, type[Any]], key: str, default: str | None
 ) -> Any:
-    """One of several dataclasses, told by the key ``name``; ``default`` where it is not given."""
+    """The dataclass that the key ``name`` selects; ``default`` if it is not given."""
     if not isinstance(value, Mapping):
         _refuse(key, value, "a group of keys", by_name[default or next(iter(by_name))]())
     name: object = value.get("name", default)
@@ -221,15 +223,14 @@ def _parse_tagged(
         near = difflib.get_close_matches(str(_head(name)), by_name, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(
-            f"{key}.name: {brief(name)} is not known; use one of {', '.join(by_name)}{hint}"
+            f"{key}.name: {brief(name)} is unknown; use one of {', '.join(by_name)}{hint}"
         )
     for other in value:
         users = [tag for tag, kind in by_name.items() if other in _fields(kind)]
         if users and name not in users:
-            whole = show(by_name[name]())
             raise ConfigError(
                 f"{key}.{other}: {name} has no such setting ({', '.join(users)} has); remove it, "
-                f"or give the group whole, for example {key}: {whole}"
+                f"or give the whole group, for example {key}: {show(by_name[name]())}"
             )
     kind = by_name[name]
     if name == _tag(kind):
@@ -277,8 +278,11 @@ def _parse_mapping(value: object, kind: Any, key: str, example: object) -> dict[
     return {str(name): parse(item, kind, f"{key}.{name}", None) for name, item in value.items()}
 
 
-def _parse_bool(value: object, key: str, example: object) -> bool:
-    return value if isinstance(value, bool) else _refuse(key, value, _kind_name(bool), example)
+def _parse_exactly(kind: type[Any]) -> Callable[[object, str, object], Any]:
+    def parse_exactly(value: object, key: str, example: object) -> object:
+        return value if isinstance(value, kind) else _refuse(key, value, _NAMES[kind], example)
+
+    return parse_exactly
 
 
 def _parse_int(value: object, key: str, example: object) -> int:
@@ -286,14 +290,14 @@ def _parse_int(value: object, key: str, example: object) -> int:
         if abs(value) <= MAX_INT:
             return value
         raise ConfigError(
-            f"{key}: {brief(value)} is beyond 64 bits; use a whole number of at most {MAX_INT}"
+            f"{key}: {brief(value)} exceeds 64 bits; use a whole number up to {MAX_INT}"
             f"{_eg(key, example)}"
         )
     _refuse(key, value, _kind_name(int), example)
 
 
 def _parse_float(value: object, key: str, example: object) -> float:
-    """YAML 1.1 reads ``1e-3`` (no dot) as text, so text that is a number counts as one."""
+    """Text is accepted: YAML 1.1 reads ``1e-3``, which has no dot, as text."""
     if isinstance(value, int | float | str) and not isinstance(value, bool):
         try:
             number = float(value)
@@ -302,10 +306,6 @@ def _parse_float(value: object, key: str, example: object) -> float:
         if math.isfinite(number):
             return number
     _refuse(key, value, _kind_name(float), example)
-
-
-def _parse_str(value: object, key: str, example: object) -> str:
-    return value if isinstance(value, str) else _refuse(key, value, _kind_name(str), example)
 
 
 def _parse_path(value: object, key: str, example: object) -> Path:
@@ -318,10 +318,10 @@ def _parse_path(value: object, key: str, example: object) -> Path:
 
 
 _SCALARS: dict[Any, Callable[[object, str, object], Any]] = {
-    bool: _parse_bool,
+    bool: _parse_exactly(bool),
     int: _parse_int,
     float: _parse_float,
-    str: _parse_str,
+    str: _parse_exactly(str),
     Path: _parse_path,
 }
 _NAMES: dict[Any, str] = {
@@ -355,7 +355,7 @@ def _eg(key: str, example: object) -> str:
 
 @functools.cache
 def _hints(cls: type[Any]) -> dict[str, Any]:
-    """Annotations with their marks: resolving them takes far longer than reading a value."""
+    """Annotations with their marks; cached, because resolving them is slow."""
     return typing.get_type_hints(cls, include_extras=True)
 
 
@@ -365,7 +365,7 @@ def _fields(cls: Any) -> "dict[str, dataclasses.Field[Any]]":
 
 
 def _all_keys(kind: Any, prefix: str) -> list[str]:
-    """Every dotted key below ``kind``, alternatives included."""
+    """Every dotted key under ``kind``, including those of alternative classes."""
     if typing.get_origin(kind) is typing.Annotated:
         inside, *marks = typing.get_args(kind)
         tagged = [each for m in marks if isinstance(m, Tagged) for each in m.kinds(None).values()]
@@ -411,7 +411,7 @@ def _join(key: str, name: str) -> str:
 
 
 def plain(value: Any) -> Any:
-    """The YAML form of a config value: dicts, lists, text and numbers only."""
+    """The YAML form of a config value: only dicts, lists, text and numbers."""
     if dataclasses.is_dataclass(value):
         return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -422,13 +422,13 @@ def plain(value: Any) -> Any:
 
 
 def show(value: object) -> str:
-    """``value`` on one line, as a user would type it in YAML."""
+    """``value`` as one line of YAML."""
     text = yaml.safe_dump(plain(value), default_flow_style=True, width=10_000, sort_keys=False)
     return text.removesuffix("...\n").strip()
 
 
 def brief(value: object) -> str:
-    """``repr`` of a value, as long as a message can hold."""
+    """``repr`` of a value, cut to a length that fits in a message."""
     text = repr(_head(value))
     return (
         text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}.. ({len(text):,} characters)"
@@ -436,7 +436,7 @@ def brief(value: object) -> str:
 
 
 def _head(value: object, depth: int = 4) -> object:
-    """The first entries of the first levels, and the first characters of a text."""
+    """``value`` cut to its first entries, levels and characters."""
     if isinstance(value, str) and len(value) > _MOST_SHOWN:
         return f"{value[:_MOST_SHOWN]}.. ({len(value):,} characters)"
     if not isinstance(value, Mapping | list | tuple):

@@ -1,21 +1,21 @@
-"""Keys that earlier versions knew by another name: refused from users, read from saved files."""
+"""Keys that had another name in earlier versions: refused from users, read from saved files."""
 
 from collections.abc import Mapping
 from typing import Any, cast
 
 RENAMED = {"exchange_dtype": "comm_dtype", "row_capacity": "row_buffer_fraction"}
-"""By the last part of the key, in ``parallel`` and in the rules of ``parallel.tables``."""
+"""Old to new names: the last part of a key in ``parallel`` or in a rule of ``parallel.tables``."""
 
 
 def current_key(key: str) -> str:
-    """The name that a dotted key of a saved run has now."""
+    """The current name of a dotted key of a saved run."""
     group, _, name = key.rpartition(".")
     is_renamed = group.startswith("parallel") and name in RENAMED
     return f"{group}.{RENAMED[name]}" if is_renamed else key
 
 
 def with_current_keys(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration tree of a saved run with the names that its keys have now."""
+    """The configuration tree of a saved run with its keys under their current names."""
     parallel: object = tree.get("parallel")
     if not isinstance(parallel, Mapping):
         return dict(tree)

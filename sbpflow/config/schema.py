@@ -1,7 +1,7 @@
-"""The configuration: what can be set, its defaults, and how a YAML file becomes one frozen value.
+"""The configuration: every key, its default, and the checks that need no other facts.
 
-Facts that need no world are checked here; those that need the tables or the world size are in
-``config.checks``. Nothing is clamped, and no key is ignored.
+Checks that need the tables or the world size are in ``config.checks``. Values are never clamped
+and keys are never ignored.
 """
 
 from collections.abc import Mapping
@@ -43,10 +43,10 @@ from sbpflow.runtime.fields.ranges import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    """Where a run writes, and the seed everything random derives from."""
+    """Where a run writes its files, and the seed of everything random."""
 
-    dir: Annotated[Path, Key("execution", "Folder of the run: metrics, report, checkpoints.")] = (
-        Path("runs/train")
+    dir: Annotated[Path, Key("execution", "Run folder: metrics, report, checkpoints.")] = Path(
+        "runs/train"
     )
     seed: Annotated[
         int,
@@ -57,19 +57,19 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """A prepared set and how it is read."""
+    """The prepared set and how it is read."""
 
     path: Annotated[
         Path | None,
         Example("out/criteo"),
-        Key("execution", "Folder of the prepared set. It may move; its rows must stay the same."),
+        Key("execution", "Folder of the prepared set. It may move, but its rows may not change."),
     ] = None
     loader: Annotated[
         Literal["auto", "dali", "memmap"],
         Key(
             "execution",
-            "What reads the set. auto is DALI where it is installed, else memmap; both give the "
-            "same bits.",
+            "What reads the set. auto uses DALI if it is installed, else memmap; both give "
+            "identical batches.",
         ),
     ] = "auto"
     batch_size: Annotated[
@@ -79,26 +79,26 @@ class DataConfig:
         Literal["runs", "blocks", "rows", "none"],
         Key(
             "results",
-            "What an epoch shuffles: runs of 16 rows, blocks of 4,096, single rows, or nothing.",
+            "Unit of shuffling in an epoch: runs of 16 rows, blocks of 4,096, rows, or none.",
         ),
     ] = "runs"
     tail: Annotated[
-        Literal["keep", "drop"], Key("results", "Whether a short last batch is trained on.")
+        Literal["keep", "drop"], Key("results", "Whether to train on a last batch that is short.")
     ] = "keep"
     out_of_range: Annotated[
         Literal["error", "clamp", "hash"],
         Key(
             "results",
-            "How an id without a row is handled: fail, take the nearest row, or take a row chosen "
-            "by a hash of the id. Replaced ids are counted.",
+            "Handling of an id without a row: raise an error, use the nearest row, or use a row "
+            "chosen by a hash of the id. Replaced ids are counted.",
         ),
     ] = "error"
 
 
 class ModelGroup(Protocol):
-    """The ``model`` group: a frozen dataclass tagged by ``name``, of a model's own module.
+    """The ``model`` group: a frozen dataclass, selected by ``name``, from a model's own module.
 
-    ``run.model.ModelConfig`` says what else it has. Which there are is told to ``load_config``.
+    ``run.model.ModelConfig`` describes the rest of it; ``load_config`` takes the known models.
     """
 
     @property
@@ -109,41 +109,41 @@ class ModelGroup(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableChanges:
-    """An entry without ``name``: changes to what earlier patterns or ``optimizer.sparse`` give."""
+    """An entry without ``name``: changes to what earlier patterns or ``optimizer.sparse`` set."""
 
     name: Literal["same"] = "same"
     lr: Annotated[Rate | None, Example(0.01), Key("results", "Learning rate.")] = None
     weight_decay: Annotated[
-        NonNegative | None, Example(0.0), Key("results", "Weight decay, as in the optimizer.")
+        NonNegative | None, Example(0.0), Key("results", "Weight decay, as in that optimizer.")
     ] = None
     initial_range: InitialRange = None
 
 
-L2 = Annotated[NonNegative, Key("results", "L2 penalty: weight_decay * weight joins the gradient.")]
-Momentum = Annotated[Beta, Key("results", "Share of the previous step that the next one keeps.")]
+L2 = Annotated[NonNegative, Key("results", "L2 penalty: adds weight_decay * weight to gradients.")]
+Momentum = Annotated[Beta, Key("results", "Fraction of the previous step added to the next.")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DenseSgd:
-    """As torch.optim.SGD."""
+    """Same as torch.optim.SGD."""
 
     name: Literal["sgd"] = "sgd"
     lr: LearningRate = 0.1
     momentum: Momentum = 0.0
-    nesterov: Annotated[bool, Key("results", "Nesterov momentum; needs momentum.")] = False
+    nesterov: Annotated[bool, Key("results", "Nesterov momentum; requires momentum.")] = False
     weight_decay: L2 = 0.0
 
     def __post_init__(self) -> None:
         if self.nesterov and not self.momentum:
             raise ConfigError(
-                "optimizer.dense.nesterov: true without momentum looks ahead along nothing; for "
-                "example momentum: 0.9"
+                "optimizer.dense.nesterov: true has no effect without momentum; for example "
+                "momentum: 0.9"
             )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DenseAdagrad:
-    """As torch.optim.Adagrad."""
+    """Same as torch.optim.Adagrad."""
 
     name: Literal["adagrad"] = "adagrad"
     lr: LearningRate = 0.01
@@ -154,7 +154,7 @@ class DenseAdagrad:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RmsProp:
-    """As torch.optim.RMSprop."""
+    """Same as torch.optim.RMSprop."""
 
     name: Literal["rmsprop"] = "rmsprop"
     lr: LearningRate = 1e-3
@@ -166,7 +166,7 @@ class RmsProp:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adam:
-    """As torch.optim.Adam."""
+    """Same as torch.optim.Adam."""
 
     name: Literal["adam"] = "adam"
     lr: LearningRate = 1e-3
@@ -177,14 +177,14 @@ class Adam:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamW:
-    """As torch.optim.AdamW."""
+    """Same as torch.optim.AdamW."""
 
     name: Literal["adamw"] = "adamw"
     lr: LearningRate = 1e-3
     betas: Betas = (0.9, 0.999)
     eps: Epsilon = 1e-8
     weight_decay: Annotated[
-        NonNegative, Key("results", "Weights shrink by lr * weight_decay before each step.")
+        NonNegative, Key("results", "Weights are multiplied by 1 - lr * weight_decay each step.")
     ] = 0.01
 
 
@@ -193,20 +193,20 @@ DenseOptimizer = DenseSgd | Adam | AdamW | DenseAdagrad | RmsProp
 
 
 def table_optimizers(name: object = None) -> Mapping[str, type[TableOptimizer]]:
-    """What an entry of ``optimizer.tables`` may be, as ``known_rules``."""
+    """The classes of an entry of ``optimizer.tables`` by name, as in ``known_rules``."""
     return {"same": TableChanges, **known_rules(name)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
-    """Optimizers of the tables and of the dense part, their schedules, and clipping."""
+    """Optimizers of the tables and of the dense part, their schedules, and gradient clipping."""
 
     sparse: Annotated[
         SparseOptimizer,
         Tagged(known_rules),
         Key(
             "results",
-            "Updates the rows that a batch touches: one of these, or package.module:Class.",
+            "Updates the rows used by a batch: one of these, or package.module:Class.",
         ),
     ] = field(default_factory=RowwiseAdagrad)
     tables: Annotated[
@@ -215,7 +215,7 @@ class OptimizerConfig:
         Untagged("same"),
         Key(
             "results",
-            "Optimizers by pattern of table names, in place of optimizer.sparse; the last match "
+            "Optimizers by pattern of table names, replacing optimizer.sparse; the last match "
             "wins.",
         ),
     ] = field(default_factory=dict[str, TableOptimizer])
@@ -242,53 +242,49 @@ class OptimizerConfig:
             self.refuse_one_rate(self.of_tables.key)
 
     def refuse_one_rate(self, key: str) -> None:
-        """ConfigError if ``key`` changes the rate of tables whose rule takes no other."""
+        """ConfigError if ``key`` changes the learning rate of a rule with a fixed rate."""
         by_table = {f"tables.{pattern}": chosen for pattern, chosen in self.tables.items()}
         for owner, chosen in {"sparse": self.sparse, **by_table}.items():
             if isinstance(chosen, SparseOptimizer) and chosen.one_rate:
                 raise ConfigError(
-                    f"{key}: {chosen.name} {chosen.one_rate}, so it has no schedule; remove "
-                    f"{key}, or use for example optimizer.{owner}.name: adagrad"
+                    f"{key}: {chosen.name} {chosen.one_rate}, so it takes no schedule; remove "
+                    f"{key}, or use another optimizer such as optimizer.{owner}.name: adagrad"
                 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """Length of a run, its evaluations, and what it logs."""
+    """Length of a run, its evaluations, and its logging."""
 
     epochs: Annotated[Count, Key("execution", "Passes over the training rows.")] = 1
     accumulate: Annotated[
         Count,
-        Key("results", "Batches per step; gradients are those of one batch of all their rows."),
+        Key("results", "Batches per step; gradients equal those of one batch with all their rows."),
     ] = 1
     lookahead: Annotated[
         Annotated[int, Range(low=0, high=1024)] | Literal["auto"],
-        Key(
-            "execution", "Batches whose ids are exchanged ahead of the one in training; auto is 1."
-        ),
+        Key("execution", "Number of batches whose ids are exchanged ahead of training; auto is 1."),
     ] = 1
     max_steps: Annotated[
-        Count | None, Example(100), Key("execution", "Steps after which the run ends.")
+        Count | None, Example(100), Key("execution", "Number of steps after which the run ends.")
     ] = None
     eval_every: Annotated[
-        int, Range(low=0), Key("scores", "Steps between evaluations of val; 0: at the end only.")
+        int, Range(low=0), Key("scores", "Steps between evaluations of val; 0 for only at the end.")
     ] = 1000
     eval_rows: Annotated[
         Count | None,
         Example(1_000_000),
-        Key("scores", "First rows of val that are scored during training; the end scores all."),
+        Key("scores", "Rows of val to score, from the first, during training; the end scores all."),
     ] = None
     exact_auc_rows: Annotated[
         int,
         Range(low=0),
-        Key(
-            "scores", "Up to this many rows the AUC is exact; above, from a histogram with a bound."
-        ),
+        Key("scores", "AUC is exact up to this many rows; above, from a histogram with a bound."),
     ] = 20_000_000
     slices: Annotated[
         tuple[str, ...],
         Example(("C1",)),
-        Key("scores", "Columns of ids whose values get an AUC of their own."),
+        Key("scores", "Id columns whose values each get an AUC of their own."),
     ] = ()
     stop: Annotated[StopConfig | None, Example({"metric": "auc", "patience": 2})] = None
     plateau: Annotated[PlateauConfig | None, Example({"factor": 0.1})] = None
@@ -296,9 +292,9 @@ class TrainConfig:
     profile: Annotated[
         tuple[Count, Count] | None,
         Example((10, 15)),
-        Key("execution", "First and last step that a Chrome trace records."),
+        Key("execution", "First and last step recorded in a Chrome trace."),
     ] = None
-    log_every: Annotated[Count, Key("execution", "Steps between lines of the log.")] = 100
+    log_every: Annotated[Count, Key("execution", "Steps between log lines.")] = 100
     progress: Annotated[bool, Key("execution", "Show a progress bar.")] = True
 
     @property
@@ -310,8 +306,8 @@ class TrainConfig:
         for key, given in (("stop", self.stop), ("plateau", self.plateau)):
             if given is not None and not self.eval_every:
                 raise ConfigError(
-                    f"train.{key}: watches val, which eval_every: 0 scores at the end only; for "
-                    "example train.eval_every: 1000"
+                    f"train.{key}: needs evaluations of val during training, but eval_every is 0; "
+                    "for example train.eval_every: 1000"
                 )
         if self.profile is not None and self.profile[1] < self.profile[0]:
             raise ConfigError(
@@ -322,7 +318,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """One run, fully resolved: the same value on every rank."""
+    """One run, fully resolved; the same value on every rank."""
 
     run: RunConfig = field(default_factory=RunConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -339,16 +335,16 @@ class Config:
         if self.checkpoint.keep_best and (not every or not scored or scored % every):
             fit = -(-scored // every) * every if every and scored else every or 1000
             raise ConfigError(
-                f"checkpoint.keep_best: keeps what val scored best, which is scored every {scored} "
-                f"steps (train.eval_every) and saved every {every} (checkpoint.every): each that "
-                f"is scored must be saved, for example train.eval_every: {fit}"
+                f"checkpoint.keep_best: val is scored every {scored} steps (train.eval_every) and "
+                f"checkpoints are saved every {every} (checkpoint.every), but every scored step "
+                f"must be saved; for example train.eval_every: {fit}"
                 + ("" if every else " and checkpoint.every: 1000")
             )
         if self.parallel.cuda_graph and self.train.accumulate > 1:
             raise ConfigError(
-                f"parallel.cuda_graph: true beside train.accumulate: {self.train.accumulate}; a "
-                "graph holds the gradients of one batch: use train.accumulate=1 and a larger "
-                "data.batch_size, or leave cuda_graph out"
+                f"parallel.cuda_graph: true with train.accumulate: {self.train.accumulate}, but a "
+                "graph holds the gradients of one batch; use train.accumulate=1 and a larger "
+                "data.batch_size, or remove cuda_graph"
             )
         if self.train.plateau is not None:
             self.optimizer.refuse_one_rate("train.plateau")

@@ -1,6 +1,6 @@
-"""What the ``parallel`` group means for given tables and parameters: the layout of each.
+"""Resolve the ``parallel`` group to the layout of each table and each dense parameter.
 
-``table_rules`` has the group itself; a rule that does not fit a table or the world is refused here.
+``table_rules`` defines the group. A rule that does not fit a table or the world is refused here.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ def resolve_dense_layouts(
 ) -> dict[str, Layout]:
     """The layout of every dense parameter (name -> shape), over all ranks.
 
-    ConfigError where a pattern matches nothing, is no layout, or splits what is too short.
+    ConfigError if a pattern matches nothing, is not a layout, or splits a dim that is too short.
     """
     check_matches("parallel.dense", parallel.dense, parameters, "parameter")
     world = Placement.line(device_type, world_size)
@@ -57,7 +57,7 @@ def _dense_layout(
             f"{key}: {brief(text)} does not fit {name} {list(shape)}: {error}"
         ) from error
     if isinstance(layout.nd_sbp[0], Partial):
-        raise ConfigError(f"{key}: {text} is no layout of a parameter; {name} takes {legal}")
+        raise ConfigError(f"{key}: {text} is not a parameter layout; {name} takes {legal}")
     return layout
 
 
@@ -71,9 +71,9 @@ def resolve_table_layouts(
 ) -> dict[str, TableLayout]:
     """The layout of every table, in the order of ``tables`` (name -> (rows, dim)).
 
-    ``planned`` are the rules of ``parallel.plan``, which stand where a scheme's would.
-    ConfigError where a rule does not fit a table or the world, a pattern matches nothing, or a
-    table is matched by nothing.
+    ``planned`` has the rules of ``parallel.plan``, which replace those of a scheme. ConfigError if
+    a rule does not fit a table or the world, a pattern matches nothing, or no pattern matches a
+    table.
     """
     check_matches("parallel.tables", parallel.tables, tables, "table")
     check_matches(f"parallel.plan {parallel.plan}", planned or {}, tables, "table")
@@ -96,30 +96,26 @@ def _rule_of(
     planned: Mapping[str, TableRule] | None,
     name: str,
 ) -> tuple[str, TableRule]:
-    """The key and the rule that decide: the last match, those of plan or scheme coming first."""
-    found: tuple[str, TableRule] | None = None
-    for pattern, rule in (planned or {}).items():
+    """The key and the rule that apply: the last match, those of plan or scheme coming first."""
+    plan_key, scheme = f"parallel.plan {parallel.plan}", parallel.scheme
+    candidates = [(pattern, plan_key, rule) for pattern, rule in (planned or {}).items()]
+    if scheme is not None:
+        rules = schemes[scheme].items()
+        candidates += [(pattern, f"parallel.scheme {scheme}", rule) for pattern, rule in rules]
+    candidates += [(p, f"parallel.tables.{p}", rule) for p, rule in parallel.tables.items()]
+    for pattern, key, rule in reversed(candidates):
         if fnmatchcase(name, pattern):
-            found = (f"parallel.plan {parallel.plan}", rule)
-    if parallel.scheme is not None:
-        for pattern, rule in schemes[parallel.scheme].items():
-            if fnmatchcase(name, pattern):
-                found = (f"parallel.scheme {parallel.scheme}", rule)
-    for pattern, rule in parallel.tables.items():
-        if fnmatchcase(name, pattern):
-            found = (f"parallel.tables.{pattern}", rule)
-    if found is None and parallel.plan is not None:
+            return key, rule
+    if parallel.plan is not None:
         raise ConfigError(
-            f"parallel.plan {parallel.plan}: no pattern of its tables matches {name}; add "
-            f"one there, or parallel.tables: {{{name}: {{sbp: S(0)}}}}"
-        )
-    if found is None:
-        raise ConfigError(
-            f"parallel.scheme: {parallel.scheme or 'not given'}, and no pattern of parallel.tables "
-            f"matches {name}; set parallel.scheme to dp, 1, 2 or 3, or add "
+            f"{plan_key}: none of its patterns matches {name}; add one to the plan, or "
             f"parallel.tables: {{{name}: {{sbp: S(0)}}}}"
         )
-    return found
+    raise ConfigError(
+        f"parallel.scheme: {scheme or 'not given'}, and no pattern of parallel.tables matches "
+        f"{name}; set parallel.scheme to dp, 1, 2 or 3, or add "
+        f"parallel.tables: {{{name}: {{sbp: S(0)}}}}"
+    )
 
 
 def _fit(
@@ -131,14 +127,14 @@ def _fit(
     world_size: int,
     comm_dtype: CommDtype,
 ) -> TableLayout:
-    """One rule on one table in one world, every part of the combination checked."""
+    """Apply one rule to one table, and check that rule, table and world fit together."""
     placement = rule.placement(key, device_type, world_size)
     if outside := [rank for rank in placement.ranks if rank >= world_size]:
-        of = f" ({name})" if key.startswith("parallel.plan") else ""
+        table = f" ({name})" if key.startswith("parallel.plan") else ""
         raise ConfigError(
-            f"{key}.ranks{of}: {outside} not in a world of {world_size}; use ranks "
-            f"0..{world_size - 1}, or leave ranks and sizes out for all that there are"
-            + ("; a plan is of the ranks that it was made for" if of else "")
+            f"{key}.ranks{table}: {outside} not in a world of {world_size}; use ranks "
+            f"0..{world_size - 1}, or remove ranks and sizes to use all ranks"
+            + ("; a plan fits the number of ranks that it was made for" if table else "")
         )
     sbps = [
         _fit_axis(key, rule, axis, sbp, name, shape, placement)
@@ -147,14 +143,14 @@ def _fit(
     if isinstance(sbps[0], Broadcast) and placement.size not in (1, world_size):
         ranks = list(placement.ranks)
         raise ConfigError(
-            f"{key} ({name}): B on ranks {ranks} of {world_size}; a copied table is on all ranks, "
-            f"a whole one on a single rank: remove ranks, or use ranks: [{ranks[0]}]"
+            f"{key} ({name}): B on ranks {ranks} of {world_size}; B needs all ranks or a single "
+            f"one: remove ranks, or use ranks: [{ranks[0]}]"
         )
     layout = Layout(placement, tuple(sbps))
     legal = legal_exchanges(layout, world_size)
     if rule.exchange is not None and rule.exchange not in legal:
         raise ConfigError(
-            f"{key}.exchange: {rule.exchange} does not go with {rule.sbp} of {name} on "
+            f"{key}.exchange: {rule.exchange} does not support {rule.sbp} of {name} on "
             f"{placement.size} of {world_size} ranks; use {' or '.join(legal)}"
         )
     return TableLayout(
@@ -174,16 +170,16 @@ def _fit_axis(
     shape: Shape,
     placement: Placement,
 ) -> Sbp:
-    """The sbp along one axis of the placement, with its explicit sizes if there are any."""
+    """The sbp along one axis of the placement, with its explicit sizes if any."""
     if not isinstance(sbp, Split):
         return sbp
-    num_ranks, what, length = placement.shape[axis], ("rows", "columns")[sbp.dim], shape[sbp.dim]
+    num_ranks, length = placement.shape[axis], shape[sbp.dim]
     sizes = rule.axis_sizes(axis)
     if sbp.dim == 1 and sizes is None and length < num_ranks:
         raise ConfigError(
             f"{key} ({name}): S(1) needs a column for each of {num_ranks} ranks, {name} has "
-            f"{length}; use S(0), or {length} rank{'s' * (length > 1)}, or explicit sizes, or a "
-            f"table of {num_ranks} columns or more"
+            f"{length}; use S(0), {length} rank{'s' * (length > 1)}, explicit sizes, or a "
+            f"table with at least {num_ranks} columns"
         )
     fit = f"for example {list(balanced_sizes(length, num_ranks))}"
     if sizes is None:
@@ -194,6 +190,7 @@ def _fit_axis(
         )
     if sum(sizes) != length:
         raise ConfigError(
-            f"{key}.sizes: {list(sizes)} sum to {sum(sizes)}, {name} has {length} {what}; {fit}"
+            f"{key}.sizes: {list(sizes)} sum to {sum(sizes)}, but {name} has {length} "
+            f"{('rows', 'columns')[sbp.dim]}; {fit}"
         )
     return Split(sbp.dim, sizes)

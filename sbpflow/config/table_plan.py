@@ -1,7 +1,7 @@
-"""Files of table rules, as ``parallel.plan: FILE`` reads and a planner writes them.
+"""Files of table rules: read by ``parallel.plan: FILE`` and written by the planner.
 
-A mapping ``tables`` with what ``parallel.tables`` takes; ``notes`` beside it are for people, but
-for ``world_size``, the number of ranks that a planner had in mind.
+A mapping ``tables`` in the form of ``parallel.tables``, and optional ``notes`` for people, of
+which only ``world_size``, the number of ranks planned for, is read.
 """
 
 import logging
@@ -25,9 +25,9 @@ class _TablePlan:
 
 
 def read_table_plan(path: Path, *, world_size: int | None = None) -> dict[str, TableRule]:
-    """Rules by pattern, the last match deciding; ConfigError for what is no such file.
+    """Rules by pattern, where the last match wins; ConfigError if the file is not a plan.
 
-    A plan that its ``notes`` say is for another ``world_size`` is legal and warned of.
+    A plan whose ``notes`` give another ``world_size`` is legal, but logs a warning.
     """
     tree = read_yaml(path, "parallel.plan")
     notes = tree.pop("notes", None)
@@ -40,8 +40,8 @@ def read_table_plan(path: Path, *, world_size: int | None = None) -> dict[str, T
     planned_for = notes.get("world_size", world_size) if isinstance(notes, Mapping) else world_size
     if world_size is not None and planned_for != world_size and env_int("RANK", 0) == 0:
         _LOG.warning(
-            "%s was planned for %s ranks and this run has %d: tables go where it says, which may "
-            "leave ranks idle or full; plan again",
+            "%s was planned for %s ranks, but this run has %d: following it may leave ranks idle "
+            "or out of memory; plan again",
             path,
             planned_for,
             world_size,

@@ -1,8 +1,8 @@
-"""The ``parallel`` group: which layout each embedding table gets.
+"""The ``parallel`` group, which decides the layout of each embedding table.
 
-A scheme is a list of patterns that the model gives; ``parallel.tables`` adds patterns after them,
-and the last one that matches a table's name decides. ``table_layouts`` makes one ``TableLayout``
-per table of it, which is all that the rest of sbpflow sees: nothing downstream knows schemes.
+A scheme is a list of patterns from the model. ``parallel.tables`` adds patterns after them, and
+the last pattern that matches a table's name wins. ``table_layouts`` turns this into one
+``TableLayout`` per table; the rest of sbpflow sees only those and knows no schemes.
 """
 
 from collections.abc import Mapping
@@ -45,21 +45,21 @@ class TableRule:
     sizes: Annotated[
         tuple[Size | tuple[Size, ...], ...] | None,
         Example((60, 40)),
-        Key("execution", "Rows or columns per rank, 0 for none; balanced if not given."),
+        Key("execution", "Rows or columns per rank; 0 means none. Balanced if not given."),
     ] = None
     exchange: Annotated[
         str | None,
         Example("unique"),
-        Key("execution", "How ids and vectors travel; the first that fits the layout by default."),
+        Key("execution", "How ids and vectors travel; by default the first one the layout allows."),
     ] = None
     comm_dtype: Annotated[
         CommDtype | None,
         Example("bfloat16"),
-        Key("results", "Number format of its vectors in transfers."),
+        Key("results", "Number format of the table's vectors in transfers."),
     ] = None
 
     def check(self, key: str) -> None:
-        """What needs neither a table nor the world size."""
+        """Check what needs neither a table nor the world size. Raises ConfigError."""
         sbps = self.parsed(key)
         if self.exchange not in (None, *exchange_names()):
             raise ConfigError(
@@ -87,7 +87,7 @@ class TableRule:
                 )
 
     def parsed(self, key: str) -> NdSbp:
-        """B, S(0) or S(1) on a list of ranks, (S(0), S(1)) on a grid of them."""
+        """The layout as sbps: B, S(0) or S(1) on a list of ranks, (S(0), S(1)) on a grid."""
         accepted = "a table takes B, S(0) or S(1), or (S(0), S(1)) on a grid of ranks"
         try:
             nd_sbp = parse_nd_sbp(self.sbp)
@@ -96,11 +96,11 @@ class TableRule:
                 f"{key}.sbp: {brief(self.sbp)} is not a layout; {accepted}"
             ) from error
         if nd_sbp not in ((Broadcast(),), (Split(0),), (Split(1),), (Split(0), Split(1))):
-            raise ConfigError(f"{key}.sbp: {self.sbp[:100]} is no layout of a table; {accepted}")
+            raise ConfigError(f"{key}.sbp: {self.sbp[:100]} is not a table layout; {accepted}")
         return nd_sbp
 
     def placement(self, key: str, device_type: str, world_size: int) -> Placement:
-        """The ranks, all of them by default; as many axes as the sbp has."""
+        """The ranks, by default all, with as many axes as the sbp."""
         axes = len(self.parsed(key))
         ranks = self.ranks
         if ranks is None and axes == 1:
@@ -122,7 +122,7 @@ class TableRule:
         return placement
 
     def axis_sizes(self, axis: int) -> tuple[int, ...] | None:
-        """Explicit sizes of the parts along one axis."""
+        """Explicit sizes of the parts along one axis; None if not given."""
         if self.sizes is None:
             return None
         sizes = self.sizes[axis] if len(parse_nd_sbp(self.sbp)) > 1 else self.sizes
@@ -132,20 +132,20 @@ class TableRule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
-    """Where tables and dense parameters live, number formats, and how steps execute.
+    """Where tables and dense parameters live, number formats, and how steps are executed.
 
-    A scheme or a plan says where all tables live; ``tables`` changes that by pattern.
+    A scheme or a plan lays out all tables; ``tables`` changes the layout by pattern.
     """
 
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
-        Key("execution", "auto is cuda with NCCL where there is a GPU, else cpu with gloo."),
+        Key("execution", "auto is cuda with NCCL if there is a GPU, else cpu with gloo."),
     ] = "auto"
     scheme: Annotated[
         Scheme | None,
         Aliases(SCHEME_ALIASES),
         Example("1"),
-        Key("execution", "Layout of all tables; auto takes the cheapest of several plans."),
+        Key("execution", "Layout of all tables; auto picks the cheapest of several plans."),
     ] = None
     plan: Annotated[
         str | None,
@@ -153,7 +153,7 @@ class ParallelConfig:
         Example("auto"),
         Key(
             "execution",
-            "In place of a scheme: a file of table rules, or auto to run the planner at the start.",
+            "Instead of a scheme: a file of table rules, or auto to run the planner at startup.",
         ),
     ] = None
     link_gb_per_s: Annotated[
@@ -162,8 +162,8 @@ class ParallelConfig:
         Example(0.125),
         Key(
             "execution",
-            "What a rank can send in GB/s, for scheme: auto; that of one machine if not given. 1 "
-            "Gbit/s is 0.125.",
+            "Bandwidth at which a rank can send, in GB/s, for scheme: auto; that of a single "
+            "machine if not given. 1 Gbit/s is 0.125.",
         ),
     ] = None
     topology: Annotated[
@@ -171,8 +171,8 @@ class ParallelConfig:
         Example("hosts.yaml"),
         Key(
             "execution",
-            "File that describes hosts and links, in place of what ranks find when they start; "
-            "link_gb_per_s replaces its link between hosts.",
+            "File that describes hosts and links, instead of what ranks detect at startup; "
+            "link_gb_per_s overrides its link between hosts.",
         ),
     ] = None
     tables: Annotated[
@@ -185,40 +185,40 @@ class ParallelConfig:
         Example({"*.weight": "S(0)"}),
         Key(
             "execution",
-            "Layouts over all ranks by pattern of parameter names; B if none matches. A weight is "
-            "[outputs, inputs]: S(0) with its bias S(0) is column-parallel, S(1) row-parallel.",
+            "Layouts over all ranks by pattern of parameter names; B if none matches. Weights are "
+            "[outputs, inputs]: S(0) with bias S(0) is column-parallel, S(1) row-parallel.",
         ),
     ] = field(default_factory=dict[str, str])
     kernel: Annotated[
         KernelRequest,
-        Key("execution", "What looks up and updates rows; auto measures and takes the fastest."),
+        Key("execution", "Kernel that looks up and updates rows; auto measures and picks one."),
     ] = "auto"
     kernels: Annotated[
         Mapping[str, KernelRequest],
         Example({"*.C1": "torch"}),
-        Key("execution", "Kernels by pattern of table names, in place of parallel.kernel."),
+        Key("execution", "Kernels by pattern of table names, overriding parallel.kernel."),
     ] = field(default_factory=dict[str, KernelRequest])
     dtype: Annotated[Dtype, Key("results", "Number format of the arithmetic.")] = "float32"
     tf32: Annotated[
-        bool, Key("execution", "Products of float32 in TF32, whose factors have 10 bits; on CUDA.")
+        bool, Key("execution", "Multiply float32 in TF32, which has a 10-bit mantissa; CUDA only.")
     ] = False
     table_dtype: Annotated[
         RowDtype | None,
         Example("bfloat16"),
-        Key("results", "Number format of stored rows; that of dtype if not given."),
+        Key("results", "Number format of stored rows; dtype if not given."),
     ] = None
     comm_dtype: Annotated[
         CommDtype | None,
         Example("bfloat16"),
-        Key("results", "Number format of vectors in transfers; that of dtype if not given."),
+        Key("results", "Number format of vectors in transfers; dtype if not given."),
     ] = None
     overlap: Annotated[
         bool,
-        Key("execution", "Compute during transfers; false waits for each and sends no ids ahead."),
+        Key("execution", "Overlap computation with transfers; false also sends no ids ahead."),
     ] = True
     cuda_graph: Annotated[
         bool,
-        Key("execution", "Replay a step as one CUDA graph; on several ranks, its dense part."),
+        Key("execution", "Replay a step as a CUDA graph; on several ranks, only its dense part."),
     ] = False
     row_buffer_fraction: Annotated[
         float | None,
@@ -226,19 +226,19 @@ class ParallelConfig:
         Example(0.25),
         Key(
             "execution",
-            "On CUDA, rows of the exchanges unique and local travel in buffers of this share of "
-            "the most rows there can be; the host then needs no counts. A batch with more rows is "
+            "CUDA only: the exchanges unique and local send rows in buffers of this fraction of "
+            "the maximum number of rows, so the host needs no counts. A batch with more rows is "
             "sent again.",
         ),
     ] = None
     timeout_s: Annotated[
         float,
         Range(above=0, high=1e6),
-        Key("execution", "Seconds after which a rank that waits gives up."),
+        Key("execution", "Seconds that a rank waits for others before it fails."),
     ] = 300.0
     checked: Annotated[
         bool,
-        Key("execution", "Before each transfer, compare what all ranks are about to do; slow."),
+        Key("execution", "Before each transfer, compare the ranks' next operations; slow."),
     ] = False
 
     def __post_init__(self) -> None:
@@ -246,20 +246,20 @@ class ParallelConfig:
             rule.check(f"parallel.tables.{pattern}")
         if self.plan is not None and self.scheme is not None:
             raise ConfigError(
-                f"parallel.plan: {self.plan} beside parallel.scheme: {self.scheme}; each says "
-                "where all tables live: leave one out, for example parallel.scheme=null"
+                f"parallel.plan: {self.plan} with parallel.scheme: {self.scheme}; both lay out all "
+                "tables: remove one, for example parallel.scheme=null"
             )
         if self.cuda_graph and self.checked:
             raise ConfigError(
-                "parallel.cuda_graph: true beside parallel.checked: true, which compares the ranks "
-                "at every transfer, on the host; leave one out, for example parallel.checked=false"
+                "parallel.cuda_graph: true with parallel.checked: true, which compares the ranks "
+                "on the host at every transfer; remove one, for example parallel.checked=false"
             )
         named = {"table_dtype": self.table_dtype, "comm_dtype": self.comm_dtype}
         named |= {f"tables.{p}.comm_dtype": r.comm_dtype for p, r in self.tables.items()}
         for key, value in named.items():
             if value in ("float32", "float64") and value != self.dtype:
                 raise ConfigError(
-                    f"parallel.{key}: {value} beside parallel.dtype: {self.dtype}; use "
+                    f"parallel.{key}: {value} with parallel.dtype: {self.dtype}; use "
                     f"{self.dtype}, float16 or bfloat16"
                 )
 
@@ -272,19 +272,19 @@ DTYPES: dict[CommDtype, torch.dtype] = {
 }
 
 
-# What each scheme means for a model: rules by pattern of table names, the last match deciding.
+# What each scheme means for a model: rules by pattern of table names, where the last match wins.
 Schemes = Mapping[Scheme, Mapping[str, TableRule]]
 
 
 def rule_of(given: TableLayout) -> TableRule:
-    """The rule that gives a table this layout."""
+    """The rule that gives a table this layout; the inverse of ``resolve_table_layouts``."""
     placement, axes = given.layout.placement, given.layout.nd_sbp
-    sizes = [one.sizes for one in axes if isinstance(one, Split) and one.sizes is not None]
-    plain = tuple(Split(one.dim) if isinstance(one, Split) else one for one in axes)
+    sizes = [sbp.sizes for sbp in axes if isinstance(sbp, Split) and sbp.sizes is not None]
+    plain = tuple(Split(sbp.dim) if isinstance(sbp, Split) else sbp for sbp in axes)
     dtypes: dict[torch.dtype, CommDtype] = {dtype: name for name, dtype in DTYPES.items()}
     return TableRule(
         sbp=format_nd_sbp(plain),
-        ranks=tuple(tuple(one) if isinstance(one, list) else one for one in placement.nested()),
+        ranks=tuple(tuple(row) if isinstance(row, list) else row for row in placement.nested()),
         sizes=None if not sizes else sizes[0] if len(axes) == 1 else tuple(sizes),
         exchange=given.exchange,
         comm_dtype=None if given.comm_dtype is None else dtypes[given.comm_dtype],

@@ -1,6 +1,6 @@
-"""Training options: early stopping, plateaus, the loss, clipping, and schedules of the rates.
+"""Training options: early stopping, plateaus, the loss, clipping, and learning-rate schedules.
 
-Values with their own checks; ``schema`` has the groups that they belong to.
+Each class checks its own values; ``schema`` has the groups that they belong to.
 """
 
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ from sbpflow.runtime.fields.ranges import Count, NonNegative, Range, Rate
 
 Metric = Literal["auc", "gauc", "logloss", "normalised_entropy"]
 DecayShape = Literal["polynomial", "cosine"]
-Watched = Annotated[Metric, Key("results", "Metric of val that is watched.")]
-Patience = Annotated[Count, Key("results", "Evaluations without a better value before it acts.")]
-MinDelta = Annotated[NonNegative, Key("results", "How much better a value must be to count.")]
+Watched = Annotated[Metric, Key("results", "Metric of val to watch.")]
+Patience = Annotated[Count, Key("results", "Number of evaluations to wait for a better value.")]
+MinDelta = Annotated[NonNegative, Key("results", "Smallest change that counts as better.")]
 
 
 def is_better(metric: Metric, value: float, best: float, min_delta: float) -> bool:
@@ -29,7 +29,7 @@ def is_better(metric: Metric, value: float, best: float, min_delta: float) -> bo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StopConfig:
-    """Early stopping."""
+    """Early stopping: end the run when val stops improving."""
 
     metric: Watched = "auc"
     patience: Patience = 2
@@ -38,109 +38,104 @@ class StopConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlateauConfig:
-    """Lower learning rates, on top of the schedule, when val stops getting better."""
+    """Reduce learning rates, in addition to the schedule, when val stops improving."""
 
     metric: Watched = "auc"
     patience: Patience = 1
     min_delta: MinDelta = 0.0
     factor: Annotated[
-        float, Range(above=0, below=1), Key("results", "What learning rates are multiplied by.")
+        float, Range(above=0, below=1), Key("results", "Factor applied to learning rates.")
     ] = 0.1
     min_factor: Annotated[
-        float, Range(above=0, high=1), Key("results", "Rates never fall below this share.")
+        float, Range(above=0, high=1), Key("results", "Lower bound of the accumulated factor.")
     ] = 0.001
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossConfig:
-    """Changes to the loss of each row; evaluations show the plain logloss.
+    """Changes to the loss of each row; evaluations report the plain logloss.
 
-    The focal loss is that of T.-Y. Lin et al., Focal loss for dense object detection, 2017.
+    The focal loss follows T.-Y. Lin et al., Focal loss for dense object detection, 2017.
     """
 
-    positive_weight: Annotated[Rate, Key("results", "Weight of rows of label 1.")] = 1.0
+    positive_weight: Annotated[Rate, Key("results", "Weight of rows with label 1.")] = 1.0
     label_smoothing: Annotated[
         float,
         Range(low=0, below=1),
-        Key("results", "s trains on labels s / 2 and 1 - s / 2 in place of 0 and 1."),
+        Key("results", "s trains on labels s / 2 and 1 - s / 2 instead of 0 and 1."),
     ] = 0.0
     focal_gamma: Annotated[
         NonNegative,
-        Key("results", "g multiplies a row's loss by (1 - p) ** g; p: probability of its label."),
+        Key("results", "g multiplies a row's loss by (1 - p) ** g; p is its label's probability."),
     ] = 0.0
 
     def __post_init__(self) -> None:
         if self.focal_gamma and self.label_smoothing:
             raise ConfigError(
-                f"train.loss.focal_gamma: {self.focal_gamma} beside label_smoothing "
-                f"{self.label_smoothing}: the focal loss is of labels 0 and 1; remove one of them, "
+                f"train.loss.focal_gamma: {self.focal_gamma} with label_smoothing "
+                f"{self.label_smoothing}, but the focal loss needs labels 0 and 1; remove one, "
                 "for example label_smoothing: 0.0"
             )
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing is changed."""
+        """True if the loss is not changed."""
         return self.positive_weight == 1.0 and not (self.label_smoothing or self.focal_gamma)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipConfig:
-    """Gradients scaled so that their common norm is at most ``norm``.
+    """Scale gradients so that their joint norm is at most ``norm``.
 
-    The norm is over all dense parameters and, with ``rows``, over the embedding rows of the batch,
-    each with its summed gradient. What is left out of the norm is not scaled.
+    The norm is over all dense parameters and, with ``rows``, over the summed gradients of the
+    batch's embedding rows. Gradients that are not part of the norm are not scaled.
     """
 
-    norm: Annotated[Rate, Key("results", "Largest norm that gradients keep.")] = 10.0
+    norm: Annotated[Rate, Key("results", "Maximum joint norm of the gradients.")] = 10.0
     rows: Annotated[
-        bool, Key("results", "Include the embedding rows of the batch, not only dense gradients.")
+        bool, Key("results", "Include the batch's embedding rows as well as dense gradients.")
     ] = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleConfig:
-    """A factor of every ``lr`` by the step of the optimizer: a linear rise, then a fall.
+    """A factor on every ``lr`` by optimizer step: a linear warm-up, then a decay.
 
-    Without ``decay_steps`` there is no fall.
+    Without ``decay_steps`` there is no decay.
     """
 
     key: ClassVar[str] = "optimizer.schedule"
 
-    warmup_steps: Annotated[int, Range(low=0), Key("results", "Steps of the linear rise.")] = 0
+    warmup_steps: Annotated[int, Range(low=0), Key("results", "Steps of linear warm-up.")] = 0
     decay_start: Annotated[
         int,
         Range(low=0),
-        Key("results", "Step at which the fall starts; not before the rise ends."),
+        Key("results", "Step at which the decay starts; not before the warm-up ends."),
     ] = 0
     decay_steps: Annotated[
-        Count | None, Example(10000), Key("results", "Steps that the fall takes.")
+        Count | None, Example(10000), Key("results", "Length of the decay in steps.")
     ] = None
     shape: Annotated[
         DecayShape,
-        Key("results", "The fall as (1 - progress) ** power, or as half a cosine wave."),
+        Key("results", "Decay as (1 - progress) ** power, or as half a cosine wave."),
     ] = "polynomial"
-    power: Annotated[Rate, Key("results", "Exponent of the shape polynomial.")] = 1.0
+    power: Annotated[Rate, Key("results", "Exponent of the polynomial decay.")] = 1.0
     end_factor: Annotated[
-        float, Range(low=0, high=1), Key("results", "Factor at the end of the fall.")
+        float, Range(low=0, high=1), Key("results", "Factor at the end of the decay.")
     ] = 0.0
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.end_factor <= 1.0:
-            raise ConfigError(
-                f"{self.key}.end_factor: {self.end_factor} is no end of a fall from 1; use "
-                "0 to 1, for example end_factor: 0.1"
-            )
-        fall = {"decay_start": 0, "power": 1.0, "end_factor": 0.0, "shape": "polynomial"}
-        for key, default in fall.items():
+        decay = {"decay_start": 0, "power": 1.0, "end_factor": 0.0, "shape": "polynomial"}
+        for key, default in decay.items():
             if self.decay_steps is None and getattr(self, key) != default:
                 raise ConfigError(
-                    f"{self.key}.{key}: {getattr(self, key)} without decay_steps changes "
-                    "nothing; for example decay_steps: 10000"
+                    f"{self.key}.{key}: {getattr(self, key)} has no effect without decay_steps; "
+                    "for example decay_steps: 10000"
                 )
         if self.shape == "cosine" and self.power != 1.0:
             raise ConfigError(
-                f"{self.key}.power: {self.power} is of shape polynomial; remove it, or "
-                "shape: cosine"
+                f"{self.key}.power: {self.power} applies to shape: polynomial; remove it, or use "
+                "shape: polynomial"
             )
         if self.decay_steps is not None and self.decay_start < self.warmup_steps:
             raise ConfigError(
@@ -150,19 +145,19 @@ class ScheduleConfig:
 
     @property
     def changes(self) -> bool:
-        """Whether any step has another rate than the configured one."""
+        """True if any step has a rate other than the configured one."""
         return bool(self.warmup_steps) or self.decay_steps is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DenseScheduleConfig(ScheduleConfig):
-    """Of the dense part alone, in place of the common one."""
+    """The schedule of the dense part, replacing ``optimizer.schedule``."""
 
     key: ClassVar[str] = "optimizer.dense_schedule"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SparseScheduleConfig(ScheduleConfig):
-    """Of the tables alone, in place of the common one."""
+    """The schedule of the tables, replacing ``optimizer.schedule``."""
 
     key: ClassVar[str] = "optimizer.sparse_schedule"

@@ -1,7 +1,8 @@
 """Read YAML that may be hostile or damaged: plain values only, each key once, within stated limits.
 
-YAML lets a few lines stand for billions of values (aliases), and its scalars call constructors that
-raise what they like. Here every refusal is a ConfigError, before anything large has been built.
+In YAML a few lines can expand to billions of values (aliases), and scalars call constructors that
+raise arbitrary exceptions. Here every refusal is a ConfigError, raised before anything large is
+built.
 """
 
 from collections.abc import Hashable
@@ -9,6 +10,7 @@ from typing import Any, cast
 
 import yaml
 
+from sbpflow.config.parse import brief
 from sbpflow.errors import ConfigError
 
 MAX_CHARACTERS = 2**20
@@ -18,11 +20,11 @@ MAX_DIGITS = 40
 
 
 def load_yaml(text: str) -> Any:  # noqa: ANN401 (whatever the text says)
-    """The value of YAML text; ConfigError on one line for everything that cannot be used."""
+    """The value of YAML text; a one-line ConfigError for any text that is refused."""
     if len(text) > MAX_CHARACTERS:
-        raise ConfigError(f"{len(text):,} characters of YAML; at most {MAX_CHARACTERS:,} are read")
+        raise ConfigError(f"{len(text):,} characters of YAML; use at most {MAX_CHARACTERS:,}")
     try:
-        # One object for each alias, so that an override of one does not change the others.
+        # Aliases share one object; copies keep an override of one from changing the others.
         return unshared(yaml.load(text, _Loader))
     except ConfigError:
         raise
@@ -34,7 +36,7 @@ def load_yaml(text: str) -> Any:  # noqa: ANN401 (whatever the text says)
 
 
 def unshared(value: Any) -> Any:  # noqa: ANN401
-    """A copy in which no list or mapping stands in two places."""
+    """A deep copy in which no list or mapping appears twice."""
     if isinstance(value, dict):
         return {name: unshared(item) for name, item in cast("dict[Any, Any]", value).items()}
     if isinstance(value, list):
@@ -43,12 +45,12 @@ def unshared(value: Any) -> Any:  # noqa: ANN401
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML keeps the last of two equal keys; here that is a mistake to report."""
+    """Refuses duplicate keys, of which YAML keeps the last, and values above the limits."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self._open: list[str | None] = []  # anchors of the nodes around this one
-        self._sizes: dict[int, int] = {}  # values of a node with its aliases written out
+        self._open: list[str | None] = []  # anchors of the enclosing nodes
+        self._sizes: dict[int, int] = {}  # number of values in a node, with aliases expanded
         self._count = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:  # noqa: ANN401
@@ -56,7 +58,7 @@ class _Loader(yaml.SafeLoader):
         line = event.start_mark.line + 1
         is_alias = isinstance(event, yaml.AliasEvent)
         if is_alias and event.anchor in self._open:
-            raise ConfigError(f"line {line}: *{event.anchor} is inside what it stands for")
+            raise ConfigError(f"line {line}: *{event.anchor} is used inside its own definition")
         if len(self._open) > MAX_DEPTH:
             raise ConfigError(f"line {line}: more than {MAX_DEPTH} levels of nesting")
         before = self._count
@@ -66,20 +68,37 @@ class _Loader(yaml.SafeLoader):
         self._count += self._sizes[id(node)] if is_alias else 1
         self._sizes.setdefault(id(node), self._count - before)
         if self._count > MAX_VALUES:
-            raise ConfigError(f"line {line}: more than {MAX_VALUES:,} values, aliases written out")
+            raise ConfigError(f"line {line}: more than {MAX_VALUES:,} values with aliases expanded")
         return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:  # noqa: ANN401
+        try:
+            return super().construct_object(node, deep=deep)
+        except ConfigError:
+            raise
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+            # Constructors of scalars fail with errors about Python's own calls.
+            tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+            raise ConfigError(
+                f"line {node.start_mark.line + 1}: {brief(node.value)} is not a valid {tag}; "
+                "correct it, or write text in quotes and without a tag"
+            ) from error
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Hashable] = set()
         for key_node, _ in node.value:
-            key: object = self.construct_object(key_node, deep=True)
             line = key_node.start_mark.line + 1
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                raise ConfigError(
+                    f"line {line}: merge keys (<<) are not supported; write the merged keys out"
+                )
+            key: object = self.construct_object(key_node, deep=True)
             if not isinstance(key, str | int | float | None):
                 raise ConfigError(
-                    f"line {line}: a key is a {type(key).__name__}; use text, as name: value"
+                    f"line {line}: a key is a {type(key).__name__}; use text, such as name: value"
                 )
             if key in seen:
-                raise ConfigError(f"line {line}: key {key!r} is there twice; remove one of them")
+                raise ConfigError(f"line {line}: key {key!r} appears twice; remove one of them")
             seen.add(key)
         return super().construct_mapping(node, deep=deep)
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from sbpflow.data.__main__ import main
-from sbpflow.data.prepare.machines import Part, parse_part
+from sbpflow.data.prepare.machines import MachinePart, parse_part
 from sbpflow.data.prepare.options import PrepareOptions
 from sbpflow.data.prepare.prepare import prepare
 from sbpflow.data.prepare.schema_file import read_schema
@@ -49,7 +49,7 @@ def options_of(folder, output, part, split="time:0.7,0.1,0.2", **more):
 def together(count, make_options):
     """What the machines return, all running at once."""
     with ThreadPoolExecutor(count) as pool:
-        parts = [Part(number, count, 60.0) for number in range(1, count + 1)]
+        parts = [MachinePart(number, count, 60.0) for number in range(1, count + 1)]
         return [f.result() for f in [pool.submit(prepare, make_options(p)) for p in parts[::-1]]]
 
 
@@ -58,7 +58,7 @@ def together(count, make_options):
     [(3, "time:0.7,0.1,0.2"), (2, "ratio:0.6,0.2,0.2"), (9, "file:val=day_3*,test=day_4*")],
 )
 def test_machines_make_the_set_of_one_machine_byte_for_byte(tmp_path, tables, count, split):
-    clean = prepare(options_of(tables, tmp_path / "clean", Part(), split))
+    clean = prepare(options_of(tables, tmp_path / "clean", MachinePart(), split))
     made = together(count, lambda part: options_of(tables, tmp_path / "set", part, split))
     assert [one for one in made if one is not None] == [made[-1]]
     assert folder_bytes(tmp_path / "set") == folder_bytes(clean.path)
@@ -66,7 +66,7 @@ def test_machines_make_the_set_of_one_machine_byte_for_byte(tmp_path, tables, co
 
 
 def test_large_vocabularies_are_added_up_in_ranges(tmp_path, tables, monkeypatch):
-    clean = prepare(options_of(tables, tmp_path / "clean", Part()))
+    clean = prepare(options_of(tables, tmp_path / "clean", MachinePart()))
     monkeypatch.setattr("sbpflow.data.prepare.distinct._BLOCK", 7)
     monkeypatch.setattr("sbpflow.data.prepare.distinct.count_fields.__defaults__", (15,))
     together(2, lambda part: options_of(tables, tmp_path / "set", part))
@@ -75,11 +75,11 @@ def test_large_vocabularies_are_added_up_in_ranges(tmp_path, tables, monkeypatch
 
 def test_machines_that_do_not_wait_go_on_where_they_were(tmp_path, tables):
     """Started one at a time again and again, each ends where it needs the others."""
-    clean = prepare(options_of(tables, tmp_path / "clean", Part()))
+    clean = prepare(options_of(tables, tmp_path / "clean", MachinePart()))
     missing = []
     for number in itertools.islice(itertools.cycle((1, 2, 3)), 18):
         try:
-            prepare(options_of(tables, tmp_path / "set", Part(number, 3)))
+            prepare(options_of(tables, tmp_path / "set", MachinePart(number, 3)))
         except DataError as error:
             missing.append(str(error).split(" are not there")[0])
         if (tmp_path / "set").exists():
@@ -91,7 +91,7 @@ def test_machines_that_do_not_wait_go_on_where_they_were(tmp_path, tables):
 
 
 def test_encoding_and_growing_are_shared_too(tmp_path, tables):
-    old = prepare(options_of(tables, tmp_path / "old", Part(), spare=0.2))
+    old = prepare(options_of(tables, tmp_path / "old", MachinePart(), spare=0.2))
     for words in (["encode"], ["prepare", "--grow", "--split", "time:1,0,0"]):
         words += ["--like", old.path, "--input", tables / "day_0.csv", tables / "day_4.csv"]
         words += ["--max-bad-fraction", "0.1", "--output"]
@@ -110,23 +110,23 @@ def test_encoding_and_growing_are_shared_too(tmp_path, tables):
 def test_a_damaged_file_of_another_machine_is_named(tmp_path, tables):
     for number in (1, 2, 3, 1, 2):
         with pytest.raises(DataError):
-            prepare(options_of(tables, tmp_path / "set", Part(number, 3)))
+            prepare(options_of(tables, tmp_path / "set", MachinePart(number, 3)))
     counted = next((tmp_path / "set.work" / "vocabulary").glob("city.counted-2-0.arrow"))
     raw = bytearray(counted.read_bytes())
     raw[-3] ^= 4
     counted.write_bytes(raw)
     with pytest.raises(DataError, match="vocabularies of part 1 are not there"):
-        prepare(options_of(tables, tmp_path / "set", Part(3, 3)))
+        prepare(options_of(tables, tmp_path / "set", MachinePart(3, 3)))
     with pytest.raises(DataError, match=r"city\.counted-2-0\.arrow: is not .* start all parts"):
-        prepare(options_of(tables, tmp_path / "set", Part(1, 3)))
+        prepare(options_of(tables, tmp_path / "set", MachinePart(1, 3)))
 
 
 def test_files_are_shared_out_by_their_bytes(tmp_path):
     for number, size in enumerate((10, 10, 500, 10, 480)):
         (tmp_path / f"day_{number}").write_bytes(b"x" * size)
-    owners = Part(1, 2).owners(find_inputs([tmp_path]))
+    owners = MachinePart(1, 2).owners(find_inputs([tmp_path]))
     assert list(owners.values()) == [1, 1, 1, 2, 2]
-    assert set(Part(3, 4).owners(find_inputs([tmp_path])).values()) <= {1, 2, 3, 4}
+    assert set(MachinePart(3, 4).owners(find_inputs([tmp_path])).values()) <= {1, 2, 3, 4}
 
 
 @pytest.mark.parametrize("text", ["0/3", "4/3", "2", "a/3", "1/0", "-1/3", "1/99999"])
@@ -137,9 +137,9 @@ def test_a_part_that_is_none_is_refused(text):
 
 def test_parts_with_other_options_do_not_meet(tmp_path, tables):
     with pytest.raises(DataError, match="staged rows of part 2"):
-        prepare(options_of(tables, tmp_path / "set", Part(1, 2)))
-    for other in (Part(2, 3), Part(2, 2)):
+        prepare(options_of(tables, tmp_path / "set", MachinePart(1, 2)))
+    for other in (MachinePart(2, 3), MachinePart(2, 2)):
         with pytest.raises(ConfigError, match="was started with other inputs or options"):
             prepare(options_of(tables, tmp_path / "set", other, min_count=3))
     with pytest.raises(ConfigError, match="is not made; start part 1"):
-        prepare(options_of(tables, tmp_path / "none", Part(2, 2)))
+        prepare(options_of(tables, tmp_path / "none", MachinePart(2, 2)))

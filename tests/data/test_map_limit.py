@@ -156,6 +156,6 @@ def test_pieces_grow_with_the_input():
 @pytest.mark.parametrize(("suffix", "most"), [("", 6), (".gz", 12)])
 def test_a_large_input_has_few_large_shards(tmp_path, monkeypatch, suffix, most):
     rows = write_rows(tmp_path / f"rows.tsv{suffix}", text_rows(600))  # 120 kB, 22 kB packed
-    monkeypatch.setattr("sbpflow.data.prepare.options.MOST_PIECES", 4)
+    monkeypatch.setattr("sbpflow.data.prepare.options.MAX_PIECES", 4)
     made = run_prepare(tmp_path / "set", rows, piece_bytes=4096)
     assert 2 <= sum(len(made.shards(split)) for split in ("train", "val", "test")) <= most
