@@ -11,7 +11,7 @@ from benchmarks.torchrec_models import config_of, fields_of
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.schema import Config, DataConfig, DenseSgd, OptimizerConfig, RunConfig
 from sbpflow.config.table_rules import ParallelConfig, TableRule
-from sbpflow.embedding.plan.tables import KernelRequest
+from sbpflow.embedding.rules.base import KernelRequest
 from sbpflow.embedding.rules.rowwise_adagrad import RowwiseAdagrad
 from sbpflow.run.execution.job import build_job
 from sbpflow.run.planning.build_plan import plan_run

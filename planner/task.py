@@ -22,12 +22,11 @@ from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
 from sbpflow.embedding.plan.exchanges import copies
 from sbpflow.embedding.plan.tables import (
     FeatureConfig,
-    KernelRequest,
     OutputConfig,
     TableConfig,
     TableLayout,
 )
-from sbpflow.embedding.rules.base import SparseOptimizer
+from sbpflow.embedding.rules.base import KernelRequest, SparseOptimizer
 from sbpflow.errors import ConfigError
 from sbpflow.planner.costs.features import IdStats
 from sbpflow.runtime.compute.devices import backend_of_device

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from sbpflow.embedding.rules.base import SparseOptimizer
+from sbpflow.embedding.rules.base import KernelName, SparseOptimizer
 from sbpflow.embedding.rules.registry import RULES, sparse_optimizer
 from sbpflow.embedding.storage.choose import (
     KERNEL_NAMES,
-    KernelName,
     StackFacts,
     choose_kernel,
     kernel_faults,

@@ -22,6 +22,7 @@ from sbpflow.config.train_options import (
     SparseScheduleConfig,
     StopConfig,
 )
+from sbpflow.embedding.plan.out_of_range import OutOfRange
 from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.rules.ftrl import Ftrl
 from sbpflow.embedding.rules.registry import known_rules
@@ -86,7 +87,7 @@ class DataConfig:
         Literal["keep", "drop"], Key("results", "Whether to train on a last batch that is short.")
     ] = "keep"
     out_of_range: Annotated[
-        Literal["error", "clamp", "hash"],
+        OutOfRange,
         Key(
             "results",
             "Handling of an id without a row: raise an error, use the nearest row, or use a row "

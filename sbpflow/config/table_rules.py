@@ -14,7 +14,8 @@ import torch
 
 from sbpflow.config.parse import Aliases, Example, PathOr, brief
 from sbpflow.embedding.plan.exchanges import exchange_names
-from sbpflow.embedding.plan.tables import KernelRequest, TableLayout
+from sbpflow.embedding.plan.tables import TableLayout
+from sbpflow.embedding.rules.base import KernelRequest
 from sbpflow.errors import ConfigError, SbpError
 from sbpflow.runtime.fields.keys import Key
 from sbpflow.runtime.fields.ranges import Range

@@ -6,25 +6,16 @@ Each class checks its own values; ``schema`` has the groups that they belong to.
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
+from sbpflow.config.metrics import Metric
 from sbpflow.config.parse import Example
-from sbpflow.errors import ConfigError, unknown_value
+from sbpflow.errors import ConfigError
 from sbpflow.runtime.fields.keys import Key
 from sbpflow.runtime.fields.ranges import Count, NonNegative, Range, Rate
 
-Metric = Literal["auc", "gauc", "logloss", "normalised_entropy"]
 DecayShape = Literal["polynomial", "cosine"]
 Watched = Annotated[Metric, Key("results", "Metric of val to watch.")]
 Patience = Annotated[Count, Key("results", "Number of evaluations to wait for a better value.")]
 MinDelta = Annotated[NonNegative, Key("results", "Smallest change that counts as better.")]
-
-
-def is_better(metric: Metric, value: float, best: float, min_delta: float) -> bool:
-    """Whether ``value`` is more than ``min_delta`` better than ``best``."""
-    if metric in ("auc", "gauc"):
-        return value > best + min_delta
-    if metric in ("logloss", "normalised_entropy"):
-        return value < best - min_delta
-    raise unknown_value("metric", metric, Metric)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,8 +27,8 @@ from sbpflow.embedding.in_flight import EmbeddingsInFlight
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.group_plan import GroupPlan
 from sbpflow.embedding.plan.table_batch import TableBatch
-from sbpflow.embedding.plan.tables import KernelRequest, Shard
-from sbpflow.embedding.rules.base import SumOverColumns
+from sbpflow.embedding.plan.tables import Shard
+from sbpflow.embedding.rules.base import KernelRequest, SumOverColumns
 from sbpflow.embedding.state import LogicalTensor, StoredShard, Values, logical_state
 from sbpflow.embedding.storage.base import RowKernel
 from sbpflow.embedding.storage.choose import (

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Literal
 from tqdm import tqdm
 
 from sbpflow.config.load import dump_config
+from sbpflow.config.metrics import METRICS
 from sbpflow.config.schema import Config
 from sbpflow.runtime.compute.versions import summary as version_summary
 from sbpflow.runtime.files.run_folder import (
@@ -288,32 +289,28 @@ class Report:
 
 
 def figures_of(evaluation: Evaluation) -> dict[str, float | int | None]:
-    """The metrics by name, without the optional ones that are None."""
-    optional = {
-        "gauc": evaluation.gauc,
-        "normalised_entropy": evaluation.normalised_entropy,
+    """The metrics by name; those that are None are left out, except for AUC and logloss."""
+    values = {name: getattr(evaluation, name) for name in METRICS}
+    values |= {
         "calibration": evaluation.calibration_ratio,
         "predicted": evaluation.predicted,
         "positives": evaluation.positives,
         "auc_error": evaluation.auc_error,
     }
-    present = {name: value for name, value in optional.items() if value is not None}
-    return {"auc": evaluation.auc, "logloss": evaluation.logloss, **present}
+    required = ("auc", "logloss")
+    return {name: v for name, v in values.items() if v is not None or name in required}
 
 
 def describe_evaluation(evaluation: Evaluation) -> str:
     """One line, and another one for each sliced column."""
-    auc = f"AUC {_show(evaluation.auc)}"
+    figures, parts = figures_of(evaluation), list[str]()
+    for name, kind in METRICS.items():
+        if name in figures:
+            parts.append(f"{kind.label} {_show(figures[name])}")
     if evaluation.no_auc:
-        auc += f" ({evaluation.no_auc})"
+        parts[0] += f" ({evaluation.no_auc})"
     if evaluation.auc_error is not None:
-        auc += f" (from a histogram, error at most {evaluation.auc_error:.1e})"
-    parts = [auc]
-    if evaluation.gauc is not None:
-        parts.append(f"GAUC by rows {_show(evaluation.gauc)}")
-    parts.append(f"logloss {_show(evaluation.logloss)}")
-    if evaluation.normalised_entropy is not None:
-        parts.append(f"normalised entropy {_show(evaluation.normalised_entropy)}")
+        parts[0] += f" (from a histogram, error at most {evaluation.auc_error:.1e})"
     if evaluation.predicted is not None:
         ratio = _show(evaluation.calibration_ratio)
         parts.append(

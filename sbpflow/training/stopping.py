@@ -12,9 +12,10 @@ import torch
 
 from sbpflow.boxing.agreement import combine_parts
 from sbpflow.boxing.executor import Boxing
+from sbpflow.config.metrics import METRICS, Metric
 from sbpflow.config.schema import TrainConfig
-from sbpflow.config.train_options import Metric, PlateauConfig, StopConfig, is_better
-from sbpflow.errors import TrainingError, unknown_value
+from sbpflow.config.train_options import PlateauConfig, StopConfig
+from sbpflow.errors import TrainingError
 from sbpflow.sbp.sbp import Partial
 from sbpflow.training.metrics import Evaluation
 
@@ -33,7 +34,8 @@ class Best:
 
     def push(self, step: int, value: float) -> bool:
         """Take the value at ``step``; returns whether it is the best so far."""
-        if self.value is not None and not is_better(self.metric, value, self.value, self.min_delta):
+        kind = METRICS[self.metric]
+        if self.value is not None and not kind.is_better(value, self.value, self.min_delta):
             self.waited += 1
             return False
         self.value, self.step, self.waited = value, step, 0
@@ -185,13 +187,7 @@ def _value(evaluation: Evaluation | None, metric: Metric) -> float:
 
 
 def _no_metric(name: str, metric: Metric, step: int) -> str:
-    if metric == "gauc":
-        why = "no group has rows of both classes"
-    elif metric in ("auc", "logloss", "normalised_entropy"):
-        why = "val has rows of one class only"
-    else:
-        raise unknown_value("metric", metric, Metric)
     return (
-        f"train.{name}.metric: val has no {metric} at step {step} because {why}; use "
-        f"train.{name}.metric=logloss"
+        f"train.{name}.metric: val has no {metric} at step {step} because "
+        f"{METRICS[metric].absent}; use train.{name}.metric=logloss"
     )

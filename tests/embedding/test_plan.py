@@ -272,7 +272,7 @@ def test_without_other_kernels_torch_serves_and_says_so(monkeypatch):
             "table a: comm_dtype 'bfloat16' for tables of torch.float32; use torch.float32, "
             "torch.float16 or torch.bfloat16",
         ),
-        ({"out_of_range": "wrap"}, "out_of_range: 'wrap'; use error, clamp or hash"),
+        ({"out_of_range": "wrap"}, "out_of_range: 'wrap'; use one of error, clamp, hash"),
     ],
 )
 def test_an_argument_that_is_none_of_the_choices_is_named(change, message):

@@ -6,6 +6,7 @@ Each is legal where it comes from, as one that was added later would be.
 from dataclasses import replace
 from importlib.util import find_spec
 from types import SimpleNamespace
+from typing import get_args
 
 import polars as pl
 import pytest
@@ -13,16 +14,18 @@ import torch
 
 from sbpflow.boxing.copies import neutral
 from sbpflow.boxing.dry_run import DryBoxing
-from sbpflow.config.train_options import ScheduleConfig, is_better
+from sbpflow.config.metrics import METRICS, Metric
+from sbpflow.config.train_options import ScheduleConfig
 from sbpflow.data.prepare.keys import key_of
 from sbpflow.data.prepare.split import SplitRule
 from sbpflow.embedding.ids.batch_ids import Bags
 from sbpflow.embedding.ids.reader import IdReader
 from sbpflow.embedding.plan.embedding_plan import plan_embeddings
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
-from sbpflow.embedding.rules.base import SparseOptimizer
+from sbpflow.embedding.plan.out_of_range import SUBSTITUTES, OutOfRange
+from sbpflow.embedding.rules.base import CompiledKernel, SparseOptimizer
 from sbpflow.embedding.rules.registry import sparse_optimizer
-from sbpflow.embedding.storage.choose import KernelChoice, make_kernel
+from sbpflow.embedding.storage.choose import COMPILED, KernelChoice, make_kernel
 from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.errors import ConfigError, SbpError
 from sbpflow.run.export.row_formats import make_rows
@@ -59,11 +62,15 @@ def test_a_rule_that_a_kernel_does_not_know():
     assert not storage.weights.any()
 
 
-def test_a_metric_of_which_nobody_says_whether_more_is_better():
-    with pytest.raises(ValueError, match=r"metric: 'recall' .*auc or gauc or logloss or normal"):
-        is_better("recall", 0.9, 0.5, 0.0)
-    assert is_better("auc", 0.9, 0.5, 0.0)
-    assert is_better("logloss", 0.5, 0.9, 0.0)
+def test_a_def test_every_metric_has_an_entry():
+    assert tuple(METRICS) == get_args(Metric)
+    assert METRICS["auc"].is_better(0.9, 0.5, 0.0)
+    assert METRICS["logloss"].is_better(0.5, 0.9, 0.0)
+
+
+def test_every_kernel_and_policy_has_an_entry():
+    assert set(COMPILED) == set(get_args(CompiledKernel))
+    assert {"error", *SUBSTITUTES} == set(get_args(OutOfRange))
 
 
 @pytest.mark.parametrize("ragged", [False, True])
@@ -85,7 +92,7 @@ def test_a_policy_for_ids_that_the_reader_does_not_know(ragged):
     if ragged:
         ids = {"f": Bags(torch.tensor([0, 9, 2]), torch.tensor([0, 2, 3]))}
     IdReader(plan, 0, CPU).read(ids)
-    with pytest.raises(ValueError, match=r"out_of_range: 'drop' .*error or clamp or hash"):
+    with pytest.raises(KeyError, match="drop"):
         IdReader(replace(plan, out_of_range="drop"), 0, CPU).read(ids)
 
 

@@ -212,7 +212,7 @@ def test_an_evaluation_shows_both_sums_and_names_its_variants():
     for part in (
         "AUC 0.75 (from a histogram, error at most 5.5e-05)",
         "GAUC by rows 0.7",
-        "normalised entropy 0.9",
+        "normalized entropy 0.9",
         "calibration 1.03417 (predicted 310.2 of 300 positives)",
         "1200 rows",
     ):

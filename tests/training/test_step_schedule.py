@@ -154,7 +154,7 @@ def test_moves_are_compared_by_identity():
     for move in moves.KNOWN:
         assert moves.saved_move(move.name, move.says) is move
     assert moves.saved_move("push", "any text") is moves.SEND_GRADS
-    with pytest.raises(ValueError, match="unknown move 'pull'.*send_grads"):
+    with pytest.raises(ValueError, match=r"unknown move 'pull'.*send_grads"):
         moves.saved_move("pull", "")
 
 

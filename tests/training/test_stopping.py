@@ -11,8 +11,9 @@ import pytest
 
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.checks import check_rows
+from sbpflow.config.metrics import METRICS
 from sbpflow.config.schema import Config, OptimizerConfig, TrainConfig
-from sbpflow.config.train_options import PlateauConfig, StopConfig, is_better
+from sbpflow.config.train_options import PlateauConfig, StopConfig
 from sbpflow.embedding.rules.ftrl import Ftrl
 from sbpflow.errors import ConfigError, TrainingError
 from sbpflow.run.planning.build_plan import plan_run
@@ -26,11 +27,11 @@ from tests.training.wdl_case import FIELDS, make_batches, make_config, make_job
 
 
 def test_better_is_more_auc_or_less_loss_by_more_than_the_delta():
-    assert is_better("auc", 0.75, 0.5, 0.125)
-    assert not is_better("auc", 0.625, 0.5, 0.125)
-    assert is_better("logloss", 0.25, 0.5, 0.125)
-    assert not is_better("normalised_entropy", 0.375, 0.5, 0.125)
-    assert not is_better("auc", math.nan, 0.5, 0.0)
+    assert METRICS["auc"].is_better(0.75, 0.5, 0.125)
+    assert not METRICS["auc"].is_better(0.625, 0.5, 0.125)
+    assert METRICS["logloss"].is_better(0.25, 0.5, 0.125)
+    assert not METRICS["normalised_entropy"].is_better(0.375, 0.5, 0.125)
+    assert not METRICS["auc"].is_better(math.nan, 0.5, 0.0)
 
 
 def test_patience_counts_evaluations_in_a_row():

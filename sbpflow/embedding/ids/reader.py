@@ -11,11 +11,11 @@ from torch import Tensor
 
 from sbpflow.embedding.ids.batch_ids import Bags, BatchIds, IdBounds, Ids, Lists, positions
 from sbpflow.embedding.ids.list_loops import find_loops
-from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, OutOfRange
+from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.numbering import ANY_ID
-from sbpflow.errors import DataError, unknown_value
+from sbpflow.embedding.plan.out_of_range import SUBSTITUTES
+from sbpflow.errors import DataError
 from sbpflow.runtime.compute.async_scalar_read import AsyncScalarRead
-from sbpflow.runtime.random.streams import mix
 
 
 @dataclass(slots=True, kw_only=True)
@@ -427,13 +427,9 @@ class IdReader:
 
     def _replace(self, ids: Tensor, bad: Tensor, limits: Tensor) -> Tensor:
         policy = self._plan.out_of_range
-        if policy == "clamp":
-            return torch.where(bad, torch.minimum(ids.clamp(min=0), limits - 1), ids)
-        if policy == "hash":
-            return torch.where(bad, mix(ids).remainder(limits), ids)
         if policy == "error":
             return torch.where(bad, 0, ids)  # reported by ``account``
-        raise unknown_value("out_of_range", policy, OutOfRange)
+        return torch.where(bad, SUBSTITUTES[policy](ids, limits), ids)
 
     def _bad_id(self, number: int, id: int, row: int) -> DataError:
         return DataError(

@@ -6,7 +6,7 @@ Pure data and pure functions: ``explain`` prints the plan without running any ra
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import get_args
 
 import torch
 
@@ -15,6 +15,7 @@ from sbpflow.boxing.step import BoxingStep
 from sbpflow.embedding.plan.exchanges import check_exchange
 from sbpflow.embedding.plan.group_plan import ExchangeStep, GroupPlan, Purpose, Step
 from sbpflow.embedding.plan.grouping import IdColumns, make_groups
+from sbpflow.embedding.plan.out_of_range import OutOfRange
 from sbpflow.embedding.plan.tables import (
     HALF_DTYPES,
     FeatureConfig,
@@ -31,7 +32,6 @@ from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Split
 
-OutOfRange = Literal["error", "clamp", "hash"]
 IDS: tuple[Purpose, ...] = ("counts", "ids")
 
 
@@ -261,8 +261,10 @@ def _check_arguments(
         )
     if backend not in ("gloo", "nccl"):
         raise ConfigError(f"backend: {backend!r}; use gloo or nccl")
-    if out_of_range not in ("error", "clamp", "hash"):
-        raise ConfigError(f"out_of_range: {out_of_range!r}; use error, clamp, or hash")
+    if out_of_range not in get_args(OutOfRange):
+        raise ConfigError(
+            f"out_of_range: {out_of_range!r}; use {' or '.join(get_args(OutOfRange))}"
+        )
 
 
 def _check_names(kind: str, names: list[str]) -> None:

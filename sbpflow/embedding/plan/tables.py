@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from sbpflow.embedding.plan.numbering import NUMBERINGS, Numbering
-from sbpflow.embedding.rules.base import SparseOptimizer
+from sbpflow.embedding.rules.base import KernelRequest, SparseOptimizer
 from sbpflow.errors import ConfigError
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
@@ -22,7 +22,6 @@ from sbpflow.sbp.sbp import Broadcast, Partial
 HALF_DTYPES = (torch.bfloat16, torch.float16)  # narrower dtypes for rows and for vectors in transit
 Combine = Literal["concat", "sum"]
 Pooling = Literal["sum", "mean"]
-KernelRequest = Literal["auto", "fbgemm", "torch", "numba", "triton"]
 INITIAL_RANGE = 0.05  # U(-0.05, 0.05), as OneFlow-Benchmark's wdl_train_eval.py at de4698a7
 
 

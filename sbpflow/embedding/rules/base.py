@@ -18,6 +18,8 @@ from sbpflow.runtime.fields.ranges import LearningRate, NonNegative, broken_rule
 
 StateSize = Literal["row", "element"]
 CompiledKernel = Literal["numba", "fbgemm", "triton"]
+KernelName = Literal["torch", CompiledKernel]
+KernelRequest = Literal["auto", KernelName]
 SumOverColumns = Callable[[Tensor], Tensor]
 RowDecay = Annotated[
     NonNegative, Key("results", "Each touched row shrinks by lr * weight_decay before its step.")

@@ -9,27 +9,31 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Literal, get_args
 
 import torch
 
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.group_plan import GroupPlan
 from sbpflow.embedding.plan.table_batch import TableBatch
-from sbpflow.embedding.plan.tables import HALF_DTYPES, KernelRequest
-from sbpflow.embedding.rules.base import CompiledKernel, SparseOptimizer, SumOverColumns
+from sbpflow.embedding.plan.tables import HALF_DTYPES
+from sbpflow.embedding.rules.base import (
+    CompiledKernel,
+    KernelName,
+    KernelRequest,
+    SparseOptimizer,
+    SumOverColumns,
+)
 from sbpflow.embedding.storage.base import RowKernel
 from sbpflow.embedding.storage.fbgemm_storage import FbgemmStorage
 from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.rounding import RowNoise
 from sbpflow.embedding.storage.torch_storage import TorchStorage
-from sbpflow.errors import ConfigError, unknown_value
+from sbpflow.errors import ConfigError
 from sbpflow.runtime.compute.versions import import_fbgemm
 
 LOG = logging.getLogger(__name__)
 _NOTICE_AFTER_S = 2.0  # a longer compilation is announced in the log
 
-KernelName = Literal["torch", "fbgemm", "numba", "triton"]
 KERNEL_NAMES: tuple[KernelName, ...] = ("torch", "fbgemm", "numba", "triton")
 
 
@@ -66,25 +70,6 @@ class StackFacts:
         )
 
 
-def missing_kernels(request: KernelRequest) -> dict[KernelName, str]:
-    """Kernels that are not installed or not requested, with the reason.
-
-    Raises ConfigError if the installed FBGEMM does not match the installed torch.
-    """
-    installed: dict[KernelName, tuple[str, Callable[[], bool]]] = {
-        "fbgemm": ("FBGEMM", lambda: import_fbgemm() is not None),
-        "numba": ("numba", lambda: find_spec("numba") is not None),
-        "triton": ("Triton", lambda: find_spec("triton") is not None),
-    }
-    missing: dict[KernelName, str] = {}
-    for name, (label, is_installed) in installed.items():
-        if request not in ("auto", name):
-            missing[name] = f"parallel.kernel: {request}"
-        elif not is_installed():
-            missing[name] = f"{label} is not installed"
-    return missing
-
-
 def _fbgemm_fault(stack: StackFacts) -> str | None:
     """Why FBGEMM cannot give equal results for a stack, or ``None``."""
     if stack.dtype != torch.float32:
@@ -114,17 +99,83 @@ def _triton_fault(stack: StackFacts) -> str | None:
     return None
 
 
+def _numba_class() -> type[TorchStorage]:
+    from sbpflow.embedding.storage.numba_storage import NumbaStorage
+
+    return NumbaStorage
+
+
+def _triton_class() -> type[TorchStorage]:
+    from sbpflow.embedding.storage.triton_storage import TritonStorage
+
+    return TritonStorage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Compiled:
+    """What choosing and allocating a compiled kernel requires.
+
+    ``fault`` returns why the kernel cannot run a stack. ``storage`` returns its class, which is
+    imported on demand if it needs a compiler.
+    """
+
+    label: str
+    is_installed: Callable[[], bool]
+    fault: Callable[[StackFacts], str | None]
+    reason: str
+    storage: Callable[[], type[TorchStorage]]
+
+
+COMPILED: dict[CompiledKernel, _Compiled] = {
+    "numba": _Compiled(
+        label="numba",
+        is_installed=lambda: find_spec("numba") is not None,
+        fault=_numba_fault,
+        reason="compiled for this CPU",
+        storage=_numba_class,
+    ),
+    "fbgemm": _Compiled(
+        label="FBGEMM",
+        is_installed=lambda: import_fbgemm() is not None,
+        fault=_fbgemm_fault,
+        reason="equal results, fused update",
+        storage=lambda: TorchStorage,  # of an empty block, which TBE does not support
+    ),
+    "triton": _Compiled(
+        label="Triton",
+        is_installed=lambda: find_spec("triton") is not None,
+        fault=_triton_fault,
+        reason="sort, sum, and update in launches of fixed size",
+        storage=_triton_class,
+    ),
+}
+"""The compiled kernels, in the order in which ``auto`` tries them."""
+
+
+def missing_kernels(request: KernelRequest) -> dict[KernelName, str]:
+    """Kernels that are not installed or not requested, with the reason.
+
+    Raises ConfigError if the installed FBGEMM does not match the installed torch.
+    """
+    missing: dict[KernelName, str] = {}
+    for name, kernel in COMPILED.items():
+        if request not in ("auto", name):
+            missing[name] = f"parallel.kernel: {request}"
+        elif not kernel.is_installed():
+            missing[name] = f"{kernel.label} is not installed"
+    return missing
+
+
 def kernel_faults(
     stack: StackFacts, missing: Mapping[KernelName, str]
 ) -> dict[KernelName, str | None]:
     """Why each kernel cannot run a stack; ``None`` for kernels that can."""
     faults: dict[KernelName, str | None] = {"torch": None}
-    checks = {"fbgemm": _fbgemm_fault, "numba": _numba_fault, "triton": _triton_fault}
-    for kernel in get_args(CompiledKernel):
+    for name, kernel in COMPILED.items():
         lacks = None
-        if kernel not in stack.optimizer.kernels:
-            lacks = f"kernel {kernel} does not support {stack.optimizer.name}"
-        faults[kernel] = missing.get(kernel) or lacks or checks[kernel](stack)
+        if name not in stack.optimizer.kernels:
+            lacks = f"kernel {name} does not support {stack.optimizer.name}"
+        faults[name] = missing.get(name) or lacks or kernel.fault(stack)
     return faults
 
 
@@ -136,7 +187,7 @@ def choose_kernel(
     Raises ConfigError if the requested kernel is not installed. If it is installed but does not
     support the stack, torch is chosen, with the reason.
     """
-    if request in ("fbgemm", "numba", "triton") and request in missing:
+    if request not in ("auto", "torch") and request in missing:
         raise ConfigError(
             f"parallel.kernel: {request}, but {missing[request]}; `sbpflow doctor` shows the "
             "version to install, or use parallel.kernel: torch"
@@ -147,12 +198,9 @@ def choose_kernel(
     if request != "auto":
         fault = faults[request]
         return KernelChoice(request, "requested") if fault is None else KernelChoice("torch", fault)
-    if faults["numba"] is None:
-        return KernelChoice("numba", "compiled for this CPU")
-    if faults["fbgemm"] is None:
-        return KernelChoice("fbgemm", "equal results, fused update")
-    if faults["triton"] is None:
-        return KernelChoice("triton", "sort, sum, and update in launches of fixed size")
+    for name, kernel in COMPILED.items():
+        if faults[name] is None:
+            return KernelChoice(name, kernel.reason)
     return KernelChoice("torch", faults["fbgemm"])
 
 
@@ -237,7 +285,8 @@ def make_kernel(
     slots = rows if slots is None else slots
     if choice.name == "fbgemm" and slots > 0:
         return FbgemmStorage(slots, width, optimizer=optimizer, device=device)
-    return _class_of(choice.name)(
+    storage = TorchStorage if choice.name == "torch" else COMPILED[choice.name].storage()
+    return storage(
         rows,
         width,
         dim=dim,
@@ -249,18 +298,3 @@ def make_kernel(
         noise=noise,
         slots=slots,
     )
-
-
-def _class_of(name: KernelName) -> type[TorchStorage]:
-    """The class of a kernel; kernels that need a compiler are imported on demand."""
-    if name == "numba":
-        from sbpflow.embedding.storage.numba_storage import NumbaStorage
-
-        return NumbaStorage
-    if name == "triton":
-        from sbpflow.embedding.storage.triton_storage import TritonStorage
-
-        return TritonStorage
-    if name in ("torch", "fbgemm"):  # FBGEMM without rows
-        return TorchStorage
-    raise unknown_value("kernel", name, KernelName)

@@ -25,12 +25,11 @@ from sbpflow.costs.ids import CLICKS
 from sbpflow.embedding.plan.group_plan import GroupPlan
 from sbpflow.embedding.plan.table_batch import TableBatch
 from sbpflow.embedding.plan.tables import Shard, TableConfig
-from sbpflow.embedding.rules.base import SparseOptimizer
+from sbpflow.embedding.rules.base import KernelName, SparseOptimizer
 from sbpflow.embedding.storage.base import RowKernel
 from sbpflow.embedding.storage.choose import (
     KERNEL_NAMES,
     KernelChoice,
-    KernelName,
     deduplicator,
     make_kernel,
 )

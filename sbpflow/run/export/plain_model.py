@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from sbpflow.embedding.ids.batch_ids import BatchIds
-from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, OutOfRange
+from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
+from sbpflow.embedding.plan.out_of_range import SUBSTITUTES, OutOfRange
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
-from sbpflow.errors import ConfigError, unknown_value
+from sbpflow.errors import ConfigError
 from sbpflow.run.export.row_formats import RowFormat, Rows, make_rows
 from sbpflow.run.model.spec import ExportableSpec, HashedColumn, ModelSpec
 from sbpflow.runtime.random.splitmix import signed
-from sbpflow.runtime.random.streams import GAMMA, MIX_1, MIX_2, mix
+from sbpflow.runtime.random.streams import GAMMA, MIX_1, MIX_2
 
 NUM_RESERVED_IDS = 2  # of a hashed column: 0 means missing, and hashes never give 1
 Bag = tuple[Tensor, ...]  # values [n], lengths [rows], and weights [n] of a weighted feature
@@ -132,14 +133,9 @@ class PlainModel(nn.Module):
     def _in_range(self, ids: Tensor, num_rows: int) -> Tensor:
         """Replace out-of-range ids by the same policy as ``IdReader``."""
         ids = ids.to(torch.int64)
-        if self._out_of_range == "clamp":
-            return ids.clamp(0, num_rows - 1)
-        if self._out_of_range == "hash":
-            bad = (ids < 0) | (ids >= num_rows)
-            return torch.where(bad, mix(ids).remainder(num_rows), ids)
         if self._out_of_range == "error":  # the lookup raises
             return ids
-        raise unknown_value("out_of_range", self._out_of_range, OutOfRange)
+        return SUBSTITUTES[self._out_of_range](ids, num_rows)
 
     def arguments_of(self, ids: Tensor | BatchIds, dense: Tensor) -> tuple[Tensor, Tensor, Bags]:
         """Convert a loader's batch to the arguments of ``forward``."""

@@ -12,11 +12,10 @@ import torch
 from sbpflow.boxing.executor import Boxing
 from sbpflow.boxing.plan import plan_boxing
 from sbpflow.embedding.plan.table_batch import TableBatch
-from sbpflow.embedding.plan.tables import KernelRequest
+from sbpflow.embedding.rules.base import KernelName, KernelRequest
 from sbpflow.embedding.storage.choose import (
     KERNEL_NAMES,
     KernelChoice,
-    KernelName,
     StackFacts,
     kernel_faults,
     missing_kernels,

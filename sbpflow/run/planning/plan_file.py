@@ -178,8 +178,6 @@ def _decode(value: object) -> object:
         content["topology"] = _encode(Topology.one_host(len(ranks)))
     kind = _CLASSES[_RENAMED_CLASSES.get(content["is"], content["is"])]
     values = {_RENAMED.get(key, key): _decode(i) for key, i in content.items() if key != "is"}
-    if content["is"] == "Move":
-        values["name"] = current_name(cast("str", values["name"]))
     for key, item in values.items():
         if not _fits(item, _hints(kind)[key]):
             raise TypeError(f"{kind.__name__}.{key} cannot be {str(item)[:80]}")

@@ -5,6 +5,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from sbpflow.config.metrics import METRICS
 from sbpflow.run.report.charts import (
     Series,
     calibration_chart,
@@ -76,6 +77,9 @@ def _results(runs: Sequence[Run]) -> str:
     def of(key: str, show: Callable[[Any], str] = show_number) -> list[str]:
         return [_value(run.final.get(key), show) for run in runs]
 
+    def five(value: float) -> str:
+        return f"{value:.5f}"
+
     def both_sums(run: Run) -> str:
         final = run.final
         if final.get("predicted") is None:
@@ -83,13 +87,10 @@ def _results(runs: Sequence[Run]) -> str:
         return f"{final['predicted']:,.1f} of {final['positives']:,}"
 
     rows: list[tuple[str, list[str]]] = [
-        ("test AUC", of("auc", lambda v: f"{v:.5f}")),
-        ("its bound of error", of("auc_error", lambda v: f"{v:.1e}")),
-        ("best possible AUC", of("best_auc", lambda v: f"{v:.5f}")),
-        ("val AUC", of("val_auc", lambda v: f"{v:.5f}")),
-        ("test GAUC, by rows", of("gauc", lambda v: f"{v:.5f}")),
-        ("test logloss", of("logloss", lambda v: f"{v:.5f}")),
-        ("test normalised entropy", of("normalised_entropy", lambda v: f"{v:.5f}")),
+        *((f"test {kind.label}", of(name, five)) for name, kind in METRICS.items()),
+        ("error bound of the test AUC", of("auc_error", lambda v: f"{v:.1e}")),
+        ("best possible AUC", of("best_auc", five)),
+        ("val AUC", of("val_auc", five)),
         ("test calibration", of("calibration", lambda v: f"{v:.4f}")),
         ("sum of chances of positives", [both_sums(run) for run in runs]),
         ("steps", of("steps", lambda v: f"{v:,}")),

@@ -17,7 +17,7 @@ from sbpflow.config.parse import plain
 from sbpflow.config.renamed import with_current_keys
 from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import TableRule, rule_of
-from sbpflow.embedding.plan.tables import KernelRequest
+from sbpflow.embedding.rules.base import KernelRequest
 from sbpflow.embedding.state import KEYS
 from sbpflow.embedding.storage.choose import missing_kernels, request_of
 from sbpflow.errors import CheckpointError, DataError

@@ -1,0 +1,29 @@
+"""Policies for ids that are not rows of their table.
+
+A policy that replaces ids is a function here and a name in ``OutOfRange``; ``error`` replaces none.
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from sbpflow.runtime.random.splitmix import mix
+
+OutOfRange = Literal["error", "clamp", "hash"]
+
+
+def _clamp(ids: Tensor, limits: Tensor | int) -> Tensor:
+    return ids.clamp(min=0).clamp(max=limits - 1)
+
+
+def _hash(ids: Tensor, limits: Tensor | int) -> Tensor:
+    return torch.where((ids < 0) | (ids >= limits), mix(ids).remainder(limits), ids)
+
+
+SUBSTITUTES: dict[OutOfRange, Callable[[Tensor, Tensor | int], Tensor]] = {
+    "clamp": _clamp,
+    "hash": _hash,
+}
+"""Functions of int64 ids and the numbers of rows, which broadcast; valid ids stay as they are."""
