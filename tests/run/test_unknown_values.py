@@ -21,8 +21,8 @@ from sbpflow.data.prepare.split import SplitRule
 from sbpflow.embedding.ids.batch_ids import Bags
 from sbpflow.embedding.ids.reader import IdReader
 from sbpflow.embedding.plan.embedding_plan import plan_embeddings
-from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
 from sbpflow.embedding.plan.out_of_range import SUBSTITUTES, OutOfRange
+from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
 from sbpflow.embedding.rules.base import CompiledKernel, SparseOptimizer
 from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.embedding.storage.choose import COMPILED, KernelChoice, make_kernel
@@ -62,7 +62,7 @@ def test_a_rule_that_a_kernel_does_not_know():
     assert not storage.weights.any()
 
 
-def test_a_def test_every_metric_has_an_entry():
+def test_every_metric_has_an_entry():
     assert tuple(METRICS) == get_args(Metric)
     assert METRICS["auc"].is_better(0.9, 0.5, 0.0)
     assert METRICS["logloss"].is_better(0.5, 0.9, 0.0)

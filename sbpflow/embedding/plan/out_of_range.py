@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from sbpflow.runtime.random.splitmix import mix
+from sbpflow.runtime.random.streams import mix
 
 OutOfRange = Literal["error", "clamp", "hash"]
 
