@@ -33,12 +33,9 @@ def plan_of(parallel: str, world_size: int, rows: dict[str, int]) -> RunPlan:
     """The plan of a small Wide & Deep run with this group ``parallel`` in its YAML."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.yaml"
-        wide = next(iter(rows))
-        path.write_text(
-            "data: {batch_size: 1024}\n"
-            f"model: {{embedding_dim: 16, hidden: [64], wide: {{columns: [{wide}], crosses: []}}}}\n"
-            + parallel
-        )
+        wide = f"wide: {{columns: [{next(iter(rows))}], crosses: []}}"
+        model = f"model: {{embedding_dim: 16, hidden: [64], {wide}}}\n"
+        path.write_text("data: {batch_size: 1024}\n" + model + parallel)
         config = load_config(path, models=MODELS)
     fields = Fields.of([], rows)
     return plan_run(config, fields, world_size=world_size, device_type="cpu")[1]
@@ -253,7 +250,9 @@ def schedule(theme: str) -> Canvas:
     for row, move in enumerate(moves):
         y = top + tall * row
         of_next = move["batch"] != "this"
-        canvas.box(4, y + 2, 236, tall - 4, fill="panel", line="line" if of_next else None, radius=4)
+        canvas.box(
+            4, y + 2, 236, tall - 4, fill="panel", line="line" if of_next else None, radius=4
+        )
         canvas.text(12, y + 16, move["move"], size=13, bold=True, mono=True)
         canvas.text(12, y + 29, move["what"], size=11.5, color="faint")
         if of_next:
