@@ -35,7 +35,9 @@ def plan_of(parallel: str, world_size: int, rows: dict[str, int]) -> RunPlan:
         path = Path(folder) / "run.yaml"
         wide = f"wide: {{columns: [{next(iter(rows))}], crosses: []}}"
         model = f"model: {{embedding_dim: 16, hidden: [64], {wide}}}\n"
-        path.write_text("data: {batch_size: 1024}\n" + model + parallel)
+        path.write_text(
+            "data: {batch_size: 1024}\noptimizer: {sparse: {name: sgd}}\n" + model + parallel
+        )
         config = load_config(path, models=MODELS)
     fields = Fields.of([], rows)
     return plan_run(config, fields, world_size=world_size, device_type="cpu")[1]
@@ -84,19 +86,19 @@ def layouts(theme: str) -> Canvas:
     """One tensor on two ranks, in each of the four layouts."""
     canvas = Canvas(theme, 560, 452, "The layouts S(0), S(1), B and P of one tensor on two ranks")
     cell = 24
-    full = {at: 1 + at[0] * SIZE + at[1] for at in cells((slice(SIZE), slice(SIZE)))}
+    full = {at: 1 + at[0] * SIZE + at[1] for at in cells((slice(0, SIZE), slice(0, SIZE)))}
     whole = {at: ("panel",) for at in full}
     draw_grid(canvas, 20, 30, cell, whole, values=full)
     canvas.text(20, 18, "the full tensor", size=15, bold=True)
     for number, line in enumerate(
-        ("Four ways to lay it out", "on two ranks. The value is the", "same in each of them.")
+        ("Four ways to lay it out on two", "ranks. The value is the same", "in each of them.")
     ):
         canvas.text(150, 62 + 22 * number, line, size=15)
     panels = {
-        "S(0)": "split: each rank holds some rows",
-        "S(1)": "split: each rank holds some columns",
-        "B": "broadcast: each rank holds a copy",
-        "P": "partial: the value is the sum",
+        "S(0)": "split: some rows each",
+        "S(1)": "split: some columns each",
+        "B": "broadcast: a copy each",
+        "P": "partial: terms of a sum",
     }
     for number, (sbp, says) in enumerate(panels.items()):
         left, top = 20 + 280 * (number % 2), 176 + 148 * (number // 2)
@@ -107,7 +109,7 @@ def layouts(theme: str) -> Canvas:
             colors = held(layout, rank)
             values = {at: full[at] for at in colors}
             if sbp == "P":  # any terms do, as long as they add up
-                first = {at: (7 * value) % (value + 1) for at, value in full.items()}
+                first = {at: (5 * at[0] + 3 * at[1] + 2) % full[at] for at in full}
                 values = first if rank == 0 else {at: full[at] - first[at] for at in full}
             x = left + rank * (SIZE * cell + 30)
             draw_grid(canvas, x, top + 10, cell, colors, values=values)
@@ -119,16 +121,16 @@ def layouts(theme: str) -> Canvas:
 
 def grids(theme: str) -> Canvas:
     """Two layouts over a 2 x 2 grid of ranks."""
-    canvas = Canvas(theme, 560, 208, "Layouts of one tensor over a 2 x 2 grid of ranks")
+    canvas = Canvas(theme, 560, 236, "Layouts of one tensor over a 2 x 2 grid of ranks")
     for number, sbp in enumerate(("(S(0), B)", "(S(0), S(1))")):
         left, cell = 20 + 280 * number, 18
         layout = Layout(GRID, sbp)
-        canvas.text(left, 18, f"{sbp} on {GRID}", size=14, mono=True)
+        canvas.text(left, 18, f"{sbp} on {GRID}", size=12.5, mono=True)
         for rank in GRID.ranks:
             row, column = divmod(rank, 2)
-            x, y = left + column * 115, 30 + row * 90
+            x, y = left + column * 110, 30 + row * 104
             draw_grid(canvas, x, y, cell, held(layout, rank))
-            canvas.text(x + SIZE * cell + 3, y + 40, f"{rank}", size=13, color="faint")
+            canvas.text(x + 2 * cell, y + 89, f"rank {rank}", size=12, anchor="middle")
     return canvas
 
 
@@ -185,28 +187,28 @@ SCHEMES = ("dp", "1", "2", "3")
 
 def schemes(theme: str) -> Canvas:
     """Where ids and tables are in each scheme, and what a step sends."""
-    tall, cell = 132, 15
-    canvas = Canvas(theme, 600, 56 + tall * len(SCHEMES), "The schemes of a Wide & Deep model")
-    for x, words in ((76, "ids"), (200, "wide table"), (282, "deep table"), (430, "transfers")):
+    tall, cell = 114, 15
+    canvas = Canvas(theme, 600, 54 + tall * len(SCHEMES), "The schemes of a Wide & Deep model")
+    for x, words in ((50, "ids"), (146, "wide"), (226, "deep"), (392, "transfers of a step")):
         canvas.text(x, 16, words, size=13, color="faint")
     for number, scheme in enumerate(SCHEMES):
-        top = 32 + tall * number
+        top = 30 + tall * number
         plan = plan_of(f"parallel: {{scheme: {scheme}, device: cpu}}\n", 2, {"C1": 1000})
-        canvas.text(4, top + 14, f"{scheme}", size=17, bold=True, mono=True)
+        canvas.text(4, top + 14, scheme, size=17, bold=True, mono=True)
         for x, columns, layout in (
-            (76, 2, ids_layout(plan)),
-            (200, 1, plan.layouts["wide.C1"].layout),
-            (282, SIZE, plan.layouts["deep.C1"].layout),
+            (50, 2, ids_layout(plan)),
+            (146, 1, plan.layouts["wide.C1"].layout),
+            (226, SIZE, plan.layouts["deep.C1"].layout),
         ):
             for rank in LINE.ranks:
                 box = layout.part_slices((SIZE, columns), rank)
-                colors = dict.fromkeys(cells(box or (slice(0), slice(0))), (f"rank{rank}",))
-                left = x + rank * (columns * cell + (14 if columns > 1 else 26))
+                colors = dict.fromkeys(cells(box or (slice(0, 0), slice(0, 0))), (f"rank{rank}",))
+                left = x + rank * (columns * cell + 14)
                 draw_grid(canvas, left, top, cell, colors, shape=(SIZE, columns))
             canvas.text(x, top + 78, str(layout).partition("@")[0], size=13, mono=True)
         for line, words in enumerate(transfers(plan)):
-            canvas.text(430, top + 11 + 17 * line, words, size=12, mono=True)
-    y = 32 + tall * len(SCHEMES) + 4
+            canvas.text(392, top + 11 + 17 * line, words, size=12, mono=True)
+    y = 30 + tall * len(SCHEMES)
     canvas.box(4, y, 14, 14, fill="rank0")
     canvas.text(24, y + 12, "on rank 0", size=13)
     canvas.box(104, y, 14, 14, fill="rank1")
@@ -224,13 +226,15 @@ def ids_layout(plan: RunPlan) -> Layout:
 
 
 def transfers(plan: RunPlan) -> list[str]:
-    """The transfers of the tables in one step: what, and by which collective."""
+    """What the tables send in one step, and by which collective; wide and deep once if alike."""
     shown = []
     for step in describe(plan)["steps"]:
-        owner = step["id"].partition("/")[0]
+        owner, *_, what = step["id"].split("/")
         if owner in ("ids", "wide", "deep") and step["collective"] != "none":
-            shown.append(f"{step['id']} {step['collective']}")
-    return shown
+            name = "ids" if owner == "ids" else what
+            name = "gradients" if "/bwd/" in step["id"] else name
+            shown.append(f"{name:<10} {step['collective']}")
+    return list(dict.fromkeys(shown))
 
 
 def schedule(theme: str) -> Canvas:
@@ -238,34 +242,29 @@ def schedule(theme: str) -> Canvas:
     plan = plan_of("parallel: {scheme: 3, device: cpu}\n", 2, {"C1": 1000})
     moves: list[dict[str, Any]] = describe(plan)["schedule"]
     names = list(dict.fromkeys(name for move in moves for name in move["under_way"]))
-    tall, top, left, apart = 36, 62, 262, 60
+    tall, top, left, apart = 36, 72, 254, 62
     canvas = Canvas(theme, 560, top + tall * len(moves) + 12, "The schedule of a training step")
-    canvas.text(4, 18, "a step, from top to bottom", size=13, color="faint")
-    canvas.text(left, 18, "transfers in flight meanwhile", size=13, color="faint")
+    canvas.text(4, 16, "a step, from top to bottom", size=13, color="faint")
+    canvas.text(left, 16, "transfers in flight meanwhile", size=13, color="faint")
     for column, name in enumerate(names):
-        first, _, last = name.rpartition(" ")
-        middle = left + apart * column + 22
-        canvas.text(middle, 38, first, size=11.5, anchor="middle")
-        canvas.text(middle, 53, last, size=11.5, anchor="middle")
+        lines = name.split()
+        for line, word in enumerate(lines):
+            y = 63 - 13 * (len(lines) - 1 - line)
+            canvas.text(left + apart * column + 23, y, word, size=11, anchor="middle")
     for row, move in enumerate(moves):
         y = top + tall * row
-        of_next = move["batch"] != "this"
-        canvas.box(
-            4, y + 2, 236, tall - 4, fill="panel", line="line" if of_next else None, radius=4
-        )
+        this = move["batch"] == "this"
+        canvas.box(4, y + 2, 230, tall - 4, fill="panel" if this else "rank3", line=None, radius=4)
         canvas.text(12, y + 16, move["move"], size=13, bold=True, mono=True)
-        canvas.text(12, y + 29, move["what"], size=11.5, color="faint")
-        if of_next:
-            canvas.text(232, y + 16, "next batch", size=11.5, anchor="end")
+        canvas.text(12, y + 29, move["what"], size=11.5, color="faint" if this else "text")
+        if not this:
+            canvas.text(226, y + 16, "next batch", size=11.5, anchor="end")
     for column, name in enumerate(names):
         for first, last in runs([name in move["under_way"] for move in moves]):
             x, y = left + apart * column, top + tall * first
-            fill = f"rank{column % len(RANK_COLORS)}"
-            canvas.box(x, y + 2, 44, tall * (last - first) - 4, fill=fill, line=None, radius=4)
+            fill = "rank3" if name.startswith("next ") else "rank0"
+            canvas.box(x, y + 2, 46, tall * (last - first) - 4, fill=fill, line=None, radius=4)
     return canvas
-
-
-RANK_COLORS = [name for name in THEMES["light"] if name.startswith("rank")]
 
 
 def runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
@@ -292,7 +291,7 @@ def table(theme: str) -> Canvas:
     """The way of each table from the YAML to the rows that a rank holds."""
     plan = plan_of(YAML + "  device: cpu\n", 2, {"C1": 600, "C2": 1000, "C3": 800, "C4": 300})
     facts = describe(plan)
-    canvas = Canvas(theme, 560, 752, "The way of a table from the configuration to its rows")
+    canvas = Canvas(theme, 560, 652, "The way of a table from the configuration to its rows")
     y = 4.0
 
     def head(number: int, words: str) -> None:
@@ -325,23 +324,18 @@ def table(theme: str) -> Canvas:
     y += 26
     head(4, "On each rank, the shards it stores and updates")
     y += 28
-    tops = {rank: y for rank in LINE.ranks}
+    tops = dict.fromkeys(LINE.ranks, y + 20)
     for rank in LINE.ranks:
-        x = 28 + 268 * rank
-        canvas.text(x, tops[rank] + 12, f"rank {rank}", size=13, color="faint")
-        tops[rank] += 20
+        canvas.text(28 + 268 * rank, y + 12, f"rank {rank}", size=13, color="faint")
     for entry in facts["tables"]:
         for shard in entry["shards"]:
             (r0, r1), (c0, c1) = shard["rows"], shard["columns"]
-            rank = shard["rank"]
-            x = 28 + 268 * rank
-            height, width = 20 + (r1 - r0) / 40, 100 * (c1 - c0) / entry["dim"]
-            width = max(width, 10) if entry["dim"] > 1 else 10
-            canvas.box(x, tops[rank], width, height, fill=f"rank{rank}")
-            canvas.text(x + 110, tops[rank] + 12, entry["name"], size=12, mono=True)
-            words = f"rows {r0}..{r1}, columns {c0}..{c1}"
-            canvas.text(x + 110, tops[rank] + 26, words, size=11, color="faint")
-            tops[rank] += max(height, 30) + 6
+            x, top = 28 + 268 * shard["rank"], tops[shard["rank"]]
+            height, width = 20 + (r1 - r0) / 40, 5.5 * (c1 - c0) + 4
+            canvas.box(x, top, width, height, fill=f"rank{shard['rank']}")
+            canvas.text(x + 104, top + 12, entry["name"], size=12, mono=True)
+            canvas.text(x + 104, top + 26, f"[{r0}:{r1}, {c0}:{c1}]", size=12, mono=True)
+            tops[shard["rank"]] += max(height, 30) + 6
     return canvas
 
 

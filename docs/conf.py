@@ -9,11 +9,11 @@ from sphinx.application import Sphinx
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from sbpflow import __version__
+import sbpflow
 
 project = "sbpflow"
 author = "the sbpflow authors"
-release = version = __version__
+release = version = sbpflow.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
 source_suffix = {".md": "markdown"}
@@ -35,6 +35,8 @@ html_theme_options = {"navigation_with_keys": True}
 html_copy_source = False
 html_show_sourcelink = False
 html_show_copyright = False
+# Extracts in search results would be fetched page by page, which browsers refuse on file:// pages.
+html_show_search_summary = False
 
 # Files at the top of the repository that are pages of the site, too. Other files there that a page
 # links to, such as records of benchmarks, are copied into the site.
@@ -46,6 +48,15 @@ def link_to_top_files(app: Sphinx, page: str, source: list[str]) -> None:
     source[0] = TOP_FILES.sub(lambda found: f"](/{found[1].lower()}.md", source[0])
 
 
+def without_source(app: Sphinx, module: str, name: str) -> str | None:
+    """No source link for a name that is not public in a module with public names: viewcode would
+    link back from there under the wrong name.
+    """
+    shared = module.removeprefix("sbpflow.") in sbpflow._HOME.values()
+    return "" if shared else None
+
+
 def setup(app: Sphinx) -> None:
     """Sphinx calls this once."""
     app.connect("source-read", link_to_top_files)
+    app.connect("viewcode-follow-imported", without_source, priority=1)
