@@ -15,10 +15,11 @@ project = "sbpflow"
 author = "the sbpflow authors"
 release = version = sbpflow.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["pictures"]
 language = "en"
+highlight_language = "none"  # of blocks that name none: commands, and what they print
 
 # Headings down to the third level can be linked to: page.md#some-heading.
 myst_heading_anchors = 3
@@ -48,15 +49,17 @@ def link_to_top_files(app: Sphinx, page: str, source: list[str]) -> None:
     source[0] = TOP_FILES.sub(lambda found: f"](/{found[1].lower()}.md", source[0])
 
 
-def without_source(app: Sphinx, module: str, name: str) -> str | None:
-    """No source link for a name that is not public in a module with public names: viewcode would
-    link back from there under the wrong name.
-    """
-    shared = module.removeprefix("sbpflow.") in sbpflow._HOME.values()
-    return "" if shared else None
+def name_source_file(
+    app: Sphinx, what: str, name: str, value: object, options: object, lines: list[str]
+) -> None:
+    """Each class and function of the API reference says which file it is in."""
+    if what in ("class", "exception", "function"):
+        module = sys.modules[str(getattr(value, "__module__", None))]
+        file = Path(str(module.__file__)).resolve().relative_to(ROOT)
+        lines += ["", f"Source: ``{file}``"]
 
 
 def setup(app: Sphinx) -> None:
     """Sphinx calls this once."""
     app.connect("source-read", link_to_top_files)
-    app.connect("viewcode-follow-imported", without_source, priority=1)
+    app.connect("autodoc-process-docstring", name_source_file)

@@ -36,8 +36,8 @@ def test_the_scores_it_shows_are_recorded():
     events = [json.loads(line) for line in RECORD.read_text().splitlines()]
     (event,) = [event for event in events if event["run"] == "wide & deep"]
     shown = PAGE.steps[2].shown
-    assert f"{event['auc']:.4f}" in shown
-    assert f"{event['best_auc']:.4f}" in shown
+    assert f"auc                 {event['auc']:.6f}\n" in shown
+    assert f"best_auc            {event['best_auc']:.6f}\n" in shown
 
 
 def words(text: str) -> list[str]:

@@ -22,8 +22,10 @@ EXPLAIN = re.findall(r"`sbpflow (explain [^`]*)`", TEXT)
 TRAIN = re.findall(
     r"^(?:torchrun [^`\n]*train_wdl\.py|sbpflow train -n 2) (--config [^`\n]*)$", TEXT, re.M
 )
-COMMANDS_SHOWN = re.findall(r"^sbpflow ([\w-]+)", TEXT, re.M)
-SETTINGS = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+SHELL = "".join(text for language, text in BLOCKS if not language)
+COMMANDS_SHOWN = re.findall(r"^sbpflow ([\w-]+)", SHELL, re.M)
+SETTINGS = [text for language, text in BLOCKS if language == "yaml"]
 
 
 def _words(command: str) -> list[str]:
