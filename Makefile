@@ -12,7 +12,7 @@ help:
 	@echo "make demo   generated data, $(RANKS) ranks, AUC against the best possible"
 	@echo "make docs   the documentation site -> site/index.html"
 	@echo "make test   lint, types, all tests but the slow ones"
-	@echo "make test-slow  what those leave out: machines cut off, runs killed, long equality"
+	@echo "make test-slow  what those leave out: machines cut off, runs killed, long equality, make docs"
 	@echo "make test-plain  the tests without FBGEMM, DALI and numba"
 	@echo "make test-versions  the tests on the newest Python at hand, and on 3.12 with torch 2.11"
 	@echo "make lint   the checks of make test that run nothing: format, style, types"
@@ -33,7 +33,7 @@ test: .venv/.stamp
 tests-together: .venv/.stamp
 	env -u MAKEFLAGS -u MFLAGS $(BIN)/python $(PYTEST)
 
-test-slow: .venv/.stamp
+test-slow: .venv/.stamp docs
 	$(BIN)/python -m pytest -m slow
 
 # On the torch kernel and memory maps, as where there are no wheels of the others.
