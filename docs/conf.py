@@ -38,7 +38,7 @@ html_show_sourcelink = False
 html_show_copyright = False
 # Extracts in search results would be fetched page by page, which browsers refuse on file:// pages.
 html_show_search_summary = False
-html_search_scorer = "search_scorer.js"
+html_search_scorer = str(ROOT / "docs" / "search_scorer.js")
 
 # Files at the top of the repository that are pages of the site, too. Other files there that a page
 # links to, such as records of benchmarks, are copied into the site.
