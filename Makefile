@@ -7,11 +7,12 @@ DEMO_ROWS ?= 300000
 # One thread per rank: the ranks are the parallelism, and more threads than cores only fight.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test tests-together test-slow test-plain test-versions lint bench gpu clean
+.PHONY: help demo docs test tests-together test-slow test-plain test-versions lint bench gpu clean
 help:
 	@echo "make demo   generated data, $(RANKS) ranks, AUC against the best possible"
+	@echo "make docs   the documentation site -> site/index.html"
 	@echo "make test   lint, types, all tests but the slow ones"
-	@echo "make test-slow  what those leave out: machines cut off, runs killed, long equality"
+	@echo "make test-slow  what those leave out: machines cut off, runs killed, long equality, make docs"
 	@echo "make test-plain  the tests without FBGEMM, DALI and numba"
 	@echo "make test-versions  the tests on the newest Python at hand, and on 3.12 with torch 2.11"
 	@echo "make lint   the checks of make test that run nothing: format, style, types"
@@ -32,7 +33,7 @@ test: .venv/.stamp
 tests-together: .venv/.stamp
 	env -u MAKEFLAGS -u MFLAGS $(BIN)/python $(PYTEST)
 
-test-slow: .venv/.stamp
+test-slow: .venv/.stamp docs
 	$(BIN)/python -m pytest -m slow
 
 # On the torch kernel and memory maps, as where there are no wheels of the others.
@@ -56,11 +57,21 @@ TRAIN = $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) train_wdl.py --co
 demo: .venv/.stamp .demo/data/manifest.json
 	$(TRAIN)
 	$(TRAIN) model.deep=false optimizer.sparse.lr=0.02 run.dir=.demo/wide
-	@$(BIN)/python .ci/demo_report.py .demo/wdl .demo/wide
+	@$(BIN)/python -m benchmarks.demo .demo/wdl .demo/wide
 	@echo "curves, layouts and memory of both: $$($(BIN)/sbpflow report .demo/wdl .demo/wide)"
 
 .demo/data/manifest.json: | .venv/.stamp
 	$(BIN)/sbpflow synth --rows $(DEMO_ROWS) --vocab-scale 0.002 --output .demo/data
+
+# A broken link or reference is an error. So is a script, style or font from another host: the site
+# works without network, the search included.
+docs: .venv-docs/.stamp
+	rm -rf site
+	.venv-docs/bin/python -m sphinx --fail-on-warning --keep-going --quiet docs site
+	.venv-docs/bin/python .ci/check_site.py site
+
+.venv-docs/.stamp: pyproject.toml .ci/setup
+	@PLAIN=1 EXTRAS=docs VENV=.venv-docs .ci/setup
 
 # With what each is given; cpu_criteo needs genuine rows, named by SBPFLOW_CRITEO_ROWS.
 CPU_BENCHMARKS = "boxing --ranks $(RANKS) --output benchmarks/results/boxing.jsonl" \
@@ -77,4 +88,4 @@ gpu:
 	@$(PYTHON) -m benchmarks.gpu
 
 clean:
-	rm -rf .venv .venv-* .demo build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* .demo site build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -88,7 +88,7 @@ class Checkpoint:
         columns: slice | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """The tensor ``name`` on the CPU, or some of its rows: [rows, *other dims].
+        """The tensor ``name`` on the CPU, or some of its rows: [rows, ...].
 
         With ``columns`` [rows, columns], all dims behind the first being one. Slices have no step.
         """

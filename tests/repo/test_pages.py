@@ -6,11 +6,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_page_of_modules_is_up_to_date():
-    page = runpy.run_path(str(ROOT / ".ci" / "modules.py"))["page"]()
-    assert (ROOT / "docs" / "modules.md").read_text() == page, "run python .ci/modules.py"
-
-
 def test_the_page_of_keys_is_up_to_date():
     page = runpy.run_path(str(ROOT / ".ci" / "configuration.py"))["page"]()
     committed = (ROOT / "docs" / "configuration.md").read_text()

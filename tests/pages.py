@@ -1,0 +1,59 @@
+"""What a page asks its reader to do: files to save, commands to run, and the output it shows.
+
+In a page's blocks of code, the first line ``# NAME`` of a file names it; a block without a language
+has commands; a block of ``text`` has the end of what the command before it prints.
+"""
+
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.deadlines import run
+
+ROOT = Path(__file__).resolve().parents[1]
+PROGRAMS = {"sbpflow": [sys.executable, "-m", "sbpflow"], "python": [sys.executable]}
+
+
+class Step(NamedTuple):
+    """A command, and the output that the page shows for it; "" if it shows none."""
+
+    command: str
+    shown: str
+
+
+class Page:
+    """``files`` by name, and ``steps`` in the order of the page."""
+
+    def __init__(self, path: str) -> None:
+        text = (ROOT / path).read_text()
+        self.files: dict[str, str] = {}
+        self.steps: list[Step] = []
+        for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+            if language == "text":
+                self.steps[-1] = self.steps[-1]._replace(shown=block)
+            elif language and (name := re.match(r"# ([\w.]+)\n", block)):
+                self.files[name[1]] = block
+            elif not language:
+                lines = block.replace("\\\n", " ").splitlines()
+                self.steps += [Step(line.partition(" #")[0].strip(), "") for line in lines]
+
+    def save_files(self, folder: Path) -> None:
+        """Save what the page asks to save."""
+        for name, text in self.files.items():
+            (folder / name).write_text(text)
+
+
+def follow(command: str, folder: Path, limit_s: float = 180) -> str:
+    """What the command prints in ``folder``; fails unless it succeeds."""
+    program, *words = shlex.split(command)
+    done = run(
+        [*PROGRAMS[program], *words],
+        limit_s,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout + done.stderr
