@@ -327,7 +327,7 @@ def test_rows_put_aside_have_no_name_and_are_checked(tmp_path):
     assert not list(tmp_path.iterdir())  # so that nothing is left by whoever is killed
     assert [bytes(file.read(one)) for one in (second, first)] == [b"others", b"some rows"]
     os.pwrite(file._file, b"S", first.offset)
-    with pytest.raises(CheckpointError, match="does not give back what was written"):
+    with pytest.raises(CheckpointError, match="spilled rows: the disk did not return the bytes"):
         file.read(first)
     assert bytes(file.read(second)) == b"others"
     file.close()

@@ -154,7 +154,7 @@ def test_moves_are_compared_by_identity():
     for move in moves.KNOWN:
         assert moves.saved_move(move.name, move.says) is move
     assert moves.saved_move("push", "any text") is moves.SEND_GRADS
-    with pytest.raises(ValueError, match="unknown move 'pull'.*send_grads"):
+    with pytest.raises(ValueError, match=r"unknown move 'pull'.*send_grads"):
         moves.saved_move("pull", "")
 
 
@@ -254,7 +254,9 @@ def test_another_batch_than_announced_is_refused_and_nothing_happens(ranks):
     ):
         assert losses == expected
         assert len(said) == 2
-        assert all(text.startswith("step: batch 0 of 1 is not the one announced") for text in said)
+        assert all(
+            text.startswith("step: batch 0 of 1 is not the batch announced") for text in said
+        )
 
 
 def bad_ids_ahead(world: World, config: Any) -> str:
