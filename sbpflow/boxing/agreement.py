@@ -1,4 +1,4 @@
-"""What all ranks learn of one another on the control channel: facts, text, and refusals."""
+"""Exchanges facts, text and errors between all ranks, on the control channel."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -36,9 +36,9 @@ def gather_facts(boxing: Boxing, facts: Mapping[str, str]) -> list[dict[str, str
 
 
 def run_on_all_ranks(boxing: Boxing, attempt: Callable[[], Result]) -> Result:
-    """What ``attempt`` returns; if it raises ConfigError on any rank, that is raised on every one.
+    """The result of ``attempt``; a ConfigError on any rank is raised on every rank.
 
-    Every rank calls it. A rank that left alone would leave the others in a collective.
+    Every rank calls it. If only one rank raised, the others would wait for it in a collective.
     """
     result, refused = None, ""
     try:
@@ -47,14 +47,13 @@ def run_on_all_ranks(boxing: Boxing, attempt: Callable[[], Result]) -> Result:
         if boxing.world.size == 1:
             raise
         refused = str(error)
-    everyone = gather_facts(boxing, {"refused": refused}) if boxing.world.size > 1 else []
-    if reasons := [facts["refused"] for facts in everyone if facts["refused"]]:
+    if reasons := [reason for reason in gather_texts(boxing, refused) if reason]:
         raise ConfigError(reasons[0])
     return cast("Result", result)
 
 
 def combine_parts(boxing: Boxing, part: Tensor, src: Sbp, id: str) -> Tensor:
-    """Gather (Split) or add up (Partial) the ranks' parts of equal shape, on every rank."""
+    """Gather (Split) or sum (Partial) parts of equal shape from all ranks, on every rank."""
     world = boxing.world
     placement = Placement.line(world.device.type, world.size)
     shape = tuple(part.shape)

@@ -1,7 +1,7 @@
-"""Buffers that conversions pack into and receive into, lent out and reused.
+"""Reuses the CPU buffers that conversions pack into and receive into.
 
-A fresh buffer of some MiB costs page faults each time on CPU, about as much as the copy into it.
-CUDA has a caching allocator of its own; there nothing is kept.
+A new buffer of some MiB causes page faults, which cost about as much as the copy into it. On CUDA
+nothing is kept, since torch has a caching allocator there.
 """
 
 import math
@@ -10,12 +10,12 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-MAX_KEPT_BYTES = 256 * 1024 * 1024  # of free buffers; more are left to the allocator
-MIN_BYTES = 1024 * 1024  # below this the allocator is as fast and its memory stays mapped
+MAX_KEPT_BYTES = 256 * 1024 * 1024  # of free buffers; more are freed
+MIN_BYTES = 1024 * 1024  # smaller buffers are as fast to allocate, since their memory stays mapped
 
 
 class Staging:
-    """Free buffers of one executor, at most MAX_KEPT_BYTES of them; any thread may use it."""
+    """The free buffers of one executor, at most MAX_KEPT_BYTES; thread-safe."""
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
@@ -23,11 +23,11 @@ class Staging:
 
     @property
     def kept_bytes(self) -> int:
-        """Size of all free buffers."""
+        """The size of all free buffers."""
         return sum(buffer.numel() for buffer in self._free)
 
     def loan(self) -> "Loan":
-        """Buffers for one step; give them back when the step is over."""
+        """A source of buffers for one step; return them after the step."""
         return Loan(self)
 
     def pop(self, num_bytes: int) -> Tensor:
@@ -39,7 +39,7 @@ class Staging:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def push(self, buffers: list[Tensor]) -> None:
-        """Keep buffers for later; past the limit the smallest go."""
+        """Keep buffers for later; beyond the limit, drop the smallest ones."""
         with self._lock:
             self._free += buffers
             while self.kept_bytes > MAX_KEPT_BYTES:
@@ -48,7 +48,7 @@ class Staging:
 
 
 class Loan:
-    """Lends buffers until ``give_back``. Nobody may keep a view of them past that."""
+    """Lends buffers until ``give_back``, after which no view of them may be used."""
 
     __slots__ = ("_lent", "_staging")
 
@@ -72,7 +72,7 @@ class Loan:
         return self.take(view.shape, view).copy_(view)
 
     def give_back(self) -> None:
-        """Return what was taken."""
+        """Return all buffers taken."""
         if self._lent:
             self._staging.push(self._lent)
             self._lent = []

@@ -1,18 +1,20 @@
-"""Local copies around a collective: boxes of a part to stretches of a buffer, and back.
+"""Local copies around a collective: boxes of a part to ranges of a flat buffer, and back.
 
-Each factory looks at the pieces once and returns the cheapest function for them: nothing where they
-already lie in order, one strided copy where they are equal, a loop otherwise. Fewer tensor calls
-matter more than fewer bytes below some 100 KiB: each costs 1 us at best, after a context switch 10.
+Each factory looks at the pieces once and returns the cheapest function for them: no copy if they
+are already in order, one strided copy if they are equal, a loop otherwise. Below some 100 KiB the
+number of tensor calls matters more than the bytes: a call costs 1 us at best, 10 us after a context
+switch.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from sbpflow.boxing.buffers import Loan
 from sbpflow.boxing.moves import Box, numel
 from sbpflow.errors import unknown_value
 from sbpflow.sbp.sbp import Reduction
@@ -20,27 +22,13 @@ from sbpflow.sbp.sbp import Reduction
 Shape = tuple[int, ...]
 LocalFn = Callable[[Tensor], Tensor]
 Unpack = Callable[[Tensor], Tensor | None]
-Landing = tuple[Shape, Unpack]  # the shape to receive in, and what to do with it then
-
-
-class Lender(Protocol):
-    """Where buffers come from; ``staging`` has one."""
-
-    def take(self, shape: Shape, like: Tensor) -> Tensor:
-        """A contiguous buffer of ``shape``, of the dtype and device of ``like``."""
-        ...
-
-    def copy(self, view: Tensor) -> Tensor:
-        """A contiguous tensor equal to ``view``: a copy, or itself if it is contiguous."""
-        ...
-
-
-Pack = Callable[[Tensor, Lender], Tensor]
+Landing = tuple[Shape, Unpack]  # the shape of the receive buffer, and the function to unpack it
+Pack = Callable[[Tensor, Loan], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A stretch of a flat buffer, from ``offset``, and the box of a part that it holds."""
+    """The range of a flat buffer that starts at ``offset`` and has the elements of ``box``."""
 
     offset: int
     box: Box
@@ -54,25 +42,25 @@ class Piece:
         return lengths(self.box)
 
     def of(self, flat: Tensor) -> Tensor:
-        """The stretch of ``flat``, in the shape of the box."""
+        """The range of ``flat``, in the shape of the box."""
         return flat[self.offset : self.offset + self.numel].view(self.shape)
 
 
 def keep(part: Tensor) -> Tensor:
-    """Nothing to do."""
+    """Return the part itself."""
     return part
 
 
-def as_it_is(part: Tensor, lender: Lender) -> Tensor:
-    """The part itself; a copy only if it is not contiguous, as an expanded gradient."""
-    return lender.copy(part)
+def as_it_is(part: Tensor, loan: Loan) -> Tensor:
+    """The part itself, or a copy if it is not contiguous, like an expanded gradient."""
+    return loan.copy(part)
 
 
 def pad_to(total: int) -> Pack:
-    """The part, flattened, at the start of a buffer of ``total`` elements; the rest is not set."""
+    """Copy the flat part to the start of a buffer of ``total`` elements; the rest is not set."""
 
-    def pad(part: Tensor, lender: Lender) -> Tensor:
-        padded = lender.take((total,), part)
+    def pad(part: Tensor, loan: Loan) -> Tensor:
+        padded = loan.take((total,), part)
         padded.narrow(0, 0, part.numel()).copy_(part.reshape(-1))
         return padded
 
@@ -90,7 +78,7 @@ def whole(shape: Shape) -> Box:
 
 
 def neutral(op: Reduction, dtype: torch.dtype) -> float | int:
-    """What a rank without a term contributes: 0 to a sum, the lowest value to a max."""
+    """The neutral element of a reduction: 0 for a sum, the lowest value for a max."""
     if op == "sum":
         return 0
     floats = dtype.is_floating_point
@@ -102,7 +90,7 @@ def neutral(op: Reduction, dtype: torch.dtype) -> float | int:
 
 
 def cutter(inside: Box, shape: Shape) -> LocalFn:
-    """A view of a box of a tensor of ``shape``."""
+    """Take a view of a box of a part of ``shape``."""
     dims = [dim for dim, extent in enumerate(inside) if extent != slice(0, shape[dim])]
     if not dims:
         return keep
@@ -114,13 +102,13 @@ def cutter(inside: Box, shape: Shape) -> LocalFn:
 
 
 def slicer(inside: Box, shape: Shape) -> LocalFn:
-    """Cut a box out of a part of ``shape``, contiguous."""
+    """Take a contiguous copy of a box of a part of ``shape``."""
     cut = cutter(inside, shape)
     return keep if cut is keep else lambda part: cut(part).contiguous()
 
 
 def padder(inside: Box, at: Box, src_shape: Shape, shape: Shape, fill: float | int) -> LocalFn:
-    """Set a box of a part of ``src_shape`` into a part of ``shape`` that is ``fill`` elsewhere."""
+    """Copy a box of a part of ``src_shape`` into a part of ``shape`` that is ``fill`` elsewhere."""
     take_out, put_in = cutter(inside, src_shape), cutter(at, shape)
 
     def pad(part: Tensor) -> Tensor:
@@ -132,49 +120,42 @@ def padder(inside: Box, at: Box, src_shape: Shape, shape: Shape, fill: float | i
 
 
 def packer(pieces: list[Piece], shape: Shape) -> Pack:
-    """Copy boxes of a part of ``shape`` to their stretches of one buffer, of whatever shape."""
+    """Copy boxes of a part of ``shape`` into one buffer, in the order of ``pieces``."""
     total = sum(piece.numel for piece in pieces)
     if lie_in_order(pieces, shape, total):
         return as_it_is
     if len(pieces) == 1:
         cut = cutter(pieces[0].box, shape)
-        return lambda part, lender: lender.copy(cut(part))
+        return lambda part, loan: loan.copy(cut(part))
     dim = _even_dim(pieces, shape)
     if dim is not None:
-        # Equal pieces along one dim: a strided view has them one after the other, so one copy packs
-        # all. A copy per piece is a call of torch each, dearer than the bytes of small parts.
-        turned, strides = _turned(shape, dim, len(pieces))
-        return lambda part, lender: lender.copy(part.contiguous().as_strided(turned, strides))
+        # Equal pieces along one dim: a strided view [piece, *shape of a piece] has them one after
+        # the other, so a single copy packs all. One copy per piece would be one torch call each,
+        # which costs more than the bytes of small parts.
+        strides, length = _strides(shape), shape[dim] // len(pieces)
+        view = (len(pieces), *shape[:dim], length, *shape[dim + 1 :])
+        strides = (length * strides[dim], *strides)
+        return lambda part, loan: loan.copy(part.contiguous().as_strided(view, strides))
     sizes = [piece.numel for piece in pieces]
 
-    def pack(part: Tensor, lender: Lender) -> Tensor:
-        flat = lender.take((total,), part)
-        for piece, stretch in zip(pieces, flat.split(sizes), strict=True):
-            stretch.view(piece.shape).copy_(part[piece.box])
+    def pack(part: Tensor, loan: Loan) -> Tensor:
+        flat = loan.take((total,), part)
+        for piece, target in zip(pieces, flat.split(sizes), strict=True):
+            target.view(piece.shape).copy_(part[piece.box])
         return flat
 
     return pack
 
 
-def _turned(shape: Shape, dim: int, count: int) -> tuple[Shape, Shape]:
-    """Shape and strides that show ``shape`` cut in ``count`` along ``dim``, piece after piece.
-
-    One view instead of a reshape and a permutation.
-    """
-    strides, length = _strides(shape), shape[dim] // count
-    turned = (count, *shape[:dim], length, *shape[dim + 1 :])
-    return turned, (length * strides[dim], *strides)
-
-
 def _strides(shape: Shape) -> Shape:
-    """Of a contiguous tensor."""
+    """The strides of a contiguous tensor."""
     return tuple(math.prod(shape[n + 1 :]) for n in range(len(shape)))
 
 
 def assembler(pieces: list[Piece], shape: Shape, total: int) -> Landing:
-    """Put the stretches of a buffer of ``total``, which cover the part once, in place.
+    """Assemble a part from a buffer of ``total`` elements, whose pieces cover the part once.
 
-    What is received is the result itself where the pieces ``lie_in_order``, else it is copied.
+    If the pieces ``lie_in_order``, the buffer itself is the result.
     """
     if lie_in_order(pieces, shape, total):
         return shape, keep
@@ -182,8 +163,8 @@ def assembler(pieces: list[Piece], shape: Shape, total: int) -> Landing:
     if dim is None:
         return (total,), _scatterer(pieces, shape)
     if _even_dim(pieces, shape) == dim and total == numel(whole(shape)):
-        # Received as a stack of equal pieces, whose first dim gloo and NCCL divide by rank; `cat`
-        # of its slices is one pass, where writing each into its strided place is one per piece.
+        # Receive a stack of equal pieces: gloo and NCCL divide the first dim by rank. `cat` of
+        # its slices is one pass; copying each piece to its strided place would be one pass each.
         count, (first, *rest) = len(pieces), pieces[0].shape
         each = (count, first, *rest)
         return (count * first, *rest), lambda stack: torch.cat(stack.view(each).unbind(), dim)
@@ -192,10 +173,10 @@ def assembler(pieces: list[Piece], shape: Shape, total: int) -> Landing:
 
 
 def combiner(pieces: list[Piece], shape: Shape, total: int, op: Reduction) -> Landing:
-    """Add up (or take the max or min of) the stretches, in list order; half types in float32."""
+    """Combine the pieces with ``op``, in list order; half types are combined in float32."""
     box = whole(shape)
     if all(piece.box == box for piece in pieces) and len(pieces) > 1:
-        # Terms arrive by rank; the order they are combined in is the list's.
+        # The terms arrive in rank order, but are combined in list order.
         places = [piece.offset // max(1, numel(box)) for piece in pieces]
         return (len(pieces), *shape), lambda stack: _combine_whole(stack.unbind(), places, op)
 
@@ -210,8 +191,8 @@ def combiner(pieces: list[Piece], shape: Shape, total: int, op: Reduction) -> La
 
 
 def adder(cut: LocalFn, places: list[int], op: Reduction) -> Callable[[Tensor, Tensor], Tensor]:
-    """As ``combiner``, of the terms that came and, after them, what ``cut`` takes of the part."""
-    return lambda stack, part: _combine_whole([*stack.unbind(), cut(part)], places, op)
+    """As ``combiner``, for the received terms followed by this rank's own, cut from the part."""
+    return lambda part, stack: _combine_whole([*stack.unbind(), cut(part)], places, op)
 
 
 _COMBINE: dict[Reduction, Callable[..., Tensor]] = {
@@ -247,58 +228,45 @@ def _scatterer(pieces: list[Piece], shape: Shape) -> LocalFn:
 
 
 def closed_up(pieces: list[Piece]) -> list[Piece]:
-    """The same boxes in a buffer that holds them one after the other."""
-    closed: list[Piece] = []
-    for piece in pieces:
-        closed.append(Piece(sum(before.numel for before in closed), piece.box))
-    return closed
+    """The same boxes in a buffer without gaps."""
+    offsets = accumulate((piece.numel for piece in pieces), initial=0)
+    return [Piece(offset, piece.box) for offset, piece in zip(offsets, pieces, strict=False)]
 
 
 def run_of(pieces: list[Piece], shape: Shape) -> slice | None:
-    """The stretch of the flattened part that the pieces, in order, make up; None if none does."""
-    strides = _strides(shape)
-    at: int | None = None
-    start = 0
-    for piece in pieces:
-        first = sum(e.start * stride for e, stride in zip(piece.box, strides, strict=True))
-        if not _is_run(piece.box, shape) or (at is not None and first != at):
-            return None
-        start = first if at is None else start
-        at = first + piece.numel
-    return None if at is None else slice(start, at)
+    """The range of the flat part that consists of the pieces in order; None if there is none."""
+    start = _run_start(pieces[0].box, shape) if pieces else None
+    if start is None:
+        return None
+    in_buffer = closed_up(pieces)
+    if any(_run_start(piece.box, shape) != start + piece.offset for piece in in_buffer):
+        return None
+    return slice(start, start + in_buffer[-1].offset + in_buffer[-1].numel)
 
 
 def run_taker(run: slice) -> Pack:
-    """A stretch of the flattened part; no copy if the part is contiguous."""
-    start, length = run.start, run.stop - run.start
-
-    def take_run(part: Tensor, lender: Lender) -> Tensor:
-        return lender.copy(part).view(-1).narrow(0, start, length)
-
-    return take_run
+    """Take a range of the flat part; does not copy a contiguous part."""
+    return lambda part, loan: loan.copy(part).view(-1)[run]
 
 
 def lie_in_order(pieces: list[Piece], shape: Shape, total: int) -> bool:
-    """Whether the part, flattened, is the buffer: each piece a run of it, in buffer order."""
-    if total != numel(whole(shape)):
-        return False
-    strides = _strides(shape)
-    for piece in pieces:
-        start = sum(e.start * stride for e, stride in zip(piece.box, strides, strict=True))
-        if start != piece.offset or not _is_run(piece.box, shape):
-            return False
-    return True
+    """Whether the buffer is the flat part: every piece is a range of it, at its own offset."""
+    return total == numel(whole(shape)) and all(
+        _run_start(piece.box, shape) == piece.offset for piece in pieces
+    )
 
 
-def _is_run(box: Box, shape: Shape) -> bool:
-    """Whether the box is one unbroken run of the flattened part."""
+def _run_start(box: Box, shape: Shape) -> int | None:
+    """Where the box starts in the flat part if it is one contiguous range of it, else None."""
     sizes = lengths(box)
     first = next((dim for dim, n in enumerate(sizes) if n != 1), len(shape))
-    return sizes[first + 1 :] == shape[first + 1 :]
+    if sizes[first + 1 :] != shape[first + 1 :]:
+        return None
+    return sum(extent.start * stride for extent, stride in zip(box, _strides(shape), strict=True))
 
 
 def _joining_dim(pieces: list[Piece], shape: Shape) -> int | None:
-    """The only dim along which the pieces differ, if there is just one."""
+    """The only dim along which the pieces differ, or None."""
     dims = [
         dim
         for dim, length in enumerate(shape)
@@ -308,7 +276,7 @@ def _joining_dim(pieces: list[Piece], shape: Shape) -> int | None:
 
 
 def _even_dim(pieces: list[Piece], shape: Shape) -> int | None:
-    """The dim that the pieces cut into equal lengths, first to last, if they do."""
+    """The dim that the pieces divide into equal lengths, in order, or None."""
     dim = _joining_dim(pieces, shape)
     if dim is None or shape[dim] % len(pieces):
         return None

@@ -1,7 +1,7 @@
-"""Boxing without ranks: follows one rank of a world that is not running, and lists its steps.
+"""Boxing without a running world: records the steps of one rank.
 
-For ``explain`` and tests: a model on GlobalTensors, forward and backward, runs on meta tensors and
-leaves behind exactly the steps that a real run would execute.
+For ``explain`` and tests: the forward and backward of a model run on meta tensors, and record
+exactly the steps that a real run would execute.
 """
 
 import torch
@@ -15,8 +15,10 @@ from sbpflow.sbp.layout import Layout
 
 
 class DryBoxing(Boxing):
-    """``trace`` has the steps in the order they were asked for, those without traffic included;
-    ``conversions`` what they are part of."""
+    """``trace`` has all requested steps in order, also those without communication.
+
+    ``conversions`` has the conversions that they belong to.
+    """
 
     def __init__(self, size: int, rank: int = 0) -> None:
         super().__init__(World(rank, size, torch.device("meta"), owns_default_group=False))
@@ -26,10 +28,11 @@ class DryBoxing(Boxing):
     def steps_of(
         self, id: str, src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype
     ) -> tuple[BoxingStep, ...]:
-        """As the executor's, noted in ``conversions``."""
+        """As in ``Boxing``, recorded in ``conversions``."""
         steps = super().steps_of(id, src, dst, shape, dtype)
-        made = Conversion(id=id, src=src, dst=dst, shape=shape, dtype=dtype, steps=steps)
-        self.conversions.append(made)
+        self.conversions.append(
+            Conversion(id=id, src=src, dst=dst, shape=shape, dtype=dtype, steps=steps)
+        )
         return steps
 
     def _issue(self, step: BoxingStep, part: Tensor | None, channel: str, donate: bool) -> Finish:

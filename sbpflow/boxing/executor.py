@@ -1,13 +1,14 @@
 """Runs planned conversions on plain local tensors.
 
-Follows the steps of ``plan`` and decides nothing. Collectives of c10d are called here and in
-the embedding exchange, messages in ``pairs``, none elsewhere. No autograd: results have no
-history, and ``global_tensor`` pairs each conversion with its adjoint.
+Executes the steps of ``plan`` without decisions of its own. Only this module and the embedding
+exchange call collectives of c10d; ``pairs`` sends messages. No autograd: results have no history,
+and ``global_tensor`` pairs each conversion with its adjoint.
 """
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from sbpflow.boxing import pairs
 from sbpflow.boxing.buffers import Loan, Staging
-from sbpflow.boxing.plan import Asked, Conversion, plan_boxing
+from sbpflow.boxing.copies import Unpack
+from sbpflow.boxing.plan import Conversion, ConversionKey, plan_boxing
 from sbpflow.boxing.program import Program, Stays, compile_step
 from sbpflow.boxing.step import BoxingStep
 from sbpflow.errors import SbpError
@@ -29,19 +31,19 @@ from sbpflow.runtime.ranks.world import (
 )
 from sbpflow.sbp.layout import Layout
 
-MAX_READY_STEPS = 8192  # compiled programs kept; past it all are compiled again on next use
+MAX_READY_STEPS = 8192  # compiled programs kept; beyond it all are dropped and compiled again
 
 Finish = Callable[[], Tensor | None]
-Underway = dist.Work | pairs.Messages | None
-Issued = tuple[Tensor, Underway]
+Work = dist.Work | pairs.Messages | None
+Issued = tuple[Tensor, Work]
 
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 class Pending:
-    """A conversion under way. ``wait`` once; until then leave the input part as it is.
+    """A conversion in progress. Call ``wait`` once; until then do not change the input part.
 
-    Where the world's ``wait_at_once`` is set, the transfer has finished here.
+    If the world's ``wait_at_once`` is set, the transfer is already complete.
     """
 
     def __init__(self, finish: Finish, world: World) -> None:
@@ -49,20 +51,15 @@ class Pending:
             finish = partial(world.on_wait, finish)
         self._finish: Finish | None = finish
         if world.wait_at_once:
-            out = finish()
-            self._finish = lambda: out
+            result = finish()
+            self._finish = lambda: result
 
     def wait(self) -> Tensor | None:
-        """The result, when it is there; ``None`` outside the destination."""
+        """Wait for the result; ``None`` outside the destination."""
         if self._finish is None:
-            raise SbpError("this conversion was waited for already; keep its first result")
+            raise SbpError("wait() was already called on this conversion; keep its first result")
         finish, self._finish = self._finish, None
         return finish()
-
-
-def _said(asked: Asked) -> str:
-    id, src, dst, shape, _ = asked
-    return f"{id} ({src} -> {dst} of {list(shape)})"
 
 
 class Boxing:
@@ -71,55 +68,54 @@ class Boxing:
     def __init__(self, world: World) -> None:
         self.world = world
         self._staging = Staging()
-        # Keyed by identity: hashing a step costs more than running its Python part. The program
-        # holds the step, so an identity stays taken.
+        # By id(step), since hashing a step costs more than running its Python part. The program
+        # holds the step, so its id is not reused.
         self._ready: dict[tuple[int, str], tuple[Program, dist.ProcessGroup | None]] = {}
-        self._followed: dict[Asked, tuple[BoxingStep, ...]] = {}
-        self._asked: list[Asked] | None = None
+        self._planned: dict[ConversionKey, tuple[BoxingStep, ...]] = {}
+        self._requested: list[ConversionKey] | None = None
 
     def follow(self, conversions: Iterable[Conversion]) -> None:
-        """From now on take the steps of these conversions from here: those of a run's plan."""
-        self._followed |= {conversion.asked: conversion.steps for conversion in conversions}
+        """From now on use the steps of these conversions, which come from a run's plan."""
+        self._planned |= {conversion.key: conversion.steps for conversion in conversions}
 
     @contextmanager
     def expecting(self, conversions: Sequence[Conversion] | None) -> Generator[None]:
-        """Inside, just these conversions are made, in this order; SbpError for any other.
+        """Require exactly these conversions, in this order, within the block; else SbpError.
 
-        With ``None`` all are free.
+        ``None`` allows any.
         """
         if conversions is None:
             yield
             return
-        self._asked = asked = []
+        self._requested = requested = []
         try:
             yield
         finally:
-            self._asked = None
-        planned = [conversion.asked for conversion in conversions]
-        if asked != planned:
-            shorter = min(len(asked), len(planned))
-            same = next((n for n in range(shorter) if asked[n] != planned[n]), shorter)
-            made = _said(asked[same]) if same < len(asked) else "nothing more"
-            wanted = _said(planned[same]) if same < len(planned) else "nothing more"
+            self._requested = None
+        planned = [conversion.key for conversion in conversions]
+        if requested != planned:
+            pairs_of = zip_longest(requested, planned)
+            request, plan = next((a, b) for a, b in pairs_of if a != b)
             raise SbpError(
-                f"the dense part asks for {made} where the plan of this run has {wanted}; a "
-                "forward makes the same conversions at every step, whatever its values"
+                f"the dense part requests {_describe(request)} where the plan of this run has "
+                f"{_describe(plan)}; a forward must make the same conversions at every step, "
+                "whatever its values"
             )
 
     def steps_of(
         self, id: str, src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype
     ) -> tuple[BoxingStep, ...]:
-        """The steps of a conversion: those of the plan that is followed, or else planned now."""
-        asked = (id, src, dst, shape, dtype)
-        if self._asked is not None:
-            self._asked.append(asked)
-        found = self._followed.get(asked)
-        if found is not None:
-            return found
+        """The steps of a conversion, from the plan if it has them, else planned now."""
+        key = (id, src, dst, shape, dtype)
+        if self._requested is not None:
+            self._requested.append(key)
+        steps = self._planned.get(key)
+        if steps is not None:
+            return steps
         return plan_boxing(src, dst, shape, dtype, id=id, backend=self.world.backend_of(dst))
 
     def prepare(self, steps: Sequence[BoxingStep], channel: str = "main") -> None:
-        """Compile ``steps`` and make their process groups now rather than on first use."""
+        """Compile ``steps`` and make their process groups now instead of on first use."""
         for step in steps:
             self.world.check(step.id, f"prepare, channel {channel}")
             self._get_ready(step, channel)
@@ -134,10 +130,10 @@ class Boxing:
     ) -> Tensor | None:
         """Convert this rank's part, a plain tensor (``None`` outside the source placement).
 
-        Returns the new part, or ``None`` outside the destination. It may share memory with
-        ``part`` where nothing had to be copied. ``donate`` allows ``part`` to be overwritten, which
-        saves an all-reduce its copy. Raises SbpError if ``part`` does not have the
-        shape or dtype of the first step. The result is detached, also where nothing is sent.
+        Returns the new part, detached, or ``None`` outside the destination. The result shares
+        memory with ``part`` if nothing had to be copied. ``donate`` allows overwriting ``part``,
+        which saves the copy of an all-reduce. Raises SbpError if ``part`` does not have the shape
+        or dtype of the first step.
         """
         part = _without_history(part)
         for index, step in enumerate(steps):
@@ -152,7 +148,7 @@ class Boxing:
         *,
         donate: bool = False,
     ) -> Pending:
-        """As ``run``, but returns once the first transfer is under way."""
+        """As ``run``, but returns after starting the first transfer."""
         part = _without_history(part)
         for index, step in enumerate(steps):
             finish = self._issue(step, _between(index, part), channel, donate)
@@ -168,23 +164,22 @@ class Boxing:
     def _get_ready(
         self, step: BoxingStep, channel: str
     ) -> tuple[Program, dist.ProcessGroup | None]:
-        """The step compiled for this rank, and its group; all groups are made on all ranks."""
+        """The step compiled for this rank, and this rank's process group."""
         if len(self._ready) >= MAX_READY_STEPS:
             self._ready.clear()
-        mine = None
-        for ranks in step.groups:
-            group = self.world.group(ranks, channel, step.id)
-            mine = group if self.world.rank in ranks else mine
-        world = self.world
+        world, own_group = self.world, None
+        for ranks in step.groups:  # c10d requires all ranks to create all groups, in one order
+            group = world.group(ranks, channel, step.id)
+            own_group = group if world.rank in ranks else own_group
         in_pairs = len(world.topology.hosts) > 1 and world.backend_of(step.dst) == "gloo"
         program = compile_step(step, world.rank, in_pairs=in_pairs)
-        ready = self._ready[id(step), channel] = (program, mine)
+        ready = self._ready[id(step), channel] = (program, own_group)
         return ready
 
     def _issue(self, step: BoxingStep, part: Tensor | None, channel: str, donate: bool) -> Finish:
-        """Begin one step; the function returned waits for it and gives the new part."""
+        """Start one step; the function returned waits for it and returns the new part."""
         world = self.world
-        if world.checked and step.groups:  # before any group is made: all ranks must make it
+        if world.checked and step.groups:  # before making groups, in which all ranks take part
             self._check(step, part, channel)
         ready = self._ready.get((id(step), channel))
         program, group = ready or self._get_ready(step, channel)
@@ -198,7 +193,8 @@ class Boxing:
         if group is None:
             return lambda: program.unpack(part)
         if world.log.enabled:
-            world.log.add(_record(program, channel))
+            ranks = program.group or ()
+            world.log.add(CommRecord(step.id, step.collective, channel, ranks, program.bytes_sent))
         loan = self._staging.loan()
         try:
             if program.stays is not None:
@@ -209,32 +205,32 @@ class Boxing:
                 received, work = _COLLECTIVES[step.collective](program, part, group, loan)
         except RuntimeError as error:
             raise refused(error, step.id, step.collective) from error
+        finish = program.unpack
         if program.add_own is not None:
-            return partial(_finish_adding, work, program, program.add_own, received, part, loan)
-        return partial(_finish, work, program, received, loan)
+            finish = partial(program.add_own, part)
+        return partial(_finish, work, program, finish, received, loan)
 
     def _check(self, step: BoxingStep, part: Tensor | None, channel: str) -> None:
-        """Compare the step with the other ranks', and let them know if this part is refused."""
+        """Compare the step with the other ranks', and tell them if this rank refuses its part."""
         fault: SbpError | None = None
         try:
             self._accept(step, step.src.part_shape(step.shape, self.world.rank), part)
         except SbpError as error:
             fault = error
-        what = f"{step.src} -> {step.dst} {step.dtype}{list(step.shape)}"
-        trains = part is not None and part.requires_grad
+        with_grad = " with gradient" if part is not None and part.requires_grad else ""
         self.world.check(
             step.id,
-            f"{step.collective}{' with gradient' * trains}, {step.total_bytes} bytes, {what}, "
-            f"channel {channel}",
+            f"{step.collective}{with_grad}, {step.total_bytes} bytes, {step.src} -> {step.dst} "
+            f"{step.dtype}{list(step.shape)}, channel {channel}",
             "" if fault is None else str(fault),
         )
-        if fault is not None:  # a world of one, where nobody else is asked
+        if fault is not None:  # in a world of one rank, where check() compares nothing
             raise fault
 
     def _accept(
         self, step: BoxingStep, part_shape: tuple[int, ...] | None, part: Tensor | None
     ) -> Tensor:
-        """The part, on the device of the destination; SbpError if it is not the step's."""
+        """The part, on the device of the destination; SbpError if its shape or dtype is wrong."""
         if part_shape is None:
             if part is not None and part.numel():
                 raise SbpError(
@@ -242,9 +238,9 @@ class Boxing:
                 )
             return torch.empty(0, dtype=step.dtype, device=self.world.device_of(step.dst))
         if part is None or part.shape != part_shape or part.dtype != step.dtype:
-            given = "None" if part is None else f"{part.dtype}{list(part.shape)}"
+            passed = "None" if part is None else f"{part.dtype}{list(part.shape)}"
             raise SbpError(
-                f"{step.id}: rank {self.world.rank} passed {given}; under {step.src} its part of "
+                f"{step.id}: rank {self.world.rank} passed {passed}; under {step.src} its part of "
                 f"{list(step.shape)} is {step.dtype}{list(part_shape)}"
             )
         if step.src.placement.device_type != step.dst.placement.device_type:
@@ -253,36 +249,42 @@ class Boxing:
 
 
 def _without_history(part: Tensor | None) -> Tensor | None:
-    """The part as a plain tensor. Inside an autograd function, where no graph grows, it stays."""
+    """The part, detached. Within an autograd function it has no graph, and detach is not needed."""
     if part is not None and part.requires_grad and torch.is_grad_enabled():
         return part.detach()
     return part
 
 
 def _between(index: int, part: Tensor | None) -> Tensor | None:
-    """What the step at ``index`` takes: after a step that only passed the part on, a plain tensor,
-    as ranks outside that step have it. The checked mode compares who requires grad.
+    """The input of the step at ``index``, which after the first step does not require grad.
+
+    A first step without communication may return the part itself. Ranks outside that step have a
+    new tensor, and the checked mode compares whether inputs require grad.
     """
     return part.detach() if index and part is not None and part.requires_grad else part
 
 
-def _record(program: Program, channel: str) -> CommRecord:
-    step = program.step
-    return CommRecord(step.id, step.collective, channel, program.group or (), program.bytes_sent)
+def _describe(key: ConversionKey | None) -> str:
+    if key is None:
+        return "nothing more"
+    id, src, dst, shape, _ = key
+    return f"{id} ({src} -> {dst} of {list(shape)})"
 
 
 def _as_sent(program: Program, buffer: Tensor) -> Tensor:
     return buffer if program.comm_dtype is None else buffer.view(program.comm_dtype)
 
 
-def _finish(work: Underway, program: Program, received: Tensor, loan: Loan) -> Tensor | None:
+def _finish(
+    work: Work, program: Program, unpack: Unpack, received: Tensor, loan: Loan
+) -> Tensor | None:
     _wait(work, program)
-    part = program.unpack(received)
+    part = unpack(received)
     loan.give_back()
     return part
 
 
-def _wait(work: Underway, program: Program) -> None:
+def _wait(work: Work, program: Program) -> None:
     if work is None:
         return
     try:
@@ -291,24 +293,10 @@ def _wait(work: Underway, program: Program) -> None:
         raise broken(error, program.step.id, program.step.collective) from error
 
 
-def _finish_adding(
-    work: Underway,
-    program: Program,
-    add_own: Callable[[Tensor, Tensor], Tensor],
-    received: Tensor,
-    part: Tensor,
-    loan: Loan,
-) -> Tensor:
-    _wait(work, program)
-    whole = add_own(received, part)
-    loan.give_back()
-    return whole
-
-
 def _exchange_apart(
     program: Program, stays: Stays, part: Tensor, group: dist.ProcessGroup, loan: Loan
 ) -> Finish:
-    """An all-to-all beside which this rank copies what stays."""
+    """An all-to-all during which this rank copies the piece that stays on it."""
     packed = program.pack(part, loan)
     out = part.new_empty(stays.shape)
     if stays.run is None:
@@ -318,13 +306,7 @@ def _exchange_apart(
     work = _all_to_all(program, received, packed, group)
     stays.put(out).copy_(stays.cut(part))
 
-    def finish() -> Tensor:
-        _wait(work, program)
-        whole = stays.place(received, out)
-        loan.give_back()
-        return whole
-
-    return finish
+    return partial(_finish, work, program, partial(stays.place, out), received, loan)
 
 
 def _run_all_reduce(
@@ -343,8 +325,8 @@ def _run_all_gather(program: Program, part: Tensor, group: dist.ProcessGroup, lo
     packed = program.pack(part, loan)
     gathered = _receive_buffer(program, part, loan)
     sent, into = _as_sent(program, packed), _as_sent(program, gathered)
-    # gloo gathers along the first dim only; and parts without elements, such as [6, 0] and [7, 0],
-    # have no shape in common.
+    # gloo gathers along the first dim only, and parts without elements, such as [6, 0] and [7, 0],
+    # may differ in shape.
     if sent.ndim == 0 or sent.shape[1:] != into.shape[1:] or not into.numel():
         sent, into = sent.view(-1), into.view(-1)
     return gathered, all_gather_single(into, sent, group=group, async_op=True)
@@ -367,7 +349,7 @@ def _run_all_to_all(program: Program, part: Tensor, group: dist.ProcessGroup, lo
 
 def _all_to_all(
     program: Program, received: Tensor, packed: Tensor, group: dist.ProcessGroup
-) -> Underway:
+) -> Work:
     received, packed = _as_sent(program, received), _as_sent(program, packed)
     if program.in_pairs is not None:
         rank, ranks = program.in_pairs, program.group or ()
@@ -387,7 +369,7 @@ def _flat(buffer: Tensor) -> Tensor:
 
 
 def _by_rank(buffer: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """A buffer whose first dim the ranks divide, as c10d wants it."""
+    """A view whose first dim is divisible by the number of ranks, as c10d requires."""
     if buffer.ndim and buffer.shape[0] % group.size() == 0:
         return buffer
     return buffer.view(-1)

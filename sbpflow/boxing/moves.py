@@ -1,16 +1,19 @@
-"""Who sends which box of a logical tensor to whom, for any two layouts. Pure arithmetic.
+"""Computes which rank sends which box of a logical tensor to which rank, for any two layouts.
 
-Every conversion is a set of moves (from rank, to rank, box); the collective that carries them is
-chosen in ``plan``. One rule covers all pairs of layouts, placements and numbers of axes:
+A conversion is a set of transfers (from rank, to rank, box); ``plan`` chooses the collective. The
+same rules cover all layouts, placements and numbers of axes:
 
-* source ranks that differ only along B axes hold the same data: one of them sends it;
-* source ranks that differ only along P axes hold terms: each term is sent, the receiver adds them;
-* destination ranks that differ only along P axes share a value as a sum: exactly one of them gets
-  each term, the others fill in the neutral element; it is the same one for all copies along B;
-* where the two reduce differently, P -> P(max), that one gets all terms of a box: it must add them
-  up. No single step does both, so ``plan`` takes several; whether anything is sent agrees.
+* Source ranks that differ only along B axes hold the same data: one of them sends it.
+* Source ranks that differ only along P axes hold terms: each term is sent, and the receiver adds
+  them up.
+* Destination ranks that differ only along P axes hold terms of the result: exactly one of them gets
+  each source term, and the others fill in the neutral element. It is the same rank for all copies
+  along B.
+* If source and destination reduce differently, as in P -> P(max), that rank gets all terms of a
+  box, since it must add them up. No single step does both, so ``plan`` uses several; but the
+  transfers here tell whether anything must be sent.
 
-A rank that already has what it needs sends it to itself, which costs nothing.
+A rank that already has its data sends it to itself, which costs nothing. Pure arithmetic.
 """
 
 from bisect import bisect_left, bisect_right
@@ -28,7 +31,7 @@ Box = tuple[slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class BoxTransfer:
-    """Rank ``src`` gives ``box``, in indices of the full tensor, to ``dst``; they may be equal."""
+    """Rank ``src`` sends ``box``, in indices of the full tensor, to ``dst``, possibly itself."""
 
     src: int
     dst: int
@@ -41,10 +44,11 @@ class BoxTransfer:
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """Ranks with the same box. ``rows`` has a row for each way to choose among them.
+    """The ranks that hold the same box, in ``rows``.
 
-    Of a source: one row, any rank of which may send. Of a destination: one row per coordinate along
-    the P axes, its ranks the copies along the B axes, all of which receive.
+    A source cell has one row, and any of its ranks may send. A destination cell has one row per
+    coordinate along the P axes; one row is chosen, and all of its ranks (the copies along the B
+    axes) receive.
     """
 
     rows: tuple[tuple[int, ...], ...]
@@ -60,14 +64,14 @@ def numel(box: Box) -> int:
 
 
 def shift(box: Box, origin: Box) -> Box:
-    """``box`` in coordinates that start where ``origin`` starts."""
+    """``box`` in coordinates relative to the start of ``origin``."""
     return tuple(
         slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, origin, strict=True)
     )
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The common part of two boxes; ``None`` if it is empty."""
+    """The intersection of two boxes; ``None`` if it is empty."""
     both: list[slice] = []
     for x, y in zip(a, b, strict=True):
         start, stop = max(x.start, y.start), min(x.stop, y.stop)
@@ -79,12 +83,13 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 @lru_cache(maxsize=4096)
 def find_moves(src: Layout, dst: Layout, shape: tuple[int, ...]) -> tuple[BoxTransfer, ...]:
-    """All moves of ``src -> dst``, at most one per pair of ranks, in order of (dst, src) cells."""
+    """All transfers of ``src -> dst``, at most one per pair of ranks, by (dst, src) cells."""
     sources = _Sources(_cells(src, shape, _Role.SOURCE))
     together = not one_step_legal(src, dst)
     moves: list[BoxTransfer] = []
     for target in _cells(dst, shape, _Role.TARGET):
-        # Source cells whose terms must reach the same row; else each chooses for itself.
+        # The source cells of a bundle must send to the same row of the target. If terms must be
+        # combined, that is all cells with the same box; otherwise each cell is its own bundle.
         bundles: dict[object, tuple[Box, list[_Cell]]] = {}
         for number, source in enumerate(sources.near(target.box)):
             box = intersect(source.box, target.box)
@@ -106,17 +111,17 @@ def find_moves(src: Layout, dst: Layout, shape: tuple[int, ...]) -> tuple[BoxTra
 
 
 def one_step_legal(src: Layout, dst: Layout) -> bool:
-    """A step combines terms with one operation: P(max) -> P must pass through B or S."""
+    """Whether one step can do it: it has a single reduction, so P(max) -> P needs two steps."""
     ops = {sbp.op for sbp in (*src.nd_sbp, *dst.nd_sbp) if isinstance(sbp, Partial)}
     return len(ops) <= 1
 
 
 def elements_sent(src: Layout, dst: Layout, shape: tuple[int, ...]) -> dict[int, int]:
-    """Elements that each rank's moves take to other ranks; ranks that send nothing may be absent.
+    """The elements that each rank sends to other ranks; ranks that send nothing may be missing.
 
-    What ``find_moves`` adds up to. Along one axis no move need be listed, of which there are as
-    many as pairs of ranks: all that a rank holds is sent once, to whom it belongs then, or to every
-    rank where the destination is B, and what its own part takes of it is not sent.
+    The same numbers as the sums over ``find_moves``. On one axis they are computed without listing
+    the transfers, whose number is quadratic in the ranks: a rank sends everything it holds once (or
+    once to every rank if the destination is B), except what its own part needs.
     """
     if src.placement != dst.placement or src.placement.ndim != 1:
         sent: dict[int, int] = {}
@@ -128,22 +133,24 @@ def elements_sent(src: Layout, dst: Layout, shape: tuple[int, ...]) -> dict[int,
         layout.part_slices(shape, layout.placement.ranks[0])  # SbpError if it does not fit
     (before,), (after,) = src.nd_sbp, dst.nd_sbp
     ranks = src.placement.ranks
-    if not one_step_legal(src, dst):  # every term to the first rank, which has its own
+    if not one_step_legal(src, dst):  # every other rank sends its term to the first rank
         return dict.fromkeys(ranks[1:], numel(src.part_slices(shape, ranks[0]) or ()))
     if isinstance(before, Broadcast) or isinstance(after, Partial):
-        return {}  # each rank has what it needs: all of it, or its part among neutral elements
+        return {}  # every rank has what it needs
     copies = len(ranks) if isinstance(after, Broadcast) else 1
     sent = {}
     for rank in ranks:
-        here, there = src.part_slices(shape, rank) or (), dst.part_slices(shape, rank) or ()
-        own = intersect(here, there)
-        sent[rank] = copies * numel(here) - (numel(own) if own is not None else 0)
+        old, new = src.part_slices(shape, rank) or (), dst.part_slices(shape, rank) or ()
+        kept = intersect(old, new)
+        sent[rank] = copies * numel(old) - (numel(kept) if kept is not None else 0)
     return sent
 
 
 class _Sources:
-    """Source cells, found by where they lie along one dim: boxes of a layout are equal there or
-    apart, so those that meet a target are neighbours in the order of their starts.
+    """Finds source cells by their range along one dim, instead of comparing every pair of cells.
+
+    The boxes of a layout are either equal or disjoint along a dim, so the cells that meet a target
+    are neighbors in the order of their starts. Uses the dim that is split most.
     """
 
     def __init__(self, cells: list[_Cell]) -> None:
@@ -153,12 +160,12 @@ class _Sources:
         dim = self._dim = max(range(num_dims), key=lambda dim: len(starts[dim]), default=-1)
         self._cells = full
         if dim >= 0:
-            self._cells = sorted(full, key=lambda one: (one[0].box[dim].start, one[1]))
+            self._cells = sorted(full, key=lambda entry: (entry[0].box[dim].start, entry[1]))
             self._starts = [cell.box[dim].start for cell, _ in self._cells]
             self._stops = [cell.box[dim].stop for cell, _ in self._cells]
 
     def near(self, box: Box) -> list[_Cell]:
-        """The cells that may meet ``box``, in the order they were given in."""
+        """The cells that may meet ``box``, in their original order."""
         if self._dim < 0:
             return [cell for cell, _ in self._cells]
         first = bisect_right(self._stops, box[self._dim].start)
@@ -172,8 +179,8 @@ class _Role(Enum):
 
 
 def _cells(layout: Layout, shape: tuple[int, ...], role: _Role) -> list[_Cell]:
-    """The ranks grouped by what they must send, or receive, together."""
-    # Terms of a source are sent each; coordinates along P of a destination are a choice.
+    """The ranks grouped by the box that they hold; source ranks also by the term."""
+    # Each term of a source is sent; of a destination, one coordinate along the P axes receives.
     together = Broadcast if role is _Role.SOURCE else (Broadcast, Partial)
     cells: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = {}
     for rank in layout.placement.ranks:
@@ -193,10 +200,10 @@ def _cells(layout: Layout, shape: tuple[int, ...], role: _Role) -> list[_Cell]:
 def _meet(
     senders: tuple[int, ...], receiver: int, origin: Placement, target: Placement
 ) -> tuple[int, int]:
-    """Who sends to ``receiver``: itself if it can.
+    """(sender, receiver): the sender is the receiver itself if it is among ``senders``.
 
-    Else, on one placement, the one that differs along the fewest axes, so that one-axis steps stay
-    on their axis; between placements, senders take turns.
+    Otherwise, on one placement, it is the rank that differs along the fewest axes, so that one-axis
+    steps stay on their axis. Between placements, senders take turns.
     """
     if receiver in senders:
         return receiver, receiver
@@ -208,7 +215,7 @@ def _meet(
 
 
 def _effort(pairs: list[tuple[int, int]], origin: Placement, target: Placement) -> tuple[int, int]:
-    """How many must really send, and how far across the axes of one placement."""
+    """The number of transfers between different ranks, and how many axes they cross in total."""
     far = sum(_axes_between(origin, *pair) for pair in pairs) if origin == target else 0
     return sum(sender != receiver for sender, receiver in pairs), far
 

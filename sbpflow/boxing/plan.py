@@ -1,8 +1,8 @@
 """Plans conversions: a printable list of steps, each with at most one collective and its bytes.
 
-Pure: no rank runs, no tensor is touched, so ``explain`` and the planner call it for any world. The
-executor follows the list and adds nothing. The search over several steps, needed for n-D layouts
-and for partial sums that change placement, is in ``search``.
+Pure functions without tensors or running ranks, so ``explain`` and the planner can call them for
+any world. The executor runs exactly these steps. n-D layouts, and partial sums that change
+placement, may need several steps, which ``search`` finds.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ __all__ = ["BoxingStep", "Collective", "Conversion", "format_steps", "plan_boxin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """A conversion that was asked for, and the steps it takes; ``id`` names who asks."""
+    """A requested conversion and its steps; ``id`` names the caller."""
 
     id: str
     src: Layout
@@ -32,12 +32,12 @@ class Conversion:
     steps: tuple[BoxingStep, ...]
 
     @property
-    def asked(self) -> "Asked":
-        """What it is looked up by."""
+    def key(self) -> "ConversionKey":
+        """The fields that identify the conversion."""
         return (self.id, self.src, self.dst, self.shape, self.dtype)
 
 
-Asked = tuple[str, Layout, Layout, tuple[int, ...], torch.dtype]
+ConversionKey = tuple[str, Layout, Layout, tuple[int, ...], torch.dtype]
 
 
 def plan_boxing(
@@ -49,14 +49,14 @@ def plan_boxing(
     id: str,
     backend: str,
 ) -> tuple[BoxingStep, ...]:
-    """The cheapest steps that turn ``src`` into ``dst``, value kept.
+    """The cheapest steps that convert ``src`` to ``dst`` without changing the full value.
 
-    Empty if the layouts are equal. A list of several steps numbers their ids: "<id>.0", "<id>.1".
-    ``backend`` is "gloo" or "nccl". Raises SbpError when a split does not fit ``shape``, or
-    P is asked of a dtype that does not add up.
+    Empty if the layouts are equal. If there are several steps, their ids are numbered: "<id>.0",
+    "<id>.1". ``backend`` is "gloo" or "nccl". Raises SbpError if a split does not fit ``shape``, or
+    for P with a dtype that cannot be added.
     """
     if backend not in ("gloo", "nccl"):
-        raise SbpError(f"backend {backend!r} is not known; use gloo or nccl")
+        raise SbpError(f"backend {backend!r} is unknown; use gloo or nccl")
     return _plan(src, dst, tuple(shape), dtype, id, backend)
 
 
@@ -82,8 +82,7 @@ def is_direct(src: Layout, dst: Layout, shape: tuple[int, ...]) -> bool:
     """Whether one step is certainly the best plan, so that no search is needed."""
     if not one_step_legal(src, dst):
         return False
-    same = src.placement == dst.placement
-    if same and src.placement.ndim == 1:
+    if src.placement == dst.placement and src.placement.ndim == 1:
         return True
     return not any(elements_sent(src, dst, shape).values())
 
@@ -92,11 +91,12 @@ def is_direct(src: Layout, dst: Layout, shape: tuple[int, ...]) -> bool:
 def last_linear_layout(
     src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype, backend: str
 ) -> Layout:
-    """The layout without P(max) or P(min) that ``dst``, which has them, is made from locally.
+    """The layout without P(max) or P(min) from which ``dst``, which has them, is made locally.
 
-    ``src`` itself if it is such a layout; else one on the placement of ``dst`` that has S or B in
-    place of P(max), the one that is reached with the fewest bytes. A gradient is taken to there and
-    from there: each element of ``dst`` is then a copy of one on the same rank, or neutral.
+    That is ``src`` itself if possible. Otherwise it is the layout on the placement of ``dst`` with
+    S or B instead of P(max) that costs the fewest bytes to reach. The backward of the conversion
+    passes through this layout, because each element of ``dst`` is then either neutral or a copy of
+    an element on the same rank.
     """
     if not src.has_extremum and not any(elements_sent(src, dst, shape).values()):
         return src
@@ -105,10 +105,11 @@ def last_linear_layout(
         steps = plan_boxing(src, layout, shape, dtype, id="", backend=backend)
         return sum(step.total_bytes + COLLECTIVE_COST_BYTES * bool(step.groups) for step in steps)
 
-    # The one with B alone is always among them; of equals the first, so that all ranks agree.
+    # The layout with only B is always a candidate. `min` takes the first of equal prices, so all
+    # ranks agree.
     return min(layouts_before(src, dst, shape), key=price)
 
 
 def format_steps(steps: Sequence[BoxingStep]) -> str:
-    """One line per step, or a line that says there is nothing to do."""
+    """One line per step, or one line if there are no steps."""
     return "\n".join(str(step) for step in steps) or "nothing to do: the layouts are equal"

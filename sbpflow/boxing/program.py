@@ -1,6 +1,6 @@
 """One rank's share of one step, compiled once: how to pack, sizes to exchange, how to unpack.
 
-Touches local tensors only; ``boxing`` issues the collective between ``pack`` and ``unpack``.
+Handles local tensors only; ``executor`` runs the collective between ``pack`` and ``unpack``.
 """
 
 from collections.abc import Callable
@@ -39,23 +39,25 @@ from sbpflow.boxing.step import WIRE_DTYPES, BoxingStep, Collective, padded_part
 from sbpflow.errors import unknown_value
 from sbpflow.sbp.sbp import Partial, Reduction
 
-# A piece that stays on its rank skips the buffers from this size on; below it, the copies saved
-# take less time than the calls that save them (benchmarks.boxing, gloo, 2 ranks).
+# A piece that stays on its rank skips the buffers if it has at least this size. For smaller ones
+# the extra calls cost more than the saved copies (benchmarks.boxing, gloo, 2 ranks).
 APART_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """``pack`` makes the send buffer from the part; ``unpack`` makes the result from what came.
+    """``pack`` makes the send buffer from the part; ``unpack`` makes the result from the received.
 
-    ``group`` is None when nothing is exchanged; then ``unpack`` takes the part itself. Else it
-    takes a buffer of ``receive_shape``; if it ``keeps_received``, that buffer is the result, and
-    must not be lent. ``sizes`` has what an all-to-all receives from and sends to each rank of the
-    group, None where all of it is equal. What is sent is viewed as ``comm_dtype``, if there is one.
-
-    An exchange that leaves out what this rank would send to itself has ``stays`` where that is
-    copied, or where it is a term ``add_own`` instead of ``unpack``: (received, part) -> result.
-    ``in_pairs`` is this rank where an all-to-all is made of messages between pairs of ranks.
+    * ``group``: None if nothing is exchanged; then ``unpack`` takes the part itself. Otherwise it
+      takes a buffer of ``receive_shape``.
+    * ``keeps_received``: the receive buffer becomes the result, so it must not be a lent buffer.
+    * ``sizes``: the elements that an all-to-all receives from and sends to each rank of the group;
+      None if all are equal.
+    * ``comm_dtype``: the dtype as which buffers are sent, if not their own.
+    * ``stays``, ``add_own``: for an exchange that leaves out what this rank would send to itself.
+      ``stays`` copies that piece; if it is a term, ``add_own``, (part, received) -> result,
+      replaces ``unpack``.
+    * ``in_pairs``: this rank, if an all-to-all consists of messages between pairs of ranks.
     """
 
     step: BoxingStep
@@ -77,20 +79,21 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Stays:
-    """The box of the part that stays on its rank: copied straight into the result.
+    """The box of the part that stays on its rank, copied straight into the result.
 
-    It skips the send buffer, the backend's copy to itself and the receive buffer. What others send
-    is received into ``run`` of the flat result, or is copied from the buffer as ``pieces`` say.
+    This saves the copies to the send buffer, from the backend to itself, and from the receive
+    buffer. The data of other ranks is received into ``run`` of the flat result, or copied from the
+    receive buffer by ``pieces``.
     """
 
     shape: Shape
-    cut: LocalFn  # its place in the part
-    put: LocalFn  # and in the result
+    cut: LocalFn  # takes the box from the part
+    put: LocalFn  # takes its place in the result
     run: slice | None
     pieces: tuple[tuple[LocalFn, Piece], ...]
 
-    def place(self, received: Tensor, out: Tensor) -> Tensor:
-        """``out`` with what came, once it is there."""
+    def place(self, out: Tensor, received: Tensor) -> Tensor:
+        """``out``, with the received pieces copied into it."""
         if self.run is None:
             for put, piece in self.pieces:
                 put(out).copy_(piece.of(received))
@@ -98,7 +101,7 @@ class Stays:
 
 
 def compile_step(step: BoxingStep, rank: int, *, in_pairs: bool = False) -> Program:
-    """What ``rank`` does in ``step``; all-to-alls as messages between pairs if ``in_pairs``."""
+    """The program of ``rank`` in ``step``; ``in_pairs``: all-to-alls as messages between pairs."""
     group = step.group_of(rank)
     base = Program(
         step=step,
@@ -125,9 +128,9 @@ def compile_step(step: BoxingStep, rank: int, *, in_pairs: bool = False) -> Prog
 
 
 def _comm_dtype(dtype: torch.dtype) -> torch.dtype | None:
-    """A dtype of the same size that the backends know: where nothing is added up, bits are enough.
+    """A dtype of the same size that the backends support; None if they support ``dtype`` itself.
 
-    None if they know ``dtype`` itself.
+    Only for transfers that add nothing up, for which the bits are enough.
     """
     if dtype in WIRE_DTYPES or dtype == torch.bool:
         return None
@@ -140,7 +143,7 @@ def _landed(base: Program, landing: Landing) -> Program:
 
 
 def reduction_of(step: BoxingStep) -> Reduction:
-    """How terms combine in this step; sum where there are none."""
+    """The reduction of this step; sum if it has no terms."""
     ops: list[Reduction] = [
         s.op for s in (*step.src.nd_sbp, *step.dst.nd_sbp) if isinstance(s, Partial)
     ]
@@ -148,12 +151,12 @@ def reduction_of(step: BoxingStep) -> Reduction:
 
 
 def _nothing(part: Tensor) -> None:
-    """What a rank outside the destination has."""
+    """The result of a rank outside the destination."""
     del part
 
 
 def _local(step: BoxingStep, rank: int) -> Unpack:
-    """Slice the part, or set it into a part of neutral elements; no rank hears of it."""
+    """Slice the part, or put it into a part of neutral elements, without communication."""
     dst_box = step.dst.part_slices(step.shape, rank)
     if dst_box is None:
         return _nothing
@@ -169,7 +172,7 @@ def _local(step: BoxingStep, rank: int) -> Unpack:
 
 
 def _all_gather(base: Program, rank: int, group: tuple[int, ...]) -> Program:
-    """Every part, padded to the largest, to every rank of the group."""
+    """Send every part, padded to the largest, to every rank of the group."""
     step = base.step
     stride = padded_part(step.src, step.shape, group)
     mine = numel(step.src.part_slices(step.shape, rank) or ())
@@ -181,7 +184,7 @@ def _all_gather(base: Program, rank: int, group: tuple[int, ...]) -> Program:
 
 
 def _exchange(base: Program, rank: int, group: tuple[int, ...]) -> Program:
-    """Each rank of the group gets the box it needs; terms are combined in rank order."""
+    """Send each rank of the group the box that it needs; terms are combined in rank order."""
     step = base.step
     leaving = {move.dst: move for move in step.moves if move.src == rank}
     coming = {move.src: move for move in step.moves if move.dst == rank}
@@ -214,9 +217,10 @@ def _exchange(base: Program, rank: int, group: tuple[int, ...]) -> Program:
 
 
 def _all_equal(step: BoxingStep, group: tuple[int, ...]) -> bool:
-    """Whether each rank of the group sends the same amount to each, below ``APART_BYTES``.
+    """Whether every rank of the group sends every rank the same size, below ``APART_BYTES``.
 
-    Sizes need not be told then; all ranks must find the same, so it is asked of the whole group.
+    Then no sizes need to be passed to the collective. All ranks must decide alike, so this looks at
+    the whole group.
     """
     inside = [move.numel for move in step.moves if move.src in group]
     return (
@@ -229,9 +233,9 @@ def _all_equal(step: BoxingStep, group: tuple[int, ...]) -> bool:
 def _leave_out_own(
     base: Program, rank: int, group: tuple[int, ...], sent: dict[int, Piece]
 ) -> Program | None:
-    """The exchange without this rank's own piece, where that costs no copy of the others.
+    """The exchange without this rank's own piece; None if that would cost an extra copy.
 
-    They must still be sent from one run of the part, or be packed anyway.
+    It does not if the other pieces are still one range of the part, or must be packed anyway.
     """
     if rank not in sent or base.sizes is None or len(sent) < 2:
         return None
@@ -241,22 +245,24 @@ def _leave_out_own(
     if run is None and _in_order(sent, part_shape):
         return None
     at = group.index(rank)
-    come, leave = ([0 if n == at else k for n, k in enumerate(each)] for each in base.sizes)
+    coming_sizes, leaving_sizes = (
+        [0 if n == at else size for n, size in enumerate(sizes)] for sizes in base.sizes
+    )
     return replace(
         base,
         pack=packer(leaving, part_shape) if run is None else run_taker(run),
-        receive_shape=(sum(come),),
+        receive_shape=(sum(coming_sizes),),
         keeps_received=False,
-        sizes=(come, leave),
+        sizes=(coming_sizes, leaving_sizes),
     )
 
 
 def _staying_apart(
     base: Program, rank: int, own: Piece, received: dict[int, Piece], shape: Shape
 ) -> Program | None:
-    """With the own piece copied beside the exchange, if the others then need no copy more.
+    """Copy the own piece during the exchange; None if that would cost the others an extra copy.
 
-    They must be received into one run of the result, or be copied anyway.
+    It does not if they are received into one range of the result, or must be copied anyway.
     """
     coming = [piece for peer, piece in received.items() if peer != rank]
     run = run_of(coming, shape)
@@ -275,7 +281,7 @@ def _staying_apart(
 def _adding_apart(
     base: Program, rank: int, own: Piece, terms: dict[int, Piece], shape: Shape
 ) -> Program:
-    """With the own term taken from the part once the others' came; order as in ``terms``."""
+    """Take the own term from the part after receiving the others; combine in ``terms`` order."""
     others = sorted(terms.keys() - {rank})
     places = [len(others) if source == rank else others.index(source) for source in terms]
     cut = cutter(own.box, base.part_shape or ())
@@ -293,7 +299,7 @@ def _in_order(pieces: dict[int, Piece], shape: Shape) -> bool:
 def _pieces(
     moves: dict[int, BoxTransfer], group: tuple[int, ...], origin: Box | None
 ) -> tuple[dict[int, Piece], list[int]]:
-    """A buffer with one stretch per rank of the group, empty where nothing moves."""
+    """The pieces of a buffer with one range per rank of the group, and the size of each range."""
     pieces: dict[int, Piece] = {}
     sizes: list[int] = []
     for rank in group:

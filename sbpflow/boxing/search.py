@@ -1,7 +1,7 @@
-"""The cheapest route between two layouts: a shortest path over steps, by bytes. Pure.
+"""Finds the cheapest route between two layouts: a shortest path over steps, by bytes. Pure.
 
-A step changes one axis, or jumps to the destination at once. Bytes are those of the collective that
-the step would run, plus a constant per collective, so that small tensors take fewer of them.
+A step changes one axis, or goes directly to the destination. Its cost is the bytes of its
+collective plus a constant per collective, so that small tensors take fewer steps.
 """
 
 import heapq
@@ -25,55 +25,55 @@ COLLECTIVE_COST_BYTES = 16500
 def cheapest_route(
     src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype, backend: str
 ) -> tuple[Layout, ...]:
-    """The layouts to pass through, ends included. Ties go to fewer steps, then to listing order."""
-    # Dijkstra's algorithm: a node is a layout, an edge one step, its length the bytes of that step.
-    # A fixed table of routes was not enough, for the cheapest depends on sizes: (P, S(0)) -> (B, B)
-    # may gather or reduce first. Queue entries are (cost, steps, order of listing, route), so
-    # that every rank, which plans for itself, decides ties alike.
+    """The layouts on the route, ends included. Ties go to fewer steps, then to listing order."""
+    # Dijkstra's algorithm: nodes are layouts, edges are steps, lengths are the bytes of the steps.
+    # A fixed table of routes is not enough, since the cheapest route depends on sizes:
+    # (P, S(0)) -> (B, B) may gather or reduce first. Queue entries are (cost, number of steps,
+    # listing order, route), so that all ranks, which plan independently, break ties alike.
     values = _values(src, dst, shape)
     best: dict[Layout, float] = {}
     queue: list[tuple[int, int, int, tuple[Layout, ...]]] = [(0, 0, 0, (src,))]
     pushed = 0
     while queue:
         cost, _, _, route = heapq.heappop(queue)
-        here = route[-1]
-        if here == dst:
+        layout = route[-1]
+        if layout == dst:
             return route
-        if best.get(here, float("inf")) <= cost:
+        if best.get(layout, float("inf")) <= cost:
             continue
-        best[here] = cost
-        for there in _next_layouts(here, dst, values, shape):
-            step = make_step("", here, there, shape, dtype, backend)
+        best[layout] = cost
+        for after in _next_layouts(layout, dst, values, shape):
+            step = make_step("", layout, after, shape, dtype, backend)
             price = step.total_bytes + COLLECTIVE_COST_BYTES * bool(step.groups)
             pushed += 1
-            heapq.heappush(queue, (cost + price, len(route), pushed, (*route, there)))
-    raise SbpError(f"there is no way from {src} to {dst} for shape {list(shape)}")
+            heapq.heappush(queue, (cost + price, len(route), pushed, (*route, after)))
+    raise SbpError(f"no route from {src} to {dst} for shape {list(shape)}")
 
 
 def _values(src: Layout, dst: Layout, shape: tuple[int, ...]) -> tuple[Sbp, ...]:
-    """What an axis may be on the way: all that occurs at the ends, B, and the longest dim split."""
+    """The sbps of an axis on the way: those of both ends, B, and a split of the longest dim."""
     longest = [Split(max(range(len(shape)), key=shape.__getitem__))] if shape else []
     return tuple(dict.fromkeys((*src.nd_sbp, *dst.nd_sbp, *longest, Broadcast())))
 
 
 def _next_layouts(
-    here: Layout, dst: Layout, values: tuple[Sbp, ...], shape: tuple[int, ...]
+    layout: Layout, dst: Layout, values: tuple[Sbp, ...], shape: tuple[int, ...]
 ) -> Iterator[Layout]:
     ends = [dst]
-    if here.placement != dst.placement:
+    if layout.placement != dst.placement:
         ends = [Layout(dst.placement, nd) for nd in _arrivals(dst, values)]
     changed = [
-        (*here.nd_sbp[:axis], value, *here.nd_sbp[axis + 1 :])
-        for axis, value in product(range(here.placement.ndim), values)
-        if value != here.nd_sbp[axis] and not isinstance(value, Partial)
+        (*layout.nd_sbp[:axis], value, *layout.nd_sbp[axis + 1 :])
+        for axis, value in product(range(layout.placement.ndim), values)
+        if value != layout.nd_sbp[axis] and not isinstance(value, Partial)
     ]
-    for layout in [*ends, *_legal(here.placement, changed)]:
-        if layout != here and _fits(layout, shape) and one_step_legal(here, layout):
-            yield layout
+    for after in [*ends, *_legal(layout.placement, changed)]:
+        if after != layout and _fits(after, shape) and one_step_legal(layout, after):
+            yield after
 
 
 def layouts_before(src: Layout, dst: Layout, shape: tuple[int, ...]) -> Iterator[Layout]:
-    """Those that become ``dst`` without a transfer, with S or B for each P(max) or P(min) of it."""
+    """Layouts that become ``dst`` without a transfer, with S or B for its P(max) and P(min)."""
     linear = [v for v in _values(src, dst, shape) if not isinstance(v, Partial)]
     options = [
         linear if isinstance(sbp, Partial) and sbp.op != "sum" else [sbp] for sbp in dst.nd_sbp
@@ -81,14 +81,14 @@ def layouts_before(src: Layout, dst: Layout, shape: tuple[int, ...]) -> Iterator
     for layout in _legal(dst.placement, list(product(*options))):
         try:
             layout.check_user(shape)
-        except SbpError:  # a user's tensor fills its ranks, here as at the ends
+        except SbpError:  # a user's tensor must not leave ranks empty, on the way either
             continue
         if not any(elements_sent(layout, dst, shape).values()):
             yield layout
 
 
 def _arrivals(dst: Layout, values: tuple[Sbp, ...]) -> Iterator[NdSbp]:
-    """Where to land on the other placement: the destination, or its B axes still split."""
+    """Layouts to arrive in on another placement: the destination, or with its B axes split."""
     options = [
         [sbp, *(v for v in values if isinstance(v, Split))] if isinstance(sbp, Broadcast) else [sbp]
         for sbp in dst.nd_sbp
@@ -105,12 +105,12 @@ def _legal(placement: Placement, candidates: list[NdSbp]) -> Iterator[Layout]:
     for nd_sbp in candidates:
         try:
             yield Layout(placement, nd_sbp)
-        except SbpError:  # explicit sizes that belong to another axis
+        except SbpError:  # explicit sizes for another axis
             continue
 
 
 def _fits(layout: Layout, shape: tuple[int, ...]) -> bool:
-    """Whether every rank's part is defined: explicit sizes of nested splits must add up."""
+    """Whether every rank has a part; explicit sizes of nested splits may not add up."""
     try:
         for rank in layout.placement.ranks:
             layout.part_slices(shape, rank)

@@ -1,6 +1,6 @@
-"""One step of a conversion: the collective that carries it, among whom, for how many bytes.
+"""One step of a conversion: its collective, the groups of ranks, and the bytes sent.
 
-Pure values. ``plan`` makes lists of them, ``executor`` runs them.
+Pure values. ``plan`` makes lists of steps, and ``executor`` runs them.
 """
 
 from dataclasses import dataclass
@@ -17,11 +17,12 @@ from sbpflow.sbp.sbp import Broadcast, Partial, Sbp, Split, balanced_sizes
 Collective = Literal["none", "all_gather", "all_to_all", "reduce_scatter", "all_reduce"]
 Groups = tuple[tuple[int, ...], ...]
 
-# An all-gather needs parts of one size and pads the others; past this much padding an all-to-all,
-# which sends exact sizes, takes its place. Balanced splits, whose parts differ by one, always pad.
+# An all-gather pads all parts to the largest. With more padding than this, an all-to-all, which
+# sends exact sizes, is used instead. Balanced splits, whose parts differ by at most one, are always
+# padded.
 MAX_PADDING = 0.25
 
-# What gloo and NCCL know (torch 2.13); terms of others are exchanged and added locally.
+# The dtypes of gloo and NCCL (torch 2.13); terms of other dtypes are exchanged and added locally.
 WIRE_DTYPES = frozenset(
     {
         torch.float64,
@@ -34,18 +35,19 @@ WIRE_DTYPES = frozenset(
         torch.uint8,
     }
 )
-# What torch adds and compares everywhere; a layout with P takes no other dtype.
+# The dtypes that torch can add and compare on all devices; P requires one of these.
 TERM_DTYPES = WIRE_DTYPES | {torch.int16}
-# For a dtype without addition, one that holds all its values and has it.
+# For a dtype without addition, a dtype with addition that can represent all its values.
 _WIDER = {torch.bool: torch.int8, torch.uint16: torch.int32, torch.uint32: torch.int64}
 
 
 @dataclass(frozen=True, kw_only=True)
 class BoxingStep:
-    """One conversion: ``shape`` and ``dtype`` are those of the full tensor.
+    """One step; ``shape`` and ``dtype`` are those of the full tensor.
 
-    ``groups`` are disjoint, each in rank order; ranks talk only inside their group. ``collective``
-    is what really runs on the backend it was planned for. ``id`` is "<owner>/<fwd|bwd>/<n>".
+    ``groups`` are disjoint, each in rank order; ranks communicate only within their group.
+    ``collective`` is the one that runs on the backend of the plan. ``id`` is
+    "<owner>/<fwd|bwd>/<n>".
     """
 
     id: str
@@ -57,21 +59,21 @@ class BoxingStep:
     groups: Groups
 
     def bytes_sent(self, rank: int) -> int:
-        """What ``rank`` sends to other ranks; 0 for a rank that takes no part."""
+        """The bytes that ``rank`` sends to other ranks; 0 for a rank outside the step."""
         return self._bytes_by_rank.get(rank, 0)
 
     @property
     def total_bytes(self) -> int:
-        """Sent by all ranks together."""
+        """The bytes sent by all ranks."""
         return sum(self._bytes_by_rank.values())
 
     @cached_property
     def moves(self) -> tuple[BoxTransfer, ...]:
-        """Every box that goes from one rank to another, or stays."""
+        """All transfers of boxes, including those from a rank to itself."""
         return find_moves(self.src, self.dst, self.shape)
 
     def group_of(self, rank: int) -> tuple[int, ...] | None:
-        """The group that ``rank`` talks in, if it talks."""
+        """The group of ``rank``, or None if it does not communicate."""
         return next((group for group in self.groups if rank in group), None)
 
     @cached_property
@@ -90,12 +92,12 @@ class BoxingStep:
         if self.collective == "all_gather":
             return ((size - 1) * padded_part(self.src, self.shape, group),) * size
         if self.collective in ("reduce_scatter", "all_reduce"):
-            # A ring passes all but 1/size of the part on, once to reduce and once more to gather.
+            # In a ring a rank sends all but 1/size of the part, once to reduce, once to gather.
             rounds = 2 if self.collective == "all_reduce" else 1
             whole = numel(self.src.part_slices(self.shape, group[0]) or ())
             return balanced_sizes(rounds * (size - 1) * whole, size)
         if self.collective == "none":
-            raise RuntimeError(f"{self.id}: ranks talk in groups without a collective")
+            raise RuntimeError(f"{self.id}: a step with groups needs a collective")
         raise unknown_value("collective", self.collective, Collective)
 
     def __str__(self) -> str:
@@ -108,25 +110,28 @@ class BoxingStep:
 
 @lru_cache(maxsize=4096)
 def check_dtype(layout: Layout, dtype: torch.dtype) -> None:
-    """Raise SbpError for a layout with P of a dtype whose terms nothing adds up or compares."""
+    """Raise SbpError for P with a dtype whose terms cannot be added or compared."""
     if dtype in TERM_DTYPES or not any(isinstance(sbp, Partial) for sbp in layout.nd_sbp):
         return
     raise SbpError(
-        f"{layout} of {dtype}: P takes a dtype that adds up, float16 to float64, bfloat16, int8 to "
-        f"int64 or uint8; convert to {_WIDER.get(dtype, torch.float64)} first, or use S or B"
+        f"{layout} of {dtype}: P needs a dtype with addition: float16 to float64, bfloat16, int8 "
+        f"to int64, or uint8; convert to {_WIDER.get(dtype, torch.float64)} first, or use S or B"
     )
 
 
 def make_step(
     id: str, src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype, backend: str
 ) -> BoxingStep:
-    """One step, with its collective chosen for ``backend``."""
+    """One step, with the collective that suits ``backend``."""
     collective: Collective = "none"
     groups: Groups = ()
     if any(elements_sent(src, dst, shape).values()):
         if dtype.itemsize > 8:
-            raise SbpError(f"neither gloo nor NCCL moves {dtype}; convert it, or send its parts")
-        groups, changes = _talking_groups(src, dst, shape)
+            raise SbpError(
+                f"gloo and NCCL cannot send {dtype}; convert it, or send its real and imaginary "
+                "parts"
+            )
+        groups, changes = _groups_of(src, dst, shape)
         collective = _choose_collective(src, dst, shape, dtype, backend, groups, changes)
     return BoxingStep(
         id=id,
@@ -139,13 +144,14 @@ def make_step(
     )
 
 
-def _talking_groups(
+def _groups_of(
     src: Layout, dst: Layout, shape: tuple[int, ...]
 ) -> tuple[Groups, set[tuple[Sbp, Sbp]]]:
-    """The groups, and how each axis inside them changes; no changes listed across placements.
+    """The groups, and the (src, dst) sbps of the axes within them; empty across placements.
 
-    On one placement the groups are the lines (planes, ...) along the axes that change, widened
-    while moves leave them: they do not depend on sizes, so a short batch needs no new group.
+    On one placement the groups are the lines (or planes) along the axes that change, or the whole
+    placement if a transfer would leave them. They do not depend on sizes if that can be avoided, so
+    a short batch does not need new process groups.
     """
     if src.placement != dst.placement:
         return (tuple(sorted({*src.placement.ranks, *dst.placement.ranks})),), set()

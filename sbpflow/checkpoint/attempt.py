@@ -1,6 +1,6 @@
-"""One checkpoint under way on all ranks: each reports what it wrote, rank 0 completes it.
+"""Writing one checkpoint on all ranks: each rank reports what it wrote, and rank 0 completes it.
 
-The reports go through a store, with a deadline; nothing here is a collective, so any thread may.
+Reports go through a store, with a deadline. There are no collectives here, so any thread may save.
 """
 
 import json
@@ -24,11 +24,11 @@ _FIRST_POLL_S, _LAST_POLL_S = 0.001, 0.1  # a small checkpoint is written in mil
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Described:
+class TensorSpec:
     """A logical tensor without its values; the same on all ranks.
 
-    But ``by_key`` nobody knows how many rows there are before all ranks have reported theirs, which
-    follow one another in the order of the ranks.
+    If ``by_key``, the number of rows is known only when all ranks have reported theirs; the rows
+    are saved in rank order.
     """
 
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class Described:
     by_key: bool = False
 
     def saved(self, pieces: Sequence[Piece]) -> SavedTensor:
-        """With the pieces of all ranks, in their order."""
+        """The tensor with the pieces of all ranks, in rank order."""
         shape = self.shape
         if self.by_key:
             ends = list(accumulate((piece.place.num_rows for piece in pieces), initial=0))
@@ -56,9 +56,9 @@ class Described:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """The checkpoint of ``step`` in ``folder``, from the point of view of one of ``size`` ranks.
+    """The checkpoint of ``step`` in ``folder``, as seen by one of ``size`` ranks.
 
-    ``nonce``, hexadecimal, names the attempt among all that were ever made there.
+    ``nonce``, hexadecimal, is unique among all attempts in the folder.
     """
 
     folder: Path
@@ -69,30 +69,32 @@ class Attempt:
     size: int
     store: TimedStore
     deadline_s: float
-    tensors: Mapping[str, Described]
+    tensors: Mapping[str, TensorSpec]
     documents: Mapping[str, Any]
 
     def file(self) -> Path:
-        """Where this rank writes, in a folder that is there when this returns."""
+        """The file that this rank writes; makes its folder."""
         with named(self._partial):
             self._partial.mkdir(exist_ok=True)
         return self._partial / f"rank-{self.rank}.bin"
 
     def report(self, pieces: Sequence[tuple[str, Piece]]) -> None:
-        """Tell that this rank has written these, and that they are on disk."""
+        """Report that this rank has written ``pieces`` to disk."""
         path = self._partial / f"rank-{self.rank}.bin"
-        with named(path):  # who took the folder away meanwhile took the file with it
+        with named(path):  # the folder may have been deleted
             size = path.stat().st_size
         listed = [[name, *piece_to_json(piece)] for name, piece in pieces]
         self._post(self._key(self.rank), {"pieces": listed, "size": size})
 
     def give_up(self, reason: str) -> None:
-        """Tell that this rank could not write."""
+        """Report that this rank could not write."""
         self._post(self._key(self.rank), {"refused": reason})
 
     def finish(self) -> Path:
-        """Wait until it is complete; CheckpointError, on every rank, with the reason of one that
-        could not write, or the ranks that did not report in time.
+        """Wait until the checkpoint is complete; returns its folder.
+
+        CheckpointError, on every rank, with the reason of a rank that could not write, or naming
+        the ranks that did not report in time.
         """
         if self.rank == 0:
             try:
@@ -103,24 +105,24 @@ class Attempt:
                 shutil.rmtree(self._partial, ignore_errors=True)
             self._post(self._done, {"refused": reason})
         elif self._await([self._done], self.deadline_s + 5.0):
-            raise CheckpointError(f"{self._named()}: rank 0 did not complete it in time")
+            raise CheckpointError(f"{self._target}: rank 0 did not complete it in time")
         else:
             reason = self._read(self._done)["refused"]
         if reason:
             raise CheckpointError(reason)
-        return step_folder(self.folder, self.step)
+        return self._target
 
     def _complete(self) -> str:
-        """Rank 0's: the index from all reports; "" or why there is none."""
+        """On rank 0, write the index from all reports; returns "" or why it could not."""
         keys = [self._key(rank) for rank in range(self.size)]
         if missing := self._await(keys, self.deadline_s):
             ranks = [rank for rank in range(self.size) if self._key(rank) in missing]
             return (
-                f"{self._named()}: ranks {ranks} did not report within {self.deadline_s:g} s "
-                "(parallel.timeout_s); the checkpoints before it are as they were"
+                f"{self._target}: ranks {ranks} did not report within {self.deadline_s:g} s "
+                "(parallel.timeout_s); earlier checkpoints are unchanged"
             )
         reports = [self._read(key) for key in keys]
-        self.store.forget(keys)  # a long run has thousands, with a CRC per block each
+        self.store.forget(keys)  # a long run has thousands of reports, with a CRC per block each
         for rank, report in enumerate(reports):
             if "refused" in report:
                 return f"rank {rank}: {report['refused']}"
@@ -144,8 +146,9 @@ class Attempt:
     def _partial(self) -> Path:
         return partial_folder(self.folder, self.step, self.nonce)
 
-    def _named(self) -> str:
-        return str(step_folder(self.folder, self.step))
+    @property
+    def _target(self) -> Path:
+        return step_folder(self.folder, self.step)
 
     def _key(self, rank: int) -> str:
         return f"{self.nonce}/rank-{rank}"
@@ -161,7 +164,7 @@ class Attempt:
         return json.loads(self.store.get(key))
 
     def _await(self, keys: Sequence[str], limit_s: float) -> list[str]:
-        """The keys that are not there within the limit."""
+        """Wait for keys; returns those that are still missing after ``limit_s``."""
         end, pause_s = time.monotonic() + limit_s, _FIRST_POLL_S
         missing = list(keys)
         while missing := [key for key in missing if not self.store.check([key])]:

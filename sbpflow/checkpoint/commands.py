@@ -1,6 +1,6 @@
-"""``sbpflow checkpoint ls | verify | diff | prune``: what checkpoints hold, as text.
+"""The text of ``sbpflow checkpoint ls | verify | diff | prune``.
 
-Reads and removes; loads nothing into a job.
+Reads and removes checkpoints; does not load them into a job.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,108 +19,110 @@ from sbpflow.runtime.files.run_folder import CHECKPOINTS_FOLDER, LOCK_FILE
 
 
 def checkpoint_folder(path: Path) -> Path:
-    """The folder of checkpoints that ``path``, itself one or the folder of a run, has."""
+    """The folder of checkpoints of ``path``, which is that folder or a run folder."""
     inside = path / CHECKPOINTS_FOLDER
     return inside if inside.is_dir() and not list_checkpoints(path) else path
 
 
 def checkpoints_of(path: Path) -> list[Path]:
-    """``path`` if it is a checkpoint, else those in it or in a run's folder, the newest first.
+    """``path`` if it is a checkpoint, else the checkpoints in it or in a run folder, newest first.
 
-    CheckpointError if there is none.
+    CheckpointError if there are none.
     """
-    folder = checkpoint_folder(path)
-    found = list_checkpoints(folder)
-    if not found and (path / INDEX_FILE).exists():
+    paths = list_checkpoints(checkpoint_folder(path))
+    if not paths and (path / INDEX_FILE).exists():
         return [path]
-    if not found:
+    if not paths:
         raise CheckpointError(
-            f"{path}: holds no checkpoint; give a checkpoint, a folder of some, or that of a run"
+            f"{path}: has no checkpoints; give a checkpoint, a folder of checkpoints, or the "
+            "folder of a run"
         )
-    return found
+    return paths
 
 
 def list_text(path: Path) -> str:
-    """A line per checkpoint, the newest first: step, bytes, tensors, or what is wrong with it."""
+    """One line per checkpoint, newest first: step, size, tensors, or what is wrong with it."""
     lines = [f"{'checkpoint':<16} {'written':<16} {'size':>12} {'tensors':>8}  state"]
-    for one in checkpoints_of(path):
+    for folder in checkpoints_of(path):
         try:
-            found = checked(one)
+            checkpoint = checked(folder)
         except CheckpointError as error:
-            lines.append(f"{one.name:<16} {'':<16} {'':>12} {'':>8}  DAMAGED: {error}")
+            lines.append(f"{folder.name:<16} {'':<16} {'':>12} {'':>8}  DAMAGED: {error}")
             continue
-        written = datetime.fromtimestamp((one / INDEX_FILE).stat().st_mtime)
-        size, count = f"{found.num_bytes / 1e6:,.1f} MB", len(found.tensors)
+        written = datetime.fromtimestamp((folder / INDEX_FILE).stat().st_mtime)
+        size, count = f"{checkpoint.num_bytes / 1e6:,.1f} MB", len(checkpoint.tensors)
         lines.append(
-            f"{one.name:<16} {written:%Y-%m-%d %H:%M} {size:>12} {count:>8}  {_about(found)}"
+            f"{folder.name:<16} {written:%Y-%m-%d %H:%M} {size:>12} {count:>8}  "
+            f"{_describe(checkpoint)}"
         )
     return "\n".join(lines)
 
 
-def _about(found: Checkpoint) -> str:
-    """Run, the ranks that wrote it, and whether it has the best score so far."""
-    text = f"run {found.run}, files of {len(found.index.files)} ranks"
-    best = found.documents.get("best")
-    if isinstance(best, dict) and best.get("step") == found.step:
+def _describe(checkpoint: Checkpoint) -> str:
+    """The run, the number of ranks that wrote it, and whether it has the best score so far."""
+    text = f"run {checkpoint.run}, written by {len(checkpoint.index.files)} ranks"
+    best = checkpoint.documents.get("best")
+    if isinstance(best, dict) and best.get("step") == checkpoint.step:
         text += f", best so far: AUC {best.get('auc')} of val"
     return text
 
 
 def verify_text(path: Path) -> tuple[str, bool]:
-    """Read every byte of every checkpoint: a line each, and whether all are as written."""
+    """Read every byte of every checkpoint; returns a line for each, and whether all are intact."""
     lines: list[str] = []
-    good = True
-    for one in checkpoints_of(path):
+    intact = True
+    for folder in checkpoints_of(path):
         try:
-            found = checked(one)
-            found.verify()
-            lines.append(f"ok      {one}: {found.num_bytes:,} bytes are as they were written")
+            checkpoint = checked(folder)
+            checkpoint.verify()
+            lines.append(f"ok      {folder}: {checkpoint.num_bytes:,} bytes are intact")
         except CheckpointError as error:
-            good = False
+            intact = False
             lines.append(f"DAMAGED {error}")
-    return "\n".join(lines), good
+    return "\n".join(lines), intact
 
 
-def diff_text(left: Path, right: Path) -> tuple[str, bool]:
-    """What two checkpoints do not have in common, tensor by tensor and document by document."""
-    one, other = checked(checkpoints_of(left)[0]), checked(checkpoints_of(right)[0])
-    lines = [f"{one.path} (step {one.step}) and {other.path} (step {other.step})"]
-    lines += _missing(one, other) + _missing(other, one)
-    same = 0
-    for name in one.tensors:
-        if name in other.tensors:
-            found = _tensor_diff(one, other, name)
-            same += not found
-            lines += [f"  {name}: {found}"] if found else []
-    lines += [f"  {line}" for line in _document_diff("", one.documents, other.documents)]
+def diff_text(left_path: Path, right_path: Path) -> tuple[str, bool]:
+    """The differences of two checkpoints, by tensor and document, and whether there are none."""
+    left, right = checked(checkpoints_of(left_path)[0]), checked(checkpoints_of(right_path)[0])
+    lines = [f"{left.path} (step {left.step}) and {right.path} (step {right.step})"]
+    lines += _missing(left, right) + _missing(right, left)
+    num_equal = 0
+    for name in left.tensors:
+        if name in right.tensors:
+            difference = _tensor_diff(left, right, name)
+            num_equal += not difference
+            lines += [f"  {name}: {difference}"] if difference else []
+    lines += [f"  {line}" for line in _document_diff("", left.documents, right.documents)]
     differs = len(lines) > 1
-    lines.append(f"{same} tensors are equal" if differs else f"equal: {same} tensors")
+    lines.append(f"{num_equal} tensors are equal" if differs else f"equal: {num_equal} tensors")
     return "\n".join(lines), not differs
 
 
-def _missing(one: Checkpoint, other: Checkpoint) -> list[str]:
-    return [f"  {name}: not in {other.path}" for name in one.tensors if name not in other.tensors]
+def _missing(left: Checkpoint, right: Checkpoint) -> list[str]:
+    return [f"  {name}: not in {right.path}" for name in left.tensors if name not in right.tensors]
 
 
-def _tensor_diff(one: Checkpoint, other: Checkpoint, name: str) -> str:
-    left, right = one.saved(name), other.saved(name)
-    if (left.shape, left.dtype) != (right.shape, right.dtype):
-        return f"{left.dtype} {list(left.shape)} and {right.dtype} {list(right.shape)}"
-    rows = changed = 0
-    most = 0.0
-    for part in _row_blocks(left):
-        a, b = one.tensor(name, rows=part), other.tensor(name, rows=part)
-        unequal = (a != b) & ~((a != a) & (b != b))  # NaN is equal to NaN here
+def _tensor_diff(left: Checkpoint, right: Checkpoint, name: str) -> str:
+    """How the tensor differs; "" if it is equal. NaN equals NaN."""
+    saved, other = left.saved(name), right.saved(name)
+    if (saved.shape, saved.dtype) != (other.shape, other.dtype):
+        return f"{saved.dtype} {list(saved.shape)} and {other.dtype} {list(other.shape)}"
+    rows = elements = 0
+    largest = 0.0
+    for part in _row_blocks(saved):
+        a, b = left.tensor(name, rows=part), right.tensor(name, rows=part)
+        unequal = (a != b) & ~(a.isnan() & b.isnan())
         if not bool(unequal.any()):
             continue
         flat = unequal.reshape(max(1, part.stop - part.start), -1)
         rows += int(flat.any(1).sum())
-        changed += int(flat.sum())
+        elements += int(flat.sum())
         gap = (a.to(torch.float64) - b.to(torch.float64)).abs()[unequal]
-        most = max(most, float(gap.nan_to_num(nan=float("inf")).max()))
-    if not changed:
+        largest = max(largest, float(gap.nan_to_num(nan=float("inf")).max()))
+    if not elements:
         return ""
-    return f"{changed:,} elements in {rows:,} rows differ, by {most:.3g} at most"
+    return f"{elements:,} elements in {rows:,} rows differ, by {largest:.3g} at most"
 
 
 def _row_blocks(saved: SavedTensor) -> Iterator[slice]:
@@ -130,50 +132,53 @@ def _row_blocks(saved: SavedTensor) -> Iterator[slice]:
         yield slice(start, min(start + step, whole.row_stop))
 
 
-def _document_diff(key: str, one: object, other: object) -> Iterator[str]:
-    """``key: value -> value`` of all that differs, long values cut."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        left, right = cast("Mapping[str, Any]", one), cast("Mapping[str, Any]", other)
-        for name in [*left, *(name for name in right if name not in left)]:
-            below = f"{key}.{name}" if key else name
-            yield from _document_diff(below, left.get(name), right.get(name))
-    elif one != other:
-        texts = [text if len(text) < 60 else f"{text[:57]}..." for text in (repr(one), repr(other))]
+def _document_diff(key: str, left: object, right: object) -> Iterator[str]:
+    """``key: value -> value`` for every difference, with long values shortened."""
+    if isinstance(left, dict) and isinstance(right, dict):
+        old, new = cast("Mapping[str, Any]", left), cast("Mapping[str, Any]", right)
+        for name in dict.fromkeys([*old, *new]):
+            yield from _document_diff(
+                f"{key}.{name}" if key else name, old.get(name), new.get(name)
+            )
+    elif left != right:
+        texts = [
+            text if len(text) < 60 else f"{text[:57]}..." for text in (repr(left), repr(right))
+        ]
         yield f"{key}: {texts[0]} -> {texts[1]}"
 
 
 def prune(path: Path, keep: int, *, dry_run: bool) -> list[str]:
-    """Remove all but the ``keep`` newest good checkpoints; lines that say what became of each.
+    """Remove all but the ``keep`` newest good checkpoints; returns one line per checkpoint.
 
-    A damaged one is named and left for whoever wants to look; it counts for nothing. ConfigError
-    for fewer than one, and while a run saves there.
+    Damaged checkpoints are listed but neither removed nor counted. ConfigError if ``keep`` is less
+    than 1, or a run is saving to the folder.
     """
     if keep < 1:
-        raise ConfigError(f"--keep: {keep} would leave none; for example --keep 3")
-    found = checkpoints_of(path)
+        raise ConfigError(f"--keep: must be 1 or more, got {keep}; for example --keep 3")
+    paths = checkpoints_of(path)
     try:
-        with hold(found[0].parent / LOCK_FILE):
-            return _prune(found, keep, dry_run=dry_run)
+        with hold(paths[0].parent / LOCK_FILE):
+            return _prune(paths, keep, dry_run=dry_run)
     except HeldError as error:
         raise ConfigError(
-            f"{found[0].parent}: a run saves there{error}; it keeps as many as checkpoint.keep "
-            "says, prune when it has ended"
+            f"{paths[0].parent}: a run is saving there{error} and applies checkpoint.keep itself; "
+            "prune after it has ended"
         ) from error
 
 
-def _prune(found: Sequence[Path], keep: int, *, dry_run: bool) -> list[str]:
-    kept, lines = 0, list[str]()
-    for one in found:
+def _prune(paths: Sequence[Path], keep: int, *, dry_run: bool) -> list[str]:
+    num_kept, lines = 0, list[str]()
+    for path in paths:
         try:
-            checked(one).verify()
+            checked(path).verify()
         except CheckpointError as error:
-            lines.append(f"left, damaged: {error}")
+            lines.append(f"skipped, damaged: {error}")
             continue
-        if kept < keep:
-            kept += 1
-            lines.append(f"kept {one}")
+        if num_kept < keep:
+            num_kept += 1
+            lines.append(f"kept {path}")
             continue
         if not dry_run:
-            remove_checkpoint(one)
-        lines.append(f"{'would remove' if dry_run else 'removed'} {one}")
+            remove_checkpoint(path)
+        lines.append(f"{'would remove' if dry_run else 'removed'} {path}")
     return lines

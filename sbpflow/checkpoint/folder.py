@@ -1,6 +1,6 @@
-"""The folder of a run's checkpoints: ``step-N`` each, written beside and renamed when complete.
+"""The folder of a run's checkpoints ``step-N``, each written under another name until complete.
 
-Says which there are and which is the newest good one, and removes those that are no longer kept.
+Lists the checkpoints, finds the newest good one, and removes old ones.
 """
 
 import logging
@@ -17,45 +17,40 @@ from sbpflow.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-DATA_FOLDER = "data"  # the set of the run without its rows: what raw rows of tomorrow need
+DATA_FOLDER = "data"  # the run's data set without its rows, to predict new raw rows
 _STEP = re.compile(r"step-(\d+)")
 _REPLACED = re.compile(r"\.replaced-(step-\d+)")
 _PARTIAL = re.compile(r"\.step-\d+\.partial-[0-9a-f]+|\.removed-step-\d+|\.run\.json\.new")
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint of ``step`` is."""
+    """The folder of the checkpoint of ``step``."""
     return folder / f"step-{step}"
 
 
 def data_folder(checkpoint: Path) -> Path:
-    """Beside a checkpoint: the manifest and the vocabularies of the set that its run trained on."""
+    """The folder next to a checkpoint with the manifest and vocabularies of its training data."""
     return checkpoint.parent / DATA_FOLDER
 
 
 def partial_folder(folder: Path, step: int, nonce: str) -> Path:
-    """Where it is written until it is complete; hexadecimal ``nonce`` tells attempts apart."""
+    """The folder of an incomplete checkpoint; the hexadecimal ``nonce`` identifies the attempt."""
     return folder / f".step-{step}.partial-{nonce}"
 
 
-def list_checkpoints(folder: str | Path) -> list[Path]:
-    """The folders ``step-N`` that are there, complete or damaged, the newest first."""
-    folder = Path(folder)
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The folders ``step-N`` in ``folder``, complete or damaged, newest first."""
     if not folder.is_dir():
         return []
-    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _step_of(path))]
-    return [path for _, path in sorted(found, reverse=True)]
-
-
-def _step_of(path: Path) -> re.Match[str] | None:
-    return _STEP.fullmatch(path.name)
+    paths = [path for path in folder.iterdir() if _STEP.fullmatch(path.name)]
+    return sorted(paths, key=step_of, reverse=True)
 
 
 def good_checkpoints(folder: Path, *, run: str | None = None) -> Iterator[Checkpoint]:
-    """The checkpoints whose index and files are as they were written, the newest first.
+    """The checkpoints whose index is valid and whose files are complete, newest first.
 
-    One that is damaged, of another step than its name says or of another run than ``run`` is named
-    in a warning and skipped. Their bytes are checked when they are read.
+    Logs a warning for, and skips, a checkpoint that is damaged, belongs to a run other than
+    ``run``, or has a step that differs from its name. Its bytes are checked only when read.
     """
     for path in list_checkpoints(folder):
         try:
@@ -65,34 +60,33 @@ def good_checkpoints(folder: Path, *, run: str | None = None) -> Iterator[Checkp
 
 
 def checked(path: Path, *, run: str | None = None) -> Checkpoint:
-    """The checkpoint at ``path``, which must be of the step in its name, and of ``run``."""
-    found = open_checkpoint(path)
-    match = _step_of(path)
-    if match and int(match[1]) != found.step:
+    """Open the checkpoint at ``path``; it must have the step in its name and belong to ``run``."""
+    checkpoint = open_checkpoint(path)
+    if _STEP.fullmatch(path.name) and step_of(path) != checkpoint.step:
         raise CheckpointError(
-            f"{path}: holds the checkpoint of step {found.step}; put the right files there, or "
-            f"rename it to step-{found.step}"
+            f"{path}: has the checkpoint of step {checkpoint.step}; put the right files there, or "
+            f"rename it to step-{checkpoint.step}"
         )
-    if run is not None and found.run != run:
+    if run is not None and checkpoint.run != run:
         raise CheckpointError(
-            f"{path}: was written by another run ({found.run}, not {run}); move it elsewhere, and "
-            "give it as checkpoint.resume to go on from it"
+            f"{path}: was written by another run ({checkpoint.run}, not {run}); move it elsewhere, "
+            "and set checkpoint.resume to its new path to resume from it"
         )
-    return found
+    return checkpoint
 
 
 def publish(folder: Path, partial: Path, index: Index) -> Path:
-    """Write the index of ``partial``, whose files are on disk, and give it its name.
+    """Write the index into ``partial``, whose files are on disk, and rename it to ``step-N``.
 
-    What a crash leaves is either the whole checkpoint or none. One of this step that is there
-    already is replaced.
+    A crash leaves either a complete checkpoint or none. An existing one of the same step is
+    replaced.
     """
     target = step_folder(folder, index.step)
     try:
         write_synced(partial / INDEX_FILE, to_json(index))
         sync_folder(partial)
         if target.exists():
-            aside = folder / f".replaced-step-{index.step}"  # ``tidy`` knows that it is whole
+            aside = folder / f".replaced-step-{index.step}"  # ``tidy`` knows that it is complete
             target.rename(aside)
             partial.rename(target)
             _remove(aside)
@@ -105,9 +99,9 @@ def publish(folder: Path, partial: Path, index: Index) -> Path:
 
 
 def keep_only(folder: Path, *, newest: int, step: int, and_step: int | None) -> None:
-    """Remove all but the ``newest`` ones up to ``step``, and that of ``and_step``."""
-    found = [path for path in list_checkpoints(folder) if step_of(path) <= step]
-    for path in found[newest:]:
+    """Remove checkpoints up to ``step``, except the ``newest`` ones and that of ``and_step``."""
+    paths = [path for path in list_checkpoints(folder) if step_of(path) <= step]
+    for path in paths[newest:]:
         if step_of(path) != and_step:
             remove_checkpoint(path)
 
@@ -118,7 +112,7 @@ def step_of(path: Path) -> int:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Take ``path`` away: its name first, so that a crash leaves no half of it under the name."""
+    """Rename, then remove, so that a crash does not leave a partial checkpoint under ``path``."""
     aside = path.with_name(f".removed-{path.name}")
     _remove(aside)
     path.rename(aside)
@@ -126,10 +120,12 @@ def remove_checkpoint(path: Path) -> None:
 
 
 def tidy(folder: Path) -> list[str]:
-    """Take away what a killed run had begun, and give a checkpoint that it was replacing its name
-    back; no run may be writing there. Returns the names of what is gone.
+    """Clean up after a killed run; returns the names of the removed entries.
+
+    Removes incomplete files, and restores a checkpoint that was being replaced. No run may be
+    writing to the folder.
     """
-    gone: list[str] = []
+    removed: list[str] = []
     for path in sorted(folder.iterdir()):
         if match := _REPLACED.fullmatch(path.name):
             target = folder / match[1]
@@ -139,12 +135,12 @@ def tidy(folder: Path) -> list[str]:
         elif not _PARTIAL.fullmatch(path.name):
             continue
         _remove(path)
-        gone.append(path.name)
-    return gone
+        removed.append(path.name)
+    return removed
 
 
 def write_synced(path: Path, text: str) -> None:
-    """Write ASCII text, and wait until the disk has it."""
+    """Write ASCII text and fsync it."""
     with path.open("w", encoding="ascii") as file:
         file.write(text)
         file.flush()
@@ -152,7 +148,7 @@ def write_synced(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the disk has the names in ``folder``."""
+    """fsync ``folder`` itself, so that its entries survive a crash."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

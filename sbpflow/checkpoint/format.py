@@ -1,9 +1,9 @@
-"""The form of a checkpoint: what its index says, written and read in one place. No tensor data.
+"""The format of a checkpoint: writes and reads its index. Does not handle tensor data.
 
-A checkpoint is a folder with ``index.json`` and files of bytes. The index has logical names with
-full shapes and, for each, the rectangles that its pieces cover: where a piece starts in which file,
-and a CRC32 per block of it. It knows nothing of ranks or layouts. It ends with nothing executed or
-imported, whatever it holds: JSON and bytes only, and it has a digest of itself.
+A checkpoint is a folder with ``index.json`` and binary files. For every logical tensor the index
+has the full shape and the pieces that cover it: the rectangle of each piece, its file and offset,
+and a CRC32 per block. The index does not depend on ranks or layouts, and has a digest of itself.
+Reading is safe for untrusted files: JSON and bytes only, nothing is executed or imported.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from sbpflow.runtime.files.json_file import is_count, object_of, parse_json, why
 FORMAT = "sbpflow-checkpoint"
 VERSION = 1
 INDEX_FILE = "index.json"
-BLOCK_BYTES = 8 * 2**20  # of a piece per CRC; a multiple of every item size
+BLOCK_BYTES = 8 * 2**20  # bytes of a piece per CRC; a multiple of every item size
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -43,7 +43,7 @@ _FILE_NAME = re.compile(r"rank-\d+\.bin")
 class Place:
     """A rectangle [row_start:row_stop, col_start:col_stop] of a logical tensor.
 
-    Columns are all dims behind the first, flattened; a tensor of one dim has one column.
+    Columns are all dims after the first, flattened; a tensor of one dim has one column.
     """
 
     row_start: int
@@ -64,7 +64,7 @@ class Place:
         return self.num_rows * self.num_columns
 
     def common(self, other: "Place") -> "Place | None":
-        """What both cover; ``None`` if that is nothing."""
+        """The intersection; ``None`` if it is empty."""
         both = Place(
             row_start=max(self.row_start, other.row_start),
             row_stop=min(self.row_stop, other.row_stop),
@@ -76,9 +76,9 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """``place`` of a tensor, row by row, from byte ``offset`` of ``file`` on.
+    """The bytes of ``place``, row by row, which start at byte ``offset`` of ``file``.
 
-    ``crc32`` has one number per ``BLOCK_BYTES`` of it; the last block may be shorter.
+    ``crc32`` has one checksum per ``BLOCK_BYTES``; the last block may be shorter.
     """
 
     file: str
@@ -89,10 +89,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedTensor:
-    """A logical tensor: full ``shape``, and pieces that cover it without a hole or an overlap.
+    """A logical tensor: its full ``shape``, and pieces that cover it without gaps or overlaps.
 
-    ``column_starts`` is there for state that is kept once per row and column shard: where the
-    shards started in the table's columns.
+    ``column_starts`` is set for state with one value per row and column shard: the first column of
+    each shard in the table.
     """
 
     shape: tuple[int, ...]
@@ -107,10 +107,10 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Index:
-    """All of a checkpoint but its bytes.
+    """Everything in a checkpoint except the bytes of its tensors.
 
-    ``run`` names the run that wrote it, ``files`` has the size of every file in bytes, and
-    ``documents`` are further values, each any JSON: configuration, plan, cursor and so on.
+    ``run`` is the ID of the run that wrote it, ``files`` has the size of every file in bytes, and
+    ``documents`` has further JSON values: configuration, plan, cursor and so on.
     """
 
     step: int
@@ -121,18 +121,13 @@ class Index:
 
 
 def whole_of(shape: Sequence[int]) -> Place:
-    """All of a tensor of this shape."""
+    """The rectangle that is a whole tensor of this shape."""
     rows = shape[0] if shape else 1
     return Place(row_start=0, row_stop=rows, col_start=0, col_stop=math.prod(shape[1:]))
 
 
-def num_blocks(num_bytes: int) -> int:
-    """CRCs of a piece of that many bytes."""
-    return -(-num_bytes // BLOCK_BYTES)
-
-
 def to_json(index: Index) -> str:
-    """The text of the index file; ``from_json`` of it gives an equal value."""
+    """The text of the index file, which ``from_json`` reads back."""
     content = {
         "step": index.step,
         "run": index.run,
@@ -147,12 +142,12 @@ def to_json(index: Index) -> str:
 
 
 def from_json(text: str, path: Path) -> Index:
-    """The index of ``to_json``; CheckpointError, naming ``path``, for anything else."""
+    """The index from the text of ``to_json``; CheckpointError, naming ``path``, for other text."""
     try:
         return _parse(text)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(
-            f"{path}: is not an index that this version reads ({why_not(error)}); use another "
+            f"{path}: is not an index that this version can read ({why_not(error)}); use another "
             "checkpoint"
         ) from error
 
@@ -165,10 +160,10 @@ def piece_to_json(piece: Piece) -> list[Any]:
 
 
 def piece_from_json(value: Sequence[Any]) -> Piece:
-    """The piece of ``piece_to_json``; ValueError for anything else."""
+    """The inverse of ``piece_to_json``; ValueError for a value of another form."""
     file, *numbers, crc32 = value
     if not isinstance(file, str) or not _FILE_NAME.fullmatch(file):
-        _wrong(f"{file!r} is no name of one of its files")
+        _wrong(f"{file!r} is not a file name of the form rank-N.bin")
     offset, row_start, row_stop, col_start, col_stop = (_count(number) for number in numbers)
     place = Place(row_start=row_start, row_stop=row_stop, col_start=col_start, col_stop=col_stop)
     crcs = tuple(_count(crc) for crc in crc32)
@@ -176,28 +171,26 @@ def piece_from_json(value: Sequence[Any]) -> Piece:
 
 
 def _parse(text: str) -> Index:
-    # A document may hold infinity, such as a loss that was watched; its reader checks that.
+    # A document may contain infinity, such as a watched loss; its reader checks that.
     tree = object_of(parse_json(text, finite=False), "the file")
     if tree["format"] != FORMAT:
         _wrong(f"its format is {tree['format']!r}, not {FORMAT}")
     if type(tree["version"]) is not int or tree["version"] != VERSION:
-        _wrong(f"it is of version {tree['version']!r}, this program reads {VERSION}")
+        _wrong(f"its version is {tree['version']!r}, this program reads version {VERSION}")
     content = tree["content"]
     if _digest(content) != tree["sha256"]:
-        _wrong("its checksum does not fit: it was changed after it was written")
+        _wrong("its checksum does not match: it was changed after it was written")
     if content["byte_order"] != sys.byteorder:
         _wrong(f"it was written on a {content['byte_order']}-endian machine")
     if content["block_bytes"] != BLOCK_BYTES:
-        _wrong(
-            f"it has blocks of {content['block_bytes']!r} bytes, this program reads {BLOCK_BYTES}"
-        )
+        _wrong(f"its block_bytes is {content['block_bytes']!r}, this program reads {BLOCK_BYTES}")
     files = {name: _count(size) for name, size in content["files"].items()}
     tensors = {
         name: _tensor_from_json(name, value, files) for name, value in content["tensors"].items()
     }
     documents = object_of(content["documents"], "documents")
     if not isinstance(content["run"], str):
-        _wrong(f"run {content['run']!r} is no name")
+        _wrong(f"run {content['run']!r} is not a name")
     return Index(
         step=_count(content["step"]),
         run=content["run"],
@@ -208,14 +201,14 @@ def _parse(text: str) -> Index:
 
 
 def _tensor_to_json(tensor: SavedTensor) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    value: dict[str, Any] = {
         "shape": list(tensor.shape),
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "pieces": [piece_to_json(piece) for piece in tensor.pieces],
     }
     if tensor.column_starts is not None:
-        found["column_starts"] = list(tensor.column_starts)
-    return found
+        value["column_starts"] = list(tensor.column_starts)
+    return value
 
 
 def _tensor_from_json(name: str, value: Mapping[str, Any], files: Mapping[str, int]) -> SavedTensor:
@@ -230,8 +223,8 @@ def _tensor_from_json(name: str, value: Mapping[str, Any], files: Mapping[str, i
     for piece in tensor.pieces:
         num_bytes = piece.place.num_elements * dtype.itemsize
         if piece.offset + num_bytes > files[piece.file]:
-            _wrong(f"{name}: {piece.place} ends behind {piece.file}")
-        if len(piece.crc32) != num_blocks(num_bytes):
+            _wrong(f"{name}: {piece.place} goes beyond the end of {piece.file}")
+        if len(piece.crc32) != -(-num_bytes // BLOCK_BYTES):
             _wrong(f"{name}: {piece.place} has {len(piece.crc32)} checksums")
     if reason := cover_fault(tensor.whole, [piece.place for piece in tensor.pieces]):
         _wrong(f"{name}: {reason}")
@@ -246,13 +239,14 @@ def cover_fault(whole: Place, places: Sequence[Place]) -> str:
     for place in places:
         if place.common(whole) != place and place.num_elements:
             return f"{place} lies outside {whole}"
-    # A sweep down the rows: those that are open at a time must not share a column.
-    is_open: list[Place] = []
+    # Sweep down the rows, comparing each place only with those that reach its first row: comparing
+    # all pairs would be quadratic in the number of pieces.
+    reaching: list[Place] = []
     for place in sorted(places):
-        is_open = [other for other in is_open if other.row_stop > place.row_start]
-        if any(place.common(other) for other in is_open):
+        reaching = [other for other in reaching if other.row_stop > place.row_start]
+        if any(place.common(other) for other in reaching):
             return f"{place} overlaps another piece"
-        is_open.append(place)
+        reaching.append(place)
     return ""
 
 
@@ -262,7 +256,7 @@ def _digest(content: object) -> str:
 
 def _count(value: object) -> int:
     if not is_count(value):
-        _wrong(f"{str(value)[:80]!r} is no count")
+        _wrong(f"{str(value)[:80]!r} is not a whole number of 0 or more")
     return cast("int", value)
 
 

@@ -1,4 +1,4 @@
-"""The marks of an undo log in one pass, compiled by numba; imported only where it is."""
+"""Compiled loop over the marks of an undo log; imported only if numba is installed."""
 
 import numpy as np
 
@@ -6,16 +6,13 @@ from sbpflow.runtime.compute.compiled import Array, compiled
 
 
 @compiled
-def take_marked(rows: Array, marks: Array, found: Array) -> int:
-    """Those of ``rows`` that are marked, each once, into ``found`` int64, and their marks off.
-
-    Returns how many. Rows behind the last mark have none.
-    """
+def take_marked(rows: Array, marks: Array, taken: Array) -> int:
+    """As ``marks.take_marked_by_numpy``, in one pass."""
     count = 0
     for i in range(rows.size):
         row = np.uint64(rows[i])
         if row < marks.size and marks[row]:
             marks[row] = False
-            found[count] = rows[i]
+            taken[count] = rows[i]
             count += 1
     return count

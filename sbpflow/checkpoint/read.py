@@ -1,7 +1,7 @@
 """Reads a checkpoint: whole tensors or rectangles of them, every block checked before it is used.
 
-What is asked for is read, converted to the dtype wanted, and needs one block of memory beside. JSON
-and bytes only: nothing in a checkpoint is imported or executed.
+Reading converts to the requested dtype, and needs the memory of one block in addition to the
+result. JSON and bytes only: nothing in a checkpoint is imported or executed.
 """
 
 import os
@@ -27,30 +27,30 @@ from sbpflow.runtime.files.json_file import JsonError, read_text
 
 
 def open_checkpoint(path: str | Path) -> "Checkpoint":
-    """The checkpoint in folder ``path``: its index checked, its files there and of the right size.
+    """Open the checkpoint in folder ``path``; checks its index and the sizes of its files.
 
-    Raises CheckpointError, which names the file, what is wrong with it and what to do.
+    Raises CheckpointError, which names the file, what is wrong with it, and what to do.
     """
     folder = Path(path)
     file = folder / INDEX_FILE
     try:
         text = read_text(file)
     except FileNotFoundError as error:
-        there = folder.is_dir()
-        what = f"holds no {INDEX_FILE}" if there else "does not exist"
-        example = folder / "step-1000" if there else "runs/train/checkpoints/step-1000"
+        exists = folder.is_dir()
+        fault = f"has no {INDEX_FILE}" if exists else "does not exist"
+        example = folder / "step-1000" if exists else "runs/train/checkpoints/step-1000"
         raise CheckpointError(
-            f"{folder}: {what}; give the folder of one checkpoint, for example {example}"
+            f"{folder}: {fault}; give the folder of one checkpoint, for example {example}"
         ) from error
     except JsonError as error:
         raise CheckpointError(f"{error}; use another checkpoint") from error
-    found = Checkpoint(folder, from_json(text, file))
-    found.check_files()
-    return found
+    checkpoint = Checkpoint(folder, from_json(text, file))
+    checkpoint.check_files()
+    return checkpoint
 
 
 class Checkpoint:
-    """An opened checkpoint; ``tensors`` are by logical name, as ``Job.state`` names them."""
+    """An open checkpoint; ``tensors`` has the logical tensors by their names in ``Job.state``."""
 
     def __init__(self, path: Path, index: Index) -> None:
         self.path = path
@@ -58,12 +58,12 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Steps trained when it was taken."""
+        """The number of steps trained at the time of the checkpoint."""
         return self.index.step
 
     @property
     def run(self) -> str:
-        """The run that wrote it."""
+        """The ID of the run that wrote it."""
         return self.index.run
 
     @property
@@ -73,12 +73,12 @@ class Checkpoint:
 
     @property
     def documents(self) -> Mapping[str, Any]:
-        """JSON values beside the tensors."""
+        """Further JSON values, such as the configuration."""
         return self.index.documents
 
     @property
     def num_bytes(self) -> int:
-        """Of its files, without the index."""
+        """The total size of its files, without the index."""
         return sum(self.index.files.values())
 
     def tensor(
@@ -90,7 +90,8 @@ class Checkpoint:
     ) -> Tensor:
         """The tensor ``name`` on the CPU, or some of its rows: [rows, ...].
 
-        With ``columns`` [rows, columns], all dims behind the first being one. Slices have no step.
+        With ``columns``, the result is [rows, columns], with all dims after the first flattened.
+        The step of a slice is ignored.
         """
         saved = self.saved(name)
         whole = saved.whole
@@ -105,16 +106,18 @@ class Checkpoint:
         return out.reshape((place.num_rows, *saved.shape[1:]) if saved.shape else ())
 
     def saved(self, name: str) -> SavedTensor:
-        """What the index says of ``name``; CheckpointError if it has no such tensor."""
+        """The entry of ``name`` in the index; CheckpointError if there is none."""
         if name not in self.tensors:
             raise CheckpointError(f"{self.path}: has no tensor {name}")
         return self.tensors[name]
 
     def read_into(self, name: str, place: Place, out: Tensor) -> None:
-        """Fill ``out``, [rows, columns] or [rows] of any dtype and device, with ``place``."""
+        """Read ``place`` into ``out``, [rows, columns] or [rows] of any dtype and device."""
         saved = self.saved(name)
         if place.num_elements and place.common(saved.whole) != place:
-            raise CheckpointError(f"{self.path}: {name} has {saved.shape}, {place} is beyond")
+            raise CheckpointError(
+                f"{self.path}: {name} has shape {list(saved.shape)}, which does not contain {place}"
+            )
         target = out.view(place.num_rows, place.num_columns)
         for piece in saved.pieces:
             if common := piece.place.common(place):
@@ -122,32 +125,31 @@ class Checkpoint:
                     _put(target, place, piece.place, first, values)
 
     def verify(self) -> None:
-        """Read every byte; CheckpointError at the first block that is not what was written."""
+        """Read every byte; CheckpointError at the first damaged block."""
         for name, saved in self.tensors.items():
             for piece in saved.pieces:
                 for _ in self._values(name, piece, saved.dtype, piece.place):
                     pass
 
     def check_files(self) -> None:
-        """CheckpointError unless every file is there, and as long as it was."""
+        """CheckpointError unless every file exists and has the right size."""
         for name, size in self.index.files.items():
             path = self.path / name
             try:
-                found = path.stat().st_size
+                actual = path.stat().st_size
             except OSError as error:
+                raise _unreadable(path, error) from error
+            if actual != size:
                 raise CheckpointError(
-                    f"{path}: cannot be read ({_why(error)}); use another checkpoint"
-                ) from error
-            if found != size:
-                raise CheckpointError(
-                    f"{path}: has {found:,} bytes of {size:,}; use another checkpoint"
+                    f"{path}: has {actual:,} bytes of {size:,}; use another checkpoint"
                 )
 
     def _values(
         self, name: str, piece: Piece, dtype: torch.dtype, wanted: Place
     ) -> Iterator[tuple[int, Tensor]]:
-        """(number of the first element in the piece, elements) of the blocks that have ``wanted``
-        rows, in order; each is good until the next is asked for.
+        """(index of the first element in the piece, elements) of the blocks with ``wanted`` rows.
+
+        Blocks come in order; each is valid until the next one is read.
         """
         width, at = piece.place.num_columns, piece.place
         size = at.num_elements * dtype.itemsize
@@ -161,28 +163,26 @@ class Checkpoint:
                     start = block * BLOCK_BYTES
                     data = memoryview(buffer)[: min(BLOCK_BYTES, size - start)]
                     _read_ahead(file.fileno(), piece.offset + start + len(data))
-                    whole = _read(file.fileno(), data, piece.offset + start)
-                    if not whole or crc32(data) != piece.crc32[block]:
+                    complete = _read(file.fileno(), data, piece.offset + start)
+                    if not complete or crc32(data) != piece.crc32[block]:
                         raise CheckpointError(
                             f"{path}: damaged at bytes {piece.offset + start:,} to "
-                            f"{piece.offset + start + len(data):,}, which are of {name}: they are "
-                            "not what was written; use another checkpoint"
+                            f"{piece.offset + start + len(data):,} of {name}: the checksum does "
+                            "not match; use another checkpoint"
                         )
                     yield start // dtype.itemsize, torch.frombuffer(data, dtype=dtype)
         except OSError as error:
-            raise CheckpointError(
-                f"{path}: cannot be read ({_why(error)}); use another checkpoint"
-            ) from error
+            raise _unreadable(path, error) from error
 
 
 def _read_ahead(file: int, offset: int) -> None:
-    """Have the system fetch the block behind the one that is read, checked and copied."""
+    """Let the system fetch the next block while this one is checked and copied."""
     if hasattr(os, "posix_fadvise"):  # not on macOS
         os.posix_fadvise(file, offset, BLOCK_BYTES, os.POSIX_FADV_WILLNEED)
 
 
 def _read(file: int, data: memoryview, offset: int) -> bool:
-    """Whether all of ``data`` could be filled."""
+    """Fill ``data``; returns False if the file ends first."""
     while data:
         count = os.preadv(file, [data], offset)
         if not count:
@@ -192,8 +192,10 @@ def _read(file: int, data: memoryview, offset: int) -> bool:
 
 
 def _put(target: Tensor, place: Place, at: Place, first: int, values: Tensor) -> None:
-    """Elements of the piece at ``at``, from number ``first`` on, into ``target``, which is
-    ``place``. A block may begin and end within a row.
+    """Copy elements of the piece at ``at``, from index ``first`` on, into ``target`` at ``place``.
+
+    A block may start and end within a row, so it is up to three rectangles: the end of a row, full
+    rows, the start of a row.
     """
     width = at.num_columns
     row, column = divmod(first, width)
@@ -210,17 +212,15 @@ def _put(target: Tensor, place: Place, at: Place, first: int, values: Tensor) ->
 def _put_rows(
     target: Tensor, place: Place, at: Place, row: int, column: int, values: Tensor
 ) -> None:
-    """``values`` [rows, columns], which begin at (row, column) of the piece."""
-    given = Place(
+    """Copy ``values`` [rows, columns], which start at (row, column) of the piece."""
+    source = Place(
         row_start=at.row_start + row,
         row_stop=at.row_start + row + values.shape[0],
         col_start=at.col_start + column,
         col_stop=at.col_start + column + values.shape[1],
     )
-    both = given.common(place)
-    if both is None:
-        return
-    target[_within(both, place)].copy_(values[_within(both, given)])
+    if both := source.common(place):
+        target[_within(both, place)].copy_(values[_within(both, source)])
 
 
 def _within(part: Place, whole: Place) -> tuple[slice, slice]:
@@ -230,5 +230,6 @@ def _within(part: Place, whole: Place) -> tuple[slice, slice]:
     )
 
 
-def _why(error: Exception) -> str:
-    return (getattr(error, "strerror", None) or str(error)).lower()
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    reason = (error.strerror or str(error)).lower()
+    return CheckpointError(f"{path}: cannot be read ({reason}); use another checkpoint")

@@ -1,8 +1,8 @@
-"""From a checkpoint into a job of any layout: each rank reads the rectangles that it holds.
+"""Restores a checkpoint into a job of any layout: each rank reads the rectangles that it holds.
 
-Rows of half precision are rounded to the nearest; widened ones are exact. Rows that a table has
-beyond the saved ones keep the values they were made with. Rows by key are saved in the order of
-their addresses, so those of a rank are one range on any number of ranks, which is searched for.
+Conversion to half precision rounds to nearest; widening is exact. Rows that a table has beyond the
+saved ones keep their initial values. Rows by key are saved in the order of their addresses, so the
+rows of a rank are one range for any number of ranks, found by binary search.
 """
 
 from bisect import bisect_left, bisect_right
@@ -13,6 +13,7 @@ import torch
 
 from sbpflow.checkpoint.format import BLOCK_BYTES, Place, SavedTensor
 from sbpflow.checkpoint.read import Checkpoint
+from sbpflow.checkpoint.write import rectangle_place
 from sbpflow.embedding.plan.numbering import NUMBERINGS
 from sbpflow.embedding.state import LogicalTensor, Rectangle, StoredRows
 from sbpflow.embedding.storage.keyed import KEYS, KeyedStore
@@ -24,20 +25,19 @@ TABLES = "tables/"
 def check_fits(
     checkpoint: Checkpoint, state: Mapping[str, LogicalTensor], *, grown: bool = False
 ) -> None:
-    """CheckpointError unless the checkpoint has every tensor of ``state``, and no other.
+    """CheckpointError unless the checkpoint has exactly the tensors of ``state``.
 
-    Equal shapes, whatever the layouts; with ``grown`` tables may have more rows than were saved.
+    Shapes must be equal, but layouts may differ; if ``grown``, tables may have more rows than were
+    saved.
     """
-    missing, extra = (
-        sorted(state.keys() - checkpoint.tensors),
-        sorted(checkpoint.tensors.keys() - state),
-    )
+    missing = sorted(state.keys() - checkpoint.tensors)
+    extra = sorted(checkpoint.tensors.keys() - state)
     if missing or extra:
-        told = [f"it lacks {_some(missing)}"] if missing else []
-        told += [f"it has {_some(extra)}, which this run has not"] if extra else []
+        faults = [f"it lacks {_some(missing)}"] if missing else []
+        faults += [f"it has {_some(extra)}, which this run does not have"] if extra else []
         raise CheckpointError(
-            f"{checkpoint.path}: does not fit this run: {'; '.join(told)}; use the model, the "
-            "fields and the optimizers that it was trained with"
+            f"{checkpoint.path}: does not fit this run: {'; '.join(faults)}; use the model, fields "
+            "and optimizers that it was trained with"
         )
     for name, tensor in state.items():
         _check_shape(checkpoint, checkpoint.tensors[name], tensor, grown=grown)
@@ -51,57 +51,55 @@ def _check_shape(
         shape = (*saved.shape[:1], *shape[1:])
     if saved.column_starts != tensor.column_starts:
         raise CheckpointError(
-            f"{checkpoint.path}: {name}: was kept per row and column shard "
-            f"({_shards(saved.column_starts)}; this run: {_shards(tensor.column_starts)}), which "
-            "means something under the same column shards only; use the layout and row_state of "
-            "then, or train with row_state: logical"
+            f"{checkpoint.path}: {name}: was saved as {_shards(saved.column_starts)}, this run has "
+            f"{_shards(tensor.column_starts)}; state per row and column shard is valid only for "
+            "the same column shards: use the same layout and row_state, or train with row_state: "
+            "logical"
         )
     if saved.shape == shape:
         return
-    more = saved.shape[1:] == shape[1:] and saved.shape[:1] < shape[:1]
-    if not (grown and more and name.startswith(TABLES)):
-        why = "use the model that it was trained with"
-        if name.startswith(TABLES) and more:
-            why = (
-                "a table may have more rows only where the set's vocabulary has grown from that of "
-                "the set it was trained on (sbpflow prepare --like OLD --grow)"
-            )
+    is_table = name.startswith(TABLES)
+    has_more = is_table and saved.shape[1:] == shape[1:] and saved.shape[:1] < shape[:1]
+    if not (grown and has_more):
+        fix = (
+            "a table may have more rows only if the vocabulary of the data has grown from that of "
+            "the saved run (sbpflow prepare --like OLD --grow)"
+            if has_more
+            else "use the model that it was trained with"
+        )
         raise CheckpointError(
             f"{checkpoint.path}: {name}: saved as {list(saved.shape)}, this run has {list(shape)}; "
-            f"{why}"
+            f"{fix}"
         )
 
 
 def restore(checkpoint: Checkpoint, state: Mapping[str, LogicalTensor]) -> None:
-    """Fill this rank's rectangles of ``state``, which ``check_fits``; no other rank takes part.
+    """Fill this rank's rectangles of ``state``, after ``check_fits``; not a collective.
 
-    CheckpointError at a damaged block; some of the state is of the checkpoint then.
+    CheckpointError at a damaged block; part of the state is already overwritten then.
     """
     with torch.no_grad():
-        found: dict[KeyedStore, slice] = {}
+        keyed_rows: dict[KeyedStore, slice] = {}
         for name, tensor in state.items():
             saved = checkpoint.tensors[name].whole
-            for one in tensor.rectangles:
+            for rectangle in tensor.rectangles:
+                values = rectangle.values
                 if tensor.keyed is None:
-                    _fill(checkpoint, name, saved, one)
-                elif not isinstance(one.values, StoredRows):
-                    raise TypeError(f"{name}: rows by key are not in a tensor")
-                elif one.values.key == KEYS:  # they come first
-                    rows = found[tensor.keyed] = _rows_in(checkpoint, name, tensor.keyed.span)
+                    _fill(checkpoint, name, saved, rectangle)
+                elif not isinstance(values, StoredRows):
+                    raise TypeError(f"{name}: rows by key must be StoredRows")
+                elif values.key == KEYS:  # the first tensor of its table
+                    rows = keyed_rows[tensor.keyed] = _rows_in(checkpoint, name, tensor.keyed.span)
                     tensor.keyed.load(checkpoint.tensor(name, rows))
                 else:
-                    rows = found[tensor.keyed]
+                    rows = keyed_rows[tensor.keyed]
                     place = replace(saved, row_start=rows.start, row_stop=rows.stop)
-                    _write(
-                        checkpoint,
-                        name,
-                        place,
-                        replace(one.values, store=tensor.keyed, start=0, stop=place.num_rows),
-                    )
+                    target = replace(values, store=tensor.keyed, start=0, stop=place.num_rows)
+                    _write(checkpoint, name, place, target)
 
 
 def _rows_in(checkpoint: Checkpoint, keys: str, span: tuple[int, int]) -> slice:
-    """Which of the saved rows have addresses from the first to the last of ``span``."""
+    """The saved rows whose addresses lie within ``span``, both ends included."""
 
     def address(row: int) -> int:
         return int(NUMBERINGS[True].addresses(checkpoint.tensor(keys, slice(row, row + 1))))
@@ -111,36 +109,30 @@ def _rows_in(checkpoint: Checkpoint, keys: str, span: tuple[int, int]) -> slice:
     return slice(start, bisect_right(rows, span[1], lo=start, key=address))
 
 
-def _fill(checkpoint: Checkpoint, name: str, saved: Place, one: Rectangle) -> None:
-    place = Place(
-        row_start=one.row_start,
-        row_stop=min(one.row_stop, saved.row_stop),
-        col_start=one.col_start,
-        col_stop=one.col_stop,
-    )
-    if place.num_elements <= 0 or place.num_rows <= 0:
+def _fill(checkpoint: Checkpoint, name: str, saved: Place, rectangle: Rectangle) -> None:
+    place = saved.common(rectangle_place(rectangle))
+    if place is None:
         return
-    values = one.values if one.values.ndim == 0 else one.values[: place.num_rows]
+    values = rectangle.values if rectangle.values.ndim == 0 else rectangle.values[: place.num_rows]
     if isinstance(values, StoredRows):
         _write(checkpoint, name, place, values)
-        return
-    if values.is_contiguous():
+    elif values.is_contiguous():
         checkpoint.read_into(name, place, values)
-        return
-    read = torch.empty(values.shape, dtype=values.dtype)
-    checkpoint.read_into(name, place, read)
-    values.copy_(read)
+    else:
+        contiguous = torch.empty(values.shape, dtype=values.dtype)
+        checkpoint.read_into(name, place, contiguous)
+        values.copy_(contiguous)
 
 
 def _write(checkpoint: Checkpoint, name: str, place: Place, values: StoredRows) -> None:
-    """Rows of a block at a time."""
+    """Read and write about a block of rows at a time."""
     row_bytes = max(1, values[:1].numel() * values.itemsize)
     start = place.row_start
     for part in values.split(max(1, BLOCK_BYTES // row_bytes)):
-        read = torch.empty(part.shape, dtype=part.dtype)
+        rows = torch.empty(part.shape, dtype=part.dtype)
         stop = start + part.shape[0]
-        checkpoint.read_into(name, replace(place, row_start=start, row_stop=stop), read)
-        part.write(read)
+        checkpoint.read_into(name, replace(place, row_start=start, row_stop=stop), rows)
+        part.write(rows)
         start = stop
 
 

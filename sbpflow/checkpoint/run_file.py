@@ -1,6 +1,6 @@
-"""``run.json`` in the folder of a run's checkpoints: whose they are, and whether it ended.
+"""``run.json`` in the folder of a run's checkpoints: which run they belong to, and its status.
 
-Whether a run continues or starts anew depends on this file, so a single changed byte is an error.
+This file decides whether a run resumes or starts over, so a single changed byte is an error.
 """
 
 import hashlib
@@ -19,13 +19,13 @@ from sbpflow.runtime.files.json_file import object_of, parse_json, read_text, wh
 RUN_FILE = "run.json"
 FORMAT, VERSION = "sbpflow-run", 2
 Status = Literal["training", "finished"]
-MOST_BYTES = 2**24
+MAX_BYTES = 2**24
 _RUN = re.compile(r"[0-9a-f]{12}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """The ID of a run, the keys that its results depend on, and whether it has ended."""
+    """The ID of a run, the configuration keys that affect its results, and its status."""
 
     run: str
     facts: Mapping[str, str]
@@ -33,7 +33,7 @@ class RunFacts:
 
 
 def write_run(folder: Path, facts: RunFacts) -> None:
-    """Write ``run.json``, replacing it as a whole."""
+    """Write ``run.json``, replacing it atomically."""
     new = folder / f".{RUN_FILE}.new"
     try:
         write_synced(new, _to_text(facts))
@@ -44,18 +44,19 @@ def write_run(folder: Path, facts: RunFacts) -> None:
 
 
 def read_run(folder: Path) -> RunFacts | None:
-    """What ``write_run`` wrote; None without a file, CheckpointError for a damaged one."""
+    """Read ``run.json``; None if there is no file, CheckpointError if it is damaged."""
     path = folder / RUN_FILE
     try:
-        return _from_text(read_text(path, max_bytes=MOST_BYTES))
+        return _from_text(read_text(path, max_bytes=MAX_BYTES))
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        why = why_not(error).removeprefix(f"{path}: ")
+        reason = why_not(error).removeprefix(f"{path}: ")
         raise CheckpointError(
-            f"{path}: cannot be used ({why}); it says which run these checkpoints belong to. Put "
-            "an undamaged copy back, or use checkpoint.resume=never to start anew (they are moved "
-            f"aside), or another run.dir with checkpoint.resume={folder} to go on from the newest"
+            f"{path}: cannot be used ({reason}), but it identifies the run of these checkpoints. "
+            "Restore an undamaged copy; or set checkpoint.resume=never to start over (moves the "
+            f"checkpoints aside); or set another run.dir and checkpoint.resume={folder} to resume "
+            "from the newest"
         ) from error
 
 
@@ -71,22 +72,25 @@ def _to_text(facts: RunFacts) -> str:
 
 
 def _from_text(text: str) -> RunFacts:
-    """Files of version 1 are the bare content; both must be byte for byte what is written."""
+    """Read either version; the text must be byte for byte what that version writes.
+
+    Files of version 1 have the bare content, without format and checksum.
+    """
     tree = object_of(parse_json(text), "the file")
     is_first = "format" not in tree and "status" in tree
     if not is_first and tree["format"] != FORMAT:
         raise ValueError(f"its format is {tree['format']!r}, not {FORMAT}")
     if not is_first and tree["version"] != VERSION:
-        raise ValueError(f"it has version {tree['version']!r}, this program reads {VERSION}")
+        raise ValueError(f"its version is {tree['version']!r}, this program reads {VERSION}")
     content = cast("dict[str, Any]", tree if is_first else tree["content"])
-    found = RunFacts(run=content["run"], facts=content["facts"], status=content["status"])
-    if found.status not in get_args(Status):
-        raise ValueError(f"status: {found.status!r} is not one of {', '.join(get_args(Status))}")
-    if not _RUN.fullmatch(found.run):
-        raise ValueError(f"run: {found.run!r} is not 12 hexadecimal digits")
+    run = RunFacts(run=content["run"], facts=content["facts"], status=content["status"])
+    if run.status not in get_args(Status):
+        raise ValueError(f"status: {run.status!r} is not one of {', '.join(get_args(Status))}")
+    if not _RUN.fullmatch(run.run):
+        raise ValueError(f"run: {run.run!r} is not 12 hexadecimal digits")
     facts: dict[str, object] = content["facts"]
     if not facts or not all(isinstance(value, str) for value in facts.values()):
-        raise ValueError("facts: not texts by key")
-    if text != (json.dumps(_content(found)) + "\n" if is_first else _to_text(found)):
-        raise ValueError("its checksum does not fit: it was changed after it was written")
-    return found
+        raise ValueError("facts: must map keys to texts")
+    if text != (json.dumps(_content(run)) + "\n" if is_first else _to_text(run)):
+        raise ValueError("its checksum does not match: it was changed after it was written")
+    return run

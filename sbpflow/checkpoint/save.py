@@ -1,4 +1,4 @@
-"""Saving on all ranks: who writes what is settled once, then each writes its share of the state."""
+"""Saving on all ranks: they agree once on who writes what, then each rank writes its share."""
 
 import json
 import os
@@ -14,25 +14,25 @@ import torch
 
 from sbpflow.boxing.agreement import gather_facts, gather_texts
 from sbpflow.boxing.executor import Boxing
-from sbpflow.checkpoint.attempt import Attempt, Described
+from sbpflow.checkpoint.attempt import Attempt, TensorSpec
 from sbpflow.checkpoint.format import Place, cover_fault, whole_of
 from sbpflow.checkpoint.share import share_out
 from sbpflow.checkpoint.snapshot import SaveCost, Snapshot, Stores
-from sbpflow.checkpoint.write import Part, write_parts
+from sbpflow.checkpoint.write import Part, rectangle_place, write_parts
 from sbpflow.embedding.state import LogicalTensor, Rectangle, Values
 from sbpflow.errors import CheckpointError
 from sbpflow.runtime.processes.background import in_background
 
 State = Mapping[str, LogicalTensor]
 
-_NICENESS = 10  # a weight of 110 beside 1024 (kernel/sched/core.c, sched_prio_to_weight)
+_NICENESS = 10  # scheduling weight 110 instead of 1024 (kernel/sched/core.c, sched_prio_to_weight)
 
 
 class Saver:
-    """Saves a job's ``state`` into ``folder``, which is there; every rank makes one.
+    """Saves a job's ``state`` into the existing ``folder``; every rank makes one.
 
-    ``run`` names the run in every checkpoint. ``deadline_s`` is for all ranks to have written.
-    ``stores`` has what holds the tables of ``state``, for ``start``.
+    ``run`` is the ID of the run. All ranks must have written within ``deadline_s``. ``stores``
+    returns the stores of the tables in ``state``, which ``start`` needs.
     """
 
     def __init__(
@@ -55,17 +55,17 @@ class Saver:
         self._stores = stores
         self._under_way: Future[None] | None = None
         self._hurry: Callable[[], None] | None = None
-        self.last_cost: SaveCost | None = None  # of the last save beside training
+        self.last_cost: SaveCost | None = None  # of the last save in the background
         self._count = 0
-        self._names: list[str] = []  # as agreed on
-        self._tensors: dict[str, Described] = {}
+        self._names: list[str] = []  # of the tensors that the ranks have agreed on
+        self._tensors: dict[str, TensorSpec] = {}
         self._share: dict[str, list[Place]] = {}
 
     def save(self, step: int, documents: Mapping[str, Any]) -> Path:
-        """Write the state after ``step`` steps; complete, on every rank, when this returns.
+        """Save the state after ``step`` steps; returns, on every rank, when it is complete.
 
-        Every rank calls it; ``documents`` are those of rank 0. CheckpointError on every rank if one
-        could not write: what was there before is as it was.
+        Every rank calls it; the ``documents`` of rank 0 are used. CheckpointError on every rank if
+        a rank could not write; earlier checkpoints are unchanged.
         """
         self.wait()
         attempt, parts = self._begin(step, documents)
@@ -78,18 +78,17 @@ class Saver:
     def start(
         self, step: int, documents: Mapping[str, Any], done: Callable[[], None] | None = None
     ) -> None:
-        """Save the state as it is now, while training goes on; every rank calls it.
+        """Save the current state in the background, while training continues; every rank calls it.
 
-        Waits for the save before. ``done`` is called by the thread that saves, once the checkpoint
-        is complete. What a rank could not do is raised by the next of ``check``, ``start`` and
-        ``wait``.
+        Waits for the previous save first. The saving thread calls ``done`` when the checkpoint is
+        complete. An error is raised by the next call of ``check``, ``start`` or ``wait``.
         """
         self.wait()
         attempt, parts = self._begin(step, documents)
         snapshot = Snapshot(parts, self._stores)
 
         def work() -> None:
-            _step_back()
+            _lower_priority()
             try:
                 attempt.report(snapshot.write(attempt.file()))
             except CheckpointError as error:
@@ -105,16 +104,16 @@ class Saver:
         self._under_way = in_background(work, "checkpoint")
 
     def wait(self) -> None:
-        """Until no save is under way; what failed in it is raised."""
+        """Wait for the background save, if any; raises its error."""
         if self._under_way is not None:
             if self._hurry is not None:
                 self._hurry()
-            self._hurry = None  # or what the log has would live on with it
-            ended, self._under_way = self._under_way, None
-            ended.result()
+            self._hurry = None  # it refers to the snapshot, and would keep its memory alive
+            save, self._under_way = self._under_way, None
+            save.result()
 
     def check(self) -> None:
-        """Raise what failed in a save that was started and has ended."""
+        """Raise the error of the background save if it has ended."""
         if self._under_way is not None and self._under_way.done():
             self.wait()
 
@@ -139,14 +138,14 @@ class Saver:
         return attempt, parts_of(state, {**self._share, **keyed})
 
     def _agree(self, state: State) -> None:
-        """Which tensors there are, and what this rank writes of them; every rank calls it.
+        """Agree on the tensors, and on what each rank writes of them; every rank calls it.
 
-        The first step of an optimizer adds to what there is, so a first save is too early.
+        Repeated if the set of tensors changes, as by the first step of an optimizer.
         """
         world = self._boxing.world
-        # Rows by key are as many as they are by the time of a save, and those of one rank alone.
+        # The number of rows by key changes from save to save, and each row is on one rank only.
         mine = {
-            name: [_sides(one) for one in tensor.rectangles if not tensor.by_key]
+            name: [_sides(rectangle) for rectangle in tensor.rectangles if not tensor.by_key]
             for name, tensor in state.items()
         }
         dtypes = {
@@ -155,26 +154,25 @@ class Saver:
             if tensor.rectangles
         }
         facts = {"places": json.dumps(mine), "dtypes": json.dumps(dtypes)}
-        everyone = gather_facts(self._boxing, facts) if world.size > 1 else [facts]
-        known: dict[str, str] = {}
+        all_dtypes: dict[str, str] = {}
         held: list[dict[str, list[Place]]] = []
-        for one in everyone:
-            known |= json.loads(one["dtypes"])
-            places: dict[str, list[list[int]]] = json.loads(one["places"])
+        for rank_facts in gather_facts(self._boxing, facts):
+            all_dtypes |= json.loads(rank_facts["dtypes"])
+            places: dict[str, list[list[int]]] = json.loads(rank_facts["places"])
             held.append(
-                {name: [_place(*sides) for sides in found] for name, found in places.items()}
+                {name: [_place(*sides) for sides in listed] for name, listed in places.items()}
             )
         shares = share_out(held)
         for name, tensor in state.items():
-            given = [place for share in shares for place in share.get(name, ())]
-            fault = "" if tensor.by_key else cover_fault(whole_of(tensor.shape), given)
+            shared = [place for share in shares for place in share.get(name, ())]
+            fault = "" if tensor.by_key else cover_fault(whole_of(tensor.shape), shared)
             if fault:
-                raise RuntimeError(f"{name}: what the ranks hold is not the whole of it: {fault}")
+                raise RuntimeError(f"{name}: the parts of the ranks do not cover it: {fault}")
         self._names, self._share = list(state), shares[world.rank]
         self._tensors = {
-            name: Described(
+            name: TensorSpec(
                 shape=tensor.shape,
-                dtype=getattr(torch, known[name]),
+                dtype=getattr(torch, all_dtypes[name]),
                 column_starts=tensor.column_starts,
                 by_key=tensor.by_key,
             )
@@ -182,9 +180,10 @@ class Saver:
         }
 
 
-def _step_back() -> None:
-    """Leave the processor to threads that train: beside one of them on a full core this thread gets
-    a tenth of it. Niceness is per thread on Linux alone.
+def _lower_priority() -> None:
+    """Let training threads go first: on a core shared with one, this thread gets a tenth.
+
+    Only Linux has a niceness per thread.
     """
     if sys.platform == "linux":
         mine = os.getpriority(os.PRIO_PROCESS, 0)
@@ -192,7 +191,7 @@ def _step_back() -> None:
 
 
 def parts_of(state: State, share: Mapping[str, list[Place]]) -> list[Part]:
-    """What ``share`` names, out of the state."""
+    """The parts of the state that ``share`` names."""
     return [
         Part(name=name, place=place, values=_view(state[name], place))
         for name, places in share.items()
@@ -202,21 +201,22 @@ def parts_of(state: State, share: Mapping[str, list[Place]]) -> list[Part]:
 
 def _view(tensor: LogicalTensor, place: Place) -> Values:
     """The rows of ``place``, which has all columns of one of the tensor's rectangles."""
-    for one in tensor.rectangles:
-        if _place(*_sides(one)).common(place) == place:
-            if one.values.ndim == 0:
-                return one.values
-            return one.values[place.row_start - one.row_start : place.row_stop - one.row_start]
+    for rectangle in tensor.rectangles:
+        if rectangle_place(rectangle).common(place) == place:
+            if rectangle.values.ndim == 0:
+                return rectangle.values
+            top = rectangle.row_start
+            return rectangle.values[place.row_start - top : place.row_stop - top]
     raise RuntimeError(f"{tensor.name}: {place} is not on this rank")
 
 
 def _places(tensor: LogicalTensor) -> list[Place]:
-    places = [_place(*_sides(one)) for one in tensor.rectangles]
+    places = [rectangle_place(rectangle) for rectangle in tensor.rectangles]
     return [place for place in places if place.num_elements]
 
 
-def _sides(one: Rectangle) -> list[int]:
-    return [one.row_start, one.row_stop, one.col_start, one.col_stop]
+def _sides(rectangle: Rectangle) -> list[int]:
+    return [rectangle.row_start, rectangle.row_stop, rectangle.col_start, rectangle.col_stop]
 
 
 def _place(row_start: int, row_stop: int, col_start: int, col_stop: int) -> Place:

@@ -1,29 +1,31 @@
-"""Who writes what: each rectangle of the state once, copies shared out among those that hold them.
+"""Distributes the writing: each rectangle of the state once, copies shared among their holders.
 
-Pure: from the places that every rank holds, the same answer on every rank.
+Pure: every rank computes the same result from the places that all ranks hold.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from sbpflow.checkpoint.format import Place
 
 Places = Mapping[str, Sequence[Place]]
 
-# Elements from which on the holders of copies write some rows each; below, one writes all.
-LEAST_SHARED = 2**16
+# Copies of this many elements or more are split among their holders; one rank writes a smaller one.
+MIN_SHARED = 2**16
 
 
 def share_out(held: Sequence[Places]) -> list[dict[str, list[Place]]]:
-    """What each rank writes of each name, from what each rank holds; empty places are left out.
+    """The places that each rank writes, by name, from the places that each rank holds.
 
-    Large copies are split by rows, a small one goes to who has least to write so far.
+    Large copies are split by rows; a small one goes to the holder with the least to write so far.
+    Empty places are left out.
     """
     load = [0] * len(held)
-    found: list[dict[str, list[Place]]] = [{} for _ in held]
+    shares: list[dict[str, list[Place]]] = [{} for _ in held]
 
     def give(rank: int, name: str, place: Place) -> None:
-        found[rank].setdefault(name, []).append(place)
+        shares[rank].setdefault(name, []).append(place)
         load[rank] += place.num_elements
 
     for name in held[0]:
@@ -33,19 +35,16 @@ def share_out(held: Sequence[Places]) -> list[dict[str, list[Place]]]:
                 if place.num_elements:
                     holders.setdefault(place, []).append(rank)
         for place, ranks in sorted(holders.items()):
-            if place.num_elements < LEAST_SHARED or len(ranks) == 1:
+            if place.num_elements < MIN_SHARED or len(ranks) == 1:
                 give(min(ranks, key=lambda rank: (load[rank], rank)), name, place)
                 continue
             for rank, rows in zip(ranks, _rows_of(place, len(ranks)), strict=True):
                 if rows.num_elements:
                     give(rank, name, rows)
-    return found
+    return shares
 
 
 def _rows_of(place: Place, count: int) -> list[Place]:
-    """``count`` parts of ``place``, by rows."""
+    """``place`` split by rows into ``count`` parts."""
     ends = [place.row_start + place.num_rows * part // count for part in range(count + 1)]
-    return [
-        Place(row_start=start, row_stop=stop, col_start=place.col_start, col_stop=place.col_stop)
-        for start, stop in pairwise(ends)
-    ]
+    return [replace(place, row_start=start, row_stop=stop) for start, stop in pairwise(ends)]

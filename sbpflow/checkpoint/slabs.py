@@ -1,7 +1,6 @@
-"""Where the rows of an undo log lie: in slabs of a few rows, each owned by one range of rows.
+"""Places for the rows of an undo log, in slabs of a few rows that each belong to one row range.
 
-A range is read whole, and its slabs are free again at once. Bookkeeping alone: no values, and for
-one thread.
+A range is read as a whole, which frees its slabs. Bookkeeping only, without values; for one thread.
 """
 
 import numpy as np
@@ -9,7 +8,8 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 
-SLAB_BITS = 6  # 64 rows: half a slab per range lies idle, and a row costs no list of its own
+# 64 rows: on average half a slab per range is unused, but there is no list entry per row.
+SLAB_BITS = 6
 _FREE = -1
 
 
@@ -19,17 +19,17 @@ class Slabs:
     def __init__(self, places: int, num_ranges: int, range_rows: int) -> None:
         self._bits = SLAB_BITS
         self._rows = 1 << SLAB_BITS  # of a slab
-        # Each range may have a slab that is not full, and there must be some besides.
+        # Each range may have a slab that is not full, and some more slabs must be available.
         self.num_slabs = max(-(-places // self._rows), num_ranges + 2)
-        # So many find room if all slabs are free, however they lie.
+        # This many rows fit if all slabs are free, however the rows are distributed over ranges.
         self.sure_rows = (self.num_slabs - num_ranges) * self._rows // 2
-        self._free = np.empty(self.num_slabs, np.int64)  # a stack of those that were used before
+        self._free = np.empty(self.num_slabs, np.int64)  # a stack of slabs used before
         self._num_free = 0
-        self._touched = 0  # slabs that were ever used: the first so many
+        self._touched = 0  # number of slabs ever used; they are the first ones
         self._owner = np.full(self.num_slabs, _FREE, np.int32)
         self._starts = np.arange(num_ranges + 1) * range_rows
-        self._open = np.full(num_ranges, _FREE)  # the slab of a range that has room, if one has,
-        self._filled = np.full(num_ranges, self._rows)  # and its rows; as if full where none has
+        self._open = np.full(num_ranges, _FREE)  # by range: its slab with room, if any,
+        self._filled = np.full(num_ranges, self._rows)  # and the rows in it; full if there is none
 
     @property
     def num_places(self) -> int:
@@ -44,8 +44,9 @@ class Slabs:
         return (self._touched - self._num_free) / self.num_slabs
 
     def place(self, rows: Ints) -> Ints | None:
-        """[n] the places of these rows, which ascend; ``None``, and nothing is changed, if there is
-        no room for all.
+        """The places [n] of these rows, which must ascend.
+
+        ``None``, without any change, if there is no room for all of them.
         """
         bounds = np.searchsorted(rows, self._starts)
         counts = np.diff(bounds)
@@ -61,8 +62,9 @@ class Slabs:
         slabs = self._free[self._num_free : self._num_free + num_added][::-1]
         numbers = np.arange(counts.size)
         self._owner[slabs] = np.repeat(numbers, added)
-        # One behind the other: of each range the open slab, and those that are added. The rows of a
-        # range fill them from where the open one ends.
+        # The slabs of all ranges in a chain: for each range the open slab, then those added. The
+        # rows of a range fill its slabs from the first free row of the open one, so the place of
+        # every row is its number plus a shift per range, without a loop over ranges.
         opened = np.cumsum(added) - added + numbers
         chain = np.empty(counts.size + num_added, np.int64)
         is_open = np.zeros(chain.size, bool)
@@ -75,7 +77,7 @@ class Slabs:
         return (chain[at >> self._bits] << self._bits) + (at & (self._rows - 1))
 
     def take(self, number: int) -> Ints:
-        """The places of the rows of range ``number``, which are free from here on."""
+        """The places of the rows of range ``number``; frees them."""
         slabs = np.flatnonzero(self._owner == number)
         places = ((slabs << self._bits)[:, None] + np.arange(self._rows)).reshape(-1)
         if self._open[number] != _FREE:
@@ -87,7 +89,7 @@ class Slabs:
         return places
 
     def fullest(self) -> int:
-        """The range that owns most slabs, of one or more."""
+        """The range with the most slabs; at least one slab must be in use."""
         return int(np.bincount(self._owner[self._owner >= 0]).argmax())
 
     def _set_free(self, slabs: Ints) -> None:

@@ -1,5 +1,6 @@
-"""What one rank writes of a state that goes on changing: tables through an undo log, the rest
-copied at once.
+"""A snapshot of one rank's share of a state that keeps changing.
+
+Tables are saved through an undo log; everything else is copied at once.
 """
 
 import threading
@@ -13,24 +14,28 @@ import torch
 from sbpflow.checkpoint.format import BLOCK_BYTES, Piece
 from sbpflow.checkpoint.spill import SpillFile
 from sbpflow.checkpoint.undo import RowLog
-from sbpflow.checkpoint.write import Part, PieceFile, PieceWriter, bytes_of, row_chunks
+from sbpflow.checkpoint.write import Part, PieceFile, PieceWriter, bytes_of, write_part
 from sbpflow.embedding.plan.tables import Shard
 from sbpflow.embedding.state import StoredRows
 from sbpflow.embedding.storage.keyed import TrainedRows
 from sbpflow.embedding.storage.store import WEIGHTS, RowStore
 
 Stores = Callable[[], Iterable[tuple[RowStore, Sequence[Shard]]]]
-RANGE_BYTES = BLOCK_BYTES  # of a tensor, copied and written at a time
-_REST_S = 0.01  # at a time: segments of the log are to come back soon
-REST = 2.0  # between ranges, of the time that one took: steps lose less to a thread that rests
+RANGE_BYTES = BLOCK_BYTES  # bytes of a tensor copied and written at a time
+# After each range the thread sleeps REST times as long as the range took, so that it slows training
+# less; it sleeps _REST_S at a time, to return segments of the log soon.
+REST = 2.0
+_REST_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class SaveCost:
-    """What a save beside training took of it on one rank, in bytes at most at a time and seconds.
+    """What a background save cost training on one rank; memory is the peak.
 
-    ``log_bytes`` are of rows that changed before they were written; ``extra_bytes`` are all memory
-    that the save had, with these; ``spilled_bytes`` went through a file.
+    * ``log_bytes``: rows that changed before they were written.
+    * ``extra_bytes``: all memory of the save, including ``log_bytes``.
+    * ``spilled_bytes``: rows that went through a file.
+    * ``logging_s``: seconds that the training thread spent on logging.
     """
 
     log_bytes: int
@@ -41,7 +46,7 @@ class SaveCost:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Rows [start, stop) of a tensor of a store that make one part."""
+    """Rows [start, stop) of one of a store's tensors, which are one part."""
 
     key: str
     start: int
@@ -51,7 +56,7 @@ class _Span:
 
 @dataclass(slots=True)
 class _Logged:
-    """A store whose changes are watched, and what is to be written of it."""
+    """A store whose changes are logged, and its spans to write."""
 
     store: RowStore
     log: RowLog
@@ -60,9 +65,9 @@ class _Logged:
 
 
 class Snapshot:
-    """``parts`` as they are when this is made; ``write`` may be called by another thread.
+    """``parts`` as they are at construction; another thread may call ``write``.
 
-    Until ``end`` it listens to the stores for rows that are about to change.
+    Until ``end``, the stores report to it the rows that are about to change.
     """
 
     def __init__(self, parts: Sequence[Part], stores: Stores) -> None:
@@ -76,7 +81,9 @@ class Snapshot:
         self._rest: list[Part] = []
         for part in parts:
             if part.name not in places:
-                if not isinstance(part.values, StoredRows):  # keys, which do not change
+                if not isinstance(
+                    part.values, StoredRows
+                ):  # StoredRows are keys: they don't change
                     part = replace(part, values=part.values.detach().clone())
                 self._rest.append(part)
                 continue
@@ -88,11 +95,11 @@ class Snapshot:
             spans.setdefault(id(store), (store, []))[1].append(span)
         self._spilled_bytes = 0
         self._hurried = threading.Event()
-        self._logged = [_watch(store, some) for store, some in spans.values()]
+        self._logged = [_watch(store, of_store) for store, of_store in spans.values()]
 
     @property
     def cost(self) -> SaveCost:
-        """Up to now."""
+        """The cost so far."""
         logs = [logged.log for logged in self._logged]
         copies = sum(part.num_bytes for part in self._rest)
         return SaveCost(
@@ -103,21 +110,17 @@ class Snapshot:
         )
 
     def write(self, path: Path) -> list[tuple[str, Piece]]:
-        """All parts into a new file, which is on disk when this returns."""
+        """Write all parts into a new file, and fsync it."""
         file, spill = PieceFile(path), SpillFile(path.parent)
         try:
-            found = [pair for logged in self._logged for pair in self._write(file, logged, spill)]
-            for part in self._rest:
-                writer = PieceWriter(file, part.place, part.num_bytes)
-                for chunk in row_chunks(part.values):
-                    writer.write(bytes_of(chunk))
-                found.append((part.name, writer.done()))
+            pieces = [pair for logged in self._logged for pair in self._write(file, logged, spill)]
+            pieces += [(part.name, write_part(file, part)) for part in self._rest]
             file.close()
         finally:
             file.close(sync=False)
             spill.close()
             self._spilled_bytes = spill.num_bytes
-        return found
+        return pieces
 
     def _write(self, file: PieceFile, logged: _Logged, spill: SpillFile) -> list[tuple[str, Piece]]:
         spans, rows = logged.spans, logged.range_rows
@@ -139,10 +142,10 @@ class Snapshot:
 
     def _pause(self, seconds: float, spill: SpillFile) -> None:
         end = time.perf_counter() + seconds
-        while (left := end - time.perf_counter()) > 0.0:
+        while (remaining := end - time.perf_counter()) > 0.0:
             if not all(logged.log.has_room for logged in self._logged):
                 return
-            if self._hurried.wait(min(left, _REST_S)):
+            if self._hurried.wait(min(remaining, _REST_S)):
                 return
             self._drain(spill, spare_last=True)
 
@@ -151,11 +154,11 @@ class Snapshot:
             logged.log.drain(spill, spare_last=spare_last)
 
     def hurry(self) -> None:
-        """Somebody waits for what is being written: no rest from here on."""
+        """Stop pausing, because someone waits for the save."""
         self._hurried.set()
 
     def end(self) -> None:
-        """No longer listen to the stores."""
+        """Stop listening to the stores."""
         for logged in self._logged:
             logged.store.listeners.remove(logged.log.before_update)
             logged.log.close()

@@ -1,4 +1,4 @@
-"""A file for what an undo log has no memory for; the system takes it away with its process."""
+"""A temporary file for rows of an undo log that do not fit in memory; removed with the process."""
 
 import os
 import tempfile
@@ -13,7 +13,7 @@ from sbpflow.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Bytes that were put into the file."""
+    """A range of bytes in the file."""
 
     offset: int
     num_bytes: int
@@ -21,21 +21,21 @@ class Extent:
 
 
 class SpillFile:
-    """A file without a name in ``folder``, from the first ``append`` to ``close``.
+    """An unnamed file in ``folder``, made by the first ``append`` and removed by ``close``.
 
-    Space is not used again: each row comes once. OSError becomes a CheckpointError.
+    Space is not reused, since each row is spilled at most once. OSError becomes a CheckpointError.
     """
 
     def __init__(self, folder: Path) -> None:
         self.num_bytes = 0
-        self._path = folder / "rows put aside"
+        self._path = folder / "spilled rows"  # for messages
         self._file = -1
 
     def append(self, parts: Sequence[memoryview]) -> Extent:
-        """All of ``parts``, one behind the other."""
+        """Write ``parts`` one after the other."""
         with named(self._path):
             if self._file < 0:
-                # Has no name, or none from here on: nothing is left of it when the process ends.
+                # Without a name, the file disappears when the process ends, however it ends.
                 with tempfile.TemporaryFile(dir=self._path.parent, buffering=0) as file:
                     self._file = os.dup(file.fileno())
             offset, crc = self.num_bytes, 0
@@ -46,19 +46,19 @@ class SpillFile:
         return Extent(offset, self.num_bytes - offset, crc)
 
     def read(self, extent: Extent) -> bytearray:
-        """What was appended; CheckpointError if the file does not give it back."""
-        found = bytearray(extent.num_bytes)
+        """The bytes of an ``append``; CheckpointError if the file returns other bytes."""
+        data = bytearray(extent.num_bytes)
         with named(self._path):
-            count = os.preadv(self._file, [found], extent.offset)
-        if count != extent.num_bytes or crc32(found) != extent.crc32:
+            count = os.preadv(self._file, [data], extent.offset)
+        if count != extent.num_bytes or crc32(data) != extent.crc32:
             raise CheckpointError(
-                f"{self._path}: does not give back what was written to it; the checkpoints before "
-                "it are as they were; check the disk, or give another checkpoint.dir"
+                f"{self._path}: the disk did not return the bytes written to it; earlier "
+                "checkpoints are unchanged; check the disk, or use another checkpoint.dir"
             )
-        return found
+        return data
 
     def close(self) -> None:
-        """The file is gone."""
+        """Close the file, which removes it."""
         file, self._file = self._file, -1
         if file >= 0:
             os.close(file)

@@ -1,11 +1,12 @@
 """Writes one rank's pieces into a file, block by block, with a CRC32 of each block.
 
-What a piece's bytes are is asked block by block, so a source may give them while rows go on
-changing (``undo.py``). Nothing here talks to other ranks.
+A piece is written in portions, so its bytes may come from rows that keep changing (``undo.py``).
+No communication with other ranks.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -15,16 +16,16 @@ from torch import Tensor
 
 from sbpflow.checkpoint.crc import crc32
 from sbpflow.checkpoint.format import BLOCK_BYTES, Piece, Place
-from sbpflow.embedding.state import Values, read_values
+from sbpflow.embedding.state import Rectangle, Values, read_values
 from sbpflow.errors import CheckpointError
 
-_STILL_CACHED_BYTES = 4 * BLOCK_BYTES  # behind what was written last: by then the disk has it
+_STILL_CACHED_BYTES = 4 * BLOCK_BYTES  # pages farther back are on disk by now, and can be dropped
 _advise = getattr(os, "posix_fadvise", None)  # Linux and FreeBSD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What one rank writes of the logical tensor ``name``: ``values`` [rows, columns] or [rows]."""
+    """One rank's part of the logical tensor ``name``: ``values`` [rows, columns] or [rows]."""
 
     name: str
     place: Place
@@ -35,21 +36,31 @@ class Part:
         return self.values.numel() * self.values.itemsize
 
 
+def rectangle_place(rectangle: Rectangle) -> Place:
+    """The place of a rectangle of the state."""
+    return Place(
+        row_start=rectangle.row_start,
+        row_stop=rectangle.row_stop,
+        col_start=rectangle.col_start,
+        col_stop=rectangle.col_stop,
+    )
+
+
 def bytes_of(values: Tensor) -> memoryview:
-    """The bytes of a tensor, row by row; of a contiguous one on the CPU without a copy."""
+    """The bytes of a tensor, row by row; does not copy a contiguous CPU tensor."""
     flat = values.detach().cpu().contiguous().reshape(-1)
     return memoryview(cast("bytearray", flat.view(torch.uint8).numpy()))
 
 
 def write_at(file: int, data: memoryview, offset: int) -> None:
-    """All of ``data`` into an open file, at ``offset``."""
+    """Write all of ``data`` into an open file, at ``offset``."""
     while data:
         written = os.pwrite(file, data, offset)
         data, offset = data[written:], offset + written
 
 
 class PieceFile:
-    """A file of pieces under way. OSError becomes a CheckpointError that names the file."""
+    """A new file of pieces. OSError becomes a CheckpointError that names the file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -58,23 +69,23 @@ class PieceFile:
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def reserve(self, num_bytes: int) -> int:
-        """The offset of a piece that is still to be written."""
+        """Reserve space for a piece; returns its offset."""
         offset, self.size = self.size, self.size + num_bytes
         return offset
 
     def write(self, data: memoryview, offset: int) -> None:
-        """All of ``data``, at ``offset``; it is on its way to the disk when this returns."""
+        """Write ``data`` at ``offset``, and start to flush it."""
         with named(self.path):
             write_at(self._file, data, offset)
-            # Linux starts to write these pages, and drops those before that are on disk. Without it
-            # a save fills the page cache with fresh pages, which cost far more than used ones, and
-            # meets the disk in one long fsync at the end (docs/decisions/state.md).
+            # Linux starts writing these pages, and drops earlier pages that are on disk. Without
+            # this a save fills the page cache with new pages, which cost far more than reused ones,
+            # and ends in one long fsync (docs/decisions/state.md).
             if _advise is not None:
                 start = max(0, offset - _STILL_CACHED_BYTES)
                 _advise(self._file, start, offset + len(data) - start, os.POSIX_FADV_DONTNEED)
 
     def close(self, *, sync: bool = True) -> None:
-        """On disk when this returns, if ``sync``."""
+        """Close the file, after an fsync if ``sync``."""
         file, self._file = self._file, -1
         if file < 0:
             return
@@ -87,7 +98,7 @@ class PieceFile:
 
 
 class PieceWriter:
-    """One piece of a file: its bytes come in order, in any portions."""
+    """Writes one piece, in order, in portions of any size."""
 
     def __init__(self, file: PieceFile, place: Place, num_bytes: int) -> None:
         self._file = file
@@ -97,7 +108,7 @@ class PieceWriter:
         self._crcs: list[int] = []
 
     def write(self, data: memoryview) -> None:
-        """The next bytes."""
+        """Write the next bytes."""
         while data:
             room = BLOCK_BYTES - self._written % BLOCK_BYTES
             now, data = data[:room], data[room:]
@@ -108,7 +119,7 @@ class PieceWriter:
             self._written += len(now)
 
     def done(self) -> Piece:
-        """What the index says of it."""
+        """The piece, for the index; all of its bytes must have been written."""
         if self._written != self._num_bytes:
             raise RuntimeError(f"{self._file.path}: {self._written} bytes of {self._num_bytes}")
         return Piece(
@@ -120,51 +131,39 @@ class PieceWriter:
 
 
 def write_parts(path: Path, parts: Sequence[Part]) -> list[tuple[str, Piece]]:
-    """Write all parts into a new file, which is on disk when this returns."""
+    """Write all parts into a new file, and fsync it."""
     file = PieceFile(path)
     try:
-        found = [(part.name, _write_part(file, part)) for part in parts]
+        pieces = [(part.name, write_part(file, part)) for part in parts]
         file.close()
     finally:
         file.close(sync=False)
-    return found
+    return pieces
 
 
-def _write_part(file: PieceFile, part: Part) -> Piece:
-    writer = PieceWriter(file, part.place, part.num_bytes)
-    for chunk in row_chunks(part.values):
-        writer.write(bytes_of(chunk))
+def write_part(file: PieceFile, part: Part) -> Piece:
+    """Write a part as one piece, about a block at a time, which limits the memory of copies."""
+    writer, values = PieceWriter(file, part.place, part.num_bytes), part.values
+    row_bytes = values[:1].numel() * values.itemsize if values.ndim else 0
+    chunks = values.split(max(1, BLOCK_BYTES // row_bytes)) if row_bytes else [values]
+    for chunk in chunks:
+        writer.write(bytes_of(read_values(chunk)))
     return writer.done()
 
 
-def row_chunks(values: Values) -> Iterator[Tensor]:
-    """Rows of a block at a time: what a copy, where one is needed, may hold."""
-    row_bytes = values[:1].numel() * values.itemsize if values.ndim else 0
-    if not row_bytes:
-        yield read_values(values)
-        return
-    for part in values.split(max(1, BLOCK_BYTES // row_bytes)):
-        yield read_values(part)
-
-
-class named:
-    """Errors of the system become one message that says which file and what to do."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError):
-            raise failed(self._path, error) from error
+@contextmanager
+def named(path: Path) -> Generator[None]:
+    """Turn an OSError into a CheckpointError that names the file and what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise failed(path, error) from error
 
 
 def failed(path: Path, error: OSError) -> CheckpointError:
-    """The message for a file that cannot be written."""
-    why = (error.strerror or str(error)).lower()
+    """The error for a file that cannot be written."""
+    reason = (error.strerror or str(error)).lower()
     return CheckpointError(
-        f"{path}: cannot be written ({why}); the checkpoints before it are as they were; make "
-        "room, keep fewer (checkpoint.keep), or give another checkpoint.dir"
+        f"{path}: cannot be written ({reason}); earlier checkpoints are unchanged; free disk "
+        "space, keep fewer checkpoints (checkpoint.keep), or use another checkpoint.dir"
     )

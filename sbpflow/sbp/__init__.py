@@ -1,1 +1,1 @@
-"""Values: the ways a tensor can lie, on which ranks, and both as a layout. No communication."""
+"""Values for layouts: sbps, placements, and layouts, which combine both. No communication."""

@@ -1,6 +1,6 @@
 """A layout: where a logical tensor lives (placement) and how (one sbp per placement axis).
 
-The only source of truth for shapes and slices of parts; nothing downstream decides them again.
+The only place that computes the shapes and slices of parts.
 """
 
 from dataclasses import dataclass
@@ -23,10 +23,10 @@ from sbpflow.sbp.sbp import (
 
 @dataclass(frozen=True, init=False)
 class Layout:
-    """``nd_sbp`` has one entry per axis of ``placement``; it may be given as text, "(S(0), B)".
+    """``nd_sbp`` has one entry per axis of ``placement``; it may also be text such as "(S(0), B)".
 
-    Axes that split the same dim apply one after the other: axis 0 splits the dim, axis 1 splits
-    the piece axis 0 left.
+    Axes that split the same dim apply in order: axis 0 splits the dim, then axis 1 splits the
+    resulting pieces.
     """
 
     placement: Placement
@@ -49,25 +49,25 @@ class Layout:
                     )
         if len({sbp.op for sbp in self.nd_sbp if isinstance(sbp, Partial)}) > 1:
             raise SbpError(
-                f"{format_nd_sbp(self.nd_sbp)} mixes reductions, whose order would matter; "
-                "reduce one of them to B or S first"
+                f"{format_nd_sbp(self.nd_sbp)} mixes reductions, so the result would depend on "
+                "their order; convert one of them to B or S first"
             )
 
     def __str__(self) -> str:
-        """``S(0)@[0, 1]``; explicit sizes are shown: ``S(0)[3, 5]@[0, 1]``."""
+        """``S(0)@[0, 1]``, or ``S(0)[3, 5]@[0, 1]`` with explicit sizes."""
         return f"{format_nd_sbp(self.nd_sbp)}@{self.placement}"
 
     def __hash__(self) -> int:
-        return self._hash  # kept: layouts are keys of every plan that is looked up
+        return self._hash  # cached, because every lookup of a plan hashes layouts
 
     @cached_property
     def _hash(self) -> int:
         return hash((self.placement, self.nd_sbp))
 
     def part_slices(self, shape: tuple[int, ...], rank: int) -> tuple[slice, ...] | None:
-        """Which part of a tensor of ``shape`` this rank holds; ``None`` outside the placement.
+        """The part of a tensor of ``shape`` that ``rank`` holds; ``None`` outside the placement.
 
-        B and P hold the full extent of what the other axes left.
+        B and P do not split: the part has the full extent that the other axes leave.
         """
         coord = self.placement.coord(rank)
         if coord is None:
@@ -76,7 +76,9 @@ class Layout:
         for axis, sbp in enumerate(self.nd_sbp):
             if isinstance(sbp, Split):
                 if sbp.dim >= len(shape):
-                    raise SbpError(f"{sbp} needs a tensor of more than {sbp.dim} dims, not {shape}")
+                    raise SbpError(
+                        f"{sbp} needs a tensor with at least {sbp.dim + 1} dims, got shape {shape}"
+                    )
                 bounds = split_bounds(sbp, lengths[sbp.dim], self.placement.shape[axis])
                 first, last = bounds[coord[axis]], bounds[coord[axis] + 1]
                 starts[sbp.dim] += first
@@ -84,16 +86,16 @@ class Layout:
         return tuple(slice(s, s + n) for s, n in zip(starts, lengths, strict=True))
 
     def part_shape(self, shape: tuple[int, ...], rank: int) -> tuple[int, ...] | None:
-        """Shape of this rank's part; ``None`` outside the placement."""
+        """The shape of the part of ``rank``; ``None`` outside the placement."""
         slices = self.part_slices(shape, rank)
         return None if slices is None else tuple(s.stop - s.start for s in slices)
 
     def check_user(self, shape: tuple[int, ...]) -> None:
-        """Raise SbpError if this does not fit ``shape``, on every rank alike.
+        """Raise SbpError, on every rank, if a user's tensor of ``shape`` cannot have this layout.
 
-        So if a split names no dim, if explicit sizes do not add up to what the axes before left of
-        the dim, or if a balanced split would leave some ranks of a user's tensor empty. A dim of 0
-        is legal, and so are explicit sizes with zeros: those were asked for.
+        That is the case if a split dim does not exist, if explicit sizes do not add up to the
+        length that they split, or if a balanced split would leave ranks empty. A dim of length 0
+        and explicit sizes of 0 are legal.
         """
         lengths = [{length} for length in shape]
         for axis, sbp in enumerate(self.nd_sbp):
@@ -108,18 +110,14 @@ class Layout:
                     else f"{self} splits a tensor without dims; use B or P"
                 )
             parts = self.placement.shape[axis]
-            here = lengths[sbp.dim]
-            if sbp.sizes is not None:
-                for length in here:
-                    split_sizes(sbp, length, parts)  # on all ranks alike, also those outside
-                lengths[sbp.dim] = set(sbp.sizes)
-                continue
-            if short := [length for length in here if 0 < length < parts]:
+            to_split = lengths[sbp.dim]  # of the pieces that earlier axes made of the dim
+            if short := [n for n in to_split if sbp.sizes is None and 0 < n < parts]:
                 raise SbpError(
-                    f"{self} splits dim {sbp.dim} of {list(shape)} into {parts} parts, but only "
-                    f"{min(short)} are there; use fewer ranks, another dim, B, or explicit sizes"
+                    f"{self} splits dim {sbp.dim} of {list(shape)} into {parts} parts, but the "
+                    f"length is only {min(short)}; use fewer ranks, another dim, B, or explicit "
+                    "sizes"
                 )
-            lengths[sbp.dim] = {size for length in here for size in balanced_sizes(length, parts)}
+            lengths[sbp.dim] = {size for n in to_split for size in split_sizes(sbp, n, parts)}
 
     @cached_property
     def has_extremum(self) -> bool:
@@ -127,22 +125,23 @@ class Layout:
         return any(isinstance(sbp, Partial) and sbp.op != "sum" for sbp in self.nd_sbp)
 
     def dual(self) -> "Layout":
-        """The layout of the gradient: S stays, B and P change places."""
+        """The layout of the gradient: S stays S, B becomes P, and P becomes B."""
         return Layout(self.placement, tuple(dual(sbp) for sbp in self.nd_sbp))
 
 
 def split_sizes(sbp: Split, size: int, parts: int) -> tuple[int, ...]:
-    """Lengths of the pieces that ``sbp`` cuts from a dim of ``size``."""
+    """The lengths of the pieces into which ``sbp`` splits a dim of ``size``."""
     if sbp.sizes is None:
         return balanced_sizes(size, parts)
     if sum(sbp.sizes) != size:
-        raise SbpError(f"{sbp} has sizes summing to {sum(sbp.sizes)}; the dim has {size}")
+        raise SbpError(f"{sbp} has sizes that sum to {sum(sbp.sizes)}, but the dim has {size}")
     return sbp.sizes
 
 
 @lru_cache(maxsize=1024)
 def split_bounds(sbp: Split, size: int, parts: int) -> tuple[int, ...]:
-    """Where the pieces of ``split_sizes`` begin, and the end of the last; kept, for every rank of
-    many asks for its own.
+    """The starts of the pieces of ``split_sizes``, and the end of the last piece.
+
+    Cached, since it is called for every rank.
     """
     return (0, *accumulate(split_sizes(sbp, size, parts)))

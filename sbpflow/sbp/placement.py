@@ -1,7 +1,7 @@
-"""A placement: which global ranks hold a tensor, as an n-D grid. A value; it owns no process group.
+"""A placement: the global ranks that hold a tensor, as an n-D grid.
 
-Keeping groups out (``sbpflow.runtime.ranks.world.World`` has them) lets ``explain`` and the planner
-reason about placements of worlds that are not running.
+A value without process groups (``sbpflow.runtime.ranks.world.World`` has those), so that
+``explain`` and the planner can use placements of worlds that are not running.
 """
 
 import math
@@ -18,7 +18,7 @@ DEVICE_TYPES = ("cpu", "cuda")
 
 
 class RankArray(Protocol):
-    """Ranks as an array of numpy or torch has them."""
+    """An array of ranks, of numpy or torch."""
 
     def tolist(self) -> object:
         """The ranks as nested lists."""
@@ -39,7 +39,7 @@ class Placement:
     def __post_init__(self) -> None:
         if self.device_type not in DEVICE_TYPES:
             raise SbpError(
-                f"device type {self.device_type!r} is not known; use {' or '.join(DEVICE_TYPES)}"
+                f"device type {self.device_type!r} is unknown; use {' or '.join(DEVICE_TYPES)}"
             )
         if not self.ranks:
             raise SbpError("a placement needs at least one rank")
@@ -54,7 +54,7 @@ class Placement:
     def of(device_type: str, ranks: NestedRanks) -> "Placement":
         """Build from a nested list: ``[0, 1]`` is a line, ``[[0, 1], [2, 3]]`` a 2 x 2 grid.
 
-        An array of numpy or torch will do, and so will one rank.
+        An array of numpy or torch, or a single rank, is accepted too.
         """
         single = whole(_plain(ranks))
         if single is not None:
@@ -90,23 +90,23 @@ class Placement:
         return rank in self._index
 
     def index(self, rank: int) -> int:
-        """Position of a global rank in row-major order; -1 outside the placement."""
+        """The position of a global rank in row-major order; -1 outside the placement."""
         return self._index.get(rank, -1)
 
     def coord(self, rank: int) -> tuple[int, ...] | None:
-        """Grid coordinates of a global rank; ``None`` outside the placement."""
+        """The grid coordinates of a global rank; ``None`` outside the placement."""
         return self._coords.get(rank)
 
     def __str__(self) -> str:
-        """The ranks as they are written: ``[0, 1]`` or ``[[0, 1], [2, 3]]``."""
+        """The ranks as nested lists: ``[0, 1]`` or ``[[0, 1], [2, 3]]``."""
         return str(self.nested())
 
     def nested(self) -> list[Any]:
-        """The ranks as nested lists, what ``of`` takes."""
+        """The ranks as nested lists, as ``of`` takes them."""
         return _nest(list(self.ranks), self.shape)
 
     def __hash__(self) -> int:
-        return self._hash  # kept: placements are keys of every plan that is looked up
+        return self._hash  # cached, because every lookup of a plan hashes placements
 
     @cached_property
     def _hash(self) -> int:
@@ -134,19 +134,19 @@ def _nest(ranks: list[int], shape: tuple[int, ...]) -> list[Any]:
 
 
 def _plain(ranks: object) -> object:
-    """An array as nested lists, anything else as it is."""
+    """An array as nested lists; any other value unchanged."""
     to_list = getattr(ranks, "tolist", None)
     return ranks if to_list is None else to_list()
 
 
-def _flatten(given: object, depth: int, flat: list[int], shape: list[int]) -> None:
+def _flatten(nested: object, depth: int, flat: list[int], shape: list[int]) -> None:
     """Append all ranks to ``flat`` in order, and to ``shape`` the length of each new depth."""
-    ranks = _plain(given)
+    ranks = _plain(nested)
     if not isinstance(ranks, Sequence) or isinstance(ranks, str):
         raise SbpError(f"ranks {ranks!r} are not whole numbers; write [0, 1] or [[0, 1], [2, 3]]")
     if depth == len(shape):
         if flat:
-            raise SbpError(f"ranks {ranks} mix depths; nest every row alike")
+            raise SbpError(f"ranks {ranks} mix depths; nest all rows to the same depth")
         shape.append(len(ranks))
     if len(ranks) != shape[depth]:
         raise SbpError(
@@ -156,7 +156,7 @@ def _flatten(given: object, depth: int, flat: list[int], shape: list[int]) -> No
         rank = whole(entry)
         if rank is not None:
             if depth + 1 < len(shape):
-                raise SbpError(f"ranks {ranks} mix depths; nest every row alike")
+                raise SbpError(f"ranks {ranks} mix depths; nest all rows to the same depth")
             flat.append(rank)
         else:
             _flatten(entry, depth + 1, flat, shape)

@@ -1,6 +1,6 @@
-"""The three ways a tensor can lie along one axis of a placement: Split, Broadcast, Partial.
+"""The three ways to distribute a tensor along one axis of a placement: Split, Broadcast, Partial.
 
-Values only: no ranks, no devices, no communication. Vocabulary and the balanced rule follow OneFlow
+Values only, without ranks, devices or communication. The terms and the balanced rule follow OneFlow
 (oneflow/core/job/sbp_parallel.proto, oneflow/core/common/balanced_splitter.h at 25c8978).
 """
 
@@ -19,8 +19,8 @@ Reduction = Literal["sum", "max", "min"]
 class Split:
     """Each coordinate holds a consecutive piece of ``dim``.
 
-    ``sizes`` gives the pieces, one per coordinate (zero allowed; a list will do); ``None`` means
-    balanced: the first ``n % parts`` pieces get one element more.
+    ``sizes``, a tuple or list, has the length of the piece of each coordinate, which may be 0.
+    ``None`` means balanced: the first ``n % parts`` pieces get one more element.
     """
 
     dim: int
@@ -33,17 +33,17 @@ class Split:
         object.__setattr__(self, "dim", dim)
         if self.sizes is None:
             return
-        given: Any = self.sizes
-        sizes = [whole(s) for s in given] if isinstance(given, Iterable) else [None]
+        value: Any = self.sizes
+        sizes = [whole(s) for s in value] if isinstance(value, Iterable) else [None]
         if any(size is None or size < 0 for size in sizes):
             raise SbpError(
-                f"S({dim}): sizes {given} must be whole numbers of 0 or more, one per coordinate, "
+                f"S({dim}): sizes {value} must be whole numbers of 0 or more, one per coordinate, "
                 "such as (3, 5)"
             )
         object.__setattr__(self, "sizes", tuple(sizes))
 
     def __str__(self) -> str:
-        """``S(0)``, with its sizes if it has any: ``S(0)[3, 5]``."""
+        """``S(0)``, or ``S(0)[3, 5]`` with explicit sizes."""
         return f"S({self.dim})" if self.sizes is None else f"S({self.dim}){list(self.sizes)}"
 
 
@@ -63,7 +63,9 @@ class Partial:
 
     def __post_init__(self) -> None:
         if self.op not in get_args(Reduction):
-            raise SbpError(f"P({self.op}): a reduction is one of {', '.join(get_args(Reduction))}")
+            raise SbpError(
+                f"P({self.op}): the reduction must be one of {', '.join(get_args(Reduction))}"
+            )
 
     def __str__(self) -> str:
         return "P" if self.op == "sum" else f"P({self.op})"
@@ -81,7 +83,7 @@ _FORMS = "write S(0), S(1), S(0)[3, 5] with sizes, B, P, P(max) or P(min)"
 
 
 def parse_sbp(text: str) -> Sbp:
-    """Read ``S(0)``, ``S(0)[3, 5]``, ``B``, ``P`` or ``P(max)``; anything else raises SbpError."""
+    """Parse ``S(0)``, ``S(0)[3, 5]``, ``B``, ``P`` or ``P(max)``; SbpError for other text."""
     if len(text) > MAX_CHARACTERS or re.search(r"\d{19}", text):
         raise SbpError(
             f"{text[:40]!r}.. of {len(text):,} characters is not a layout; {_FORMS}, in at most "
@@ -89,7 +91,9 @@ def parse_sbp(text: str) -> Sbp:
         )
     match = _SBP.fullmatch(text.strip())
     if match is None:
-        raise SbpError(f"{text!r} is not a layout; {_hint(text)}{_FORMS}")
+        is_negative = re.search(r"S\(\s*-", text)
+        hint = "dims count from the front, so the last of two is S(1); " if is_negative else ""
+        raise SbpError(f"{text!r} is not a layout; {hint}{_FORMS}")
     if match["dim"] is not None:
         return Split(int(match["dim"]), _parse_sizes(text, match["sizes"]))
     if match["broadcast"] is not None:
@@ -102,19 +106,12 @@ def _parse_sizes(text: str, listed: str | None) -> tuple[int, ...] | None:
         return None
     sizes = listed[1:-1].split(",") if listed[1:-1].strip() else []
     if not all(size.strip().isdigit() for size in sizes):
-        raise SbpError(f"{text!r}: sizes are whole numbers with commas between; {_FORMS}")
+        raise SbpError(f"{text!r}: sizes must be whole numbers separated by commas; {_FORMS}")
     return tuple(int(size) for size in sizes)
 
 
-def _hint(text: str) -> str:
-    """What is probably meant, if that is plain."""
-    if re.search(r"S\(\s*-", text):
-        return "dims count from the front, so the last of two is S(1); "
-    return ""
-
-
 def parse_nd_sbp(text: str) -> NdSbp:
-    """Read one sbp, ``S(0)``, or one per placement axis, ``(S(0), B)``; SbpError if it is none."""
+    """Parse one sbp, ``S(0)``, or one per axis, ``(S(0), B)``; SbpError for other text."""
     stripped = text.strip()
     if not (stripped.startswith("(") and stripped.endswith(")")):
         return (parse_sbp(stripped),)
@@ -124,47 +121,47 @@ def parse_nd_sbp(text: str) -> NdSbp:
     return tuple(parse_sbp(entry) for entry in entries)
 
 
-def as_nd_sbp(given: NdSbp | Sbp | str) -> NdSbp:
-    """One sbp per placement axis from what people write: a tuple of them, one, or their text."""
-    if isinstance(given, str):
-        return parse_nd_sbp(given)
-    if isinstance(given, Split | Broadcast | Partial):
-        return (given,)
-    entries: Any = given
+def as_nd_sbp(value: NdSbp | Sbp | str) -> NdSbp:
+    """One sbp per placement axis from a sequence of sbps or their texts, one sbp, or a text."""
+    if isinstance(value, str):
+        return parse_nd_sbp(value)
+    if isinstance(value, Split | Broadcast | Partial):
+        return (value,)
+    entries: Any = value
     if isinstance(entries, Iterable):
-        read: list[Any] = [parse_sbp(e) if isinstance(e, str) else e for e in entries]
-        if all(isinstance(entry, Split | Broadcast | Partial) for entry in read):
-            return tuple(read)
+        sbps: list[Any] = [parse_sbp(e) if isinstance(e, str) else e for e in entries]
+        if all(isinstance(sbp, Split | Broadcast | Partial) for sbp in sbps):
+            return tuple(sbps)
     raise SbpError(f"{entries!r} is not a layout; {_FORMS}, one per axis: (S(0), B)")
 
 
 def whole(value: object) -> int | None:
-    """The value as an int if it is a whole number of any kind, numpy's included; else None."""
+    """The value as an int if it has an integer type, including numpy's, else None."""
     try:
-        return operator.index(value)  # pyright: ignore[reportArgumentType] -- that is the question
+        return operator.index(value)  # pyright: ignore[reportArgumentType] -- this is the check
     except TypeError:
         return None
 
 
 def format_nd_sbp(nd_sbp: NdSbp) -> str:
-    """Write what ``parse_nd_sbp`` reads."""
+    """The text that ``parse_nd_sbp`` reads."""
     if len(nd_sbp) == 1:
         return str(nd_sbp[0])
     return "(" + ", ".join(str(sbp) for sbp in nd_sbp) + ")"
 
 
 def balanced_sizes(size: int, parts: int) -> tuple[int, ...]:
-    """Lengths of consecutive pieces of ``size``: the first ``size % parts`` get one more."""
+    """The lengths of consecutive pieces of ``size``; the first ``size % parts`` get one more."""
     quotient, remainder = divmod(size, parts)
     return tuple(quotient + (part < remainder) for part in range(parts))
 
 
 def dual(sbp: Sbp) -> Sbp:
-    """The sbp of the gradient of a tensor that lies as ``sbp``: S <-> S, B <-> P."""
+    """The sbp of the gradient of a tensor with ``sbp``: S <-> S, B <-> P."""
     if isinstance(sbp, Broadcast):
         return Partial()
     if isinstance(sbp, Partial):
         if sbp.op != "sum":
-            raise SbpError(f"{sbp} is not linear and has no dual; reduce it to B or S first")
+            raise SbpError(f"{sbp} is not linear and has no dual; convert it to B or S first")
         return Broadcast()
     return sbp

@@ -36,7 +36,7 @@ def test_a_list_has_a_line_for_each_the_newest_first(folder, capsys):
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split() == ["checkpoint", "written", "size", "tensors", "state"]
     assert [line.split()[0] for line in lines] == ["step-8", "step-5", "step-3"]
-    assert lines[0].endswith("run r1, files of 2 ranks")
+    assert lines[0].endswith("run r1, written by 2 ranks")
     assert "DAMAGED" in lines[2]
     assert "rank-1.bin" in lines[2]
 
@@ -80,17 +80,17 @@ def test_prune_keeps_good_ones_and_never_counts_a_damaged_one(folder, capsys):
     assert "would remove" in capsys.readouterr().out
     assert names(folder) == ["step-8", "step-5", "step-3", "step-2"]
     lock = RunLock(folder / "checkpoints", rank=0)
-    with pytest.raises(ConfigError, match=r"a run saves there .*; it keeps as many"):
+    with pytest.raises(ConfigError, match=r"a run is saving there .* checkpoint\.keep"):
         checkpoint(["prune", str(folder), "--keep", "1"])
     lock.close()
     assert checkpoint(["prune", str(folder), "--keep", "1"]) == 0
     assert names(folder) == ["step-8", "step-5", "step-3"]
     told = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in told] == ["left,", "left,", "kept", "removed"]
-    with pytest.raises(ConfigError, match="--keep: 0 would leave none; for example --keep 3"):
+    assert [line.split()[0] for line in told] == ["skipped,", "skipped,", "kept", "removed"]
+    with pytest.raises(ConfigError, match="--keep: must be 1 or more, got 0; for example --keep 3"):
         checkpoint(["prune", str(folder), "--keep", "0"])
 
 
 def test_a_folder_without_checkpoints_is_a_message(tmp_path):
-    with pytest.raises(CheckpointError, match="holds no checkpoint; give a checkpoint"):
+    with pytest.raises(CheckpointError, match="has no checkpoints; give a checkpoint"):
         checkpoint(["ls", str(tmp_path)])

@@ -193,7 +193,7 @@ def test_no_cut_missing_or_foreign_file_is_ever_loaded(tmp_path):
     assert reads_right_or_raises(path)
     one.write_bytes(two.read_bytes())
     assert reads_right_or_raises(path)
-    with pytest.raises(CheckpointError, match=r"holds no index\.json"):
+    with pytest.raises(CheckpointError, match=r"has no index\.json"):
         open_checkpoint(tmp_path / "bare")
     with pytest.raises(CheckpointError, match="does not exist; give the folder"):
         open_checkpoint(tmp_path / "nowhere")
@@ -203,7 +203,7 @@ def test_no_cut_missing_or_foreign_file_is_ever_loaded(tmp_path):
     ("change", "why"),
     [
         (lambda tree: tree["content"].update(step=-1), "checksum"),
-        (lambda tree: tree.update(version=2), "version 2"),
+        (lambda tree: tree.update(version=2), "version is 2"),
         (lambda tree: tree.update(format="other"), "'other'"),
         (lambda tree: tree.pop("content"), "'content'"),
         (lambda tree: tree.update(content=[]), "checksum"),

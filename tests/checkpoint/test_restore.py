@@ -161,7 +161,7 @@ def test_state_per_column_shard_is_for_the_same_shards_only(ranks, memory):
     assert ranks(2, per_shard, memory, "same") == ["", ""]
     for size, case in ((3, "same"), (2, "logical")):
         for said in ranks(size, per_shard, memory, case):
-            assert "was kept per row and column shard (shards from columns [0" in said
+            assert "was saved as shards from columns [0" in said
             assert "row_state: logical" in said
 
 

@@ -52,11 +52,11 @@ def make_storage(kernel):
 def test_rows_are_written_as_they_were(kernel, tight, tmp_path, monkeypatch):
     if tight:  # 30 places in slabs of 2; the rest goes through a file
         monkeypatch.setattr(undo, "SLAB_SHARE", 0.0)
-        monkeypatch.setattr(undo, "LEAST_ROWS", 1)
+        monkeypatch.setattr(undo, "MIN_SLAB_ROWS", 1)
         monkeypatch.setattr(slabs, "SLAB_BITS", 1)
         monkeypatch.setattr(undo, "PIECE_ROWS", 16)
         monkeypatch.setattr(undo, "SEGMENT_ROWS", 24)
-        monkeypatch.setattr(undo, "LEAST_SEGMENTS", 100)  # one thread does both: nobody may wait
+        monkeypatch.setattr(undo, "MIN_SEGMENTS", 100)  # one thread does both: nobody may wait
     storage = make_storage(kernel)
     storage.weights.copy_(torch.randn(ROWS, WIDTH))
     table = TableConfig(name="t", features=("f",), num_rows=ROWS - 20, dim=WIDTH)
@@ -128,7 +128,7 @@ def niceness() -> int:
     return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 
-TIGHT = {"SLAB_SHARE": 0.0, "LEAST_ROWS": 1, "LEAST_SEGMENTS": 1, "SEGMENT_ROWS": 8,
+TIGHT = {"SLAB_SHARE": 0.0, "MIN_SLAB_ROWS": 1, "MIN_SEGMENTS": 1, "SEGMENT_ROWS": 8,
          "PIECE_ROWS": 8}  # fmt: skip
 
 
@@ -328,7 +328,7 @@ def test_rows_put_aside_have_no_name_and_are_checked(tmp_path):
     assert not list(tmp_path.iterdir())  # so that nothing is left by whoever is killed
     assert [bytes(file.read(one)) for one in (second, first)] == [b"others", b"some rows"]
     os.pwrite(file._file, b"S", first.offset)
-    with pytest.raises(CheckpointError, match="does not give back what was written"):
+    with pytest.raises(CheckpointError, match="spilled rows: the disk did not return the bytes"):
         file.read(first)
     assert bytes(file.read(second)) == b"others"
     file.close()

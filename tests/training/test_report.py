@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import platform
+import re
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -130,7 +131,7 @@ def test_nothing_of_earlier_runs_is_lost_or_mixed_with_a_later_one(config, caplo
         assert list((earlier / "tensorboard").glob("events of *")) == [
             earlier / "tensorboard" / f"events of {number}"
         ]
-        assert f"what an earlier run left in {folder} is now in {earlier}" in caplog.text
+        assert f"from {folder} to {earlier}" in caplog.text
     assert not (folder / "previous-3").exists()
 
 
@@ -207,7 +208,7 @@ def test_a_run_that_goes_on_cuts_what_came_after_its_checkpoint(tmp_path, caplog
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
     (tmp_path / "metrics.jsonl").write_text("")
     MetricsWriter(tmp_path, rank=0, resumed=(1, length)).close()
-    assert f"has 0 bytes of the {length}" in caplog.text
+    assert re.search(f"metrics.jsonl: has 0 bytes.* {length} at", caplog.text)
 
 
 def test_lines_are_valid_json_even_for_nan(tmp_path):
@@ -280,7 +281,7 @@ def test_a_rate_that_follows_a_schedule_is_written(tmp_path):
     path.write_text(f"run: {{dir: {tmp_path}}}\noptimizer: {{schedule: {{warmup_steps: 4}}}}\n")
     given = load_config(path, models=MODELS)
     with Report(given, rank=0, num_steps=4, devices=["cpu"], sections={}) as report:
-        report.step(1, 0.5, 10.0)
+        report.step(1, 0.5, 10.0, {})
     (step,) = events(given)
     assert step["lr_dense"] == pytest.approx(1e-3 / 5)
 

@@ -254,7 +254,9 @@ def test_another_batch_than_announced_is_refused_and_nothing_happens(ranks):
     ):
         assert losses == expected
         assert len(said) == 2
-        assert all(text.startswith("step: batch 0 of 1 is not the one announced") for text in said)
+        assert all(
+            text.startswith("step: batch 0 of 1 is not the batch announced") for text in said
+        )
 
 
 def bad_ids_ahead(world: World, config: Any) -> str:

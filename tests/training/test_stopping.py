@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -39,7 +40,7 @@ def test_patience_counts_evaluations_in_a_row():
     seen = []
     for step, value in enumerate([0.6, 0.7, 0.705, 0.72, 0.71, 0.72], 1):
         stopper.push(step, value)
-        seen.append((stopper.improved, stopper.stops))
+        seen.append((stopper.best.step == step, stopper.stops))
     assert seen == [
         (True, False),
         (True, False),
@@ -101,9 +102,9 @@ def test_every_rank_decides_by_what_rank_0_knows(ranks):
     for state in ranks(3, push_on_rank_0, "logloss"):
         assert state == {"stop": {"value": 0.5, "step": 7, "waited": 0}}
     for message in ranks(2, push_on_rank_0, "auc"):
-        assert message.startswith("train.stop.metric: auc of val at step 7 does not exist: val has")
+        assert re.match(r"train\.stop\.metric: .*auc at step 7 .*one class", message)
     for message in ranks(2, push_on_rank_0, "gauc"):
-        assert "no group has rows of both classes, or use train.stop.metric=logloss" in message
+        assert "no group has rows of both classes; use train.stop.metric=logloss" in message
 
 
 @pytest.mark.parametrize("name", ["stop", "plateau"])
@@ -204,8 +205,7 @@ def warnings_of(world: World, train: TrainConfig) -> list[str]:
 def test_a_run_too_short_to_be_watched_says_so(ranks):
     short = TrainConfig(max_steps=4, eval_every=4, stop=StopConfig())
     ((said,),) = ranks(1, warnings_of, short)
-    assert said.startswith("train.stop does nothing: ")
-    assert said.endswith("train.eval_every is 4 of 4 steps")
+    assert re.match(r"train\.stop .*train\.eval_every is 4, .* 4 steps$", said)
     assert ranks(1, warnings_of, replace(short, eval_every=3)) == [[]]
 
 
