@@ -82,7 +82,7 @@ def check(found, budget: Budget) -> None:
 
 @pytest.mark.parametrize("sparse", ["lazy_adam", "rowwise_adagrad"])
 @pytest.mark.parametrize(("ranks", "scheme"), BUDGETS, ids=str)
-def test_a_step_stays_within_its_budget(rehearsed_ranks, ranks, scheme, sparse):
+def test_step_stays_within_its_budget(rehearsed_ranks, ranks, scheme, sparse):
     config = make_config(scheme, sparse, dtype="float32", dense="adam")
     check(rehearsed_ranks(ranks, second_step, config, 1), BUDGETS[ranks, scheme])
 
@@ -93,7 +93,7 @@ LAID_OUT = {"3": 80, "dp": 110}
 
 @pytest.mark.parametrize("share", [1.0, 0.9])
 @pytest.mark.parametrize("scheme", LAID_OUT)
-def test_buffers_of_a_fixed_size_need_no_counts(rehearsed_ranks, scheme, share):
+def test_fixed_size_buffers_need_no_counts(rehearsed_ranks, scheme, share):
     """With room for all there is nothing to read; else how many rows there were, a step later."""
     config = make_config(scheme, "rowwise_adagrad", dtype="float32", dense="adam")
     config = replace(config, parallel=replace(config.parallel, row_buffer_fraction=share))
@@ -103,14 +103,14 @@ def test_buffers_of_a_fixed_size_need_no_counts(rehearsed_ranks, scheme, share):
 
 
 @pytest.mark.parametrize("sparse", ["lazy_adam", "rowwise_adagrad"])
-def test_unique_rows_of_columns_read_their_counts_late(rehearsed_ranks, sparse):
+def test_unique_columns_read_their_counts_late(rehearsed_ranks, sparse):
     rules = {"deep.*": TableRule(sbp="S(1)", exchange="unique")}
     config = make_config("3", sparse, dtype="float32", dense="adam", tables=rules)
     budget = BUDGETS[2, "3"]
     check(rehearsed_ranks(2, second_step, config, 1), replace(budget, ops=budget.ops + 40))
 
 
-def test_ftrl_and_half_rows_cost_no_wait_more(rehearsed_ranks):
+def test_ftrl_and_half_precision_rows_add_no_waits(rehearsed_ranks):
     config = make_config("1", "adagrad", dtype="float32", dense="adam", wide=Ftrl())
     config = replace(config, parallel=replace(config.parallel, table_dtype="bfloat16"))
     budget = BUDGETS[2, "1"]
@@ -118,7 +118,7 @@ def test_ftrl_and_half_rows_cost_no_wait_more(rehearsed_ranks):
     check(found, replace(budget, ops=budget.ops + 110))
 
 
-def test_accumulation_does_not_wait(rehearsed_ranks):
+def test_accumulation_adds_no_waits(rehearsed_ranks):
     config = make_config("2", "lazy_adam", dtype="float32", dense="adam")
     budget = BUDGETS[2, "2"]
     found = rehearsed_ranks(2, second_step, config, 3)
@@ -150,7 +150,7 @@ def losses_and_step(world, config):
 
 
 @pytest.mark.parametrize(("ranks", "scheme"), [(1, "1"), (2, "2"), (2, "3")])
-def test_tritons_kernels_train_as_torchs_within_the_budget(rehearsed_ranks, ranks, scheme):
+def test_triton_matches_torch_within_the_budget(rehearsed_ranks, ranks, scheme):
     pytest.importorskip("triton")
     config = make_config(
         scheme, "rowwise_adagrad", dtype="float32", dense="adam", kernel="triton", batch_size=12
@@ -196,7 +196,7 @@ def ragged_step(world, mix):
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_lists_of_ids_cost_one_read_with_the_counts(rehearsed_ranks, ranks, exchange):
+def test_lists_of_ids_need_one_read_together_with_the_counts(rehearsed_ranks, ranks, exchange):
     mix = mix_of(exchange, 8, RULES[2], batch_sizes=(13, 14, 16), dtype=torch.float32)
     found = rehearsed_ranks(ranks, ragged_step, replace(mix, world_size=ranks))
     check(found, Budget(waits=0, late_reads=min(ranks - 1, 1), ops=430))
@@ -226,7 +226,7 @@ def ops_by_repetition(world, config):
 
 
 @pytest.mark.parametrize(("ranks", "scheme"), [(1, "1"), (2, "1"), (2, "2"), (2, "3"), (2, "dp")])
-def test_the_ops_of_a_step_do_not_depend_on_the_rows_it_touches(rehearsed_ranks, ranks, scheme):
+def test_ops_of_a_step_do_not_depend_on_the_touched_rows(rehearsed_ranks, ranks, scheme):
     config = make_config(scheme, "rowwise_adagrad", dtype="float32", dense="adam", batch_size=60)
     for few, many in rehearsed_ranks(ranks, ops_by_repetition, config):
         assert few == many

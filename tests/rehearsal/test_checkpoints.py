@@ -61,7 +61,7 @@ def save_both_ways(world, config, folder):
     return waits, after, saver.last_cost.log_bytes, len(job.embeddings.stores())
 
 
-def test_a_save_beside_training_equals_one_at_once(rehearsed_ranks, memory):
+def test_background_save_equals_a_blocking_save(rehearsed_ranks, memory):
     for name in "ab":
         (memory / name).mkdir()
     config = make_config("1", "lazy_adam", dtype="float32", dense="adam")

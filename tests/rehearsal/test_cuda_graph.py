@@ -94,7 +94,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_replays_equal_steps_op_by_op(rehearsed_ranks, optimizer):
+def test_replays_equal_eager_steps(rehearsed_ranks, optimizer):
     config = with_graph(make_config("1", "adagrad", dtype="float32"))
     config = replace(config, optimizer=OPTIMIZERS[optimizer])
     config = replace(config, model=replace(config.model, dropout=0.5))
@@ -134,7 +134,7 @@ def both_ways_watched(world, config):
     return losses == plain, equal, len(told), on_main
 
 
-def test_rows_that_someone_must_be_told_of_are_updated_op_by_op(rehearsed_ranks):
+def test_rows_with_listeners_are_updated_eagerly(rehearsed_ranks):
     config = with_graph(make_config("1", "adagrad", dtype="float32", dense="adam"))
     ((losses, weights, told, on_main),) = rehearsed_ranks(1, both_ways_watched, config)
     assert losses
@@ -158,7 +158,7 @@ def wrong_id(world, config):
     return str(refused.value), all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def test_a_wrong_id_is_told_before_a_replay(rehearsed_ranks):
+def test_bad_id_is_reported_before_a_replay(rehearsed_ranks):
     config = with_graph(make_config("1", "adagrad", dtype="float32", dense="adam"))
     ((words, unchanged),) = rehearsed_ranks(1, wrong_id, config)
     assert "field C2: id 11 in row 3" in words
@@ -169,7 +169,7 @@ def told_at_start(world, config):
     return make_job(world, config).trainer.graphs.describe()
 
 
-def test_what_is_not_replayed_is_said(rehearsed_ranks):
+def test_log_explains_what_is_not_replayed(rehearsed_ranks):
     config = with_graph(make_config("1", "adagrad", dtype="float32", dense="adam"))
     (all_of_it,) = rehearsed_ranks(1, told_at_start, config)
     assert all_of_it == "all of a step behind the sorted ids is replayed"
@@ -185,10 +185,10 @@ def why_not(world, mix):
     return make_collection(world, mix).why_not_captured()
 
 
-def test_lists_of_ids_stay_out_of_a_graph(rehearsed_ranks):
+def test_lists_of_ids_are_not_captured(rehearsed_ranks):
     mix = replace(mix_of("columns", 8, RULES[2], dtype=torch.float32), world_size=1)
     (words,) = rehearsed_ranks(1, why_not, mix)
-    assert "has lists of ids, of another number in each batch" in words
+    assert "has lists of ids, whose number varies" in words
 
 
 def both_ways_with_triton(world, config):
@@ -206,7 +206,7 @@ def both_ways_with_triton(world, config):
     return by_triton, both_ways(world, config)
 
 
-def test_tritons_dropout_in_a_graph_equals_torchs(rehearsed_ranks):
+def test_captured_triton_dropout_equals_torch(rehearsed_ranks):
     pytest.importorskip("triton")
     config = with_graph(make_config("1", "adagrad", dtype="float32", dense="adam"))
     config = replace(config, model=replace(config.model, dropout=0.5))
@@ -229,7 +229,7 @@ def both_ways_with_tritons_tables(world, config):
 
 
 @pytest.mark.parametrize("sparse", ["rowwise_adagrad", "lazy_adam"])
-def test_tritons_kernels_of_tables_are_replayed(rehearsed_ranks, sparse):
+def test_triton_table_kernels_are_replayed(rehearsed_ranks, sparse):
     pytest.importorskip("triton")
     config = make_config("1", sparse, dtype="float32", dense="adam", kernel="triton", batch_size=12)
     config = with_graph(config, table_dtype="bfloat16")
@@ -237,7 +237,7 @@ def test_tritons_kernels_of_tables_are_replayed(rehearsed_ranks, sparse):
     check(rehearsed_ranks(1, both_ways_with_tritons_tables, replace(config, optimizer=optimizer)))
 
 
-def test_of_several_ranks_gradients_leave_the_graph(rehearsed_ranks):
+def test_gradients_of_several_ranks_leave_the_graph(rehearsed_ranks):
     config = with_graph(make_config("3", "rowwise_adagrad", dtype="float32", dense="adam"))
     config = replace(config, model=replace(config.model, dropout=0.5))
     check(rehearsed_ranks(2, both_ways, config))
@@ -285,19 +285,19 @@ def net_config(odd=""):
     return replace(config, model=NetConfig(odd=odd))
 
 
-def test_a_module_with_dropout_can_be_captured(rehearsed_ranks):
+def test_module_with_dropout_can_be_captured(rehearsed_ranks):
     check(rehearsed_ranks(1, both_ways, net_config(), 3), captured_at=3)
 
 
 @pytest.mark.parametrize("odd", ["item", "mask", "upload"])
-def test_a_module_that_waits_is_refused_by_name_of_the_setting(rehearsed_ranks, odd):
+def test_module_that_waits_is_rejected_with_the_setting(rehearsed_ranks, odd):
     with pytest.raises(RanksFailed) as failed:
         rehearsed_ranks(1, train, net_config(odd), 3)
     assert "ConfigError: parallel.cuda_graph: true, but the dense part" in str(failed.value)
     assert "or use parallel.cuda_graph=false" in str(failed.value)
 
 
-def test_what_no_graph_can_hold_is_refused_before_a_step():
+def test_configurations_that_cannot_be_captured_are_rejected_at_start():
     config = make_config("1", "sgd", dtype="float32")
     with pytest.raises(ConfigError, match=r"parallel.cuda_graph: true on cpu, which has no such"):
         plan_run(with_graph(config), FIELDS, world_size=1, device_type="cpu")
@@ -313,7 +313,7 @@ def build(world, config):
     return str(refused.value)
 
 
-def test_a_dense_part_that_sends_is_refused(rehearsed_ranks):
+def test_dense_part_with_transfers_is_rejected(rehearsed_ranks):
     split = make_config("1", "sgd", dtype="float32", dense_layouts={"mlp.0.*": "S(0)"})
     normed = make_config("1", "sgd", dtype="float32")
     normed = replace(normed, model=replace(normed.model, norm="batch"))
@@ -413,7 +413,7 @@ def refusals(world):
     return found
 
 
-def test_what_a_capture_cannot_hold_is_refused(rehearsed_ranks):
+def test_operations_that_cannot_be_captured_are_rejected(rehearsed_ranks):
     (found,) = rehearsed_ranks(1, refusals)
     for case, words in REFUSED.items():
         assert words in found[case.__name__], f"{case.__name__}: {found[case.__name__]}"
@@ -430,7 +430,7 @@ def replays(world):
     return str(seen)
 
 
-def test_a_capture_computes_nothing_and_each_replay_does(rehearsed_ranks):
+def test_only_replays_compute(rehearsed_ranks):
     (seen,) = rehearsed_ranks(1, replays)
     assert seen == (
         "[([nan, nan], [0.0, 0.0]), ([2.0, 2.0], [2.0, 2.0]), ([22.0, 22.0], [22.0, 22.0])]"

@@ -30,7 +30,7 @@ def turns(each, others, count):
         *((3, *pair) for pair in itertools.product(schemes.SCHEMES, OF_SCHEMES)),
     ],
 )
-def test_a_scheme_equals_the_reference(rehearsed_ranks, world_size, scheme, optimizer):
+def test_scheme_equals_the_reference(rehearsed_ranks, world_size, scheme, optimizer):
     case = schemes.make_case(*schemes.SCHEMES[scheme], optimizer)
     schemes.check(rehearsed_ranks, world_size, case)
 

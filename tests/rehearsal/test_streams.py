@@ -157,7 +157,7 @@ def outcomes(world, cases):
     return found
 
 
-def test_what_streams_do_without_an_order_is_refused(rehearsed_ranks):
+def test_unordered_use_of_streams_is_rejected(rehearsed_ranks):
     (found,) = rehearsed_ranks(1, outcomes, [*REFUSED, *TAKEN])
     for case, words in REFUSED.items():
         assert words in found[case.__name__], f"{case.__name__}: {found[case.__name__]!r}"
@@ -178,7 +178,7 @@ def step_without(world, config, what):
 
 
 @pytest.mark.parametrize("scheme", ["1", "3"])
-def test_rows_wait_for_the_ids_beside_them(rehearsed_ranks, scheme):
+def test_rows_wait_for_the_id_stream(rehearsed_ranks, scheme):
     from tests.ranks import RanksFailed
     from tests.training.wdl_case import make_config
 
