@@ -30,9 +30,9 @@ class DictStores:
 class DictStore:
     """Rows of batches that are announced and not released never leave their slots.
 
-    Of the others the one that came last leaves first: a bad choice, so that leases alone keep rows.
-    ``_lock`` covers which row is in which slot, and the dict: a ``read`` by the thread that saves
-    finds each row in one of them.
+    Of the other rows, the most recent one is evicted first: a bad policy, so that only leases keep
+    rows. ``_lock`` guards the dict and the assignment of slots, so that a ``read`` by the writer
+    thread finds each row in one of them.
     """
 
     is_in_place = False

@@ -14,8 +14,8 @@ from tests.embedding.own_exchange import HOST
 
 @dataclass(slots=True)
 class Hop:
-    """Rows asked for, by rank of the group: ``keys`` [n], and ``at``, where what wants them finds
-    its row.
+    """Requested rows by rank of the group: ``keys`` [n], and the positions ``at`` of the requests
+    among them.
     """
 
     keys: torch.Tensor

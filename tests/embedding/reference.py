@@ -1,7 +1,7 @@
-"""Embedding training in one process and float64, row by row in numpy: slow, and shares no code.
+"""A slow reference for embedding training: one process, float64, row by row in NumPy, no sbpflow.
 
-Bags of any kind, sums and means, weights, shared tables; the optimizers as their papers and torch
-define them. State is per logical row.
+Supports all bags, sums and means, weights, and shared tables, with optimizers as defined in their
+papers and in torch. State is per logical row.
 """
 
 from dataclasses import dataclass, field

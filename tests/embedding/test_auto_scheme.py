@@ -111,9 +111,8 @@ def test_several_hosts_are_priced_by_the_slower_link(exchange):
     usual = price_plan(plan, 4096, one)
     assert price_plan(plan, 4096, replace(one, network_link=slow)) == usual
     assert price_plan(plan, 4096, apart) == usual
-    assert (
-        price_plan(plan, 4096, replace(apart, network_link=fast)) == usual
-    )  # the host link is slower
+    # The link within a host is the slower one here.
+    assert price_plan(plan, 4096, replace(apart, network_link=fast)) == usual
     found = price_plan(plan, 4096, replace(apart, network_link=slow))
     assert found == price_plan(plan, 4096, replace(one, host_link=slow))
     assert found.transfer_ms > usual.transfer_ms + 7
@@ -165,9 +164,8 @@ def test_candidates_place_every_table():
     assert alike < set(found)
     assert any(name.startswith("B up to 16 rows, else") for name in found)
     whole = found["all whole"]
-    assert (
-        len({rule.ranks for rule in whole.values()}) == 4
-    )  # the four heaviest are on different ranks
+    # The four heaviest tables are on different ranks.
+    assert len({rule.ranks for rule in whole.values()}) == 4
     assert [rule.sbp for rule in found["all S(1)"].values()] == ["S(1)", "B", "S(1)", "S(1)", "B"]
     assert list(candidates(tables, [FeatureConfig(name="f")], 1, 128)) == ["all B"]
 

@@ -37,13 +37,13 @@ def forward_twice(world: World) -> None:
     forward(training=False)  # an evaluation between the two does not lose anything
     with pytest.raises(
         SbpError,
-        match=r"call apply_gradients\(step\) .*start_id_exchange.*receive_grads.*update\(step\)",
+        match=r"apply_gradients\(step\).*start_id_exchange.*receive_grads.*update\(step\)",
     ):
         forward()
     collection.apply_gradients(1)  # the first batch is still pending
     second = forward()
     torch.testing.assert_close(second, first - 1.0)
-    with pytest.raises(RuntimeError, match="output deep has no gradient"):
+    with pytest.raises(RuntimeError, match="output deep: has no gradient"):
         collection.apply_gradients(2)
     forward()
 
@@ -105,11 +105,11 @@ def test_constants_at_their_bounds_are_accepted():
 def test_unknown_optimizers_and_constants_are_rejected():
     for name, message in {
         "lazy_adm": r"'lazy_adm'; use sgd, adagrad, .*; did you mean lazy_adam\?",
-        "my_rules:Sign": r"'my_rules:Sign': no such class is imported here",
+        "my_rules:Sign": r"'my_rules:Sign': .* is not imported",
     }.items():
         with pytest.raises(ConfigError, match=message):
             sparse_optimizer(name)
     with pytest.raises(ConfigError, match=r"ftrl: has no weight_decay; use lr, beta, l1"):
         sparse_optimizer("ftrl", weight_decay=0.1)
-    with pytest.raises(ConfigError, match=r"'adagrad': this class is sgd; leave it out"):
+    with pytest.raises(ConfigError, match=r"name 'adagrad'; .* use 'sgd'"):
         Sgd(name="adagrad")

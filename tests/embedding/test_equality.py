@@ -1,6 +1,6 @@
 """Any layout on 1 to 4 ranks equals the reference written without sbpflow, in float64.
 
-Tolerances: float64 sums taken in another order; tables of 1e-1 and three steps stay below 1e-12.
+Tolerance: float64 sums in another order; with tables of 1e-1 and three steps, below 1e-12.
 """
 
 from dataclasses import replace

@@ -94,8 +94,8 @@ def test_kernels_match_torch(kernel, rule):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("rule", ALL_RULES, ids=str)
 def test_compiled_updates_match_torch(rule, dtype, width):
-    """To the bit where no root is taken: torch's roots are off by a unit at times, and so are its
-    weighted sums in float64.
+    """Bit-equal unless a root is taken: torch's roots can be off by one unit in the last place, as
+    can its weighted sums in float64.
     """
     pytest.importorskip("numba")
     torch.manual_seed(0)

@@ -1,7 +1,7 @@
-"""Random mixes of everything the engine takes equal a reference written without it.
+"""Random mixes of everything that the engine supports equal a reference written without it.
 
-float64 sums in another order over 20 steps stay within 1e-10; float32 bounds are stated where
-they are used.
+Float64 sums in another order stay within 1e-10 over 20 steps; float32 bounds are given where they
+are used.
 """
 
 from collections import Counter
@@ -356,8 +356,8 @@ def passed_samples(world, exchange: str) -> str:
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_batch_part_of_wrong_size_is_rejected(ranks, exchange):
     messages = ranks(2, passed_samples, exchange)
-    assert "rank 0 passed ids of 3 samples; its part of a batch of 8 is 4" in messages[0]
-    assert "rank 1 passed ids of 5 samples" in messages[1]
+    assert "rank 0: got ids of 3 samples; pass 4" in messages[0]
+    assert "rank 1: got ids of 5 samples" in messages[1]
 
 
 class Watched(DeviceStore):

@@ -94,8 +94,8 @@ def test_rows_are_rounded_equally_in_any_layout(ranks, dtype, name, rule):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_float32_losses_differ_only_by_summation_order(ranks, name):
-    """A sum in another order may tip a rounding, once in about 1e5: half a unit of bf16, 4e-4 of a
-    weight below 0.1, whose share in a loss of 16 samples is below 1e-5.
+    """Another summation order changes about one rounding in 1e5: by half a unit of bf16, which is
+    4e-4 of a weight below 0.1, and below 1e-5 of a loss over 16 samples.
     """
     wide, deep, changes = LAYOUTS[name]
     options = {"row_dtype": torch.bfloat16, "dtype": torch.float32}

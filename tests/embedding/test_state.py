@@ -36,9 +36,7 @@ def rectangles(world: World, case: Case) -> dict[str, tuple[tuple[int, ...], lis
                 columns = torch.arange(part.col_start, part.col_stop, dtype=torch.float64)
                 rows = torch.arange(part.row_start, part.row_stop, dtype=torch.float64)
                 marks = rows if part.values.ndim == 1 else rows.unsqueeze(1) * 100 + columns
-                part.values.copy_(
-                    marks
-                )  # a view: the marks are visible when the state is read again
+                part.values.copy_(marks)  # a view: the next read of the state shows the marks
             place = (part.row_start, part.row_stop, part.col_start, part.col_stop)
             parts.append((place, None))
         again = collection.state()[name].rectangles

@@ -105,9 +105,9 @@ AHEAD = 4
 
 
 def train_ahead(world, mix, stores, ahead):
-    """Outputs and rows, with ``ahead`` batches announced before their own; the last are cancelled.
+    """Outputs and rows, with ``ahead`` batches announced in advance; the last ones are canceled.
 
-    A batch in the middle is looked up without being trained.
+    A batch in the middle is looked up without training.
     """
     collection = make_collection(world, mix, stores)
     window, outputs = deque(), []

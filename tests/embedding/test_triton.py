@@ -1,7 +1,7 @@
-"""The Triton kernels equal the torch kernel, under Triton's interpreter where there is no card.
+"""The Triton kernels equal the torch kernel; without a GPU they run in Triton's interpreter.
 
-Equal bits where both round every operation. Where torch on CPU multiplies and adds in one rounding
-(``lerp``, ``addcmul`` and the like, by the width of its vectors) float32's last bits differ.
+They are bit-equal if both round every operation. If torch on CPU uses fused multiply-add (``lerp``,
+``addcmul``, and the like, depending on the vector width), the last bits of float32 differ.
 """
 
 from dataclasses import dataclass
@@ -164,6 +164,8 @@ def five_constants(optimizer):
 
 def test_optimizer_with_too_many_constants_is_rejected():
     _, storage = both(3, 4, Large())
-    message = "kernel triton: sparse optimizer large has 5 constants and 0 states; 4 and 2 fit"
+    message = (
+        "kernel triton: sparse optimizer large has 5 constants and 0 states; use at most 4 and 2"
+    )
     with pytest.raises(SbpError, match=message):
         storage.update(Lookup(torch.tensor([0], device=DEVICE)), torch.ones(1, 4), 0.1, 1)

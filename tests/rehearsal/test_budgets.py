@@ -1,7 +1,8 @@
-"""How often a training step waits for the device, and how many ops it hands over: upper bounds.
+"""Upper bounds on the waits of a training step for the device, and on the ops it submits.
 
-The aim is no wait with one rank and for ``columns`` and ``reduce``; where the batch decides sizes,
-one late pinned read per batch and dependent size. Ids come as a loader passes them, vouched for.
+The goal is no wait with one rank and for ``columns`` and ``reduce``. If sizes depend on the batch,
+it is one asynchronous pinned read per batch and dependent size. Ids come with bounds, as from a
+loader.
 """
 
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from tests.training.wdl_case import NUM_ROWS, make_batches, make_config, make_jo
 
 @dataclass(frozen=True)
 class Budget:
-    """Of one step, on any rank: ``waits`` are syncs and blocking uploads."""
+    """Limits for one step on any rank; ``waits`` are syncs and blocking uploads."""
 
     waits: int
     late_reads: int
@@ -40,7 +41,7 @@ BUDGETS = {
 
 
 def second_step(world, config, accumulate):
-    """Journal of the second step, whose batch had begun in the first, with the third's ahead."""
+    """The journal of the second step, which starts in the first and overlaps the third."""
     from tests.rehearsal.journal import journal
 
     world.checked = False
@@ -50,7 +51,7 @@ def second_step(world, config, accumulate):
         to_device(batch.part(world.rank, world.size), world.device)
         for batch in make_batches(4 * accumulate, config.data.batch_size)
     ]
-    for batch in batches:  # as a loader vouches for them
+    for batch in batches:  # with bounds, as from a loader
         batch.ids = BatchIds(batch.ids, None, columns)
     steps = [batches[n * accumulate : (n + 1) * accumulate] for n in range(4)]
     for batch in batches[: 3 * accumulate]:
@@ -62,8 +63,8 @@ def second_step(world, config, accumulate):
             second = made
     sort = "aten.sort.stable"
     on_main = second.ops[sort] - second.beside[sort]
-    if accumulate == 1:  # several batches' rows are sorted once more together
-        # Rows of whole tables' gradients are known when these come: any other sort is ahead.
+    if accumulate == 1:  # the rows of several batches are sorted together once more
+        # Rows of dense gradients are known only on arrival; all other sorts are ahead.
         assert on_main == sum(
             len(group.stacks)
             for group in job.plan.embeddings.groups
@@ -87,14 +88,14 @@ def test_step_stays_within_its_budget(rehearsed_ranks, ranks, scheme, sparse):
     check(rehearsed_ranks(ranks, second_step, config, 1), BUDGETS[ranks, scheme])
 
 
-# What lays rows out in buffers: on the stream of ids, and around the transfers.
+# Ops that place rows in buffers: on the id stream, and around the transfers.
 LAID_OUT = {"3": 80, "dp": 110}
 
 
 @pytest.mark.parametrize("share", [1.0, 0.9])
 @pytest.mark.parametrize("scheme", LAID_OUT)
 def test_fixed_size_buffers_need_no_counts(rehearsed_ranks, scheme, share):
-    """With room for all there is nothing to read; else how many rows there were, a step later."""
+    """With room for any batch, nothing is read; otherwise the row counts, one step later."""
     config = make_config(scheme, "rowwise_adagrad", dtype="float32", dense="adam")
     config = replace(config, parallel=replace(config.parallel, row_buffer_fraction=share))
     ops = BUDGETS[2, scheme].ops + LAID_OUT[scheme]
@@ -126,7 +127,7 @@ def test_accumulation_adds_no_waits(rehearsed_ranks):
 
 
 def losses_and_step(world, config):
-    """Losses of four steps under Triton's kernels and under torch's, and a step's journal."""
+    """Losses of four steps with Triton's and with torch's kernels, and the journal of a step."""
     from importlib.util import find_spec
 
     from sbpflow.embedding.storage import choose
@@ -157,11 +158,11 @@ def test_triton_matches_torch_within_the_budget(rehearsed_ranks, ranks, scheme):
     )
     for found, (triton, plain) in rehearsed_ranks(ranks, losses_and_step, config):
         check([found], BUDGETS[ranks, scheme])
-        assert triton == pytest.approx(plain, rel=1e-5)  # float32 in another order
+        assert triton == pytest.approx(plain, rel=1e-5)  # float32 sums in another order
 
 
 def ragged_step(world, mix):
-    """Journal of the second batch of a collection with lists, the third beginning within it."""
+    """The journal of a collection's second batch with lists, during which the third starts."""
     from tests.rehearsal.journal import journal
 
     collection, bounds = make_collection(world, mix), IdBounds((9,) * 4, (64,), (4,))
@@ -203,8 +204,8 @@ def test_lists_of_ids_need_one_read_together_with_the_counts(rehearsed_ranks, ra
 
 
 def ops_by_repetition(world, config):
-    """Ops and collectives of a step whose ids are two rows of each table, the first and the last,
-    so that every rank owns one; and of a step with as many rows as can be.
+    """Ops and collectives of two steps: one whose ids are the first and last row of each table, so
+    that every rank owns one, and one with as many rows as possible.
     """
     from tests.rehearsal.journal import journal
 

@@ -1,4 +1,4 @@
-"""The tests that wait for a GPU, run on a rehearsed one: so no mistake costs time on a card."""
+"""The tests that require a GPU, run on a rehearsed one, so that mistakes cost no GPU time."""
 
 import pytest
 import torch

@@ -1,6 +1,4 @@
-"""A step, or its dense part, as one CUDA graph: equal to the same steps op by op, and what no graph
-can hold.
-"""
+"""A step, or its dense part, as one CUDA graph equals eager steps; and what no graph can hold."""
 
 from dataclasses import dataclass, replace
 
@@ -22,7 +20,7 @@ from tests.models.twins import MODELS
 from tests.ranks import RanksFailed
 from tests.training.wdl_case import DENSE, FIELDS, make_batches, make_config, make_job, to_device
 
-STEPS, SHORT = 6, (4, 5)  # the fifth batch and the last one have fewer rows
+STEPS, SHORT = 6, (4, 5)  # the fifth and the last batch have fewer rows
 
 
 def with_graph(config, **parallel):
@@ -32,7 +30,7 @@ def with_graph(config, **parallel):
 
 
 def train(world, config, warm_up_steps, steps=STEPS, before_step=None):
-    """Losses; weights, rows and what optimizers keep of them; each step's journal."""
+    """Losses; weights, rows, and optimizer state; the journal of each step."""
     from tests.rehearsal.journal import journal
 
     world.checked = False
@@ -42,7 +40,7 @@ def train(world, config, warm_up_steps, steps=STEPS, before_step=None):
     for number, batch in enumerate(make_batches(STEPS, config.data.batch_size)[:steps]):
         mine = batch.part(world.rank, world.size)
         rows = to_device(mine, world.device)
-        if number == warm_up_steps:  # whose shape is captured; later batches must not be there
+        if number == warm_up_steps:  # captured here; later batches must not exist yet
             kept = [(rows.labels, mine.labels), (rows.dense, mine.dense), (rows.ids, mine.ids)]
         if before_step is not None:
             before_step(job, number)
@@ -60,7 +58,7 @@ def train(world, config, warm_up_steps, steps=STEPS, before_step=None):
 
 
 def both_ways(world, config, captured_at=1, steps=STEPS, before_step=None):
-    """With a graph from then on, and op by op; False where their weights differ."""
+    """Results with a graph from then on, and with eager steps; False where weights differ."""
     losses, weights, journals = train(world, config, captured_at, steps, before_step)
     plain, same, plain_journals = train(world, config, steps, steps)
     equal = [torch.equal(value, same[name]) for name, value in weights.items()]
@@ -71,7 +69,7 @@ def both_ways(world, config, captured_at=1, steps=STEPS, before_step=None):
 
 
 def check(found, captured_at=1, most=None):
-    """``most``: the ops that a replayed step hands to the main stream."""
+    """``most``: the number of ops that a replayed step submits to the main stream."""
     for losses, plain, ops, plain_ops, waits, equal, on_main in found:
         assert losses == plain
         assert equal
@@ -102,7 +100,7 @@ def test_replays_equal_eager_steps(rehearsed_ranks, optimizer):
 
 
 CAPTURED = ("adam", "rmsprop")
-TABLES = {  # rule of the deep tables, and how rows are stored
+TABLES = {  # optimizer of the deep tables, and row dtype
     "sgd": None,
     "adagrad": "float16",
     "rowwise_adagrad": "bfloat16",
@@ -112,7 +110,7 @@ TABLES = {  # rule of the deep tables, and how rows are stored
 
 @pytest.mark.parametrize("sparse", TABLES)
 def test_tables_are_updated_in_the_graph(rehearsed_ranks, sparse):
-    """At a rate that rises from step to step; beside FTRL, which takes one rate alone, at that."""
+    """The learning rate changes every step, except for FTRL, which requires a constant rate."""
     wide = Ftrl() if sparse == "adagrad" else None
     config = make_config("1", sparse, dtype="float32", dense="adam", wide=wide)
     config = with_graph(config, table_dtype=TABLES[sparse])
@@ -123,7 +121,7 @@ def test_tables_are_updated_in_the_graph(rehearsed_ranks, sparse):
 
 
 def both_ways_watched(world, config):
-    """Rows are to be told of in the third step, as while a checkpoint is saved beside training."""
+    """A row listener is installed in the third step, as during a background save."""
     told = []
 
     def before_step(job, number):
@@ -139,12 +137,12 @@ def test_rows_with_listeners_are_updated_eagerly(rehearsed_ranks):
     ((losses, weights, told, on_main),) = rehearsed_ranks(1, both_ways_watched, config)
     assert losses
     assert weights
-    assert told == 2  # the deep and the wide storage
+    assert told == 2  # the deep and the wide store
     assert on_main[3] < 20 < 100 < on_main[2]
 
 
 def wrong_id(world, config):
-    """What a step with an id out of range says, and whether it changed anything."""
+    """The error of a step with an out-of-range id, and whether the step changed anything."""
     job = make_job(world, config)
     job.trainer.graphs.warm_up_steps = 1
     batches = [to_device(batch, world.device) for batch in make_batches(4, config.data.batch_size)]
@@ -249,7 +247,7 @@ def test_interactions_and_norms_can_be_captured(rehearsed_ranks, name):
 
 
 class Net(nn.Module):
-    """``odd`` is what it does that a graph cannot hold."""
+    """``odd`` selects an operation that a graph cannot hold."""
 
     def __init__(self, odd: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The rehearsal refuses what a card would refuse or get wrong, and lists what it would wait for."""
+"""The rehearsal rejects what a GPU would reject or compute incorrectly, and lists host waits."""
 
 import pytest
 import torch
@@ -105,7 +105,7 @@ REFUSED = {
 
 
 def refusals(world, cases):
-    """What each case raises; the transfers it started are forgotten."""
+    """The error of each case; transfers that it started are discarded."""
     from tests.rehearsal.install import check_end, forget
 
     found = {}

@@ -1,4 +1,4 @@
-"""``make gpu``: its parts run in rehearsal, survive one another, and need what a bare box has."""
+"""``make gpu``: its parts run in rehearsal, are independent, and need no optional packages."""
 
 import json
 import runpy
@@ -11,7 +11,7 @@ import pytest
 from benchmarks import gpu, gpu_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
-# A CUDA box has torch, numpy, yaml, tqdm, pytest, triton, and hypothesis perhaps.
+# A CUDA machine has torch, numpy, yaml, tqdm, pytest, triton, and perhaps hypothesis.
 ABSENT = (
     "nvidia",
     "fbgemm_gpu",
@@ -124,7 +124,7 @@ SMALL = ["data.batch_size=64", "model.hidden=[8, 8]", "model.embedding_dim=4"]
 
 
 def whole_programs(world, folder):
-    """The modules of ``make gpu`` from their command lines on, with less work; their records."""
+    """Run the modules of ``make gpu`` by command line, with less work; return their records."""
     from benchmarks import gpu_dlperf, gpu_kernels, gpu_mlp, gpu_trace, record
 
     def timed(work, **_):
@@ -132,8 +132,8 @@ def whole_programs(world, folder):
         return {"ms": 1.0, "min_ms": 1.0, "max_ms": 1.0}
 
     record.RESULTS = gpu_trace.RESULTS = Path(folder)
-    gpu_kernels.import_fbgemm = lambda: None  # its kernels cannot be rehearsed
-    # Nor can events of a device: torch would tell each of thousands with a stack of C++.
+    gpu_kernels.import_fbgemm = lambda: None  # FBGEMM's kernels cannot be rehearsed
+    # Neither can device events, which torch would report with thousands of C++ stack traces.
     profile = gpu_trace.profile
     gpu_trace.profile = lambda activities: profile(activities=activities[:1])
     for module in (gpu_dlperf, gpu_kernels, gpu_mlp):
@@ -166,7 +166,7 @@ def test_programs_of_make_gpu_run(rehearsed_ranks, tmp_path):
 
 @pytest.mark.slow
 def test_torchrec_benchmark_uses_equal_shapes():
-    """On CPU, where FBGEMM has no Adam: another rule, and the host's clock."""
+    """On CPU, where FBGEMM has no Adam: another optimizer, and the host's clock."""
     pytest.importorskip("torchrec")
     from benchmarks import gpu_torchrec
     from sbpflow.config.load import load_config

@@ -1,4 +1,4 @@
-"""What runs otherwise on CUDA than on CPU, rehearsed."""
+"""Code with a separate CUDA path, rehearsed."""
 
 import numpy as np
 import pytest
@@ -57,7 +57,7 @@ def test_adjacent_inputs_use_one_aligned_product(rehearsed_ranks):
 
 
 class Switch:
-    """A trainer as far as the watch knows it."""
+    """The parts of a trainer that the overlap watch uses."""
 
     schedule = OVERLAPPED
 

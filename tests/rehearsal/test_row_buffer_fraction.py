@@ -1,4 +1,4 @@
-"""Rows in buffers of a fixed size: equal bits to rows of counted transfers, whatever fits."""
+"""Fixed-size row buffers give the same bits as counted transfers, for any buffer size."""
 
 import logging
 from dataclasses import replace
@@ -19,7 +19,7 @@ from tests.training.wdl_case import (
     to_device,
 )
 
-STEPS = 8  # short batches, one of a single row, one of fewer rows than three ranks among them
+STEPS = 8  # includes short batches, a batch of one row, and one with fewer rows than three ranks
 UNIQUE_COLUMNS = {"deep.*": TableRule(sbp="S(1)", exchange="unique")}
 LOCAL = {"*": TableRule(sbp="B", exchange="local")}
 CASES = {
@@ -37,7 +37,7 @@ def config_of(case, share, **parallel):
 
 
 def train_ahead(world, config):
-    """Losses, dense parameters and rows with state; ids go a batch ahead. And what was said."""
+    """Losses, dense parameters, rows with state, and log messages; ids are one batch ahead."""
     said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
@@ -85,12 +85,12 @@ QUICK = {(2, "unique"), (2, "local"), (3, "unique columns")}
 )
 def test_any_buffer_fraction_trains_to_equal_bits(rehearsed_ranks, ranks, case):
     wanted = rehearsed_ranks(ranks, train_ahead, config_of(case, None))
-    # An all-reduce adds up three ranks in an order that depends on a number's place among others.
+    # For three ranks, the summation order of an all-reduce depends on an element's position.
     rtol = 1e-6 if (ranks, case) == (3, "squares of columns") else 0.0
     for share in (1.0, 0.6, 0.05):
         found = rehearsed_ranks(ranks, train_ahead, config_of(case, share))
         assert_equal(found, wanted, rtol)
-        # With a twentieth of the room nearly every batch is sent again.
+        # With a twentieth of the room nearly every exchange is repeated.
         assert bool(found[0][3]) == (share == 0.05) or share == 0.6
 
 

@@ -9,7 +9,7 @@ from tests.training.test_run import CONFIG
 
 
 def run_of_one_rank(world, arguments):
-    """Exit code, and how often the host waited within the last training steps, by line."""
+    """The exit code, and how often the host waited in the last training steps, by line."""
     from sbpflow.commands import train
     from sbpflow.training.trainer import Trainer
     from tests.rehearsal.journal import journal

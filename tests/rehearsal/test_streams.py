@@ -1,4 +1,4 @@
-"""The rehearsal refuses what two streams do without an order, and memory given back too early."""
+"""The rehearsal rejects unordered use of memory by streams, and memory that is freed too early."""
 
 import gc
 
@@ -142,7 +142,7 @@ TAKEN = (
 
 
 def outcomes(world, cases):
-    """What each case raises, "" if nothing."""
+    """The error of each case, "" if there is none."""
     from tests.rehearsal.install import forget
     from tests.rehearsal.memory import RefusedError
 
@@ -165,7 +165,7 @@ def test_unordered_use_of_streams_is_rejected(rehearsed_ranks):
 
 
 def step_without(world, config, what):
-    """A step of an engine that leaves ``what`` out."""
+    """A step of an engine that skips ``what``."""
     from sbpflow.embedding.ids.ahead import IdStream
     from tests.training.wdl_case import train
 
