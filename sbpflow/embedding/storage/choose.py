@@ -30,7 +30,13 @@ LOG = logging.getLogger(__name__)
 _NOTICE_AFTER_S = 2.0  # a longer compilation is announced in the log
 
 KernelName = Literal["torch", "fbgemm", "numba", "triton"]
-KERNEL_NAMES: tuple[KernelName, ...] = ("torch", "fbgemm", "numba", "triton")
+KERNEL_NAMES: tuple[KernelName, ...] = get_args(KernelName)
+# The compiled kernels in order of preference, with the reason for the start-up summary.
+_PREFERENCE: dict[KernelName, str] = {
+    "numba": "compiled for this CPU",
+    "fbgemm": "equal results, fused update",
+    "triton": "sort, sum, and update in launches of fixed size",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,13 +153,10 @@ def choose_kernel(
     if request != "auto":
         fault = faults[request]
         return KernelChoice(request, "requested") if fault is None else KernelChoice("torch", fault)
-    if faults["numba"] is None:
-        return KernelChoice("numba", "compiled for this CPU")
-    if faults["fbgemm"] is None:
-        return KernelChoice("fbgemm", "equal results, fused update")
-    if faults["triton"] is None:
-        return KernelChoice("triton", "sort, sum, and update in launches of fixed size")
-    return KernelChoice("torch", faults["fbgemm"])
+    for name, reason in _PREFERENCE.items():
+        if faults[name] is None:
+            return KernelChoice(name, reason)
+    return KernelChoice("torch", str(faults["fbgemm"]))
 
 
 def request_of(stack: TableBatch, request: KernelRequest) -> KernelRequest:
