@@ -17,7 +17,7 @@ from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.assembly import Assembly
 from sbpflow.embedding.exchange.base import AnyGroup, GroupContext, GroupInFlight, make_group
 from sbpflow.embedding.exchange.counts import CountsUnderWay
-from sbpflow.embedding.exchange.id_transfer import IdTransfer
+from sbpflow.embedding.exchange.id_transfer import IdsUnderWay, IdTransfer
 from sbpflow.embedding.exchange.overflow import PaddedGroups
 from sbpflow.embedding.ids.ahead import IdStream
 from sbpflow.embedding.ids.batch_ids import Ids
@@ -131,7 +131,7 @@ class EmbeddingCollection:
                     f"rank {self._world.rank}: got ids of {local.num_samples} samples; pass "
                     f"{share}, its share of a batch of {batch_size}"
                 )
-            transfer = self._transfer.start_id_exchange(local, batch_size)
+            transfer = IdsUnderWay(self._transfer, local, batch_size)
             self._num_begun += training
             number = self._num_begun if training else None
             parts = [

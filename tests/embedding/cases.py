@@ -1,4 +1,4 @@
-"""Small embedding cases for several ranks, and the single-process result they must equal."""
+"""Small embedding cases for several ranks, and the single-process results they must equal."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -110,7 +110,7 @@ class Case:
 
 
 def train(world: World, case: Case) -> dict[str, Any]:
-    """Run the case on this rank; returns its outputs, pieces and log for the parent to join."""
+    """Run the case on this rank; return its outputs, pieces, and log for the parent to join."""
     boxing = Boxing(world)
     plan = case.plan(world.size, world.backend, world.device.type)
     collection = EmbeddingCollection(plan, boxing, seed=SEED, kernel=case.kernel)
@@ -153,7 +153,7 @@ def join_outputs(results: list[dict[str, Any]]) -> list[dict[str, np.ndarray]]:
 def join_tables(
     case: Case, results: list[dict[str, Any]]
 ) -> dict[str, tuple[np.ndarray, dict[str, np.ndarray]]]:
-    """Whole tables and state from the ranks' pieces; NaN where no rank held anything."""
+    """Whole tables and state from the ranks' pieces; NaN for elements that no rank holds."""
     tables: dict[str, tuple[np.ndarray, dict[str, np.ndarray]]] = {}
     for out in case.outputs():
         for table in out.tables:

@@ -1,4 +1,4 @@
-"""A row store for tests: rows in a Python dict behind few slots."""
+"""A row store for tests: rows in a Python dict, with few slots."""
 
 import threading
 from collections import Counter
@@ -16,7 +16,7 @@ Row = dict[str, Tensor]  # the row and its state by name
 
 @dataclass
 class DictStores:
-    """Makes stores of ``slots`` slots each; ``made`` has them."""
+    """Makes stores of ``slots`` slots each, and records them in ``made``."""
 
     slots: int
     made: list["DictStore"] = field(default_factory=list)
@@ -30,9 +30,9 @@ class DictStores:
 class DictStore:
     """Rows of batches that are announced and not released never leave their slots.
 
-    Of the others the one that came last leaves first: a bad choice, so that leases alone keep rows.
-    ``_lock`` covers which row is in which slot, and the dict: a ``read`` by the thread that saves
-    finds each row in one of them.
+    Of the other rows, the most recent one is evicted first: a bad policy, so that only leases keep
+    rows. ``_lock`` guards the dict and the assignment of slots, so that a ``read`` by the writer
+    thread finds each row in one of them.
     """
 
     is_in_place = False
@@ -48,8 +48,8 @@ class DictStore:
             for name, one in self._block.items()
         }
         self._rows: dict[int, Row] = {}
-        self._slot_of: dict[int, int] = {}  # the row that came last is the last
-        # From the end of the block, so that hardly a row is in the slot of its own number.
+        self._slot_of: dict[int, int] = {}  # in order of use: the most recent row is last
+        # Assigned from the end of the block, so that hardly any row has its own number as slot.
         self._free = list(range(slots))
         self._leases: Counter[int] = Counter()
         self._announced: dict[int, Tensor] = {}

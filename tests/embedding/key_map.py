@@ -1,4 +1,4 @@
-"""A map from the addresses of keys to rows for tests: a Python dict."""
+"""A map from addresses of keys to rows for tests: a Python dict."""
 
 from dataclasses import dataclass, field
 
@@ -33,7 +33,7 @@ class DictMap:
 
 @dataclass
 class KeyedStores:
-    """Makes stores for tables of both kinds, on the device or of few ``slots``."""
+    """Makes stores for tables with and without keys, on the device or with few ``slots``."""
 
     slots: int | None = None
     made: list[KeyedStore] = field(default_factory=list)

@@ -1,8 +1,9 @@
-"""An exchange of a user's own: rows are asked for in two hops, through a rank that merges.
+"""A user-defined exchange: rows are requested in two hops, through a rank that merges requests.
 
-Ranks 2h and 2h + 1 stand for host h. A rank asks the one of its host with the owner's place there,
-which merges what both ask for and passes it on to the owners of that place on all hosts. Each id
-travels with the number of its lookups. ``own_exchange_group`` runs it.
+Ranks 2h and 2h + 1 belong to host h. A rank sends its request to the rank of its own host whose
+place there is that of the owner on its host. That rank merges the requests of both, and forwards
+them to the owners with that place on all hosts. Each id is sent with its number of lookups.
+``own_exchange_group`` runs the exchange.
 """
 
 from collections.abc import Iterator

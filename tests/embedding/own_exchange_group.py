@@ -1,4 +1,4 @@
-"""What ``own_exchange`` does with a batch."""
+"""Runs ``own_exchange``."""
 
 from dataclasses import dataclass, field
 
@@ -14,8 +14,8 @@ from tests.embedding.own_exchange import HOST
 
 @dataclass(slots=True)
 class Hop:
-    """Rows asked for, by rank of the group: ``keys`` [n], and ``at``, where what wants them finds
-    its row.
+    """Requested rows by rank of the group: ``keys`` [n], and the positions ``at`` of the requests
+    among them.
     """
 
     keys: torch.Tensor
@@ -28,7 +28,7 @@ class Hop:
 
 @dataclass(slots=True, kw_only=True)
 class TwoHopInFlight(GroupInFlight):
-    """``hops`` of the batch so far, and how many lookups the owner was told of."""
+    """``hops`` of the batch so far, and the number of lookups that the owner received."""
 
     wanted: Lookup
     hops: list[Hop] = field(default_factory=list)
@@ -36,7 +36,7 @@ class TwoHopInFlight(GroupInFlight):
 
 
 def make_hop(keys, counts, at, to, size) -> Hop:
-    """Distinct ``keys`` sorted by the rank that they go to."""
+    """Distinct ``keys``, sorted by destination rank."""
     order = torch.argsort(to, stable=True)
     place = torch.empty_like(order)
     place[order] = torch.arange(order.numel())
@@ -47,7 +47,7 @@ def make_hop(keys, counts, at, to, size) -> Hop:
 class TwoHopGroup(Group[TwoHopInFlight]):
     """One stack, split by rows over all ranks."""
 
-    told = 0  # lookups that owners were told of, over all batches
+    told = 0  # lookups received by owners, over all batches
 
     def __init__(self, plan, boxing, context):
         super().__init__(plan, boxing, context)
@@ -127,7 +127,7 @@ class TwoHopGroup(Group[TwoHopInFlight]):
     def send_grads(self, batch, grad):
         near, _ = batch.hops
         _, sums = batch.wanted.row_gradients(grad.reshape(-1, self._stack.dim))
-        # From the order of the rows to that in which they were asked for.
+        # Reorder from row order to the order of the request.
         order = torch.argsort(self._owner(batch.wanted.rows()) % HOST, stable=True)
         sums = sums[order].to(self.plan.grad_comm_dtype)
         step = self.step(batch, "gradients", 0)

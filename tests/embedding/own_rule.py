@@ -1,4 +1,4 @@
-"""A sparse optimizer of a user's own: momentum, scaled by one number per row."""
+"""A user-defined sparse optimizer: momentum, scaled by one number per row."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""``scheme: auto``: complete plans, priced and ranked; the cheapest is the run's."""
+"""``scheme: auto`` prices and ranks complete plans, and runs the cheapest."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -27,7 +27,7 @@ def auto(**changes):
 
 
 @pytest.mark.parametrize(("rows", "draws"), [(10, 1000), (1000, 1000), (100_000, 1000), (500, 3)])
-def test_touched_rows_are_those_of_a_draw(rows, draws):
+def test_touched_matches_a_random_draw(rows, draws):
     generator = torch.Generator().manual_seed(1)
     counts = [
         (torch.rand(draws, generator=generator) ** 3 * rows).long().unique().numel()
@@ -38,8 +38,8 @@ def test_touched_rows_are_those_of_a_draw(rows, draws):
 
 @pytest.mark.parametrize("exponent", [1.0, 3.0, 7.5])
 @pytest.mark.parametrize("rows", [7, 4000, 3_000_000])
-def test_a_curve_is_as_good_as_the_sum_that_it_stands_for(rows, exponent):
-    """Of slices with as many lookups each; between two points it is a line in logarithms."""
+def test_curve_matches_the_exact_sum(rows, exponent):
+    """The sum is over slices with equal lookups; the curve is piecewise linear in log-log space."""
     edges = (np.arange(41) / 40) ** exponent
     count = np.diff(edges) * rows
     for draws in np.geomspace(2, 1e9, 97):
@@ -48,14 +48,14 @@ def test_a_curve_is_as_good_as_the_sum_that_it_stands_for(rows, exponent):
 
 
 def _bins(counts):
-    """(rows, lookups) of rows looked up never, once, 2-3, 4-7, ... times, as in statistics."""
+    """(rows, lookups) of rows looked up never, once, 2-3, 4-7, ... times, as in data statistics."""
     edges = [0, 1, *(2**n for n in range(1, 16)), 1 << 40]
     here = [(counts >= low) & (counts < high) for low, high in pairwise(edges)]
     return tuple((int(one.sum()), int(counts[one].sum())) for one in here)
 
 
 @pytest.mark.parametrize("exponent", [1.0, 2.0, 5.0])
-def test_statistics_say_how_many_rows_a_batch_names(exponent):
+def test_statistics_predict_the_rows_of_a_batch(exponent):
     rows, total, draws = 5000, 200_000, 3000
     generator = torch.Generator().manual_seed(2)
     ids = (torch.rand(total, generator=generator) ** exponent * rows).long()
@@ -67,8 +67,8 @@ def test_statistics_say_how_many_rows_a_batch_names(exponent):
     assert known.touched(0) == IdFrequencies(((5, 0),), 0.0).curve.touched(9) == 0.0
 
 
-def test_prices_and_measurements_take_what_is_known_of_the_data():
-    """Ids that repeat more cost less where rows travel; unknown ones repeat as click data do."""
+def test_prices_and_measurements_use_data_statistics():
+    """Ids that repeat more cost less if rows are exchanged; the default is click data."""
     hot, even = (IdFrequencies(bins, 1.0) for bins in ([(3, 900), (50, 100)], [(53, 1000)]))
     plans = {}
     for name, known in (("hot", hot), ("even", even), ("unknown", None)):
@@ -87,7 +87,7 @@ def test_prices_and_measurements_take_what_is_known_of_the_data():
     assert next(p.ms for p in plan.priced if p.name == "all unique") < prices["hot"]
 
 
-def test_a_price_follows_bytes_link_and_balance():
+def test_price_depends_on_bytes_link_and_balance():
     one, other = (
         make_case(**{name: Spec("B", "columns", ranks=(n % 2 if even else 0,))
                      for n, name in enumerate("abcd")}).plan(2)
@@ -103,7 +103,7 @@ def test_a_price_follows_bytes_link_and_balance():
 
 
 @pytest.mark.parametrize("exchange", ["columns", "unique", "reduce"])
-def test_ranks_of_several_hosts_send_over_the_slower_link(exchange):
+def test_several_hosts_are_priced_by_the_slower_link(exchange):
     rule = Spec("S(0)", exchange) if exchange != "columns" else Spec("S(1)", exchange)
     plan = make_case(**dict.fromkeys("abcd", rule)).plan(2)
     one, fast, slow = Topology.one_host(2), Link(gb_per_s=9.0), Link(gb_per_s=0.1, latency_ms=7.0)
@@ -111,7 +111,8 @@ def test_ranks_of_several_hosts_send_over_the_slower_link(exchange):
     usual = price_plan(plan, 4096, one)
     assert price_plan(plan, 4096, replace(one, network_link=slow)) == usual
     assert price_plan(plan, 4096, apart) == usual
-    assert price_plan(plan, 4096, replace(apart, network_link=fast)) == usual  # host link is slower
+    # The link within a host is the slower one here.
+    assert price_plan(plan, 4096, replace(apart, network_link=fast)) == usual
     found = price_plan(plan, 4096, replace(apart, network_link=slow))
     assert found == price_plan(plan, 4096, replace(one, host_link=slow))
     assert found.transfer_ms > usual.transfer_ms + 7
@@ -119,8 +120,8 @@ def test_ranks_of_several_hosts_send_over_the_slower_link(exchange):
 
 
 @pytest.mark.parametrize("exchange", ["unique", "reduce"])
-def test_a_price_is_that_of_the_rank_that_holds_most(exchange):
-    """Ranks with equal parts are priced once; wherever the largest part is, it decides."""
+def test_price_is_that_of_the_largest_shard(exchange):
+    """Shards of equal size are priced once; the largest decides, wherever it is."""
     cuts = [(14, 14, 13), (39, 1, 1), (1, 1, 39)]
     rest = {name: Spec("B", "local") for name in "bcd"}
     even, *others = (
@@ -128,11 +129,11 @@ def test_a_price_is_that_of_the_rank_that_holds_most(exchange):
         for sizes in cuts
     )
     assert others[0] == pytest.approx(others[1])
-    assert others[0] - even > 1e-4  # of milliseconds; most are of groups and calls
+    assert others[0] - even > 1e-4  # in milliseconds; most of the price is for groups and calls
 
 
-def test_equal_rules_are_planned_once_and_keep_their_names():
-    """A table with fewer columns than ranks has no S(1), which leaves it whole."""
+def test_equal_rules_are_planned_once_under_their_own_names():
+    """A table with fewer columns than ranks cannot be S(1) and stays whole."""
     case = make_case(**{name: Spec("B", "local") for name in "abcd"})
     rule = TableRule(sbp="B", exchange="local")
     asked = []
@@ -152,7 +153,7 @@ def test_equal_rules_are_planned_once_and_keep_their_names():
     assert found[0].plan is found[2].plan
 
 
-def test_candidates_say_where_every_table_lives():
+def test_candidates_place_every_table():
     tables = [
         TableConfig(name=f"t[{n}]", features=("f",), num_rows=rows, dim=dim)
         for n, (rows, dim) in enumerate([(10, 8), (10, 1), (900, 8), (90_000, 8), (80_000, 1)])
@@ -163,13 +164,14 @@ def test_candidates_say_where_every_table_lives():
     assert alike < set(found)
     assert any(name.startswith("B up to 16 rows, else") for name in found)
     whole = found["all whole"]
-    assert len({rule.ranks for rule in whole.values()}) == 4  # the heaviest apart
+    # The four heaviest tables are on different ranks.
+    assert len({rule.ranks for rule in whole.values()}) == 4
     assert [rule.sbp for rule in found["all S(1)"].values()] == ["S(1)", "B", "S(1)", "S(1)", "B"]
     assert list(candidates(tables, [FeatureConfig(name="f")], 1, 128)) == ["all B"]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_run_takes_the_cheapest_plan_and_says_what_it_is_next_to(world_size):
+def test_run_uses_the_cheapest_plan_and_reports_the_others(world_size):
     _, plan = plan_run(auto(), FIELDS, world_size=world_size, device_type="cpu")
     prices = [one.ms for one in plan.priced]
     assert prices == sorted(prices)
@@ -183,7 +185,7 @@ def test_a_run_takes_the_cheapest_plan_and_says_what_it_is_next_to(world_size):
     assert describe(plan)["compared"][0]["plan"] == plan.priced[0].name
 
 
-def test_a_pattern_decides_after_the_scheme():
+def test_patterns_override_the_scheme():
     config = auto()
     name = next(iter(plan_run(config, FIELDS, world_size=2, device_type="cpu")[1].layouts))
     rule = TableRule(sbp="S(0)", exchange="reduce")
@@ -193,7 +195,7 @@ def test_a_pattern_decides_after_the_scheme():
     assert plan.layouts[name].key == f"parallel.tables.{name}"
 
 
-def test_tables_that_do_not_fit_are_said_to():
+def test_tables_that_do_not_fit_are_reported():
     _, plan = plan_run(auto(), FIELDS, world_size=2, device_type="cpu")
     held = table_bytes(plan.embeddings)
     small = replace(Topology.one_host(2), memory_bytes=(held // 8, held // 8))
@@ -201,7 +203,7 @@ def test_tables_that_do_not_fit_are_said_to():
         plan_run(auto(), FIELDS, world_size=2, device_type="cpu", topology=small)
 
 
-def test_it_trains_as_the_schemes_do(ranks):
+def test_auto_trains_like_the_other_schemes(ranks):
     losses = [
         ranks(2, train, config, 3)[0]["losses"]
         for config in (auto(), make_config("2", "rowwise_adagrad", dtype="float32", dim=8))

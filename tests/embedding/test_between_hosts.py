@@ -1,4 +1,4 @@
-"""Between hosts all-to-alls go as messages between pairs of ranks: the same bits arrive."""
+"""All-to-alls between hosts use messages between pairs of ranks and give equal bits."""
 
 from unittest import mock
 
@@ -27,7 +27,7 @@ CONVERSIONS = [  # on 3 ranks, of [7, 5]: even and uneven, with and without a pa
 
 
 def _between_hosts(world: World, fn, *args):
-    """What ``fn`` gives as if every rank had a host of its own, and how often messages went."""
+    """The result of ``fn`` as if every rank had its own host, and the number of messages."""
     count = mock.Mock(side_effect=dist.batch_isend_irecv)
     usual, world.topology = world.topology, Topology(hosts=tuple((n,) for n in range(world.size)))
     try:
@@ -57,7 +57,7 @@ def _converted(world: World, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64])
-def test_conversions_give_the_same_parts(ranks, dtype):
+def test_conversions_give_equal_parts(ranks, dtype):
     usual = ranks(3, _converted, dtype)
     for one, (other, sent) in zip(usual, ranks(3, _between_hosts, _converted, dtype), strict=True):
         assert sent >= 2
@@ -66,8 +66,8 @@ def test_conversions_give_the_same_parts(ranks, dtype):
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_tables_train_to_the_same_bits(ranks, exchange):
-    """Ids, lists of unequal lengths, single rows and their gradients."""
+def test_tables_train_to_equal_bits(ranks, exchange):
+    """Ids, lists of unequal lengths, single rows, and their gradients."""
     mix = mix_of(exchange, 8, RULES[2], dtype=torch.float32)
     usual = ranks(2, train, mix)
     for one, (other, sent) in zip(usual, ranks(2, _between_hosts, train, mix), strict=True):
@@ -80,7 +80,7 @@ def test_tables_train_to_the_same_bits(ranks, exchange):
 
 
 def _sized_differently(world: World) -> list[float]:
-    """What comes to rank 1 with the second of three transfers; rank 0 has left out the first."""
+    """What rank 1 receives in the second of three transfers; rank 0 skipped the first."""
     group = world.group([0, 1], "sized differently")
     into = torch.full((3, 2), -1.0)
     under_way = []
@@ -90,10 +90,10 @@ def _sized_differently(world: World) -> list[float]:
         under_way.append(pairs.pass_messages(sends, receives, group))
     for messages in under_way if world.rank == 0 else under_way[1:2]:
         messages.wait()
-    world.barrier()  # all that was sent is there
+    world.barrier()  # everything sent has arrived
     return into[1].tolist()
 
 
-def test_a_transfer_gets_no_message_of_the_next(ranks):
-    """Ranks that disagree on a size are a fault; it must not become another transfer's rows."""
+def test_transfer_does_not_receive_messages_of_the_next(ranks):
+    """Disagreement on a size is an error; it must not deliver another transfer's rows."""
     assert ranks(2, _sized_differently)[1] == [1.0, 1.0]

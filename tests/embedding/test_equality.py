@@ -1,6 +1,6 @@
 """Any layout on 1 to 4 ranks equals the reference written without sbpflow, in float64.
 
-Tolerances: float64 sums taken in another order; tables of 1e-1 and three steps stay below 1e-12.
+Tolerance: float64 sums in another order; with tables of 1e-1 and three steps, below 1e-12.
 """
 
 from dataclasses import replace
@@ -45,7 +45,7 @@ def make_case(wide: str, deep: str, optimizer: str, **changes: Spec) -> Case:
 
 
 def reference(case: Case) -> tuple[list[dict[str, np.ndarray]], ReferenceWdl]:
-    """Outputs per step and the trained reference."""
+    """Outputs per step, and the trained reference."""
     tables: dict[str, tuple[int, torch.Tensor]] = {}
     for out in case.outputs():
         for table in out.tables:
@@ -92,7 +92,7 @@ def check(ranks, world_size: int, case: Case, tolerance: float = 1e-12) -> list[
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_a_scheme_equals_the_reference(ranks, world_size, scheme, optimizer):
+def test_scheme_equals_the_reference(ranks, world_size, scheme, optimizer):
     check(ranks, world_size, make_case(*SCHEMES[scheme], optimizer))
 
 
@@ -205,7 +205,7 @@ SHARDED = {
 
 @pytest.mark.parametrize("kernel", ["torch", "fbgemm"])
 @pytest.mark.parametrize("name", SHARDED)
-def test_state_per_shard_is_a_rule_of_its_own_for_every_shard(ranks, name, kernel):
+def test_state_per_shard_updates_every_shard_independently(ranks, name, kernel):
     spec, widths = SHARDED[name]
     if kernel == "fbgemm":
         pytest.importorskip("fbgemm_gpu")
@@ -236,12 +236,12 @@ def test_state_per_shard_is_a_rule_of_its_own_for_every_shard(ranks, name, kerne
     (found,) = (weights for weights, _ in join_tables(case, results).values())
     atol = 1e-12 if kernel == "torch" else 2e-5
     np.testing.assert_allclose(found, torch.cat(shards, 1).numpy(), rtol=0, atol=atol)
-    # It is another rule than one state per logical row, unless one shard has all columns.
+    # Results differ from one state per logical row, unless one shard has all columns.
     _, logical = reference(replace(case, optimizer=replace(PER_SHARD, row_state="logical")))
     apart = np.abs(found - logical.deep["t"][1].numpy()).max()
     assert (apart > 1e-3) == (16 not in widths)
 
 
-def test_only_a_rowwise_rule_has_a_row_state():
+def test_only_rowwise_optimizers_have_row_state():
     with pytest.raises(ConfigError, match=r"adagrad: has no row_state"):
         sparse_optimizer("adagrad", lr=0.1, row_state="per_shard")

@@ -1,4 +1,4 @@
-"""The form of a storage whose ops have sizes that no address decides equals the plain one."""
+"""The fixed-size form of a store, whose ops do not depend on addresses, equals the plain form."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def storages(name: str) -> list[TorchStorage]:
 
 @st.composite
 def batches(draw):
-    """(addresses, which of them are held here, offsets or None, weights or None)."""
+    """(addresses, which of them are on this rank, offsets or None, weights or None)."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     count = draw(st.integers(0, 60))
     addresses = (torch.rand(count, generator=generator) ** 2 * ROWS).long()
@@ -49,7 +49,7 @@ def batches(draw):
 
 
 def both_lookups(addresses, here, offsets, weights) -> list[Lookup]:
-    """The rows that are here only, and all of them with an address for those that are not."""
+    """A lookup of the local rows only, and one of all rows with ``absent`` for the others."""
     ends = torch.cat([torch.zeros(1, dtype=torch.int64), here.cumsum(0)])
     kept = ends if offsets is None else ends[offsets]
     left_out = Lookup(addresses[here], kept, None if weights is None else weights[here])
@@ -59,7 +59,7 @@ def both_lookups(addresses, here, offsets, weights) -> list[Lookup]:
 @pytest.mark.parametrize("name", RULES)
 @settings(max_examples=40, deadline=None)
 @given(batches())
-def test_lookups_and_updates_are_equal_bit_by_bit(name, batch):
+def test_fixed_size_lookups_and_updates_are_bit_equal(name, batch):
     plain, fixed = storages(name)
     for step in (1, 2):
         lookups = both_lookups(*batch)
@@ -75,7 +75,7 @@ def test_lookups_and_updates_are_equal_bit_by_bit(name, batch):
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=40))
-def test_runs_have_the_length_of_the_batch(addresses):
+def test_sorted_segments_have_the_length_of_the_batch(addresses):
     runs = SortedSegments.of(torch.tensor(addresses))
     assert runs.keys.tolist() == sorted(addresses)
     assert [addresses[at] for at in runs.order.tolist()] == runs.keys.tolist()
@@ -91,7 +91,7 @@ def test_runs_have_the_length_of_the_batch(addresses):
     assert runs.stop.tolist() == [stops[number] for number in runs.number.tolist()]
 
 
-def test_a_known_count_gives_the_same_unique_rows():
+def test_known_count_gives_equal_unique_rows():
     addresses = torch.tensor([3, 1, 3, 7, 1, 1])
     plain, known = Lookup(addresses), Lookup(addresses)
     known.num_unique = 3

@@ -1,4 +1,4 @@
-"""Ids as callers pass them: what is refused and how, and what becomes of those out of range."""
+"""Ids passed by callers: validation and error messages, and replacement of out-of-range ids."""
 
 import pytest
 import torch
@@ -65,7 +65,7 @@ def good() -> dict:
     }
 
 
-def test_a_matrix_and_lists_come_out_sample_by_sample():
+def test_matrix_and_lists_are_ordered_by_sample():
     batch = reader(make_plan()).read(good())
     assert batch.matrix.tolist() == [[1, 3, 4], [2, 5, 6]]
     assert batch.matrix.dtype == torch.int32
@@ -76,12 +76,10 @@ def test_a_matrix_and_lists_come_out_sample_by_sample():
 
 CHANGES = {
     "feature c is missing": {"c": None},
-    "feature x is not known": {"x": torch.tensor([1, 2])},
-    "different numbers of samples": {"a": torch.tensor([1, 2, 3])},
-    "feature a: takes 1 ids per sample, not Bags": {
-        "a": Bags(torch.ones(2).int(), torch.arange(3))
-    },
-    "feature c: ragged or weighted ids come as Bags": {"c": torch.tensor([1, 2])},
+    "feature x is unknown": {"x": torch.tensor([1, 2])},
+    "differ in the number of samples": {"a": torch.tensor([1, 2, 3])},
+    "feature a: got Bags for 1 ids per sample": {"a": Bags(torch.ones(2).int(), torch.arange(3))},
+    "feature c: .* must be passed as Bags": {"c": torch.tensor([1, 2])},
     r"feature b: ids are torch.int64\[2\]; use": {"b": torch.tensor([1, 2])},
     r"feature a: ids are torch.float32\[2\]; use": {"a": torch.tensor([1.0, 2.0])},
     "feature c: values are torch.float32": {"c": Bags(torch.ones(3), torch.tensor([0, 0, 3]))},
@@ -102,7 +100,7 @@ CHANGES = {
         "c": Bags(torch.tensor([7, 8, 9]), torch.tensor([0.0, 1.7, 3.0]))
     },
     "feature a: ids are a list; use a tensor or Bags": {"a": [1, 2]},
-    "feature c: weights were given": {
+    "feature c: got weights": {
         "c": Bags(torch.tensor([7, 8, 9]), torch.tensor([0, 0, 3]), torch.ones(3))
     },
     r"field a: id 10 in row 1 of rank 1's part of the batch; use 0\.\.9": {
@@ -125,7 +123,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("message", CHANGES)
-def test_what_does_not_fit_is_refused_by_name(message):
+def test_malformed_ids_are_rejected_with_the_feature_name(message):
     ids = good() | CHANGES[message]
     if None in ids.values():
         ids = {name: value for name, value in ids.items() if value is not None}
@@ -133,15 +131,15 @@ def test_what_does_not_fit_is_refused_by_name(message):
         reader(make_plan()).read(ids)
 
 
-def test_a_matrix_alone_serves_one_hot_and_multi_hot_features_only():
-    with pytest.raises(DataError, match=r"no lists; pass a dictionary with Bags for \['c', 'd'\]"):
+def test_a_matrix_is_accepted_only_for_fixed_length_features():
+    with pytest.raises(DataError, match=r"pass a dictionary with Bags for \['c', 'd'\]"):
         reader(make_plan()).read(torch.zeros(2, 3, dtype=torch.int32))
     with pytest.raises(DataError, match=r"use int32 or int64 \[samples, 3\]"):
         reader(make_plan(features=FEATURES[:2])).read(torch.zeros(2, 2, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("policy", ["error", "clamp", "hash"])
-def test_ids_that_no_table_looks_up_may_be_any(policy):
+def test_ids_of_unused_features_are_not_checked(policy):
     ids = torch.tensor([[1, -7, 2**40], [2, 10**12, -1]])
     one = reader(make_plan(policy, FEATURES[:2], unused=("b",)))
     assert one.read(ids).matrix[:, 0].tolist() == [1, 2]
@@ -168,10 +166,10 @@ def plan_shared(policy: str, big: int = 1000) -> EmbeddingPlan:
 
 
 @pytest.mark.parametrize("policy", ["clamp", "hash"])
-def test_an_id_has_no_one_substitute_in_tables_of_different_sizes(policy):
+def test_replacing_ids_requires_tables_of_equal_size(policy):
     message = (
-        f"feature x: out_of_range {policy} would give .* row of small \\(10 rows\\), "
-        "big \\(1000 rows\\); .* equal num_rows, or out_of_range: error"
+        f"feature x: out_of_range {policy} .* small \\(10 rows\\), big \\(1000 rows\\); "
+        "use .* equal num_rows, or out_of_range: error"
     )
     with pytest.raises(ConfigError, match=message):
         plan_shared(policy)
@@ -180,7 +178,7 @@ def test_an_id_has_no_one_substitute_in_tables_of_different_sizes(policy):
     assert int(ids[1, 0]) == 3
 
 
-def test_an_id_must_be_a_row_of_every_table_that_looks_it_up():
+def test_id_must_be_a_row_of_every_table_of_its_feature():
     one = reader(plan_shared("error"))
     assert one.read(torch.tensor([[9]])).matrix.tolist() == [[9]]
     with pytest.raises(DataError, match=r"field x: id 500 in row 0.*use 0\.\.9"):
@@ -189,7 +187,7 @@ def test_an_id_must_be_a_row_of_every_table_that_looks_it_up():
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("policy", ["clamp", "hash"])
-def test_ids_out_of_range_get_a_row_and_are_counted(policy, dtype):
+def test_out_of_range_ids_are_replaced_and_counted(policy, dtype):
     plan = make_plan(policy)
     ids = good() | {
         "a": torch.tensor([-5, 99], dtype=dtype),
@@ -218,7 +216,7 @@ def test_hashed_ids_spread_over_the_table():
     assert (counts - 1000).abs().max() < 150
 
 
-def test_plans_refuse_what_cannot_be():
+def test_invalid_plans_are_rejected():
     with pytest.raises(ConfigError, match="feature a: hotness 0; use 1 or more"):
         FeatureConfig(name="a", hotness=0)
     with pytest.raises(ConfigError, match=r"table t: features \[\]; name one or more"):
@@ -233,7 +231,7 @@ def test_plans_refuse_what_cannot_be():
     with pytest.raises(ConfigError, match="table t: feature 'nowhere' is not in the data"):
         plan([OutputConfig(name="o", tables=(table,))])
     twice = [OutputConfig(name=name, tables=(table,)) for name in "op"]
-    with pytest.raises(ConfigError, match="table t: there are two of that name"):
+    with pytest.raises(ConfigError, match="table t: the name is used twice"):
         plan(twice)
 
 
@@ -245,14 +243,16 @@ def test_plans_refuse_what_cannot_be():
         ("B", (0,), "local", "use columns"),
         ("S(0)", (0, 1), "local", "use reduce or unique"),
         ("S(1)", (1,), "unique", "use columns"),
-        ("(S(1), S(0))", ((0, 1), (2, 3)), "reduce", "use B, S(0), S(1) or (S(0), S(1))"),
+        ("(S(1), S(0))", ((0, 1), (2, 3)), "reduce", "use B, S(0), S(1), or (S(0), S(1))"),
     ],
 )
-def test_a_layout_that_cannot_run_its_exchange_is_refused(sbp, ranks, exchange, use):
+def test_exchange_that_does_not_support_the_layout_is_rejected(sbp, ranks, exchange, use):
     size = 4 if isinstance(ranks[0], tuple) else 2
     table = TableConfig(name="t", features=("a",), num_rows=10, dim=4)
     layout = Layout(Placement.of("cpu", ranks), parse_nd_sbp(sbp))
-    with pytest.raises(ConfigError, match=f"table t: {exchange} does not go with") as error:
+    with pytest.raises(
+        ConfigError, match=f"table t: exchange {exchange} does not support"
+    ) as error:
         plan_tables(
             [OutputConfig(name="o", tables=(table,))],
             {"t": TableLayout(layout=layout, exchange=exchange)},
@@ -286,14 +286,14 @@ def as_batch(bounds=BOUNDS):
 
 
 @pytest.mark.parametrize("bounds", [BOUNDS, None])
-def test_lists_as_a_loader_has_them_are_those_of_the_mapping(bounds):
+def test_lists_of_a_loader_equal_those_of_a_mapping(bounds):
     got, want = reader(make_plan()).read(as_batch(bounds)), reader(make_plan()).read(good())
     for name in ("lengths", "values", "weights"):
         assert torch.equal(getattr(got.lists, name), getattr(want.lists, name))
     assert torch.equal(got.matrix, want.matrix)
 
 
-def test_ids_that_their_bounds_say_fit_are_handed_on_as_they_are():
+def test_ids_with_fitting_bounds_are_not_copied():
     given = as_batch()
     got = reader(make_plan()).read(given)
     assert got.matrix is given.matrix
@@ -312,8 +312,8 @@ def test_ids_that_their_bounds_say_fit_are_handed_on_as_they_are():
         None,
     ],
 )
-def test_ids_whose_bounds_do_not_fit_are_looked_at(bounds):
-    """The table of d has 40 rows: bounds beyond that prove nothing."""
+def test_ids_without_fitting_bounds_are_checked(bounds):
+    """Table d has 40 rows, so larger bounds guarantee nothing."""
     given = as_batch(bounds)
     given.lists.values[5] = 40
     with pytest.raises(DataError, match="field d: id 40"):
@@ -321,7 +321,7 @@ def test_ids_whose_bounds_do_not_fit_are_looked_at(bounds):
     assert reader(make_plan()).read(as_batch(bounds)).lists.values.tolist() == [1, 7, 8, 9, 2, 3]
 
 
-def test_lists_that_no_table_looks_up_stay_behind():
+def test_lists_of_unused_features_are_dropped():
     got = reader(make_plan(unused=("c",))).read(as_batch())
     assert got.lists.lengths.tolist() == [[1], [2]]
     assert got.lists.values.tolist() == [1, 2, 3]
@@ -331,7 +331,7 @@ def test_lists_that_no_table_looks_up_stay_behind():
     assert unweighted.lists.weights is None
 
 
-def test_a_matrix_shared_with_lists_becomes_lists_too():
+def test_matrix_features_of_a_ragged_table_become_lists():
     """Features a and c share a table, which is looked up by lists."""
     layout = TableLayout(layout=Layout(Placement.line("cpu", 2), (Split(0),)), exchange="unique")
     features = FEATURES[:1] + FEATURES[2:3]
@@ -346,11 +346,11 @@ def test_a_matrix_shared_with_lists_becomes_lists_too():
     assert got.lists.values.tolist() == [1, 2, 7, 8, 9]
 
 
-def test_a_batch_of_another_shape_is_refused():
+def test_batch_of_wrong_shape_is_rejected():
     given = as_batch()
-    with pytest.raises(DataError, match=r"a matrix \[2, 2\] with 2 lists; use \[samples, 3\]"):
+    with pytest.raises(DataError, match=r"a matrix \[2, 2\] and 2 lists; use \[samples, 3\]"):
         reader(make_plan()).read(BatchIds(given.matrix[:, :2], given.lists, BOUNDS))
-    with pytest.raises(DataError, match="features have different numbers of samples"):
+    with pytest.raises(DataError, match="features differ in the number of samples"):
         reader(make_plan()).read(BatchIds(given.matrix[:1], given.lists, BOUNDS))
-    with pytest.raises(DataError, match="with 0 lists"):
+    with pytest.raises(DataError, match="and 0 lists"):
         reader(make_plan()).read(BatchIds(given.matrix, None, BOUNDS))

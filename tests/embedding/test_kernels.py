@@ -1,4 +1,4 @@
-"""The kernels do the same: values, weights and state after several updates."""
+"""All kernels give equal values, weights, and state after several updates."""
 
 import logging
 import time
@@ -51,7 +51,7 @@ def storage_of(kernel: str, rule: SparseOptimizer, width: int = 8, **options) ->
 
 
 def lookups(dtype: torch.dtype):
-    """Accesses of rows 0 .. 39, single and in bags, with weights and without, twice the same."""
+    """Lookups of rows 0 to 39, single and in bags, with and without weights, each twice."""
     for step in range(9):
         addresses = torch.randint(0, 40, (30,), dtype=torch.int32 if step > 5 else torch.int64)
         offsets = torch.tensor([0, 0, 7, 8, 30, 30]) if step % 2 else None
@@ -61,7 +61,7 @@ def lookups(dtype: torch.dtype):
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 @pytest.mark.parametrize("kernel", ["fbgemm", "numba"])
-def test_another_kernel_and_torch_agree(kernel, rule):
+def test_kernels_match_torch(kernel, rule):
     pytest.importorskip(NEEDS[kernel])
     torch.manual_seed(0)
     plain, fused = storage_of("torch", rule), storage_of(kernel, rule)
@@ -77,11 +77,11 @@ def test_another_kernel_and_torch_agree(kernel, rule):
         torch.testing.assert_close(found, fused.lookup(two, lr), rtol=0, atol=1e-5)
         torch.testing.assert_close(found, fused.lookup(two), rtol=0, atol=1e-5)
         grads = torch.randn(one.num_bags, 8)
-        if step == 4:  # an update without its lookup, as of rows that other ranks looked up
+        if step == 4:  # an update without a lookup, as for rows that other ranks looked up
             two = Lookup(*uses)
         plain.update(one, grads, lr, step + 1)
         fused.update(two, grads, lr, step + 1)
-    # nine float32 updates of rows up to 4: rounding of a few 1e-7 each
+    # nine float32 updates of rows up to 4: rounding errors of a few 1e-7 each
     torch.testing.assert_close(plain.weights, fused.weights, rtol=1e-5, atol=1e-5)
     assert plain.state.keys() == fused.state.keys()
     for name, value in plain.state.items():
@@ -93,9 +93,9 @@ def test_another_kernel_and_torch_agree(kernel, rule):
 @pytest.mark.parametrize("width", [1, 6, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("rule", ALL_RULES, ids=str)
-def test_compiled_updates_are_torchs(rule, dtype, width):
-    """To the bit where no root is taken: torch's roots are off by a unit at times, and so are its
-    weighted sums in float64.
+def test_compiled_updates_match_torch(rule, dtype, width):
+    """Bit-equal unless a root is taken: torch's roots can be off by one unit in the last place, as
+    can its weighted sums in float64.
     """
     pytest.importorskip("numba")
     torch.manual_seed(0)
@@ -124,7 +124,7 @@ def test_compiled_updates_are_torchs(rule, dtype, width):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("row_dtype", HALF_DTYPES)
-def test_compiled_rounding_is_torchs(row_dtype, dtype):
+def test_compiled_rounding_equals_torch(row_dtype, dtype):
     pytest.importorskip("numba")
     torch.manual_seed(0)
     table = TableConfig(name="t", features=("t",), num_rows=60, dim=16)
@@ -146,7 +146,7 @@ def test_compiled_rounding_is_torchs(row_dtype, dtype):
     plain, compiled = (storage_of(k, SGD, 11, **options) for k in ("torch", "numba"))
     rows = torch.arange(50)
     for step in range(1, 60):
-        scale = 10.0 ** (step % 30 - 20)  # from subnormals to beyond what float16 holds
+        scale = 10.0 ** (step % 30 - 20)  # from subnormals to values beyond float16
         values = torch.randn(50, 11, dtype=dtype) * scale
         special = torch.tensor([float("inf"), -float("inf"), float("nan"), 0.0, -0.0, 1e30])
         values[step % 50, :6] = special.to(dtype)
@@ -160,7 +160,7 @@ def test_compiled_rounding_is_torchs(row_dtype, dtype):
 
 @pytest.mark.parametrize("width", [1, 11, 16])
 @pytest.mark.parametrize("row_dtype", HALF_DTYPES)
-def test_compiled_reads_of_half_rows_are_torchs(row_dtype, width):
+def test_compiled_half_precision_reads_equal_torch(row_dtype, width):
     pytest.importorskip("numba")
     generator = torch.Generator().manual_seed(0)
     options = {"dtype": torch.float32, "row_dtype": row_dtype}
@@ -170,7 +170,7 @@ def test_compiled_reads_of_half_rows_are_torchs(row_dtype, width):
         torch.randn(50, width, generator=generator) * 10.0 ** torch.arange(-9, 1).repeat(5)[:, None]
     )
     bits = {"every": every.to(torch.int16), "finite": finite.to(row_dtype).view(torch.int16)}
-    for name, values in bits.items():  # single rows of any bits, sums of finite ones
+    for name, values in bits.items():  # single rows of arbitrary bits, sums of finite ones
         for storage in (plain, compiled):
             storage.weights.view(torch.int16).copy_(values)
         batches = [uses for _, uses in lookups(torch.float32)]
@@ -181,7 +181,7 @@ def test_compiled_reads_of_half_rows_are_torchs(row_dtype, width):
 
 @pytest.mark.parametrize("num_addresses", [1, 70, 5000, 10**9])
 @pytest.mark.parametrize("count", [0, 1, 2, 999])
-def test_compiled_indices_are_those_of_a_sort(num_addresses, count):
+def test_compiled_deduplication_equals_a_sort(num_addresses, count):
     pytest.importorskip("numba")
     from sbpflow.embedding.storage.numba_storage import CompiledLookup, Indexer
 
@@ -195,7 +195,7 @@ def test_compiled_indices_are_those_of_a_sort(num_addresses, count):
         assert torch.equal(lookup.inverse(), inverse.int())
 
 
-def test_compiled_starting_values_are_torchs():
+def test_compiled_initial_values_equal_torch():
     pytest.importorskip("numba")
     from sbpflow.embedding.storage import compiled
 
@@ -210,7 +210,7 @@ def test_compiled_starting_values_are_torchs():
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.3], ids=["from the cache", "compiled"])
-def test_a_wait_for_the_compiler_is_said_while_it_lasts(monkeypatch, caplog, seconds):
+def test_slow_compilation_is_announced_in_the_log(monkeypatch, caplog, seconds):
     pytest.importorskip("numba")
     from sbpflow.embedding.storage import numba_storage
 
@@ -219,11 +219,11 @@ def test_a_wait_for_the_compiler_is_said_while_it_lasts(monkeypatch, caplog, sec
         return seconds
 
     monkeypatch.setattr(numba_storage, "warm_up", warm_up)
-    monkeypatch.setattr(choose, "_SILENT_S", 0.1)
+    monkeypatch.setattr(choose, "_NOTICE_AFTER_S", 0.1)
     stack = SimpleNamespace(optimizer=SGD, tables=[SimpleNamespace(name="t")])
     plan = SimpleNamespace(groups=[SimpleNamespace(stacks=[stack])], dtype=None, row_dtype=None)
     with caplog.at_level(logging.INFO):
         warm_up_kernels(plan, {"t": KernelChoice("numba", "for the test")})
     said = [record.message for record in caplog.records]
-    assert (said[0] == "numba compiles kernels, once per machine ...") == bool(seconds)
+    assert (said[0] == "compiling numba kernels, once per machine ...") == bool(seconds)
     assert said[-1].startswith("numba kernels ready in")

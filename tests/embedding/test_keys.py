@@ -1,4 +1,4 @@
-"""Tables with rows by key: addresses, who owns them, which ids are legal, and a keyed store."""
+"""``by_key`` tables: addresses, owners, valid ids, and the keyed store."""
 
 import threading
 from dataclasses import replace
@@ -41,7 +41,7 @@ TABLE = TableConfig(name="t", features=("f",), num_rows=100, dim=4, by_key=True)
 
 
 def plan_of(table, spec, size, *, features=None, others=(), **more):
-    """A plan of ``table`` in the layout of ``spec``, and of others that are S(0)."""
+    """A plan of ``table`` with the layout of ``spec``, and of other tables in S(0)."""
     tables = (table, *others)
     layouts = {one.name: Spec("S(0)", "reduce").layout(size) for one in others}
     return plan_embeddings(
@@ -67,7 +67,7 @@ def stack_of(plan, name="t"):
     return stack
 
 
-def test_the_address_of_a_key_is_its_own():
+def test_addresses_of_keys_are_unique():
     many = torch.cat([EXTREME, torch.arange(-5000, 5000) * 2**49, torch.arange(10_000)])
     addresses = KEYS.addresses(many)
     assert torch.equal(keys_of(addresses), many)
@@ -80,7 +80,7 @@ def test_the_address_of_a_key_is_its_own():
     )
 
 
-def test_keys_in_a_row_are_spread_evenly():
+def test_consecutive_keys_are_spread_evenly():
     for step in (1, 2**20, 2**40):
         addresses = KEYS.addresses(torch.arange(64_000) * step)
         counts = torch.bincount((addresses >> 58) + 32, minlength=64)
@@ -89,7 +89,7 @@ def test_keys_in_a_row_are_spread_evenly():
 
 
 @pytest.mark.parametrize("num_rows", [64, 100, 2**31 + 11])
-def test_the_ranges_of_any_number_of_ranks_cover_every_address_once(num_rows):
+def test_ranges_of_ranks_cover_every_address_once(num_rows):
     for size in range(1, 65):
         ends = [sum(balanced_sizes(num_rows, size)[:n]) for n in range(size + 1)]
         spans = [KEYS.span(*part, num_rows) for part in pairwise(ends)]
@@ -99,7 +99,7 @@ def test_the_ranges_of_any_number_of_ranks_cover_every_address_once(num_rows):
         assert all(one[1] + 1 == other[0] for one, other in pairwise(spans))
         fair = 2**64 / size
         assert all(abs(last + 1 - first - fair) <= 2**64 / num_rows for first, last in spans)
-        # The parts of a part make it up: ranges nest.
+        # Ranges nest: the ranges of the parts make up that of the whole.
         for start, stop in pairwise(ends):
             middle = (start + stop) // 2
             halves = KEYS.span(start, middle, num_rows), KEYS.span(middle, stop, num_rows)
@@ -109,7 +109,7 @@ def test_the_ranges_of_any_number_of_ranks_cover_every_address_once(num_rows):
 
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize(("size", "sizes"), [(1, None), (2, None), (3, (1, 90, 9)), (64, None)])
-def test_one_rank_owns_a_key_and_finds_it(size, sizes, ragged):
+def test_exactly_one_rank_owns_and_finds_a_key(size, sizes, ragged):
     features = [FeatureConfig(name="f", ragged=ragged, hotness=1)]
     plan = plan_of(TABLE, Spec("S(0)", "unique", sizes=sizes), size, features=features)
     stack = stack_of(plan)
@@ -147,7 +147,7 @@ def mixed_owner(addresses, spans):
     ])  # fmt: skip
 
 
-def test_every_key_is_a_legal_id_and_is_wide():
+def test_every_64_bit_key_is_a_valid_id():
     row = TableConfig(name="r", features=("g",), num_rows=7, dim=4)
     both = TableConfig(name="b", features=("h",), num_rows=7, dim=2)
     keyed = replace(TABLE, features=("f", "h"))
@@ -167,7 +167,7 @@ def test_every_key_is_a_legal_id_and_is_wide():
         if policy == "error":
             with pytest.raises(DataError, match=r"field g: id 7 in row 2 .* use 0\.\.6"):
                 reader.read(wide)
-            # A table of rows that looks the same feature up has the last word.
+            # If a table of row numbers shares the feature, its size limits the ids.
             with pytest.raises(DataError, match="field h: id -1 in row 0"):
                 reader.read(torch.tensor([[1, 1, -1]]))
         else:
@@ -177,7 +177,7 @@ def test_every_key_is_a_legal_id_and_is_wide():
             assert reader.out_of_range.tolist() == [0, 1, 0]
 
 
-def test_keys_stay_as_they_are_in_lists():
+def test_keys_in_lists_are_unchanged():
     features = [FeatureConfig(name="f", hotness=4, ragged=True)]
     for policy in ("error", "clamp", "hash"):
         plan = plan_of(TABLE, Spec("S(0)", "unique"), 2, features=features, out_of_range=policy)
@@ -187,13 +187,13 @@ def test_keys_stay_as_they_are_in_lists():
         assert torch.equal(found.lists.values, EXTREME)
 
 
-def test_a_feature_of_keys_and_of_rows_cannot_have_its_ids_replaced():
+def test_ids_shared_by_keys_and_rows_cannot_be_replaced():
     rows = TableConfig(name="r", features=("f",), num_rows=100, dim=4)
-    with pytest.raises(ConfigError, match=r"another row of t \(keys\), r \(100 rows\)"):
+    with pytest.raises(ConfigError, match=r"t \(keys\), r \(100 rows\)"):
         plan_of(TABLE, Spec("S(0)", "reduce"), 2, others=(rows,), out_of_range="clamp")
 
 
-def test_a_table_with_rows_by_key_is_stored_alone():
+def test_by_key_tables_have_a_stack_of_their_own():
     others = tuple(
         TableConfig(name=name, features=("f",), num_rows=100, dim=4, by_key=name < "c")
         for name in "abcd"
@@ -208,23 +208,23 @@ def test_a_table_with_rows_by_key_is_stored_alone():
 @pytest.mark.parametrize(
     ("table", "spec", "more", "says"),
     [
-        (TABLE, Spec("S(1)", "columns"), {}, r"laid out S\(1\).*use S\(0\)"),
-        (TABLE, Spec("S(1)", "unique"), {}, r"would keep the map of a key; use S\(0\)"),
-        (TABLE, Spec("B", "local"), {}, r"laid out B.*use S\(0\)"),
-        (TABLE, Spec("S(0)", "reduce", ranks=(2, 0)), {}, "name its ranks in ascending order"),
-        (TABLE, Spec("S(0)", "unique", ranks=(0, 2)), {}, "but 1 of 3 have none; use all ranks"),
+        (TABLE, Spec("S(1)", "columns"), {}, r"layout S\(1\).*use S\(0\)"),
+        (TABLE, Spec("S(1)", "unique"), {}, r"layout S\(1\).*map of a key.*use S\(0\)"),
+        (TABLE, Spec("B", "local"), {}, r"layout B.*use S\(0\)"),
+        (TABLE, Spec("S(0)", "reduce", ranks=(2, 0)), {}, "ranks.*ascending order"),
+        (TABLE, Spec("S(0)", "unique", ranks=(0, 2)), {}, "1 of 3 ranks store none; use all ranks"),
         (replace(TABLE, num_rows=2), Spec("S(0)", "unique"), {}, "num_rows of 3 or more"),
-        (TABLE, Spec("S(0)", "reduce"), {"row_dtype": torch.bfloat16}, "rounding goes by row num"),
+        (TABLE, Spec("S(0)", "reduce"), {"row_dtype": torch.bfloat16}, "row_dtype torch.bfloat16"),
     ],
 )  # fmt: skip
-def test_what_keys_cannot_do_is_refused(table, spec, more, says):
-    with pytest.raises(ConfigError, match=f"table t: .*has its rows by key.*{says}"):
+def test_unsupported_layouts_of_by_key_tables_are_rejected(table, spec, more, says):
+    with pytest.raises(ConfigError, match=f"table t: .*by_key.*{says}"):
         plan_of(table, spec, 3, **more)
 
 
-def test_keys_on_cuda_are_refused():
+def test_by_key_tables_on_cuda_are_rejected():
     layout = replace(Spec("S(0)", "reduce").layout(2, "cuda"))
-    with pytest.raises(ConfigError, match=r"is on cuda, .* use device cpu"):
+    with pytest.raises(ConfigError, match=r"by_key: device cuda .*; use device cpu"):
         plan_embeddings(
             [OutputConfig(name="deep", tables=(TABLE,))],
             {"t": layout},
@@ -256,7 +256,7 @@ def keyed_mix(num_rows=40) -> Mix:
 
 
 def refused_default(world):
-    with pytest.raises(ConfigError, match=r"table t: DeviceStore is not a store for .*by_key=True"):
+    with pytest.raises(ConfigError, match=r"table t: by_key=True .* DeviceStore"):
         make_collection(world, keyed_mix(), device_store)
 
 
@@ -267,11 +267,11 @@ def store_of_rows_for_keys(world, mix):
         shards = tuple(replace(s, table=replace(s.table, by_key=True)) for s in request.shards[:1])
         return stores(replace(request, shards=shards))
 
-    with pytest.raises(ConfigError, match=r"KeyedStore is not a store for .*by_key=False"):
+    with pytest.raises(ConfigError, match=r"by_key=False .* KeyedStore"):
         make_collection(world, mix, wrong)
 
 
-def test_the_store_must_fit_the_table(ranks):
+def test_store_must_match_by_key(ranks):
     ranks(1, refused_default)
     ranks(1, store_of_rows_for_keys, mix_of("reduce", 8, sparse_optimizer("sgd", lr=0.1)))
 
@@ -283,7 +283,7 @@ def trained_on(collection, keys, step=1):
 
 
 def initial_of(collection, keys):
-    """What an evaluation reads of keys that nobody trained."""
+    """The values that an evaluation reads for untrained keys."""
     return collection.forward(keys.unsqueeze(1), keys.numel(), training=False)["deep"]
 
 
@@ -321,7 +321,7 @@ def versions(world):
     collection.cancel(third)
     assert store.num_live == store.num_trained == 3, "canceled batches leave no keys behind"
     assert len(store._map.rows) == 3
-    # What comes in their place starts as if they had never been.
+    # New keys start as if the canceled ones had never existed.
     trained_on(collection, EXTREME[6:], 2)
     again, _ = collected(world, keyed_mix())
     trained_on(again, EXTREME[:3], 1)
@@ -329,12 +329,12 @@ def versions(world):
     assert torch.equal(initial_of(collection, EXTREME), initial_of(again, EXTREME))
 
 
-def test_a_store_knows_the_keys_of_batches_trained(ranks):
+def test_store_has_the_keys_of_trained_batches(ranks):
     ranks(1, versions)
 
 
 def begun_save(world, folder):
-    """Saved by another thread, which alone sorts the keys; trained meanwhile."""
+    """The writer thread alone sorts the keys, while training continues."""
     collection, _ = collected(world, keyed_mix(num_rows=300))
     keys = torch.cat([EXTREME, keys_of(torch.arange(100) * 2**50)])
     for part in keys.flip(0).split(20):
@@ -362,12 +362,12 @@ def begun_save(world, folder):
     assert not torch.equal(initial_of(collection, keys), before)
 
 
-def test_a_save_begins_without_sorting(ranks, memory):
+def test_save_starts_without_sorting(ranks, memory):
     ranks(1, begun_save, memory)
 
 
 def logged(world, folder):
-    """Ranges in the order of addresses, of a store that changes other rows before each of them."""
+    """The log reads rows in address order from a store whose other rows change before each read."""
     collection, made = collected(world, keyed_mix(num_rows=300))
     for part in torch.arange(30).split(7):
         trained_on(collection, part)
@@ -376,7 +376,7 @@ def logged(world, folder):
     assert not torch.equal(before[WEIGHTS], store.read(slice(0, 30))[WEIGHTS])
     log, spill = RowLog(rows.store, torch.ones(30, dtype=torch.bool), 4, rows), SpillFile(folder)
     for number in range(8):
-        some = torch.arange(40)[7 - number :: 8]  # and some that were not there
+        some = torch.arange(40)[7 - number :: 8]  # including rows that did not exist before
         log.before_update(some)
         store.write(some, {WEIGHTS: torch.full((some.numel(), 4), number + 1.0)})
         found = log.read(number, spill)
@@ -385,7 +385,7 @@ def logged(world, folder):
     log.close()
 
 
-def test_rows_are_logged_by_their_number_in_the_store(ranks, memory):
+def test_undo_log_uses_row_numbers_of_the_store(ranks, memory):
     ranks(1, logged, memory)
 
 
@@ -396,14 +396,14 @@ def full(world):
     full = collection.start_id_exchange(EXTREME[3:].unsqueeze(1), 6, training=True)
     collection.receive_ids(fine)
     collection.receive_ids(full)
-    collection.lookup(fine)  # the batch before it is not harmed
+    collection.lookup(fine)  # the preceding batch is not affected
     key = keys_of(mix(EXTREME[4:]).sort().values[1:2])
     with pytest.raises(DataError, match=f"table t: no row is free for key {int(key)}: all 5 rows"):
         collection.lookup(full)
     store = made.made[0]
     store = KeyedStores()(request_of(world, keyed_mix(num_rows=5)))
     with pytest.raises(
-        CheckpointError, match=r"room for 5 rows on rank 0, where 6 of .*num_rows of 7"
+        CheckpointError, match=r"rank 0 has 5 rows for 6 saved keys; use num_rows of 7"
     ):
         store.load(EXTREME[:6])
 
@@ -419,23 +419,23 @@ def request_of(world, mix):
     return found[0]
 
 
-def test_a_full_table_fails_in_the_step_of_the_batch(ranks):
+def test_full_table_fails_in_the_step_of_its_batch(ranks):
     ranks(1, full)
 
 
 def state_of_that_name(world):
     request = request_of(world, keyed_mix())
     rule = SimpleNamespace(name="own", state={"keys": "row"})
-    with pytest.raises(ConfigError, match=r"optimizer own a state keys, .*give the state another"):
+    with pytest.raises(ConfigError, match=r"optimizer own has a state 'keys'.*rename"):
         KeyedStores()(replace(request, optimizer=rule))
 
 
-def test_no_state_of_an_optimizer_is_called_as_the_keys(ranks):
+def test_optimizer_state_named_keys_is_rejected(ranks):
     ranks(1, state_of_that_name)
 
 
 def exchanged_mix(size, spec, combine) -> Mix:
-    """Keyed tables of one id, and of weighted lists of them, and one of rows."""
+    """``by_key`` tables with single ids and with weighted lists, and a table of row numbers."""
     tables = (
         replace(TABLE, num_rows=150),
         replace(TABLE, name="u", features=("f", "g"), num_rows=150, pooling="mean"),
@@ -460,7 +460,7 @@ def outputs_of(world, mix):
 
 
 @pytest.mark.parametrize("combine", ["concat", "sum"])
-def test_every_exchange_gives_the_vectors_of_one_rank(ranks, combine):
+def test_every_exchange_equals_one_rank(ranks, combine):
     (alone,) = ranks(1, outputs_of, exchanged_mix(1, Spec("S(0)", "unique"), combine))
     for spec in (
         Spec("S(0)", "reduce"),
@@ -494,6 +494,6 @@ def initial_values(world, mix):
 
 
 @pytest.mark.parametrize("exchange", ["columns", "reduce"])
-def test_a_store_can_ask_what_rows_start_with(ranks, exchange):
+def test_store_request_returns_initial_values(ranks, exchange):
     mix = mix_of(exchange, 8, sparse_optimizer("adagrad", lr=0.1))
     ranks(2, initial_values, replace(mix, row_dtype=torch.bfloat16, dtype=torch.float32))

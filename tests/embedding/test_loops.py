@@ -1,4 +1,4 @@
-"""Compiled loops over lists of ids: what torch makes of them, value for value."""
+"""Compiled loops over lists of ids give the same results as torch."""
 
 from functools import partial
 
@@ -30,7 +30,7 @@ FEATURES = (
 def make_plan(size, exchange, *, weighted=True, pooling="sum", policy="error"):
     features = [f if weighted else FeatureConfig(name=f.name, hotness=f.hotness, ragged=True)
                 for f in FEATURES]  # fmt: skip
-    # Lists and a matrix in one table: b goes along as lists of two.
+    # Lists and a matrix in one table: the ids of b become lists of two.
     tables = [
         TableConfig(name="t.a", features=("a", "b"), num_rows=ROWS[0], dim=4, pooling=pooling),
         TableConfig(name="t.c", features=("c",), num_rows=ROWS[1], dim=4, pooling=pooling),
@@ -68,7 +68,7 @@ def make_ids(plan, seed, *, high=5):
 
 
 def without_loops(monkeypatch, make):
-    """What ``make`` gives where numba is not installed."""
+    """The result of ``make`` without numba."""
     with monkeypatch.context() as patch:
         for module in (addresses, reader):
             patch.setattr(module, "find_loops", lambda _: None)
@@ -85,7 +85,7 @@ def equal(one, other):
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 40])
-def test_addresses_are_those_of_torch(monkeypatch, size, pooling, weighted):
+def test_compiled_addresses_equal_torch(monkeypatch, size, pooling, weighted):
     for exchange in ("unique", "reduce"):
         plan = make_plan(size, exchange, weighted=weighted, pooling=pooling)
         ids = IdReader(plan, 0, CPU).read(make_ids(plan, size, high=5))
@@ -101,11 +101,11 @@ def test_addresses_are_those_of_torch(monkeypatch, size, pooling, weighted):
 
 
 @pytest.mark.parametrize("weighted", [True, False])
-def test_lists_are_read_as_by_torch(monkeypatch, weighted):
+def test_compiled_lists_equal_torch(monkeypatch, weighted):
     plan = make_plan(2, "unique", weighted=weighted)
     ids = make_ids(plan, 1)
     fast = IdReader(plan, 0, CPU)
-    monkeypatch.setattr(fast, "_checked", None)  # which the slow way alone asks
+    monkeypatch.setattr(fast, "_checked", None)  # only the slow path uses it
     slow = without_loops(monkeypatch, lambda: IdReader(plan, 0, CPU))
     one, other = fast.read(ids).lists, slow.read(ids).lists
     assert torch.equal(one.lengths, other.lengths)
@@ -116,7 +116,7 @@ def test_lists_are_read_as_by_torch(monkeypatch, weighted):
 
 
 @pytest.mark.parametrize("policy", ["clamp", "hash", "error"])
-def test_a_bad_id_among_many_is_found(monkeypatch, policy):
+def test_bad_id_among_many_is_found(monkeypatch, policy):
     plan = make_plan(2, "unique", policy=policy)
     for place in (0, -1):
         ids = make_ids(plan, 2)
@@ -134,9 +134,9 @@ def test_a_bad_id_among_many_is_found(monkeypatch, policy):
 @pytest.mark.parametrize(
     ("offsets", "message"),
     [([0, 9, 4], "sample 0 has 9 ids"), ([1, 2, 4], "offsets run from 1"),
-     ([0, 2, 3], "offsets run from 0 to 3"), ([0, 3, 2, 4], "different numbers of samples")],
+     ([0, 2, 3], "offsets run from 0 to 3"), ([0, 3, 2, 4], "differ in the number of samples")],
 )  # fmt: skip
-def test_bad_offsets_are_told_as_before(offsets, message):
+def test_bad_offsets_are_rejected(offsets, message):
     plan = make_plan(2, "unique", weighted=False)
     ids = {
         "a": Bags(torch.tensor([1, 2, 3, 4]), torch.tensor(offsets)),

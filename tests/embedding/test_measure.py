@@ -1,4 +1,4 @@
-"""Kernels chosen by measurement: the band, the store, and one choice for all ranks."""
+"""Kernels chosen by measurement: the band, the cache, and one choice for all ranks."""
 
 import json
 from importlib.util import find_spec
@@ -41,13 +41,13 @@ def shape_of(**changes) -> StackShape:
 @pytest.mark.parametrize(
     ("times", "name"),
     [
-        ({"torch": 1.0, "numba": 1.05}, "numba"),  # within the band of the one taken unmeasured
+        ({"torch": 1.0, "numba": 1.05}, "numba"),  # within the band of the unmeasured choice
         ({"torch": 1.0, "numba": 1.06}, "torch"),
         ({"torch": 1.0, "fbgemm": 0.9}, "fbgemm"),
         ({"torch": 2.0, "numba": 1.0, "fbgemm": 0.99}, "numba"),
     ],
 )
-def test_the_incumbent_stays_within_a_band(times, name):
+def test_unmeasured_choice_is_kept_within_the_band(times, name):
     choice = choose_by_times(NUMBA, times)
     assert choice.name == name
     assert f"measured {times[name]:.2f} ms" in choice.reason
@@ -70,7 +70,7 @@ def test_every_kernel_is_timed_on_every_shape(changes):
     assert all(0 < ms < 1000 for ms in times.values())
 
 
-def test_a_profile_keeps_times_by_shape_and_where_they_are_from(tmp_path):
+def test_profile_stores_times_by_shape_with_their_origin(tmp_path):
     path = tmp_path / "a" / "profile.json"
     one, other = shape_of(), shape_of(ids=65)
     Profile(path).keep(one, {"torch": 1.5})
@@ -79,7 +79,7 @@ def test_a_profile_keeps_times_by_shape_and_where_they_are_from(tmp_path):
     assert Profile(path).find(other) == {"torch": 2.5, "numba": 1.0}
     assert Profile(path).find(shape_of(width=5)) is None
     assert all(entry["taken"] and "cpu" in entry for entry in json.loads(path.read_text()).values())
-    path.write_text("{ half")  # another program's, or a broken one: measured anew
+    path.write_text("{ half")  # corrupt, or from another program: measured again
     assert Profile(path).find(one) is None
     Profile(path).keep(one, {"torch": 3.5})
     assert Profile(path).find(one) == {"torch": 3.5}
@@ -88,18 +88,18 @@ def test_a_profile_keeps_times_by_shape_and_where_they_are_from(tmp_path):
         assert Profile(path).find(one) is None
 
 
-def test_times_that_cannot_be_kept_are_a_warning(tmp_path, caplog):
-    """A home that is read-only, as in a container, ends no run."""
+def test_unwritable_cache_logs_a_warning(tmp_path, caplog):
+    """A read-only home directory, as in a container, does not end the run."""
     (tmp_path / "file").touch()
     Profile(tmp_path / "file" / "profile.json").keep(shape_of(), {"torch": 1.5})
     (record,) = caplog.records
-    assert "not kept" in record.message
+    assert "not cached" in record.message
     assert str(tmp_path / "file") in record.message
-    assert "set XDG_CACHE_HOME to a folder of your own that can be written" in record.message
+    assert "set XDG_CACHE_HOME to a writable folder" in record.message
 
 
 def choose(world: World, folder: Path) -> tuple[dict[str, tuple[str, str]], int]:
-    """Name and reason by table, and how often this rank measured."""
+    """Kernel name and reason by table, and the number of measurements on this rank."""
     config = make_config("3", "rowwise_adagrad", dtype="float32", dim=8, kernel="auto")
     _, plan = plan_run(config, FIELDS, world_size=world.size, device_type="cpu")
     calls = []
@@ -122,7 +122,7 @@ def choose(world: World, folder: Path) -> tuple[dict[str, tuple[str, str]], int]
 
 
 @pytest.mark.skipif(len(KERNELS) < 2, reason="one kernel is no choice")
-def test_rank_0_measures_once_and_all_ranks_take_the_same(ranks, tmp_path):
+def test_rank_0_measures_for_all_ranks(ranks, tmp_path):
     (first, measured), (second, none) = ranks(2, choose, tmp_path)
     assert first == second
     assert all("measured" in reason for _, reason in first.values())
@@ -130,7 +130,7 @@ def test_rank_0_measures_once_and_all_ranks_take_the_same(ranks, tmp_path):
     assert none == 0
 
 
-def test_a_kernel_asked_for_is_not_measured(ranks):
+def test_requested_kernel_is_not_measured(ranks):
     assert ranks(1, asked_for) == [True]
 
 

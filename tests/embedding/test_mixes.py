@@ -1,7 +1,7 @@
-"""Random mixes of everything the engine takes equal a reference written without it.
+"""Random mixes of everything that the engine supports equal a reference written without it.
 
-float64 sums in another order over 20 steps stay within 1e-10; float32 bounds are stated where
-they are used.
+Float64 sums in another order stay within 1e-10 over 20 steps; float32 bounds are given where they
+are used.
 """
 
 from collections import Counter
@@ -131,7 +131,7 @@ def check(ranks, mix: Mix, tolerance: float, rtol: float = 0.0) -> None:
             covered[name][r0:r1, c0:c1] = True
             for key, value in state.items():
                 whole = table.state.get(key)
-                if whole is None:  # no row was touched
+                if whole is None:  # no rank touched a row
                     continue
                 want = whole[r0:r1] if whole.ndim == 1 else whole[r0:r1, c0:c1]
                 np.testing.assert_allclose(value, want, rtol=rtol, atol=tolerance, err_msg=key)
@@ -147,7 +147,7 @@ def check(ranks, mix: Mix, tolerance: float, rtol: float = 0.0) -> None:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(mix=mixes())
-def test_any_mix_equals_the_reference(ranks, mix):
+def test_random_mix_equals_the_reference(ranks, mix):
     note(f"from tests.embedding.test_mixes import *\ncheck(ranks, {mix!r}, 1e-10)")
     check(ranks, mix, 1e-10)
 
@@ -163,7 +163,7 @@ UNIQUE_COLUMNS = "unique S(1)"
 
 
 def mix_of(exchange: str, dim: int, rule: SparseOptimizer, **changes) -> Mix:
-    """All kinds of features on tables of one layout, on two ranks."""
+    """All kinds of features, in tables of one layout on two ranks."""
     tables = tuple(
         TableConfig(name=f"deep.{n}", features=names, num_rows=rows, dim=dim, pooling=pooling)
         for n, (names, rows, pooling) in enumerate(
@@ -184,7 +184,7 @@ def mix_of(exchange: str, dim: int, rule: SparseOptimizer, **changes) -> Mix:
 EXCHANGES = ["local", "columns", "reduce", "unique", UNIQUE_COLUMNS]
 
 
-# Those that mean the same there; not where ranks that share a row share its state.
+# Optimizers with equal results in FBGEMM, except where ranks share the state of a row.
 FBGEMM_RULES = [sparse_optimizer("sgd", lr=0.1), RULES[1], RULES[2]]
 FBGEMM_CASES = [
     (exchange, rule)
@@ -210,7 +210,7 @@ def test_fbgemm_equals_the_reference(ranks, exchange, rule):
     ("comm_dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-2)]
 )
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_vectors_travel_in_half_precision(ranks, exchange, comm_dtype, tolerance):
+def test_vectors_in_half_precision_stay_close(ranks, exchange, comm_dtype, tolerance):
     # 8 bits of gradients up to 4 (bf16 in both cases), at rates up to 0.1, over 20 steps.
     mix = mix_of(exchange, 8, sparse_optimizer("sgd", lr=0.1), comm_dtype=comm_dtype)
     check(ranks, mix, tolerance)
@@ -218,7 +218,7 @@ def test_vectors_travel_in_half_precision(ranks, exchange, comm_dtype, tolerance
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 5e-2), (torch.float16, 6e-3)])
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_rows_are_stored_in_half_precision(ranks, exchange, dtype, tolerance):
+def test_rows_in_half_precision_stay_close(ranks, exchange, dtype, tolerance):
     # Values come to 1.2, where bf16 has steps of 2^-7: 20 roundings at random add up to five times
     # the standard deviation of one, 0.0023; this is four of the sum's.
     mix = mix_of(exchange, 8, sparse_optimizer("sgd", lr=0.1), row_dtype=dtype)
@@ -227,14 +227,14 @@ def test_rows_are_stored_in_half_precision(ranks, exchange, dtype, tolerance):
 
 @pytest.mark.parametrize("kernel", ["auto", "torch"])
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_overlap_order_and_company_of_tables_do_not_change_a_bit(ranks, exchange, kernel):
+def test_overlap_and_table_order_do_not_change_results(ranks, exchange, kernel):
     few = (13, 8, 0, 17, 5, 1, 9, 4, 12, 3)
     mix = mix_of(exchange, 8, RULES[2], dtype=torch.float32, kernel=kernel, batch_sizes=few)
     (output,) = mix.outputs
     others = [
         replace(mix, overlap=False),
         replace(mix, outputs=(replace(output, tables=output.tables[::-1]),)),
-        # What shares a feature stays together: the smaller table decides which ids are drawn.
+        # Tables that share a feature stay together, because the smaller one limits the ids drawn.
         *(
             replace(mix, outputs=(replace(output, tables=tables),))
             for tables in (output.tables[:2], output.tables[1:2], output.tables[2:])
@@ -256,7 +256,7 @@ def pieces_of(run) -> dict:
 
 
 def bytes_of(world, mix: Mix) -> dict[str, int]:
-    """What this rank sent, by step, in a run of all batches."""
+    """The transfers of this rank by step, over all batches."""
     world.log.clear()
     world.log.enabled = True
     train(world, mix)
@@ -271,7 +271,7 @@ def test_unique_sends_each_unique_row_once_each_way(ranks, exchange):
     mix = mix_of(exchange, 8, RULES[2], dtype=torch.float32)
     sent = ranks(2, bytes_of, mix)
     by_rows = exchange == "unique"
-    rows = 0  # that a rank names in a batch and the other owns, or has columns of
+    rows = 0  # rows that a rank requests and the other rank owns, or has columns of
     for step, size in enumerate(mix.batch_sizes):
         bags = mix.bags(step)
         for rank in range(2):
@@ -296,7 +296,7 @@ def test_unique_sends_each_unique_row_once_each_way(ranks, exchange):
 
 
 @pytest.mark.parametrize("rule", [RULES[2], RULES[4]], ids=lambda rule: rule.name)
-def test_a_grid_may_have_more_columns_of_ranks_than_the_table_has(ranks, rule):
+def test_grid_can_have_more_rank_columns_than_table_columns(ranks, rule):
     names = ("one", "three")
     tables = tuple(
         TableConfig(name=f"deep.{dim}", features=names[:count], num_rows=20, dim=dim)
@@ -313,7 +313,7 @@ def test_a_grid_may_have_more_columns_of_ranks_than_the_table_has(ranks, rule):
 
 
 @pytest.mark.parametrize("name", ["adagrad", "rowwise_adagrad", "ftrl"])
-def test_the_reference_keeps_fractions_beside_a_whole_start(name):
+def test_reference_keeps_fractions_of_integer_initial_state(name):
     rows = {0: np.full(2, 0.5)}
     for start in (1, 1.0):
         table = ReferenceTable(np.ones((3, 2)), "sum")
@@ -322,7 +322,7 @@ def test_the_reference_keeps_fractions_beside_a_whole_start(name):
 
 
 def small_gradient(world, exchange: str, comm_dtype: torch.dtype | None) -> float:
-    """How far a first step of Adagrad moves a row whose gradient fp16 has no number for."""
+    """How far Adagrad's first step moves a row whose gradient underflows in fp16."""
     mix = mix_of(exchange, 8, sparse_optimizer("rowwise_adagrad", lr=0.1, eps=1e-12))
     mix = replace(mix, dtype=torch.float32, comm_dtype=comm_dtype, batch_sizes=(2,))
     collection = make_collection(world, mix)
@@ -336,7 +336,7 @@ def small_gradient(world, exchange: str, comm_dtype: torch.dtype | None) -> floa
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_gradients_below_half_precision_still_move_their_rows(ranks, exchange):
+def test_gradients_below_fp16_range_still_update_rows(ranks, exchange):
     moved = [
         max(ranks(2, small_gradient, exchange, comm_dtype)) for comm_dtype in (None, torch.float16)
     ]
@@ -354,14 +354,14 @@ def passed_samples(world, exchange: str) -> str:
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_a_part_of_another_size_than_the_ranks_is_refused(ranks, exchange):
+def test_batch_part_of_wrong_size_is_rejected(ranks, exchange):
     messages = ranks(2, passed_samples, exchange)
-    assert "rank 0 passed ids of 3 samples; its part of a batch of 8 is 4" in messages[0]
-    assert "rank 1 passed ids of 5 samples" in messages[1]
+    assert "rank 0: got ids of 3 samples; pass 4" in messages[0]
+    assert "rank 1: got ids of 5 samples" in messages[1]
 
 
 class Watched(DeviceStore):
-    """Counts the rows that are leased, and the order of the calls of each batch."""
+    """Counts leased rows, and records the order of calls for each batch."""
 
     def __init__(self, kernel) -> None:
         super().__init__(kernel)
@@ -400,7 +400,7 @@ class Watched(DeviceStore):
 
 
 def watch(world, mix: Mix) -> list[tuple[int, int, dict[int, list[str]]]]:
-    """(rows still held at the end, most held at a time, calls by batch) of this rank's stores."""
+    """(rows leased at the end, most rows leased, calls by batch) of this rank's stores."""
     watched: list[Watched] = []
 
     def make(request) -> Watched:

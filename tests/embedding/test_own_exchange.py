@@ -1,4 +1,4 @@
-"""An exchange of two files: it trains, is explained, logged, measured, priced and planned."""
+"""An exchange in two files trains and is explained, logged, measured, priced, and planned."""
 
 import ast
 from dataclasses import replace
@@ -57,7 +57,7 @@ def _train_case(world, case):
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad", "lazy_adam"])
-def test_it_equals_the_reference_on_four_ranks(ranks, optimizer):
+def test_own_exchange_equals_the_reference_on_four_ranks(ranks, optimizer):
     with two_hops():
         case = make_case("unique", "unique", optimizer)
         case = replace(case, specs={
@@ -70,7 +70,7 @@ def test_it_equals_the_reference_on_four_ranks(ranks, optimizer):
                 np.testing.assert_allclose(step[name], value, rtol=0, atol=1e-12)
         for name, (weights, _) in join_tables(case, results).items():
             np.testing.assert_allclose(weights, model.deep[name][1].numpy(), rtol=0, atol=1e-12)
-    # Each of three deep tables is looked up once a sample: owners were told of all lookups.
+    # Three deep tables are looked up once per sample, and owners received all lookups.
     assert sum(one["told"] for one in results) == 3 * sum(case.batch_sizes)
     for one in results:
         rank, logged = one["rank"], dict(one["groups"])
@@ -80,13 +80,13 @@ def test_it_equals_the_reference_on_four_ranks(ranks, optimizer):
         assert logged[STAGES[3]] == ((0, 2), (1, 3))[rank % 2]
 
 
-def test_a_model_has_the_losses_that_it_has_with_another_exchange(ranks):
+def test_own_exchange_gives_equal_losses(ranks):
     hops, unique = (ranks(4, _train, exchange) for exchange in ("two_hops", "unique"))
     np.testing.assert_allclose(hops[0]["losses"], unique[0]["losses"], rtol=1e-12)
     assert len(set(hops[0]["losses"])) == 6
 
 
-def test_it_is_explained_and_measured_from_its_stages():
+def test_own_exchange_is_explained_and_measured_from_its_stages():
     with two_hops():
         _, plan = plan_run(config_of("two_hops"), FIELDS, world_size=4, device_type="cpu")
         facts, text = describe(plan), format_plan(plan)
@@ -101,7 +101,7 @@ def test_it_is_explained_and_measured_from_its_stages():
         assert shape.lists == 2  # merged rows come from two ranks
 
 
-def test_it_is_priced_and_planned():
+def test_own_exchange_is_priced_and_planned():
     task = make_task(rows=(4000, 900, 3000), dim=8)
     hops = Shape("S(0)", "two_hops", (4, 1))
     assert hops not in shapes_of(task, task.tables[0])
@@ -115,17 +115,17 @@ def test_it_is_priced_and_planned():
         engine = embedding_plan(task, plan)
         assert [group.exchange for group in engine.groups] == ["two_hops"]
         totals = cost.totals(plan)
-        assert totals[0, INDEX["num_row_transfers"]] == 2  # a round each
+        assert totals[0, INDEX["num_row_transfers"]] == 2  # one per round
         assert cost.predict(plan).step_ms > 0
         priced = plan_totals(engine, task.batch_size, {})
         assert priced[0, INDEX["num_row_transfers"]] == 2
         assert price_plan(engine, task.batch_size).ms > 0
-        # It is among what a search without limits tries, and is taken where it is cheapest.
+        # An unlimited search tries it, and chooses it where it is cheapest.
         free = problem_of(cost)
         assert all(hops in {one.shape for one in options} for options in free.options)
 
 
-def test_a_layout_that_it_cannot_run_is_refused():
+def test_own_exchange_rejects_unsupported_layouts():
     rule = TableRule(sbp="S(1)", exchange="two_hops")
     with two_hops():
         config = make_config("3", "sgd", tables={"deep.*": rule}, dim=8)
@@ -136,7 +136,7 @@ def test_a_layout_that_it_cannot_run_is_refused():
 
 
 def comparisons(tree):
-    """Lines that compare an exchange with a text, or look for it among some."""
+    """Lines that compare an exchange name with a string or test membership."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]
@@ -147,12 +147,12 @@ def comparisons(tree):
 
 
 @pytest.mark.parametrize("code", ['g.exchange == "local"', 'exchange in ("reduce", "unique")'])
-def test_a_comparison_would_be_found(code):
+def test_comparisons_of_exchange_names_are_detected(code):
     assert list(comparisons(ast.parse(code))) == [1]
 
 
-def test_nothing_asks_which_exchange_a_group_has():
-    """Its description says what follows from that."""
+def test_code_does_not_compare_exchange_names():
+    """The description of an exchange provides everything that depends on it."""
     files = [path for path in PYTHON if name(path).split("/")[0] in PACKAGES]
     found = [f"{name(path)}:{line}" for path in files
              for line in comparisons(ast.parse(path.read_text(encoding="utf-8")))]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Plans, addresses, starting values and kernel choice: pure arithmetic, no ranks."""
+"""Plans, addresses, initial values, and kernel choice, without any ranks."""
 
 from dataclasses import replace
 from itertools import combinations
@@ -50,23 +50,23 @@ def stack_of(case: Case, world_size: int, exchange: str) -> TableBatch:
     return group.stacks[0]
 
 
-def test_whole_tables_get_their_ids_and_no_others():
+def test_ranks_receive_only_the_ids_of_their_tables():
     whole = {name: Spec("B", "columns", ranks=(n % 2,)) for n, name in enumerate("abcd")}
     plan = make_case(**whole).plan(2)
     assert plan.needed == ((0, 2), (1, 3))
     (step,) = plan.id_steps(30)
     assert step.collective == "all_to_all"
-    # each rank keeps its 15 rows of two columns and sends the two others, 4 bytes each
+    # each rank keeps its 15 rows of two columns and sends the two other columns, 4 bytes each
     assert [step.bytes_sent(rank) for rank in (0, 1)] == [15 * 2 * 4] * 2
 
 
-def test_ids_that_all_need_are_gathered_once():
+def test_ids_needed_by_all_ranks_are_gathered_once():
     plan = make_case(**{name: Spec("S(1)", "columns") for name in "abcd"}).plan(2)
     (step,) = plan.id_steps(30)
     assert (step.collective, step.shape) == ("all_gather", (30, 4))
 
 
-def test_one_exchange_each_way_however_many_tables():
+def test_tables_share_one_exchange_per_direction():
     mixed = {
         "a": Spec("S(1)", "columns"),
         "b": Spec("B", "columns", ranks=(1,)),
@@ -80,14 +80,14 @@ def test_one_exchange_each_way_however_many_tables():
     assert sum(group.rank_width(rank) for rank in range(3)) == 4 * 6
 
 
-def test_tables_of_a_world_of_one_stay_where_they_are():
+def test_one_rank_needs_no_transfers():
     plan = make_case(**{name: Spec("S(0)", "unique") for name in "abcd"}).plan(1)
     assert [group.exchange for group in plan.groups] == ["local"]
     assert plan.ahead_steps(30) == plan.forward_steps(30) == plan.push_steps(30) == ()
 
 
 @pytest.mark.parametrize("sizes", [None, (0, 41, 0), (1, 0, 40)])
-def test_an_owner_address_leads_to_its_row_and_no_other(sizes):
+def test_owner_addresses_identify_rows(sizes):
     specs = {name: Spec("S(0)", "unique") for name in "bcd"}
     case = make_case(a=Spec("S(0)", "unique", sizes=sizes), **specs)
     stack = stack_of(case, 3, "unique")
@@ -107,7 +107,7 @@ def test_an_owner_address_leads_to_its_row_and_no_other(sizes):
     assert sorted(where.values()) == list(range(sum(rows for _, rows, _ in TABLES)))
 
 
-def test_local_addresses_leave_out_what_is_elsewhere():
+def test_local_addresses_leave_out_remote_rows():
     stack = stack_of(make_case(**{name: Spec("S(0)", "reduce") for name in "abcd"}), 3, "reduce")
     ids = torch.tensor([[0, 0, 63, 8], [40, 2, 0, 0]], dtype=torch.int32)
     held = 0
@@ -125,7 +125,7 @@ def test_local_addresses_leave_out_what_is_elsewhere():
     assert held == 8
 
 
-def test_row_gradients_sum_every_bag_of_a_row():
+def test_row_gradients_sum_all_bags_of_a_row():
     lookup = Lookup(torch.tensor([5, 2, 5, 9]), torch.tensor([0, 2, 2, 4]))
     grads = torch.tensor([[1.0], [10.0], [100.0]])
     rows, sums = lookup.row_gradients(grads)
@@ -134,7 +134,7 @@ def test_row_gradients_sum_every_bag_of_a_row():
     assert lookup.inverse().tolist() == [1, 0, 1, 2]
 
 
-def test_a_shard_starts_with_the_values_of_its_place():
+def test_initial_values_depend_on_the_place_in_the_table():
     whole = torch.empty(50, 12)
     fill_uniform(whole, seed=3, name="t", bound=0.5, num_columns=12)
     part = torch.empty(7, 5, dtype=torch.float64)
@@ -145,7 +145,7 @@ def test_a_shard_starts_with_the_values_of_its_place():
     assert not torch.isclose(other, whole).any()
 
 
-def test_starting_values_are_uniform_and_uncorrelated():
+def test_initial_values_are_uniform_and_uncorrelated():
     values = torch.empty(40_000, 8)
     fill_uniform(values, seed=1, name="t", bound=1.0, num_columns=8)
     assert values.abs().max() <= 1.0
@@ -153,13 +153,13 @@ def test_starting_values_are_uniform_and_uncorrelated():
     assert abs(float(values.var()) - 1 / 3) < 0.005
     correlation = np.corrcoef(values.T.numpy()) - np.eye(8)
     assert np.abs(correlation).max() < 5 / 40_000**0.5
-    # 32 equal bins: chi-squared of 31 degrees of freedom stays under 70 but once in 1e4 seeds
+    # 32 equal bins: chi-squared with 31 degrees of freedom exceeds 70 for one seed in 1e4
     counts, _ = np.histogram(values.numpy(), bins=32, range=(-1, 1))
     expected = values.numel() / 32
     assert ((counts - expected) ** 2 / expected).sum() < 70
 
 
-def test_cover_refuses_holes_overlaps_and_partial():
+def test_cover_rejects_holes_overlaps_and_partial():
     table = TableConfig(name="t", features=("t",), num_rows=10, dim=4)
     layout = Layout(Placement.line("cpu", 2), (Split(0),))
     shards = shards_of(table, layout)
@@ -170,7 +170,7 @@ def test_cover_refuses_holes_overlaps_and_partial():
     with pytest.raises(ConfigError, match="overlap"):
         check_cover(table, layout, (shards[0], shifted))
     partial = Layout(Placement.line("cpu", 2), (Partial(),))
-    with pytest.raises(ConfigError, match="terms of a sum"):
+    with pytest.raises(ConfigError, match="partial sums; use S or B"):
         check_cover(table, partial, ())
     copies = Layout(Placement.line("cpu", 2), (Broadcast(),))
     check_cover(table, copies, shards_of(table, copies))
@@ -180,14 +180,14 @@ _EDGES = st.lists(st.integers(0, 6), min_size=2, max_size=2, unique=True).map(so
 
 
 @given(st.lists(st.tuples(_EDGES, _EDGES), min_size=1, max_size=6))
-def test_shards_overlap_exactly_if_two_of_them_share_an_element(extents):
-    """A table of as many elements as they have together has no hole, so only this is wrong."""
+def test_overlap_is_found_if_and_only_if_shards_share_an_element(extents):
+    """The table has as many elements as the shards together, so overlaps are the only error."""
     elements = [
         {(row, col) for row in range(*rows) for col in range(*cols)} for rows, cols in extents
     ]
     shared = any(
         one & other and one != other
-        for one, other in combinations(elements, 2)  # equal: replicas
+        for one, other in combinations(elements, 2)  # equal shards are replicas
     )
     table = TableConfig(name="t", features=("t",), num_rows=sum(map(len, elements)), dim=1)
     layout = Layout(Placement.line("cpu", 1), (Split(0),))
@@ -216,35 +216,35 @@ NO_NUMBA = {"numba": "numba is not installed"}
 @pytest.mark.parametrize(
     ("change", "kernel", "reason"),
     [
-        ({}, "fbgemm", "same meaning"),
-        ({"optimizer": SGD, "column_split": True}, "fbgemm", "same meaning"),
-        ({"column_split": True}, "torch", "spans the ranks"),
+        ({}, "fbgemm", "equal results"),
+        ({"optimizer": SGD, "column_split": True}, "fbgemm", "equal results"),
+        ({"column_split": True}, "torch", "ranks share the state"),
         (
             {"optimizer": sparse_optimizer("lazy_adam", lr=0.1)},
             "torch",
-            "kernel fbgemm has no rule lazy_adam",
+            "kernel fbgemm does not support lazy_adam",
         ),
         ({"optimizer": replace(SGD, weight_decay=0.1)}, "torch", "ignores weight decay"),
         ({"width": 6}, "torch", "width 6 is not a multiple of 4"),
-        ({"dtype": torch.float64}, "torch", "no float64 rows"),
-        ({"row_dtype": torch.bfloat16}, "torch", "half-precision rows at random"),
+        ({"dtype": torch.float64}, "torch", "does not support float64 rows"),
+        ({"row_dtype": torch.bfloat16}, "torch", "half-precision rows stochastically"),
     ],
 )
-def test_fbgemm_serves_only_what_it_means_the_same(change, kernel, reason):
+def test_fbgemm_is_chosen_only_if_results_are_equal(change, kernel, reason):
     choice = choose_kernel("auto", StackFacts(**{**FACTS, **change}), NO_NUMBA)
     assert choice.name == kernel
     assert reason in choice.reason
-    # numba serves all of these, on a CPU
+    # numba supports all of these on CPU
     assert choose_kernel("auto", StackFacts(**{**FACTS, **change}), {}).name == "numba"
     facts = StackFacts(**{**FACTS, **change, "device_type": "cuda"})
     assert choose_kernel("auto", facts, {"triton": "Triton is not installed"}).name == kernel
-    # and Triton what FBGEMM does not, on CUDA, in float32
+    # on CUDA in float32, Triton is chosen where FBGEMM is not
     other = "torch" if facts.dtype == torch.float64 else "triton"
     assert choose_kernel("auto", facts, {}).name == (kernel if kernel == "fbgemm" else other)
     assert choose_kernel("numba", facts, {}).reason == "numba compiles for CPUs"
 
 
-def test_without_other_kernels_torch_serves_and_says_so(monkeypatch):
+def test_torch_is_chosen_if_no_other_kernel_is_installed(monkeypatch):
     monkeypatch.setattr("sbpflow.embedding.storage.choose.import_fbgemm", lambda: None)
     monkeypatch.setattr("sbpflow.embedding.storage.choose.find_spec", lambda name: None)
     plan = make_case(**{name: Spec("S(1)", "columns") for name in "abcd"}).plan(2)
@@ -264,18 +264,16 @@ def test_without_other_kernels_torch_serves_and_says_so(monkeypatch):
         ({"backend": None}, "backend: None; use gloo or nccl"),
         (
             {"row_dtype": "float16"},
-            "row_dtype: 'float16' beside torch.float32; use torch.float32, torch.float16 or "
-            "torch.bfloat16",
+            r"row_dtype: 'float16'.*use torch.float32, torch.float16, or torch.bfloat16",
         ),
         (
             {"comm_dtype": "bfloat16"},
-            "table a: comm_dtype 'bfloat16' for tables of torch.float32; use torch.float32, "
-            "torch.float16 or torch.bfloat16",
+            r"table a: comm_dtype 'bfloat16'.*use torch.float32, torch.float16, or torch.bfloat16",
         ),
         ({"out_of_range": "wrap"}, "out_of_range: 'wrap'; use one of error, clamp, hash"),
     ],
 )
-def test_an_argument_that_is_none_of_the_choices_is_named(change, message):
+def test_invalid_arguments_are_reported_with_the_choices(change, message):
     world = Placement.line("cpu", 2)
     table = TableConfig(name="a", features=("a",), num_rows=8, dim=4)
     given = {"dtype": torch.float32, "backend": "gloo", **change}
@@ -296,6 +294,5 @@ def test_an_argument_that_is_none_of_the_choices_is_named(change, message):
             **arguments,
         )
 
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=message):
         plan(**given)
-    assert str(caught.value) == message

@@ -1,4 +1,4 @@
-"""The page of CUDA decisions counts the loads, stores and bytes of the kernels as they are."""
+"""The page of CUDA decisions lists the actual loads, stores, and bytes of the kernels."""
 
 import ast
 import re
@@ -12,17 +12,17 @@ SOURCES = (
 )
 ROWS = re.compile(r"^\| `(\w+)`(?:, ([^|]*?))? \| (\d+) \| (\d+) \| (\d+)", re.MULTILINE)
 IDS, UNIQUE, WIDTH = 26 * 16384, 318_728, 16
-HIDDEN = 16384 * 1024  # numbers of a layer's output
-# Bytes of state that a rule reads and writes for a row.
+HIDDEN = 16384 * 1024  # elements of a layer's output
+# Bytes of state that an optimizer reads and writes per row.
 STATE = {"SGD": 0, "Adagrad": 128, "rowwise Adagrad": 8, "lazy Adam": 256, "FTRL": 256}
 
 
 def accesses() -> dict[str, tuple[int, int]]:
-    """(loads, stores) of each function, those it calls included."""
+    """(loads, stores) of each function, including those it calls."""
     parsed = [node for source in SOURCES for node in ast.parse(source.read_text()).body]
     functions = [node for node in parsed if isinstance(node, ast.FunctionDef)]
     counts: dict[str, tuple[int, int]] = {}
-    for function in functions:  # a function stands behind those it calls
+    for function in functions:  # a function is defined after those it calls
         calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
         names = [call.attr for call in calls if isinstance(call, ast.Attribute)]
         inner = [counts[c.id] for c in calls if isinstance(c, ast.Name) and c.id in counts]
@@ -49,14 +49,14 @@ def expected_bytes(kernel: str, variant: str) -> int:
     return sums + IDS * 8 + UNIQUE * (weights + STATE[rule])
 
 
-def test_the_page_counts_what_the_kernels_do():
+def test_page_matches_the_operations_of_the_kernels():
     page = (ROOT / "docs" / "decisions" / "gpu.md").read_text()
     counted, found = accesses(), ROWS.findall(page)
     kernels = {"lookup", "sum_long_runs", "sum_runs", "update", "drop"}
     assert {kernel for kernel, *_ in found} == kernels
     for kernel, variant, loads, stores, megabytes in found:
         parts = [counted[kernel]]
-        if kernel == "update":  # and the step that it calls
+        if kernel == "update":  # including the step function that it calls
             parts.append(counted["_" + variant.partition(", ")[0].lower().replace(" ", "_")])
         assert (int(loads), int(stores)) == tuple(map(sum, zip(*parts, strict=True))), kernel
         assert int(megabytes) == round(expected_bytes(kernel, variant) / 1e6), (kernel, variant)

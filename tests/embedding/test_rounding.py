@@ -1,4 +1,4 @@
-"""Rounding at random: to a neighbour, right on average, never out of range, in any layout alike."""
+"""Stochastic rounding: to a neighbor, unbiased, never out of range, and equal in any layout."""
 
 from dataclasses import replace
 from importlib.util import find_spec
@@ -20,7 +20,7 @@ ROWS = torch.arange(40_000)
 
 
 def noise_of(num_rows: int, dim: int, *cut: int, seed: int = 1) -> RowNoise:
-    """Of one table, or of its rows cut[0]:cut[1] and columns cut[2]:cut[3] behind another one's."""
+    """Noise of a table, or of rows cut[0]:cut[1], columns cut[2]:cut[3], behind another table."""
     table = TableConfig(name="t", features=("t",), num_rows=num_rows, dim=dim)
     row_start, row_stop, col_start, col_stop = cut or (0, num_rows, 0, dim)
     columns = {"col_start": col_start, "col_stop": col_stop}
@@ -30,7 +30,7 @@ def noise_of(num_rows: int, dim: int, *cut: int, seed: int = 1) -> RowNoise:
     return RowNoise([other, mine] if cut else [mine], seed, CPU)
 
 
-def test_noise_belongs_to_the_element_whatever_holds_it():
+def test_noise_depends_on_the_element_and_not_on_its_store():
     whole = noise_of(50, 10).draw(torch.arange(50), 10, 3)
     assert whole.min() >= 0
     assert whole.max() <= 0xFFFF
@@ -43,13 +43,13 @@ def test_noise_belongs_to_the_element_whatever_holds_it():
         noise_of(50, 10, seed=2).draw(torch.arange(50), 10, 3),  # another seed
         noise_of(50, 10, 0, 50, 0, 10).draw(torch.arange(7), 10, 3),  # another table
     ]
-    for other in others:  # 500 of 65,536: a few may meet
+    for other in others:  # 500 of 65,536: a few can coincide
         assert (other == whole[: len(other)]).sum() <= 3
 
 
 def test_noise_is_uniform_and_uncorrelated():
     noise = noise_of(40_000, 8).draw(ROWS, 8, 5).double()
-    # of 320,000 draws: five standard errors of the mean, and of a correlation of 40,000
+    # for 320,000 draws: five standard errors of the mean, and of a correlation of 40,000
     assert abs(float(noise.mean()) - 32767.5) < 5 * 65536 / 12**0.5 / 320_000**0.5
     correlation = np.corrcoef(noise.T.numpy()) - np.eye(8)
     assert np.abs(correlation).max() < 5 / 40_000**0.5
@@ -74,8 +74,8 @@ LAYOUTS = {
 @pytest.mark.parametrize("rule", ["sgd", "rowwise_adagrad"])
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
-def test_rows_round_alike_in_any_layout(ranks, dtype, name, rule):
-    """Sums in float64 hardly ever decide a rounding, so the stored rows are equal bit by bit."""
+def test_rows_are_rounded_equally_in_any_layout(ranks, dtype, name, rule):
+    """Float64 sums hardly ever change a rounding, so the stored rows are bit-equal."""
     wide, deep, changes = LAYOUTS[name]
     case = replace(make_case("dp", "dp", rule), row_dtype=dtype)
     (alone,) = ranks(1, train, case)
@@ -93,9 +93,9 @@ def test_rows_round_alike_in_any_layout(ranks, dtype, name, rule):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_losses_in_float32_differ_by_its_sums_alone(ranks, name):
-    """A sum in another order may tip a rounding, once in about 1e5: half a unit of bf16, 4e-4 of a
-    weight below 0.1, whose share in a loss of 16 samples is below 1e-5.
+def test_float32_losses_differ_only_by_summation_order(ranks, name):
+    """Another summation order changes about one rounding in 1e5: by half a unit of bf16, which is
+    4e-4 of a weight below 0.1, and below 1e-5 of a loss over 16 samples.
     """
     wide, deep, changes = LAYOUTS[name]
     options = {"row_dtype": torch.bfloat16, "dtype": torch.float32}
@@ -109,7 +109,7 @@ def test_losses_in_float32_differ_by_its_sums_alone(ranks, name):
 
 
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
-def test_values_go_to_a_neighbour_and_are_right_on_average(dtype):
+def test_rounding_is_to_a_neighbor_and_unbiased(dtype):
     values = torch.tensor([1.0, 1.0001, -0.3333, 3e4, 1e-3, 0.0]).repeat(40_000, 1)
     rounded = round_randomly(values, dtype, noise_of(40_000, 6).draw(ROWS, 6, 1)).float()
     step = values.abs().clamp(min=1e-30) * torch.finfo(dtype).eps
@@ -120,7 +120,7 @@ def test_values_go_to_a_neighbour_and_are_right_on_average(dtype):
 
 
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
-def test_infinities_stay_and_finite_values_stay_finite(dtype):
+def test_infinities_are_kept_and_finite_values_stay_finite(dtype):
     top = torch.finfo(dtype).max
     values = torch.tensor([float("inf"), float("-inf"), float("nan"), top, -top])
     rounded = round_randomly(values, dtype, torch.full((5,), 0xFFFF, dtype=torch.int32)).float()
@@ -129,7 +129,7 @@ def test_infinities_stay_and_finite_values_stay_finite(dtype):
 
 
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
-def test_steps_smaller_than_half_a_unit_add_up(dtype):
+def test_steps_below_half_a_unit_accumulate(dtype):
     rule = sparse_optimizer("sgd", lr=1e-4)
     storage = TorchStorage(
         64,

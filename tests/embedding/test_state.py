@@ -1,4 +1,4 @@
-"""Logical names, full shapes, and rectangles that cover them, under any layout."""
+"""State names, full shapes, and rectangles that cover them, in any layout."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def make_case(rule: SparseOptimizer) -> Case:
 
 
 def rectangles(world: World, case: Case) -> dict[str, tuple[tuple[int, ...], list]]:
-    """name -> (shape, [(place, values)]); every state is marked with its place first."""
+    """name -> (shape, [(place, values)]), after marking all state with its place."""
     collection = EmbeddingCollection(case.plan(world.size), Boxing(world), seed=SEED)
     found = {}
     for name, tensor in collection.state().items():
@@ -36,7 +36,7 @@ def rectangles(world: World, case: Case) -> dict[str, tuple[tuple[int, ...], lis
                 columns = torch.arange(part.col_start, part.col_stop, dtype=torch.float64)
                 rows = torch.arange(part.row_start, part.row_stop, dtype=torch.float64)
                 marks = rows if part.values.ndim == 1 else rows.unsqueeze(1) * 100 + columns
-                part.values.copy_(marks)  # a view: it is there when asked again
+                part.values.copy_(marks)  # a view: the next read of the state shows the marks
             place = (part.row_start, part.row_stop, part.col_start, part.col_stop)
             parts.append((place, None))
         again = collection.state()[name].rectangles
@@ -55,7 +55,7 @@ COLUMN_SHARDS = {"w": 1, "x": 1, "y": 4, "z": 2}  # on 4 ranks
 
 
 @pytest.mark.parametrize(("rule", "states"), RULES)
-def test_every_rank_names_all_state_and_the_rectangles_cover_it(ranks, rule, states):
+def test_state_names_are_equal_on_all_ranks_and_rectangles_cover_it(ranks, rule, states):
     results = ranks(4, rectangles, make_case(rule))
     shapes = {name: shape for name, (shape, _) in results[0].items()}
     want = {f"tables/{name}": (rows, dim) for name, rows, dim in TABLES}

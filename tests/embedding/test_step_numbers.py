@@ -1,4 +1,4 @@
-"""Updates whose learning rate and step are in memory of the device equal those of host numbers."""
+"""Updates with learning rate and step in device memory equal those with host numbers."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def noise() -> RowNoise:
 
 
 def storages(optimizer, dtype, row_dtype=None, kind=TorchStorage):
-    """Two alike; the second keeps its numbers."""
+    """Two equal stores; the second keeps its numbers on the device."""
     start = torch.rand(ROWS, WIDTH, dtype=dtype) - 0.5
     made = []
     for _ in range(2):
@@ -59,29 +59,29 @@ def update_both(made, steps=(1, 2, 7)):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_numbers_of_the_device_make_the_same_steps(rule):
+def test_device_numbers_give_equal_steps(rule):
     made = storages(RULES[rule], torch.float64)
     update_both(made)
     host, device = made
-    # A product and a sum in one rounding or in two.
+    # A product and a sum are rounded once or twice.
     torch.testing.assert_close(device.weights, host.weights, rtol=1e-13, atol=1e-13)
     for name, state in host.state.items():
         assert torch.equal(device.state[name], state)
 
 
-def test_rows_of_half_precision_are_rounded_by_the_same_bits():
+def test_device_numbers_give_equal_rounding():
     rows = torch.arange(ROWS, device=DEVICE)
     by_number = noise().draw(rows, WIDTH, 123_456_789)
     assert torch.equal(
         noise().draw(rows, WIDTH, torch.tensor(123_456_789, device=DEVICE)), by_number
     )
-    made = storages(RULES["ftrl"], torch.float32, torch.bfloat16)  # its rate is a constant
+    made = storages(RULES["ftrl"], torch.float32, torch.bfloat16)  # its learning rate is a constant
     update_both(made)
     assert torch.equal(made[0].weights, made[1].weights)
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_tritons_kernel_takes_the_same_numbers(rule):
+def test_triton_gives_equal_steps_with_device_numbers(rule):
     pytest.importorskip("triton")
     from sbpflow.embedding.storage.triton_storage import TritonStorage
 

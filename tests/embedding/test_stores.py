@@ -1,4 +1,4 @@
-"""Kernels on slots, and leases of batches that are announced well before they are looked up."""
+"""Kernels with slots, and leases of batches that are announced well before their lookup."""
 
 from collections import deque
 from dataclasses import replace
@@ -40,7 +40,7 @@ def kernel_of(name, rule, rows_as, slots=None):
 @pytest.mark.parametrize("form", ["single", "bags"])
 @pytest.mark.parametrize("rows_as", [None, torch.bfloat16])
 @pytest.mark.parametrize("kernel", ["torch", "numba", "fbgemm", "triton"])
-def test_a_kernel_updates_rows_wherever_their_slots_are(kernel, rows_as, form):
+def test_kernels_update_rows_in_arbitrary_slots(kernel, rows_as, form):
     if kernel in LOADED:
         pytest.importorskip(LOADED[kernel])
     if kernel == "fbgemm" and rows_as:
@@ -66,7 +66,7 @@ def test_a_kernel_updates_rows_wherever_their_slots_are(kernel, rows_as, form):
         one = Lookup(addresses, offsets, weights)
         other = Lookup(addresses, offsets, weights).place(slot_of[addresses])
         assert torch.equal(whole.lookup(one, 0.1), block.lookup(other, 0.1))
-        if step == 3 and kernel != "fbgemm":  # two batches of a step, of which one has few ids
+        if step == 3 and kernel != "fbgemm":  # two batches in one step, one of them with few ids
             first, second = Lookup(addresses[:7]), Lookup(addresses[7:])
             one = Lookup.merge([first, second])
             first.place(slot_of[first.addresses])
@@ -81,7 +81,7 @@ def test_a_kernel_updates_rows_wherever_their_slots_are(kernel, rows_as, form):
 
 
 @pytest.mark.parametrize("kernel", ["torch", "numba", "fbgemm"])
-def test_a_device_store_reads_and_writes_in_place(kernel):
+def test_device_store_reads_and_writes_in_place(kernel):
     if kernel in LOADED:
         pytest.importorskip(LOADED[kernel])
     store = DeviceStore(kernel_of(kernel, sparse_optimizer("adagrad", lr=0.1), None))
@@ -105,9 +105,9 @@ AHEAD = 4
 
 
 def train_ahead(world, mix, stores, ahead):
-    """Outputs and rows, with ``ahead`` batches announced before their own; the last are cancelled.
+    """Outputs and rows, with ``ahead`` batches announced in advance; the last ones are canceled.
 
-    A batch in the middle is looked up without being trained.
+    A batch in the middle is looked up without training.
     """
     collection = make_collection(world, mix, stores)
     window, outputs = deque(), []
@@ -166,7 +166,7 @@ def both_ways(world, mix, slots):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("exchange", ["columns", "reduce", "unique", UNIQUE_COLUMNS])
-def test_batches_announced_ahead_keep_their_slots(ranks, exchange, accumulate):
+def test_slots_are_fixed_for_batches_announced_ahead(ranks, exchange, accumulate):
     rule = sparse_optimizer("rowwise_adagrad", lr=0.1)
     mix = mix_of(exchange, 8, rule, accumulate=accumulate, batch_sizes=(2, 1, 0, 2, 1) * 6)
     (output,) = mix.outputs

@@ -1,7 +1,7 @@
-"""The Triton kernels equal the torch kernel, under Triton's interpreter where there is no card.
+"""The Triton kernels equal the torch kernel; without a GPU they run in Triton's interpreter.
 
-Equal bits where both round every operation. Where torch on CPU multiplies and adds in one rounding
-(``lerp``, ``addcmul`` and the like, by the width of its vectors) float32's last bits differ.
+They are bit-equal if both round every operation. If torch on CPU uses fused multiply-add (``lerp``,
+``addcmul``, and the like, depending on the vector width), the last bits of float32 differ.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from sbpflow.embedding.storage.torch_storage import TorchStorage
 from sbpflow.embedding.storage.triton_storage import TritonStorage
 from sbpflow.errors import SbpError
 
-# On CPU under the interpreter, see tests/conftest.py; on a card compiled.
+# On CPU in the interpreter, see tests/conftest.py; on a GPU compiled.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 RULES = {
     "sgd": sparse_optimizer("sgd", lr=0.1),
@@ -38,7 +38,7 @@ MOST_IDS = 200
 
 @st.composite
 def lookups(draw):
-    """(rows, lookup): few rows and long runs, or many; bags of one, of several or of none."""
+    """(rows, lookup): few rows and long runs, or many rows; bags of one, of several, or empty."""
     rows = draw(st.sampled_from([1, 3, 20, 300]))
     seed = draw(st.integers(0, 2**31))
     generator = torch.Generator().manual_seed(seed)
@@ -55,7 +55,7 @@ def lookups(draw):
 
 
 def noise_of(rows: int, width: int) -> RowNoise:
-    """Of two shards, so that a row's has to be found."""
+    """Noise of two shards, so that the shard of a row must be searched."""
     first = rows // 2
     shards = [
         Shard(
@@ -88,19 +88,19 @@ def both(rows, width, optimizer, row_dtype=None, **kwargs):
 
 @settings(max_examples=25, deadline=None)
 @given(lookups(), st.sampled_from([1, 5, 16]), st.sampled_from([None, torch.bfloat16]))
-def test_lookup_pools_as_torch_does(case, width, row_dtype):
+def test_lookup_matches_torch(case, width, row_dtype):
     rows, lookup, _ = case
     one, other = both(rows, width, RULES["sgd"], row_dtype)
     wanted, found = one.lookup(lookup), other.lookup(lookup)
     if lookup.weights is None:
         assert torch.equal(found, wanted)
-    else:  # torch multiplies and adds in one rounding; sums of up to 200 terms of about 1
+    else:  # torch multiplies and adds with one rounding; sums of up to 200 terms of about 1
         torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
 
 
 @settings(max_examples=25, deadline=None)
 @given(lookups(), st.sampled_from([1, 5, 16]))
-def test_runs_say_which_positions_hold_the_same_row(case, width):
+def test_runs_group_positions_of_equal_rows(case, width):
     _, lookup, _ = case
     runs = lookup.runs()
     keys = runs.keys.tolist()
@@ -119,7 +119,7 @@ def test_runs_say_which_positions_hold_the_same_row(case, width):
     width=st.sampled_from([1, 5, 16]),
     row_dtype=st.sampled_from([None, torch.bfloat16, torch.float16]),
 )
-def test_an_update_steps_as_torch_does(name, case, width, row_dtype):
+def test_update_matches_torch(name, case, width, row_dtype):
     rows, lookup, generator = case
     one, other = both(rows, width, RULES[name], row_dtype)
     for step in (1, 2):
@@ -127,21 +127,21 @@ def test_an_update_steps_as_torch_does(name, case, width, row_dtype):
         for storage in (one, other):
             storage.update(lookup, grads, 0.1, step)
         compare(one, other, row_dtype)
-        # The next step begins alike: what FTRL keeps follows from rows as they were rounded.
+        # Start the next step from equal values: FTRL's state depends on how rows were rounded.
         other.weights.copy_(one.weights)
         for key, value in one.state.items():
             other.state[key].copy_(value)
 
 
 def compare(one, other, row_dtype=None):
-    # Sums of up to 200 float32 gradients of about 1, in another order, or the squares of such sums.
+    # Sums of up to 200 float32 gradients of about 1 in another order, or squares of such sums.
     for key in one.state:
         torch.testing.assert_close(other.state[key], one.state[key], rtol=2e-5, atol=2e-5)
     if row_dtype is None:
         # Two steps of a tenth of that.
         torch.testing.assert_close(other.weights, one.weights, rtol=2e-6, atol=6e-6)
         return
-    # A last bit of float32 may send a half-precision row to the other neighbour, seldom.
+    # The last bit of a float32 value occasionally changes the rounding of a half-precision row.
     differ = (other.weights != one.weights).float().mean()
     assert differ < 0.02
     torch.testing.assert_close(other.weights, one.weights, rtol=2**-6, atol=2**-6)
@@ -149,7 +149,7 @@ def compare(one, other, row_dtype=None):
 
 @dataclass(frozen=True, kw_only=True)
 class Large(SparseOptimizer):
-    """Has more constants than the kernel passes on."""
+    """Has more constants than the kernel supports."""
 
     name: str = "large"
     kernels: ClassVar = {"triton": "tests.embedding.test_triton:five_constants"}
@@ -162,8 +162,7 @@ def five_constants(optimizer):
     return None, (1.0,) * 5
 
 
-def test_an_optimizer_that_does_not_fit_the_kernel_is_refused():
+def test_optimizer_with_too_many_constants_is_rejected():
     _, storage = both(3, 4, Large())
-    message = "kernel triton: sparse optimizer large has 5 constants and 0 states; 4 and 2 fit"
-    with pytest.raises(SbpError, match=message):
+    with pytest.raises(SbpError, match="large has 5 constants and 0 states; use at most 4 and 2"):
         storage.update(Lookup(torch.tensor([0], device=DEVICE)), torch.ones(1, 4), 0.1, 1)

@@ -1,10 +1,10 @@
-"""CUDA graphs of the pretended device: what a captured region may hold, and its replay.
+"""CUDA graphs of the pretended device: what a captured region may contain, and replays.
 
-While a region is captured its ops are computed for their shapes, and then undone: memory that was
-there before gets its numbers back, memory made inside holds none until the first replay. A replay
-computes the same ops again on the same memory. Refused are, within a capture: a wait of the host, a
-copy from or to it, a collective, a wait for what lies outside, a generator that the graph does not
-know, or one seeded anew; at a replay: memory that was given back since.
+During a capture, ops are computed for their shapes and then undone: memory that existed before is
+restored, and memory allocated inside has no contents until the first replay. A replay computes the
+same ops on the same memory. During a capture the following are rejected: a wait of the host, a copy
+from or to it, a collective, a wait for outside work, and a generator that is unknown to the graph
+or reseeded. A replay is rejected if memory was freed since.
 """
 
 import threading
@@ -31,18 +31,18 @@ _capturing = _Capturing()
 
 
 def capturing() -> "Graph | None":
-    """The graph that this thread captures."""
+    """The graph that this thread is capturing."""
     return _capturing.graph
 
 
 def refuse(what: str) -> None:
-    """RefusedError within a capture."""
+    """Raise RefusedError during a capture."""
     if _capturing.graph is not None:
         raise RefusedError(f"in a captured region: {what}")
 
 
 class Graph:
-    """``torch.cuda.CUDAGraph``."""
+    """Replaces ``torch.cuda.CUDAGraph``."""
 
     def __init__(self, *_: object, **__: object) -> None:
         self.generators: list[torch.Generator] = []
@@ -56,9 +56,10 @@ class Graph:
         self.generators.append(generator)
 
     def add(self, func: Any, hosts: Any, kwargs: Any, out: Any) -> None:
-        """One op, as the host's tensors have it."""
+        """Run one op on host tensors."""
         drawn = kwargs.get("generator")
-        known = [one._cdata for one in self.generators]  # dispatch wraps a generator anew
+        # Compared by address, because dispatch makes a new wrapper of a generator.
+        known = [generator._cdata for generator in self.generators]
         if drawn is not None and drawn._cdata not in known:
             raise RefusedError(f"in a captured region: {func} draws from a generator unknown to it")
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
@@ -74,12 +75,12 @@ class Graph:
         self.calls.append(again)
 
     def made(self, block: streams.Block | None, host: Tensor) -> None:
-        """Memory of the pool: it stays as long as the graph."""
+        """Keep memory of the pool for the lifetime of the graph."""
         if block is not None and block not in [kept for kept, _ in self._made.values()]:
             self._made[id(block)] = block, _bytes_of(host)
 
     def uses(self, block: streams.Block | None, host: Tensor, *, writes: bool) -> None:
-        """Before an op touches memory: if it was there before, its numbers are kept."""
+        """Before an op accesses memory, save its contents if it existed before the capture."""
         if block is None or id(block) in self._made:
             return
         key = (writes, host.data_ptr(), host.shape, host.stride())
@@ -100,12 +101,12 @@ class Graph:
         for whole, before in self._before.values():
             whole.copy_(before)
         for block, whole in self._made.values():
-            block.used.clear()  # nothing has run
+            block.used.clear()  # a capture runs nothing
             whole.fill_(255)  # NaN in every floating dtype
         self._before.clear()
 
     def replay(self) -> None:
-        """All of it again, on the current stream."""
+        """Run all ops again, on the current stream."""
         if not self._done:
             raise RefusedError("a replay of what was not captured")
         refuse("a replay")
@@ -135,7 +136,7 @@ def _bytes_of(host: Tensor) -> Tensor:
 def capture(
     graph: Graph, *, stream: Any = None, capture_error_mode: str = "global", **_: object
 ) -> Any:
-    """``torch.cuda.graph``; NCCL's threads ask for events, which only thread_local lets them."""
+    """Replaces ``torch.cuda.graph``; needs thread_local, since NCCL's threads query events."""
     if capture_error_mode != "thread_local":
         raise RefusedError(f"capture_error_mode {capture_error_mode} breaks on NCCL's own threads")
     note("sync", "torch.cuda.graph synchronizes")

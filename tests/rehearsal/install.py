@@ -1,4 +1,4 @@
-"""Makes a process believe it has a CUDA device; for good, so only in processes made for it."""
+"""Makes a process believe that it has a CUDA device; irreversible, so use a separate process."""
 
 import contextlib
 import importlib
@@ -37,21 +37,21 @@ def install() -> None:
 
 
 def check_end() -> None:
-    """AssertionError if a transfer was never waited for; clears it for the next test."""
+    """Raise AssertionError if a transfer was never waited for, and reset for the next test."""
     left = [flight.what for flight in IN_FLIGHT]
     forget()
     assert not left, f"never waited for: {left}"
 
 
 def forget() -> None:
-    """After a test that failed, too: nothing is under way."""
+    """Discard everything in flight, after a test that may have failed."""
     IN_FLIGHT.clear()
     PINNED.arrive()
     streams.settle()
 
 
 class _Stream:
-    """``torch.cuda.Stream``."""
+    """Replaces ``torch.cuda.Stream``."""
 
     def __init__(self, *_: object, clock: streams.Clock | None = None, **__: object) -> None:
         self.device = torch.device("cuda", Rehearsed.index)
@@ -84,7 +84,7 @@ class _Stream:
 
 
 class _Event:
-    """``torch.cuda.Event``."""
+    """Replaces ``torch.cuda.Event``."""
 
     def __init__(self, *_: object, **__: object) -> None:
         self.sees: streams.Seen = {}
@@ -146,7 +146,7 @@ def _claim_device() -> None:
     cuda.default_stream = lambda *_: _Stream(clock=streams.MAIN)
     cuda.CUDAGraph, cuda.graph = graphs.Graph, graphs.capture
     cuda.is_current_stream_capturing = lambda: graphs.capturing() is not None
-    # torch.manual_seed and fork_rng: the host's generator stands for that of the device.
+    # torch.manual_seed and fork_rng: the host's generator replaces that of the device.
     cuda.get_rng_state = lambda *_: torch.empty(0, dtype=torch.uint8)
     cuda.set_rng_state = lambda *_: None
     cuda.manual_seed_all = lambda seed: graphs.refuse("torch.manual_seed")
@@ -154,7 +154,7 @@ def _claim_device() -> None:
     cuda.reset_peak_memory_stats = lambda *_: None
     cuda.max_memory_allocated = cuda.memory_allocated = lambda *_: 0
     cuda.empty_cache = lambda: None
-    optimizer: Any = torch.optim.Optimizer  # asks the driver, where torch is built for CUDA
+    optimizer: Any = torch.optim.Optimizer  # calls the driver if torch is built for CUDA
     for name in ("_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check"):
         setattr(optimizer, name, _check_capturable)
 
@@ -165,7 +165,7 @@ def _check_capturable(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _rehearse_threads() -> None:
-    """A dispatch mode is of one thread: others that the project starts get theirs."""
+    """Dispatch modes are per thread, so threads started by the project get their own."""
     patched: Any = threading.Thread
     real = threading.Thread.run
 
@@ -177,7 +177,7 @@ def _rehearse_threads() -> None:
 
 
 def _claim_factories() -> None:
-    """What C++ makes before any dispatch: pinned memory, generators, tensors from lists."""
+    """Replace what C++ creates before dispatch: pinned memory, generators, tensors from lists."""
     real_generator, real_tensor, real_empty = torch.Generator, torch.tensor, torch.empty
 
     class Generator(real_generator):
@@ -207,7 +207,7 @@ def _claim_factories() -> None:
     real_to = Tensor.to
 
     def to(self: Tensor, *args: Any, **kwargs: Any):
-        # C++ asks the driver for the number of a device without one.
+        # C++ asks the driver for the index of a device without one.
         if args and args[0] == "cuda":
             args = (torch.device("cuda", Rehearsed.index), *args[1:])
         return real_to(self, *args, **kwargs)
@@ -229,12 +229,12 @@ def _claim_collectives() -> None:
     patched.batch_isend_irecv = rehearsed_pairs(dist.batch_isend_irecv)
     gather = rehearsed("all_gather", world.all_gather_single)
     scatter = rehearsed("reduce_scatter", world.reduce_scatter_single)
-    for module in (world, executor):  # they take the names that this torch has
+    for module in (world, executor):  # these modules import names from the replaced torch
         module.all_gather_single, module.reduce_scatter_single = gather, scatter
 
 
 def _plan_without() -> None:
-    """Planning runs a model on meta tensors, which must stay that; FBGEMM is not rehearsed."""
+    """Planning runs a model on meta tensors, which must stay meta; FBGEMM is not rehearsed."""
     from sbpflow.embedding.storage import choose
     from sbpflow.run.planning import build_plan
 
@@ -248,13 +248,13 @@ def _plan_without() -> None:
     planning.dense_steps = dense_steps
     kernels: Any = choose
     kernels.import_fbgemm = lambda: None
-    kernels.find_spec = lambda name: None  # nor Triton, but by tests that ask for it
+    kernels.find_spec = lambda name: None  # nor Triton, except in tests that enable it
     dropping: Any = importlib.import_module("sbpflow.tensor.ops.dropout")
     dropping.find_kernels = lambda: None
 
 
 class _Launcher:
-    """Launches Triton's interpreter on the host's numbers; a kernel counts as one op."""
+    """Runs Triton's interpreter on host memory; a kernel counts as one op."""
 
     def __init__(self, kernels: Any) -> None:
         self._kernels = kernels
@@ -296,7 +296,7 @@ def _claim_kernels() -> None:
 
 
 def dropout_kernels() -> Any:
-    """The kernel that drops elements, as ``find_kernels`` gives it, for a test that asks for it."""
+    """The dropout kernel that ``find_kernels`` returns, for tests that enable it."""
     from sbpflow.tensor.ops import triton_dropout
 
     launcher = _Launcher(triton_dropout)

@@ -1,4 +1,4 @@
-"""What a rehearsed stretch of code did on its pretended device: ops, waits of the host, uploads."""
+"""Records what rehearsed code did on its pretended device: ops, waits of the host, uploads."""
 
 import sys
 import threading
@@ -31,7 +31,7 @@ _NUM_FRAMES = 3
 
 
 class Entry(NamedTuple):
-    """One event; ``where`` names the innermost lines of the project, callee first."""
+    """One event; ``where`` has the innermost lines of the project, callee first."""
 
     kind: str
     what: str
@@ -39,18 +39,18 @@ class Entry(NamedTuple):
 
 
 class Journal:
-    """Events since it was opened, of the thread that opened it.
+    """The events of the thread that opened it.
 
-    Kinds: ``sync`` (the host waits for all the device was told), ``upload`` (a copy to the device
-    from memory that is not pinned, which waits likewise), ``late read`` (an asynchronous copy into
-    pinned memory), ``event wait`` (for such a copy), ``odd dtype`` (arithmetic on unsigned types
-    that CUDA has few kernels for).
+    Kinds: ``sync`` (the host waits for all submitted work), ``upload`` (a copy to the device from
+    memory that is not pinned, which also waits), ``late read`` (an asynchronous copy into pinned
+    memory), ``event wait`` (for such a copy), ``odd dtype`` (arithmetic on unsigned types, for
+    which CUDA has few kernels).
     """
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         self.ops: Counter[str] = Counter()
-        self.beside: Counter[str] = Counter()  # those of ``ops`` on other streams than the main one
+        self.beside: Counter[str] = Counter()  # those of ``ops`` on streams other than the main one
         self.collectives: Counter[str] = Counter()
         self.thread = threading.get_ident()
 
@@ -59,7 +59,7 @@ class Journal:
 
     @property
     def syncs(self) -> list[Entry]:
-        """Where the host waits for the device."""
+        """The places where the host waits for the device."""
         return self.of("sync", "upload")
 
     @property
@@ -68,7 +68,7 @@ class Journal:
 
     @property
     def num_ops(self) -> int:
-        """Ops handed to the device, views included; collectives are apart."""
+        """The number of ops submitted to the device, including views but not collectives."""
         return sum(self.ops.values())
 
     def summary(self) -> str:
@@ -82,7 +82,7 @@ _open: list[Journal] = []
 
 @contextmanager
 def journal() -> Iterator[Journal]:
-    """A journal of the ``with`` block; they nest."""
+    """Record the ``with`` block; blocks can be nested."""
     opened = Journal()
     _open.append(opened)
     try:
@@ -115,7 +115,7 @@ def _opened() -> list[Journal]:
 
 
 def where() -> str:
-    """The innermost lines of the project that lead here."""
+    """The innermost lines of the project in the current stack."""
     found: list[str] = []
     frame = sys._getframe(1)
     while frame is not None and len(found) < _NUM_FRAMES:

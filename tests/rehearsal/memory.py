@@ -1,6 +1,6 @@
-"""Memory that may not be touched just now: both ends of a transfer, and host copies on their way.
+"""Memory that must not be accessed: both ends of transfers, and host copies in flight.
 
-A real device would read garbage, sometimes. Here the op that touches such memory is refused, with
+A real device would sometimes read garbage. Here an op that accesses such memory is rejected, with
 the line that started the transfer.
 """
 
@@ -12,24 +12,24 @@ from torch import Tensor
 
 
 class RefusedError(RuntimeError):
-    """CUDA or NCCL would refuse this, wait, or compute garbage."""
+    """CUDA or NCCL would raise an error, wait, or compute garbage here."""
 
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """A transfer that was started and not waited for; ``tensors`` are host tensors."""
+    """A transfer that has been started and not waited for; ``tensors`` are host tensors."""
 
     what: str
     sent: tuple[Tensor, ...]
     received: tuple[Tensor, ...]
-    kept: tuple[object, ...] = ()  # memory that must not be given back till then
+    kept: tuple[object, ...] = ()  # memory that must not be freed until then
 
 
 IN_FLIGHT: list[InFlight] = []
 
 
 def check_access(func: object, host: Tensor, *, writes: bool) -> None:
-    """RefusedError if ``host`` overlaps what a transfer fills, or what it reads and this writes."""
+    """Raise RefusedError if ``host`` overlaps memory that a transfer is using in conflict."""
     for transfer in IN_FLIGHT:
         if any(overlap(host, other) for other in transfer.received):
             done = "changes" if writes else "reads"
@@ -39,7 +39,7 @@ def check_access(func: object, host: Tensor, *, writes: bool) -> None:
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors share an element."""
+    """True if two tensors share an element."""
     if not a.numel() or not b.numel():
         return False
     (a0, a1), (b0, b1) = _extent(a), _extent(b)
@@ -51,14 +51,14 @@ def overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """First and past-the-last byte."""
+    """The first byte and the byte past the end."""
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()
     return start, start + (last + 1) * tensor.itemsize
 
 
 def _bytes(tensor: Tensor) -> Sequence[int]:
-    """Addresses of the elements' bytes."""
+    """The addresses of all bytes of the elements."""
     offsets = torch.zeros((), dtype=torch.int64)
     for dim, (length, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         shape = [1] * tensor.ndim
@@ -69,13 +69,13 @@ def _bytes(tensor: Tensor) -> Sequence[int]:
 
 
 class Pinned:
-    """Pinned host memory, and copies into it that have not arrived yet.
+    """Pinned host memory, and copies into it that have not arrived.
 
-    Until an event recorded after such a copy is waited for, the memory holds no sensible value.
+    The contents are undefined until an event recorded after the copy has been waited for.
     """
 
     def __init__(self) -> None:
-        self._blocks: dict[int, torch.UntypedStorage] = {}  # kept, so no address comes again
+        self._blocks: dict[int, torch.UntypedStorage] = {}  # kept, so no address is reused
         self._coming: list[tuple[int, int, Tensor, Tensor]] = []
 
     def add(self, host: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class Pinned:
         return host.untyped_storage().data_ptr() in self._blocks
 
     def copy_later(self, target: Tensor, values: Tensor, stream: int, count: int) -> None:
-        """``target`` gets ``values`` when the host has waited for op ``count`` of ``stream``."""
+        """Set ``target`` to ``values`` once the host has waited for op ``count`` of ``stream``."""
         self._coming.append((stream, count, target, values.clone()))
         if target.dtype.is_floating_point:
             target.fill_(float("nan"))
@@ -95,7 +95,7 @@ class Pinned:
             target.fill_(torch.iinfo(target.dtype).max - 1)
 
     def arrive(self, sees: Mapping[int, int] | None = None) -> None:
-        """Finish the copies that are over: all, or those that a wait has seen."""
+        """Finish copies that are complete: all, or those covered by a wait."""
         left = []
         for stream, count, target, values in self._coming:
             if sees is None or count <= sees.get(stream, 0):

@@ -1,4 +1,4 @@
-"""What CUDA refuses of an op, and which ops make the host wait for the device."""
+"""Which arguments CUDA rejects for an op, and which ops make the host wait for the device."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from tests.rehearsal import graphs
 from tests.rehearsal.journal import note
 from tests.rehearsal.memory import RefusedError
 
-# Their result's size, or the result itself, is a number the host must know.
+# The host must know a number from the device: the size of the result, or the result itself.
 _SYNCS = frozenset(
     "_local_scalar_dense equal is_nonzero nonzero nonzero_numpy masked_select unique_consecutive "
     "_unique _unique2 unique_dim unique_dim_consecutive bincount histc linalg_solve".split()
@@ -18,7 +18,7 @@ _SYNCS = frozenset(
 _MATMUL = frozenset(
     "mm addmm mv addmv bmm baddbmm dot linear matmul addmm_ addmv_ _addmm_activation vdot".split()
 )
-# CUDA takes no 0-d CPU tensor here, unlike in arithmetic.
+# CUDA rejects a 0-d CPU tensor here, unlike in arithmetic.
 _ALL_ON_DEVICE = frozenset(
     "index_select embedding gather scatter_ scatter scatter_add_ mm addmm mv cat index_copy_ "
     "searchsorted _embedding_bag".split()
@@ -39,7 +39,7 @@ _COPIES = READS_NOTHING | frozenset(
 
 
 def check(func: Any, name: str, args: Any, kwargs: Any, on_device: type[Tensor]) -> None:
-    """RefusedError for what has no CUDA kernel or mixes devices."""
+    """Raise RefusedError for ops without a CUDA kernel or with mixed devices."""
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if name not in ("copy_", "_to_copy", "_copy_from"):
         for tensor in tensors:
@@ -72,13 +72,13 @@ def _check_device(func: Any, name: str, tensor: Tensor, on_device: type[Tensor])
 
 
 def wait_of(name: str, args: Any, kwargs: Any) -> str:
-    """What makes the host wait in this op, "" if nothing does."""
+    """Why this op makes the host wait, "" if it does not."""
     if name in _SYNCS:
         return name
     if name == "repeat_interleave" and kwargs.get("output_size") is None:
         return "repeat_interleave without output_size"
     if name in _INDEXED and any(_is_mask(index) for index in args[1]):
-        # One value under a mask is a masked_fill_, whose size is known.
+        # Setting one value with a mask is masked_fill_, which has a known size.
         fills = name != "index" and args[2].numel() == 1
         return "" if fills else f"{name} with a mask"
     return ""

@@ -1,10 +1,10 @@
-"""Streams of the pretended device: what comes before what, and when memory may be used again.
+"""Streams of the pretended device: the order of their work, and when memory may be reused.
 
-Everything is computed at once, in the order in which the host asks. What a card would be free to
-reorder is found by vector clocks: each stream counts its work and knows how much of every other
-stream's comes before what it is told next. Memory that two streams use, one of them writing,
-without such an order is refused. So is memory given back while another stream may still use it, as
-soon as the stream that it was made on allocates again: the allocator would hand it out there.
+Everything is computed at once, in program order. Work that a GPU could reorder is detected with
+vector clocks: each stream counts its work and knows how much work of every other stream precedes
+its next op. Unordered use of memory by two streams is rejected if one of them writes. Memory that
+is freed while another stream may use it is rejected as soon as its own stream allocates again,
+because the allocator would reuse it.
 """
 
 import threading
@@ -17,11 +17,11 @@ from torch import Tensor
 from tests.rehearsal.journal import where
 from tests.rehearsal.memory import RefusedError, overlap
 
-Seen = dict[int, int]  # stream number -> how much of its work is over
+Seen = dict[int, int]  # stream number -> amount of its work that is complete
 
 
 class Clock:
-    """The queue behind a stream; NCCL has one per process group."""
+    """The queue of a stream; NCCL has one per process group."""
 
     made = 0
 
@@ -38,7 +38,7 @@ class Clock:
         return self.sees[self.number]
 
     def tick(self) -> None:
-        """One more op, after all that the host has waited for."""
+        """Add one op, after everything that the host has waited for."""
         host = _thread.host
         if self._host_version != host.version:
             self.join(host.sees)
@@ -46,14 +46,15 @@ class Clock:
         self.sees[self.number] += 1
 
     def join(self, sees: Seen) -> None:
-        """What comes next comes after ``sees``."""
-        for number, count in tuple(sees.items()):  # another thread may tell this stream, too
+        """Order subsequent work after ``sees``."""
+        # Copied, because another thread may submit work to this stream at the same time.
+        for number, count in tuple(sees.items()):
             if count > self.sees.get(number, -1):
                 self.sees[number] = count
 
 
 class _Host:
-    """What the host's thread has waited for."""
+    """The work that the host's thread has waited for."""
 
     def __init__(self) -> None:
         self.sees: Seen = {}
@@ -86,14 +87,14 @@ def on(clock: Clock) -> Iterator[None]:
 
 
 def nccl_stream(group: str) -> Clock:
-    """The stream on which a process group's collectives run."""
+    """The stream of a process group's collectives."""
     if group not in _nccl:
         _nccl[group] = Clock(f"NCCL's stream of group {group},")
     return _nccl[group]
 
 
 def host_waits(sees: Seen) -> None:
-    """The host has waited for this; all that this thread asks for now comes after it."""
+    """Record a wait of the host; all later requests of this thread come after it."""
     host = _thread.host
     host.version += 1
     for number, count in tuple(sees.items()):
@@ -106,10 +107,10 @@ def host_waits_for_all() -> None:
 
 
 class Block:
-    """Memory of the device; it lives as long as some tensor on it.
+    """Device memory, which exists as long as a tensor on it.
 
-    ``used`` has for each stream the last uses: (count, whether it wrote, the part, by what). Of the
-    stream that it was made on all parts are one.
+    ``used`` has the last uses by stream: (count, is a write, part, op). For the stream on which the
+    memory was allocated, all parts are one.
     """
 
     __slots__ = ("__weakref__", "made_on", "recorded", "used", "where")
@@ -123,7 +124,7 @@ class Block:
         self.used[self.made_on] = {True: (self.made_on.now, True, None, "its making")}
 
     def use(self, func: object, host: Tensor, *, writes: bool) -> None:
-        """RefusedError if another stream's use of it is not over by now."""
+        """Raise RefusedError if another stream may still be using it."""
         clock = current()
         if len(self.used) > 1 or clock not in self.used:
             self._check(func, host, clock, writes)
@@ -150,7 +151,7 @@ class Block:
                     )
 
     def __del__(self) -> None:
-        """What is not over when it is given back must be before the memory is used again."""
+        """Uses that are incomplete when the memory is freed must complete before it is reused."""
         covered: Seen = {}
         for clock in self.recorded:
             covered |= {n: max(count, covered.get(n, 0)) for n, count in clock.sees.items()}
@@ -168,7 +169,7 @@ BLOCKS: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
 
 
 def block_of(host: Tensor) -> Block | None:
-    """The memory that the numbers of ``host`` stand for; ``None`` of an empty tensor."""
+    """The device memory that ``host`` represents; ``None`` for an empty tensor."""
     address = host.untyped_storage().data_ptr()
     if not address:
         return None
@@ -179,14 +180,14 @@ def block_of(host: Tensor) -> Block | None:
 
 
 def settle() -> None:
-    """All that was told is over, and nothing is owed: between tests."""
+    """Complete all work and discard all obligations, between tests."""
     host_waits_for_all()
     for clock in list(CLOCKS):
         clock.freed.clear()
 
 
 def _check_freed(clock: Clock) -> None:
-    """RefusedError if memory given back on this stream may be in use when it is handed out."""
+    """Raise RefusedError if memory freed on this stream could still be in use when reallocated."""
     freed, clock.freed = clock.freed, []
     for place, uses in freed:
         for other, count in uses.items():

@@ -1,11 +1,11 @@
-"""What one rank does for a rehearsed test."""
+"""What one rank does in a rehearsed test."""
 
 from collections.abc import Callable
 from typing import Any
 
 
 def perform(world: Any, fn: Callable[..., Any], *args: Any) -> Any:
-    """``fn(world, *args)``; AssertionError if it leaves a transfer that nobody waited for."""
+    """Run ``fn(world, *args)``. Raise AssertionError if a transfer was not waited for."""
     from tests.rehearsal.install import check_end, forget
 
     assert world.device.type == "cuda"

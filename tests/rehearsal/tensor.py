@@ -1,8 +1,8 @@
-"""Tensors that say they are on a CUDA device and hold real numbers in host memory.
+"""Tensors that claim to be on a CUDA device and have their data in host memory.
 
 Python sees ``cuda``; C++ sees ``meta``, whose backward needs no driver and runs in the calling
-thread. Every op comes through ``run``, which refuses what CUDA refuses, notes where the host would
-wait, and has ``streams`` check the order of what it touches. Blind to the kernels themselves.
+thread. Every op goes through ``run``, which rejects what CUDA rejects, records where the host would
+wait, and lets ``streams`` check the order of accesses. The CUDA kernels themselves are not tested.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from tests.rehearsal.memory import PINNED, RefusedError, check_access
 
 
 class Rehearsed(Tensor):
-    """``host`` has the numbers; all are on the device of this process, number ``index``."""
+    """A tensor whose data is in ``host``; ``index`` is the number of the process's device."""
 
     index = 0
 
@@ -43,8 +43,8 @@ class Rehearsed(Tensor):
         self.block = streams.block_of(host)
 
     def use(self, func: object, *, writes: bool) -> None:
-        """An op on the current stream is about to read it, or to change it."""
-        if graph := graphs.capturing():  # nothing runs now
+        """Record that an op on the current stream will read or change it."""
+        if graph := graphs.capturing():  # nothing runs during a capture
             graph.uses(self.block, self.host, writes=writes)
             return
         check_access(func, self.host, writes=writes)
@@ -96,7 +96,7 @@ class Rehearsed(Tensor):
         return False
 
     def record_stream(self, stream: Any) -> None:
-        """Once given back, it is not handed out before ``stream`` is that far."""
+        """After it is freed, it is not reused before ``stream`` reaches this point."""
         if self.block is not None:
             self.block.recorded.append(stream.clock)
 
@@ -136,21 +136,21 @@ def _parse_to(
 
 
 class Mode(TorchDispatchMode):
-    """Brings tensors made on the device, which have no argument there, to ``run``."""
+    """Passes tensor factories without a device argument to ``run``."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
         return run(func, args, kwargs or {})
 
 
 def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """One op: checked, noted, computed on the host, its results on the device again."""
+    """Check, record, and compute one op on host memory, with results on the device."""
     name = func._schema.name.split("::")[1]
     has = any(isinstance(leaf, Rehearsed) for leaf in tree_leaves((args, kwargs)))
     wanted = None if kwargs.get("device") is None else torch.device(kwargs["device"])
-    # C++ asks for "meta" where it makes a tensor beside a Rehearsed one; a caller may mean it too.
+    # C++ uses "meta" for tensors next to a Rehearsed one; a caller can also request it.
     target = has if wanted is None else wanted.type in ("cuda", "meta") and not _is_meta_meant()
     if name == "_foreach_copy_" and _crosses(*args[:2]):
-        for mine, theirs in zip(*args[:2], strict=True):  # as torch does it between devices
+        for mine, theirs in zip(*args[:2], strict=True):  # like torch between devices
             mine.copy_(theirs, *args[2:], **kwargs)
         return None
     if has or target:
@@ -180,7 +180,7 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _fresh(out: Any, args: Any, kwargs: Any) -> list[Rehearsed]:
-    """Results in memory that no argument lies in."""
+    """Results in new memory, which no argument shares."""
     leaves = tree_leaves((args, kwargs))
     known = {id(leaf.block) for leaf in leaves if isinstance(leaf, Rehearsed)}
     results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Rehearsed)]
@@ -188,7 +188,7 @@ def _fresh(out: Any, args: Any, kwargs: Any) -> list[Rehearsed]:
 
 
 def wait(what: str) -> None:
-    """The host waits for the current stream."""
+    """Make the host wait for the current stream."""
     graphs.refuse(f"the host waits ({what})")
     note("sync", what)
     streams.host_waits(streams.current().sees)
@@ -196,7 +196,7 @@ def wait(what: str) -> None:
 
 
 def _is_meta_meant() -> bool:
-    """Within ``with torch.device("meta")``."""
+    """True within ``with torch.device("meta")``."""
     current = torch.utils._device.CURRENT_DEVICE
     return current is not None and current.type == "meta"
 
@@ -242,7 +242,7 @@ def _move(func: Any, source: Tensor, kwargs: dict[str, Any], *, to_device: bool)
     if to_device:
         _note_upload(source, non_blocking)
         return Rehearsed(out)
-    if non_blocking:  # into memory that is not pinned: no wait, and nobody knows when it is there
+    if non_blocking:  # the target is not pinned: no wait, and its completion is unknown
         raise RefusedError("a copy to the host that nothing waits for; use pinned memory")
     wait("copy to the host")
     return out
@@ -255,7 +255,7 @@ def _note_upload(source: Tensor, non_blocking: bool) -> None:
 
 
 def _check_memory(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> None:
-    """Nothing in flight is read or changed; views and shapes may be taken."""
+    """Reject reads and writes of data in flight; views and shapes are allowed."""
     if name in rules.READS_NOTHING:
         return
     for argument, value in zip(func._schema.arguments, args, strict=False):
@@ -268,7 +268,7 @@ def _check_memory(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> No
 def _check_value(func: Any, argument: Any, value: Any) -> None:
     alias = argument.alias_info
     if alias is not None and not alias.is_write:
-        return  # the result is a view of it
+        return  # the result is a view
     for leaf in tree_leaves(value):
         if isinstance(leaf, Rehearsed):
             leaf.use(func, writes=alias is not None)

@@ -1,7 +1,8 @@
-"""How often a training step waits for the device, and how many ops it hands over: upper bounds.
+"""Upper bounds on the waits of a training step for the device, and on the ops it submits.
 
-The aim is no wait with one rank and for ``columns`` and ``reduce``; where the batch decides sizes,
-one late pinned read per batch and dependent size. Ids come as a loader passes them, vouched for.
+The goal is no wait with one rank and for ``columns`` and ``reduce``. If sizes depend on the batch,
+it is one asynchronous pinned read per batch and dependent size. Ids come with bounds, as from a
+loader.
 """
 
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from tests.training.wdl_case import NUM_ROWS, make_batches, make_config, make_jo
 
 @dataclass(frozen=True)
 class Budget:
-    """Of one step, on any rank: ``waits`` are syncs and blocking uploads."""
+    """Limits for one step on any rank; ``waits`` are syncs and blocking uploads."""
 
     waits: int
     late_reads: int
@@ -40,7 +41,7 @@ BUDGETS = {
 
 
 def second_step(world, config, accumulate):
-    """Journal of the second step, whose batch had begun in the first, with the third's ahead."""
+    """The journal of the second step, which starts in the first and overlaps the third."""
     from tests.rehearsal.journal import journal
 
     world.checked = False
@@ -50,7 +51,7 @@ def second_step(world, config, accumulate):
         to_device(batch.part(world.rank, world.size), world.device)
         for batch in make_batches(4 * accumulate, config.data.batch_size)
     ]
-    for batch in batches:  # as a loader vouches for them
+    for batch in batches:  # with bounds, as from a loader
         batch.ids = BatchIds(batch.ids, None, columns)
     steps = [batches[n * accumulate : (n + 1) * accumulate] for n in range(4)]
     for batch in batches[: 3 * accumulate]:
@@ -62,8 +63,8 @@ def second_step(world, config, accumulate):
             second = made
     sort = "aten.sort.stable"
     on_main = second.ops[sort] - second.beside[sort]
-    if accumulate == 1:  # several batches' rows are sorted once more together
-        # Rows of whole tables' gradients are known when these come: any other sort is ahead.
+    if accumulate == 1:  # the rows of several batches are sorted together once more
+        # Rows of dense gradients are known only on arrival; all other sorts are ahead.
         assert on_main == sum(
             len(group.stacks)
             for group in job.plan.embeddings.groups
@@ -82,19 +83,19 @@ def check(found, budget: Budget) -> None:
 
 @pytest.mark.parametrize("sparse", ["lazy_adam", "rowwise_adagrad"])
 @pytest.mark.parametrize(("ranks", "scheme"), BUDGETS, ids=str)
-def test_a_step_stays_within_its_budget(rehearsed_ranks, ranks, scheme, sparse):
+def test_step_stays_within_its_budget(rehearsed_ranks, ranks, scheme, sparse):
     config = make_config(scheme, sparse, dtype="float32", dense="adam")
     check(rehearsed_ranks(ranks, second_step, config, 1), BUDGETS[ranks, scheme])
 
 
-# What lays rows out in buffers: on the stream of ids, and around the transfers.
+# Ops that place rows in buffers: on the id stream, and around the transfers.
 LAID_OUT = {"3": 80, "dp": 110}
 
 
 @pytest.mark.parametrize("share", [1.0, 0.9])
 @pytest.mark.parametrize("scheme", LAID_OUT)
-def test_buffers_of_a_fixed_size_need_no_counts(rehearsed_ranks, scheme, share):
-    """With room for all there is nothing to read; else how many rows there were, a step later."""
+def test_fixed_size_buffers_need_no_counts(rehearsed_ranks, scheme, share):
+    """With room for any batch, nothing is read; otherwise the row counts, one step later."""
     config = make_config(scheme, "rowwise_adagrad", dtype="float32", dense="adam")
     config = replace(config, parallel=replace(config.parallel, row_buffer_fraction=share))
     ops = BUDGETS[2, scheme].ops + LAID_OUT[scheme]
@@ -103,14 +104,14 @@ def test_buffers_of_a_fixed_size_need_no_counts(rehearsed_ranks, scheme, share):
 
 
 @pytest.mark.parametrize("sparse", ["lazy_adam", "rowwise_adagrad"])
-def test_unique_rows_of_columns_read_their_counts_late(rehearsed_ranks, sparse):
+def test_unique_columns_read_their_counts_late(rehearsed_ranks, sparse):
     rules = {"deep.*": TableRule(sbp="S(1)", exchange="unique")}
     config = make_config("3", sparse, dtype="float32", dense="adam", tables=rules)
     budget = BUDGETS[2, "3"]
     check(rehearsed_ranks(2, second_step, config, 1), replace(budget, ops=budget.ops + 40))
 
 
-def test_ftrl_and_half_rows_cost_no_wait_more(rehearsed_ranks):
+def test_ftrl_and_half_precision_rows_add_no_waits(rehearsed_ranks):
     config = make_config("1", "adagrad", dtype="float32", dense="adam", wide=Ftrl())
     config = replace(config, parallel=replace(config.parallel, table_dtype="bfloat16"))
     budget = BUDGETS[2, "1"]
@@ -118,7 +119,7 @@ def test_ftrl_and_half_rows_cost_no_wait_more(rehearsed_ranks):
     check(found, replace(budget, ops=budget.ops + 110))
 
 
-def test_accumulation_does_not_wait(rehearsed_ranks):
+def test_accumulation_adds_no_waits(rehearsed_ranks):
     config = make_config("2", "lazy_adam", dtype="float32", dense="adam")
     budget = BUDGETS[2, "2"]
     found = rehearsed_ranks(2, second_step, config, 3)
@@ -126,7 +127,7 @@ def test_accumulation_does_not_wait(rehearsed_ranks):
 
 
 def losses_and_step(world, config):
-    """Losses of four steps under Triton's kernels and under torch's, and a step's journal."""
+    """Losses of four steps with Triton's and with torch's kernels, and the journal of a step."""
     from importlib.util import find_spec
 
     from sbpflow.embedding.storage import choose
@@ -150,18 +151,18 @@ def losses_and_step(world, config):
 
 
 @pytest.mark.parametrize(("ranks", "scheme"), [(1, "1"), (2, "2"), (2, "3")])
-def test_tritons_kernels_train_as_torchs_within_the_budget(rehearsed_ranks, ranks, scheme):
+def test_triton_matches_torch_within_the_budget(rehearsed_ranks, ranks, scheme):
     pytest.importorskip("triton")
     config = make_config(
         scheme, "rowwise_adagrad", dtype="float32", dense="adam", kernel="triton", batch_size=12
     )
     for found, (triton, plain) in rehearsed_ranks(ranks, losses_and_step, config):
         check([found], BUDGETS[ranks, scheme])
-        assert triton == pytest.approx(plain, rel=1e-5)  # float32 in another order
+        assert triton == pytest.approx(plain, rel=1e-5)  # float32 sums in another order
 
 
 def ragged_step(world, mix):
-    """Journal of the second batch of a collection with lists, the third beginning within it."""
+    """The journal of a collection's second batch with lists, during which the third starts."""
     from tests.rehearsal.journal import journal
 
     collection, bounds = make_collection(world, mix), IdBounds((9,) * 4, (64,), (4,))
@@ -196,15 +197,15 @@ def ragged_step(world, mix):
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_lists_of_ids_cost_one_read_with_the_counts(rehearsed_ranks, ranks, exchange):
+def test_lists_of_ids_need_one_read_together_with_the_counts(rehearsed_ranks, ranks, exchange):
     mix = mix_of(exchange, 8, RULES[2], batch_sizes=(13, 14, 16), dtype=torch.float32)
     found = rehearsed_ranks(ranks, ragged_step, replace(mix, world_size=ranks))
     check(found, Budget(waits=0, late_reads=min(ranks - 1, 1), ops=430))
 
 
 def ops_by_repetition(world, config):
-    """Ops and collectives of a step whose ids are two rows of each table, the first and the last,
-    so that every rank owns one; and of a step with as many rows as can be.
+    """Ops and collectives of two steps: one whose ids are the first and last row of each table, so
+    that every rank owns one, and one with as many rows as possible.
     """
     from tests.rehearsal.journal import journal
 
@@ -226,7 +227,7 @@ def ops_by_repetition(world, config):
 
 
 @pytest.mark.parametrize(("ranks", "scheme"), [(1, "1"), (2, "1"), (2, "2"), (2, "3"), (2, "dp")])
-def test_the_ops_of_a_step_do_not_depend_on_the_rows_it_touches(rehearsed_ranks, ranks, scheme):
+def test_ops_of_a_step_do_not_depend_on_the_touched_rows(rehearsed_ranks, ranks, scheme):
     config = make_config(scheme, "rowwise_adagrad", dtype="float32", dense="adam", batch_size=60)
     for few, many in rehearsed_ranks(ranks, ops_by_repetition, config):
         assert few == many

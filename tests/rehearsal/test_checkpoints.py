@@ -1,4 +1,4 @@
-"""Saving beside training on a rehearsed device: what is written is what was there."""
+"""Background saves on a rehearsed device write the state as of their start."""
 
 import threading
 
@@ -11,7 +11,7 @@ SAVED_AT, STEPS = 2, 5
 
 
 def begun(world, config, folder):
-    """A job after its first steps, and what saves it."""
+    """A job after its first steps, and its saver."""
     world.checked = False
     job = make_job(world, config)
     for number in range(SAVED_AT):
@@ -21,7 +21,7 @@ def begun(world, config, folder):
 
 
 def step(job, number):
-    """One step; how often the host waited in it."""
+    """Run one step; return how often the host waited."""
     from tests.rehearsal.journal import journal
 
     world = job.boxing.world
@@ -33,8 +33,8 @@ def step(job, number):
 
 
 def save_both_ways(world, config, folder):
-    """The same run saved at once and beside its next steps; waits of the host in each of these and
-    in one after the save, the most that the undo log held, and the storages.
+    """The same run saved at once and during its next steps; waits of the host in both and in a step
+    after the save, the most that the undo log held, and the stores.
     """
     _, saver = begun(world, config, folder / "a")
     saver.save(SAVED_AT, {})
@@ -42,7 +42,7 @@ def save_both_ways(world, config, folder):
     real, asked, answered = PieceWriter.write, threading.Event(), threading.Event()
 
     def write(self, data):
-        """After the first block the saving thread stands still, and training goes on."""
+        """After the first block, pause the writer thread and continue training."""
         real(self, data)
         asked.set()
         assert answered.wait(60)
@@ -61,15 +61,15 @@ def save_both_ways(world, config, folder):
     return waits, after, saver.last_cost.log_bytes, len(job.embeddings.stores())
 
 
-def test_a_save_beside_training_equals_one_at_once(rehearsed_ranks, memory):
+def test_background_save_equals_a_blocking_save(rehearsed_ranks, memory):
     for name in "ab":
         (memory / name).mkdir()
     config = make_config("1", "lazy_adam", dtype="float32", dense="adam")
     ((waits, after, kept_bytes, num_storages),) = rehearsed_ranks(1, save_both_ways, config, memory)
     assert after == 0
     assert kept_bytes > 0
-    # The log is in the memory of the host: addresses come there, and go back for each tensor, whose
-    # rows come then. Weights and the two states of lazy Adam.
+    # The log is in host memory: per tensor, addresses are copied there and back, then the rows
+    # follow. The tensors are the weights and the two states of lazy Adam.
     assert max(waits) <= num_storages * (1 + 2 * 3)
     one, two = (open_checkpoint(memory / name / f"step-{SAVED_AT}") for name in "ab")
     for name in one.tensors:

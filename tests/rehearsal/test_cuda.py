@@ -1,4 +1,4 @@
-"""The tests that wait for a GPU, run on a rehearsed one: so no mistake costs time on a card."""
+"""The tests that require a GPU, run on a rehearsed one, so that mistakes cost no GPU time."""
 
 import pytest
 import torch
@@ -20,8 +20,8 @@ def test_conversions_of_one_rank(rehearsed_ranks):
     conversions.test_between_cpu_and_cuda(rehearsed_ranks)
 
 
-def test_dropout_drops_what_its_counts_say(rehearsed_ranks):
-    conversions.test_dropout_drops_what_its_counts_say(rehearsed_ranks)
+def test_dropout_mask_follows_its_counters(rehearsed_ranks):
+    conversions.test_dropout_mask_follows_its_counters(rehearsed_ranks)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "int64", "int32", "int16"])
@@ -49,27 +49,27 @@ def test_wide_and_deep_of_ops(rehearsed_ranks, layouts):
 
 
 @pytest.mark.parametrize("sparse", SPARSE)
-def test_one_rank_trains_like_the_reference(rehearsed_ranks, sparse):
+def test_one_rank_matches_the_reference(rehearsed_ranks, sparse):
     training.test_one_gpu_trains_like_the_reference_in_float64(rehearsed_ranks, sparse)
 
 
 @pytest.mark.parametrize("sparse", SPARSE)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_schemes_train_like_the_reference(rehearsed_ranks, scheme, sparse):
+def test_schemes_match_the_reference(rehearsed_ranks, scheme, sparse):
     training.check_scheme(rehearsed_ranks, scheme, sparse, 8)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_explain_holds_against_the_log(rehearsed_ranks, scheme):
+def test_explain_matches_the_communication_log(rehearsed_ranks, scheme):
     training.test_explain_holds_against_the_log_over_nccl(rehearsed_ranks, scheme)
 
 
-def test_a_cuda_graph_trains_as_steps_op_by_op(rehearsed_ranks):
+def test_cuda_graph_equals_eager_steps(rehearsed_ranks):
     training.check_graph(rehearsed_ranks, 1, "adam", 6)
     assert rehearsed_ranks(1, training.step_ms, training.captured("adam"), 3, 1)[0] > 0
 
 
-def test_a_cuda_graph_trains_alike_on_several_ranks(rehearsed_ranks):
+def test_cuda_graph_equals_eager_steps_on_several_ranks(rehearsed_ranks):
     training.check_graph(rehearsed_ranks, 2, "adam", 6)
 
 
@@ -82,5 +82,5 @@ def cpu_part_of_a_cuda_layout(world):
         GlobalTensor.from_local(torch.ones(2), layout, (2,), boxing)
 
 
-def test_a_part_on_the_wrong_device_is_refused_where_it_is_given(rehearsed_ranks):
+def test_part_on_the_wrong_device_is_rejected_at_the_call(rehearsed_ranks):
     rehearsed_ranks(1, cpu_part_of_a_cuda_layout)

@@ -1,6 +1,4 @@
-"""A step, or its dense part, as one CUDA graph: equal to the same steps op by op, and what no graph
-can hold.
-"""
+"""A step, or its dense part, as one CUDA graph equals eager steps; and what no graph can hold."""
 
 from dataclasses import dataclass, replace
 
@@ -22,7 +20,7 @@ from tests.models.twins import MODELS
 from tests.ranks import RanksFailed
 from tests.training.wdl_case import DENSE, FIELDS, make_batches, make_config, make_job, to_device
 
-STEPS, SHORT = 6, (4, 5)  # the fifth batch and the last one have fewer rows
+STEPS, SHORT = 6, (4, 5)  # the fifth and the last batch have fewer rows
 
 
 def with_graph(config, **parallel):
@@ -32,7 +30,7 @@ def with_graph(config, **parallel):
 
 
 def train(world, config, warm_up_steps, steps=STEPS, before_step=None):
-    """Losses; weights, rows and what optimizers keep of them; each step's journal."""
+    """Losses; weights, rows, and optimizer state; the journal of each step."""
     from tests.rehearsal.journal import journal
 
     world.checked = False
@@ -42,7 +40,7 @@ def train(world, config, warm_up_steps, steps=STEPS, before_step=None):
     for number, batch in enumerate(make_batches(STEPS, config.data.batch_size)[:steps]):
         mine = batch.part(world.rank, world.size)
         rows = to_device(mine, world.device)
-        if number == warm_up_steps:  # whose shape is captured; later batches must not be there
+        if number == warm_up_steps:  # captured here; later batches must not exist yet
             kept = [(rows.labels, mine.labels), (rows.dense, mine.dense), (rows.ids, mine.ids)]
         if before_step is not None:
             before_step(job, number)
@@ -60,7 +58,7 @@ def train(world, config, warm_up_steps, steps=STEPS, before_step=None):
 
 
 def both_ways(world, config, captured_at=1, steps=STEPS, before_step=None):
-    """With a graph from then on, and op by op; False where their weights differ."""
+    """Results with a graph from then on, and with eager steps; False where weights differ."""
     losses, weights, journals = train(world, config, captured_at, steps, before_step)
     plain, same, plain_journals = train(world, config, steps, steps)
     equal = [torch.equal(value, same[name]) for name, value in weights.items()]
@@ -71,7 +69,7 @@ def both_ways(world, config, captured_at=1, steps=STEPS, before_step=None):
 
 
 def check(found, captured_at=1, most=None):
-    """``most``: the ops that a replayed step hands to the main stream."""
+    """``most``: the number of ops that a replayed step submits to the main stream."""
     for losses, plain, ops, plain_ops, waits, equal, on_main in found:
         assert losses == plain
         assert equal
@@ -94,7 +92,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_replays_equal_steps_op_by_op(rehearsed_ranks, optimizer):
+def test_replays_equal_eager_steps(rehearsed_ranks, optimizer):
     config = with_graph(make_config("1", "adagrad", dtype="float32"))
     config = replace(config, optimizer=OPTIMIZERS[optimizer])
     config = replace(config, model=replace(config.model, dropout=0.5))
@@ -102,7 +100,7 @@ def test_replays_equal_steps_op_by_op(rehearsed_ranks, optimizer):
 
 
 CAPTURED = ("adam", "rmsprop")
-TABLES = {  # rule of the deep tables, and how rows are stored
+TABLES = {  # optimizer of the deep tables, and row dtype
     "sgd": None,
     "adagrad": "float16",
     "rowwise_adagrad": "bfloat16",
@@ -112,7 +110,7 @@ TABLES = {  # rule of the deep tables, and how rows are stored
 
 @pytest.mark.parametrize("sparse", TABLES)
 def test_tables_are_updated_in_the_graph(rehearsed_ranks, sparse):
-    """At a rate that rises from step to step; beside FTRL, which takes one rate alone, at that."""
+    """The learning rate changes every step, except for FTRL, which requires a constant rate."""
     wide = Ftrl() if sparse == "adagrad" else None
     config = make_config("1", sparse, dtype="float32", dense="adam", wide=wide)
     config = with_graph(config, table_dtype=TABLES[sparse])
@@ -123,7 +121,7 @@ def test_tables_are_updated_in_the_graph(rehearsed_ranks, sparse):
 
 
 def both_ways_watched(world, config):
-    """Rows are to be told of in the third step, as while a checkpoint is saved beside training."""
+    """A row listener is installed in the third step, as during a background save."""
     told = []
 
     def before_step(job, number):
@@ -134,17 +132,17 @@ def both_ways_watched(world, config):
     return losses == plain, equal, len(told), on_main
 
 
-def test_rows_that_someone_must_be_told_of_are_updated_op_by_op(rehearsed_ranks):
+def test_rows_with_listeners_are_updated_eagerly(rehearsed_ranks):
     config = with_graph(make_config("1", "adagrad", dtype="float32", dense="adam"))
     ((losses, weights, told, on_main),) = rehearsed_ranks(1, both_ways_watched, config)
     assert losses
     assert weights
-    assert told == 2  # the deep and the wide storage
+    assert told == 2  # the deep and the wide store
     assert on_main[3] < 20 < 100 < on_main[2]
 
 
 def wrong_id(world, config):
-    """What a step with an id out of range says, and whether it changed anything."""
+    """The error of a step with an out-of-range id, and whether the step changed anything."""
     job = make_job(world, config)
     job.trainer.graphs.warm_up_steps = 1
     batches = [to_device(batch, world.device) for batch in make_batches(4, config.data.batch_size)]
@@ -158,7 +156,7 @@ def wrong_id(world, config):
     return str(refused.value), all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def test_a_wrong_id_is_told_before_a_replay(rehearsed_ranks):
+def test_bad_id_is_reported_before_a_replay(rehearsed_ranks):
     config = with_graph(make_config("1", "adagrad", dtype="float32", dense="adam"))
     ((words, unchanged),) = rehearsed_ranks(1, wrong_id, config)
     assert "field C2: id 11 in row 3" in words
@@ -169,7 +167,7 @@ def told_at_start(world, config):
     return make_job(world, config).trainer.graphs.describe()
 
 
-def test_what_is_not_replayed_is_said(rehearsed_ranks):
+def test_log_explains_what_is_not_replayed(rehearsed_ranks):
     config = with_graph(make_config("1", "adagrad", dtype="float32", dense="adam"))
     (all_of_it,) = rehearsed_ranks(1, told_at_start, config)
     assert all_of_it == "all of a step after sorting the ids is replayed"
@@ -185,10 +183,10 @@ def why_not(world, mix):
     return make_collection(world, mix).why_not_captured()
 
 
-def test_lists_of_ids_stay_out_of_a_graph(rehearsed_ranks):
+def test_lists_of_ids_are_not_captured(rehearsed_ranks):
     mix = replace(mix_of("columns", 8, RULES[2], dtype=torch.float32), world_size=1)
     (words,) = rehearsed_ranks(1, why_not, mix)
-    assert "has lists of ids, of another number in each batch" in words
+    assert "has lists of ids, whose number varies" in words
 
 
 def both_ways_with_triton(world, config):
@@ -206,7 +204,7 @@ def both_ways_with_triton(world, config):
     return by_triton, both_ways(world, config)
 
 
-def test_tritons_dropout_in_a_graph_equals_torchs(rehearsed_ranks):
+def test_captured_triton_dropout_equals_torch(rehearsed_ranks):
     pytest.importorskip("triton")
     config = with_graph(make_config("1", "adagrad", dtype="float32", dense="adam"))
     config = replace(config, model=replace(config.model, dropout=0.5))
@@ -229,7 +227,7 @@ def both_ways_with_tritons_tables(world, config):
 
 
 @pytest.mark.parametrize("sparse", ["rowwise_adagrad", "lazy_adam"])
-def test_tritons_kernels_of_tables_are_replayed(rehearsed_ranks, sparse):
+def test_triton_table_kernels_are_replayed(rehearsed_ranks, sparse):
     pytest.importorskip("triton")
     config = make_config("1", sparse, dtype="float32", dense="adam", kernel="triton", batch_size=12)
     config = with_graph(config, table_dtype="bfloat16")
@@ -237,7 +235,7 @@ def test_tritons_kernels_of_tables_are_replayed(rehearsed_ranks, sparse):
     check(rehearsed_ranks(1, both_ways_with_tritons_tables, replace(config, optimizer=optimizer)))
 
 
-def test_of_several_ranks_gradients_leave_the_graph(rehearsed_ranks):
+def test_gradients_of_several_ranks_leave_the_graph(rehearsed_ranks):
     config = with_graph(make_config("3", "rowwise_adagrad", dtype="float32", dense="adam"))
     config = replace(config, model=replace(config.model, dropout=0.5))
     check(rehearsed_ranks(2, both_ways, config))
@@ -249,7 +247,7 @@ def test_interactions_and_norms_can_be_captured(rehearsed_ranks, name):
 
 
 class Net(nn.Module):
-    """``odd`` is what it does that a graph cannot hold."""
+    """``odd`` selects an operation that a graph cannot hold."""
 
     def __init__(self, odd: str) -> None:
         super().__init__()
@@ -285,19 +283,19 @@ def net_config(odd=""):
     return replace(config, model=NetConfig(odd=odd))
 
 
-def test_a_module_with_dropout_can_be_captured(rehearsed_ranks):
+def test_module_with_dropout_can_be_captured(rehearsed_ranks):
     check(rehearsed_ranks(1, both_ways, net_config(), 3), captured_at=3)
 
 
 @pytest.mark.parametrize("odd", ["item", "mask", "upload"])
-def test_a_module_that_waits_is_refused_by_name_of_the_setting(rehearsed_ranks, odd):
+def test_module_that_waits_is_rejected_with_the_setting(rehearsed_ranks, odd):
     with pytest.raises(RanksFailed) as failed:
         rehearsed_ranks(1, train, net_config(odd), 3)
     assert "ConfigError: parallel.cuda_graph: true, but the dense part" in str(failed.value)
     assert "or use parallel.cuda_graph=false" in str(failed.value)
 
 
-def test_what_no_graph_can_hold_is_refused_before_a_step():
+def test_configurations_that_cannot_be_captured_are_rejected_at_start():
     config = make_config("1", "sgd", dtype="float32")
     with pytest.raises(ConfigError, match=r"parallel.cuda_graph: true on cpu, which has no such"):
         plan_run(with_graph(config), FIELDS, world_size=1, device_type="cpu")
@@ -313,7 +311,7 @@ def build(world, config):
     return str(refused.value)
 
 
-def test_a_dense_part_that_sends_is_refused(rehearsed_ranks):
+def test_dense_part_with_transfers_is_rejected(rehearsed_ranks):
     split = make_config("1", "sgd", dtype="float32", dense_layouts={"mlp.0.*": "S(0)"})
     normed = make_config("1", "sgd", dtype="float32")
     normed = replace(normed, model=replace(normed.model, norm="batch"))
@@ -413,7 +411,7 @@ def refusals(world):
     return found
 
 
-def test_what_a_capture_cannot_hold_is_refused(rehearsed_ranks):
+def test_operations_that_cannot_be_captured_are_rejected(rehearsed_ranks):
     (found,) = rehearsed_ranks(1, refusals)
     for case, words in REFUSED.items():
         assert words in found[case.__name__], f"{case.__name__}: {found[case.__name__]}"
@@ -430,7 +428,7 @@ def replays(world):
     return str(seen)
 
 
-def test_a_capture_computes_nothing_and_each_replay_does(rehearsed_ranks):
+def test_only_replays_compute(rehearsed_ranks):
     (seen,) = rehearsed_ranks(1, replays)
     assert seen == (
         "[([nan, nan], [0.0, 0.0]), ([2.0, 2.0], [2.0, 2.0]), ([22.0, 22.0], [22.0, 22.0])]"

@@ -1,4 +1,4 @@
-"""The embedding engine on rehearsed devices: the cases that prove it on CPU, each exchange's."""
+"""The embedding engine on rehearsed devices: the equality cases of the CPU tests, by exchange."""
 
 import itertools
 from dataclasses import replace
@@ -14,7 +14,7 @@ OF_SCHEMES = ["sgd", "adagrad", "rowwise_adagrad", "lazy_adam"]
 
 
 def turns(each, others, count):
-    """Pairs: each with ``count`` of the others, which take turns."""
+    """Pairs of each element with ``count`` of the others, in rotation."""
     others = list(others)
     return [
         (one, others[(place + 2 * n) % len(others)])
@@ -30,7 +30,7 @@ def turns(each, others, count):
         *((3, *pair) for pair in itertools.product(schemes.SCHEMES, OF_SCHEMES)),
     ],
 )
-def test_a_scheme_equals_the_reference(rehearsed_ranks, world_size, scheme, optimizer):
+def test_scheme_equals_the_reference(rehearsed_ranks, world_size, scheme, optimizer):
     case = schemes.make_case(*schemes.SCHEMES[scheme], optimizer)
     schemes.check(rehearsed_ranks, world_size, case)
 
@@ -65,7 +65,7 @@ def test_accumulated_steps_without_overlap_equal_the_reference(rehearsed_ranks, 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("exchange", mixes.EXCHANGES)
 def test_rows_and_vectors_in_half_precision(rehearsed_ranks, exchange, dtype):
-    # Four steps of at most 0.1 x 4; 8 bits of vectors, gradients and rows.
+    # Four steps of at most 0.1 x 4; 8 bits of vectors, gradients, and rows.
     mix = mixes.mix_of(
         exchange,
         8,

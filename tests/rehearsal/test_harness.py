@@ -1,4 +1,4 @@
-"""The rehearsal refuses what a card would refuse or get wrong, and lists what it would wait for."""
+"""The rehearsal rejects what a GPU would reject or compute incorrectly, and lists host waits."""
 
 import pytest
 import torch
@@ -105,7 +105,7 @@ REFUSED = {
 
 
 def refusals(world, cases):
-    """What each case raises; the transfers it started are forgotten."""
+    """The error of each case; transfers that it started are discarded."""
     from tests.rehearsal.install import check_end, forget
 
     found = {}
@@ -120,13 +120,13 @@ def refusals(world, cases):
     return found
 
 
-def test_what_a_card_would_refuse_is_refused(rehearsed_ranks):
+def test_operations_that_a_gpu_rejects_are_rejected(rehearsed_ranks):
     for found in rehearsed_ranks(2, refusals, list(REFUSED)):
         for case, words in REFUSED.items():
             assert words in found[case.__name__], f"{case.__name__}: {found[case.__name__]}"
 
 
-def test_a_transfer_left_alone_fails_the_test(rehearsed_ranks):
+def test_unfinished_transfer_fails_the_test(rehearsed_ranks):
     with pytest.raises(RanksFailed, match="never waited for"):
         rehearsed_ranks(2, never_wait)
 
@@ -170,7 +170,7 @@ def syncing(world):
     return counts, len(waits)
 
 
-def test_where_the_host_waits_is_listed_with_its_line(rehearsed_ranks):
+def test_host_waits_are_listed_with_their_line(rehearsed_ranks):
     ((counts, num_waits),) = rehearsed_ranks(1, syncing)
     for name, entries in counts[:num_waits]:
         assert len(entries) == 1, f"{name}: {entries}"
@@ -192,7 +192,7 @@ def async_scalar_read(world):
     return too_early, host.tolist(), [entry.kind for entry in made.entries]
 
 
-def test_a_pinned_read_has_its_value_after_its_event_only(rehearsed_ranks):
+def test_pinned_copy_is_valid_only_after_its_event(rehearsed_ranks):
     ((too_early, then, kinds),) = rehearsed_ranks(1, async_scalar_read)
     assert then == [3.0, 4.0]
     assert str(too_early) == "[nan, nan]"

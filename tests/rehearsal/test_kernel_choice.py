@@ -1,4 +1,4 @@
-"""Kernels of a run on CUDA are measured there, as on CPU: by rank 0, once for a machine."""
+"""Kernels of a CUDA run are measured on the device, by rank 0, once per machine."""
 
 from unittest import mock
 
@@ -13,7 +13,7 @@ from tests.training.wdl_case import FIELDS, make_config
 
 
 def measured(world, folder, kernels):
-    """Kernels and reasons of a run that has these, and the shapes that were measured."""
+    """Kernels and reasons of a run with these kernels available, and the measured shapes."""
     shapes, real = [], measure.measure
 
     def spy(shape, names):
@@ -39,7 +39,7 @@ def measured(world, folder, kernels):
     return sorted({(one.name, one.reason[:8]) for one in plan.kernels.values()}), shapes
 
 
-def test_one_kernel_is_no_choice(rehearsed_ranks, tmp_path):
+def test_single_available_kernel_is_not_measured(rehearsed_ranks, tmp_path):
     ((found, shapes),) = rehearsed_ranks(1, measured, tmp_path, ["torch"])
     assert [name for name, _ in found] == ["torch"]
     assert shapes == []
@@ -74,6 +74,6 @@ def times_of_torch(world):
         return measure.measure(shape, ["torch"])
 
 
-def test_a_turn_is_timed_by_events_of_the_device(rehearsed_ranks):
+def test_turns_are_timed_by_device_events(rehearsed_ranks):
     (times,) = rehearsed_ranks(1, times_of_torch)
     assert times["torch"] > 0

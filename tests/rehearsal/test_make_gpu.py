@@ -1,4 +1,4 @@
-"""``make gpu``: its parts run in rehearsal, survive one another, and need what a bare box has."""
+"""``make gpu``: its parts run in rehearsal, are independent, and need no optional packages."""
 
 import json
 import runpy
@@ -11,7 +11,7 @@ import pytest
 from benchmarks import gpu, gpu_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
-# A CUDA box has torch, numpy, yaml, tqdm, pytest, triton, and hypothesis perhaps.
+# A CUDA machine has torch, numpy, yaml, tqdm, pytest, triton, and perhaps hypothesis.
 ABSENT = (
     "nvidia",
     "fbgemm_gpu",
@@ -38,7 +38,7 @@ def on_a_bare_box(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_everything_imports_on_a_bare_box():
+def test_everything_imports_without_optional_packages():
     modules = [path.stem for path in (ROOT / "benchmarks").glob("gpu*.py")]
     assert len(modules) >= 7
     names = [f"benchmarks.{name}" for name in modules] + [
@@ -48,7 +48,7 @@ def test_everything_imports_on_a_bare_box():
     assert done.returncode == 0, done.stderr
 
 
-def test_what_lacks_is_said_in_a_line_each():
+def test_missing_packages_are_reported_one_per_line():
     done = on_a_bare_box(
         "import importlib.util\n"
         "real = importlib.util.find_spec\n"
@@ -63,13 +63,13 @@ def test_what_lacks_is_said_in_a_line_each():
         assert sum(line.startswith(f"{name} is absent: ") for line in done.stdout.splitlines()) == 1
 
 
-def test_without_a_device_it_ends_with_a_line(monkeypatch, capsys):
+def test_missing_device_ends_with_a_message(monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert gpu.main([]) == 2
     assert "make gpu needs a CUDA device" in capsys.readouterr().err
 
 
-def test_parts_survive_the_failure_of_others():
+def test_parts_continue_after_the_failure_of_others():
     fails = {"collective": "exit code 1", "mlp": "not done after 1 s"}
     ran, lines = [], []
 
@@ -90,7 +90,7 @@ def test_parts_survive_the_failure_of_others():
     assert by_name["trace"]["passed"] is True
 
 
-def test_a_part_that_hangs_is_ended_and_one_that_fails_is_told():
+def test_hanging_part_is_ended_and_failing_part_is_reported():
     hangs = gpu.Part("hangs", ("-c", "import time; time.sleep(60)"), 0.5)
     assert gpu.run_part(hangs, 0.5) == (False, "not done after 0 s")
     assert gpu.run_part(gpu.Part("fails", ("-c", "exit(3)"), 9), 9) == (False, "exit code 3")
@@ -104,7 +104,7 @@ def test_parts_do_not_outlast_the_whole():
 
 
 @pytest.mark.parametrize("part", gpu.PARTS, ids=lambda part: part.name)
-def test_the_arguments_of_a_part_are_taken(part, monkeypatch):
+def test_arguments_of_a_part_are_accepted(part, monkeypatch):
     if part.command[1] == "pytest":
         files = [word for word in part.command if word.startswith("tests/")]
         assert files
@@ -124,7 +124,7 @@ SMALL = ["data.batch_size=64", "model.hidden=[8, 8]", "model.embedding_dim=4"]
 
 
 def whole_programs(world, folder):
-    """The modules of ``make gpu`` from their command lines on, with less work; their records."""
+    """Run the modules of ``make gpu`` by command line, with less work; return their records."""
     from benchmarks import gpu_dlperf, gpu_kernels, gpu_mlp, gpu_trace, record
 
     def timed(work, **_):
@@ -132,8 +132,8 @@ def whole_programs(world, folder):
         return {"ms": 1.0, "min_ms": 1.0, "max_ms": 1.0}
 
     record.RESULTS = gpu_trace.RESULTS = Path(folder)
-    gpu_kernels.import_fbgemm = lambda: None  # its kernels cannot be rehearsed
-    # Nor can events of a device: torch would tell each of thousands with a stack of C++.
+    gpu_kernels.import_fbgemm = lambda: None  # FBGEMM's kernels cannot be rehearsed
+    # Neither can device events, which torch would report with thousands of C++ stack traces.
     profile = gpu_trace.profile
     gpu_trace.profile = lambda activities: profile(activities=activities[:1])
     for module in (gpu_dlperf, gpu_kernels, gpu_mlp):
@@ -152,7 +152,7 @@ def whole_programs(world, folder):
     return {path.name: path.read_text() for path in Path(folder).glob("*.jsonl")}
 
 
-def test_whole_programs_of_make_gpu_run(rehearsed_ranks, tmp_path):
+def test_programs_of_make_gpu_run(rehearsed_ranks, tmp_path):
     (files,) = rehearsed_ranks(1, whole_programs, str(tmp_path))
     lines = [json.loads(line) for line in files["gpu_dlperf.jsonl"].splitlines()]
     assert [(line["benchmark"], line["rows"]) for line in lines] == [
@@ -165,8 +165,8 @@ def test_whole_programs_of_make_gpu_run(rehearsed_ranks, tmp_path):
 
 
 @pytest.mark.slow
-def test_torchrec_runs_on_the_same_shapes():
-    """On CPU, where FBGEMM has no Adam: another rule, and the host's clock."""
+def test_torchrec_benchmark_uses_equal_shapes():
+    """On CPU, where FBGEMM has no Adam: another optimizer, and the host's clock."""
     pytest.importorskip("torchrec")
     from benchmarks import gpu_torchrec
     from sbpflow.config.load import load_config

@@ -1,4 +1,4 @@
-"""What runs otherwise on CUDA than on CPU, rehearsed."""
+"""Code with a separate CUDA path, rehearsed."""
 
 import numpy as np
 import pytest
@@ -42,7 +42,7 @@ def product_of_parts(world):
     return out.part.detach().cpu().numpy(), gradients, products, made.syncs
 
 
-def test_inputs_side_by_side_are_one_aligned_product(rehearsed_ranks):
+def test_adjacent_inputs_use_one_aligned_product(rehearsed_ranks):
     assert sum(WIDTHS) % ALIGNED_COLUMNS
     ((found, gradients, products, syncs),) = rehearsed_ranks(1, product_of_parts)
     plain = [tensor.requires_grad_() for tensor in operands("cpu")]
@@ -57,7 +57,7 @@ def test_inputs_side_by_side_are_one_aligned_product(rehearsed_ranks):
 
 
 class Switch:
-    """A trainer as far as the watch knows it."""
+    """The parts of a trainer that the overlap watch uses."""
 
     schedule = OVERLAPPED
 
@@ -75,7 +75,7 @@ def watched_steps(world):
     return len(steps.entries), {entry.kind for entry in end.entries}, summary
 
 
-def test_overlap_is_timed_by_the_device_and_read_when_the_run_is_over(rehearsed_ranks):
+def test_overlap_is_timed_on_the_device_and_read_at_the_end(rehearsed_ranks):
     ((during, at_end, summary),) = rehearsed_ranks(1, watched_steps)
     assert during == 0
     assert at_end == {"event wait"}
@@ -94,7 +94,7 @@ def ids_in_host_memory(world):
     return messages
 
 
-def test_ids_in_host_memory_are_refused_by_name(rehearsed_ranks):
+def test_ids_in_host_memory_are_rejected_with_the_feature_name(rehearsed_ranks):
     ((whole, by_name),) = rehearsed_ranks(1, ids_in_host_memory)
     assert whole == 'ids on cpu, the tables are on cuda:0; pass .to("cuda:0")'
     assert by_name.startswith("feature C1: ids on cpu")
@@ -115,6 +115,6 @@ def bad_ids(world):
     return str(refused.value)
 
 
-def test_an_id_out_of_range_is_told_before_the_update(rehearsed_ranks):
+def test_out_of_range_id_is_reported_before_the_update(rehearsed_ranks):
     (message,) = rehearsed_ranks(1, bad_ids)
     assert message.startswith("field C3: id 53 in row 7 of rank 0's part of the batch; use 0..52")

@@ -1,4 +1,4 @@
-"""Rows in buffers of a fixed size: equal bits to rows of counted transfers, whatever fits."""
+"""Fixed-size row buffers give the same bits as counted transfers, for any buffer size."""
 
 import logging
 from dataclasses import replace
@@ -19,7 +19,7 @@ from tests.training.wdl_case import (
     to_device,
 )
 
-STEPS = 8  # short batches, one of a single row, one of fewer rows than three ranks among them
+STEPS = 8  # includes short batches, a batch of one row, and one with fewer rows than three ranks
 UNIQUE_COLUMNS = {"deep.*": TableRule(sbp="S(1)", exchange="unique")}
 LOCAL = {"*": TableRule(sbp="B", exchange="local")}
 CASES = {
@@ -37,7 +37,7 @@ def config_of(case, share, **parallel):
 
 
 def train_ahead(world, config):
-    """Losses, dense parameters and rows with state; ids go a batch ahead. And what was said."""
+    """Losses, dense parameters, rows with state, and log messages; ids are one batch ahead."""
     said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
@@ -83,25 +83,25 @@ QUICK = {(2, "unique"), (2, "local"), (3, "unique columns")}
         for case in CASES
     ],
 )
-def test_any_share_trains_to_equal_bits(rehearsed_ranks, ranks, case):
+def test_any_buffer_fraction_trains_to_equal_bits(rehearsed_ranks, ranks, case):
     wanted = rehearsed_ranks(ranks, train_ahead, config_of(case, None))
-    # An all-reduce adds up three ranks in an order that depends on a number's place among others.
+    # For three ranks, the summation order of an all-reduce depends on an element's position.
     rtol = 1e-6 if (ranks, case) == (3, "squares of columns") else 0.0
     for share in (1.0, 0.6, 0.05):
         found = rehearsed_ranks(ranks, train_ahead, config_of(case, share))
         assert_equal(found, wanted, rtol)
-        # With a twentieth of the room nearly every batch is sent again.
+        # With a twentieth of the room nearly every exchange is repeated.
         assert bool(found[0][3]) == (share == 0.05) or share == 0.6
 
 
-def test_half_rows_and_wires_too(rehearsed_ranks):
+def test_buffers_support_half_precision_rows_and_vectors(rehearsed_ranks):
     narrow = {"table_dtype": "bfloat16", "comm_dtype": "bfloat16"}
     wanted = rehearsed_ranks(2, train_ahead, config_of("unique", None, **narrow))
     for share in (1.0, 0.3):
         assert_equal(rehearsed_ranks(2, train_ahead, config_of("unique", share, **narrow)), wanted)
 
 
-def test_a_batch_that_does_not_fit_names_a_share_that_does(rehearsed_ranks):
+def test_overflowing_batch_logs_a_sufficient_fraction(rehearsed_ranks):
     found = rehearsed_ranks(2, train_ahead, config_of("unique", 0.05))
     words = found[0][3][0]
     assert words.startswith("parallel.row_buffer_fraction: 0.05 has room for ")
@@ -113,7 +113,7 @@ def test_a_batch_that_does_not_fit_names_a_share_that_does(rehearsed_ranks):
     assert all(not line.startswith(first) for line in again)
 
 
-def test_a_cpu_has_no_such_buffers():
+def test_buffers_are_rejected_on_cpu():
     with pytest.raises(
         ConfigError, match=r"parallel.row_buffer_fraction: 0.5 on cpu.*device: cuda"
     ):
@@ -124,7 +124,7 @@ def described(world, config):
     return make_job(world, config).embeddings.describe_buffers()
 
 
-def test_which_tables_use_buffers_is_said(rehearsed_ranks):
+def test_tables_with_buffers_are_logged(rehearsed_ranks):
     of_two = rehearsed_ranks(2, described, config_of("unique", 0.5))
     assert of_two[0]
     assert all("in buffers of 0.5 of the most" in line for line in of_two[0])

@@ -9,7 +9,7 @@ from tests.training.test_run import CONFIG
 
 
 def run_of_one_rank(world, arguments):
-    """Exit code, and how often the host waited within the last training steps, by line."""
+    """The exit code, and how often the host waited in the last training steps, by line."""
     from sbpflow.commands import train
     from sbpflow.training.trainer import Trainer
     from tests.rehearsal.journal import journal
@@ -31,7 +31,7 @@ def run_of_one_rank(world, arguments):
 
 
 @pytest.mark.parametrize(("table_dtype", "graph"), [("float32", "false"), ("bfloat16", "true")])
-def test_a_run_from_memory_maps_waits_in_no_step(
+def test_memory_mapped_run_adds_no_waits_to_steps(
     rehearsed_ranks,
     synth_set,  # noqa: F811
     tmp_path,

@@ -1,4 +1,4 @@
-"""The rehearsal refuses what two streams do without an order, and memory given back too early."""
+"""The rehearsal rejects unordered use of memory by streams, and memory that is freed too early."""
 
 import gc
 
@@ -142,7 +142,7 @@ TAKEN = (
 
 
 def outcomes(world, cases):
-    """What each case raises, "" if nothing."""
+    """The error of each case, "" if there is none."""
     from tests.rehearsal.install import forget
     from tests.rehearsal.memory import RefusedError
 
@@ -157,7 +157,7 @@ def outcomes(world, cases):
     return found
 
 
-def test_what_streams_do_without_an_order_is_refused(rehearsed_ranks):
+def test_unordered_use_of_streams_is_rejected(rehearsed_ranks):
     (found,) = rehearsed_ranks(1, outcomes, [*REFUSED, *TAKEN])
     for case, words in REFUSED.items():
         assert words in found[case.__name__], f"{case.__name__}: {found[case.__name__]!r}"
@@ -165,7 +165,7 @@ def test_what_streams_do_without_an_order_is_refused(rehearsed_ranks):
 
 
 def step_without(world, config, what):
-    """A step of an engine that leaves ``what`` out."""
+    """A step of an engine that skips ``what``."""
     from sbpflow.embedding.ids.ahead import IdStream
     from tests.training.wdl_case import train
 
@@ -178,7 +178,7 @@ def step_without(world, config, what):
 
 
 @pytest.mark.parametrize("scheme", ["1", "3"])
-def test_rows_wait_for_the_ids_beside_them(rehearsed_ranks, scheme):
+def test_rows_wait_for_the_id_stream(rehearsed_ranks, scheme):
     from tests.ranks import RanksFailed
     from tests.training.wdl_case import make_config
 

@@ -1,7 +1,7 @@
-"""Collectives of claimed CUDA tensors: judged by NCCL's rules, then carried by gloo.
+"""Collectives of pretended CUDA tensors: checked against NCCL's rules, executed by gloo.
 
-What a collective sends and receives is out of bounds until its ``wait`` (see ``memory``). It runs
-on a stream of its group, after the one that started it; a ``wait`` orders the stream that waits.
+The tensors of a collective must not be accessed until its ``wait`` (see ``memory``). It runs on a
+stream of its group, after the stream that started it; a ``wait`` orders the stream that waits.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from tests.rehearsal.journal import count_collective, where
 from tests.rehearsal.memory import IN_FLIGHT, InFlight, RefusedError
 from tests.rehearsal.tensor import Rehearsed
 
-# ncclDataType_t, as torch maps it; bool goes as uint8.
+# ncclDataType_t, as mapped by torch; bool is sent as uint8.
 NCCL_DTYPES = frozenset(
     {
         torch.float16,
@@ -33,7 +33,7 @@ NCCL_DTYPES = frozenset(
 
 
 class Work:
-    """A collective under way; like NCCL's, its ``wait`` orders the stream and not the host."""
+    """A collective in flight; as in NCCL, its ``wait`` orders the stream and not the host."""
 
     def __init__(self, works: Sequence[dist.Work], flight: InFlight, ends: streams.Seen) -> None:
         self._works, self._flight, self._ends = works, flight, ends
@@ -67,7 +67,7 @@ def rehearsed(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         in_place = len(hosts) == 1
         sent, received = () if in_place else (tensors[1],), (tensors[0],)
         flight, ends = _fly(name, sent, received, group)
-        if name == "reduce_scatter":  # gloo compares shapes where NCCL counts elements
+        if name == "reduce_scatter":  # gloo compares shapes, NCCL only numbers of elements
             hosts = [host.view(-1) for host in hosts]
         work = real(*hosts, *args[len(tensors) :], group=group, async_op=True, **kwargs)
         handle = Work([work] if work else [], flight, ends)
@@ -80,7 +80,7 @@ def rehearsed(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def rehearsed_pairs(real: Callable[..., Any]) -> Callable[..., Any]:
-    """``real``, sends and receives of a rank as one batch, for tensors of either device."""
+    """``real``, a batch of one rank's sends and receives, for tensors of either device."""
 
     def batch(moves: Sequence[dist.P2POp]) -> list[Any]:
         if not any(isinstance(move.tensor, Rehearsed) for move in moves):
@@ -102,7 +102,7 @@ def rehearsed_pairs(real: Callable[..., Any]) -> Callable[..., Any]:
 def _fly(
     name: str, sent: Sequence[Any], received: Sequence[Any], group: Any
 ) -> tuple[InFlight, streams.Seen]:
-    """A transfer that starts now, on NCCL's stream of the group, and what is over when it is."""
+    """A transfer that starts now on NCCL's stream of the group, and the work that it completes."""
     stream = streams.nccl_stream("of all ranks" if group is None else group.group_name)
     stream.join(streams.current().sees)
     stream.tick()

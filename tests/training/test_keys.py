@@ -372,7 +372,7 @@ def test_a_saved_model_predicts_and_what_it_cannot_is_refused(ranks, alone):
     assert logits == found["logits"][-len(logits) :]
     ranks(1, refusals, folder)
     (message,) = ranks(1, room, folder)
-    assert "of the saved keys belong; give it num_rows of" in message
+    assert "saved keys; use num_rows of" in message
 
 
 def test_the_cases_have_what_they_claim():

@@ -213,7 +213,7 @@ def test_other_kernels_exchanges_and_clipping_do(ranks, memory, size, case):
 
 
 def refused(world: World, case: Case) -> str:
-    with pytest.raises(ValueError, match="B on several ranks") as error:
+    with pytest.raises(ValueError, match="cannot hold a B table") as error:
         make_job(world, case, DictStores(case.slots(world.size)))
     return str(error.value)
 

@@ -39,16 +39,12 @@ class IdTransfer:
         self.needs = needs.to(self.world.device)  # [lists, ranks]: 1 if the rank needs the list
         self.exchange = RowTransfer(self.world, IDS)
 
-    def start_id_exchange(self, ids: BatchIds, batch_size: int) -> "IdsUnderWay":
-        """Start the transfers of a batch. Every rank calls this for the same batches in order."""
-        return IdsUnderWay(self, ids, batch_size)
-
     def _index(self, places: tuple[int, ...]) -> Tensor:
         return torch.tensor(places, dtype=torch.int64, device=self.world.device)
 
 
 class IdsUnderWay:
-    """The id transfers of one batch."""
+    """The id transfers of one batch. Every rank starts those of the same batches in order."""
 
     def __init__(self, transfer: IdTransfer, ids: BatchIds, batch_size: int) -> None:
         self._transfer, self._ids, self._batch_size = transfer, ids, batch_size

@@ -119,6 +119,10 @@ class RowGroup(Group[RowsInFlight]):
                 return stage.rows
         raise RuntimeError(f"{self.plan.name}: the plan has no transfer for {purpose}")
 
+    def take(self, batch: RowsInFlight, purpose: Purpose, count: int) -> Tensor:
+        """The ``count`` rows of the pending transfer for ``purpose``."""
+        return received(self.step(batch, purpose), batch.take_pending(), count)
+
     def stores(self) -> list[tuple[TableBatch, RowStore]]:
         return [(self._stack, self._store)]
 
@@ -129,8 +133,7 @@ class RowGroup(Group[RowsInFlight]):
         """
         if batch.pending is None or batch.named is None:
             return batch.named
-        step = self.step(batch, "counts")
-        return torch.cat([batch.named, received(step, batch.take_pending(), self.world.size)])
+        return torch.cat([batch.named, self.take(batch, "counts", self.world.size)])
 
     def exchange_ids(self, batch: RowsInFlight) -> None:
         if batch.slots is None:
@@ -162,20 +165,18 @@ class RowGroup(Group[RowsInFlight]):
         return sums.to(self.plan.grad_comm_dtype)
 
     def receive_ids(self, batch: RowsInFlight) -> None:
-        step, count = self.step(batch, "ids"), sum(batch.into)
+        count, ranks = sum(batch.into), len(batch.into)
         if batch.slots is None:
-            batch.lookups = [Lookup(received(step, batch.take_pending(), count))]
+            batch.lookups = [Lookup(self.take(batch, "ids", count))]
             return
-        ranks = len(batch.into)
-        buffers = received(step, batch.take_pending(), ranks + count).view(ranks, -1)
+        buffers = self.take(batch, "ids", ranks + count).view(ranks, -1)
         batch.lookups = [Lookup(buffers[:, 1:].reshape(-1))]
         if self.capacity is not None and not self.capacity.is_enough(batch.batch_size):
             batch.most = buffers[:, 0].max().to(torch.int64).unsqueeze(0)
 
     def receive_grads(self, batch: RowsInFlight) -> None:
-        step, count = self.step(batch, "gradients"), batch.lookups[0].num_bags
-        sums = received(step, batch.take_pending(), count).to(self.plan.dtype)
-        self.keep(batch, batch.lookups, [sums])
+        sums = self.take(batch, "gradients", batch.lookups[0].num_bags)
+        self.keep(batch, batch.lookups, [sums.to(self.plan.dtype)])
 
     def update(self, step: int) -> None:
         batches, self._state.batch_size, ((lookup, grad),) = self.take_collected()
@@ -215,8 +216,7 @@ class UniqueGroup(RowGroup):
         batch.pending = self._vectors.start(step, rows, batch.into, batch.asked)
 
     def gather_outputs(self, batch: RowsInFlight) -> Tensor:
-        rows = received(self.step(batch, "vectors"), batch.take_pending(), sum(batch.asked))
-        batch.rows = rows.to(self.plan.dtype)
+        batch.rows = self.take(batch, "vectors", sum(batch.asked)).to(self.plan.dtype)
         return super().gather_outputs(batch)
 
     def send_grads(self, batch: RowsInFlight, grad: Tensor) -> None:
@@ -282,7 +282,7 @@ class UniqueColumnsGroup(AllGatherRowsGroup):
 
     def gather_outputs(self, batch: RowsInFlight) -> Tensor:
         wanted, _ = self._sizes(batch)
-        flat = received(self.step(batch, "vectors"), batch.take_pending(), sum(wanted))
+        flat = self.take(batch, "vectors", sum(wanted))
         rows = flat.new_empty(batch.asked[0], self._stack.dim, dtype=self.plan.dtype)
         for columns, part in zip(self._columns, flat.split(wanted), strict=True):
             block = rows[:, columns]
@@ -302,7 +302,7 @@ class UniqueColumnsGroup(AllGatherRowsGroup):
 
     def receive_grads(self, batch: RowsInFlight) -> None:
         _, held = self._sizes(batch)
-        flat = received(self.step(batch, "gradients"), batch.take_pending(), sum(held))
+        flat = self.take(batch, "gradients", sum(held))
         sums = flat.view(sum(batch.into), self._widths[self.world.rank])
         self.keep(batch, batch.lookups, [sums.to(self.plan.dtype)])
 

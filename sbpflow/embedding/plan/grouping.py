@@ -185,12 +185,12 @@ def _uses_of(table: TableConfig, ragged: bool, context: _Context) -> list[Featur
         if feature.name not in table.features:
             continue
         first, hotness = context.ids.first[number], feature.hotness
-        as_list = ragged or first is None
+        columns, place = (), None
+        if ragged or first is None:
+            place = context.ids.lists.index(number)
+        else:
+            columns = tuple(range(first, first + hotness))
         uses[feature.name] = FeatureLookup(
-            table=table,
-            feature=number,
-            columns=() if as_list else tuple(range(first, first + hotness)),
-            place=context.ids.lists.index(number) if as_list else None,
-            hotness=hotness,
+            table=table, feature=number, columns=columns, place=place, hotness=hotness
         )
     return [uses[name] for name in table.features]

@@ -13,8 +13,7 @@ from sbpflow.costs.counts import INDEX, NUM_FEATURES, Facts, vector_of
 from sbpflow.costs.ids import Floats, IdCurve, IdFrequencies, click_curve
 from sbpflow.costs.prices import Price, price_of
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
-from sbpflow.embedding.plan.group_plan import Exchange, GroupPlan
-from sbpflow.embedding.plan.table_batch import TableBatch
+from sbpflow.embedding.plan.group_plan import Exchange
 from sbpflow.embedding.plan.tables import FeatureConfig, TableConfig
 from sbpflow.runtime.ranks.topology import Topology
 from sbpflow.sbp.layout import Layout
@@ -60,15 +59,24 @@ def plan_totals(
     for group in plan.groups:
         for stack in group.stacks:
             for table, layout in zip(stack.tables, stack.layouts, strict=True):
-                facts = _facts(
-                    plan,
-                    group,
-                    stack,
-                    table,
-                    curve_of_table(table, frequencies),
-                    lookups=sum(ids[name] for name in table.features),
-                    sent_ids=sum(ids[name] / max(1, sharing[name]) for name in table.features),
+                curve = curve_of_table(table, frequencies)
+                lookups = sum(ids[name] for name in table.features)
+                facts = Facts(
+                    world_size=plan.world.size,
                     batch_size=batch_size,
+                    num_rows=table.num_rows,
+                    dim=table.dim,
+                    vectors=len(table.features) / (len(group.uses) if group.pooled else 1),
+                    lookups=lookups,
+                    sent_ids=sum(ids[name] / max(1, sharing[name]) for name in table.features),
+                    touched=min(curve.touched(lookups), table.num_rows),
+                    wanted=min(curve.touched(lookups / plan.world.size), table.num_rows),
+                    item=plan.dtype.itemsize,
+                    row_item=plan.row_dtype.itemsize,
+                    vector_item=group.comm_dtype.itemsize,
+                    gradient_item=group.grad_comm_dtype.itemsize,
+                    state=stack.optimizer.state_counts,
+                    shares_state=stack.optimizer.shares_row_state,
                 )
                 _add_table(totals, rank_index, group.kind, layout, stack.held(table), facts)
         for name in group.kind.calls:
@@ -102,37 +110,6 @@ def _add_table(
     for (num_rows, width), ranks in by_size.items():
         cut = (facts.num_rows / num_rows, columns)  # shards can be uneven
         totals[ranks] += vector_of(exchange.part(facts, cut, num_rows, width))
-
-
-def _facts(
-    plan: EmbeddingPlan,
-    group: GroupPlan,
-    stack: TableBatch,
-    table: TableConfig,
-    curve: IdCurve,
-    *,
-    lookups: float,
-    sent_ids: float,
-    batch_size: int,
-) -> Facts:
-    vectors = float(len(table.features))
-    return Facts(
-        world_size=plan.world.size,
-        batch_size=batch_size,
-        num_rows=table.num_rows,
-        dim=table.dim,
-        vectors=vectors / len(group.uses) if group.pooled else vectors,
-        lookups=lookups,
-        sent_ids=sent_ids,
-        touched=min(curve.touched(lookups), table.num_rows),
-        wanted=min(curve.touched(lookups / plan.world.size), table.num_rows),
-        item=plan.dtype.itemsize,
-        row_item=plan.row_dtype.itemsize,
-        vector_item=group.comm_dtype.itemsize,
-        gradient_item=group.grad_comm_dtype.itemsize,
-        state=stack.optimizer.state_counts,
-        shares_state=stack.optimizer.shares_row_state,
-    )
 
 
 def ids_per_sample(feature: FeatureConfig, known: Mapping[str, IdFrequencies]) -> float:

@@ -30,20 +30,24 @@ class RowKernel(Protocol):
     @property
     def name(self) -> str:
         """The name of the kernel."""
+        ...
 
     @property
     def weights(self) -> Tensor:
         """[slots, width]; writes are visible to the next lookup."""
+        ...
 
     @property
     def state(self) -> dict[str, Tensor]:
         """Optimizer state by name, [slots] or [slots, width], writable like ``weights``."""
+        ...
 
     @property
     def absent(self) -> int | None:
         """The address of a row that is stored elsewhere: its slot, behind all others, reads as
         zeros and is never trained. ``None`` if such addresses must be left out of lookups.
         """
+        ...
 
     def sort_ahead(self, lookup: Lookup) -> None:
         """Sort the lookup for a later ``update``, if this does not make the host wait."""
@@ -53,12 +57,14 @@ class RowKernel(Protocol):
 
         ``lr`` is the learning rate of an ``update`` that will follow for this lookup.
         """
+        ...
 
     def pool(self, block: Tensor, lookup: Lookup) -> Tensor:
         """Like ``lookup`` without an update, for rows in ``block`` [.., width].
 
         The slots of ``lookup`` are positions in ``block``, whose dtype is that of ``weights``.
         """
+        ...
 
     def row_gradients(self, lookup: Lookup, grads: Tensor) -> tuple[Tensor, Tensor]:
         """(unique rows, the bags' ``grads`` summed per row [unique, width]).
@@ -66,6 +72,7 @@ class RowKernel(Protocol):
         If the kernel has an ``absent`` address, both have the length of the batch, and the last row
         is repeated.
         """
+        ...
 
     def update(self, lookup: Lookup, grads: Tensor, lr: float, step: int) -> None:
         """Take one optimizer step on the rows of ``lookup`` with the gradients [bags, width].

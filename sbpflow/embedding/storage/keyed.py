@@ -27,6 +27,7 @@ class RowMap(Protocol):
 
     def find(self, addresses: Tensor) -> Tensor:
         """[n]: the row of each address, or -1; addresses can repeat."""
+        ...
 
     def add(self, addresses: Tensor, rows: Tensor) -> None:
         """Assign rows to new addresses, each given once."""

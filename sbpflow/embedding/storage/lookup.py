@@ -44,23 +44,16 @@ class Lookup:
         weights = None
         if any(lookup.weights is not None for lookup in lookups):
             like = next(a.weights for a in lookups if a.weights is not None)
-            weights = torch.cat(
-                [
-                    like.new_ones(lookup.addresses.numel())
-                    if lookup.weights is None
-                    else lookup.weights
-                    for lookup in lookups
-                ]
-            )
+            parts = [
+                like.new_ones(a.addresses.numel()) if a.weights is None else a.weights
+                for a in lookups
+            ]
+            weights = torch.cat(parts)
         if all(lookup.offsets is None for lookup in lookups):
             return Lookup(addresses, None, weights).place(placed)
-        parts: list[Tensor] = []
-        start = 0
-        for lookup in lookups:
-            parts.append(lookup.explicit_offsets()[:-1] + start)
-            start += lookup.addresses.numel()
-        ends = torch.cat([*parts, parts[0].new_full((1,), start)])
-        return Lookup(addresses, ends, weights).place(placed)
+        lengths = torch.cat([lookup.explicit_offsets().diff() for lookup in lookups])
+        offsets = F.pad(torch.cumsum(lengths, 0), (1, 0))
+        return Lookup(addresses, offsets, weights).place(placed)
 
     def tensors(self) -> list[Tensor | None]:
         """The tensors of the lookup, including the sorted ones if there are any."""
@@ -190,8 +183,7 @@ class Lookup:
             rows, run, counts = torch.unique_consecutive(
                 ordered, return_inverse=True, return_counts=True
             )
-            starts = torch.zeros_like(counts)
-            torch.cumsum(counts[:-1], 0, out=starts[1:])
+            starts = torch.cumsum(counts, 0) - counts
             self._sorted = (rows, order, starts, run)
         return self._sorted
 

@@ -165,28 +165,26 @@ class NumbaStorage(TorchStorage):
         if self.weights.dtype == self.dtype:
             self._step(self.weights, slots, slots, grads, squares, numbers)
             return
+        noise = self.noise_of_rows()
+        keys = step_keys(noise.keys, step).numpy().view(np.uint64)
         for start in range(0, rows.numel(), CHUNK_ROWS):
             part = slice(start, start + CHUNK_ROWS)
             block = self.weights.index_select(0, slots[part]).to(self.dtype)
             own = None if squares is None else squares[part]
             at = torch.arange(block.shape[0], dtype=rows.dtype)
             self._step(block, at, slots[part], grads[part], own, numbers)
-            self._store_rounded(block, slots[part], rows[part], step)
-
-    def _store_rounded(self, values: Tensor, slots: Tensor, rows: Tensor, step: int) -> None:
-        noise = self.noise_of_rows()
-        compiled_half.store_rounded(
-            values.to(torch.float32).view(torch.int32).numpy(),
-            self.weights.view(torch.int16).numpy(),
-            slots.numpy(),
-            rows.numpy(),
-            step_keys(noise.keys, step).numpy().view(np.uint64),
-            noise.bases.numpy(),
-            noise.shift.numpy(),
-            noise.words_per_row,
-            noise.first_column,
-            _DROPPED[self.weights.dtype],
-        )
+            compiled_half.store_rounded(
+                block.to(torch.float32).view(torch.int32).numpy(),
+                self.weights.view(torch.int16).numpy(),
+                slots[part].numpy(),
+                rows[part].numpy(),
+                keys,
+                noise.bases.numpy(),
+                noise.shift.numpy(),
+                noise.words_per_row,
+                noise.first_column,
+                _DROPPED[self.weights.dtype],
+            )
 
     def _step(
         self,

@@ -40,14 +40,17 @@ class RowStore(Protocol):
     @property
     def width(self) -> int:
         """Columns of a row."""
+        ...
 
     @property
     def memory_bytes(self) -> int:
         """Size of the rows and their optimizer state in all memories of this rank."""
+        ...
 
     @property
     def is_in_place(self) -> bool:
         """True if ``read`` of a slice returns views, so that writing to them changes the rows."""
+        ...
 
     @property
     def listeners(self) -> list[RowListener]: ...
@@ -58,18 +61,21 @@ class RowStore(Protocol):
         The kernel's ``absent`` address can be among them. For a ``by_key`` table these are
         addresses of keys; returns the row numbers that replace them from then on.
         """
+        ...
 
     def admit(self, number: int) -> Tensor | None:
         """[n]: the slot of each address of an announced batch, fixed until its release.
 
         In the dtype of the addresses; ``None`` if slots equal rows.
         """
+        ...
 
     def release(self, number: int) -> None:
         """End the lease of an announced batch, after its update or without one."""
 
     def peek(self, lookup: Lookup) -> Tensor:
         """[bags, width]: a lookup for a batch that is not trained, without a lease."""
+        ...
 
     def read(
         self, rows: slice | Tensor, into: Mapping[str, Tensor] | None = None
@@ -78,6 +84,7 @@ class RowStore(Protocol):
 
         A slice can return views. With ``into``, only its names are read, and copied into it.
         """
+        ...
 
     def write(self, rows: slice | Tensor, values: Mapping[str, Tensor]) -> None:
         """Set ``values`` of these rows by name. The rows must not be in an update meanwhile."""

@@ -21,6 +21,28 @@ FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 # Packed signatures: one line per argument would double the length of this file.
 # fmt: off
 @triton.jit
+def _sum_rows(
+    grads, source, scale, first, count, column, width,
+    HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+):
+    """[BLOCK, COLUMNS] float32: sums of ``count`` rows from sorted position ``first``, in order."""
+    total = tl.zeros([BLOCK, COLUMNS], tl.float32)
+    longest = tl.max(count, 0)
+    step = longest * 0
+    while step < longest:
+        more = step < count
+        at = tl.load(source + first + step, mask=more, other=0).to(tl.int64)
+        place = at[:, None] * width + column[None, :]
+        shown = more[:, None] & (column < width)[None, :]
+        row = tl.load(grads + place, mask=shown, other=0.0).to(tl.float32)
+        if HAS_SCALE:
+            row = row * tl.load(scale + first + step, mask=more, other=0.0)[:, None]
+        total += row
+        step += 1
+    return total
+
+
+@triton.jit
 def lookup(
     table, addresses, offsets, weights, out, bags, width,
     HAS_OFFSETS: tl.constexpr, HAS_WEIGHTS: tl.constexpr, BLOCK: tl.constexpr,
@@ -41,28 +63,6 @@ def lookup(
         table, addresses, weights, first, count, column, width, HAS_WEIGHTS, BLOCK, COLUMNS
     )
     tl.store(out + bag.to(tl.int64)[:, None] * width + column[None, :], total, mask=shown)
-
-
-@triton.jit
-def _sum_rows(
-    grads, source, scale, first, count, column, width,
-    HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
-):
-    """[BLOCK, COLUMNS] float32: sums of ``count`` rows from sorted position ``first``, in order."""
-    total = tl.zeros([BLOCK, COLUMNS], tl.float32)
-    longest = tl.max(count, 0)
-    step = longest * 0
-    while step < longest:
-        more = step < count
-        at = tl.load(source + first + step, mask=more, other=0).to(tl.int64)
-        place = at[:, None] * width + column[None, :]
-        shown = more[:, None] & (column < width)[None, :]
-        row = tl.load(grads + place, mask=shown, other=0.0).to(tl.float32)
-        if HAS_SCALE:
-            row = row * tl.load(scale + first + step, mask=more, other=0.0)[:, None]
-        total += row
-        step += 1
-    return total
 
 
 @triton.jit
