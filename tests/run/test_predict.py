@@ -267,11 +267,11 @@ def test_an_export_of_the_command_scores_as_the_run_did(run, folder, tmp_path, c
     text = capsys.readouterr().out
     assert "rows as_trained: AUC 0." in text
     assert "rows float16: AUC 0." in text
-    with pytest.raises(ConfigError, match="--rows: 'int4' .*as_trained"):
+    with pytest.raises(ConfigError, match=r"--rows: 'int4' .*as_trained"):
         export([*base, "--output", str(tmp_path / "c"), "--rows", "int4"])
-    with pytest.raises(ConfigError, match="--forms: 'onnx' .*pt2"):
+    with pytest.raises(ConfigError, match=r"--forms: 'onnx' .*pt2"):
         export([*base, "--output", str(tmp_path / "c"), "--forms", "onnx"])
-    with pytest.raises(ConfigError, match="--score: rows of int8 cost some AUC"):
+    with pytest.raises(ConfigError, match="--score: rows in int8 cost some AUC"):
         export([*base, "--output", str(tmp_path / "c"), "--rows", "int8", "data.path=nowhere"])
 
 
