@@ -120,7 +120,7 @@ def test_one_rank_needs_no_place_to_meet(tmp_path):
     ("cuda", "driver", "said"),
     [
         (None, False, ""),
-        (None, True, r"torch \S+ is a CPU build though an NVIDIA driver is here; install a CUDA"),
+        (None, True, r"torch \S+ is a CPU build although an NVIDIA driver is installed; install"),
         ("13.0", True, r"torch \S+ cannot use CUDA: driver too old$"),
         ("13.0", False, r"torch \S+ cannot use CUDA: driver too old; no NVIDIA driver is loaded$"),
     ],
