@@ -82,7 +82,7 @@ def plan(argv: Sequence[str]) -> str:
 def explain(argv: Sequence[str]) -> str:
     """What a plan that is there would take, and what would be better for each table."""
     parser = _parser(
-        "explain-plan", "Say what a plan takes, rank by rank, and what would be better."
+        "explain-plan", "Show what a plan takes on each rank, and what would be better."
     )
     parser.add_argument(
         "--plan", type=local_path, required=True, help="a YAML of plan, or a person's"

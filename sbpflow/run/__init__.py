@@ -1,1 +1,1 @@
-"""A run as a whole: what a model is to it, its plan, how it is built and explained."""
+"""Runs as a whole: the model interface, planning, execution, checkpoints, export, reports."""

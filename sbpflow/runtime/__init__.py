@@ -1,1 +1,1 @@
-"""The ranks that run together: how they start, find one another, report and end."""
+"""The ranks of a run and their machines: startup, shutdown, devices, files, random numbers."""

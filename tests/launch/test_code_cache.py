@@ -99,7 +99,7 @@ def test_a_planted_cache_is_not_loaded(run, tmp_path, how):
     printed, warned = run()
     assert printed == "42 42\n"
     assert not (tmp_path / "mark").exists()
-    assert warned.count(f"compiled code is not kept in {folder}") == 1
+    assert warned.count(f"compiled code is not cached in {folder}") == 1
     assert (f"belongs to user {STRANGER}" if how == "owner" else "(mode 0777)") in warned
     assert "set XDG_CACHE_HOME to a folder of your own" in warned
     assert len(warned.splitlines()) == 1

@@ -108,8 +108,16 @@ def resolve(monkeypatch, *addresses: str) -> None:
 @pytest.mark.parametrize(
     ("name", "addresses", "why"),
     [
-        ("own-name", ["127.0.1.1"], "it is not one address to all machines"),  # as on Debian
-        ("two-cards", ["10.0.0.1", "10.1.0.1"], "it is not one address to all machines"),
+        (
+            "own-name",
+            ["127.0.1.1"],
+            "the name does not have one address on all machines",
+        ),  # as on Debian
+        (
+            "two-cards",
+            ["10.0.0.1", "10.1.0.1"],
+            "the name does not have one address on all machines",
+        ),
         ("service", ["192.0.2.7"], r"192\.0\.2\.7 is not an address of this machine"),
     ],
 )
@@ -125,7 +133,7 @@ def test_a_store_that_listens_on_all_interfaces_says_so_and_why(
     listener = module._listener(name, module._address_of(name, port), port)
     assert listener is None
     (message,) = caplog.messages
-    said = f"MASTER_ADDR={name}: rank 0 listens on all interfaces at port {port}, for {why}"
+    said = f"MASTER_ADDR={name}: rank 0 listens on all interfaces at port {port}, because {why}"
     assert re.match(said, message)
     assert message.endswith("see SECURITY.md")
 

@@ -74,7 +74,7 @@ def test_a_report_of_damaged_files_is_a_page_or_one_message(run, name, count):
 def test_report_ends_with_code_2_and_the_way_out(run, capsys):
     file = run / "metrics.jsonl"
     file.write_bytes(file.read_bytes().replace(b'"step": 2,', b'"step": NaN,', 1))
-    assert outcome(lambda: report([str(run)]))[1].startswith(f"{file}: line 2 is no event")
+    assert outcome(lambda: report([str(run)]))[1].startswith(f"{file}: line 2 is not an event")
     assert "NaN is not a JSON number" in outcome(lambda: report([str(run)]))[1]
 
 
@@ -233,7 +233,7 @@ def test_values_at_the_limits_are_read_or_refused(value):
     [
         ("NaN", "NaN is not a JSON number"),
         ("-Infinity", "-Infinity is not a JSON number"),
-        ("1e999", "the number 1e999 is beyond 64 bits"),
+        ("1e999", "1e999 is too large for 64 bits"),
         ("9" * 5000, "a whole number of 5,000 digits"),
         (str(2**64), "a whole number of 20 digits; numbers have at most 64 bits"),
         ('"\\ud800"', "half of a surrogate pair"),
@@ -253,7 +253,7 @@ def test_the_size_of_a_file_is_limited(tmp_path):
     file = tmp_path / "f.json"
     file.write_text("[1, 2, 3]")
     assert read_json(file) == [1, 2, 3]
-    with pytest.raises(JsonError, match=r"f\.json: has 9 bytes; at most 8 are read"):
+    with pytest.raises(JsonError, match=r"f\.json: has 9 bytes; at most 8 "):
         read_json(file, max_bytes=8)
     with pytest.raises(JsonError, match="cannot be read"):
         read_json(tmp_path)

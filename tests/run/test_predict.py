@@ -271,7 +271,7 @@ def test_an_export_of_the_command_scores_as_the_run_did(run, folder, tmp_path, c
         export([*base, "--output", str(tmp_path / "c"), "--rows", "int4"])
     with pytest.raises(ConfigError, match=r"--forms: 'onnx' .*pt2"):
         export([*base, "--output", str(tmp_path / "c"), "--forms", "onnx"])
-    with pytest.raises(ConfigError, match="--score: rows of int8 cost some AUC"):
+    with pytest.raises(ConfigError, match="--score: rows in int8 cost some AUC"):
         export([*base, "--output", str(tmp_path / "c"), "--rows", "int8", "data.path=nowhere"])
 
 

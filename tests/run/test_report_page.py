@@ -149,9 +149,9 @@ def test_a_run_that_has_little_shows_what_it_has(tmp_path):
     output = tmp_path / "page.html"
     text = write_report([run], output).read_text(encoding="utf-8")
     for note in (
-        "line 3 of metrics.jsonl, the last, is cut off",
-        "the run did not reach its end, or has not yet",
-        "no plan.json: no layouts, no planned memory",
+        "the last line of metrics.jsonl, line 3, is truncated",
+        "the run has not finished",
+        "there is no plan.json",
     ):
         assert note in text
     assert "Layouts" not in text
@@ -162,12 +162,12 @@ def test_folders_that_are_no_runs_are_named(tmp_path):
     run = write(tmp_path / "runs" / "one", events())
     with pytest.raises(ConfigError, match=r"runs has no metrics\.jsonl.*did you mean .*runs/one\?"):
         write_report([tmp_path / "runs"])
-    with pytest.raises(ConfigError, match=r"runs/one is there twice"):
+    with pytest.raises(ConfigError, match=r"runs/one is given twice"):
         write_report([run, run])
     lines = (run / "metrics.jsonl").read_text().splitlines()
     (run / "metrics.jsonl").write_text("\n".join([lines[0], "{}", *lines[1:]]))
     with pytest.raises(
-        DataError, match=r"line 2 is no event of a run \(event is None, not one of step, eval"
+        DataError, match=r"line 2 is not an event .*event is None, not one of step, eval"
     ):
         write_report([run])
     (run / "metrics.jsonl").write_text("")

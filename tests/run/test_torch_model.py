@@ -378,7 +378,7 @@ def test_a_forward_that_converts_something_else_is_refused(ranks):
 
 def test_its_parameters_are_not_split():
     given = config("3", Model(), dense={"first.*": "S(0)"})
-    with pytest.raises(ConfigError, match=r"parallel\.dense\.first\.\*: the parameters of own are"):
+    with pytest.raises(ConfigError, match=r"parallel\.dense\.first\.\*: own is a torch module"):
         plan_run(given, FIELDS, world_size=2, device_type="cpu")
 
 
@@ -387,7 +387,7 @@ def test_a_spec_that_lacks_something_is_told_what():
     object.__setattr__(
         given, "model", type("NoSpec", (), {"name": "own", "spec": lambda *_: None})()
     )
-    with pytest.raises(SbpError, match="returned a NoneType, which has no outputs, parameters"):
+    with pytest.raises(SbpError, match="returned a NoneType, which lacks outputs, parameters"):
         plan_run(given, FIELDS, world_size=2, device_type="cpu")
 
 

@@ -1,1 +1,1 @@
-"""A trained model for programs without sbpflow."""
+"""Export of trained models to programs without sbpflow."""

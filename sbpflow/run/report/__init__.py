@@ -1,1 +1,1 @@
-"""``sbpflow report``: the page of charts of one or several runs."""
+"""``sbpflow report``: a page of charts for one or more runs."""

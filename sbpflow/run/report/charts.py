@@ -1,4 +1,4 @@
-"""Charts as inline SVG: lines, stacked bars, and a square with a diagonal. Knows no runs."""
+"""Charts as inline SVG: line charts, stacked bars and calibration charts. Independent of runs."""
 
 import math
 from collections.abc import Sequence
@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from html import escape
 
 Point = tuple[float, float]
-# Okabe and Ito's colours, which stay apart for most who see colours otherwise.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31")
+# The palette of Okabe and Ito, which most color-blind readers can distinguish.
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31")
 WIDTH, HEIGHT = 460, 260
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 10, 36
-_LEAST = 1e-100  # a range below it is a point
+_MIN_RANGE = 1e-100  # smaller ranges are treated as a point
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A named line; ``number`` picks its colour, ``dashed`` tells two lines of one run apart."""
+    """A named line; ``number`` selects its color, ``dashed`` distinguishes two lines of a run."""
 
     name: str
     points: Sequence[Point]
@@ -23,13 +23,13 @@ class Series:
     dashed: bool = False
 
     @property
-    def colour(self) -> str:
-        return COLOURS[self.number % len(COLOURS)]
+    def color(self) -> str:
+        return COLORS[self.number % len(COLORS)]
 
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """Data ranges and where they lie on the page."""
+    """Data ranges and their position on the page."""
 
     x: tuple[float, float]
     y: tuple[float, float]
@@ -44,7 +44,7 @@ class _Frame:
 
 
 def ticks(low: float, high: float, count: int = 6) -> list[float]:
-    """Round numbers from ``low`` to ``high``, about ``count`` of them."""
+    """Return about ``count`` round numbers from ``low`` to ``high``."""
     step = 10.0 ** math.floor(math.log10((high - low) / count))
     step *= next(m for m in (1, 2, 5, 10) if (high - low) / (m * step) <= count)
     first = math.ceil(low / step - 1e-9)
@@ -53,7 +53,7 @@ def ticks(low: float, high: float, count: int = 6) -> list[float]:
 
 
 def show_number(value: float) -> str:
-    """Short, for axes and tables."""
+    """Format a number briefly, for axes and tables."""
     if value == 0:
         return "0"
     if abs(value) >= 1e6:
@@ -64,36 +64,32 @@ def show_number(value: float) -> str:
 
 
 def line_chart(title: str, x_label: str, series: Sequence[Series], *, zero: bool = False) -> str:
-    """A figure of all series that have points; of one point it shows a dot. "" where none has."""
-    drawn = [one for one in series if one.points]
+    """Draw all series that have points, single points as dots; "" if there are none."""
+    drawn = [line for line in series if line.points]
     if not drawn:
         return ""
-    xs = [x for one in drawn for x, _ in one.points]
-    ys = [y for one in drawn for _, y in one.points] + ([0.0] if zero else [])
+    xs = [x for line in drawn for x, _ in line.points]
+    ys = [y for line in drawn for _, y in line.points] + ([0.0] if zero else [])
     frame = _Frame(_range(xs, tight=True), _range(ys))
-    body = [*_axes(frame, x_label), *(_line(frame, one) for one in drawn)]
-    return _figure(
-        title, frame, body, _legend([(one.name, one.colour, one.dashed) for one in drawn])
-    )
+    return _figure(title, frame, _axes(frame, x_label), drawn)
 
 
 def calibration_chart(title: str, series: Sequence[Series]) -> str:
-    """Points (chance given, share found) beside the diagonal on which both are equal."""
-    drawn = [one for one in series if one.points]
+    """Draw points (predicted probability, observed rate) and a diagonal where they are equal."""
+    drawn = [line for line in series if line.points]
     if not drawn:
         return ""
-    most = max(max(point) for one in drawn for point in one.points) or 1.0
-    frame = _Frame((0.0, most), (0.0, most), width=360, height=340)
-    (x0, y0), (x1, y1) = frame.at((0.0, 0.0)), frame.at((most, most))
+    limit = max(max(point) for line in drawn for point in line.points) or 1.0
+    frame = _Frame((0.0, limit), (0.0, limit), width=360, height=340)
+    (x0, y0), (x1, y1) = frame.at((0.0, 0.0)), frame.at((limit, limit))
     diagonal = f'<line class="even" x1="{x0:.1f}" y1="{y0:.1f}" x2="{x1:.1f}" y2="{y1:.1f}"/>'
-    body = [*_axes(frame, "mean chance given"), diagonal, *(_line(frame, one) for one in drawn)]
-    return _figure(title, frame, body, _legend([(one.name, one.colour, False) for one in drawn]))
+    return _figure(title, frame, [*_axes(frame, "mean predicted probability"), diagonal], drawn)
 
 
 def stacked_bars(title: str, bars: Sequence[tuple[str, Sequence[tuple[str, float]]]]) -> str:
-    """A bar for each (name, parts); parts of one name have one colour."""
-    most = max((sum(value for _, value in parts) for _, parts in bars), default=0.0)
-    if most <= 0.0:
+    """Draw a bar for each (name, parts); parts with equal names have the same color."""
+    longest = max((sum(value for _, value in parts) for _, parts in bars), default=0.0)
+    if longest <= 0.0:
         return ""
     names = list(dict.fromkeys(name for _, parts in bars for name, _ in parts))
     shades = {name: _shade(place, len(names)) for place, name in enumerate(names)}
@@ -103,13 +99,13 @@ def stacked_bars(title: str, bars: Sequence[tuple[str, Sequence[tuple[str, float
         y, x = row * (bar + 12) + 6, float(left)
         body.append(f'<text x="{left - 8}" y="{y + 20}" text-anchor="end">{escape(label)}</text>')
         for name, value in parts:
-            wide = (width - left - 90) * value / most
-            tip = f"<title>{escape(f'{label}, {name}: {value:.3f} ms')}</title>"
+            length = (width - left - 90) * value / longest
+            tooltip = f"<title>{escape(f'{label}, {name}: {value:.3f} ms')}</title>"
             body.append(
-                f'<rect x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{bar}" '
-                f'fill="{shades[name]}">{tip}</rect>'
+                f'<rect x="{x:.1f}" y="{y}" width="{length:.1f}" height="{bar}" '
+                f'fill="{shades[name]}">{tooltip}</rect>'
             )
-            x += wide
+            x += length
         total = sum(value for _, value in parts)
         body.append(f'<text x="{x + 6:.1f}" y="{y + 20}">{total:.2f} ms</text>')
     height = len(bars) * (bar + 12) + 6
@@ -126,12 +122,12 @@ def _shade(place: int, count: int) -> str:
 
 def _range(values: Sequence[float], *, tight: bool = False) -> tuple[float, float]:
     low, high = min(values), max(values)
-    if high - low <= max(_LEAST, 1e-9 * max(abs(low), abs(high))):  # too near to be told apart
+    if high - low <= max(_MIN_RANGE, 1e-9 * max(abs(low), abs(high))):  # practically equal
         spread = max(abs(low), abs(high)) / 10
-        spread = spread if spread > _LEAST else 1.0
+        spread = spread if spread > _MIN_RANGE else 1.0
         return low - spread, high + spread
-    room = 0.0 if tight else 0.05 * (high - low)
-    return low - room, high + room
+    margin = 0.0 if tight else 0.05 * (high - low)
+    return low - margin, high + margin
 
 
 def _axes(frame: _Frame, x_label: str) -> list[str]:
@@ -156,28 +152,30 @@ def _axes(frame: _Frame, x_label: str) -> list[str]:
     return parts
 
 
-def _line(frame: _Frame, one: Series) -> str:
-    places = [frame.at(point) for point in one.points]
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    dash = ' stroke-dasharray="5 3"' if one.dashed else ""
-    radius = 2.5 if len(places) < 60 else 1.2
+def _line(frame: _Frame, line: Series) -> str:
+    positions = [frame.at(point) for point in line.points]
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in positions)
+    dash = ' stroke-dasharray="5 3"' if line.dashed else ""
+    radius = 2.5 if len(positions) < 60 else 1.2
     dots = "".join(
-        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{one.colour}">'
-        f"<title>{escape(one.name)}: {at:.6g}, {value:.6g}</title></circle>"
-        for (x, y), (at, value) in zip(places, one.points, strict=True)
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{line.color}">'
+        f"<title>{escape(line.name)}: {at:.6g}, {value:.6g}</title></circle>"
+        for (x, y), (at, value) in zip(positions, line.points, strict=True)
     )
-    return f'<polyline points="{path}" stroke="{one.colour}"{dash}/>{dots}'
+    return f'<polyline points="{path}" stroke="{line.color}"{dash}/>{dots}'
 
 
 def _legend(entries: Sequence[tuple[str, str, bool]]) -> str:
     parts = (
-        f'<span><i style="border-top: 3px {"dashed" if dashed else "solid"} {colour}"></i>'
+        f'<span><i style="border-top: 3px {"dashed" if dashed else "solid"} {color}"></i>'
         f"{escape(name)}</span>"
-        for name, colour, dashed in entries
+        for name, color, dashed in entries
     )
     return f'<div class="legend">{"".join(parts)}</div>'
 
 
-def _figure(title: str, frame: _Frame, body: Sequence[str], legend: str) -> str:
-    svg = f'<svg viewBox="0 0 {frame.width} {frame.height}">{"".join(body)}</svg>'
+def _figure(title: str, frame: _Frame, axes: Sequence[str], lines: Sequence[Series]) -> str:
+    body = "".join([*axes, *(_line(frame, line) for line in lines)])
+    svg = f'<svg viewBox="0 0 {frame.width} {frame.height}">{body}</svg>'
+    legend = _legend([(line.name, line.color, line.dashed) for line in lines])
     return f"<figure><figcaption>{escape(title)}</figcaption>{svg}{legend}</figure>"

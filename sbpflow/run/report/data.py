@@ -1,7 +1,8 @@
-"""What a report page shows of a run, read from the files that the run left in its folder."""
+"""Read what a report page shows of a run from the files in its folder."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One run: its events in order of time, its plan as ``explain`` describes it, its settings.
+    """One run: its events in order of time, its plan as described by ``explain``, its settings.
 
-    ``plan`` is empty where there is no plan of this version, and ``notes`` says so.
+    ``plan`` is empty if there is no plan of this version; ``notes`` then says so.
     """
 
     name: str
@@ -32,20 +33,20 @@ class Run:
     notes: tuple[str, ...] = ()
 
     def of(self, kind: str) -> list[Event]:
-        """The events of one kind."""
+        """Return the events of one kind."""
         return [event for event in self.events if event["event"] == kind]
 
     @property
     def final(self) -> Event:
-        """The last event of a run that reached its end, else an empty one."""
+        """The final event, or an empty one if the run did not finish."""
         return next(iter(self.of("final")), {})
 
     def minutes(self, event: Event) -> float:
-        """Since the first event, which is when steps were first logged."""
+        """Return the minutes since the first event, which is the first log of steps."""
         return (time_of(event) - time_of(self.events[0])).total_seconds() / 60
 
     def curve(self, key: str, *, split: str | None = None, by: str = "step") -> list[Point]:
-        """(step or minutes, value) of every step event, or of every evaluation of ``split``."""
+        """Return (step or minutes, value) of all steps, or of all evaluations of ``split``."""
         events = self.of("step" if split is None else "eval")
         if by not in ("step", "time"):
             raise ValueError(f"by: {by!r}; use step or time")
@@ -56,17 +57,20 @@ class Run:
         ]
 
     def last(self, kind: str, split: str) -> list[Event]:
-        """The events of a kind that belong to the last evaluation of a split."""
-        found = [event for event in self.of(kind) if event.get("split") == split]
-        return [event for event in found if event["step"] == found[-1]["step"]]
+        """Return the events of a kind that belong to the last evaluation of a split."""
+        events = [event for event in self.of(kind) if event.get("split") == split]
+        return [event for event in events if event["step"] == events[-1]["step"]]
 
 
 def read_runs(folders: list[Path]) -> list[Run]:
-    """Runs by the shortest ends of their paths that tell them apart; ConfigError or DataError."""
+    """Read runs and name each by the shortest end of its path that is unique.
+
+    Raises ConfigError or DataError for a folder that is given twice or is not a run.
+    """
     paths = [folder.resolve() for folder in folders]
     if len(set(paths)) < len(paths):
         twice = next(path for path in paths if paths.count(path) > 1)
-        raise ConfigError(f"report: {twice} is there twice; name each run once")
+        raise ConfigError(f"report: {twice} is given twice; name each run once")
     depth = 1
     while len({path.parts[-depth:] for path in paths}) < len(paths):
         depth += 1
@@ -77,23 +81,23 @@ def read_runs(folders: list[Path]) -> list[Run]:
 
 
 def read_run(folder: Path, name: str) -> Run:
-    """The run whose ``run.dir`` is ``folder``."""
+    """Read the run whose ``run.dir`` is ``folder``."""
     file = folder / METRICS_FILE
     if not file.is_file():
-        there = sorted(str(found.parent) for found in folder.glob(f"*/{METRICS_FILE}"))
-        hint = f"; did you mean {' or '.join(there[:3])}?" if there else ""
+        runs = sorted(str(path.parent) for path in folder.glob(f"*/{METRICS_FILE}"))
+        hint = f"did you mean {' or '.join(runs[:3])}?" if runs else "use the run.dir of a run"
         raise ConfigError(
-            f"report: {folder} has no {METRICS_FILE}, so it is no folder of a run (run.dir){hint}"
+            f"report: {folder} has no {METRICS_FILE}, so it is not a run folder; {hint}"
         )
     events, notes = _events(file)
-    plan, why = _plan(folder / PLAN_FILE)
-    settings, what = _settings(folder / START_FILE)
-    notes += [note for note in (why, what) if note]
+    plan, plan_note = _plan(folder / PLAN_FILE)
+    settings, settings_note = _settings(folder / START_FILE)
+    notes += [note for note in (plan_note, settings_note) if note]
     return Run(name=name, events=events, plan=plan, settings=settings, notes=tuple(notes))
 
 
 def _events(file: Path) -> tuple[tuple[Event, ...], list[str]]:
-    """The lines; of a run that was killed the last one may be cut off."""
+    """Read events and notes; the last line may be truncated if the run was killed."""
     try:
         *lines, last = read_text(file).split("\n")
     except JsonError as error:
@@ -105,18 +109,18 @@ def _events(file: Path) -> tuple[tuple[Event, ...], list[str]]:
             events.append(check_event(parse_json(line)))
         except JsonError as error:
             raise DataError(
-                f"{file}: line {number} is no event of a run ({error}); it was changed, or another "
-                "program wrote it: restore the file, or report another run"
+                f"{file}: line {number} is not an event of a run ({error}), so it was changed or "
+                "written by another program; restore the file, or report another run"
             ) from error
     if last:  # it does not end in a newline
         try:
             events.append(check_event(parse_json(last)))
         except JsonError:
-            notes.append(f"line {len(lines) + 1} of {METRICS_FILE}, the last, is cut off")
+            notes.append(f"the last line of {METRICS_FILE}, line {len(lines) + 1}, is truncated")
     if not events:
         raise ConfigError(f"report: {file} has no events yet; wait for step 2 of the run")
     if events[-1]["event"] != "final":
-        notes.append("the run did not reach its end, or has not yet")
+        notes.append("the run has not finished")
     return tuple(events), notes
 
 
@@ -124,13 +128,13 @@ def _plan(file: Path) -> tuple[dict[str, Any], str]:
     try:
         return describe(plan_from_json(read_text(file))), ""
     except FileNotFoundError:
-        return {}, f"no {PLAN_FILE}: no layouts, no planned memory"
+        return {}, f"layouts and planned memory are not shown: there is no {PLAN_FILE}"
     except (JsonError, DataError) as error:
         return {}, f"{PLAN_FILE} is not shown: {error}"
 
 
 def _settings(file: Path) -> tuple[dict[str, str], str]:
-    """{dotted key: value} of the configuration that the run started with, and what is missing."""
+    """Read {dotted key: value} of the configuration that the run started with, and a note."""
     try:
         text = read_text(file)
     except FileNotFoundError:
@@ -138,16 +142,12 @@ def _settings(file: Path) -> tuple[dict[str, str], str]:
     except JsonError as error:
         return {}, f"{START_FILE} is not shown: {error}"
     lines = iter(text.splitlines())
-    block: list[str] = []
     for line in lines:
         if line == "config:":
             break
-    for line in lines:
-        if not line.startswith("  "):
-            break
-        block.append(line[2:])
+    block = takewhile(lambda line: line.startswith("  "), lines)
     try:
-        tree = load_yaml("\n".join(block)) or {}
+        tree = load_yaml("\n".join(line[2:] for line in block)) or {}
     except ConfigError as error:
         return {}, f"the configuration in {START_FILE} is not shown: {error}"
     if not isinstance(tree, dict):
@@ -156,6 +156,7 @@ def _settings(file: Path) -> tuple[dict[str, str], str]:
 
 
 def _flat(key: str, value: object) -> list[tuple[str, str]]:
+    """Return the (dotted key, text) pairs of a tree."""
     if isinstance(value, dict) and value:
         items = value.items()
         return [pair for n, item in items for pair in _flat(f"{key}.{n}" if key else str(n), item)]

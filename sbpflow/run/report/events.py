@@ -1,4 +1,4 @@
-"""What an event of ``metrics.jsonl`` must have for a report page to show it."""
+"""Validate the events of ``metrics.jsonl`` for a report page."""
 
 from collections.abc import Callable, Mapping
 from datetime import datetime
@@ -8,20 +8,20 @@ from sbpflow.config.parse import brief
 from sbpflow.runtime.files.json_file import JsonError, is_count, is_number, object_of
 
 Event = Mapping[str, Any]
-MOST = 1e100  # of any number: charts take differences and products of them
+MAX_VALUE = 1e100  # charts compute differences and products of values, which must not overflow
 
 
 def is_value(value: object) -> bool:
-    """Whether it can be on a chart."""
-    return is_number(value) and abs(value) < MOST  # pyright: ignore[reportArgumentType]
+    """Return whether a chart can show the value."""
+    return is_number(value) and abs(value) < MAX_VALUE  # pyright: ignore[reportArgumentType]
 
 
-def _or_none(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: value is None or fits(value)
+def _or_none(valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or valid(value)
 
 
-def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and all(map(fits, value))  # pyright: ignore
+def _list_of(valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(valid, value))  # pyright: ignore
 
 
 def _is_text(value: object) -> bool:
@@ -40,7 +40,7 @@ _NAMED: Mapping[str, Callable[[Any], bool]] = {
     "value": _or_none(is_count),
     "peak_memory_bytes": _list_of(is_count),
 }
-# {event: the keys that it always has}; further ones are numbers or null.
+# {event: its required keys}; all other keys are numbers or null.
 _KEYS: Mapping[str, tuple[str, ...]] = {
     "step": ("step", "loss", "samples_per_s"),
     "eval": ("step", "split", "num_rows"),
@@ -60,7 +60,7 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
 
 
 def check_event(given: object) -> Event:
-    """The event, if it is one; JsonError naming the key that is wrong."""
+    """Return the event if it is valid; JsonError names the invalid key."""
     event = object_of(given, "it")
     kind = event.get("event")
     if not isinstance(kind, str) or kind not in _KEYS:
@@ -68,32 +68,32 @@ def check_event(given: object) -> Event:
     time_of(event)
     if missing := [key for key in _KEYS[kind] if key not in event]:
         raise JsonError(f"it has no {missing[0]}")
-    together: list[str] = []  # numbers that are there if others are
+    dependent: list[str] = []  # numbers that are required because of another one
     if kind == "step" and event.get("move_forward_ms") is not None:
-        together = ["step_ms", "data_ms", *(key for key in event if key.startswith("move_"))]
+        dependent = ["step_ms", "data_ms", *(key for key in event if key.startswith("move_"))]
     if kind == "final" and event.get("predicted") is not None:
-        together = ["positives"]
-    if missing := [key for key in together if event.get(key) is None]:
+        dependent = ["positives"]
+    if missing := [key for key in dependent if event.get(key) is None]:
         raise JsonError(f"it has no number for {missing[0]}")
     for key, value in event.items():
-        fits = _NAMED.get(key, _FIGURE)
+        valid = _NAMED.get(key, _FIGURE)
         if kind == "calibration" and key == "predicted":
-            fits = _list_of(is_value)
-        if key not in ("event", "time") and not fits(value):
-            raise JsonError(f"{key} is {brief(value)}, which it cannot be")
+            valid = _list_of(is_value)
+        if key not in ("event", "time") and not valid(value):
+            raise JsonError(f"{key} cannot be {brief(value)}")
     lists = ("rows", "predicted", "observed")
     if kind == "calibration" and len({len(event[key]) for key in lists}) > 1:
-        raise JsonError(f"{', '.join(lists)} are not of one length")
+        raise JsonError(f"{', '.join(lists)} have different lengths")
     return event
 
 
 def time_of(event: Event) -> datetime:
-    """When it was written; JsonError for what is no time with its zone."""
+    """Return the time of an event; JsonError unless it is a time with a zone."""
     given: object = event.get("time")
     try:
-        found = datetime.fromisoformat(given) if isinstance(given, str) else None
+        time = datetime.fromisoformat(given) if isinstance(given, str) else None
     except ValueError:
-        found = None
-    if found is None or found.tzinfo is None:
-        raise JsonError(f"time is {brief(given)}, not such as 2026-03-01T12:00:00+00:00")
-    return found
+        time = None
+    if time is None or time.tzinfo is None:
+        raise JsonError(f"time is {brief(given)}; use a form such as 2026-03-01T12:00:00+00:00")
+    return time

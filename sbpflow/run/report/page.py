@@ -1,4 +1,4 @@
-"""``sbpflow report``: runs side by side on one HTML page that needs nothing beside it."""
+"""``sbpflow report``: compare runs on one self-contained HTML page."""
 
 from collections.abc import Callable, Sequence
 from html import escape
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sbpflow.config.metrics import METRICS
+from sbpflow.run.planning.explain import format_size
 from sbpflow.run.report.charts import (
     Series,
     calibration_chart,
@@ -40,7 +41,7 @@ td.n { text-align: right; } th { font-weight: 600; }
 
 
 def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
-    """Write the page of these runs to ``output``, by default into the first one's folder."""
+    """Write the page to ``output``, or to the folder of the first run; return its path."""
     runs = read_runs(list(folders))
     file = folders[0] / REPORT_FILE if output is None else output
     file.write_text(page(runs), encoding="utf-8")
@@ -48,7 +49,7 @@ def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
 
 
 def page(runs: Sequence[Run]) -> str:
-    """The whole page."""
+    """Return the HTML of the page."""
     names = ", ".join(run.name for run in runs)
     sections = [
         ("Results", _results(runs)),
@@ -92,14 +93,13 @@ def _results(runs: Sequence[Run]) -> str:
         ("best possible AUC", of("best_auc", five)),
         ("val AUC", of("val_auc", five)),
         ("test calibration", of("calibration", lambda v: f"{v:.4f}")),
-        ("sum of chances of positives", [both_sums(run) for run in runs]),
+        ("predicted of actual positives", [both_sums(run) for run in runs]),
         ("steps", of("steps", lambda v: f"{v:,}")),
         ("samples per second", of("samples_per_s", lambda v: f"{v:,.0f}")),
         ("time shown", [_clock(run.minutes(run.events[-1])) for run in runs]),
     ]
-    told = [(name, cells) for name, cells in rows if any(cell != "-" for cell in cells)]
-    header = ["", *(run.name for run in runs)]
-    table = _table(header, [[name, *cells] for name, cells in told])
+    shown = [[name, *cells] for name, cells in rows if any(cell != "-" for cell in cells)]
+    table = _table(["", *(run.name for run in runs)], shown)
     notes = "".join(
         f'<p class="note">{escape(run.name)}: {escape(note)}</p>'
         for run in runs
@@ -109,7 +109,7 @@ def _results(runs: Sequence[Run]) -> str:
 
 
 def _pair(runs: Sequence[Run], title: str, key: str, *, split: str | None = None) -> str:
-    """The same curves over steps and over time."""
+    """Draw the same curves over steps and over time."""
     charts = [
         line_chart(
             f"{title}, {text}",
@@ -131,7 +131,7 @@ def _rates(runs: Sequence[Run]) -> str:
     return _row(
         [
             line_chart("learning rates", "step", rates, zero=True),
-            line_chart("norm of the gradients, before clipping", "step", norms, zero=True),
+            line_chart("gradient norm before clipping", "step", norms, zero=True),
         ]
     )
 
@@ -145,32 +145,29 @@ def _speed(runs: Sequence[Run]) -> str:
         line_chart("ms per step", "step", curves("step_ms"), zero=True),
     ]
     bars = stacked_bars(
-        "a step by move, rank 0, of the interval whose steps took the median time",
+        "moves of a step on rank 0, in the interval with the median step time",
         [(run.name, _moves(run)) for run in runs if _moves(run)],
     )
     return _row(charts) + bars
 
 
 def _moves(run: Run) -> list[tuple[str, float]]:
-    """(move, ms) in the order of the schedule, the wait for data first and the rest last.
+    """Return (move, ms) in the order of the schedule, with waiting for data and the loop.
 
-    Of one interval, so that the parts add up to the step.
+    All values are of one interval, so that they add up to the step.
     """
     steps = [event for event in run.of("step") if event.get("move_forward_ms") is not None]
     if not steps:
         return []
-    one = sorted(steps, key=lambda event: event["step_ms"])[len(steps) // 2]
-    keys = [key for key in one if key.startswith("move_")]
-    order = [move["move"] for move in run.plan.get("schedule", ())]
-    keys.sort(key=lambda key: order.index(_bare(key)) if _bare(key) in order else len(order))
-    parts = [("wait for data", float(one["data_ms"]))]
-    parts += [(_bare(key), float(one[key])) for key in keys]
-    rest = one["step_ms"] - sum(value for _, value in parts)
+    median = sorted(steps, key=lambda event: event["step_ms"])[len(steps) // 2]
+    order = [f"move_{move['move']}_ms" for move in run.plan.get("schedule", ())]
+    keys = [key for key in median if key.startswith("move_")]
+    keys.sort(key=lambda key: order.index(key) if key in order else len(order))
+    names = [key.removeprefix("move_").removesuffix("_ms") for key in keys]
+    parts = [("wait for data", float(median["data_ms"]))]
+    parts += [(name, float(median[key])) for name, key in zip(names, keys, strict=True)]
+    rest = median["step_ms"] - sum(value for _, value in parts)
     return [*parts, ("loop", max(rest, 0.0))]
-
-
-def _bare(key: str) -> str:
-    return key.removeprefix("move_").removesuffix("_ms")
 
 
 def _calibration(runs: Sequence[Run]) -> str:
@@ -178,9 +175,9 @@ def _calibration(runs: Sequence[Run]) -> str:
         calibration_chart(
             f"{split}, last evaluation",
             [
-                Series(run.name, list(zip(one["predicted"], one["observed"], strict=True)), n)
+                Series(run.name, list(zip(event["predicted"], event["observed"], strict=True)), n)
                 for n, run in enumerate(runs)
-                for one in run.last("calibration", split)[-1:]
+                for event in run.last("calibration", split)[-1:]
             ],
         )
         for split in ("test", "val")
@@ -192,14 +189,14 @@ def _slices(run: Run) -> str:
     split = "test" if run.last("slice", "test") else "val"
     rows = [
         [
-            f"{one['column']}, mean within values" if one["value"] is None else one["column"],
-            "" if one["value"] is None else str(one["value"]),
-            f"{one['num_rows']:,}",
-            _value(one["auc"], lambda v: f"{v:.5f}"),
-            _value(one["logloss"], lambda v: f"{v:.5f}"),
-            _value(one["calibration_ratio"], lambda v: f"{v:.4f}"),
+            f"{event['column']}, mean over values" if event["value"] is None else event["column"],
+            "" if event["value"] is None else str(event["value"]),
+            f"{event['num_rows']:,}",
+            _value(event["auc"], lambda v: f"{v:.5f}"),
+            _value(event["logloss"], lambda v: f"{v:.5f}"),
+            _value(event["calibration_ratio"], lambda v: f"{v:.4f}"),
         ]
-        for one in run.last("slice", split)
+        for event in run.last("slice", split)
     ]
     header = [f"{split}: column", "id", "rows", "AUC", "logloss", "calibration"]
     return _table(header, rows) if rows else ""
@@ -227,13 +224,13 @@ def _transfers(run: Run) -> str:
             step["id"],
             step["phase"],
             step["collective"],
-            ("" if step["exact"] else "at most ") + _size(step["total_bytes"]),
+            ("" if step["exact"] else "at most ") + format_size(step["total_bytes"]),
         ]
         for step in steps
     ]
     if not rows:
         return ""
-    total = _size(run.plan["bytes_per_iteration"])
+    total = format_size(run.plan["bytes_per_iteration"])
     table = _table(["step", "phase", "collective", "bytes, all ranks"], rows)
     return f"<details><summary>{total} per iteration at most</summary>{table}</details>"
 
@@ -244,10 +241,10 @@ def _memory(run: Run) -> str:
     rows = [
         [
             str(rank["rank"]),
-            _size(rank["table_bytes"]),
-            _size(rank["table_state_bytes"]),
-            _size(sum(value for key, value in rank.items() if key.startswith("dense"))),
-            _value(peak, _size),
+            format_size(rank["table_bytes"]),
+            format_size(rank["table_state_bytes"]),
+            format_size(sum(value for key, value in rank.items() if key.startswith("dense"))),
+            _value(peak, format_size),
         ]
         for rank, peak in zip(ranks, peaks, strict=False)
     ]
@@ -266,7 +263,7 @@ def _differences(runs: Sequence[Run]) -> str:
 
 
 def _each(runs: Sequence[Run], section: Callable[[Run], str]) -> str:
-    """A section of every run that has something in it, under its name if there are several."""
+    """Return a section of every run for which it is not empty, with names if there are several."""
     parts = [(run.name, section(run)) for run in runs]
     title = len(runs) > 1
     return "".join(
@@ -294,10 +291,3 @@ def _value(value: Figure, show: Callable[[Any], str]) -> str:
 def _clock(minutes: float) -> str:
     seconds = round(60 * minutes)
     return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
-
-
-def _size(num_bytes: float) -> str:
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:.2f} {unit}"
-    return f"{num_bytes:.0f} B"

@@ -1,1 +1,1 @@
-"""What a run saves, resumes from, and is read back from."""
+"""Checkpoints of a run: saving, resuming and loading."""

@@ -1,1 +1,1 @@
-"""What this machine computes with: devices, compilers, memory, installed versions."""
+"""The computing resources of this machine: devices, compilers, memory, package versions."""

@@ -1,7 +1,7 @@
-"""Numbers of a device that the host wants to know, read without waiting for the device.
+"""Read small device tensors on the host without blocking the device.
 
-They are copied beside the work that follows, into pinned memory, and asked for later. On CPU they
-are there at once.
+They are copied to pinned memory, overlapped with subsequent work, and read later. On CPU no copy is
+needed.
 """
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class AsyncScalarRead:
-    """A copy under way of ``values``, by the current stream; keeps them until ``wait``."""
+    """A copy of ``values`` on the current stream; holds a reference to them until it is deleted."""
 
     def __init__(self, values: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -21,7 +21,7 @@ class AsyncScalarRead:
             self._event.record()
 
     def wait(self) -> Tensor:
-        """The values in host memory; waits for what the device was told before them."""
+        """Return the values in host memory, waiting for the work queued before the copy."""
         if self._event is not None:
             self._event.synchronize()
             self._event = None

@@ -1,4 +1,4 @@
-"""Functions that numba compiles for the machine at hand. Imported only where numba is."""
+"""Compile functions with numba. This module must be imported only if numba is installed."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -13,9 +13,9 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 def compiled(function: FunctionT) -> FunctionT:
-    """``function`` for numba, whose machine code is kept with the user's caches.
+    """Compile ``function`` with numba and cache its machine code in the user's cache folder.
 
-    Where the cache is not the user's alone, it is compiled by every process, in memory.
+    If other users can write to that folder, every process compiles in memory.
     """
     folder = code_cache("numba")
     config: Any = numba.config

@@ -1,4 +1,4 @@
-"""What of compiling and of narrow arithmetic this machine offers: found, or measured."""
+"""Find compilers for torch.compile, set its cache folder, and measure half-precision speed."""
 
 import atexit
 import os
@@ -19,10 +19,10 @@ C_COMPILERS = ("gcc", "clang", "cc")
 
 
 def compiler_problem(device_type: str) -> str:
-    """Why torch.compile has no compiler for the device, with what to install; "" if it has."""
+    """Return why torch.compile has no compiler for a device, and what to install; or ""."""
     if device_type == "cuda":
         if find_spec("triton") is None:
-            return "triton is not installed, which compiles for CUDA: pip install triton"
+            return "triton, which compiles for CUDA, is not installed: pip install triton"
         names, given, kind = C_COMPILERS, os.environ.get("CC"), "C"
     elif device_type == "cpu":
         names, given, kind = CPP_COMPILERS, os.environ.get("CXX"), "C++"
@@ -35,34 +35,34 @@ def compiler_problem(device_type: str) -> str:
 
 
 def keep_compiled_privately() -> None:
-    """Where torch.compile keeps its code, unless TORCHINDUCTOR_CACHE_DIR says: the user's cache.
+    """Let torch.compile cache code in the user's cache, unless TORCHINDUCTOR_CACHE_DIR is set.
 
-    torch's own choice has a known name in the shared temporary folder, so any local user can make
-    it first, and torch executes what it finds there. Precompiled headers, which are there whatever
-    the variable says, are off. Call it before anything is compiled.
+    torch's default folder has a predictable name in the shared temporary folder, so any local user
+    can create it first, and torch executes its contents. Precompiled headers are disabled, because
+    they are always stored there. Call this before anything is compiled.
     """
     given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    # torch writes its own choice into the variable when it loads its tracer, which may be before.
-    own = Path(tempfile.gettempdir()).absolute()
+    # torch sets the variable to its default when it loads its tracer, perhaps before this call.
+    shared = Path(tempfile.gettempdir()).absolute()
     if given is not None and (
-        Path(given).parent != own or not Path(given).name.startswith("torchinductor_")
+        Path(given).parent != shared or not Path(given).name.startswith("torchinductor_")
     ):
         return
     os.environ["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
     inductor: Any = sys.modules.get("torch._inductor.config")
-    if inductor is not None:  # it has read the variable
+    if inductor is not None:  # it has already read the variable
         inductor.cpp_cache_precompile_headers = False
     folder = code_cache("inductor")
-    if folder is None:  # torch.compile needs files: of this process alone, gone with it
+    if folder is None:  # torch.compile needs files, so use a private folder for this process
         folder = Path(tempfile.mkdtemp(prefix="sbpflow-inductor-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
 
 def half_time(half: torch.dtype, *, rows: int = 512, width: int = 512, repeats: int = 5) -> float:
-    """Time of a product on this CPU in ``half``, with the casts that it needs, by that in float32.
+    """Return the time of a matrix product on this CPU in ``half``, with casts, over float32.
 
-    The best of ``repeats`` of each; a few milliseconds.
+    The best of ``repeats`` of each; takes a few milliseconds.
     """
     x, weight = torch.ones(rows, width), torch.ones(width, width)
     products = (lambda: x.to(half) @ weight.to(half), lambda: x @ weight)

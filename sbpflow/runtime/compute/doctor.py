@@ -1,6 +1,6 @@
-"""``sbpflow doctor``: what of this environment works, and what to do about the rest.
+"""``sbpflow doctor``: check which parts of this environment work, and how to fix the others.
 
-A check runs something of what it names (an operator, a collective): what is there need not load.
+Each check runs an operator or a collective, because an installed package may fail to load.
 """
 
 import argparse
@@ -35,24 +35,22 @@ class Finding:
     text: str
 
 
-Moving = Callable[[Path], Sequence[Finding]]
+DataChecks = Callable[[Path], Sequence[Finding]]
 
 
-def main(argv: Sequence[str] = (), moving: Moving | None = None) -> int:
-    """Write the report to stdout, on rank 0; 0 if nothing is broken, else 1.
+def main(argv: Sequence[str] = (), data_checks: DataChecks | None = None) -> int:
+    """Write the report to stdout on rank 0; return 0 if nothing is broken, else 1.
 
-    ``moving`` are further checks, which every rank takes part in; they get ``--dir``.
+    ``data_checks`` runs further checks in which every rank takes part; it gets ``--dir``.
     """
     parser = argparse.ArgumentParser(prog="sbpflow doctor", description=__doc__)
-    where = "where runs are kept: its free space, and a checkpoint written and read there"
-    parser.add_argument(
-        "--dir", type=local_path, default=Path("runs"), help=f"{where} (default runs)"
-    )
+    text = "folder of runs, to check its free space and a test checkpoint (default runs)"
+    parser.add_argument("--dir", type=local_path, default=Path("runs"), help=text)
     args = parser.parse_args(argv)
     rank, _ = rank_and_world_size()
     findings = [_run(check) for check in CHECKS] if rank == 0 else []
-    if moving is not None:
-        findings += _run_moving(moving, args.dir)
+    if data_checks is not None:
+        findings += _run_data_checks(data_checks, args.dir)
     if rank != 0:
         return 0
     width = max(len(finding.name) for finding in findings)
@@ -63,23 +61,32 @@ def main(argv: Sequence[str] = (), moving: Moving | None = None) -> int:
     return 1 if broken else 0
 
 
-def _run_moving(moving: Moving, folder: Path) -> Sequence[Finding]:
+def _run_data_checks(data_checks: DataChecks, folder: Path) -> Sequence[Finding]:
     try:
-        return moving(folder)
-    except PeerLostError:  # told by all ranks together
+        return data_checks(folder)
+    except PeerLostError:  # reported once by all ranks together
         raise
-    except Exception as error:  # noqa: BLE001  (what works has been found, and is reported)
-        text = str(error).strip().split("\n", 1)[0]
-        return [Finding("ranks", "broken", f"{type(error).__name__}: {text}")]
+    except Exception as error:  # noqa: BLE001  (the other findings must still be reported)
+        return [_broken("ranks", error)]
 
 
 def _run(check: Callable[[], Finding]) -> Finding:
-    """A check that raises has found something broken, whatever it is."""
+    """Run a check; any exception means that its subject is broken."""
     try:
         return check()
-    except Exception as error:  # noqa: BLE001  (the report must go on with the next check)
-        text = str(error).strip().split("\n", 1)[0]
-        return Finding(check.__name__.strip("_"), "broken", f"{type(error).__name__}: {text}")
+    except Exception as error:  # noqa: BLE001  (the other checks must still run)
+        return _broken(check.__name__.strip("_"), error)
+
+
+def _broken(name: str, error: Exception) -> Finding:
+    text = str(error).strip().split("\n", 1)[0]
+    return Finding(name, "broken", f"{type(error).__name__}: {text}")
+
+
+def _optional(name: str, dist: str, without: str) -> Finding:
+    """Report the version of an optional package, or how sbpflow works ``without`` it."""
+    version = dist_version(dist)
+    return Finding(name, "absent", without) if version is None else Finding(name, "ok", version)
 
 
 def _python() -> Finding:
@@ -95,69 +102,62 @@ def _torch() -> Finding:
     version = minor(torch.__version__)
     if version not in FBGEMM_OF_TORCH:
         return Finding(
-            "torch", "broken", f"{torch.__version__}: not tried; use {', '.join(FBGEMM_OF_TORCH)}"
+            "torch", "broken", f"{torch.__version__}: untested; use {', '.join(FBGEMM_OF_TORCH)}"
         )
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
     return Finding("torch", "ok", f"{torch.__version__} ({build})")
 
 
 def _fbgemm() -> Finding:
-    """Runs one operator, so that its compiled library must have loaded."""
+    """Run one operator, which needs the compiled library."""
     try:
         module = import_fbgemm()
     except ConfigError as error:
         return Finding("fbgemm", "broken", str(error))
     if module is None:
-        wanted = "pip install 'sbpflow[cpu]' or 'sbpflow[cuda]' brings it"
-        return Finding("fbgemm", "absent", f"lookups run on the plain torch kernel; {wanted}")
+        hint = "to install it: pip install 'sbpflow[cpu]' or 'sbpflow[cuda]'"
+        return Finding("fbgemm", "absent", f"lookups use the plain torch kernel; {hint}")
     import torch
 
     rows = torch.ops.fbgemm.asynchronous_complete_cumsum(torch.tensor([1, 1]))
     if rows.tolist() != [0, 1, 2]:
         return Finding("fbgemm", "broken", f"a prefix sum of [1, 1] gave {rows.tolist()}")
     installed = Installed.find()
-    return Finding("fbgemm", "ok", f"{installed.fbgemm_dist} {installed.fbgemm}, fits torch")
+    return Finding("fbgemm", "ok", f"{installed.fbgemm_dist} {installed.fbgemm}, matches torch")
 
 
 def _numba() -> Finding:
-    """Compiles one function, so that its compiler must work here."""
-    version = dist_version("numba")
-    if version is None:
-        wanted = "pip install 'sbpflow[numba]' brings faster ones"
-        return Finding("numba", "absent", f"tables on CPUs run on the other kernels; {wanted}")
+    """Compile one function."""
+    hint = "for faster ones: pip install 'sbpflow[numba]'"
+    finding = _optional("numba", "numba", f"tables on CPUs use other kernels; {hint}")
+    if finding.state == "absent":
+        return finding
     import numba
 
-    def one_more(number: int) -> int:
-        return number + 1
-
-    found = int(numba.njit(one_more)(1))
-    return Finding("numba", "ok" if found == 2 else "broken", f"{version}, 1 + 1 is {found}")
+    result = int(numba.njit(lambda number: number + 1)(1))
+    state = "ok" if result == 2 else "broken"
+    return Finding("numba", state, f"{finding.text}, 1 + 1 is {result}")
 
 
 def _triton() -> Finding:
-    """Compiles for a GPU only, so it is not tried here."""
-    version = dist_version("triton")
-    if version is None:
-        return Finding("triton", "absent", "tables on CUDA run on the other kernels")
-    return Finding("triton", "ok", version)
+    """Only look for the package, because it compiles only for GPUs."""
+    return _optional("triton", "triton", "tables on CUDA use other kernels")
 
 
 def _dali() -> Finding:
-    version = dist_version("nvidia-dali-cuda130")
-    if version is None:
-        return Finding("dali", "absent", "data.loader=auto reads without it")
-    import nvidia.dali  # pyright: ignore[reportMissingImports]  (optional)
-
-    return Finding("dali", "ok", str(nvidia.dali.__version__))
+    finding = _optional("dali", "nvidia-dali-cuda130", "data.loader=auto reads without it")
+    if finding.state == "ok":
+        import nvidia.dali  # noqa: F401  # pyright: ignore[reportMissingImports]  (optional)
+    return finding
 
 
 def _gloo() -> Finding:
-    """One all-reduce in a group of one, over an in-memory store."""
+    """Run one all-reduce in a group of one rank, over an in-memory store."""
     import torch
     from torch import distributed
 
     if not distributed.is_gloo_available():
-        return Finding("gloo", "broken", "this torch was built without it; CPU ranks need it")
+        return Finding("gloo", "broken", "this torch is built without it; CPU ranks need it")
     group = distributed.ProcessGroupGloo(distributed.HashStore(), 0, 1, timedelta(seconds=20))
     value = torch.ones(1)
     group.allreduce([value]).wait()  # pyright: ignore[reportAttributeAccessIssue]  (stub lacks it)
@@ -185,15 +185,12 @@ def _nccl() -> Finding:
     if not torch.cuda.is_available():
         return Finding("nccl", "absent", "needs CUDA")
     if not distributed.is_nccl_available():
-        return Finding("nccl", "broken", "this torch was built without it; CUDA ranks need it")
+        return Finding("nccl", "broken", "this torch is built without it; CUDA ranks need it")
     return Finding("nccl", "ok", ".".join(str(part) for part in nccl.version()))
 
 
 def _tensorboard() -> Finding:
-    version = dist_version("tensorboard")
-    if version is None:
-        return Finding("tensorboard", "absent", "metrics.jsonl is written all the same")
-    return Finding("tensorboard", "ok", version)
+    return _optional("tensorboard", "tensorboard", "metrics are written to metrics.jsonl only")
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (

@@ -1,7 +1,7 @@
-"""Keep freed memory in the process, for commands that allocate the same sizes again and again.
+"""Keep freed memory in the process, for commands that allocate the same sizes repeatedly.
 
-The GNU C library returns large freed blocks to the system, which clears every page again at its
-next use. docs/decisions/engine.md and data.md have what that costs.
+The GNU C library returns large freed blocks to the system, which zeroes every page at its next use.
+docs/decisions/engine.md and data.md have measurements of the cost.
 """
 
 import ctypes
@@ -11,13 +11,13 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 
 def keep_freed_memory() -> None:
-    """Have the process reuse freed memory instead of returning it; has no effect off glibc.
+    """Reuse freed memory instead of returning it to the system; no effect without glibc.
 
-    Call it before the process starts threads. It is for the process of a command, whose memory
-    then stays at its peak, not for a library's caller.
+    Call it before the process starts threads. Memory use then stays at its peak, so only a command
+    should call it for its own process, and never a library.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_M_ARENA_MAX, 1)  # the heaps of further arenas are given back whole
-        mallopt(_M_MMAP_THRESHOLD, 1 << 30)  # larger pieces would be mappings of their own
+        mallopt(_M_ARENA_MAX, 1)  # the heaps of other arenas are returned to the system
+        mallopt(_M_MMAP_THRESHOLD, 1 << 30)  # blocks above the threshold are mapped separately
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)

@@ -1,7 +1,7 @@
-"""Which builds fit together, and what to install where they do not.
+"""Check which versions of torch and FBGEMM are compatible, and what to install if they are not.
 
-Importing this file imports neither torch nor FBGEMM. The pairs follow FBGEMM's releases; 1.8.0 with
-torch 2.13.0 was run on CPU (2026), and 1.9.0 with torch 2.13.0 was seen failing to load.
+This module imports neither torch nor FBGEMM. The pairs follow FBGEMM's releases. On CPU, FBGEMM
+1.8.0 was run with torch 2.13.0 (2026), and 1.9.0 failed to load with it.
 """
 
 import importlib
@@ -13,14 +13,14 @@ from types import ModuleType
 from sbpflow.errors import ConfigError
 
 SBPFLOW_VERSION = "0.1.0"
-# FBGEMM is compiled against one torch: same row or it does not load.
+# FBGEMM is compiled against one torch version and does not load with any other.
 FBGEMM_OF_TORCH = {"2.11": "1.6", "2.12": "1.7", "2.13": "1.8"}
 _FBGEMM_DISTS = ("fbgemm-gpu-cpu", "fbgemm-gpu")
 
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """Versions found in this environment; None where a package is absent."""
+    """Versions in this environment; None if a package is not installed."""
 
     torch: str | None
     fbgemm: str | None
@@ -28,16 +28,16 @@ class Installed:
 
     @staticmethod
     def find() -> "Installed":
-        """Reads package metadata only, so it works where the packages do not load."""
-        found = [(name, version) for name in _FBGEMM_DISTS if (version := dist_version(name))]
-        if len(found) > 1:
-            names = " and ".join(f"{name} {version}" for name, version in found)
+        """Read package metadata only, which works even if the packages do not load."""
+        dists = [(name, version) for name in _FBGEMM_DISTS if (version := dist_version(name))]
+        if len(dists) > 1:
+            names = " and ".join(f"{name} {version}" for name, version in dists)
             raise ConfigError(
                 f"{names} are both installed and overwrite each other's files; run "
-                f"pip uninstall -y {' '.join(name for name, _ in found)}, then "
-                f"{install_command(dist_version('torch'), found[0][0])}"
+                f"pip uninstall -y {' '.join(name for name, _ in dists)}, then "
+                f"{install_command(dist_version('torch'), dists[0][0])}"
             )
-        name, version = found[0] if found else (None, None)
+        name, version = dists[0] if dists else (None, None)
         return Installed(dist_version("torch"), version, name)
 
 
@@ -54,17 +54,16 @@ def minor(version: str) -> str:
 
 
 def check_pair(installed: Installed) -> None:
-    """ConfigError if FBGEMM is installed and was not built for the torch installed."""
+    """Raise ConfigError if FBGEMM was not built for the installed torch."""
     torch, fbgemm = installed.torch, installed.fbgemm
     if torch is None or fbgemm is None or installed.fbgemm_dist is None:
         return
-    wanted = FBGEMM_OF_TORCH.get(minor(torch))
-    if wanted != minor(fbgemm):
-        raise ConfigError(_mismatch(installed, "they do not fit together"))
+    if FBGEMM_OF_TORCH.get(minor(torch)) != minor(fbgemm):
+        raise ConfigError(_mismatch(installed, "these versions are incompatible"))
 
 
 def import_fbgemm() -> ModuleType | None:
-    """The loaded ``fbgemm_gpu``; None if it is not installed; ConfigError if it does not fit."""
+    """Import ``fbgemm_gpu``; None if not installed, ConfigError if it does not match torch."""
     installed = Installed.find()
     if installed.fbgemm is None:
         return None
@@ -72,13 +71,13 @@ def import_fbgemm() -> ModuleType | None:
     try:
         return importlib.import_module("fbgemm_gpu")
     except (ImportError, OSError, AttributeError) as error:
-        # A wrong ABI shows as an undefined symbol, a missing library, or an op nobody registered.
+        # A wrong ABI causes an undefined symbol, a missing library, or an unregistered operator.
         reason = str(error).strip().split("\n", 1)[0]
         raise ConfigError(_mismatch(installed, f"importing it fails: {reason}")) from error
 
 
 def install_command(torch: str | None, fbgemm_dist: str) -> str:
-    """The pip command for an FBGEMM that fits ``torch``, or for the newest pair known."""
+    """Return the pip command for an FBGEMM that matches ``torch``, or for the newest known pair."""
     known = minor(torch) if torch is not None and minor(torch) in FBGEMM_OF_TORCH else None
     pair = known or list(FBGEMM_OF_TORCH)[-1]
     torch_pin = (torch or "").split("+")[0] if known else f"{pair}.0"
@@ -94,13 +93,13 @@ def _mismatch(installed: Installed, why: str) -> str:
 
 
 def build_facts() -> dict[str, str]:
-    """The builds that ranks of one run must share: what they compute and send depends on them."""
+    """Return the versions that must be equal on all ranks, because they affect the results."""
     names = ("torch", "sbpflow", *_FBGEMM_DISTS)
     return {name: dist_version(name) or "not installed" for name in names}
 
 
 def summary() -> dict[str, str]:
-    """What a run should name at its start; packages that are absent say so."""
+    """Return the versions that a run logs at its start."""
     import platform
 
     import torch

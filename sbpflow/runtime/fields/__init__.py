@@ -1,1 +1,1 @@
-"""Annotations of configuration fields, and classes of a user's own."""
+"""Annotations of configuration fields, and the import of users' classes."""

@@ -1,4 +1,4 @@
-"""What a key of the configuration affects and is for, as an annotation of its field."""
+"""``Key``: an annotation of a configuration field with what it affects and its description."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,14 +8,14 @@ Affects = Literal["results", "scores", "execution"]
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A mark for ``Annotated``: what a key affects, and its line in docs/configuration.md.
+    """An annotation: what a key affects, and its description in docs/configuration.md.
 
-    results: the loss of some step. The value must be the same when a run resumes.
-    scores: evaluations only. Free to change, unless ``train.stop`` or ``train.plateau`` is set.
-    execution: where, how, or how long a run executes; no loss changes beyond the rounding of sums
-    in another order. Free to change.
+    * ``results``: the loss of some step. The value must not change when a run resumes.
+    * ``scores``: evaluations only. May change unless ``train.stop`` or ``train.plateau`` is set.
+    * ``execution``: where, how or how long a run executes. May change: losses differ at most by
+      the rounding of sums in another order.
 
-    A field without a mark affects what its group affects; a class of a user's own, results.
+    A field without a Key affects the same as its group; a user's own class affects results.
     """
 
     affects: Affects
@@ -23,7 +23,7 @@ class Key:
 
 
 def key_of(kind: type, name: str) -> Key | None:
-    """The mark of a dataclass field; None if it has none, or is an annotation written as text."""
+    """Return a dataclass field's Key; None if it has none, or its annotation is a string."""
     field = getattr(kind, "__dataclass_fields__", {}).get(name)
     marks = getattr(field.type, "__metadata__", ()) if field is not None else ()
     return next((mark for mark in marks if isinstance(mark, Key)), None)

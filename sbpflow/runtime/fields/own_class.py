@@ -1,4 +1,4 @@
-"""Classes of the user's own, which a configuration names as ``package.module:Class``."""
+"""Import users' classes, which a configuration names as ``package.module:Class``."""
 
 import difflib
 from importlib import import_module
@@ -7,7 +7,7 @@ from sbpflow.errors import ConfigError
 
 
 def import_own_class(key: str, name: str, example: str) -> type:
-    """The class that ``package.module:Class`` names; ConfigError, for ``key``, if there is none."""
+    """Import the class ``package.module:Class``; ConfigError, naming ``key``, if it is missing."""
     module_name, _, class_name = name.partition(":")
     example = f"for example {key}={example}"
     if not all(part.isidentifier() for part in [*module_name.split("."), class_name]):
@@ -16,10 +16,10 @@ def import_own_class(key: str, name: str, example: str) -> type:
         module = import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # something that the user's module imports is missing
+            raise  # the user's module exists, but imports a missing one
         raise ConfigError(
             f"{key}: {name}: there is no module {error.name}; put its folder on PYTHONPATH, "
-            f"such as PYTHONPATH=. for the folder you are in; {example}"
+            f"such as PYTHONPATH=. for the current folder; {example}"
         ) from error
     kind = getattr(module, class_name, None)
     if kind is None:

@@ -1,4 +1,4 @@
-"""What a number of a configuration may be, as an annotation of its field."""
+"""``Range``: an annotation of a configuration field with the bounds of its number."""
 
 import math
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class Range:
     below: float | None = None
 
     def holds(self, value: float) -> bool:
-        """Whether ``value`` is within the bounds."""
+        """Return whether ``value`` is within the bounds."""
         return (
             (self.low is None or value >= self.low)
             and (self.high is None or value <= self.high)
@@ -47,9 +47,9 @@ Accumulator = Annotated[
 
 
 def broken_rule(value: Any, kind: Any) -> str | None:
-    """What the annotation ``kind`` asks for, if ``value`` is something else.
+    """Return the rule of the annotation ``kind`` if ``value`` breaks it, else None.
 
-    Knows marked numbers, tuples of them and ``Literal``; any other kind passes.
+    Supports numbers with a Range, tuples of them and ``Literal``; other kinds always pass.
     """
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:

@@ -1,1 +1,1 @@
-"""Files and folders of this machine: paths, locks, JSON, caches."""
+"""Files and folders: paths, locks, JSON and caches."""

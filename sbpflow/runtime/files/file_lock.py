@@ -1,7 +1,7 @@
-"""A file that one process at a time may hold: for folders that two runs must not write into.
+"""Lock files, for folders to which only one run may write at a time.
 
-An advisory lock (flock), which ends with the process however it comes; the file says who took it
-last.
+They use advisory locks (flock), which end with the process in any case. The file names the last
+holder.
 """
 
 import fcntl
@@ -12,35 +12,35 @@ from pathlib import Path
 from typing import IO
 
 _LOG = logging.getLogger(__name__)
-_MOST_CHARACTERS = 200  # read of who holds a lock
+_MAX_CHARACTERS = 200  # read of the holder's name
 
 
 class HeldError(Exception):
-    """Another process holds the file; ``str`` of it is " (who)", or "" where that is not known."""
+    """Another process holds the file; its ``str`` is " (holder)", or "" if that is unknown."""
 
 
 def hold(path: Path, *, wait: bool = False) -> IO[str]:
-    """The file, held until it is closed. HeldError, or OSError where it cannot be opened.
+    """Open and lock a file until it is closed; HeldError, or OSError if it cannot be opened.
 
-    With ``wait`` there is no HeldError: who comes second waits. A file system without locks is
-    warned of, and the file returned all the same.
+    With ``wait`` it waits for the lock instead of raising HeldError. On a file system without locks
+    it warns and returns the file unlocked.
     """
     file = path.open("a+", encoding="utf-8", errors="replace")
     try:
         fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         file.seek(0)
-        holder = file.read(_MOST_CHARACTERS).strip()
+        holder = file.read(_MAX_CHARACTERS).strip()
         file.close()
         raise HeldError(f" ({holder})" if holder else "") from error
     except OSError as error:
-        advice = "nobody waits for another" if wait else "start no second run there"
+        advice = "processes will not wait for each other" if wait else "start no second run there"
         _LOG.warning("%s cannot be locked (%s); %s", path, error, advice)
     return file
 
 
 def sign(file: IO[str]) -> None:
-    """Write into a file that is held who holds it."""
+    """Write this process's name to a file that it holds."""
     file.truncate(0)
     file.write(f"process {os.getpid()} on {platform.node()}\n")
     file.flush()

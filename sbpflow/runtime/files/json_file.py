@@ -1,8 +1,8 @@
-"""The one reader of JSON from disk: whatever a file holds, a value within limits or one JsonError.
+"""Read JSON from disk: any file gives either a value within limits or a JsonError.
 
-``json.loads`` alone accepts NaN, overflows to infinity, recurses as deep as a file says, and makes
-numbers and texts that fail only where they are used. Values that need a form of their own are
-checked by the caller; ``read_text`` is for files with a JSON value per line.
+``json.loads`` alone accepts NaN, overflows to infinity, recurses without limit, and returns numbers
+and texts that fail only when they are used. Callers check the structure of the values.
+``read_text`` is for files with a JSON value per line.
 """
 
 import json
@@ -16,24 +16,24 @@ MAX_BYTES = 2**30
 MAX_DEPTH = 64
 _MAX_INT = 2**64 - 1
 _MAX_DIGITS = 20
-_MOST_SHOWN = 400  # characters of a reason
+_MAX_SHOWN = 400  # characters of a reason
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
 
 
 class JsonError(ValueError):
-    """A file that cannot be read, or text that is not JSON or is beyond a limit."""
+    """A file cannot be read, or text is not JSON or exceeds a limit."""
 
 
 def read_json(path: Path, *, max_bytes: int = MAX_BYTES) -> object:
-    """The value in the file; FileNotFoundError where there is none, else JsonError naming it."""
+    """Return the value in a file; FileNotFoundError if it is missing, else JsonError naming it."""
     return parse_json(read_text(path, max_bytes=max_bytes), str(path))
 
 
 def read_text(path: Path, *, max_bytes: int = MAX_BYTES, keep_bad_bytes: bool = False) -> str:
-    """The UTF-8 text of a file of at most ``max_bytes``; raises what ``read_json`` raises.
+    """Return the UTF-8 text of a file of at most ``max_bytes``; raises the errors of ``read_json``.
 
-    With ``keep_bad_bytes`` a byte that is not UTF-8 becomes a character that ``parse_json`` refuses
-    in its line, so that the other lines can be used.
+    With ``keep_bad_bytes``, invalid bytes become characters that ``parse_json`` refuses, so that
+    the other lines remain usable.
     """
     try:
         with path.open("rb") as file:
@@ -41,11 +41,11 @@ def read_text(path: Path, *, max_bytes: int = MAX_BYTES, keep_bad_bytes: bool = 
             raw = file.read(max_bytes + 1) if size <= max_bytes else b""
         size = max(size, len(raw))
         if size > max_bytes:
-            raise JsonError(f"{path}: has {size:,} bytes; at most {max_bytes:,} are read")
+            raise JsonError(f"{path}: has {size:,} bytes; at most {max_bytes:,} are supported")
         return raw.decode("utf-8", "surrogateescape" if keep_bad_bytes else "strict")
     except FileNotFoundError:
         raise
-    except NotADirectoryError as error:  # of a part of the path
+    except NotADirectoryError as error:  # a component of the path is a file
         raise FileNotFoundError(*error.args) from error
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
@@ -55,10 +55,10 @@ def read_text(path: Path, *, max_bytes: int = MAX_BYTES, keep_bad_bytes: bool = 
 
 
 def parse_json(text: str, where: str = "", *, finite: bool = True) -> object:
-    """The value of JSON text; JsonError, which begins with ``where``, for anything else.
+    """Return the value of JSON text; JsonError, beginning with ``where``, for anything else.
 
-    Refused are more than MAX_DEPTH levels, whole numbers beyond 64 bits, texts that are not Unicode
-    and, with ``finite``, numbers that are not finite.
+    Refuses more than MAX_DEPTH levels, integers beyond 64 bits, invalid Unicode and, with
+    ``finite``, numbers that are not finite.
     """
     hooks: dict[str, Any] = {"parse_constant": _refuse_constant, "parse_float": _float}
     try:
@@ -70,7 +70,7 @@ def parse_json(text: str, where: str = "", *, finite: bool = True) -> object:
     except json.JSONDecodeError as error:
         why = f"not JSON ({error.msg} at line {error.lineno}, column {error.colno})"
     except UnicodeEncodeError:
-        why = "not JSON (a text has half of a surrogate pair)"
+        why = "not JSON (a text contains half of a surrogate pair)"
     except RecursionError:
         why = f"more than {MAX_DEPTH} levels of nesting"
     except JsonError as error:
@@ -81,44 +81,44 @@ def parse_json(text: str, where: str = "", *, finite: bool = True) -> object:
 
 
 def object_of(value: object, where: str) -> dict[str, Any]:
-    """``value`` if it is a JSON object; else JsonError."""
+    """Return ``value`` if it is a JSON object; else raise JsonError."""
     if not isinstance(value, dict):
-        raise JsonError(f"{where}: holds {kind_name(value)}, not an object with keys")
+        raise JsonError(f"{where}: is {kind_name(value)}, not an object with keys")
     return cast("dict[str, Any]", value)
 
 
 def list_of(value: object, where: str) -> list[Any]:
-    """``value`` if it is a JSON list; else JsonError."""
+    """Return ``value`` if it is a JSON list; else raise JsonError."""
     if not isinstance(value, list):
-        raise JsonError(f"{where}: holds {kind_name(value)}, not a list")
+        raise JsonError(f"{where}: is {kind_name(value)}, not a list")
     return cast("list[Any]", value)
 
 
 def kind_name(value: object) -> str:
-    """What JSON calls the kind of ``value``."""
+    """Return the name of a JSON value's kind, with its article."""
     kinds = {bool: "true or false", str: "a text", list: "a list", dict: "an object"}
     other = "null" if value is None else "a number"
     return next((name for kind, name in kinds.items() if isinstance(value, kind)), other)
 
 
 def why_not(error: Exception) -> str:
-    """What is wrong with a value that a reader looked into, as long as a message can hold."""
+    """Return why a decoder raised an error, shortened for a message."""
     text = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}.."
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}.."
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a finite number; ``True`` is none."""
+    """Return whether a value is a finite number; bools are not."""
     return type(value) in (int, float) and math.isfinite(cast("float", value))
 
 
 def is_count(value: object) -> bool:
-    """Whether it is a whole number from 0 to 2**63 - 1; ``True`` is none."""
+    """Return whether a value is an integer from 0 to 2**63 - 1; bools are not."""
     return type(value) is int and 0 <= value < 2**63
 
 
 def _is_deep(value: object) -> bool:
-    """Goes level by level, so that the check itself does not recurse."""
+    """Return whether a value has too many levels; iterative, so that it cannot recurse too deep."""
     level: list[object] = [value]
     for _ in range(MAX_DEPTH + 1):
         inner: list[object] = []
@@ -141,12 +141,12 @@ def _int(text: str) -> int:
     value = int(text) if len(text) <= _MAX_DIGITS else _MAX_INT + 1
     if abs(value) > _MAX_INT:
         digits = len(text.lstrip("-"))
-        raise JsonError(f"a whole number of {digits:,} digits; numbers have at most 64 bits")
+        raise JsonError(f"a whole number of {digits:,} digits; numbers may have at most 64 bits")
     return value
 
 
 def _float(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise JsonError(f"the number {text[:40]} is beyond 64 bits")
+        raise JsonError(f"the number {text[:40]} is too large for 64 bits")
     return value

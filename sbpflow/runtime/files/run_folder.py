@@ -1,4 +1,4 @@
-"""The folder of a run: it takes one run at a time, and nothing of an earlier one is overwritten."""
+"""The folder of a run: one run may use it at a time, and earlier runs are never overwritten."""
 
 import logging
 import re
@@ -15,12 +15,10 @@ LOCK_FILE = "run.lock"
 METRICS_FILE = "metrics.jsonl"
 BOARD_FOLDER = "tensorboard"
 START_FILE = "start.txt"
-PLAN_FILE = (
-    "plan.json"  # the plan that a run followed; run/planning/plan_file.py reads and writes it
-)
-TABLE_PLAN_FILE = "tables.yaml"  # what parallel.plan: auto chose, as parallel.plan takes it
-TRACE_FILE = "trace-rank{rank}.json"  # of the steps of train.profile
-REPORT_FILE = "report.html"  # written on demand by run/report/page.py
+PLAN_FILE = "plan.json"  # the plan of the run, as run/planning/plan_file.py writes it
+TABLE_PLAN_FILE = "tables.yaml"  # the result of parallel.plan: auto, which parallel.plan accepts
+TRACE_FILE = "trace-rank{rank}.json"  # of the steps in train.profile
+REPORT_FILE = "report.html"  # written by `sbpflow report`
 CHECKPOINTS_FOLDER = "checkpoints"
 RUN_FILES = (
     METRICS_FILE,
@@ -34,10 +32,10 @@ RUN_FILES = (
 
 
 class RunLock:
-    """Rank 0's hold on ``folder`` until ``close`` or the end of the process, however it comes.
+    """Lock ``folder`` on rank 0 until ``close`` or the end of the process.
 
-    An advisory lock (flock) on run.lock, which stays there and says who took it last. Raises
-    ConfigError if another run has it. The other ranks hold nothing.
+    Uses an advisory lock (flock) on run.lock, which is not deleted and names the last holder.
+    Raises ConfigError if another run holds it. Does nothing on the other ranks.
     """
 
     def __init__(self, folder: Path, *, rank: int, key: str = "run.dir") -> None:
@@ -48,8 +46,8 @@ class RunLock:
             file = hold(folder / LOCK_FILE)
         except HeldError as error:
             raise ConfigError(
-                f"{key}: {folder} is in use by another run{error}; give each run its own, for "
-                f"example {_another(key, folder)}, or wait for its end"
+                f"{key}: {folder} is in use by another run{error}; use a different folder, for "
+                f"example {_another(key, folder)}, or wait until that run ends"
             ) from error
         except OSError as error:
             reason = (error.strerror or "cannot be opened").lower()
@@ -60,13 +58,13 @@ class RunLock:
         self._file = file
 
     def close(self) -> None:
-        """Let another run have the folder."""
+        """Release the folder."""
         if self._file is not None:
             self._file.close()
 
 
 def _another(key: str, folder: Path) -> str:
-    """``key=`` with a folder that is not there yet, as one types it."""
+    """Return ``key=`` with a folder that does not exist, quoted for a shell."""
     folder, number = folder.resolve(), 2
     name = folder.name or "run"
     while (free := folder.parent / f"{name}-{number}").exists():
@@ -75,17 +73,17 @@ def _another(key: str, folder: Path) -> str:
 
 
 def set_aside(folder: Path, names: Sequence[str]) -> Path | None:
-    """Move what an earlier run left under ``names`` to ``previous-N``; None if there is nothing.
+    """Move an earlier run's files ``names`` to ``previous-N``; return None if there are none.
 
-    N is one above the highest there, so that the files of every earlier run stay.
+    N is one above the highest existing number, so that the files of all earlier runs are kept.
     """
-    found = [folder / name for name in names if (folder / name).exists()]
-    if not found:
+    paths = [folder / name for name in names if (folder / name).exists()]
+    if not paths:
         return None
     matches = [re.fullmatch(r"previous-(\d+)", path.name) for path in folder.iterdir()]
     last = max((int(match[1]) for match in matches if match), default=0)
     target = folder / f"previous-{last + 1}"
     target.mkdir()
-    for path in found:
+    for path in paths:
         path.replace(target / path.name)
     return target

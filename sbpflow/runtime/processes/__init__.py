@@ -1,1 +1,1 @@
-"""How the ranks of a job start, find one another, and end with one message."""
+"""How the ranks of a job start, find each other, and exit with one message."""

@@ -1,4 +1,4 @@
-"""Work in a thread that does not keep the process alive, and how it ended."""
+"""Run work in a daemon thread and get its result or error."""
 
 import threading
 from collections.abc import Callable
@@ -9,17 +9,17 @@ Result = TypeVar("Result")
 
 
 def in_background(work: Callable[[], Result], name: str) -> Future[Result]:
-    """Start ``work`` in a daemon thread of this ``name``; the future has its result or its error.
+    """Start ``work`` in a daemon thread; the future gets its result or its error.
 
-    An executor's threads are waited for when the interpreter ends: a rank that leaves early could
-    not.
+    An executor is not used because the interpreter waits for its threads at exit, which would keep
+    a rank that leaves early alive.
     """
     ended: Future[Result] = Future()
 
     def run() -> None:
         try:
             ended.set_result(work())
-        except BaseException as error:  # noqa: BLE001  (raised again by who asks for the result)
+        except BaseException as error:  # noqa: BLE001  (raised again by ``ended.result``)
             ended.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()

@@ -1,16 +1,16 @@
-"""What ranks that should agree do not agree on, in words. Pure."""
+"""Describe differences between ranks that must agree."""
 
 from collections.abc import Mapping, Sequence
 
-_MOST_KEYS = 5  # of those that differ between ranks
-_MOST_CHARACTERS = 60  # of a value of them
+_MAX_KEYS = 5  # listed of those that differ
+_MAX_CHARACTERS = 60  # shown of a value
 _NOT_GIVEN = "not given"
 
 
 def differences(facts: Sequence[Mapping[str, str]], others: Sequence[int]) -> str:
-    """Where the facts of ranks ``others`` are not those of rank 0, by key, in words; "" if none.
+    """List the facts of the ranks ``others`` that differ from rank 0, by key; "" if none does.
 
-    ``facts`` has an entry per rank; in what order it has its keys changes nothing.
+    ``facts`` has one mapping per rank.
     """
     lines: list[str] = []
     for key in sorted(set().union(*facts)):
@@ -18,25 +18,25 @@ def differences(facts: Sequence[Mapping[str, str]], others: Sequence[int]) -> st
         other = next((rank for rank in others if values[rank] != values[0]), None)
         if other is None:
             continue
-        mine, theirs = _cut_apart(values[0], values[other])
-        lines.append(f"{key}: {mine} on rank 0, {theirs} on rank {other}")
+        first, second = _shorten(values[0], values[other])
+        lines.append(f"{key}: {first} on rank 0, {second} on rank {other}")
     if not lines:
         return ""
-    more = f" and {len(lines) - _MOST_KEYS} more" if len(lines) > _MOST_KEYS else ""
-    return f" ({'; '.join(lines[:_MOST_KEYS])}{more})"
+    more = f" and {len(lines) - _MAX_KEYS} more" if len(lines) > _MAX_KEYS else ""
+    return f" ({'; '.join(lines[:_MAX_KEYS])}{more})"
 
 
-def _cut_apart(first: str, second: str) -> tuple[str, str]:
-    """Two long values from shortly before the place where they part."""
-    if max(len(first), len(second)) <= _MOST_CHARACTERS:
+def _shorten(first: str, second: str) -> tuple[str, str]:
+    """Cut two long values to the characters around their first difference."""
+    if max(len(first), len(second)) <= _MAX_CHARACTERS:
         return first, second
     shorter = min(len(first), len(second))
     same = next((at for at in range(shorter) if first[at] != second[at]), shorter)
-    start = max(0, same - _MOST_CHARACTERS // 2)
+    start = max(0, same - _MAX_CHARACTERS // 2)
     mark = "..." if start else ""
 
     def cut(text: str) -> str:
-        end = start + _MOST_CHARACTERS
+        end = start + _MAX_CHARACTERS
         return mark + text[start:end] + ("..." if len(text) > end else "")
 
     return cut(first), cut(second)

@@ -1,10 +1,11 @@
-"""How ranks that leave early agree on one message per machine, through the rendezvous store.
+"""Combine the errors of ranks that exit early into one message per machine, through the store.
 
-Each leaving rank posts why and wakes the others; the first of a machine waits a moment for their
-reasons, and alone prints. A rank that posts nothing has died or hangs, which is how the survivors
-can name it. A thread of each rank listens for the first to leave and keeps what it posted: the
-store may be gone by the time this rank notices. No process group is used, for it may be what broke.
-When to leave is decided in ``launch.py``, not here.
+A rank that exits posts its reason, and the first rank to exit wakes the others. The first rank
+of each machine waits briefly for more reasons and prints the message; the others print nothing. A
+rank that posts nothing has died or hangs, so the survivors can name it. In each rank a thread waits
+for the first exit and saves the posted reasons, because the store may be gone by the time the main
+thread notices. Process groups are not used, because they may be what failed. ``launch.py`` decides
+when to exit.
 """
 
 import contextlib
@@ -14,31 +15,31 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Literal
 
 from sbpflow.errors import PeerLostError
 from sbpflow.runtime.processes.environment import machine_name, rank_and_world_size
-from sbpflow.runtime.processes.start_name import name_of_start
-from sbpflow.runtime.processes.store import TimedStore, open_store
+from sbpflow.runtime.processes.launch_id import launch_id
+from sbpflow.runtime.processes.store import TimedStore, open_store, polls
 
 Kind = Literal["mistake", "crash", "absent", "lost_peer", "peer_stopped", "interrupt", "terminated"]
 
-_GRACE_S = 3.0  # for the other ranks to post: all of it is spent only if one hangs or is dead
-_LATER_S = 0.3  # behind the rank that printed, so that torchrun sees that one fail first
+_GRACE_S = 3.0  # for the other ranks to post; all of it passes only if one is dead or hangs
+_LATER_S = 0.3  # after the rank that printed, so that torchrun sees that one fail first
 _POLL_S = 0.2
 _LONGEST_POLL_S = 5.0  # while ranks are still starting
-_LISTEN_S = 3600.0 * 24 * 365  # a run may be long
-_MOST_CHARACTERS = 20_000  # of a traceback
+_LISTEN_S = 3600.0 * 24 * 365  # longer than any run
+_MAX_CHARACTERS = 20_000  # of a traceback
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why one rank leaves; ``text`` is what a user should read, of a crash its traceback.
+    """Why a rank exits; ``text`` is the message for the user, or the traceback of a crash.
 
-    ``order`` counts the ranks as they began to leave, from 1; 0 where nobody counted.
+    ``order`` is the rank's position in the order of exits, from 1; 0 without a store.
     """
 
     kind: Kind
@@ -48,7 +49,7 @@ class Reason:
 
 @dataclass(slots=True)
 class Meeting:
-    """This process among the ranks of a run, as the launcher's environment describes them."""
+    """This process's connection to the other ranks in the launcher's environment."""
 
     rank: int
     world_size: int
@@ -63,15 +64,15 @@ class Meeting:
 
     @property
     def serves(self) -> bool:
-        """Whether the store ends with this process."""
+        """True if this process serves the store."""
         return self.by_hand and self.rank == 0
 
     @staticmethod
     def connect() -> "Meeting":
-        """Join torchrun's store or, where ranks were started by hand, the one that rank 0 serves.
+        """Join torchrun's store or, if ranks were started by hand, the store that rank 0 serves.
 
-        ConfigError where the environment does not fit or the port is taken, AbsentError where rank
-        0 does not answer.
+        ConfigError if the environment is invalid or the port is taken, AbsentError if rank 0 does
+        not answer.
         """
         rank, world_size = rank_and_world_size()
         if world_size == 1:
@@ -85,79 +86,83 @@ class Meeting:
             return TimedStore(PrefixStore(name, opened.torch_store), opened.where)
 
         name = f"sbpflow/{os.environ.get('TORCHELASTIC_RUN_ID', 'by-hand')}"
-        if not by_hand:  # the store may have been there before this start
-            name = f"{name}/{name_of_start(named(name), rank, world_size)}"
+        if not by_hand:  # torchrun's store may contain keys of earlier launches
+            name = f"{name}/{launch_id(named(name), rank, world_size)}"
         return Meeting(rank, world_size, named(name), by_hand, name)
 
-    def listen(self, told: Callable[[], None]) -> None:
-        """Say where this rank runs, and call ``told`` in a thread once another rank leaves early.
+    def listen(self, on_exit: Callable[[], None]) -> None:
+        """Register this rank's machine, and call ``on_exit`` in a thread once a rank exits early.
 
-        ``posts`` then has the reasons of all that do, ``machines`` where they run.
+        From then on ``posts`` collects the reasons of all ranks that exit. ``machines`` is filled
+        once all ranks have registered.
         """
         if self.store is None:
             return
         self.store.set(f"machine/{self.rank}", machine_name())
-        # A wait takes a whole connection, so it has one of its own.
-        ear = self.store.torch_store.clone()  # pyright: ignore[reportAttributeAccessIssue]  (stub)
-        ear.set_timeout(timedelta(seconds=_LISTEN_S))
-        heard = TimedStore(ear, self.store.where)
-        self._listener = threading.Thread(target=self._listen, args=(heard, told), daemon=True)
+        # A wait blocks its connection, so the listener uses one of its own.
+        clone = self.store.torch_store.clone()  # pyright: ignore[reportAttributeAccessIssue]  (stub)
+        clone.set_timeout(timedelta(seconds=_LISTEN_S))
+        own = TimedStore(clone, self.store.where)
+        self._listener = threading.Thread(target=self._listen, args=(own, on_exit), daemon=True)
         self._listener.start()
 
-    def _listen(self, store: TimedStore, told: Callable[[], None]) -> None:
-        wake, pause = f"wake/{self.rank}", _POLL_S
-        with contextlib.suppress(RuntimeError):  # a store that is gone has no more to say
-            while not self._read_machines(store) and not store.check([wake]):
-                time.sleep(pause)
-                pause = min(1.5 * pause, _LONGEST_POLL_S)
+    def _listen(self, store: TimedStore, on_exit: Callable[[], None]) -> None:
+        wake = f"wake/{self.rank}"
+        with contextlib.suppress(RuntimeError):  # the store is gone, so nothing more is posted
+            for _ in polls(_POLL_S, _LONGEST_POLL_S):
+                if self._read_machines(store) or store.check([wake]):
+                    break
             store.torch_store.wait([wake])
             if store.get(wake) == "over":
                 return
             self._read_posts(store)
-            told()
+            on_exit()
             while len(self.posts) < self.world_size:
                 time.sleep(_POLL_S)
                 self._read_posts(store)
 
     def over(self) -> None:
-        """The work is done: end the listener, which must not be in C++ code at Python's end."""
+        """End the listener after success; it must not be in C++ code when Python shuts down."""
         if self.store is not None and self._listener is not None:
             with contextlib.suppress(RuntimeError):
                 self.store.set(f"wake/{self.rank}", "over")
                 self._listener.join(_GRACE_S)
 
     def _read_machines(self, store: TimedStore) -> bool:
-        """Whether all ranks have said where they run."""
+        """Return whether all ranks have registered their machines."""
         keys = [f"machine/{rank}" for rank in range(self.world_size)]
         if not self.machines and store.check(keys):
             self.machines = dict(enumerate(store.get_all(keys)))
         return bool(self.machines)
 
     def _read_posts(self, store: TimedStore) -> bool:
-        """Whether all ranks have posted. They are listed as they come: few questions for many."""
+        """Read new reasons; return whether all ranks have posted.
+
+        Reasons are numbered in the order of exits, so that a few store operations read many.
+        """
         count = store.add("order", 0)
         unread = [f"reason/{n}" for n in range(1, count + 1) if n not in self._read]
-        there = unread if store.check(unread) else [key for key in unread if store.check([key])]
-        for key, text in zip(there, store.get_all(there), strict=True):
+        posted = unread if store.check(unread) else [key for key in unread if store.check([key])]
+        for key, text in zip(posted, store.get_all(posted), strict=True):
             fields = json.loads(text)
             self.posts.setdefault(fields.pop("rank"), Reason(**fields))
             self._read.add(int(key.rpartition("/")[2]))
         return len(self.posts) == self.world_size
 
     def post(self, reason: Reason) -> None:
-        """Say that this rank is alive and why it will leave; ``leave`` may say it better.
+        """Post why this rank will exit, which also shows that it is alive.
 
-        Who was told to stop says so, whatever fails on the way out.
+        A later post replaces it, but not a received signal: errors after that are consequences.
         """
-        mine = self.posts.get(self.rank)
-        if mine is not None and mine.kind in ("terminated", "interrupt"):
-            reason = mine
+        earlier = self.posts.get(self.rank)
+        if earlier is not None and earlier.kind in ("terminated", "interrupt"):
+            reason = earlier
         self.posts[self.rank] = reason
         if self.store is None:
             return
         if not self._order:
             self._order = self.store.add("order", 1)
-        reason = replace(reason, text=reason.text[-_MOST_CHARACTERS:], order=self._order)
+        reason = replace(reason, text=reason.text[-_MAX_CHARACTERS:], order=self._order)
         self.posts[self.rank] = reason
         text = json.dumps({"rank": self.rank, **asdict(reason)})
         self.store.set(f"reason/{self._order}", text)
@@ -166,23 +171,23 @@ class Meeting:
             self.store.set_all({f"wake/{rank}": "leave" for rank in others})
 
     def leave(self, reason: Reason) -> None:
-        """Post ``reason``; return when a rank of this machine has printed what all posted.
+        """Post ``reason``; return once a rank of this machine has printed the message.
 
-        Or when time is up.
+        Returns without that after a few seconds.
         """
         try:
-            self._leave_through(reason)
-        except PeerLostError as error:  # the store is gone: say what was heard till then
-            self._leave_alone(error)
+            self._leave_with_store(reason)
+        except PeerLostError as error:  # the store is gone: use what was read before
+            self._leave_without_store(error)
 
-    def _leave_through(self, reason: Reason) -> None:
+    def _leave_with_store(self, reason: Reason) -> None:
         store, machine = self.store, machine_name()
         self.post(reason)
         if store is None:
             _print(self.message())
             return
         first = store.add(f"leaving/{machine}", 1) == 1
-        if self.by_hand and reason.kind == "absent":  # terminals apart, and nobody leads yet
+        if self.by_hand and reason.kind == "absent":  # each rank has its own terminal
             _print(compose({self.rank: reason}, self.world_size))
             store.set(f"printed/{machine}", "1")
         elif first:
@@ -194,27 +199,23 @@ class Meeting:
             _wait(lambda: store.check([f"printed/{machine}"]), 2 * _GRACE_S)
             time.sleep(_LATER_S)
         store.add("gone", 1)
-        if self.serves:  # the store ends with this process, the others still read "printed"
+        if self.serves:  # the store ends with this process, but others still read "printed"
             _wait(lambda: store.add("gone", 0) >= self.world_size, _GRACE_S)
 
-    def _leave_alone(self, error: PeerLostError) -> None:
-        """Without the store, the ranks of a machine agree by a name that only one can take."""
+    def _leave_without_store(self, error: PeerLostError) -> None:
+        """Print from the one rank of this machine that can bind a socket name."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as name:
             with contextlib.suppress(OSError):
-                # In Linux's abstract namespace: no file, and free again when the process ends.
+                # Linux's abstract namespace: creates no file and is freed when the process ends.
                 name.bind(f"\0{self.name}/{machine_name()}")
                 here = [rank for rank, where in self.machines.items() if where == machine_name()]
                 _print(self.message(alive=here or [self.rank], store_lost=str(error)))
             time.sleep(_GRACE_S)
 
-    def message(self, *, alive: list[int] | None = None, store_lost: str = "") -> str:
-        """What a user should read, of all that was heard."""
+    def message(self, *, alive: Sequence[int] = (), store_lost: str = "") -> str:
+        """Return the message for the user from all reasons read so far."""
         return compose(
-            self.posts,
-            self.world_size,
-            self.machines,
-            alive=alive or [],
-            store_lost=store_lost,
+            self.posts, self.world_size, self.machines, alive=alive, store_lost=store_lost
         )
 
 
@@ -223,20 +224,20 @@ def compose(
     world_size: int,
     machines: Mapping[int, str] | None = None,
     *,
-    alive: list[int] | None = None,
+    alive: Sequence[int] = (),
     store_lost: str = "",
 ) -> str:
-    """The one message: causes first, and nothing of what follows from them.
+    """Return one message with the causes but not their consequences.
 
-    ``machines`` is where each rank runs, all on one if it is not given. ``alive`` are ranks known
-    to be so though they posted nothing.
+    ``machines`` names each rank's machine; without it all are on one. ``alive`` are ranks known to
+    be alive although they posted nothing.
     """
     causes = [*_crashes(posts), *_mistakes(posts, world_size)]
     crashed = any(reason.kind == "crash" for reason in posts.values())
     absent = [reason.text for reason in posts.values() if reason.kind == "absent"]
     if causes or absent or crashed:
         return "\n".join(causes or [f"error: {text}" for text in absent[:1]])
-    silent = sorted(set(range(world_size)) - set(posts) - set(alive or []))
+    silent = sorted(set(range(world_size)) - set(posts) - set(alive))
     where = machines or dict.fromkeys(range(world_size), "")
     if interrupted := sorted(n for n, reason in posts.items() if reason.kind == "interrupt"):
         return _stopped("Ctrl-C", interrupted, where)
@@ -248,43 +249,41 @@ def compose(
 
 
 def _crashes(posts: Mapping[int, Reason]) -> list[str]:
-    """The traceback of the rank that failed first, and how others ended that failed otherwise."""
-    crashed = sorted((reason.order, rank) for rank, reason in posts.items() if _is_crash(reason))
-    if not crashed:
-        return []
-    first = posts[crashed[0][1]].text.rstrip()
-    last_line = first.rpartition("\n")[2]
-    lines = [f"{first}\n[{name_ranks([crashed[0][1]])}]"]
-    for _, rank in crashed[1:]:
-        other = posts[rank].text.rstrip().rpartition("\n")[2]
-        lines.append("" if other == last_line else f"{other} [{name_ranks([rank])}]")
-    return [line for line in lines if line]
-
-
-def _is_crash(reason: Reason) -> bool:
-    return reason.kind == "crash" and bool(reason.text)
+    """Return the traceback of the first crash, and the last lines of different later ones."""
+    crashes = [(r.order, rank) for rank, r in posts.items() if r.kind == "crash" and r.text]
+    texts = [(rank, posts[rank].text.rstrip()) for _, rank in sorted(crashes)]
+    lines: list[str] = []
+    for rank, text in texts:
+        last_line = text.rpartition("\n")[2]
+        if not lines:
+            lines.append(f"{text}\n[{name_ranks([rank])}]")
+        elif last_line != texts[0][1].rpartition("\n")[2]:
+            lines.append(f"{last_line} [{name_ranks([rank])}]")
+    return lines
 
 
 def _mistakes(posts: Mapping[int, Reason], world_size: int) -> list[str]:
-    found: dict[str, list[int]] = {}
+    """Return the users' mistakes, each with the ranks that have it unless all do."""
+    ranks_by_text: dict[str, list[int]] = {}
     for rank, reason in sorted(posts.items()):
         if reason.kind == "mistake":
-            found.setdefault(reason.text, []).append(rank)
+            ranks_by_text.setdefault(reason.text, []).append(rank)
     return [
         f"error: {text}" + (f" [{name_ranks(ranks)}]" if len(ranks) < world_size else "")
-        for text, ranks in found.items()
+        for text, ranks in ranks_by_text.items()
     ]
 
 
 def _terminated(
     posts: Mapping[int, Reason], silent: list[int], machines: Mapping[int, str]
 ) -> list[int]:
-    """The ranks of machines that were told to stop, as before a preemption.
+    """Return the ranks of machines that received a stop signal, as before a preemption.
 
-    torchrun sends SIGTERM as well, to the ranks of a machine on which one has ended. So the first
-    to leave there must have been terminated, but for those that end with it, and none be silent.
+    torchrun also sends SIGTERM, to the ranks of a machine on which one has exited. So a machine
+    counts only if its first rank to exit was terminated, not counting ranks that stopped because
+    of another rank, and if none of its ranks is silent.
     """
-    found: list[int] = []
+    terminated: list[int] = []
     for machine in dict.fromkeys(machines.values()):
         ranks = [rank for rank, where in machines.items() if where == machine]
         posted = [rank for rank in ranks if rank in posts and posts[rank].kind != "peer_stopped"]
@@ -292,8 +291,8 @@ def _terminated(
         if first is None or posts[first].kind != "terminated":
             continue
         if not set(ranks) & set(silent):
-            found += ranks
-    return sorted(found)
+            terminated += ranks
+    return sorted(terminated)
 
 
 def _stopped(by: str, ranks: list[int], machines: Mapping[int, str]) -> str:
@@ -303,27 +302,27 @@ def _stopped(by: str, ranks: list[int], machines: Mapping[int, str]) -> str:
 
 
 def _lost(silent: list[int], machines: Mapping[int, str]) -> str:
-    look = (
-        "look above for its own message, then for the kernel's out-of-memory killer (dmesg), the "
-        "memory of that machine, and its network"
+    advice = (
+        "check its own messages above, then the kernel's out-of-memory killer (dmesg), the memory "
+        "of that machine, and its network"
     )
     if silent:
-        return f"{_located(silent, machines)} died or does not answer; {look}"
-    return f"a connection between ranks broke although all ranks are alive; {look}"
+        return f"{_located(silent, machines)} died or does not answer; {advice}"
+    return f"a connection between ranks broke although all ranks are alive; {advice}"
 
 
 def _located(ranks: list[int], machines: Mapping[int, str]) -> str:
-    """Such as "rank 1" or, where there are several machines, "ranks 2, 3 on host (node 1)"."""
+    """Return "rank 1" or, with several machines, "ranks 2, 3 on host (node 1)"."""
     if len(set(machines.values())) < 2:
         return name_ranks(ranks)
     by_machine: dict[str, list[int]] = {}
     for rank in ranks:
         by_machine.setdefault(machines.get(rank, "an unknown machine"), []).append(rank)
-    return " and ".join(f"{name_ranks(held)} on {where}" for where, held in by_machine.items())
+    return " and ".join(f"{name_ranks(these)} on {name}" for name, these in by_machine.items())
 
 
 def name_ranks(ranks: list[int]) -> str:
-    """Such as "rank 1" or "ranks 1, 3"."""
+    """Return "rank 1" or "ranks 1, 3"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(rank) for rank in ranks)}"
 
 

@@ -1,7 +1,7 @@
-"""The first Ctrl-C or SIGTERM asks a run to save and end between two steps; the second ends it.
+"""Save and exit between two steps on the first Ctrl-C or SIGTERM; exit at once on the second.
 
-Takes the signals over from ``launch.py``, and hands them back: after a second one, or once the time
-given is over, whatever the main thread is stuck in.
+Takes signal handling over from ``launch.py``, and hands it back on a second signal or after a
+grace period, even if the main thread is stuck.
 """
 
 import os
@@ -10,13 +10,13 @@ import signal
 import threading
 from types import FrameType
 
-# To finish a step and save; leaving with a message takes up to 5 s more. torchrun kills 30 s after
-# it has passed a SIGTERM on.
+# Time to finish a step and save. The exit message takes up to 5 s more, and torchrun kills a rank
+# 30 s after forwarding SIGTERM.
 GRACE_S = 20.0
 
 
 class GracefulShutdown:
-    """``asked`` is the signal that came, 0 before; made and ended by the main thread."""
+    """``asked`` is the first signal received, or 0; created and ended by the main thread."""
 
     def __init__(self, grace_s: float = GRACE_S) -> None:
         self.asked = 0
@@ -31,17 +31,17 @@ class GracefulShutdown:
 
     @staticmethod
     def where_watched() -> "GracefulShutdown | None":
-        """One, if signals of this process are watched (``run_main``): somebody must end it then."""
+        """Create one if ``run_main`` handles this process's signals; it ends the process later."""
         return GracefulShutdown() if callable(signal.getsignal(signal.SIGTERM)) else None
 
     def end(self) -> None:
-        """Hand the signals back."""
+        """Restore the previous signal handlers."""
         signal.set_wakeup_fd(self._pass_on, warn_on_full_buffer=False)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
     def leave(self) -> None:
-        """Do now what the signal does without this: raise."""
+        """Raise the received signal again with the previous handler."""
         self.end()
         signal.raise_signal(self.asked)
 
@@ -51,7 +51,11 @@ class GracefulShutdown:
             self.leave()
 
     def _watch(self, reader: int) -> None:
-        """The main thread may be in C++ code, where no handler runs."""
+        """Forward the signal after a second one or the grace period.
+
+        Python handlers do not run while the main thread is in C++ code, so a thread watches the
+        wake-up pipe, which the C handler writes to at once.
+        """
         ours = {int(number) for number in self._handlers}
         received = os.read(reader, 1)
         while received[0] not in ours:

@@ -1,9 +1,9 @@
-"""The wrapper of entry points: every way a rank can end becomes an exit code and one message.
+"""Wrap entry points so that every way a rank can end becomes an exit code and one message.
 
-Imports nothing heavy, so that a broken torch or a Ctrl-C during imports is met in here as well.
-An entry point should import torch inside ``main`` for the same reason. ``run_main`` closes the
-process groups after success, within a limit, and leaves without that after a failure: ``main`` need
-not close them, and should not in a ``finally``, where a dead peer costs all of that limit.
+Imports nothing heavy, so that a broken torch or Ctrl-C during imports is handled as well. For the
+same reason an entry point should import torch inside ``main``. ``run_main`` closes the process
+groups after success, within a time limit, but not after a failure. So ``main`` need not close them,
+and should not do so in a ``finally``, where a dead peer would cost the whole limit.
 """
 
 import argparse
@@ -37,20 +37,20 @@ EXIT_CRASH = 1
 EXIT_MISTAKE = 2
 EXIT_LOST_PEER = 3
 EXIT_INTERRUPT = 130
-EXIT_PIPE = 141  # as of a program that ends by SIGPIPE
+EXIT_PIPE = 141  # as for a program killed by SIGPIPE
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _MAKE_ROOM = (
-    "make room where this run writes (run.dir, checkpoint.dir, --output); the checkpoints before "
-    "are as they were"
+    "make room where this run writes (run.dir, checkpoint.dir, --output); earlier checkpoints are "
+    "unchanged"
 )
 _CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
 _NEED_LESS = (
-    "`sbpflow explain` prints what each rank needs: use more ranks, layouts that split "
+    "`sbpflow explain` prints the memory that each rank needs; use more ranks, layouts that split "
     "tables, half-precision rows (parallel.table_dtype: bfloat16), or a smaller data.batch_size"
 )
-_STUCK_S = 2.0  # a signalled main thread that is inside a collective gets this long to come back
-_TOLD_S = 5.0  # and one whose peers have left
+_STUCK_S = 2.0  # time for the main thread to return from a collective after a signal
+_PEER_EXIT_S = 5.0  # and after another rank has exited
 
 
 class Terminated(BaseException):
@@ -58,7 +58,7 @@ class Terminated(BaseException):
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """Usage mistakes become a ConfigError, so that N ranks print one message and not N."""
+    """Raise usage mistakes as ConfigError, so that N ranks print one message instead of N."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; usage: {' '.join(self.format_usage().split()[1:])}")
@@ -67,44 +67,44 @@ class ArgumentParser(argparse.ArgumentParser):
 def dispatch(
     prog: str, commands: Mapping[str, Callable[[Sequence[str]], int]], argv: Sequence[str]
 ) -> int:
-    """Run the command that the first word names with the others; without a word, say which."""
+    """Run the command that the first argument names, or print the commands if there is none."""
     name = argv[0] if argv else "--help"
     if name in ("-h", "--help"):
         sys.stdout.write(f"usage: {prog} {{{','.join(commands)}}} [-h] ...\n")
         return 0
     if name not in commands:
-        raise ConfigError(f"command {name!r} is not known; use {' or '.join(commands)}")
+        raise ConfigError(f"unknown command {name!r}; use {' or '.join(commands)}")
     return until_nobody_reads(lambda: commands[name](argv[1:]))
 
 
 def until_nobody_reads(command: Callable[[], int]) -> int:
-    """Run a command that prints; where the reader leaves early, as ``head`` does, end quietly."""
+    """Run a command that prints; exit quietly if the reader closes stdout, as ``head`` does."""
     try:
         code = command()
         sys.stdout.flush()
     except BrokenPipeError:
-        if not _nobody_reads():
+        if not _stdout_is_closed():
             raise
-        # What is still in the buffer must not fail once more when the interpreter ends.
+        # Flushing the rest of the buffer must not fail again when the interpreter exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_PIPE
     return code
 
 
-def _nobody_reads() -> bool:
-    """Whether the other end of standard output, a pipe, is closed."""
-    end = select.poll()
-    end.register(sys.stdout.fileno(), 0)
-    return bool(end.poll(0))
+def _stdout_is_closed() -> bool:
+    """Return whether the reader of standard output, a pipe, has closed it."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return bool(poll.poll(0))
 
 
 def run_main(main: Callable[[], int | None]) -> NoReturn:
-    """Run ``main`` as this process's whole work, and exit.
+    """Run ``main`` as the whole work of this process, and exit.
 
-    0 or what ``main`` returns; 2 with one readable message (over all ranks) for a user's mistake;
-    3 with one message if a peer was lost or never came; 130 for Ctrl-C and SIGTERM; 1 with the
-    traceback of one rank for anything else. After a failure a rank is gone within seconds, whatever
-    its threads are doing, and so is each other rank.
+    The exit code is 0 or what ``main`` returns; 2 with one message over all ranks for a user's
+    mistake; 3 with one message if a peer was lost or never joined; 130 for Ctrl-C and SIGTERM; 1
+    with the traceback of one rank for anything else. After a failure all ranks exit within seconds,
+    whatever their threads are doing.
     """
     exits = _Exits()
     exits.watch_signals()
@@ -120,7 +120,7 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
         exits.leave(Reason("interrupt"), EXIT_INTERRUPT)
     except Terminated:
         exits.leave(Reason("terminated"), EXIT_INTERRUPT)
-    except BaseException as error:  # every error of a rank ends here
+    except BaseException as error:  # all other errors of a rank
         reason, code = classify(error)
         logger.debug("ending with exit code %d", code, exc_info=True)
         exits.leave(reason, code)
@@ -129,10 +129,10 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
 
 
 def classify(error: BaseException) -> tuple[Reason, int]:
-    """What an error means to the user, and the exit code for it.
+    """Return the reason to report for an error, and its exit code.
 
-    Judged by type, for any text may occur in an error of the user's program. torch's own types are
-    for calls that did not go through ``boxing``.
+    Errors are classified by type, because errors of the user's program may contain any text.
+    torch's own types occur for calls that bypass ``boxing``.
     """
     if isinstance(error, MESSAGE_ERRORS):
         return Reason("mistake", str(error)), EXIT_MISTAKE
@@ -141,8 +141,8 @@ def classify(error: BaseException) -> tuple[Reason, int]:
         return Reason("mistake", reason), EXIT_MISTAKE
     if isinstance(error, OSError) and error.errno in _FULL:
         return Reason("mistake", f"{(error.strerror or '').lower()}: {_MAKE_ROOM}"), EXIT_MISTAKE
-    if said := _out_of_memory(error):
-        return Reason("mistake", f"out of memory: {said}; {_NEED_LESS}"), EXIT_MISTAKE
+    if detail := _out_of_memory(error):
+        return Reason("mistake", f"out of memory: {detail}; {_NEED_LESS}"), EXIT_MISTAKE
     if isinstance(error, AbsentError):
         return Reason("absent", str(error)), EXIT_LOST_PEER
     if isinstance(error, PeerStoppedError):
@@ -153,37 +153,38 @@ def classify(error: BaseException) -> tuple[Reason, int]:
 
 
 def _exit_of_program(error: SystemExit) -> tuple[Reason, int]:
-    """The exit code that the program asked for, and where it did; one line."""
-    # The system keeps 8 bits, of which 0 would pass for success.
+    """Return one line with the exit code that the program requested, and from which line."""
+    # The system keeps 8 bits of the code; if they are all 0, it would look like success.
     code = error.code & 0xFF or EXIT_CRASH if isinstance(error.code, int) else EXIT_CRASH
     frames = traceback.extract_tb(error.__traceback__)
-    # exit() and quit() raise in a frozen module: the line that called them is wanted.
+    # exit() and quit() raise inside a frozen module; report the line that called them.
     own = [frame for frame in frames if not frame.filename.startswith("<frozen ")] or frames
     where = f"{own[-1].filename}:{own[-1].lineno}"
-    said = f"sys.exit({error.code!r}) at {where}, in {own[-1].name}"
-    return Reason("crash", f"the program ended itself with exit code {code}: {said}"), code
+    call = f"sys.exit({error.code!r}) at {where}, in {own[-1].name}"
+    return Reason("crash", f"the program ended itself with exit code {code}: {call}"), code
 
 
 def _out_of_memory(error: BaseException) -> str:
-    """What could not be had; "" for other errors. torch's CPU allocator has no type of its own."""
+    """Return the failed allocation, or "" for other errors."""
     kinds = (MemoryError, vars(sys.modules.get("torch", argparse)).get("OutOfMemoryError"))
     text = str(error).strip().split("\n", 1)[0]
     if isinstance(error, tuple(kind for kind in kinds if kind is not None)):
         return text or "the system has no more"
+    # torch's CPU allocator raises a plain RuntimeError.
     if isinstance(error, RuntimeError) and _CPU_ALLOCATOR in text:
         return text.partition(_CPU_ALLOCATOR)[2].strip(" :.")
     return ""
 
 
 def _torch_peer_errors() -> tuple[type[BaseException], ...]:
-    """What torch raises for a lost network, store or NCCL peer; nothing if it is not loaded."""
+    """Return torch's error types for a lost network, store or NCCL peer; () if it is not loaded."""
     names = vars(sys.modules.get("torch.distributed", argparse))
-    found = (names.get(name) for name in ("DistNetworkError", "DistStoreError", "DistBackendError"))
-    return tuple(kind for kind in found if kind is not None)
+    kinds = (names.get(name) for name in ("DistNetworkError", "DistStoreError", "DistBackendError"))
+    return tuple(kind for kind in kinds if kind is not None)
 
 
 class _Exits:
-    """The two ways out, main thread or watcher; whichever comes first is the only one."""
+    """Exit from the main thread or from a watcher thread, whichever comes first."""
 
     def __init__(self) -> None:
         self.meeting: Meeting | None = None
@@ -191,17 +192,17 @@ class _Exits:
         self._main_left = threading.Event()
 
     def meet(self, meeting: Meeting) -> None:
-        """Know the other ranks, and leave soon after the first of them that leaves early."""
+        """Connect to the other ranks, and exit soon after any of them exits early."""
         self.meeting = meeting
-        meeting.listen(self._told)
+        meeting.listen(self._on_peer_exit)
 
-    def _told(self) -> None:
-        """A rank left. The work of this one fails by itself, unless it waits for another one."""
-        if not self._main_left.wait(_TOLD_S):
-            self._end(Reason("lost_peer", "another rank left"), EXIT_LOST_PEER)
+    def _on_peer_exit(self) -> None:
+        """Exit after a while; usually the main thread fails before that, unless it is waiting."""
+        if not self._main_left.wait(_PEER_EXIT_S):
+            self._end(Reason("lost_peer", "another rank exited"), EXIT_LOST_PEER)
 
     def watch_signals(self) -> None:
-        """Raise on SIGTERM; and if the main thread is stuck in C++ code, leave without it."""
+        """Raise on SIGTERM; if the main thread is stuck in C++ code, exit without it."""
         signal.signal(signal.SIGTERM, _raise_terminated)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         reader, writer = os.pipe()
@@ -210,7 +211,7 @@ class _Exits:
         threading.Thread(target=self._watch, args=(reader,), daemon=True).start()
 
     def _watch(self, reader: int) -> None:
-        """Python handlers wait for the main thread; the wake-up byte is written at once."""
+        """Read the wake-up pipe: unlike Python handlers it does not wait for the main thread."""
         while True:
             received = os.read(reader, 1)
             if received[0] not in (signal.SIGTERM, signal.SIGINT):
@@ -223,21 +224,21 @@ class _Exits:
                 self._end(reason, EXIT_INTERRUPT)
 
     def done(self) -> None:
-        """The work is over: signals from here on find nothing to interrupt."""
+        """End the listener after success, and ignore SIGTERM from now on."""
         self._main_left.set()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if self.meeting is not None:
             self.meeting.over()
 
     def leave(self, reason: Reason, code: int) -> NoReturn:
-        """End this rank from the main thread. Later signals must not cut the message short."""
+        """Exit from the main thread; later signals are ignored so that the message is complete."""
         self._main_left.set()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._end(reason, code)
 
     def _end(self, reason: Reason, code: int) -> NoReturn:
-        with self._lock:  # never released: the process ends in here
+        with self._lock:  # never released, because the process exits inside
             if self.meeting is not None:
                 self.meeting.leave(reason)
             elif reason.text:
@@ -246,9 +247,9 @@ class _Exits:
                     sys.stderr.write(f"\n{mark}{reason.text}\n")
             logging.shutdown()
             for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(OSError):  # whoever read it may be gone
+                with contextlib.suppress(OSError):  # the reader may be gone
                     stream.flush()
-            # Not sys.exit: threads of gloo and NCCL would abort or hang the interpreter's exit.
+            # Not sys.exit: gloo's and NCCL's threads could abort or hang the interpreter's exit.
             os._exit(code)
 
 

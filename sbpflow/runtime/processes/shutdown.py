@@ -1,18 +1,20 @@
-"""The end of the process groups, with a limit: a peer that has just died can make it wait for ever.
+"""Close the process groups within a time limit, because a dead peer can block it forever.
 
-Imports torch only where it was imported before, for ``launch`` must stay light.
+Imports torch only if it was imported before, because ``launch`` must not depend on it.
 """
 
 import sys
-import threading
+from concurrent.futures import wait
+
+from sbpflow.runtime.processes.background import in_background
 
 _CLOSE_S = 10.0
 
 
 def close_process_groups() -> None:
-    """Destroy all process groups, if there are any; RuntimeError if they do not close in 10 s.
+    """Destroy all process groups, if any; RuntimeError if they do not close in 10 s.
 
-    Left open, gloo aborts about every second exit.
+    If they stay open, gloo aborts about every second exit.
     """
     if "torch" not in sys.modules:
         return
@@ -20,18 +22,8 @@ def close_process_groups() -> None:
 
     if not distributed.is_initialized():
         return
-    failed: list[Exception] = []
-
-    def destroy() -> None:
-        try:
-            distributed.destroy_process_group()
-        except (RuntimeError, ValueError) as error:  # what c10d raises; told in the caller's thread
-            failed.append(error)
-
-    thread = threading.Thread(target=destroy, daemon=True)
-    thread.start()
-    thread.join(_CLOSE_S)
-    if thread.is_alive():
+    closing = in_background(distributed.destroy_process_group, "close process groups")
+    wait([closing], _CLOSE_S)
+    if not closing.done():
         raise RuntimeError(f"the process groups did not close in {_CLOSE_S:g} s")
-    if failed:
-        raise failed[0]
+    closing.result()

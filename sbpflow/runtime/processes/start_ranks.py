@@ -12,23 +12,23 @@ _EXIT_INTERRUPT = 130
 
 
 def start_ranks(words: Sequence[str], ranks: int, option: str) -> int:
-    """Run ``sbpflow WORDS`` once per rank; returns 0, or the exit code of a rank that failed.
+    """Run ``sbpflow WORDS`` on each rank; return 0, or the exit code of a rank that failed.
 
-    The ranks print for themselves why they end, so the launcher's own report is left out.
-    ConfigError, for ``option``, where ``ranks`` is not positive or this process is a rank itself.
+    The ranks print their own errors, so the launcher's report is disabled. ConfigError, naming
+    ``option``, if ``ranks`` is not positive or this process is a rank itself.
     """
     if ranks < 1:
         raise ConfigError(f"{option}: {ranks} ranks; use 1 or more, for example {option} 2")
     if "RANK" in os.environ:
         raise ConfigError(
-            f"{option}: {ranks}, but this process is rank {os.environ['RANK']} of a launcher that "
-            f"has started the ranks; leave {option} out, or start the command without that launcher"
+            f"{option}: {ranks}, but this process is already rank {os.environ['RANK']} of another "
+            f"launcher; leave {option} out, or start the command without that launcher"
         )
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks are the parallelism
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks already run in parallel
     for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     config = LaunchConfig(
@@ -51,9 +51,9 @@ def start_ranks(words: Sequence[str], ranks: int, option: str) -> int:
 
 
 def _exit_code(codes: Mapping[int, int]) -> int:
-    """One code for those of the ranks that failed; a rank ended by signal n has code -n.
+    """Return one exit code for the failed ranks; a rank killed by signal n has code -n.
 
-    A rank that says why it ends goes before one that was ended.
+    Ranks that exited by themselves take precedence over those that were killed.
     """
-    said = [code for code in codes.values() if code > 0]
-    return said[0] if said else 128 - next(iter(codes.values()))
+    exited = [code for code in codes.values() if code > 0]
+    return exited[0] if exited else 128 - next(iter(codes.values()))

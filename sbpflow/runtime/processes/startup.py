@@ -1,8 +1,8 @@
-"""Before the first process group: are all ranks here, each once, and do they agree?
+"""Check before the first process group that all ranks are present, unique and in agreement.
 
-torch's own meeting gives up with a count on rank 0 and with keys of its store elsewhere, and ranks
-that disagree would wait for each other in their first collective. Here each rank puts its number
-and what it is about to do into the run's store; the first to run out of patience tells the others.
+torch's own rendezvous times out with a count on rank 0 and with store keys elsewhere, and ranks
+that disagree would hang in their first collective. Here each rank writes its number and its facts
+to the run's store, and the first rank that times out reports to the others through the store.
 """
 
 import hashlib
@@ -15,19 +15,19 @@ from collections.abc import Mapping
 from sbpflow.errors import AbsentError, ConfigError
 from sbpflow.runtime.processes.differences import differences
 from sbpflow.runtime.processes.exit_messages import Meeting, name_ranks
-from sbpflow.runtime.processes.store import TimedStore
+from sbpflow.runtime.processes.store import TimedStore, polls
 
 _POLL_S = 0.005
-_LONGEST_POLL_S = 0.5  # a round trip to the store per rank
+_LONGEST_POLL_S = 0.5  # each poll is one store operation per rank
 
 
 def await_ranks(timeout_s: float, facts: Mapping[str, str] | None = None) -> Meeting:
-    """Return once all ranks of the launcher's environment called this, with the same ``facts``.
+    """Return once all ranks of the launcher's environment have called this with equal ``facts``.
 
-    AbsentError if they do not come in time: ``timeout_s`` counts from this rank's call, and the
-    first rank's end ends all. ConfigError on every rank where facts differ, with those that do, for
-    a rank number that two processes have, and where there is nowhere to meet. What is returned
-    keeps the store that rank 0 serves open until torch has joined it.
+    Raises AbsentError on all ranks when the first rank has waited ``timeout_s`` since its call.
+    Raises ConfigError on every rank for facts that differ, for a rank number used by two processes,
+    and for an invalid address. The returned ``Meeting`` keeps rank 0's store open, which torch
+    joins next.
     """
     meeting = Meeting.connect()
     store, size = meeting.store, meeting.world_size
@@ -45,35 +45,34 @@ def await_ranks(timeout_s: float, facts: Mapping[str, str] | None = None) -> Mee
 def gather(
     store: TimedStore, name: str, rank: int, size: int, text: str, timeout_s: float
 ) -> list[str]:
-    """The ``text`` of each of ``size`` ranks, by rank; ``name`` keeps it apart from others.
+    """Return the ``text`` of each of ``size`` ranks, by rank; ``name`` identifies this exchange.
 
-    AbsentError on every rank, with those that are missing, at the end of the first rank's time.
+    Raises AbsentError, naming the missing ranks, on every rank when the first one times out.
     """
-    keys, given_up = [f"{name}/{one}" for one in range(size)], f"{name}/missing"
+    keys, given_up = [f"{name}/{other}" for other in range(size)], f"{name}/missing"
     store.set(keys[rank], text)
-    end, pause = time.monotonic() + timeout_s, _POLL_S
-    while True:
-        if store.check([given_up]):  # first, so that nobody goes on where another gave up
+    end = time.monotonic() + timeout_s
+    for _ in polls(_POLL_S, _LONGEST_POLL_S):
+        if time.monotonic() >= end:
+            missing = [other for other, key in enumerate(keys) if not store.check([key])]
+            if missing:
+                store.set(given_up, json.dumps([missing, timeout_s]))
+        # Checked before the keys, so that no rank continues after another has timed out.
+        if store.check([given_up]):
             missing, waited_s = json.loads(store.get(given_up))
             raise AbsentError(_message(missing, waited_s, size))
         if store.check(keys):
-            return store.get_all(keys)
-        if time.monotonic() >= end:
-            missing = [one for one, key in enumerate(keys) if not store.check([key])]
-            if missing:
-                store.set(given_up, json.dumps([missing, timeout_s]))
-            continue
-        time.sleep(pause)
-        pause = min(1.2 * pause, _LONGEST_POLL_S)
+            break
+    return store.get_all(keys)
 
 
 def _claim_rank(store: TimedStore, rank: int) -> None:
-    mine = f"process {os.getpid()} on {platform.node()}"
-    holder = store.claim(f"process/{rank}", mine)
-    if holder != mine:
+    process = f"process {os.getpid()} on {platform.node()}"
+    holder = store.claim(f"process/{rank}", process)
+    if holder != process:
         raise ConfigError(
-            f"RANK={rank}: {holder} has this number already, and {mine} came with it again; give "
-            "each process its own, from RANK=0 up"
+            f"RANK={rank}: {holder} already has this number, and so does {process}; give each "
+            "process a different one, starting with RANK=0"
         )
 
 
@@ -95,11 +94,9 @@ def _compare(store: TimedStore, digests: list[str]) -> None:
 
 
 def _message(missing: list[int], timeout_s: float, size: int) -> str:
-    several = len(missing) > 1
     return (
         f"{name_ranks(missing)} did not join: {size - len(missing)} of {size} ranks were there "
-        f"within {timeout_s:g} s; check that {'they were' if several else 'it was'} started and "
-        f"what {'they' if several else 'it'} printed, that RANK goes from 0 to {size - 1}, each "
-        "once, with the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and that parallel.timeout_s "
-        "is longer than the slowest start"
+        f"within {timeout_s:g} s; check that all ranks were started and what they printed, that "
+        f"RANK is 0 to {size - 1}, each once, that WORLD_SIZE, MASTER_ADDR and MASTER_PORT are "
+        "equal, and that parallel.timeout_s is longer than the slowest start"
     )

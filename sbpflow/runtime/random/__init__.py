@@ -1,1 +1,1 @@
-"""Random numbers as functions of a seed, a name and a place."""
+"""Random numbers as pure functions of a seed, a name and a position."""

@@ -1,7 +1,7 @@
-"""Where a forward takes random numbers from: they depend on a seed and a name alone.
+"""The source of random numbers in a forward; they depend only on a seed and a name.
 
-Within a captured CUDA graph a number of the host stays what it was, and no generator may be seeded.
-``KeptDraws`` keeps keys in memory of the device and seeds torch's generator before each replay.
+A captured CUDA graph replays host values unchanged and cannot seed a generator. So ``KeptDraws``
+stores keys in device memory and seeds torch's generator before each replay.
 """
 
 from collections.abc import Generator
@@ -14,21 +14,21 @@ from sbpflow.runtime.random.streams import stream_key
 
 
 class Draws:
-    """Anew each time."""
+    """Random numbers outside CUDA graphs."""
 
     def key(self, device: torch.device, seed: int, name: str) -> Tensor:
-        """0-d int64 on ``device``: the key of the stream ``name`` of ``seed``."""
+        """Return the key of the stream ``name`` of ``seed``, a 0-d int64 tensor on ``device``."""
         return torch.full((), stream_key(seed, name), dtype=torch.int64, device=device)
 
     @contextmanager
     def of_torch(self, device: torch.device, seed: int, name: str) -> Generator[None]:
-        """torch's own generators start from ``seed`` and ``name``, and are put back."""
+        """Seed torch's own generators from ``seed`` and ``name`` inside the context."""
         with seeded(stream_key(seed, name), device):
             yield
 
 
 class KeptDraws(Draws):
-    """Of a region that is run again and again, with another seed each time."""
+    """Random numbers in a captured region that is replayed with different seeds."""
 
     def __init__(self) -> None:
         self.capturing = False
@@ -36,7 +36,7 @@ class KeptDraws(Draws):
         self._of_torch = ""
 
     def key(self, device: torch.device, seed: int, name: str) -> Tensor:
-        """The same memory each time, filled anew but while a graph is captured."""
+        """Return the same tensor each time, with a new value except while a graph is captured."""
         if name not in self._keys:
             self._keys[name] = super().key(device, seed, name)
         elif not self.capturing:
@@ -45,7 +45,7 @@ class KeptDraws(Draws):
 
     @contextmanager
     def of_torch(self, device: torch.device, seed: int, name: str) -> Generator[None]:
-        """As ``Draws``; while a graph is captured, from where the generators are."""
+        """As in ``Draws``, but while a graph is captured the generators are not seeded."""
         self._of_torch = name
         if self.capturing:
             yield
@@ -55,7 +55,7 @@ class KeptDraws(Draws):
 
     @contextmanager
     def replaying(self, device: torch.device, seed: int) -> Generator[None]:
-        """A replay inside draws what a run with ``seed`` does."""
+        """Make a replay inside the context draw the same numbers as a run with ``seed``."""
         for name, key in self._keys.items():
             key.fill_(stream_key(seed, name))
         if not self._of_torch:
@@ -67,7 +67,7 @@ class KeptDraws(Draws):
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Generator[None]:
-    """torch's generators, that of a CUDA ``device`` too, start from ``seed`` and are put back."""
+    """Seed torch's generators, including that of a CUDA ``device``, and restore them on exit."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)

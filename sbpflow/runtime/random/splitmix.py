@@ -1,7 +1,7 @@
-"""The constants of SplitMix64, unsigned: one place for everything that mixes bits.
+"""The unsigned constants of SplitMix64, for all code that mixes bits.
 
-Steele, Lea, Flood, Fast splittable pseudorandom number generators, OOPSLA 2014; Vigna's finaliser.
-Numbers only, so that the data plane reads it without loading torch.
+Steele, Lea, Flood, Fast splittable pseudorandom number generators, OOPSLA 2014; Vigna's finalizer.
+This module does not import torch, so that the data plane can use it.
 """
 
 GAMMA = 0x9E3779B97F4A7C15
@@ -10,5 +10,5 @@ MIX_2 = 0x94D049BB133111EB
 
 
 def signed(value: int) -> int:
-    """The same 64 bits as a signed number, for int64 tensors, whose arithmetic wraps alike."""
+    """Reinterpret 64 bits as a signed integer, for arithmetic on int64 tensors."""
     return value - (1 << 64) if value >> 63 else value

@@ -1,9 +1,9 @@
 """Streams of random numbers: pure functions of a seed, a name, a step and an element.
 
-No generator keeps state here, so a number does not depend on who draws it, when, or how a tensor
-is split over ranks: a shard is filled with initial values without the rest of its table. The mixing
-function is the 64-bit finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), in int64
-arithmetic that wraps alike on CPU and CUDA.
+There is no generator state, so a number does not depend on the rank, the time, or the layout of a
+tensor, and a shard can be initialized without the rest of its table. The mixing function is the
+64-bit finalizer of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), in int64 arithmetic, which wraps
+equally on CPU and CUDA.
 """
 
 import hashlib
@@ -16,20 +16,20 @@ from sbpflow.runtime.random.splitmix import signed
 
 GAMMA, MIX_1, MIX_2 = (signed(c) for c in (splitmix.GAMMA, splitmix.MIX_1, splitmix.MIX_2))
 _INVERSE_1, _INVERSE_2 = (signed(pow(c, -1, 1 << 64)) for c in (splitmix.MIX_1, splitmix.MIX_2))
-_CHUNK_ELEMENTS = 1 << 16  # of 8 bytes: two or three such blocks stay in a core's cache
+_CHUNK_ELEMENTS = 1 << 16  # of 8 bytes, so that two or three blocks fit in a core's cache
 
 
 def stream_key(seed: int, name: str) -> int:
-    """A 63-bit key for one tensor's stream of numbers."""
+    """Return a 63-bit key for one tensor's stream of numbers."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def step_keys(keys: Tensor, step: int | Tensor) -> Tensor:
-    """Keys of the streams ``keys`` (int64) at one step of the job, which may be 0-d int64."""
+    """Return the keys of streams ``keys`` (int64) at a step; ``step`` may be a 0-d int64 tensor."""
     if isinstance(step, Tensor):
         return mix(keys + step * GAMMA)
-    half = 1 << 63
+    half = 1 << 63  # wraps the Python integer like int64
     return mix(keys + ((step * GAMMA + half) % (2 * half) - half))
 
 
@@ -43,9 +43,9 @@ def fill_uniform(
     first_row: int = 0,
     first_column: int = 0,
 ) -> None:
-    """Fill ``out`` [rows, columns] with U(-bound, bound) of its place in a wider logical tensor.
+    """Fill ``out`` [rows, columns], a part of a logical tensor, with that part's U(-bound, bound).
 
-    ``num_columns`` is the logical width; ``first_row`` and ``first_column`` say where ``out`` lies.
+    ``num_columns`` is the logical width; ``first_row`` and ``first_column`` are the part's offset.
     """
     rows, columns = out.shape
     if rows == 0 or columns == 0 or out.is_meta:  # a dry run holds no values
@@ -60,21 +60,21 @@ def fill_uniform(
 
 
 def uniform_rows(counters: Tensor, columns: int, bound: float, first_column: int = 0) -> Tensor:
-    """[rows, columns] float64 in U(-bound, bound), of rows whose numbers begin at ``counters``."""
+    """Return [rows, columns] float64 in U(-bound, bound); ``counters`` has each row's first."""
     column = torch.arange(first_column, first_column + columns, device=counters.device).mul_(GAMMA)
     unit = mix(counters.unsqueeze(1) + column).bitwise_and_((1 << 53) - 1).to(torch.float64)
     return unit.mul_(2.0 * bound / (1 << 53)).sub_(bound)
 
 
 def mix(counters: Tensor) -> Tensor:
-    """64 random bits each from int64 ``counters``: key + GAMMA * number of the element."""
+    """Return 64 random bits for each int64 counter, key + GAMMA * number of the element."""
     z = (_shift_right(counters, 30) ^ counters).mul_(MIX_1)
     z = _shift_right(z, 27).bitwise_xor_(z).mul_(MIX_2)
     return _shift_right(z, 31).bitwise_xor_(z)
 
 
 def unmix(mixed: Tensor) -> Tensor:
-    """The int64 counters of which ``mix`` made these."""
+    """Invert ``mix``: return the int64 counters."""
     z = _shift_right(mixed, 62) ^ _shift_right(mixed, 31) ^ mixed
     z.mul_(_INVERSE_2)
     z = (_shift_right(z, 54) ^ _shift_right(z, 27) ^ z).mul_(_INVERSE_1)

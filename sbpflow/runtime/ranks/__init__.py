@@ -1,1 +1,1 @@
-"""The ranks that run together: their process groups, hosts, and what they sent."""
+"""The ranks of a run: their process groups, their hosts, and a log of what they sent."""

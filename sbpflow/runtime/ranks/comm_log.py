@@ -1,6 +1,7 @@
-"""What a rank really sent: one record per collective, in the order they ran.
+"""A log of what a rank sent: one record per collective, in the order of execution.
 
-Filled by ``boxing`` and by the embedding exchange; ``explain`` predicts it and tests compare both.
+It is filled by ``boxing`` and the embedding exchanges. ``explain`` predicts its contents, and tests
+compare the two.
 """
 
 from dataclasses import dataclass, field
@@ -8,7 +9,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class CommRecord:
-    """One collective this rank took part in; ``bytes_sent`` counts what it sent to other ranks."""
+    """One collective of this rank; ``bytes_sent`` is what this rank sent to other ranks."""
 
     step_id: str
     collective: str
@@ -19,7 +20,7 @@ class CommRecord:
 
 @dataclass(slots=True)
 class CommLog:
-    """Records only while ``enabled``, so that a training loop pays one attribute test for it."""
+    """Records only while ``enabled``, so that otherwise it costs one attribute test per call."""
 
     enabled: bool = False
     records: list[CommRecord] = field(default_factory=list)
@@ -30,5 +31,5 @@ class CommLog:
             self.records.append(record)
 
     def clear(self) -> None:
-        """Forget the records; ``enabled`` stays as it is."""
+        """Delete the records; ``enabled`` is unchanged."""
         self.records.clear()

@@ -1,11 +1,11 @@
-"""Which ranks share a host: found by all of them together, once, when they start.
+"""Discover which ranks share a host, once, when they start.
 
-A host is a network namespace: inside it ranks reach each other without a link. Names cannot tell
-hosts apart, for containers on one machine share its boot ID and may share its host name and
-/dev/shm although a limited link joins them. So the ranks of a host find each other through an
-abstract Unix socket. All try to bind one name, which the kernel gives to a single process of a
-namespace; the others read from that one who it is. This takes one connection per rank, leaves no
-file, and the name is free again when its process ends.
+A host is a network namespace: inside it ranks reach each other without a link. Names cannot
+distinguish hosts, because containers on one machine share its boot ID and may share its host name
+and /dev/shm although a limited link connects them. So the ranks of a host find each other through
+an abstract Unix socket. All try to bind the same name, which the kernel gives to a single process
+per namespace; the others connect to that process and read its rank. This takes one connection per
+rank, creates no file, and frees the name when the process ends.
 """
 
 import contextlib
@@ -29,43 +29,46 @@ from sbpflow.runtime.ranks.topology import HostsSource, Topology
 LOG = logging.getLogger(__name__)
 
 _RETRY_S = 0.01
-_LONGEST_ANSWER = 64  # bytes
+_MAX_ANSWER_BYTES = 64
 
 
 def find_topology(
     store: TimedStore | None, rank: int, size: int, device_type: str, timeout_s: float
 ) -> Topology:
-    """Who shares a host with whom, and the memory of each rank; the same value on all ranks.
+    """Return the hosts of all ranks and the memory of each rank; the same value on all ranks.
 
-    All ranks that ``store`` joins must call it; a second call returns the same. AbsentError, with
-    the ranks, where some do not take part within ``timeout_s``.
+    Every rank of ``store`` must call it; a second call returns the same. AbsentError, naming the
+    missing ranks, if some do not call it within ``timeout_s``.
     """
     if store is None or size == 1:
         return assumed_topology(size, device_type)
     store.answer_s = max(timeout_s, store.answer_s)
-    mine, end = f"host/{rank}", time.monotonic() + timeout_s
-    with contextlib.ExitStack() as until_all_know:
-        if store.check([mine]):  # this process has asked before
-            said = store.get(mine)
+    key, end = f"host/{rank}", time.monotonic() + timeout_s
+    with contextlib.ExitStack() as until_all_ranks_know:
+        if store.check([key]):  # a second call
+            text = store.get(key)
         else:
             secret = store.claim("host secret", uuid.uuid4().hex)
-            leader, source = until_all_know.enter_context(_leader_here(secret, rank, size, end))
-            said = json.dumps([leader, source, memory_bytes(device_type)])
-        found = [json.loads(one) for one in gather(store, "host", rank, size, said, timeout_s)]
-    leaders, sources, memory = zip(*found, strict=True)
+            leader, source = until_all_ranks_know.enter_context(_leader(secret, rank, size, end))
+            text = json.dumps([leader, source, memory_bytes(device_type)])
+        by_rank = map(json.loads, gather(store, "host", rank, size, text, timeout_s))
+        leaders, sources, memory = zip(*by_rank, strict=True)
     source: HostsSource = "assumed" if "assumed" in sources else "handshake"
     return _topology(leaders, source, memory, device_type)
 
 
 def assumed_topology(size: int, device_type: str) -> Topology:
-    """All ranks on one host like this machine."""
+    """Return a topology with all ranks on one host like this machine."""
     return _topology([0] * size, "assumed", [memory_bytes(device_type)] * size, device_type)
 
 
 def _topology(
     leaders: Sequence[int], source: HostsSource, memory: Sequence[int | None], device_type: str
 ) -> Topology:
-    """From each rank's leader and the memory that it sees: of a GPU its own, else its host's."""
+    """Build the topology from the leader of each rank's host and the memory that the rank sees.
+
+    On CUDA that is the memory of the rank's GPU; on CPU that of the host, which its ranks share.
+    """
     by_leader: dict[int, list[int]] = {}
     for rank, leader in enumerate(leaders):
         by_leader.setdefault(leader, []).append(rank)
@@ -81,13 +84,12 @@ def _topology(
 
 
 @contextlib.contextmanager
-def _leader_here(
-    secret: str, rank: int, size: int, end: float
-) -> Generator[tuple[int, HostsSource]]:
-    """The rank that leads this rank's host, and how it is known; answers others until left.
+def _leader(secret: str, rank: int, size: int, end: float) -> Generator[tuple[int, HostsSource]]:
+    """Find the leading rank of this rank's host, and how it was found.
 
-    ``secret`` is of this start of the job: half of it names the socket, the other half shows that
-    who answers belongs to it. Raises AbsentError where the leader does not answer until ``end``.
+    A leader answers the other ranks inside the context. ``secret`` is unique per launch: one half
+    is in the socket's name, and the other half proves that the answer is from this launch. Raises
+    AbsentError if the leader does not answer until ``end``.
     """
     name, token = f"\0sbpflow/{secret[:16]}", secret[16:]
     with contextlib.ExitStack() as stack:
@@ -102,21 +104,21 @@ def _leader_here(
             except TimeoutError as error:
                 raise AbsentError(
                     "the first rank on this host does not answer through its Unix socket, and "
-                    f"rank {rank} has waited until its limit; check that no rank is stopped, and "
+                    f"rank {rank} has timed out; check that no rank is suspended, and "
                     "that parallel.timeout_s is longer than the slowest start"
                 ) from error
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     yield _leader_by_environment(rank, size, error), "assumed"
                     return
-                time.sleep(_RETRY_S)  # taken meanwhile: ask who has it
+                time.sleep(_RETRY_S)  # another rank took the name meanwhile, so ask that one
             else:
                 yield leader, "handshake"
                 return
 
 
 def _ask(name: str, token: str, end: float) -> int | None:
-    """The rank that holds ``name`` in this namespace; None where nobody does (any more)."""
+    """Return the rank that holds ``name`` in this namespace; None if none does."""
     if not sys.platform.startswith("linux"):
         raise OSError(errno.EAFNOSUPPORT, f"{sys.platform} has no abstract Unix sockets")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
@@ -124,24 +126,24 @@ def _ask(name: str, token: str, end: float) -> int | None:
         try:
             peer.connect(name)
             with peer.makefile("rb") as answer:
-                said = answer.read(_LONGEST_ANSWER).decode(errors="replace").split()
-        except (ConnectionError, BlockingIOError):  # nobody listens, has ended, or is asked by many
+                words = answer.read(_MAX_ANSWER_BYTES).decode(errors="replace").split()
+        except (ConnectionError, BlockingIOError):  # no listener, or its backlog is full
             return None
-    return int(said[1]) if len(said) == 2 and said[0] == token else None
+    return int(words[1]) if len(words) == 2 and words[0] == token else None
 
 
 @contextlib.contextmanager
 def _answering(name: str, answer: str) -> Generator[None]:
-    """Hold ``name``, and say ``answer`` to each that asks; EADDRINUSE where another holds it."""
+    """Hold ``name`` and send ``answer`` to every peer; EADDRINUSE if another process holds it."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(name)
         listener.listen(socket.SOMAXCONN)
 
         def answer_all() -> None:
-            with contextlib.suppress(OSError):  # as shutdown makes accept raise
+            with contextlib.suppress(OSError):  # shutdown makes accept raise
                 while True:
                     peer, _ = listener.accept()
-                    with peer, contextlib.suppress(OSError):  # it may have ended
+                    with peer, contextlib.suppress(OSError):  # the peer may have ended
                         peer.sendall(answer.encode())
 
         thread = threading.Thread(target=answer_all, daemon=True)
@@ -154,17 +156,21 @@ def _answering(name: str, answer: str) -> Generator[None]:
 
 
 def _leader_by_environment(rank: int, size: int, error: OSError) -> int:
-    """By LOCAL_WORLD_SIZE, with ranks in order, where no socket can say; ConfigError without it."""
+    """Derive the leader from LOCAL_WORLD_SIZE, assuming consecutive ranks; else ConfigError.
+
+    For systems without abstract Unix sockets.
+    """
     local = size if all_ranks_here() else env_int("LOCAL_WORLD_SIZE", 0)
     if local < 1 or size % local:
         raise ConfigError(
-            f"LOCAL_WORLD_SIZE={local or 'unset'}: which of the {size} ranks share a host cannot "
-            f"be found here ({first_line(error)}); start with torchrun and equally many ranks on "
-            "each host, or describe the hosts in a file: parallel.topology=hosts.yaml"
+            f"LOCAL_WORLD_SIZE={local or 'unset'}: cannot determine which of the {size} ranks "
+            f"share a host ({first_line(error)}); start with torchrun and equal numbers of ranks "
+            "on all hosts, or describe the hosts in a file: parallel.topology=hosts.yaml"
         )
     if rank % local == 0:
         LOG.warning(
-            "ranks %d..%d are assumed to share a host, as LOCAL_WORLD_SIZE or MASTER_ADDR says: %s",
+            "ranks %d..%d are assumed to share a host because of LOCAL_WORLD_SIZE or MASTER_ADDR: "
+            "%s",
             *(rank, rank + local - 1, first_line(error)),
         )
     return rank - rank % local

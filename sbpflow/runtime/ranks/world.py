@@ -1,7 +1,7 @@
-"""The ranks that run together: this process's rank, device and process groups; the checked mode.
+"""``World``: this process's rank, device and process groups, and the checked mode.
 
-A World is made once and passed on; nothing here is module state. No tensor of the user moves here
-(``boxing`` does that); the only traffic is the header exchange of the checked mode.
+A World is created once and passed as an argument; there is no module state. User tensors are
+transferred by ``boxing``; the only traffic here is the barrier and the checked mode's headers.
 """
 
 import hashlib
@@ -36,13 +36,13 @@ from sbpflow.sbp.layout import Layout
 logger = logging.getLogger(__name__)
 
 HEADER_BYTES = 512
-LENGTH_BYTES = 8  # of a header's end: how long this rank's reason to refuse is, 0 for none
+LENGTH_BYTES = 8  # at the end of a header: the length of this rank's refusal, or 0
 DEFAULT_TIMEOUT_S = 600.0
-_SLACK_S = 5.0  # for torch's own timeout to come first, whose words say more
+_SLACK_S = 5.0  # so that torch's own timeout, whose message says more, comes first
 
 Made = TypeVar("Made")
 
-# torch 2.13 renamed the tensor forms and warns on the old names; 2.11 has only the old ones.
+# torch 2.13 renamed these and warns about the old names; 2.11 has only the old ones.
 _names = vars(dist)
 all_gather_single: Callable[..., dist.Work | None] = (
     _names.get("all_gather_single") or _names["all_gather_into_tensor"]
@@ -54,9 +54,9 @@ reduce_scatter_single: Callable[..., dist.Work | None] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """How the ranks find each other, as torch's ``init_process_group`` takes it.
+    """How the ranks find each other, as arguments of torch's ``init_process_group``.
 
-    ``init_method=None`` is a world of one that needs no meeting point.
+    ``init_method=None`` is a world of one rank, which needs no address.
     """
 
     init_method: str | None
@@ -66,9 +66,9 @@ class Rendezvous:
 
 
 class World:
-    """All ranks of one run. Build it with ``World.start``; ``close`` it before the process ends.
+    """All ranks of one run. Create it with ``World.start``; ``close`` it before the process ends.
 
-    ``channel`` names keep traffic apart: each (ranks, channel) pair has a process group of its own.
+    Each pair of ranks and ``channel`` has its own process group, which separates their traffic.
     """
 
     def __init__(
@@ -88,10 +88,10 @@ class World:
         self.backend = backend_of_device(device.type)
         self.checked = checked
         self.topology = topology or Topology.one_host(size)
-        self.wait_at_once = False  # every transfer is waited for where it starts: no overlap
+        self.wait_at_once = False  # wait for each transfer where it starts, without overlap
         self.log = CommLog()
-        self.draws = Draws()  # where ops take random numbers from
-        # Takes what waits for a transfer and makes it wait: for those that measure.
+        self.draws = Draws()  # the source of random numbers for ops
+        # If set, it is called with the function that waits for a transfer, to measure the wait.
         self.on_wait: Callable[[Callable[[], Any]], Any] | None = None
         self._timeout = timedelta(seconds=timeout_s)
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
@@ -109,27 +109,27 @@ class World:
         facts: Mapping[str, str] | None = None,
         topology: Topology | None = None,
     ) -> "World":
-        """Join the other ranks; without a launcher, be a world of one.
+        """Join the other ranks; without a launcher, return a world of one rank.
 
         ``device`` is "auto", "cpu" or "cuda". ``rendezvous`` replaces the environment variables
-        RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT that torchrun sets.
-        A process group that already exists is used as it is and left alone by ``close``. ``facts``,
-        key to value, are what all ranks must agree on, such as their configuration; with device,
-        backend and versions they are compared before torch connects the ranks. Without a
-        ``topology`` the ranks find out which of them share a host. Raises ConfigError where facts
-        differ, when the device is not there or the environment is incomplete, AbsentError when not
-        all ranks of the environment are there in time.
+        RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT that torchrun sets. An existing
+        default process group is used, and ``close`` does not destroy it. ``facts`` maps keys to
+        values that must be equal on all ranks, such as the configuration; they are compared
+        together with device, backend and versions before torch connects the ranks. Without a
+        ``topology`` the ranks discover which of them share a host. Raises ConfigError if facts
+        differ, the device is unavailable or the environment is incomplete, and AbsentError if
+        some ranks do not join in time.
         """
         meeting = rendezvous or _meeting_from_environment()
         chosen = choose_device(device, meeting.local_rank)
         if device == "auto" and chosen.type == "cpu" and meeting.local_rank == 0:
             if reason := why_no_cuda():
-                logger.warning("device auto: this run is on the CPU, for %s", reason)
+                logger.warning("device auto: using the CPU, because %s", reason)
         owns, served = not dist.is_initialized(), None
         if owns:
             if chosen.type == "cuda":
-                # Transfers of several groups run in the order in which a rank asks for them, which
-                # is that of all ranks: else they may wait for each other. NCCL 2.26 and later.
+                # Run the transfers of different groups in the order of issue, which is equal on
+                # all ranks; otherwise they could deadlock. Needs NCCL 2.26.
                 os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
             alone = meeting.init_method is None
             backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
@@ -139,8 +139,8 @@ class World:
                 ranks = (meeting.rank, meeting.size, chosen.type)
                 topology = topology or find_topology(met.store, *ranks, timeout_s)
                 if len(topology.hosts) == 1 or loopback_name(os.environ["MASTER_ADDR"]):
-                    # gloo authenticates nobody, and these ranks need no other interface. The
-                    # loopback one is the first of every machine.
+                    # gloo has no authentication, and these ranks need only the loopback
+                    # interface, which is the first on every machine.
                     os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))
             store = _names["HashStore"]() if alone else _store_of_start(met, timeout_s)
             start = partial(
@@ -153,7 +153,7 @@ class World:
                 timeout=timedelta(seconds=timeout_s),
             )
             _connect(start, chosen, timeout_s, "startup", "connecting all ranks")
-            served = met  # by rank 0, for as long as groups are made through it
+            served = met  # keeps rank 0's store alive: creating groups needs it
         world = World(
             dist.get_rank(),
             dist.get_world_size(),
@@ -171,11 +171,11 @@ class World:
         return world
 
     def group(self, ranks: Sequence[int], channel: str, step_id: str = "") -> dist.ProcessGroup:
-        """The process group of ``ranks`` (any order) on ``channel``; ``step_id`` is for errors.
+        """Return the process group of ``ranks`` (in any order) on ``channel``.
 
-        Made on first use, so the first use must happen on all ranks of the world, in one order;
-        ``Boxing`` and the engine see to that by walking the same steps everywhere. A rank that is
-        not in it gets c10d's mark for that, which no collective takes.
+        Created on first use, which must therefore happen on all ranks of the world in the same
+        order; ``Boxing`` and the engine ensure it by executing the same steps everywhere. Ranks
+        outside the group get c10d's non-member value. ``step_id`` is for error messages.
         """
         key = (tuple(sorted(ranks)), channel)
         group = self._groups.get(key)
@@ -184,40 +184,41 @@ class World:
                 raise SbpError(
                     f"ranks {outside} are not in this world of {self.size}; use 0..{self.size - 1}"
                 )
-            what = f"making the group of ranks {list(key[0])} for {channel}"
-            make = partial(dist.new_group, list(key[0]), timeout=self._timeout)
-            made = _connect(make, self.device, self._timeout.total_seconds(), step_id, what)
-            group = self._groups[key] = cast("dist.ProcessGroup", made)
+            what = f"creating the group of ranks {list(key[0])} for {channel}"
+            create = partial(dist.new_group, list(key[0]), timeout=self._timeout)
+            timeout_s = self._timeout.total_seconds()
+            created = _connect(create, self.device, timeout_s, step_id, what)
+            group = self._groups[key] = cast("dist.ProcessGroup", created)
         return group
 
     def device_of(self, layout: Layout) -> torch.device:
-        """Where this rank's part of a tensor laid out so is; raises SbpError if it has no such."""
+        """Return the device of this rank's part of a layout; SbpError if it has no such device."""
         wanted = layout.placement.device_type
         if self.device.type in (wanted, "meta"):
             return self.device
         if wanted == "cpu":
             return torch.device("cpu")
         raise SbpError(
-            f"{layout} is on {wanted}, this world runs on {self.device.type}; place it on "
+            f"{layout} is on {wanted}, but this world runs on {self.device.type}; place it on "
             f'{self.device.type}, or start the world with device="{wanted}"'
         )
 
     def check_ranks(self, layout: Layout) -> None:
-        """Raise SbpError if ``layout`` names ranks that this world does not have."""
+        """Raise SbpError if ``layout`` contains ranks outside this world."""
         if max(layout.placement.ranks) >= self.size:
             raise SbpError(
                 f"{layout} names ranks outside this world of {self.size}; use 0..{self.size - 1}"
             )
 
     def backend_of(self, layout: Layout) -> str:
-        """The backend that carries tensors laid out so: "nccl" on CUDA, else "gloo"."""
+        """Return the backend that transfers tensors of a layout: "nccl" on CUDA, else "gloo"."""
         return backend_of_device(layout.placement.device_type)
 
     def check(self, step_id: str, operation: str, refused: str = "") -> None:
-        """In the checked mode, compare what every rank is about to do; else nothing.
+        """In checked mode, compare the next step of all ranks; otherwise do nothing.
 
-        All ranks of the world must call it; ``refused`` is why this rank cannot go on. Raises
-        SbpError on every rank if they are at different steps, naming them, or if any refused.
+        All ranks of the world must call it. ``refused`` is the reason why this rank cannot
+        continue, or "". Raises SbpError on every rank if their steps differ or any rank refused.
         """
         if not self.checked or self.size == 1:
             return
@@ -243,7 +244,7 @@ class World:
         )
 
     def _exchange(self, mine: bytes) -> list[bytes]:
-        """What each rank passed, all of one length."""
+        """Gather the bytes of all ranks, which must have equal lengths."""
         gathered = torch.empty(self.size * len(mine), dtype=torch.uint8)
         sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         group = self.group(range(self.size), "check")
@@ -254,17 +255,17 @@ class World:
         return [bytes(row.tolist()) for row in gathered.view(self.size, len(mine))]
 
     def store(self, name: str) -> TimedStore:
-        """Short texts that all ranks see, by keys of their own per ``name``.
+        """Return a key-value store shared by all ranks, with a separate set of keys per ``name``.
 
-        It has a connection of its own, so one further thread may talk through it while the main one
-        trains: a store waits for one answer at a time.
+        It has its own connection, because a connection handles one operation at a time. So one
+        additional thread may use it while the main thread trains.
         """
-        # Private, and public nowhere; the stub lacks clone.
+        # torch has no public function for this, and its stub lacks clone.
         store = cast("Any", dist.distributed_c10d._get_default_store())  # pyright: ignore[reportPrivateUsage]
-        return TimedStore(dist.PrefixStore(name, store.clone()), "the meeting point of the ranks")
+        return TimedStore(dist.PrefixStore(name, store.clone()), "the ranks' rendezvous address")
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has called this."""
         if self.size > 1:
             group = self.group(range(self.size), "control")
             try:
@@ -273,9 +274,9 @@ class World:
                 raise broken(error, "barrier", "all_reduce") from error
 
     def close(self) -> None:
-        """Destroy the process groups; without it gloo aborts some processes at exit.
+        """Destroy the process groups; otherwise gloo aborts some processes at exit.
 
-        RuntimeError if that takes longer than 10 s, as it may when a peer has just died.
+        RuntimeError if it takes longer than 10 s, which can happen if a peer has just died.
         """
         if self._closed:
             return
@@ -298,14 +299,14 @@ class World:
         except RuntimeError as failed:
             if error is None:
                 raise
-            error.add_note(f"then {failed}")  # most likely its consequence
+            error.add_note(f"then {failed}")  # most likely a consequence of the first error
 
 
 def broken(error: RuntimeError, step_id: str, collective: str) -> RuntimeError:
-    """What a collective raised while it was under way, with the step it was for in front.
+    """Convert an error of a collective in flight; the message begins with its step.
 
-    PeerLostError, for its arguments were good when it was issued; but not where the device failed,
-    or where ranks disagree on sizes, which gloo alone notices, as a failed "enforce".
+    Returns PeerLostError, because the arguments were valid when it was issued, except for a device
+    failure, and for ranks that disagree on sizes, which only gloo detects (as "enforce fail").
     """
     words = re.sub(r"^\[/\S+\]\s*", "", str(error))
     device_failed = isinstance(error, vars(torch).get("AcceleratorError", ()))
@@ -314,9 +315,10 @@ def broken(error: RuntimeError, step_id: str, collective: str) -> RuntimeError:
 
 
 def refused(error: RuntimeError, step_id: str, collective: str) -> RuntimeError:
-    """What a collective raised when it was issued, with the step it was for in front.
+    """Convert an error raised when a collective was issued; the message begins with its step.
 
-    PeerLostError only for torch's own types of a lost peer: NCCL connects at its first collective.
+    Returns PeerLostError only for torch's types for a lost peer, which occur because NCCL connects
+    at the first collective.
     """
     if isinstance(error, _names["DistError"]):
         return broken(error, step_id, collective)
@@ -326,7 +328,7 @@ def refused(error: RuntimeError, step_id: str, collective: str) -> RuntimeError:
 def _connect(
     make: Callable[[], Made], device: torch.device, timeout_s: float, step_id: str, what: str
 ) -> Made:
-    """What ``make`` returns, in time: torch talks to the store without a limit of its own."""
+    """Call ``make`` with a time limit, which torch's use of the store does not have."""
 
     def on_device() -> Made:
         if device.type == "cuda":  # a thread starts on device 0
@@ -342,11 +344,11 @@ def _connect(
 
 
 def _store_of_start(met: Meeting | None, timeout_s: float) -> dist.Store | None:
-    """Where torch is to connect the ranks, if not where it would by itself.
+    """Return the store through which torch connects the ranks; None for its default.
 
-    torchrun's store has the addresses of the ranks of every start before, at which torch 2.13 would
-    look for those of this one (pytorch/pytorch#135712). One that rank 0 serves listens where
-    MASTER_ADDR says, which one that torch makes would not.
+    torchrun's store contains the addresses of the ranks of earlier launches, which torch 2.13 would
+    use (pytorch/pytorch#135712), so the launch's own prefix is needed. A store served by rank 0
+    listens only at MASTER_ADDR, unlike one that torch creates.
     """
     if met is None or met.store is None:
         return None
@@ -359,7 +361,7 @@ def _meeting_from_environment() -> Rendezvous:
     rank, size = rank_and_world_size()
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return Rendezvous(init_method=None, rank=0, size=1)
-    if size == 1:  # nobody to meet, wherever MASTER_ADDR points
+    if size == 1:  # no other ranks, so MASTER_ADDR is irrelevant
         return Rendezvous(init_method=None, rank=0, size=1, local_rank=_local_rank())
     missing = [key for key in ("MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
     if missing:
@@ -378,17 +380,17 @@ def _local_rank() -> int:
 
 
 def world_size_of_environment() -> int:
-    """How many ranks the launcher started; 1 without one. Needs no process group."""
+    """Return the number of ranks that the launcher started, 1 without one; needs no group."""
     return _meeting_from_environment().size
 
 
 def device_type_of(device: str) -> str:
-    """ "cpu" or "cuda" for "auto", "cpu" or "cuda"; ConfigError if the device is not there."""
+    """Resolve "auto", "cpu" or "cuda" to "cpu" or "cuda"; ConfigError if it is unavailable."""
     return choose_device(device, _local_rank()).type
 
 
 def _cut(raw: bytes, length: int) -> bytes:
-    """Exactly ``length`` bytes: cut if need be, but still different where the texts are."""
+    """Pad or cut to ``length`` bytes; a digest keeps different long texts different."""
     if len(raw) > length:
         digest = f"... {hashlib.sha256(raw).hexdigest()[:16]}".encode()
         raw = raw[: length - len(digest)] + digest

@@ -1,0 +1,67 @@
+"""A unique ID per launch, agreed on by all its ranks.
+
+torchrun keeps one store through all restarts, including the keys of earlier launches, and passes
+nothing to the ranks that differs between launches: TORCHELASTIC_RESTART_COUNT counts only the
+failures seen on one machine. So rank 0 creates an ID, and each other rank requests it under a
+unique ID of its own process. Stale requests from an earlier launch are answered and ignored.
+"""
+
+import threading
+import time
+import uuid
+
+from sbpflow.errors import AbsentError, PeerLostError
+from sbpflow.runtime.processes.store import TimedStore, polls
+
+_PROCESS = uuid.uuid4().hex  # unique among all processes that ever belonged to the job
+_ANSWER_S = 600.0  # allows rank 0 to import torch; torchrun has started all ranks by then
+_POLL_S, _LONGEST_POLL_S = 0.05, 1.0
+
+
+def launch_id(store: TimedStore, rank: int, size: int) -> str:
+    """Return the ID of the launch in which this process is ``rank``; the same at every call.
+
+    Rank 0 returns at once and answers the others from a thread. AbsentError if it does not answer.
+    """
+    answer = f"answer/{_PROCESS}"
+    if store.check([answer]):
+        return store.get(answer)
+    if rank == 0:
+        launch = uuid.uuid4().hex[:12]
+        store.set(answer, launch)
+        clone = store.torch_store.clone()  # pyright: ignore[reportAttributeAccessIssue]  (stub)
+        own = TimedStore(clone, store.where)
+        threading.Thread(target=_answer_all, args=(own, launch, size), daemon=True).start()
+        return launch
+    store.set(f"question/{rank}", _PROCESS)
+    end = time.monotonic() + _ANSWER_S
+    for _ in polls(_POLL_S, _LONGEST_POLL_S):
+        if store.check([answer]):
+            break
+        if time.monotonic() > end:
+            raise AbsentError(
+                f"rank 0 did not answer through the store at {store.where} within {_ANSWER_S:g} s; "
+                "check that it was started and what it printed"
+            )
+    launch = store.get(answer)
+    store.set(f"heard/{launch}/{rank}", "yes")
+    return launch
+
+
+def _answer_all(store: TimedStore, launch: str, size: int) -> None:
+    """Answer every request until each rank has confirmed the answer."""
+    waiting, answered = list(range(1, size)), dict[int, str]()
+    try:
+        for _ in polls(_POLL_S, _LONGEST_POLL_S):
+            waiting = [rank for rank in waiting if not store.check([f"heard/{launch}/{rank}"])]
+            if not waiting:
+                return
+            for rank in waiting:
+                if not store.check([f"question/{rank}"]):
+                    continue
+                process = store.get(f"question/{rank}")
+                if answered.get(rank) != process:
+                    answered[rank] = process
+                    store.set(f"answer/{process}", launch)
+    except PeerLostError:  # the main thread reports a lost store when it next uses it
+        return
