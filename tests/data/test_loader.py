@@ -11,7 +11,7 @@ import torch
 
 from sbpflow.data import open_loader
 from sbpflow.errors import ConfigError, DataError
-from tests.data.backends import BACKENDS, HERE, needs_dali
+from tests.data.backends import BACKENDS, INSTALLED, needs_dali
 
 SHUFFLES = ["none", "blocks", "runs", "rows"]
 
@@ -172,7 +172,7 @@ def test_importing_data_imports_neither_dali_nor_polars_nor_torch():
 
 def test_epochs_left_half_way_are_collected_in_any_thread(row_set):
     """A generator that waits for its readers when it is collected by one of them waits for ever."""
-    for backend in HERE:
+    for backend in INSTALLED:
         for _ in range(20):
             loader = open_loader(row_set(9000), batch_size=100, backend=backend)
             ring = [loader.epoch(0)]

@@ -8,7 +8,7 @@ import torch
 
 from sbpflow.data import open_loader
 from sbpflow.data.read.order import SHUFFLES
-from tests.data.backends import BACKENDS, HERE
+from tests.data.backends import BACKENDS, INSTALLED
 from tests.data.full_set import NUM_ROWS, make_full_set
 
 
@@ -74,7 +74,7 @@ def test_order_does_not_depend_on_world_or_backend(full_set, shuffle):
         steps = zip(*(loader.epoch(2) for loader in loaders), strict=True)
         return [number for step in steps for batch in step for number in check(batch, rows)]
 
-    assert order(1, "memmap") == order(3, HERE[-1]) == order(4, "memmap")
+    assert order(1, "memmap") == order(3, INSTALLED[-1]) == order(4, "memmap")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
