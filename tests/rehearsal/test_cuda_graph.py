@@ -299,11 +299,13 @@ def test_a_module_that_waits_is_refused_by_name_of_the_setting(rehearsed_ranks, 
 
 def test_what_no_graph_can_hold_is_refused_before_a_step():
     config = make_config("1", "sgd", dtype="float32")
-    with pytest.raises(ConfigError, match=r"parallel.cuda_graph: true on cpu, which has no such"):
+    with pytest.raises(
+        ConfigError, match=r"parallel.cuda_graph: true on cpu, which has no CUDA graphs"
+    ):
         plan_run(with_graph(config), FIELDS, world_size=1, device_type="cpu")
-    with pytest.raises(ConfigError, match=r"beside parallel.checked: true.*parallel.checked=false"):
+    with pytest.raises(ConfigError, match=r"with parallel.checked: true.*parallel.checked=false"):
         with_graph(config, checked=True)
-    with pytest.raises(ConfigError, match=r"beside train.accumulate: 2;.*train.accumulate=1"):
+    with pytest.raises(ConfigError, match=r"with train.accumulate: 2.*train.accumulate=1"):
         replace(with_graph(config), train=TrainConfig(accumulate=2))
 
 
