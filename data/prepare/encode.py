@@ -177,7 +177,8 @@ def encode_frame(
             columns.extend(_matrix(lists[name], ids, len(frame), list_column.most).T)
         else:
             ragged.append(name)
-    encoded.words = pl.DataFrame(dict(enumerate(columns))).to_numpy(order="c")
+    by_place = {str(place): array for place, array in enumerate(columns)}
+    encoded.words = pl.DataFrame(by_place).to_numpy(order="c")
     if ragged:
         encoded.parts |= _list_parts(frame, ragged, lists, tables, options, encoded)
     encoded.parts |= _side_parts(frame, fitted, options)

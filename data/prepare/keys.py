@@ -50,7 +50,8 @@ def string_keys(cells: pl.Series) -> tuple[pl.Series, pl.Series]:
     place = cells.replace_strict(distinct, places, default=None, return_dtype=pl.UInt32)
     rows = place.fill_null(0).to_numpy()
     is_null = place.is_null()
-    return tuple(pl.Series(raw[part][rows]).set(is_null, None) for part in ("key", "check"))
+    keys, checks = (pl.Series(raw[part][rows]).set(is_null, None) for part in ("key", "check"))
+    return keys, checks
 
 
 def key_of(cells: pl.Series, kind: Kind) -> pl.Series:

@@ -1,4 +1,4 @@
-"""Every key of the configuration by its dotted name, read from the annotations of its classes."""
+"""Every key of the configuration by dotted name, read from the annotations of its classes."""
 
 import dataclasses
 import types
@@ -16,8 +16,10 @@ SCALARS = {Path: "path", str: "text", int: "number", float: "number", bool: "fla
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """``kind`` is path, text, number, flag, choice, list or group; ``needs`` are the overrides
-    without which there is no such key."""
+    """A key of ``kind`` path, text, number, flag, choice, list or group.
+
+    ``needs`` has the overrides without which the key does not exist.
+    """
 
     kind: str
     needs: tuple[str, ...] = ()
@@ -32,9 +34,9 @@ def keys_of(kind: Any, key: str, needs: tuple[str, ...] = ()) -> Iterator[tuple[
     elif origin in (typing.Union, types.UnionType):
         kinds = [arg for arg in args if arg is not types.NoneType]
         tagged = len(kinds) > 1 and dataclasses.is_dataclass(kinds[0])
-        for one in kinds:
-            tag = one.__dataclass_fields__["name"].default if tagged else ""
-            yield from keys_of(one, key, (*needs, f"{key}.name={tag}") if tag else needs)
+        for each in kinds:
+            tag = each.__dataclass_fields__["name"].default if tagged else ""
+            yield from keys_of(each, key, (*needs, f"{key}.name={tag}") if tag else needs)
     elif origin is Literal:
         yield key, Key("choice", needs)
     elif origin is tuple:
@@ -47,7 +49,7 @@ def keys_of(kind: Any, key: str, needs: tuple[str, ...] = ()) -> Iterator[tuple[
     elif kind in SCALARS:
         yield key, Key(SCALARS[kind], needs)
     else:
-        raise TypeError(f"{key}: {kind} is not a kind that is known here")
+        raise TypeError(f"{key}: {kind} is not a known kind")
 
 
 def _keys_of_marked(
@@ -56,15 +58,15 @@ def _keys_of_marked(
     tagged = next((mark.kinds(None) for mark in args[1:] if isinstance(mark, Tagged)), None)
     if tagged is None:
         yield from keys_of(args[0], key, needs)
-    for tag, one in (tagged or {}).items():
-        yield from keys_of(one, key, (*needs, f"{key}.name={tag}"))
+    for tag, cls in (tagged or {}).items():
+        yield from keys_of(cls, key, (*needs, f"{key}.name={tag}"))
 
 
 def _keys_of_group(kind: Any, key: str, needs: tuple[str, ...]) -> Iterator[tuple[str, Key]]:
     yield key, Key("group", needs)
     hints = typing.get_type_hints(kind, include_extras=True)
-    for one in dataclasses.fields(kind):
-        yield from keys_of(hints[one.name], f"{key}.{one.name}", needs)
+    for field in dataclasses.fields(kind):
+        yield from keys_of(hints[field.name], f"{key}.{field.name}", needs)
 
 
 def _all() -> Iterator[tuple[str, Key]]:

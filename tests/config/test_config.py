@@ -1,4 +1,4 @@
-"""Loading a config: what is accepted, and what each mistake is told."""
+"""Loading a config: which input is accepted, and the message for each mistake."""
 
 import dataclasses
 from pathlib import Path
@@ -38,7 +38,7 @@ def refused(load, *overrides: str, text: str = "") -> str:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_shipped_configs_load_and_survive_a_dump(path, tmp_path):
+def test_shipped_configs_survive_a_dump(path, tmp_path):
     config = load_config(path, models=MODELS)
     copy = tmp_path / "dump.yaml"
     copy.write_text(dump_config(config))
@@ -47,8 +47,8 @@ def test_shipped_configs_load_and_survive_a_dump(path, tmp_path):
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_a_plan_on_the_command_line_replaces_the_scheme_of_the_file(path, caplog):
-    found = load_config(path, ["parallel.plan=auto"], models=MODELS).parallel
-    assert (found.plan, found.scheme) == ("auto", None)
+    parallel = load_config(path, ["parallel.plan=auto"], models=MODELS).parallel
+    assert (parallel.plan, parallel.scheme) == ("auto", None)
     assert caplog.messages == ["parallel.plan replaces parallel.scheme of the configuration"]
 
 
@@ -59,8 +59,8 @@ def test_a_scheme_has_a_name_and_a_number(load, word, scheme):
 
 
 def test_a_scheme_on_the_command_line_replaces_the_plan_of_the_file(load, caplog):
-    found = load("parallel: {plan: plan.yaml}", "parallel.scheme=3").parallel
-    assert (found.plan, found.scheme) == (None, "3")
+    parallel = load("parallel: {plan: plan.yaml}", "parallel.scheme=3").parallel
+    assert (parallel.plan, parallel.scheme) == (None, "3")
     assert caplog.messages == ["parallel.scheme replaces parallel.plan of the configuration"]
 
 
@@ -73,15 +73,15 @@ def test_a_scheme_on_the_command_line_replaces_the_plan_of_the_file(load, caplog
         ("", ["parallel={scheme: 1}", "parallel.plan=auto"]),
     ],
 )
-def test_a_plan_and_a_scheme_of_one_place_are_refused(load, caplog, text, overrides):
+def test_a_plan_and_a_scheme_in_the_same_place_are_refused(load, caplog, text, overrides):
     message = refused(load, *overrides, text=text)
-    assert message.startswith("parallel.plan: auto beside parallel.scheme: 1")
+    assert message.startswith("parallel.plan: auto with parallel.scheme: 1")
     assert not caplog.messages
 
 
 def test_null_on_the_command_line_replaces_nothing(load, caplog):
-    found = load("parallel: {scheme: 2}", "parallel.plan=null").parallel
-    assert (found.plan, found.scheme) == (None, "2")
+    parallel = load("parallel: {scheme: 2}", "parallel.plan=null").parallel
+    assert (parallel.plan, parallel.scheme) == (None, "2")
     assert not caplog.messages
 
 
@@ -91,13 +91,13 @@ def test_shipped_configs_are_found():
 
 
 @pytest.mark.parametrize("stem", ["scheme2", "scheme3", "dp"])
-def test_schemes_differ_in_their_parallel_group_only(stem):
+def test_schemes_differ_only_in_their_parallel_group(stem):
     folder = CONFIGS[0].parent
-    one, other = (
+    scheme1, other = (
         load_config(folder / "scheme1.yaml", models=MODELS),
         load_config(folder / f"{stem}.yaml", models=MODELS),
     )
-    assert dataclasses.replace(other, parallel=one.parallel) == one
+    assert dataclasses.replace(other, parallel=scheme1.parallel) == scheme1
     assert len(yaml.safe_load((folder / f"{stem}.yaml").read_text())["parallel"]) <= 3
 
 
@@ -121,7 +121,7 @@ def test_overrides_apply_in_order_and_are_yaml(load):
 
 
 @pytest.mark.parametrize("text", ["1e-3", "1.0e-3", "1E-3", "0.001", ".001"])
-def test_floats_as_people_write_them(load, text):
+def test_common_ways_to_write_a_float_are_accepted(load, text):
     assert load(f"optimizer: {{dense: {{lr: {text}}}}}").optimizer.dense.lr == 1e-3
 
 
@@ -131,18 +131,18 @@ def test_an_optimizer_name_brings_its_own_settings(load):
     assert "optimizer.sparse.betas: sgd has no such setting (lazy_adam has)" in message
 
 
-# override -> what the message must contain: the key, the value or near match, a value that passes
+# override -> parts of the message: the key, the value or a near match, a value that passes
 MISTAKES = {
     "train.epoch=3": ["train.epoch: unknown key", "did you mean train.epochs?"],
     "optimizer.tables=5": ["optimizer.tables: 5 (int) is not a group of keys", "name: ftrl"],
     "optimizer.tables.wide.*=5": ["optimizer.tables.wide.*: 5 (int) is not a group of keys"],
-    "optimizer.tables.wide.*.name=adam": ["'adam' is not known; use one of same, sgd, adagrad"],
+    "optimizer.tables.wide.*.name=adam": ["'adam' is unknown; use one of same, sgd, adagrad"],
     "optimizer.sparse.name=adam": ["optimizer.sparse.name: 'adam'", "did you mean lazy_adam?"],
     "optimizer.tables.wide.*.beta=1.0": ["optimizer.tables.wide.*.beta: same has no", "(ftrl has)"],
     "optimizer.tables.wide.*.lr=0": ["optimizer.tables.wide.*.lr: 0 is not > 0"],
     "optimizer.clip=5": ["optimizer.clip: 5 (int)", "clip: {norm: 10.0}"],
     "optimizer.clip.norm=-1": ["optimizer.clip.norm: -1 is not > 0", "norm: 10.0"],
-    "optimizer.dense_schedule.decay_start=3": ["optimizer.dense_schedule.decay_start: 3 without"],
+    "optimizer.dense_schedule.decay_start=3": ["optimizer.dense_schedule.decay_start: 3", "decay_"],
     "train.stop.metric=f1": ["train.stop.metric: 'f1' is not one of auc", "metric: auc"],
     "train.plateau.factor=1.0": ["train.plateau.factor: 1.0 is not > 0 and < 1", "factor: 0.1"],
     "train.profile=[5, 3]": ["train.profile: [5, 3] ends before", "[3, 5]"],
@@ -163,7 +163,7 @@ MISTAKES = {
     "optimizer.dense.lr=0": ["optimizer.dense.lr: 0", "> 0"],
     "optimizer.dense.betas=[0.9]": ["optimizer.dense.betas: [0.9]", "betas: [0.9, 0.999]"],
     "optimizer.schedule={decay_start: 20, end_factor: 0.0}": [
-        "optimizer.schedule.decay_start: 20 without",
+        "optimizer.schedule.decay_start: 20",
         "decay_steps: 10000",
     ],
     "optimizer.schedule={decay_steps: 9, end_factor: 5}": ["schedule.end_factor: 5", "<= 1"],
@@ -181,7 +181,7 @@ MISTAKES = {
     ],
     "parallel.scheme=4": ["parallel.scheme: 4 is not one of dp, 1, 2, 3"],
     "data.path.x=3": ["data.path: {x: 3} (dict)", "a path"],
-    "run.seed": ["'run.seed': not an override", "key=value"],
+    "run.seed": ["'run.seed': write key=value", "run.seed=7"],
     "run.seed=[1": ["run.seed: '[1' is not a YAML value"],
     "parallel.tables.deep.C1={ranks: [0]}": ["parallel.tables.deep.C1.sbp: not given", "S(0)"],
     "parallel.tables.deep.C1.sbp=P": ["deep.C1.sbp: P", "B, S(0) or S(1)"],
@@ -209,17 +209,22 @@ def test_mistakes_name_key_value_rule_and_remedy(load, override):
     assert "\n" not in message
 
 
-def test_a_key_given_twice_is_refused_with_its_line(load):
+def test_a_near_match_is_suggested_once_even_if_several_models_have_the_key(load):
+    message = refused(load, "train.dropou=0.5")
+    assert message.count("model.dropout") == 1
+
+
+def test_a_duplicate_key_is_refused_with_its_line(load):
     message = refused(load, text="run: {seed: 1}\ntrain: {}\nrun: {seed: 2}\n")
-    assert "line 3: key 'run' is there twice" in message
+    assert "line 3: key 'run' appears twice" in message
 
 
 @pytest.mark.parametrize("text", ["- 1\n", "just text", "a: [1"])
-def test_files_that_are_no_config(load, text):
+def test_a_file_that_is_not_a_config_is_refused(load, text):
     assert "config.yaml" in refused(load, text=text)
 
 
-def test_a_missing_file_names_its_neighbours():
+def test_a_missing_file_suggests_similar_names():
     with pytest.raises(ConfigError, match=r"scheme4\.yaml does not exist; did you mean .*scheme1"):
         load_config(CONFIGS[0].parent / "scheme4.yaml", models=MODELS)
 
@@ -230,7 +235,7 @@ def test_a_missing_file_without_neighbors_names_a_value_that_passes(tmp_path, ke
         read_yaml(tmp_path / "nothere.yaml", key)
 
 
-def test_missing_data_is_told_how_to_get_some(load, tmp_path):
+def test_the_message_for_missing_data_shows_how_to_make_some(load, tmp_path):
     with pytest.raises(ConfigError, match=r"data.path: not given.*sbpflow synth"):
         data_path(load(""))
     with pytest.raises(ConfigError, match=r"data.path: /no/such does not exist.*sbpflow synth"):
@@ -248,7 +253,7 @@ def test_a_batch_smaller_than_the_ranks_is_refused(load):
         check(config, {"deep.C1": (9, 4)}, DP, 4)
 
 
-def test_the_facts_that_ranks_compare_change_with_every_value_and_with_the_order_of_patterns(load):
+def test_the_facts_that_ranks_compare_depend_on_all_values_and_on_pattern_order(load):
     base = "parallel: {scheme: 1, tables: {a: {sbp: B}, b: {sbp: B}}}"
     swapped = "parallel: {scheme: 1, tables: {b: {sbp: B}, a: {sbp: B}}}"
     configs = [load(base), load(swapped), load(base, "run.seed=8"), load(base, "train.log_every=9")]
@@ -256,7 +261,7 @@ def test_the_facts_that_ranks_compare_change_with_every_value_and_with_the_order
     assert config_facts(load(base)) == config_facts(load(base))
 
 
-def test_a_config_cannot_be_changed(load):
+def test_a_config_is_immutable(load):
     with pytest.raises(dataclasses.FrozenInstanceError):
         load("").run.seed = 8
 
@@ -265,7 +270,7 @@ def test_the_facts_name_every_key(load):
     base = config_facts(load(""))
     assert base["optimizer.sparse.lr"] == "0.05"
     assert base["model.hidden"] == "[1024, 1024]"
-    assert "data.path" not in base  # as good as not given
+    assert "data.path" not in base  # None is the same as not given
     for override in (
         "run.seed=8",
         "optimizer.tables.*.name=ftrl",
@@ -279,7 +284,7 @@ def test_the_facts_name_every_key(load):
     assert changed == {"parallel.tables (order)"}
 
 
-def test_tables_of_a_model_are_set_by_pattern(load):
+def test_model_tables_are_set_by_pattern(load):
     config = load("", "model.tables.deep.C1.dim=8", "model.tables.deep.C*={pooling: mean}")
     assert list(config.model.tables) == ["deep.C1", "deep.C*"]
     assert (config.model.tables["deep.C1"].dim, config.model.tables["deep.C*"].pooling) == (

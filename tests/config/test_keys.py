@@ -1,4 +1,4 @@
-"""What each key is for: which keys must be equal for a run to resume, written out."""
+"""What each key affects, and so which keys must be equal for a run to resume, written out."""
 
 import re
 import runpy
@@ -20,7 +20,7 @@ SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / ".ci" / "configuration.p
 SCHEME1 = CONFIGS[0].parent / "scheme1.yaml"
 SET = DataFacts(path="set", fingerprint="a", content_id="b")
 
-# Free to change when a run resumes.
+# These may change when a run resumes.
 EXECUTION = """
 run.dir data.path data.loader
 train.epochs train.max_steps train.lookahead train.log_every train.progress train.profile
@@ -34,9 +34,9 @@ checkpoint.dir checkpoint.every checkpoint.keep checkpoint.keep_best checkpoint.
 checkpoint.resume checkpoint.on_signal
 """.split()
 EXECUTION += ["parallel.tables (order)", "parallel.kernels (order)", "parallel.dense (order)"]
-# Free as well, unless train.stop or train.plateau acts on scores.
+# So may these, unless train.stop or train.plateau acts on scores.
 SCORES = ["train.eval_every", "train.eval_rows", "train.exact_auc_rows", "train.slices"]
-# Fixed, as every key that is in neither list; with "parallel." in front of each.
+# These, prefixed with "parallel.", must be equal, like all keys that are in neither list.
 RESULTS_OF_PARALLEL = ["dtype", "table_dtype", "comm_dtype", "tables.deep.C1.comm_dtype"]
 
 EVERYTHING = (
@@ -69,24 +69,24 @@ CASES = [
 
 
 @pytest.mark.parametrize(("path", "overrides"), CASES)
-def test_the_keys_that_a_resumed_run_must_have_equal(path, overrides):
+def test_which_keys_must_be_equal_for_a_run_to_resume(path, overrides):
     config = load_config(path, overrides, models=MODELS)
     free = set(EXECUTION)
     if not {STOP, PLATEAU} & set(overrides):
         free |= set(SCORES)
-    kept = relevant_facts(config, SET)
-    assert kept.pop("the set in data.path") == "b"
-    assert kept == {key: text for key, text in config_facts(config).items() if key not in free}
+    facts = relevant_facts(config, SET)
+    assert facts.pop("the set in data.path") == "b"
+    assert facts == {key: text for key, text in config_facts(config).items() if key not in free}
 
 
-def test_every_key_that_may_change_is_tried():
+def test_every_listed_key_is_in_a_case():
     tried: set[str] = set()
     for path, overrides in CASES:
         tried |= config_facts(load_config(path, overrides, models=MODELS)).keys()
     assert {*EXECUTION, *SCORES, *(f"parallel.{key}" for key in RESULTS_OF_PARALLEL)} <= tried
 
 
-def test_keys_of_a_class_of_ones_own_affect_results_unless_marked():
+def test_keys_of_a_users_class_affect_results_unless_marked():
     @dataclass(frozen=True, kw_only=True)
     class Own:
         name: str = "own"
@@ -98,7 +98,7 @@ def test_keys_of_a_class_of_ones_own_affect_results_unless_marked():
     assert "model.threads" not in facts
 
 
-def test_every_key_has_a_line_and_says_what_it_affects():
+def test_every_key_has_a_description_and_an_effect():
     rows = [row for section in SCRIPT["sections"]() for row in section.rows]
     assert len({row.line for row in rows}) > 90
     for row in rows:

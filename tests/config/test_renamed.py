@@ -1,4 +1,4 @@
-"""Keys with a former name: refused with the new one, and read from what earlier versions saved."""
+"""Renamed keys: refused with the new name, and read from files that earlier versions saved."""
 
 import pytest
 
@@ -20,12 +20,12 @@ from sbpflow.models.registry import MODELS
         ("parallel.row_capacity=0.5", "parallel.row_capacity", "parallel.row_buffer_fraction"),
     ],
 )
-def test_a_former_name_is_refused_with_the_current_one(override, key, current):
+def test_an_old_name_is_refused_with_the_new_one(override, key, current):
     with pytest.raises(ConfigError, match=f"^{key}: .* write {current}$"):
         load_config("configs/scheme3.yaml", [override], models=MODELS)
 
 
-def test_saved_trees_and_keys_are_read_under_their_current_names():
+def test_saved_trees_and_keys_are_read_with_their_new_names():
     saved = {
         "data": {"path": "set"},
         "parallel": {
@@ -39,7 +39,7 @@ def test_saved_trees_and_keys_are_read_under_their_current_names():
     assert config.parallel.comm_dtype == "bfloat16"
     assert config.parallel.row_buffer_fraction == 0.5
     assert config.parallel.tables["*"].comm_dtype == "float32"
-    assert "exchange_dtype" in saved["parallel"], "the tree that was given stays as it is"
+    assert "exchange_dtype" in saved["parallel"], "the given tree is not changed"
     assert with_current_keys({"parallel": None}) == {"parallel": None}
     assert current_key("parallel.exchange_dtype") == "parallel.comm_dtype"
     assert current_key("parallel.row_capacity") == "parallel.row_buffer_fraction"

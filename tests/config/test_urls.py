@@ -1,4 +1,4 @@
-"""A URL where a local path is wanted: refused by name with exit code 2, and nothing is created."""
+"""A URL instead of a local path is refused by name with exit code 2, and nothing is created."""
 
 import argparse
 import os
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 URLS = ("s3://bucket/set", "s3:/bucket/set", "gs://b/x", "hdfs://h:9000/x", "file:///tmp/x")
 URLS += ("simplecache::s3://bucket/x", "memory://x")
 
-# Keys and options whose text is no path: names, numbers and patterns.
+# Keys and options with text that is not a path: names, numbers and patterns.
 NAMES = {"model.wide.columns", "model.wide.crosses", "train.slices", "model.fields.*.table"}
 NAMES |= {"parallel.tables.*.sbp", "parallel.tables.*.exchange", "parallel.dense.*"}
 OTHER_OPTIONS = {
@@ -44,24 +44,24 @@ COMMANDS: dict[str, Callable[[list[str]], Any]] = {
 }
 
 
-class Seen(Exception):
+class ParserMade(Exception):
     """A command has made its parser."""
 
 
 def parser_of(command: str, monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
-    """The parser that reads the command's own words."""
-    found: list[argparse.ArgumentParser] = []
+    """The parser of the command's arguments."""
+    parsers: list[argparse.ArgumentParser] = []
 
-    def see(self: argparse.ArgumentParser, *_: object) -> None:
-        found.append(self)
-        raise Seen
+    def capture(self: argparse.ArgumentParser, *_: object) -> None:
+        parsers.append(self)
+        raise ParserMade
 
     with monkeypatch.context() as patch:
-        patch.setattr(argparse.ArgumentParser, "parse_args", see)
-        patch.setattr(argparse.ArgumentParser, "parse_intermixed_args", see)
-        with pytest.raises(Seen):
+        patch.setattr(argparse.ArgumentParser, "parse_args", capture)
+        patch.setattr(argparse.ArgumentParser, "parse_intermixed_args", capture)
+        with pytest.raises(ParserMade):
             COMMANDS[command]([])
-    (parser,) = found
+    (parser,) = parsers
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             return action.choices[command.split()[-1]]
@@ -69,20 +69,20 @@ def parser_of(command: str, monkeypatch: pytest.MonkeyPatch) -> argparse.Argumen
 
 
 def text_options(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Those that take text: no flags, numbers or choices."""
+    """The options that take text: no flags, numbers or choices."""
     for action in parser._actions:
         if action.nargs != 0 and action.choices is None and action.type not in (int, float):
             yield action
 
 
 def name_of(action: argparse.Action) -> str:
-    named = action.metavar if isinstance(action.metavar, str) else action.dest
-    return action.option_strings[-1] if action.option_strings else named
+    positional = action.metavar if isinstance(action.metavar, str) else action.dest
+    return action.option_strings[-1] if action.option_strings else positional
 
 
 def words_before(parser: argparse.ArgumentParser, action: argparse.Action) -> list[str]:
-    """One word for each positional in front of this one."""
-    names = [one.dest for one in parser._actions if not one.option_strings]
+    """A word for each positional argument before this one."""
+    names = [other.dest for other in parser._actions if not other.option_strings]
     return ["x"] * names.index(action.dest) if action.dest in names else []
 
 
@@ -98,7 +98,7 @@ def test_every_option_that_takes_a_path_refuses_a_url(command, monkeypatch, tmp_
     parser, refused = parser_of(command, monkeypatch), []
     for action in text_options(parser):
         option = name_of(action)
-        if option in OTHER_OPTIONS or option == "--input":  # those are read through fsspec
+        if option in OTHER_OPTIONS or option == "--input":  # inputs may be URLs
             continue
         for url in URLS:
             words = [*action.option_strings[-1:], *words_before(parser, action), url]
@@ -107,23 +107,23 @@ def test_every_option_that_takes_a_path_refuses_a_url(command, monkeypatch, tmp_
             assert "is a URL" in message
             assert option in message
         refused.append(option)
-    assert refused or command == "calibrate", "nothing was tried"
+    assert refused or command == "calibrate", "no option was tried"
     assert list(tmp_path.iterdir()) == []
 
 
 def refusal(
     run: Callable[[list[str]], Any], words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> str:
-    """What a command says before it ends with exit code 2."""
-    said = ""
+    """The message of a command that ends with exit code 2."""
+    message = ""
     try:
         code = run(words)
     except SystemExit as end:
         code = end.code
     except ConfigError as error:
-        said, code = str(error), classify(error)[1]
+        message, code = str(error), classify(error)[1]
     assert code == EXIT_MISTAKE
-    return said + capsys.readouterr().err
+    return message + capsys.readouterr().err
 
 
 @pytest.mark.parametrize("url", URLS)
@@ -136,8 +136,8 @@ def test_every_key_that_takes_a_path_refuses_a_url(url, tmp_path, monkeypatch):
             continue
         with pytest.raises(ConfigError) as caught:
             load_config(empty, [*key.needs, "parallel.scheme=null", f"{name}={url}"], models=MODELS)
-        said = str(caught.value)
-        assert said.startswith(f"{name}: {url!r} is a URL"), said
+        message = str(caught.value)
+        assert message.startswith(f"{name}: {url!r} is a URL"), message
         refused.add(name)
     paths = {"run.dir", "data.path", "checkpoint.dir", "checkpoint.resume"}
     paths |= {"parallel.plan", "parallel.topology"}
@@ -147,7 +147,7 @@ def test_every_key_that_takes_a_path_refuses_a_url(url, tmp_path, monkeypatch):
 
 
 def test_a_path_from_python_is_refused_too(tmp_path, monkeypatch):
-    """``Path`` has made one slash of two by then."""
+    """``Path`` has already replaced the double slash by a single one."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises((ConfigError, DataError), match="is a URL"):
         load_manifest(Path("s3://bucket/set"))
@@ -157,7 +157,7 @@ def test_a_path_from_python_is_refused_too(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["out/x", "/s3:/x", "./x", "a b", "C", "x:y", "./~/x", "../s3:/b"])
-def test_local_paths_stay_as_they_are(text):
+def test_local_paths_are_unchanged(text):
     assert local_path(text) == Path(text)
 
 
@@ -176,7 +176,7 @@ def test_the_home_of_an_unknown_user_is_refused():
 
 
 @pytest.mark.parametrize("text", ["", "a\0b"])
-def test_what_no_system_takes_is_refused(text):
+def test_an_invalid_path_is_refused(text):
     with pytest.raises(ConfigError, match="out/criteo"):
         local_path(text)
 
@@ -186,11 +186,11 @@ def test_inputs_may_be_urls(url):
     assert input_path(url) == RemotePath(url)
 
 
-def test_the_process_ends_with_2_and_leaves_nothing(tmp_path):
+def test_the_process_exits_with_2_and_creates_nothing(tmp_path):
     words = [sys.executable, "-m", "data", "prepare", "--input", "x", "--output", "s3://bucket/set"]
-    done = run_in(tmp_path, words)
-    assert done.returncode == EXIT_MISTAKE
-    assert "argument --output: 's3://bucket/set' is a URL" in done.stderr
+    result = run_in(tmp_path, words)
+    assert result.returncode == EXIT_MISTAKE
+    assert "argument --output: 's3://bucket/set' is a URL" in result.stderr
     assert list(tmp_path.iterdir()) == []
 
 

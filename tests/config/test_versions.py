@@ -1,4 +1,4 @@
-"""Pairs of builds: what fits, what is said where they do not, and what the doctor finds."""
+"""Pairs of torch and fbgemm builds: which fit, the messages for others, and the doctor."""
 
 import importlib
 import sys
@@ -14,8 +14,8 @@ from sbpflow.runtime.compute.versions import Installed, check_pair, import_fbgem
 def installed(monkeypatch):
     """A function that makes package metadata name the given versions."""
 
-    def pretend(**found: str) -> None:
-        names = {name.replace("_", "-"): version for name, version in found.items()}
+    def pretend(**by_name: str) -> None:
+        names = {name.replace("_", "-"): version for name, version in by_name.items()}
         monkeypatch.setattr(versions, "dist_version", names.get)
 
     return pretend
@@ -35,19 +35,19 @@ def test_pairs_that_fit(torch):
         ("2.14.0", "1.8.0", "fbgemm-gpu", "torch==2.13.0 fbgemm-gpu==1.8.0"),
     ],
 )
-def test_a_mismatch_names_both_and_the_install_that_fits(torch, fbgemm, dist, command):
+def test_a_mismatch_names_both_versions_and_the_install_command(torch, fbgemm, dist, command):
     with pytest.raises(ConfigError) as caught:
         check_pair(Installed(torch, fbgemm, dist))
     for part in (f"torch {torch}", f"{dist} {fbgemm}", f"pip install {command}", "=torch"):
         assert part in str(caught.value)
 
 
-def test_absent_fbgemm_is_no_mistake(installed):
+def test_fbgemm_may_be_absent(installed):
     installed(torch="2.13.0")
     assert import_fbgemm() is None
 
 
-def test_two_builds_of_fbgemm_are(installed):
+def test_two_builds_of_fbgemm_are_refused(installed):
     installed(torch="2.13.0", fbgemm_gpu="1.8.0", fbgemm_gpu_cpu="1.8.0")
     with pytest.raises(ConfigError, match="pip uninstall -y fbgemm-gpu-cpu fbgemm-gpu"):
         import_fbgemm()
@@ -57,7 +57,9 @@ def test_two_builds_of_fbgemm_are(installed):
     "error",
     [OSError("fbgemm_gpu_py.so: undefined symbol: _ZN3c10\nmore"), ImportError("no libcudart")],
 )
-def test_a_build_that_does_not_load_names_both_versions_and_why(installed, monkeypatch, error):
+def test_a_build_that_does_not_load_is_reported_with_versions_and_reason(
+    installed, monkeypatch, error
+):
     def fail(name: str) -> None:
         raise error
 
@@ -74,7 +76,7 @@ def test_install_command_without_torch_takes_the_newest_pair():
     assert install_command(None, "fbgemm-gpu") == "pip install torch==2.13.0 fbgemm-gpu==1.8.0"
 
 
-def test_the_doctor_finds_what_runs_here(capsys):
+def test_the_doctor_runs_all_checks(capsys):
     assert doctor.main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert {line.split()[1] for line in lines[: len(doctor.CHECKS)]} == {

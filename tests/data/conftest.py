@@ -1,4 +1,4 @@
-"""Small prepared sets whose dense column 0 is the row number, so that rows can be recognised."""
+"""Small prepared sets in which dense column 0 is the row number, so that rows are recognizable."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -44,18 +44,18 @@ def make_set(folder: Path, num_rows: int, shard_rows: int = 1000) -> Manifest:
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a read of a small set has several blocks, and a block several batches."""
+    """Makes a read of a small set use several blocks, and a block several batches."""
     monkeypatch.setattr("sbpflow.data.read.blocks.BLOCK_BYTES", 50_000)
 
 
 @pytest.fixture(scope="session")
 def row_set(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Manifest]:
     """``row_set(n)``: the set of ``make_set`` with n train rows, made once per session."""
-    made: dict[int, Manifest] = {}
+    sets: dict[int, Manifest] = {}
 
     def get(num_rows: int) -> Manifest:
-        if num_rows not in made:
-            made[num_rows] = make_set(tmp_path_factory.mktemp("rows") / str(num_rows), num_rows)
-        return made[num_rows]
+        if num_rows not in sets:
+            sets[num_rows] = make_set(tmp_path_factory.mktemp("rows") / str(num_rows), num_rows)
+        return sets[num_rows]
 
     return get

@@ -1,4 +1,4 @@
-"""A small set with every kind of column, and its rows as plain Python values."""
+"""A small set with every kind of column, and its rows as Python values."""
 
 import random
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ NUM_ROWS, SHARD_ROWS, LISTS, MOST = 5000, 700, 3, 9
 
 @dataclass
 class Row:
-    """A row as the test knows it."""
+    """The expected values of a row."""
 
     ids: list[int]
     lists: list[list[int]]

@@ -1,4 +1,4 @@
-"""Small Criteo-like text of our own, and plain-Python readers to compare with."""
+"""Small generated rows in Criteo's format, and Python readers to compare with."""
 
 import gzip
 import os
@@ -19,11 +19,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def genuine_rows() -> Path:
-    """The rows kept beside the checkout; skips, with the reason, where there are none."""
+    """The genuine Criteo rows outside the checkout; skips with a reason if there are none."""
     default = ROOT.parent / "shared" / "data" / "criteo_kaggle_110k.tsv.gz"
     path = Path(os.environ.get("SBPFLOW_CRITEO_ROWS", default))
     if not path.exists():
-        pytest.skip(f"no genuine Criteo rows at {path}; SBPFLOW_CRITEO_ROWS may name them")
+        pytest.skip(f"no genuine Criteo rows at {path}; set SBPFLOW_CRITEO_ROWS to their path")
     return path
 
 
@@ -40,7 +40,7 @@ def text_rows(num_rows: int, seed: int = 0) -> list[list[str]]:
 
 
 def write_rows(path: Path, rows: list[list[str]]) -> Path:
-    """Write rows as text, gzipped where the name says so."""
+    """Write rows as text, gzipped if the suffix is .gz."""
     text = "".join("\t".join(row) + "\n" for row in rows).encode()
     path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
     return path
@@ -72,13 +72,13 @@ def ids(manifest, split):
 
 
 def folder_bytes(folder: Path) -> dict[str, bytes]:
-    """Every file of a set."""
+    """The content of every file of a set."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def counts_of(rows: list[list[str]], name: str) -> Counter:
-    """How often each value of a column, or pair of values of a cross, occurs; empty ones apart."""
+    """How often each value of a column, or pair of a cross, occurs; without empty ones."""
     places = [CRITEO.columns.index(part) for part in name.split("x")]
     cells = (tuple(row[place] for place in places) for row in rows)
     return Counter(cell for cell in cells if all(cell))

@@ -1,4 +1,4 @@
-"""A table with every kind of column, its schema, and how it is written as CSV and Parquet."""
+"""A table with every kind of column, its schema, and writers for CSV and Parquet."""
 
 import csv
 import datetime
@@ -34,7 +34,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def table(num_rows: int, seed: int = 0) -> list[dict[str, object]]:
-    """Rows in time order: one an hour from 2024-04-01 on; a price in fifty is infinite."""
+    """Hourly rows from 2024-04-01 on, in time order; one price in fifty is infinite."""
     rng = random.Random(seed)
     rows: list[dict[str, object]] = []
     for number in range(num_rows):
@@ -62,7 +62,7 @@ def table(num_rows: int, seed: int = 0) -> list[dict[str, object]]:
 
 
 def write_csv(path: Path, rows: list[dict[str, object]]) -> Path:
-    """As people have it: names first, quotes where a cell needs them."""
+    """Write CSV in its common form: a line of names, and quotes around cells that need them."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(list(rows[0]))
@@ -78,7 +78,7 @@ def _cell(name: str, value: object) -> str:
 
 
 def write_parquet(path: Path, rows: list[dict[str, object]]) -> Path:
-    """The same rows with types of their own: lists, floats, times."""
+    """Write the same rows to Parquet with typed columns: lists, floats, times."""
     types = {"buy": pl.Int64, "shop": pl.Int64, "tags": pl.List(pl.String),
              "tag_weights": pl.List(pl.Float64), "genre": pl.List(pl.String),
              "more": pl.List(pl.Int64)}  # fmt: skip

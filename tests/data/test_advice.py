@@ -1,4 +1,4 @@
-"""What a first attempt with the wrong schema is answered: the key to write."""
+"""The message for a first attempt with the wrong schema names the key to write."""
 
 import gzip
 
@@ -15,8 +15,8 @@ COLUMNS = "label: click\ndense: [income]\nsparse: {city: string}\n"
 ROWS = "1,3,Berlin\n0,2,Paris\n"
 
 
-def answer(tmp_path, text, schema, name="rows.csv"):
-    """The message of prepare for these rows."""
+def message_of(tmp_path, text, schema, name="rows.csv"):
+    """The message of prepare for this text."""
     rows, settings = tmp_path / name, {"crosses": ()}
     rows.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
     if schema is not None:
@@ -29,18 +29,18 @@ def answer(tmp_path, text, schema, name="rows.csv"):
 
 @pytest.mark.parametrize("name", ["rows.csv", "rows.csv.gz"])
 @pytest.mark.parametrize("schema", [NAMED, UNNAMED, None])
-def test_an_empty_file_is_called_empty(tmp_path, name, schema):
-    message = answer(tmp_path, "", schema, name)
+def test_an_empty_file_is_reported_as_empty(tmp_path, name, schema):
+    message = message_of(tmp_path, "", schema, name)
     assert name in message
-    said = ("is empty", "its first line is empty") if schema == NAMED else ("has no rows",)
-    assert any(words in message for words in said), message
+    expected = ("is empty", "its first line is empty") if schema == NAMED else ("has no rows",)
+    assert any(text in message for text in expected), message
 
 
 @pytest.mark.parametrize(
     ("text", "schema", "advice"),
     [
         (ROWS.replace(",", "\t"), None, "describe any other table in a --schema file (docs"),
-        (ROWS, None, 'in a --schema file, here probably with `separator: ","`'),
+        (ROWS, None, 'in a --schema file, which probably needs `separator: ","`'),
         (ROWS, UNNAMED, 'the --schema file probably needs `separator: ","`'),
         (f"click,income,city\n{ROWS}", NAMED, 'write `separator: ","` in the --schema file'),
         (
@@ -65,11 +65,18 @@ def test_an_empty_file_is_called_empty(tmp_path, name, schema):
         ),
     ],
 )
-def test_the_key_that_is_missing_is_named(tmp_path, text, schema, advice):
-    assert advice in answer(tmp_path, text, schema)
+def test_the_missing_key_is_named(tmp_path, text, schema, advice):
+    assert advice in message_of(tmp_path, text, schema)
 
 
-def test_a_row_that_no_key_mends_gets_no_advice(tmp_path):
-    message = answer(tmp_path, "1,3,Berlin\n0,2,Paris,x\n", f"{UNNAMED}\nseparator: ','")
+def test_rows_with_other_categories_are_advised_to_use_a_schema(tmp_path):
+    row = "\t".join(["1", *["3"] * 13, *["Berlin"] * 26])
+    message = message_of(tmp_path, f"{row}\n" * 3, None)
+    assert "3 x category is not eight hex digits" in message
+    assert "describe any other table in a --schema file (docs/data.md)" in message
+
+
+def test_a_row_that_no_key_would_fix_gets_no_advice(tmp_path):
+    message = message_of(tmp_path, "1,3,Berlin\n0,2,Paris,x\n", f"{UNNAMED}\nseparator: ','")
     assert "4 fields instead of 3" in message
     assert "--schema" not in message

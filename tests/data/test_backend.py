@@ -1,4 +1,4 @@
-"""Which back-end ``data.loader: auto`` is."""
+"""The backend that ``data.loader: auto`` chooses."""
 
 import importlib.util
 
@@ -8,12 +8,12 @@ from sbpflow.data.read.loader import choose_backend
 
 
 @pytest.mark.parametrize(("installed", "chosen"), [(True, "dali"), (False, "memmap")])
-def test_auto_is_dali_where_it_is_installed(monkeypatch, installed, chosen):
+def test_auto_is_dali_if_it_is_installed(monkeypatch, installed, chosen):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
     assert choose_backend("auto") == chosen
 
 
 @pytest.mark.parametrize("wanted", ["dali", "memmap"])
-def test_what_is_asked_for_is_not_looked_for(monkeypatch, wanted):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: pytest.fail("looked for"))
+def test_an_explicit_backend_needs_no_search(monkeypatch, wanted):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: pytest.fail("searched"))
     assert choose_backend(wanted) == wanted

@@ -1,4 +1,4 @@
-"""Memory of batches: used again when the last view of it has gone, and not before."""
+"""Memory of batches is reused after the last view of it is gone, but not earlier."""
 
 import threading
 
@@ -20,7 +20,7 @@ def address(array):
     return array.ctypes.data
 
 
-def test_memory_is_used_again_once_no_view_of_it_is_left():
+def test_memory_is_reused_once_no_view_of_it_exists():
     buffers = Buffers()
     array = buffers.take(1000)
     first = address(array)
@@ -39,7 +39,7 @@ def test_memory_is_used_again_once_no_view_of_it_is_left():
     assert first in map(address, held)
 
 
-def test_memory_too_small_is_left_for_others():
+def test_buffers_that_are_too_small_stay_available():
     buffers = Buffers()
     small = buffers.take(10)
     first = address(small)
@@ -49,7 +49,7 @@ def test_memory_too_small_is_left_for_others():
     assert address(buffers.take(10)) in {first}
 
 
-def test_a_view_may_go_in_any_thread_and_while_another_takes():
+def test_views_may_end_in_any_thread_at_any_time():
     buffers, errors = Buffers(), []
 
     def work(number):
@@ -60,7 +60,7 @@ def test_a_view_may_go_in_any_thread_and_while_another_takes():
                 view = torch.from_numpy(array)[5:]
                 del array
                 assert bool((view == number).all())
-        except BaseException as error:  # noqa: BLE001  handed to the test's thread
+        except BaseException as error:  # noqa: BLE001  (reported by the test's own thread)
             errors.append(error)
 
     threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
@@ -72,13 +72,13 @@ def test_a_view_may_go_in_any_thread_and_while_another_takes():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_an_epoch_takes_no_more_memory_than_is_under_way(row_set, backend, monkeypatch):
-    made = []
+def test_an_epoch_allocates_only_for_batches_in_flight(row_set, backend, monkeypatch):
+    sizes = []
     real = np.empty
 
     def counted(shape, *args, **kwargs):
         if isinstance(shape, int) and shape > 500:
-            made.append(shape)
+            sizes.append(shape)
         return real(shape, *args, **kwargs)
 
     loader = open_loader(row_set(9000), batch_size=100, backend=backend)
@@ -89,14 +89,14 @@ def test_an_epoch_takes_no_more_memory_than_is_under_way(row_set, backend, monke
     for _ in batches:
         num_batches += 1
     assert num_batches == 90
-    assert 1 <= len(made) < 12  # DALI has up to 8 under way
+    assert 1 <= len(sizes) < 12  # DALI has up to 8 in flight
 
 
-def test_rows_without_labels_are_not_trained_on(tmp_path):
+def test_training_needs_labels(tmp_path):
     manifest = make_set(tmp_path / "set", 100)
     content = {k: v for k, v in manifest.content.items() if k != "fingerprint"}
     write_manifest(manifest.path, {**content, "labelled": False})
-    with pytest.raises(ConfigError, match="without labels, to be scored"):
+    with pytest.raises(ConfigError, match=r"data.path: .* rows without labels"):
         open_loaders(
             load_manifest(manifest.path), DataConfig(batch_size=8), 0, 1, seed=1,
             device=torch.device("cpu"),

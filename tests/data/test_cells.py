@@ -1,4 +1,4 @@
-"""One cell, one meaning: beside good and bad neighbours, in text and in Parquet."""
+"""A cell has the same meaning next to good and bad rows, in text and in Parquet."""
 
 import polars as pl
 import pytest
@@ -27,27 +27,27 @@ def test_a_dense_cell_does_not_depend_on_its_neighbours(cell, column):
     lines = ["\t".join(row) for row in ROWS]
     lines[7] = "\t".join([*ROWS[7][:column], cell, *ROWS[7][column + 1 :]])
     alone = parse_piece("\n".join(lines).encode(), CRITEO)
-    beside = parse_piece("\n".join([*lines, "zz"]).encode(), CRITEO)
+    with_bad = parse_piece("\n".join([*lines, "zz"]).encode(), CRITEO)
     is_number = cell.lstrip(" ").lstrip("+-").isdigit()
     assert alone.bad.counts == ({} if is_number else {IS_DENSE: 1})
-    assert beside.bad.total == alone.bad.total + 1
-    assert alone.frame.equals(beside.frame)
+    assert with_bad.bad.total == alone.bad.total + 1
+    assert alone.frame.equals(with_bad.frame)
 
 
 @pytest.mark.parametrize("cell", [" ", "\t", "\t\t", "\t5", " \t5", " 5", "5\t", ""])
-def test_blanks_and_tabs_in_dense_cells_of_a_table_of_commas(cell):
+def test_blanks_and_tabs_in_dense_cells_of_comma_separated_text(cell):
     good = b"1,2,3,two words\n0,-2,,tab\there\n"
     line = f"1,4,{cell},x\n".encode()
     alone = parse_piece(good + line, COMMAS)
-    beside = parse_piece(good + line + b"zz\n", COMMAS)
+    with_bad = parse_piece(good + line + b"zz\n", COMMAS)
     is_good = cell in (" 5", "")
     assert alone.bad.counts == ({} if is_good else {IS_DENSE: 1})
-    assert alone.frame.equals(beside.frame)
+    assert alone.frame.equals(with_bad.frame)
     assert len(alone.frame) == 2 + is_good
 
 
 def test_blanks_in_string_categories_do_not_slow_a_piece(monkeypatch):
-    """The way line by line takes a hundred times as long."""
+    """Parsing line by line would take a hundred times as long."""
 
     def slow(*_):
         raise AssertionError("line by line")
@@ -65,8 +65,8 @@ CELLS = ["5", "+5", "-5", " 5", "5 ", " ", "", "1e1", "1.0", "007", "0x5", "nan"
 
 
 @pytest.mark.parametrize("kind", ["hex", "string", "integer"])
-def test_text_cells_mean_the_same_in_parquet_as_in_text(tmp_path, kind):
-    """Each as a dense value and as a category, alone in its row; a line end is no cell of text."""
+def test_text_cells_have_the_same_meaning_in_parquet_and_text(tmp_path, kind):
+    """Each cell is tried as a dense value and as a category, alone in its row."""
     schema = Schema(
         columns=("label", "d", "s"), label="label", dense=("d",), sparse=("s",), kinds=(kind,)
     )
@@ -92,14 +92,14 @@ def test_a_parquet_table_without_dense_columns_is_read(tmp_path):
     assert piece.frame["y"].to_list() == [0, 1]
     assert piece.frame["c"].null_count() == 1
     assert piece.bad.counts == {"label is not 0 or 1": 1}
-    made = run_prepare(
+    manifest = run_prepare(
         tmp_path / "set", tmp_path / "r.parquet", schema=schema, crosses=(), max_bad_fraction=0.5
     )
-    assert made.num_words == 2
+    assert manifest.num_words == 2
 
 
-def test_a_folder_with_odd_digits_in_its_names_is_sorted(tmp_path):
-    """A superscript two is a digit and no decimal; an Arabic-Indic three is both."""
+def test_files_with_unusual_digits_in_their_names_are_sorted(tmp_path):
+    """A superscript two is a digit but not a decimal; an Arabic-Indic three is both."""
     for name in ("1\u00b22.tsv", "\u00b2.tsv", "10.tsv", "2.tsv", "\u0663.tsv"):
         write_rows(tmp_path / name, ROWS[:2])
     names = [source.path.name for source in find_inputs([tmp_path])]

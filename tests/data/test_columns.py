@@ -31,30 +31,30 @@ def shared_rows(path, first):
 
 
 @pytest.mark.parametrize("hashed", [False, True])
-def test_columns_of_one_vocabulary_have_one_id_for_a_value(tmp_path, hashed):
+def test_columns_with_a_shared_vocabulary_give_a_value_the_same_id(tmp_path, hashed):
     (tmp_path / "schema.yaml").write_text(SHARED)
     words = ["--input", shared_rows(tmp_path / "t.csv", 0), "--schema", tmp_path / "schema.yaml"]
     words += ["--output", tmp_path / "set", "--split", "time:1,0,0"]
     words += ["--hash-size", "1000"] if hashed else []
     assert main(["prepare", *map(str, words)]) == 0
-    made = load_manifest(tmp_path / "set")
-    home, work, shop = (ids_of(made, name) for name in ("home", "work", "shop"))
+    manifest = load_manifest(tmp_path / "set")
+    home, work, shop = (ids_of(manifest, name) for name in ("home", "work", "shop"))
     assert np.array_equal(home[np.arange(120) // 2], work)
     assert not np.array_equal(home, shop)
-    lengths, values = RowFiles(made, "train").lists(0, 120)
-    want = [home[n + k] for n in range(120) for k in range(min(n % 3, 120 - n))]
-    assert values.tolist() == want
-    assert [f.vocabulary for f in made.fields] == ["city", "city", "city", ""]
-    assert fields_of(made).sparse[0].vocabulary == "city"
+    lengths, values = RowFiles(manifest, "train").lists(0, 120)
+    expected = [home[n + k] for n in range(120) for k in range(min(n % 3, 120 - n))]
+    assert values.tolist() == expected
+    assert [f.vocabulary for f in manifest.fields] == ["city", "city", "city", ""]
+    assert fields_of(manifest).sparse[0].vocabulary == "city"
     if hashed:
         return
-    assert sorted(path.name for path in (made.path / "vocabulary").glob("*.ids.npy")) == [
+    assert sorted(path.name for path in (manifest.path / "vocabulary").glob("*.ids.npy")) == [
         "city.ids.npy", "shop.ids.npy",
     ]  # fmt: skip
-    counts = open_vocabularies(made)["work"].counts
+    counts = open_vocabularies(manifest)["work"].counts
     assert counts.sum() == 240 + lengths.sum()
-    assert load_stats(made) == compute_stats(made)
-    words = ["--like", made.path, "--input", shared_rows(tmp_path / "new.csv", 3), "--grow"]
+    assert load_stats(manifest) == compute_stats(manifest)
+    words = ["--like", manifest.path, "--input", shared_rows(tmp_path / "new.csv", 3), "--grow"]
     words += ["--output", tmp_path / "grown", "--split", "time:1,0,0"]
     assert main(["prepare", *map(str, words)]) == 0
     grown = load_manifest(tmp_path / "grown")
@@ -65,10 +65,10 @@ def test_columns_of_one_vocabulary_have_one_id_for_a_value(tmp_path, hashed):
 @pytest.mark.parametrize(
     ("schema", "more", "message"),
     [
-        (SHARED.replace("work: {kind: string", "work: {kind: integer"), [], "of home, too"),
-        (SHARED.replace("city", "shop"), [], "is the name of a column that has another"),
+        (SHARED.replace("work: {kind: string", "work: {kind: integer"), [], "shared with home"),
+        (SHARED.replace("city", "shop"), [], "vocabulary 'shop' is the name of a column"),
         (SHARED, ["--hash-size", "home=50"], "home and work share the vocabulary city"),
-        (SHARED.replace("city", "a/b"), [], "must be letters"),
+        (SHARED.replace("city", "a/b"), [], "'a/b' may have only letters"),
     ],
 )
 def test_a_vocabulary_that_cannot_be_shared_is_refused(tmp_path, capsys, schema, more, message):
@@ -87,8 +87,8 @@ sparse:
 """
 
 
-def test_weights_in_the_cells_are_those_beside_them(tmp_path):
-    """As ``a:0.5|b:1``, as structs in Parquet, and as a column of their own: one set."""
+def test_weights_in_cells_equal_weights_in_structs(tmp_path):
+    """``a:0.5|b:1`` in text and structs in Parquet give the same set."""
     cells = [[("a", 0.5), ("b", 1.0)], [], [("d:e", 2.5)], [("", 0.25)],
              [("a", 1e-3), ("b", 2.0), ("c", 3.0), ("d", 4.0)]] * 8  # fmt: skip
     rows = [{"label": n % 2, "tags": pairs, "plain": [n]} for n, pairs in enumerate(cells)]
@@ -102,22 +102,23 @@ def test_weights_in_the_cells_are_those_beside_them(tmp_path):
     named = [{**row, "tags": tags} for row, tags in zip(rows, structs, strict=True)]
     pl.DataFrame(named, schema_overrides=kinds).write_parquet(tmp_path / "t.parquet")
     (tmp_path / "schema.yaml").write_text(INLINE)
-    made = []
+    manifests = []
     for name in ("t.csv", "t.parquet"):
         words = ["--input", tmp_path / name, "--schema", tmp_path / "schema.yaml"]
         words += ["--output", tmp_path / f"{name}.set", "--split", "time:1,0,0"]
         assert main(["prepare", *map(str, words)]) == 0
-        made.append(load_manifest(tmp_path / f"{name}.set"))
-    assert data_files(made[0]) == data_files(made[1])
-    assert [field.weighted for field in made[0].fields] == [True, False]
-    lengths, values = RowFiles(made[0], "train").lists(0, len(rows))
+        manifests.append(load_manifest(tmp_path / f"{name}.set"))
+    assert data_files(manifests[0]) == data_files(manifests[1])
+    manifest = manifests[0]
+    assert [field.weighted for field in manifest.fields] == [True, False]
+    lengths, values = RowFiles(manifest, "train").lists(0, len(rows))
     assert lengths[:5, 0].tolist() == [2, 0, 1, 1, 3]
-    shard = made[0].shards("train")[0]
-    weights = np.load(made[0].path / shard.parts["value_weights"].file)
+    shard = manifest.shards("train")[0]
+    weights = np.load(manifest.path / shard.parts["value_weights"].file)
     assert weights[:6].tolist() == [0.5, 1.0, 1.0, 1.0, 2.5, 1.0]
     assert weights[6] == 0.25
     assert values[6] == 0
-    assert made[0].content["fields"][0]["cut"] == 8
+    assert manifest.content["fields"][0]["cut"] == 8
 
 
 @pytest.mark.parametrize(
@@ -131,9 +132,9 @@ def test_a_value_without_its_weight_is_a_bad_line(tmp_path, cell, reason):
     words = ["--input", tmp_path / "t.csv", "--schema", tmp_path / "schema.yaml"]
     words += ["--output", tmp_path / "set", "--max-bad-fraction", "0.2"]
     assert main(["prepare", *map(str, words)]) == 0
-    (found,) = load_manifest(tmp_path / "set").content["bad_lines"].items()
-    assert found[0].startswith(reason)
-    assert found[1] == 1
+    ((actual, count),) = load_manifest(tmp_path / "set").content["bad_lines"].items()
+    assert actual.startswith(reason)
+    assert count == 1
 
 
 @pytest.mark.parametrize(
@@ -141,7 +142,7 @@ def test_a_value_without_its_weight_is_a_bad_line(tmp_path, cell, reason):
     [("{after: '|'}", "weights after '|' must be one character"), ("{after: '.'}", "must be one"),
      ("{before: ':'}", "write the name of a column, or {after"), ("{after: ','}", "must be one")],
 )  # fmt: skip
-def test_a_mark_of_weights_that_cannot_be_is_refused(tmp_path, capsys, weights, message):
+def test_an_invalid_separator_of_weights_is_refused(tmp_path, capsys, weights, message):
     (tmp_path / "schema.yaml").write_text(INLINE.replace('{after: ":"}', weights))
     (tmp_path / "t.csv").write_text("label,tags,plain\n1,a:1,2\n")
     words = ["--input", tmp_path / "t.csv", "--schema", tmp_path / "schema.yaml"]

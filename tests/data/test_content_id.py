@@ -1,4 +1,4 @@
-"""The same rows are the same set, whatever files they came from, lie in, or were made by."""
+"""The content ID depends on the rows, not on the files they came from or are stored in."""
 
 import random
 import zlib
@@ -15,13 +15,13 @@ from sbpflow.errors import DataError
 from tests.data.conftest import make_set
 from tests.data.rows import run_prepare, text_rows, write_rows
 from tests.data.tables import table, write_csv, write_parquet
-from tests.data.test_tables import made
+from tests.data.test_tables import prepare_table
 
 ROWS = text_rows(600, seed=3)
 
 
 @pytest.mark.parametrize("num_parts", [0, 1, 2, 9, 300])
-def test_checksums_of_parts_give_that_of_the_whole(num_parts):
+def test_the_checksum_of_a_concatenation_follows_from_its_parts(num_parts):
     rng = random.Random(num_parts)
     parts = [rng.randbytes(rng.choice([0, 1, 5, 4096])) for _ in range(num_parts)]
     crc32s = np.array([zlib.crc32(part) for part in parts], dtype=np.uint32)
@@ -29,17 +29,17 @@ def test_checksums_of_parts_give_that_of_the_whole(num_parts):
     assert joined_crc32(crc32s, sizes) == zlib.crc32(b"".join(parts))
 
 
-def test_a_checksum_moves_past_more_bytes_than_its_order():
-    """Zeros behind a part: by one length, and by that of two parts of half of it."""
-    one, half = 3 * (2**32 - 1) + 8, 2**33 + 3
+def test_sizes_beyond_the_period_of_the_polynomial():
+    """Appending zeros: one long part equals two halves, and sizes wrap at the period."""
+    long, half = 3 * (2**32 - 1) + 8, 2**33 + 3
     crc32s = np.array([zlib.crc32(b"rows"), 0, 0], dtype=np.uint32)
     whole = joined_crc32(crc32s[:2], np.array([4, 2 * half]))
     assert joined_crc32(crc32s, np.array([4, half, half])) == whole
-    eight = joined_crc32(crc32s[:2], np.array([4, 8]))  # x has the order 2^32 - 1 bits
-    assert joined_crc32(crc32s[:2], np.array([4, one])) == eight != whole
+    eight = joined_crc32(crc32s[:2], np.array([4, 8]))  # the period is 2^32 - 1 bits
+    assert joined_crc32(crc32s[:2], np.array([4, long])) == eight != whole
 
 
-def test_the_checksum_of_rows_is_free_of_headers(tmp_path):
+def test_the_checksum_of_rows_excludes_headers(tmp_path):
     rows = np.arange(700, dtype=np.int32).reshape(-1, 7)
     pieces = [rows[:0], rows[:33], rows[33:]]
     files = [write_array(tmp_path / f"{k}.npy", piece) for k, piece in enumerate(pieces)]
@@ -53,8 +53,8 @@ def from_text(tmp_path_factory):
     return run_prepare(folder / "set", write_rows(folder / "rows.tsv", ROWS))
 
 
-def test_inputs_pieces_and_versions_do_not_count(tmp_path, from_text, monkeypatch):
-    packed = run_prepare(tmp_path / "packed", write_rows(tmp_path / "other.tsv.gz", ROWS))
+def test_inputs_pieces_and_versions_do_not_matter(tmp_path, from_text, monkeypatch):
+    compressed = run_prepare(tmp_path / "gz", write_rows(tmp_path / "other.tsv.gz", ROWS))
     first, second = (
         write_rows(tmp_path / f"{part}.tsv", rows)
         for part, rows in (("a", ROWS[:250]), ("b", ROWS[250:]))
@@ -64,29 +64,29 @@ def test_inputs_pieces_and_versions_do_not_count(tmp_path, from_text, monkeypatc
     monkeypatch.setattr("sbpflow.data.prepare.content.np.__version__", "9.9")
     later = run_prepare(tmp_path / "later", tmp_path / "other.tsv.gz")
     assert len(cut.shards("train")) > 1
-    sets = (from_text, packed, cut, later)
-    assert len({made.fingerprint for made in sets}) == 4
-    assert {made.content_id for made in sets} == {from_text.content_id}
+    manifests = (from_text, compressed, cut, later)
+    assert len({manifest.fingerprint for manifest in manifests}) == 4
+    assert {manifest.content_id for manifest in manifests} == {from_text.content_id}
 
 
-def test_lists_and_side_columns_count_and_their_container_does_not(tmp_path):
+def test_lists_and_side_columns_matter_but_not_their_file_format(tmp_path):
     rows = table(300)
     (tmp_path / "again").mkdir()
-    text = made(tmp_path / "text", write_csv(tmp_path / "t.csv", rows))
-    parquet = made(tmp_path / "parquet", write_parquet(tmp_path / "t.parquet", rows))
+    text = prepare_table(tmp_path / "text", write_csv(tmp_path / "t.csv", rows))
+    parquet = prepare_table(tmp_path / "parquet", write_parquet(tmp_path / "t.parquet", rows))
     assert text.content_id == parquet.content_id
     assert text.fingerprint != parquet.fingerprint
-    seen = {text.content_id}
+    content_ids = {text.content_id}
     for column, value in (("w", 2.5), ("user", "u9"), ("id", "row-x"), ("buy", 1), ("more", [7])):
         changed = [dict(row) for row in rows]
         place = next(k for k, row in enumerate(rows) if row[column] != value)
         changed[place][column] = value
-        other = made(tmp_path / column, write_csv(tmp_path / "again" / "t.csv", changed))
-        assert other.content_id not in seen, column
-        seen.add(other.content_id)
+        other = prepare_table(tmp_path / column, write_csv(tmp_path / "again" / "t.csv", changed))
+        assert other.content_id not in content_ids, column
+        content_ids.add(other.content_id)
 
 
-def test_rows_order_splits_and_ids_count(tmp_path, from_text):
+def test_rows_order_splits_and_ids_matter(tmp_path, from_text):
     def prepared(name, rows, **options):
         return run_prepare(tmp_path / name, write_rows(tmp_path / f"{name}.tsv", rows), **options)
 
@@ -102,28 +102,28 @@ def test_rows_order_splits_and_ids_count(tmp_path, from_text):
         prepared("crosses", ROWS, crosses=()),
         prepared("min_count", ROWS, min_count=3),
     ]
-    found = [from_text.content_id, *(other.content_id for other in others)]
-    assert len(set(found)) == len(found)
+    content_ids = [from_text.content_id, *(other.content_id for other in others)]
+    assert len(set(content_ids)) == len(content_ids)
 
 
 @pytest.mark.parametrize("key", ["dense", "fields"])
-def test_the_names_of_columns_count(tmp_path, key):
-    made = make_set(tmp_path / "set", 50)
-    entries = [dict(entry) for entry in made.content[key]]
+def test_column_names_matter(tmp_path, key):
+    manifest = make_set(tmp_path / "set", 50)
+    entries = [dict(entry) for entry in manifest.content[key]]
     entries[0]["name"] = "renamed"
-    write_manifest(made.path, {**made.content, key: entries})
-    assert load_manifest(made.path).content_id != made.content_id
+    write_manifest(manifest.path, {**manifest.content, key: entries})
+    assert load_manifest(manifest.path).content_id != manifest.content_id
 
 
 def recut(manifest, folder, shard_rows):
-    """The train rows of ``make_set`` in shards of another length."""
+    """The train rows of ``make_set`` in shards of another size."""
     other = make_set(folder, manifest.splits["train"], shard_rows)
     assert other.fingerprint != manifest.fingerprint
     return other
 
 
 @pytest.mark.parametrize("shuffle", ["runs", "none"])
-def test_a_read_goes_on_in_a_set_cut_otherwise(tmp_path, row_set, shuffle):
+def test_a_read_continues_in_a_set_with_other_shards(tmp_path, row_set, shuffle):
     settings = {"batch_size": 700, "backend": "memmap", "shuffle": shuffle}
     loader = open_loader(row_set(9000), **settings)
     batches = loader.epoch(0)
@@ -132,27 +132,27 @@ def test_a_read_goes_on_in_a_set_cut_otherwise(tmp_path, row_set, shuffle):
     expected = [batch.ids.clone() for batch in batches]
     other = open_loader(recut(row_set(9000), tmp_path / "set", 333), **settings)
     other.load_state_dict(state)
-    found = [batch.ids for batch in other.epoch(0)]
-    assert len(found) == len(expected)
-    assert all(a.equal(b) for a, b in zip(found, expected, strict=True))
+    actual = [batch.ids for batch in other.epoch(0)]
+    assert len(actual) == len(expected)
+    assert all(a.equal(b) for a, b in zip(actual, expected, strict=True))
 
 
-def test_a_state_of_an_earlier_version_is_matched_by_the_fingerprint(tmp_path, row_set):
+def test_a_state_of_an_earlier_version_is_compared_by_fingerprint(tmp_path, row_set):
     loader = open_loader(row_set(9000), batch_size=700)
     state = loader.state_dict()
     del state["content_id"]
     loader.load_state_dict(state)
     other = open_loader(recut(row_set(9000), tmp_path / "set", 333), batch_size=700)
-    with pytest.raises(DataError, match=r"has fingerprint .*, this one has .* the same rows"):
+    with pytest.raises(DataError, match=r"has fingerprint .*, but this one has .* the same rows"):
         other.load_state_dict(state)
 
 
-def test_a_split_without_rows_and_empty_shards_change_nothing(tmp_path):
-    made = make_set(tmp_path / "set", 50)
-    splits = {split: list(made.content["splits"][split]) for split in SPLITS}
-    empty = write_shard(made.path, "empty.npy", np.empty((0, made.num_words), dtype=np.int32))
-    splits["train"].insert(0, shard_entry(empty))
-    write_manifest(made.path, {**made.content, "splits": splits})
-    assert load_manifest(made.path).content_id == made.content_id
-    write_manifest(made.path, {**made.content, "splits": {**splits, "val": []}})
-    assert load_manifest(made.path).content_id != made.content_id
+def test_empty_shards_do_not_matter(tmp_path):
+    manifest = make_set(tmp_path / "set", 50)
+    splits = {split: list(manifest.content["splits"][split]) for split in SPLITS}
+    words = np.empty((0, manifest.num_words), dtype=np.int32)
+    splits["train"].insert(0, shard_entry(write_shard(manifest.path, "empty.npy", words)))
+    write_manifest(manifest.path, {**manifest.content, "splits": splits})
+    assert load_manifest(manifest.path).content_id == manifest.content_id
+    write_manifest(manifest.path, {**manifest.content, "splits": {**splits, "val": []}})
+    assert load_manifest(manifest.path).content_id != manifest.content_id

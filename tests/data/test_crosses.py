@@ -1,4 +1,4 @@
-"""Crosses computed while rows are read: what they are, and that they are those of prepared ones."""
+"""Crosses that are computed while rows are read: their values, and that prepared ones are equal."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ CROSSES = (
 
 
 def by_hand(ids, rows):
-    """The hash in Python's own integers."""
+    """The hash in Python integers."""
     if 0 in ids:
         return 0
     state = 0
@@ -74,7 +74,7 @@ def words_of(num_rows, seed):
 
 
 def write_set(folder, *, prepared):
-    """The same rows without the crosses, or with them as columns."""
+    """The same rows, without crosses or with crosses as columns."""
     folder.mkdir()
     splits = {}
     for number, split in enumerate(SPLITS):
@@ -98,32 +98,34 @@ def write_set(folder, *, prepared):
 
 @pytest.fixture(scope="module")
 def sets(tmp_path_factory):
-    """(without the crosses, with them prepared)"""
+    """(without crosses, with prepared crosses)"""
     folder = tmp_path_factory.mktemp("crosses")
     return write_set(folder / "plain", prepared=False), write_set(folder / "full", prepared=True)
 
 
 @pytest.mark.parametrize("shuffle", ["none", "runs"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_computed_columns_are_the_prepared_ones(sets, backend, shuffle):
+def test_computed_columns_equal_prepared_ones(sets, backend, shuffle):
     plain, full = sets
     options = {"batch_size": 256, "shuffle": shuffle, "rank": 1, "world_size": 2}
     computed = open_loader(plain, backend=backend, crosses=CROSSES, **options)
     prepared = open_loader(full, backend="memmap", **options)
-    for got, want in zip(computed.epoch(2), prepared.epoch(2), strict=True):
-        assert torch.equal(got.ids, want.ids)
-        assert torch.equal(got.dense, want.dense)
-        assert torch.equal(got.labels, want.labels)
+    for actual, expected in zip(computed.epoch(2), prepared.epoch(2), strict=True):
+        assert torch.equal(actual.ids, expected.ids)
+        assert torch.equal(actual.dense, expected.dense)
+        assert torch.equal(actual.labels, expected.labels)
 
 
-def test_rows_are_equal_in_a_cross_if_they_are_in_the_one_that_prepare_makes(tmp_path):
-    """Where no value is rare: prepare sees raw values, the loader their ids."""
+def test_a_computed_cross_is_equivalent_to_the_cross_of_prepare(tmp_path):
+    """Rare values are excluded: prepare hashes raw values, the loader hashes their ids."""
     source = write_rows(tmp_path / "rows.tsv", text_rows(600))
     pairs = (("C1", "C2"), ("C7", "C3"))
     rule = parse_split("time:1,0,0")
-    made = run_prepare(tmp_path / "set", source, crosses=pairs, min_count=1, split=rule)
+    manifest = run_prepare(tmp_path / "set", source, crosses=pairs, min_count=1, split=rule)
     columns = [HashedColumn(columns=pair, rows=2**31 - 1) for pair in pairs]
-    loader = open_loader(made, batch_size=600, backend="memmap", shuffle="none", crosses=columns)
+    loader = open_loader(
+        manifest, batch_size=600, backend="memmap", shuffle="none", crosses=columns
+    )
     ids = next(loader.epoch(0)).ids.numpy()
     for prepared, computed in zip(ids[:, -4:-2].T, ids[:, -2:].T, strict=True):
         assert ((prepared == 0) == (computed == 0)).all()
@@ -131,23 +133,23 @@ def test_rows_are_equal_in_a_cross_if_they_are_in_the_one_that_prepare_makes(tmp
         assert 100 < len(together) == len(np.unique(prepared)) == len(np.unique(computed))
 
 
-def test_crosses_stand_beside_lists(tmp_path):
+def test_crosses_work_in_a_set_with_lists(tmp_path):
     manifest, rows = make_full_set(tmp_path / "set")
     cross = HashedColumn(columns=("C1", "C2"), rows=100)
     loader = open_loader(manifest, batch_size=300, backend="memmap", crosses=[cross])
     batch = next(loader.epoch(0))
     own = [rows[number] for number in batch.dense[:, 0].int().tolist()]
-    want = [[*row.ids, by_hand(row.ids, 100)] for row in own]
-    assert batch.ids.matrix.tolist() == want
+    expected = [[*row.ids, by_hand(row.ids, 100)] for row in own]
+    assert batch.ids.matrix.tolist() == expected
     assert batch.ids.bounds.columns == (10_000, 10_000, 100)
     assert batch.ids.lists.values.tolist() == [i for r in own for ids in r.lists for i in ids]
 
 
 def test_a_column_that_cannot_be_crossed_is_named(sets, tmp_path):
-    with pytest.raises(ConfigError, match=r"cross hashed\.C1xC9: C9 is no column of one"):
+    with pytest.raises(ConfigError, match=r"cross hashed\.C1xC9: C9 is not a column with one"):
         open_loader(sets[0], batch_size=8, crosses=[HashedColumn(columns=("C1", "C9"), rows=9)])
     manifest, _ = make_full_set(tmp_path / "set")
-    with pytest.raises(ConfigError, match="L0 is no column of one id per row"):
+    with pytest.raises(ConfigError, match="L0 is not a column with one id per row"):
         open_loader(manifest, batch_size=8, crosses=[HashedColumn(columns=("C1", "L0"), rows=9)])
 
 
@@ -169,8 +171,8 @@ def _train(world, manifest, fields, wide):
     return names, [float(job.trainer.step(batch)) for batch in loader.epoch(0)]
 
 
-def test_the_model_asks_for_hashed_columns_and_raw_columns(ranks, sets):
-    """Trained like a set in which the crosses are ordinary columns of the wide part."""
+def test_a_model_with_hashed_and_raw_wide_columns(ranks, sets):
+    """Two ranks train like one, and the crosses change the losses."""
     plain, full = sets
     columns = {"C1": 30, "C2": 30, "C3": 30}
     wide = WideConfig(columns=("C3",), crosses=(("C1", "C2"), ("C3", "C2", "C1")), hash_size=50)
@@ -192,7 +194,7 @@ def test_the_model_asks_for_hashed_columns_and_raw_columns(ranks, sets):
         ({"crosses": (("C1", "C9"),), "hash_size": 50}, "C9 is no column of one id per row"),
     ],
 )
-def test_columns_that_the_data_does_not_have_are_named(wide, message):
+def test_columns_missing_from_the_data_are_named(wide, message):
     with pytest.raises(ConfigError, match=message):
         WdlConfig(wide=WideConfig(**wide)).spec(Fields.of(("I1",), {"C1": 30}))
 
@@ -202,6 +204,6 @@ def test_columns_that_the_data_does_not_have_are_named(wide, message):
     [{"crosses": (("C1", "C2", "C3"),)}, {"crosses": (("C1",),), "hash_size": 9},
      {"crosses": (("C1", "C1"),), "hash_size": 9}, {"columns": ("C1", "C1")}],
 )  # fmt: skip
-def test_what_is_no_cross_is_refused(wide):
+def test_an_invalid_cross_is_refused(wide):
     with pytest.raises(ConfigError, match=r"not a cross|there twice"):
         WideConfig(**wide)

@@ -1,4 +1,4 @@
-"""Counting in passes: the same counts whatever fits into memory; tables that take less of it."""
+"""Counts do not depend on the memory limit; denser tables find the same ids."""
 
 import numpy as np
 import polars as pl
@@ -10,7 +10,7 @@ from sbpflow.errors import DataError
 
 
 @pytest.mark.parametrize("kind", [np.uint32, np.uint64])
-def test_counts_do_not_depend_on_how_much_fits_into_a_pass(tmp_path, kind):
+def test_counts_do_not_depend_on_the_size_of_a_pass(tmp_path, kind):
     rng = np.random.default_rng(3)
     high = np.iinfo(kind).max
     many = pl.Series("key", rng.integers(0, high, 5000, dtype=kind)[rng.integers(0, 5000, 20_000)])
@@ -22,22 +22,22 @@ def test_counts_do_not_depend_on_how_much_fits_into_a_pass(tmp_path, kind):
     whole = dict(count_fields(rows, 20_000, tmp_path / "a"))
     parts = dict(count_fields(rows, 20_000, tmp_path / "b", pass_values=700))
     assert spilled(tmp_path / "a") == []
-    assert (
-        len(spilled(tmp_path / "b")) == 6
-    )  # keys and counts of both, least and greatest check of one
+    # Keys and counts of both fields, smallest and largest check of one.
+    assert len(spilled(tmp_path / "b")) == 6
     for name, series in (("many", many), ("few", few)):
-        one, other = whole[name], parts[name]
+        one_pass, by_ranges = whole[name], parts[name]
         keys, counts = np.unique(series.drop_nulls().to_numpy(), return_counts=True)
-        assert np.array_equal(one.keys, keys)
-        assert np.array_equal(one.counts, counts)
-        assert np.array_equal(other.keys, keys)
-        assert np.array_equal(other.counts, counts)
-        assert one.missing == other.missing == series.null_count()
-        assert one.collisions == other.collisions == (0 if name == "many" else len(keys))
+        assert np.array_equal(one_pass.keys, keys)
+        assert np.array_equal(one_pass.counts, counts)
+        assert np.array_equal(by_ranges.keys, keys)
+        assert np.array_equal(by_ranges.counts, counts)
+        assert one_pass.missing == by_ranges.missing == series.null_count()
+        collisions = 0 if name == "many" else len(keys)
+        assert one_pass.collisions == by_ranges.collisions == collisions
     assert np.array_equal(whole["few"].checks, parts["few"].checks)
 
 
-def test_counts_of_several_machines_do_not_wrap_around(tmp_path):
+def test_sums_of_several_machines_counts_do_not_overflow(tmp_path):
     def counted(*numbers):
         lengths = pl.Series(numbers, dtype=pl.UInt32)
         frame = pl.DataFrame({"key": pl.Series([7, 7], dtype=pl.UInt32), "len": lengths})

@@ -1,4 +1,4 @@
-"""The benchmark of generated rows: which of its runs replace the recorded figures."""
+"""The benchmark of generated rows: which of its runs replace the recorded results."""
 
 import json
 from types import SimpleNamespace
@@ -19,16 +19,16 @@ from benchmarks import faithful, record
     ],
 )
 def test_only_the_documented_sizes_are_recorded(tmp_path, monkeypatch, capsys, arguments, recorded):
-    """The rows and the run are left out: what is asked is where its lines go."""
-    (tmp_path / "faithful.jsonl").write_text("of before\n")
-    made = SimpleNamespace(fields=(), bayes=SimpleNamespace(auc=0.8, logloss=0.5))
+    """Rows and training are replaced; the test is about where result lines go."""
+    (tmp_path / "faithful.jsonl").write_text("earlier\n")
+    manifest = SimpleNamespace(fields=(), bayes=SimpleNamespace(auc=0.8, logloss=0.5))
     monkeypatch.setattr(record, "RESULTS", tmp_path)
-    monkeypatch.setattr(faithful, "synth", lambda _: made)
+    monkeypatch.setattr(faithful, "synth", lambda _: manifest)
     monkeypatch.setattr(faithful, "halves", lambda _: (0.5, 0.5))
     monkeypatch.setattr(faithful, "train", lambda *_: {"auc": 0.7, "logloss": 0.6})
     faithful.main(arguments)
     lines = (tmp_path / "faithful.jsonl").read_text().splitlines()
-    assert (lines == ["of before"]) is not recorded
+    assert (lines == ["earlier"]) is not recorded
     assert len(lines) == (2 if recorded else 1)
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert {line["auc"] for line in printed} == {0.7}

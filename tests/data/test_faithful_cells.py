@@ -1,4 +1,4 @@
-"""Cells that would become something else without a word: each is a bad line, refused, or exact."""
+"""Cells that could silently change: each is a bad line, refused, or stored exactly."""
 
 import errno
 import json
@@ -51,12 +51,12 @@ def test_a_year_has_four_digits(tmp_path):
     cells = ("2024-05-01", "24-05-01", "01-05-24", "01-05-24 10:00:00", " 2024-05-01T00:00:00Z")
     text = "".join(f"1,a,{cell}\n" for cell in cells)
     piece = parsed(tmp_path, "sparse: {C1: string}\ntime: ts\n", text)
-    assert piece.bad.counts == {"ts is no time (date)": 3}
+    assert piece.bad.counts == {"ts is not a time (date)": 3}
     assert piece.frame["ts"].to_list() == [1714521600 * 10**6] * 2
 
 
 @pytest.mark.parametrize("kind", [pl.Date, pl.Datetime("ms"), pl.Datetime("ns")])
-def test_dates_are_no_integers_of_a_unit_that_the_file_decides(tmp_path, kind):
+def test_dates_are_not_read_as_integers_of_the_files_unit(tmp_path, kind):
     times = pl.Series([1, 2]).cast(kind)
     with pytest.raises(DataError, match=r"columns ts \(Date.* need `time: NAME`"):
         from_parquet(tmp_path, "sparse: {C1: string}\ntime: {ts: integer}\n", ts=times)
@@ -65,8 +65,8 @@ def test_dates_are_no_integers_of_a_unit_that_the_file_decides(tmp_path, kind):
     assert piece.frame["ts"].to_list() == [unit, 2 * unit]
 
 
-def test_line_ends_in_quotes_stay_as_they_are(tmp_path):
-    """Those of the lines may be of either kind."""
+def test_line_ends_in_quotes_are_kept(tmp_path):
+    """Line ends of the rows may be of either kind."""
     cells = ["p\r\nq", "p\nq", "p\n\r\nq", "\r\n", "p"]
     text = "".join(f'1,"{cell}"\r\n' for cell in cells) + "\r\n" + '0,"p\rq"\r\n0,"p","q"\r\n'
     piece = parsed(tmp_path, "sparse: {C1: string}\n", text)
@@ -78,15 +78,15 @@ def test_line_ends_in_quotes_stay_as_they_are(tmp_path):
     assert piece.bad.counts == counts
 
 
-def test_a_weight_is_not_taken_for_a_value(tmp_path):
+def test_a_weight_is_not_read_as_a_value(tmp_path):
     schema = "sparse: {C1: string, t: {kind: integer, weights: {after: ':'}}}\n"
-    with pytest.raises(DataError, match="the value, then its weight"):
+    with pytest.raises(DataError, match="a value and then its weight"):
         from_parquet(tmp_path, schema, t=[[{"weight": 1.0, "id": 5}], []])
     piece = from_parquet(tmp_path, schema, t=[[{"id": 5, "weight": 1.0}], []])
     assert piece.lists["t"]["key"].to_list() == [5]
 
 
-def test_a_dense_column_may_be_called_like_a_place_of_a_list(tmp_path):
+def test_a_dense_column_may_be_named_like_an_entry_of_a_list(tmp_path):
     schema = "dense: {'t[0]': identity}\nsparse: {t: {kind: string, width: 2}}\n"
     manifest = prepared(tmp_path, schema, "1,5.5,a|b\n0,6.5,b\n1,7.5,a|b\n0,8.5,a\n1,9.5,b\n")
     words = all_words(manifest, "train")
@@ -95,7 +95,7 @@ def test_a_dense_column_may_be_called_like_a_place_of_a_list(tmp_path):
 
 
 @pytest.mark.parametrize("clip", ["[-1.0e300, 1]", "[0, .inf]", "[0, 3.5e38]", "[0, true]"])
-def test_ends_that_float32_has_not_are_refused(tmp_path, clip):
+def test_limits_beyond_float32_are_refused(tmp_path, clip):
     with pytest.raises(ConfigError, match=r"clip is .* within float32, -3.40282e\+38 to"):
         schema_of(tmp_path, f"dense: {{d: {{clip: {clip}}}}}\nsparse: [C1]\n")
 
@@ -110,16 +110,16 @@ def test_infinite_values_are_in_the_outermost_buckets(tmp_path):
     assert by_cell["-inf"] == 2
     assert by_cell["-inf"] <= by_cell["1"] <= by_cell["2"] < by_cell["inf"]
     text = (manifest.path / MANIFEST).read_text()
-    json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
 
 
-def test_what_is_cut_off_of_bad_lines_is_not_counted(tmp_path):
+def test_values_dropped_from_bad_lines_are_not_counted(tmp_path):
     schema = "sparse: {C1: string, t: {kind: string, max: 2, beyond: first}}\n"
     piece = parsed(tmp_path, schema, "1,a,p|q|r\n7,a,p|q|r|s\n0,a,p\n")
     assert (piece.cut, piece.bad.counts) == ({"t": 1}, {"label is not 0 or 1": 1})
 
 
-def test_a_run_says_what_is_not_as_it_was_in_the_input(tmp_path, caplog):
+def test_a_run_reports_values_that_differ_from_the_input(tmp_path, caplog):
     schema = (
         "dense: {d: {clip: [0, 2]}}\nsparse: {C1: string, t: {kind: string, max: 2, beyond: last}}"
     )
@@ -127,9 +127,9 @@ def test_a_run_says_what_is_not_as_it_was_in_the_input(tmp_path, caplog):
     manifest = prepared(
         tmp_path, schema, "1,5,a,p|q|r\n0,1,b,p\n\n1,-3,a,q\n0,1,b,p|q|r|s\n1,1,a,\n"
     )
-    assert "lines were left out:\n  1 x blank line" in caplog.messages
+    assert "bad lines were left out:\n  1 x blank line" in caplog.messages
     assert "values clamped to the range of their transform: d 2" in caplog.messages
-    assert "values cut off, beyond the most of a row: t 3" in caplog.messages
+    assert "values dropped beyond the maximum of a row: t 3" in caplog.messages
     assert not any("without an id" in message for message in caplog.messages)
     caplog.clear()
     (tmp_path / "new.csv").write_text("1,1,new,p|new\n0,1,a,\n0,1,other,x\n")
@@ -140,7 +140,7 @@ def test_a_run_says_what_is_not_as_it_was_in_the_input(tmp_path, caplog):
     assert "lookups of values without an id of their own: C1 2, t 2" in caplog.messages
 
 
-def test_rows_to_be_scored_do_not_replace_the_set_they_are_like(tmp_path, capsys):
+def test_encoded_rows_cannot_replace_the_set_of_like(tmp_path, capsys):
     rows = "1,a\n0,b\n1,a\n0,b\n1,a\n"
     manifest = prepared(tmp_path, "sparse: {C1: string}\n", rows)
     arguments = ["encode", "--like", manifest.path, "--input", tmp_path / "t.csv", "--overwrite"]
@@ -150,17 +150,17 @@ def test_rows_to_be_scored_do_not_replace_the_set_they_are_like(tmp_path, capsys
 
 
 def test_a_file_written_while_it_is_read_is_refused(tmp_path, monkeypatch):
-    """Its last line may be half of one, or the rows those of two files."""
+    """Its last line may be incomplete, or the rows may come from two versions."""
     text = "".join(f"1,value-{k}\n" for k in range(200))
     real = stage.parse_table
 
-    def and_meanwhile(*arguments, **named):
+    def parse_and_append(*arguments, **named):
         with (tmp_path / "t.csv").open("a") as file:
             file.write("0,late\n")
         return real(*arguments, **named)
 
     with monkeypatch.context() as patch:
-        patch.setattr(stage, "parse_table", and_meanwhile)
+        patch.setattr(stage, "parse_table", parse_and_append)
         with pytest.raises(DataError, match=r"t\.csv: was written while it was read"):
             prepared(tmp_path, "sparse: {C1: string}\n", text)
     rows = prepared(tmp_path, "sparse: {C1: string}\n", text).splits
@@ -168,24 +168,24 @@ def test_a_file_written_while_it_is_read_is_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("size", [4, 8])
-def test_a_file_of_another_file_system_too(tmp_path, monkeypatch, size):
+def test_a_remote_file_written_while_it_is_read_is_refused(tmp_path, monkeypatch, size):
     memory = pytest.importorskip("fsspec").filesystem("memory")
     memory.pipe("/late/t.csv", b"1,a\n0,b\n")
     real = stage.parse_table
 
-    def and_meanwhile(*arguments, **named):
+    def parse_and_replace(*arguments, **named):
         memory.pipe("/late/t.csv", b"1,c\n0,d\n"[:size])
         return real(*arguments, **named)
 
     options = {"schema": schema_of(tmp_path, "sparse: {C1: string}\n"), "crosses": ()}
     with monkeypatch.context() as patch:
-        patch.setattr(stage, "parse_table", and_meanwhile)
+        patch.setattr(stage, "parse_table", parse_and_replace)
         with pytest.raises(DataError, match=r"late/t\.csv: was written while it was read"):
             run_prepare(tmp_path / "set", input_path("memory://late/t.csv"), **options)
     assert run_prepare(tmp_path / "set", input_path("memory://late/t.csv"), **options).splits
 
 
-def test_a_full_disk_is_said_for_rows_of_another_file_system(tmp_path, monkeypatch, capsys):
+def test_a_full_disk_is_reported_for_remote_rows(tmp_path, monkeypatch, capsys):
     fsspec = pytest.importorskip("fsspec")
     fsspec.filesystem("memory").pipe("/full/t.csv", b"1,a\n" * 100_000)
 
@@ -196,6 +196,6 @@ def test_a_full_disk_is_said_for_rows_of_another_file_system(tmp_path, monkeypat
     (tmp_path / "schema.yaml").write_text(LINES + "sparse: {C1: string}\n")
     words = ["--input", "memory://full/t.csv", "--schema", str(tmp_path / "schema.yaml")]
     assert main(["prepare", *words, "--output", str(tmp_path / "set")]) == 2
-    said = capsys.readouterr().err
-    assert "no space left on device; about 0.6 MB are needed" in said
-    assert re.search(r"\d [GM]B are free in", said)
+    message = capsys.readouterr().err
+    assert "no space left on device; the command needs about 0.6 MB" in message
+    assert re.search(r"\d [GM]B are free in", message)

@@ -1,4 +1,4 @@
-"""Damaged text, manifests and shards: a count or one readable error, never a wrong count."""
+"""Damaged text, manifests and shards give a count or one readable error, never a wrong count."""
 
 import random
 import re
@@ -33,7 +33,7 @@ def mutated(rng, text, edits):
 
 
 def parsed(line):
-    """What a good line says, (label, integers, keys), None for empty cells; None for a bad line."""
+    """(label, integers, keys) of a good line, with None for empty cells; None for a bad line."""
     try:
         cells = line.decode("utf-8").split("\t")
     except UnicodeDecodeError:
@@ -50,7 +50,7 @@ def parsed(line):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_every_line_of_damaged_text_is_a_right_row_or_counted(seed):
+def test_every_line_of_damaged_text_is_a_correct_row_or_counted(seed):
     rng = random.Random(seed)
     clean = "".join("\t".join(row) + "\n" for row in text_rows(40, seed)).encode()
     bad_lines = 0
@@ -59,16 +59,16 @@ def test_every_line_of_damaged_text_is_a_right_row_or_counted(seed):
         piece = parse_piece(text, CRITEO)
         lines = text.split(b"\n")
         lines = [line.removesuffix(b"\r") for line in (lines if lines[-1] else lines[:-1])]
-        want = [row for row in map(parsed, lines) if row is not None]
+        expected = [row for row in map(parsed, lines) if row is not None]
         assert piece.num_lines == len(lines), text
-        assert piece.frame.rows() == want, text
-        assert len(want) + piece.bad.total == len(lines), text
+        assert piece.frame.rows() == expected, text
+        assert len(expected) + piece.bad.total == len(lines), text
         bad_lines += piece.bad.total
     assert bad_lines > 20
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_prepare_of_damaged_files_ends_with_a_count_or_a_message(tmp_path, capsys, seed):
+def test_prepare_of_damaged_files_gives_a_count_or_a_message(tmp_path, capsys, seed):
     rng = random.Random(100 + seed)
     clean = "".join("\t".join(row) + "\n" for row in text_rows(60, seed)).encode()
     path = tmp_path / "rows.tsv"
@@ -98,7 +98,7 @@ def damage(rng, raw):
 
 
 def use(folder):
-    """Everything a run does with a set, and the checksums."""
+    """Read a set as a run does, and verify its checksums."""
     manifest = load_manifest(folder)
     rows = sum(
         len(b.labels) for b in open_loader(manifest, batch_size=16, backend="memmap").epoch(0)
@@ -108,7 +108,7 @@ def use(folder):
 
 
 def outcome(folder):
-    """What ``use`` gives, or the message it ends with."""
+    """The result of ``use``, or its error message."""
     try:
         return use(folder)
     except DataError as error:
@@ -125,9 +125,9 @@ def test_damaged_sets_are_refused_or_unchanged(tmp_path):
         path = rng.choice(files)
         raw = path.read_bytes()
         path.write_bytes(damage(rng, raw))
-        found = outcome(manifest.path)
-        assert found == whole or str(manifest.path) in found
-        refused += found != whole
+        result = outcome(manifest.path)
+        assert result == whole or str(manifest.path) in result
+        refused += result != whole
         path.write_bytes(raw)
     assert refused > 390
     assert use(manifest.path) == whole
@@ -148,18 +148,18 @@ def test_a_flipped_bit_of_a_row_is_found_by_verify(tmp_path, capsys):
     assert "checksum" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("what", ["absent", "empty", "other"])
-def test_a_path_without_a_set_says_how_to_make_one(tmp_path, what):
+@pytest.mark.parametrize("content", ["absent", "empty", "other"])
+def test_the_message_for_a_missing_set_says_how_to_make_one(tmp_path, content):
     folder = tmp_path / "set"
-    if what != "absent":
+    if content != "absent":
         folder.mkdir()
-    if what == "other":
+    if content == "other":
         (folder / "manifest.json").write_text("[]")
     with pytest.raises(DataError, match="sbpflow prepare"):
         load_manifest(folder)
 
 
-def test_an_absent_cross_names_the_flag_that_makes_it(tmp_path):
+def test_a_missing_cross_names_the_option_that_makes_it(tmp_path):
     manifest = make_set(tmp_path / "set", 50)
     assert manifest.field("C1xC2").parts == ("C1", "C2")
     with pytest.raises(DataError, match="--crosses C1xC2,C5xC6"):

@@ -1,4 +1,4 @@
-"""Ids: one per value, equal load on contiguous halves, and tables that find what was put in."""
+"""Ids: one per value, equal load on contiguous halves, and tables that find their keys."""
 
 import numpy as np
 import pytest
@@ -29,13 +29,13 @@ def test_contiguous_parts_carry_equal_load(reserved, parts):
     assert load.sum() == counts.sum() + sum(reserved)
     shares = [part.sum() / load.sum() for part in np.array_split(load, 2)]
     assert max(shares) < 0.53
-    # A part cannot carry less than its hottest row; beyond that it is level too.
+    # A part carries at least its hottest row; apart from that it is balanced too.
     hottest = max(load) / load.sum()
     shares = [part.sum() / load.sum() for part in np.array_split(load, parts)]
     assert max(shares) < max(1 / parts + 0.05, hottest + 0.02)
 
 
-def test_one_id_with_most_lookups_shares_its_half_with_the_coldest():
+def test_an_id_with_most_lookups_shares_its_half_with_the_coldest():
     counts = zipf_counts(20_000)
     reserved = (3 * int(counts.sum()), 0)
     load = loads(counts, reserved, assign_ids(counts, reserved, 7, "C22"))
@@ -57,15 +57,15 @@ def test_ids_do_not_follow_frequency():
     st.lists(st.integers(0, 2**32 - 1), max_size=50),
     st.sampled_from([(NarrowIdTable, np.uint32), (WideIdTable, np.uint64)]),
 )
-def test_tables_find_what_was_put_in_and_nothing_else(known, others, kind):
+def test_tables_find_their_keys_and_no_others(known, others, kind):
     table_type, dtype = kind
     keys = np.array(sorted(known), dtype=dtype)
     ids = np.arange(len(keys), dtype=np.int32)[::-1] + np.int32(2)
     counts = np.array([2 + 7 * key % 40 for key in keys.tolist()], dtype=np.int64)
     table = table_type(keys, ids, counts)
-    wanted = {int(key): int(value) for key, value in zip(keys, ids, strict=True)}
+    expected = {int(key): int(value) for key, value in zip(keys, ids, strict=True)}
     asked = np.array([*known, *others, 0], dtype=dtype)
-    assert table.lookup(asked).tolist() == [wanted.get(int(key), RARE_ID) for key in asked]
+    assert table.lookup(asked).tolist() == [expected.get(int(key), RARE_ID) for key in asked]
 
 
 def test_wide_keys_are_compared_in_full():
@@ -75,7 +75,7 @@ def test_wide_keys_are_compared_in_full():
     assert set(table.lookup(keys + np.uint64(1)).tolist()) == {RARE_ID}
 
 
-def test_hashed_ids_fill_the_table_evenly_and_keep_off_the_reserved():
+def test_hashed_ids_fill_the_table_evenly_without_the_reserved_ids():
     ids = HashedIds(1002, 7, "C3").lookup(np.arange(100_000, dtype=np.uint32))
     counts = np.bincount(ids, minlength=1002)
     assert counts[:2].sum() == 0

@@ -1,4 +1,4 @@
-"""What prepare takes and what it refuses: file forms, labels, Parquet, splits, a full disk."""
+"""Inputs that prepare accepts and refuses: file formats, labels, Parquet, splits, a full disk."""
 
 import gzip
 import lzma
@@ -35,7 +35,7 @@ def source(tmp_path_factory):
 
 
 def refused(capsys, output, *arguments):
-    """The one line that prepare ends with."""
+    """The single error line of prepare."""
     assert main(["prepare", "--output", str(output), *map(str, arguments)]) == 2
     captured = capsys.readouterr()
     errors = [line for line in captured.err.splitlines() if "error: " in line]
@@ -47,25 +47,25 @@ def refused(capsys, output, *arguments):
 
 TEXT = b"".join("\t".join(row).encode() + b"\n" for row in ROWS[:50])
 OTHER_FORMATS = {
-    "rows.parquet.gz": (gzip.compress(b"PAR1" + TEXT), "gunzip; what is in it is Parquet"),
+    "rows.parquet.gz": (gzip.compress(b"PAR1" + TEXT), "gunzip; its content is Parquet"),
     "rows.tsv": (b"PAR1" + TEXT, "name it .parquet"),
     "gzipped.tsv": (gzip.compress(TEXT), "name it .gz"),
     "utf16.tsv": (TEXT.decode().encode("utf-16"), "iconv -f UTF-16 -t UTF-8"),
     "marked.tsv": (b"\xef\xbb\xbf" + TEXT, "tail -c +4"),
-    "marked.tsv.gz": (gzip.compress(b"\xef\xbb\xbf" + TEXT), "gunzip; what is in it starts with"),
+    "marked.tsv.gz": (gzip.compress(b"\xef\xbb\xbf" + TEXT), "gunzip; its content starts with"),
     "rows.zip": (b"PK\x03\x04" + TEXT, "zip archive"),
-    "rows.tsv.zst": (b"\x28\xb5\x2f\xfd" + TEXT, "cut short or damaged"),
+    "rows.tsv.zst": (b"\x28\xb5\x2f\xfd" + TEXT, "truncated or damaged"),
     "zstd.tsv": (b"\x28\xb5\x2f\xfd" + TEXT, "name it .zst"),
     "arrow.tsv": (b"ARROW1" + TEXT, "name it .arrow"),
-    "marked.tsv.xz": (lzma.compress(b"\xef\xbb\xbf" + TEXT), "decompress it; what is in it starts"),
-    "cut.tsv.gz": (gzip.compress(TEXT)[:8], "cut short or damaged"),
-    "plain.tsv.gz": (TEXT, "is no gzip file"),
-    "empty.tsv.gz": (b"", "cut short or damaged (it has no bytes)"),
+    "marked.tsv.xz": (lzma.compress(b"\xef\xbb\xbf" + TEXT), "decompress it; its content starts"),
+    "cut.tsv.gz": (gzip.compress(TEXT)[:8], "truncated or damaged"),
+    "plain.tsv.gz": (TEXT, "is not a gzip file"),
+    "empty.tsv.gz": (b"", "truncated or damaged (it has no bytes)"),
 }
 
 
 @pytest.mark.parametrize("name", OTHER_FORMATS)
-def test_a_file_of_another_format_is_refused_with_what_to_do(tmp_path, capsys, name):
+def test_a_file_in_another_format_is_refused_with_advice(tmp_path, capsys, name):
     content, message = OTHER_FORMATS[name]
     (tmp_path / name).write_bytes(content)
     error = refused(capsys, tmp_path / "set", "--input", tmp_path / name)
@@ -73,7 +73,7 @@ def test_a_file_of_another_format_is_refused_with_what_to_do(tmp_path, capsys, n
     assert name in error
 
 
-def test_a_folder_is_read_whatever_the_case_of_suffixes_and_with_day_files(tmp_path, source):
+def test_a_folder_may_have_suffixes_of_any_case_and_day_files(tmp_path, source):
     folder = tmp_path / "parts"
     folder.mkdir()
     write_rows(folder / "day_2", ROWS[100:300])
@@ -101,13 +101,13 @@ def test_the_same_file_twice_is_refused(tmp_path, capsys, source, link):
 
 
 @pytest.mark.parametrize("label", [" 1", "01", "+1", "1 ", "1.0", "-0", "", "true"])
-def test_a_label_is_0_or_1_to_the_letter_whatever_stands_beside_it(label):
+def test_a_label_must_be_exactly_0_or_1_next_to_any_row(label):
     lines = ["\t".join(row) for row in ROWS[:20]]
     lines[7] = "\t".join([label, *ROWS[7][1:]])
     alone = parse_piece("\n".join(lines).encode(), CRITEO)
-    beside = parse_piece("\n".join([*lines, "broken"]).encode(), CRITEO)
+    with_bad = parse_piece("\n".join([*lines, "broken"]).encode(), CRITEO)
     assert alone.bad.counts == {"label is not 0 or 1": 1}
-    assert alone.frame.equals(beside.frame)
+    assert alone.frame.equals(with_bad.frame)
     assert len(alone.frame) == 19
 
 
@@ -143,7 +143,7 @@ def test_labels_of_parquet(tmp_path, label, num_bad):
     assert len(piece.frame) == 3 - num_bad
 
 
-def test_parquet_floats_that_are_whole_and_categoricals_are_read(tmp_path):
+def test_whole_parquet_floats_and_categoricals_are_read(tmp_path):
     floats = small_parquet(tmp_path, [0, 1], [5.0, float("nan")], ["x", "y"], [7.0, None])
     integers = small_parquet(
         tmp_path, [0, 1], [5, None], pl.Series(["x", "y"], dtype=pl.Categorical), [7, None]
@@ -160,12 +160,12 @@ def test_parquet_floats_that_are_whole_and_categoricals_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("second", "num_bad"), [([True, False], 2), ([2**63 - 1, -(2**63)], 0), ([1e300, 1.0], 1)]
 )
-def test_odd_categories_of_parquet(tmp_path, second, num_bad):
+def test_unusual_categories_of_parquet(tmp_path, second, num_bad):
     piece = small_parquet(tmp_path, [0, 1], [1, 2], ["a", "b"], second)
     assert piece.bad.total == num_bad
 
 
-def test_parquet_of_other_types_is_one_message(tmp_path, capsys):
+def test_parquet_of_unsupported_types_gives_one_message(tmp_path, capsys):
     frame = pl.DataFrame({"label": [0, 1], "I1": [1, 2], "C1": [["a"], ["b"]], "C2": [1, 2]})
     frame.write_parquet(tmp_path / "r.parquet")
     (tmp_path / "schema.yaml").write_text(SMALL_SCHEMA)
@@ -174,7 +174,7 @@ def test_parquet_of_other_types_is_one_message(tmp_path, capsys):
     assert "C1 (List(String))" in error
 
 
-def test_damaged_parquet_ends_with_a_message_or_a_count(tmp_path, capsys):
+def test_damaged_parquet_gives_a_message_or_a_count(tmp_path, capsys):
     columns = {n: [row[i] or None for row in ROWS[:60]] for i, n in enumerate(CRITEO.columns)}
     frame = pl.DataFrame(columns).with_columns(pl.col(CRITEO.columns[:14]).cast(pl.Int64))
     frame.write_parquet(tmp_path / "clean.parquet")
@@ -195,7 +195,7 @@ def test_damaged_parquet_ends_with_a_message_or_a_count(tmp_path, capsys):
         else:
             assert status == 2
             assert sum(line.startswith("error: ") for line in error.splitlines()) == 1
-            assert str(path) in error or "no usable row" in error or "train" in error
+            assert str(path) in error or "a valid row" in error or "train" in error
         refusals += status == 2
     assert refusals > 30
 
@@ -210,7 +210,7 @@ def test_damaged_parquet_ends_with_a_message_or_a_count(tmp_path, capsys):
         ("ratio:0.00001,0.5,0.49999", "train gets none of the 600 rows"),
     ],
 )
-def test_a_split_without_train_rows_replaces_nothing(tmp_path, capsys, source, split, message):
+def test_a_split_without_train_rows_replaces_no_set(tmp_path, capsys, source, split, message):
     output = tmp_path / "set"
     run_prepare(output, source)
     before = folder_bytes(output)
@@ -220,19 +220,19 @@ def test_a_split_without_train_rows_replaces_nothing(tmp_path, capsys, source, s
     assert folder_bytes(output) == before
 
 
-def test_files_of_val_alone_are_a_split(tmp_path, source):
+def test_a_split_may_have_only_val_files(tmp_path, source):
     from sbpflow.data.prepare.split import parse_split
 
     other = write_rows(tmp_path / "day_9.tsv", ROWS[:40])
-    made = run_prepare(tmp_path / "set", source, other, split=parse_split("file:val=day_9*"))
-    assert made.splits == {"train": 600, "val": 40, "test": 0}
+    manifest = run_prepare(tmp_path / "set", source, other, split=parse_split("file:val=day_9*"))
+    assert manifest.splits == {"train": 600, "val": 40, "test": 0}
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--crosses", "C1xC2,C2xC1"], "AxB and BxA are the same"),
-        (["--hash-size", "C3=10,C3=12"], "names C3 twice"),
+        (["--hash-size", "C3=10,C3=12"], "has C3 twice"),
         (["--hash-size", "C3"], "C3=1000000"),
         (["--hash-size", "2"], "must be 3 or more"),
         (["--max-bad-fraction", "nan"], "from 0 to 1"),
@@ -240,7 +240,7 @@ def test_files_of_val_alone_are_a_split(tmp_path, source):
         (["--seed", "-1"], "--seed"),
     ],
 )
-def test_an_option_out_of_range_is_one_message(tmp_path, capsys, source, arguments, message):
+def test_an_option_out_of_range_gives_one_message(tmp_path, capsys, source, arguments, message):
     assert message in refused(capsys, tmp_path / "set", "--input", source, *arguments)
 
 
@@ -251,7 +251,7 @@ def test_an_option_out_of_range_is_one_message(tmp_path, capsys, source, argumen
         ["synth", "--rows", "3000", "--skew", "abc"],
     ],
 )
-def test_one_value_for_every_column_is_shown_as_it_was_given(tmp_path, capsys, command):
+def test_a_value_for_all_columns_is_quoted_as_given(tmp_path, capsys, command):
     assert main([*command, "--output", str(tmp_path / "set")]) == 2
     error = capsys.readouterr().err.strip()
     assert error.startswith(f"error: {command[-2]}: 'abc' must be a number")
@@ -264,12 +264,12 @@ def test_one_value_for_every_column_is_shown_as_it_was_given(tmp_path, capsys, c
         (
             ["prepare", "--input", "rows.tsv"],
             "sbpflow.data.prepare.prepare.prepare",
-            "goes on from here",
+            "rerun the command to resume",
         ),
-        (["synth", "--rows", "3000"], "sbpflow.data.synth.generate.synth", "starts anew"),
+        (["synth", "--rows", "3000"], "sbpflow.data.synth.generate.synth", "a rerun starts over"),
     ],
 )
-def test_what_the_same_command_does_after_an_interrupt(
+def test_the_message_after_an_interrupt_says_what_a_rerun_does(
     tmp_path, capsys, monkeypatch, command, place, message
 ):
     def interrupt(_):
@@ -277,26 +277,26 @@ def test_what_the_same_command_does_after_an_interrupt(
 
     monkeypatch.setattr(place, interrupt)
     assert main([*command, "--output", str(tmp_path / "set")]) == 130
-    assert capsys.readouterr().err == f"stopped; the same command {message}\n"
+    assert capsys.readouterr().err == f"stopped; {message}\n"
 
 
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        ("columns: [label, C1, C1]\nsparse: [C1]\n", "columns names 'C1' twice"),
+        ("columns: [label, C1, C1]\nsparse: [C1]\n", "columns has 'C1' twice"),
         ("sparse: [C1]\nseparator: '5'\n", "separator '5' must be one of"),
         ('sparse: [C1]\nseparator: "\\n"\n', "must be one of"),
         ("sparse: [C1]\nseparator: '\"'\n", "must be one of"),
-        ("sparse: [C1]\ndense: [__split]\n", "'__split' is a name of prepare's own"),
-        ('dense: ["*"]\nsparse: [C1]\n', "'*' is a pattern and no name"),
-        ('dense: ["^d.*$"]\nsparse: [C1]\n', "'^d.*$' is a pattern and no name"),
-        ('label: "^.*$"\nsparse: [C1]\n', "'^.*$' is a pattern and no name"),
-        ("sparse: [a/b]\n", "'a/b' must be letters"),
-        ("sparse: [[C1]]\n", "sparse has ['C1'], which is no name"),
-        ("sparse: [C1, C2]\ndense: [C1xC2]\n", "--crosses: 'C1xC2' is the name of another column"),
+        ("sparse: [C1]\ndense: [__split]\n", "the name '__split' is reserved"),
+        ('dense: ["*"]\nsparse: [C1]\n', "'*' is a pattern to Polars"),
+        ('dense: ["^d.*$"]\nsparse: [C1]\n', "'^d.*$' is a pattern to Polars"),
+        ('label: "^.*$"\nsparse: [C1]\n', "'^.*$' is a pattern to Polars"),
+        ("sparse: [a/b]\n", "'a/b' may have only letters"),
+        ("sparse: [[C1]]\n", "sparse has ['C1']; write names of columns"),
+        ("sparse: [C1, C2]\ndense: [C1xC2]\n", "--crosses: 'C1xC2' is also the name of a column"),
     ],
 )
-def test_a_schema_that_cannot_work_is_one_message(tmp_path, capsys, source, schema, message):
+def test_an_impossible_schema_gives_one_message(tmp_path, capsys, source, schema, message):
     (tmp_path / "schema.yaml").write_text(schema)
     arguments = ["--input", source, "--schema", tmp_path / "schema.yaml"]
     crosses = ["--crosses", "C1xC2"] if "C1xC2" in schema else []
@@ -311,72 +311,74 @@ def test_a_schema_that_cannot_work_is_one_message(tmp_path, capsys, source, sche
         ["synth", "--rows", "3000", "--vocab-scale", "0.001", "--format", "tsv"],
     ],
 )
-def test_a_full_disk_is_one_line_and_leaves_no_set(tmp_path, source, command):
-    """No file may grow beyond 20 kB here, which fails as a full disk does: without a file name."""
+def test_a_full_disk_gives_one_line_and_no_set(tmp_path, source, command):
+    """A limit of 20 kB per file fails like a full disk: the error has no file name."""
     code = (
         "import resource, sys; from data.__main__ import main; "
         "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); sys.exit(main(sys.argv[1:]))"
     )
     arguments = [word.format(source=source) for word in command]
     output = tmp_path / "set"
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code, *arguments, "--output", str(output)],
         capture_output=True, text=True, check=False, cwd=ROOT,
     )  # fmt: skip
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    assert f"error: {output}: file too large; " in done.stderr
-    assert f"B are free in {tmp_path}" in done.stderr
-    assert ("B are needed at the peak" in done.stderr) == (command[0] == "prepare")
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    assert f"error: {output}: file too large; " in result.stderr
+    assert f"B are free in {tmp_path}" in result.stderr
+    assert ("B at its peak" in result.stderr) == (command[0] == "prepare")
     assert not output.exists()
 
 
 def test_integers_beyond_24_bits_become_the_nearest_float(tmp_path):
     values = [2**24, 2**24 + 1, 2**31 - 1, -(2**31)]
     rows = [[row[0], str(value), *row[2:]] for row, value in zip(ROWS, values, strict=False)]
-    made = run_prepare(tmp_path / "set", write_rows(tmp_path / "r.tsv", rows), transform="identity")
-    words = np.concatenate([all_words(made, split) for split in ("train", "val", "test")])
+    source = write_rows(tmp_path / "r.tsv", rows)
+    manifest = run_prepare(tmp_path / "set", source, transform="identity")
+    words = np.concatenate([all_words(manifest, split) for split in ("train", "val", "test")])
     assert words[:, 1].view(np.float32).tolist() == [2**24, 2**24, 2**31, -(2**31)]
 
 
-def test_ids_of_a_rare_value_and_an_unseen_one_are_the_same(tmp_path):
+def test_rare_and_unseen_values_share_an_id(tmp_path):
     rows = [[*row[:14], f"{number:08x}", *row[15:]] for number, row in enumerate(ROWS[:50])]
-    made = run_prepare(tmp_path / "set", write_rows(tmp_path / "r.tsv", rows), min_count=2)
-    assert set(ids(made, "train")["C1"].tolist()) == set(ids(made, "test")["C1"].tolist()) == {1}
+    manifest = run_prepare(tmp_path / "set", write_rows(tmp_path / "r.tsv", rows), min_count=2)
+    by_split = [set(ids(manifest, split)["C1"].tolist()) for split in ("train", "test")]
+    assert by_split == [{1}, {1}]
 
 
-def test_text_that_is_named_gz_is_told_so(tmp_path, capsys):
+def test_plain_text_named_gz_is_refused(tmp_path, capsys):
     path = tmp_path / "rows.tsv.gz"
     path.write_bytes(write_rows(tmp_path / "rows.tsv", ROWS[:5]).read_bytes())
     message = refused(capsys, tmp_path / "set", "--input", path)
-    assert "is named .gz and is no gzip file" in message
+    assert "is named .gz but is not a gzip file" in message
     assert "rename it to rows.tsv" in message
 
 
-def test_files_of_a_folder_that_are_not_read_are_named(tmp_path, caplog):
+def test_files_of_a_folder_that_are_not_read_are_logged(tmp_path, caplog):
     folder = tmp_path / "rows"
     folder.mkdir()
     write_rows(folder / "a.tsv", ROWS[:50])
     write_rows(folder / "b.log", ROWS[:50])
-    made = run_prepare(tmp_path / "set", folder)
-    assert sum(made.splits.values()) == 50
-    assert "1 of its entries are not read (b.log)" in caplog.text
+    manifest = run_prepare(tmp_path / "set", folder)
+    assert sum(manifest.splits.values()) == 50
+    assert "1 entries are not read (b.log)" in caplog.text
 
 
-def test_blank_lines_are_counted_apart(tmp_path):
+def test_blank_lines_are_counted_separately(tmp_path):
     text = write_rows(tmp_path / "rows.tsv", ROWS[:20]).read_text()
     (tmp_path / "rows.tsv").write_text("\n\n" + text + "\n")
-    made = run_prepare(tmp_path / "set", tmp_path / "rows.tsv", max_bad_fraction=0.0)
-    assert made.content["bad_lines"] == {"blank line": 3}
-    assert sum(made.splits.values()) == 20
-    assert made.content["lines"] == 23
+    manifest = run_prepare(tmp_path / "set", tmp_path / "rows.tsv", max_bad_fraction=0.0)
+    assert manifest.content["bad_lines"] == {"blank line": 3}
+    assert sum(manifest.splits.values()) == 20
+    assert manifest.content["lines"] == 23
 
 
-def test_many_bad_lines_at_the_start_name_the_limit_that_was_set(tmp_path, capsys):
+def test_the_message_for_many_bad_lines_names_the_given_limit(tmp_path, capsys):
     path = tmp_path / "rows.tsv"
     path.write_text("x\n" * 12_000)
     message = refused(capsys, tmp_path / "set", "--input", path, "--max-bad-fraction", "0.002")
-    assert "no usable row" in message
+    assert "is a valid row" in message
     path.write_text("x\n" * 12_000 + "\t".join(ROWS[0]) + "\n")
     message = refused(capsys, tmp_path / "set", "--input", path, "--max-bad-fraction", "0.002")
     assert "more than --max-bad-fraction 0.002" in message

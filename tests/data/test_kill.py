@@ -1,4 +1,4 @@
-"""Killed at random moments: prepare ends with the identical set, a read delivers every row once."""
+"""Kills at random moments: prepare still gives the identical set, a read delivers each row once."""
 
 import json
 import multiprocessing
@@ -15,8 +15,9 @@ from tests.data.rows import folder_bytes, run_prepare, text_rows, write_rows
 
 @pytest.fixture(scope="module")
 def run_killed():
-    """``run_killed(function, arguments, seconds, when)``: True when it was killed, after that time
-    or as soon as ``when()`` is true.
+    """A function that runs another one in a process and kills it; False if it ended first.
+
+    It is killed after ``seconds``, or as soon as ``when()`` is true.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.data.victims"])
@@ -63,7 +64,7 @@ def test_prepare_killed_at_ten_random_moments_gives_the_identical_set(tmp_path, 
     assert not work.exists()
 
 
-def test_an_unfinished_run_with_other_options_is_not_mixed_in(tmp_path, run_killed):
+def test_an_unfinished_run_is_not_mixed_with_one_of_other_options(tmp_path, run_killed):
     source = write_rows(tmp_path / "rows.tsv", text_rows(2500))
     encoded = tmp_path / "set.work" / "encoded"
 

@@ -1,4 +1,4 @@
-"""How long a read holds what it reads: sets replaced under it, file descriptors, maps, threads."""
+"""What a read keeps open: sets replaced during a read, file descriptors, maps, threads."""
 
 import shutil
 import subprocess
@@ -20,7 +20,7 @@ from tests.data.rows import ROOT, run_prepare, text_rows, write_rows
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_set_replaced_under_a_loader_is_refused(tmp_path, backend):
+def test_a_set_replaced_during_a_read_is_refused(tmp_path, backend):
     source = write_rows(tmp_path / "rows.tsv", text_rows(600))
     old = run_prepare(tmp_path / "set", source, seed=7)
     loader = open_loader(old, batch_size=100, backend=backend)
@@ -31,13 +31,13 @@ def test_a_set_replaced_under_a_loader_is_refused(tmp_path, backend):
         loader.epoch(1)
     with pytest.raises(DataError, match="replaced since it was opened"):
         open_loader(old, batch_size=100, backend=backend)
-    rest = [before, *first]  # the read that was under way has its maps, all of the old set
+    rest = [before, *first]  # the current read has its maps, all of the old set
     run_prepare(tmp_path / "set", source, seed=7, overwrite=True)
     again = list(loader.epoch(0))
     assert all(torch.equal(a.ids, b.ids) for a, b in zip(rest, again, strict=True))
 
 
-def test_a_set_removed_under_a_loader_is_refused(tmp_path):
+def test_a_set_removed_during_a_read_is_refused(tmp_path):
     manifest = make_set(tmp_path / "set", 50)
     loader = open_loader(manifest, batch_size=10, backend="memmap")
     shutil.rmtree(tmp_path / "set")
@@ -45,7 +45,7 @@ def test_a_set_removed_under_a_loader_is_refused(tmp_path):
         loader.epoch(0)
 
 
-def test_a_set_of_other_shards_in_its_place_is_called_replaced(tmp_path):
+def test_a_set_with_other_shards_is_reported_as_replaced(tmp_path):
     manifest = make_set(tmp_path / "set", 50)
     loader = open_loader(manifest, batch_size=10, backend="memmap")
     shutil.rmtree(tmp_path / "set")
@@ -54,7 +54,7 @@ def test_a_set_of_other_shards_in_its_place_is_called_replaced(tmp_path):
         loader.epoch(0)
 
 
-def test_an_equal_set_written_again_is_the_same_set(tmp_path):
+def test_an_equal_set_written_again_is_accepted(tmp_path):
     manifest = make_set(tmp_path / "set", 50)
     loader = open_loader(manifest, batch_size=10, backend="memmap")
     write_manifest(tmp_path / "set", dict(manifest.content))
@@ -72,17 +72,17 @@ manifest = load_manifest(sys.argv[1])
 compute_stats(manifest)
 
 
-def held():
+def in_use():
     maps = pathlib.Path("/proc/self/maps").read_text().count("train-")
     return maps, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
 def settled(first):
-    for _ in range(50):  # a run of an abandoned read may still be under way
-        if all(now <= then for now, then in zip(held(), first, strict=True)):
+    for _ in range(50):  # a run of an abandoned read may not have ended yet
+        if all(now <= then for now, then in zip(in_use(), first, strict=True)):
             break
         time.sleep(0.1)
-    return held()
+    return in_use()
 
 
 def read(loader):
@@ -92,8 +92,8 @@ def read(loader):
             if epoch % 2 and batch.step == 3:
                 break
         del batch
-        after.append(settled(after[0]) if after else held())
-    for maps, descriptors, threads in after:  # libraries end some threads of theirs after a while
+        after.append(settled(after[0]) if after else in_use())
+    for maps, descriptors, threads in after:  # libraries end some of their threads after a while
         assert maps == 300, after
         assert descriptors <= after[0][1], after
         assert threads <= after[0][2], after
@@ -108,18 +108,18 @@ print("ok")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_many_shards_and_epochs_take_no_descriptors_and_no_garbage_collector(tmp_path, backend):
-    """300 shards where 128 files may be open; every second epoch is left half way."""
+def test_many_shards_and_epochs_need_no_descriptors_and_no_garbage_collector(tmp_path, backend):
+    """300 shards with a limit of 128 open files; every second epoch is abandoned midway."""
     make_set(tmp_path / "set", 3000, shard_rows=10)
     arguments = [str(tmp_path / "set"), backend]
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", MANY_SHARDS, *arguments],
         capture_output=True, text=True, check=False, cwd=ROOT,
     )  # fmt: skip
-    assert done.stdout == "ok\n", done.stderr
+    assert result.stdout == "ok\n", result.stderr
 
 
-def test_a_shard_that_may_only_be_read_is_read_and_never_written(tmp_path):
+def test_a_read_only_shard_is_read_and_never_written(tmp_path):
     manifest = make_set(tmp_path / "set", 50)
     path = tmp_path / "set" / "train-0.npy"
     path.chmod(0o400)
@@ -129,17 +129,17 @@ def test_a_shard_that_may_only_be_read_is_read_and_never_written(tmp_path):
     assert path.read_bytes() == raw
 
 
-def test_reading_for_statistics_notices_a_shard_cut_short_meanwhile(tmp_path):
+def test_statistics_notice_a_shard_that_is_truncated_while_it_is_read(tmp_path):
     rows = RowFiles(load_manifest(make_set(tmp_path / "set", 50, shard_rows=20).path), "train")
     path = tmp_path / "set" / "train-20.npy"
     path.write_bytes(path.read_bytes()[:-4])
     assert rows.read(0, 20)[:, 3].tolist() == [row * 10 for row in range(20)]
-    with pytest.raises(DataError, match=r"train-20\.npy: was cut short while"):
+    with pytest.raises(DataError, match=r"train-20\.npy: was truncated while"):
         rows.read(15, 50)
 
 
 def slowed(function):
-    """``function``, 5 ms later."""
+    """``function`` with a delay of 5 ms."""
 
     def later(*arguments):
         time.sleep(0.005)
@@ -150,10 +150,10 @@ def slowed(function):
 
 @pytest.mark.parametrize("shuffle", ["blocks", "rows"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_loader_closed_by_another_thread_ends_the_read_with_its_message(
+def test_a_loader_closed_by_another_thread_ends_the_read_with_a_message(
     monkeypatch, row_set, backend, shuffle
 ):
-    """Closed while it waits for a block, since blocks take longer than steps."""
+    """The read is waiting for a block at that time, because blocks take longer than steps."""
     monkeypatch.setattr("sbpflow.data.read.blocks.BLOCK_BYTES", 0)
     for name in ("view", "gather"):
         monkeypatch.setattr(SplitRows, name, slowed(getattr(SplitRows, name)))
@@ -173,7 +173,7 @@ def test_a_loader_closed_by_another_thread_ends_the_read_with_its_message(
             thread.result(60)
 
 
-def test_every_call_on_a_closed_loader_says_so(row_set):
+def test_every_call_on_a_closed_loader_is_refused(row_set):
     loader = open_loader(row_set(9000), batch_size=700, backend="memmap")
     state = loader.state_dict()
     loader.close()
@@ -181,6 +181,6 @@ def test_every_call_on_a_closed_loader_says_so(row_set):
         lambda: loader.epoch(0),
         lambda: loader.load_state_dict(state),
     ):
-        with pytest.raises(DataError, match="this loader was closed; open another"):
+        with pytest.raises(DataError, match="this loader is closed; open another"):
             call()
     assert loader.state_dict() == state

@@ -1,4 +1,4 @@
-"""The loader: which rows every rank gets, that back-ends agree, and that a read goes on exactly."""
+"""The loader: the rows of each rank, equality of backends, and exact continuation of a read."""
 
 import gc
 import subprocess
@@ -11,7 +11,7 @@ import torch
 
 from sbpflow.data import open_loader
 from sbpflow.errors import ConfigError, DataError
-from tests.data.backends import BACKENDS, HERE, needs_dali
+from tests.data.backends import BACKENDS, INSTALLED, needs_dali
 
 SHUFFLES = ["none", "blocks", "runs", "rows"]
 
@@ -21,7 +21,7 @@ def rows_of(batch):
 
 
 def global_steps(manifest, world_size, *, state=None, epoch=0, **options):
-    """Rows of each step over all ranks, in rank order; batch_size checked on the way."""
+    """Rows of each step over all ranks, in rank order; also checks batch_size."""
     loaders = [
         open_loader(manifest, rank=rank, world_size=world_size, backend="memmap", **options)
         for rank in range(world_size)
@@ -40,17 +40,17 @@ def global_steps(manifest, world_size, *, state=None, epoch=0, **options):
 
 @pytest.mark.parametrize("shuffle", SHUFFLES)
 @pytest.mark.parametrize("num_rows", [1, 4096, 9000])
-def test_an_epoch_is_every_row_once_whatever_the_world(row_set, shuffle, num_rows):
-    one, three = (
+def test_an_epoch_has_every_row_once_for_any_world_size(row_set, shuffle, num_rows):
+    on_one, on_three = (
         global_steps(row_set(num_rows), world, batch_size=700, shuffle=shuffle) for world in (1, 3)
     )
-    assert one == three
-    assert sorted(chain.from_iterable(one)) == list(range(num_rows))
+    assert on_one == on_three
+    assert sorted(chain.from_iterable(on_one)) == list(range(num_rows))
 
 
 @needs_dali
 @pytest.mark.parametrize("shuffle", SHUFFLES)
-def test_backends_yield_the_same_bits(row_set, shuffle):
+def test_backends_yield_identical_batches(row_set, shuffle):
     both = [
         list(
             open_loader(
@@ -81,21 +81,21 @@ def test_backends_yield_the_same_bits(row_set, shuffle):
 def test_batches_do_not_depend_on_how_many_are_read_at_once(
     row_set, monkeypatch, world, backend, shuffle
 ):
-    """One by one, a few at a time, and the whole epoch: also across shards, and the short one."""
+    """One by one, a few at a time, and the whole epoch; across shards, and with a short batch."""
     options = {"batch_size": 300, "rank": world - 1, "world_size": world, "shuffle": shuffle}
     reads = []
     for size in (0, 30_000, 1 << 30):
         monkeypatch.setattr("sbpflow.data.read.blocks.BLOCK_BYTES", size)
         reads.append(list(open_loader(row_set(9100), backend=backend, **options).epoch(1)))
-    one = reads[0]
-    assert [batch.cursor.row for batch in one] == [*range(300, 9001, 300), 9100]
+    single = reads[0]
+    assert [batch.cursor.row for batch in single] == [*range(300, 9001, 300), 9100]
     for other in reads[1:]:
-        for left, right in zip(one, other, strict=True):
+        for left, right in zip(single, other, strict=True):
             assert left.cursor == right.cursor
             for name in ("labels", "dense", "ids"):
                 assert torch.equal(getattr(left, name), getattr(right, name))
-    if shuffle != "none":  # there a batch is a view of its own
-        assert _num_memories(reads[1]) < _num_memories(one) / 2
+    if shuffle != "none":  # in file order each batch is a view of its own
+        assert _num_memories(reads[1]) < _num_memories(single) / 2
         assert _num_memories(reads[2]) == 1
 
 
@@ -105,7 +105,7 @@ def _num_memories(batches):
 
 @pytest.mark.parametrize("shuffle", SHUFFLES)
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 3), (4, 1)])
-def test_a_read_goes_on_with_the_rows_not_yet_seen(row_set, shuffle, before, after):
+def test_a_restored_read_delivers_the_rows_not_yet_seen(row_set, shuffle, before, after):
     manifest = row_set(9000)
     whole = global_steps(manifest, 1, batch_size=700, shuffle=shuffle, epoch=2)
     for stop in (1, 6, 13):
@@ -118,7 +118,7 @@ def test_a_read_goes_on_with_the_rows_not_yet_seen(row_set, shuffle, before, aft
         assert rest == whole[stop:]
 
 
-def test_another_batch_size_goes_on_from_the_row_cursor(row_set):
+def test_a_read_continues_with_another_batch_size(row_set):
     loader = open_loader(row_set(9000), batch_size=700, backend="memmap")
     next(iter(loader.epoch(0)))
     rest = global_steps(row_set(9000), 2, state=loader.state_dict(), batch_size=512)
@@ -126,19 +126,19 @@ def test_another_batch_size_goes_on_from_the_row_cursor(row_set):
     assert sorted([*chain.from_iterable(rest), *first]) == list(range(9000))
 
 
-def test_a_dropped_tail_is_counted(row_set):
+def test_rows_of_a_dropped_tail_are_counted(row_set):
     loader = open_loader(row_set(9000), batch_size=700, tail="drop", backend="memmap")
     assert loader.num_steps == 12
     assert loader.num_dropped_rows == 600
     assert len(list(loader.epoch(0))) == 12
 
 
-def test_epochs_differ_and_repeat(row_set):
+def test_epochs_differ_but_are_reproducible(row_set):
     orders = [global_steps(row_set(9000), 1, batch_size=700, epoch=e) for e in (0, 1, 0)]
     assert orders[0] == orders[2] != orders[1]
 
 
-def test_another_set_or_order_is_refused(row_set):
+def test_a_state_of_another_set_or_order_is_refused(row_set):
     state = open_loader(row_set(9000), batch_size=700).state_dict()
     for loader in (
         open_loader(row_set(4096), batch_size=700),
@@ -146,7 +146,7 @@ def test_another_set_or_order_is_refused(row_set):
         open_loader(row_set(9000), batch_size=700, shuffle="rows"),
         open_loader(row_set(9000), batch_size=700, split="val"),
     ):
-        with pytest.raises(DataError, match="can only go on"):
+        with pytest.raises(DataError, match="can only continue"):
             loader.load_state_dict(state)
 
 
@@ -155,7 +155,7 @@ def test_a_batch_smaller_than_the_ranks_is_refused(row_set):
         open_loader(row_set(4096), batch_size=3, world_size=4)
 
 
-def test_ids_and_floats_are_where_the_manifest_says(row_set):
+def test_ids_and_floats_are_in_the_manifests_order(row_set):
     batch = next(iter(open_loader(row_set(4096), batch_size=10, shuffle="none").epoch(0)))
     assert batch.labels.tolist() == [0, 1] * 5
     assert batch.dense[:, 1].tolist() == [-float(n) for n in range(10)]
@@ -170,9 +170,9 @@ def test_importing_data_imports_neither_dali_nor_polars_nor_torch():
     assert out.stdout.strip() == "[]"
 
 
-def test_epochs_left_half_way_are_collected_in_any_thread(row_set):
-    """A generator that waits for its readers when it is collected by one of them waits for ever."""
-    for backend in HERE:
+def test_abandoned_epochs_may_be_collected_in_any_thread(row_set):
+    """If a generator waited for its readers while one of them collects it, it would never end."""
+    for backend in INSTALLED:
         for _ in range(20):
             loader = open_loader(row_set(9000), batch_size=100, backend=backend)
             ring = [loader.epoch(0)]
@@ -181,18 +181,18 @@ def test_epochs_left_half_way_are_collected_in_any_thread(row_set):
     gc.collect()
 
 
-def test_batches_stay_as_they_were_while_others_are_read(row_set):
-    """Buffers are used again only when no tensor refers to them."""
+def test_reading_on_does_not_change_earlier_batches(row_set):
+    """Buffers are reused only when no tensor refers to them."""
     loader = open_loader(row_set(9000), batch_size=100, shuffle="none")
-    kept = []
+    first_ids = []
     for batch in loader.epoch(0):
-        kept.append(batch.ids[:, :1])
+        first_ids.append(batch.ids[:, :1])
         del batch
-    got = torch.cat(kept)[:, 0]
-    assert torch.equal(got, torch.arange(9000, dtype=torch.int32) * 10)
+    actual = torch.cat(first_ids)[:, 0]
+    assert torch.equal(actual, torch.arange(9000, dtype=torch.int32) * 10)
 
 
-def test_a_state_of_another_epoch_is_not_read_as_this_one(row_set):
+def test_a_state_of_another_epoch_is_refused(row_set):
     loader = open_loader(row_set(9000), batch_size=700, backend="memmap")
     next(loader.epoch(3))
     state = loader.state_dict()
@@ -203,7 +203,7 @@ def test_a_state_of_another_epoch_is_not_read_as_this_one(row_set):
 
 
 @pytest.mark.parametrize("shuffle", SHUFFLES)
-def test_writing_into_a_batch_changes_no_other(row_set, shuffle):
+def test_writing_to_a_batch_changes_no_other(row_set, shuffle):
     loader = open_loader(row_set(9000), batch_size=700, shuffle=shuffle, backend="memmap")
     first = [batch.ids.clone() for batch in loader.epoch(0)]
     for batch in loader.epoch(0):
@@ -237,7 +237,7 @@ def test_an_argument_out_of_range_is_named(row_set, arguments, message):
 
 
 @pytest.mark.parametrize("epoch", [-1, 1.0, None])
-def test_an_epoch_is_a_whole_number(row_set, epoch):
+def test_the_epoch_must_be_a_whole_number(row_set, epoch):
     with pytest.raises(ConfigError, match="epoch: "):
         open_loader(row_set(4096), batch_size=16).epoch(epoch)
 
@@ -275,19 +275,19 @@ def test_a_second_read_ends_the_first(row_set, backend):
         next(third)
 
 
-def test_a_closed_loader_says_so(row_set):
+def test_a_closed_loader_is_refused(row_set):
     loader = open_loader(row_set(9000), batch_size=700, backend="memmap")
     batches = loader.epoch(0)
     next(batches)
     loader.close()
     with pytest.raises(DataError, match="ended by"):
         next(batches)
-    with pytest.raises(DataError, match="was closed"):
+    with pytest.raises(DataError, match="is closed"):
         loader.epoch(1)
 
 
-def test_a_dropped_tail_is_that_of_the_steps_from_the_restored_cursor_on(row_set):
-    """2,000 of 9,000 rows, then steps of 3,000: two more, and 1,000 rows are left out."""
+def test_a_dropped_tail_is_counted_from_the_restored_cursor(row_set):
+    """2,000 of 9,000 rows, then steps of 3,000: two more steps, and 1,000 rows are left out."""
 
     def fresh(batch_size):
         return open_loader(
@@ -308,7 +308,7 @@ def test_a_dropped_tail_is_that_of_the_steps_from_the_restored_cursor_on(row_set
     again.load_state_dict(state)
     assert rows_of(next(again.epoch(1)))[0] == 0
     assert again.num_dropped_rows == 0
-    smaller = fresh(1000)  # which has a step left
+    smaller = fresh(1000)  # has one more step in the epoch
     smaller.load_state_dict(state)
     with pytest.raises(DataError, match="finish that epoch first"):
         smaller.epoch(1)
@@ -316,8 +316,8 @@ def test_a_dropped_tail_is_that_of_the_steps_from_the_restored_cursor_on(row_set
 
 @pytest.mark.parametrize("shuffle", ["none", "rows"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_window_of_batches_over_the_end_of_an_epoch_keeps_its_values(row_set, backend, shuffle):
-    """A run holds the batches of its lookahead while the loader reads on."""
+def test_a_window_of_batches_across_epochs_keeps_its_values(row_set, backend, shuffle):
+    """A run holds the batches of its lookahead while the loader continues."""
     options = {"batch_size": 300, "backend": backend, "shuffle": shuffle}
     loader = open_loader(row_set(9000), **options)
     held = [batch for epoch in (0, 1) for batch in loader.epoch(epoch)]

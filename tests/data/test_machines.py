@@ -1,4 +1,4 @@
-"""Several machines prepare one set, as threads over one folder: the bytes of one machine."""
+"""Several machines, here threads with one folder, make the same bytes as a single machine."""
 
 import itertools
 import shutil
@@ -47,7 +47,7 @@ def options_of(folder, output, part, split="time:0.7,0.1,0.2", **more):
 
 
 def together(count, make_options):
-    """What the machines return, all running at once."""
+    """The results of machines that all run at once."""
     with ThreadPoolExecutor(count) as pool:
         parts = [MachinePart(number, count, 60.0) for number in range(1, count + 1)]
         return [f.result() for f in [pool.submit(prepare, make_options(p)) for p in parts[::-1]]]
@@ -57,10 +57,10 @@ def together(count, make_options):
     ("count", "split"),
     [(3, "time:0.7,0.1,0.2"), (2, "ratio:0.6,0.2,0.2"), (9, "file:val=day_3*,test=day_4*")],
 )
-def test_machines_make_the_set_of_one_machine_byte_for_byte(tmp_path, tables, count, split):
+def test_several_machines_make_the_same_bytes_as_one(tmp_path, tables, count, split):
     clean = prepare(options_of(tables, tmp_path / "clean", MachinePart(), split))
-    made = together(count, lambda part: options_of(tables, tmp_path / "set", part, split))
-    assert [one for one in made if one is not None] == [made[-1]]
+    manifests = together(count, lambda part: options_of(tables, tmp_path / "set", part, split))
+    assert [manifest for manifest in manifests if manifest is not None] == [manifests[-1]]
     assert folder_bytes(tmp_path / "set") == folder_bytes(clean.path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["clean", "set"]
 
@@ -73,15 +73,15 @@ def test_large_vocabularies_are_added_up_in_ranges(tmp_path, tables, monkeypatch
     assert folder_bytes(tmp_path / "set") == folder_bytes(clean.path)
 
 
-def test_machines_that_do_not_wait_go_on_where_they_were(tmp_path, tables):
-    """Started one at a time again and again, each ends where it needs the others."""
+def test_machines_that_do_not_wait_resume(tmp_path, tables):
+    """Started one at a time, again and again, each ends where it needs the others."""
     clean = prepare(options_of(tables, tmp_path / "clean", MachinePart()))
     missing = []
     for number in itertools.islice(itertools.cycle((1, 2, 3)), 18):
         try:
             prepare(options_of(tables, tmp_path / "set", MachinePart(number, 3)))
         except DataError as error:
-            missing.append(str(error).split(" are not there")[0])
+            missing.append(str(error).split(" are missing")[0])
         if (tmp_path / "set").exists():
             break
     assert folder_bytes(tmp_path / "set") == folder_bytes(clean.path)
@@ -90,7 +90,7 @@ def test_machines_that_do_not_wait_go_on_where_they_were(tmp_path, tables):
     assert "--part 1/3: encoded rows of part 2, 3" in missing
 
 
-def test_encoding_and_growing_are_shared_too(tmp_path, tables):
+def test_machines_share_encoding_and_growing(tmp_path, tables):
     old = prepare(options_of(tables, tmp_path / "old", MachinePart(), spare=0.2))
     for words in (["encode"], ["prepare", "--grow", "--split", "time:1,0,0"]):
         words += ["--like", old.path, "--input", tables / "day_0.csv", tables / "day_4.csv"]
@@ -115,13 +115,13 @@ def test_a_damaged_file_of_another_machine_is_named(tmp_path, tables):
     raw = bytearray(counted.read_bytes())
     raw[-3] ^= 4
     counted.write_bytes(raw)
-    with pytest.raises(DataError, match="vocabularies of part 1 are not there"):
+    with pytest.raises(DataError, match="vocabularies of part 1 are missing"):
         prepare(options_of(tables, tmp_path / "set", MachinePart(3, 3)))
-    with pytest.raises(DataError, match=r"city\.counted-2-0\.arrow: is not .* start all parts"):
+    with pytest.raises(DataError, match=r"city\.counted-2-0\.arrow: is .* start all parts"):
         prepare(options_of(tables, tmp_path / "set", MachinePart(1, 3)))
 
 
-def test_files_are_shared_out_by_their_bytes(tmp_path):
+def test_files_are_divided_by_their_bytes(tmp_path):
     for number, size in enumerate((10, 10, 500, 10, 480)):
         (tmp_path / f"day_{number}").write_bytes(b"x" * size)
     owners = MachinePart(1, 2).owners(find_inputs([tmp_path]))
@@ -130,16 +130,16 @@ def test_files_are_shared_out_by_their_bytes(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["0/3", "4/3", "2", "a/3", "1/0", "-1/3", "1/99999"])
-def test_a_part_that_is_none_is_refused(text):
+def test_an_invalid_part_is_refused(text):
     with pytest.raises(ConfigError, match="write K/N"):
         parse_part(text, 1.0)
 
 
-def test_parts_with_other_options_do_not_meet(tmp_path, tables):
+def test_parts_with_other_options_are_refused(tmp_path, tables):
     with pytest.raises(DataError, match="staged rows of part 2"):
         prepare(options_of(tables, tmp_path / "set", MachinePart(1, 2)))
     for other in (MachinePart(2, 3), MachinePart(2, 2)):
-        with pytest.raises(ConfigError, match="was started with other inputs or options"):
+        with pytest.raises(ConfigError, match="belongs to other inputs or options"):
             prepare(options_of(tables, tmp_path / "set", other, min_count=3))
-    with pytest.raises(ConfigError, match="is not made; start part 1"):
+    with pytest.raises(ConfigError, match="does not exist; start part 1"):
         prepare(options_of(tables, tmp_path / "none", MachinePart(2, 2)))

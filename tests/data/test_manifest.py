@@ -1,4 +1,4 @@
-"""Manifests made by hand, shards with flipped bits, statistics: a message that names the thing."""
+"""Hand-made manifests, flipped bits in shards and bad statistics are reported by name."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ from tests.data.conftest import make_set
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Manifest:
-    """A set with statistics and a ceiling, as synth makes."""
+    """A set with statistics and known best scores, like those of synth."""
     manifest = make_set(tmp_path_factory.mktemp("manifest") / "set", 50, shard_rows=20)
     bayes = {"train": {"auc": 0.8, "logloss": 0.4, "ctr": 0.2}}
     forge(manifest.path, bayes=bayes, stats=stats_json(compute_stats(manifest)))
@@ -27,7 +27,7 @@ def whole(tmp_path_factory) -> Manifest:
 
 
 def forge(folder, **changes):
-    """Change top-level keys of a manifest and give it the fingerprint that fits."""
+    """Change top-level keys of a manifest and recompute its fingerprint."""
     content = json.loads((folder / MANIFEST).read_text()) | changes
     content["fingerprint"] = fingerprint_of(content)
     (folder / MANIFEST).write_text(json.dumps(content))
@@ -35,7 +35,7 @@ def forge(folder, **changes):
 
 @pytest.fixture
 def copy(whole, tmp_path):
-    """A copy of the set to spoil."""
+    """A copy of the set that a test may damage."""
     shutil.copytree(whole.path, tmp_path / "set")
     return load_manifest(tmp_path / "set")
 
@@ -52,7 +52,7 @@ FORGED = [
     ("dense", None, "dense is None"),
     ("dense", ["I1"], "dense is ['I1']"),
     ("dense", [{"name": 5}], "dense[0].name is 5"),
-    ("dense", [{"name": "C1"}], "a name that is there twice"),
+    ("dense", [{"name": "C1"}], "a name that occurs only once"),
     ("fields", [], "at least one table"),
     ("fields", {"C1": 5}, "a list of mappings"),
     ("fields", [{"name": "C1"}], "fields[0].rows is None"),
@@ -67,10 +67,10 @@ FORGED = [
     ("splits", splits(shard(rows=-1)), "splits.train[0].rows is -1"),
     ("splits", splits(shard(rows="1")), "splits.train[0].rows is '1'"),
     ("splits", splits(shard(crc32=1.5)), "splits.train[0].crc32 is 1.5"),
-    ("splits", splits(shard(file="../../other/train.npy")), "beside the manifest"),
-    ("splits", splits(shard(file="/etc/passwd")), "beside the manifest"),
-    ("splits", splits(shard(file=["a.npy"])), "beside the manifest"),
-    ("splits", splits(shard(), shard()), "a file that is there twice"),
+    ("splits", splits(shard(file="../../other/train.npy")), "next to the manifest"),
+    ("splits", splits(shard(file="/etc/passwd")), "next to the manifest"),
+    ("splits", splits(shard(file=["a.npy"])), "next to the manifest"),
+    ("splits", splits(shard(), shard()), "a file that occurs only once"),
     ("bayes", 0.8, "bayes is 0.8"),
     ("bayes", {}, "auc and logloss by split"),
     ("bayes", {"all": {"auc": 1, "logloss": 1, "ctr": 1}}, "auc and logloss by split"),
@@ -80,7 +80,7 @@ FORGED = [
 
 
 @pytest.mark.parametrize(("key", "value", "message"), FORGED)
-def test_a_manifest_made_by_hand_is_refused_by_key_and_rule(copy, key, value, message):
+def test_a_hand_made_manifest_is_refused_with_key_and_rule(copy, key, value, message):
     forge(copy.path, **{key: value})
     with pytest.raises(DataError) as error:
         load_manifest(copy.path)
@@ -99,7 +99,7 @@ STATS = [
 
 @pytest.mark.parametrize("stats", STATS)
 @pytest.mark.parametrize("flags", [[], ["--json"]])
-def test_statistics_made_by_hand_are_refused(copy, capsys, stats, flags):
+def test_hand_made_statistics_are_refused(copy, capsys, stats, flags):
     forge(copy.path, stats=stats)
     assert main(["stats", str(copy.path), *flags]) == 2
     captured = capsys.readouterr()
@@ -121,7 +121,7 @@ def test_statistics_made_by_hand_are_refused(copy, capsys, stats, flags):
         ("unknown", 1),
     ],
 )
-def test_one_wrong_statistic_is_refused(copy, capsys, key, value):
+def test_a_single_wrong_statistic_is_refused(copy, capsys, key, value):
     stats = [dict(entry) for entry in copy.content["stats"]]
     stats[1][key] = value
     forge(copy.path, stats=stats)
@@ -130,20 +130,20 @@ def test_one_wrong_statistic_is_refused(copy, capsys, key, value):
 
 
 @pytest.mark.parametrize("bad", [-1, 500, -(2**31)])
-def test_an_id_out_of_range_is_named_by_row_and_found_by_verify(copy, capsys, bad):
+def test_an_id_out_of_range_is_reported_with_its_row_and_found_by_verify(copy, capsys, bad):
     words = np.load(copy.path / "train-20.npy", mmap_mode="r+")
     words[11, 4] = bad
     words.flush()
     assert main(["stats", str(copy.path), "--recount"]) == 2
     error = capsys.readouterr().err
-    assert f"row 31 of train has C2 id {bad}, its table has rows 0..499" in error
+    assert f"row 31 of train has C2 id {bad}, but its table has rows 0..499" in error
     assert "sbpflow verify" in error
     assert main(["verify", str(copy.path)]) == 2
     assert "train-20.npy: checksum differs" in capsys.readouterr().err
 
 
-def test_the_loader_delivers_ids_as_they_are_and_the_embeddings_judge_them(copy):
-    """What is checked when is stated in docs/data.md: a reader does not look at every id."""
+def test_the_loader_delivers_ids_without_checking_them(copy):
+    """docs/data.md says what is checked when: the embeddings check ids, readers do not."""
     words = np.load(copy.path / "train-0.npy", mmap_mode="r+")
     words[0, 3] = 500
     words.flush()
@@ -151,7 +151,7 @@ def test_the_loader_delivers_ids_as_they_are_and_the_embeddings_judge_them(copy)
     assert batch.ids[0, 0] == 500
 
 
-def test_recounting_a_set_with_a_missing_shard_is_one_line(copy, capsys):
+def test_recounting_a_set_with_a_missing_shard_gives_one_line(copy, capsys):
     (copy.path / "train-20.npy").unlink()
     assert main(["stats", str(copy.path), "--recount"]) == 2
     error = capsys.readouterr().err
@@ -160,7 +160,7 @@ def test_recounting_a_set_with_a_missing_shard_is_one_line(copy, capsys):
 
 
 @pytest.mark.parametrize("where", ["absent/plot.png", "."])
-def test_a_picture_that_cannot_be_written_is_one_line(copy, capsys, tmp_path, where):
+def test_a_picture_that_cannot_be_written_gives_one_line(copy, capsys, tmp_path, where):
     pytest.importorskip("matplotlib")
     assert main(["stats", str(copy.path), "--png", str(tmp_path / where)]) == 2
     captured = capsys.readouterr()
@@ -175,19 +175,19 @@ def test_a_picture_needs_no_suffix(copy, tmp_path):
     assert (tmp_path / "plot.xyz").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("have", [("train",), ("train", "val"), ("train", "val", "test")])
-def test_the_ceiling_says_which_split_it_is_of(copy, capsys, have):
+@pytest.mark.parametrize("splits", [("train",), ("train", "val"), ("train", "val", "test")])
+def test_the_best_scores_are_those_of_the_last_split(copy, capsys, splits):
     pair = {"logloss": 0.4, "ctr": 0.2}
-    forge(copy.path, bayes={name: {"auc": 0.7 + k / 100, **pair} for k, name in enumerate(have)})
+    forge(copy.path, bayes={name: {"auc": 0.7 + k / 100, **pair} for k, name in enumerate(splits)})
     bayes = load_manifest(copy.path).bayes
-    assert bayes.split == have[-1]
-    assert (bayes.auc, bayes.logloss) == bayes.by_split[have[-1]]
+    assert bayes.split == splits[-1]
+    assert (bayes.auc, bayes.logloss) == bayes.by_split[splits[-1]]
     assert main(["verify", str(copy.path)]) == 0
-    assert f"best possible on {have[-1]}: AUC {bayes.auc:.4f}" in capsys.readouterr().out
+    assert f"best possible on {splits[-1]}: AUC {bayes.auc:.4f}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["nothing", "file"])
-def test_a_folder_that_is_none_is_said_alike_by_a_run_and_by_stats(tmp_path, capsys, kind):
+def test_a_run_and_stats_give_the_same_message_for_a_missing_folder(tmp_path, capsys, kind):
     path = tmp_path / "set"
     if kind == "file":
         path.touch()
@@ -198,7 +198,7 @@ def test_a_folder_that_is_none_is_said_alike_by_a_run_and_by_stats(tmp_path, cap
     assert main(["stats", str(path)]) == 2
     text = str(of_run.value)
     assert text == str(of_manifest.value)
-    said = text.replace("data.path:", "DIR:", 1)  # which is what the command calls it
-    assert capsys.readouterr().err == f"error: {said}\n"
-    what = "does not exist" if kind == "nothing" else "is not a folder"
-    assert text.startswith(f"data.path: {path} {what}; make a set with `sbpflow prepare")
+    expected = text.replace("data.path:", "DIR:", 1)  # the argument's name in the command
+    assert capsys.readouterr().err == f"error: {expected}\n"
+    problem = "does not exist" if kind == "nothing" else "is not a folder"
+    assert text.startswith(f"data.path: {path} {problem}; make a set with `sbpflow prepare")

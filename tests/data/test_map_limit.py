@@ -19,25 +19,25 @@ from tests.data.rows import run_prepare, text_rows, write_rows
 from tests.data.test_read_lists import check
 
 MAPS = 40
-"""Of a loader; a process has four times as many."""
+"""Maps per loader; the limit of the process is four times as many."""
 
 
 @pytest.fixture
 def few_maps(monkeypatch):
-    """A system that lets a process have few maps."""
+    """A system with a low limit of maps per process."""
     limit = "sbpflow.data.format.mapped_rows.map_count_limit"
     monkeypatch.setattr(limit, lambda: 4 * MAPS, raising=False)
 
 
 @pytest.fixture
 def one_by_one(monkeypatch):
-    """Each batch is a block, of which few are read ahead."""
+    """Makes each batch a block, of which few are read ahead."""
     monkeypatch.setattr("sbpflow.data.read.blocks.BLOCK_BYTES", 0)
 
 
 def num_mapped(folder):
-    """Maps of files in ``folder`` that this process has."""
-    gc.collect()  # of loaders in other tests nothing is of this folder
+    """Number of this process's maps of files in ``folder``."""
+    gc.collect()  # a loader of an earlier test with this folder
     return Path("/proc/self/maps").read_text(encoding="utf-8").count(str(folder))
 
 
@@ -48,7 +48,7 @@ def tiny_shards(tmp_path_factory):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shuffle", SHUFFLES)
-def test_batches_are_those_of_large_shards_with_few_maps(
+def test_batches_equal_those_of_large_shards_with_few_maps(
     tiny_shards, row_set, few_maps, backend, shuffle
 ):
     settings = {"batch_size": 130, "backend": backend, "shuffle": shuffle}
@@ -74,7 +74,7 @@ def test_batches_are_those_of_large_shards_with_few_maps(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shuffle", SHUFFLES)
-def test_lists_and_side_columns_of_files_that_are_not_mapped(
+def test_lists_and_side_columns_in_unmapped_files(
     tmp_path, monkeypatch, few_maps, backend, shuffle
 ):
     monkeypatch.setattr(full_set, "SHARD_ROWS", 70)
@@ -87,7 +87,7 @@ def test_lists_and_side_columns_of_files_that_are_not_mapped(
 
 @pytest.mark.usefixtures("few_maps", "one_by_one")
 @pytest.mark.parametrize("shuffle", ["none", "runs"])
-def test_a_set_replaced_while_its_files_are_read_ends_the_read(tmp_path, shuffle):
+def test_replacing_a_set_while_its_files_are_read_ends_the_read(tmp_path, shuffle):
     manifest = make_set(tmp_path / "set", 1500, shard_rows=5)
     loader = open_loader(manifest, batch_size=100, backend="memmap", shuffle=shuffle)
     batches = loader.epoch(0)
@@ -98,20 +98,20 @@ def test_a_set_replaced_while_its_files_are_read_ends_the_read(tmp_path, shuffle
 
 
 @pytest.mark.usefixtures("few_maps", "one_by_one")
-def test_an_equal_set_put_in_its_place_is_read_on(tmp_path):
+def test_replacing_a_set_by_an_equal_one_does_not_end_the_read(tmp_path):
     manifest = make_set(tmp_path / "set", 1500, shard_rows=5)
     loader = open_loader(manifest, batch_size=100, backend="memmap", shuffle="rows")
     expected = [batch.ids.clone() for batch in loader.epoch(0)]
     batches = loader.epoch(0)
-    found = [next(batches).ids]
+    actual = [next(batches).ids]
     for path in make_set(tmp_path / "again", 1500, shard_rows=5).path.iterdir():
         path.replace(manifest.path / path.name)
-    found += [batch.ids for batch in batches]
-    assert all(map(torch.equal, found, expected))
+    actual += [batch.ids for batch in batches]
+    assert all(map(torch.equal, actual, expected))
 
 
 @pytest.mark.parametrize("shuffle", ["none", "runs"])
-def test_a_shard_cut_short_is_named_when_an_epoch_begins_and_when_it_is_read(
+def test_a_truncated_shard_is_named_when_an_epoch_begins_and_when_it_is_read(
     tmp_path, few_maps, shuffle
 ):
     manifest = make_set(tmp_path / "set", 1500, shard_rows=5)
@@ -119,13 +119,13 @@ def test_a_shard_cut_short_is_named_when_an_epoch_begins_and_when_it_is_read(
     batches = loader.epoch(0)
     path = tmp_path / "set" / "train-1495.npy"
     path.write_bytes(path.read_bytes()[:-8])
-    with pytest.raises(DataError, match=r"train-1495\.npy: was cut short while it was read"):
+    with pytest.raises(DataError, match=r"train-1495\.npy: was truncated while it was read"):
         list(batches)
-    with pytest.raises(DataError, match=r"train-1495\.npy: is not the \.npy of 5 rows"):
+    with pytest.raises(DataError, match=r"train-1495\.npy: is not the \.npy file of 5 rows"):
         loader.epoch(0)
 
 
-def test_no_shard_is_mapped_twice_where_rows_are_copied(row_set):
+def test_shards_are_not_mapped_twice_if_rows_are_copied(row_set):
     manifest = row_set(9000)
     for shuffle, times in (("runs", 1), ("none", 2)):
         loader = open_loader(manifest, batch_size=500, backend="memmap", shuffle=shuffle)
@@ -137,13 +137,13 @@ def test_no_shard_is_mapped_twice_where_rows_are_copied(row_set):
         del batches
 
 
-def test_rows_of_a_split_are_read_by_ranges_whatever_is_mapped(tiny_shards):
+def test_ranges_of_rows_are_read_from_mapped_and_unmapped_files(tiny_shards):
     rows = SplitRows(tiny_shards, "train", 7)
     out = rows.new(100)
     rows.read(20, 120, out)
     assert out[:, 3].tolist() == [10 * row for row in range(20, 120)]
     assert rows.view(30, 35) is not None
-    assert rows.view(35, 40) is None  # the first file that is not mapped
+    assert rows.view(35, 40) is None  # the first unmapped file
 
 
 def test_pieces_grow_with_the_input():
@@ -155,7 +155,7 @@ def test_pieces_grow_with_the_input():
 
 @pytest.mark.parametrize(("suffix", "most"), [("", 6), (".gz", 12)])
 def test_a_large_input_has_few_large_shards(tmp_path, monkeypatch, suffix, most):
-    rows = write_rows(tmp_path / f"rows.tsv{suffix}", text_rows(600))  # 120 kB, 22 kB packed
+    rows = write_rows(tmp_path / f"rows.tsv{suffix}", text_rows(600))  # 120 kB, gzipped 22 kB
     monkeypatch.setattr("sbpflow.data.prepare.options.MAX_PIECES", 4)
-    made = run_prepare(tmp_path / "set", rows, piece_bytes=4096)
-    assert 2 <= sum(len(made.shards(split)) for split in ("train", "val", "test")) <= most
+    manifest = run_prepare(tmp_path / "set", rows, piece_bytes=4096)
+    assert 2 <= sum(len(manifest.shards(split)) for split in ("train", "val", "test")) <= most

@@ -1,4 +1,4 @@
-"""The order of an epoch: every row once, computed, not stored, and as good to train on as any."""
+"""The order of an epoch: it has every row once, needs no memory, and trains like a random order."""
 
 import tracemalloc
 
@@ -20,7 +20,7 @@ def rows_of(order, start, stop):
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 5000), st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1))
-def test_a_permutation_is_one(size, seed, epoch):
+def test_a_permutation_has_every_image_once(size, seed, epoch):
     image = Permutation(size, seed, epoch)(np.arange(size))
     assert np.array_equal(np.sort(image), np.arange(size))
 
@@ -29,22 +29,22 @@ def test_a_permutation_depends_on_every_part_of_its_key():
     images = [Permutation(10_000, *key)(np.arange(10_000)) for key in ((1, 2), (1, 3), (2, 2))]
     for n, image in enumerate(images):
         for other in images[:n]:
-            assert (image == other).sum() < 10  # 1 is expected of two random ones
+            assert (image == other).sum() < 10  # 1 is expected for random permutations
 
 
 @pytest.mark.parametrize("size", [3, 7, 24, 300])
-def test_every_index_goes_everywhere_equally_often(size):
-    """Chi squared over keys, where a round has the fewest bits to mix with."""
+def test_every_index_has_every_image_equally_often(size):
+    """Chi squared over keys, for sizes whose rounds have the fewest bits to mix."""
     times = 20 * size
-    found = np.zeros((size, size))
+    counts = np.zeros((size, size))
     for key in range(times):
-        found[np.arange(size), Permutation(size, key, 1)(np.arange(size))] += 1
+        counts[np.arange(size), Permutation(size, key, 1)(np.arange(size))] += 1
     freedom = (size - 1) ** 2
-    chi = float(((found - times / size) ** 2 / (times / size)).sum())
+    chi = float(((counts - times / size) ** 2 / (times / size)).sum())
     assert abs(chi - freedom) < 4 * (2 * freedom) ** 0.5
 
 
-def test_neighbours_and_order_are_forgotten():
+def test_neighbors_and_order_are_not_preserved():
     image = Permutation(1_000_000, 7, 0)(np.arange(1_000_000))
     assert abs(np.corrcoef(image[:-1], image[1:])[0, 1]) < 0.004  # 4 standard errors
     assert abs(np.corrcoef(image, np.arange(len(image)))[0, 1]) < 0.004
@@ -53,7 +53,7 @@ def test_neighbours_and_order_are_forgotten():
 
 @settings(max_examples=200, deadline=None)
 @given(st.data(), st.sampled_from(SHUFFLES), st.integers(1, 20_000), st.integers(0, 99))
-def test_an_order_has_every_row_once_and_its_parts_are_those_of_the_whole(
+def test_an_order_has_every_row_once_and_ranges_of_it_are_consistent(
     data, shuffle, num_rows, epoch
 ):
     order = RowOrder(num_rows, shuffle, 7, epoch)
@@ -64,7 +64,7 @@ def test_an_order_has_every_row_once_and_its_parts_are_those_of_the_whole(
     assert np.array_equal(rows_of(order, start, stop), whole[start:stop])
 
 
-def test_runs_stay_together_and_the_short_one_moves():
+def test_runs_are_contiguous_and_the_short_one_moves():
     places = set()
     for epoch in range(20):
         order = RowOrder(16 * 50 + 5, "runs", 7, epoch)
@@ -75,8 +75,8 @@ def test_runs_stay_together_and_the_short_one_moves():
 
 
 @pytest.mark.parametrize("shuffle", ["runs", "rows"])
-def test_four_thousand_million_rows_take_no_memory(shuffle):
-    """Criteo's 1 TB: 4,195,197,692 rows of training."""
+def test_the_order_of_four_billion_rows_takes_no_memory(shuffle):
+    """The size of Criteo's 1 TB: 4,195,197,692 training rows."""
     num_rows, batch = 4_195_197_692, 16384
     tracemalloc.start()
     order = RowOrder(num_rows, shuffle, 7, 3)
@@ -88,7 +88,7 @@ def test_four_thousand_million_rows_take_no_memory(shuffle):
     assert rows.min() >= 0
     assert rows.max() < num_rows
     assert peak < 8e6
-    # A batch is from everywhere: its runs have the mean of all, within 4 standard errors.
+    # A batch comes from the whole split: its mean is that of all rows, within 4 standard errors.
     per_batch = rows.reshape(len(starts), batch).mean(1) / num_rows
     error = (1 / 12 / (batch / RUN_ROWS[shuffle])) ** 0.5
     assert np.abs(per_batch - 0.5).max() < 4 * error
@@ -98,7 +98,7 @@ FIELDS, ROWS_PER_TABLE = 8, 500
 
 
 def _clicks(num_rows):
-    """Ids [rows, fields] of stacked tables, frequent ones low, and clicks that follow weights."""
+    """Ids [rows, fields] of stacked tables, low ids being frequent, and matching clicks."""
     rng = np.random.default_rng(0)
     ids = (ROWS_PER_TABLE * rng.random((num_rows, FIELDS)) ** 3).astype(np.int64)
     ids += np.arange(FIELDS) * ROWS_PER_TABLE
@@ -107,7 +107,7 @@ def _clicks(num_rows):
 
 
 def _train_on_sorted_labels(clicks, shuffle, seed):
-    """Test AUC of a wide model, one epoch of SGD over rows sorted by their label."""
+    """Test AUC of a wide model after one epoch of SGD over rows sorted by label."""
     ids, labels = clicks
     half, batch = len(labels) // 2, 256
     by_label = np.argsort(labels[:half], kind="stable")
@@ -118,14 +118,14 @@ def _train_on_sorted_labels(clicks, shuffle, seed):
         chosen = ids_train[rows]
         error = 1 / (1 + np.exp(-weights[chosen].sum(1) - bias)) - labels_train[rows]
         step = np.repeat(error, FIELDS)
-        rate = 1 - start / half  # to nothing, so that the last rows are no more than others
+        rate = 1 - start / half  # falls to 0, so that the last rows do not count more than others
         weights -= 0.02 * rate * np.bincount(chosen.reshape(-1), step, len(weights))
         bias -= 0.2 * rate * error.mean()
     return auc(weights[ids[half:]].sum(1), labels[half:].astype(np.float32))
 
 
-def test_labels_sorted_in_the_file_train_as_well_as_in_a_random_order():
-    """The hardest file has its clicks at its end; in file order it teaches the last ids seen."""
+def test_rows_sorted_by_label_train_as_well_as_randomly_ordered_ones():
+    """The worst file has all clicks at its end; in file order, training favors the last ids."""
     clicks = _clicks(400_000)
     for seed in (1, 2, 3):
         random, runs = (_train_on_sorted_labels(clicks, s, seed) for s in ("rows", "runs"))

@@ -1,4 +1,4 @@
-"""prepare: counts, ids and values against plain Python, the input forms, and bad lines."""
+"""prepare against plain Python: counts, ids and values, input formats, and bad lines."""
 
 import gzip
 
@@ -35,25 +35,25 @@ def source(tmp_path_factory):
 
 
 def check_ids(manifest, rows, train_rows, name, min_count):
-    """Each kept value of the train part has one id of its own, missing 0, anything else 1."""
+    """Each frequent value of the train part has its own id; missing is 0, anything else 1."""
     counts = counts_of(rows[:train_rows], name)
-    kept = {value for value, count in counts.items() if count >= min_count}
+    frequent = {value for value, count in counts.items() if count >= min_count}
     places = [CRITEO.columns.index(part) for part in name.split("x")]
     id_of, start = {}, 0
     for split in ("train", "val", "test"):
-        found = ids(manifest, split)[name]
-        for row, got in zip(rows[start : start + len(found)], found.tolist(), strict=True):
+        split_ids = ids(manifest, split)[name].tolist()
+        for row, actual in zip(rows[start : start + len(split_ids)], split_ids, strict=True):
             value = tuple(row[place] for place in places)
             if not all(value):
-                assert got == 0
-            elif value not in kept:
-                assert got == 1
+                assert actual == 0
+            elif value not in frequent:
+                assert actual == 1
             else:
-                assert id_of.setdefault(value, got) == got
-        start += len(found)
-    assert len(set(id_of.values())) == len(kept)
-    assert manifest.field(name).rows == len(kept) + 2
-    assert set(id_of.values()) <= set(range(2, len(kept) + 2))
+                assert id_of.setdefault(value, actual) == actual
+        start += len(split_ids)
+    assert len(set(id_of.values())) == len(frequent)
+    assert manifest.field(name).rows == len(frequent) + 2
+    assert set(id_of.values()) <= set(range(2, len(frequent) + 2))
 
 
 @pytest.mark.parametrize("min_count", [1, 40])
@@ -66,11 +66,11 @@ def test_ids_follow_counts_of_the_train_part(tmp_path, source, min_count):
 
 def test_labels_and_integers_are_reproduced(tmp_path, source):
     manifest = run_prepare(tmp_path / "set", source, transform="identity")
-    got = np.concatenate([floats(manifest, split) for split in ("train", "val", "test")])
-    assert np.array_equal(got, [[float(cell or 0) for cell in row[:14]] for row in ROWS])
+    actual = np.concatenate([floats(manifest, split) for split in ("train", "val", "test")])
+    assert np.array_equal(actual, [[float(cell or 0) for cell in row[:14]] for row in ROWS])
 
 
-def test_genuine_rows_count_as_an_independent_count_and_repeat_exactly(tmp_path):
+def test_genuine_rows_match_an_independent_count_and_are_reproducible(tmp_path):
     path = genuine_rows()
     with gzip.open(path, "rt") as file:
         rows = [line.rstrip("\n").split("\t") for line in file]
@@ -85,8 +85,8 @@ def test_genuine_rows_count_as_an_independent_count_and_repeat_exactly(tmp_path)
         parts = (by_name[part][:train_rows] for part in field.parts)
         distinct = {value for value in zip(*parts, strict=True) if all(value)}
         assert field.rows - 2 == len(distinct), field.name
-    got = np.concatenate([floats(manifest, split) for split in ("train", "val", "test")])
-    assert np.array_equal(got, [[float(cell or 0) for cell in row[:14]] for row in rows])
+    actual = np.concatenate([floats(manifest, split) for split in ("train", "val", "test")])
+    assert np.array_equal(actual, [[float(cell or 0) for cell in row[:14]] for row in rows])
 
 
 def test_genuine_halves_carry_equal_load(tmp_path):
@@ -99,7 +99,7 @@ def test_genuine_halves_carry_equal_load(tmp_path):
         assert 0.4 <= share <= 0.6, (field, share)
 
 
-def test_every_input_form_gives_the_same_rows(tmp_path, source):
+def test_all_input_formats_give_the_same_rows(tmp_path, source):
     folder = tmp_path / "parts"
     folder.mkdir()
     write_rows(folder / "day_2.tsv.gz", ROWS[:1000])
@@ -110,10 +110,10 @@ def test_every_input_form_gives_the_same_rows(tmp_path, source):
     crlf = tmp_path / "crlf.txt"
     crlf.write_bytes(source.read_bytes().replace(b"\n", b"\r\n")[:-2])
     plain = run_prepare(tmp_path / "set", source)
-    want = {split: all_words(plain, split) for split in ("train", "test")}
+    expected = {split: all_words(plain, split) for split in ("train", "test")}
     for number, other in enumerate((folder, tmp_path / "rows.parquet", crlf)):
         manifest = run_prepare(tmp_path / f"set{number}", other)
-        for split, words in want.items():
+        for split, words in expected.items():
             assert np.array_equal(words, all_words(manifest, split)), other
 
 
@@ -149,15 +149,15 @@ def test_hashed_fields_need_no_vocabulary(tmp_path, source):
     manifest = run_prepare(tmp_path / "set", source, hash_sizes=(("C3", 12), ("C1xC2", 50)))
     assert manifest.field("C3").rows == 12
     raw = np.array([int(row[16] or "0", 16) for row in ROWS[:2400]], dtype=np.uint32)
-    want = HashedIds(12, 7, "C3").lookup(raw)
-    want[[not row[16] for row in ROWS[:2400]]] = 0
-    assert np.array_equal(ids(manifest, "train")["C3"], want)
+    expected = HashedIds(12, 7, "C3").lookup(raw)
+    expected[[not row[16] for row in ROWS[:2400]]] = 0
+    assert np.array_equal(ids(manifest, "train")["C3"], expected)
     stats = {entry["name"]: entry for entry in manifest.content["stats"]}
     assert stats["C3"]["lookups"] == 2400
     check_ids(manifest, ROWS, 2400, "C4", 2)
 
 
-def test_other_columns_by_a_schema_file(tmp_path):
+def test_other_columns_with_a_schema_file(tmp_path):
     rows = [f"{n % 2},{n},{'red' if n % 3 else 'blue'},{n % 7},x" for n in range(200)]
     (tmp_path / "rows.csv").write_text("\n".join(rows))
     (tmp_path / "schema.yaml").write_text(
@@ -201,7 +201,7 @@ def test_bad_lines_are_counted_by_reason_and_left_out(tmp_path, source):
     assert np.array_equal(all_words(manifest, "train"), all_words(clean, "train"))
 
 
-def test_too_many_bad_lines_replace_nothing(tmp_path, source):
+def test_too_many_bad_lines_replace_no_set(tmp_path, source):
     output = tmp_path / "set"
     run_prepare(output, source)
     before = folder_bytes(output)
@@ -210,7 +210,7 @@ def test_too_many_bad_lines_replace_nothing(tmp_path, source):
         run_prepare(output, path, overwrite=True, max_bad_fraction=0.001)
     assert folder_bytes(output) == before
     message = str(error.value)
-    assert "6 of 3006 lines are bad" in message
+    assert "6 of the 3006 lines are bad" in message
     assert all(f"1 x {reason}" in message for reason in BAD)
     for number, reason in enumerate(list(BAD)[:5]):
         assert f"bad.tsv:{101 + 300 * number}: {reason}" in message
@@ -235,18 +235,18 @@ def test_bad_parquet_cells_are_counted(tmp_path):
 
 
 @pytest.mark.parametrize("cut", [0.3, 0.97])
-def test_a_gzip_cut_short_is_refused(tmp_path, cut):
+def test_a_truncated_gzip_is_refused(tmp_path, cut):
     path = write_rows(tmp_path / "rows.tsv.gz", ROWS)
     path.write_bytes(path.read_bytes()[: int(cut * path.stat().st_size)])
-    with pytest.raises(DataError, match="cut short or damaged"):
+    with pytest.raises(DataError, match="truncated or damaged"):
         run_prepare(tmp_path / "set", path)
 
 
-def test_a_table_of_another_kind_is_refused_before_its_end(tmp_path):
+def test_a_file_in_another_format_is_refused_before_its_end(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text("a,b,c\n" * 2_000_000)
     with pytest.raises(
-        DataError, match=r"no usable row in \d{5} lines\n  \d+ x .*\n  .*rows.csv:1: "
+        DataError, match=r"none of the \d{5} lines is .*\n  \d+ x .*\n  .*rows.csv:1: "
     ):
         run_prepare(tmp_path / "set", path)
 
@@ -256,7 +256,7 @@ def test_a_table_of_another_kind_is_refused_before_its_end(tmp_path):
     [
         (["--input", "nowhere.tsv"], "no such file"),
         (["--crosses", "C1xC99"], "C99"),
-        (["--crosses", "C1"], "like C1xC2"),
+        (["--crosses", "C1"], "such as C1xC2"),
         (["--split", "time:0.8,0.1"], "three fractions"),
         (["--split", "ratio:0.8,0.1,0.2"], "add up to 1"),
         (["--split", "weekday"], "time:0.8,0.1,0.1"),
@@ -267,7 +267,7 @@ def test_a_table_of_another_kind_is_refused_before_its_end(tmp_path):
         (["--schema", "nowhere.yaml"], "nowhere.yaml"),
     ],
 )
-def test_a_users_mistake_is_one_readable_message(tmp_path, source, capsys, arguments, message):
+def test_a_users_mistake_gives_one_readable_message(tmp_path, source, capsys, arguments, message):
     start = ["prepare", "--input", str(source), "--output", str(tmp_path / "set")]
     assert main([*start, *arguments]) == 2
     error = capsys.readouterr().err
@@ -276,7 +276,7 @@ def test_a_users_mistake_is_one_readable_message(tmp_path, source, capsys, argum
     assert "Traceback" not in error
 
 
-def test_an_output_that_is_there_is_kept(tmp_path, source):
+def test_an_existing_output_is_kept(tmp_path, source):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes").write_text("mine")
     with pytest.raises(ConfigError, match="not a prepared set"):
@@ -289,10 +289,10 @@ def test_an_output_that_is_there_is_kept(tmp_path, source):
 
 
 def test_workers_and_pieces_do_not_change_the_rows(tmp_path, source):
-    one = prepare(PrepareOptions(inputs=(source,), output=tmp_path / "a", workers=1))
-    many = run_prepare(tmp_path / "b", source, workers=4)
+    single = prepare(PrepareOptions(inputs=(source,), output=tmp_path / "a", workers=1))
+    several = run_prepare(tmp_path / "b", source, workers=4)
     for split in ("train", "val", "test"):
-        assert np.array_equal(all_words(one, split), all_words(many, split))
+        assert np.array_equal(all_words(single, split), all_words(several, split))
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_workers_and_pieces_do_not_change_the_rows(tmp_path, source):
     [
         ("dense: I1\nsparse: [C1]\n", "write a list of names"),
         ("sparse: 5\n", "name: kind"),
-        ("dense: [I1]\n", "needs one"),
+        ("dense: [I1]\n", "at least one is needed"),
         ("sparse: {C1: text}\n", "hex, string, integer"),
         ("spares: [C1]\n", "unknown key 'spares'"),
         ("[1, 2]\n", "must be a mapping"),
@@ -310,7 +310,7 @@ def test_workers_and_pieces_do_not_change_the_rows(tmp_path, source):
         ("sparse: {C1: [\n", "cannot be read"),
     ],
 )
-def test_a_wrong_schema_is_one_readable_message(tmp_path, source, capsys, schema, message):
+def test_a_wrong_schema_gives_one_readable_message(tmp_path, source, capsys, schema, message):
     (tmp_path / "schema.yaml").write_text(schema)
     arguments = ["prepare", "--input", str(source), "--output", str(tmp_path / "set")]
     assert main([*arguments, "--schema", str(tmp_path / "schema.yaml")]) == 2

@@ -1,4 +1,4 @@
-"""Reading all a set can have: lists with weights, sample weights, group, time, keys, labels."""
+"""Read a set with every kind of column: weighted lists, weights, group, time, keys, labels."""
 
 from itertools import chain
 
@@ -8,7 +8,7 @@ import torch
 
 from sbpflow.data import open_loader
 from sbpflow.data.read.order import SHUFFLES
-from tests.data.backends import BACKENDS, HERE
+from tests.data.backends import BACKENDS, INSTALLED
 from tests.data.full_set import NUM_ROWS, make_full_set
 
 
@@ -23,7 +23,7 @@ def rows_of(batch):
 
 
 def check(batch, rows):
-    """Every column of a batch is that of the rows its dense column names; returns their numbers."""
+    """Check every column of a batch against its rows; returns their numbers."""
     numbers = rows_of(batch)
     own = [rows[number] for number in numbers]
     lists = batch.ids.lists
@@ -74,7 +74,7 @@ def test_order_does_not_depend_on_world_or_backend(full_set, shuffle):
         steps = zip(*(loader.epoch(2) for loader in loaders), strict=True)
         return [number for step in steps for batch in step for number in check(batch, rows)]
 
-    assert order(1, "memmap") == order(3, HERE[-1]) == order(4, "memmap")
+    assert order(1, "memmap") == order(3, INSTALLED[-1]) == order(4, "memmap")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -90,7 +90,7 @@ def test_a_rank_without_rows_has_empty_columns(full_set, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_cursor_of_a_batch_is_the_state_after_it(full_set, backend):
-    """A trainer holds the next batch when it saves: that one must come again."""
+    """A trainer already holds the next batch when it saves, and that batch must be read again."""
     manifest, rows = full_set
     loader = open_loader(manifest, batch_size=900, backend=backend)
     batches = loader.epoch(3)
@@ -103,14 +103,14 @@ def test_the_cursor_of_a_batch_is_the_state_after_it(full_set, backend):
     assert check(next(again.epoch(3)), rows) == rows_of(held)
 
 
-def test_batches_stay_as_they_were_while_others_are_read(full_set):
-    """Buffers of unequal sizes are used again only when no tensor refers to them."""
+def test_reading_on_does_not_change_earlier_batches(full_set):
+    """Buffers of unequal sizes are reused only when no tensor refers to them."""
     manifest, rows = full_set
-    kept = list(open_loader(manifest, batch_size=100, backend="memmap").epoch(0))
-    values = [batch.ids.lists.values for batch in kept]
-    numbers = [check(batch, rows) for batch in kept]
+    batches = list(open_loader(manifest, batch_size=100, backend="memmap").epoch(0))
+    values = [batch.ids.lists.values for batch in batches]
+    numbers = [check(batch, rows) for batch in batches]
     copies = [value.clone() for value in values]
-    del kept
+    del batches
     for _ in open_loader(manifest, batch_size=100, backend="memmap").epoch(1):
         pass
     assert all(torch.equal(a, b) for a, b in zip(values, copies, strict=True))

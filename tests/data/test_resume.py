@@ -1,4 +1,4 @@
-"""Going on with an unfinished prepare: only what is left is done, and damage never gets in."""
+"""Resume an unfinished prepare: only missing parts are made, and damage never gets into the set."""
 
 import json
 import random
@@ -16,7 +16,7 @@ STEPS = ("stage", "vocabulary", "half", "encoded", "all")
 
 
 class Stopped(Exception):
-    """Stands for the kill."""
+    """Stands in for a kill."""
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def stopped_at(monkeypatch, step, output, source):
     def half(staged, tables, fitted, options, work, advance):
         encode_all(staged, tables, fitted, options, work, advance)
         for record in sorted((work / "encoded").iterdir())[1::2]:
-            record.unlink()  # as if these had not been reached; their staged files are gone
+            record.unlink()  # as if these were not encoded yet; their staged files are gone
         raise Stopped
 
     def all_encoded(*arguments):
@@ -62,7 +62,7 @@ def stopped_at(monkeypatch, step, output, source):
 
 
 def counted(monkeypatch):
-    """A list that grows by one with each piece that is read again."""
+    """A list that grows by one for each piece that is read again."""
     calls = []
     read = stage._read
     monkeypatch.setattr(stage, "_read", lambda *args: calls.append(1) or read(*args))
@@ -70,7 +70,7 @@ def counted(monkeypatch):
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_only_what_is_missing_is_done_again(tmp_path, monkeypatch, source, clean, step):
+def test_only_missing_parts_are_made_again(tmp_path, monkeypatch, source, clean, step):
     work = stopped_at(monkeypatch, step, tmp_path / "set", source)
     num_pieces = len(list((work / "stage").glob("*.json")))
     read = counted(monkeypatch)
@@ -96,14 +96,14 @@ def remove(path, _):
 
 
 def kinds_of(work, rng):
-    """A file of each kind there is: (folder, suffix) -> path."""
+    """A file of each kind in the folder: (folder, suffix) -> path."""
     files = [p for p in sorted(work.rglob("*")) if p.is_file() and p.name != "plan"]
     return {(p.parent.name, p.suffix): p for p in rng.sample(files, len(files))}
 
 
 @pytest.mark.parametrize("step", STEPS)
 def test_a_damaged_part_is_made_again(tmp_path, monkeypatch, capsys, source, clean, step):
-    """One file at a time: in each way where its kind is new, in one of them at later steps."""
+    """One file at a time; new kinds of files in every way, the others in one way per step."""
     number = STEPS.index(step)
     rng = random.Random(number)
     whole = stopped_at(monkeypatch, step, tmp_path / "whole" / "set", source)
@@ -123,7 +123,7 @@ def test_a_damaged_part_is_made_again(tmp_path, monkeypatch, capsys, source, cle
 
 
 def edits(record):
-    """Copies of a record, each with one number or name in it changed."""
+    """Copies of a record, each with one number or name changed."""
     for key, value in record.items():
         if isinstance(value, dict):
             yield from ({**record, key: inner} for inner in edits(value))
@@ -135,8 +135,8 @@ def edits(record):
 
 
 @pytest.mark.parametrize(("step", "folder"), [("stage", "stage"), ("encoded", "encoded")])
-def test_an_edited_record_is_not_believed(tmp_path, monkeypatch, source, clean, step, folder):
-    """Lines, counts and clamped values go into the manifest, and no shard shows them."""
+def test_an_edited_record_is_ignored(tmp_path, monkeypatch, source, clean, step, folder):
+    """Lines, counts and clamped values go into the manifest but do not show in any shard."""
     whole = stopped_at(monkeypatch, step, tmp_path / "whole" / "set", source)
     record = sorted((whole / folder).glob("*.json"))[1]
     changed = list(edits(json.loads(record.read_text())))
@@ -150,9 +150,7 @@ def test_an_edited_record_is_not_believed(tmp_path, monkeypatch, source, clean, 
 
 
 @pytest.mark.parametrize(("step", "folder"), [("stage", "stage"), ("encoded", "encoded")])
-def test_records_that_changed_places_are_not_believed(
-    tmp_path, monkeypatch, source, clean, step, folder
-):
+def test_swapped_records_are_ignored(tmp_path, monkeypatch, source, clean, step, folder):
     work = stopped_at(monkeypatch, step, tmp_path / "set", source)
     first, second = sorted((work / folder).glob("*.json"))[:2]
     raw = first.read_bytes()
@@ -162,9 +160,7 @@ def test_records_that_changed_places_are_not_believed(
     assert folder_bytes(tmp_path / "set") == clean
 
 
-def test_a_fault_that_is_not_of_an_earlier_run_is_no_reason_to_start_anew(
-    tmp_path, monkeypatch, capsys, source
-):
+def test_an_error_of_the_current_run_does_not_start_it_over(tmp_path, monkeypatch, capsys, source):
     from sbpflow.data.format.shards import write_shard
 
     def faulty(folder, name, words, parts):
@@ -175,11 +171,11 @@ def test_a_fault_that_is_not_of_an_earlier_run_is_no_reason_to_start_anew(
     monkeypatch.setattr("sbpflow.data.prepare.encode.write_shard", faulty)
     arguments = ["--input", str(source), "--output", str(tmp_path / "set")]
     assert main(["prepare", *arguments, "--max-bad-fraction", "0"]) == 2
-    assert "changed or cut short" in capsys.readouterr().err
+    assert "changed or truncated" in capsys.readouterr().err
 
 
-def test_stage_inputs_keeps_the_examples_of_bad_lines(tmp_path, monkeypatch, source):
-    """A resumed run reports the same bad lines as an uninterrupted one."""
+def test_a_resumed_run_reports_the_same_bad_lines(tmp_path, monkeypatch, source):
+    """They are part of the staged records."""
     bad = tmp_path / "bad.tsv"
     bad.write_bytes(source.read_bytes() + b"short\tline\n")
     seen = []

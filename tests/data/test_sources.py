@@ -1,4 +1,4 @@
-"""Inputs packed, as Arrow files and on other file systems: the set is the one of the plain text."""
+"""Compressed inputs, Arrow files and other file systems give the same set as plain text."""
 
 import bz2
 import gzip
@@ -19,7 +19,7 @@ from tests.data.rows import run_prepare, text_rows, write_rows
 
 ROWS = text_rows(600, seed=11)
 TEXT = b"".join("\t".join(row).encode() + b"\n" for row in ROWS)
-PACK = {
+COMPRESS = {
     ".gz": gzip.compress,
     ".bz2": bz2.compress,
     ".xz": lzma.compress,
@@ -28,7 +28,7 @@ PACK = {
 
 
 def shards_of(folder):
-    """Every byte but those of the manifest, which names the inputs."""
+    """The bytes of all files except the manifest, which names the inputs."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -38,7 +38,7 @@ def shards_of(folder):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """The set of the plain text in pieces of 32 kB."""
+    """The set made from plain text in pieces of 32 kB."""
     folder = tmp_path_factory.mktemp("plain")
     run_prepare(folder / "set", write_rows(folder / "rows.tsv", ROWS))
     return shards_of(folder / "set")
@@ -46,7 +46,7 @@ def plain(tmp_path_factory):
 
 @pytest.fixture
 def memory():
-    """A folder in memory; what is in it goes afterwards."""
+    """A folder in memory that is removed after the test."""
     system = fsspec.filesystem("memory")
     system.mkdir("/clicks")
     yield system
@@ -62,7 +62,7 @@ def as_frame():
 
 
 def same_words(folder, plain):
-    """Whether the words of all splits are those of the plain text, whatever the pieces."""
+    """Whether the words of all splits equal those of the plain text, regardless of pieces."""
 
     def joined(files):
         return {
@@ -73,32 +73,32 @@ def same_words(folder, plain):
     return joined(shards_of(folder)) == joined(plain)
 
 
-@pytest.mark.parametrize("suffix", PACK)
-def test_packed_text_gives_the_set_of_the_text(tmp_path, plain, suffix):
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_compressed_text_gives_the_set_of_the_text(tmp_path, plain, suffix):
     path = tmp_path / f"rows.tsv{suffix}"
-    path.write_bytes(PACK[suffix](TEXT))
+    path.write_bytes(COMPRESS[suffix](TEXT))
     run_prepare(tmp_path / "set", path)
     assert same_words(tmp_path / "set", plain)
 
 
-@pytest.mark.parametrize("suffix", PACK)
-def test_packed_text_of_several_parts_is_read_to_the_end(tmp_path, plain, suffix):
-    """Two frames end to end, as parallel packers and `cat` leave them."""
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_compressed_text_with_several_frames_is_read_to_the_end(tmp_path, plain, suffix):
+    """Two concatenated frames, as written by parallel compressors and `cat`."""
     path = tmp_path / f"rows.tsv{suffix}"
-    path.write_bytes(PACK[suffix](TEXT[:30_001]) + PACK[suffix](TEXT[30_001:]))
+    path.write_bytes(COMPRESS[suffix](TEXT[:30_001]) + COMPRESS[suffix](TEXT[30_001:]))
     run_prepare(tmp_path / "set", path)
     assert same_words(tmp_path / "set", plain)
 
 
-@pytest.mark.parametrize("suffix", PACK)
-def test_packed_text_that_is_cut_short_or_damaged_is_refused(tmp_path, suffix):
-    whole = PACK[suffix](TEXT)
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_truncated_or_damaged_compressed_text_is_refused(tmp_path, suffix):
+    whole = COMPRESS[suffix](TEXT)
     damaged = bytearray(whole)
     damaged[len(whole) // 2] ^= 0xFF
     for number, content in enumerate((whole[:-1], whole[: len(whole) // 2], whole[:3], damaged)):
         path = tmp_path / f"{number}.tsv{suffix}"
         path.write_bytes(content)
-        with pytest.raises(DataError, match=f"{number}.tsv{suffix}: the .* cut short or damaged"):
+        with pytest.raises(DataError, match=f"{number}.tsv{suffix}: the .* truncated or damaged"):
             run_prepare(tmp_path / "set", path)
 
 
@@ -114,7 +114,7 @@ def test_tables_give_the_set_of_the_text(tmp_path, plain, suffix, compression):
     assert same_words(tmp_path / "set", plain)
 
 
-def test_a_damaged_arrow_file_is_a_message(tmp_path):
+def test_a_damaged_arrow_file_gives_a_message(tmp_path):
     path = tmp_path / "rows.arrow"
     as_frame().write_ipc(path)
     path.write_bytes(path.read_bytes()[:5000])
@@ -123,13 +123,13 @@ def test_a_damaged_arrow_file_is_a_message(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["rows.tsv", "rows.tsv.gz", "rows.tsv.zst", "rows.parquet"])
-def test_inputs_of_another_file_system(tmp_path, plain, memory, name):
+def test_remote_inputs(tmp_path, plain, memory, name):
     if name == "rows.parquet":
         as_frame().write_parquet(tmp_path / name)
         memory.put_file(str(tmp_path / name), "/clicks/rows.parquet")
     else:
         suffix = name.removeprefix("rows.tsv")
-        memory.pipe_file(f"/clicks/{name}", PACK[suffix](TEXT) if suffix else TEXT)
+        memory.pipe_file(f"/clicks/{name}", COMPRESS[suffix](TEXT) if suffix else TEXT)
     manifest = run_prepare(tmp_path / "set", input_path(f"memory://clicks/{name}"))
     assert same_words(tmp_path / "set", plain)
     size = memory.size(f"/clicks/{name}")
@@ -137,7 +137,7 @@ def test_inputs_of_another_file_system(tmp_path, plain, memory, name):
     assert not (tmp_path / "set.work").exists()
 
 
-def test_a_folder_of_another_file_system_and_the_command(tmp_path, plain, memory):
+def test_the_command_reads_a_remote_folder(tmp_path, plain, memory):
     lines = TEXT.splitlines(keepends=True)
     memory.pipe_file("/clicks/day_10", b"".join(lines[200:]))
     memory.pipe_file("/clicks/day_9", b"".join(lines[:200]))
@@ -149,7 +149,7 @@ def test_a_folder_of_another_file_system_and_the_command(tmp_path, plain, memory
     assert same_words(tmp_path / "set", plain)
 
 
-def test_file_urls_are_paths_of_this_machine(tmp_path, plain):
+def test_file_urls_are_local_paths(tmp_path, plain):
     path = write_rows(tmp_path / "with blank.tsv", ROWS)
     assert input_path(path.as_uri()) == path
     assert input_path("rows/day_1.tsv") == type(path)("rows/day_1.tsv")
@@ -157,7 +157,7 @@ def test_file_urls_are_paths_of_this_machine(tmp_path, plain):
     assert shards_of(tmp_path / "set") == plain
 
 
-def test_a_file_that_changed_since_is_read_anew(tmp_path, memory):
+def test_the_version_of_a_remote_file_changes_with_its_content(tmp_path, memory):
     path = RemotePath("memory://clicks/rows.tsv")
     memory.pipe_file("/clicks/rows.tsv", TEXT)
     before = path.version
@@ -174,7 +174,7 @@ def test_a_file_that_changed_since_is_read_anew(tmp_path, memory):
         ("memory://clicks", "no file in it ends in .tsv"),
     ],
 )
-def test_what_cannot_be_read_is_named_with_its_url(tmp_path, memory, url, message):
+def test_an_unreadable_input_is_reported_with_its_url(tmp_path, memory, url, message):
     with pytest.raises(ConfigError, match=message) as caught:
         run_prepare(tmp_path / "set", input_path(url))
     assert f"--input {url}" in str(caught.value)

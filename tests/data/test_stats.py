@@ -1,4 +1,4 @@
-"""Measures of tables against counts made by hand."""
+"""Statistics of tables against counts made by hand."""
 
 import numpy as np
 
@@ -8,20 +8,20 @@ from sbpflow.data.stats import batch_counts, compute_stats
 
 
 def set_of_ids(folder, ids):
-    """One field; the train part has these ids."""
+    """A set with one field, whose train part has these ids."""
     folder.mkdir()
     shards = {}
     for split in SPLITS:
-        mine = ids if split == "train" else ids[:1]
-        words = np.zeros((len(mine), 2), dtype=np.int32)
-        words[:, 1] = mine
+        own_ids = ids if split == "train" else ids[:1]
+        words = np.zeros((len(own_ids), 2), dtype=np.int32)
+        words[:, 1] = own_ids
         shards[split] = [shard_entry(write_shard(folder, f"{split}-0.npy", words))]
     fields = [{"name": "C1", "rows": 100}]
     write_manifest(folder, {"source": "test", "dense": [], "fields": fields, "splits": shards})
     return load_manifest(folder)
 
 
-def test_bins_count_the_rows_of_one_batch_by_their_lookups(tmp_path):
+def test_bins_count_the_rows_of_a_batch_by_their_lookups(tmp_path):
     ids = np.array([5] * 9 + [6] * 8 + [7] * 2 + [8, 9])
     (stats,) = compute_stats(set_of_ids(tmp_path / "set", ids))
     assert stats.bins_samples == 21
@@ -30,7 +30,7 @@ def test_bins_count_the_rows_of_one_batch_by_their_lookups(tmp_path):
     assert stats.distinct == 5
 
 
-def test_bins_are_of_65536_samples_and_their_last_is_open(tmp_path):
+def test_bins_describe_65536_samples_and_the_last_bin_is_open(tmp_path):
     ids = np.full(70_000, 3)
     ids[:30_000] = np.arange(30_000) % 90 + 5
     manifest = set_of_ids(tmp_path / "set", ids)

@@ -1,4 +1,4 @@
-"""Generated rows: as measured on real ones, the same whatever the chunking, with a true ceiling."""
+"""Generated rows: like the measured ones, independent of chunking, with a correct best AUC."""
 
 from functools import cache
 from itertools import pairwise
@@ -24,8 +24,8 @@ from sbpflow.data.synth.signal import CROSS_TERMS, ID_TERMS, PRODUCT_TERMS, SHAR
 from tests.data.rows import all_words, floats, folder_bytes, ids, run_prepare
 
 NUM_ROWS = 137_139
-"""As many as were measured."""
-# Distinct ids per 16384 consecutive rows of the real sample, missing counted as one (six batches).
+"""The number of measured rows."""
+# Distinct ids per 16384 consecutive rows of the real sample, with missing as one (six batches).
 UNIQUE_16K = {"C3": 9164, "C4": 6189, "C7": 4182, "C10": 4460, "C11": 2520, "C12": 8562,
               "C13": 2060, "C15": 2619, "C16": 7574, "C18": 1450, "C19": 671, "C21": 8134,
               "C24": 3708, "C26": 2814, "C2": 427, "C1": 220}  # fmt: skip
@@ -33,7 +33,7 @@ UNIQUE_16K = {"C3": 9164, "C4": 6189, "C7": 4182, "C10": 4460, "C11": 2520, "C12
 
 @cache
 def sample():
-    """Ranks and integers of as many rows as were measured, at Criteo's own vocabulary."""
+    """Ranks and integers of as many rows as were measured, with Criteo's own vocabulary."""
     columns = Columns(7, 1.0, {}, 0.0)
     blocks = [columns.block(index) for index in range(3)]
 
@@ -56,9 +56,9 @@ def test_missing_rates_and_shared_masks():
     ranks, _, missing = sample()
     for group in MASKS:
         kind = "int" if group[0][0] == "I" else "cat"
-        wanted = profile()[kind][group[0]]["missing"]
+        expected = profile()[kind][group[0]]["missing"]
         for name in group:
-            assert abs(missing[name].mean() - wanted) < share_bound(wanted), name
+            assert abs(missing[name].mean() - expected) < share_bound(expected), name
             assert np.array_equal(missing[name], missing[group[0]])
             if kind == "cat":
                 assert np.array_equal(ranks[name] < 0, missing[name])
@@ -71,8 +71,8 @@ def test_masses_distinct_values_and_singletons(name):
     mass = np.cumsum(counts) / counts.sum()
     for top, bound in (("1", 0.005), ("10", 0.012), ("100", 0.02), ("1000", 0.03)):
         if top in column["measured"]["cum_mass"]:
-            got = mass[min(int(top), len(mass)) - 1]
-            assert abs(got - column["measured"]["cum_mass"][top]) < bound, top
+            actual = mass[min(int(top), len(mass)) - 1]
+            assert abs(actual - column["measured"]["cum_mass"][top]) < bound, top
     distinct, singles = column["measured"]["distinct"], column["measured"]["singletons"]
     assert abs((counts > 0).sum() - distinct) < 0.1 * distinct + 10
     assert abs((counts == 1).sum() - singles) < 0.15 * singles + 30
@@ -80,13 +80,13 @@ def test_masses_distinct_values_and_singletons(name):
 
 def test_unique_ids_per_batch():
     ranks = sample()[0]
-    for name, wanted in UNIQUE_16K.items():
+    for name, expected in UNIQUE_16K.items():
         batches = ranks[name][: 8 * 16384].reshape(8, 16384)
-        got = np.mean([len(np.unique(batch)) for batch in batches])
-        assert abs(got - wanted) < 0.12 * wanted, (name, got)
+        actual = np.mean([len(np.unique(batch)) for batch in batches])
+        assert abs(actual - expected) < 0.12 * expected, (name, actual)
 
 
-def test_chains_have_no_violation():
+def test_each_column_of_a_chain_determines_the_next():
     ranks = sample()[0]
     for fine, coarse in [*(p for chain in CHAINS for p in pairwise(chain)), ("C7", "C13")]:
         pairs = np.unique(np.stack([ranks[fine], ranks[coarse]]), axis=1)
@@ -99,12 +99,12 @@ def test_chains_have_no_violation():
 def test_integers_follow_the_measured_quantiles(name):
     values, column = sample()[1][name], profile()["int"][name]
     zero = column["zero"]
-    # Zeros are measured among all rows, and so is the table of quantiles among the present ones.
+    # Zeros were measured among all rows, and the quantiles among the rows that are not missing.
     assert abs((values == 0).mean() - zero) < share_bound(zero) + 0.01
-    for percent, wanted in zip(column["quantile_pct"], column["quantile"], strict=True):
+    for percent, expected in zip(column["quantile_pct"], column["quantile"], strict=True):
         if 1 <= percent <= 99:
             low, high = np.percentile(values, [max(percent - 1, 0), min(percent + 0.5, 100)])
-            assert low - 1 <= wanted <= high + 1, percent
+            assert low - 1 <= expected <= high + 1, percent
 
 
 def test_correlated_integers():
@@ -114,9 +114,9 @@ def test_correlated_integers():
         return np.argsort(np.argsort(integers[name] + 1e-3 * np.arange(NUM_ROWS) / NUM_ROWS))
 
     for name, (other, share) in FOLLOWS.items():
-        got = np.corrcoef(ranked(name), ranked(other))[0, 1]
-        assert abs(got - share) < 0.15, name
-    # 0.71 on the real rows; the quantile is copied here, not the value, to keep both marginals.
+        actual = np.corrcoef(ranked(name), ranked(other))[0, 1]
+        assert abs(actual - share) < 0.15, name
+    # 0.71 on the real rows; here the quantile is copied, not the value, to keep both marginals.
     assert (integers["I4"] == integers["I13"]).mean() > 0.5
 
 
@@ -129,60 +129,60 @@ def generator(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def generated(tmp_path_factory):
     return synth(SynthOptions(output=tmp_path_factory.mktemp("synth") / "set", **SMALL))
 
 
-def test_any_range_is_the_same_rows(generator, made):
-    maps = IdMaps(SynthOptions(output=made.path, **SMALL), generator.columns)
-    whole = np.concatenate([all_words(made, split) for split in ("train", "val", "test")])
+def test_any_range_gives_the_same_rows(generator, generated):
+    maps = IdMaps(SynthOptions(output=generated.path, **SMALL), generator.columns)
+    whole = np.concatenate([all_words(generated, split) for split in ("train", "val", "test")])
     for start, stop in ((0, 10), (65_530, 65_540), (120_001, 150_000)):
         words, parts, _ = make_rows(generator, maps, start, stop)
         assert np.array_equal(words, whole[start:stop])
         assert parts == {}
 
 
-def test_the_set_repeats_byte_by_byte_and_differs_by_seed(made, tmp_path):
+def test_the_set_is_reproducible_and_depends_on_the_seed(generated, tmp_path):
     again = SynthOptions(output=tmp_path / "again", workers=1, **SMALL)
     synth(again)
-    assert folder_bytes(made.path) == folder_bytes(tmp_path / "again")
+    assert folder_bytes(generated.path) == folder_bytes(tmp_path / "again")
     other = synth(SynthOptions(output=tmp_path / "other", seed=8, **SMALL))
-    assert not np.array_equal(all_words(other, "test"), all_words(made, "test"))
+    assert not np.array_equal(all_words(other, "test"), all_words(generated, "test"))
 
 
-def test_the_text_prepares_to_the_same_rows(made, tmp_path):
+def test_the_generated_text_prepares_to_the_same_rows(generated, tmp_path):
     synth(SynthOptions(output=tmp_path / "rows.tsv", format="tsv", **SMALL))
     text = run_prepare(tmp_path / "set", tmp_path / "rows.tsv", min_count=1, piece_bytes=16 << 20)
-    assert text.splits == made.splits
+    assert text.splits == generated.splits
     for split in ("train", "val", "test"):
-        assert np.array_equal(floats(text, split), floats(made, split))
-    ours, theirs = ids(made, "train"), ids(text, "train")
+        assert np.array_equal(floats(text, split), floats(generated, split))
+    ours, theirs = ids(generated, "train"), ids(text, "train")
     for name in ("C1", "C3", "C13", "C26"):
         pairs = np.unique(np.stack([ours[name], theirs[name]]), axis=1)
         assert pairs.shape[1] == len(np.unique(pairs[0])) == len(np.unique(pairs[1]))
 
 
-def test_halves_of_large_tables_carry_equal_load(made):
-    train = ids(made, "train")
-    large = [field for field in made.fields if field.rows >= 1000]
+def test_halves_of_large_tables_carry_equal_load(generated):
+    train = ids(generated, "train")
+    large = [field for field in generated.fields if field.rows >= 1000]
     assert len(large) > 15
     for field in large:
         share = float((train[field.name] < (field.rows + 1) // 2).mean())
         assert 0.4 <= share <= 0.6, (field, share)
 
 
-def test_reported_ceiling_is_the_one_asked_for_and_that_of_the_labels(made):
-    options = SynthOptions(output=made.path, **SMALL)
-    for auc, logloss in made.bayes.by_split.values():
-        # Calibrated on other rows: 0.004 is what 15,000 rows of a split differ by.
+def test_the_reported_best_scores_match_the_options_and_the_labels(generated):
+    options = SynthOptions(output=generated.path, **SMALL)
+    for auc, logloss in generated.bayes.by_split.values():
+        # The calibration uses other rows: splits of 15,000 rows differ by up to 0.004.
         assert abs(auc - options.auc) < 0.005
         assert abs(logloss - 0.4497) < 0.01
-    labels = np.concatenate([floats(made, split)[:, 0] for split in made.splits])
+    labels = np.concatenate([floats(generated, split)[:, 0] for split in generated.splits])
     assert abs(labels.mean() - options.ctr) < 0.006
 
 
-def fitted_auc(features, labels, chances, columns):
-    """AUC, free of label noise, of a logistic regression fitted to the first half of the rows."""
+def fitted_auc(features, labels, probabilities, columns):
+    """AUC without label noise of a logistic regression fitted to the first half of the rows."""
     half = len(labels) // 2
     x = torch.from_numpy(np.vstack([features[columns], np.ones(len(labels))])).T
     y = torch.from_numpy(labels.astype(np.float64))
@@ -192,25 +192,23 @@ def fitted_auc(features, labels, chances, columns):
         hessian = (x[:half] * (p * (1 - p))[:, None]).T @ x[:half]
         weights += torch.linalg.lstsq(hessian, x[:half].T @ (y[:half] - p)).solution
     score = torch.sigmoid(x[half:] @ weights).numpy()
-    order, chance = np.argsort(score), chances[half:]
+    order, chance = np.argsort(score), probabilities[half:]
     chance = chance[order]
     below = np.cumsum(1 - chance) - (1 - chance) / 2
     return float((chance * below).sum() / (chance.sum() * (1 - chance).sum()))
 
 
-def test_a_regression_on_the_true_terms_reaches_the_ceiling_and_without_the_cross_does_not(
-    generator,
-):
+def test_a_regression_on_the_true_terms_reaches_the_best_auc_only_with_the_cross(generator):
     blocks = [generator.block(index) for index in range(4)]
     features = np.concatenate([generator.signal.features(rows) for rows, _, _ in blocks], axis=1)
-    chances = np.concatenate([chance for _, chance, _ in blocks])
+    probabilities = np.concatenate([probability for _, probability, _ in blocks])
     labels = np.concatenate([label for _, _, label in blocks])
     tally = BayesTally()
-    tally.add(chances[len(chances) // 2 :])
+    tally.add(probabilities[len(probabilities) // 2 :])
     every = list(range(len(features)))
-    assert abs(fitted_auc(features, labels, chances, every) - tally.auc()) < 0.002
+    assert abs(fitted_auc(features, labels, probabilities, every) - tally.auc()) < 0.002
     additive = [k for k in every if not len(ID_TERMS) <= k < len(ID_TERMS) + len(CROSS_TERMS)]
-    short = tally.auc() - fitted_auc(features, labels, chances, additive)
+    short = tally.auc() - fitted_auc(features, labels, probabilities, additive)
     assert 0.02 < short < 0.06
 
 
@@ -221,7 +219,7 @@ def test_each_kind_of_term_has_its_share_of_the_variance(generator):
     assert abs(share - SHARES["ids"]) < 0.03
 
 
-def test_products_take_their_share_and_no_single_column_gives_them(tmp_path):
+def test_products_have_their_share_and_are_not_explained_by_single_columns(tmp_path):
     generator = Generator(SynthOptions(output=tmp_path / "none", **SMALL, products=0.6))
     blocks = [generator.block(index)[0] for index in range(4)]
     terms = np.concatenate([generator.signal.features(rows) for rows in blocks], axis=1)
@@ -229,7 +227,7 @@ def test_products_take_their_share_and_no_single_column_gives_them(tmp_path):
     share = products.var(axis=1).sum() / terms.var(axis=1).sum()
     assert abs(share - 0.6) < 0.05
     for (a, b), term in zip(PRODUCT_TERMS, products, strict=True):
-        for name in (a, b):  # what is left of the variance once each value of a column has its mean
+        for name in (a, b):  # most variance remains after subtracting the mean per value
             ranks = np.concatenate([rows.ranks[name] for rows in blocks])
             _, place = np.unique(ranks, return_inverse=True)
             mean = np.bincount(place, term) / np.bincount(place)
@@ -245,7 +243,7 @@ def test_only_frequent_ids_carry_weight(generator):
         assert table[-1] == 0
 
 
-def test_skew_makes_the_first_rank_heavier_and_zero_flattens():
+def test_skew_makes_the_first_rank_more_frequent_and_zero_makes_all_equal():
     tails = [Columns(7, 0.01, {"C3": skew}, 0.0).tails["C3"] for skew in (0.0, 1.0, 1.5)]
     assert tails[0].head[0] < tails[1].head[0] < tails[2].head[0]
     assert abs(tails[0].head[0] * tails[0].size - 1) < 0.05
@@ -253,7 +251,7 @@ def test_skew_makes_the_first_rank_heavier_and_zero_flattens():
         assert abs(tail.bounds[-1] - 1) < 1e-6
 
 
-def test_drift_replaces_rare_values_in_time_and_leaves_the_frequent():
+def test_drift_replaces_rare_values_over_time_but_not_frequent_ones():
     early_late = []
     for drift in (0.0, 1.0):
         columns = Columns(7, 0.05, {}, drift)
@@ -265,7 +263,7 @@ def test_drift_replaces_rare_values_in_time_and_leaves_the_frequent():
     assert early_late[1] < early_late[0] - 0.05
 
 
-def test_lists_have_numbers_of_ids_within_their_bounds_whatever_the_chunking(tmp_path):
+def test_list_lengths_are_within_their_bounds_and_independent_of_chunking(tmp_path):
     arguments = ["synth", "--rows", "70000", "--vocab-scale", "0.001", "--hot", "C1=0-3,C19=2-300"]
     for workers in ("1", "3"):
         output = tmp_path / workers
@@ -278,9 +276,9 @@ def test_lists_have_numbers_of_ids_within_their_bounds_whatever_the_chunking(tmp
     lengths, values = RowFiles(manifest, "train").lists(0, 56_000)
     assert lengths.dtype == np.uint16
     assert np.allclose(np.bincount(lengths[:, 0]) / 56_000, 0.25, atol=0.01)  # C1 is never missing
-    there = lengths[:, 1][lengths[:, 1] > 0]
-    assert (there.min(), there.max()) == (2, 300)
-    assert abs((lengths[:, 1] == 0).mean() - 0.44) < 0.02  # C19 is, in this share of the rows
+    present = lengths[:, 1][lengths[:, 1] > 0]
+    assert (present.min(), present.max()) == (2, 300)
+    assert abs((lengths[:, 1] == 0).mean() - 0.44) < 0.02  # the share of rows without C19
     assert (values > 0).all()
     owner = np.repeat(np.tile([0, 1], len(lengths)), lengths.reshape(-1))
     stats = {entry["name"]: entry for entry in manifest.content["stats"]}
@@ -297,19 +295,19 @@ def test_multi_hot_sizes(tmp_path):
     rows = np.repeat([field.rows for field in manifest.fields], [f.hot for f in manifest.fields])
     assert (words[:, 14:] >= 0).all()
     assert (words[:, 14:] < rows).all()
-    one = words[:, 14:17]
-    same = one[:, 0] == one[0, 0]
-    assert (one[same] == one[0]).all()
-    assert len(np.unique(one[0])) == 3
+    multi_hot = words[:, 14:17]
+    same = multi_hot[:, 0] == multi_hot[0, 0]
+    assert (multi_hot[same] == multi_hot[0]).all()
+    assert len(np.unique(multi_hot[0])) == 3
 
 
-def test_generated_ids_follow_the_rule_of_prepared_ones(generator, made):
-    maps = IdMaps(SynthOptions(output=made.path, **SMALL), generator.columns)
+def test_generated_ids_follow_the_rule_of_prepare(generator, generated):
+    maps = IdMaps(SynthOptions(output=generated.path, **SMALL), generator.columns)
     sample_rows = generator.columns.block(0, stream=3)
     ranks = sample_rows.ranks["C7"]
     size = generator.columns.tails["C7"].size
-    wanted = assign_ids(np.bincount(ranks, minlength=size), (0, 0), 7, "C7")
-    assert np.array_equal(maps.ids(sample_rows, "C7")[0], wanted[ranks])
+    expected = assign_ids(np.bincount(ranks, minlength=size), (0, 0), 7, "C7")
+    assert np.array_equal(maps.ids(sample_rows, "C7")[0], expected[ranks])
 
 
 @pytest.mark.parametrize(
@@ -325,7 +323,7 @@ def test_generated_ids_follow_the_rule_of_prepared_ones(generator, made):
         (["--rows", "10", "--format", "tsv", "--hot", "C1=2"], "--format prepared"),
     ],
 )
-def test_a_users_mistake_is_one_readable_message(tmp_path, capsys, arguments, message):
+def test_a_users_mistake_gives_one_readable_message(tmp_path, capsys, arguments, message):
     assert main(["synth", "--output", str(tmp_path / "set"), *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error
@@ -345,7 +343,7 @@ def test_a_users_mistake_is_one_readable_message(tmp_path, capsys, arguments, me
         ("--split", "time:0.000001,0.5,0.499999"),
     ],
 )  # fmt: skip
-def test_a_number_that_cannot_work_names_key_value_and_rule(tmp_path, capsys, key, value):
+def test_a_number_out_of_range_gives_key_value_and_rule(tmp_path, capsys, key, value):
     arguments = {"--rows": "1000", "--vocab-scale": "0.001", key: value}
     words = [f"{name}={given}" for name, given in arguments.items()]
     assert main(["synth", "--output", str(tmp_path / "set"), *words]) == 2
@@ -365,31 +363,37 @@ def test_a_number_that_cannot_work_names_key_value_and_rule(tmp_path, capsys, ke
         {"ctr": 0.999, "auc": 0.51},
     ],
 )
-def test_the_ends_of_the_ranges_work(tmp_path, options):
+def test_the_limits_of_the_ranges_work(tmp_path, options):
     settings = {"vocab_scale": 0.001, "rows": 3000, **options}
-    made = synth(SynthOptions(output=tmp_path / "set", **settings))
-    words = all_words(made, "train")
+    manifest = synth(SynthOptions(output=tmp_path / "set", **settings))
+    words = all_words(manifest, "train")
     assert np.isfinite(words[:, :14].view(np.float32)).all()
-    rows = np.array([field.rows for field in made.fields])
+    rows = np.array([field.rows for field in manifest.fields])
     assert (words[:, 14:] >= 0).all()
     assert (words[:, 14:] < rows).all()
-    assert all(np.isfinite(pair).all() for pair in made.bayes.by_split.values())
+    assert all(np.isfinite(pair).all() for pair in manifest.bayes.by_split.values())
     if "auc" in options:
-        assert abs(made.bayes.by_split["train"][0] - options["auc"]) < 0.02
+        assert abs(manifest.bayes.by_split["train"][0] - options["auc"]) < 0.02
 
 
-def test_rows_like_those_of_a_generated_set_need_values(tmp_path, capsys):
-    """A set of ids alone says what to do; the same rows as text, prepared, have vocabularies."""
+def test_a_generated_set_cannot_encode_new_rows(tmp_path, capsys):
+    """The message says what to do: the same rows as text, prepared, have vocabularies."""
     words = ["synth", "--rows", "600", "--vocab-scale", "0.001"]
     assert main([*words, "--output", str(tmp_path / "ids")]) == 0
     assert main([*words, "--format", "tsv", "--output", str(tmp_path / "rows.tsv")]) == 0
     text = ["--input", str(tmp_path / "rows.tsv"), "--output", str(tmp_path / "new")]
     for command in (["encode"], ["prepare"], ["prepare", "--grow"]):
         assert main([*command, "--like", str(tmp_path / "ids"), *text]) == 2
-        assert "has ids and no values that they stand for" in (said := capsys.readouterr().err)
-        assert "synth --format tsv" in said
-    made = ["--input", str(tmp_path / "rows.tsv"), "--output", str(tmp_path / "set")]
-    assert main(["prepare", *made]) == 0
+        message = capsys.readouterr().err
+        assert f"--like {tmp_path / 'ids'}: this set does not store the values" in message
+        assert "synth --format tsv" in message
+    nowhere = ["--input", str(tmp_path / "nowhere.tsv"), *text[2:]]
+    assert main(["encode", "--like", str(tmp_path / "ids"), *nowhere]) == 2
+    message = capsys.readouterr().err
+    assert f"--input {tmp_path / 'nowhere.tsv'}: no such file or folder" in message
+    assert "--like" not in message
+    arguments = ["--input", str(tmp_path / "rows.tsv"), "--output", str(tmp_path / "set")]
+    assert main(["prepare", *arguments]) == 0
     assert main(["encode", "--like", str(tmp_path / "set"), *text]) == 0
 
 
@@ -397,10 +401,11 @@ def test_fields_know_how_often_their_ids_repeat(tmp_path):
     assert main(["synth", "--rows", "6000", "--vocab-scale", "0.001", "--hot", "C4=0-5",
                  "--output", str(tmp_path / "set")]) == 0  # fmt: skip
     manifest = load_manifest(tmp_path / "set")
-    stats = {one.name: one for one in load_stats(manifest)}
+    stats = {field.name: field for field in load_stats(manifest)}
     for field in fields_of(manifest).ids:
-        known = field.frequencies
-        assert known.per_sample == stats[field.name].lookups / manifest.splits["train"]
-        of_batch = stats[field.name].unique_ratio["1024"] * 1024 * known.per_sample
-        assert known.curve.touched(1024 * known.per_sample) == pytest.approx(of_batch, rel=0.25)
+        frequencies = field.frequencies
+        per_sample = frequencies.per_sample
+        assert per_sample == stats[field.name].lookups / manifest.splits["train"]
+        distinct = stats[field.name].unique_ratio["1024"] * 1024 * per_sample
+        assert frequencies.curve.touched(1024 * per_sample) == pytest.approx(distinct, rel=0.25)
     assert 0 < fields_of(manifest).ids[3].frequencies.per_sample < 5

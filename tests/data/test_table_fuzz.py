@@ -1,4 +1,4 @@
-"""Schemas and cells of any kind: no traceback, nothing lost, the same from text as from Parquet."""
+"""Any schemas and cells: no traceback, no lost rows, and the same result for text and Parquet."""
 
 import csv
 import io
@@ -78,7 +78,7 @@ def schema_of(folder: Path, raw: dict[str, object], **more: object):
 
 @QUIET
 @given(raw=SCHEMAS, data=st.data())
-def test_any_cells_of_any_schema_mean_the_same_in_text_and_in_parquet(tmp_path, raw, data):
+def test_any_cells_of_any_schema_give_the_same_from_text_and_parquet(tmp_path, raw, data):
     schema = schema_of(tmp_path, raw)
     row = st.lists(CELLS, min_size=len(schema.columns), max_size=len(schema.columns))
     rows = data.draw(st.lists(row, min_size=1, max_size=6))
@@ -103,7 +103,7 @@ def test_any_cells_of_any_schema_mean_the_same_in_text_and_in_parquet(tmp_path, 
 
 @QUIET
 @given(raw=SCHEMAS, lines=st.lists(CELLS.map(str.encode), max_size=12), seed=st.integers(0, 99))
-def test_any_lines_at_all_are_rows_or_counted(tmp_path, raw, lines, seed):
+def test_any_lines_are_rows_or_counted(tmp_path, raw, lines, seed):
     schema = schema_of(tmp_path, raw)
     rng = random.Random(seed)
     text = b""
@@ -117,7 +117,7 @@ def test_any_lines_at_all_are_rows_or_counted(tmp_path, raw, lines, seed):
 
 @settings(QUIET, max_examples=15)
 @given(raw=SCHEMAS, seed=st.integers(0, 2**32))
-def test_any_schema_makes_a_set_that_holds_what_it_says(tmp_path_factory, raw, seed):
+def test_any_schema_gives_a_set_that_passes_verification(tmp_path_factory, raw, seed):
     folder = tmp_path_factory.mktemp("any")
     schema = schema_of(folder, raw, header=True)
     rng = random.Random(seed)
@@ -132,23 +132,23 @@ def test_any_schema_makes_a_set_that_holds_what_it_says(tmp_path_factory, raw, s
     settings = {"schema": schema, "crosses": (), "max_bad_fraction": 1.0}
     piece = parse_table((folder / "t.csv").read_bytes(), schema.columns, schema, skip=1)
     if len(piece.frame) == 0:
-        with pytest.raises(ValueError, match="no usable row"):
+        with pytest.raises(ValueError, match="is a valid row"):
             run_prepare(folder / "set", folder / "t.csv", **settings)
         return
-    made = run_prepare(folder / "set", folder / "t.csv", **settings)
-    verify_set(made, 1)
-    bad = sum(made.content["bad_lines"].values())
-    assert sum(made.splits.values()) + bad == made.content["lines"] == number
+    manifest = run_prepare(folder / "set", folder / "t.csv", **settings)
+    verify_set(manifest, 1)
+    bad = sum(manifest.content["bad_lines"].values())
+    assert sum(manifest.splits.values()) + bad == manifest.content["lines"] == number
 
 
 QUOTES = [
     (b'1,"a,b",x\n', 1, {}),
     (b'1,"a""b",x\n', 1, {}),
     (b'1,"a\nb",x\n', 1, {}),
-    (b'1,a"b,x\n0,c,d\n', 1, {"a quote that is not around a whole cell": 1}),
-    (b'1,"a,x\n0,c,d\n0,c,d\n', 2, {"a quote that is not around a whole cell": 1}),
-    (b'1,a"b,x\n0,c,d\n0,c"d,e\n', 1, {"a quote that is not around a whole cell": 2}),
-    (b'1,"a"b,x\n', 0, {"a quote that is not around a whole cell": 1}),
+    (b'1,a"b,x\n0,c,d\n', 1, {"a quote that does not enclose a whole cell": 1}),
+    (b'1,"a,x\n0,c,d\n0,c,d\n', 2, {"a quote that does not enclose a whole cell": 1}),
+    (b'1,a"b,x\n0,c,d\n0,c"d,e\n', 1, {"a quote that does not enclose a whole cell": 2}),
+    (b'1,"a"b,x\n', 0, {"a quote that does not enclose a whole cell": 1}),
     (b'1,"a",x,"y"\n', 0, {"4 fields instead of 3": 1}),
     (b'1,"a"\n', 0, {"2 fields instead of 3": 1}),
     (b'1,"",x\n\n0,b,x\n', 2, {"blank line": 1}),
@@ -159,7 +159,7 @@ QUOTES = [
 
 
 @pytest.mark.parametrize(("text", "num_rows", "counts"), QUOTES)
-def test_quotes_are_around_whole_cells_or_a_bad_line(tmp_path, text, num_rows, counts):
+def test_quotes_enclose_whole_cells_or_the_line_is_bad(tmp_path, text, num_rows, counts):
     schema = schema_of(tmp_path, {"sparse": {"C1": "string", "C2": "string"}})
     piece = parse_table(text, schema.columns, schema)
     assert (len(piece.frame), piece.bad.counts) == (num_rows, counts)
@@ -167,16 +167,16 @@ def test_quotes_are_around_whole_cells_or_a_bad_line(tmp_path, text, num_rows, c
 
 @pytest.mark.parametrize("piece_bytes", [300, 1000, 1 << 20])
 def test_the_set_does_not_depend_on_where_pieces_end(tmp_path, piece_bytes):
-    """Pieces that end within quoted cells: rows and ids are those of a single piece."""
+    """Some pieces end inside quoted cells; rows and ids equal those of a single piece."""
     source = write_csv(tmp_path / "t.csv", table(150))
     (tmp_path / "schema.yaml").write_text(SCHEMA)
     schema = read_schema(tmp_path / "schema.yaml")
     settings = {"schema": schema, "crosses": (), "max_bad_fraction": 0.1}
     settings["split"] = replace(parse_split(SPLIT), times=("2024-04-05", "2024-04-06"))
-    one = run_prepare(tmp_path / "one", source, piece_bytes=1 << 24, **settings)
-    many = run_prepare(tmp_path / "many", source, piece_bytes=piece_bytes, **settings)
+    single = run_prepare(tmp_path / "single", source, piece_bytes=1 << 24, **settings)
+    several = run_prepare(tmp_path / "several", source, piece_bytes=piece_bytes, **settings)
     for key in ("fields", "fitted", "dense", "lines", "bad_lines", "vocabulary"):
-        assert one.content[key] == many.content[key], key
-    for name, raw in folder_bytes(one.path).items():
+        assert single.content[key] == several.content[key], key
+    for name, raw in folder_bytes(single.path).items():
         if name.startswith("vocabulary"):
-            assert folder_bytes(many.path)[name] == raw
+            assert folder_bytes(several.path)[name] == raw

@@ -1,4 +1,4 @@
-"""Tables as people have them: every kind of column, from CSV and Parquet, encoded and grown."""
+"""Tables with every kind of column: read from CSV and Parquet, encoded, and grown."""
 
 import json
 import shlex
@@ -27,8 +27,8 @@ from tests.data.tables import SCHEMA, SPLIT, table, write_csv, write_parquet
 ROWS = table(700)
 
 
-def made(output, source, *more):
-    """Prepare ``source`` by the schema beside it."""
+def prepare_table(output, source, *more):
+    """Prepare ``source`` with the schema of ``tests.data.tables``."""
     schema = source.with_name("schema.yaml")
     schema.write_text(SCHEMA)
     words = ["--input", source, "--output", output, "--schema", schema, "--split", SPLIT]
@@ -39,20 +39,20 @@ def made(output, source, *more):
 @pytest.fixture(scope="module")
 def as_csv(tmp_path_factory):
     folder = tmp_path_factory.mktemp("csv")
-    return made(folder / "set", write_csv(folder / "t.csv", ROWS))
+    return prepare_table(folder / "set", write_csv(folder / "t.csv", ROWS))
 
 
 @pytest.fixture(scope="module")
 def as_parquet(tmp_path_factory):
     folder = tmp_path_factory.mktemp("parquet")
-    return made(folder / "set", write_parquet(folder / "t.parquet", ROWS))
+    return prepare_table(folder / "set", write_parquet(folder / "t.parquet", ROWS))
 
 
 def data_files(manifest):
     return {name: raw for name, raw in folder_bytes(manifest.path).items() if "json" not in name}
 
 
-def test_csv_and_parquet_give_the_same_set_byte_for_byte(as_csv, as_parquet):
+def test_csv_and_parquet_give_the_same_bytes(as_csv, as_parquet):
     assert data_files(as_csv) == data_files(as_parquet)
     same = ("dense", "fields", "fitted", "splits", "lines", "bad_lines", "side", "vocabulary")
     for key in same:
@@ -73,37 +73,38 @@ def good_rows(split):
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_lists_are_the_values_of_the_cells(as_csv, split):
+def test_lists_have_the_values_of_the_cells(as_csv, split):
     rows = good_rows(split)
     assert [field.name for field in as_csv.lists] == ["tags", "more"]
     lengths, values = RowFiles(as_csv, split).lists(0, len(rows))
     weights = np.load(as_csv.path / as_csv.shards(split)[0].parts["value_weights"].file).tolist()
-    kept = [row["tags"][:3] for row in rows]
+    all_tags = [row["tags"][:3] for row in rows]
     assert lengths.tolist() == [
-        [len(tags), len(row["more"])] for tags, row in zip(kept, rows, strict=True)
+        [len(tags), len(row["more"])] for tags, row in zip(all_tags, rows, strict=True)
     ]
     vocabulary = open_vocabularies(as_csv)["more"]
     of_value = dict(zip(vocabulary.keys.tolist(), vocabulary.ids.tolist(), strict=True))
-    values, at = values.tolist(), 0
-    for tags, row in zip(kept, rows, strict=True):
-        here = values[at : at + len(tags)]
-        assert [value == 0 for value in here] == [tag == "" for tag in tags]
-        assert np.allclose(weights[at : at + len(tags)], row["tag_weights"][: len(tags)])
-        at += len(tags)
-        assert values[at : at + len(row["more"])] == [of_value.get(v, 1) for v in row["more"]]
-        assert set(weights[at : at + len(row["more"])]) <= {1.0}
-        at += len(row["more"])
-    assert at == len(values)
+    values, place = values.tolist(), 0
+    for tags, row in zip(all_tags, rows, strict=True):
+        tag_ids = values[place : place + len(tags)]
+        assert [value == 0 for value in tag_ids] == [tag == "" for tag in tags]
+        assert np.allclose(weights[place : place + len(tags)], row["tag_weights"][: len(tags)])
+        place += len(tags)
+        end = place + len(row["more"])
+        assert values[place:end] == [of_value.get(v, 1) for v in row["more"]]
+        assert set(weights[place:end]) <= {1.0}
+        place = end
+    assert place == len(values)
 
 
-def test_real_values_are_transformed_by_what_train_says(as_csv):
+def test_dense_values_are_transformed_with_constants_of_train(as_csv):
     rows = good_rows("train")
     floats = all_words(as_csv, "train")[:, :4].view(np.float32)
     price = np.array([np.nan if row["price"] is None else row["price"] for row in rows])
-    there = price[~np.isnan(price)]
-    want = np.where(np.isnan(price), 0, (price - there.mean()) / there.std())
+    present = price[~np.isnan(price)]
+    expected = np.where(np.isnan(price), 0, (price - present.mean()) / present.std())
     assert as_csv.dense == ("price", "price_missing", "age")
-    assert np.allclose(floats[:, 1], want, atol=1e-6)
+    assert np.allclose(floats[:, 1], expected, atol=1e-6)
     assert np.array_equal(floats[:, 2], np.isnan(price))
     age = np.array([0.0 if row["age"] is None else np.clip(row["age"], 0, 100) for row in rows])
     missing = np.array([row["age"] is None for row in rows])
@@ -116,15 +117,15 @@ def test_buckets_are_quantiles_of_train(as_csv):
     column = 1 + len(as_csv.dense) + 4  # city, shop, genre twice
     bucket = words[:, column]
     assert set(bucket[[value is None for value in score]]) == {0}
-    there = np.array([value is not None for value in score])
+    present = np.array([value is not None for value in score])
     order = np.argsort(np.array([value for value in score if value is not None]), kind="stable")
-    assert (np.diff(bucket[there][order]) >= 0).all()
-    sizes = np.bincount(bucket[there])[2:]
+    assert (np.diff(bucket[present][order]) >= 0).all()
+    sizes = np.bincount(bucket[present])[2:]
     assert len(sizes) == 4
-    assert sizes.min() > 0.15 * there.sum()
+    assert sizes.min() > 0.15 * present.sum()
 
 
-def test_what_stands_beside_the_features(as_csv):
+def test_columns_that_are_not_features(as_csv):
     rows = good_rows("train")
     files = RowFiles(as_csv, "train")
     weight = files.part("weight", 0, len(rows))
@@ -135,8 +136,8 @@ def test_what_stands_beside_the_features(as_csv):
     moments = files.part("time", 0, len(rows)).astype("datetime64[us]")
     assert moments[0] == np.datetime64(rows[0]["ts"])
     labels = files.part("labels", 0, len(rows))[:, 0]
-    want = [np.nan if row["buy"] is None else row["buy"] for row in rows]
-    assert np.array_equal(labels, np.array(want, dtype=np.float32), equal_nan=True)
+    expected = [np.nan if row["buy"] is None else row["buy"] for row in rows]
+    assert np.array_equal(labels, np.array(expected, dtype=np.float32), equal_nan=True)
     shard = as_csv.shards("train")[0]
     text = np.load(as_csv.path / shard.parts["row_key_bytes"].file).tobytes()
     ends = files.part("row_key_ends", 0, len(rows))
@@ -145,7 +146,7 @@ def test_what_stands_beside_the_features(as_csv):
 
 
 @pytest.mark.parametrize("write", [write_csv, write_parquet])
-def test_rows_of_the_set_without_labels_are_encoded_to_its_own_words(tmp_path, as_csv, write):
+def test_rows_encoded_without_labels_have_the_words_of_the_set(tmp_path, as_csv, write):
     rows = [{k: v for k, v in row.items() if k not in ("click", "buy")} for row in ROWS[576:]]
     source = write(tmp_path / ("t.csv" if write is write_csv else "t.parquet"), rows)
     words = ["--like", as_csv.path, "--input", source, "--output", tmp_path / "new"]
@@ -162,7 +163,7 @@ def test_rows_of_the_set_without_labels_are_encoded_to_its_own_words(tmp_path, a
     assert new.vocabulary_digest == as_csv.vocabulary_digest
 
 
-def test_encoding_the_test_rows_is_byte_identical_to_them(tmp_path, as_csv):
+def test_encoding_the_test_rows_gives_identical_files(tmp_path, as_csv):
     source = write_csv(tmp_path / "t.csv", ROWS[576:])
     words = ["--like", as_csv.path, "--input", source, "--output", tmp_path / "new"]
     assert main(["encode", *map(str, words), "--max-bad-fraction", "0.1"]) == 0
@@ -171,12 +172,12 @@ def test_encoding_the_test_rows_is_byte_identical_to_them(tmp_path, as_csv):
 
 
 def shops(first, count):
-    """Rows with shops of their own, three of each."""
+    """Rows with shops from ``first`` up, three rows of each."""
     base = table(60, seed=5)
     return [{**row, "price": 1.0, "shop": first + n % count} for n, row in enumerate(base)]
 
 
-def test_growth_moves_no_id_and_fills_spare_ones_first(tmp_path, capsys):
+def test_growth_changes_no_id_and_fills_spare_ids_first(tmp_path, capsys):
     schema = tmp_path / "schema.yaml"
     schema.write_text(SCHEMA)
     old_rows = write_csv(tmp_path / "old.csv", shops(0, 20))
@@ -208,17 +209,17 @@ def test_growth_moves_no_id_and_fills_spare_ones_first(tmp_path, capsys):
     loads = np.zeros(big.field("shop").rows)
     loads[after.ids] = after.counts
     parts = [part.sum() for part in np.array_split(loads, 4)]
-    said = explained(capsys, big.path, "--json")
-    (shop,) = (one for one in json.loads(said)["growth"] if one["table"] == "deep.shop")
+    report = explained(capsys, big.path, "--json")
+    (shop,) = (entry for entry in json.loads(report)["growth"] if entry["table"] == "deep.shop")
     assert (shop["new_values"], shop["in_spare_ids"], shop["behind_the_old"]) == (12, 5, 7)
     assert shop["max_over_mean"] == pytest.approx(max(parts) / np.mean(parts), abs=1e-3)
-    line = "deep.shop: 12 new values, 5 in spare ids and 7 behind the old rows; the fullest of 4"
-    assert line in explained(capsys, big.path)
+    line = "deep.shop: 12 new values, 5 with spare ids and 7 after the old rows; the most loaded of"
+    assert f"{line} 4" in explained(capsys, big.path)
     assert "grown" not in explained(capsys, same.path)
 
 
 def explained(capsys, folder, *more):
-    """What explain prints for scheme 2 on four ranks."""
+    """The output of explain for scheme 2 on four ranks."""
     capsys.readouterr()
     words = ["--config", "configs/scheme2.yaml", "--world-size", "4", f"data.path={folder}"]
     assert explain([*words, "model.wide.crosses=[]", "parallel.kernel=torch", *more]) == 0
@@ -234,12 +235,12 @@ def test_like_refuses_options_that_the_set_decides(tmp_path, as_csv, capsys):
     source = write_csv(tmp_path / "t.csv", ROWS[:20])
     words = ["--input", source, "--output", tmp_path / "new", "--like", as_csv.path]
     assert main(["prepare", *map(str, words), "--min-count", "3"]) == 2
-    assert "--min-count: the set of --like decides it" in capsys.readouterr().err
+    assert "--min-count: the set of --like decides this" in capsys.readouterr().err
     assert main(["prepare", *map(str, words[:4]), "--grow"]) == 2
-    assert "--grow: needs the set to grow from" in capsys.readouterr().err
+    assert "--grow: needs a set to grow from" in capsys.readouterr().err
 
 
-def test_a_vocabulary_with_a_changed_bit_is_found(tmp_path, as_csv, capsys):
+def test_a_changed_bit_in_a_vocabulary_is_found(tmp_path, as_csv, capsys):
     shutil.copytree(as_csv.path, tmp_path / "set")
     path = tmp_path / "set" / "vocabulary" / "shop.ids.npy"
     raw = bytearray(path.read_bytes())
@@ -249,7 +250,7 @@ def test_a_vocabulary_with_a_changed_bit_is_found(tmp_path, as_csv, capsys):
     assert "shop.ids.npy: checksum differs" in capsys.readouterr().err
 
 
-def test_a_set_of_format_1_says_how_to_make_it_anew(tmp_path, capsys):
+def test_a_set_of_format_1_is_refused_with_the_command_to_rebuild_it(tmp_path, capsys):
     old = {"format": "sbpflow-prepared", "version": 1, "source": "prepare", "min_count": 3,
            "inputs": [{"name": "train.tsv", "bytes": 1}], "seed": 9,
            "schema": {"columns": ["label", "I1"], "dense": ["I"] * 13},
@@ -259,24 +260,25 @@ def test_a_set_of_format_1_says_how_to_make_it_anew(tmp_path, capsys):
     old["fingerprint"] = fingerprint_of(old)
     (tmp_path / MANIFEST).write_text(json.dumps(old))
     assert main(["stats", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "format version 1, but this program reads 2" in error
     assert (
-        "format version 1, this program reads 2; make the set anew: sbpflow prepare --input "
-        "FOLDER/train.tsv --split time:0.8,0.1,0.1 --crosses C1xC2 --hash-size C1xC2=9 "
-        f"--min-count 3 --seed 9 --dense log1 --output {tmp_path}"
-    ) in capsys.readouterr().err
+        "sbpflow prepare --input FOLDER/train.tsv --split time:0.8,0.1,0.1 --crosses C1xC2 "
+        f"--hash-size C1xC2=9 --min-count 3 --seed 9 --dense log1 --output {tmp_path}"
+    ) in error
 
 
 @pytest.mark.parametrize(
     "text", ["time:0.8,0.1,0.1", "ratio:0.8,0.1,0.1", "time:ts<5,ts<9", "file:val=a*,test=b*"]
 )
-def test_a_set_is_made_anew_with_its_split(tmp_path, text):
+def test_the_command_to_rebuild_a_set_has_its_split(tmp_path, text):
     content = {"inputs": [], "schema": {"columns": [], "dense": []}, "fields": [], "seed": 1,
                "split": asdict(parse_split(text)), "min_count": 1, "dense": []}  # fmt: skip
     words = shlex.split(how_to_rebuild(tmp_path, content))
     assert words[words.index("--split") + 1] == text
 
 
-def test_two_runs_into_one_output_do_not_meet(tmp_path, capsys):
+def test_a_second_run_with_the_same_output_is_refused(tmp_path, capsys):
     from sbpflow.data.prepare.workspace import only_run
 
     source = write_csv(tmp_path / "t.csv", ROWS[:20])
@@ -288,7 +290,7 @@ def test_two_runs_into_one_output_do_not_meet(tmp_path, capsys):
     assert not (tmp_path / "s.work.lock").exists()
 
 
-def test_names_with_an_x_are_crossed_and_two_readings_are_refused(tmp_path, capsys):
+def test_columns_with_an_x_are_crossed_and_ambiguous_names_refused(tmp_path, capsys):
     (tmp_path / "rows.csv").write_text("".join(f"{n % 2},{n % 3},{n % 5},1\n" for n in range(90)))
     schema = tmp_path / "schema.yaml"
     words = ["prepare", "--input", tmp_path / "rows.csv", "--schema", schema]
@@ -299,11 +301,11 @@ def test_names_with_an_x_are_crossed_and_two_readings_are_refused(tmp_path, caps
     assert (cross.parts, cross.rows) == (("sex", "tax"), 17)
     schema.write_text("sparse: {se: integer, sex: integer, tax: integer, xtax: integer}\n")
     assert main([*map(str, words)]) == 2
-    assert "'sexxtax' can be se with xtax or sex with tax" in capsys.readouterr().err
+    assert "'sexxtax' may mean se with xtax or sex with tax" in capsys.readouterr().err
 
 
 class Stopped(BaseException):
-    """The end of a run, as sudden as a kill."""
+    """Ends a run as suddenly as a kill."""
 
 
 def _stop(*_, **__):
@@ -313,7 +315,7 @@ def _stop(*_, **__):
 def _half(*arguments):
     encode_all(*arguments)
     for record in sorted((arguments[4] / "encoded").iterdir())[1::2]:
-        record.unlink()  # as if these had not been reached; their staged files are gone
+        record.unlink()  # as if these were not encoded yet; their staged files are gone
     raise Stopped
 
 
@@ -326,8 +328,8 @@ STAGED, READY = ["*.list", "*.arrow"], ["fitted.json", "*.ids.npy", "*.starts.np
      (("encode_all", _stop), [*STAGED, "fitted.json", "*.ids.npy"]),
      (("encode_all", _half), READY), (("_publish", _stop), READY)],
 )  # fmt: skip
-def test_a_run_that_was_stopped_goes_on_to_the_same_bytes(tmp_path, monkeypatch, place, kinds):
-    """Also where one of its files was damaged, of each kind that there is by then."""
+def test_a_stopped_run_resumes_to_the_same_bytes(tmp_path, monkeypatch, place, kinds):
+    """Also if one of its files is damaged, for each kind of file that exists at that point."""
     source = write_csv(tmp_path / "t.csv", table(200))
     (tmp_path / "schema.yaml").write_text(SCHEMA)
     settings = {"schema": read_schema(tmp_path / "schema.yaml"), "crosses": (),
@@ -339,8 +341,8 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bytes(tmp_path, monkeypatch,
         with pytest.raises(Stopped):
             run_prepare(tmp_path / "stopped", source, **settings)
     work = tmp_path / "stopped.work"
-    found = [sorted(work.rglob(kind))[0] for kind in kinds]
-    for number, file in enumerate([None, *found]):
+    files = [sorted(work.rglob(kind))[0] for kind in kinds]
+    for number, file in enumerate([None, *files]):
         output = tmp_path / f"set{number}"
         shutil.copytree(work, again := output.with_name(f"{output.name}.work"))
         if file is not None:
@@ -353,13 +355,11 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bytes(tmp_path, monkeypatch,
 
 @pytest.mark.parametrize(
     ("array", "place", "value", "message"),
-    [("ids", 0, 1, "has ids 1.."), ("ids", 0, 999, "..999, its table has rows 2..10"),
-     ("ids", 1, None, "gives an id to two values"), ("keys", 3, 0, "do not rise")],
+    [("ids", 0, 1, "has ids 1.."), ("ids", 0, 999, "..999, but values must have rows 2..10"),
+     ("ids", 1, None, "gives two values the same id"), ("keys", 3, 0, "do not ascend")],
 )  # fmt: skip
-def test_a_vocabulary_made_by_hand_is_refused(
-    tmp_path, as_csv, capsys, array, place, value, message
-):
-    """With checksums and a fingerprint that fit."""
+def test_a_hand_made_vocabulary_is_refused(tmp_path, as_csv, capsys, array, place, value, message):
+    """Its checksums and fingerprint are correct."""
     shutil.copytree(as_csv.path, tmp_path / "set")
     path = tmp_path / "set" / "vocabulary" / f"shop.{array}.npy"
     values = np.load(path)
@@ -372,7 +372,7 @@ def test_a_vocabulary_made_by_hand_is_refused(
     assert message in capsys.readouterr().err
 
 
-def test_rows_made_by_hand_are_refused_by_verify(tmp_path, as_csv, capsys):
+def test_verify_refuses_hand_made_rows(tmp_path, as_csv, capsys):
     for number, (word, value, message) in enumerate(
         [(0, 0.5, "a label 0.5"), (1, 2.0**100, "price 1.26"), (1, np.nan, "price nan")]
     ):

@@ -1,4 +1,4 @@
-"""What prepare and synth may remove, and limits that no number slips through."""
+"""Folders that prepare and synth may remove, and limits of numbers."""
 
 import pytest
 
@@ -11,17 +11,17 @@ from sbpflow.errors import ConfigError
 
 
 def test_a_folder_of_the_user_is_never_emptied(tmp_path):
-    theirs = tmp_path / "set.work"
-    theirs.mkdir()
-    (theirs / "precious").write_text("x")
-    with pytest.raises(ConfigError, match="was not made by this program"):
+    users_folder = tmp_path / "set.work"
+    users_folder.mkdir()
+    (users_folder / "precious").write_text("x")
+    with pytest.raises(ConfigError, match=r"set\.work already exists and was not created by"):
         open_work(tmp_path / "set", "plan a")
-    assert (theirs / "precious").read_text() == "x"
+    assert (users_folder / "precious").read_text() == "x"
 
 
-def test_our_own_folder_goes_on_or_starts_anew(tmp_path):
-    work, goes_on = open_work(tmp_path / "set", "plan a")
-    assert not goes_on
+def test_a_work_folder_is_resumed_or_replaced(tmp_path):
+    work, resumes = open_work(tmp_path / "set", "plan a")
+    assert not resumes
     (work / "stage").mkdir()
     assert open_work(tmp_path / "set", "plan a") == (work, True)
     assert (work / "stage").exists()
@@ -32,7 +32,7 @@ def test_our_own_folder_goes_on_or_starts_anew(tmp_path):
 
 
 @pytest.mark.parametrize("output", [".", "/", "ok.tsv/x"])
-def test_an_output_that_cannot_be_is_said(tmp_path, monkeypatch, output):
+def test_an_impossible_output_is_refused(tmp_path, monkeypatch, output):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ok.tsv").write_text("")
     from pathlib import Path
@@ -42,7 +42,7 @@ def test_an_output_that_cannot_be_is_said(tmp_path, monkeypatch, output):
 
 
 @pytest.mark.parametrize("fraction", [float("nan"), -0.1, 2.0])
-def test_the_limit_of_bad_lines_is_a_fraction(tmp_path, fraction):
+def test_max_bad_fraction_must_be_a_fraction(tmp_path, fraction):
     options = PrepareOptions(
         inputs=(tmp_path,),
         output=tmp_path / "out",
@@ -55,7 +55,7 @@ def test_the_limit_of_bad_lines_is_a_fraction(tmp_path, fraction):
         options.check()
 
 
-def test_long_digits_are_judged_and_not_converted():
+def test_very_long_integers_are_checked_without_converting_them():
     assert not _is_int32("9" * 5000)
     assert _is_int32("0" * 5000 + "7")
     assert _is_int32("-2147483648")

@@ -1,4 +1,4 @@
-"""What the processes of the kill tests do; a module of its own for the fork server to load."""
+"""Targets of the processes in the kill tests; a separate module that the fork server can load."""
 
 import json
 import os
@@ -15,7 +15,7 @@ def prepares(ready, source: Path, output: Path) -> None:
 
 
 def reads(ready, folder: Path, state_file: Path, world_size: int) -> None:
-    """Read epoch 0 as all ranks at once; after each step the state and the rows seen are saved."""
+    """Read epoch 0 on all ranks; after each step, save the state and the rows seen."""
     manifest = load_manifest(folder)
     loaders = [
         open_loader(manifest, batch_size=500, rank=r, world_size=world_size, shuffle="rows")

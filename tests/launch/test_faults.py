@@ -94,7 +94,7 @@ def test_a_full_disk_under_metrics_is_one_message(disk):
 def test_a_folder_that_may_only_be_read_is_refused_at_the_start(disk):
     disk.make_read_only()
     config = Config(model=WdlConfig(), run=RunConfig(dir=disk.folder / "run"))
-    with pytest.raises(ConfigError, match=r"run\.dir: .* cannot be written to \(read-only file"):
+    with pytest.raises(ConfigError, match=r"run\.dir: .* is not writable \(read-only file"):
         run_dir(config)
 
 

@@ -144,7 +144,7 @@ def test_a_plan_that_is_written_is_read_again(tmp_path):
 def test_a_plan_that_the_engine_cannot_run_is_refused():
     plan = mixed_plan(TASK)
     plan["t2"] = Choice(Shape("B", "columns"), (0, 1))
-    with pytest.raises(ConfigError, match="a copied table is on all ranks"):
+    with pytest.raises(ConfigError, match="B needs all ranks or a single one"):
         TASK.check(plan)
     del plan["t2"]
     with pytest.raises(ConfigError, match="tables t2 are in one of task and plan only"):

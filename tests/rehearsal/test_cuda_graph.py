@@ -297,11 +297,13 @@ def test_module_that_waits_is_rejected_with_the_setting(rehearsed_ranks, odd):
 
 def test_configurations_that_cannot_be_captured_are_rejected_at_start():
     config = make_config("1", "sgd", dtype="float32")
-    with pytest.raises(ConfigError, match=r"parallel.cuda_graph: true on cpu, which has no such"):
+    with pytest.raises(
+        ConfigError, match=r"parallel.cuda_graph: true on cpu, which has no CUDA graphs"
+    ):
         plan_run(with_graph(config), FIELDS, world_size=1, device_type="cpu")
-    with pytest.raises(ConfigError, match=r"beside parallel.checked: true.*parallel.checked=false"):
+    with pytest.raises(ConfigError, match=r"with parallel.checked: true.*parallel.checked=false"):
         with_graph(config, checked=True)
-    with pytest.raises(ConfigError, match=r"beside train.accumulate: 2;.*train.accumulate=1"):
+    with pytest.raises(ConfigError, match=r"with train.accumulate: 2.*train.accumulate=1"):
         replace(with_graph(config), train=TrainConfig(accumulate=2))
 
 

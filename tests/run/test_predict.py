@@ -231,7 +231,7 @@ def test_others_wait_for_rank_0_and_hear_its_mistake(ranks):
 def test_what_cannot_be_predicted_is_refused_before_anything_is_scored(run, folder, tmp_path):
     like = load_manifest(folder / "set")
     (tmp_path / "there.parquet").touch()
-    with pytest.raises(ConfigError, match=r"there\.parquet: is there already; --overwrite"):
+    with pytest.raises(ConfigError, match=r"there\.parquet: already exists; --overwrite"):
         predict(words(run, folder / "set", tmp_path / "there.parquet"))
     with pytest.raises(ConfigError, match=r"no-folder: no such file or directory"):
         predict(words(run, folder / "set", tmp_path / "no-folder" / "s.parquet"))
@@ -240,7 +240,7 @@ def test_what_cannot_be_predicted_is_refused_before_anything_is_scored(run, fold
     other = ["--input", folder / "t.csv", "--output", tmp_path / "other", "--seed", "9"]
     other += ["--schema", folder / "schema.yaml", "--split", SPLIT, "--max-bad-fraction", "0.1"]
     assert data_main(["prepare", *map(str, other)]) == 0
-    with pytest.raises(ConfigError, match=r"other: its ids are of another vocabulary .* encode"):
+    with pytest.raises(ConfigError, match=r"other: its ids come from another vocabulary .* encode"):
         check_ids(load_manifest(tmp_path / "other"), like)
     scoring = Scoring([str(folder / "set")], tmp_path / "s", "val", like, overwrite=False)
     assert scoring.manifest().splits["val"] > 0
@@ -255,7 +255,7 @@ def test_a_model_of_a_module_is_imported_only_if_the_command_names_it(run, folde
         saved_config(found, [], models=MODELS, own_model=None)
     with pytest.raises(ConfigError, match="there is no module os_evil"):
         saved_config(found, [], models=MODELS, own_model="os_evil:Model")
-    with pytest.raises(ConfigError, match="--model: a:B was given, these values are of"):
+    with pytest.raises(ConfigError, match="--model: a:B, but the saved model is"):
         saved_config(find_checkpoint(run), [], models=MODELS, own_model="a:B")
 
 

@@ -431,7 +431,7 @@ def test_a_class_of_the_users_own_is_named_in_the_configuration(tmp_path):
     for name, said in {
         "examples.own_module:OwnModle": "has no 'OwnModle'; did you mean OwnModel",
         "examples.no_such:Model": "there is no module examples.no_such; put its folder on",
-        "examples.own_module:Net": "is no model's configuration",
+        "examples.own_module:Net": "is not a model configuration",
         ":Model": "is not package.module:Class",
     }.items():
         with pytest.raises(ConfigError, match=re.escape(said)):

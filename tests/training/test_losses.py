@@ -99,7 +99,7 @@ def test_a_loss_is_that_of_plain_torch(ranks, world_size, case):
 
 
 def test_focus_on_smoothed_labels_is_refused():
-    with pytest.raises(ConfigError, match=r"^train\.loss\.focal_gamma: 2.0 beside label_smoothing"):
+    with pytest.raises(ConfigError, match=r"^train\.loss\.focal_gamma: 2.0 with label_smoothing"):
         LossConfig(focal_gamma=2.0, label_smoothing=0.1)
 
 
@@ -125,7 +125,9 @@ def test_a_cosine_is_half_a_wave():
     config = ScheduleConfig(decay_start=2, decay_steps=4, shape="cosine", end_factor=0.2)
     wave = [1.0, 1.0, *(0.2 + 0.4 * (1 + np.cos(np.pi * n / 4)) for n in (1, 2, 3, 4)), 0.2]
     assert [rate_factor(config)(step) for step in range(1, 8)] == pytest.approx(wave)
-    with pytest.raises(ConfigError, match=r"^optimizer\.schedule\.power: 2.0 is of shape poly"):
+    with pytest.raises(
+        ConfigError, match=r"^optimizer\.schedule\.power: 2.0 applies to shape: poly"
+    ):
         ScheduleConfig(decay_steps=4, shape="cosine", power=2.0)
 
 

@@ -52,7 +52,7 @@ MISTAKES = {
         ["parallel.tables.deep.C3={sbp: S(0), ranks: [0, 7]}"],
         "parallel.tables.deep.C3.ranks: [7] not in a world of 4",
     ),
-    "not an override": (["--", "seed"], "'seed': not an override"),
+    "not an override": (["--", "seed"], "'seed': write key=value"),
 }
 
 

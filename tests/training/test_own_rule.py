@@ -258,7 +258,7 @@ def test_a_run_names_it_by_module_and_class(synth_set, tmp_path, capsys):
         config_from_tree(kept, models=MODELS)
     assert config_from_tree(kept, models=MODELS, own_optimizers=[NAME]) == config
     kept = plain(load_config(path, ["optimizer={}"], models=MODELS))
-    with pytest.raises(ConfigError, match=f"--optimizer: {NAME} was given, and no table has it"):
+    with pytest.raises(ConfigError, match=f"--optimizer: {NAME}: no table uses it"):
         config_from_tree(kept, models=MODELS, own_optimizers=[NAME])
 
 

@@ -253,7 +253,7 @@ def test_without_a_calibration_the_command_that_makes_one_is_named(
 
 
 def test_a_plan_beside_a_scheme_is_refused():
-    with pytest.raises(ConfigError, match=r"leave one out, for example parallel\.scheme=null"):
+    with pytest.raises(ConfigError, match=r"remove one, for example parallel\.scheme=null"):
         load_config(CONFIG, ["parallel.plan=auto", "parallel.scheme=1"], models=MODELS)
 
 
@@ -275,9 +275,9 @@ def test_programs_without_a_planner_say_so(synth_set):
             r"\(wide.*\[2\] not in a world of 2.*made for",
         ),
         ("tables: {nothing: {sbp: S(0)}, '*': {sbp: S(0)}}", "matches no table"),
-        ("tables: {'*': {sbp: S(9)}}", "is no layout of a table"),
+        ("tables: {'*': {sbp: S(9)}}", "is not a table layout"),
         ("table: {}", "unknown key"),
-        ("[1]", "holds list"),
+        ("[1]", "is a list"),
     ],
 )
 def test_a_file_that_is_no_plan_is_refused(synth_set, tmp_path, text, words):
@@ -296,5 +296,5 @@ def test_a_plan_for_another_number_of_ranks_is_warned_of(tmp_path, caplog, world
     path = tmp_path / "plan.yaml"
     path.write_text("tables: {'*': {sbp: S(0)}}\nnotes: {world_size: 2}\n")
     assert read_table_plan(path, world_size=world_size)["*"].sbp == "S(0)"
-    said = "planned for 2 ranks and this run has 4"
+    said = "planned for 2 ranks, but this run has 4"
     assert (said in caplog.text) == warned
