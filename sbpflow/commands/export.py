@@ -1,5 +1,6 @@
 """``sbpflow export``: write a trained model in formats that do not need sbpflow."""
 
+from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -15,8 +16,7 @@ if TYPE_CHECKING:
 _FORMS = "pt2,safetensors"
 
 
-def export(argv: Sequence[str]) -> int:
-    """Write a trained model in formats that do not need sbpflow."""
+def _arguments(argv: Sequence[str]) -> Namespace:
     parser = ArgumentParser(
         prog="sbpflow export",
         description="Write a trained model for plain torch and for programs without torch.",
@@ -32,8 +32,12 @@ def export(argv: Sequence[str]) -> int:
     )
     add("--score", type=local_path, metavar="SET", help=score_help)
     add("--split", default="test", choices=("train", "val", "test"), help="split of --score")
-    args = parser.parse_intermixed_args(argv)
+    return parser.parse_intermixed_args(argv)
 
+
+def export(argv: Sequence[str]) -> int:
+    """Write a trained model in formats that do not need sbpflow."""
+    args = _arguments(argv)
     from sbpflow.checkpoint.folder import data_folder
     from sbpflow.data import fields_of, load_manifest, open_loader
     from sbpflow.data.predictions import check_ids
