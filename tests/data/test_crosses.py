@@ -147,7 +147,7 @@ def test_a_column_that_cannot_be_crossed_is_named(sets, tmp_path):
     with pytest.raises(ConfigError, match=r"cross hashed\.C1xC9: C9 is no column of one"):
         open_loader(sets[0], batch_size=8, crosses=[HashedColumn(columns=("C1", "C9"), rows=9)])
     manifest, _ = make_full_set(tmp_path / "set")
-    with pytest.raises(ConfigError, match="L0 is no column of one id per row"):
+    with pytest.raises(ConfigError, match="L0 is not a column with one id per row"):
         open_loader(manifest, batch_size=8, crosses=[HashedColumn(columns=("C1", "L0"), rows=9)])
 
 
@@ -188,8 +188,8 @@ def test_the_model_asks_for_hashed_columns_and_raw_columns(ranks, sets):
 @pytest.mark.parametrize(
     ("wide", "message"),
     [
-        ({"columns": ("C9",), "crosses": ()}, "model.wide.columns: C9 is no sparse column"),
-        ({"crosses": (("C1", "C9"),), "hash_size": 50}, "C9 is no column of one id per row"),
+        ({"columns": ("C9",), "crosses": ()}, "model.wide.columns: C9 is not a sparse column"),
+        ({"crosses": (("C1", "C9"),), "hash_size": 50}, "C9 is not a column with one id per row"),
     ],
 )
 def test_columns_that_the_data_does_not_have_are_named(wide, message):

@@ -61,7 +61,7 @@ def pair_products(x: Tensor) -> Tensor:
 
 
 class _PairProducts(torch.autograd.Function):
-    """The backward uses one product, as x x' is symmetric; autograd's would use two, and scatter."""
+    """One product in the backward, as x x' is symmetric; autograd uses two, and a scatter."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor) -> Tensor:
