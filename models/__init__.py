@@ -1,1 +1,1 @@
-"""Models: one module each, with its configuration; ``registry`` lists them."""
+"""The models, each in a module with its configuration; ``registry`` lists them."""

@@ -1,9 +1,9 @@
 """DCN-V2: explicit crosses of all vectors, x <- x0 * (W x + b) + x, and an MLP.
 
-Wang et al., DCN V2, WWW 2021, in the two forms that are measured in public: beside the MLP, with
-one linear over both (FuxiCTR's DCNv2 at 0245987; ``structure: parallel``), and below it (MLPerf:
-TorchRec's DLRM_DCN; ``structure: stacked``). W is full, or V, then W, of rank r with nothing
-between them.
+Wang et al., DCN V2, WWW 2021, in its two forms with published results: cross layers next to the
+MLP, with one linear over both (``structure: parallel``; FuxiCTR's DCNv2 at 0245987), and cross
+layers before the MLP (``structure: stacked``; TorchRec's DLRM_DCN in MLPerf). W is a full matrix
+or the product of two matrices of rank r.
 """
 
 from collections.abc import Mapping
@@ -30,11 +30,11 @@ class DcnV2Config(ModelOptions):
     cross_rank: Annotated[
         Count | None,
         Example(512),
-        Key("results", "W of a cross layer is a product of this rank; full if not given."),
+        Key("results", "Rank of the product that is W in cross layers; a full W by default."),
     ] = None
     structure: Annotated[
         Literal["parallel", "stacked"],
-        Key("results", "The MLP next to the cross layers, or behind them."),
+        Key("results", "The MLP is next to the cross layers, or after them."),
     ] = "parallel"
     hidden: Hidden = (500, 500, 500)
     numeric: Annotated[
@@ -48,18 +48,18 @@ class DcnV2Config(ModelOptions):
     def __post_init__(self) -> None:
         self.check_options()
         if not self.hidden:
-            raise ConfigError("model.hidden: [] has no layer; for example hidden: [500, 500]")
+            raise ConfigError("model.hidden: [] has no layers; for example hidden: [500, 500]")
         if self.bottom and self.numeric != "bottom":
             raise ConfigError(
-                f"model.bottom: {list(self.bottom)} is for numeric: bottom, and numeric is "
-                f"{self.numeric}; remove bottom, or use numeric: bottom"
+                f"model.bottom: {list(self.bottom)} has no effect with numeric: {self.numeric}; "
+                "remove bottom, or use numeric: bottom"
             )
 
     def spec(self, fields: Fields) -> "DcnV2Spec":
-        """The shapes over these columns; ConfigError without sparse fields."""
+        """The shapes for these fields; ConfigError without sparse fields."""
         if not fields.sparse:
             raise ConfigError(
-                "model.name: dcnv2 crosses embeddings, and the data has no sparse field; use "
+                "model.name: dcnv2 crosses embeddings, but the data has no sparse fields; use "
                 "model.name: wdl"
             )
         numbers, dim = len(fields.dense), self.embedding_dim
@@ -98,9 +98,9 @@ class DcnV2Config(ModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DcnV2Spec(LayeredSpec):
-    """Shapes of a DCN-V2 over given data; a ``ModelSpec``.
+    """The shapes of a DCN-V2 for some data; a ``ModelSpec``.
 
-    ``bottom`` and ``vectors`` are there where dense fields enter through them.
+    ``bottom`` and ``vectors`` are set if dense fields enter through them.
     """
 
     bottom: MlpShape | None
@@ -129,11 +129,6 @@ class DcnV2Spec(LayeredSpec):
             specs |= linear_specs("output", width + self.mlp.width, 1)
         return specs
 
-    @cached_property
-    def buffers(self) -> Mapping[str, ParameterSpec]:
-        """The running statistics of batch norms."""
-        return {**(self.bottom.buffers() if self.bottom else {}), **self.mlp.buffers()}
-
     def logits(self, layers: Layers[T], vectors: Mapping[str, T], dense: T) -> T:
         """{"deep": [b, fields x dim]}, dense [b, fields] -> [b, 1]."""
         start = self._inputs(layers, vectors["deep"], dense)
@@ -143,9 +138,10 @@ class DcnV2Spec(LayeredSpec):
         return layers.linear("output", [crossed, layers.mlp(self.mlp, [start])], whole=True)
 
     def _inputs(self, layers: Layers[T], deep: T, dense: T) -> T:
-        """All that is crossed, side by side, in the dtype of the weights: [b, n].
+        """The concatenated inputs of the cross layers, in the dtype of the weights: [b, n].
 
-        The bottom's vector comes first, as in MLPerf; vectors or values of dense fields last.
+        The vector of the bottom MLP comes first, as in MLPerf; vectors or values of dense fields
+        come last.
         """
         concat = layers.functions.concat
         if not self.numbers:

@@ -1,9 +1,10 @@
 """DeepFM: first order, pairs of vectors, and an MLP over the same vectors.
 
-logit = sum of a weight per value + sum over pairs of <v_i, v_j> + MLP(v_1 .. v_F), as Guo et al.,
-DeepFM, IJCAI 2017, and FuxiCTR's DeepFM at 0245987 have it: dense fields are vectors times their
-value and take part everywhere. No bias but the MLP's. Not TorchRec's FactorizationMachine, which
-sums over all columns of all vectors at once and so pairs different dimensions, too.
+logit = sum of a weight per value + sum over pairs of <v_i, v_j> + MLP(v_1 .. v_F), as in Guo et
+al., DeepFM, IJCAI 2017, and FuxiCTR's DeepFM at 0245987. A dense field has a vector, multiplied by
+its value, which is used in all three terms. Only the MLP has biases. This differs from TorchRec's
+FactorizationMachine, which sums over all columns of all vectors, and so also pairs different
+dimensions.
 """
 
 from collections.abc import Mapping
@@ -29,13 +30,13 @@ class DeepFmConfig(ModelOptions):
         self.check_options()
 
     def spec(self, fields: Fields) -> "DeepFmSpec":
-        """The shapes over these columns; ConfigError where there is nothing to pair."""
+        """The shapes for these fields; ConfigError if there are no pairs of fields."""
         numbers, dim = len(fields.dense), self.embedding_dim
         count = len(fields.sparse) + numbers
         if not fields.sparse or count < 2:
             raise ConfigError(
-                f"model.name: deepfm pairs fields, and the data has {len(fields.sparse)} sparse "
-                f"and {numbers} dense ones; it takes a sparse one and another, or use model.name: "
+                "model.name: deepfm needs a sparse field and at least one other field, but the "
+                f"data has {len(fields.sparse)} sparse and {numbers} dense fields; use model.name: "
                 "wdl"
             )
         mlp = MlpShape(
@@ -61,7 +62,7 @@ class DeepFmConfig(ModelOptions):
                     fields.sparse,
                     dim=dim,
                     rules=self,
-                    fixed_dim="pairs of vectors are of one length",
+                    fixed_dim="the vectors of a pair have the same length",
                 ),
             ),
             options=self,
@@ -74,7 +75,7 @@ class DeepFmConfig(ModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DeepFmSpec(LayeredSpec):
-    """Shapes of a DeepFM over given data; a ``ModelSpec``."""
+    """The shapes of a DeepFM for some data; a ``ModelSpec``."""
 
     mlp: MlpShape | None
     num_sparse: int
@@ -83,16 +84,11 @@ class DeepFmSpec(LayeredSpec):
 
     @cached_property
     def parameters(self) -> Mapping[str, ParameterSpec]:
-        """Vectors and weights of dense fields, and the MLP."""
+        """The vectors and weights of dense fields, and the MLP."""
         specs = vector_specs(self.numbers, self.dim)
         if self.numbers:
             specs |= linear_specs("wide_numeric", self.numbers, 1, bias=False)
         return specs | (self.mlp.parameters() if self.mlp is not None else {})
-
-    @cached_property
-    def buffers(self) -> Mapping[str, ParameterSpec]:
-        """The running statistics of batch norms."""
-        return {} if self.mlp is None else self.mlp.buffers()
 
     def logits(self, layers: Layers[T], vectors: Mapping[str, T], dense: T) -> T:
         """{"wide": [b, 1], "deep": [b, fields x dim]}, dense [b, fields] -> [b, 1]."""

@@ -1,9 +1,9 @@
-"""DLRM: dense fields through an MLP, dot products of all pairs of vectors, an MLP over them.
+"""DLRM: an MLP for the dense fields, dot products of all pairs of vectors, an MLP over them.
 
 logit = top([bottom(dense), <v_i, v_j> for i > j]) with v_0 = bottom(dense) and v_1 .. v_F the
-embeddings, as Naumov et al., Deep Learning Recommendation Model, arXiv:1906.00091, and
-facebookresearch/dlrm, dlrm_s_pytorch.py at 090956e have it: no diagonal, pairs by rows of the lower
-triangle, a ReLU on the last layer of the bottom, too, and none on that of the top.
+embeddings, as in Naumov et al., Deep Learning Recommendation Model, arXiv:1906.00091, and
+facebookresearch/dlrm, dlrm_s_pytorch.py at 090956e: no diagonal, pairs by rows of the lower
+triangle, and a ReLU after the last layer of the bottom MLP but not of the top MLP.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from sbpflow.runtime.fields.keys import Key
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DlrmConfig(ModelOptions):
-    """DLRM; ``norm`` is of the hidden layers of both MLPs, ``dropout`` of those of ``top``."""
+    """DLRM; ``norm`` applies to the hidden layers of both MLPs, ``dropout`` only to ``top``."""
 
     name: Literal["dlrm"] = "dlrm"
     embedding_dim: EmbeddingDim = 16
@@ -34,11 +34,11 @@ class DlrmConfig(ModelOptions):
         self.check_options()
 
     def spec(self, fields: Fields) -> "DlrmSpec":
-        """The shapes over these columns; ConfigError where a part of the model has no input."""
+        """The shapes for these fields; ConfigError without dense or sparse fields."""
         if not fields.sparse or not fields.dense:
             raise ConfigError(
-                f"model.name: dlrm takes dense and sparse fields, and the data has "
-                f"{len(fields.dense)} and {len(fields.sparse)}; use model.name: wdl"
+                "model.name: dlrm needs dense and sparse fields, but the data has "
+                f"{len(fields.dense)} dense and {len(fields.sparse)} sparse; use model.name: wdl"
             )
         bottom = MlpShape(
             name="bottom",
@@ -62,14 +62,14 @@ class DlrmConfig(ModelOptions):
             fields.sparse,
             dim=self.embedding_dim,
             rules=self,
-            fixed_dim="pairs of vectors are of one length",
+            fixed_dim="the vectors of a pair have the same length",
         )
         return DlrmSpec(outputs=(output,), options=self, bottom=bottom, top=top, num_vectors=count)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DlrmSpec(LayeredSpec):
-    """Shapes of a DLRM over given data; a ``ModelSpec``. ``num_vectors`` counts the bottom's."""
+    """The shapes of a DLRM for some data; ``num_vectors`` includes the bottom's vector."""
 
     bottom: MlpShape
     top: MlpShape
@@ -77,13 +77,8 @@ class DlrmSpec(LayeredSpec):
 
     @cached_property
     def parameters(self) -> Mapping[str, ParameterSpec]:
-        """Those of the two MLPs."""
+        """The parameters of the two MLPs."""
         return {**self.bottom.parameters(), **self.top.parameters()}
-
-    @cached_property
-    def buffers(self) -> Mapping[str, ParameterSpec]:
-        """The running statistics of batch norms."""
-        return {**self.bottom.buffers(), **self.top.buffers()}
 
     def logits(self, layers: Layers[T], vectors: Mapping[str, T], dense: T) -> T:
         """{"deep": [b, fields x dim]}, dense [b, fields] -> [b, 1]."""

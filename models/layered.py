@@ -1,4 +1,4 @@
-"""What the models here share: options of the dense part, and a spec and a part made of layers.
+"""The common part of the models: options, and a spec and a dense part made of layers.
 
 A model adds its embedding outputs, its parameters, and ``logits`` on ``Layers``.
 """
@@ -7,6 +7,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated, Literal
 
 import torch
@@ -18,7 +19,7 @@ from sbpflow.config.parse import Example, MaxEntries
 from sbpflow.config.table_rules import Scheme, TableRule
 from sbpflow.embedding.plan.tables import OutputConfig
 from sbpflow.errors import ConfigError
-from sbpflow.models.layers import Layers, Norm, T
+from sbpflow.models.layers import Layers, MlpShape, Norm, T
 from sbpflow.models.plain import PlainModel
 from sbpflow.run.model.spec import (
     HashedColumn,
@@ -53,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelOptions:
-    """Options of every model here."""
+    """Options of all models in this package."""
 
     dropout: Dropout = 0.0
     norm: Annotated[
@@ -64,7 +65,7 @@ class ModelOptions:
         Example("bf16"),
         Key(
             "results",
-            "Linears and dot products in bfloat16, of weights that stay float32; not the last "
+            "Linears and dot products in bfloat16, with weights kept in float32; not the last "
             "linear, norms, the FM term, sums of logits, and the loss.",
         ),
     ] = None
@@ -72,8 +73,8 @@ class ModelOptions:
         bool,
         Key(
             "results",
-            "Run the dense part through torch.compile, whole on every rank; not with norm: batch "
-            "or parallel.dense.",
+            "Run the dense part through torch.compile, with full copies on every rank; not with "
+            "norm: batch or parallel.dense.",
         ),
     ] = False
     fields: Annotated[
@@ -88,11 +89,11 @@ class ModelOptions:
     ] = field(default_factory=dict[str, TableShape])
 
     def check_options(self) -> None:
-        """Raise ConfigError for options that exclude each other; for ``__post_init__``."""
+        """Raise ConfigError for incompatible options; call it in ``__post_init__``."""
         if self.compile and self.norm == "batch":
             raise ConfigError(
-                "model.compile: true with norm: batch, whose rows meet in a transfer that a "
-                "compiled graph cannot hold; use norm: layer, or compile: false"
+                "model.compile: true does not work with norm: batch, which communicates within the "
+                "compiled graph; use norm: layer, or compile: false"
             )
 
 
@@ -110,48 +111,47 @@ class LayeredSpec(ABC):
         """Every dense parameter by name."""
         ...
 
-    @property
-    @abstractmethod
+    @cached_property
     def buffers(self) -> Mapping[str, ParameterSpec]:
-        """What training changes beside them: running statistics of batch norms."""
-        ...
+        """The running statistics of the batch norms of all MLPs."""
+        mlps = [value for value in vars(self).values() if isinstance(value, MlpShape)]
+        return {name: spec for mlp in mlps for name, spec in mlp.buffers().items()}
 
     @abstractmethod
     def logits(self, layers: Layers[T], vectors: Mapping[str, T], dense: T) -> T:
-        """The embeddings' outputs by name [b, width] and the dense fields [b, n] -> [b, 1]."""
+        """Embedding outputs by name [b, width] and dense fields [b, n] -> [b, 1]."""
         ...
 
     @property
     def schemes(self) -> Mapping[Scheme, Mapping[str, TableRule]]:
-        """dp, 1, 2 and 3 for the outputs."""
+        """The table rules of the schemes dp, 1, 2 and 3."""
         return schemes_of(self.outputs)
 
     @property
     def splits_parameters(self) -> bool:
-        """A compiled part is whole on every rank."""
+        """Whether parameters may be split; a compiled part needs full copies."""
         return not self.options.compile
 
     @property
     def half(self) -> torch.dtype | None:
-        """What linears compute in, if not in the dtype of the weights."""
+        """The dtype in which linears compute, if it is not that of the weights."""
         return None if self.options.autocast is None else HALF[self.options.autocast]
 
     def plain(self, *, seed: int = 0) -> nn.Module:
-        """The model as a module of one process, see ``PlainModel``."""
+        """The model as a module for one process, see ``PlainModel``."""
         return PlainModel(self, seed=seed)
 
     def build(
         self, layouts: Mapping[str, Layout], boxing: Boxing, *, seed: int, dtype: torch.dtype
     ) -> DensePart:
-        """This rank's part, its parameters filled."""
+        """The dense part on this rank, with initialized parameters."""
         if self.half is not None:
             if dtype != torch.float32:
                 raise ConfigError(
-                    f"model.autocast: {self.options.autocast} with parallel.dtype: "
-                    f"{str(dtype).removeprefix('torch.')}; it narrows float32: use parallel.dtype: "
-                    "float32, or leave autocast out"
+                    f"model.autocast: {self.options.autocast} requires parallel.dtype: float32, "
+                    f"got {str(dtype).removeprefix('torch.')}; change it, or remove autocast"
                 )
-            _say_what_half_costs(self.half, boxing)
+            _log_half_speed(self.half, boxing)
         if self.options.compile:
             return self._compiled(layouts, boxing, seed=seed, dtype=dtype)
         parameters = make_parameters(self.parameters, layouts, boxing, seed=seed, dtype=dtype)
@@ -196,7 +196,7 @@ class LayeredPart:
         training: bool,
         seed: int,
     ) -> GlobalTensor:
-        """[batch, 1]; ``seed`` decides the dropout masks, pass another one at every step."""
+        """Logits [batch, 1]; ``seed`` of the dropout masks must differ at every step."""
         layers = Layers(
             functions=ops,
             parameters=self.parameters,
@@ -208,17 +208,16 @@ class LayeredPart:
         return self._spec.logits(layers, vectors, dense)
 
     def row_losses(self, logits: GlobalTensor, labels: GlobalTensor) -> GlobalTensor:
-        """Binary cross entropy of each row, [batch, 1]."""
+        """The binary cross entropy of each row, [batch, 1]."""
         return ops.bce_with_logits(logits, labels, reduction="none")
 
 
-def _say_what_half_costs(half: torch.dtype, boxing: Boxing) -> None:
-    device = boxing.world.device
-    if device.type == "cpu" and boxing.world.rank == 0:
-        share = half_time(half)
+def _log_half_speed(half: torch.dtype, boxing: Boxing) -> None:
+    if boxing.world.device.type == "cpu" and boxing.world.rank == 0:
+        ratio = half_time(half)
         logger.info(
-            "model.autocast: linears in %s take %.2f of their time in float32 on this CPU%s",
+            "model.autocast: linears in %s take %.2f times as long as in float32 on this CPU%s",
             str(half).removeprefix("torch."),
-            share,
-            "" if share < 1 else ", so it makes the run slower; leave it out for speed",
+            ratio,
+            "" if ratio < 1 else ", which makes the run slower; remove autocast for speed",
         )

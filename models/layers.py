@@ -1,7 +1,7 @@
-"""The layers that models are made of, written once for global tensors and for plain ones.
+"""The layers of the models, written once for global tensors and plain tensors.
 
-``Layers`` runs them on ``Functions``: the ops of ``sbpflow.tensor``, or ``models.plain`` for one
-process. The shapes (``MlpShape``) say which parameters and buffers they need, by the same names.
+``Layers`` calls ``Functions``: the ops of ``sbpflow.tensor``, or those of ``models.plain`` for one
+process. Shapes (``MlpShape``) list the parameters and buffers of layers, by the same names.
 """
 
 import math
@@ -22,7 +22,7 @@ Norm = Literal["none", "batch", "layer"]
 
 
 class Functions(Protocol[T]):
-    """What layers call; ``sbpflow.tensor.ops`` has these for global tensors."""
+    """The functions that layers call; ``sbpflow.tensor.ops`` has them for global tensors."""
 
     def add(self, a: T, b: T, *, id: str | None = None) -> T: ...
     def mul(self, a: T, b: T, *, id: str | None = None) -> T: ...
@@ -63,7 +63,7 @@ class Functions(Protocol[T]):
 def linear_specs(
     name: str, inputs: int, outputs: int, *, bias: bool = True
 ) -> dict[str, ParameterSpec]:
-    """Weight [outputs, inputs], glorot-uniform, and bias [outputs], zero."""
+    """A weight [outputs, inputs], glorot-uniform, and a bias [outputs], zero."""
     bound = math.sqrt(6.0 / (inputs + outputs))
     specs = {f"{name}.weight": ParameterSpec(shape=(outputs, inputs), bound=bound)}
     if bias:
@@ -72,7 +72,7 @@ def linear_specs(
 
 
 def vector_specs(num_fields: int, dim: int) -> dict[str, ParameterSpec]:
-    """A vector per dense field, ``Layers.numeric_vectors``; none without such fields."""
+    """A vector per dense field, for ``Layers.numeric_vectors``; empty without dense fields."""
     shape = (num_fields, dim)
     if not num_fields:
         return {}
@@ -83,7 +83,7 @@ def vector_specs(num_fields: int, dim: int) -> dict[str, ParameterSpec]:
 class MlpShape:
     """Hidden layers of linear, norm, ReLU and dropout, then a linear to ``outputs`` if not 0.
 
-    ``last_relu`` puts a ReLU behind that linear, which has neither norm nor dropout.
+    ``last_relu`` adds a ReLU after that linear, which has neither norm nor dropout.
     """
 
     name: str
@@ -96,11 +96,11 @@ class MlpShape:
 
     @property
     def width(self) -> int:
-        """Of what comes out."""
+        """The width of the output."""
         return self.outputs or (self.hidden[-1] if self.hidden else self.inputs)
 
     def parameters(self) -> dict[str, ParameterSpec]:
-        """By name: NAME.0.weight, NAME.0.bias, NAME.0.norm.weight and so on."""
+        """The parameters: NAME.0.weight, NAME.0.bias, NAME.0.norm.weight and so on."""
         specs: dict[str, ParameterSpec] = {}
         widths = (self.inputs, *self.hidden, *((self.outputs,) if self.outputs else ()))
         for index, (inputs, outputs) in enumerate(pairwise(widths)):
@@ -122,10 +122,10 @@ class MlpShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layers(Generic[T]):
-    """Layers at work on one batch: tensors by name, and what this pass over them is.
+    """Runs layers on one batch, with parameters and buffers by name.
 
-    ``half`` is what linears compute in, of weights that stay as they are, if not in the dtype of
-    the weights; what is asked for ``whole`` does not take part. ``seed`` decides the dropout masks.
+    ``half`` is the dtype in which linears compute, if it is not that of the weights, which keep
+    theirs; ``whole`` linears ignore it. ``seed`` is that of the dropout masks.
     """
 
     functions: Functions[T]
@@ -136,7 +136,7 @@ class Layers(Generic[T]):
     seed: int
 
     def linear(self, name: str, inputs: Sequence[T], *, whole: bool = False) -> T:
-        """Of the ``inputs`` side by side, [b, widths] -> [b, outputs]; a bias where there is one.
+        """A linear over the concatenated ``inputs``: [b, widths] -> [b, outputs].
 
         ``whole`` computes in the dtype of the weights.
         """
@@ -165,14 +165,14 @@ class Layers(Generic[T]):
         return inputs[0]
 
     def cross(self, names: Sequence[str], x: T) -> T:
-        """Cross layers, [b, n] -> [b, n]; each NAME.weight, or NAME.v.weight and NAME.w.weight."""
+        """Cross layers, [b, n] -> [b, n], with NAME.weight, or NAME.v.weight and NAME.w.weight."""
         kinds = (".v.weight", ".w.weight", ".w.bias", ".weight", ".bias")
-        own = self.parameters
-        found = [[own[n + kind] for kind in kinds if n + kind in own] for n in names]
-        return self.functions.cross_network(x, found, half=self.half, id="cross")
+        tensors = self.parameters
+        weights = [[tensors[n + kind] for kind in kinds if n + kind in tensors] for n in names]
+        return self.functions.cross_network(x, weights, half=self.half, id="cross")
 
     def numeric_vectors(self, dense: T) -> T:
-        """Each dense field by its vector: [b, fields] -> [b, fields x dim]."""
+        """Each dense field times its vector: [b, fields] -> [b, fields x dim]."""
         weight = self.parameters["numeric.weight"]
         (rows, count), dim = dense.shape, weight.shape[1]
         f = self.functions
@@ -187,16 +187,12 @@ class Layers(Generic[T]):
         return total
 
     def narrow(self, x: T, id: str) -> T:
-        """``x`` in the dtype that linears compute in, for what several of them read."""
+        """``x`` in the dtype of linears, cast once for several linears that read it."""
         return x if self.half is None else self._cast(x, self.half, id)
 
     def widen(self, x: T, id: str) -> T:
         """``x`` in the dtype of the weights."""
-        return self._cast(x, self._whole, id)
-
-    @property
-    def _whole(self) -> torch.dtype:
-        return next(iter(self.parameters.values())).dtype
+        return self._cast(x, next(iter(self.parameters.values())).dtype, id)
 
     def _norm(self, kind: Norm, name: str, x: T) -> T:
         if kind == "none":
@@ -206,7 +202,7 @@ class Layers(Generic[T]):
         if kind == "layer":
             return self.functions.layer_norm(x, weight, bias, id=name)
         if kind == "batch":
-            mean, var = (self.buffers[f"{name}.running_{what}"] for what in ("mean", "var"))
+            mean, var = self.buffers[f"{name}.running_mean"], self.buffers[f"{name}.running_var"]
             return self.functions.batch_norm(
                 x, weight, bias, mean, var, training=self.training, id=name
             )

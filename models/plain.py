@@ -1,7 +1,7 @@
-"""A model as an ordinary ``nn.Module``: the same layers on the tensors of one process.
+"""A model as an ordinary ``nn.Module``: the same layers on plain tensors in one process.
 
-For export, for ``torch.compile``, and for looking at a model without ranks. Parameters and buffers
-have the names and shapes that they have in a run, so that a run's values fill it.
+For export, for ``torch.compile``, and for inspecting a model without ranks. Parameters and buffers
+have the same names and shapes as in a run, so that the values of a run can be loaded.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from sbpflow.tensor.ops.interactions import pair_sum
 
 
 class PlainFunctions:
-    """``Functions`` of plain tensors; names of conversions mean nothing here."""
+    """``Functions`` for plain tensors, which ignore ``id``."""
 
     def add(self, a: Tensor, b: Tensor, *, id: str | None = None) -> Tensor:
         return a + b
@@ -97,7 +97,7 @@ class PlainFunctions:
 
 
 class Model(Protocol):
-    """What is asked of a spec here."""
+    """The part of a spec that ``PlainModel`` uses."""
 
     @property
     def parameters(self) -> Mapping[str, ParameterSpec]: ...
@@ -111,25 +111,26 @@ class Model(Protocol):
 
 
 class PlainModel(nn.Module):
-    """``forward(vectors, dense)``: outputs by name [b, width], dense fields [b, n] -> [b, 1].
+    """``forward(vectors, dense)`` returns logits [b, 1].
 
-    These are logits. It starts with the values that a run of the same ``seed`` starts with.
+    ``vectors`` are the embedding outputs by name [b, width], ``dense`` the dense fields [b, n].
+    Initial values are those of a run with the same ``seed``.
     """
 
     def __init__(self, spec: Model, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self._spec = spec
         self._functions: Functions[Tensor] = PlainFunctions()
-        for name, one in spec.parameters.items():
-            value = nn.Parameter(initial_values(name, one, seed=seed, dtype=dtype))
+        for name, parameter in spec.parameters.items():
+            value = nn.Parameter(initial_values(name, parameter, seed=seed, dtype=dtype))
             owner, leaf = self._owner(name)
             owner.register_parameter(leaf, value)
-        for name, one in spec.buffers.items():
+        for name, buffer in spec.buffers.items():
             owner, leaf = self._owner(name)
-            owner.register_buffer(leaf, initial_values(name, one, seed=seed, dtype=dtype))
+            owner.register_buffer(leaf, initial_values(name, buffer, seed=seed, dtype=dtype))
 
     def _owner(self, name: str) -> tuple[nn.Module, str]:
-        """The nested module that has the last part of a dotted name."""
+        """The nested module for a dotted name, made if needed, and the last part of the name."""
         *path, leaf = name.split(".")
         owner: nn.Module = self
         for part in path:

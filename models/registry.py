@@ -1,6 +1,7 @@
-"""The models that ``model.name`` can choose; the first is the default.
+"""The models that ``model.name`` can select; the first is the default.
 
-A user's own needs no entry: ``model.name: package.module:Class`` names its configuration class.
+A user's model needs no entry here: set ``model.name: package.module:Class`` to its configuration
+class.
 """
 
 from sbpflow.models.dcnv2 import DcnV2Config

@@ -1,9 +1,9 @@
-"""Wide & Deep for click-through rate, written once on logical tensors.
+"""Wide & Deep for click-through rate, written on logical tensors.
 
-logit = sum of the crosses' weights + MLP(embeddings ++ dense fields). Where anything lives is not
-known here: layouts come with the tensors, and the ops insert the conversions. Architecture and
-starting values follow OneFlow-Benchmark, wdl_train_eval.py at de4698a7: no wide bias, ReLU and
-dropout after every hidden layer, glorot-uniform weights, zero biases, tables U(-0.05, 0.05).
+logit = sum of the crosses' weights + MLP(embeddings ++ dense fields). The code does not depend on
+layouts: tensors have theirs, and ops insert the conversions. Architecture and initial values follow
+OneFlow-Benchmark, wdl_train_eval.py at de4698a7: no wide bias, ReLU and dropout after every hidden
+layer, glorot-uniform weights, zero biases, tables U(-0.05, 0.05).
 """
 
 from collections import Counter
@@ -36,15 +36,13 @@ class WideConfig:
         Example((("C1", "C2"),)),
         Key(
             "results",
-            "Crosses of columns with one weight per value: pairs that the set was prepared with; "
-            "with hash_size, any pairs or triples.",
+            "Crosses of columns with one weight per value: pairs that the data was prepared with, "
+            "or with hash_size any pairs or triples.",
         ),
     ] = (("C1", "C2"), ("C3", "C4"))
     hash_size: Annotated[
         Annotated[int, Range(low=3, below=2**31)] | None,
-        Key(
-            "results", "Rows that the loader hashes each cross into; crosses of the set by default."
-        ),
+        Key("results", "Hash each cross into this many rows; by default use prepared crosses."),
     ] = None
 
     def __post_init__(self) -> None:
@@ -55,14 +53,16 @@ class WideConfig:
             if len(cross) not in sizes or len(set(cross)) != len(cross):
                 three = ", or three with model.wide.hash_size" if self.hash_size is None else ""
                 raise ConfigError(
-                    f"{key}: {list(cross)} is not a cross; name two different columns{three}, "
+                    f"{key}: {list(cross)} is not a cross; list two different columns{three}, "
                     "for example [C1, C2]"
                 )
             if cross in seen:
-                raise ConfigError(f"{key}: {list(cross)} is there twice; remove one of them")
+                raise ConfigError(f"{key}: {list(cross)} is listed twice; remove one of them")
             seen.add(cross)
-        if twice := [name for name, count in Counter(self.columns).items() if count > 1]:
-            raise ConfigError(f"model.wide.columns: {twice[0]} is there twice; remove one of them")
+        if repeated := [name for name, count in Counter(self.columns).items() if count > 1]:
+            raise ConfigError(
+                f"model.wide.columns: {repeated[0]} is listed twice; remove one of them"
+            )
 
     @property
     def is_empty(self) -> bool:
@@ -75,15 +75,13 @@ class WdlConfig(ModelOptions):
     """Wide & Deep."""
 
     name: Literal["wdl"] = "wdl"
-    deep: Annotated[bool, Key("results", "false trains the wide part alone.")] = True
+    deep: Annotated[bool, Key("results", "false trains only the wide part.")] = True
     embedding_dim: EmbeddingDim = 16
     hidden: Hidden = (1024, 1024)
     dropout: Dropout = 0.5
     numeric: Annotated[
         Literal["values", "vectors"],
-        Key(
-            "results", "Dense fields enter the MLP as values, or as a vector each times the value."
-        ),
+        Key("results", "Dense fields enter the MLP as values, or as vectors times their values."),
     ] = "values"
     wide: WideConfig = field(default_factory=WideConfig)
 
@@ -91,14 +89,14 @@ class WdlConfig(ModelOptions):
         self.check_options()
         if not self.deep and self.wide.is_empty:
             raise ConfigError(
-                "model.deep: false leaves nothing to train, model.wide.crosses is empty; "
-                "for example model.wide.crosses: [[C1, C2]]"
+                "model.deep: false leaves nothing to train, since model.wide is empty; for example "
+                "model.wide.crosses: [[C1, C2]]"
             )
         if self.deep and not self.hidden:
-            raise ConfigError("model.hidden: [] has no layer; for example hidden: [400, 400]")
+            raise ConfigError("model.hidden: [] has no layers; for example hidden: [400, 400]")
 
     def spec(self, fields: Fields) -> "WdlSpec":
-        """The shapes over these columns; ConfigError for a cross that the data does not have."""
+        """The shapes for these fields; ConfigError for a cross that the data does not have."""
         hashed = _hashed_columns(self.wide, fields)
         crosses = [cross.field() for cross in hashed] or _prepared_crosses(self.wide, fields)
         outputs: list[OutputConfig] = []
@@ -133,12 +131,12 @@ class WdlConfig(ModelOptions):
 
 
 def _columns(names: Sequence[str], fields: Fields) -> list[IdField]:
-    by_name = {one.name: one for one in fields.sparse}
+    by_name = {column.name: column for column in fields.sparse}
     for name in names:
         if name not in by_name:
             raise ConfigError(
-                f"model.wide.columns: {name} is no sparse column of the data, which has "
-                f"{', '.join(by_name)}; name some of those"
+                f"model.wide.columns: {name} is not a sparse column of the data; use some of "
+                f"{', '.join(by_name)}"
             )
     return [by_name[name] for name in names]
 
@@ -146,39 +144,36 @@ def _columns(names: Sequence[str], fields: Fields) -> list[IdField]:
 def _hashed_columns(wide: WideConfig, fields: Fields) -> tuple[HashedColumn, ...]:
     if wide.hash_size is None:
         return ()
-    by_name = {one.name: one for one in fields.sparse}
+    usable = [f.name for f in fields.sparse if not f.ragged and f.hotness == 1]
     for name in (name for cross in wide.crosses for name in cross):
-        one = by_name.get(name)
-        if one is None or one.ragged or one.hotness > 1:
-            usable = [f.name for f in by_name.values() if not f.ragged and f.hotness == 1]
+        if name not in usable:
             raise ConfigError(
-                f"model.wide.crosses: {name} is no column of one id per row; the data has "
-                f"{', '.join(usable)}, cross those"
+                f"model.wide.crosses: {name} is not a column with one id per row; use some of "
+                f"{', '.join(usable)}"
             )
     return tuple(HashedColumn(columns=cross, rows=wide.hash_size) for cross in wide.crosses)
 
 
 def _prepared_crosses(wide: WideConfig, fields: Fields) -> list[IdField]:
-    sparse = tuple(one.name for one in fields.sparse)
-    prepared = {one.name: one for one in fields.crosses}
     if wide.hash_size is not None:
         return []
-    _check_crosses(wide.crosses, sparse, tuple(prepared))
+    prepared = {cross.name: cross for cross in fields.crosses}
+    _check_crosses(wide.crosses, [column.name for column in fields.sparse], list(prepared))
     return [prepared["x".join(cross)] for cross in wide.crosses]
 
 
 def _check_crosses(
-    crosses: Sequence[Sequence[str]], sparse: tuple[str, ...], prepared: tuple[str, ...]
+    crosses: Sequence[Sequence[str]], sparse: Sequence[str], prepared: Sequence[str]
 ) -> None:
-    absent = [cross for cross in crosses if "x".join(cross) not in prepared]
-    for cross in absent:
+    missing = [cross for cross in crosses if "x".join(cross) not in prepared]
+    for cross in missing:
         if unknown := [column for column in cross if column not in sparse]:
             raise ConfigError(
-                f"model.wide.crosses: {'x'.join(cross)}: {unknown[0]} is no sparse column of the "
-                f"data, which has {', '.join(sparse)}; cross those, or leave the wide part out "
-                "with model.wide.crosses: []"
+                f"model.wide.crosses: {'x'.join(cross)}: {unknown[0]} is not a sparse column of "
+                f"the data; use some of {', '.join(sparse)}, or remove the wide part with "
+                "model.wide.crosses: []"
             )
-    for cross in absent:
+    for cross in missing:
         name = "x".join(cross)
         for other in permutations(cross):
             if "x".join(other) in prepared:
@@ -186,21 +181,21 @@ def _check_crosses(
                     f"model.wide.crosses: {name} is in the data as {'x'.join(other)}; write "
                     f"[{', '.join(other)}]"
                 )
-        wanted = ",".join("x".join(each) for each in crosses)
+        needed = ",".join("x".join(cross) for cross in crosses)
         raise ConfigError(
             f"model.wide.crosses: {name} is not in the data, which has "
-            f"{', '.join(prepared) or 'none'}; prepare it again with --crosses {wanted}, have the "
-            "loader hash crosses with model.wide.hash_size=1000000, or leave the wide part out "
-            "with model.wide.crosses: []"
+            f"{', '.join(prepared) or 'none'}; prepare the data again with --crosses {needed}, or "
+            "let the loader hash crosses with model.wide.hash_size=1000000, or remove the wide "
+            "part with model.wide.crosses: []"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class WdlSpec(LayeredSpec):
-    """Shapes of a Wide & Deep over given data; a ``ModelSpec``.
+    """The shapes of a Wide & Deep for some data; a ``ModelSpec``.
 
-    ``mlp`` is the deep part, if there is one; ``vectors`` those of dense fields, if they have any;
-    ``wide_numbers`` counts the dense fields that have a weight in the wide part.
+    ``mlp`` is the deep part, or None. ``vectors`` are those of dense fields, if they have vectors.
+    ``wide_numbers`` is the number of dense fields with a weight in the wide part.
     """
 
     mlp: MlpShape | None
@@ -209,18 +204,13 @@ class WdlSpec(LayeredSpec):
 
     @cached_property
     def parameters(self) -> Mapping[str, ParameterSpec]:
-        """Those of the deep part, and the wide part's weights of dense fields."""
+        """The parameters of the deep part, and the wide part's weights of dense fields."""
         specs = {**self.vectors}
         if self.mlp is not None:
             specs |= self.mlp.parameters()
         if self.wide_numbers:
             specs |= linear_specs("wide_numeric", self.wide_numbers, 1, bias=False)
         return specs
-
-    @cached_property
-    def buffers(self) -> Mapping[str, ParameterSpec]:
-        """The running statistics of batch norms."""
-        return {} if self.mlp is None else self.mlp.buffers()
 
     def logits(self, layers: Layers[T], vectors: Mapping[str, T], dense: T) -> T:
         """{"wide": [b, 1], "deep": [b, fields x dim]}, dense [b, fields] -> [b, 1]."""

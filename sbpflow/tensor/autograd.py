@@ -1,8 +1,10 @@
-"""A conversion that autograd goes through: planned steps, and those of the adjoint back.
+"""Conversions with autograd: planned steps, and the steps of the adjoint in the backward.
 
-A rank outside a placement has an empty part here instead of None, so that it keeps its place in the
-graph and joins the collectives of the backward. Conversions are differentiable once.
+A rank outside a placement has an empty part here instead of None, so that it is part of the graph
+and joins the collectives of the backward. Conversions are differentiable once.
 """
+# pyright: reportIncompatibleMethodOverride=false
+# (torch's base class declares forward and backward with any arguments)
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,11 +19,12 @@ from sbpflow.errors import SbpError
 from sbpflow.sbp.layout import Layout
 
 Steps = tuple[BoxingStep, ...]
+Context = Any  # the ctx of an autograd function, for which torch has no public type
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """There and back: ``forward`` leads src -> dst, ``backward`` the gradient of dst -> of src."""
+    """``forward`` converts src -> dst; ``backward`` converts the gradient of dst to that of src."""
 
     src: Layout
     forward: Steps
@@ -34,7 +37,7 @@ def run_part(boxing: Boxing, steps: Steps, part: Tensor, channel: str) -> Tensor
     """``boxing.run`` with empty parts in place of None."""
     if not steps:
         return part
-    # Empty parts are passed as they are: whether they require grad is compared in checked mode.
+    # Empty parts are passed too, since checked mode compares whether parts require grad.
     out = boxing.run(steps, part, channel)
     if out is None:
         return torch.empty(0, dtype=part.dtype, device=boxing.world.device_of(steps[-1].dst))
@@ -47,23 +50,15 @@ def convert(part: Tensor, boxing: Boxing, way: Way) -> Tensor:
 
 
 class _Convert(torch.autograd.Function):
-    """part under src -> part under dst; backward: under dual(dst) -> under dual(src)."""
+    """Forward: part in src -> part in dst; backward: in dual(dst) -> in dual(src)."""
 
     @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any,  # noqa: ANN401 -- torch gives it no public type
-        part: Tensor,
-        boxing: Boxing,
-        way: Way,
-    ) -> Tensor:
+    def forward(ctx: Context, part: Tensor, boxing: Boxing, way: Way) -> Tensor:
         ctx.state = boxing, way
         return run_part(boxing, way.forward, part, way.channel)
 
     @staticmethod
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any,  # noqa: ANN401 -- torch gives it no public type
-        gradient: Tensor,
-    ) -> tuple[Tensor, None, None]:
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None, None]:
         boxing, way = ctx.state
 
         def adjoint(gradient: Tensor) -> Tensor:
@@ -72,29 +67,27 @@ class _Convert(torch.autograd.Function):
         return once(f"{way.src} -> {way.dst}", adjoint, gradient), None, None
 
 
-def once(what: str, adjoint: Callable[[Tensor], Tensor], gradient: Tensor) -> Tensor:
-    """``adjoint(gradient)``, through which no second derivative goes: that raises SbpError."""
-    if gradient.requires_grad and torch.is_grad_enabled():  # under create_graph only
-        return _Once.apply(gradient, adjoint, what)  # pyright: ignore[reportReturnType]
+Adjoint = Callable[[Tensor], Tensor]
+
+
+def once(name: str, adjoint: Adjoint, gradient: Tensor) -> Tensor:
+    """``adjoint(gradient)``; a second derivative through it raises SbpError."""
+    if gradient.requires_grad and torch.is_grad_enabled():  # with create_graph only
+        return _Once.apply(gradient, adjoint, name)  # pyright: ignore[reportReturnType]
     return adjoint(gradient)
 
 
 class _Once(torch.autograd.Function):
-    """An adjoint inside a graph that create_graph keeps."""
+    """An adjoint in the graph of a first derivative, which create_graph makes."""
 
     @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any,  # noqa: ANN401 -- torch gives it no public type
-        gradient: Tensor,
-        adjoint: Callable[[Tensor], Tensor],
-        what: str,
-    ) -> Tensor:
-        ctx.what = what
+    def forward(ctx: Context, gradient: Tensor, adjoint: Adjoint, name: str) -> Tensor:
+        ctx.name = name
         return adjoint(gradient)
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> None:  # noqa: ANN401 -- torch gives it no public type
+    def backward(ctx: Context, *_: Tensor) -> None:
         raise SbpError(
-            f"{ctx.what} has a first derivative only; take second ones where nothing is converted, "
+            f"{ctx.name} has no second derivative; compute second derivatives without conversions, "
             "on a plain tensor or within one part"
         )

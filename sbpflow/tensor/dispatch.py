@@ -1,4 +1,4 @@
-"""How every op on global tensors runs: choose a signature, box the operands, run a kernel."""
+"""Runs ops on global tensors: choose a signature, box the operands, run a kernel on the parts."""
 
 import string
 from collections.abc import Callable, Iterable, Sequence
@@ -31,9 +31,9 @@ def apply(
 ) -> GlobalTensor:
     """Run ``kernel`` on parts boxed to the chosen signature.
 
-    ``kernel(choice, parts)`` runs only inside the placement. ``shape`` is that of the full output,
-    ``dtype`` its dtype, that of the first operand by default. ``refuses(choice, parts)`` says what
-    is wrong with the values on this rank, "" if nothing; then SbpError is raised: here, and in the
+    ``kernel(choice, parts)`` runs only inside the placement. ``shape`` is that of the full output;
+    ``dtype`` is its dtype, by default that of the first operand. ``refuses(choice, parts)`` returns
+    what is wrong with the values on this rank, or "". A fault raises SbpError on this rank, and in
     checked mode on all ranks.
     """
     wanted = parse_nd_sbp(out) if isinstance(out, str) else out
@@ -55,8 +55,8 @@ def apply(
     part = kernel(choice, parts) if inside else _absent(parts, expected)
     if part.dtype != expected:
         raise SbpError(
-            f"{op_rule.op}: the function turned {expected} into {part.dtype}; an op keeps the "
-            "dtype of its operands, ops.cast changes it"
+            f"{op_rule.op}: the function returned {part.dtype}, but an op must keep the dtype of "
+            f"its operands, {expected}; use ops.cast to change it"
         )
     return GlobalTensor(part, choice.output, shape, boxing)
 
@@ -68,22 +68,22 @@ def choose(
     dtype: torch.dtype | None = None,
 ) -> Choice:
     """The signature that ``apply`` would take."""
-    described = tuple(Operand(x.layout, x.shape, x.dtype) for x in operands)
+    facts = tuple(Operand(x.layout, x.shape, x.dtype) for x in operands)
     backend = operands[0].boxing.world.backend_of(operands[0].layout)
-    return deduce(op_rule, described, backend, out, dtype)
+    return deduce(op_rule, facts, backend, out, dtype)
 
 
 def _absent(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """The empty part of a rank outside the placement, tied to its inputs for the backward."""
+    """The empty part of a rank outside the placement, connected to its inputs for the backward."""
     floating = [part for part in parts if part.is_floating_point()] or parts
     return torch.cat(floating).to(dtype)
 
 
 @lru_cache(maxsize=1024)
 def letters_for(count: int, taken: str = "") -> tuple[str, ...]:
-    """Names for ``count`` dims, none of them in ``taken`` or mistaken for B or P."""
+    """Names for ``count`` dims, different from those in ``taken`` and from B and P."""
     free = [letter for letter in string.ascii_letters if letter not in (*taken, "B", "P")]
-    free += [f"d{number}" for number in range(len(free), count)]  # a concat of many
+    free += [f"d{number}" for number in range(len(free), count)]  # for a concat of many tensors
     return tuple(free[:count])
 
 
@@ -95,43 +95,41 @@ def cached_rule(
     signatures: str,
     scales: tuple[tuple[str, int, int], ...] = (),
 ) -> Rule:
-    """``make_rule``, remembered: deduction is keyed by the rule."""
+    """``make_rule``, cached."""
     return make_rule(op, inputs, output, signatures, scales)
 
 
 def check_tensors(op: str, *operands: object) -> None:
-    """Raise SbpError that says what to write unless all operands are global tensors."""
+    """Raise SbpError, with advice, unless all operands are global tensors."""
     for number, x in enumerate(operands):
         check_tensor(op, f"operand {number}", x)
 
 
-def check_tensor(op: str, what: str, x: object) -> None:
-    """Raise SbpError that says what to write unless ``x`` is a global tensor."""
+def check_tensor(op: str, name: str, x: object) -> None:
+    """Raise SbpError, with advice, unless ``x`` is a global tensor."""
     if isinstance(x, GlobalTensor):
         return
-    instead = "give one made by GlobalTensor.from_full, GlobalTensor.from_local or an op"
-    given = "None" if x is None else f"a {type(x).__name__}"
+    fix = "pass a tensor from GlobalTensor.from_full, GlobalTensor.from_local or an op"
+    kind = "None" if x is None else f"a {type(x).__name__}"
     if isinstance(x, Tensor):
-        given = f"a plain tensor of shape {list(x.shape)}"
-        instead = "lay it out first: GlobalTensor.from_full(x, layout, boxing)"
+        kind = f"a plain tensor of shape {list(x.shape)}"
+        fix = "lay it out first: GlobalTensor.from_full(x, layout, boxing)"
     elif isinstance(x, int | float):
-        given = f"the number {x}"
-        instead = (
-            f"ops.scale(x, {x}) multiplies by it; else make it a tensor: "
+        kind = f"the number {x}"
+        fix = (
+            f"to multiply, use ops.scale(x, {x}); otherwise make it a tensor: "
             f"GlobalTensor.from_full(torch.tensor({x}), layout, boxing)"
         )
-    raise SbpError(f"{op}: {what} is {given}, not a GlobalTensor; {instead}")
+    raise SbpError(f"{op}: {name} is {kind}, not a GlobalTensor; {fix}")
 
 
 def check_list(op: str, tensors: object, rest: str) -> None:
     """Raise SbpError unless ``tensors`` is a list or tuple of one or more global tensors."""
     if not isinstance(tensors, list | tuple):
-        given = (
-            repr(tensors) if isinstance(tensors, GlobalTensor) else f"a {type(tensors).__name__}"
-        )
-        raise SbpError(f"{op}: it takes a list of tensors, not {given}: {op}([a, b], {rest})")
+        kind = repr(tensors) if isinstance(tensors, GlobalTensor) else f"a {type(tensors).__name__}"
+        raise SbpError(f"{op}: needs a list of tensors, got {kind}; write {op}([a, b], {rest})")
     if not tensors:
-        raise SbpError(f"{op}: no tensors were given; it joins one or more")
+        raise SbpError(f"{op}: the list of tensors is empty; pass one tensor or more")
     check_tensors(op, *cast("Sequence[object]", tensors))
 
 
@@ -149,44 +147,47 @@ def checked_dim(x: GlobalTensor, dim: int, op: str) -> int:
 
 
 def checked_dims(x: GlobalTensor, dims: int | Sequence[int] | None, op: str) -> list[int]:
-    """``dims`` from the front and sorted, all if None; SbpError if one is not there or twice."""
+    """``dims`` sorted, counted from the front; all if None.
+
+    Raises SbpError for a dim that does not exist or is repeated.
+    """
     check_tensors(op, x)
-    given = range(x.ndim) if dims is None else whole_numbers(op, "dims", dims)
-    chosen = sorted(checked_dim(x, dim, op) for dim in given)
-    if twice := [a for a, b in pairwise(chosen) if a == b]:
-        raise SbpError(f"{op}: dims {list(given)} name dim {twice[0]} twice; name each once")
+    listed = range(x.ndim) if dims is None else whole_numbers(op, "dims", dims)
+    chosen = sorted(checked_dim(x, dim, op) for dim in listed)
+    if repeated := [a for a, b in pairwise(chosen) if a == b]:
+        raise SbpError(f"{op}: dims {list(listed)} has dim {repeated[0]} twice; list each once")
     return chosen
 
 
-def whole_numbers(op: str, what: str, given: object) -> tuple[int, ...]:
-    """One whole number or several as a tuple; raises SbpError for anything else."""
+def whole_numbers(op: str, name: str, value: object) -> tuple[int, ...]:
+    """One or several whole numbers as a tuple; raises SbpError for any other value."""
     try:
-        several = [given] if isinstance(given, int) else cast("Iterable[SupportsIndex]", given)
-        return tuple(map(index, several))
+        numbers = [value] if isinstance(value, int) else cast("Iterable[SupportsIndex]", value)
+        return tuple(map(index, numbers))
     except TypeError as error:
         raise SbpError(
-            f"{op}: {what} {given!r} must be a whole number or several, such as 0 or (0, 1)"
+            f"{op}: {name} {value!r} must be a whole number or several, such as 0 or (0, 1)"
         ) from error
 
 
-def check_ndim(op: str, what: str, x: GlobalTensor, wanted: int, at_least: bool = False) -> None:
-    """Raise SbpError unless ``x`` has as many dims as ``op`` takes there."""
-    check_tensor(op, what, x)
-    if x.ndim != wanted and not (at_least and x.ndim > wanted):
+def check_ndim(op: str, name: str, x: GlobalTensor, ndim: int, at_least: bool = False) -> None:
+    """Raise SbpError unless ``x`` has ``ndim`` dims, or more if ``at_least``."""
+    check_tensor(op, name, x)
+    if x.ndim != ndim and not (at_least and x.ndim > ndim):
         dims = "1 dim" if x.ndim == 1 else f"{x.ndim} dims"
         more = " or more" if at_least else ""
-        raise SbpError(f"{op}: {what} has {dims}, {x!r}; it takes {wanted}{more}: use ops.reshape")
+        raise SbpError(f"{op}: {name} has {dims}, {x!r}; it needs {ndim}{more}: use ops.reshape")
 
 
 def check_same_dtype(op: str, operands: Sequence[GlobalTensor]) -> None:
-    """Raise SbpError unless all operands have one dtype: nothing is promoted on the side."""
+    """Raise SbpError unless all operands have the same dtype; there is no implicit promotion."""
     check_tensors(op, *operands)
     first = operands[0].dtype
     if other := next((x.dtype for x in operands if x.dtype != first), None):
-        given = ", ".join(str(x.dtype).removeprefix("torch.") for x in operands)
+        dtypes = ", ".join(str(x.dtype).removeprefix("torch.") for x in operands)
         raise SbpError(
-            f"{op}: operands are {given}; they must be of one dtype, for it decides what a "
-            f"conversion sends: ops.cast(x, {torch.promote_types(first, other)})"
+            f"{op}: operands are {dtypes}; they must have the same dtype, since it determines what "
+            f"a conversion sends: use ops.cast(x, {torch.promote_types(first, other)})"
         )
 
 
@@ -195,5 +196,5 @@ def check_floating(op: str, x: GlobalTensor) -> None:
     check_tensors(op, x)
     if not x.dtype.is_floating_point:
         raise SbpError(
-            f"{op}: {x!r} is not of a floating dtype; ops.cast(x, torch.float32) makes it one"
+            f"{op}: {x!r} does not have a floating dtype; use ops.cast(x, torch.float32)"
         )

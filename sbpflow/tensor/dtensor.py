@@ -1,8 +1,8 @@
-"""To and from torch's DTensor and DeviceMesh: the same parts under the other vocabulary.
+"""Conversion to and from torch's DTensor and DeviceMesh.
 
-Placement <-> DeviceMesh, S(i) <-> Shard(i), B <-> Replicate, P <-> Partial. DTensor cuts a dim as
-``torch.chunk`` does, ours is balanced; where the two differ, parts are boxed on the way out and
-keep explicit sizes on the way in. Data only: gradients do not cross.
+Placement <-> DeviceMesh, S(i) <-> Shard(i), B <-> Replicate, P <-> Partial. DTensor splits a dim as
+``torch.chunk`` does, whereas S(i) is balanced. If the two differ, ``to_dtensor`` boxes the parts,
+and ``from_dtensor`` uses explicit sizes. Data only: gradients do not pass.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from sbpflow.tensor.global_tensor import GlobalTensor
 
 
 def to_mesh(placement: Placement) -> DeviceMesh:
-    """A DeviceMesh over the same grid. Makes process groups: every rank of the world calls it."""
+    """A DeviceMesh with the same grid; every rank of the world calls it, to make process groups."""
     ranks = torch.tensor(placement.ranks).view(placement.shape)
     return DeviceMesh(placement.device_type, ranks)
 
@@ -34,14 +34,17 @@ def from_mesh(mesh: DeviceMesh) -> Placement:
 
 
 def to_dtensor(x: GlobalTensor, mesh: DeviceMesh | None = None) -> DTensor:
-    """The same value as a DTensor on ``mesh`` (one is made if not given), without history.
+    """The same value as a DTensor on ``mesh``, by default a new one, without history.
 
-    Sends only where chunks differ from the parts. Raises SbpError for two splits of one dim that
-    DTensor would cut into unequal pieces.
+    Communicates only if the chunks differ from the parts. Raises SbpError for two splits of one dim
+    that DTensor would make unequal.
     """
     mesh = mesh or to_mesh(x.layout.placement)
     if from_mesh(mesh) != x.layout.placement:
-        raise SbpError(f"the mesh is over {mesh.mesh.tolist()}, {x!r} over another grid; box first")
+        raise SbpError(
+            f"the mesh has grid {mesh.mesh.tolist()}, but {x!r} has another; convert it first with "
+            "x.to(layout)"
+        )
     chunked = x.detach().to(chunk_layout(x.layout, x.shape), id="to_dtensor")
     return DTensor.from_local(
         chunked.part,
@@ -54,7 +57,7 @@ def to_dtensor(x: GlobalTensor, mesh: DeviceMesh | None = None) -> DTensor:
 
 
 def from_dtensor(tensor: DTensor, boxing: Boxing) -> GlobalTensor:
-    """The same parts as a GlobalTensor, without history; nothing is sent."""
+    """The same parts as a GlobalTensor, without history or communication."""
     placement = from_mesh(tensor.device_mesh)
     shape = tuple(tensor.shape)
     layout = chunk_layout(Layout(placement, _to_ours(tensor.placements)), shape)
@@ -66,14 +69,14 @@ def from_dtensor(tensor: DTensor, boxing: Boxing) -> GlobalTensor:
 
 
 def chunk_layout(layout: Layout, shape: tuple[int, ...]) -> Layout:
-    """``layout`` with every split cut as torch.chunk cuts; without sizes where that is balanced."""
+    """``layout`` with the splits of torch.chunk, with explicit sizes unless they are balanced."""
     lengths = list(shape)
     nd_sbp: list[Sbp] = []
     for axis, sbp in enumerate(layout.nd_sbp):
         if isinstance(sbp, Split):
             parts = layout.placement.shape[axis]
             sizes = chunk_sizes(lengths[sbp.dim], parts)
-            # Sizes with empty parts stay explicit: a balanced split of a user may have none.
+            # Sizes with empty parts stay explicit: a user's balanced split must not have any.
             even = sizes == balanced_sizes(lengths[sbp.dim], parts)
             even = even and (all(sizes) or not any(sizes))
             nested = any(
@@ -81,8 +84,8 @@ def chunk_layout(layout: Layout, shape: tuple[int, ...]) -> Layout:
             )
             if nested and len(set(sizes)) > 1:
                 raise SbpError(
-                    f"{layout} splits dim {sbp.dim} of {list(shape)} twice, and torch.chunk cuts "
-                    f"it into {sizes}; box to one split of that dim, or to B, first"
+                    f"{layout} splits dim {sbp.dim} of {list(shape)} twice, and torch.chunk would "
+                    f"split it into {sizes}; convert to one split of that dim, or to B, first"
                 )
             lengths[sbp.dim] = sizes[0] if nested else lengths[sbp.dim]
             nd_sbp.append(Split(sbp.dim, None if even else sizes))
@@ -92,7 +95,7 @@ def chunk_layout(layout: Layout, shape: tuple[int, ...]) -> Layout:
 
 
 def chunk_sizes(size: int, parts: int) -> tuple[int, ...]:
-    """Lengths of torch.chunk's pieces, with zeros for those it leaves out."""
+    """The lengths of torch.chunk's pieces, with zeros for missing ones."""
     step = -(-size // parts)
     return tuple(max(0, min(step, size - step * part)) for part in range(parts))
 
@@ -114,5 +117,5 @@ def _to_ours(placements: Sequence[DPlacement]) -> tuple[Sbp, ...]:
         elif isinstance(placement, DPartial) and placement.reduce_op in ("sum", "max", "min"):
             ours.append(Partial(placement.reduce_op))
         else:
-            raise SbpError(f"{placement} has no counterpart; redistribute to Shard or Replicate")
+            raise SbpError(f"{placement} has no sbp; redistribute to Shard or Replicate first")
     return tuple(ours)

@@ -1,7 +1,7 @@
 """GlobalTensor: a logical tensor of which this rank holds a part.
 
-The face of ``boxing`` for models and people. The gradient of a tensor laid out x travels in
-dual(x), so the backward of src -> dst is dual(dst) -> dual(src).
+The user interface of ``boxing``. The gradient of a tensor with layout x has layout dual(x), so the
+backward of src -> dst is dual(dst) -> dual(src).
 """
 
 import math
@@ -18,17 +18,17 @@ from sbpflow.errors import SbpError
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, NdSbp, Sbp, Split, format_nd_sbp
-from sbpflow.tensor.autograd import Steps, Way, convert, run_part
+from sbpflow.tensor.autograd import Way, convert, run_part
 from sbpflow.tensor.extremum import ExtremumWay, convert_extremum
 
 Where = Layout | NdSbp | Sbp | str
 
 
 class GlobalTensor:
-    """``part`` is what this rank holds of a tensor of ``shape`` laid out as ``layout``.
+    """``part`` is this rank's part of a tensor of ``shape`` with ``layout``.
 
-    A rank outside the placement holds an empty part, so that its autograd graph still reaches the
-    conversions it must take part in. Every rank makes the same calls in the same order.
+    A rank outside the placement holds an empty part, so that its autograd graph still includes the
+    conversions in which it takes part. Every rank makes the same calls in the same order.
     """
 
     __slots__ = ("boxing", "layout", "part", "shape")
@@ -61,22 +61,22 @@ class GlobalTensor:
         requires_grad: bool = False,
         replicas: Literal["equal", "first"] = "equal",
     ) -> "GlobalTensor":
-        """Declare local parts to be a global tensor of ``shape``.
+        """Make a global tensor of ``shape`` from local parts.
 
-        ``part`` may be None outside the placement, where ``dtype`` and ``requires_grad`` then say
-        what the others hold: a rank whose empty part requires no grad would not join a backward.
-        Along B axes ``replicas="equal"`` trusts the caller and sends nothing; "first" spreads the
-        data of the first coordinate over the others. The gradient of ``part`` arrives in the dual
-        layout: whole for P, as terms that add up over the ranks for B. ``infer_shape`` finds the
-        shape where no rank knows it.
+        ``part`` may be None outside the placement; then ``dtype`` and ``requires_grad`` must be
+        those of the other ranks' parts, since a rank whose empty part does not require grad would
+        not join a backward. Along B axes ``replicas="equal"`` trusts the caller and sends nothing;
+        "first" copies the data of the first coordinate to the others. The gradient of ``part`` has
+        the dual layout: for P the full gradient, for B terms that add up over the ranks. If no rank
+        knows the shape, use ``infer_shape``.
         """
         if part is None:
             device = boxing.world.device_of(layout)
             part = torch.empty(0, dtype=dtype, device=device, requires_grad=requires_grad)
         elif requires_grad and not part.requires_grad:
             raise SbpError(
-                f"from_local: requires_grad=True, but the part of rank {boxing.world.rank} does "
-                "not; it speaks for ranks without a part. Use requires_grad_() on the result"
+                f"from_local: requires_grad=True applies to ranks without a part, but the part of "
+                f"rank {boxing.world.rank} does not require grad; call requires_grad_() later"
             )
         x = GlobalTensor(part, layout, tuple(shape), boxing)
         if replicas == "equal":
@@ -87,11 +87,14 @@ class GlobalTensor:
 
     @staticmethod
     def from_full(full: Tensor, layout: Layout, boxing: Boxing) -> "GlobalTensor":
-        """Lay out a value that every rank has: each keeps its part, along P axes the first one."""
+        """Make a global tensor from a value that every rank has; each rank keeps its part.
+
+        Along P axes the first coordinate has the value, the others the neutral element.
+        """
         shape = tuple(full.shape)
         check_user(layout, shape)
         whole = Layout(layout.placement, (Broadcast(),) * layout.placement.ndim)
-        steps = _plan(whole, layout, shape, full.dtype, "from_full", boxing)
+        steps = boxing.steps_of("from_full", whole, layout, shape, full.dtype)
         inside = boxing.world.rank in layout.placement
         part = boxing.run(steps, full.detach() if inside else None)
         part = full.new_empty(0) if part is None else part.clone()
@@ -110,7 +113,7 @@ class GlobalTensor:
         return self.part.requires_grad
 
     def requires_grad_(self, flag: bool = True) -> "GlobalTensor":
-        """Make this a leaf that gradients accumulate in, in ``part.grad``, laid out as the dual."""
+        """Make this a leaf; its gradient accumulates in ``part.grad``, with the dual layout."""
         self.part.requires_grad_(flag)
         return self
 
@@ -130,15 +133,16 @@ class GlobalTensor:
         id: str = "to",
         channel: str = "main",
     ) -> "GlobalTensor":
-        """Convert; the value is kept.
+        """Convert to another layout without changing the value.
 
         ``where`` is a layout, or an nd-sbp on the same placement, also as text: ``"(S(0), B)"``.
-        The gradient of the result is expected in dual(dst), or in ``grad_sbp`` if the consumer
-        guarantees that (a B tensor that all ranks use alike has gradient B); it leaves in
-        dual(src). Steps are named "<id>/fwd" and "<id>/bwd"; a conversion into P(max) or P(min)
-        that sends and has a gradient passes through S or B, by steps of "<id>/linear".
+        The backward expects the gradient of the result in dual(dst), or in ``grad_sbp`` if the
+        consumer guarantees that (a B tensor that all ranks use alike has gradient B); it returns
+        the gradient in dual(src). Steps are named "<id>/fwd" and "<id>/bwd". A conversion to P(max)
+        or P(min) that communicates and needs a gradient passes through S or B, with steps
+        "<id>/linear".
         """
-        dst = self._layout_of(where)
+        dst = where if isinstance(where, Layout) else Layout(self.layout.placement, where)
         if dst == self.layout and grad_sbp is None:
             return self
         check_user(dst, self.shape)
@@ -154,25 +158,25 @@ class GlobalTensor:
     def _convert(
         self, dst: Layout, promised: Layout | None, id: str, channel: str
     ) -> "GlobalTensor":
-        boxing, shape, dtype = self.boxing, self.shape, self.dtype
-        forward = _plan(self.layout, dst, shape, dtype, f"{id}/fwd", boxing)
+        boxing, src, shape, dtype = self.boxing, self.layout, self.shape, self.dtype
+        forward = boxing.steps_of(f"{id}/fwd", src, dst, shape, dtype)
         if not (self.part.requires_grad and torch.is_grad_enabled()):
             plain = self.part.detach() if forward and self.part.requires_grad else self.part
             part = run_part(boxing, forward, plain, channel)
-        elif self.layout.has_extremum or dst.has_extremum:
+        elif src.has_extremum or dst.has_extremum:
             incoming = None if dst.has_extremum else promised or dst.dual()
-            way = ExtremumWay(self.layout, forward, dst, incoming, shape, channel)
+            way = ExtremumWay(src, forward, dst, incoming, shape, channel)
             part = convert_extremum(self.part, boxing, way)
         else:
             incoming = promised or dst.dual()
-            backward = _plan(incoming, self.layout.dual(), shape, dtype, f"{id}/bwd", boxing)
-            part = convert(self.part, boxing, Way(self.layout, forward, dst, backward, channel))
+            backward = boxing.steps_of(f"{id}/bwd", incoming, src.dual(), shape, dtype)
+            part = convert(self.part, boxing, Way(src, forward, dst, backward, channel))
         return GlobalTensor(part, dst, shape, boxing)
 
     def full(self) -> Tensor:
-        """The whole value, as a plain tensor without history, on every rank of the world.
+        """The full value as a plain tensor without history, on every rank of the world.
 
-        Never a view of the part: it may be written to.
+        Never a view of the part, so it may be modified.
         """
         world = self.boxing.world
         everyone = Placement.line(self.layout.placement.device_type, world.size)
@@ -180,66 +184,60 @@ class GlobalTensor:
         return whole.clone() if whole.data_ptr() == self.part.data_ptr() else whole
 
     def item(self) -> int | float:
-        """The value of a tensor with one element, on every rank; an int if it is a whole number."""
+        """The value of a tensor with one element, on every rank; int for integer dtypes."""
         if math.prod(self.shape) != 1:
             raise SbpError(
-                f"item() reads one element, not {self!r}; reduce it with ops.reduce_mean or "
-                "ops.reduce_sum, or take all with full()"
+                f"item() needs a tensor with one element, got {self!r}; reduce it with "
+                "ops.reduce_mean or ops.reduce_sum, or use full()"
             )
         return self.full().item()
 
     def backward(self, gradient: "GlobalTensor | None" = None, retain_graph: bool = False) -> None:
-        """Propagate from a tensor with one element, or from any with its ``gradient`` given.
+        """Run the backward from a tensor with one element, or from any tensor with ``gradient``.
 
-        The gradient starts in the dual layout: for a B loss, 1 on the first coordinate and 0
-        elsewhere, so that nothing counts twice. Leaves receive theirs in the dual of their own
-        layout; ``sync_gradients`` brings those to the leaf's layout.
+        The backward starts in the dual layout: for a B loss with 1 on the first coordinate and 0
+        elsewhere, so that it counts once. The gradients of leaves have the dual of the layout of
+        the leaf; ``sync_gradients`` converts them to the layout of the leaf.
         """
         if gradient is None:
             if any(length != 1 for length in self.shape):
                 raise SbpError(
-                    f"backward() starts from one element, not from {self!r}; reduce it with "
+                    f"backward() needs a tensor with one element, got {self!r}; reduce it with "
                     "ops.reduce_mean or ops.reduce_sum, or pass gradient="
                 )
             gradient = ones_like(self)
         elif gradient.shape != self.shape:
             raise SbpError(
-                f"backward(): gradient is {gradient!r}, of another shape than {self!r}; it has one "
-                "number per element"
+                f"backward(): gradient {gradient!r} must have the same shape as {self!r}"
             )
         if not self.part.requires_grad:
             raise SbpError(
-                f"backward(): on rank {self.boxing.world.rank} nothing that {self!r} came from "
-                "requires grad; call requires_grad_() on the GlobalTensor, on every rank, or give "
-                "from_local requires_grad=True where the part is None"
+                f"backward(): on rank {self.boxing.world.rank} no input of {self!r} requires grad; "
+                "call requires_grad_() on the GlobalTensor on every rank, or pass "
+                "requires_grad=True to from_local where the part is None"
             )
         seed = gradient.to(self.layout.dual(), id="seed").part.to(self.dtype)
         torch.autograd.backward([self.part], [seed], retain_graph=retain_graph)
 
-    def _layout_of(self, where: Where) -> Layout:
-        if isinstance(where, Layout):
-            return where
-        return Layout(self.layout.placement, where)
-
 
 def _check_device(part: Tensor, layout: Layout, rank: int) -> None:
-    """A part lies where its layout says, but for the meta tensors of a dry run."""
-    given, wanted = part.device.type, layout.placement.device_type
-    if given not in (wanted, "meta") and rank in layout.placement:
+    """SbpError unless the part is on the device type of its layout, or meta in a dry run."""
+    actual, expected = part.device.type, layout.placement.device_type
+    if actual not in (expected, "meta") and rank in layout.placement:
         raise SbpError(
-            f"rank {rank} holds a part on {part.device}, but {layout} is on {wanted}; pass "
-            f'part.to("{wanted}"), or use a placement on {given}'
+            f"rank {rank} holds a part on {part.device}, but {layout} is on {expected}; pass "
+            f'part.to("{expected}"), or use a placement on {actual}'
         )
 
 
 def parameter(part: Tensor, layout: Layout, shape: tuple[int, ...], boxing: Boxing) -> GlobalTensor:
-    """A trainable leaf from this rank's part (empty, of shape [0], outside the placement)."""
+    """A trainable leaf from this rank's part (outside the placement an empty one, of shape [0])."""
     part = part.detach().clone()
     return GlobalTensor(part, layout, tuple(shape), boxing).requires_grad_()
 
 
 def ones_like(x: GlobalTensor) -> GlobalTensor:
-    """Ones of the shape of ``x``, laid out as its gradient travels: the seed of a backward."""
+    """Ones of the shape of ``x`` in the layout of its gradient: the start of a backward."""
     layout = x.layout.dual()
     whole = Layout(layout.placement, (Broadcast(),) * layout.placement.ndim)
     inside = x.boxing.world.rank in layout.placement
@@ -249,51 +247,43 @@ def ones_like(x: GlobalTensor) -> GlobalTensor:
 
 @lru_cache(maxsize=65536)
 def part_shape(layout: Layout, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
-    """Shape of the part a rank holds, (0,) outside; raises SbpError if the layout does not fit."""
+    """The shape of a rank's part, (0,) outside; raises SbpError if the layout does not fit."""
     layout.check_user(shape)
-    here = layout.part_shape(shape, rank)
-    return (0,) if here is None else here
+    inside = layout.part_shape(shape, rank)
+    return (0,) if inside is None else inside
 
 
 @lru_cache(maxsize=65536)
 def check_user(layout: Layout, shape: tuple[int, ...]) -> None:
-    """``layout.check_user``, remembered."""
+    """``layout.check_user``, cached."""
     layout.check_user(shape)
 
 
-def _plan(
-    src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype, id: str, boxing: Boxing
-) -> Steps:
-    return boxing.steps_of(id, src, dst, shape, dtype)
-
-
 def _grad_layout(dst: Layout, grad_sbp: NdSbp | Sbp | str) -> Layout:
-    """The layout a consumer promises for the gradient; its parts must have the shape of dst's."""
+    """The layout of the gradient that the consumer guarantees; must have the part shapes of dst."""
     layout = Layout(dst.placement, grad_sbp)
-    given = layout.nd_sbp
+    text, result = format_nd_sbp(layout.nd_sbp), format_nd_sbp(dst.nd_sbp)
     if dst.has_extremum:
         raise SbpError(
-            f"grad_sbp {format_nd_sbp(given)}: a result laid out {format_nd_sbp(dst.nd_sbp)} has "
-            "its gradient where its terms are, and no choice of it; leave grad_sbp out"
+            f"grad_sbp {text}: the gradient of a {result} result is held by the ranks of its "
+            "terms; leave grad_sbp out"
         )
     if layout.has_extremum:
         raise SbpError(
-            f"grad_sbp {format_nd_sbp(given)}: a gradient is a sum of terms, not a max or min; "
-            "along B and P axes it is B, equal on all ranks, or P, terms that add up"
+            f"grad_sbp {text}: a gradient is a sum, not a max or min; along B and P axes use B "
+            "(equal on all ranks) or P (terms that add up)"
         )
-    for mine, theirs in zip(dst.nd_sbp, given, strict=True):
-        splits = isinstance(mine, Split) or isinstance(theirs, Split)
-        if splits and mine != theirs:
+    for sbp, grad in zip(dst.nd_sbp, layout.nd_sbp, strict=True):
+        if sbp != grad and (isinstance(sbp, Split) or isinstance(grad, Split)):
             raise SbpError(
-                f"grad_sbp {format_nd_sbp(given)} does not fit a result laid out "
-                f"{format_nd_sbp(dst.nd_sbp)}: a gradient has the shape of its tensor, so S stays "
-                "the same S, and B or P may each be B or P"
+                f"grad_sbp {text} does not fit a {result} result: a gradient has the shape of its "
+                "tensor, so use the same S for S, and B or P for B and P"
             )
     return layout
 
 
 def _spread_first(x: GlobalTensor) -> GlobalTensor:
-    """Along B axes, the first coordinate's data everywhere; its gradient is the sum of all."""
+    """Copy the first coordinate's data along B axes; its gradient is the sum of all copies'."""
     placement, world = x.layout.placement, x.boxing.world
     copies = [isinstance(sbp, Broadcast) for sbp in x.layout.nd_sbp]
     ranks = tuple(
@@ -303,6 +293,6 @@ def _spread_first(x: GlobalTensor) -> GlobalTensor:
     )
     sizes = tuple(1 if b else size for size, b in zip(placement.shape, copies, strict=True))
     source = Layout(Placement(placement.device_type, ranks, sizes), x.layout.nd_sbp)
-    # The other ranks' data is not used; an empty slice keeps them in the graph.
+    # The data of other ranks is not used, but an empty slice keeps them in the graph.
     part = x.part if world.rank in ranks else x.part.reshape(-1)[:0]
     return GlobalTensor(part, source, x.shape, x.boxing).to(x.layout, id="from_local")

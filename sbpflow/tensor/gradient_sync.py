@@ -1,7 +1,7 @@
-"""Brings gradients of leaves from the dual layout to the leaf's own, many in one collective.
+"""Converts gradients of leaves from the dual layout to the leaf's own, many in one collective.
 
-A B parameter's gradient arrives as P, so this is the all-reduce of data parallelism; an S parameter
-needs nothing. Parameters whose gradients travel alike share a flat bucket.
+The gradient of a B parameter is P, so this is the all-reduce of data parallelism; an S parameter
+needs nothing. Parameters with the same conversion share a flat bucket.
 """
 
 import math
@@ -25,29 +25,21 @@ DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
 
 
 class LaidOut(Protocol):
-    """What planning needs to know of a parameter; a GlobalTensor will do."""
+    """The properties of a parameter that planning needs; a GlobalTensor has them."""
 
     @property
-    def layout(self) -> Layout:
-        """Where and how it lies."""
-        ...
-
+    def layout(self) -> Layout: ...
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the full tensor."""
-        ...
-
+    def shape(self) -> tuple[int, ...]: ...
     @property
-    def dtype(self) -> torch.dtype:
-        """Of the parameter and its gradient."""
-        ...
+    def dtype(self) -> torch.dtype: ...
 
 
 @dataclass(frozen=True, slots=True)
 class GradientBucket:
-    """Gradients that travel as one flat tensor: ``members`` are positions in the list of leaves.
+    """Gradients that are converted as one flat tensor; ``members`` are positions of the leaves.
 
-    The position behind the last leaf is the number that is added up beside them.
+    The position after the last leaf stands for the ``Total``.
     """
 
     members: tuple[int, ...]
@@ -57,20 +49,20 @@ class GradientBucket:
 
 @dataclass(frozen=True, slots=True)
 class GradientPlan:
-    """What a ``GradientSync`` runs for ``num_leaves`` leaves; pure, for ``explain``."""
+    """The buckets that a ``GradientSync`` of ``num_leaves`` leaves runs; pure data."""
 
     num_leaves: int
     buckets: tuple[GradientBucket, ...]
 
     @property
     def steps(self) -> tuple[BoxingStep, ...]:
-        """All buckets' steps, in the order they run."""
+        """The steps of all buckets, in order."""
         return tuple(step for bucket in self.buckets for step in bucket.steps)
 
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """One number to which every rank adds its term, on its way with the gradients: a loss, say."""
+    """A number, such as a loss, that is summed over the ranks together with the gradients."""
 
     layout: Layout
     dtype: torch.dtype
@@ -78,7 +70,7 @@ class Total:
 
     @staticmethod
     def over(world: Placement, dtype: torch.dtype) -> "Total":
-        """Of all ranks of ``world``, and for all of them."""
+        """A sum over all ranks of ``world``, returned to all of them."""
         return Total(Layout(world, (Broadcast(),)), dtype)
 
 
@@ -90,16 +82,16 @@ def plan_gradients(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     id: str = "dense",
 ) -> GradientPlan:
-    """How the gradients of these leaves travel, and one ``total`` with them if given."""
-    travellers = [*leaves, *(() if total is None else (total,))]
-    buckets = _fill_buckets(travellers, bucket_bytes)
+    """The buckets for the gradients of ``leaves``, and for ``total`` if given."""
+    items = [*leaves, *(() if total is None else (total,))]
+    buckets = _fill_buckets(items, bucket_bytes)
     return GradientPlan(
         len(leaves),
         tuple(
             GradientBucket(
                 tuple(members),
-                travellers[members[0]].layout.placement,
-                _bucket_steps([travellers[n] for n in members], f"{id}/bwd/{number}", backend),
+                items[members[0]].layout.placement,
+                _bucket_steps([items[n] for n in members], f"{id}/bwd/{number}", backend),
             )
             for number, members in enumerate(buckets)
         ),
@@ -107,12 +99,12 @@ def plan_gradients(
 
 
 class GradientSync:
-    """Built once for a list of parameters; ``run`` after each backward, before the optimizer.
+    """Made once for a list of parameters; call ``run`` after each backward, before the optimizer.
 
-    ``plan`` is what runs, made by ``plan_gradients`` for these parameters; without one it is made
-    here. After ``run``, ``part.grad`` of each parameter is laid out as the parameter; clear it
-    before the next backward. Raises SbpError for what has no gradient of its own: results of ops,
-    frozen or integer tensors, one tensor given twice; and for a plan of other parameters.
+    ``plan`` is made by ``plan_gradients`` for these parameters, by default here. After ``run``,
+    ``part.grad`` of each parameter has the layout of the parameter; clear it before the next
+    backward. Raises SbpError for tensors without a gradient of their own (results of ops, frozen or
+    integer tensors), for a tensor listed twice, and for a plan of other parameters.
     """
 
     def __init__(
@@ -128,32 +120,34 @@ class GradientSync:
         _check_leaves(parameters)
         self.channel = channel
         self._parameters = list(parameters)
+        if boxing is None and not parameters:
+            raise SbpError("gradients: without parameters, pass boxing=")
+        self._boxing = boxing or parameters[0].boxing
         if plan is None:
-            backend = _backend_of(parameters[0]) if parameters else "gloo"
+            backend = "gloo"
+            if parameters:
+                backend = self._boxing.world.backend_of(parameters[0].layout)
             plan = plan_gradients(parameters, backend=backend, bucket_bytes=bucket_bytes, id=id)
         elif plan.num_leaves != len(parameters):
             raise SbpError(
-                f"gradients: the plan is of {plan.num_leaves} leaves, {len(parameters)} were "
-                "given; plan_gradients makes one for them"
+                f"gradients: the plan has {plan.num_leaves} leaves, but there are "
+                f"{len(parameters)} parameters; make a plan for them with plan_gradients"
             )
-        if boxing is None and not parameters:
-            raise SbpError("gradients: no parameter to take the boxing of; pass boxing=")
-        self._boxing = boxing or parameters[0].boxing
         self.plan = plan
 
     @property
     def steps(self) -> tuple[BoxingStep, ...]:
-        """All buckets' steps, in the order they run."""
+        """The steps of all buckets, in order."""
         return self.plan.steps
 
     def run(self) -> None:
-        """Exchange, and leave each gradient in its parameter's layout."""
+        """Convert every gradient to the layout of its parameter."""
         self.start().wait()
 
     def start(self, term: Tensor | None = None) -> "PendingSync":
-        """Begin all buckets; gradients must not be touched before ``wait``.
+        """Start all buckets; do not use the gradients before ``wait``.
 
-        ``term`` [1] is this rank's term of the plan's ``total``.
+        ``term`` [1] is this rank's term of the plan's ``Total``, if it has one.
         """
         return PendingSync(
             [
@@ -177,9 +171,7 @@ class GradientSync:
             elif term is not None:
                 gradients.append(term)
             else:
-                raise SbpError(
-                    "gradients: the plan adds up a total; start() takes this rank's term"
-                )
+                raise SbpError("gradients: the plan has a total; pass this rank's term to start()")
         if len(gradients) == 1:
             return self._boxing.start(steps, gradients[0], self.channel, donate=True)
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
@@ -187,7 +179,7 @@ class GradientSync:
 
 
 class PendingSync:
-    """Buckets under way."""
+    """Buckets in flight."""
 
     def __init__(
         self,
@@ -198,7 +190,7 @@ class PendingSync:
         self._num_leaves = num_leaves
 
     def wait(self) -> Tensor | None:
-        """Set ``part.grad`` of every parameter to its exchanged gradient; the total [1], if any."""
+        """Set ``part.grad`` of every parameter; returns the total [1], if the plan has one."""
         total: Tensor | None = None
         for bucket, pending, parameters in self._buckets:
             flat = pending.wait()
@@ -223,24 +215,27 @@ def _check_leaves(parameters: Sequence[GlobalTensor]) -> None:
     seen: dict[int, int] = {}
     for index, parameter in enumerate(parameters):
         part = parameter.part
-        why = ""
+        fault = ""
         if not part.requires_grad:
-            why = "requires no grad; leave it out, or call requires_grad_() on it, on every rank"
+            fault = "does not require grad; omit it, or call requires_grad_() on every rank"
         elif not part.is_leaf:
-            why = (
-                "is not a leaf: its gradient went on to what it was computed from; pass the "
-                "tensors that requires_grad_() was called on"
+            fault = (
+                "is not a leaf, so it does not keep its gradient; pass the tensors on which "
+                "requires_grad_() was called"
             )
         elif id(part) in seen:
-            why = f"is parameter {seen[id(part)]} again, and would count twice; pass each once"
-        if why:
-            raise SbpError(f"gradients: parameter {index}, {parameter!r}, {why}")
+            fault = f"is the same as parameter {seen[id(part)]}; list each parameter once"
+        if fault:
+            raise SbpError(f"gradients: parameter {index}, {parameter!r}, {fault}")
         seen[id(part)] = index
 
 
 def _fill_buckets(parameters: Sequence[LaidOut], bucket_bytes: int) -> list[list[int]]:
-    """Positions of one travel pattern, last first as backward makes them, up to a size each."""
-    done: list[list[int]] = []
+    """Groups of positions with the same pattern, each group up to ``bucket_bytes``.
+
+    The last parameters come first, since the backward computes their gradients first.
+    """
+    full: list[list[int]] = []
     open_: dict[object, list[int]] = {}
     filled: dict[object, int] = {}
     for number, parameter in reversed(list(enumerate(parameters))):
@@ -249,16 +244,19 @@ def _fill_buckets(parameters: Sequence[LaidOut], bucket_bytes: int) -> list[list
         key = _pattern(parameter)
         size = parameter.dtype.itemsize * math.prod(parameter.shape)
         if key in open_ and filled[key] + size > bucket_bytes:
-            done.append(open_.pop(key))
+            full.append(open_.pop(key))
         if key not in open_:
             open_[key], filled[key] = [], 0
         open_[key].append(number)
         filled[key] += size
-    return done + list(open_.values())
+    return full + list(open_.values())
 
 
 def _pattern(parameter: LaidOut) -> object:
-    """Parameters of equal patterns may share a bucket; others have one of their own."""
+    """Parameters with equal patterns may share a bucket.
+
+    With P or several splits, flat parts have no common layout, so the pattern is unique.
+    """
     layout = parameter.layout
     num_splits = sum(isinstance(sbp, Split) for sbp in layout.nd_sbp)
     if num_splits > 1 or any(isinstance(sbp, Partial) for sbp in layout.nd_sbp):
@@ -267,50 +265,28 @@ def _pattern(parameter: LaidOut) -> object:
     return layout.placement, kinds, parameter.dtype
 
 
-def _backend_of(parameter: GlobalTensor) -> str:
-    return parameter.boxing.world.backend_of(parameter.layout)
-
-
 def _bucket_steps(parameters: Sequence[LaidOut], id: str, backend: str) -> tuple[BoxingStep, ...]:
+    """The steps of one parameter, or of the parts of several parameters laid end to end."""
     first = parameters[0]
-    if len(parameters) == 1:
-        shape, layout = first.shape, first.layout
-    else:
-        layout = _flat_layout(parameters)
-        shape = (_flat_length(parameters, layout),)
+    shape, layout = first.shape, first.layout
+    if len(parameters) > 1:
+        placement = layout.placement
+
+        def numel(rank: int) -> int:
+            parts = [part_shape(p.layout, p.shape, rank) for p in parameters]
+            return sum(map(math.prod, parts))
+
+        # Of the concatenated parts, a split has the sizes that the ranks of an axis hold.
+        length, nd_sbp = numel(placement.ranks[0]), list(layout.nd_sbp)
+        for axis, sbp in enumerate(layout.nd_sbp):
+            if isinstance(sbp, Split):
+                sizes = tuple(map(numel, placement.axis_groups(axis)[0]))
+                length, nd_sbp[axis] = sum(sizes), Split(0, sizes)
+        layout, shape = Layout(placement, tuple(nd_sbp)), (length,)
     return plan_boxing(layout.dual(), layout, shape, first.dtype, id=id, backend=backend)
 
 
-def _flat_layout(parameters: Sequence[LaidOut]) -> Layout:
-    """The layout of the parts laid end to end: a split has the sizes that come together."""
-    layout = parameters[0].layout
-    nd_sbp = tuple(
-        Split(0, _sizes_along(parameters, axis)) if isinstance(sbp, Split) else sbp
-        for axis, sbp in enumerate(layout.nd_sbp)
-    )
-    return Layout(layout.placement, nd_sbp)
-
-
-def _sizes_along(parameters: Sequence[LaidOut], axis: int) -> tuple[int, ...]:
-    placement = parameters[0].layout.placement
-    return tuple(
-        sum(_part_numel(parameter, rank) for parameter in parameters)
-        for rank in placement.axis_groups(axis)[0]
-    )
-
-
-def _flat_length(parameters: Sequence[LaidOut], layout: Layout) -> int:
-    for sbp in layout.nd_sbp:
-        if isinstance(sbp, Split):
-            return sum(sbp.sizes or ())
-    return sum(_part_numel(parameter, layout.placement.ranks[0]) for parameter in parameters)
-
-
-def _part_numel(parameter: LaidOut, rank: int) -> int:
-    return math.prod(part_shape(parameter.layout, parameter.shape, rank))
-
-
 def _gradient(parameter: GlobalTensor) -> Tensor:
-    """The gradient so far; zeros if this rank's part took no part in the loss."""
+    """The gradient so far; zeros if this rank's part did not contribute to the loss."""
     gradient = parameter.part.grad
     return torch.zeros_like(parameter.part) if gradient is None else gradient

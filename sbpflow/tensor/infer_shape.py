@@ -1,51 +1,41 @@
-"""The full shape of a tensor from the shapes of its parts, for those who know only their own."""
+"""Infers the full shape of a tensor if each rank knows only the shape of its own part."""
 
 import torch
 from torch import Tensor
 
+from sbpflow.boxing.agreement import combine_parts
 from sbpflow.boxing.executor import Boxing
-from sbpflow.boxing.plan import plan_boxing
 from sbpflow.errors import SbpError
 from sbpflow.sbp.layout import Layout
-from sbpflow.sbp.placement import Placement
-from sbpflow.sbp.sbp import Broadcast, Split
+from sbpflow.sbp.sbp import Split
 
 MAX_DIMS = 8
 
 
 def infer_shape(part: Tensor | None, layout: Layout, boxing: Boxing) -> tuple[int, ...]:
-    """The full shape of the tensor whose parts these are; every rank of the world calls it.
+    """The full shape of the tensor with these parts; every rank of the world calls it.
 
-    Gathers the parts' shapes, at most MAX_DIMS dims. Raises SbpError on all ranks if no shape fits
-    them under ``layout``.
+    Gathers the shapes of the parts, with at most MAX_DIMS dims. Raises SbpError on all ranks if
+    they do not fit ``layout``.
     """
     world = boxing.world
     world.check_ranks(layout)
-    known = () if part is None else part.shape[:MAX_DIMS]
-    mine = [0 if part is None else part.ndim, *known, *(0,) * (MAX_DIMS - len(known))]
-    everyone = Placement.line(world.device.type, world.size)
-    rows, table = Layout(everyone, (Split(0),)), Layout(everyone, (Broadcast(),))
-    steps = plan_boxing(
-        rows,
-        table,
-        (world.size, MAX_DIMS + 1),
-        torch.int64,
-        id="infer_shape",
-        backend=world.backend_of(table),
-    )
-    gathered = boxing.run(steps, torch.tensor([mine], device=world.device))
-    given = [] if gathered is None else gathered.tolist()
-    if deep := [rank for rank, row in enumerate(given) if row[0] > MAX_DIMS]:
-        raise SbpError(
-            f"infer_shape: the part of rank {deep[0]} has {given[deep[0]][0]} dims; at most "
-            f"{MAX_DIMS} are gathered, so reshape it or give the shape to from_local"
-        )
-    parts = {rank: tuple(given[rank][1 : 1 + given[rank][0]]) for rank in layout.placement.ranks}
+    shape = () if part is None else part.shape[:MAX_DIMS]
+    row = [0 if part is None else part.ndim, *shape, *(0,) * (MAX_DIMS - len(shape))]
+    mine = torch.tensor([row], device=world.device)
+    rows = combine_parts(boxing, mine, Split(0), "infer_shape").tolist()
+    for rank, (ndim, *_) in enumerate(rows):
+        if ndim > MAX_DIMS:
+            raise SbpError(
+                f"infer_shape: the part of rank {rank} has {ndim} dims, but at most {MAX_DIMS} are "
+                "supported; reshape it, or pass the shape to from_local"
+            )
+    parts = {rank: tuple(rows[rank][1 : 1 + rows[rank][0]]) for rank in layout.placement.ranks}
     return full_shape(parts, layout)
 
 
 def full_shape(parts: dict[int, tuple[int, ...]], layout: Layout) -> tuple[int, ...]:
-    """The full shape from the parts' shapes by rank; raises SbpError naming what does not fit."""
+    """The full shape from the part shapes by rank; SbpError, naming a rank, if they do not fit."""
     first = parts[layout.placement.ranks[0]]
     lengths = list(first)
     for dim in range(len(first)):
@@ -53,20 +43,16 @@ def full_shape(parts: dict[int, tuple[int, ...]], layout: Layout) -> tuple[int, 
         line = layout.placement.plane_groups(axes)[0]
         lengths[dim] = sum(parts[rank][dim] for rank in line if dim < len(parts[rank]))
     shape = tuple(lengths)
-    for rank, given in parts.items():
-        expected = _expected(layout, shape, rank)
-        if given != expected:
+    for rank, part in parts.items():
+        try:
+            expected = layout.part_shape(shape, rank)
+        except SbpError:  # a missing dim, or sizes that do not add up
+            expected = None
+        if part != expected:
             shown = {r: list(sizes) for r, sizes in parts.items()}
             raise SbpError(
-                f"parts of shapes {shown} do not make a tensor laid out {layout}: rank {rank} "
-                f"would hold {list(expected or ())} of {list(shape)}. A split without sizes is "
-                "balanced, the first parts one longer; for other sizes use Split(dim, sizes=(..))"
+                f"parts of shapes {shown} do not fit layout {layout}: rank {rank} would hold "
+                f"{list(expected or ())} of {list(shape)}. A split without sizes is balanced, with "
+                "the longer parts first; for other sizes use Split(dim, sizes=(..))"
             )
     return shape
-
-
-def _expected(layout: Layout, shape: tuple[int, ...], rank: int) -> tuple[int, ...] | None:
-    try:
-        return layout.part_shape(shape, rank)
-    except SbpError:  # a dim that is not there, or sizes that do not add up
-        return None

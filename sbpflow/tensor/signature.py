@@ -1,8 +1,8 @@
-"""Which layouts an op accepts and what it gives: rules as text, and the choice among them.
+"""The layouts that an op accepts and produces: rules as text, and the choice among them.
 
-A rule names the dims of each operand by letters, as einsum does, and lists 1-D signatures: per
-operand a letter (split along that dim), B or P. On n-D placements each axis takes one signature, so
-the choice is a product. No tensor is touched here.
+A rule names the dims of each operand by letters, like einsum, and lists 1-D signatures: per operand
+a letter (split along that dim), B or P. On n-D placements each axis has its own signature, so the
+candidates are a product. Does not handle tensors.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,14 +19,12 @@ from sbpflow.sbp.layout import Layout, split_sizes
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, NdSbp, Partial, Sbp, Split, balanced_sizes, format_nd_sbp
 
-Dims = tuple[
-    str, ...
-]  # one letter per dim; "" for a dim of size 1 that belongs to no other operand
+Dims = tuple[str, ...]  # one letter per dim; "" for a dim of size 1 that other operands do not have
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Along one placement axis: per operand a letter, "B" or "P", and the same for the output."""
+    """For one placement axis: a letter, "B" or "P" for each operand and for the output."""
 
     inputs: tuple[str, ...]
     output: str
@@ -34,10 +32,10 @@ class Signature:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The dims of an op's operands and output, and its legal signatures, all-B included.
+    """The dims of an op's operands and output, and its legal signatures, including all-B.
 
-    ``scales`` has (letter, numerator, denominator) where the output's dim is longer or shorter than
-    the input's by that factor, as in a reshape.
+    ``scales`` has (letter, numerator, denominator) for each dim whose length differs between output
+    and input by that factor, as in a reshape.
     """
 
     op: str
@@ -49,7 +47,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """What deduction needs to know of a global tensor."""
+    """The properties of a global tensor that deduction needs."""
 
     layout: Layout
     shape: tuple[int, ...]
@@ -58,7 +56,7 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The layouts to bring the operands to, what comes out, and what bringing them there costs."""
+    """The layouts to convert the operands to, the output layout, and the bytes of conversions."""
 
     inputs: tuple[Layout, ...]
     output: Layout
@@ -72,7 +70,7 @@ def make_rule(
     signatures: str,
     scales: tuple[tuple[str, int, int], ...] = (),
 ) -> Rule:
-    """Read signatures such as "m,B->m; B,n->n; k,k->P"; all-B is appended to every op."""
+    """Parse signatures such as "m,B->m; B,n->n; k,k->P"; all-B is always appended."""
     listed = [_signature(text) for text in signatures.split(";") if text.strip()]
     everywhere_b = Signature(("B",) * len(inputs), "B")
     return Rule(op, tuple(inputs), output, (*listed, everywhere_b), scales)
@@ -93,22 +91,21 @@ def deduce(
 ) -> Choice:
     """The legal signature whose conversions send the fewest bytes.
 
-    Ties go to the one that more operands already match, then to the rule's order. Nothing is ever
-    converted into P. ``out`` asks for an output layout; ``dtype`` is that of the output, of the
-    first operand by default: P is no output of a dtype that does not add up. Raises SbpError if the
-    operands are not on one placement, their shapes do not fit, ``out`` does not have one entry per
-    axis, or no legal signature gives it.
+    Ties go to the signature that more operands already match, then to the rule's order. Operands
+    are never converted to P. ``out`` requests an output layout. ``dtype`` is that of the output, by
+    default that of the first operand; P is not an output for dtypes without addition. Raises
+    SbpError if the operands have different placements, if their shapes do not fit, if ``out`` does
+    not have one entry per axis, or if no legal signature produces it.
     """
     placement = _common_placement(op_rule, operands)
     _check_shapes(op_rule, operands)
     if out is not None:
-        Layout(placement, out)  # refuses what has not one entry per axis
+        Layout(placement, out)  # raises unless it has one entry per axis
     no_partial = (dtype or operands[0].dtype) not in TERM_DTYPES
     best: tuple[int, int, int] | None = None
     chosen: Choice | None = None
-    for index, candidate in enumerate(_candidates(op_rule, operands, placement)):
-        inputs, output = candidate
-        if out is not None and not _gives(output.nd_sbp, out):
+    for index, (inputs, output) in enumerate(_candidates(op_rule, operands, placement)):
+        if out is not None and not _matches(output.nd_sbp, out):
             continue
         if no_partial and any(isinstance(sbp, Partial) for sbp in output.nd_sbp):
             continue
@@ -124,13 +121,12 @@ def deduce(
     return chosen
 
 
-def _gives(output: NdSbp, wanted: NdSbp) -> bool:
-    """Whether an output is the one asked for; a split asked for without sizes may have any."""
-    bare = tuple(
-        Split(have.dim) if isinstance(have, Split) and want == Split(have.dim) else have
-        for have, want in zip(output, wanted, strict=True)
+def _matches(output: NdSbp, requested: NdSbp) -> bool:
+    """Whether an output is the requested one; a requested split without sizes matches any sizes."""
+    return all(
+        sbp == request or (isinstance(sbp, Split) and request == Split(sbp.dim))
+        for sbp, request in zip(output, requested, strict=True)
     )
-    return bare == wanted
 
 
 def _price(operand: Operand, layout: Layout, backend: str) -> int:
@@ -167,7 +163,7 @@ def _candidates(
 def _axis_options(
     op_rule: Rule, operands: tuple[Operand, ...], axis: int
 ) -> Iterator[tuple[tuple[Sbp, ...], Sbp]]:
-    """The signatures that are legal along one axis, with explicit split sizes carried over."""
+    """The signatures that are legal along one axis, with the explicit split sizes of operands."""
     for signature in op_rule.signatures:
         sizes = {
             letter: _sizes_of(letter, op_rule, operands, axis)
@@ -175,7 +171,7 @@ def _axis_options(
         }
         inputs: list[Sbp] = []
         for token, dims, operand in zip(signature.inputs, op_rule.inputs, operands, strict=True):
-            if token == "P" and not operand.layout.nd_sbp[axis] == Partial():
+            if token == "P" and operand.layout.nd_sbp[axis] != Partial():
                 break
             inputs.append(_sbp(token, dims, sizes[token]))
         else:
@@ -193,7 +189,7 @@ def _sbp(token: str, dims: Dims, sizes: tuple[int, ...] | None) -> Sbp:
 def _sizes_of(
     letter: str, op_rule: Rule, operands: tuple[Operand, ...], axis: int
 ) -> tuple[int, ...] | None:
-    """Explicit sizes of the first operand that is split along ``letter`` on this axis."""
+    """The explicit sizes of the first operand that is split along ``letter`` on this axis."""
     for dims, operand in zip(op_rule.inputs, operands, strict=True):
         sbp = operand.layout.nd_sbp[axis]
         if isinstance(sbp, Split) and sbp.dim < len(dims) and dims[sbp.dim] == letter:
@@ -202,40 +198,40 @@ def _sizes_of(
 
 
 def _scaled(
-    output: NdSbp, op_rule: Rule, scale: tuple[str, int, int], given: Layout, shape: tuple[int, ...]
+    output: NdSbp, op_rule: Rule, scale: tuple[str, int, int], src: Layout, shape: tuple[int, ...]
 ) -> NdSbp | None:
-    """``output`` cut where the input is, along a dim whose length changes by a factor.
+    """``output`` split at the same places as the input, along a dim whose length is scaled.
 
-    ``None`` where a piece does not scale to a whole number, or where the pieces that several axes
-    leave of the dim have no common sizes: such a layout cannot be written down.
+    ``None`` if a piece does not scale to a whole number, or if several axes split the dim into
+    pieces of different sizes, which a layout cannot express.
     """
     letter, num, den = scale
     if letter not in op_rule.output:
         return output
-    src, dst = op_rule.inputs[0].index(letter), op_rule.output.index(letter)
+    src_dim, dst_dim = op_rule.inputs[0].index(letter), op_rule.output.index(letter)
     scaled = list(output)
-    lengths = {shape[src]}  # of the pieces that the axes so far leave
-    for axis, (before, after) in enumerate(zip(given.nd_sbp, output, strict=True)):
-        if not (isinstance(before, Split) and after == Split(dst, before.sizes)):
+    lengths = {shape[src_dim]}  # of the pieces after the axes so far
+    for axis, (before, after) in enumerate(zip(src.nd_sbp, output, strict=True)):
+        if not (isinstance(before, Split) and after == Split(dst_dim, before.sizes)):
             continue
-        parts = given.placement.shape[axis]
-        pieces = [split_sizes(before, length, parts) for length in sorted(lengths)]
-        lengths = {piece for each in pieces for piece in each}
+        parts = src.placement.shape[axis]
+        splits = [split_sizes(before, length, parts) for length in sorted(lengths)]
+        lengths = {piece for pieces in splits for piece in pieces}
         if any(piece * num % den for piece in lengths):
             return None
-        cuts = {tuple(piece * num // den for piece in each) for each in pieces}
-        if all(_is_balanced(cut) for cut in cuts):
-            scaled[axis] = Split(dst)
-        elif len(cuts) == 1:
-            scaled[axis] = Split(dst, cuts.pop())
+        new_sizes = {tuple(piece * num // den for piece in pieces) for pieces in splits}
+        if all(_is_balanced(sizes) for sizes in new_sizes):
+            scaled[axis] = Split(dst_dim)
+        elif len(new_sizes) == 1:
+            scaled[axis] = Split(dst_dim, new_sizes.pop())
         else:
             return None
     return tuple(scaled)
 
 
-def _is_balanced(cut: tuple[int, ...]) -> bool:
-    """Whether a balanced split gives these pieces, and may: it leaves no rank without any."""
-    return cut == balanced_sizes(sum(cut), len(cut)) and (all(cut) or not any(cut))
+def _is_balanced(sizes: tuple[int, ...]) -> bool:
+    """Whether these are the sizes of a legal balanced split, which leaves no rank empty."""
+    return sizes == balanced_sizes(sum(sizes), len(sizes)) and (all(sizes) or not any(sizes))
 
 
 def _fits(layout: Layout, shape: tuple[int, ...]) -> bool:
@@ -250,8 +246,8 @@ def _common_placement(op_rule: Rule, operands: tuple[Operand, ...]) -> Placement
     placements = {operand.layout.placement for operand in operands}
     if len(placements) > 1:
         raise SbpError(
-            f"{op_rule.op}: operands lie on different placements: {_given(operands)}; "
-            "move one with x.to(layout) first"
+            f"{op_rule.op}: operands have different placements: {_describe(operands)}; "
+            "convert one with x.to(layout) first"
         )
     return operands[0].layout.placement
 
@@ -271,20 +267,20 @@ def _check_shapes(op_rule: Rule, operands: tuple[Operand, ...]) -> None:
             )
 
 
-def _given(operands: Sequence[Operand]) -> str:
+def _describe(operands: Sequence[Operand]) -> str:
     return ", ".join(f"{list(operand.shape)} {operand.layout}" for operand in operands)
 
 
 def _no_signature(op_rule: Rule, operands: tuple[Operand, ...], out: NdSbp | None) -> str:
-    wanted = "" if out is None else f" and output {format_nd_sbp(out)}"
+    requested = "" if out is None else f" and output {format_nd_sbp(out)}"
     return (
-        f"{op_rule.op}: no legal signature for operands {_given(operands)}{wanted}; "
-        f"legal per axis: {describe(op_rule)}. P is taken only from an operand that is P already"
+        f"{op_rule.op}: no legal signature for operands {_describe(operands)}{requested}; "
+        f"legal per axis: {describe(op_rule)}. An operand can be P only if it is P already"
     )
 
 
 def describe(op_rule: Rule) -> str:
-    """The signatures as a reader knows them: "S(0), B -> S(0); ..."."""
+    """The signatures in sbp notation: "S(0), B -> S(0); ..."."""
     return "; ".join(
         ", ".join(
             str(_sbp(token, dims, None))

@@ -190,8 +190,8 @@ def test_a_model_with_hashed_and_raw_wide_columns(ranks, sets):
 @pytest.mark.parametrize(
     ("wide", "message"),
     [
-        ({"columns": ("C9",), "crosses": ()}, "model.wide.columns: C9 is no sparse column"),
-        ({"crosses": (("C1", "C9"),), "hash_size": 50}, "C9 is no column of one id per row"),
+        ({"columns": ("C9",), "crosses": ()}, "model.wide.columns: C9 is not a sparse column"),
+        ({"crosses": (("C1", "C9"),), "hash_size": 50}, "C9 is not a column with one id per row"),
     ],
 )
 def test_columns_missing_from_the_data_are_named(wide, message):

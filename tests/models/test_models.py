@@ -170,8 +170,8 @@ ONLY_NUMBERS = Fields.of(["I1", "I2"], {})
 @pytest.mark.parametrize(
     ("overrides", "fields", "said"),
     [
-        (["model.name=dlrm"], CRITEO_X4, "dlrm takes dense and sparse fields, .* has 0 and 39"),
-        (["model.name=deepfm"], ONLY_NUMBERS, "deepfm pairs fields, .* has 0 sparse and 2 dense"),
+        (["model.name=dlrm"], CRITEO_X4, "dlrm .* 0 dense and 39 sparse"),
+        (["model.name=deepfm"], ONLY_NUMBERS, "deepfm .* 0 sparse and 2 dense"),
         (["model.name=dcnv2"], NOTHING, "dcnv2 crosses embeddings"),
         (["model.name=dcnv2", "model.bottom=[8]"], CRITEO_X1, r"bottom: \[8\] is for numeric"),
         (["model.name=dcnv2", "model.hidden=[]"], CRITEO_X1, r"model.hidden: \[\] has no layer"),

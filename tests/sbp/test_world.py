@@ -66,7 +66,7 @@ def _overlap(world):
     gathered, split = other.wait(), pending.wait()
     assert torch.equal(gathered, full)
     assert torch.equal(split, oracle.shares(full, first[0].dst)[world.rank])
-    with pytest.raises(SbpError, match=r"wait.. was already called"):
+    with pytest.raises(SbpError, match="already called"):
         pending.wait()
     chain = plan_boxing(
         Layout(Placement.of("cpu", [0, 1]), (Partial("max"),)),

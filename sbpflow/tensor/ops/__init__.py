@@ -1,7 +1,7 @@
 """Operators on global tensors: each picks its cheapest legal signature, boxes, and runs locally.
 
-The rules are the table a reader scans; the kernels are plain torch on local parts, so autograd
-through them gives gradients in the dual layouts without further code.
+Kernels are plain torch on local parts, so autograd gives gradients in the dual layouts without
+further code.
 """
 
 from sbpflow.tensor.ops.cross import cross_network

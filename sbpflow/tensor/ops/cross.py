@@ -1,7 +1,9 @@
 """The cross network of DCN-V2: every layer is ``start * (W x + b) + x``."""
 
+# pyright: reportIncompatibleMethodOverride=false
+# (torch's base class declares forward and backward with any arguments)
+
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,15 +11,16 @@ from torch.autograd.function import once_differentiable
 
 from sbpflow.errors import SbpError
 from sbpflow.sbp.sbp import Broadcast
+from sbpflow.tensor.autograd import Context
 from sbpflow.tensor.dispatch import apply, cached_rule, check_ndim, check_same_dtype, letters_for
 from sbpflow.tensor.global_tensor import GlobalTensor
 from sbpflow.tensor.ops.elementwise import add, cast, mul
 from sbpflow.tensor.ops.matmul import linear
 from sbpflow.tensor.signature import Choice
 
-# Of rows that go through all layers together: their tensors stay in a core's cache of 2 MB. Fewer
-# rows than the least would read the weights too often.
-_BLOCK_BYTES, _LEAST_ROWS = 1 << 19, 256
+# The size of a block of rows that goes through all layers, so that its tensors stay in a core's
+# cache of 2 MB. With fewer rows than the minimum, the weights would be read too often.
+_BLOCK_BYTES, _MIN_ROWS = 1 << 19, 256
 
 
 def cross_network(
@@ -32,10 +35,10 @@ def cross_network(
     ``x x weights: S(0) x B -> S(0), B x B -> B``
 
     A layer is W [n, n], b [n]; or V [r, n], W [n, r], b [n] for a product with W V of rank r (Wang
-    et al., DCN V2, WWW 2021). ``half`` is what the products are computed in, if not in the dtype of
-    ``x``. On CPU the layers are computed block by block of rows, backward too: layer by layer, half
-    of the time goes into reading and writing [b, n]. Where a weight is not B, they are products and
-    sums of whole tensors, each with its own conversions.
+    et al., DCN V2, WWW 2021). ``half`` is the dtype of the products, if it is not that of ``x``. On
+    CPU a block of rows goes through all layers before the next, also in the backward; layer by
+    layer, half of the time would be spent reading and writing [b, n]. If a weight is not B, the
+    layers are separate products and sums, each with its own conversions.
     """
     check_ndim("cross_network", "x", x, 2)
     weights = [weight for layer in layers for weight in layer]
@@ -43,7 +46,7 @@ def cross_network(
     _check_layers(x, layers)
     if not layers:
         return x
-    if any(not isinstance(sbp, Broadcast) for one in weights for sbp in one.layout.nd_sbp):
+    if any(not isinstance(sbp, Broadcast) for w in weights for sbp in w.layout.nd_sbp):
         return _layer_by_layer(x, layers, half, id)
     operands = [("b", "k")]
     for layer, rank in zip(layers, letters_for(len(layers), "bk"), strict=True):
@@ -62,13 +65,13 @@ def cross_network(
 def _check_layers(x: GlobalTensor, layers: Sequence[Sequence[GlobalTensor]]) -> None:
     width = x.shape[1]
     for number, layer in enumerate(layers):
-        found = [list(weight.shape) for weight in layer]
+        shapes = [list(weight.shape) for weight in layer]
         rank = layer[0].shape[0] if layer else 0
         full, low = [[width, width], [width]], [[rank, width], [width, rank], [width]]
-        if found not in (full, low):
+        if shapes not in (full, low):
             raise SbpError(
-                f"cross_network: layer {number} has weights of shapes {found}; x has {width} "
-                f"columns, so they are {full}, or {low} with another rank in place of {rank}"
+                f"cross_network: layer {number} has weights of shapes {shapes}; x has {width} "
+                f"columns, so they must be {full}, or {low} with any rank in place of {rank}"
             )
 
 
@@ -81,7 +84,7 @@ def _layer_by_layer(
     start = x
     for number, layer in enumerate(layers):
         name = f"{id}.{number}"
-        *first, last, bias = (narrow(one, f"{name}.{n}") for n, one in enumerate(layer))
+        *first, last, bias = (narrow(weight, f"{name}.{n}") for n, weight in enumerate(layer))
         product = narrow(x, f"{name}.input")
         for weight in first:
             product = linear(product, weight, id=f"{name}.v")
@@ -93,11 +96,11 @@ def _layer_by_layer(
 
 
 class _Cross(torch.autograd.Function):
-    """All layers of a local [b, n], by blocks of rows; ``counts`` are the weights of each layer."""
+    """All layers of a local [b, n], by blocks of rows; ``counts``: number of weights per layer."""
 
     @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any,  # noqa: ANN401 -- torch gives it no public type
+    def forward(
+        ctx: Context,
         counts: tuple[int, ...],
         half: torch.dtype | None,
         start: Tensor,
@@ -122,36 +125,31 @@ class _Cross(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any,  # noqa: ANN401 -- torch gives it no public type
-        gradient: Tensor,
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         depth, saved = len(ctx.counts), list(ctx.saved_tensors)
         start, weights = saved[0], saved[1 : 1 + sum(ctx.counts)]
-        xs, products, inner = (
-            [start, *saved[-3 * depth + 1 : -2 * depth]],
-            saved[-2 * depth : -depth],
-            saved[-depth:],
-        )
+        xs = [start, *saved[-3 * depth + 1 : -2 * depth]]
+        products, inner = saved[-2 * depth : -depth], saved[-depth:]
         layers = _by_layer(ctx.counts, [weight.to(ctx.dtype) for weight in weights])
-        found = [torch.zeros_like(weight) for weight in weights]
-        gradients = _by_layer(ctx.counts, found)
-        of_start = torch.zeros_like(start)
+        weight_grads = [torch.zeros_like(weight) for weight in weights]
+        layer_grads = _by_layer(ctx.counts, weight_grads)
+        start_grad = torch.zeros_like(start)
         for rows in _blocks(start):
-            first, g, total = start[rows], gradient[rows].clone(), of_start[rows]
+            first, g, total = start[rows], gradient[rows].clone(), start_grad[rows]
             for n in reversed(range(depth)):
                 total.addcmul_(g, products[n][rows].to(g.dtype))
-                of_product = (g * first).to(ctx.dtype)
-                (*lower, upper, _), (*of_lower, of_upper, of_bias) = layers[n], gradients[n]
-                of_bias += of_product.sum(0)
+                product_grad = (g * first).to(ctx.dtype)
+                (*lower, upper, _), (*lower_grad, upper_grad, bias_grad) = layers[n], layer_grads[n]
+                bias_grad += product_grad.sum(0)
                 entering = xs[n][rows].to(ctx.dtype)
                 if lower:
-                    _add_product(of_upper, of_product.t(), inner[n][rows])
-                    of_product, upper, of_upper = of_product @ upper, lower[0], of_lower[0]
-                _add_product(of_upper, of_product.t(), entering)
-                _add_product(g, of_product, upper)
+                    _add_product(upper_grad, product_grad.t(), inner[n][rows])
+                    product_grad = product_grad @ upper
+                    upper, upper_grad = lower[0], lower_grad[0]
+                _add_product(upper_grad, product_grad.t(), entering)
+                _add_product(g, product_grad, upper)
             total += g
-        return (None, None, of_start, *found)
+        return (None, None, start_grad, *weight_grads)
 
 
 def _by_layer(counts: Sequence[int], weights: Sequence[Tensor]) -> list[Sequence[Tensor]]:
@@ -160,14 +158,14 @@ def _by_layer(counts: Sequence[int], weights: Sequence[Tensor]) -> list[Sequence
 
 
 def _blocks(x: Tensor) -> list[slice]:
-    """Of rows; one block on CUDA, where every kernel uses the whole device, and on meta."""
-    size = max(_LEAST_ROWS, _BLOCK_BYTES // (x.shape[1] * x.itemsize))
+    """Blocks of rows; a single block on CUDA, where every kernel uses the whole device."""
+    size = max(_MIN_ROWS, _BLOCK_BYTES // (x.shape[1] * x.itemsize))
     size = size if x.device.type == "cpu" else len(x)
     return [slice(first, first + size) for first in range(0, len(x), max(size, 1))]
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """``total += a @ b``, in the dtype of ``total`` even where the product is narrower."""
+    """``total += a @ b``, in the dtype of ``total`` even if that of the product is narrower."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     else:

@@ -1,31 +1,34 @@
-"""Dropout on global tensors: masks that depend on a seed, a name and the place of an element alone.
+"""Dropout on global tensors; masks depend only on a seed, a name and the position of an element.
 
-On CPU they are drawn block by block from torch's generator, the fastest way there. On CUDA they are
-counted: 53 bits of SplitMix64 at the element's number, so that one kernel makes and applies them,
-the backward makes them again, and a CUDA graph needs no generator, only the key in memory.
+On CPU masks are drawn block by block from torch's generator, which is fastest there. On CUDA they
+are computed from the element's number: 53 bits of SplitMix64. So one kernel makes and applies them,
+the backward recomputes them, and a CUDA graph needs only the key in memory, not a generator.
 """
+# pyright: reportIncompatibleMethodOverride=false
+# (torch's base class declares forward and backward with any arguments)
 
 from collections.abc import Callable
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from sbpflow.errors import SbpError
 from sbpflow.runtime.random.streams import GAMMA, mix, stream_key
+from sbpflow.tensor.autograd import Context
 from sbpflow.tensor.dispatch import apply, check_floating
 from sbpflow.tensor.global_tensor import GlobalTensor
 from sbpflow.tensor.ops.elementwise import elementwise_rule
 from sbpflow.tensor.signature import Choice
 
-# Of a drawn mask, see _kept: more blocks mean more small draws, fewer of them more rows in vain.
-_BLOCKS, _LEAST_ROWS = 16, 32
+# The blocks of a drawn mask (see _draw): more blocks are more small draws, fewer blocks are more
+# unused rows.
+_BLOCKS, _MIN_ROWS = 16, 32
 _BITS = 53
-Held = tuple[slice, ...]  # where a part lies in its tensor
+Held = tuple[slice, ...]  # the position of a part in its tensor
 
 
 def dropout(
@@ -35,9 +38,9 @@ def dropout(
 
     ``S(i) -> S(i), B -> B``
 
-    The mask of an element is a function of ``seed``, ``id`` and its place in the whole tensor,
-    whatever the layout and the number of ranks. Pass another seed at every step, and another ``id``
-    at every call of a step.
+    The mask of an element depends only on ``seed``, ``id`` and the element's position in the full
+    tensor, not on the layout or the number of ranks. Pass a different seed at every step, and a
+    different ``id`` at every call within a step.
     """
     if not 0.0 <= p < 1.0:
         raise SbpError(f"dropout: p is {p}; it must be at least 0 and less than 1")
@@ -53,28 +56,24 @@ def dropout(
         held = choice.output.part_slices(x.shape, world.rank) or ()
         if part.is_cuda:
             return _Counted.apply(part, world.draws.key(part.device, seed, name), x.shape, held, p)  # pyright: ignore[reportReturnType]
-        keep = _kept(part, x.shape, held, 1.0 - p, lambda n: stream_key(seed, f"{name}/{n}"))
-        return part * keep.div_(1.0 - p)
+        mask = _draw(part, x.shape, held, 1.0 - p, lambda n: stream_key(seed, f"{name}/{n}"))
+        return part * mask.div_(1.0 - p)
 
     return apply(elementwise_rule("dropout", x.ndim), [x], x.shape, kernel, id=id)
 
 
-def _kept(
-    part: Tensor,
-    shape: tuple[int, ...],
-    held: Held,
-    share: float,
-    key: Callable[[int], int],
+def _draw(
+    part: Tensor, shape: tuple[int, ...], held: Held, share: float, key: Callable[[int], int]
 ) -> Tensor:
-    """1 with probability ``share`` and 0 else, for the part ``held`` of a tensor of ``shape``.
+    """1 with probability ``share``, else 0, for the part ``held`` of a tensor of ``shape``.
 
-    The whole tensor has blocks of rows, some 16 of them, whose numbers are drawn one block after
-    the other, block n from ``key(n)``. Those that the part touches are drawn whole, and cut: a part
-    does not know how many numbers come before it in one stream over all.
+    torch's generator cannot skip ahead to a part within one stream for the whole tensor. So the
+    tensor is divided into some 16 blocks of rows, block n with the seed ``key(n)``. The blocks that
+    overlap the part are drawn completely, and cut to the part.
     """
     if not held or not part.numel():
         return torch.empty_like(part)
-    rows = max(_LEAST_ROWS, -(-shape[0] // _BLOCKS))
+    rows = max(_MIN_ROWS, -(-shape[0] // _BLOCKS))
     first, last = held[0].start // rows, -(-held[0].stop // rows)
     drawn = part.new_empty((last - first) * rows, *shape[1:])
     generator = torch.Generator(part.device)
@@ -86,65 +85,46 @@ def _kept(
 
 
 class _Counted(torch.autograd.Function):
-    """Dropout by counted masks, there and back the same."""
+    """Dropout with computed masks; the backward is the same function."""
 
     @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any,  # noqa: ANN401 -- torch gives it no public type
-        part: Tensor,
-        key: Tensor,
-        shape: tuple[int, ...],
-        held: Held,
-        p: float,
+    def forward(
+        ctx: Context, part: Tensor, key: Tensor, shape: tuple[int, ...], held: Held, p: float
     ) -> Tensor:
         ctx.save_for_backward(key)
-        ctx.place = shape, held, p
-        return _dropped(part, key, shape, held, p)
+        ctx.position = shape, held, p
+        return _drop(part, key, shape, held, p)
 
     @staticmethod
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any,  # noqa: ANN401 -- torch gives it no public type
-        gradient: Tensor,
-    ) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         (key,) = ctx.saved_tensors
-        return _dropped(gradient, key, *ctx.place), None, None, None, None
+        return _drop(gradient, key, *ctx.position), None, None, None, None
 
 
-def _dropped(part: Tensor, key: Tensor, shape: tuple[int, ...], held: Held, p: float) -> Tensor:
-    """``part`` with elements zeroed and the others scaled, by one kernel where there is one."""
+def _drop(part: Tensor, key: Tensor, shape: tuple[int, ...], held: Held, p: float) -> Tensor:
+    """``part`` with elements zeroed and the others scaled; one Triton kernel if possible."""
     if not part.numel():
         return torch.empty_like(part)
     kernels = find_kernels()
-    place = _rows_in(shape, held)
-    if kernels is None or place is None or part.dtype == torch.float64:
-        kept = counted(key, shape, held) < threshold_of(p)
-        return torch.where(kept, part * (1.0 / (1.0 - p)), 0.0)
+    position = _rows_in(shape, held)
+    threshold, factor = threshold_of(p), 1.0 / (1.0 - p)
+    if kernels is None or position is None or part.dtype == torch.float64:
+        return torch.where(counted(key, shape, held) < threshold, part * factor, 0.0)
     part = part.contiguous()
     out = torch.empty_like(part)
     count, block = part.numel(), kernels.BLOCK
-    columns, whole_columns, first = place
-    kernels.drop[(-(-count // block),)](
-        part,
-        out,
-        key,
-        count,
-        columns,
-        whole_columns,
-        first,
-        threshold_of(p),
-        1.0 / (1.0 - p),
-        BLOCK=block,
-    )
+    launch = kernels.drop[(-(-count // block),)]
+    launch(part, out, key, count, *position, threshold, factor, BLOCK=block)
     return out
 
 
 def threshold_of(p: float) -> int:
-    """What a counted number is below where an element stays."""
+    """An element is kept if its number from ``counted`` is below this."""
     return round((1.0 - p) * (1 << _BITS))
 
 
 def counted(key: Tensor, shape: tuple[int, ...], held: Held) -> Tensor:
-    """[the part ``held`` of a tensor of ``shape``] int64: 53 random bits of each element."""
+    """53 random bits per element, int64, for the part ``held`` of a tensor of ``shape``."""
     number = torch.zeros((1,) * len(shape), dtype=torch.int64, device=key.device)
     for dim, extent in enumerate(held):
         stride = torch.Size(shape[dim + 1 :]).numel()
@@ -154,8 +134,9 @@ def counted(key: Tensor, shape: tuple[int, ...], held: Held) -> Tensor:
 
 
 def _rows_in(shape: tuple[int, ...], held: Held) -> tuple[int, int, int] | None:
-    """(columns of the part, columns of the tensor, the part's first element) where both are rows of
-    columns; else ``None``.
+    """(columns of the part, columns of the tensor, number of the part's first element).
+
+    ``None`` if the part is not a rectangle of rows and columns.
     """
     inner = [(extent.start, extent.stop) for extent in held[1:]]
     whole = torch.Size(shape[1:]).numel()
@@ -169,7 +150,7 @@ def _rows_in(shape: tuple[int, ...], held: Held) -> tuple[int, int, int] | None:
 
 @lru_cache(maxsize=1)
 def find_kernels() -> ModuleType | None:
-    """The module of Triton's kernel; ``None`` where Triton is not installed."""
+    """The module with the Triton kernel; ``None`` if Triton is not installed."""
     if find_spec("triton") is None:
         return None
     return import_module("sbpflow.tensor.ops.triton_dropout")

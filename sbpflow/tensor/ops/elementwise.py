@@ -22,7 +22,7 @@ Kernel = Callable[..., Tensor]
 
 
 def relu(x: GlobalTensor, *, out: Out = None, id: str | None = None) -> GlobalTensor:
-    """Elementwise; not linear, so P is not taken.
+    """Elementwise; not linear, so P is not legal.
 
     ``S(i) -> S(i), B -> B``
     """
@@ -53,29 +53,31 @@ def elementwise_rule(op: str, ndim: int, more: str = "") -> Rule:
     return cached_rule(op, (dims,), dims, "".join(f"{a}->{a};" for a in dims) + more)
 
 
+def elementwise_rule_of_two(op: str, ndim: int) -> Rule:
+    """The signatures S(i) x S(i) -> S(i) and B x B -> B, for operands of equal shapes."""
+    dims = letters_for(ndim)
+    return cached_rule(op, (dims, dims), dims, "".join(f"{a},{a}->{a};" for a in dims))
+
+
 def cast(
     x: GlobalTensor, dtype: torch.dtype, *, out: Out = None, id: str | None = None
 ) -> GlobalTensor:
-    """``x`` as ``dtype``. P passes where no term can lose anything, as from float32 to float64.
+    """``x`` as ``dtype``. P is legal if all terms are exact, as from float32 to float64.
 
     ``S(i) -> S(i), B -> B; widening also P -> P``
     """
     check_tensors("cast", x)
-    _check_dtype(dtype)
+    if not isinstance(dtype, torch.dtype):  # pyright: ignore[reportUnnecessaryIsInstance] -- users
+        raise SbpError(f"cast: dtype {dtype!r} is not a torch.dtype, such as torch.float64")
     widens = x.dtype.is_floating_point and torch.promote_types(x.dtype, dtype) == dtype
     op_rule = elementwise_rule("cast", x.ndim, "P->P" if widens else "")
     return apply(op_rule, [x], x.shape, lambda _, p: p[0].to(dtype), out=out, id=id, dtype=dtype)
 
 
-def _check_dtype(given: object) -> None:
-    if not isinstance(given, torch.dtype):
-        raise SbpError(f"cast: dtype {given!r} is no torch.dtype; use for example torch.float64")
-
-
 def add(
     a: GlobalTensor, b: GlobalTensor, *, out: Out = None, id: str | None = None
 ) -> GlobalTensor:
-    """``a + b``, of one dtype, dims of size 1 broadcast; linear in both, so P + P -> P.
+    """``a + b``, of the same dtype; dims of size 1 broadcast. Linear in both, so P + P -> P.
 
     ``S(i) x S(i) -> S(i), B x B -> B, P x P -> P; with a dim of size 1 also S(i) x B -> S(i)``
     """
@@ -85,7 +87,7 @@ def add(
 def mul(
     a: GlobalTensor, b: GlobalTensor, *, out: Out = None, id: str | None = None
 ) -> GlobalTensor:
-    """``a * b``, of one dtype, dims of size 1 broadcast; linear in each, so P x B -> P.
+    """``a * b``, of the same dtype; dims of size 1 broadcast. Linear in each, so P x B -> P.
 
     ``S(i) x S(i) -> S(i), B x B -> B, P x B -> P, B x P -> P``
     """
@@ -127,20 +129,20 @@ def _broadcast(op: str, a: GlobalTensor, b: GlobalTensor) -> tuple[int, ...]:
     for dim, (m, n) in enumerate(pairs):
         if m != n and 1 not in (m, n):
             raise SbpError(
-                f"{op}: {list(a.shape)} and {list(b.shape)} do not broadcast: counted from the "
-                f"back, dim {dim - ndim} is {m} and {n}; lengths must be equal, or one of them 1"
+                f"{op}: {list(a.shape)} and {list(b.shape)} do not broadcast: dim {dim - ndim} has "
+                f"lengths {m} and {n}; they must be equal, or one of them 1"
             )
     return tuple(n if m == 1 else m for m, n in pairs)
 
 
 def scale(x: GlobalTensor, factor: float, *, id: str | None = None) -> GlobalTensor:
-    """``x * factor``; linear, so every layout passes. A fraction needs a floating dtype.
+    """``x * factor``; linear, so every layout is legal. A float needs a floating dtype.
 
     ``S(i) -> S(i), B -> B, P -> P``
     """
     check_tensors("scale", x)
     if isinstance(factor, GlobalTensor | Tensor):
-        raise SbpError("scale: the factor is a tensor, not a number; ops.mul multiplies tensors")
+        raise SbpError("scale: the factor is a tensor, not a number; use ops.mul for tensors")
     if isinstance(factor, float):
         check_floating("scale", x)
     return apply(

@@ -1,4 +1,4 @@
-"""Rows of a table by id, whatever the layouts of both; every id is checked against all rows."""
+"""Gathers rows of a table by id, for any layouts of both; checks every id."""
 
 import torch
 import torch.nn.functional as F
@@ -15,48 +15,48 @@ _ID_DTYPES = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch
 def gather(
     table: GlobalTensor, ids: GlobalTensor, *, out: Out = None, id: str | None = None
 ) -> GlobalTensor:
-    """Rows ``table [r, d]`` at ``ids [..]``, of a whole-number dtype: ``[.., d]``.
+    """The rows of ``table [r, d]`` at ``ids [..]``, of an integer dtype: ``[.., d]``.
 
     ``table x ids: B x S(i) -> S(i), S(0) x B -> P, S(1) x B -> S(last), P x B -> P``
 
-    A rank that holds some of the rows gives zeros for the others, so a row split comes out as P.
-    Every rank looks for ids outside 0..r-1 among those it looks up and raises SbpError with the
-    first: all ranks alike where ids are B; where they are split, the one that has it, and in the
-    checked mode all. This reads the ids once more, and on CUDA waits for the device.
+    A rank that holds some of the rows returns zeros for the others, so a row split gives P. Every
+    rank checks the ids that it looks up, and raises SbpError with the first one outside 0..r-1: all
+    ranks if ids are B; the rank that has it if they are split, and in checked mode all. The check
+    reads the ids once more, and on CUDA waits for the device.
     """
     check_ndim("gather", "the table", table, 2)
     check_tensors("gather", table, ids)
     if ids.dtype not in _ID_DTYPES:
-        raise SbpError(f"gather: ids are {ids!r}; they must be whole numbers, as torch.int64")
+        raise SbpError(f"gather: ids are {ids!r}; they need an integer dtype such as torch.int64")
     dims = letters_for(ids.ndim, "rd")
     signatures = "".join(f"B,{a}->{a};" for a in dims) + "r,B->P; d,B->d; P,B->P"
     op_rule = cached_rule("gather", (("r", "d"), dims), (*dims, "d"), signatures)
     num_rows, rank = table.shape[0], table.boxing.world.rank
 
     def refuses(choice: Choice, parts: list[Tensor]) -> str:
-        here = choice.inputs[1].part_slices(ids.shape, rank) or ()
-        return _bad_id(parts[1], tuple(extent.start for extent in here), num_rows)
+        slices = choice.inputs[1].part_slices(ids.shape, rank) or ()
+        return _bad_id(parts[1], tuple(extent.start for extent in slices), num_rows)
 
     def kernel(choice: Choice, parts: list[Tensor]) -> Tensor:
-        here = choice.inputs[0].part_slices(table.shape, rank)
-        rows, low = parts[0], 0 if here is None else here[0].start
+        slices = choice.inputs[0].part_slices(table.shape, rank)
+        rows, first = parts[0], 0 if slices is None else slices[0].start
         if rows.shape[0] == num_rows:
             return F.embedding(parts[1].long(), rows)
-        local = parts[1].long() - low
-        mine = (local >= 0) & (local < rows.shape[0])
+        local = parts[1].long() - first
+        is_local = (local >= 0) & (local < rows.shape[0])
         if rows.shape[0] == 0:
             return rows.new_zeros((*local.shape, rows.shape[1])) + rows.sum()
-        found = F.embedding(local.where(mine, 0), rows)
-        return found * mine.unsqueeze(-1).to(found.dtype)
+        gathered = F.embedding(local.where(is_local, 0), rows)
+        return gathered * is_local.unsqueeze(-1).to(gathered.dtype)
 
     shape = (*ids.shape, table.shape[1])
     return apply(op_rule, [table, ids], shape, kernel, out=out, id=id, refuses=refuses)
 
 
 def _bad_id(ids: Tensor, start: tuple[int, ...], num_rows: int) -> str:
-    """What is wrong with the first id that is no row, if one is not; "" otherwise.
+    """The message for the first id that is out of range, or "".
 
-    ``start`` is where the part begins in the full tensor of ids.
+    ``start`` is the position of the part in the full tensor of ids.
     """
     if ids.is_meta or not ids.numel():
         return ""
@@ -66,5 +66,5 @@ def _bad_id(ids: Tensor, start: tuple[int, ...], num_rows: int) -> str:
     first = ((ids < 0) | (ids >= num_rows)).nonzero()[0].tolist()
     at = [a + b for a, b in zip(start, first, strict=True)]
     return f"gather: ids{at} is {int(ids[tuple(first)])}, but the table has {num_rows} rows; " + (
-        f"ids must be 0..{num_rows - 1}" if num_rows else "a table without rows has no ids"
+        f"ids must be 0..{num_rows - 1}" if num_rows else "an empty table has no valid ids"
     )

@@ -1,11 +1,13 @@
 """Second-order interactions of the vectors of a row: dot products of pairs, and their sum."""
+# pyright: reportIncompatibleMethodOverride=false
+# (torch's base class declares forward and backward with any arguments)
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from sbpflow.tensor.autograd import Context
 from sbpflow.tensor.dispatch import Out, apply, cached_rule, check_floating, check_ndim
 from sbpflow.tensor.global_tensor import GlobalTensor
 
@@ -15,8 +17,8 @@ def dot_interaction(x: GlobalTensor, *, out: Out = None, id: str | None = None) 
 
     ``S(0) -> S(0), S(2) -> P, B -> B``
 
-    In the order of the lower triangle by rows: (1, 0), (2, 0), (2, 1), (3, 0) and so on, as DLRM
-    has it (facebookresearch/dlrm, dlrm_s_pytorch.py at 090956e).
+    Pairs are in the order of the lower triangle by rows, (1, 0), (2, 0), (2, 1), (3, 0) and so on,
+    as in DLRM (facebookresearch/dlrm, dlrm_s_pytorch.py at 090956e).
     """
     _check("dot_interaction", x)
     rule = cached_rule("dot_interaction", (("b", "f", "d"),), ("b", "p"), "b->b; d->P")
@@ -30,9 +32,9 @@ def fm_interaction(x: GlobalTensor, *, out: Out = None, id: str | None = None) -
 
     ``S(0) -> S(0), S(2) -> P, B -> B``
 
-    Half of (the square of the sum - the sum of the squares), added up over d (Rendle, Factorization
-    Machines, ICDM 2010, lemma 3.1). The difference cancels, so half types are widened to float32,
-    and the result stays float32.
+    Computed as half of (the square of the sum - the sum of the squares), summed over d (Rendle,
+    Factorization Machines, ICDM 2010, lemma 3.1). Because of cancellation in the difference, half
+    types are widened to float32, and the result is float32.
     """
     _check("fm_interaction", x)
     rule = cached_rule("fm_interaction", (("b", "f", "d"),), ("b", "o"), "b->b; d->P")
@@ -59,22 +61,16 @@ def pair_products(x: Tensor) -> Tensor:
 
 
 class _PairProducts(torch.autograd.Function):
-    """Autograd's own backward multiplies twice and scatters; x x' being symmetric, once will do."""
+    """One product in the backward, as x x' is symmetric; autograd uses two, and a scatter."""
 
     @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any,  # noqa: ANN401 -- torch gives it no public type
-        x: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Context, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         below, _ = _triangle(x.shape[1], x.device)
         return torch.bmm(x, x.transpose(1, 2)).flatten(1).index_select(1, below)
 
     @staticmethod
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any,  # noqa: ANN401 -- torch gives it no public type
-        gradient: Tensor,
-    ) -> Tensor:
+    def backward(ctx: Context, gradient: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         rows, fields = x.shape[0], x.shape[1]
         _, places = _triangle(fields, x.device)
@@ -84,8 +80,10 @@ class _PairProducts(torch.autograd.Function):
 
 @lru_cache(maxsize=64)
 def _triangle(fields: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Where the pairs lie in a flat [f, f], and for each cell of it its pair; the diagonal has the
-    number behind the last."""
+    """The positions of the pairs in a flat [f, f], and the number of the pair of each position.
+
+    The diagonal has the number after the last pair.
+    """
     row, column = torch.tril_indices(fields, fields, -1, device=device)
     below = row * fields + column
     pairs = torch.arange(fields * (fields - 1) // 2, device=device)

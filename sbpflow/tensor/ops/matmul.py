@@ -1,4 +1,4 @@
-"""Matrix products: matmul, a linear layer of one input or of several side by side, and its bias."""
+"""Matrix products: matmul, linear layers of one input or several concatenated ones, and bias."""
 
 from collections.abc import Sequence
 
@@ -22,7 +22,7 @@ from sbpflow.tensor.global_tensor import GlobalTensor
 from sbpflow.tensor.ops.shapes import concat
 from sbpflow.tensor.signature import Choice, Operand, Rule, deduce
 
-ALIGNED_COLUMNS = 8  # cuBLAS uses tensor cores well from 16 bytes on
+ALIGNED_COLUMNS = 8  # cuBLAS needs rows of whole 16 bytes to use tensor cores well
 
 
 def linear_of_parts(
@@ -36,11 +36,11 @@ def linear_of_parts(
 
     ``xs x weight x bias: S(0) x B x B -> S(0), B x S(0) x S(0) -> S(1)``
 
-    On CPU the concatenation is not made: it costs a copy each way, and a width such as 429 makes
-    the product of its gradient twice as slow as one of 416 does. On CUDA it is, with zeros to a
-    multiple of 8, for narrow products and unaligned rows miss the tensor cores. Where the weight is
-    split along its inputs it is made as it is, for the parts then do not meet their inputs; so it
-    is without a bias, for P may then come out.
+    On CPU this avoids the concatenation, which costs a copy in each direction; also, a width such
+    as 429 makes the product of its gradient twice as slow as 416 does. On CUDA it concatenates and
+    pads to a multiple of 8 columns, because narrow products and unaligned rows do not use the
+    tensor cores. If the weight is split along its inputs, or there is no bias (so that the result
+    may be P), it runs ``concat`` and ``linear``.
     """
     check_list("linear_of_parts", xs, "weight, bias")
     for n, x in enumerate(xs):
@@ -51,12 +51,12 @@ def linear_of_parts(
     if sum(widths) != weight.shape[1]:
         raise SbpError(
             f"linear_of_parts: inputs of widths {widths} need a weight of {sum(widths)} columns, "
-            f"not {weight!r}"
+            f"got {weight!r}"
         )
     split = any(isinstance(sbp, Split) and sbp.dim == 1 for sbp in weight.layout.nd_sbp)
     if len(xs) == 1 or split or bias is None:
-        whole = xs[0] if len(xs) == 1 else concat(xs, 1, id=f"{id}.concat")
-        return linear(whole, weight, bias, id=id)
+        joined = xs[0] if len(xs) == 1 else concat(xs, 1, id=f"{id}.concat")
+        return linear(joined, weight, bias, id=id)
     inner = letters_for(len(xs) + 1, "bn")
     count = len(xs)
     signatures = ",".join(["b"] * count) + ",B,B->b;" + ",".join(["B"] * count) + ",n,n->n"
@@ -71,9 +71,9 @@ def linear_of_parts(
         *inputs, rows, offset = parts
         if rows.is_cuda:
             return _aligned_linear(inputs, rows, offset)
-        # Copied, for rows of a stride such as 429 make every product a fifth slower.
+        # Copied, because a row stride such as 429 makes every product a fifth slower.
         columns = [part.contiguous() for part in rows.split(widths, 1)]
-        # The widest last: the others' products are small, and it adds itself to them.
+        # The widest input last, so that its product adds to the sum of the others in place.
         order = sorted(range(count), key=lambda n: widths[n])
         total = F.linear(inputs[order[0]], columns[order[0]], offset)
         for n in order[1:]:
@@ -85,7 +85,7 @@ def linear_of_parts(
 
 
 def _aligned_linear(inputs: list[Tensor], rows: Tensor, offset: Tensor) -> Tensor:
-    """One product over the inputs side by side, filled up to whole 16 bytes of half precision."""
+    """One product of the concatenated inputs, padded to whole 16 bytes of half precision."""
     missing = -rows.shape[1] % ALIGNED_COLUMNS
     if missing:
         inputs = [*inputs, inputs[0].new_zeros(inputs[0].shape[0], missing)]
@@ -96,7 +96,7 @@ def _aligned_linear(inputs: list[Tensor], rows: Tensor, offset: Tensor) -> Tenso
 def matmul(
     a: GlobalTensor, b: GlobalTensor, *, out: Out = None, id: str | None = None
 ) -> GlobalTensor:
-    """``a [.., k] @ b [k, n]``, of one dtype.
+    """``a [.., k] @ b [k, n]``, of the same dtype.
 
     ``S(i) x B -> S(i), B x S(1) -> S(last), S(last) x S(0) -> P, P x B -> P, B x P -> P``
     """
@@ -118,12 +118,12 @@ def linear(
     out: Out = None,
     id: str = "linear",
 ) -> GlobalTensor:
-    """``x [.., k] @ weight [n, k].T + bias [n]``, of one dtype.
+    """``x [.., k] @ weight [n, k].T + bias [n]``, of the same dtype.
 
     ``S(i) x B -> S(i), B x S(0) -> S(last), S(last) x S(1) -> P, P x B -> P, B x P -> P``
 
-    Without the bias, P comes out of x S(k), weight S(1). A bias never meets P: the product is
-    brought to S or B first, or computed there, whichever sends less.
+    The result can be P only without a bias. With a bias, either the product is converted to S or B
+    before adding it, or the operands are converted before the product, whichever sends less.
     """
     check_ndim("linear", "x", x, 1, at_least=True)
     check_ndim("linear", "weight", weight, 2)
@@ -137,40 +137,40 @@ def linear(
         splits + "B,n->n; k,k->P; P,B->P; B,P->P",
     )
     shape = (*x.shape[:-1], weight.shape[0])
-    wanted = parse_nd_sbp(out) if isinstance(out, str) else out
+    requested = parse_nd_sbp(out) if isinstance(out, str) else out
     if bias is None:
-        return apply(plain, [x, weight], shape, lambda _, p: F.linear(*p), out=wanted, id=id)
+        return apply(plain, [x, weight], shape, lambda _, p: F.linear(*p), out=requested, id=id)
     splits = "".join(f"{a},B,B->{a};" for a in lead)
     fused = cached_rule(
         "linear", ((*lead, "k"), ("n", "k"), ("n",)), (*lead, "n"), splits + "B,n,n->n"
     )
     operands = [x, weight, bias]
-    together = choose(fused, operands, wanted).total_bytes
-    if together and _apart(plain, operands, shape, wanted) < together:
+    fused_bytes = choose(fused, operands, requested).total_bytes
+    if fused_bytes and _separate_bytes(plain, operands, shape, requested) < fused_bytes:
         y = apply(plain, [x, weight], shape, lambda _, p: F.linear(*p), id=id)
-        return bias_add(y, bias, out=wanted, id=f"{id}.bias")
-    return apply(fused, operands, shape, lambda _, p: F.linear(*p), out=wanted, id=id)
+        return bias_add(y, bias, out=requested, id=f"{id}.bias")
+    return apply(fused, operands, shape, lambda _, p: F.linear(*p), out=requested, id=id)
 
 
-def _apart(
+def _separate_bytes(
     plain: Rule, operands: list[GlobalTensor], shape: tuple[int, ...], out: NdSbp | None
 ) -> int:
-    """Bytes if the product comes first and the bias is added to it, boxed."""
+    """The bytes of conversions if the product comes first, and the bias is added to it."""
     x, weight, bias = operands
     product = choose(plain, [x, weight])
-    then = deduce(
+    addition = deduce(
         _bias_rule(len(shape)),
         (Operand(product.output, shape, x.dtype), Operand(bias.layout, bias.shape, bias.dtype)),
         x.boxing.world.backend_of(x.layout),
         out,
     )
-    return product.total_bytes + then.total_bytes
+    return product.total_bytes + addition.total_bytes
 
 
 def bias_add(
     x: GlobalTensor, bias: GlobalTensor, *, out: Out = None, id: str | None = None
 ) -> GlobalTensor:
-    """``x [.., n] + bias [n]``; P is not taken: every term would add the bias once more.
+    """``x [.., n] + bias [n]``; P is not legal, because every term would add the bias again.
 
     ``S(i) x B -> S(i), S(last) x S(0) -> S(last), B x B -> B``
     """

@@ -1,4 +1,4 @@
-"""Normalisation that means the same on any number of ranks: over the global batch, or a row."""
+"""Normalization over the global batch or over a row, with the same result on any ranks."""
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,7 @@ def layer_norm(
     eps: float = 1e-5,
     id: str | None = None,
 ) -> GlobalTensor:
-    """Each row of x [.., n] with mean 0 and variance 1, times weight [n], plus bias [n].
+    """Normalize each row of x [.., n] to mean 0 and variance 1, times weight [n], plus bias [n].
 
     ``S(i) x B x B -> S(i) for i other than the last, B x B x B -> B``
     """
@@ -60,29 +60,29 @@ def batch_norm(
     eps: float = 1e-5,
     id: str = "batch_norm",
 ) -> GlobalTensor:
-    """Each column of x [b, n] with mean 0 and variance 1, times weight [n], plus bias [n].
+    """Normalize each column of x [b, n] to mean 0 and variance 1, times weight [n], plus bias [n].
 
     ``S(0) x B x B -> P [2, n] -> B -> S(0), S(1) x S(0) x S(0) -> S(1), B x B x B -> B``
 
-    In training over all b rows of the global batch: under S(0) the ranks' sums and squares meet in
-    one all-reduce of 2 n numbers, and their gradients in another. ``running_mean`` and
-    ``running_var`` [n], both B, then move by ``momentum`` towards what was found (the variance by
-    b - 1), in place; otherwise x is normalised by them and nothing is sent. As torch's BatchNorm1d
-    on one process. A batch of one row has no variance: SbpError.
+    In training, statistics are over all b rows of the global batch: under S(0) one all-reduce of
+    2 n numbers adds up sums and squares, and another one their gradients. ``running_mean`` and
+    ``running_var`` [n], both B, are updated in place by ``momentum`` (the variance with divisor
+    b - 1). In evaluation they replace the statistics, and nothing is sent. Equal to torch's
+    BatchNorm1d in one process. Raises SbpError for a training batch of one row.
     """
     check_ndim("batch_norm", "x", x, 2)
     _check_operands("batch_norm", x, weight, bias, running_mean, running_var)
     for name, buffer in (("running_mean", running_mean), ("running_var", running_var)):
         if any(sbp != Broadcast() for sbp in buffer.layout.nd_sbp):
-            raise SbpError(f"batch_norm: {name} is {buffer!r}; every rank keeps all of it: B")
+            raise SbpError(f"batch_norm: {name} is {buffer!r}; its layout must be B")
     if not training:
         return _by_running(x, weight, bias, running_mean, running_var, eps, id)
     if x.shape[0] == 1:
         raise SbpError(
             "batch_norm: a batch of one row has no variance; train on batches of two rows or more, "
-            "such as with data.tail: drop, which leaves a short last batch out"
+            "for example with data.tail: drop, which skips a short last batch"
         )
-    # The sums are taken about the running mean, so that the difference of squares cancels little.
+    # Sums are of x minus the running mean, so that the difference of squares cancels little.
     center = GlobalTensor(
         running_mean.part.clone(), running_mean.layout, running_mean.shape, x.boxing
     )
@@ -91,7 +91,7 @@ def batch_norm(
     sums = apply(by_rows, [x, center], (2, x.shape[1]), _sums, id=f"{id}.sums")
     summed = tuple(Broadcast() if isinstance(sbp, Partial) else sbp for sbp in sums.layout.nd_sbp)
     sums = sums.to(summed, id=f"{id}.moments")
-    normalised = cached_rule(
+    normalized = cached_rule(
         "batch_norm",
         (("b", "n"), ("two", "n"), ("n",), ("n",), ("n",)),
         ("b", "n"),
@@ -100,14 +100,14 @@ def batch_norm(
     rows = x.shape[0]
 
     def kernel(_: Choice, parts: list[Tensor]) -> Tensor:
-        part, both, about, scale, offset = parts
-        mean, variance = _moments(both, about, rows)
+        part, part_sums, part_center, scale, offset = parts
+        mean, variance = _moments(part_sums, part_center, rows)
         return _scaled(part, mean, variance, scale, offset, eps)
 
-    y = apply(normalised, [x, sums, center, weight, bias], x.shape, kernel, id=id)
-    everywhere = sums.detach().to((Broadcast(),) * x.layout.placement.ndim, id=f"{id}.running")
+    y = apply(normalized, [x, sums, center, weight, bias], x.shape, kernel, id=id)
+    all_sums = sums.detach().to((Broadcast(),) * x.layout.placement.ndim, id=f"{id}.running")
     if x.boxing.world.rank in x.layout.placement:
-        mean, variance = _moments(everywhere.part, center.part, rows)
+        mean, variance = _moments(all_sums.part, center.part, rows)
         running_mean.part.lerp_(mean, momentum)
         running_var.part.lerp_(variance * (rows / (rows - 1)), momentum)
     return y
@@ -119,15 +119,15 @@ def _check_operands(op: str, x: GlobalTensor, *vectors: GlobalTensor) -> None:
 
 
 def _sums(_: Choice, parts: list[Tensor]) -> Tensor:
-    """[b, n], [n] -> [2, n]: of x - center, and of its square."""
-    apart = parts[0] - parts[1]
-    return torch.stack([apart.sum(0), apart.square().sum(0)])
+    """[b, n], [n] -> [2, n]: the sums of x - center and of its square."""
+    centered = parts[0] - parts[1]
+    return torch.stack([centered.sum(0), centered.square().sum(0)])
 
 
 def _moments(sums: Tensor, center: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Mean and variance [n] from the sums about ``center``."""
-    apart = sums[0] / rows
-    return center + apart, (sums[1] / rows - apart.square()).clamp_min(0.0)
+    """The mean and variance [n] from the sums of ``_sums``."""
+    offset = sums[0] / rows
+    return center + offset, (sums[1] / rows - offset.square()).clamp_min(0.0)
 
 
 def _scaled(

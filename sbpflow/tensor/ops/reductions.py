@@ -1,4 +1,4 @@
-"""Sum, maximum and mean over dims of a global tensor: terms come out where a split dim goes."""
+"""Sum, maximum and mean over dims of a global tensor; reducing a split dim gives terms."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -28,11 +28,11 @@ def reduce_sum(
     out: Out = None,
     id: str | None = None,
 ) -> GlobalTensor:
-    """Sum over ``dims`` (all by default); over a split dim each rank sums its piece: P.
+    """Sum over ``dims``, by default all; over a split dim each rank sums its piece: P.
 
     ``S(kept) -> S(kept), S(summed) -> P, B -> B, P -> P``
 
-    Whole numbers add up in int64, as torch has it.
+    Integers are summed in int64, as in torch.
     """
     check_tensors("reduce_sum", x)
     dtype = x.dtype if x.dtype.is_floating_point or x.dtype.is_complex else torch.int64
@@ -51,28 +51,28 @@ def reduce_max(
     out: Out = None,
     id: str | None = None,
 ) -> GlobalTensor:
-    """Maximum over ``dims`` (all by default); over a split dim each rank has its own: P(max).
+    """Maximum over ``dims``, by default all; over a split dim each rank has its own: P(max).
 
     ``S(kept) -> S(kept), S(reduced) -> P(max), B -> B``
 
-    A dtype that P does not take, such as bool, has no such terms: it is brought to B or to S along
-    a dim that stays first.
+    A dtype that P does not support, such as bool, is first converted to B, or to S along a dim that
+    is kept.
 
-    Gradient: within a part equal maxima share it evenly, as torch's ``amax`` has it; between parts
-    the first takes it.
+    Gradient: equal maxima within a part share it evenly, as in torch's ``amax``; of equal maxima in
+    several parts, the first part gets it.
     """
     check_tensors("reduce_max", x)
     if x.dtype.is_complex:
-        raise SbpError(f"reduce_max: {x!r} is complex, and complex numbers have no order")
+        raise SbpError(f"reduce_max: {x!r} is complex; complex numbers have no order")
     if empty := [n for n in checked_dims(x, dims, "reduce_max") if x.shape[n] == 0]:
-        raise SbpError(f"reduce_max: {x!r} has no elements along {empty}, hence no maximum")
+        raise SbpError(f"reduce_max: {x!r} has no elements along {empty}, so it has no maximum")
 
     def kernel(part: Tensor, chosen: list[int]) -> Tensor:
         if not chosen:
             return part
         if part.numel() or all(part.shape[n] for n in chosen):
             return part.amax(chosen, keepdim=keepdim)
-        # An empty piece has nothing to say: the lowest value, tied to it for the backward.
+        # An empty piece gives the lowest value, connected to the part for the backward.
         return part.sum(chosen, keepdim=keepdim).to(part.dtype) + neutral("max", part.dtype)
 
     return _reduce("reduce_max", "P(max)", "", kernel, x, dims, keepdim, out, id)
@@ -86,13 +86,12 @@ def reduce_mean(
     out: Out = None,
     id: str | None = None,
 ) -> GlobalTensor:
-    """Mean over ``dims`` of the full tensor: the sum by the global count.
+    """Mean over ``dims`` of the full tensor: the sum divided by the global count.
 
     ``S(kept) -> S(kept), S(averaged) -> P, B -> B, P -> P``
 
-    So uneven parts weigh what they hold; over a split dim it comes out as P. Half types are summed
-    and divided in float32 and only then rounded, so no sum of theirs overflows, and terms travel in
-    the dtype of ``x``.
+    So uneven parts have the right weights. Half types are summed and divided in float32, and then
+    rounded, so that sums do not overflow; the terms have the dtype of ``x``.
     """
     check_floating("reduce_mean", x)
     count = math.prod(x.shape[dim] for dim in checked_dims(x, dims, "reduce_mean"))
@@ -118,13 +117,13 @@ def _reduce(
     id: str | None,
     dtype: torch.dtype | None = None,
 ) -> GlobalTensor:
-    """S(i) -> S(i) for a dim that stays, S(i) -> ``reduced`` for one that goes."""
+    """S(i) -> S(i) for a dim that is kept, S(i) -> ``reduced`` for a reduced dim."""
     chosen = checked_dims(x, dims, op)
     letters = letters_for(x.ndim)
     signatures = "".join(f"{a}->{reduced if n in chosen else a};" for n, a in enumerate(letters))
-    left = [n for n in range(x.ndim) if keepdim or n not in chosen]
-    output = tuple("" if n in chosen else letters[n] for n in left)
-    shape = tuple(1 if n in chosen else x.shape[n] for n in left)
+    remaining = [n for n in range(x.ndim) if keepdim or n not in chosen]
+    output = tuple("" if n in chosen else letters[n] for n in remaining)
+    shape = tuple(1 if n in chosen else x.shape[n] for n in remaining)
     op_rule = cached_rule(op, (letters,), output, signatures + more)
     return apply(
         op_rule, [x], shape, lambda _, p: kernel(p[0], chosen), out=out, id=id, dtype=dtype

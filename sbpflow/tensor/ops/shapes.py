@@ -1,4 +1,4 @@
-"""Reshape, flatten and concat of global tensors: which splits survive a change of dims."""
+"""Reshape, flatten and concat of global tensors, and which splits they keep."""
 
 import math
 from collections.abc import Sequence
@@ -24,14 +24,14 @@ from sbpflow.tensor.signature import Choice
 
 
 def reshape(x: GlobalTensor, shape: int | Sequence[int], *, id: str | None = None) -> GlobalTensor:
-    """View as ``shape`` (one entry may be -1; a whole number alone is the only dim).
+    """Reshape to ``shape``; one entry may be -1, and an int is the only dim.
 
     ``S(i) -> S(j) where dim i begins dim j, B -> B, P -> P``
 
-    A split survives where its dim starts a group of dims that are merged or cut: [b, f, d] split
-    along b or f becomes [b, f * d] split along b or, in pieces of d, along the second dim. Other
-    splits are converted first: where pieces do not divide, or where two axes split one dim into
-    pieces that the new dim's sizes cannot say.
+    A split is kept if its dim is the first of a group of dims that are merged or divided: [b, f, d]
+    split along b or f becomes [b, f * d] split along b or, in pieces of d, along the second dim.
+    Other splits are converted first, as are pieces that do not divide, and dims split by two axes
+    into pieces that sizes cannot express.
     """
     check_tensors("reshape", x)
     full = _resolve(x.shape, whole_numbers("reshape", "shape", shape))
@@ -69,13 +69,16 @@ def _resolve(old: tuple[int, ...], new: tuple[int, ...]) -> tuple[int, ...]:
 def _reshape_groups(
     old: tuple[int, ...], new: tuple[int, ...]
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[tuple[str, int, int], ...]]:
-    """Letters of both sides, equal where a group of dims starts, and the length ratios there."""
+    """The letters of both sides, equal at the start of a group of dims, and the length ratios.
+
+    A group is the shortest run of dims on both sides with the same product.
+    """
     names = iter(letters_for(len(old) + len(new)))
     letters: list[str] = [next(names) for _ in old]
     output: list[str] = [next(names) for _ in new]
     scales: list[tuple[str, int, int]] = []
-    if not math.prod(old):  # nothing to keep in order: only equal leading dims stay what they are
-        for n, _ in takewhile(lambda at: old[at[0]] == at[1], enumerate(new[: len(old)])):
+    if not math.prod(old):  # no elements, so products do not define groups: match leading dims
+        for n, _ in takewhile(lambda pair: old[pair[0]] == pair[1], enumerate(new[: len(old)])):
             output[n] = letters[n]
         return tuple(letters), tuple(output), ()
     i = j = 0
@@ -99,7 +102,7 @@ def _reshape_groups(
 def concat(
     tensors: Sequence[GlobalTensor], dim: int, *, out: Out = None, id: str | None = None
 ) -> GlobalTensor:
-    """Join along ``dim``, which no operand may be split along; P if all are P.
+    """Concatenate along ``dim``, along which no operand may be split; P if all are P.
 
     ``S(i) x .. -> S(i) for i other than dim, B x .. -> B, P x .. -> P``
     """
@@ -110,14 +113,14 @@ def concat(
     for n, x in enumerate(tensors):
         if x.ndim != first.ndim or _without(x.shape, dim) != _without(first.shape, dim):
             raise SbpError(
-                f"concat: tensor {n} is {list(x.shape)}, tensor 0 {list(first.shape)}; they may "
-                f"differ along dim {dim} only"
+                f"concat: tensor {n} is {list(x.shape)}, tensor 0 is {list(first.shape)}; they may "
+                f"differ only along dim {dim}"
             )
     letters = letters_for(first.ndim)
     free = [letter for n, letter in enumerate(letters) if n != dim]
     signatures = "".join(",".join([a] * len(tensors)) + f"->{a};" for a in free)
     signatures += ",".join(["P"] * len(tensors)) + "->P"
-    # Along ``dim`` the operands have lengths of their own: a letter each.
+    # The operands have different lengths along ``dim``, so each has its own letter there.
     others = letters_for(len(tensors), "".join(letters))
     dims = tuple((*letters[:dim], others[n], *letters[dim + 1 :]) for n in range(len(tensors)))
     op_rule = cached_rule("concat", dims, letters, signatures)

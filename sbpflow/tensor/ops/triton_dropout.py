@@ -1,7 +1,7 @@
 # pyright: basic, reportMissingImports=false
-"""A Triton kernel for dropout: reads x, computes which elements stay, writes y; no mask in memory.
+"""A Triton kernel for dropout, which computes the mask on the fly instead of storing it.
 
-Imported only where Triton is installed. Called again on a gradient it is its own backward.
+Imported only if Triton is installed. Applied to a gradient, the kernel is its own backward.
 """
 
 import triton
@@ -14,8 +14,8 @@ BLOCK = 1024
 def drop(x, y, key, n, columns, whole_columns, first, threshold, scale, BLOCK: tl.constexpr):
     """y = x * scale where ``dropout.counted`` keeps an element, else 0.
 
-    ``columns`` are of this part, ``whole_columns`` of the tensor it is cut from at element
-    ``first``.
+    The part has ``columns`` columns; the full tensor has ``whole_columns``, and the part starts at
+    its element ``first``.
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
