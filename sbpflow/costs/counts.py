@@ -102,7 +102,7 @@ class Facts:
         return self.batch_size / self.world_size
 
     @property
-    def mine(self) -> float:
+    def local_lookups(self) -> float:
         """Lookups of one rank's samples."""
         return self.lookups / self.world_size
 

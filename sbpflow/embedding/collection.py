@@ -153,6 +153,8 @@ class EmbeddingCollection:
                 self._exchange_ids(batch)
 
     def _exchange_ids(self, batch: EmbeddingsInFlight) -> None:
+        # In every move, all groups start their transfers before any group waits for its own; all
+        # ranks start them in the same order.
         batch.counts.finish()
         batch.ids.exchange_ids()
         for group, part in self._parts(batch):

@@ -72,10 +72,10 @@ class TwoHops(Exchange):
         far = merged / HOST * (facts.world_size - HOST) / facts.world_size
         rows = facts.wanted * (HOST - 1) / HOST + far
         return {
-            "home_sort": facts.mine + facts.wanted,
+            "home_sort": facts.local_lookups + facts.wanted,
             "home_unique": facts.wanted + merged / HOST,
-            "expand_rows": facts.mine + facts.wanted,
-            "expand_elements": (facts.mine + facts.wanted) * facts.dim,
+            "expand_rows": facts.local_lookups + facts.wanted,
+            "expand_elements": (facts.local_lookups + facts.wanted) * facts.dim,
             "counted_bytes": 16.0 * rows,
             "gradient_bytes": rows * facts.dim * facts.gradient_item,
             "vector_in_bytes": rows * facts.dim * facts.vector_item,

@@ -21,7 +21,7 @@ def test_conversions_of_one_rank(rehearsed_ranks):
 
 
 def test_dropout_mask_follows_its_counters(rehearsed_ranks):
-    conversions.test_dropout_mask_follows_its_counters(rehearsed_ranks)
+    conversions.test_dropout_drops_what_its_counts_say(rehearsed_ranks)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "int64", "int32", "int16"])

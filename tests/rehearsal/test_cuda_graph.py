@@ -176,7 +176,7 @@ def test_log_explains_what_is_not_replayed(rehearsed_ranks):
     assert but_sgd.endswith("is replayed, without the dense optimizer")
     for of_two in rehearsed_ranks(2, told_at_start, config):
         assert of_two.startswith("the dense part is replayed, without the dense optimizer; tables")
-        assert of_two.endswith("op by op: vectors and gradients travel between ranks")
+        assert of_two.endswith("vectors and gradients are exchanged between ranks")
 
 
 def why_not(world, mix):

@@ -104,9 +104,9 @@ def test_buffers_support_half_precision_rows_and_vectors(rehearsed_ranks):
 def test_overflowing_batch_logs_a_sufficient_fraction(rehearsed_ranks):
     found = rehearsed_ranks(2, train_ahead, config_of("unique", 0.05))
     words = found[0][3][0]
-    assert words.startswith("parallel.row_buffer_fraction: 0.05 has room for ")
+    assert words.startswith("parallel.row_buffer_fraction: 0.05 ")
     assert not found[1][3], "rank 0 speaks for all"
-    enough = float(words.split("; ")[-1].split(" ")[0])
+    enough = float(words.rpartition("; use ")[2])
     assert 0.05 < enough <= 1.0
     first = words.split(" a batch of ")[0]
     again = rehearsed_ranks(2, train_ahead, config_of("unique", enough))[0][3]
@@ -127,5 +127,5 @@ def described(world, config):
 def test_tables_with_buffers_are_logged(rehearsed_ranks):
     of_two = rehearsed_ranks(2, described, config_of("unique", 0.5))
     assert of_two[0]
-    assert all("in buffers of 0.5 of the most" in line for line in of_two[0])
+    assert all("in buffers of 0.5 of the maximum" in line for line in of_two[0])
     assert rehearsed_ranks(1, described, config_of("unique", 0.5)) == [[]]

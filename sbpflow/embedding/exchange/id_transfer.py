@@ -121,6 +121,7 @@ class IdsUnderWay:
         if not self._transfer.plan.needed_lists[world.rank] or self._received is None:
             return torch.zeros(world.size, dtype=torch.int64, device=world.device)
         samples = self._received.sum(1, dtype=torch.int64)
+        # A sum per rank of samples of unequal numbers: the first ``longer`` ranks have one more.
         each, longer = divmod(self._batch_size, world.size)  # the split of ``balanced_sizes``
         first, rest = samples.split([longer * (each + 1), samples.shape[0] - longer * (each + 1)])
         return torch.cat(

@@ -32,7 +32,8 @@ class PaddedGroups:
 
         Follows ``receive_ids``. ``None`` if the buffers are large enough for any batch.
         """
-        most = [part.most for part in self._limited(parts).values() if part.most is not None]
+        limited = self._limited(parts).values()
+        most = [part.most_requested for part in limited if part.most_requested is not None]
         return AsyncScalarRead(torch.cat(most)) if most else None
 
     def overflowing(self, parts: Sequence[GroupInFlight], read: AsyncScalarRead) -> list[int]:
@@ -40,7 +41,7 @@ class PaddedGroups:
         groups = list[int]()
         limited = self._limited(parts).items()
         for (index, part), most in zip(limited, read.wait().tolist(), strict=True):
-            room = part.asked[0]
+            room = part.requested[0]
             if most > room:
                 self._warn(index, part, most, room)
                 groups.append(index)
@@ -66,7 +67,7 @@ class PaddedGroups:
         return {
             index: part
             for index in self._groups
-            if isinstance(part := parts[index], RowsInFlight) and part.most is not None
+            if isinstance(part := parts[index], RowsInFlight) and part.most_requested is not None
         }
 
     def _again(self, group: RowGroup, part: RowsInFlight) -> RowsInFlight:

@@ -83,6 +83,9 @@ class Layout:
         if not count:  # a rank without samples
             empty = torch.empty(0, dtype=torch.int64, device=send.device)
             return Slots(empty, empty, parts * room), send
+        # A row's place is its index among the unique rows, minus those of preceding parts. Rows
+        # that do not fit share the last place: which of them is sent does not matter, since all
+        # ranks learn of the overflow and the exchange is repeated.
         runs = wanted.runs()
         before = wanted.unique_up_to(self._before)
         part = torch.searchsorted(self._lasts, runs.keys)

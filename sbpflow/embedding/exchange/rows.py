@@ -23,18 +23,18 @@ from sbpflow.embedding.storage.store import RowStore
 
 @dataclass(slots=True, kw_only=True)
 class RowsInFlight(GroupInFlight):
-    """``asked`` is how many rows this rank requests from each rank, ``into`` the reverse.
+    """``requested`` is how many rows this rank requests from each rank, ``incoming`` the reverse.
 
     They come from ``counts``, or are the buffer size if buffers have a fixed size.
     """
 
     wanted: Lookup  # of the local samples
-    named: Tensor | None = None  # [ranks] int64: rows requested from each rank
+    request_counts: Tensor | None = None  # [ranks] int64: rows requested from each rank
     slots: Slots | None = None  # with fixed-size buffers only
-    own: Tensor | None = None  # the addresses that were sent in buffers
-    most: Tensor | None = None  # [1] int64: the most rows that any rank requests from another
-    asked: list[int] = field(default_factory=list[int])
-    into: list[int] = field(default_factory=list[int])
+    sent_addresses: Tensor | None = None  # the addresses that were sent in buffers
+    most_requested: Tensor | None = None  # [1] int64: by any rank, from any other rank
+    requested: list[int] = field(default_factory=list[int])
+    incoming: list[int] = field(default_factory=list[int])
 
 
 class RowGroup(Group[RowsInFlight]):
@@ -87,7 +87,7 @@ class RowGroup(Group[RowsInFlight]):
 
     @abstractmethod
     def send_ids(self, batch: RowsInFlight) -> None:
-        """Start sending the requested rows; ``batch.asked`` and ``batch.into`` are known."""
+        """Start sending the ids of the requested rows; their numbers are known."""
 
     def start_id_exchange(
         self, local: BatchIds, batch_size: int, *, number: int | None
@@ -97,8 +97,8 @@ class RowGroup(Group[RowsInFlight]):
         if number is not None and self.capacity is not None:
             room, size = self.capacity.rows(batch_size), self.world.size
             batch.slots, buffers = self._layout.lay_out(batch.wanted, room)
-            batch.own = buffers[:, 1:].reshape(-1)
-            batch.asked, batch.into = [room] * size, [room] * size
+            batch.sent_addresses = buffers[:, 1:].reshape(-1)
+            batch.requested, batch.incoming = [room] * size, [room] * size
             batch.pending = self.send_padded(batch, buffers)
         else:
             self.begin_counted(batch)
@@ -131,14 +131,14 @@ class RowGroup(Group[RowsInFlight]):
 
         ``None`` with fixed-size buffers.
         """
-        if batch.pending is None or batch.named is None:
-            return batch.named
-        return torch.cat([batch.named, self.take(batch, "counts", self.world.size)])
+        if batch.pending is None or batch.request_counts is None:
+            return batch.request_counts
+        return torch.cat([batch.request_counts, self.take(batch, "counts", self.world.size)])
 
     def exchange_ids(self, batch: RowsInFlight) -> None:
         if batch.slots is None:
-            batch.asked = batch.counts[: self.world.size]
-            batch.into = batch.counts[self.world.size :]
+            batch.requested = batch.counts[: self.world.size]
+            batch.incoming = batch.counts[self.world.size :]
             self.send_ids(batch)
 
     def gather_outputs(self, batch: RowsInFlight) -> Tensor:
@@ -165,14 +165,14 @@ class RowGroup(Group[RowsInFlight]):
         return sums.to(self.plan.grad_comm_dtype)
 
     def receive_ids(self, batch: RowsInFlight) -> None:
-        count, ranks = sum(batch.into), len(batch.into)
+        count, ranks = sum(batch.incoming), len(batch.incoming)
         if batch.slots is None:
             batch.lookups = [Lookup(self.take(batch, "ids", count))]
             return
         buffers = self.take(batch, "ids", ranks + count).view(ranks, -1)
         batch.lookups = [Lookup(buffers[:, 1:].reshape(-1))]
         if self.capacity is not None and not self.capacity.is_enough(batch.batch_size):
-            batch.most = buffers[:, 0].max().to(torch.int64).unsqueeze(0)
+            batch.most_requested = buffers[:, 0].max().to(torch.int64).unsqueeze(0)
 
     def receive_grads(self, batch: RowsInFlight) -> None:
         sums = self.take(batch, "gradients", batch.lookups[0].num_bags)
@@ -192,37 +192,38 @@ class UniqueGroup(RowGroup):
         return self.world.size
 
     def begin_counted(self, batch: RowsInFlight) -> None:
-        batch.named = batch.wanted.unique_up_to(self._lasts).diff(
+        batch.request_counts = batch.wanted.unique_up_to(self._lasts).diff(
             prepend=self._lasts.new_zeros(1, dtype=torch.int64)
         )
         step = self.step(batch, "counts")
-        batch.pending = self._ids.start_counts(step, batch.named)
+        batch.pending = self._ids.start_counts(step, batch.request_counts)
 
     def send_padded(self, batch: RowsInFlight, buffers: Tensor) -> Pending:
         sizes = [buffers.shape[1]] * self.world.size
         return self._ids.start(self.step(batch, "ids"), buffers.view(-1), sizes, sizes)
 
     def send_ids(self, batch: RowsInFlight) -> None:
-        batch.wanted.num_unique = sum(batch.asked)
+        batch.wanted.num_unique = sum(batch.requested)
         unique = batch.wanted.rows()
         owner = torch.searchsorted(self._lasts, unique)
         rows = unique - self._bases.index_select(0, owner)
-        batch.pending = self._ids.start(self.step(batch, "ids"), rows, batch.asked, batch.into)
+        step = self.step(batch, "ids")
+        batch.pending = self._ids.start(step, rows, batch.requested, batch.incoming)
 
     def lookup(self, batch: RowsInFlight) -> None:
         rows = batch.lookup(self._store, batch.lookups[0], self._stack.optimizer.lr)
         step = self.step(batch, "vectors")
         rows = rows.to(self.plan.comm_dtype)
-        batch.pending = self._vectors.start(step, rows, batch.into, batch.asked)
+        batch.pending = self._vectors.start(step, rows, batch.incoming, batch.requested)
 
     def gather_outputs(self, batch: RowsInFlight) -> Tensor:
-        batch.rows = self.take(batch, "vectors", sum(batch.asked)).to(self.plan.dtype)
+        batch.rows = self.take(batch, "vectors", sum(batch.requested)).to(self.plan.dtype)
         return super().gather_outputs(batch)
 
     def send_grads(self, batch: RowsInFlight, grad: Tensor) -> None:
         step = self.step(batch, "gradients")
         sums = self.row_gradients(batch, grad)
-        batch.pending = self._gradients.start(step, sums, batch.asked, batch.into)
+        batch.pending = self._gradients.start(step, sums, batch.requested, batch.incoming)
 
 
 class AllGatherRowsGroup(RowGroup):
@@ -241,20 +242,20 @@ class AllGatherRowsGroup(RowGroup):
 
     def begin_counted(self, batch: RowsInFlight) -> None:
         # Every rank receives all requested rows.
-        batch.named = batch.wanted.unique_up_to(self._lasts).repeat(self.world.size)
+        batch.request_counts = batch.wanted.unique_up_to(self._lasts).repeat(self.world.size)
         if self.sends_ids(batch):
             step = self.step(batch, "counts")
-            batch.pending = self._ids.start_counts(step, batch.named)
+            batch.pending = self._ids.start_counts(step, batch.request_counts)
 
     def send_padded(self, batch: RowsInFlight, buffers: Tensor) -> Pending:
         sizes = [buffers.shape[1]] * self.world.size
         return self._ids.start_for_all(self.step(batch, "ids"), buffers.view(-1), sizes)
 
     def send_ids(self, batch: RowsInFlight) -> None:
-        batch.wanted.num_unique = batch.asked[0]
+        batch.wanted.num_unique = batch.requested[0]
         if self.sends_ids(batch):
             step, rows = self.step(batch, "ids"), batch.wanted.rows()
-            batch.pending = self._ids.start_for_all(step, rows, batch.into)
+            batch.pending = self._ids.start_for_all(step, rows, batch.incoming)
 
     def receive_ids(self, batch: RowsInFlight) -> None:
         if self.sends_ids(batch):
@@ -283,7 +284,7 @@ class UniqueColumnsGroup(AllGatherRowsGroup):
     def gather_outputs(self, batch: RowsInFlight) -> Tensor:
         wanted, _ = self._sizes(batch)
         flat = self.take(batch, "vectors", sum(wanted))
-        rows = flat.new_empty(batch.asked[0], self._stack.dim, dtype=self.plan.dtype)
+        rows = flat.new_empty(batch.requested[0], self._stack.dim, dtype=self.plan.dtype)
         for columns, part in zip(self._columns, flat.split(wanted), strict=True):
             block = rows[:, columns]
             block.copy_(part.view(block.shape))
@@ -303,13 +304,14 @@ class UniqueColumnsGroup(AllGatherRowsGroup):
     def receive_grads(self, batch: RowsInFlight) -> None:
         _, held = self._sizes(batch)
         flat = self.take(batch, "gradients", sum(held))
-        sums = flat.view(sum(batch.into), self._widths[self.world.rank])
+        sums = flat.view(sum(batch.incoming), self._widths[self.world.rank])
         self.keep(batch, batch.lookups, [sums.to(self.plan.dtype)])
 
     def _sizes(self, batch: RowsInFlight) -> tuple[list[int], list[int]]:
         """(elements requested here by storing rank, elements stored here by requesting rank)."""
-        width = self._widths[self.world.rank]
-        return [batch.asked[0] * w for w in self._widths], [count * width for count in batch.into]
+        requested, own_width = batch.requested[0], self._widths[self.world.rank]
+        wanted = [requested * width for width in self._widths]
+        return wanted, [count * own_width for count in batch.incoming]
 
 
 class LocalRowsGroup(AllGatherRowsGroup):
@@ -319,10 +321,10 @@ class LocalRowsGroup(AllGatherRowsGroup):
         return batch.training
 
     def lookup(self, batch: RowsInFlight) -> None:
-        rows = batch.wanted.rows() if batch.own is None else batch.own
+        rows = batch.wanted.rows() if batch.sent_addresses is None else batch.sent_addresses
         batch.rows = self._store.peek(Lookup(rows))
 
     def send_grads(self, batch: RowsInFlight, grad: Tensor) -> None:
         step = self.step(batch, "gradients")
         sums = self.row_gradients(batch, grad)
-        batch.pending = self._gradients.start_for_all(step, sums, batch.into)
+        batch.pending = self._gradients.start_for_all(step, sums, batch.incoming)

@@ -298,6 +298,8 @@ class OwnerAddresses:
         def of(table: Tensor) -> Tensor:
             return table if column is None else table.index_select(-1, column)
 
+        # The shift of an id depends on its row part. With few parts, add the change of the shift at
+        # each part boundary that the id has passed.
         if self._firsts.shape[0] < _MOST_COMPARED:
             addresses = ids + of(self._shift)
             for first, step in zip(self._firsts, self._steps, strict=True):

@@ -124,7 +124,7 @@ def local_addresses(
     """
     samples, uses = lengths.shape
     pooled, has_weights = offsets.size == samples + 1 and uses != 1, out_weights.size > 0
-    at, kept, bag = 0, 0, 0
+    at, count, bag = 0, 0, 0
     offsets[0] = 0
     for i in range(samples):
         for u in range(uses):
@@ -134,18 +134,18 @@ def local_addresses(
             # mispredicted half of the time.
             for k in range(at, stop):
                 value = values[k]
-                out[kept] = value + more
+                out[count] = value + more
                 if has_weights:
-                    out_weights[kept] = weights[k]
-                kept += (value >= low) & (value <= high)
+                    out_weights[count] = weights[k]
+                count += (value >= low) & (value <= high)
             at = stop
             if not pooled:
                 bag += 1
-                offsets[bag] = kept
+                offsets[bag] = count
         if pooled:
             bag += 1
-            offsets[bag] = kept
-    return kept
+            offsets[bag] = count
+    return count
 
 
 def warm_up(ids_dtype: torch.dtype, address_dtype: torch.dtype, dtype: torch.dtype) -> None:

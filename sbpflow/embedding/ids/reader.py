@@ -332,6 +332,7 @@ class IdReader:
 
     def _flag(self, wide: Tensor, bad: Tensor, check: IdCheck) -> None:
         """Start copying the first bad id to the host."""
+        # argmax finds the first bad position without the wait that nonzero would cause.
         first = bad.reshape(-1).to(torch.int8).argmax().unsqueeze(0)
         id = wide.reshape(-1).index_select(0, first)
         check.flagged.append(

@@ -73,14 +73,14 @@ class DenseAllreduce(Exchange):
         return {
             "memory_bytes": facts.stored(facts.num_rows, facts.dim),
             **facts.steps(facts.touched, facts.dim),
-            **_looked_up(facts.mine, facts.dim, facts.wanted, out),
+            **_looked_up(facts.local_lookups, facts.dim, facts.wanted, out),
             "home_elements": out,
             "whole_elements": numbers,
             # Passes: zero, fill, concatenate, all-reduce, search for touched rows.
             "copied_bytes": 25 * numbers * facts.gradient_item,
             "gradient_bytes": sent,
             "gradient_in_bytes": sent,
-            "buffer_bytes": 24 * facts.mine
+            "buffer_bytes": 24 * facts.local_lookups
             + 3 * out * facts.item
             + 4 * numbers * facts.gradient_item,
         }

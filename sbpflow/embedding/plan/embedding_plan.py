@@ -162,10 +162,10 @@ class EmbeddingPlan:
     def _spread(
         self, batch_size: int, needed: tuple[tuple[int, ...], ...], dtype: torch.dtype, id: str
     ) -> tuple[BoxingStep, ...]:
-        ranks = [rank for rank, mine in zip(self.world.ranks, needed, strict=True) if mine]
+        ranks = [rank for rank, columns in zip(self.world.ranks, needed, strict=True) if columns]
         if not ranks:
             return ()
-        dst = Layout(self.world, (Split(1, tuple(len(mine) for mine in needed)),))
+        dst = Layout(self.world, (Split(1, tuple(len(columns) for columns in needed)),))
         if len(set(needed) - {()}) == 1:
             dst = Layout(Placement.of(self.world.device_type, ranks), (Broadcast(),))
         return plan_boxing(

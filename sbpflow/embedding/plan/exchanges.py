@@ -46,18 +46,18 @@ def exchange_for(
     return exchange_of(actual, layout, world_size)
 
 
-def check_exchange(table: TableConfig, given: TableLayout, world: Placement) -> None:
+def check_exchange(table: TableConfig, config: TableLayout, world: Placement) -> None:
     """Raise ConfigError unless the layout is within ``world`` and allows its exchange."""
-    layout = given.layout
+    layout = config.layout
     if outside := [rank for rank in layout.placement.ranks if rank not in world]:
         raise ConfigError(f"table {table.name}: {layout} has ranks {outside}; use ranks of {world}")
     legal = legal_exchanges(layout, world.size)
-    if given.exchange not in legal:
+    if config.exchange not in legal:
         use = f"use {' or '.join(legal)}" if legal else "use B, S(0), S(1), or (S(0), S(1))"
         raise ConfigError(
-            f"table {table.name}: exchange {given.exchange} does not support {layout} in a world "
+            f"table {table.name}: exchange {config.exchange} does not support {layout} in a world "
             f"of {world.size}; {use}"
         )
-    reason = exchange_of(given.exchange, layout, world.size).refusal(table, layout, world)
+    reason = exchange_of(config.exchange, layout, world.size).refusal(table, layout, world)
     if reason:
-        raise ConfigError(f"table {table.name}: {given.exchange} of {layout} {reason}")
+        raise ConfigError(f"table {table.name}: {config.exchange} of {layout} {reason}")

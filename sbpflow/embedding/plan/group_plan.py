@@ -325,10 +325,10 @@ class GroupPlan:
         return sum(table.num_rows * (table.dim + 1) for table in self.tables)
 
     def boxing(
-        self, src: Layout, dst: Layout, shape: tuple[int, ...], what: str, dtype: torch.dtype
+        self, src: Layout, dst: Layout, shape: tuple[int, ...], name: str, dtype: torch.dtype
     ) -> tuple[BoxingStep, ...]:
         """The steps of a conversion whose size follows from the batch size."""
-        id = f"{self.name}/{what}"
+        id = f"{self.name}/{name}"
         return plan_boxing(src, dst, shape, dtype, id=id, backend=self.backend)
 
     def row_state_steps(self, index: int, num_squares: int) -> tuple[BoxingStep, ...]:
@@ -388,15 +388,15 @@ class GroupPlan:
         return torch.int32 if total < 2**31 else torch.int64
 
     def row_step(
-        self, what: str, collective: str, dtype: torch.dtype, per_rank: int, total: int, says: str
+        self, name: str, collective: str, dtype: torch.dtype, per_rank: int, total: int, what: str
     ) -> ExchangeStep:
         """A transfer of rows among all ranks: at most ``per_rank`` and ``total`` elements."""
         return ExchangeStep(
-            id=f"{self.name}/{what}",
+            id=f"{self.name}/{name}",
             collective=collective,
             groups=(self.world.ranks,),
             dtype=dtype,
             bound_bytes=per_rank * dtype.itemsize,
             total_bound_bytes=total * dtype.itemsize,
-            what=says,
+            what=what,
         )

@@ -127,15 +127,15 @@ _GroupKey = tuple[str, Exchange, torch.dtype, tuple[Hashable, ...]]
 
 
 def _group_key(table: TableConfig, output: OutputConfig, context: _Context) -> _GroupKey:
-    given, size = context.layouts[table.name], context.world.size
+    config, size = context.layouts[table.name], context.world.size
     lookups = context.batch_size * sum(
         feature.hotness for feature in context.features if feature.name in table.features
     )
-    kind = exchange_for(table, given.layout, given.exchange, lookups, size)
+    kind = exchange_for(table, config.layout, config.exchange, lookups, size)
     key = kind.group_key(_member(table, output, context))
     if size == 1:  # nothing travels
         return "local", kind, context.dtype, key
-    return given.exchange, kind, given.comm_dtype or context.dtype, key
+    return config.exchange, kind, config.comm_dtype or context.dtype, key
 
 
 def _member(table: TableConfig, output: OutputConfig, context: _Context) -> Member:

@@ -104,6 +104,7 @@ def _add_table(
         if isinstance(sbp, Split):
             rows, columns = (parts, columns) if sbp.dim == 0 else (rows, parts)
     totals += vector_of(exchange.home(facts, (rows, columns)))
+    # Shards of equal size are counted once, because large worlds have few distinct sizes.
     by_size: dict[tuple[int, int], list[int]] = {}
     for rank, size in () if exchange.copies else held.items():
         by_size.setdefault(size, []).append(rank_index[rank])

@@ -43,8 +43,8 @@ class RowExchange(Exchange):
         fans, collective = (size - 1, "all_gather") if self.to_all else (1, "all_to_all")
         to_others = (size - 1, size * (size - 1))
         counts = group.row_step("fwd/counts", "all_to_all", torch.int64, *to_others, "row counts")
-        sent, says = (most * fans, rows * fans), "each rank's unique rows"
-        ids = group.row_step("fwd/ids", collective, group.address_dtype(), *sent, says)
+        sent, what = (most * fans, rows * fans), "each rank's unique rows"
+        ids = group.row_step("fwd/ids", collective, group.address_dtype(), *sent, what)
         return (
             Stage(purpose="counts", steps=(counts,)),
             Stage(purpose="ids", steps=(ids,)),
@@ -53,14 +53,14 @@ class RowExchange(Exchange):
 
 
 def _vectors(group: GroupPlan, per_rank: int, total: int) -> Stage:
-    says = "the rows others asked for"
-    step = group.row_step("fwd/vectors", "all_to_all", group.comm_dtype, per_rank, total, says)
+    what = "the rows others asked for"
+    step = group.row_step("fwd/vectors", "all_to_all", group.comm_dtype, per_rank, total, what)
     return Stage(purpose="vectors", steps=(step,))
 
 
 def _gradients(group: GroupPlan, collective: str, per_rank: int, total: int) -> Stage:
-    dtype, says = group.grad_comm_dtype, "unique rows' gradients"
-    step = group.row_step("bwd/vectors", collective, dtype, per_rank, total, says)
+    dtype, what = group.grad_comm_dtype, "unique rows' gradients"
+    step = group.row_step("bwd/vectors", collective, dtype, per_rank, total, what)
     return Stage(purpose="gradients", steps=(step,))
 
 
@@ -99,7 +99,7 @@ class CopiedRows(RowExchange):
             "gradient_in_bytes": wanted * dim * (size - 1) * facts.gradient_item,
             "update_ids": wanted * size,
             "update_elements": wanted * size * dim,
-            "buffer_bytes": facts.window * 24 * facts.mine
+            "buffer_bytes": facts.window * 24 * facts.local_lookups
             + 3 * out * item
             + wanted * size * (12 + dim * 3 * item),
         }
@@ -139,20 +139,20 @@ class Unique(RowExchange):
         )
 
     def home(self, facts: Facts, cut: Cut) -> Counts:
-        return {**_expanded(facts), **_asked(facts), "counted_bytes": 4.0 * facts.wanted}
+        return {**_expanded(facts), **_received(facts), "counted_bytes": 4.0 * facts.wanted}
 
     def part(self, facts: Facts, cut: Cut, rows: float, width: float) -> Counts:
         size, wanted, touched = facts.world_size, facts.wanted, facts.touched / cut[0]
-        asked = size * wanted / cut[0]  # rows of one owner, requested by all ranks
-        sent = (size - 1) / size * asked * width
-        kept = -wanted / cut[0]
+        requested = size * wanted / cut[0]  # rows of one owner, requested by all ranks
+        sent = (size - 1) / size * requested * width
+        local = -wanted / cut[0]
         return {
-            **_given(facts, asked, touched, rows, width),
+            **_served(facts, requested, touched, rows, width),
             "vector_bytes": sent * facts.vector_item,
             "gradient_in_bytes": sent * facts.gradient_item,
-            "counted_bytes": 4.0 * kept,
-            "gradient_bytes": kept * width * facts.gradient_item,
-            "vector_in_bytes": kept * width * facts.vector_item,
+            "counted_bytes": 4.0 * local,
+            "gradient_bytes": local * width * facts.gradient_item,
+            "vector_in_bytes": local * width * facts.vector_item,
         }
 
 
@@ -188,11 +188,11 @@ class UniqueColumns(RowExchange):
 
     def home(self, facts: Facts, cut: Cut) -> Counts:
         sides = facts.wanted * facts.dim  # columns of all ranks are joined to rows
-        asked = _asked(facts)
+        received = _received(facts)
         return {
             **_expanded(facts),
-            **asked,
-            "buffer_bytes": asked["buffer_bytes"] + sides * facts.both_ways,
+            **received,
+            "buffer_bytes": received["buffer_bytes"] + sides * facts.both_ways,
             "home_elements": sides,
             "copied_bytes": 2 * sides * facts.both_ways,
             "counted_bytes": 4.0 * facts.wanted * (facts.world_size - 1),
@@ -201,7 +201,7 @@ class UniqueColumns(RowExchange):
     def part(self, facts: Facts, cut: Cut, rows: float, width: float) -> Counts:
         size, wanted = facts.world_size, facts.wanted
         return {
-            **_given(facts, size * wanted, facts.touched, rows, width),
+            **_served(facts, size * wanted, facts.touched, rows, width),
             "vector_bytes": (size - 1) * wanted * width * facts.vector_item,
             "gradient_in_bytes": (size - 1) * wanted * width * facts.gradient_item,
             # A rank's own columns of its own rows are not sent.
@@ -214,37 +214,37 @@ class UniqueColumns(RowExchange):
 def _expanded(facts: Facts) -> dict[str, float]:
     """Deduplicate a rank's own ids, and expand rows to the vectors of its samples."""
     return {
-        "home_sort": facts.mine,
+        "home_sort": facts.local_lookups,
         "home_unique": facts.wanted,
-        "expand_rows": facts.mine,
-        "expand_elements": facts.mine * facts.dim,
+        "expand_rows": facts.local_lookups,
+        "expand_elements": facts.local_lookups * facts.dim,
     }
 
 
-def _asked(facts: Facts) -> dict[str, float]:
+def _received(facts: Facts) -> dict[str, float]:
     """Receive the requested rows, and send their gradients."""
     elements = facts.wanted * facts.dim
     return {
         "gradient_bytes": elements * facts.gradient_item,
         "vector_in_bytes": elements * facts.vector_item,
         "copied_bytes": elements * facts.both_ways,
-        "buffer_bytes": facts.window * 24 * facts.mine
+        "buffer_bytes": facts.window * 24 * facts.local_lookups
         + elements * (facts.both_ways + 2 * facts.item)
         + 3 * facts.item * facts.dim * facts.batch_size / facts.world_size * facts.vectors,
     }
 
 
-def _given(
-    facts: Facts, asked: float, touched: float, rows: float, width: float
+def _served(
+    facts: Facts, requested: float, touched: float, rows: float, width: float
 ) -> dict[str, float]:
-    """Read and update ``asked`` rows of a shard, ``touched`` of them distinct."""
+    """Read and update ``requested`` rows of a shard, ``touched`` of them distinct."""
     return {
         "memory_bytes": facts.stored(rows, width),
-        "buffer_bytes": asked * (12 + width * (facts.both_ways + 2 * facts.item)),
-        "read_rows": asked,
-        "read_elements": asked * width,
+        "buffer_bytes": requested * (12 + width * (facts.both_ways + 2 * facts.item)),
+        "read_rows": requested,
+        "read_elements": requested * width,
         "read_touched": touched * width,
-        "update_ids": asked,
-        "update_elements": asked * width,
+        "update_ids": requested,
+        "update_elements": requested * width,
         **facts.steps(touched, width),
     }

@@ -60,6 +60,7 @@ def index_by_bits(
     bits must be 0, and are 0 again on return. ``before`` (int32) is scratch memory for the number
     of bits set in preceding words.
     """
+    # A bitmap sorts and deduplicates at once: set one bit per address, then scan the set bits.
     for i in range(addresses.size):
         a = U64(addresses[i])
         words[a >> U64(6)] |= U64(1) << (a & U64(63))
@@ -72,6 +73,7 @@ def index_by_bits(
             rows[count] = w * 64 + np.int64(_popcount(lowest - U64(1)))
             count += 1
             bits ^= lowest
+    # The index of an address is the number of set bits below its own.
     for i in range(addresses.size):
         a = U64(addresses[i])
         lower = (U64(1) << (a & U64(63))) - U64(1)
@@ -103,6 +105,7 @@ def _sort_by_digits(keys: Array, places: Array) -> None:
 @compiled
 def index_by_hash(addresses: Array, rows: Array, inverse: Array) -> int:
     """Like ``index_by_bits``, with memory proportional to the batch instead of the table."""
+    # Open addressing with linear probing, at most half full; ``shift`` keeps log2(size) hash bits.
     size, shift = 2, U64(63)
     while size < 2 * addresses.size:
         size, shift = 2 * size, shift - U64(1)
@@ -120,6 +123,7 @@ def index_by_hash(addresses: Array, rows: Array, inverse: Array) -> int:
             rows[slot] = addresses[i]
             count += 1
         inverse[i] = slot
+    # Rows are in order of first use; sort them, and map the old indices to the new ones.
     original = np.arange(count).astype(np.int32)
     _sort_by_digits(rows[:count], original)
     rank = np.empty(count, np.int32)

@@ -95,7 +95,7 @@ def store_rounded(
     that of ``rounding.RowNoise`` and ``round_randomly`` for ``rows`` (ascending); ``keys`` (uint64)
     are those of the step.
     """
-    top = 0x7F7F0000 if dropped == 16 else 0x477FE000
+    top = 0x7F7F0000 if dropped == 16 else 0x477FE000  # largest finite value, as float32 bits
     mask = (1 << dropped) - 1
     shard = 0
     for j in range(rows.size):

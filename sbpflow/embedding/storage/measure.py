@@ -85,9 +85,9 @@ class StackShape:
         if not whole:
             return None
         ids = whole // size if group.kind.shares_lookups else whole
-        asked = group.last_ids(batch_size)
-        lists = 0 if asked is None else len(asked.groups[0])
-        if asked is not None and asked.collective == "all_gather":
+        id_step = group.last_ids(batch_size)
+        lists = 0 if id_step is None else len(id_step.groups[0])
+        if id_step is not None and id_step.collective == "all_gather":
             ids = whole * lists  # all ranks receive the rows requested by every rank
         return StackShape(
             rows=stack.num_rows(rank),

@@ -59,7 +59,9 @@ def round_randomly(values: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor:
     narrow = values.to(torch.float32)
     raw = narrow.view(torch.int32)
     finite = torch.isfinite(narrow)
-    moved = (raw + (noise & ((1 << bits) - 1))) & -(1 << bits)  # carries into the kept bits
+    # Adding uniform noise to the dropped bits and truncating carries into the last kept bit with
+    # exactly the probability of rounding away from zero.
+    moved = (raw + (noise & ((1 << bits) - 1))) & -(1 << bits)
     rounded = torch.where(finite, moved, raw).view(torch.float32)
     top = torch.finfo(dtype).max
     return torch.where(finite, rounded.clamp(-top, top), narrow).to(dtype)

@@ -9,7 +9,7 @@ import torch
 from sbpflow.embedding.rules.base import StepNumbers
 
 
-class KeptNumbers:
+class DeviceNumbers:
     """The numbers of one store, at a fixed address in device memory."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:

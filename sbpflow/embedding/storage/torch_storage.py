@@ -8,7 +8,7 @@ from sbpflow.embedding.storage import huge_pages
 from sbpflow.embedding.storage.base import RowListener, notify
 from sbpflow.embedding.storage.lookup import Lookup, sum_bags
 from sbpflow.embedding.storage.rounding import RowNoise, round_randomly
-from sbpflow.embedding.storage.step_numbers import KeptNumbers
+from sbpflow.embedding.storage.step_numbers import DeviceNumbers
 
 # Rows per pass of an update: gradients, state, and weights of a pass stay in cache (4096 rows of
 # 16 columns are 256 KiB each), which makes Adam 2.4 times faster on 200,000 rows.
@@ -62,7 +62,7 @@ class TorchStorage:
         self.dtype = dtype
         self.optimizer = optimizer
         self.listeners: list[RowListener] = []
-        self.kept: KeptNumbers | None = None
+        self.device_numbers: DeviceNumbers | None = None
         self._num_rows, self._dim = rows, dim
         self._sum_over_columns = sum_over_columns
         self._noise = noise
@@ -144,21 +144,21 @@ class TorchStorage:
 
         A replayed update uses the numbers of the last ``write_numbers``.
         """
-        self.kept = self.kept or KeptNumbers(self.weights.device, self.dtype)
+        self.device_numbers = self.device_numbers or DeviceNumbers(self.weights.device, self.dtype)
 
     def write_numbers(self, lr: float, step: int) -> None:
         """Set the numbers for a replay at this learning rate and training step."""
-        if self.kept is None:
+        if self.device_numbers is None:
             raise RuntimeError("write_numbers: call keep_numbers first")
-        self.kept.write(self.optimizer.numbers(lr, step))
+        self.device_numbers.write(self.optimizer.numbers(lr, step))
 
     def numbers(self, lr: float, step: int) -> StepNumbers:
         """The numbers of an update; written to device memory unless a graph is being captured."""
-        if self.kept is None:
+        if self.device_numbers is None:
             return self.optimizer.numbers(lr, step)
         if not (self.weights.is_cuda and torch.cuda.is_current_stream_capturing()):
             self.write_numbers(lr, step)
-        return self.kept.read()
+        return self.device_numbers.read()
 
     def noise_of_rows(self) -> RowNoise:
         """The noise for rounding half-precision rows."""

@@ -175,7 +175,7 @@ def update(
     noise_keys, noise_bases, noise_shift, numbers, n, num_rows, width, rate, decay, correction,
     a, b, c, d, squares_factor, words_per_row, first_column,
     STEP: tl.constexpr, ROWWISE: tl.constexpr, ROWS_AS: tl.constexpr, HAS_SCALE: tl.constexpr,
-    HAS_SUMS: tl.constexpr, IN_SLOTS: tl.constexpr, KEPT: tl.constexpr,
+    HAS_SUMS: tl.constexpr, IN_SLOTS: tl.constexpr, ON_DEVICE: tl.constexpr,
     SHARDS: tl.constexpr, HALVINGS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -183,11 +183,11 @@ def update(
 
     ``HAS_SUMS``: ``grads`` [n, width] are the sums of the runs already, and ``squares`` [n] is set.
     Keys of ``num_rows`` and above are not rows. ``STEP`` is a function of ``triton_rules`` with the
-    constants ``a`` to ``d``. ``IN_SLOTS``: ``slots`` [n] are the slots of the rows. ``KEPT``: the
+    constants ``a`` to ``d``. ``IN_SLOTS``: ``slots`` [n] are the slots of rows. ``ON_DEVICE``: the
     step-dependent ``rate``, ``decay``, and ``correction`` are in ``numbers`` [3] float64.
     ``ROWWISE``: the optimizer has row state.
     """
-    if KEPT:
+    if ON_DEVICE:
         rate = tl.load(numbers).to(tl.float32)
         decay = tl.load(numbers + 1).to(tl.float32)
         correction = tl.load(numbers + 2).to(tl.float32)

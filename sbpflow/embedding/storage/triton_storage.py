@@ -136,22 +136,23 @@ class TritonStorage(TorchStorage):
 
     def _rule(self, numbers: StepNumbers) -> dict[str, Any]:
         """The kernel arguments for the optimizer and its numbers."""
-        optimizer, states, kept = self.optimizer, list(self.state.values()), self.kept
+        optimizer, states = self.optimizer, list(self.state.values())
+        on_device = self.device_numbers
         step, constants = self._step
         row_width = self._dim if optimizer.shares_row_state else self.weights.shape[1]
         return {
             "table": self.weights,
             "state_a": states[0] if states else self.weights,
             "state_b": states[1] if len(states) > 1 else self.weights,
-            "numbers": self.weights if kept is None else kept.floats,
-            "rate": numbers.rate if kept is None else 0.0,
-            "decay": numbers.decay if kept is None else 0.0,
-            "correction": numbers.correction if kept is None else 0.0,
+            "numbers": self.weights if on_device is None else on_device.floats,
+            "rate": numbers.rate if on_device is None else 0.0,
+            "decay": numbers.decay if on_device is None else 0.0,
+            "correction": numbers.correction if on_device is None else 0.0,
             **dict(zip("abcd", constants, strict=True)),
             "squares_factor": 1.0 / max(row_width, 1),
             "STEP": step,
             "ROWWISE": optimizer.has_row_state,
-            "KEPT": kept is not None,
+            "ON_DEVICE": on_device is not None,
         }
 
     def _rounding(self, numbers: StepNumbers) -> dict[str, Any]:
