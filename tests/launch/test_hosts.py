@@ -93,7 +93,7 @@ def said_by(processes: list[subprocess.Popen[str]], folder: Path) -> list[dict]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_of_one_machine_find_that_they_share_a_host(tmp_path, size):
+def test_ranks_of_one_machine_discover_that_they_share_a_host(tmp_path, size):
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     found = said_by([started(tmp_path, rank, size, **where) for rank in range(size)], tmp_path)
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -106,7 +106,7 @@ def test_ranks_of_one_machine_find_that_they_share_a_host(tmp_path, size):
 
 
 @needs_namespaces
-def test_network_namespaces_are_hosts_though_their_names_are_equal(tmp_path):
+def test_network_namespaces_are_hosts_even_with_equal_host_names(tmp_path):
     """With ranks dealt in turns, so that those of a host are not next to each other."""
     with two_machines() as machines:
         inside = [("ip", "netns", "exec", machine.name) for machine in machines]
@@ -138,7 +138,7 @@ with World.start("cpu", timeout_s=60) as world, mock.patch.object(
 
 
 @needs_namespaces
-def test_a_world_on_two_hosts_sends_messages_in_pairs_without_being_told(tmp_path):
+def test_a_world_on_two_hosts_uses_pairwise_messages_automatically(tmp_path):
     """Nothing in the environment says how many ranks a host has."""
 
     def start(machine: Machine, rank: int) -> subprocess.Popen[str]:
@@ -167,7 +167,7 @@ def _topology(world):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_world_that_meets_without_a_launcher_finds_its_hosts(ranks, size):
+def test_a_world_without_a_launcher_discovers_its_hosts(ranks, size):
     for found in ranks(size, _topology):
         assert found.hosts == (tuple(range(size)),)
         assert found.hosts_source == ("handshake" if size > 1 else "assumed")
@@ -180,7 +180,7 @@ def test_a_world_that_meets_without_a_launcher_finds_its_hosts(ranks, size):
         ("stopped", "AbsentError: the first rank on this host does not answer through its Unix"),
     ],
 )
-def test_a_rank_that_ends_or_stops_in_the_handshake_is_an_error_within_the_limit(
+def test_a_rank_that_dies_or_hangs_in_the_handshake_is_an_error_within_the_limit(
     tmp_path, mode, message
 ):
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
@@ -206,13 +206,13 @@ def find_all(size: int, store: dist.Store, timeout_s: float = 30.0) -> list[Topo
         return [rank.result() for rank in ranks]
 
 
-def test_many_ranks_ask_one():
+def test_many_ranks_query_one_leader():
     found = find_all(40, dist.HashStore())
     assert all(one == found[0] for one in found)
     assert found[0].hosts == (tuple(range(40)),)
 
 
-def test_who_holds_the_name_without_the_token_is_not_believed(monkeypatch):
+def test_a_socket_without_the_token_is_not_trusted(monkeypatch):
     store = dist.HashStore()
     store.set("host secret", "0123456789abcdef" * 2)
     with socket.socket(socket.AF_UNIX) as stranger:
@@ -236,7 +236,7 @@ def test_who_holds_the_name_without_the_token_is_not_believed(monkeypatch):
         thread.join()
 
 
-def test_without_abstract_sockets_the_launcher_is_believed_and_it_is_said(monkeypatch, caplog):
+def test_without_abstract_sockets_the_launcher_is_trusted_with_a_warning(monkeypatch, caplog):
     monkeypatch.setattr(hosts, "sys", SimpleNamespace(platform="darwin"))
     monkeypatch.setenv("MASTER_ADDR", "192.0.2.7")
     monkeypatch.setenv("WORLD_SIZE", "4")
@@ -257,7 +257,7 @@ def test_without_abstract_sockets_the_launcher_is_believed_and_it_is_said(monkey
     assert find_all(4, dist.HashStore())[0].hosts == ((0, 1, 2, 3),)
 
 
-def test_the_value_answers_who_is_where():
+def test_a_topology_knows_the_hosts_of_ranks():
     slow = Link(gb_per_s=0.1, source="measured")
     one = Topology(hosts=((3, 1), (0, 2, 4)), network_link=slow)
     assert one.hosts == ((0, 2, 4), (1, 3))
@@ -286,7 +286,7 @@ def test_the_value_answers_who_is_where():
         ({"network_link": Link(gb_per_s=0.0)}, "network_link: 0.0 GB/s, 0.25 ms; gb_per_s is"),
     ],
 )
-def test_a_topology_that_cannot_be_is_refused(wrong, message):
+def test_an_invalid_topology_is_refused(wrong, message):
     with pytest.raises(ConfigError, match=message):
         Topology(**{"hosts": ((0, 1),), **wrong})
 
@@ -301,7 +301,7 @@ network_link: {gb_per_s: 0.125, latency_ms: 0.4}
 """
 
 
-def test_a_file_describes_machines_that_are_not_here(tmp_path):
+def test_a_file_describes_other_machines(tmp_path):
     file = tmp_path / "hosts.yaml"
     file.write_text(DESCRIBED)
     found = read_topology(file, world_size=4)
@@ -336,14 +336,14 @@ def test_a_file_describes_machines_that_are_not_here(tmp_path):
          "host_link.source: 'guess' is not one of measured, given, assumed"),
     ],
 )  # fmt: skip
-def test_a_description_that_cannot_be_is_refused_by_its_key(tmp_path, text, message):
+def test_an_invalid_topology_file_is_refused_by_its_key(tmp_path, text, message):
     file = tmp_path / "hosts.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=rf"^parallel\.topology: .*hosts\.yaml: .*{message}"):
         read_topology(file, world_size=4)
 
 
-def test_explain_says_where_ranks_are_and_what_is_assumed(tmp_path):
+def test_explain_shows_hosts_and_which_values_are_assumed(tmp_path):
     file = tmp_path / "hosts.yaml"
     file.write_text(DESCRIBED)
     config = make_config("auto", "rowwise_adagrad", dtype="float32", dim=8)

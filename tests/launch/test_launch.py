@@ -80,7 +80,7 @@ def own_traceback(output: str) -> bool:
 
 
 @pytest.mark.parametrize("run", ["mistake_on_one"], indirect=True)
-def test_a_mistake_on_one_rank_is_not_lost_and_ends_all(run: Run) -> None:
+def test_a_mistake_on_one_rank_is_printed_and_ends_all(run: Run) -> None:
     run.pids()
     output = run.output(END_S)
     assert output.count("error: ") == 1
@@ -89,7 +89,7 @@ def test_a_mistake_on_one_rank_is_not_lost_and_ends_all(run: Run) -> None:
 
 
 @pytest.mark.parametrize("run", ["crash_on_all"], indirect=True)
-def test_an_error_of_the_program_shows_the_traceback_of_one_rank(run: Run) -> None:
+def test_an_error_of_the_program_prints_the_traceback_of_one_rank(run: Run) -> None:
     output = run.output(START_S)
     assert output.count("SbpError: matmul: [2, 3] x [4, 5] has no common dim") == 1
     assert (
@@ -99,7 +99,7 @@ def test_an_error_of_the_program_shows_the_traceback_of_one_rank(run: Run) -> No
 
 
 @pytest.mark.parametrize("run", ["own_words_on_one"], indirect=True)
-def test_an_unexpected_error_keeps_its_traceback_whatever_its_words(run: Run) -> None:
+def test_an_unexpected_error_keeps_its_traceback_whatever_its_text(run: Run) -> None:
     """Words such as torch's own of a lost peer."""
     run.pids()
     output = run.output(END_S)
@@ -145,7 +145,7 @@ def test_a_signal_ends_ranks_inside_a_collective(run: Run, signum: signal.Signal
 
 
 @pytest.mark.parametrize("run", ["ok"], indirect=True)
-def test_a_run_that_ends_well_is_silent_and_closes_its_groups(run: Run) -> None:
+def test_a_successful_run_is_silent_and_closes_its_groups(run: Run) -> None:
     output = run.output(START_S)
     assert run.process.returncode == 0
     assert output.count("group open: False") == 2
@@ -153,7 +153,7 @@ def test_a_run_that_ends_well_is_silent_and_closes_its_groups(run: Run) -> None:
 
 
 @pytest.mark.parametrize("lines", [10, 100_000], ids=["within the buffer", "beyond it"])
-def test_a_reader_that_leaves_early_ends_a_command_quietly(lines: int) -> None:
+def test_a_command_ends_quietly_if_its_reader_leaves(lines: int) -> None:
     """As ``explain | head``: no traceback, and the exit code of SIGPIPE."""
     code = f"""
 from sbpflow.runtime.processes.launch import dispatch, run_main

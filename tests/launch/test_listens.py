@@ -121,7 +121,7 @@ def resolve(monkeypatch, *addresses: str) -> None:
         ("service", ["192.0.2.7"], r"192\.0\.2\.7 is not an address of this machine"),
     ],
 )
-def test_a_store_that_listens_on_all_interfaces_says_so_and_why(
+def test_a_store_that_listens_on_all_interfaces_warns_with_the_reason(
     monkeypatch, caplog, name, addresses, why
 ):
     """As before where one address could be the wrong one; connecting is by the name."""
@@ -138,7 +138,7 @@ def test_a_store_that_listens_on_all_interfaces_says_so_and_why(
     assert message.endswith("see SECURITY.md")
 
 
-def test_a_name_of_this_machine_is_loopback_where_all_ranks_are_here(monkeypatch):
+def test_the_own_host_name_is_loopback_if_all_ranks_are_here(monkeypatch):
     resolve(monkeypatch, "::1", "127.0.1.1")
     monkeypatch.setenv("MASTER_ADDR", "own-name")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -148,7 +148,7 @@ def test_a_name_of_this_machine_is_loopback_where_all_ranks_are_here(monkeypatch
     assert module._address_of("own-name", 1) == ""
 
 
-def test_a_process_that_opens_its_store_twice_has_one(monkeypatch, caplog):
+def test_a_process_can_open_its_store_twice(monkeypatch, caplog):
     port = free_port()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))

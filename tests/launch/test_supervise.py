@@ -22,7 +22,7 @@ def start(folder: Path, job: str, **settings: str) -> subprocess.Popen[str]:
     )
 
 
-def test_a_job_that_fails_starts_again_until_it_ends_well(tmp_path):
+def test_a_failing_job_is_restarted_until_it_succeeds(tmp_path):
     job = "echo x >> starts; [ $(wc -l < starts) -ge 3 ] || exit 3"
     process = start(tmp_path, job)
     _, told = outputs_of(process, 30)
@@ -34,7 +34,7 @@ def test_a_job_that_fails_starts_again_until_it_ends_well(tmp_path):
     ]
 
 
-def test_it_gives_up_after_short_starts_and_says_so(tmp_path):
+def test_the_loop_gives_up_after_repeated_short_runs(tmp_path):
     process = start(tmp_path, "echo x >> starts; exit 2", RESTARTS="2")
     _, told = outputs_of(process, 30)
     assert process.returncode == 2
@@ -42,14 +42,14 @@ def test_it_gives_up_after_short_starts_and_says_so(tmp_path):
     assert told.endswith("supervise: ended with code 2, and no restart is left of 2\n")
 
 
-def test_starts_that_lasted_do_not_count(tmp_path):
+def test_long_runs_do_not_count_as_failures(tmp_path):
     job = "echo x >> starts; [ $(wc -l < starts) -ge 4 ] || exit 3"
     process = start(tmp_path, job, RESTARTS="1", SHORT_S="0")
     outputs_of(process, 30)
     assert process.returncode == 0
 
 
-def test_sigterm_is_passed_on_and_the_job_may_save_first(tmp_path):
+def test_sigterm_is_forwarded_and_the_job_may_save(tmp_path):
     job = "trap 'echo saved > saved; exit 130' TERM; touch ready; while :; do sleep 0.05; done"
     process = start(tmp_path, job)
     while not (tmp_path / "ready").exists():
@@ -61,7 +61,7 @@ def test_sigterm_is_passed_on_and_the_job_may_save_first(tmp_path):
     assert "starts again" not in told
 
 
-def test_a_job_that_waits_for_ever_after_its_ranks_is_ended(tmp_path):
+def test_a_launcher_that_hangs_after_its_ranks_is_killed(tmp_path):
     (tmp_path / "hang.py").write_text(
         "import pathlib, signal, subprocess, sys\n"
         "if pathlib.Path('once').exists(): sys.exit(0)\n"

@@ -32,7 +32,7 @@ def _train(world, who):
 
 
 @pytest.mark.parametrize("who", [0, 2])
-def test_one_rank_that_is_asked_stops_all_after_the_same_step(ranks, who):
+def test_a_signal_on_one_rank_stops_all_after_the_same_step(ranks, who):
     ends = ranks(3, _train, who)
     steps = {step for step, _ in ends}
     assert len(steps) == 1
@@ -42,7 +42,7 @@ def test_one_rank_that_is_asked_stops_all_after_the_same_step(ranks, who):
     assert codes == [EXIT_LOST_PEER, EXIT_LOST_PEER]
 
 
-def test_the_machine_that_was_told_is_named_whoever_left_first():
+def test_the_signaled_machine_is_named_whichever_rank_left_first():
     told, reason = Reason("terminated", order=2), Reason("peer_stopped", order=1)
     for machines in ({0: "a", 1: "b"}, {0: "a", 1: "a"}):
         text = compose({0: reason, 1: told}, 2, machines)

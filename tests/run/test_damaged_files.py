@@ -71,7 +71,7 @@ def test_a_report_of_damaged_files_is_a_page_or_one_message(run, name, count):
     assert name != "metrics.jsonl" or refused > count / 2
 
 
-def test_report_ends_with_code_2_and_the_way_out(run, capsys):
+def test_report_exits_with_code_2_and_a_remedy(run, capsys):
     file = run / "metrics.jsonl"
     file.write_bytes(file.read_bytes().replace(b'"step": 2,', b'"step": NaN,', 1))
     assert outcome(lambda: report([str(run)]))[1].startswith(f"{file}: line 2 is not an event")
@@ -91,7 +91,7 @@ def test_a_damaged_manifest_is_refused(tmp_path, capsys):
     assert "manifest.json: more than 64 levels of nesting; restore it" in capsys.readouterr().err
 
 
-def test_a_damaged_record_of_a_piece_is_made_again(tmp_path):
+def test_a_damaged_record_of_a_piece_is_recreated(tmp_path):
     file, content = tmp_path / "0.json", {"rows": 5, "files": {"a": [1, 2, {"crc32": 7}]}}
     write_record(file, content)
     for copy in damaged(file.read_bytes(), 200):
@@ -126,7 +126,7 @@ def rewritten(raw: bytes, documents: Mapping[str, Any]) -> bytes:
     return json.dumps(tree).encode()
 
 
-def test_documents_under_a_digest_that_fits_are_checked(tmp_path):
+def test_documents_with_a_valid_digest_are_checked(tmp_path):
     folder = tmp_path / "step-5"
     shutil.copytree(OLD / "checkpoints" / "sgd-dp", folder)
     file = folder / "index.json"
@@ -158,7 +158,7 @@ def test_documents_under_a_digest_that_fits_are_checked(tmp_path):
 
 
 @pytest.mark.parametrize("key", ["data", "cursor", "loop", "steps_of_before", "metrics_bytes"])
-def test_a_document_that_is_not_there_is_named(tmp_path, key):
+def test_a_missing_document_is_named(tmp_path, key):
     folder = tmp_path / "step-5"
     shutil.copytree(OLD / "checkpoints" / "sgd-dp", folder)
     file = folder / "index.json"
@@ -171,7 +171,7 @@ def test_a_document_that_is_not_there_is_named(tmp_path, key):
         check(saved)
 
 
-def test_a_loss_that_was_infinite_when_it_was_watched_is_read(tmp_path):
+def test_a_watched_loss_may_be_infinite(tmp_path):
     folder = tmp_path / "step-5"
     shutil.copytree(OLD / "checkpoints" / "sgd-dp", folder)
     file = folder / "index.json"
@@ -197,7 +197,7 @@ def test_commands_on_damaged_checkpoints_end_with_one_message(tmp_path, capsys):
     assert not (tmp_path / "scores.parquet").exists()
 
 
-def test_a_damaged_file_of_kernel_times_is_measured_again(tmp_path, caplog):
+def test_kernels_are_remeasured_if_their_file_is_damaged(tmp_path, caplog):
     path, shape = tmp_path / "kernels.json", shape_of()
     Profile(path).keep(shape, {"torch": 1.5, "numba": 1.0})
     unmeasured = KernelChoice("torch", "unmeasured")
@@ -243,7 +243,7 @@ def test_values_at_the_limits_are_read_or_refused(value):
         ('{"a": 1', "not JSON (Expecting ',' delimiter at line 1, column 8)"),
     ],
 )
-def test_what_json_cannot_be_is_named(text, says):
+def test_invalid_json_is_refused_with_the_reason(text, says):
     with pytest.raises(JsonError) as caught:
         parse_json(text, "f.json")
     assert says in str(caught.value)
@@ -261,12 +261,12 @@ def test_the_size_of_a_file_is_limited(tmp_path):
         read_json(tmp_path / "absent.json")
 
 
-def test_infinity_is_read_only_where_it_is_asked_for():
+def test_infinity_is_accepted_only_on_request():
     assert parse_json("[Infinity]", finite=False) == [float("inf")]
     assert parse_json(r'"\ud83d\ude00"') == "\U0001f600"
 
 
-def test_each_kind_of_damage_is_made():
+def test_all_kinds_of_damage_occur():
     raw = b'{"a": [1, {"b": 2}], "c": "x"}'
     copies = list(damaged(raw, 400))
     assert raw not in copies

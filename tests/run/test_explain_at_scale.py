@@ -45,7 +45,7 @@ def _imported():
         ("2", 1024, 2_000_000, FIELDS, None),
     ],
 )
-def test_a_plan_of_many_ranks_takes_few_calls_and_few_lines(scheme, size, most, fields, tables):
+def test_planning_for_many_ranks_needs_few_calls_and_lines(scheme, size, most, fields, tables):
     """Calls of functions are counted, about two million a second: seconds change with the load.
 
     Auto plans and prices up to 16 layouts of all tables.

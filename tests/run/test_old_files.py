@@ -52,7 +52,7 @@ FLOAT32 = 1e-5
 
 
 @pytest.mark.parametrize("name", EXPECTED["sets"])
-def test_a_set_is_verified_and_gives_the_rows_it_had(name):
+def test_an_old_set_is_verified_and_gives_the_same_rows(name):
     assert data_main(["verify", str(OLD / name)]) == 0
     assert row_digests(rows_of(OLD / name)) == EXPECTED["sets"][name]
 
@@ -163,7 +163,7 @@ def whole(held):
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "per-shard"])
-def test_a_checkpoint_has_the_values_it_had_and_training_goes_on(ranks, name, size):
+def test_an_old_checkpoint_has_the_same_values_and_training_resumes(ranks, name, size):
     expected = LAYOUTS[name]
     results = ranks(size, _go_on, name, len(expected["losses"]))
     restored = whole([before for before, _, _ in results])
@@ -176,7 +176,7 @@ def test_a_checkpoint_has_the_values_it_had_and_training_goes_on(ranks, name, si
     )
 
 
-def test_state_by_column_shard_goes_on_under_these_shards_alone(ranks):
+def test_state_per_column_shard_is_restored_only_to_equal_shards(ranks):
     """And rows of bfloat16, which travel as bfloat16."""
     expected = LAYOUTS["per-shard"]
     results = ranks(2, _go_on, "per-shard", len(expected["losses"]))
@@ -190,7 +190,7 @@ def test_state_by_column_shard_goes_on_under_these_shards_alone(ranks):
         ranks(1, _go_on, "per-shard", 1)
 
 
-def test_an_old_checkpoint_goes_on_with_the_set_that_grew(ranks):
+def test_an_old_checkpoint_resumes_with_a_grown_set(ranks):
     ((before, losses, _),) = ranks(1, _go_on, "rowwise-reduce", 1, "grown")
     assert np.isfinite(losses).all()
     found, saved = whole([before]), open_checkpoint(OLD / "checkpoints/rowwise-reduce")
@@ -211,7 +211,7 @@ def test_the_files_of_a_run_are_read(name, tmp_path, capsys):
     assert plan_from_json(json.dumps(kept)).world_size == (1 if name == "interrupted" else 2)
 
 
-def test_an_interrupted_run_goes_on_to_the_losses_of_one_that_was_not(tmp_path):
+def test_an_old_interrupted_run_resumes_to_the_same_losses(tmp_path):
     expected = EXPECTED["interrupted"]
     shutil.copytree(OLD / "interrupted", tmp_path / "run")
     stopped = events(tmp_path / "run")
@@ -229,7 +229,7 @@ def test_an_interrupted_run_goes_on_to_the_losses_of_one_that_was_not(tmp_path):
     assert not list(tmp_path.glob("run/previous-*"))
 
 
-def test_predictions_of_a_finished_run_are_what_they_were(tmp_path):
+def test_predictions_of_an_old_run_are_unchanged(tmp_path):
     pl = pytest.importorskip("polars")
     words = ["--checkpoint", str(OLD / "run"), "--output"]
     for kind, source in (("scores", "set"), ("raw_scores", "input/tomorrow.csv")):
@@ -239,7 +239,7 @@ def test_predictions_of_a_finished_run_are_what_they_were(tmp_path):
         assert scores == pytest.approx(EXPECTED["finished"][kind], abs=FLOAT32)
 
 
-def test_an_exported_model_scores_as_its_run():
+def test_an_old_exported_model_scores_like_its_run():
     writer = json.loads((OLD / "export/model.json").read_text())
     wrote = writer["versions"]["torch"]
     mine, its = (tuple(map(int, minor(one).split("."))) for one in (torch.__version__, wrote))
@@ -263,7 +263,7 @@ def test_an_exported_model_scores_as_its_run():
     assert scores == pytest.approx(EXPECTED["finished"]["scores"], abs=FLOAT32)
 
 
-def test_exported_tensors_are_those_of_the_checkpoint():
+def test_old_exported_tensors_equal_the_checkpoint():
     load_file = pytest.importorskip("safetensors.torch").load_file
     (path,) = (OLD / "run/checkpoints").glob("step-*")
     saved = open_checkpoint(path)
@@ -287,7 +287,7 @@ def test_an_old_calibration_is_refused_and_an_old_plan_is_priced():
     assert new <= old * (1 + 1e-9), "a search of today finds nothing worse"
 
 
-def test_a_run_takes_the_plan_that_an_old_run_was_given():
+def test_a_run_accepts_the_table_plan_of_an_old_run():
     tables = OLD / "planned/tables.yaml"
     saved = plan_from_json((OLD / "planned/plan.json").read_text())
     words = [f"parallel.plan={tables}", "model={name: wdl, hidden: [6], wide: {crosses: []}}"]

@@ -54,7 +54,7 @@ def test_a_plan_with_the_former_names_of_classes_fields_and_moves_is_read():
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"format": 2, "plan": {}}', '{"format": 1, "plan": {"is": "Path"}}']
 )
-def test_what_is_no_plan_is_refused(text):
+def test_a_file_that_is_not_a_plan_is_refused(text):
     with pytest.raises(DataError, match="plan: "):
         plan_from_json(text)
 

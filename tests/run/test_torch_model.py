@@ -252,7 +252,7 @@ class InTurn(nn.Module):
         return self.second(self.last(x))
 
 
-def test_the_transfers_of_norms_are_in_the_plan():
+def test_transfers_of_batch_norms_are_in_the_plan():
     """In the order of the calls, so that a run makes what its plan has."""
     given = config("3", Model(kind="in turn"))
     _, plan = plan_run(given, FIELDS, world_size=2, device_type="cpu")
@@ -271,7 +271,7 @@ def test_norms_called_in_another_order_run_as_planned(ranks):
         assert all(loss > 0 for loss in losses)
 
 
-def test_autocast_of_a_module_is_torch_s(ranks):
+def test_autocast_equals_torch_s(ranks):
     exact, _ = expected()
     ((narrow, _),) = ranks(1, train, "3", Model(kind="autocast"), "float32")
     # bfloat16 keeps 8 bits: each loss is near, none equal.
@@ -279,7 +279,7 @@ def test_autocast_of_a_module_is_torch_s(ranks):
     assert narrow != pytest.approx(exact, abs=1e-5)
 
 
-def test_dropout_is_drawn_by_step_and_part_alone(ranks):
+def test_dropout_depends_only_on_step_and_rank(ranks):
     one, again = (ranks(2, train, "3", Model(dropout=0.5))[0][0] for _ in range(2))
     assert one == again
     assert one != ranks(2, train, "3", Model())[0][0]
@@ -311,7 +311,7 @@ def refusal(world: World, kind: str) -> str:
         ("mean loss", r"row_loss: returned \[\] for 24 rows; .*reduction='none'"),
     ],
 )
-def test_what_would_train_wrong_is_refused(ranks, kind, said):
+def test_modules_that_would_train_incorrectly_are_refused(ranks, kind, said):
     (message,) = ranks(1, refusal, kind)
     assert re.search(said, message), message
 
@@ -331,7 +331,7 @@ def apart(world: World) -> str:
     return str(caught.value)
 
 
-def test_ranks_that_start_apart_are_told_before_the_first_step(ranks):
+def test_different_initial_values_are_reported_before_the_first_step(ranks):
     for message in ranks(2, apart):
         assert "parameter last.weight: its initial values differ between ranks" in message
 
@@ -369,20 +369,20 @@ def wander(world: World) -> list[str]:
     return said
 
 
-def test_a_forward_that_converts_something_else_is_refused(ranks):
+def test_a_forward_with_unplanned_conversions_is_refused(ranks):
     for more, less in ranks(2, wander):
         assert "the dense part asks for more/fwd" in more
         assert "asks for" in less
         assert "where the plan of this run has mlp" in less
 
 
-def test_its_parameters_are_not_split():
+def test_parameters_of_a_torch_module_cannot_be_split():
     given = config("3", Model(), dense={"first.*": "S(0)"})
     with pytest.raises(ConfigError, match=r"parallel\.dense\.first\.\*: own is a torch module"):
         plan_run(given, FIELDS, world_size=2, device_type="cpu")
 
 
-def test_a_spec_that_lacks_something_is_told_what():
+def test_an_incomplete_spec_is_refused_with_the_missing_parts():
     given = config("3", Model())
     object.__setattr__(
         given, "model", type("NoSpec", (), {"name": "own", "spec": lambda *_: None})()
@@ -408,7 +408,7 @@ def run_example_here(world: World) -> str:
     return printed.getvalue()
 
 
-def test_the_example_gives_one_curve_on_any_number_of_ranks(ranks):
+def test_the_example_prints_equal_losses_on_any_number_of_ranks(ranks):
     started = run_example(2)
     losses = [float(line.split()[-1]) for line in started.splitlines()]
     assert len(losses) == 3
@@ -416,7 +416,7 @@ def test_the_example_gives_one_curve_on_any_number_of_ranks(ranks):
     assert [ranks(size, run_example_here)[0] for size in (1, 4)] == [started] * 2
 
 
-def test_a_class_of_the_users_own_is_named_in_the_configuration(tmp_path):
+def test_a_configuration_may_name_a_user_s_class(tmp_path):
     from sbpflow.config.load import dump_config, load_config
     from sbpflow.models.registry import MODELS
 

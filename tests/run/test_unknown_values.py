@@ -36,7 +36,7 @@ from sbpflow.training.learning_rate import rate_factor
 CPU = torch.device("cpu")
 
 
-def test_a_rule_that_a_kernel_does_not_know():
+def test_a_kernel_refuses_an_unknown_rule():
     """The numba kernel is asked for a rule that it has no function for."""
     if find_spec("numba") is None:
         pytest.skip("numba is not installed")
@@ -59,7 +59,7 @@ def test_a_rule_that_a_kernel_does_not_know():
     assert not storage.weights.any()
 
 
-def test_a_metric_of_which_nobody_says_whether_more_is_better():
+def test_an_unknown_metric_is_refused():
     with pytest.raises(ValueError, match=r"metric: 'recall' .*auc or gauc or logloss or normal"):
         is_better("recall", 0.9, 0.5, 0.0)
     assert is_better("auc", 0.9, 0.5, 0.0)
@@ -67,7 +67,7 @@ def test_a_metric_of_which_nobody_says_whether_more_is_better():
 
 
 @pytest.mark.parametrize("ragged", [False, True])
-def test_a_policy_for_ids_that_the_reader_does_not_know(ragged):
+def test_an_unknown_policy_for_bad_ids_is_refused(ragged):
     table = TableConfig(name="t", features=("f",), num_rows=4, dim=2)
     world = Placement.line("cpu", 1)
     plan = plan_embeddings(
@@ -150,6 +150,6 @@ def _norm():
         (_norm, ValueError, "model.norm: 'group' .*none or batch or layer"),
     ],
 )
-def test_a_value_that_is_not_known(use, error, message):
+def test_an_unknown_value_is_refused(use, error, message):
     with pytest.raises(error, match=message):
         use()

@@ -28,7 +28,6 @@ from sbpflow.training.step_schedule import (
     CLIP_ROWS,
     OVERLAPPED,
     SERIAL,
-    Move,
     StepSchedule,
     clipped,
     current_name,
@@ -158,7 +157,7 @@ def _decode(value: object) -> object:
         content["topology"] = _encode(Topology.one_host(len(ranks)))
     kind = _classes()[_RENAMED_CLASSES.get(content["is"], content["is"])]
     values = {_RENAMED.get(key, key): _decode(i) for key, i in content.items() if key != "is"}
-    if kind is Move:
+    if content["is"] == "Move":
         values["name"] = current_name(cast("str", values["name"]))
     for key, item in values.items():
         if not _fits(item, _hints(kind)[key]):
