@@ -29,7 +29,7 @@ from sbpflow.runtime.processes.exit_messages import Meeting, Reason, compose
 from sbpflow.runtime.processes.launch import _MAKE_ROOM, _NEED_LESS, ArgumentParser, classify
 from sbpflow.runtime.processes.store import first_line, no_store
 from sbpflow.runtime.ranks.world import World, broken, device_type_of, refused
-from tests.deadlines import Deadline, crowd, output_of
+from tests.deadlines import Deadline, load_per_core, output_of
 
 ROOT = Path(__file__).resolve().parents[2]
 ENTRY = ROOT / "tests" / "launch" / "entry.py"
@@ -71,7 +71,7 @@ def test_one_process_prints_a_mistake_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("call", "code", "said"),
+    ("call", "code", "message"),
     [
         ("sys.exit(7)", 7, "sys.exit(7)"),
         ("exit(-1)", 255, "sys.exit(-1)"),
@@ -80,7 +80,7 @@ def test_one_process_prints_a_mistake_once(tmp_path):
         ("sys.exit(10**30)", 1, "sys.exit(1000000000000000000000000000000)"),
     ],
 )
-def test_sys_exit_of_the_program_is_reported_with_its_line(tmp_path, call, code, said):
+def test_sys_exit_of_the_program_is_reported_with_its_line(tmp_path, call, code, message):
     program = tmp_path / "program.py"
     program.write_text(
         "import sys\nfrom sbpflow.runtime.processes.launch import run_main\n\n\n"
@@ -94,7 +94,7 @@ def test_sys_exit_of_the_program_is_reported_with_its_line(tmp_path, call, code,
         check=False,
         timeout=LIMIT_S,
     )
-    expected = f"the program ended itself with exit code {code}: {said} at {program}:6, in main"
+    expected = f"the program ended itself with exit code {code}: {message} at {program}:6, in main"
     assert (done.returncode, done.stderr) == (code, f"\n{expected}\n[rank 0]\n")
 
 
@@ -117,7 +117,7 @@ def test_a_single_rank_needs_no_rendezvous_address(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("cuda", "driver", "said"),
+    ("cuda", "driver", "message"),
     [
         (None, False, ""),
         (None, True, r"torch \S+ is a CPU build although an NVIDIA driver is installed; install"),
@@ -125,7 +125,7 @@ def test_a_single_rank_needs_no_rendezvous_address(tmp_path):
         ("13.0", False, r"torch \S+ cannot use CUDA: driver too old; no NVIDIA driver is loaded$"),
     ],
 )
-def test_device_auto_logs_why_it_uses_the_cpu(monkeypatch, tmp_path, caplog, cuda, driver, said):
+def test_device_auto_logs_why_it_uses_the_cpu(monkeypatch, tmp_path, caplog, cuda, driver, message):
     def fail() -> None:
         raise RuntimeError("driver too old.\nmore")
 
@@ -137,8 +137,8 @@ def test_device_auto_logs_why_it_uses_the_cpu(monkeypatch, tmp_path, caplog, cud
     with World.start("auto") as world:
         assert world.device.type == "cpu"
     found = [text for text in caplog.messages if text.startswith("device auto: this run is on")]
-    assert len(found) == bool(said)
-    assert all(re.search(said, text) for text in found)
+    assert len(found) == bool(message)
+    assert all(re.search(message, text) for text in found)
     caplog.clear()
     with World.start("cpu"):
         assert not caplog.messages, "who asked for the CPU needs no reason"
@@ -163,7 +163,7 @@ def test_more_ranks_than_devices_are_refused_before_nccl_is_used(monkeypatch):
 
 
 def test_ranks_started_by_hand_print_one_message(tmp_path):
-    """Here rank 0 serves the store, and must not take it away before the others have read it."""
+    """Rank 0 serves the store, so it must not exit before the others have read it."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": 2}
     ranks = [start("mistakes_differ", tmp_path, RANK=rank, **address) for rank in range(2)]
     outputs = [output_of(process, LIMIT_S) for process in ranks]
@@ -175,7 +175,7 @@ def test_ranks_started_by_hand_print_one_message(tmp_path):
 
 
 def start_some(folder: Path, size: int, here: dict[int, float], mode: str = "world"):
-    """Outputs and exit codes of the ranks in ``here`` (rank -> its patience in seconds)."""
+    """Return outputs and exit codes of the ranks in ``here``, a map of rank to timeout in s."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": size}
     ranks = [
         start(mode, folder, RANK=rank, TIMEOUT_S=timeout_s, **address)
@@ -187,8 +187,8 @@ def start_some(folder: Path, size: int, here: dict[int, float], mode: str = "wor
 
 @pytest.mark.parametrize("patience", [(10, 10), (10, 60), (60, 10)])
 def test_each_rank_that_started_names_the_ranks_that_did_not(tmp_path, patience):
-    """Also where another rank than 0 gives up first, and where others would wait much longer."""
-    patience = [round(seconds * crowd()) for seconds in patience]
+    """Also if another rank than 0 times out first, and if others would wait much longer."""
+    patience = [round(seconds * load_per_core()) for seconds in patience]
     outputs, codes = start_some(tmp_path, 3, {0: patience[0], 2: patience[1]})
     assert codes == [3, 3]
     for output in outputs:
@@ -208,16 +208,16 @@ def test_rank_0_names_all_ranks_that_did_not_join(tmp_path):
 
 
 def test_a_rank_number_used_by_two_processes_is_refused(tmp_path):
-    """The third process would wait for the rank that nobody is."""
+    """Otherwise the third process would wait for the missing rank number."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": 3}
     ranks = [start("world", tmp_path, RANK=rank, TIMEOUT_S=40, **address) for rank in (0, 1, 1)]
     outputs = [output_of(process, LIMIT_S) for process in ranks]
     codes = [process.returncode for process in ranks]
     assert 2 in codes[1:]
     assert set(codes) <= {2, 3}, "no rank hangs or starts"
-    said = "".join(outputs)
-    assert "error: RANK=1: process " in said
-    assert "already has this number" in said
+    message = "".join(outputs)
+    assert "error: RANK=1: process " in message
+    assert "already has this number" in message
 
 
 def test_ranks_start_once_all_have_joined(tmp_path):
@@ -241,7 +241,7 @@ def test_a_rank_0_that_does_not_answer_counts_as_absent():
 
 @pytest.fixture
 def impatient(monkeypatch):
-    """This process as rank 1 of 2; gives a function that sets the port and the patience."""
+    """Make this process rank 1 of 2; return a function that sets the port and the timeout."""
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -275,7 +275,7 @@ def test_a_silent_listener_is_reported_within_the_time_limit(impatient, taken_po
 
 
 def test_a_late_rank_0_is_waited_for(impatient):
-    """Its store is served from another thread of this process, as ranks 0 and 1 would share it."""
+    """Its store is served from another thread of this process."""
     from torch.distributed import TCPStore
 
     port = free_port()

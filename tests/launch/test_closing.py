@@ -1,4 +1,4 @@
-"""Process groups that do not close: who asks for it is told in time, whichever way it asks."""
+"""Process groups that do not close: the caller gets an error in time."""
 
 import threading
 
@@ -12,7 +12,7 @@ from sbpflow.runtime.ranks.world import World
 
 @pytest.fixture
 def stuck(monkeypatch):
-    """Groups that are open and whose end takes 3 s, where 0.2 are allowed."""
+    """Open groups whose destruction takes 3 s, with a limit of 0.2 s."""
     ended = threading.Event()
     monkeypatch.setattr(closing, "_CLOSE_S", 0.2)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
@@ -54,4 +54,4 @@ def test_a_world_closes_at_the_end_of_its_context():
         assert dist.is_initialized()
         world.barrier()
     assert not dist.is_initialized()
-    world.close()  # once more is nothing
+    world.close()  # a second call has no effect

@@ -1,4 +1,4 @@
-"""Which ranks share a host: what they find together, what a file says, and the value of both."""
+"""Hosts of ranks: discovered by a handshake, or described in a file."""
 
 import json
 import os
@@ -57,14 +57,14 @@ try:
     store.add("found", 1)
     while store.add("found", 0) < size:
         time.sleep(0.01)
-    said = {"hosts": found.hosts, "source": found.hosts_source, "same": again == found,
+    facts = {"hosts": found.hosts, "source": found.hosts_source, "same": again == found,
             "memory": found.memory_bytes, "machine": platform.node(),
             "sockets": Path("/proc/net/unix").read_text().count(store.get("host secret")[:16])}
 except Exception as error:
-    said = {"error": f"{type(error).__name__}: {error}"}
+    facts = {"error": f"{type(error).__name__}: {error}"}
     seconds = time.perf_counter() - start
-said["seconds"] = seconds
-Path(sys.argv[1], str(rank)).write_text(json.dumps(said))
+facts["seconds"] = seconds
+Path(sys.argv[1], str(rank)).write_text(json.dumps(facts))
 store.add("done", 1)
 while rank == 0 and mode == "ok" and store.add("done", 0) < size:  # it serves the store
     time.sleep(0.01)
@@ -85,7 +85,7 @@ def started(folder: Path, rank: int, size: int, prefix: tuple[str, ...] = (), **
 
 
 def said_by(processes: list[subprocess.Popen[str]], folder: Path) -> list[dict]:
-    """What the ranks found, by rank."""
+    """Return the facts that the ranks wrote, by rank."""
     texts = [output_of(process, LIMIT_S) for process in processes]
     files = [folder / str(rank) for rank in range(len(processes))]
     assert all(file.exists() for file in files), texts
@@ -107,7 +107,7 @@ def test_ranks_of_one_machine_discover_that_they_share_a_host(tmp_path, size):
 
 @needs_namespaces
 def test_network_namespaces_are_hosts_even_with_equal_host_names(tmp_path):
-    """With ranks dealt in turns, so that those of a host are not next to each other."""
+    """Ranks alternate between hosts, so those of a host are not consecutive."""
     with two_machines() as machines:
         inside = [("ip", "netns", "exec", machine.name) for machine in machines]
         where = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": PORT}
@@ -139,7 +139,7 @@ with World.start("cpu", timeout_s=60) as world, mock.patch.object(
 
 @needs_namespaces
 def test_a_world_on_two_hosts_uses_pairwise_messages_automatically(tmp_path):
-    """Nothing in the environment says how many ranks a host has."""
+    """The environment does not contain the number of ranks per host."""
 
     def start(machine: Machine, rank: int) -> subprocess.Popen[str]:
         where = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": str(PORT), "WORLD_SIZE": "2"}
@@ -155,8 +155,8 @@ def test_a_world_on_two_hosts_uses_pairwise_messages_automatically(tmp_path):
 
     with two_machines() as machines:
         processes = [start(one, rank) for rank, one in enumerate(machines)]
-        said = [output_of(process, LIMIT_S) for process in processes]
-        assert not any(process.returncode for process in processes), said
+        message = [output_of(process, LIMIT_S) for process in processes]
+        assert not any(process.returncode for process in processes), message
         for rank, machine in enumerate(machines):
             found = (tmp_path / str(rank)).read_text()
             assert found == f"((0,), (1,)) {machine.interface} True"
@@ -197,7 +197,7 @@ def test_a_rank_that_dies_or_hangs_in_the_handshake_is_an_error_within_the_limit
 
 
 def find_all(size: int, store: dist.Store, timeout_s: float = 30.0) -> list[Topology]:
-    """By threads, each a rank."""
+    """Run one thread per rank."""
     with ThreadPoolExecutor(size) as pool:
         ranks = [
             pool.submit(find_topology, TimedStore(store, "here"), rank, size, "cpu", timeout_s)
@@ -244,8 +244,8 @@ def test_without_abstract_sockets_the_launcher_is_trusted_with_a_warning(monkeyp
     for one in find_all(4, dist.HashStore()):
         assert one.hosts == ((0, 1), (2, 3))
         assert one.hosts_source == "assumed"
-    said = "ranks 2..3 are assumed to share a host because of LOCAL_WORLD_SIZE or MASTER_ADDR"
-    assert sum(said in message for message in caplog.messages) == 1
+    warning = "ranks 2..3 are assumed to share a host because of LOCAL_WORLD_SIZE or MASTER_ADDR"
+    assert sum(warning in message for message in caplog.messages) == 1
     for value, shown in (("3", "3"), (None, "unset")):
         if value is None:
             monkeypatch.delenv("LOCAL_WORLD_SIZE")

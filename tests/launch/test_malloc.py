@@ -1,4 +1,4 @@
-"""Memory that a process frees stays its own."""
+"""Freed memory stays with the process."""
 
 import subprocess
 import sys
@@ -26,7 +26,7 @@ print(faults() - before)
 
 
 def page_faults(*, keep: bool) -> int:
-    """Of 20 arrays of 48 MB in turn, after three others."""
+    """Return the page faults of 20 arrays of 48 MB, one at a time, after a warm-up of three."""
     words = [sys.executable, "-c", FAULTS.format(keep=keep)]
     return int(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
 

@@ -1,4 +1,4 @@
-"""The loop around a job: starts again what failed, passes signals on, gives up in the end."""
+"""The restart loop: it restarts a failed job, forwards signals, and finally gives up."""
 
 import signal
 import subprocess

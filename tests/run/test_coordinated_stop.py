@@ -1,4 +1,4 @@
-"""One rank is asked to stop: all end after the same step, and say whose signal it was."""
+"""After a signal on one rank, all ranks stop after the same step and name its machine."""
 
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ ASKED_IN = 5  # the step
 
 
 def _train(world, who):
-    """Steps that need all ranks; what this rank did last."""
+    """Run steps that need all ranks; return the last step and the exit code."""
     coordinated_stop._LOOK_S = 0.0
     signals = SimpleNamespace(asked=0, leave=lambda: None)
     stop = CoordinatedStop(signals, world, timeout_s=20.0)
@@ -27,8 +27,8 @@ def _train(world, who):
                 stop.leave()
             except PeerStoppedError as error:
                 return step, classify(error)[1]
-            return step, EXIT_INTERRUPT  # where the signal was raised once more
-    raise AssertionError("it trained on")
+            return step, EXIT_INTERRUPT  # leave raised the signal again
+    raise AssertionError("it did not stop")
 
 
 @pytest.mark.parametrize("who", [0, 2])
@@ -43,8 +43,8 @@ def test_a_signal_on_one_rank_stops_all_after_the_same_step(ranks, who):
 
 
 def test_the_signaled_machine_is_named_whichever_rank_left_first():
-    told, reason = Reason("terminated", order=2), Reason("peer_stopped", order=1)
+    signaled, stopped = Reason("terminated", order=2), Reason("peer_stopped", order=1)
+    posts = {0: stopped, 1: signaled}
     for machines in ({0: "a", 1: "b"}, {0: "a", 1: "a"}):
-        text = compose({0: reason, 1: told}, 2, machines)
-        assert text.startswith("stopped by SIGTERM")
-    assert compose({0: reason, 1: told}, 2, {0: "a", 1: "b"}).endswith("sent to rank 1 on b")
+        assert compose(posts, 2, machines).startswith("stopped by SIGTERM")
+    assert compose(posts, 2, {0: "a", 1: "b"}).endswith("sent to rank 1 on b")

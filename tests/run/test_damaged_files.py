@@ -1,4 +1,4 @@
-"""Damaged files of runs, sets and checkpoints: one message of ours, or what was written."""
+"""Damaged files of runs, sets and checkpoints give one message or the original values."""
 
 import hashlib
 import json
@@ -30,23 +30,23 @@ from tests.embedding.test_measure import shape_of
 
 OLD = Path(__file__).parents[1] / "fixtures" / "d4baee1"
 OURS = (ConfigError, DataError, CheckpointError)
-MOST_SAID = 3000  # characters of a message
+MAX_CHARACTERS = 3000  # of a message
 
 
 def outcome(read: Callable[[], Any]) -> tuple[Any, str]:
-    """What it gives and "", or None and the message of one of our errors; others are failures."""
+    """Return (result, ""), or (None, message) for one of our errors; other errors propagate."""
     try:
         return read(), ""
     except OURS as error:
-        said = str(error)
-    assert said.isprintable(), said
-    assert len(said) < MOST_SAID, said
-    return None, said
+        message = str(error)
+    assert message.isprintable(), message
+    assert len(message) < MAX_CHARACTERS, message
+    return None, message
 
 
 @pytest.fixture
 def run(tmp_path) -> Path:
-    """The folder of a run, as far as a report reads it."""
+    """A run folder with the files that a report reads."""
     folder = tmp_path / "run"
     folder.mkdir()
     for name in ("metrics.jsonl", "plan.json", "start.txt"):
@@ -62,9 +62,9 @@ def test_a_report_of_damaged_files_is_a_page_or_one_message(run, name, count):
     refused = noted = 0
     for copy in damaged(file.read_bytes(), count, others=others):
         file.write_bytes(copy)
-        page, said = outcome(lambda: write_report([run], run / "page.html").read_text())
-        refused += bool(said)
-        assert not said or str(file) in said
+        page, message = outcome(lambda: write_report([run], run / "page.html").read_text())
+        refused += bool(message)
+        assert not message or str(file) in message
         if name == "plan.json":
             noted += "plan.json is not shown" in page
     assert name != "plan.json" or noted == count, "it has a checksum"
@@ -83,8 +83,8 @@ def test_a_damaged_manifest_is_refused(tmp_path, capsys):
     whole, file = load_manifest(tmp_path), tmp_path / "manifest.json"
     for copy in damaged(file.read_bytes(), 150):
         file.write_bytes(copy)
-        found, said = outcome(lambda: load_manifest(tmp_path))
-        assert said.startswith(f"{file}: ") or found.content == whole.content
+        found, message = outcome(lambda: load_manifest(tmp_path))
+        assert message.startswith(f"{file}: ") or found.content == whole.content
         assert outcome(lambda: check_unchanged(whole))[1] or found is not None
     file.write_bytes(b"[" * 100_000)
     assert data_main(["stats", str(tmp_path)]) == 2
@@ -114,12 +114,12 @@ def test_a_damaged_index_is_refused(tmp_path):
     whole, file = open_checkpoint(folder).index, folder / "index.json"
     for copy in damaged(file.read_bytes(), 150):
         file.write_bytes(copy)
-        found, said = outcome(lambda: open_checkpoint(folder))
-        assert said.startswith(str(file)) or found.index == whole
+        found, message = outcome(lambda: open_checkpoint(folder))
+        assert message.startswith(str(file)) or found.index == whole
 
 
 def rewritten(raw: bytes, documents: Mapping[str, Any]) -> bytes:
-    """The index with other documents and a digest that fits."""
+    """Write the index with other documents and a valid digest."""
     tree = json.loads(raw)
     tree["content"]["documents"] = documents
     tree["sha256"] = hashlib.sha256(json.dumps(tree["content"]).encode()).hexdigest()
@@ -179,9 +179,9 @@ def test_a_watched_loss_may_be_infinite(tmp_path):
     for value, fits in ((float("inf"), True), (0.5, True), (None, True), (float("nan"), False)):
         documents["loop"] = {"stop": {"value": value, "step": 3, "waited": 1}}
         file.write_bytes(rewritten(file.read_bytes(), documents))
-        said = outcome(lambda: check_start(open_checkpoint(folder)))[1]
-        assert fits is not bool(said), said
-    assert "its loop.stop.value is nan" in said
+        message = outcome(lambda: check_start(open_checkpoint(folder)))[1]
+        assert fits is not bool(message), message
+    assert "its loop.stop.value is nan" in message
 
 
 def test_commands_on_damaged_checkpoints_end_with_one_message(tmp_path, capsys):
@@ -192,8 +192,8 @@ def test_commands_on_damaged_checkpoints_end_with_one_message(tmp_path, capsys):
         file.write_bytes(copy)
         assert checkpoint_command(["verify", str(run)]) == 1
         words = ["--checkpoint", str(run), "--input", str(OLD / "set"), "--output"]
-        said = outcome(lambda: predict([*words, str(tmp_path / "scores.parquet")]))[1]  # noqa: B023
-        assert "every checkpoint there is damaged" in said
+        message = outcome(lambda: predict([*words, str(tmp_path / "scores.parquet")]))[1]  # noqa: B023
+        assert "every checkpoint there is damaged" in message
     assert not (tmp_path / "scores.parquet").exists()
 
 
@@ -218,13 +218,13 @@ def test_kernels_are_remeasured_if_their_file_is_damaged(tmp_path, caplog):
 
 @pytest.mark.parametrize("value", VALUES)
 def test_values_at_the_limits_are_read_or_refused(value):
-    found, said = None, ""
+    found, message = None, ""
     try:
         found = parse_json(f'{{"key": {value}}}', "f.json")
     except JsonError as error:
-        said = str(error)
-    assert said.startswith("f.json: ") or found
-    assert len(said) < 200
+        message = str(error)
+    assert message.startswith("f.json: ") or found
+    assert len(message) < 200
     json.dumps(found, allow_nan=False, ensure_ascii=False).encode()
 
 

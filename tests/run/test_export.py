@@ -1,4 +1,4 @@
-"""An exported model: equal to the job it came from, read with torch alone, rows of fewer bits."""
+"""Exported models equal their job, load with torch alone, and may have 8- or 16-bit rows."""
 
 import json
 import os
@@ -50,7 +50,7 @@ assert not {m.partition(".")[0] for m in sys.modules} & {"sbpflow", "models", "d
 
 
 def values_of(job: Job, name: str) -> Tensor:
-    """A whole logical tensor of a job of one rank."""
+    """Return a whole logical tensor of a one-rank job."""
     tensor = job.state()[name]
     (one,) = tensor.rectangles
     return one.values.clone().reshape(tensor.shape)
@@ -77,7 +77,7 @@ def plain_of(job: Job, spec, fields: Fields, row_format="as_trained") -> PlainMo
 
 
 def _criteo_like(world: World, folder):
-    """Errors of the plain model, and what a process with torch alone makes of its file."""
+    """Return the differences of the plain model, and of its file in a process with only torch."""
     config = make_config("1", "adagrad", dtype="float32")
     batches = make_batches(7, 30)
     job, model = trained(world, config, FIELDS, batches)
@@ -117,7 +117,7 @@ def test_an_exported_file_gives_the_job_s_logits_with_torch_alone(ranks, tmp_pat
 
 
 def _lists(world: World, folder):
-    """The same over lists with weights and without, fixed fields, mean and sum."""
+    """Like above, for lists with and without weights, fixed fields, mean and sum."""
     manifest = load_manifest(folder / "set")
     data = DataConfig(path=folder / "set", batch_size=64, loader="memmap")
     config = replace(make_config("2", "adagrad", dtype="float32"), data=data, model=Pooled())
@@ -138,7 +138,7 @@ def _lists(world: World, folder):
 
 
 class Pooled:
-    """A model over every field of a set: their vectors side by side, and the sum of their means."""
+    """A model over all fields of a set: concatenated vectors, and the sum of their means."""
 
     name = "pooled"
 

@@ -1,4 +1,4 @@
-"""What the doctor finds by moving data: links, a disk, a checkpoint that every rank reads."""
+"""The doctor's checks that move data: links, a disk, a checkpoint that all ranks read."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""``model.fields`` and ``model.tables``: tables set by pattern, shared ones, and refusals."""
+"""``model.fields`` and ``model.tables``: tables set by pattern, shared tables, and mistakes."""
 
 from dataclasses import replace
 
@@ -107,7 +107,7 @@ def test_fields_of_one_table_need_equal_numbers_of_rows():
 
 
 def test_kernels_are_requested_by_pattern():
-    """Tables of another kernel are stored apart; the last pattern decides."""
+    """Tables with different kernels are stored separately; the last pattern wins."""
     pytest.importorskip("numba", reason="two kernels are needed")
     config = make_config("1", "adagrad", kernel="numba")
     patterns = {"*": "torch", "deep.*": "auto", "deep.sho?": "torch"}

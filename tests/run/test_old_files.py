@@ -1,7 +1,7 @@
-"""Files that earlier versions wrote are read, or refused with a message that says what to do.
+"""Files of earlier versions are read, or refused with a message that says what to do.
 
-``tests/fixtures/COMMIT`` holds the files of a commit, and ``expected.json`` there the values they
-gave. Where a change no longer reads a file, its test expects the message and the way to migrate.
+``tests/fixtures/COMMIT`` has files written by a commit, and ``expected.json`` the values that they
+gave then. If a change no longer reads a file, its test expects the message and how to migrate.
 """
 
 import json
@@ -79,8 +79,9 @@ def test_an_old_set_grows(tmp_path):
 
 
 def _go_on(world: World, name: str, steps: int, data: str = "set"):
-    """Restore a checkpoint on these ranks; what they hold then, losses from there on, and what
-    they hold at the end. Where it was saved on as many, under the plan that it has.
+    """Restore a checkpoint and train; return the restored state, the losses and the final state.
+
+    Uses the saved plan if the checkpoint was saved on as many ranks.
     """
     path = OLD / "checkpoints" / name
     saved, manifest = open_checkpoint(path), load_manifest(OLD / data)
@@ -125,7 +126,7 @@ def _go_on(world: World, name: str, steps: int, data: str = "set"):
 
 
 def _held(job):
-    """This rank's rectangles by name: shape of the whole, and place and values of each part."""
+    """Return this rank's rectangles by name: full shape, and position and values of each part."""
     return {
         name: (
             tuple(tensor.shape),
@@ -139,13 +140,13 @@ def _held(job):
 
 
 def _sent(values):
-    """As numpy, which has no bfloat16, can send it between processes: bits, and what they are."""
+    """Return bits and dtype, because numpy has no bfloat16 to send between processes."""
     own = values.detach().clone()
     return own.view(torch.int16).numpy() if own.dtype == torch.bfloat16 else own.numpy()
 
 
 def whole(held):
-    """The logical tensors from what all ranks hold; copies must be equal."""
+    """Combine the parts of all ranks to logical tensors; copies must be equal."""
     tensors = {}
     for name, (shape, _) in held[0].items():
         pieces = [piece for of_rank in held for piece in of_rank[name][1]]
@@ -177,7 +178,7 @@ def test_an_old_checkpoint_has_the_same_values_and_training_resumes(ranks, name,
 
 
 def test_state_per_column_shard_is_restored_only_to_equal_shards(ranks):
-    """And rows of bfloat16, which travel as bfloat16."""
+    """Also with bfloat16 rows, which are exchanged as bfloat16."""
     expected = LAYOUTS["per-shard"]
     results = ranks(2, _go_on, "per-shard", len(expected["losses"]))
     restored = whole([before for before, _, _ in results])

@@ -1,4 +1,4 @@
-"""Predictions: what evaluation saw, on one rank and several, from raw rows and from sets."""
+"""Predictions equal evaluations, on one and several ranks, from raw rows and prepared sets."""
 
 import json
 import os
@@ -42,7 +42,7 @@ STEPS = 6
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A table as CSV, and the set of it."""
+    """A CSV table, and its prepared set."""
     folder = tmp_path_factory.mktemp("predict")
     (folder / "schema.yaml").write_text(SCHEMA)
     source = write_csv(folder / "t.csv", table(900))
@@ -61,7 +61,7 @@ def config_of(folder: Path, scheme: str = "1") -> Config:
 
 
 def _train(world: World, folder: Path, run: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Train, save into ``run``, and give logits and labels of ``test`` as evaluation sees them."""
+    """Train and save to ``run``; return logits and labels of ``test`` as in an evaluation."""
     config, manifest = config_of(folder), load_manifest(folder / "set")
     spec, plan = plan_run(config, fields_of(manifest), world_size=1, device_type="cpu")
     job = build_job(config, spec, plan, Boxing(world))
@@ -80,7 +80,7 @@ def scores_of(trainer, loader) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def run(_cpu_ranks, folder) -> Path:
-    """The folder of a run with one checkpoint; test.npy has the scores of its evaluation."""
+    """A run folder with one checkpoint; test.npy contains the scores of its evaluation."""
     ((scores, labels),) = _cpu_ranks(1, _train, folder, folder / "run")
     np.save(folder / "run" / "scores.npy", scores)
     np.save(folder / "run" / "labels.npy", labels)
@@ -145,7 +145,7 @@ def test_predictions_of_unlabelled_parquet_have_no_labels(run, tmp_path):
 
 
 def _predict(world: World, folder: Path, run: Path, overrides: list[str]):
-    """The scores on rank 0, and whether the plan was that of the run."""
+    """Return the scores on rank 0, and whether the plan of the run was used."""
     found = find_checkpoint(run)
     config = saved_config(found, overrides, models=MODELS, own_model=None)
     manifest = load_manifest(folder / "set")
@@ -178,7 +178,7 @@ def test_scores_with_other_layouts_differ_only_by_rounding(ranks, run, folder, s
 
 
 def _train_on_all(world: World, folder: Path, run: Path, scheme: str) -> list[np.ndarray]:
-    """Train and save on all ranks; this rank's scores of each batch as its evaluation sees them."""
+    """Train and save on all ranks; return this rank's scores of each evaluated batch."""
     config, manifest = config_of(folder, scheme), load_manifest(folder / "set")
     fields = fields_of(manifest)
     spec, plan = plan_run(config, fields, world_size=world.size, device_type="cpu")
@@ -209,7 +209,7 @@ def test_predictions_of_several_ranks_equal_their_evaluation_bit_for_bit(
 
 
 def _slow(world: World, kind: str):
-    """Rank 0 works for longer than it takes to say so."""
+    """Rank 0's work takes longer than its reports."""
 
     def work():
         time.sleep(0.4)

@@ -1,4 +1,4 @@
-"""The report page: what it shows of runs, and that it needs nothing beside it."""
+"""The contents of a report page, and that it is self-contained."""
 
 import json
 import re
@@ -83,7 +83,7 @@ def write(folder: Path, lines: list[dict[str, Any]], *, plan: bool = True, dim: 
 
 
 class Page(HTMLParser):
-    """Text, titles of sections, and every address that the page would load."""
+    """Collects texts, section titles, and all addresses that the page would load."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

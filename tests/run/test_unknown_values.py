@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 
 
 def test_a_kernel_refuses_an_unknown_rule():
-    """The numba kernel is asked for a rule that it has no function for."""
+    """The numba kernel gets a rule for which it has no function."""
     if find_spec("numba") is None:
         pytest.skip("numba is not installed")
 

@@ -1,4 +1,4 @@
-"""Process groups are made before the first step: those of the plan, all of them, in one order."""
+"""All process groups of the plan are created before the first step, in the same order."""
 
 import os
 from dataclasses import replace
@@ -28,8 +28,9 @@ CONFIGS = {
 
 
 def groups_by_time(world, config):
-    """Of a world without groups: those of the plan, those that a warm-up makes and uses, and those
-    that two steps add, each as (ranks, channel).
+    """In a world without groups, return those of the plan, of a warm-up, and added by two steps.
+
+    Each group is (ranks, channel).
     """
     fresh = World(world.rank, world.size, world.device, owns_default_group=False)
     fresh.log.enabled = True
