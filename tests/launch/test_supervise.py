@@ -25,10 +25,10 @@ def start(folder: Path, job: str, **settings: str) -> subprocess.Popen[str]:
 def test_a_failing_job_is_restarted_until_it_succeeds(tmp_path):
     job = "echo x >> starts; [ $(wc -l < starts) -ge 3 ] || exit 3"
     process = start(tmp_path, job)
-    _, told = outputs_of(process, 30)
+    _, stderr = outputs_of(process, 30)
     assert process.returncode == 0
     assert (tmp_path / "starts").read_text().split() == ["x"] * 3
-    assert told.splitlines() == [
+    assert stderr.splitlines() == [
         "supervise: ended with code 3, starts again in 0 s (19 restarts left)",
         "supervise: ended with code 3, starts again in 0 s (18 restarts left)",
     ]
@@ -36,10 +36,10 @@ def test_a_failing_job_is_restarted_until_it_succeeds(tmp_path):
 
 def test_the_loop_gives_up_after_repeated_short_runs(tmp_path):
     process = start(tmp_path, "echo x >> starts; exit 2", RESTARTS="2")
-    _, told = outputs_of(process, 30)
+    _, stderr = outputs_of(process, 30)
     assert process.returncode == 2
     assert (tmp_path / "starts").read_text().split() == ["x"] * 3
-    assert told.endswith("supervise: ended with code 2, and no restart is left of 2\n")
+    assert stderr.endswith("supervise: ended with code 2, and no restart is left of 2\n")
 
 
 def test_long_runs_do_not_count_as_failures(tmp_path):
@@ -55,10 +55,10 @@ def test_sigterm_is_forwarded_and_the_job_may_save(tmp_path):
     while not (tmp_path / "ready").exists():
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
-    _, told = outputs_of(process, 30)
+    _, stderr = outputs_of(process, 30)
     assert (tmp_path / "saved").read_text() == "saved\n"
     assert process.returncode == 130
-    assert "starts again" not in told
+    assert "starts again" not in stderr
 
 
 def test_a_launcher_that_hangs_after_its_ranks_is_killed(tmp_path):
@@ -72,10 +72,10 @@ def test_a_launcher_that_hangs_after_its_ranks_is_killed(tmp_path):
         "signal.pause()\n"
     )
     process = start(tmp_path, f"exec {sys.executable} hang.py", STUCK_S="1")
-    _, told = outputs_of(process, 30)
+    _, stderr = outputs_of(process, 30)
     assert process.returncode == 0
     # The shell may say "Killed" in between.
-    assert [line for line in told.splitlines() if line.startswith("supervise")] == [
+    assert [line for line in stderr.splitlines() if line.startswith("supervise")] == [
         "supervise: its ranks are gone for 1 s, it is ended",
         "supervise: ended with code 137, starts again in 0 s (19 restarts left)",
     ]

@@ -16,12 +16,12 @@ ASKED_IN = 5  # the step
 def _train(world, who):
     """Run steps that need all ranks; return the last step and the exit code."""
     coordinated_stop._LOOK_S = 0.0
-    signals = SimpleNamespace(asked=0, leave=lambda: None)
+    signals = SimpleNamespace(signum=0, leave=lambda: None)
     stop = CoordinatedStop(signals, world, timeout_s=20.0)
     for step in range(1, 100):
         world.barrier()
         if step == ASKED_IN and world.rank == who:
-            signals.asked = 15
+            signals.signum = 15
         if stop.after(step):
             try:
                 stop.leave()

@@ -278,7 +278,7 @@ def _previous(decision: Decision, newest: Path, boxing: Boxing) -> Path | None:
     path = ""
     if boxing.world.rank == 0:
         good = good_checkpoints(decision.folder, run=decision.run)
-        path = next((str(one.path) for one in good if one.step < step_of(newest)), "")
+        path = next((str(each.path) for each in good if each.step < step_of(newest)), "")
     path = _first(boxing, path)
     return Path(path) if path else None
 
