@@ -1,4 +1,4 @@
-"""Fixtures every test may use: ranks on gloo, on NCCL, and on rehearsed CUDA devices."""
+"""Fixtures for all tests: ranks on gloo, on NCCL, and on rehearsed CUDA devices."""
 
 import os
 import subprocess
@@ -18,19 +18,19 @@ from tests.ranks import RankPool
 
 try:
     from hypothesis import settings
-except ImportError:  # a bare machine, which runs the tests that need a GPU
+except ImportError:  # a GPU machine without the test packages
     pass
-else:  # a busy machine is slow, and no mistake
+else:  # no deadline, because a busy machine is slow
     settings.register_profile("suite", deadline=None)
     settings.load_profile("suite")
 
 if not torch.cuda.is_available():
-    # Read when triton is first imported: its kernels then run in Python, on CPU tensors.
+    # triton reads this at its first import; its kernels then run in Python on CPU tensors.
     os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Where several workers start, compile for them all: meanwhile they collect their tests."""
+    """With several workers, compile kernels once for all of them while they collect tests."""
     several = getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput")
     if several and find_spec("numba"):
         subprocess.Popen([sys.executable, "-m", "tests.warm_up"], cwd=config.rootpath)
@@ -60,7 +60,7 @@ def _pools(folder_of: Any, device: str) -> Iterator[Callable[..., list[Any]]]:
 
 @pytest.fixture(autouse=True)
 def _no_groups_left() -> Iterator[None]:
-    """A program that ends by an error leaves its process groups to its launcher; here is none."""
+    """Destroy process groups, as the launcher does for a program that ends with an error."""
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -75,16 +75,16 @@ def _cpu_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..
 def ranks(
     request: pytest.FixtureRequest, _cpu_ranks: Callable[..., list[Any]]
 ) -> Callable[..., list[Any]]:
-    """``ranks(world_size, fn, *args)`` -> ``fn(world, *args)`` of each rank, on CPU and gloo.
+    """``ranks(world_size, fn, *args)`` returns ``fn(world, *args)`` of each rank on CPU and gloo.
 
-    The processes stay for all tests. The checked mode is on in tests marked ``checked`` only.
+    The processes are reused by all tests. Checked mode is on only in tests marked ``checked``.
     """
     return partial(_cpu_ranks, checked=request.node.get_closest_marker("checked") is not None)
 
 
 @pytest.fixture(scope="session")
 def nccl_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
-    """As ``ranks``, on CUDA and NCCL; for tests marked ``nccl``."""
+    """Like ``ranks``, on CUDA and NCCL; for tests marked ``nccl``."""
     yield from _pools(tmp_path_factory, "cuda")
 
 
@@ -92,7 +92,7 @@ def nccl_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..
 def rehearsed_ranks(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Callable[..., list[Any]]]:
-    """As ``nccl_ranks``, without a GPU: tensors of ``tests/rehearsal``, and its rules."""
+    """Like ``nccl_ranks``, without a GPU: with the tensors and rules of ``tests/rehearsal``."""
     from tests.rehearsal.task import perform
 
     for run in _pools(tmp_path_factory, "rehearsed"):
@@ -107,7 +107,7 @@ def rehearsed_ranks(
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
-    """A folder in memory where there is one: what is under test is no disk, and each save syncs."""
+    """A folder in memory if possible, because each save syncs and the disk is not under test."""
     shared = Path("/dev/shm")  # noqa: S108  (made unique below)
     with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as folder:
         yield Path(folder)

@@ -1,11 +1,11 @@
-"""Files as disks, editors and other programs leave them: damaged copies of a file, by a seed."""
+"""Damaged copies of a file, by a seed, as disks, editors and other programs could leave it."""
 
 import json
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# What a value is replaced with: other kinds, and numbers and texts at the limits.
+# Replacements for values: other kinds, and numbers and texts at the limits.
 VALUES = (
     *("null", "true", "false", "0", "-1", "1", "2", "0.5", "-0.0", "1e-300", "5e-324", "1e300"),
     *("1e999", "-1e999", "NaN", "Infinity", "-Infinity", str(2**31), str(2**63), str(2**64)),
@@ -30,16 +30,16 @@ FILES = (
 def damaged(
     raw: bytes, count: int, *, seed: int = 0, others: tuple[bytes, ...] = ()
 ) -> Iterator[bytes]:
-    """``count`` copies that differ from ``raw``; ``others`` are contents of other files."""
-    draw, made = random.Random(seed), 0
+    """Yield ``count`` copies that differ from ``raw``; ``others`` are contents of other files."""
+    draw, num_copies = random.Random(seed), 0
     kinds: tuple[Callable[[random.Random, bytes], bytes], ...] = (
         *(_flip, _flip, _cut, _paste, _value, _value, _value, _value, _delete, _delete),
         lambda draw, _: draw.choice((*FILES, *others)),
     )
-    while made < count:
+    while num_copies < count:
         copy = draw.choice(kinds)(draw, raw)
         if copy != raw:
-            made += 1
+            num_copies += 1
             yield copy
 
 
@@ -60,7 +60,7 @@ def _paste(draw: random.Random, raw: bytes) -> bytes:
 
 
 def _value(draw: random.Random, raw: bytes) -> bytes:
-    """A value at a random place becomes another one."""
+    """Replace a value at a random place."""
     mark = "a value that stands for another"
 
     def change(parent: Any, key: Any) -> None:
@@ -78,7 +78,7 @@ def _delete(draw: random.Random, raw: bytes) -> bytes:
 
 
 def _changed(draw: random.Random, raw: bytes, change: Callable[[Any, Any], None]) -> str:
-    """``change`` at a place of the JSON value, or of one of the lines; the text again."""
+    """Apply ``change`` at a place of the JSON value or of one of the lines; return the text."""
     text = raw.decode()
     try:
         return json.dumps(_change_one(draw, json.loads(text), change)) + "\n"
@@ -87,13 +87,13 @@ def _changed(draw: random.Random, raw: bytes, change: Callable[[Any, Any], None]
     at = draw.randrange(len(lines))
     try:
         lines[at] = json.dumps(_change_one(draw, json.loads(lines[at]), change))
-    except ValueError:  # a file that is not JSON, as start.txt
+    except ValueError:  # a file that is not JSON, such as start.txt
         change(lines, at)
     return "\n".join(lines) + "\n"
 
 
 def _change_one(draw: random.Random, tree: Any, change: Callable[[Any, Any], None]) -> Any:
-    """At a random depth, so that the few upper keys are met as often as the many below."""
+    """Change a value at a random depth, so that upper levels are changed as often as lower ones."""
     node, depth = tree, draw.randrange(1, 9)
     while True:
         keys = list(node) if isinstance(node, dict) else list(range(len(node)))

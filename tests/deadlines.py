@@ -1,4 +1,4 @@
-"""Limits in seconds that judge the machine: on a busy one, time counts by the share there is."""
+"""Time limits that adapt to the load: on a busy machine, time passes in proportion to the CPU."""
 
 import os
 import subprocess
@@ -8,33 +8,33 @@ from typing import Any
 
 
 class Deadline:
-    """So many seconds of an idle machine from now; ask often, for each answer looks at the load.
+    """A number of seconds on an idle machine; call ``over`` often, because it samples the load.
 
-    The time since the last look counts by the part of a core that each process could have had.
+    The time since the last sample counts by the share of a core that a process could have had.
     """
 
     def __init__(self, seconds: float) -> None:
         self._left = seconds
-        self._seen, self._crowd = time.monotonic(), crowd()
+        self._sampled, self._load = time.monotonic(), load_per_core()
 
     def over(self) -> bool:
-        now, here = time.monotonic(), crowd()
-        self._left -= (now - self._seen) / max(here, self._crowd)
-        self._seen, self._crowd = now, here
+        now, load = time.monotonic(), load_per_core()
+        self._left -= (now - self._sampled) / max(load, self._load)
+        self._sampled, self._load = now, load
         return self._left <= 0
 
 
-def crowd() -> float:
-    """How many processes want to run on each core at this moment; 1 where a core is free."""
+def load_per_core() -> float:
+    """Return the present number of runnable processes per core, at least 1."""
     try:
         running, _ = Path("/proc/loadavg").read_text().split()[3].split("/")
-    except FileNotFoundError:  # no Linux: a limit is one of the clock
+    except FileNotFoundError:  # not Linux: use wall-clock time
         return 1.0
     return max(1.0, int(running) / (os.cpu_count() or 1))
 
 
 def outputs_of(process: subprocess.Popen[str], seconds: float) -> tuple[str, str]:
-    """What a process wrote till its end; killed and TimeoutExpired if that is past the limit."""
+    """Return the output of a process; at the limit kill it and raise TimeoutExpired."""
     deadline = Deadline(seconds)
     while True:
         try:
@@ -46,12 +46,12 @@ def outputs_of(process: subprocess.Popen[str], seconds: float) -> tuple[str, str
 
 
 def output_of(process: subprocess.Popen[str], seconds: float) -> str:
-    """As ``outputs_of``, where stderr goes the way of stdout."""
+    """Like ``outputs_of``, for a process whose stderr is redirected to stdout."""
     return outputs_of(process, seconds)[0]
 
 
 def run(command: list[str], seconds: float, **options: Any) -> subprocess.CompletedProcess[str]:
-    """As ``subprocess.run`` with both outputs captured as text."""
+    """Like ``subprocess.run`` with both outputs captured as text."""
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, **options) as process:
         stdout, stderr = outputs_of(process, seconds)

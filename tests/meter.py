@@ -1,7 +1,7 @@
-"""What c10d was asked to send, seen from outside the code under test.
+"""Record what c10d sends, independently of the code under test.
 
-A dispatch mode that sits below ``torch.distributed``: it sees every collective that reaches a
-process group, whoever called it, and counts the bytes this rank sends to others.
+A dispatch mode below ``torch.distributed``, which sees all collectives that reach a process group
+from any caller, and counts the bytes that this rank sends to others.
 """
 
 import math
@@ -23,7 +23,7 @@ class Call(NamedTuple):
 
 
 class Meter(TorchDispatchMode):
-    """``calls`` of the ``with`` block; headers of the checked mode are left out."""
+    """Records ``calls`` inside a ``with`` block, without the checked mode's headers."""
 
     def __init__(self):
         super().__init__()

@@ -1,6 +1,6 @@
-"""What a conversion must give, worked out without the code under test.
+"""The expected results of conversions, computed without the code under test.
 
-Slices with Python ranges, fills, concatenates and adds; knows nothing of plans, moves or groups.
+Only slices with Python ranges, fills, concatenates and adds; independent of plans and groups.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from sbpflow.sbp.sbp import Broadcast, Partial, Split
 
 
 def pieces(size, split, parts):
-    """(start, stop) of each part: the remainder goes to the first parts, one each."""
+    """Return (start, stop) of each part; the first parts get one more if it does not divide."""
     lengths = split.sizes
     if lengths is None:
         lengths = [size // parts + (1 if part < size % parts else 0) for part in range(parts)]
@@ -24,7 +24,7 @@ def pieces(size, split, parts):
 
 
 def coordinate(layout: Layout, rank: int):
-    """Row-major coordinates of a rank in its grid, or None."""
+    """Return the row-major coordinates of a rank in its grid, or None."""
     if rank not in layout.placement.ranks:
         return None
     index = layout.placement.ranks.index(rank)
@@ -36,7 +36,7 @@ def coordinate(layout: Layout, rank: int):
 
 
 def extent(layout: Layout, shape, rank):
-    """(start, stop) per dim of the part of ``rank``."""
+    """Return (start, stop) per dim of a rank's part."""
     box = [(0, size) for size in shape]
     for axis, (sbp, at) in enumerate(zip(layout.nd_sbp, coordinate(layout, rank), strict=True)):
         if isinstance(sbp, Split):
@@ -51,9 +51,9 @@ def cut(full, box):
 
 
 def shares(full, layout: Layout, seed=0):
-    """The parts of every rank; P parts are random whole numbers that add up to the value.
+    """Return the parts of all ranks; P parts are random whole numbers whose sum is the value.
 
-    Those of P(max) and P(min) have it as their extremum, here and there more than once.
+    For P(max) and P(min) the value is their extremum, sometimes of several parts.
     """
     draw = random.Random(seed)
     parts = {}
@@ -61,7 +61,7 @@ def shares(full, layout: Layout, seed=0):
     for rank in layout.placement.ranks:
         coord = coordinate(layout, rank)
         partial = [axis for axis, s in enumerate(layout.nd_sbp) if isinstance(s, Partial)]
-        # Ranks that agree outside the B axes hold the same term.
+        # Ranks whose coordinates differ only along B axes hold the same term.
         key = tuple(
             -1 if isinstance(s, Broadcast) else at
             for s, at in zip(layout.nd_sbp, coord, strict=True)
@@ -73,7 +73,7 @@ def shares(full, layout: Layout, seed=0):
 
 
 def _term(full, layout, coord, partial, draw, terms):
-    """Every P coordinate but the last gets a random term; the last, what is missing."""
+    """Return a random term for a P coordinate; the last coordinate gets the remainder."""
     last = all(coord[axis] == layout.placement.shape[axis] - 1 for axis in partial)
     if not partial:
         return full
@@ -103,12 +103,12 @@ COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
 def reduction(layout: Layout):
-    """What combines the terms along the P axes; sum where there are none."""
+    """Return the reduction along the P axes, "sum" if there are none."""
     return next((sbp.op for sbp in layout.nd_sbp if isinstance(sbp, Partial)), "sum")
 
 
 def neutral(op, dtype):
-    """What changes no value it is combined with."""
+    """Return the neutral element of a reduction."""
     if op == "sum":
         return 0
     if dtype.is_floating_point:
@@ -117,7 +117,7 @@ def neutral(op, dtype):
 
 
 def joined(parts, layout: Layout, shape, dtype):
-    """The full value that the parts of all ranks stand for; B copies must agree."""
+    """Combine the parts of all ranks to the full value; B copies must be equal."""
     op = reduction(layout)
     total = torch.full(shape, neutral(op, dtype), dtype=dtype)
     seen = {}
@@ -132,8 +132,8 @@ def joined(parts, layout: Layout, shape, dtype):
             assert torch.equal(seen[key], parts[rank]), f"rank {rank} disagrees with its replica"
             continue
         seen[key] = parts[rank]
-        here = cut(total, box)
-        here.copy_(COMBINE[op](here, parts[rank]))
+        target = cut(total, box)
+        target.copy_(COMBINE[op](target, parts[rank]))
     return total
 
 
@@ -142,5 +142,5 @@ def has_partial(layout: Layout):
 
 
 def line_layout(device_type, num_ranks, sbp):
-    """A 1-D layout over ranks 0 .. num_ranks-1."""
+    """Return a 1-D layout over ranks 0 .. num_ranks-1."""
     return Layout(Placement.line(device_type, num_ranks), (sbp,))

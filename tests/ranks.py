@@ -1,8 +1,8 @@
-"""Persistent ranks for tests: one pool of gloo processes per world size, reused by every test.
+"""Persistent ranks for tests: one pool of gloo processes per world size, reused by all tests.
 
 ``ranks(world_size, fn, *args)`` runs the module-level function ``fn(world, *args)`` on every rank
-and returns its values in rank order. If a rank raises, dies or hangs, the pool is killed and the
-next call makes another; the failure carries each rank's traceback, or its stack if it hung.
+and returns its values in rank order. If a rank raises, dies or hangs, the pool is killed, and the
+next call creates another. The failure contains each rank's traceback, or its stack if it hung.
 """
 
 import faulthandler
@@ -32,13 +32,13 @@ PRELOAD = [
     "tests.ranks",
     "tests.training.wdl_case",
 ]
-TIMEOUT_S = 1200.0  # of a collective, on the clock
-TASK_TIMEOUT_S = 120.0  # of one call of ``fn``
-GRACE_S = 3.0  # for the other ranks, once one has failed
+TIMEOUT_S = 1200.0  # for a collective, in wall-clock time
+TASK_TIMEOUT_S = 120.0  # for one call of ``fn``
+GRACE_S = 3.0  # for the other ranks after one has failed
 
 
 class RanksFailed(AssertionError):
-    """At least one rank did not finish; ``errors`` has the text of each that failed, by rank."""
+    """At least one rank failed; ``errors`` has the texts of those that did, by rank."""
 
     def __init__(self, errors: dict[int, str]) -> None:
         self.errors = errors
@@ -63,10 +63,10 @@ class RankPool:
         self._workers: list[_Worker] = []
 
     def run(self, fn: Callable[..., Any], *args: Any, checked: bool = False) -> list[Any]:
-        """Values of ``fn(world, *args)`` in rank order; RanksFailed if any rank failed.
+        """Return the values of ``fn(world, *args)`` in rank order; RanksFailed if a rank failed.
 
-        ``checked`` turns the world's checked mode on, which waits for all ranks before each
-        transfer: races that are there without it cannot show.
+        ``checked`` enables the world's checked mode, which synchronizes all ranks before each
+        transfer and therefore hides races.
         """
         if not self._workers:
             self._start()
@@ -79,7 +79,7 @@ class RankPool:
         return [results[rank] for rank in range(self.world_size)]
 
     def stop(self) -> None:
-        """End the processes, politely if they listen."""
+        """Ask the processes to end, and kill those that do not."""
         for worker in self._workers:
             try:
                 worker.pipe.send(None)
@@ -172,19 +172,19 @@ def _serve(
     sink = open(stderr, "w", buffering=1)
     os.dup2(sink.fileno(), 2)
     faulthandler.register(signal.SIGUSR1, file=sink, all_threads=True)
-    # Several NCCL ranks may share one GPU only if each claims to be another host.
+    # NCCL ranks can share a GPU only if each claims to be on a different host.
     os.environ["NCCL_HOSTID"] = f"sbpflow-test-{rank}"
     import torch
 
     torch.set_num_threads(1)
-    if device == "rehearsed":  # tensors that say they are on CUDA, see tests/rehearsal
+    if device == "rehearsed":  # tensors that claim to be on CUDA, see tests/rehearsal
         from tests.rehearsal.install import install
 
         install()
         device = "cuda"
     from sbpflow.runtime.ranks.world import Rendezvous, World
 
-    # Several ranks share a device where there are more of them.
+    # Ranks share devices if there are fewer devices than ranks.
     local_rank = rank % torch.cuda.device_count() if device == "cuda" else rank
     meeting = Rendezvous(
         init_method=f"file://{store}", rank=rank, size=world_size, local_rank=local_rank

@@ -1,7 +1,7 @@
-"""Wide & Deep written without sbpflow: one process, whole tables, plain autograd.
+"""Wide & Deep without sbpflow: one process, whole tables, plain autograd.
 
-The oracle for layouts and world sizes. Only the starting values are shared; lookups, gradients and
-every optimizer rule are written out here a second time, over whole tables and a touched-rows mask.
+The oracle for layouts and world sizes. Only the initial values are shared; lookups, gradients and
+all optimizer rules are implemented separately, over whole tables and a mask of touched rows.
 """
 
 from dataclasses import dataclass, field

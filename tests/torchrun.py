@@ -1,4 +1,4 @@
-"""A script of a test, run by torchrun as a user runs one."""
+"""Run a test's script with torchrun, like a user."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def run_script(folder: Path, source: str, *, seconds: float) -> subprocess.CompletedProcess[str]:
-    """``source`` on 2 ranks; the project is importable."""
+    """Run ``source`` on 2 ranks, with the project importable."""
     script = folder / "job.py"
     script.write_text(textwrap.dedent(source))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

@@ -1,4 +1,4 @@
-"""Compiles the kernels of the tables into the user's cache: once, before several ranks would."""
+"""Compile the tables' kernels into the user's cache, so that ranks do not all compile them."""
 
 import torch
 

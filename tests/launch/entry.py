@@ -1,4 +1,4 @@
-"""A stand-in entry point: one way for a rank to end per mode. Started by torchrun in the tests."""
+"""An entry point whose mode selects how a rank ends. The tests start it with torchrun."""
 
 import atexit
 import json
@@ -13,11 +13,11 @@ from sbpflow.runtime.processes.launch import run_main
 
 
 def fail(mode: str, rank: int) -> None:
-    """Where the mode is a way to fail on this rank."""
+    """Fail if the mode says so for this rank."""
     if mode == "mistake_on_one" and rank == 1:
         raise DataError("shard 3: row 7 is cut short")
     if mode == "mistakes_differ":
-        time.sleep(0.5 * rank)  # the one who prints must wait for the other
+        time.sleep(0.5 * rank)  # the rank that prints must wait for the other
         raise DataError(f"shard {rank}: row 7 is cut short")
     if mode == "crash_on_all":
         raise SbpError("matmul: [2, 3] x [4, 5] has no common dim")
@@ -43,7 +43,7 @@ def main() -> int | None:
     world = World.start("cpu", timeout_s=float(os.environ.get("TIMEOUT_S", "1200")), facts=facts)
     world.barrier()
     (ready / f"rank{rank}").write_text(str(os.getpid()))
-    world.barrier()  # both have written theirs before one fails
+    world.barrier()  # both have written their files before one fails
     if mode == "world":
         return None
     fail(mode, rank)

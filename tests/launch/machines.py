@@ -1,4 +1,4 @@
-"""Two machines as network namespaces, with one cable between them: root and iproute2 needed."""
+"""Two machines as network namespaces connected by one cable; needs root and iproute2."""
 
 import os
 import shutil
@@ -31,26 +31,26 @@ def ip(*words: str) -> None:
 
 
 class Machine:
-    """A namespace and the torchrun in it; ``output`` is what its ranks and torchrun wrote."""
+    """A namespace with a torchrun process; ``output`` is that of its ranks and torchrun."""
 
     def __init__(self, number: int, name: str, interface: str) -> None:
         self.number, self.name, self.interface = number, name, interface
         self.process: subprocess.Popen[str] | None = None
 
     def start(self, mode: str, folder: Path, **env: str) -> None:
-        """torchrun of entry.py with one rank here and one on the other machine."""
+        """Start torchrun with entry.py, with one rank on each machine."""
         self._run([*self._torchrun(), str(ENTRY), mode, str(folder)], subprocess.PIPE, env)
 
     def supervise(self, words: list[str], log: Path, **env: str) -> None:
-        """torchrun of ``words`` in the loop that starts it again; what all say goes to ``log``."""
+        """Start torchrun with ``words`` in the restart loop; all output goes to ``log``."""
         loop = str(ROOT / "examples" / "supervise.sh")
         with log.open("a") as file:
             self._run([loop, *self._torchrun(), *words], file, {"WAIT_S": "1", **env})
 
     def elastic(self, words: list[str], log: Path, **env: str) -> None:
-        """torchrun of ``words`` with as many machines as there are, one or two.
+        """Start torchrun with ``words`` on one or two machines, whichever are available.
 
-        Without its own store per start torch 2.13 lets no machine in that comes later.
+        Unless the shared store is disabled, torch 2.13 does not admit machines that join later.
         """
         env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         waits = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
@@ -86,7 +86,7 @@ class Machine:
         return output_of(self.process, limit_s)
 
     def terminate(self) -> None:
-        """SIGTERM to torchrun, as a preemption does."""
+        """Send SIGTERM to torchrun, like a preemption."""
         assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
 
@@ -97,24 +97,24 @@ class Machine:
         ip("-n", self.name, "link", "set", self.interface, "up")
 
     def slow_down(self, rate: str) -> None:
-        """What is sent from here goes at ``rate``, such as 2mbit."""
+        """Limit the outgoing rate, for example to 2mbit."""
         limit = ["rate", rate, "burst", "32kbit", "latency", "400ms"]
         words = ["tc", "qdisc", "replace", "dev", self.interface, "root", "tbf", *limit]
         subprocess.run(["ip", "netns", "exec", self.name, *words], check=True, capture_output=True)
 
     def kill(self) -> None:
-        """Every process there, at once, as a machine that loses its power."""
+        """Kill all processes at once, like a power failure."""
         for pid in self.pids():
             os.kill(pid, signal.SIGKILL)
         assert self.process is not None
         self.process.wait()
 
     def pids(self) -> list[int]:
-        """Every process there."""
-        found = subprocess.run(
+        """Return the IDs of all processes in the namespace."""
+        done = subprocess.run(
             ["ip", "netns", "pids", self.name], capture_output=True, text=True, check=True
         )
-        return [int(pid) for pid in found.stdout.split()]
+        return [int(pid) for pid in done.stdout.split()]
 
 
 @contextmanager
@@ -146,7 +146,7 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
 
 
 def wait_for_ranks(folder: Path) -> dict[int, int]:
-    """Process id by rank, once both are connected."""
+    """Return the process ID of each rank once both are connected."""
     deadline = Deadline(START_S)
     files = {rank: folder / f"rank{rank}" for rank in range(2)}
     while not all(file.exists() and file.read_text() for file in files.values()):

@@ -29,7 +29,7 @@ from sbpflow.runtime.processes.exit_messages import Meeting, Reason, compose
 from sbpflow.runtime.processes.launch import _MAKE_ROOM, _NEED_LESS, ArgumentParser, classify
 from sbpflow.runtime.processes.store import first_line, no_store
 from sbpflow.runtime.ranks.world import World, broken, device_type_of, refused
-from tests.deadlines import Deadline, crowd, output_of
+from tests.deadlines import Deadline, load_per_core, output_of
 
 ROOT = Path(__file__).resolve().parents[2]
 ENTRY = ROOT / "tests" / "launch" / "entry.py"
@@ -62,7 +62,7 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def test_one_process_says_its_mistake_once(tmp_path):
+def test_one_process_prints_a_mistake_once(tmp_path):
     process = start("mistake_on_all", tmp_path)
     output = output_of(process, LIMIT_S)
     assert process.returncode == 2
@@ -71,7 +71,7 @@ def test_one_process_says_its_mistake_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("call", "code", "said"),
+    ("call", "code", "message"),
     [
         ("sys.exit(7)", 7, "sys.exit(7)"),
         ("exit(-1)", 255, "sys.exit(-1)"),
@@ -80,7 +80,7 @@ def test_one_process_says_its_mistake_once(tmp_path):
         ("sys.exit(10**30)", 1, "sys.exit(1000000000000000000000000000000)"),
     ],
 )
-def test_an_exit_of_the_program_says_where(tmp_path, call, code, said):
+def test_sys_exit_of_the_program_is_reported_with_its_line(tmp_path, call, code, message):
     program = tmp_path / "program.py"
     program.write_text(
         "import sys\nfrom sbpflow.runtime.processes.launch import run_main\n\n\n"
@@ -94,7 +94,7 @@ def test_an_exit_of_the_program_says_where(tmp_path, call, code, said):
         check=False,
         timeout=LIMIT_S,
     )
-    expected = f"the program ended itself with exit code {code}: {said} at {program}:6, in main"
+    expected = f"the program ended itself with exit code {code}: {message} at {program}:6, in main"
     assert (done.returncode, done.stderr) == (code, f"\n{expected}\n[rank 0]\n")
 
 
@@ -109,7 +109,7 @@ def test_a_port_in_use_is_named_with_a_way_out(tmp_path, taken_port):
     assert "Traceback" not in output
 
 
-def test_one_rank_needs_no_place_to_meet(tmp_path):
+def test_a_single_rank_needs_no_rendezvous_address(tmp_path):
     address = {"MASTER_ADDR": "nope", "MASTER_PORT": "abc"}
     process = start("world", tmp_path, RANK=0, WORLD_SIZE=1, TIMEOUT_S=5, **address)
     output = output_of(process, LIMIT_S)
@@ -117,7 +117,7 @@ def test_one_rank_needs_no_place_to_meet(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("cuda", "driver", "said"),
+    ("cuda", "driver", "message"),
     [
         (None, False, ""),
         (None, True, r"torch \S+ is a CPU build although an NVIDIA driver is installed; install"),
@@ -125,7 +125,7 @@ def test_one_rank_needs_no_place_to_meet(tmp_path):
         ("13.0", False, r"torch \S+ cannot use CUDA: driver too old; no NVIDIA driver is loaded$"),
     ],
 )
-def test_auto_says_why_it_takes_the_cpu(monkeypatch, tmp_path, caplog, cuda, driver, said):
+def test_device_auto_logs_why_it_uses_the_cpu(monkeypatch, tmp_path, caplog, cuda, driver, message):
     def fail() -> None:
         raise RuntimeError("driver too old.\nmore")
 
@@ -136,21 +136,21 @@ def test_auto_says_why_it_takes_the_cpu(monkeypatch, tmp_path, caplog, cuda, dri
     monkeypatch.setattr(torch.cuda, "init", fail)
     with World.start("auto") as world:
         assert world.device.type == "cpu"
-    found = [text for text in caplog.messages if text.startswith("device auto: this run is on")]
-    assert len(found) == bool(said)
-    assert all(re.search(said, text) for text in found)
+    warnings = [text for text in caplog.messages if text.startswith("device auto: using the CPU")]
+    assert len(warnings) == bool(message)
+    assert all(re.search(message, text) for text in warnings)
     caplog.clear()
     with World.start("cpu"):
         assert not caplog.messages, "who asked for the CPU needs no reason"
 
 
-def test_a_local_rank_below_0_is_refused(monkeypatch):
+def test_a_negative_local_rank_is_refused(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "-5")
     with pytest.raises(ConfigError, match="LOCAL_RANK=-5 in the environment; use 0 or more"):
         device_type_of("cpu")
 
 
-def test_more_ranks_than_devices_are_refused_before_nccl_is_asked(monkeypatch):
+def test_more_ranks_than_devices_are_refused_before_nccl_is_used(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -162,8 +162,8 @@ def test_more_ranks_than_devices_are_refused_before_nccl_is_asked(monkeypatch):
     assert device_type_of("cpu") == "cpu"
 
 
-def test_ranks_started_by_hand_agree_on_one_message(tmp_path):
-    """Here rank 0 serves the store, and must not take it away before the others have read it."""
+def test_ranks_started_by_hand_print_one_message(tmp_path):
+    """Rank 0 serves the store, so it must not exit before the others have read it."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": 2}
     ranks = [start("mistakes_differ", tmp_path, RANK=rank, **address) for rank in range(2)]
     outputs = [output_of(process, LIMIT_S) for process in ranks]
@@ -175,7 +175,7 @@ def test_ranks_started_by_hand_agree_on_one_message(tmp_path):
 
 
 def start_some(folder: Path, size: int, here: dict[int, float], mode: str = "world"):
-    """Outputs and exit codes of the ranks in ``here`` (rank -> its patience in seconds)."""
+    """Return outputs and exit codes of the ranks in ``here``, a map of rank to timeout in s."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": size}
     ranks = [
         start(mode, folder, RANK=rank, TIMEOUT_S=timeout_s, **address)
@@ -187,8 +187,8 @@ def start_some(folder: Path, size: int, here: dict[int, float], mode: str = "wor
 
 @pytest.mark.parametrize("patience", [(10, 10), (10, 60), (60, 10)])
 def test_each_rank_that_started_names_the_ranks_that_did_not(tmp_path, patience):
-    """Also where another rank than 0 gives up first, and where others would wait much longer."""
-    patience = [round(seconds * crowd()) for seconds in patience]
+    """Also if another rank than 0 times out first, and if others would wait much longer."""
+    patience = [round(seconds * load_per_core()) for seconds in patience]
     outputs, codes = start_some(tmp_path, 3, {0: patience[0], 2: patience[1]})
     assert codes == [3, 3]
     for output in outputs:
@@ -200,34 +200,34 @@ def test_each_rank_that_started_names_the_ranks_that_did_not(tmp_path, patience)
         assert "parallel.timeout_s" in line
 
 
-def test_rank_0_alone_names_all_others(tmp_path):
+def test_rank_0_names_all_ranks_that_did_not_join(tmp_path):
     (output,), codes = start_some(tmp_path, 4, {0: 2})
     assert codes == [3]
     assert output.count("error: ranks 1, 2, 3 did not join: 1 of 4 ranks were there") == 1
     assert "Traceback" not in output
 
 
-def test_a_rank_number_that_two_processes_have_is_refused(tmp_path):
-    """The third process would wait for the rank that nobody is."""
+def test_a_rank_number_used_by_two_processes_is_refused(tmp_path):
+    """Otherwise the third process would wait for the missing rank number."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": 3}
     ranks = [start("world", tmp_path, RANK=rank, TIMEOUT_S=40, **address) for rank in (0, 1, 1)]
     outputs = [output_of(process, LIMIT_S) for process in ranks]
     codes = [process.returncode for process in ranks]
     assert 2 in codes[1:]
     assert set(codes) <= {2, 3}, "no rank hangs or starts"
-    said = "".join(outputs)
-    assert "error: RANK=1: process " in said
-    assert "already has this number" in said
+    message = "".join(outputs)
+    assert "error: RANK=1: process " in message
+    assert "already has this number" in message
 
 
-def test_ranks_that_all_come_start(tmp_path):
+def test_ranks_start_once_all_have_joined(tmp_path):
     outputs, codes = start_some(tmp_path, 3, {2: 60, 1: 60, 0: 60})
     assert codes == [0, 0, 0], outputs
     assert "error" not in "".join(outputs)
     assert len(list(tmp_path.glob("rank*"))) == 3
 
 
-def test_a_rank_0_that_does_not_answer_is_an_absent_rank():
+def test_a_rank_0_that_does_not_answer_counts_as_absent():
     error = no_store("10.0.0.1", 29500, False, TimeoutError("no answer"))
     words, code = classify(error)
     assert (words.kind, code) == ("absent", 3)
@@ -241,7 +241,7 @@ def test_a_rank_0_that_does_not_answer_is_an_absent_rank():
 
 @pytest.fixture
 def impatient(monkeypatch):
-    """This process as rank 1 of 2; gives a function that sets the port and the patience."""
+    """Make this process rank 1 of 2; return a function that sets the port and the timeout."""
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -254,7 +254,7 @@ def impatient(monkeypatch):
     return wait_for
 
 
-def test_a_rank_0_that_was_not_started_is_told_from_one_that_answers_wrong(impatient, capfd):
+def test_a_rank_0_that_was_not_started_is_reported_without_a_torch_log(impatient, capfd):
     port = free_port()
     impatient(port, 0.5)
     with pytest.raises(AbsentError) as caught:
@@ -266,7 +266,7 @@ def test_a_rank_0_that_was_not_started_is_told_from_one_that_answers_wrong(impat
     assert capfd.readouterr() == ("", ""), "torch's log has frames of C++"
 
 
-def test_a_listener_that_says_nothing_is_named_in_the_promised_time(impatient, taken_port):
+def test_a_silent_listener_is_reported_within_the_time_limit(impatient, taken_port):
     impatient(taken_port, 1.0)
     deadline = Deadline(3)
     with pytest.raises(AbsentError, match=r"within 1 s \(the listener there is not a rank of this"):
@@ -274,8 +274,8 @@ def test_a_listener_that_says_nothing_is_named_in_the_promised_time(impatient, t
     assert not deadline.over()
 
 
-def test_a_rank_0_that_comes_late_is_met(impatient):
-    """Its store is served from another thread of this process, as ranks 0 and 1 would share it."""
+def test_a_late_rank_0_is_waited_for(impatient):
+    """Its store is served from another thread of this process."""
     from torch.distributed import TCPStore
 
     port = free_port()
@@ -293,7 +293,7 @@ def test_a_rank_0_that_comes_late_is_met(impatient):
     assert store.torch_store.timeout.total_seconds() == 20
 
 
-def test_a_name_that_does_not_resolve_is_said_at_once(impatient, monkeypatch):
+def test_an_address_that_does_not_resolve_is_reported_at_once(impatient, monkeypatch):
     impatient(free_port(), 60.0)
     for name in ("no-such-machine.invalid", "two..dots"):
         monkeypatch.setenv("MASTER_ADDR", name)
@@ -315,7 +315,7 @@ def test_a_name_that_does_not_resolve_is_said_at_once(impatient, monkeypatch):
     ],
 )
 @pytest.mark.parametrize("call", [Meeting.connect, lambda: World.start("cpu")])
-def test_ranks_outside_the_world_are_refused_before_they_meet(
+def test_an_invalid_rank_or_world_size_is_refused_before_connecting(
     monkeypatch, rank, size, message, call
 ):
     for name, value in (("RANK", rank), ("WORLD_SIZE", size)):
@@ -328,13 +328,13 @@ def test_ranks_outside_the_world_are_refused_before_they_meet(
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
-def test_an_environment_that_is_no_number(monkeypatch, name):
+def test_an_environment_variable_that_is_not_a_number_is_refused(monkeypatch, name):
     monkeypatch.setenv(name, "two")
     with pytest.raises(ConfigError, match=f"{name}='two'"):
         Meeting.connect()
 
 
-def test_an_environment_without_a_meeting_place(monkeypatch):
+def test_an_environment_without_a_rendezvous_address_is_refused(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
@@ -377,7 +377,7 @@ TERMINATED_LATER = Reason("terminated", order=3)
         ),
     ],
 )
-def test_one_message_for_what_the_ranks_posted(posts, message):
+def test_posted_reasons_become_one_message(posts, message):
     found = {rank: reason for rank, reason in enumerate(posts) if reason is not None}
     text = compose(found, len(posts))
     assert text.startswith(message) if message.endswith((" ", "; ")) else text == message
@@ -396,12 +396,12 @@ def test_one_message_for_what_the_ranks_posted(posts, message):
         ([None, None, LOST, None], "error: ranks 0, 1 on a and rank 3 on b died or do"),
     ],
 )
-def test_one_message_for_two_machines(posts, message):
+def test_posted_reasons_of_two_machines_become_one_message(posts, message):
     found = {rank: reason for rank, reason in enumerate(posts) if reason is not None}
     assert compose(found, 4, {0: "a", 1: "a", 2: "b", 3: "b"}).startswith(message)
 
 
-def test_without_the_store_the_ranks_of_this_machine_are_not_blamed():
+def test_without_the_store_ranks_of_this_machine_are_not_blamed():
     machines = {0: "a", 1: "a", 2: "b", 3: "b"}
     text = compose({2: LOST}, 4, machines, alive=[2, 3], store_lost="the store at a:1 is silent")
     assert text.startswith("error: ranks 0, 1 on a died or does not answer; ")
@@ -428,7 +428,7 @@ def test_without_the_store_the_ranks_of_this_machine_are_not_blamed():
         (torch.OutOfMemoryError("3 GiB\n!"), "mistake", f"out of memory: 3 GiB; {_NEED_LESS}", 2),
     ],
 )
-def test_what_an_error_means(error, kind, text, code):
+def test_errors_are_classified_by_type(error, kind, text, code):
     reason, found = classify(error)
     assert (reason.kind, reason.text, found) == (kind, text, code)
 
@@ -445,7 +445,7 @@ def test_what_an_error_means(error, kind, text, code):
         OSError("no file named"),
     ],
 )
-def test_an_error_of_the_program_keeps_its_traceback_whatever_it_says(error):
+def test_an_error_of_the_program_keeps_its_traceback_whatever_its_text(error):
     reason, code = classify(error)
     assert (reason.kind, code) == ("crash", 1)
     assert reason.text.endswith(f"{type(error).__name__}: {error}\n")
@@ -457,7 +457,7 @@ GLOO = (
 )
 
 
-def test_a_collective_that_fails_under_way_has_lost_a_peer_and_one_refused_has_not():
+def test_only_a_collective_that_fails_in_flight_has_lost_a_peer():
     lost = broken(RuntimeError(GLOO), "deep/fwd/0", "all_to_all")
     assert isinstance(lost, PeerLostError)
     assert first_line(lost) == "deep/fwd/0, all_to_all: Connection closed by peer [127.0.0.1]:2467"

@@ -1,4 +1,4 @@
-"""Process groups that do not close: who asks for it is told in time, whichever way it asks."""
+"""Process groups that do not close: the caller gets an error in time."""
 
 import threading
 
@@ -12,7 +12,7 @@ from sbpflow.runtime.ranks.world import World
 
 @pytest.fixture
 def stuck(monkeypatch):
-    """Groups that are open and whose end takes 3 s, where 0.2 are allowed."""
+    """Open groups whose destruction takes 3 s, with a limit of 0.2 s."""
     ended = threading.Event()
     monkeypatch.setattr(closing, "_CLOSE_S", 0.2)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
@@ -25,13 +25,13 @@ def make_world(*, owns: bool = True) -> World:
     return World(0, 2, torch.device("cpu"), owns_default_group=owns)
 
 
-def test_a_world_that_does_not_close_says_so(stuck):
+def test_a_world_that_does_not_close_raises(stuck):
     with pytest.raises(RuntimeError, match=r"the process groups did not close in 0\.2 s"):
         make_world().close()
     make_world(owns=False).close()
 
 
-def test_a_block_that_failed_keeps_its_error(stuck):
+def test_an_error_inside_the_context_is_kept(stuck):
     with pytest.raises(ZeroDivisionError) as caught, make_world():
         raise ZeroDivisionError("why the block ended")
     assert caught.value.__notes__ == ["then the process groups did not close in 0.2 s"]
@@ -39,7 +39,7 @@ def test_a_block_that_failed_keeps_its_error(stuck):
         pass
 
 
-def test_what_destroying_raises_reaches_the_caller(monkeypatch):
+def test_an_error_of_destroying_the_groups_reaches_the_caller(monkeypatch):
     def fail() -> None:
         raise ValueError("no such group")
 
@@ -49,9 +49,9 @@ def test_what_destroying_raises_reaches_the_caller(monkeypatch):
         make_world().close()
 
 
-def test_a_world_closes_at_the_end_of_its_block():
+def test_a_world_closes_at_the_end_of_its_context():
     with World.start("cpu") as world:
         assert dist.is_initialized()
         world.barrier()
     assert not dist.is_initialized()
-    world.close()  # once more is nothing
+    world.close()  # a second call has no effect

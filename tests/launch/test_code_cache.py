@@ -37,7 +37,7 @@ root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a f
 
 
 class Plant:
-    """A pickle that makes a folder when it is loaded, as an attacker's would run a command."""
+    """A pickle that creates a folder when loaded, like an attacker's that runs a command."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -48,7 +48,7 @@ class Plant:
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """A function that runs the program of two compiled functions, and gives what it printed."""
+    """A function that runs a program with two compiled functions and returns its output."""
     pytest.importorskip("numba")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     program = tmp_path / "program.py"
@@ -75,8 +75,8 @@ def planted(folder: Path, mark: Path) -> None:
         index.write_bytes(pickle.dumps(Plant(mark)))
 
 
-def test_what_numba_kept_is_loaded_from_a_folder_of_this_user_alone(run, tmp_path):
-    """The plant works where this user has made it: the tests below do not pass for nothing."""
+def test_numba_loads_cached_code_only_from_a_folder_of_this_user(run, tmp_path):
+    """A planted file is loaded from this user's folder, so the tests below are meaningful."""
     assert run() == ("42 42\n", "")
     folder = tmp_path / "cache" / "sbpflow" / "numba"
     modes = [stat.S_IMODE(one.stat().st_mode) for one in (folder, *list(folder.parents)[:2])]
@@ -107,7 +107,7 @@ def test_a_planted_cache_is_not_loaded(run, tmp_path, how):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The cache of this user, with a folder and a file inside."""
+    """This user's cache with a folder and a file."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = tmp_path / "cache" / "sbpflow" / "numba"
     make_private(folder / "module")
@@ -115,14 +115,14 @@ def folder(tmp_path, monkeypatch):
     return folder
 
 
-def test_a_folder_of_this_user_is_taken(folder):
+def test_a_private_folder_of_this_user_is_used(folder):
     (folder / "module" / "file").chmod(0o664)  # as a umask of 002 makes it: nobody comes there
     folder.parent.parent.chmod(0o1777)  # as /tmp
     assert code_cache("numba") == folder
 
 
 @pytest.mark.parametrize(
-    ("which", "mode", "said"),
+    ("which", "mode", "problem"),
     [
         ("", 0o770, "numba may be written by others (mode 0770)"),
         ("", 0o702, "numba may be written by others (mode 0702)"),
@@ -131,18 +131,18 @@ def test_a_folder_of_this_user_is_taken(folder):
         ("module/file", 0o666, "file may be written by others (mode 0666)"),
     ],
 )
-def test_what_others_may_write_to_is_refused(folder, caplog, which, mode, said):
+def test_a_path_that_others_may_write_to_is_refused(folder, caplog, which, mode, problem):
     folder.chmod(0o755)
     (folder / which).chmod(mode)
     assert code_cache("numba") is None
     assert code_cache("numba") is None
     (message,) = caplog.messages
-    assert said in message
+    assert problem in message
 
 
 @root_only
 @pytest.mark.parametrize("which", ["", "..", "module", "module/file"])
-def test_what_belongs_to_another_user_is_refused(folder, caplog, which):
+def test_a_path_of_another_user_is_refused(folder, caplog, which):
     os.chown(folder / which, STRANGER, STRANGER)
     assert code_cache("numba") is None
     (message,) = caplog.messages
@@ -161,7 +161,7 @@ def test_a_link_is_followed_before_the_check(folder, tmp_path):
     assert code_cache("code") is None
 
 
-def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path, monkeypatch, caplog):
+def test_a_folder_that_cannot_be_created_is_a_warning(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert code_cache("numba") is None
@@ -170,8 +170,8 @@ def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path, monkeypatch, caplog
 
 
 @pytest.mark.parametrize("by_torch", [True, False])
-def test_torch_compile_keeps_its_code_in_the_users_cache(folder, monkeypatch, by_torch):
-    """Its own default is a folder of a known name in the shared temporary one."""
+def test_torch_compile_caches_code_in_the_users_cache(folder, monkeypatch, by_torch):
+    """torch's default folder has a predictable name in the shared temporary folder."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that it is as before afterwards
     if by_torch:
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
@@ -186,9 +186,7 @@ def test_torch_compile_keeps_its_code_in_the_users_cache(folder, monkeypatch, by
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "given"
 
 
-def test_torch_compile_gets_a_fresh_folder_where_the_cache_is_not_this_users_alone(
-    folder, monkeypatch
-):
+def test_torch_compile_gets_a_private_folder_if_the_cache_is_unsafe(folder, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that it is as before afterwards
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     (folder.parent / "inductor").mkdir()

@@ -1,4 +1,4 @@
-"""Faults of disks and memory: one clear message, an exit code, and what was saved stays."""
+"""Faults of disks and memory give one clear message and an exit code; saved files stay."""
 
 import ast
 import contextlib
@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator["Disk"]:
-    """A disk of 8 MiB; root alone may make one."""
+    """An 8 MiB disk; only root can create one."""
     if os.geteuid() != 0 or shutil.which("mount") is None:
         pytest.skip("a small disk needs root and the program mount")
     made = Disk(tmp_path / "disk")
@@ -40,7 +40,7 @@ def disk(tmp_path: Path) -> Iterator["Disk"]:
 
 
 class Disk:
-    """A file system in memory."""
+    """Mount a file system in memory."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -158,7 +158,7 @@ def script(folder: Path, source: str, *words: str) -> subprocess.CompletedProces
 
 
 def test_no_wait_depends_on_the_clock_of_the_day():
-    """A clock that is set during a run changes no deadline: only monotonic ones are asked."""
+    """Setting the system clock during a run must not affect deadlines."""
     asked = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in sorted((ROOT / "sbpflow").rglob("*.py"))

@@ -1,4 +1,4 @@
-"""Which ranks share a host: what they find together, what a file says, and the value of both."""
+"""Hosts of ranks: discovered by a handshake, or described in a file."""
 
 import json
 import os
@@ -57,14 +57,14 @@ try:
     store.add("found", 1)
     while store.add("found", 0) < size:
         time.sleep(0.01)
-    said = {"hosts": found.hosts, "source": found.hosts_source, "same": again == found,
+    facts = {"hosts": found.hosts, "source": found.hosts_source, "same": again == found,
             "memory": found.memory_bytes, "machine": platform.node(),
             "sockets": Path("/proc/net/unix").read_text().count(store.get("host secret")[:16])}
 except Exception as error:
-    said = {"error": f"{type(error).__name__}: {error}"}
+    facts = {"error": f"{type(error).__name__}: {error}"}
     seconds = time.perf_counter() - start
-said["seconds"] = seconds
-Path(sys.argv[1], str(rank)).write_text(json.dumps(said))
+facts["seconds"] = seconds
+Path(sys.argv[1], str(rank)).write_text(json.dumps(facts))
 store.add("done", 1)
 while rank == 0 and mode == "ok" and store.add("done", 0) < size:  # it serves the store
     time.sleep(0.01)
@@ -85,7 +85,7 @@ def started(folder: Path, rank: int, size: int, prefix: tuple[str, ...] = (), **
 
 
 def said_by(processes: list[subprocess.Popen[str]], folder: Path) -> list[dict]:
-    """What the ranks found, by rank."""
+    """Return the facts that the ranks wrote, by rank."""
     texts = [output_of(process, LIMIT_S) for process in processes]
     files = [folder / str(rank) for rank in range(len(processes))]
     assert all(file.exists() for file in files), texts
@@ -93,7 +93,7 @@ def said_by(processes: list[subprocess.Popen[str]], folder: Path) -> list[dict]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_of_one_machine_find_that_they_share_a_host(tmp_path, size):
+def test_ranks_of_one_machine_discover_that_they_share_a_host(tmp_path, size):
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     found = said_by([started(tmp_path, rank, size, **where) for rank in range(size)], tmp_path)
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -106,8 +106,8 @@ def test_ranks_of_one_machine_find_that_they_share_a_host(tmp_path, size):
 
 
 @needs_namespaces
-def test_network_namespaces_are_hosts_though_their_names_are_equal(tmp_path):
-    """With ranks dealt in turns, so that those of a host are not next to each other."""
+def test_network_namespaces_are_hosts_even_with_equal_host_names(tmp_path):
+    """Ranks alternate between hosts, so those of a host are not consecutive."""
     with two_machines() as machines:
         inside = [("ip", "netns", "exec", machine.name) for machine in machines]
         where = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": PORT}
@@ -138,8 +138,8 @@ with World.start("cpu", timeout_s=60) as world, mock.patch.object(
 
 
 @needs_namespaces
-def test_a_world_on_two_hosts_sends_messages_in_pairs_without_being_told(tmp_path):
-    """Nothing in the environment says how many ranks a host has."""
+def test_a_world_on_two_hosts_uses_pairwise_messages_automatically(tmp_path):
+    """The environment does not contain the number of ranks per host."""
 
     def start(machine: Machine, rank: int) -> subprocess.Popen[str]:
         where = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": str(PORT), "WORLD_SIZE": "2"}
@@ -155,8 +155,8 @@ def test_a_world_on_two_hosts_sends_messages_in_pairs_without_being_told(tmp_pat
 
     with two_machines() as machines:
         processes = [start(one, rank) for rank, one in enumerate(machines)]
-        said = [output_of(process, LIMIT_S) for process in processes]
-        assert not any(process.returncode for process in processes), said
+        message = [output_of(process, LIMIT_S) for process in processes]
+        assert not any(process.returncode for process in processes), message
         for rank, machine in enumerate(machines):
             found = (tmp_path / str(rank)).read_text()
             assert found == f"((0,), (1,)) {machine.interface} True"
@@ -167,7 +167,7 @@ def _topology(world):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_world_that_meets_without_a_launcher_finds_its_hosts(ranks, size):
+def test_a_world_without_a_launcher_discovers_its_hosts(ranks, size):
     for found in ranks(size, _topology):
         assert found.hosts == (tuple(range(size)),)
         assert found.hosts_source == ("handshake" if size > 1 else "assumed")
@@ -180,7 +180,7 @@ def test_a_world_that_meets_without_a_launcher_finds_its_hosts(ranks, size):
         ("stopped", "AbsentError: the first rank on this host does not answer through its Unix"),
     ],
 )
-def test_a_rank_that_ends_or_stops_in_the_handshake_is_an_error_within_the_limit(
+def test_a_rank_that_dies_or_hangs_in_the_handshake_is_an_error_within_the_limit(
     tmp_path, mode, message
 ):
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
@@ -197,7 +197,7 @@ def test_a_rank_that_ends_or_stops_in_the_handshake_is_an_error_within_the_limit
 
 
 def find_all(size: int, store: dist.Store, timeout_s: float = 30.0) -> list[Topology]:
-    """By threads, each a rank."""
+    """Run one thread per rank."""
     with ThreadPoolExecutor(size) as pool:
         ranks = [
             pool.submit(find_topology, TimedStore(store, "here"), rank, size, "cpu", timeout_s)
@@ -206,13 +206,13 @@ def find_all(size: int, store: dist.Store, timeout_s: float = 30.0) -> list[Topo
         return [rank.result() for rank in ranks]
 
 
-def test_many_ranks_ask_one():
+def test_many_ranks_query_one_leader():
     found = find_all(40, dist.HashStore())
     assert all(one == found[0] for one in found)
     assert found[0].hosts == (tuple(range(40)),)
 
 
-def test_who_holds_the_name_without_the_token_is_not_believed(monkeypatch):
+def test_a_socket_without_the_token_is_not_trusted(monkeypatch):
     store = dist.HashStore()
     store.set("host secret", "0123456789abcdef" * 2)
     with socket.socket(socket.AF_UNIX) as stranger:
@@ -236,7 +236,7 @@ def test_who_holds_the_name_without_the_token_is_not_believed(monkeypatch):
         thread.join()
 
 
-def test_without_abstract_sockets_the_launcher_is_believed_and_it_is_said(monkeypatch, caplog):
+def test_without_abstract_sockets_the_launcher_is_trusted_with_a_warning(monkeypatch, caplog):
     monkeypatch.setattr(hosts, "sys", SimpleNamespace(platform="darwin"))
     monkeypatch.setenv("MASTER_ADDR", "192.0.2.7")
     monkeypatch.setenv("WORLD_SIZE", "4")
@@ -244,8 +244,8 @@ def test_without_abstract_sockets_the_launcher_is_believed_and_it_is_said(monkey
     for one in find_all(4, dist.HashStore()):
         assert one.hosts == ((0, 1), (2, 3))
         assert one.hosts_source == "assumed"
-    said = "ranks 2..3 are assumed to share a host because of LOCAL_WORLD_SIZE or MASTER_ADDR"
-    assert sum(said in message for message in caplog.messages) == 1
+    warning = "ranks 2..3 are assumed to share a host because of LOCAL_WORLD_SIZE or MASTER_ADDR"
+    assert sum(warning in message for message in caplog.messages) == 1
     for value, shown in (("3", "3"), (None, "unset")):
         if value is None:
             monkeypatch.delenv("LOCAL_WORLD_SIZE")
@@ -257,7 +257,7 @@ def test_without_abstract_sockets_the_launcher_is_believed_and_it_is_said(monkey
     assert find_all(4, dist.HashStore())[0].hosts == ((0, 1, 2, 3),)
 
 
-def test_the_value_answers_who_is_where():
+def test_a_topology_knows_the_hosts_of_ranks():
     slow = Link(gb_per_s=0.1, source="measured")
     one = Topology(hosts=((3, 1), (0, 2, 4)), network_link=slow)
     assert one.hosts == ((0, 2, 4), (1, 3))
@@ -279,14 +279,14 @@ def test_the_value_answers_who_is_where():
     [
         ({"hosts": ()}, r"hosts: \[\]; each host has a rank or more"),
         ({"hosts": ((0,), ())}, r"hosts: \[\[0\], \[\]\]; each host has"),
-        ({"hosts": ((0, 1), (1,))}, "each of the ranks 0, 1, .. is on one host"),
-        ({"hosts": ((0, 2),)}, "each of the ranks 0, 1, .. is on one host"),
+        ({"hosts": ((0, 1), (1,))}, "each of the ranks 0, 1, .. one host"),
+        ({"hosts": ((0, 2),)}, "each of the ranks 0, 1, .. one host"),
         ({"memory_bytes": (1,)}, r"memory: \[1\]; give one number above 0 for each of the 2"),
         ({"speeds": (1.0, 0.0)}, r"speed: \[1.0, 0.0\]; give one number above 0"),
         ({"network_link": Link(gb_per_s=0.0)}, "network_link: 0.0 GB/s, 0.25 ms; gb_per_s is"),
     ],
 )
-def test_a_topology_that_cannot_be_is_refused(wrong, message):
+def test_an_invalid_topology_is_refused(wrong, message):
     with pytest.raises(ConfigError, match=message):
         Topology(**{"hosts": ((0, 1),), **wrong})
 
@@ -301,7 +301,7 @@ network_link: {gb_per_s: 0.125, latency_ms: 0.4}
 """
 
 
-def test_a_file_describes_machines_that_are_not_here(tmp_path):
+def test_a_file_describes_other_machines(tmp_path):
     file = tmp_path / "hosts.yaml"
     file.write_text(DESCRIBED)
     found = read_topology(file, world_size=4)
@@ -327,23 +327,23 @@ def test_a_file_describes_machines_that_are_not_here(tmp_path):
         ("{hosts: [[0, 1]], ranks_per_host: 2}", "hosts, ranks_per_host: give lists"),
         ("{hosts: 1000000000000, ranks_per_host: 9}", "hosts: 9000000000000 ranks, but this run"),
         ("hosts: [[0, 1, 2]]", "hosts: 3 ranks, but this run has 4; describe 4 ranks, or start 3"),
-        ("hosts: [[0, 1], [1, 2]]", "each of the ranks 0, 1, .. is on one host"),
+        ("hosts: [[0, 1], [1, 2]]", "each of the ranks 0, 1, .. one host"),
         ("{hosts: [[0, 1, 2, 3]], memory_gb: [1, 2]}", r"memory: .* for each of the 4 ranks"),
-        ("{hosts: [[0, 1, 2, 3]], speed: 0}", "speed: .* give one number above 0"),
+        ("{hosts: [[0, 1, 2, 3]], speed: 0}", "speed: .* give a number above 0"),
         ("{hosts: [[0, 1, 2, 3]], network_link: {}}", "network_link.gb_per_s: not given"),
         ("{hosts: [[0, 1, 2, 3]], link: 1}", "link: unknown key; did you mean"),
         ("{hosts: [[0, 1, 2, 3]], host_link: {gb_per_s: 1, source: guess}}",
          "host_link.source: 'guess' is not one of measured, given, assumed"),
     ],
 )  # fmt: skip
-def test_a_description_that_cannot_be_is_refused_by_its_key(tmp_path, text, message):
+def test_an_invalid_topology_file_is_refused_by_its_key(tmp_path, text, message):
     file = tmp_path / "hosts.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=rf"^parallel\.topology: .*hosts\.yaml: .*{message}"):
         read_topology(file, world_size=4)
 
 
-def test_explain_says_where_ranks_are_and_what_is_assumed(tmp_path):
+def test_explain_shows_hosts_and_which_values_are_assumed(tmp_path):
     file = tmp_path / "hosts.yaml"
     file.write_text(DESCRIBED)
     config = make_config("auto", "rowwise_adagrad", dtype="float32", dim=8)

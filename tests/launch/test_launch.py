@@ -1,4 +1,4 @@
-"""Every way a run can end: exit code, one message, all ranks gone within seconds."""
+"""All ways a run can end: exit code, one message, and all ranks gone within seconds."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ END_S = 60  # to the last rank gone; a collective would wait 20 minutes
 
 
 class Run:
-    """One torchrun of entry.py with two ranks, in a process group of its own."""
+    """torchrun of entry.py with two ranks, in its own process group."""
 
     def __init__(self, mode: str, folder: Path) -> None:
         self.folder = folder
@@ -75,12 +75,12 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Run]:
 
 
 def own_traceback(output: str) -> bool:
-    """torchrun raises too; a traceback of ours has run_main in it."""
+    """torchrun prints tracebacks too, but only ours contain run_main."""
     return "sbpflow/runtime/processes/launch.py" in output
 
 
 @pytest.mark.parametrize("run", ["mistake_on_one"], indirect=True)
-def test_a_mistake_on_one_rank_is_not_lost_and_ends_all(run: Run) -> None:
+def test_a_mistake_on_one_rank_is_printed_and_ends_all(run: Run) -> None:
     run.pids()
     output = run.output(END_S)
     assert output.count("error: ") == 1
@@ -89,7 +89,7 @@ def test_a_mistake_on_one_rank_is_not_lost_and_ends_all(run: Run) -> None:
 
 
 @pytest.mark.parametrize("run", ["crash_on_all"], indirect=True)
-def test_an_error_of_the_program_shows_the_traceback_of_one_rank(run: Run) -> None:
+def test_an_error_of_the_program_prints_the_traceback_of_one_rank(run: Run) -> None:
     output = run.output(START_S)
     assert output.count("SbpError: matmul: [2, 3] x [4, 5] has no common dim") == 1
     assert (
@@ -99,8 +99,8 @@ def test_an_error_of_the_program_shows_the_traceback_of_one_rank(run: Run) -> No
 
 
 @pytest.mark.parametrize("run", ["own_words_on_one"], indirect=True)
-def test_an_unexpected_error_keeps_its_traceback_whatever_its_words(run: Run) -> None:
-    """Words such as torch's own of a lost peer."""
+def test_an_unexpected_error_keeps_its_traceback_whatever_its_text(run: Run) -> None:
+    """Its text resembles torch's message for a lost peer."""
     run.pids()
     output = run.output(END_S)
     assert output.count("RuntimeError: Timed out waiting for my own queue") == 1
@@ -115,9 +115,9 @@ def test_a_rank_that_exits_is_named_with_its_code_and_line(run: Run) -> None:
     output = run.output(END_S)
     lines = ENTRY.read_text().splitlines()
     line = next(n for n, text in enumerate(lines, 1) if text.strip() == "sys.exit(7)")
-    said = f"the program ended itself with exit code 7: sys.exit(7) at {ENTRY}:{line}, in fail"
-    assert output.count(said) == 1
-    assert f"{said}\n[rank 1]\n" in output
+    message = f"the program ended itself with exit code 7: sys.exit(7) at {ENTRY}:{line}, in fail"
+    assert output.count(message) == 1
+    assert f"{message}\n[rank 1]\n" in output
     assert "died" not in output
 
 
@@ -133,7 +133,7 @@ def test_survivors_name_the_rank_that_died(run: Run) -> None:
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=["int", "term"])
 @pytest.mark.parametrize("run", ["stuck"], indirect=True)
 def test_a_signal_ends_ranks_inside_a_collective(run: Run, signum: signal.Signals) -> None:
-    """Both ranks wait in C++, where no Python handler can run."""
+    """Both ranks are blocked in C++, where Python signal handlers do not run."""
     run.pids()
     time.sleep(0.5)
     run.process.send_signal(signum)
@@ -145,7 +145,7 @@ def test_a_signal_ends_ranks_inside_a_collective(run: Run, signum: signal.Signal
 
 
 @pytest.mark.parametrize("run", ["ok"], indirect=True)
-def test_a_run_that_ends_well_is_silent_and_closes_its_groups(run: Run) -> None:
+def test_a_successful_run_is_silent_and_closes_its_groups(run: Run) -> None:
     output = run.output(START_S)
     assert run.process.returncode == 0
     assert output.count("group open: False") == 2
@@ -153,8 +153,8 @@ def test_a_run_that_ends_well_is_silent_and_closes_its_groups(run: Run) -> None:
 
 
 @pytest.mark.parametrize("lines", [10, 100_000], ids=["within the buffer", "beyond it"])
-def test_a_reader_that_leaves_early_ends_a_command_quietly(lines: int) -> None:
-    """As ``explain | head``: no traceback, and the exit code of SIGPIPE."""
+def test_a_command_ends_quietly_if_its_reader_leaves(lines: int) -> None:
+    """As in ``explain | head``: without a traceback and with the exit code of SIGPIPE."""
     code = f"""
 from sbpflow.runtime.processes.launch import dispatch, run_main
 

@@ -1,4 +1,4 @@
-"""Where ranks listen: on the interface in use, and on none but loopback where all are here."""
+"""Ranks listen only on the interface in use: loopback if all are on this machine."""
 
 import os
 import re
@@ -42,7 +42,7 @@ main()
 
 
 def listening(pid: int) -> list[str]:
-    """The addresses at which a process listens, in the kernel's hexadecimal."""
+    """Return the addresses at which a process listens, in the kernel's hexadecimal format."""
     links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
     mine = {link for link in links if link.startswith("socket:")}
     rows = [
@@ -69,10 +69,10 @@ def started(command: Sequence[str], folder: Path, **env: object) -> subprocess.P
 
 
 def found_by(processes: list[subprocess.Popen[str]], folder: Path) -> list[list[str]]:
-    """Of each rank: gloo's interface, then where it listens."""
-    said = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
-    assert not any(process.returncode for process in processes), said
-    assert not any("listens on all interfaces" in text for text in said), said
+    """Return gloo's interface and the listening addresses of each rank."""
+    outputs = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
+    assert not any(process.returncode for process in processes), outputs
+    assert not any("listens on all interfaces" in text for text in outputs), outputs
     return [(folder / str(rank)).read_text().split() for rank in range(2)]
 
 
@@ -121,10 +121,10 @@ def resolve(monkeypatch, *addresses: str) -> None:
         ("service", ["192.0.2.7"], r"192\.0\.2\.7 is not an address of this machine"),
     ],
 )
-def test_a_store_that_listens_on_all_interfaces_says_so_and_why(
+def test_a_store_that_listens_on_all_interfaces_warns_with_the_reason(
     monkeypatch, caplog, name, addresses, why
 ):
-    """As before where one address could be the wrong one; connecting is by the name."""
+    """Where a single address could be wrong, listen on all; ranks connect by the name."""
     resolve(monkeypatch, *addresses)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -133,12 +133,12 @@ def test_a_store_that_listens_on_all_interfaces_says_so_and_why(
     listener = module._listener(name, module._address_of(name, port), port)
     assert listener is None
     (message,) = caplog.messages
-    said = f"MASTER_ADDR={name}: rank 0 listens on all interfaces at port {port}, because {why}"
-    assert re.match(said, message)
+    pattern = f"MASTER_ADDR={name}: rank 0 listens on all interfaces at port {port}, because {why}"
+    assert re.match(pattern, message)
     assert message.endswith("see SECURITY.md")
 
 
-def test_a_name_of_this_machine_is_loopback_where_all_ranks_are_here(monkeypatch):
+def test_the_own_host_name_is_loopback_if_all_ranks_are_here(monkeypatch):
     resolve(monkeypatch, "::1", "127.0.1.1")
     monkeypatch.setenv("MASTER_ADDR", "own-name")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -148,7 +148,7 @@ def test_a_name_of_this_machine_is_loopback_where_all_ranks_are_here(monkeypatch
     assert module._address_of("own-name", 1) == ""
 
 
-def test_a_process_that_opens_its_store_twice_has_one(monkeypatch, caplog):
+def test_a_process_can_open_its_store_twice(monkeypatch, caplog):
     port = free_port()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))

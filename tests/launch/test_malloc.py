@@ -1,4 +1,4 @@
-"""Memory that a process frees stays its own."""
+"""Freed memory stays with the process."""
 
 import subprocess
 import sys
@@ -26,13 +26,13 @@ print(faults() - before)
 
 
 def page_faults(*, keep: bool) -> int:
-    """Of 20 arrays of 48 MB in turn, after three others."""
+    """Return the page faults of 20 arrays of 48 MB, one at a time, after a warm-up of three."""
     words = [sys.executable, "-c", FAULTS.format(keep=keep)]
     return int(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="of the GNU C library")
-def test_memory_is_used_again():
+def test_freed_memory_is_reused():
     assert 5 * page_faults(keep=True) < page_faults(keep=False)
 
 
@@ -44,7 +44,7 @@ def test_memory_is_used_again():
         "encode --like nowhere --input nowhere.tsv --output set",
     ],
 )
-def test_commands_that_need_it_ask_for_it(words, monkeypatch):
+def test_commands_that_allocate_much_keep_freed_memory(words, monkeypatch):
     asked = []
     monkeypatch.setattr(
         "sbpflow.runtime.compute.malloc.keep_freed_memory", lambda: asked.append(words)

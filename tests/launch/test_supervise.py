@@ -1,4 +1,4 @@
-"""The loop around a job: starts again what failed, passes signals on, gives up in the end."""
+"""The restart loop: it restarts a failed job, forwards signals, and finally gives up."""
 
 import signal
 import subprocess
@@ -22,46 +22,46 @@ def start(folder: Path, job: str, **settings: str) -> subprocess.Popen[str]:
     )
 
 
-def test_a_job_that_fails_starts_again_until_it_ends_well(tmp_path):
+def test_a_failing_job_is_restarted_until_it_succeeds(tmp_path):
     job = "echo x >> starts; [ $(wc -l < starts) -ge 3 ] || exit 3"
     process = start(tmp_path, job)
-    _, told = outputs_of(process, 30)
+    _, stderr = outputs_of(process, 30)
     assert process.returncode == 0
     assert (tmp_path / "starts").read_text().split() == ["x"] * 3
-    assert told.splitlines() == [
+    assert stderr.splitlines() == [
         "supervise: ended with code 3, starts again in 0 s (19 restarts left)",
         "supervise: ended with code 3, starts again in 0 s (18 restarts left)",
     ]
 
 
-def test_it_gives_up_after_short_starts_and_says_so(tmp_path):
+def test_the_loop_gives_up_after_repeated_short_runs(tmp_path):
     process = start(tmp_path, "echo x >> starts; exit 2", RESTARTS="2")
-    _, told = outputs_of(process, 30)
+    _, stderr = outputs_of(process, 30)
     assert process.returncode == 2
     assert (tmp_path / "starts").read_text().split() == ["x"] * 3
-    assert told.endswith("supervise: ended with code 2, and no restart is left of 2\n")
+    assert stderr.endswith("supervise: ended with code 2, and no restart is left of 2\n")
 
 
-def test_starts_that_lasted_do_not_count(tmp_path):
+def test_long_runs_do_not_count_as_failures(tmp_path):
     job = "echo x >> starts; [ $(wc -l < starts) -ge 4 ] || exit 3"
     process = start(tmp_path, job, RESTARTS="1", SHORT_S="0")
     outputs_of(process, 30)
     assert process.returncode == 0
 
 
-def test_sigterm_is_passed_on_and_the_job_may_save_first(tmp_path):
+def test_sigterm_is_forwarded_and_the_job_may_save(tmp_path):
     job = "trap 'echo saved > saved; exit 130' TERM; touch ready; while :; do sleep 0.05; done"
     process = start(tmp_path, job)
     while not (tmp_path / "ready").exists():
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
-    _, told = outputs_of(process, 30)
+    _, stderr = outputs_of(process, 30)
     assert (tmp_path / "saved").read_text() == "saved\n"
     assert process.returncode == 130
-    assert "starts again" not in told
+    assert "starts again" not in stderr
 
 
-def test_a_job_that_waits_for_ever_after_its_ranks_is_ended(tmp_path):
+def test_a_launcher_that_hangs_after_its_ranks_is_killed(tmp_path):
     (tmp_path / "hang.py").write_text(
         "import pathlib, signal, subprocess, sys\n"
         "if pathlib.Path('once').exists(): sys.exit(0)\n"
@@ -72,10 +72,10 @@ def test_a_job_that_waits_for_ever_after_its_ranks_is_ended(tmp_path):
         "signal.pause()\n"
     )
     process = start(tmp_path, f"exec {sys.executable} hang.py", STUCK_S="1")
-    _, told = outputs_of(process, 30)
+    _, stderr = outputs_of(process, 30)
     assert process.returncode == 0
     # The shell may say "Killed" in between.
-    assert [line for line in told.splitlines() if line.startswith("supervise")] == [
+    assert [line for line in stderr.splitlines() if line.startswith("supervise")] == [
         "supervise: its ranks are gone for 1 s, it is ended",
         "supervise: ended with code 137, starts again in 0 s (19 restarts left)",
     ]

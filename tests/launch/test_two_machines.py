@@ -1,4 +1,4 @@
-"""Faults between machines: told on both, by what really happened, and nobody hangs."""
+"""Faults between machines: both report the real cause, and no rank hangs."""
 
 import json
 import time
@@ -22,7 +22,7 @@ def machines() -> Iterator[tuple[Machine, Machine]]:
 
 
 def start(machines: tuple[Machine, Machine], folder: Path, mode: str = "train") -> dict[int, int]:
-    """Both machines train when this returns; rank numbers follow who came first."""
+    """Return once both machines train; rank numbers depend on which joined first."""
     for machine in machines:
         machine.start(mode, folder, TIMEOUT_S="20")
     pids = wait_for_ranks(folder)
@@ -46,7 +46,7 @@ def is_alive(pid: int) -> bool:
 
 
 def messages(machine: Machine) -> list[str]:
-    """What the rank there told its user."""
+    """Return the messages of a machine's rank."""
     assert machine.process is not None
     if machine.process.poll() is None:
         time.sleep(2)  # torchrun passes on what its ranks wrote, and may hang on a store it lost

@@ -1,4 +1,4 @@
-"""A job of one rank as a checkpoint in the folder of a run, and the run's copy of its set."""
+"""Save a one-rank job as a checkpoint in a run folder, with the run's copy of its set."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ from sbpflow.run.planning.plan_file import plan_to_json
 
 
 def save_job(folder: Path, job: Job, config: Config, step: int) -> Path:
-    """``folder/checkpoints/step-N`` and ``folder/checkpoints/data``."""
+    """Write ``folder/checkpoints/step-N`` and ``folder/checkpoints/data``."""
     checkpoints = folder / "checkpoints"
     partial = partial_folder(checkpoints, step, "ab")
     partial.mkdir(parents=True)
@@ -47,7 +47,7 @@ def save_job(folder: Path, job: Job, config: Config, step: int) -> Path:
 
 
 def copy_set(source: Path, target: Path) -> None:
-    """Manifest and vocabularies, no rows."""
+    """Copy manifest and vocabularies without the rows."""
     if target.exists():
         return
     target.mkdir()

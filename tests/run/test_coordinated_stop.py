@@ -1,4 +1,4 @@
-"""One rank is asked to stop: all end after the same step, and say whose signal it was."""
+"""After a signal on one rank, all ranks stop after the same step and name its machine."""
 
 from types import SimpleNamespace
 
@@ -14,25 +14,25 @@ ASKED_IN = 5  # the step
 
 
 def _train(world, who):
-    """Steps that need all ranks; what this rank did last."""
+    """Run steps that need all ranks; return the last step and the exit code."""
     coordinated_stop._LOOK_S = 0.0
-    signals = SimpleNamespace(asked=0, leave=lambda: None)
+    signals = SimpleNamespace(signum=0, leave=lambda: None)
     stop = CoordinatedStop(signals, world, timeout_s=20.0)
     for step in range(1, 100):
         world.barrier()
         if step == ASKED_IN and world.rank == who:
-            signals.asked = 15
+            signals.signum = 15
         if stop.after(step):
             try:
                 stop.leave()
             except PeerStoppedError as error:
                 return step, classify(error)[1]
-            return step, EXIT_INTERRUPT  # where the signal was raised once more
-    raise AssertionError("it trained on")
+            return step, EXIT_INTERRUPT  # leave raised the signal again
+    raise AssertionError("it did not stop")
 
 
 @pytest.mark.parametrize("who", [0, 2])
-def test_one_rank_that_is_asked_stops_all_after_the_same_step(ranks, who):
+def test_a_signal_on_one_rank_stops_all_after_the_same_step(ranks, who):
     ends = ranks(3, _train, who)
     steps = {step for step, _ in ends}
     assert len(steps) == 1
@@ -42,9 +42,9 @@ def test_one_rank_that_is_asked_stops_all_after_the_same_step(ranks, who):
     assert codes == [EXIT_LOST_PEER, EXIT_LOST_PEER]
 
 
-def test_the_machine_that_was_told_is_named_whoever_left_first():
-    told, reason = Reason("terminated", order=2), Reason("peer_stopped", order=1)
+def test_the_signaled_machine_is_named_whichever_rank_left_first():
+    signaled, stopped = Reason("terminated", order=2), Reason("peer_stopped", order=1)
+    posts = {0: stopped, 1: signaled}
     for machines in ({0: "a", 1: "b"}, {0: "a", 1: "a"}):
-        text = compose({0: reason, 1: told}, 2, machines)
-        assert text.startswith("stopped by SIGTERM")
-    assert compose({0: reason, 1: told}, 2, {0: "a", 1: "b"}).endswith("sent to rank 1 on b")
+        assert compose(posts, 2, machines).startswith("stopped by SIGTERM")
+    assert compose(posts, 2, {0: "a", 1: "b"}).endswith("sent to rank 1 on b")

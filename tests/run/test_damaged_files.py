@@ -1,4 +1,4 @@
-"""Damaged files of runs, sets and checkpoints: one message of ours, or what was written."""
+"""Damaged files of runs, sets and checkpoints give one message or the original values."""
 
 import hashlib
 import json
@@ -30,23 +30,23 @@ from tests.embedding.test_measure import shape_of
 
 OLD = Path(__file__).parents[1] / "fixtures" / "d4baee1"
 OURS = (ConfigError, DataError, CheckpointError)
-MOST_SAID = 3000  # characters of a message
+MAX_CHARACTERS = 3000  # of a message
 
 
 def outcome(read: Callable[[], Any]) -> tuple[Any, str]:
-    """What it gives and "", or None and the message of one of our errors; others are failures."""
+    """Return (result, ""), or (None, message) for one of our errors; other errors propagate."""
     try:
         return read(), ""
     except OURS as error:
-        said = str(error)
-    assert said.isprintable(), said
-    assert len(said) < MOST_SAID, said
-    return None, said
+        message = str(error)
+    assert message.isprintable(), message
+    assert len(message) < MAX_CHARACTERS, message
+    return None, message
 
 
 @pytest.fixture
 def run(tmp_path) -> Path:
-    """The folder of a run, as far as a report reads it."""
+    """A run folder with the files that a report reads."""
     folder = tmp_path / "run"
     folder.mkdir()
     for name in ("metrics.jsonl", "plan.json", "start.txt"):
@@ -62,16 +62,16 @@ def test_a_report_of_damaged_files_is_a_page_or_one_message(run, name, count):
     refused = noted = 0
     for copy in damaged(file.read_bytes(), count, others=others):
         file.write_bytes(copy)
-        page, said = outcome(lambda: write_report([run], run / "page.html").read_text())
-        refused += bool(said)
-        assert not said or str(file) in said
+        page, message = outcome(lambda: write_report([run], run / "page.html").read_text())
+        refused += bool(message)
+        assert not message or str(file) in message
         if name == "plan.json":
             noted += "plan.json is not shown" in page
     assert name != "plan.json" or noted == count, "it has a checksum"
     assert name != "metrics.jsonl" or refused > count / 2
 
 
-def test_report_ends_with_code_2_and_the_way_out(run, capsys):
+def test_report_exits_with_code_2_and_a_remedy(run, capsys):
     file = run / "metrics.jsonl"
     file.write_bytes(file.read_bytes().replace(b'"step": 2,', b'"step": NaN,', 1))
     assert outcome(lambda: report([str(run)]))[1].startswith(f"{file}: line 2 is not an event")
@@ -83,15 +83,15 @@ def test_a_damaged_manifest_is_refused(tmp_path, capsys):
     whole, file = load_manifest(tmp_path), tmp_path / "manifest.json"
     for copy in damaged(file.read_bytes(), 150):
         file.write_bytes(copy)
-        found, said = outcome(lambda: load_manifest(tmp_path))
-        assert said.startswith(f"{file}: ") or found.content == whole.content
+        found, message = outcome(lambda: load_manifest(tmp_path))
+        assert message.startswith(f"{file}: ") or found.content == whole.content
         assert outcome(lambda: check_unchanged(whole))[1] or found is not None
     file.write_bytes(b"[" * 100_000)
     assert data_main(["stats", str(tmp_path)]) == 2
     assert "manifest.json: more than 64 levels of nesting; restore it" in capsys.readouterr().err
 
 
-def test_a_damaged_record_of_a_piece_is_made_again(tmp_path):
+def test_a_damaged_record_of_a_piece_is_recreated(tmp_path):
     file, content = tmp_path / "0.json", {"rows": 5, "files": {"a": [1, 2, {"crc32": 7}]}}
     write_record(file, content)
     for copy in damaged(file.read_bytes(), 200):
@@ -114,19 +114,19 @@ def test_a_damaged_index_is_refused(tmp_path):
     whole, file = open_checkpoint(folder).index, folder / "index.json"
     for copy in damaged(file.read_bytes(), 150):
         file.write_bytes(copy)
-        found, said = outcome(lambda: open_checkpoint(folder))
-        assert said.startswith(str(file)) or found.index == whole
+        found, message = outcome(lambda: open_checkpoint(folder))
+        assert message.startswith(str(file)) or found.index == whole
 
 
 def rewritten(raw: bytes, documents: Mapping[str, Any]) -> bytes:
-    """The index with other documents and a digest that fits."""
+    """Write the index with other documents and a valid digest."""
     tree = json.loads(raw)
     tree["content"]["documents"] = documents
     tree["sha256"] = hashlib.sha256(json.dumps(tree["content"]).encode()).hexdigest()
     return json.dumps(tree).encode()
 
 
-def test_documents_under_a_digest_that_fits_are_checked(tmp_path):
+def test_documents_with_a_valid_digest_are_checked(tmp_path):
     folder = tmp_path / "step-5"
     shutil.copytree(OLD / "checkpoints" / "sgd-dp", folder)
     file = folder / "index.json"
@@ -158,7 +158,7 @@ def test_documents_under_a_digest_that_fits_are_checked(tmp_path):
 
 
 @pytest.mark.parametrize("key", ["data", "cursor", "loop", "steps_of_before", "metrics_bytes"])
-def test_a_document_that_is_not_there_is_named(tmp_path, key):
+def test_a_missing_document_is_named(tmp_path, key):
     folder = tmp_path / "step-5"
     shutil.copytree(OLD / "checkpoints" / "sgd-dp", folder)
     file = folder / "index.json"
@@ -171,7 +171,7 @@ def test_a_document_that_is_not_there_is_named(tmp_path, key):
         check(saved)
 
 
-def test_a_loss_that_was_infinite_when_it_was_watched_is_read(tmp_path):
+def test_a_watched_loss_may_be_infinite(tmp_path):
     folder = tmp_path / "step-5"
     shutil.copytree(OLD / "checkpoints" / "sgd-dp", folder)
     file = folder / "index.json"
@@ -179,9 +179,9 @@ def test_a_loss_that_was_infinite_when_it_was_watched_is_read(tmp_path):
     for value, fits in ((float("inf"), True), (0.5, True), (None, True), (float("nan"), False)):
         documents["loop"] = {"stop": {"value": value, "step": 3, "waited": 1}}
         file.write_bytes(rewritten(file.read_bytes(), documents))
-        said = outcome(lambda: check_start(open_checkpoint(folder)))[1]
-        assert fits is not bool(said), said
-    assert "its loop.stop.value is nan" in said
+        message = outcome(lambda: check_start(open_checkpoint(folder)))[1]
+        assert fits is not bool(message), message
+    assert "its loop.stop.value is nan" in message
 
 
 def test_commands_on_damaged_checkpoints_end_with_one_message(tmp_path, capsys):
@@ -192,12 +192,12 @@ def test_commands_on_damaged_checkpoints_end_with_one_message(tmp_path, capsys):
         file.write_bytes(copy)
         assert checkpoint_command(["verify", str(run)]) == 1
         words = ["--checkpoint", str(run), "--input", str(OLD / "set"), "--output"]
-        said = outcome(lambda: predict([*words, str(tmp_path / "scores.parquet")]))[1]  # noqa: B023
-        assert "every checkpoint there is damaged" in said
+        message = outcome(lambda: predict([*words, str(tmp_path / "scores.parquet")]))[1]  # noqa: B023
+        assert "every checkpoint there is damaged" in message
     assert not (tmp_path / "scores.parquet").exists()
 
 
-def test_a_damaged_file_of_kernel_times_is_measured_again(tmp_path, caplog):
+def test_kernels_are_remeasured_if_their_file_is_damaged(tmp_path, caplog):
     path, shape = tmp_path / "kernels.json", shape_of()
     Profile(path).keep(shape, {"torch": 1.5, "numba": 1.0})
     unmeasured = KernelChoice("torch", "unmeasured")
@@ -218,13 +218,13 @@ def test_a_damaged_file_of_kernel_times_is_measured_again(tmp_path, caplog):
 
 @pytest.mark.parametrize("value", VALUES)
 def test_values_at_the_limits_are_read_or_refused(value):
-    found, said = None, ""
+    found, message = None, ""
     try:
         found = parse_json(f'{{"key": {value}}}', "f.json")
     except JsonError as error:
-        said = str(error)
-    assert said.startswith("f.json: ") or found
-    assert len(said) < 200
+        message = str(error)
+    assert message.startswith("f.json: ") or found
+    assert len(message) < 200
     json.dumps(found, allow_nan=False, ensure_ascii=False).encode()
 
 
@@ -243,7 +243,7 @@ def test_values_at_the_limits_are_read_or_refused(value):
         ('{"a": 1', "not JSON (Expecting ',' delimiter at line 1, column 8)"),
     ],
 )
-def test_what_json_cannot_be_is_named(text, says):
+def test_invalid_json_is_refused_with_the_reason(text, says):
     with pytest.raises(JsonError) as caught:
         parse_json(text, "f.json")
     assert says in str(caught.value)
@@ -261,12 +261,12 @@ def test_the_size_of_a_file_is_limited(tmp_path):
         read_json(tmp_path / "absent.json")
 
 
-def test_infinity_is_read_only_where_it_is_asked_for():
+def test_infinity_is_accepted_only_on_request():
     assert parse_json("[Infinity]", finite=False) == [float("inf")]
     assert parse_json(r'"\ud83d\ude00"') == "\U0001f600"
 
 
-def test_each_kind_of_damage_is_made():
+def test_all_kinds_of_damage_occur():
     raw = b'{"a": [1, {"b": 2}], "c": "x"}'
     copies = list(damaged(raw, 400))
     assert raw not in copies

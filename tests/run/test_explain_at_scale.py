@@ -1,4 +1,4 @@
-"""Plans of many ranks: made in seconds on one core, and told in ranges."""
+"""Plans for many ranks: made in seconds on one core, and printed with ranges."""
 
 import cProfile
 
@@ -31,7 +31,7 @@ GRID = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _imported():
-    """What the first plan of a process imports is counted with none."""
+    """Make a plan first, so that its imports are not counted later."""
     plan_run(make_config("1", "adagrad"), FIELDS, world_size=2, device_type="cpu")
 
 
@@ -45,8 +45,8 @@ def _imported():
         ("2", 1024, 2_000_000, FIELDS, None),
     ],
 )
-def test_a_plan_of_many_ranks_takes_few_calls_and_few_lines(scheme, size, most, fields, tables):
-    """Calls of functions are counted, about two million a second: seconds change with the load.
+def test_planning_for_many_ranks_needs_few_calls_and_lines(scheme, size, most, fields, tables):
+    """Count function calls, about two million a second, because times depend on the load.
 
     Auto plans and prices up to 16 layouts of all tables.
     """

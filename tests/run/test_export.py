@@ -1,4 +1,4 @@
-"""An exported model: equal to the job it came from, read with torch alone, rows of fewer bits."""
+"""Exported models equal their job, load with torch alone, and may have 8- or 16-bit rows."""
 
 import json
 import os
@@ -50,7 +50,7 @@ assert not {m.partition(".")[0] for m in sys.modules} & {"sbpflow", "models", "d
 
 
 def values_of(job: Job, name: str) -> Tensor:
-    """A whole logical tensor of a job of one rank."""
+    """Return a whole logical tensor of a one-rank job."""
     tensor = job.state()[name]
     (one,) = tensor.rectangles
     return one.values.clone().reshape(tensor.shape)
@@ -77,7 +77,7 @@ def plain_of(job: Job, spec, fields: Fields, row_format="as_trained") -> PlainMo
 
 
 def _criteo_like(world: World, folder):
-    """Errors of the plain model, and what a process with torch alone makes of its file."""
+    """Return the differences of the plain model, and of its file in a process with only torch."""
     config = make_config("1", "adagrad", dtype="float32")
     batches = make_batches(7, 30)
     job, model = trained(world, config, FIELDS, batches)
@@ -99,7 +99,7 @@ def _criteo_like(world: World, folder):
     return apart, same, names
 
 
-def test_a_file_read_with_torch_alone_gives_the_logits_of_the_job(ranks, tmp_path):
+def test_an_exported_file_gives_the_job_s_logits_with_torch_alone(ranks, tmp_path):
     ((apart, same, state),) = ranks(1, _criteo_like, tmp_path)
     assert max(apart) < 1e-6
     assert same == [True] * 9
@@ -117,7 +117,7 @@ def test_a_file_read_with_torch_alone_gives_the_logits_of_the_job(ranks, tmp_pat
 
 
 def _lists(world: World, folder):
-    """The same over lists with weights and without, fixed fields, mean and sum."""
+    """Like above, for lists with and without weights, fixed fields, mean and sum."""
     manifest = load_manifest(folder / "set")
     data = DataConfig(path=folder / "set", batch_size=64, loader="memmap")
     config = replace(make_config("2", "adagrad", dtype="float32"), data=data, model=Pooled())
@@ -138,7 +138,7 @@ def _lists(world: World, folder):
 
 
 class Pooled:
-    """A model over every field of a set: their vectors side by side, and the sum of their means."""
+    """A model over all fields of a set: concatenated vectors, and the sum of their means."""
 
     name = "pooled"
 
@@ -219,7 +219,7 @@ def _shipped(world: World, name: str):
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_every_model_is_exported_with_all_of_its_state(ranks, name):
+def test_every_model_is_exported_with_all_its_state(ranks, name):
     ((apart, same, names, stored),) = ranks(1, _shipped, name)
     assert apart < 2e-6
     assert same
@@ -248,7 +248,7 @@ def _out_of_range(world: World, policy: str):
     return float((logits - job.trainer.predict(batch)).abs().max()), None
 
 
-def test_hashed_columns_are_those_of_the_loader():
+def test_hashed_columns_equal_the_loader_s():
     rng = np.random.default_rng(3)
     for rows in (3, 1000, 2**31 - 1):
         parts = [rng.integers(0, high, 5000, dtype=np.int32) for high in (2, 50, 2**31 - 1)]
@@ -274,11 +274,11 @@ def _hashed(world: World):
     return float((model(narrow, whole[2].dense, {}) - job.trainer.predict(whole[2])).abs().max())
 
 
-def test_an_exported_model_takes_the_columns_of_the_set_and_hashes_them_itself(ranks):
+def test_an_exported_model_hashes_the_columns_of_the_set_itself(ranks):
     assert ranks(1, _hashed)[0] < 1e-6
 
 
-def test_rows_of_8_bits_are_off_by_half_a_step_at_most():
+def test_the_error_of_8_bit_rows_is_at_most_half_a_step():
     weight = torch.randn(300, 16, generator=torch.Generator().manual_seed(1))
     weight[7] = 0.25  # a row of one value has a step of 0
     rows = make_rows("t", weight, "int8", torch.float32)
@@ -296,7 +296,7 @@ def test_rows_of_8_bits_are_off_by_half_a_step_at_most():
 
 
 @pytest.mark.parametrize(("row_format", "value"), [("float16", 70000.0), ("int8", float("nan"))])
-def test_a_value_that_a_row_format_does_not_have_is_refused(row_format, value):
+def test_a_value_that_a_row_format_cannot_represent_is_refused(row_format, value):
     weight = torch.zeros(70000, 16)
     weight[66000, 3] = value
     with pytest.raises(DataError, match=rf"table t: {value} in row 66000 .* {row_format};"):
@@ -321,7 +321,7 @@ def _formats(world: World, folder):
     return sizes, found, score_plain(plain_of(job, spec, FIELDS), iter(batches))
 
 
-def test_fewer_bits_take_less_room_and_cost_little(ranks, tmp_path):
+def test_row_formats_with_fewer_bits_are_smaller_and_nearly_as_accurate(ranks, tmp_path):
     ((sizes, found, wanted),) = ranks(1, _formats, tmp_path)
     assert sizes["float16"] == sizes["as_trained"] // 2
     assert sizes["int8"] == sizes["as_trained"] * (16 + 8) // 64
@@ -331,7 +331,7 @@ def test_fewer_bits_take_less_room_and_cost_little(ranks, tmp_path):
     assert found["int8"].logloss != wanted.logloss
 
 
-def test_what_cannot_be_exported_is_refused_by_name(tmp_path):
+def test_models_that_cannot_be_exported_are_refused(tmp_path):
     config = make_config("dp", "sgd", dtype="float32")
     spec, plan = plan_run(config, FIELDS, world_size=1, device_type="cpu")
 

@@ -1,4 +1,4 @@
-"""What the doctor finds by moving data: links, a disk, a checkpoint that every rank reads."""
+"""The doctor's checks that move data: links, a disk, a checkpoint that all ranks read."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ def _links(world: World) -> Finding:
     return machine_checks.link(Boxing(world), large=1 << 16)
 
 
-def test_links_are_measured_around_and_the_same_on_every_rank(ranks):
+def test_links_are_measured_in_a_ring_with_equal_results_on_all_ranks(ranks):
     (found, other) = ranks(2, _links)
     assert found == other
     assert found.state == "ok"
@@ -43,13 +43,13 @@ def test_a_checkpoint_that_cannot_be_read_back_is_broken(tmp_path, monkeypatch):
     assert "does not exist; give the folder of one checkpoint" in found.text
 
 
-def test_a_disk_has_its_free_space_told(tmp_path):
+def test_the_free_space_of_a_disk_is_reported(tmp_path):
     found = machine_checks.disk(tmp_path / "runs" / "x")
     assert found.state == "ok"
     assert found.text.endswith(f"free in {tmp_path}")
 
 
-def test_the_report_has_what_was_measured_and_fails_for_it(tmp_path, capsys):
+def test_the_report_includes_data_checks_and_fails_with_them(tmp_path, capsys):
     def moving(folder: Path) -> list[Finding]:
         assert folder == tmp_path
         return [Finding("checkpoint", "broken", "no room")]

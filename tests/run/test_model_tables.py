@@ -1,4 +1,4 @@
-"""``model.fields`` and ``model.tables``: tables set by pattern, shared ones, and refusals."""
+"""``model.fields`` and ``model.tables``: tables set by pattern, shared tables, and mistakes."""
 
 from dataclasses import replace
 
@@ -66,7 +66,7 @@ def _train(world: World, scheme: str):
 
 
 @pytest.mark.parametrize("scheme", ["dp", "1", "2", "3"])
-def test_shared_and_uneven_tables_train_alike_on_any_number_of_ranks(ranks, scheme):
+def test_shared_and_uneven_tables_train_equally_on_any_number_of_ranks(ranks, scheme):
     ((want, first, tables),) = ranks(1, _train, scheme)
     spread = {name: np.abs(weights).max() for (name, _), weights in first.items()}
     assert 0.009 < spread["deep.city"] <= 0.01
@@ -100,14 +100,14 @@ def test_what_does_not_fit_is_refused(fields, tables, message):
     assert message in str(caught.value)
 
 
-def test_fields_of_one_vocabulary_have_as_many_rows():
+def test_fields_of_one_table_need_equal_numbers_of_rows():
     odd = replace(FIELDS, sparse=(*FIELDS.sparse[:2], replace(FIELDS.sparse[2], rows=61)))
     with pytest.raises(ConfigError, match="60 and 61 rows"):
         MODEL.spec(odd)
 
 
-def test_kernels_are_asked_for_by_pattern():
-    """Tables of another kernel are stored apart; the last pattern decides."""
+def test_kernels_are_requested_by_pattern():
+    """Tables with different kernels are stored separately; the last pattern wins."""
     pytest.importorskip("numba", reason="two kernels are needed")
     config = make_config("1", "adagrad", kernel="numba")
     patterns = {"*": "torch", "deep.*": "auto", "deep.sho?": "torch"}
@@ -139,7 +139,7 @@ def _train_with_kernels(world: World, kernels: dict[str, str]):
     return [float(job.trainer.step(b.part(world.rank, world.size))) for b in make_batches(4, 30)]
 
 
-def test_tables_of_several_kernels_train_as_those_of_one(ranks):
+def test_tables_with_different_kernels_train_equally(ranks):
     pytest.importorskip("numba", reason="two kernels are needed")
     (want,) = ranks(1, _train_with_kernels, {})
     for losses in ranks(2, _train_with_kernels, {"deep.city": "numba"}):

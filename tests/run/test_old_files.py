@@ -1,7 +1,7 @@
-"""Files that earlier versions wrote are read, or refused with a message that says what to do.
+"""Files of earlier versions are read, or refused with a message that says what to do.
 
-``tests/fixtures/COMMIT`` holds the files of a commit, and ``expected.json`` there the values they
-gave. Where a change no longer reads a file, its test expects the message and the way to migrate.
+``tests/fixtures/COMMIT`` has files written by a commit, and ``expected.json`` the values that they
+gave then. If a change no longer reads a file, its test expects the message and how to migrate.
 """
 
 import json
@@ -52,7 +52,7 @@ FLOAT32 = 1e-5
 
 
 @pytest.mark.parametrize("name", EXPECTED["sets"])
-def test_a_set_is_verified_and_gives_the_rows_it_had(name):
+def test_an_old_set_is_verified_and_gives_the_same_rows(name):
     assert data_main(["verify", str(OLD / name)]) == 0
     assert row_digests(rows_of(OLD / name)) == EXPECTED["sets"][name]
 
@@ -79,8 +79,9 @@ def test_an_old_set_grows(tmp_path):
 
 
 def _go_on(world: World, name: str, steps: int, data: str = "set"):
-    """Restore a checkpoint on these ranks; what they hold then, losses from there on, and what
-    they hold at the end. Where it was saved on as many, under the plan that it has.
+    """Restore a checkpoint and train; return the restored state, the losses and the final state.
+
+    Uses the saved plan if the checkpoint was saved on as many ranks.
     """
     path = OLD / "checkpoints" / name
     saved, manifest = open_checkpoint(path), load_manifest(OLD / data)
@@ -125,7 +126,7 @@ def _go_on(world: World, name: str, steps: int, data: str = "set"):
 
 
 def _held(job):
-    """This rank's rectangles by name: shape of the whole, and place and values of each part."""
+    """Return this rank's rectangles by name: full shape, and position and values of each part."""
     return {
         name: (
             tuple(tensor.shape),
@@ -139,13 +140,13 @@ def _held(job):
 
 
 def _sent(values):
-    """As numpy, which has no bfloat16, can send it between processes: bits, and what they are."""
+    """Return bits and dtype, because numpy has no bfloat16 to send between processes."""
     own = values.detach().clone()
     return own.view(torch.int16).numpy() if own.dtype == torch.bfloat16 else own.numpy()
 
 
 def whole(held):
-    """The logical tensors from what all ranks hold; copies must be equal."""
+    """Combine the parts of all ranks to logical tensors; copies must be equal."""
     tensors = {}
     for name, (shape, _) in held[0].items():
         pieces = [piece for of_rank in held for piece in of_rank[name][1]]
@@ -163,7 +164,7 @@ def whole(held):
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "per-shard"])
-def test_a_checkpoint_has_the_values_it_had_and_training_goes_on(ranks, name, size):
+def test_an_old_checkpoint_has_the_same_values_and_training_resumes(ranks, name, size):
     expected = LAYOUTS[name]
     results = ranks(size, _go_on, name, len(expected["losses"]))
     restored = whole([before for before, _, _ in results])
@@ -176,8 +177,8 @@ def test_a_checkpoint_has_the_values_it_had_and_training_goes_on(ranks, name, si
     )
 
 
-def test_state_by_column_shard_goes_on_under_these_shards_alone(ranks):
-    """And rows of bfloat16, which travel as bfloat16."""
+def test_state_per_column_shard_is_restored_only_to_equal_shards(ranks):
+    """Also with bfloat16 rows, which are exchanged as bfloat16."""
     expected = LAYOUTS["per-shard"]
     results = ranks(2, _go_on, "per-shard", len(expected["losses"]))
     restored = whole([before for before, _, _ in results])
@@ -190,7 +191,7 @@ def test_state_by_column_shard_goes_on_under_these_shards_alone(ranks):
         ranks(1, _go_on, "per-shard", 1)
 
 
-def test_an_old_checkpoint_goes_on_with_the_set_that_grew(ranks):
+def test_an_old_checkpoint_resumes_with_a_grown_set(ranks):
     ((before, losses, _),) = ranks(1, _go_on, "rowwise-reduce", 1, "grown")
     assert np.isfinite(losses).all()
     found, saved = whole([before]), open_checkpoint(OLD / "checkpoints/rowwise-reduce")
@@ -211,7 +212,7 @@ def test_the_files_of_a_run_are_read(name, tmp_path, capsys):
     assert plan_from_json(json.dumps(kept)).world_size == (1 if name == "interrupted" else 2)
 
 
-def test_an_interrupted_run_goes_on_to_the_losses_of_one_that_was_not(tmp_path):
+def test_an_old_interrupted_run_resumes_to_the_same_losses(tmp_path):
     expected = EXPECTED["interrupted"]
     shutil.copytree(OLD / "interrupted", tmp_path / "run")
     stopped = events(tmp_path / "run")
@@ -229,7 +230,7 @@ def test_an_interrupted_run_goes_on_to_the_losses_of_one_that_was_not(tmp_path):
     assert not list(tmp_path.glob("run/previous-*"))
 
 
-def test_predictions_of_a_finished_run_are_what_they_were(tmp_path):
+def test_predictions_of_an_old_run_are_unchanged(tmp_path):
     pl = pytest.importorskip("polars")
     words = ["--checkpoint", str(OLD / "run"), "--output"]
     for kind, source in (("scores", "set"), ("raw_scores", "input/tomorrow.csv")):
@@ -239,7 +240,7 @@ def test_predictions_of_a_finished_run_are_what_they_were(tmp_path):
         assert scores == pytest.approx(EXPECTED["finished"][kind], abs=FLOAT32)
 
 
-def test_an_exported_model_scores_as_its_run():
+def test_an_old_exported_model_scores_like_its_run():
     writer = json.loads((OLD / "export/model.json").read_text())
     wrote = writer["versions"]["torch"]
     mine, its = (tuple(map(int, minor(one).split("."))) for one in (torch.__version__, wrote))
@@ -263,7 +264,7 @@ def test_an_exported_model_scores_as_its_run():
     assert scores == pytest.approx(EXPECTED["finished"]["scores"], abs=FLOAT32)
 
 
-def test_exported_tensors_are_those_of_the_checkpoint():
+def test_old_exported_tensors_equal_the_checkpoint():
     load_file = pytest.importorskip("safetensors.torch").load_file
     (path,) = (OLD / "run/checkpoints").glob("step-*")
     saved = open_checkpoint(path)
@@ -287,7 +288,7 @@ def test_an_old_calibration_is_refused_and_an_old_plan_is_priced():
     assert new <= old * (1 + 1e-9), "a search of today finds nothing worse"
 
 
-def test_a_run_takes_the_plan_that_an_old_run_was_given():
+def test_a_run_accepts_the_table_plan_of_an_old_run():
     tables = OLD / "planned/tables.yaml"
     saved = plan_from_json((OLD / "planned/plan.json").read_text())
     words = [f"parallel.plan={tables}", "model={name: wdl, hidden: [6], wide: {crosses: []}}"]

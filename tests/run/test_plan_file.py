@@ -1,4 +1,4 @@
-"""A plan written and read again is the same plan, and nothing else is read."""
+"""A plan is equal after writing and reading; other files are refused."""
 
 import hashlib
 import json
@@ -54,7 +54,7 @@ def test_a_plan_with_the_former_names_of_classes_fields_and_moves_is_read():
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"format": 2, "plan": {}}', '{"format": 1, "plan": {"is": "Path"}}']
 )
-def test_what_is_no_plan_is_refused(text):
+def test_a_file_that_is_not_a_plan_is_refused(text):
     with pytest.raises(DataError, match="plan: "):
         plan_from_json(text)
 
@@ -77,7 +77,7 @@ def test_a_changed_plan_is_refused():
 
 
 def test_a_plan_whose_optimizers_have_every_constant_is_read():
-    """As files were written when one class had the constants of all optimizers."""
+    """Older files have the constants of all optimizers, which were one class."""
     plan = plan_of("3", dim=8)
     content = json.loads(plan_to_json(plan))
 

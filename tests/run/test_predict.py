@@ -1,4 +1,4 @@
-"""Predictions: what evaluation saw, on one rank and several, from raw rows and from sets."""
+"""Predictions equal evaluations, on one and several ranks, from raw rows and prepared sets."""
 
 import json
 import os
@@ -42,7 +42,7 @@ STEPS = 6
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A table as CSV, and the set of it."""
+    """A CSV table, and its prepared set."""
     folder = tmp_path_factory.mktemp("predict")
     (folder / "schema.yaml").write_text(SCHEMA)
     source = write_csv(folder / "t.csv", table(900))
@@ -61,7 +61,7 @@ def config_of(folder: Path, scheme: str = "1") -> Config:
 
 
 def _train(world: World, folder: Path, run: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Train, save into ``run``, and give logits and labels of ``test`` as evaluation sees them."""
+    """Train and save to ``run``; return logits and labels of ``test`` as in an evaluation."""
     config, manifest = config_of(folder), load_manifest(folder / "set")
     spec, plan = plan_run(config, fields_of(manifest), world_size=1, device_type="cpu")
     job = build_job(config, spec, plan, Boxing(world))
@@ -80,7 +80,7 @@ def scores_of(trainer, loader) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def run(_cpu_ranks, folder) -> Path:
-    """The folder of a run with one checkpoint; test.npy has the scores of its evaluation."""
+    """A run folder with one checkpoint; test.npy contains the scores of its evaluation."""
     ((scores, labels),) = _cpu_ranks(1, _train, folder, folder / "run")
     np.save(folder / "run" / "scores.npy", scores)
     np.save(folder / "run" / "labels.npy", labels)
@@ -91,7 +91,7 @@ def words(run: Path, source: object, output: Path, *more: str) -> list[str]:
     return ["--checkpoint", str(run), "--input", str(source), "--output", str(output), *more]
 
 
-def test_a_prediction_is_bit_for_bit_what_evaluation_saw(run, folder, tmp_path):
+def test_a_prediction_equals_the_evaluation_bit_for_bit(run, folder, tmp_path):
     assert predict(words(run, folder / "set", tmp_path / "s.parquet")) == 0
     found = pl.read_parquet(tmp_path / "s.parquet")
     assert found.columns == ["id", "score", "label"]
@@ -104,7 +104,7 @@ def test_a_prediction_is_bit_for_bit_what_evaluation_saw(run, folder, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["s.parquet"]
 
 
-def test_raw_rows_get_the_ids_of_the_run_and_its_scores(run, folder, tmp_path):
+def test_raw_rows_get_the_ids_and_scores_of_the_run(run, folder, tmp_path):
     rows = [row for row in table(900)[24 * 24 :] if row["price"] != INF]
     source = write_csv(tmp_path / "new.csv", rows)
     assert predict(words(run, source, tmp_path / "s.parquet")) == 0
@@ -134,7 +134,7 @@ def test_an_optimizer_of_a_module_is_imported_only_if_the_command_names_it(run, 
     assert predict(words(run, folder / "set", tmp_path / "s.parquet", *named)) == 0
 
 
-def test_unlabelled_parquet_has_scores_and_no_labels(run, tmp_path):
+def test_predictions_of_unlabelled_parquet_have_no_labels(run, tmp_path):
     rows = [row for row in table(60) if row["price"] != INF]
     frame = pl.DataFrame(rows, infer_schema_length=None).drop("click", "buy")
     frame.write_parquet(tmp_path / "new.parquet")
@@ -145,7 +145,7 @@ def test_unlabelled_parquet_has_scores_and_no_labels(run, tmp_path):
 
 
 def _predict(world: World, folder: Path, run: Path, overrides: list[str]):
-    """The scores on rank 0, and whether the plan was that of the run."""
+    """Return the scores on rank 0, and whether the plan of the run was used."""
     found = find_checkpoint(run)
     config = saved_config(found, overrides, models=MODELS, own_model=None)
     manifest = load_manifest(folder / "set")
@@ -165,7 +165,7 @@ def _predict(world: World, folder: Path, run: Path, overrides: list[str]):
     [(1, []), (2, []), (3, ["parallel.scheme=3"]), (2, ["parallel.scheme=2"]),
      (1, ["data.batch_size=37"]), (2, ["parallel.table_dtype=bfloat16"])],
 )  # fmt: skip
-def test_scores_of_other_layouts_differ_by_rounding_alone(ranks, run, folder, size, overrides):
+def test_scores_with_other_layouts_differ_only_by_rounding(ranks, run, folder, size, overrides):
     results = ranks(size, _predict, folder, run, overrides)
     scores, as_the_run = results[0]
     assert as_the_run == (size == 1 and not overrides)
@@ -178,7 +178,7 @@ def test_scores_of_other_layouts_differ_by_rounding_alone(ranks, run, folder, si
 
 
 def _train_on_all(world: World, folder: Path, run: Path, scheme: str) -> list[np.ndarray]:
-    """Train and save on all ranks; this rank's scores of each batch as its evaluation sees them."""
+    """Train and save on all ranks; return this rank's scores of each evaluated batch."""
     config, manifest = config_of(folder, scheme), load_manifest(folder / "set")
     fields = fields_of(manifest)
     spec, plan = plan_run(config, fields, world_size=world.size, device_type="cpu")
@@ -197,7 +197,7 @@ def _train_on_all(world: World, folder: Path, run: Path, scheme: str) -> list[np
 
 
 @pytest.mark.parametrize(("size", "scheme"), [(2, "3"), (3, "2")])
-def test_several_ranks_predict_bit_for_bit_what_their_evaluation_saw(
+def test_predictions_of_several_ranks_equal_their_evaluation_bit_for_bit(
     ranks, folder, tmp_path, size, scheme
 ):
     seen = ranks(size, _train_on_all, folder, tmp_path, scheme)
@@ -209,7 +209,7 @@ def test_several_ranks_predict_bit_for_bit_what_their_evaluation_saw(
 
 
 def _slow(world: World, kind: str):
-    """Rank 0 works for longer than it takes to say so."""
+    """Rank 0's work takes longer than its reports."""
 
     def work():
         time.sleep(0.4)
@@ -223,7 +223,7 @@ def _slow(world: World, kind: str):
         return str(error)
 
 
-def test_others_wait_for_rank_0_and_hear_its_mistake(ranks):
+def test_other_ranks_wait_for_rank_0_and_raise_its_mistake(ranks):
     assert ranks(2, _slow, "fine") == ["made", None]
     assert ranks(2, _slow, "mistake") == ["--input: no such file"] * 2
 
@@ -259,7 +259,7 @@ def test_a_model_of_a_module_is_imported_only_if_the_command_names_it(run, folde
         saved_config(find_checkpoint(run), [], models=MODELS, own_model="a:B")
 
 
-def test_an_export_of_the_command_scores_as_the_run_did(run, folder, tmp_path, capsys):
+def test_the_export_command_scores_like_the_run(run, folder, tmp_path, capsys):
     more = ["--forms", "safetensors", "--split", "test"]
     base = ["--checkpoint", str(run)]
     assert export([*base, "--output", str(tmp_path / "a"), *more]) == 0

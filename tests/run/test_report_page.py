@@ -1,4 +1,4 @@
-"""The report page: what it shows of runs, and that it needs nothing beside it."""
+"""The contents of a report page, and that it is self-contained."""
 
 import json
 import re
@@ -83,7 +83,7 @@ def write(folder: Path, lines: list[dict[str, Any]], *, plan: bool = True, dim: 
 
 
 class Page(HTMLParser):
-    """Text, titles of sections, and every address that the page would load."""
+    """Collects texts, section titles, and all addresses that the page would load."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Page(HTMLParser):
             self._open.pop()
 
 
-def test_a_page_has_every_part_and_loads_nothing(tmp_path):
+def test_a_page_has_all_parts_and_loads_no_resources(tmp_path):
     one = write(tmp_path / "one", events())
     two = write(tmp_path / "two", events(2.0), dim=32)
     file = write_report([one, two])
@@ -142,7 +142,7 @@ def test_a_page_has_every_part_and_loads_nothing(tmp_path):
     assert text.count("<polyline") == 2 * (2 + 2 + 2 + 1 + 2 + 1)  # of each run
 
 
-def test_a_run_that_has_little_shows_what_it_has(tmp_path):
+def test_an_incomplete_run_is_shown_with_notes(tmp_path):
     run = write(tmp_path / "run", events()[:2], plan=False)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"event": "step", "ti')
@@ -158,7 +158,7 @@ def test_a_run_that_has_little_shows_what_it_has(tmp_path):
     assert "Loss" in text
 
 
-def test_folders_that_are_no_runs_are_named(tmp_path):
+def test_folders_that_are_not_runs_are_refused(tmp_path):
     run = write(tmp_path / "runs" / "one", events())
     with pytest.raises(ConfigError, match=r"runs has no metrics\.jsonl.*did you mean .*runs/one\?"):
         write_report([tmp_path / "runs"])
@@ -175,14 +175,14 @@ def test_folders_that_are_no_runs_are_named(tmp_path):
         write_report([run])
 
 
-def test_a_plan_of_another_version_is_told(tmp_path):
+def test_a_plan_of_another_version_is_noted(tmp_path):
     run = write(tmp_path / "run", events(), plan=False)
     (run / "plan.json").write_text('{"format": 0, "sha256": "", "plan": {}}')
     text = write_report([run]).read_text(encoding="utf-8")
     assert "plan.json is not shown: plan: is not a valid plan.json" in text
 
 
-def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
+def test_runs_with_equal_names_are_distinguished_by_their_folders(tmp_path):
     folders = [write(tmp_path / name / "run", events(), plan=False) for name in ("a", "b")]
     assert [run.name for run in read_runs(folders)] == ["a/run", "b/run"]
 
@@ -199,7 +199,7 @@ def test_ticks_are_round_and_within(low, high, want):
     assert ticks(low, high) == pytest.approx(want)
 
 
-def test_a_chart_of_one_point_or_none():
+def test_a_chart_of_one_point_or_no_points():
     assert line_chart("t", "step", [Series("a", [], 0)]) == ""
     one = line_chart("t", "step", [Series("a", [(3.0, 0.5)], 0)])
     assert one.count("<circle") == 1

@@ -38,7 +38,7 @@ def joined(results):
 
 
 @pytest.mark.parametrize("scheme", ["dp", "1", "2", "3"])
-def test_rectangles_of_all_ranks_are_the_state_of_one(ranks, scheme):
+def test_rectangles_of_all_ranks_equal_the_state_of_one_rank(ranks, scheme):
     one = joined(ranks(1, state_of, "dp", {}))
     assert {"tables/deep.C1", "tables/deep.C1/exp_avg", "dense/mlp.0.weight"} <= set(one)
     assert {"dense/mlp.0.bias/exp_avg", "dense/mlp.1.weight/exp_avg_sq"} <= set(one)

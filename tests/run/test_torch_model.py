@@ -1,4 +1,4 @@
-"""A torch module as dense part: N ranks equal a plain torch program, and mistakes are named."""
+"""A torch module as dense part: N ranks equal plain torch, and mistakes are reported."""
 
 import dataclasses
 import os
@@ -51,7 +51,7 @@ class Net(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """``kind`` picks the module; ``dropout`` is the plain one's."""
+    """``kind`` selects the module; ``dropout`` applies to the plain one."""
 
     name: str = "own"
     kind: str = "plain"
@@ -77,7 +77,7 @@ class Model:
 
 
 class Odd(Net):
-    """A net that does one thing wrong in its forward."""
+    """A net with one mistake in its forward."""
 
     def __init__(self, wrong: str) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Odd(Net):
 
 
 class OddNorm(Net):
-    """Normalises the columns of its transposed rows."""
+    """Normalizes the columns of its transposed rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class Rows:
 
 
 def batches() -> list[Rows]:
-    """Some short ones, one with fewer rows than four ranks."""
+    """Return short batches, one of them with fewer than four rows."""
     rng = torch.Generator().manual_seed(3)
     made = []
     for step in range(STEPS):
@@ -173,7 +173,7 @@ def config(
 def train(
     world: World, scheme: str, model: Model, dtype: str = "float64"
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses, and the module's parameters at the end."""
+    """Return the losses and the final parameters of the module."""
     world.checked = False
     job = start_job(config(scheme, model, dtype=dtype), FIELDS, Boxing(world))
     before = torch.random.get_rng_state()
@@ -189,7 +189,7 @@ def run(job: Job, world: World) -> list[float]:
 
 
 def expected(norm: type[nn.Module] = nn.LayerNorm) -> tuple[list[float], dict[str, Tensor]]:
-    """The same in plain torch: one process, dense tables, one optimizer; with buffers."""
+    """Train in plain torch: one process, dense tables, one optimizer; with buffers."""
     with torch.random.fork_rng():
         torch.manual_seed(stream_key(SEED, "module"))
         net = Net(norm=norm).double()
@@ -240,7 +240,7 @@ def test_ranks_equal_plain_torch(ranks, scheme, size, kind):
 
 
 class InTurn(nn.Module):
-    """Calls its norms in another order than that in which they are made."""
+    """Calls its norms in a different order from that of their creation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,8 +252,8 @@ class InTurn(nn.Module):
         return self.second(self.last(x))
 
 
-def test_the_transfers_of_norms_are_in_the_plan():
-    """In the order of the calls, so that a run makes what its plan has."""
+def test_transfers_of_batch_norms_are_in_the_plan():
+    """They are in the order of the calls, so a run executes what it planned."""
     given = config("3", Model(kind="in turn"))
     _, plan = plan_run(given, FIELDS, world_size=2, device_type="cpu")
     found = [(step.id, step.total_bytes) for step in plan.dense_forward]
@@ -271,7 +271,7 @@ def test_norms_called_in_another_order_run_as_planned(ranks):
         assert all(loss > 0 for loss in losses)
 
 
-def test_autocast_of_a_module_is_torch_s(ranks):
+def test_autocast_equals_torch_s(ranks):
     exact, _ = expected()
     ((narrow, _),) = ranks(1, train, "3", Model(kind="autocast"), "float32")
     # bfloat16 keeps 8 bits: each loss is near, none equal.
@@ -279,7 +279,7 @@ def test_autocast_of_a_module_is_torch_s(ranks):
     assert narrow != pytest.approx(exact, abs=1e-5)
 
 
-def test_dropout_is_drawn_by_step_and_part_alone(ranks):
+def test_dropout_depends_only_on_step_and_rank(ranks):
     one, again = (ranks(2, train, "3", Model(dropout=0.5))[0][0] for _ in range(2))
     assert one == again
     assert one != ranks(2, train, "3", Model())[0][0]
@@ -292,7 +292,7 @@ def refusal(world: World, kind: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "pattern"),
     [
         ("autocast", "autocast: torch.bfloat16 with torch.float64, .*parallel.dtype: float32"),
         ("norm of images", "module 1: BatchNorm2d .* nn.BatchNorm1d.features. over"),
@@ -311,13 +311,13 @@ def refusal(world: World, kind: str) -> str:
         ("mean loss", r"row_loss: returned \[\] for 24 rows; .*reduction='none'"),
     ],
 )
-def test_what_would_train_wrong_is_refused(ranks, kind, said):
+def test_modules_that_would_train_incorrectly_are_refused(ranks, kind, pattern):
     (message,) = ranks(1, refusal, kind)
-    assert re.search(said, message), message
+    assert re.search(pattern, message), message
 
 
 class Apart(Net):
-    """Starts from numbers that are not torch's, so that every rank has its own."""
+    """Initializes weights without torch's generator, so that ranks differ."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -331,13 +331,13 @@ def apart(world: World) -> str:
     return str(caught.value)
 
 
-def test_ranks_that_start_apart_are_told_before_the_first_step(ranks):
+def test_different_initial_values_are_reported_before_the_first_step(ranks):
     for message in ranks(2, apart):
         assert "parameter last.weight: its initial values differ between ranks" in message
 
 
 class Wanders:
-    """A dense part on global tensors that converts once more, or once less, from some step on."""
+    """A dense part on global tensors with one more or one fewer conversion after some step."""
 
     def __init__(self, part: object, extra: bool) -> None:
         self.part, self.extra, self.steps = part, extra, 0
@@ -354,7 +354,7 @@ class Wanders:
 def wander(world: World) -> list[str]:
     from tests.training.wdl_case import make_batches, make_config, make_job
 
-    said = []
+    messages = []
     for extra in (True, False):
         job = make_job(world, make_config("1", "sgd", dense_layouts={"mlp.1.weight": "S(1)"}))
         part = Wanders(job.trainer._model, extra)
@@ -365,24 +365,24 @@ def wander(world: World) -> list[str]:
             part.part = type("Less", (), {"forward": staticmethod(lambda v, d, **_: v["wide"])})()
         with pytest.raises(SbpError) as caught:
             job.trainer.step(batches[1])
-        said.append(str(caught.value))
-    return said
+        messages.append(str(caught.value))
+    return messages
 
 
-def test_a_forward_that_converts_something_else_is_refused(ranks):
+def test_a_forward_with_unplanned_conversions_is_refused(ranks):
     for more, less in ranks(2, wander):
         assert "the dense part asks for more/fwd" in more
         assert "asks for" in less
         assert "where the plan of this run has mlp" in less
 
 
-def test_its_parameters_are_not_split():
+def test_parameters_of_a_torch_module_cannot_be_split():
     given = config("3", Model(), dense={"first.*": "S(0)"})
     with pytest.raises(ConfigError, match=r"parallel\.dense\.first\.\*: own is a torch module"):
         plan_run(given, FIELDS, world_size=2, device_type="cpu")
 
 
-def test_a_spec_that_lacks_something_is_told_what():
+def test_an_incomplete_spec_is_refused_with_the_missing_parts():
     given = config("3", Model())
     object.__setattr__(
         given, "model", type("NoSpec", (), {"name": "own", "spec": lambda *_: None})()
@@ -401,14 +401,14 @@ def run_example(num_ranks: int) -> str:
 
 
 def run_example_here(world: World) -> str:
-    """What the example prints on the ranks that are there, as it is but for their start."""
+    """Return the example's output on existing ranks, with only the startup replaced."""
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as printed:
         patch.setattr(World, "start", lambda device: nullcontext(world))
         own_module.main()
     return printed.getvalue()
 
 
-def test_the_example_gives_one_curve_on_any_number_of_ranks(ranks):
+def test_the_example_prints_equal_losses_on_any_number_of_ranks(ranks):
     started = run_example(2)
     losses = [float(line.split()[-1]) for line in started.splitlines()]
     assert len(losses) == 3
@@ -416,7 +416,7 @@ def test_the_example_gives_one_curve_on_any_number_of_ranks(ranks):
     assert [ranks(size, run_example_here)[0] for size in (1, 4)] == [started] * 2
 
 
-def test_a_class_of_the_users_own_is_named_in_the_configuration(tmp_path):
+def test_a_configuration_may_name_a_user_s_class(tmp_path):
     from sbpflow.config.load import dump_config, load_config
     from sbpflow.models.registry import MODELS
 
@@ -428,13 +428,13 @@ def test_a_class_of_the_users_own_is_named_in_the_configuration(tmp_path):
     copy = tmp_path / "copy.yaml"
     copy.write_text(dump_config(loaded))
     assert load_config(copy, models=MODELS) == loaded
-    for name, said in {
+    for name, message in {
         "examples.own_module:OwnModle": "has no 'OwnModle'; did you mean OwnModel",
         "examples.no_such:Model": "there is no module examples.no_such; put its folder on",
         "examples.own_module:Net": "is not a model configuration",
         ":Model": "is not package.module:Class",
     }.items():
-        with pytest.raises(ConfigError, match=re.escape(said)):
+        with pytest.raises(ConfigError, match=re.escape(message)):
             load_config(path, [f"model.name={name}"], models=MODELS)
     with pytest.raises(ConfigError, match=r"model\.dimm: unknown key; did you mean model\.dim"):
         load_config(path, ["model.dimm=3"], models=MODELS)

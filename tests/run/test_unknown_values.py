@@ -39,8 +39,8 @@ from sbpflow.training.learning_rate import rate_factor
 CPU = torch.device("cpu")
 
 
-def test_a_rule_that_a_kernel_does_not_know():
-    """The numba kernel is asked for a rule that it has no function for."""
+def test_a_kernel_refuses_an_unknown_rule():
+    """The numba kernel gets a rule for which it has no function."""
     if find_spec("numba") is None:
         pytest.skip("numba is not installed")
 
@@ -74,7 +74,7 @@ def test_every_kernel_and_policy_has_an_entry():
 
 
 @pytest.mark.parametrize("ragged", [False, True])
-def test_a_policy_for_ids_that_the_reader_does_not_know(ragged):
+def test_an_unknown_policy_for_bad_ids_is_refused(ragged):
     table = TableConfig(name="t", features=("f",), num_rows=4, dim=2)
     world = Placement.line("cpu", 1)
     plan = plan_embeddings(
@@ -157,6 +157,6 @@ def _norm():
         (_norm, ValueError, "model.norm: 'group' .*none or batch or layer"),
     ],
 )
-def test_a_value_that_is_not_known(use, error, message):
+def test_an_unknown_value_is_refused(use, error, message):
     with pytest.raises(error, match=message):
         use()

@@ -1,4 +1,4 @@
-"""Process groups are made before the first step: those of the plan, all of them, in one order."""
+"""All process groups of the plan are created before the first step, in the same order."""
 
 import os
 from dataclasses import replace
@@ -28,8 +28,9 @@ CONFIGS = {
 
 
 def groups_by_time(world, config):
-    """Of a world without groups: those of the plan, those that a warm-up makes and uses, and those
-    that two steps add, each as (ranks, channel).
+    """In a world without groups, return those of the plan, of a warm-up, and added by two steps.
+
+    Each group is (ranks, channel).
     """
     fresh = World(world.rank, world.size, world.device, owns_default_group=False)
     fresh.log.enabled = True
@@ -63,7 +64,7 @@ def check(found, size):
 
 
 @pytest.mark.parametrize("case", CONFIGS)
-def test_every_group_of_a_step_is_made_and_used_before_it(ranks, case):
+def test_all_groups_of_a_step_are_created_and_used_before_it(ranks, case):
     found = ranks(2, groups_by_time, CONFIGS[case])
     check(found, 2)
     assert found[0]["built"] == set()  # on gloo a step makes its own
@@ -73,7 +74,7 @@ def test_every_group_of_a_step_is_made_and_used_before_it(ranks, case):
 
 
 @pytest.mark.parametrize("case", ["dp", "mixed"])
-def test_a_job_on_nccl_begins_with_it(rehearsed_ranks, case):
+def test_a_job_on_nccl_begins_with_the_warm_up(rehearsed_ranks, case):
     config = CONFIGS[case]
     config = replace(config, parallel=replace(config.parallel, device="cuda"))
     found = rehearsed_ranks(2, groups_by_time, config)
@@ -85,5 +86,5 @@ def launch_order(world):
     return os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT")
 
 
-def test_nccl_is_asked_to_keep_the_order_of_the_host(rehearsed_ranks):
+def test_nccl_is_configured_to_keep_the_launch_order(rehearsed_ranks):
     assert rehearsed_ranks(1, launch_order) == ["1"]

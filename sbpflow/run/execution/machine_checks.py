@@ -83,8 +83,8 @@ def _seconds(boxing: Boxing, src: int, dst: int, size: int) -> float:
         if world.device.type == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - begin)
-    mine = {"s": repr(min(times[1:]) if world.rank in (src, dst) else 0.0)}
-    return max(float(facts["s"]) for facts in gather_facts(boxing, mine))
+    shortest = {"s": repr(min(times[1:]) if world.rank in (src, dst) else 0.0)}
+    return max(float(facts["s"]) for facts in gather_facts(boxing, shortest))
 
 
 def disk(folder: Path) -> Finding:

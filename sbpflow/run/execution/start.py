@@ -34,15 +34,15 @@ def plan_for_ranks(
     if given := given_topology(config, world_size):
         return make(given)
     assumed = assumed_topology(world_size, device_type)
-    plan, others = make(assumed)
+    plan, rest = make(assumed)
     ranks = Meeting.connect()
-    found = find_topology(
+    discovered = find_topology(
         ranks.store, ranks.rank, world_size, device_type, config.parallel.timeout_s
     )
-    if found == replace(assumed, hosts_source=found.hosts_source):
-        topology = replace(plan.topology, hosts_source=found.hosts_source)
-        return replace(plan, topology=topology), others
-    return make(found)
+    if discovered == replace(assumed, hosts_source=discovered.hosts_source):
+        topology = replace(plan.topology, hosts_source=discovered.hosts_source)
+        return replace(plan, topology=topology), rest
+    return make(discovered)
 
 
 def join_ranks(config: Config, plan: RunPlan, *, data_set: str) -> Boxing:

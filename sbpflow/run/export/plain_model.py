@@ -49,9 +49,9 @@ class PlainModel(nn.Module):
         self._dtype = plan.dtype
         self._outputs = plan.outputs
         self._out_of_range: OutOfRange = plan.out_of_range
-        own = plan.features[: len(plan.features) - len(hashed)]
-        self.features: tuple[FeatureConfig, ...] = own  # of a batch
-        self.columns: dict[str, slice] = _columns(own)
+        features = plan.features[: len(plan.features) - len(hashed)]
+        self.features: tuple[FeatureConfig, ...] = features  # those in a batch
+        self.columns: dict[str, slice] = _columns(features)
         self._hashed = {
             column.name: ([self.columns[name].start for name in column.columns], column.rows)
             for column in hashed

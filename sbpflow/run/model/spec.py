@@ -207,8 +207,8 @@ def embedding_output(
     that do, and for fields that cannot share a table.
     """
     tables: list[TableConfig] = []
-    for own, members in _tables_of(fields, rules).items():
-        table = f"{name}.{own}"
+    for suffix, members in _tables_of(fields, rules).items():
+        table = f"{name}.{suffix}"
         shape, pattern = shape_of(rules, table) if rules is not None else (TableShape(), "")
         if fixed_dim and shape.dim not in (None, dim):
             raise ConfigError(

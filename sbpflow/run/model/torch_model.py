@@ -180,7 +180,7 @@ class TorchPart:
         self.module.train(training)
         for norm in self._norms.values():
             norm.take_rows(dense)
-        before = self._buffers() if training else []
+        before = self._buffers() if training else {}
         device, draws = dense.part.device, self._world.draws
         with ExitStack() as context:
             if training:

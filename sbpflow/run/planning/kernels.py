@@ -3,14 +3,15 @@
 ``explain`` uses the times that runs on this machine have measured, but does not measure.
 """
 
+import json
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 
+from sbpflow.boxing.agreement import gather_texts
 from sbpflow.boxing.executor import Boxing
-from sbpflow.boxing.plan import plan_boxing
 from sbpflow.embedding.plan.table_batch import TableBatch
 from sbpflow.embedding.rules.base import KernelName, KernelRequest
 from sbpflow.embedding.storage.choose import (
@@ -23,9 +24,6 @@ from sbpflow.embedding.storage.choose import (
 )
 from sbpflow.embedding.storage.measure import Profile, StackShape, choose_by_times, measure
 from sbpflow.run.planning.plan import RunPlan
-from sbpflow.sbp.layout import Layout
-from sbpflow.sbp.placement import Placement
-from sbpflow.sbp.sbp import Broadcast
 
 LOG = logging.getLogger(__name__)
 
@@ -50,36 +48,22 @@ def with_measured_kernels(plan: RunPlan, request: KernelRequest, boxing: Boxing)
     stacks = list(_measurable(plan, request))
     if not stacks:
         return plan
-    table = torch.full((len(stacks), len(KERNEL_NAMES)), float("inf"), dtype=torch.float64)
+    by_stack: list[dict[str, float]] = []
     if boxing.world.rank == 0:
         profile = Profile()
-        for row, (stack, shape, names) in enumerate(stacks):
+        for stack, shape, names in stacks:
             times = profile.find(shape)
             if times is None or set(times) != set(names):
                 times = measure(shape, names)
                 profile.keep(shape, times)
                 text = ", ".join(f"{name} {ms:.2f} ms" for name, ms in times.items())
                 LOG.info("kernels of tables like %s: %s", stack.tables[0].name, text)
-            for name, ms in times.items():
-                table[row, KERNEL_NAMES.index(name)] = ms
+            by_stack.append(times)
+    by_stack = json.loads(gather_texts(boxing, json.dumps(by_stack))[0])
     kernels = dict(plan.kernels)
-    for (stack, _, names), row in zip(stacks, _from_rank_0(table, boxing).tolist(), strict=True):
-        _take(kernels, stack, {name: row[KERNEL_NAMES.index(name)] for name in names})
+    for (stack, _, _), times in zip(stacks, by_stack, strict=True):
+        _take(kernels, stack, times)
     return replace(plan, kernels=kernels)
-
-
-def _from_rank_0(value: torch.Tensor, boxing: Boxing) -> torch.Tensor:
-    size = boxing.world.size
-    if size == 1:
-        return value
-    src = Layout(Placement.of("cpu", (0,)), (Broadcast(),))
-    dst = Layout(Placement.line("cpu", size), (Broadcast(),))
-    shape = tuple(value.shape)
-    steps = plan_boxing(src, dst, shape, value.dtype, id="run/kernels", backend="gloo")
-    out = boxing.run(steps, value if boxing.world.rank == 0 else None, "control")
-    if out is None:
-        raise RuntimeError("run/kernels: rank 0's times were not received")
-    return out
 
 
 def _take(kernels: dict[str, KernelChoice], stack: TableBatch, times: dict[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""Read and write the plan of a run as JSON; only the classes listed here are constructed.
+"""Read and write the plan of a run as JSON; only classes of ``RunPlan``'s fields are constructed.
 
 A dataclass is an object with its class name under "is", a dtype is {"dtype": name}, a mapping is
 {"map": [[key, value], ...]}, and a tuple is a list. A sparse optimizer is identified by its name,
@@ -16,31 +16,18 @@ from typing import Any, Literal, cast
 
 import torch
 
-from sbpflow.boxing.plan import Conversion
-from sbpflow.boxing.step import BoxingStep
-from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
-from sbpflow.embedding.plan.group_plan import ExchangeStep, GroupPlan
-from sbpflow.embedding.plan.grouping import IdColumns
-from sbpflow.embedding.plan.table_batch import FeatureLookup, TableBatch
-from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
 from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.rules.registry import known_rules, rule_class
-from sbpflow.embedding.storage.choose import KernelChoice
 from sbpflow.errors import DataError
-from sbpflow.run.planning.plan import DenseParameter, PricedPlan, RunPlan
+from sbpflow.run.planning.plan import RunPlan
 from sbpflow.runtime.files.json_file import object_of, parse_json, why_not
 from sbpflow.runtime.files.run_folder import PLAN_FILE
-from sbpflow.runtime.ranks.topology import Link, Topology
-from sbpflow.sbp.layout import Layout
-from sbpflow.sbp.placement import Placement
-from sbpflow.sbp.sbp import Broadcast, Partial, Split
-from sbpflow.tensor.gradient_sync import GradientBucket, GradientPlan
+from sbpflow.runtime.ranks.topology import Topology
 from sbpflow.training.step_schedule import (
     CLIP,
     CLIP_ROWS,
     OVERLAPPED,
     SERIAL,
-    Move,
     StepSchedule,
     clipped,
     saved_move,
@@ -50,38 +37,30 @@ FORMAT, WITHOUT_LOOKAHEAD = 3, 2  # in format 2, moves of the next batch are mar
 # Fields and classes of older files.
 _RENAMED = {"wire": "comm_dtype", "whole_gradients": "dense_allreduce"}
 _RENAMED_CLASSES = {"Stack": "TableBatch", "Use": "FeatureLookup"}
-_CLASSES: dict[str, type[Any]] = {
-    kind.__name__: kind
-    for kind in (
-        BoxingStep,
-        Broadcast,
-        Conversion,
-        DenseParameter,
-        EmbeddingPlan,
-        ExchangeStep,
-        FeatureConfig,
-        GradientBucket,
-        GradientPlan,
-        GroupPlan,
-        IdColumns,
-        KernelChoice,
-        Layout,
-        Link,
-        Move,
-        OutputConfig,
-        Partial,
-        Placement,
-        PricedPlan,
-        RunPlan,
-        Split,
-        TableBatch,
-        StepSchedule,
-        TableConfig,
-        TableLayout,
-        Topology,
-        FeatureLookup,
-    )
-}
+
+
+@cache
+def _hints(kind: type[Any]) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+@cache
+def _classes() -> dict[str, type[Any]]:
+    """Return the dataclasses in the field types of ``RunPlan`` and, recursively, of these."""
+    classes: dict[str, type[Any]] = {}
+
+    def add(hint: Any) -> None:  # noqa: ANN401 (an annotation)
+        if dataclasses.is_dataclass(hint) and hint not in classes.values():
+            kind = cast("type[Any]", hint)
+            classes[kind.__name__] = kind
+            for field_type in _hints(kind).values():
+                add(field_type)
+        for argument in typing.get_args(hint):
+            add(argument)
+
+    add(RunPlan)
+    del classes[SparseOptimizer.__name__]  # optimizers have a form of their own
+    return classes
 
 
 def plan_to_json(plan: RunPlan) -> str:
@@ -120,7 +99,7 @@ def _encode(value: object) -> object:
         name = type(value).__name__
         if isinstance(value, SparseOptimizer):
             return _encode_rule(value)
-        if _CLASSES.get(name) is not type(value):
+        if _classes().get(name) is not type(value):
             raise TypeError(f"a plan contains a {name}, which cannot be encoded")
         fields = {f.name: _encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
         return {"is": name, **fields}
@@ -176,17 +155,12 @@ def _decode(value: object) -> object:
     if content["is"] == "RunPlan" and "topology" not in content:  # of an older version
         ranks = content["embeddings"]["world"]["ranks"]
         content["topology"] = _encode(Topology.one_host(len(ranks)))
-    kind = _CLASSES[_RENAMED_CLASSES.get(content["is"], content["is"])]
+    kind = _classes()[_RENAMED_CLASSES.get(content["is"], content["is"])]
     values = {_RENAMED.get(key, key): _decode(i) for key, i in content.items() if key != "is"}
     for key, item in values.items():
         if not _fits(item, _hints(kind)[key]):
             raise TypeError(f"{kind.__name__}.{key} cannot be {str(item)[:80]}")
     return saved_move(values["name"], values["says"]) if kind is Move else kind(**values)
-
-
-@cache
-def _hints(kind: type[Any]) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
 
 
 def _fits(value: object, hint: Any) -> bool:  # noqa: ANN401 (an annotation)

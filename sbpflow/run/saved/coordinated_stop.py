@@ -14,10 +14,10 @@ from sbpflow.runtime.ranks.world import World
 _LOOK_S = 1.0  # between checks for another rank's signal, each a round trip to the store
 
 
-class Asked(Protocol):
+class StopSignal(Protocol):
     """``runtime.processes.graceful_shutdown.GracefulShutdown``."""
 
-    asked: int
+    signum: int
 
     def leave(self) -> None:
         """Raise the exception of the signal."""
@@ -30,7 +30,7 @@ class CoordinatedStop:
     ``timeout_s`` limits each store operation. It is long, so that a slow link does not end the run.
     """
 
-    def __init__(self, stop: Asked, world: World, *, timeout_s: float) -> None:
+    def __init__(self, stop: StopSignal, world: World, *, timeout_s: float) -> None:
         self._stop, self._world, self._timeout_s = stop, world, timeout_s
         self._store: TimedStore | None = None
         self._voted = False
@@ -45,7 +45,7 @@ class CoordinatedStop:
         """
         size, rank = self._world.size, self._world.rank
         if size == 1:
-            return bool(self._stop.asked)
+            return bool(self._stop.signum)
         store = self._store_of_votes()
         if not self._voted and not self._is_asked(store):
             return False
@@ -60,12 +60,12 @@ class CoordinatedStop:
 
     def leave(self) -> None:
         """End this rank after saving: raise what the signal raises, or PeerStoppedError."""
-        if not self._stop.asked:
+        if not self._stop.signum:
             raise PeerStoppedError("another rank received a stop signal; the run was saved")
         self._stop.leave()
 
     def _is_asked(self, store: TimedStore) -> bool:
-        if self._stop.asked:
+        if self._stop.signum:
             return True
         now = time.monotonic()
         if now < self._next_look:

@@ -129,8 +129,6 @@ def decide(config: Config, data: DataFacts, boxing: Boxing) -> Decision:
             raise ConfigError(f"checkpoint.resume: {error}") from error
 
     decision = run_on_all_ranks(boxing, decide_on_rank_0)
-    if boxing.world.size == 1:
-        return decision
     newest = "" if decision.newest is None else str(decision.newest)
     facts = {"run": decision.run, "newest": newest, "resumes": "yes" if decision.resumes else ""}
     facts = gather_facts(boxing, facts)[0]
@@ -271,8 +269,6 @@ def _restore(path: Path, job: Job, data: DataFacts) -> str:
 
 def _first(boxing: Boxing, text: str) -> str:
     """Return the text of the lowest rank that has one, or "", on every rank."""
-    if boxing.world.size == 1:
-        return text
     texts = [facts["text"] for facts in gather_facts(boxing, {"text": text})]
     return next(filter(None, texts), "")
 
@@ -282,7 +278,7 @@ def _previous(decision: Decision, newest: Path, boxing: Boxing) -> Path | None:
     path = ""
     if boxing.world.rank == 0:
         good = good_checkpoints(decision.folder, run=decision.run)
-        path = next((str(one.path) for one in good if one.step < step_of(newest)), "")
+        path = next((str(each.path) for each in good if each.step < step_of(newest)), "")
     path = _first(boxing, path)
     return Path(path) if path else None
 

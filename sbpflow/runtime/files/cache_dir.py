@@ -80,13 +80,13 @@ def _other_writer(folder: Path) -> str:
         return ""
 
     top = folder.stat()
-    if found := problem(folder, top, (user,), _OTHERS_WRITE):
-        return found
+    if text := problem(folder, top, (user,), _OTHERS_WRITE):
+        return text
     for parent in folder.parents:
         facts = parent.stat()
         forbidden = 0 if facts.st_mode & stat.S_ISVTX else _OTHERS_WRITE
-        if found := problem(parent, facts, (user, 0), forbidden):
-            return found
+        if text := problem(parent, facts, (user, 0), forbidden):
+            return text
     # Existing files keep their owners, so check them too. If others cannot enter the folder, the
     # modes inside do not matter; a umask of 002 makes them 0664.
     forbidden = _OTHERS_WRITE if top.st_mode & _OTHERS_ENTER else 0
@@ -96,6 +96,6 @@ def _other_writer(folder: Path) -> str:
         except FileNotFoundError:  # another rank has just replaced it
             continue
         is_link = stat.S_ISLNK(facts.st_mode)
-        if found := problem(path, facts, (user,), 0 if is_link else forbidden):
-            return found
+        if text := problem(path, facts, (user,), 0 if is_link else forbidden):
+            return text
     return ""

@@ -16,10 +16,10 @@ GRACE_S = 20.0
 
 
 class GracefulShutdown:
-    """``asked`` is the first signal received, or 0; created and ended by the main thread."""
+    """``signum`` is the first signal received, or 0; created and ended by the main thread."""
 
     def __init__(self, grace_s: float = GRACE_S) -> None:
-        self.asked = 0
+        self.signum = 0
         self._grace_s = grace_s
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
@@ -43,10 +43,10 @@ class GracefulShutdown:
     def leave(self) -> None:
         """Raise the received signal again with the previous handler."""
         self.end()
-        signal.raise_signal(self.asked)
+        signal.raise_signal(self.signum)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        first, self.asked = not self.asked, self.asked or number
+        first, self.signum = not self.signum, self.signum or number
         if not first:
             self.leave()
 

@@ -35,9 +35,9 @@ def await_ranks(timeout_s: float, facts: Mapping[str, str] | None = None) -> Mee
         return meeting
     store.answer_s = max(timeout_s, store.answer_s)  # machines are busy while ranks start
     _claim_rank(store, meeting.rank)
-    mine = json.dumps(dict(facts or {}), sort_keys=True)
-    store.set(f"facts/{meeting.rank}", mine)
-    digest = hashlib.sha256(mine.encode()).hexdigest()
+    text = json.dumps(dict(facts or {}), sort_keys=True)
+    store.set(f"facts/{meeting.rank}", text)
+    digest = hashlib.sha256(text.encode()).hexdigest()
     _compare(store, gather(store, "here", meeting.rank, size, digest, timeout_s))
     return meeting
 
