@@ -76,11 +76,7 @@ def _balance(
 
 
 def _swap(
-    value_at: NDArray[np.int32],
-    load: Counts,
-    hot_rows: range,
-    cold_rows: range,
-    wanted: int,
+    value_at: NDArray[np.int32], load: Counts, hot_rows: range, cold_rows: range, wanted: int
 ) -> None:
     """Move about ``wanted`` lookups from ``hot_rows`` to ``cold_rows`` by swapping values."""
     cold_load = load[cold_rows.start : cold_rows.stop]

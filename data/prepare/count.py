@@ -25,12 +25,7 @@ from sbpflow.data.prepare.fit import Values, fit
 from sbpflow.data.prepare.options import PrepareOptions
 from sbpflow.data.prepare.stage import list_file
 from sbpflow.data.prepare.vocabulary_filter import FilteredVocabulary, filter_values, load, save
-from sbpflow.data.prepare.workspace import (
-    DamagedWork,
-    read_record,
-    require_record,
-    write_record,
-)
+from sbpflow.data.prepare.workspace import DamagedWork, read_record, require_record, write_record
 
 
 def train_rows(

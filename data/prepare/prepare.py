@@ -34,13 +34,7 @@ from sbpflow.data.prepare.report import report_values
 from sbpflow.data.prepare.source import Input, find_inputs
 from sbpflow.data.prepare.stage import stage_inputs
 from sbpflow.data.prepare.vocabulary_filter import FilteredVocabulary
-from sbpflow.data.prepare.workspace import (
-    DamagedWork,
-    discard,
-    only_run,
-    open_work,
-    work_folder,
-)
+from sbpflow.data.prepare.workspace import DamagedWork, discard, only_run, open_work, work_folder
 from sbpflow.data.stats import compute_stats, stats_json
 from sbpflow.errors import ConfigError, DataError
 
