@@ -56,48 +56,38 @@ def prepare(options: PrepareOptions) -> Manifest | None:
     options = options.sized_for(sum(source.text_bytes for source in inputs))
     options.split.check_files([source.path.name for source in inputs])
     with only_run(options.output, "" if options.part.is_first else f".{options.part.number}"):
-        if options.part.is_first:
-            return _prepare(options, inputs, like)
-        _take_part(options, inputs, like)
-        return None
+        return _prepare(options, inputs, like)
 
 
-def _take_part(options: PrepareOptions, inputs: Sequence[Input], like: Manifest | None) -> None:
-    """Do the share of a machine other than the first, in the work folder that the first makes."""
-    _check_output(options)
-    plan, work = _plan(options, inputs, like), work_folder(options.output)
-    options.part.wait_for_plan(work, plan)
-    try:
-        _build(options, inputs, work, plan, like)
-    except DamagedWork as error:
-        raise _damaged(error, work) from error
-    _LOG.info("part %s is done; part 1 completes the set", options.part)
-
-
-def _damaged(error: DamagedWork, work: Path) -> DataError:
-    return DataError(f"{error}; remove {work} and start all parts again")
-
-
-def _prepare(options: PrepareOptions, inputs: Sequence[Input], like: Manifest | None) -> Manifest:
-    plan = _plan(options, inputs, like)
-    if _was_published(options, plan):
+def _prepare(
+    options: PrepareOptions, inputs: Sequence[Input], like: Manifest | None
+) -> Manifest | None:
+    part, plan = options.part, _plan(options, inputs, like)
+    if part.is_first and _was_published(options, plan):
         return _publish(work_folder(options.output), options)
     _check_output(options)
-    work, resumes = open_work(options.output, plan)
+    work, resumes = work_folder(options.output), False
+    if part.is_first:
+        work, resumes = open_work(options.output, plan)
+    else:
+        part.wait_for_plan(work, plan)
     if resumes:
         _LOG.info("resuming the unfinished run in %s", work)
     try:
         _build(options, inputs, work, plan, like)
     except DamagedWork as error:
-        if not options.part.is_alone:
-            raise _damaged(error, work) from error
+        if not part.is_alone:
+            raise DataError(f"{error}; remove {work} and start all parts again") from error
         if not resumes:
             raise
         _LOG.warning("starting over: %s", error)
         discard(work)
         work, _ = open_work(options.output, plan)
         _build(options, inputs, work, plan, like)
-    return _publish(work, options)
+    if part.is_first:
+        return _publish(work, options)
+    _LOG.info("part %s is done; part 1 completes the set", part)
+    return None
 
 
 def _build(
