@@ -172,6 +172,7 @@ def _parse_marked(value: object, args: tuple[Any, ...], key: str, example: objec
     for mark in args[1:]:
         if isinstance(mark, Range) and not mark.holds(parsed):
             raise ConfigError(f"{key}: {brief(value)} is not {mark}{_eg(key, example)}")
+        if isinstance(mark, MaxEntries) and len(parsed) > mark.count:
             raise ConfigError(
                 f"{key}: a list of {len(parsed):,}; use at most {mark.count}{_eg(key, example)}"
             )
