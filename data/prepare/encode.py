@@ -80,9 +80,9 @@ def encode_all(
         return record
 
     records: list[Record] = []
-    mine = [k for k, piece in enumerate(staged) if piece.part == options.part.number]
+    own_pieces = [k for k, piece in enumerate(staged) if piece.part == options.part.number]
     with ThreadPoolExecutor(options.workers) as pool:
-        for index, record in zip(mine, pool.map(job, mine), strict=True):
+        for index, record in zip(own_pieces, pool.map(job, own_pieces), strict=True):
             records.append(record)
             advance(staged[index].num_rows)
     return records

@@ -99,16 +99,16 @@ def _build(
     """
     part = options.part
     owners = part.owners(inputs)
-    mine = [source for source in inputs if owners[source.order] == part.number]
-    states = [written(source.path) for source in mine]
-    fetched = {source.order: fetch_table(source, work) for source in mine}
+    own_sources = [source for source in inputs if owners[source.order] == part.number]
+    states = [written(source.path) for source in own_sources]
+    fetched = {source.order: fetch_table(source, work) for source in own_sources}
     inputs = [fetched.get(source.order, source) for source in inputs]
-    num_bytes = sum(source.num_bytes for source in mine)
+    num_bytes = sum(source.num_bytes for source in own_sources)
     with tqdm(total=num_bytes, unit="B", unit_scale=True, desc="parse", smoothing=0.05) as bar:
         staged = stage_inputs(
             inputs, options, work, plan, lambda size: _advance(bar, _SHARE["parse"] * size)
         )
-        _check_unwritten(mine, states)
+        _check_unwritten(own_sources, states)
         bar.set_description("count")
         vocabularies = build_vocabularies(staged, options, work, plan, like)
         fitted = fit_columns(staged, options, work, plan, like)
@@ -141,8 +141,8 @@ def _build(
         content["vocabulary"]["ancestors"] = like.content["vocabulary"]["ancestors"]
     lookups: dict[str, Callable[[], Counts]] = {}
     if like is None:
-        alone = {of: names[0] for of, names in options.counted.items() if len(names) == 1}
-        lookups = {name: vocabularies[of].lookups for of, name in alone.items()}
+        unshared = {of: names[0] for of, names in options.counted.items() if len(names) == 1}
+        lookups = {name: vocabularies[of].lookups for of, name in unshared.items()}
     _finish(work / "set", content, lookups, options)
 
 
