@@ -91,23 +91,15 @@ def _synth(args: argparse.Namespace) -> Manifest | None:
     from sbpflow.data.synth.generate import synth
     from sbpflow.data.synth.options import SynthOptions, parse_hot, parse_skew
 
-    return synth(
-        SynthOptions(
-            rows=args.rows,
-            output=args.output,
-            format=args.format,
-            vocab_scale=args.vocab_scale,
-            ctr=args.ctr,
-            auc=args.auc,
-            products=args.products,
-            skew=parse_skew(args.skew) if args.skew else (),
-            drift=args.drift,
-            hot=parse_hot(args.hot) if args.hot else (),
-            seed=args.seed,
-            split=parse_split(args.split),
-            workers=args.workers,
-        )
+    same = ("rows", "output", "format", "vocab_scale", "ctr", "auc", "products", "drift", "seed")
+    options = SynthOptions(
+        skew=parse_skew(args.skew) if args.skew else (),
+        hot=parse_hot(args.hot) if args.hot else (),
+        split=parse_split(args.split),
+        workers=args.workers,
+        **{name: getattr(args, name) for name in same},
     )
+    return synth(options)
 
 
 def _stats(args: argparse.Namespace) -> None:

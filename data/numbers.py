@@ -18,20 +18,28 @@ def check_ranges(*checks: tuple[str, float, float, float]) -> None:
 
 
 def by_column(
-    key: str, text: str, number: Callable[[str], Value], example: str, every: Sequence[str] = ()
+    key: str,
+    text: str,
+    number: Callable[[str], Value],
+    example: str,
+    columns: Sequence[str],
+    *,
+    takes_one: bool = True,
 ) -> tuple[tuple[str, Value], ...]:
-    """Parse ``C1=3,C20=12``, or one number for the columns ``every``.
+    """Parse ``C1=3,C20=12``, or with ``takes_one`` a single number for all ``columns``.
 
-    ConfigError for other forms and for a column with two values.
+    ConfigError for other forms, for an unknown column, and for a column with two values.
     """
     try:
-        if every and "=" not in text:
-            return tuple((name, number(text)) for name in every)
+        if takes_one and "=" not in text:
+            return tuple((name, number(text)) for name in columns)
         pairs = [item.split("=") for item in text.split(",")]
         values = tuple((name.strip(), number(value)) for name, value in pairs)
     except ValueError as error:
         raise ConfigError(f"{key}: {text!r} must be {example}") from error
     names = [name for name, _ in values]
+    if unknown := [name for name in names if name not in columns]:
+        raise ConfigError(f"{key}: {unknown[0]!r} is not a column; use {', '.join(columns)}")
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"{key}: {text!r} has {twice[0]} twice; give each column one value")
     return values

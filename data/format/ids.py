@@ -76,11 +76,7 @@ def _balance(
 
 
 def _swap(
-    value_at: NDArray[np.int32],
-    load: Counts,
-    hot_rows: range,
-    cold_rows: range,
-    wanted: int,
+    value_at: NDArray[np.int32], load: Counts, hot_rows: range, cold_rows: range, wanted: int
 ) -> None:
     """Move about ``wanted`` lookups from ``hot_rows`` to ``cold_rows`` by swapping values."""
     cold_load = load[cold_rows.start : cold_rows.stop]
@@ -251,8 +247,8 @@ class WideIdTable(IdTable):
     def _put(self, slots: Slots, keys: Keys, ids: NDArray[np.int32]) -> None:
         # Numpy does not define which entry of a slot wins, so keep the key of the id that did.
         self._ids[slots] = ids
-        won = self._ids[slots] == ids
-        self._keys[slots[won]] = keys[won]
+        is_inserted = self._ids[slots] == ids
+        self._keys[slots[is_inserted]] = keys[is_inserted]
 
     def _at(self, slots: Slots, keys: Keys) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         return self._ids[slots], self._keys[slots] == keys

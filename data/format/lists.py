@@ -13,30 +13,30 @@ from sbpflow.data.format.mapped_rows import (
     Places,
     Rows,
     mapped_of,
-    most_maps,
+    max_maps,
     open_rows,
 )
 
 
-def _open_part(manifest: Manifest, split: str, name: str, most: int) -> list[Rows]:
-    """The files of a part, one per shard with rows; the first ``most`` are mapped."""
+def _open_part(manifest: Manifest, split: str, name: str, limit: int) -> list[Rows]:
+    """The files of a part, one per shard with rows; the first ``limit`` are mapped."""
     kind, folder = manifest.part_types[name], manifest.path
     parts = [(shard, shard.parts[name]) for shard in manifest.shards(split) if shard.rows]
     files = [
         (folder / part.file, kind.dtype, kind.shape(shard.rows, part.count))
         for shard, part in parts
     ]
-    return open_rows(files, most, UnchangedSet(manifest).check)
+    return open_rows(files, limit, UnchangedSet(manifest).check)
 
 
 class SplitPart(MappedRows):
     """A part with one entry per row of a split, such as ``lengths``, ``weight`` or ``time``."""
 
-    def __init__(self, manifest: Manifest, split: str, name: str, most: int | None = None) -> None:
+    def __init__(self, manifest: Manifest, split: str, name: str, limit: int | None = None) -> None:
         kind = manifest.part_types[name]
         none = np.empty((0, *kind.tail), dtype=kind.dtype)
-        most = most_maps() if most is None else most
-        super().__init__(_open_part(manifest, split, name, most), none)
+        limit = max_maps() if limit is None else limit
+        super().__init__(_open_part(manifest, split, name, limit), none)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +60,18 @@ class SplitLists:
 
     That is the order in which the engine takes them. Row numbers count from the split's first row,
     and maps are copy-on-write, as in ``SplitRows``. The set must have ragged fields. The first
-    ``most`` files of each part are mapped.
+    ``limit`` files of each part are mapped.
     """
 
-    def __init__(self, manifest: Manifest, split: str, most: int | None = None) -> None:
-        if most is None:
-            most = max(1, most_maps() // (3 + manifest.weighted))
+    def __init__(self, manifest: Manifest, split: str, limit: int | None = None) -> None:
+        if limit is None:
+            limit = max(1, max_maps() // (3 + manifest.weighted))
         try:
-            self.lengths = SplitPart(manifest, split, "lengths", most)
-            self._starts = _open_part(manifest, split, "starts", most)
-            self._values = _open_part(manifest, split, "values", most)
+            self.lengths = SplitPart(manifest, split, "lengths", limit)
+            self._starts = _open_part(manifest, split, "starts", limit)
+            self._values = _open_part(manifest, split, "values", limit)
             self._weights = (
-                _open_part(manifest, split, "value_weights", most) if manifest.weighted else None
+                _open_part(manifest, split, "value_weights", limit) if manifest.weighted else None
             )
         finally:
             check_unchanged(manifest)

@@ -48,8 +48,8 @@ def check_content(file: Path, content: Mapping[str, Any]) -> None:
         check.field(f"fields[{i}]", entry)
     names += check.side(content)
     check.columns(content)
-    twice = [name for name, number in Counter(names).items() if number > 1]
-    check.need(not twice, "dense and fields", twice[:1], "a name that occurs only once")
+    repeated = [name for name, number in Counter(names).items() if number > 1]
+    check.need(not repeated, "dense and fields", repeated[:1], "a name that occurs only once")
     splits = content.get("splits")
     check.need(_has_keys(splits, set(SPLITS)), "splits", splits, "shards of train, val and test")
     files: list[str] = []
@@ -57,8 +57,8 @@ def check_content(file: Path, content: Mapping[str, Any]) -> None:
     for split in SPLITS:
         for i, shard in check.entries(cast("dict[str, Any]", splits), split, "splits."):
             files += check.shard(f"splits.{split}[{i}]", shard, wanted)
-    twice = [name for name, number in Counter(files).items() if number > 1]
-    check.need(not twice, "splits", twice[:1], "a file that occurs only once")
+    repeated = [name for name, number in Counter(files).items() if number > 1]
+    check.need(not repeated, "splits", repeated[:1], "a file that occurs only once")
     if (bayes := content.get("bayes")) is not None:
         check.bayes(bayes)
     if (vocabulary := content.get("vocabulary")) is not None:
@@ -121,8 +121,8 @@ class _Check:
             types = ROLES[cast("Role", role)]
             self.need(kind in types, f"side[{i}].type", kind, f"one of {', '.join(types)}")
             roles.append(cast("str", role))
-        twice = [role for role in roles if role != "label" and roles.count(role) > 1]
-        self.need(not twice, "side", twice[:1], "a role that occurs only once")
+        repeated = [role for role in roles if role != "label" and roles.count(role) > 1]
+        self.need(not repeated, "side", repeated[:1], "a role that occurs only once")
         return names
 
     def columns(self, content: Mapping[str, Any]) -> None:

@@ -46,7 +46,7 @@ def map_count_limit() -> int:
         return DEFAULT_MAP_COUNT
 
 
-def most_maps() -> int:
+def max_maps() -> int:
     """The maximum number of files that the reader of one split may map."""
     return max(1, map_count_limit() // _LOADERS)
 
@@ -79,11 +79,11 @@ Rows = Array | FileRows
 
 
 def open_rows(
-    files: Sequence[tuple[Path, str, tuple[int, ...]]], most: int, check_set: Callable[[], None]
+    files: Sequence[tuple[Path, str, tuple[int, ...]]], limit: int, check_set: Callable[[], None]
 ) -> list[Rows]:
-    """Open files (path, dtype, shape): map the first ``most``, read the others on request."""
-    mapped: list[Rows] = [map_array(*file) for file in files[:most]]
-    return [*mapped, *(FileRows(*file, check_set) for file in files[most:])]
+    """Open files (path, dtype, shape): map the first ``limit``, read the others on request."""
+    mapped: list[Rows] = [map_array(*file) for file in files[:limit]]
+    return [*mapped, *(FileRows(*file, check_set) for file in files[limit:])]
 
 
 def mapped_of(rows: Sequence[Rows]) -> list[Array]:

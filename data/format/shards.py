@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sbpflow.data.format.manifest import Manifest, Shard, ShardPart, UnchangedSet, check_unchanged
-from sbpflow.data.format.mapped_rows import MappedRows, most_maps, open_rows
+from sbpflow.data.format.mapped_rows import MappedRows, max_maps, open_rows
 from sbpflow.data.format.npy import check_array, read_array, write_array
 from sbpflow.data.format.parts import COUNTED_PARTS, Parts
 
@@ -47,16 +47,16 @@ class SplitRows(MappedRows):
     """The words of one split across its shards; row numbers count from the split's first row.
 
     Maps are copy-on-write: writing to a view changes no file, but changes what this object reads
-    later. DataError if the set that ``manifest`` describes has been replaced. The first ``most``
+    later. DataError if the set that ``manifest`` describes has been replaced. The first ``limit``
     shards are mapped (by default, as many as the reader of a split may map); the others are read
     on request.
     """
 
-    def __init__(self, manifest: Manifest, split: str, most: int | None = None) -> None:
+    def __init__(self, manifest: Manifest, split: str, limit: int | None = None) -> None:
         try:
             maps = open_rows(
                 _word_files(manifest, split),
-                most_maps() if most is None else most,
+                max_maps() if limit is None else limit,
                 UnchangedSet(manifest).check,
             )
         finally:  # even after an error: that the set was replaced is the better explanation

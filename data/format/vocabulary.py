@@ -132,10 +132,10 @@ def check_vocabulary(manifest: Manifest, name: str, entry: Mapping[str, Any]) ->
                 f"{manifest.path}: the keys of {name} do not ascend; prepare the set again"
             )
         last = int(keys[-1])
-        least, most = int(ids.min()), int(ids.max())
-        if least < NUM_RESERVED_IDS or most >= num_rows:
+        low, high = int(ids.min()), int(ids.max())
+        if low < NUM_RESERVED_IDS or high >= num_rows:
             raise DataError(
-                f"{manifest.path}: the vocabulary of {name} has ids {least}..{most}, but values "
+                f"{manifest.path}: the vocabulary of {name} has ids {low}..{high}, but values "
                 f"must have rows {NUM_RESERVED_IDS}..{num_rows - 1}; prepare the set again"
             )
         is_assigned[ids] = True

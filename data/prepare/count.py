@@ -25,12 +25,7 @@ from sbpflow.data.prepare.fit import Values, fit
 from sbpflow.data.prepare.options import PrepareOptions
 from sbpflow.data.prepare.stage import list_file
 from sbpflow.data.prepare.vocabulary_filter import FilteredVocabulary, filter_values, load, save
-from sbpflow.data.prepare.workspace import (
-    DamagedWork,
-    read_record,
-    require_record,
-    write_record,
-)
+from sbpflow.data.prepare.workspace import DamagedWork, read_record, require_record, write_record
 
 
 def train_rows(
@@ -56,8 +51,8 @@ def train_rows(
         else:
             frame = frame.filter(pl.col(SPLIT_COLUMN) == 0)
         frames.append(frame)
-    owned = [f for f, piece in zip(frames, staged, strict=True) if part in (None, piece.part)]
-    return owned or [frames[0].head(0)]
+    chosen = [f for f, piece in zip(frames, staged, strict=True) if part in (None, piece.part)]
+    return chosen or [frames[0].head(0)]
 
 
 def build_vocabularies(
@@ -140,9 +135,9 @@ def _parents(options: PrepareOptions, like: Manifest | None) -> dict[str, Vocabu
 
 def _check_present(staged: Sequence[StagedPiece], options: PrepareOptions, folder: Path) -> None:
     mine = (piece for piece in staged if piece.part == options.part.number)
-    if gone := [piece.path for piece in mine if not piece.path.exists()]:
+    if removed := [piece.path for piece in mine if not piece.path.exists()]:
         raise DamagedWork(
-            f"{folder}: a file is damaged, and {gone[0]}, from which it was made, has been removed"
+            f"{folder}: a file is damaged, and {removed[0]}, from which it was made, was removed"
         )
 
 
@@ -153,9 +148,9 @@ def _counts(
     builders, part = _builders(options), options.part
     mine = [name for name, builder in builders.items() if builder == part.number]
     if options.is_encode:
-        nothing = np.empty(0, dtype=np.uint64)
+        no_keys = np.empty(0, dtype=np.uint64)
         for name in mine:
-            yield name, FieldCounts(nothing, nothing.astype(np.uint32), None, None, 0)
+            yield name, FieldCounts(no_keys, no_keys.astype(np.uint32), None, None, 0)
         return
     folder = work / "vocabulary"
     own = (piece.num_rows for piece in staged if piece.part == part.number)

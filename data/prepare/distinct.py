@@ -19,7 +19,7 @@ PASS_VALUES = 1 << 22
 """Distinct values counted in one pass, over all fields in it."""
 _STEP = 32
 _BLOCK = 1 << 20
-_MOST = 2**32 - 1
+_MAX_COUNT = 2**32 - 1
 _SAMPLED_ROWS = 1 << 20
 _PARTS = ("k", "c", "h", "m")
 """Suffixes of the files of spilled keys, counts, smallest checks and largest checks."""
@@ -115,10 +115,10 @@ def _grouped(rows: pl.LazyFrame) -> pl.LazyFrame:
 def _from_frame(frame: pl.DataFrame) -> FieldCounts:
     missing = int(frame.filter(pl.col("key").is_null())["len"].sum())
     values = frame.drop_nulls("key").sort("key")
-    if len(values) and int(values["len"].to_numpy().max()) > _MOST:
+    if len(values) and int(values["len"].to_numpy().max()) > _MAX_COUNT:
         raise DataError(
             f"--input: a value occurs {values['len'].max()} times in train, but counts end at "
-            f"{_MOST}; hash its column (--hash-size), or prepare fewer rows"
+            f"{_MAX_COUNT}; hash its column (--hash-size), or prepare fewer rows"
         )
     values = values.with_columns(pl.col("len").cast(pl.UInt32))
     checks = most = None

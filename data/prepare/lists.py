@@ -32,7 +32,7 @@ def read_list(frame: pl.DataFrame, column: ListColumn, kind: Kind) -> ListValues
     """The values of ``column``, row by row, cut to the maximum length of a row."""
     cells = _flat(frame[column.name], column.separator)
     if column.inline is not None:
-        cells = _apart(cells, column.inline)
+        cells = _split_text(cells, column.inline)
     rows, total = cells["row"].to_numpy(), len(frame)
     keys = key_of(cells["value"], kind)
     lost = cells["value"].is_not_null() & keys.is_null()
@@ -92,18 +92,18 @@ def _flat(cells: pl.Series, separator: str) -> pl.DataFrame:
     frame = pl.DataFrame({"row": rows, "value": cells}).filter(pl.col("value").is_not_null())
     if isinstance(cells.dtype, pl.List):
         frame = frame.filter(pl.col("value").list.len() > 0)
-        lone = frame["value"].list.len() == 1
-        frame = frame.with_columns(lone=lone).explode("value")
+        is_single = frame["value"].list.len() == 1
+        frame = frame.with_columns(is_single=is_single).explode("value")
     else:
-        frame = frame.with_columns(lone=pl.lit(True))
+        frame = frame.with_columns(is_single=pl.lit(True))
     if frame["value"].dtype == pl.String:
         frame = frame.with_columns(pl.col("value").replace("", None))
     elif frame["value"].dtype.is_float():
         frame = frame.with_columns(pl.col("value").fill_nan(None))
-    return frame.filter(~(pl.col("lone") & pl.col("value").is_null())).drop("lone")
+    return frame.filter(~(pl.col("is_single") & pl.col("value").is_null())).drop("is_single")
 
 
-def _apart(cells: pl.DataFrame, mark: str) -> pl.DataFrame:
+def _split_text(cells: pl.DataFrame, mark: str) -> pl.DataFrame:
     """Split each element into its ``value`` and its ``weight``, null if it has none."""
     elements = cells["value"]
     if isinstance(elements.dtype, pl.Struct):

@@ -41,9 +41,9 @@ def columns_of(source: Input, schema: Schema, may_lack_labels: bool) -> tuple[st
         columns = schema.columns
         if may_lack_labels:
             labels = {schema.label, *schema.labels}
-            without = tuple(name for name in columns if name not in labels)
-            if len(split_cells(_first_line(source.path), schema)) == len(without):
-                columns = without
+            other_columns = tuple(name for name in columns if name not in labels)
+            if len(split_cells(_first_line(source.path), schema)) == len(other_columns):
+                columns = other_columns
     if twice := [name for name in columns if columns.count(name) > 1]:
         raise DataError(f"{source.path}: its first line names {twice[0]!r} twice; rename one")
     labels = (schema.label, *schema.labels) if may_lack_labels else ()

@@ -34,13 +34,7 @@ from sbpflow.data.prepare.report import report_values
 from sbpflow.data.prepare.source import Input, find_inputs
 from sbpflow.data.prepare.stage import stage_inputs
 from sbpflow.data.prepare.vocabulary_filter import FilteredVocabulary
-from sbpflow.data.prepare.workspace import (
-    DamagedWork,
-    discard,
-    only_run,
-    open_work,
-    work_folder,
-)
+from sbpflow.data.prepare.workspace import DamagedWork, discard, only_run, open_work, work_folder
 from sbpflow.data.stats import compute_stats, stats_json
 from sbpflow.errors import ConfigError, DataError
 
@@ -62,48 +56,38 @@ def prepare(options: PrepareOptions) -> Manifest | None:
     options = options.sized_for(sum(source.text_bytes for source in inputs))
     options.split.check_files([source.path.name for source in inputs])
     with only_run(options.output, "" if options.part.is_first else f".{options.part.number}"):
-        if options.part.is_first:
-            return _prepare(options, inputs, like)
-        _take_part(options, inputs, like)
-        return None
+        return _prepare(options, inputs, like)
 
 
-def _take_part(options: PrepareOptions, inputs: Sequence[Input], like: Manifest | None) -> None:
-    """Do the share of a machine other than the first, in the work folder that the first makes."""
-    _check_output(options)
-    plan, work = _plan(options, inputs, like), work_folder(options.output)
-    options.part.wait_for_plan(work, plan)
-    try:
-        _build(options, inputs, work, plan, like)
-    except DamagedWork as error:
-        raise _damaged(error, work) from error
-    _LOG.info("part %s is done; part 1 completes the set", options.part)
-
-
-def _damaged(error: DamagedWork, work: Path) -> DataError:
-    return DataError(f"{error}; remove {work} and start all parts again")
-
-
-def _prepare(options: PrepareOptions, inputs: Sequence[Input], like: Manifest | None) -> Manifest:
-    plan = _plan(options, inputs, like)
-    if _was_published(options, plan):
+def _prepare(
+    options: PrepareOptions, inputs: Sequence[Input], like: Manifest | None
+) -> Manifest | None:
+    part, plan = options.part, _plan(options, inputs, like)
+    if part.is_first and _was_published(options, plan):
         return _publish(work_folder(options.output), options)
     _check_output(options)
-    work, resumes = open_work(options.output, plan)
+    work, resumes = work_folder(options.output), False
+    if part.is_first:
+        work, resumes = open_work(options.output, plan)
+    else:
+        part.wait_for_plan(work, plan)
     if resumes:
         _LOG.info("resuming the unfinished run in %s", work)
     try:
         _build(options, inputs, work, plan, like)
     except DamagedWork as error:
-        if not options.part.is_alone:
-            raise _damaged(error, work) from error
+        if not part.is_alone:
+            raise DataError(f"{error}; remove {work} and start all parts again") from error
         if not resumes:
             raise
         _LOG.warning("starting over: %s", error)
         discard(work)
         work, _ = open_work(options.output, plan)
         _build(options, inputs, work, plan, like)
-    return _publish(work, options)
+    if part.is_first:
+        return _publish(work, options)
+    _LOG.info("part %s is done; part 1 completes the set", part)
+    return None
 
 
 def _build(
@@ -115,16 +99,16 @@ def _build(
     """
     part = options.part
     owners = part.owners(inputs)
-    mine = [source for source in inputs if owners[source.order] == part.number]
-    states = [written(source.path) for source in mine]
-    fetched = {source.order: fetch_table(source, work) for source in mine}
+    own_sources = [source for source in inputs if owners[source.order] == part.number]
+    states = [written(source.path) for source in own_sources]
+    fetched = {source.order: fetch_table(source, work) for source in own_sources}
     inputs = [fetched.get(source.order, source) for source in inputs]
-    num_bytes = sum(source.num_bytes for source in mine)
+    num_bytes = sum(source.num_bytes for source in own_sources)
     with tqdm(total=num_bytes, unit="B", unit_scale=True, desc="parse", smoothing=0.05) as bar:
         staged = stage_inputs(
             inputs, options, work, plan, lambda size: _advance(bar, _SHARE["parse"] * size)
         )
-        _check_unwritten(mine, states)
+        _check_unwritten(own_sources, states)
         bar.set_description("count")
         vocabularies = build_vocabularies(staged, options, work, plan, like)
         fitted = fit_columns(staged, options, work, plan, like)
@@ -157,8 +141,8 @@ def _build(
         content["vocabulary"]["ancestors"] = like.content["vocabulary"]["ancestors"]
     lookups: dict[str, Callable[[], Counts]] = {}
     if like is None:
-        alone = {of: names[0] for of, names in options.counted.items() if len(names) == 1}
-        lookups = {name: vocabularies[of].lookups for of, name in alone.items()}
+        unshared = {of: names[0] for of, names in options.counted.items() if len(names) == 1}
+        lookups = {name: vocabularies[of].lookups for of, name in unshared.items()}
     _finish(work / "set", content, lookups, options)
 
 

@@ -51,8 +51,7 @@ class _Reader:
         self.known("", raw, _KEYS)
         for key in ("columns", "labels"):
             value = raw.get(key, [])
-            if not isinstance(value, list):
-                raise ConfigError(f"{self.key}: {key} is {value!r}; write a list of names")
+            self.need(isinstance(value, list), key, value, "a list of names")
             self.names(key, value)
         numbers = self.dense(raw.get("dense", []))
         kinds, many, shared = self.sparse(raw.get("sparse", {}))
@@ -76,6 +75,10 @@ class _Reader:
         )
         return replace(schema, columns=tuple(map(str, raw.get("columns", schema.used))))
 
+    def need(self, fits: bool, key: str, value: object, rule: str) -> None:
+        if not fits:
+            raise ConfigError(f"{self.key}: {key} is {value!r}; write {rule}")
+
     def known(self, place: str, raw: Mapping[str, Any], keys: Collection[str]) -> None:
         if unknown := sorted(set(map(str, raw)) - set(keys)):
             raise ConfigError(
@@ -87,19 +90,18 @@ class _Reader:
             raise ConfigError(f"{self.key}: {key} has {nested[0]!r}; write names of columns")
 
     def name(self, key: str, value: object) -> str:
-        if not isinstance(value, str | int) or isinstance(value, bool):
-            raise ConfigError(f"{self.key}: {key} is {value!r}; write the name of a column")
+        fits = isinstance(value, str | int) and not isinstance(value, bool)
+        self.need(fits, key, value, "the name of a column")
         return str(value)
 
     def flag(self, key: str, value: object) -> bool:
-        if not isinstance(value, bool):
-            raise ConfigError(f"{self.key}: {key} is {value!r}; write true or false")
-        return value
+        self.need(isinstance(value, bool), key, value, "true or false")
+        return cast("bool", value)
 
     def count(self, key: str, value: object, least: int, most: int) -> int:
-        if type(value) is not int or not least <= value <= most:
-            raise ConfigError(f"{self.key}: {key} is {value!r}; write {least} to {most}")
-        return value
+        fits = type(value) is int and least <= value <= most  # True is an instance of int
+        self.need(fits, key, value, f"{least} to {most}")
+        return cast("int", value)
 
     def choice(self, key: str, value: object, known: Collection[str]) -> str:
         if value not in known:
@@ -114,15 +116,13 @@ class _Reader:
         if value is None:
             return None
         if isinstance(value, dict):
-            if len(value) != 1:
-                raise ConfigError(f"{self.key}: {key} is {value!r}; write NAME or {{NAME: KIND}}")
+            self.need(len(value) == 1, key, value, "NAME or {NAME: KIND}")
             ((name, kind),) = value.items()
             return self.name(key, name), self.choice(f"{key} {name}:", kind, kinds)
         return self.name(key, value), default
 
     def dense(self, raw: object) -> tuple[DenseColumn, ...]:
-        if not isinstance(raw, dict | list):
-            raise ConfigError(f"{self.key}: dense is {raw!r}; write a list of names, or name: how")
+        self.need(isinstance(raw, dict | list), "dense", raw, "a list of names, or name: how")
         self.names("dense", raw)
         settings = raw.items() if isinstance(raw, dict) else ((name, None) for name in raw)
         return tuple(self.dense_column(str(name), how) for name, how in settings)
@@ -133,19 +133,16 @@ class _Reader:
             return DenseColumn(name=name)
         if isinstance(how, str):
             how = {"transform": how}
-        if not isinstance(how, dict):
-            raise ConfigError(f"{self.key}: {place}{how!r} is not a transform; {_known()}")
+        known = f"one of {', '.join(TRANSFORMS)}, or a mapping with {', '.join(_DENSE_KEYS)}"
+        self.need(isinstance(how, dict), f"dense {name}", how, known)
         self.known(place, how, _DENSE_KEYS)
         transform, clip = how.get("transform"), how.get("clip")
         if transform is not None:
             self.choice(f"{place}transform", transform, tuple(TRANSFORMS))
         if clip is not None:
             fits = isinstance(clip, list) and len(clip) == 2 and all(map(_is_float32, clip))
-            if not fits or clip[0] >= clip[1]:
-                raise ConfigError(
-                    f"{self.key}: {place}clip is {clip!r}; write [LEAST, GREATEST], two numbers "
-                    f"within float32, {-_LARGEST:g} to {_LARGEST:g}"
-                )
+            rule = f"[LOW, HIGH], two numbers within float32, {-_LARGEST:g} to {_LARGEST:g}"
+            self.need(fits and clip[0] < clip[1], f"{place}clip", clip, rule)
         buckets = how.get("buckets", 0)
         if buckets:
             self.count(f"{place}buckets", buckets, 2, _MAX_BUCKETS)
@@ -168,8 +165,7 @@ class _Reader:
     def sparse(
         self, raw: object
     ) -> tuple[dict[str, Kind], tuple[ListColumn, ...], tuple[tuple[str, str], ...]]:
-        if not isinstance(raw, dict | list):
-            raise ConfigError(f"{self.key}: sparse is {raw!r}; write names, or name: kind")
+        self.need(isinstance(raw, dict | list), "sparse", raw, "names, or name: kind")
         self.names("sparse", raw)
         if isinstance(raw, list):
             return {str(name): "hex" for name in raw}, (), ()
@@ -201,11 +197,10 @@ class _Reader:
         key = "width" if "width" in how else "max"
         weights, inline = how.get("weights"), None
         if isinstance(weights, dict):
-            if set(weights) != {"after"}:
-                raise ConfigError(
-                    f"{self.key}: {place}weights is {weights!r}; write the name of a column, or "
-                    "{after: ':'} if values and weights share a cell, like a:0.5|b:1"
-                )
+            rule = "the name of a column, or {after: ':'} if values and weights share a cell, "
+            self.need(
+                set(weights) == {"after"}, f"{place}weights", weights, rule + "like a:0.5|b:1"
+            )
             weights, inline = None, str(weights["after"])
         if "weights" in how and "width" in how:
             raise ConfigError(f"{self.key}: {place}weights need lists; write max instead of width")
@@ -218,10 +213,6 @@ class _Reader:
             weights=None if weights is None else self.name(f"{place}weights", weights),
             inline=inline,
         )
-
-
-def _known() -> str:
-    return f"write one of {', '.join(TRANSFORMS)}, or a mapping with {', '.join(_DENSE_KEYS)}"
 
 
 def _is_float32(value: object) -> bool:

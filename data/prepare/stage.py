@@ -51,7 +51,7 @@ def stage_inputs(
         (work / name).mkdir(exist_ok=True)
     part = options.part
     owners = part.owners(inputs)
-    mine = [source for source in inputs if owners[source.order] == part.number]
+    own_sources = [source for source in inputs if owners[source.order] == part.number]
     staged: list[StagedPiece] = []
     waiting: deque[tuple[int, Future[StagedPiece]]] = deque()
 
@@ -63,9 +63,11 @@ def stage_inputs(
             check_bad(staged, options, early=_EARLY_BAD)
 
     schema = options.schema
-    columns = {source.order: columns_of(source, schema, options.is_encode) for source in mine}
+    columns = {
+        source.order: columns_of(source, schema, options.is_encode) for source in own_sources
+    }
     with ThreadPoolExecutor(options.workers) as pool:
-        for job in _jobs(mine, columns, options, work):
+        for job in _jobs(own_sources, columns, options, work):
             waiting.append((job.num_bytes, pool.submit(_stage_piece, job, options)))
             if len(waiting) > options.workers:
                 finish()
@@ -76,7 +78,7 @@ def stage_inputs(
         for order, names in columns.items()
     }
     if not part.is_alone:
-        for source in mine:
+        for source in own_sources:
             number = sum(piece.file == source.path for piece in staged)
             content = {"pieces": number, "labels": has_labels[source.order]}
             write_record(_source_record(work, source), content)
@@ -100,11 +102,11 @@ def _all_staged(
     inputs: Sequence[Input],
     owners: Mapping[int, int],
     has_labels: dict[int, list[str]],
-    mine: Sequence[StagedPiece],
+    own_pieces: Sequence[StagedPiece],
     work: Path,
 ) -> list[StagedPiece]:
     """The pieces of all machines, in order; adds the other machines' labels to ``has_labels``."""
-    own = {piece.path: piece for piece in mine}
+    own = {piece.path: piece for piece in own_pieces}
     staged: list[StagedPiece] = []
     for source in inputs:
         record = require_record(_source_record(work, source), ("pieces", "labels"))

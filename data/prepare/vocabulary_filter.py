@@ -99,10 +99,7 @@ def filter_values(
 
 
 def _new(
-    name: str,
-    counted: FieldCounts,
-    has_id: NDArray[np.bool_],
-    options: PrepareOptions,
+    name: str, counted: FieldCounts, has_id: NDArray[np.bool_], options: PrepareOptions
 ) -> Vocabulary:
     """A vocabulary without a parent; spare ids are dealt like values without lookups."""
     number = int(np.count_nonzero(has_id))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sbpflow.data.format.lists import SplitLists, SplitPart
 from sbpflow.data.format.manifest import Manifest
-from sbpflow.data.format.mapped_rows import most_maps
+from sbpflow.data.format.mapped_rows import max_maps
 from sbpflow.data.format.shards import SplitRows
 from sbpflow.data.read.batch import Ids
 from sbpflow.data.read.crosses import CrossColumns
@@ -59,16 +59,16 @@ class BlockReader:
         types = manifest.part_types
         self._manifest, self._split_name = manifest, split
         # Each kind of file gets a share of the maps; only words may be mapped again, for views.
-        self._most_maps = max(1, most_maps() // (1 + max(1, len(types))))
-        self._words = SplitRows(manifest, split, self._most_maps)
+        self._max_maps = max(1, max_maps() // (1 + max(1, len(types))))
+        self._words = SplitRows(manifest, split, self._max_maps)
         self._crosses = CrossColumns(manifest, crosses)
         self.num_rows = self._words.num_rows
 
         def part(name: str) -> SplitPart:
-            return SplitPart(manifest, split, name, self._most_maps)
+            return SplitPart(manifest, split, name, self._max_maps)
 
         self._wide = {name: part(name) for name in _WIDE_COLUMNS if name in types}
-        self._lists = SplitLists(manifest, split, self._most_maps) if manifest.lists else None
+        self._lists = SplitLists(manifest, split, self._max_maps) if manifest.lists else None
         self._weighted = manifest.weighted
         self._labels = part("labels") if "labels" in types else None
         self._weight = part("weight") if "weight" in types else None
@@ -88,7 +88,7 @@ class BlockReader:
         self._only_words = self._row_words == self._words.num_words
 
     @property
-    def most_rows(self) -> int:
+    def max_rows(self) -> int:
         """Maximum rows of a block with several batches; 0 with lists, where each block is one."""
         return 0 if self._lists else BLOCK_BYTES // (4 * self._row_words)
 
@@ -96,7 +96,7 @@ class BlockReader:
         """Separate maps for ``view``; None if blocks cannot be views."""
         if not self._only_words:
             return None
-        return SplitRows(self._manifest, self._split_name, self._most_maps)
+        return SplitRows(self._manifest, self._split_name, self._max_maps)
 
     def pieces(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Rows [start, stop) as ranges that are each in one shard."""

@@ -182,10 +182,10 @@ class RowLoader:
         In file order a group stays in one shard, so that it can be a view of its map.
         """
         group: list[_Step] = []
-        num_rows, most_rows = 0, self._rows.most_rows
+        num_rows, max_rows = 0, self._rows.max_rows
         for step in steps:
             own = step.stop - step.start
-            fits = bool(group) and num_rows + own <= most_rows
+            fits = bool(group) and num_rows + own <= max_rows
             if fits and self._shuffle == "none":
                 joins = group[-1].stop == step.start
                 fits = joins and len(self._rows.pieces(group[0].start, step.stop)) == 1

@@ -165,9 +165,7 @@ def _write_prepared(generator: Generator, options: SynthOptions) -> Manifest:
 
 
 def _content(
-    maps: IdMaps,
-    options: SynthOptions,
-    done: list[tuple[dict[str, Any], dict[str, BayesTally]]],
+    maps: IdMaps, options: SynthOptions, done: list[tuple[dict[str, Any], dict[str, BayesTally]]]
 ) -> dict[str, Any]:
     crosses = {"x".join(pair): pair for pair in CROSSES}
     return {

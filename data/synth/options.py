@@ -1,13 +1,12 @@
 """The options of ``synth`` as one value; equal values give byte-identical sets."""
 
 import os
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from sbpflow.data.format.schema import CRITEO
-from sbpflow.data.numbers import MAX_SEED, MAX_WORKERS, Value, by_column, check_ranges
+from sbpflow.data.numbers import MAX_SEED, MAX_WORKERS, by_column, check_ranges
 from sbpflow.data.prepare.split import SplitRule
 from sbpflow.errors import ConfigError
 
@@ -75,7 +74,8 @@ def parse_hot(text: str) -> tuple[tuple[str, Hot], ...]:
         return tuple((name, (hot, hot)) for name, hot in sizes)
     if text == "mlperf-ragged":
         return tuple((name, (1, 2 * hot - 1)) for name, hot in sizes)
-    return _by_column("--hot", text, _hot, "mlperf, mlperf-ragged or like C1=3,C20=0-12")
+    example = "mlperf, mlperf-ragged or like C1=3,C20=0-12"
+    return by_column("--hot", text, _hot, example, CRITEO.sparse, takes_one=False)
 
 
 def _hot(text: str) -> Hot:
@@ -86,13 +86,4 @@ def _hot(text: str) -> Hot:
 def parse_skew(text: str) -> tuple[tuple[str, float], ...]:
     """Parse ``1.2`` (every column) or ``C3=1.2,C1=0.5``."""
     example = "a number or like C1=3,C20=0.5"
-    return _by_column("--skew", text, float, example, CRITEO.sparse)
-
-
-def _by_column(
-    key: str, text: str, number: Callable[[str], Value], example: str, every: Sequence[str] = ()
-) -> tuple[tuple[str, Value], ...]:
-    values = by_column(key, text, number, example, every)
-    if unknown := [name for name, _ in values if name not in CRITEO.sparse]:
-        raise ConfigError(f"{key}: {unknown[0]!r} is not a column; use C1..C26")
-    return values
+    return by_column("--skew", text, float, example, CRITEO.sparse)

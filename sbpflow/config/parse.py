@@ -29,7 +29,7 @@ Choices = Mapping[str, Mapping[str, type[Any]]]
 C = TypeVar("C")
 MAX_INT = 2**63 - 1
 MAX_ENTRIES = 10_000  # in a list or a group
-_MOST_SHOWN = 200  # characters of a value in a message
+_MAX_SHOWN = 200  # characters of a value in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ def _build(cls: type[C], tree: object, key: str, choices: Choices = MappingProxy
     values: dict[str, Any] = {}
     for name, value in tree.items():
         if name not in fields:
-            raise _UnknownKeyError(_join(key, str(name)[:_MOST_SHOWN]), list(fields))
+            raise _UnknownKeyError(_join(key, str(name)[:_MAX_SHOWN]), list(fields))
         if name in choices:
             values[name] = _parse_tagged(value, choices[name], name, next(iter(choices[name])))
             continue
@@ -172,6 +172,7 @@ def _parse_marked(value: object, args: tuple[Any, ...], key: str, example: objec
     for mark in args[1:]:
         if isinstance(mark, Range) and not mark.holds(parsed):
             raise ConfigError(f"{key}: {brief(value)} is not {mark}{_eg(key, example)}")
+        if isinstance(mark, MaxEntries) and len(parsed) > mark.count:
             raise ConfigError(
                 f"{key}: a list of {len(parsed):,}; use at most {mark.count}{_eg(key, example)}"
             )
@@ -430,15 +431,13 @@ def show(value: object) -> str:
 def brief(value: object) -> str:
     """``repr`` of a value, cut to a length that fits in a message."""
     text = repr(_head(value))
-    return (
-        text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}.. ({len(text):,} characters)"
-    )
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}.. ({len(text):,} characters)"
 
 
 def _head(value: object, depth: int = 4) -> object:
     """``value`` cut to its first entries, levels and characters."""
-    if isinstance(value, str) and len(value) > _MOST_SHOWN:
-        return f"{value[:_MOST_SHOWN]}.. ({len(value):,} characters)"
+    if isinstance(value, str) and len(value) > _MAX_SHOWN:
+        return f"{value[:_MAX_SHOWN]}.. ({len(value):,} characters)"
     if not isinstance(value, Mapping | list | tuple):
         return value
     if not depth:

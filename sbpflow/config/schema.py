@@ -205,10 +205,7 @@ class OptimizerConfig:
     sparse: Annotated[
         SparseOptimizer,
         Tagged(known_rules),
-        Key(
-            "results",
-            "Updates the rows used by a batch: one of these, or package.module:Class.",
-        ),
+        Key("results", "Updates the rows used by a batch: one of these, or package.module:Class."),
     ] = field(default_factory=RowwiseAdagrad)
     tables: Annotated[
         Mapping[str, Annotated[TableOptimizer, Tagged(table_optimizers)]],

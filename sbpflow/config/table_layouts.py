@@ -8,14 +8,7 @@ from fnmatch import fnmatchcase
 
 from sbpflow.config.model_tables import check_matches
 from sbpflow.config.parse import brief
-from sbpflow.config.table_rules import (
-    DTYPES,
-    CommDtype,
-    ParallelConfig,
-    Schemes,
-    Shape,
-    TableRule,
-)
+from sbpflow.config.table_rules import DTYPES, CommDtype, ParallelConfig, Schemes, Shape, TableRule
 from sbpflow.embedding.plan.exchanges import legal_exchanges
 from sbpflow.embedding.plan.tables import TableLayout
 from sbpflow.errors import ConfigError, SbpError
@@ -91,10 +84,7 @@ def resolve_table_layouts(
 
 
 def _rule_of(
-    parallel: ParallelConfig,
-    schemes: Schemes,
-    planned: Mapping[str, TableRule] | None,
-    name: str,
+    parallel: ParallelConfig, schemes: Schemes, planned: Mapping[str, TableRule] | None, name: str
 ) -> tuple[str, TableRule]:
     """The key and the rule that apply: the last match, those of plan or scheme coming first."""
     plan_key, scheme = f"parallel.plan {parallel.plan}", parallel.scheme
@@ -162,13 +152,7 @@ def _fit(
 
 
 def _fit_axis(
-    key: str,
-    rule: TableRule,
-    axis: int,
-    sbp: Sbp,
-    name: str,
-    shape: Shape,
-    placement: Placement,
+    key: str, rule: TableRule, axis: int, sbp: Sbp, name: str, shape: Shape, placement: Placement
 ) -> Sbp:
     """The sbp along one axis of the placement, with its explicit sizes if any."""
     if not isinstance(sbp, Split):

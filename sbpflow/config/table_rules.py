@@ -214,8 +214,7 @@ class ParallelConfig:
         Key("results", "Number format of vectors in transfers; dtype if not given."),
     ] = None
     overlap: Annotated[
-        bool,
-        Key("execution", "Overlap computation with transfers; false also sends no ids ahead."),
+        bool, Key("execution", "Overlap computation with transfers; false also sends no ids ahead.")
     ] = True
     cuda_graph: Annotated[
         bool,
@@ -238,8 +237,7 @@ class ParallelConfig:
         Key("execution", "Seconds that a rank waits for others before it fails."),
     ] = 300.0
     checked: Annotated[
-        bool,
-        Key("execution", "Before each transfer, compare the ranks' next operations; slow."),
+        bool, Key("execution", "Before each transfer, compare the ranks' next operations; slow.")
     ] = False
 
     def __post_init__(self) -> None:

@@ -107,8 +107,7 @@ class ScheduleConfig:
         Count | None, Example(10000), Key("results", "Length of the decay in steps.")
     ] = None
     shape: Annotated[
-        DecayShape,
-        Key("results", "Decay as (1 - progress) ** power, or as half a cosine wave."),
+        DecayShape, Key("results", "Decay as (1 - progress) ** power, or as half a cosine wave.")
     ] = "polynomial"
     power: Annotated[Rate, Key("results", "Exponent of the polynomial decay.")] = 1.0
     end_factor: Annotated[
