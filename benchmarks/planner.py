@@ -25,6 +25,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.peer_torchrec_planner import torchrec_plan
+from benchmarks.planner_embark import EMBARK, embark_task
+from benchmarks.planner_optimum import enumerated
 from benchmarks.planner_steps import run_ranks, run_steps
 from benchmarks.planner_worker import half_interval
 from benchmarks.record import Results
@@ -35,18 +37,17 @@ from sbpflow.planner.calibration.fit import fit
 from sbpflow.planner.calibration.records import Record, record_of
 from sbpflow.planner.calibration.time_dense import dense_time_of
 from sbpflow.planner.clusters import MACHINES, described
-from sbpflow.planner.costs.cost import CostModel, TaskCost
+from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.costs.profile import Profile, load
 from sbpflow.planner.costs.transfers import transfer_of
 from sbpflow.planner.planners import GREEDY, LEARNED, make_plan, published
 from sbpflow.planner.published.setting import Setting
 from sbpflow.planner.search.auto import search
 from sbpflow.planner.search.bounds import bound
-from sbpflow.planner.search.exact import enumerated
 from sbpflow.planner.search.problem import Assignment, price_of
 from sbpflow.planner.shapes import WHOLE, Shape, option_number, problem_of, table_wise
 from sbpflow.planner.task import Task
-from sbpflow.planner.workloads import EMBARK, embark_task, random_task
+from sbpflow.planner.workloads import random_task
 
 CELLS = ("10x2x12", "10x4x12", "20x3x12", "50x4x12", "100x8x6", "200x16x3")  # tables, ranks, tasks
 RANKS_CELLS = ("10x2x6", "10x4x6", "20x3x6", "50x4x6", "50x8x4")
@@ -115,11 +116,11 @@ def halves(journal: Path) -> Models:
 def judged(models: Models, task: Task, slack: float | None, seed: int) -> Judged:
     """The task under both models; with ``slack``, ranks hold that much of an even whole plan."""
     if slack is not None:
-        open_cost = CostModel(models.seen).of(task)
+        open_cost = TaskCost(models.seen, task)
         whole = Setting(task, problem_of(open_cost, table_wise))
         held = price_of(whole.problem, GREEDY["size"](whole)).memory.mean()
         task = replace(task, device_bytes=int(slack * held))
-    pair = [CostModel(profile).of(task) for profile in (models.seen, models.judge)]
+    pair = [TaskCost(profile, task) for profile in (models.seen, models.judge)]
     settings = [Setting(task, problem_of(cost), seed) for cost in pair]
     return Judged(*settings)
 
@@ -131,10 +132,10 @@ class Planners:
         task = random_task(
             0, num_tables=10, world_size=world_size, held_out=False, batch_size=BATCH
         )
-        like = [CostModel(models.seen).of(task)]
+        like = TaskCost(models.seen, task)
         self.training_s: dict[str, float] = {}
         self.plans: dict[str, Callable[[Setting], Assignment]] = dict(GREEDY)
-        self.plans["embark"] = published("embark", [], seed)
+        self.plans["embark"] = published("embark", like, seed)
         for name in LEARNED:
             if name in names:
                 start = time.perf_counter()
@@ -341,7 +342,7 @@ def speed(args: argparse.Namespace) -> None:
             0, num_tables=num_tables, world_size=size, held_out=True, batch_size=batch
         )
         start, busy = time.perf_counter(), time.process_time()
-        found = make_plan("auto", CostModel(models.seen).of(task))
+        found = make_plan("auto", TaskCost(models.seen, task))
         seconds, busy = time.perf_counter() - start, time.process_time() - busy
         limit = bound(found.problem, found.assignment)
         results.add(

@@ -17,7 +17,7 @@ from sbpflow.costs.ids import IdFrequencies
 from sbpflow.planner.calibration.candidates import to_measure
 from sbpflow.planner.calibration.design import Law, Sample
 from sbpflow.planner.calibration.measure import dense_work_of
-from sbpflow.planner.costs.cost import CostModel
+from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.costs.features import BIN_SAMPLES, from_histogram
 from sbpflow.planner.costs.profile import Profile
 from sbpflow.planner.planners import GREEDY, make_plan, published
@@ -56,8 +56,8 @@ def make_sample(number: int, world_size: int, *, num_tables: int, batch_size: in
 
 def planners_of(profile: Profile, like: Task, names: Sequence[str]) -> dict[str, Planner]:
     """Everyone else, trained once for this number of ranks and this batch."""
-    cost = CostModel(profile).of(like)
-    found = {name: published(name, [cost], 0) for name in names if name != "torchrec"}
+    cost = TaskCost(profile, like)
+    found = {name: published(name, cost, 0) for name in names if name != "torchrec"}
     return {**found, "torchrec": torchrec_plan} if "torchrec" in names else found
 
 
@@ -65,7 +65,7 @@ def plans_of(
     task: Task, profile: Profile, planners: dict[str, Planner], *, alike: bool = True
 ) -> Named:
     """Ours and its next best, ablations, everyone else's; ``alike``: all tables in one shape."""
-    cost = CostModel(profile).of(task)
+    cost = TaskCost(profile, task)
     ours = make_plan("auto", cost)
     problem, setting = ours.problem, Setting(task, ours.problem)
     measured = to_measure(ours, MEASURED)
@@ -120,20 +120,20 @@ def scheme_auto(task: Task) -> Plan:
 
 def ablations(task: Task, profile: Profile) -> dict[str, Plan]:
     """Our search with a part of what it knows left out."""
-    plain = CostModel(replace(profile, members=())).of(task)
+    plain = TaskCost(replace(profile, members=()), task)
     even = {
         table.name: from_histogram(
             [float(table.num_rows)], [1.0], task.lookups(table) / task.batch_size
         )
         for table in task.tables
     }
-    cost = CostModel(profile).of(task)
+    cost = TaskCost(profile, task)
     narrow = problem_of(cost, table_wise)
     whole = search(narrow).assignment
     return {
         "auto, no fusion correction": make_plan("auto", plain).plan,
         "auto, ids taken as even": make_plan(
-            "auto", CostModel(profile).of(replace(task, stats=even))
+            "auto", TaskCost(profile, replace(task, stats=even))
         ).plan,
         "auto, whole or copied": plan_of(task, narrow, whole),
     }

@@ -30,7 +30,7 @@ from benchmarks.planner_worker import difference
 from benchmarks.record import Results
 from sbpflow.planner.calibration.records import plan_of_tree, plan_tree
 from sbpflow.planner.clusters import crowded, link_of, with_link
-from sbpflow.planner.costs.cost import CostModel
+from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.costs.profile import Profile, load
 from sbpflow.planner.costs.simulate import PHASE, TRANSFERS
 from sbpflow.planner.planners import GREEDY
@@ -145,7 +145,7 @@ def told_elsewhere(
     profile: Profile, case: Case, size: int, plans: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
     """How far a calibration of another number of ranks or another link is off, plan by plan."""
-    cost = CostModel(profile).of(case.task(size))
+    cost = TaskCost(profile, case.task(size))
     names = [names[0] for names in case.distinct().values()]
     said = {name: cost.predict(case.plans[name][0]).step_ms for name in names}
     clock = [plans[name]["ms"] for name in names]
@@ -207,7 +207,7 @@ def _priced(
     profile: Profile, case: Case, size: int, moves: Sequence[Sequence[Sequence[float]]]
 ) -> list[float]:
     """ms of a step of measured moves with the profile's exchanges; ``moves`` may be many passes."""
-    cost = CostModel(profile).of(case.task(size))
+    cost = TaskCost(profile, case.task(size))
     plans = [case.plans[names[0]][0] for names in case.distinct().values()]
     exchanges = [PHASE[kind] for kind in TRANSFERS]
     said = [cost.rank_ms(cost.totals(plan)) for plan in plans]
