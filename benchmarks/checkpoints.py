@@ -1,14 +1,15 @@
-"""What a checkpoint costs: bandwidth against dd, and a save beside training.
+"""The cost of checkpoints: bandwidth compared with dd, and the effect of a save on training.
 
     python -m benchmarks.checkpoints             tables and state of 4 GB, one rank
     python -m benchmarks.checkpoints --gb 0.5 beside
 
-Writing and reading alternate with dd of as many bytes to the same disk, both synced, each first in
-turn; reads are of files that the page cache was told to drop. A quarter and a half of the size as
-well, for the slope: seconds per further GB, from which those of 40 GB follow. Beside training, each
-a median of some saves: the time that steps lost while one was under way, as a share of its
-duration, and the part of it that the training thread spent on the undo log; the memory that it had,
-by its own account and by the system's (the highest resident size).
+Writing and reading alternate with dd of the same number of bytes on the same disk, both synced, in
+alternating order; files are dropped from the page cache before they are read. A quarter and a half
+of the size are measured as well: the slope, in seconds per GB, predicts 40 GB.
+
+The effect on training is a median over several saves: the time that steps lost while a save was in
+progress, as a share of its duration; the part of it that the training thread spent on the undo log;
+and the extra memory, by the save's own count and by the system's (the peak resident size).
 """
 
 import argparse
@@ -35,11 +36,11 @@ from sbpflow.run.model.spec import Fields
 from sbpflow.runtime.ranks.world import World
 
 TABLES, DIM, BATCH = 8, 16, 2048
-ROW_BYTES = 3 * DIM * 4  # lazy Adam keeps two numbers beside each
+ROW_BYTES = 3 * DIM * 4  # lazy Adam stores two more numbers for each
 
 
 class Rows:
-    """A batch of random ids, some frequent."""
+    """A batch of random ids, some of them frequent."""
 
     def __init__(self, rows: int, generator: torch.Generator) -> None:
         ids = torch.rand(BATCH, TABLES, generator=generator) ** 3 * rows
@@ -50,7 +51,7 @@ class Rows:
 
 
 def make_job(world: World, rows: int) -> Job:
-    """Tables of ``rows`` rows each."""
+    """Tables with ``rows`` rows each."""
     config = Config(
         data=DataConfig(batch_size=BATCH),
         model=WdlConfig(embedding_dim=DIM, hidden=(256, 128), wide=WideConfig(crosses=())),
@@ -70,14 +71,14 @@ def dd(source: str, target: str, num_bytes: int, *words: str) -> float:
 
 
 def forget(path: Path) -> None:
-    """Have the page cache drop a file."""
+    """Drop a file from the page cache."""
     file = os.open(path, os.O_RDONLY)
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(file)
 
 
 def bandwidth(job: Job, folder: Path, repeats: int) -> dict[str, float]:
-    """GB/s of saving, loading and dd, in turns; ratios of neighbours."""
+    """GB/s of saving, loading and dd, in turns; ratios are of neighboring runs."""
     saver = Saver(folder, job.boxing, job.state, run="cost", deadline_s=600)
     times: dict[str, list[float]] = {"save": [], "dd_write": [], "load": [], "dd_read": []}
     plain = folder / "plain"
@@ -119,25 +120,25 @@ def bandwidth(job: Job, folder: Path, repeats: int) -> dict[str, float]:
 
 
 def saved_bytes(saver: Saver, step: int) -> int:
-    """Of a checkpoint, which is taken away again; the first one settles who writes what."""
+    """Seconds to save a checkpoint, which is deleted; the first save also assigns the writers."""
     path = saver.save(step, {})
     size = open_checkpoint(path).num_bytes
     shutil.rmtree(path)
     return size
 
 
-def extrapolated(found: list[dict[str, float]], gb: float) -> dict[str, float]:
-    """Seconds of a model of ``gb``: a line through those that were measured."""
-    sizes = [one["bytes"] / 1e9 for one in found]
+def extrapolated(measured: list[dict[str, float]], gb: float) -> dict[str, float]:
+    """Seconds for a model of ``gb``, by a line through the measured sizes."""
+    sizes = [run["bytes"] / 1e9 for run in measured]
     values: dict[str, float] = {"gb": gb}
     for name in ("save", "dd_write", "load", "dd_read"):
-        slope, start = statistics.linear_regression(sizes, [one[f"{name}_s"] for one in found])
+        slope, start = statistics.linear_regression(sizes, [run[f"{name}_s"] for run in measured])
         values |= {f"{name}_s_per_gb": slope, f"{name}_s": start + slope * gb}
     return values
 
 
 class Beside:
-    """Saves while steps go on, each between steps without one, for the machine changes its pace."""
+    """Saves during training, each between steps without a save, because the speed drifts."""
 
     def __init__(self, job: Job, rows: int, folder: Path) -> None:
         self._job, self._rows, self._folder = job, rows, folder
@@ -163,7 +164,7 @@ class Beside:
         return [self._step() for _ in range(count)]
 
     def save(self) -> dict[str, float]:
-        """The stall and the memory of one."""
+        """The stall and the memory of one save."""
         saver, done = self._saver, list[float]()
         resident = resident_bytes(start_anew=True)
         begin = time.perf_counter()
@@ -176,7 +177,7 @@ class Beside:
         saver.wait()
         cost = saver.last_cost
         if cost is None:
-            raise RuntimeError("the save beside training left no account of what it took")
+            raise RuntimeError("the save during training left no record of its cost")
         most_resident = resident_bytes(highest=True)
         before, self._alone = self._alone, self._steps(60)
         alone = before + self._alone
@@ -202,16 +203,16 @@ class Beside:
 
 
 def beside(job: Job, rows: int, folder: Path, repeats: int) -> dict[str, object]:
-    """Medians of several saves, and the stall of each."""
+    """Medians over several saves, and the stall of each."""
     runs = Beside(job, rows, folder)
-    found = [runs.save() for _ in range(repeats)]
-    middle = {key: statistics.median(one[key] for one in found) for key in found[0]}
-    each = [round(one["lost_of_save"], 4) for one in found]
+    saves = [runs.save() for _ in range(repeats)]
+    middle = {key: statistics.median(save[key] for save in saves) for key in saves[0]}
+    each = [round(save["lost_of_save"], 4) for save in saves]
     return {**middle, "lost_of_each_save": each, "threads": torch.get_num_threads()}
 
 
 def resident_bytes(*, highest: bool = False, start_anew: bool = False) -> int:
-    """Of this process, now or at most since this was last started anew; 0 if not on Linux."""
+    """The present size of this process, or its peak since the last reset; 0 if not on Linux."""
     status = Path("/proc/self/status")
     if not status.exists():
         return 0
@@ -223,15 +224,15 @@ def resident_bytes(*, highest: bool = False, start_anew: bool = False) -> int:
 
 
 def main() -> None:
-    """As the module says."""
+    """Run the benchmarks of this module."""
     parser = argparse.ArgumentParser(description="What a checkpoint costs.")
-    parser.add_argument("questions", nargs="*", metavar="waiting|beside", help="by default both")
+    parser.add_argument("questions", nargs="*", metavar="waiting|beside", help="default both")
     parser.add_argument("--gb", type=float, default=4.0)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--dir", type=Path, default=None, help="on the disk in question")
+    parser.add_argument("--dir", type=Path, default=None, help="a folder on the disk to measure")
     args = parser.parse_args()
     if other := set(args.questions) - {"waiting", "beside"}:
-        parser.error(f"{', '.join(sorted(other))}: ask for waiting or beside")
+        parser.error(f"{', '.join(sorted(other))}: use waiting or beside")
     for question in args.questions or ("waiting", "beside"):
         results = Results("checkpoints", question, recorded=args.gb >= 4)
         with World.start("cpu") as world, tempfile.TemporaryDirectory(dir=args.dir) as name:

@@ -1,10 +1,10 @@
-"""Whether the kernel chosen by measuring is the fastest: ``python -m benchmarks.chooser``.
+"""Is the kernel chosen by measuring the fastest? ``python -m benchmarks.chooser``.
 
-Shapes of stacks drawn at random (rows, widths, batch, bags, exchange, rule, skew of ids). Each is
-measured as a run does at its first start, the kernel chosen from that, and all kernels measured
-again: how much slower than the fastest of them is the chosen one then. Writes
-benchmarks/results/chooser.jsonl, a line per shape and one for all; with another number of shapes it
-prints only.
+Shapes of storages are drawn at random (rows, widths, batch, bags, exchange, rule, skew). Each is
+measured as at the first start of a run, and the kernel is chosen. Then all kernels are measured
+again: the result is how much slower the chosen kernel is than the fastest. Writes
+benchmarks/results/chooser.jsonl, one line per shape and one for all; with another number of shapes
+it only prints.
 """
 
 import argparse
@@ -28,7 +28,7 @@ SHAPES = 20
 
 
 def draw(generator: random.Random) -> StackShape:
-    """One shape: a batch of up to 65,536 ids on up to 3 million rows."""
+    """A shape: a batch of up to 65,536 ids on up to 3 million rows."""
     dim = generator.choice([1, 4, 8, 16, 32, 64, 128])
     lists = generator.choice([0, 0, 2, 4])
     ids = int(10 ** generator.uniform(3, 4.8))
@@ -82,7 +82,7 @@ def main() -> None:
             slower_than_the_fastest=excess[-1],
         )
     results.add(shapes=len(excess), most_slower=max(excess), above_5_percent=sum(
-        one > 0.05 for one in excess))  # fmt: skip
+        share > 0.05 for share in excess))  # fmt: skip
 
 
 if __name__ == "__main__":

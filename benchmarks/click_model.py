@@ -1,7 +1,7 @@
-"""The click model that training benchmarks share: its shape and its batches.
+"""The click model that the training benchmarks share: its shape and its batches.
 
-Tables of one width with Zipf ids, dense fields, one hidden layer. Batches are made once and used in
-turn by every system compared, so that all see the same rows.
+Tables of one width with Zipf ids, dense fields, one hidden layer. Batches are created once and
+reused in turn by every compared system, so all of them see the same rows.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Ids per sample of the 26 fields of MLPerf's DLRMv2, which makes them from Criteo's single ones:
+# Ids per sample of the 26 fields of MLPerf's DLRMv2, which expands Criteo's single ids:
 # facebookresearch/dlrm, torchrec_dlrm/README.md, "multi_hot_sizes", at 090956ee.
 MLPERF_HOTNESS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 HOTNESS = {"one": (1,) * 26, "ten": (10,) * 26, "mlperf": MLPERF_HOTNESS}
@@ -18,9 +18,9 @@ HOTNESS = {"one": (1,) * 26, "ten": (10,) * 26, "mlperf": MLPERF_HOTNESS}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What a run computes; ``rows_per_rank`` samples on each of ``world_size`` ranks.
+    """The work of a run; ``rows_per_rank`` samples on each of ``world_size`` ranks.
 
-    ``hotness`` has the ids per sample of each table; vectors of a table are added up.
+    ``hotness`` has the ids per sample of each table; a sample's vectors of a table are summed.
     """
 
     num_tables: int = 26
@@ -65,8 +65,8 @@ SHAPES = {
 
 
 def zipf_ids(shape: Shape, count: int, generator: np.random.Generator) -> np.ndarray:
-    """[count, sum of hotness] int32: ranks drawn with weight rank^-zipf, spread over the table by a
-    fixed permutation, as prepared ids are.
+    """[count, sum of hotness] int32 ids with weight rank^-zipf, spread over the table by a fixed
+    permutation, as in prepared data.
     """
     weights = np.arange(1, shape.table_rows + 1, dtype=np.float64) ** -shape.zipf
     edges = np.cumsum(weights)
@@ -76,7 +76,7 @@ def zipf_ids(shape: Shape, count: int, generator: np.random.Generator) -> np.nda
 
 
 def make_batches(shape: Shape, rank: int, world_size: int) -> list[Rows]:
-    """This rank's part of ``num_batches`` batches; labels lean on a few ids so that loss falls."""
+    """This rank's part of ``num_batches`` batches; labels depend on a few ids, so loss falls."""
     batches: list[Rows] = []
     for number in range(shape.num_batches):
         generator = np.random.default_rng((17, number, rank))

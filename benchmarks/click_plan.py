@@ -1,6 +1,6 @@
 """``parallel.plan: auto`` for the click model of the training benchmarks, from a calibration.
 
-The ids are drawn by a law, so their statistics are told by the law in place of a prepared set.
+The ids follow a known law, so their statistics come from the law and not from a prepared set.
 """
 
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from benchmarks.click_model import Shape
 from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import TableRule
 from sbpflow.planner.choose import choose
-from sbpflow.planner.costs.cost import CostModel
+from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.costs.features import BIN_SAMPLES, zipf_mandelbrot
 from sbpflow.planner.costs.profile import load
 from sbpflow.planner.for_run import task_of
@@ -21,21 +21,20 @@ from sbpflow.run.planning.build_plan import plan_run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LawStats:
-    """What ``sbpflow stats`` would measure of a field whose ids follow a law."""
+    """The statistics that ``sbpflow stats`` would measure for a field whose ids follow a law."""
 
     name: str
     lookups: int
     distinct: int
     bins_rows: list[int]
     bins_lookups: list[int]
-    top_mass: dict[str, float]
     unique_ratio: dict[str, float]
 
 
 def planned_rules(
     shape: Shape, config: Config, fields: Fields, world_size: int, profile: str | None
 ) -> tuple[dict[str, TableRule], float]:
-    """The rules of all tables, and the step that is predicted, in ms; the same on every rank."""
+    """The rules of all tables, and the predicted step in ms; the same on every rank."""
     device = config.parallel.device
     whole = {"*": TableRule(sbp="S(0)")}
     _, draft = plan_run(config, fields, world_size=world_size, device_type=device, planned=whole)
@@ -43,8 +42,9 @@ def planned_rules(
         _stats(name.removeprefix("deep."), shape, hotness)
         for name, hotness in zip(shape.names, shape.hotness, strict=True)
     ]
-    cost = CostModel(load(Path(profile) if profile else None)).of(
-        replace(task_of(draft, stats, BIN_SAMPLES), device_bytes=None)
+    cost = TaskCost(
+        load(Path(profile) if profile else None),
+        replace(task_of(draft, stats, BIN_SAMPLES), device_bytes=None),
     )
     plan = choose(cost)
     return rules(plan), cost.predict(plan).step_ms
@@ -60,7 +60,6 @@ def _stats(name: str, shape: Shape, hotness: int) -> LawStats:
         distinct=shape.table_rows,
         bins_rows=[round(share * touched) for share in law.bin_rows],
         bins_lookups=[round(share * BIN_SAMPLES * hotness) for share in law.bin_lookups],
-        top_mass=dict(zip(("1", "16", "1024", "65536"), law.top_mass, strict=True)),
         unique_ratio={
             str(size): law.touched(float(size * hotness)) / (size * hotness) for size in samples
         },

@@ -1,11 +1,11 @@
-"""Genuine Criteo rows end to end: test AUC against plain PyTorch, and how far float32 runs drift.
+"""Genuine Criteo rows end to end: test AUC compared with plain PyTorch, and drift of float32 runs.
 
     python -m benchmarks.cpu_criteo --input train.txt.gz [--ranks 2] [--seeds 1 2 3]
 
-Without --input it takes the file that SBPFLOW_CRITEO_ROWS names, or says that it skips. Prepares
-the rows (time split 80/10/10, vocabularies of the train part), then
-  auc    trains one epoch per seed, sparse lazy_adam 1e-3 and rowwise_adagrad 0.05, and so does
-         benchmarks/plain_wdl.py, which shares no model or engine code;
+Without --input it uses the file in SBPFLOW_CRITEO_ROWS, or reports that it skips. It prepares the
+rows (split by time 80/10/10, vocabularies of the train part), then
+  auc    trains one epoch per seed, sparse lazy_adam 1e-3 and rowwise_adagrad 0.05, both here and
+         with benchmarks/plain_wdl.py, which shares no model or engine code;
   drift  compares losses of dp and schemes 1, 2, 3 on --ranks ranks with one process, dropout 0.
 """
 
@@ -27,7 +27,7 @@ Event = dict[str, float]
 
 
 def run(*words: str) -> str:
-    """A command of this checkout; its output, or the end of this program."""
+    """Run a command of this checkout and return its output; ends the program if it fails."""
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{' '.join(words)}\n{done.stdout}\n{done.stderr}")
@@ -35,7 +35,7 @@ def run(*words: str) -> str:
 
 
 def train(config: str, ranks: int, folder: Path, *words: str) -> list[Event]:
-    """One run of train_wdl.py; its events."""
+    """The events of one run of train_wdl.py."""
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
     run(*launch, "train_wdl.py", "--config", f"configs/{config}.yaml", f"run.dir={folder}", *words)
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     args = parser.parse_args()
     if not args.input:
-        print("skipped: no genuine rows; give --input or set SBPFLOW_CRITEO_ROWS")
+        print("skipped: no genuine rows; use --input or set SBPFLOW_CRITEO_ROWS")
         return
     results = Results("cpu_criteo")
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,13 +1,13 @@
-"""Genuine Criteo rows: each model against plain PyTorch, and bf16 against float32, by test AUC.
+"""Genuine Criteo rows: test AUC of each model against plain PyTorch, and of bf16 against float32.
 
     python -m benchmarks.criteo_models --input train.txt.gz [--models dlrm] [--seeds 1 2 3]
 
-Without --input it takes the file that SBPFLOW_CRITEO_ROWS names, or says that it skips; --data
-takes a set that is prepared (time split 80/10/10). One epoch per seed of configs/MODEL.yaml by
-train_wdl.py, with and without model.autocast: bf16, and of the same shape in
+Without --input it uses the file in SBPFLOW_CRITEO_ROWS, or reports that it skips; --data takes a
+prepared set (split by time 80/10/10). It trains one epoch per seed of configs/MODEL.yaml with
+train_wdl.py, with and without model.autocast: bf16, and of the same model in
 benchmarks/plain_models.py (Wide & Deep: plain_wdl.py), which shares no model or engine code. Both
-take the same rows in the same order from the same starting values, for seeds of so few rows are
-0.01 apart; masks of dropout are each one's own. --worker is the plain side.
+use the same rows in the same order and the same initial values, because seeds of so few rows differ
+by 0.01; dropout masks are each one's own. --worker runs the plain side.
 """
 
 import argparse
@@ -44,7 +44,7 @@ BATCH = 1024
 
 
 def train(model: str, ranks: int, data: Path, folder: Path, *words: str) -> dict[str, float]:
-    """One run of train_wdl.py; its last event."""
+    """The last event of one run of train_wdl.py."""
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
     config = ("--config", f"configs/{model}.yaml", f"run.dir={folder}", f"data.path={data}")
     run(*launch, "train_wdl.py", *config, "data.shuffle=rows", "train.progress=false", *words)
@@ -52,7 +52,7 @@ def train(model: str, ranks: int, data: Path, folder: Path, *words: str) -> dict
 
 
 def make_plain(model: str, rows: Rows, names: list[str], seed: int) -> nn.Module:
-    """The shape of configs/MODEL.yaml, with the starting values of a run of this seed."""
+    """The model of configs/MODEL.yaml, with the initial values of a run of this seed."""
     sizes, numbers = rows.sizes[: rows.num_sparse], rows.num_dense
     if model == "wdl":
         net = PlainWideDeep(rows, 16, [400, 400], 0.2)
@@ -73,10 +73,10 @@ def make_plain(model: str, rows: Rows, names: list[str], seed: int) -> nn.Module
 
 
 def train_plain(model: str, data: Path, seed: int) -> dict[str, float]:
-    """One epoch in one process over the batches of the run; test scores."""
+    """Train one epoch in one process over the batches of the run; returns test scores."""
     torch.manual_seed(seed)
     manifest = load_manifest(data)
-    names = [one.name for one in fields_of(manifest).ids]
+    names = [field.name for field in fields_of(manifest).ids]
     net = make_plain(model, Rows(data, "test"), names, seed)
     dense = net.others() if isinstance(net, PlainModel) else net.mlp.parameters()
     optimizers = [
@@ -111,7 +111,7 @@ def train_plain(model: str, data: Path, seed: int) -> dict[str, float]:
 
 
 def compare(model: str, data: Path, folder: Path, ranks: int, seeds: list[int]) -> None:
-    """Lines of one model, in place of those it had."""
+    """Replace the recorded lines of one model."""
     results = Results("criteo_models", f"criteo_{model}")
     found: dict[str, list[float]] = {}
     for kind, words in KINDS.items():
@@ -148,7 +148,7 @@ def main() -> None:
             sys.stdout.flush()
         return
     if not args.input and args.data is None:
-        print("skipped: no genuine rows; give --input or set SBPFLOW_CRITEO_ROWS")
+        print("skipped: no genuine rows; use --input or set SBPFLOW_CRITEO_ROWS")
         return
     with tempfile.TemporaryDirectory() as scratch:
         data = args.data or Path(scratch) / "criteo"

@@ -1,8 +1,8 @@
-"""How fast the data plane is: ``python -m benchmarks.data prepare|vocabulary|synth|loader``.
+"""The speed of the data plane: ``python -m benchmarks.data prepare|vocabulary|synth|loader``.
 
-Writes benchmarks/results/data.jsonl; every line has the load of the machine beside the time, and
-CPU seconds tell more than the clock where it is shared. ``prepare`` needs 6 GB in ``--scratch`` and
-compares with a straightforward pandas version of the same job, which needs pandas; both results
+Writes benchmarks/results/data.jsonl. Every line has the machine's load next to the time; CPU
+seconds are more reliable than the clock on a shared machine. ``prepare`` needs 6 GB in
+``--scratch`` and pandas, for a straightforward pandas version of the same job; the results of both
 are compared before the times are written.
 """
 
@@ -40,14 +40,14 @@ rows.select(pl.all().null_count()).collect(engine="streaming")
 
 @dataclass(frozen=True)
 class _Cost:
-    """What a command took; CPU seconds tell more on a machine shared with others."""
+    """The cost of a command; CPU seconds are more reliable on a shared machine."""
 
     wall_s: float
     cpu_s: float
     peak_memory_gb: float
-    """With the pages of mapped files, which the system takes back when it needs them."""
+    """Includes pages of mapped files, which the system reclaims when it needs them."""
     peak_own_memory_gb: float
-    """Without them."""
+    """Excludes pages of mapped files."""
 
 
 def _run(arguments: list[str]) -> _Cost:
@@ -69,7 +69,7 @@ def _run(arguments: list[str]) -> _Cost:
 
 
 def _own_bytes(process: int) -> int:
-    """Memory of a process that no file backs; 0 where the system does not say."""
+    """Memory of a process that no file backs; 0 if the system does not report it."""
     try:
         status = Path(f"/proc/{process}/status").read_text(encoding="ascii")
     except OSError:
@@ -79,12 +79,12 @@ def _own_bytes(process: int) -> int:
 
 
 def _load() -> float:
-    """Processes that want a core, over the last minute."""
+    """Runnable processes in the last minute."""
     return round(os.getloadavg()[0], 1)
 
 
 def prepare(results: Results, scratch: Path, gigabytes: float, pandas_gigabytes: float) -> None:
-    """MB of TSV per second and peak memory; the same smaller file through pandas."""
+    """MB of TSV per second and peak memory; a smaller file also through pandas."""
     big = scratch / "big.tsv"
     rows = int(gigabytes * 1e9 / 243)
     if not big.exists():
@@ -120,7 +120,7 @@ def prepare(results: Results, scratch: Path, gigabytes: float, pandas_gigabytes:
 
 
 def _prepare(source: Path, output: Path) -> _Cost:
-    """Prepare anew, the input in the page cache and no other run's writes waiting for the disk."""
+    """Prepare into a new folder, with the input in the page cache and no pending disk writes."""
     if output.exists():
         _remove(output)
     with source.open("rb") as file:
@@ -132,7 +132,7 @@ def _prepare(source: Path, output: Path) -> _Cost:
 
 
 def vocabulary(results: Results, scratch: Path, values: int) -> None:
-    """Memory and time of one field with many distinct values, each of which gets an id."""
+    """Memory and time for one field with many distinct values, each of which gets an id."""
     source, schema, output = (scratch / name for name in ("many.tsv", "many.yaml", "many-set"))
     if not source.exists():
         _write_distinct(source, values)
@@ -147,7 +147,7 @@ def vocabulary(results: Results, scratch: Path, values: int) -> None:
 
 
 def _write_distinct(target: Path, values: int) -> None:
-    """A row for each of ``values`` keys, which come in no order."""
+    """One row for each of ``values`` keys, in no particular order."""
     digits = np.frombuffer(b"0123456789abcdef", dtype=np.uint8)
     with target.open("wb") as file:
         for start in range(0, values, 1 << 20):
@@ -161,7 +161,7 @@ def _write_distinct(target: Path, values: int) -> None:
 
 
 def _assert_same(manifest: Manifest, theirs: "np.ndarray[Any, np.dtype[np.int32]]") -> None:
-    """Equal label and dense bits, and as many distinct ids per field in the train part."""
+    """Equal label and dense bits, and equally many distinct ids per field in the train part."""
     rows = SplitRows(manifest, "train")
     ours = np.empty((rows.num_rows, rows.num_words), dtype=np.int32)
     rows.read(0, rows.num_rows, ours)
@@ -173,7 +173,7 @@ def _assert_same(manifest: Manifest, theirs: "np.ndarray[Any, np.dtype[np.int32]
 
 
 def with_pandas(scratch: Path) -> None:
-    """The same job the way a notebook does it: whole columns in memory, factorize, map."""
+    """The same job as in a notebook: whole columns in memory, factorize, map."""
     import pandas as pd
 
     text = dict.fromkeys(CRITEO.sparse, str)
@@ -196,7 +196,7 @@ def with_pandas(scratch: Path) -> None:
 
 
 def synthetic(results: Results, scratch: Path, rows: int) -> None:
-    """Generated rows per second, at Criteo's own vocabularies, as a prepared set and as text."""
+    """Generated rows per second with Criteo's vocabularies, as a prepared set and as text."""
     for form in ("prepared", "tsv"):
         output = scratch / f"synth-{os.getpid()}"
         arguments = ["-m", "data", "synth", "--format", form, "--output", str(output)]
@@ -236,7 +236,7 @@ def loader(results: Results, scratch: Path, rows: int) -> None:
 
 
 def _copy_rate(manifest: Manifest) -> float:
-    """M rows/s of the plain copy of one batch from the page cache, the baseline of all of these."""
+    """M rows/s of plainly copying a batch from the page cache: the baseline of the loaders."""
     rows = SplitRows(manifest, "train")
     out = np.empty((BATCH_SIZE, rows.num_words), dtype=np.int32)
     times: list[float] = []
@@ -254,8 +254,8 @@ def _one_loader(
     reader = open_loader(
         manifest, batch_size=BATCH_SIZE, backend=backend, shuffle=shuffle, tail="drop"
     )
-    # A value per page shows that all of a batch is there; every label, 0.1 to 0.3 ms from memory,
-    # is more than the delivery takes, so that what it measures is mostly itself.
+    # One value per page shows that the whole batch has arrived. Reading every label from memory
+    # takes 0.1 to 0.3 ms, more than the delivery itself, and would dominate the measurement.
     page = -(-4096 // (4 * manifest.num_words))
     rates: dict[int, list[float]] = {page: [], 1: []}
     cpu = time.process_time()
@@ -287,15 +287,15 @@ def _one_loader(
 
 
 def main() -> None:
-    """Run one question."""
+    """Run one benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("question", choices=("prepare", "vocabulary", "synth", "loader", "pandas"))
-    parser.add_argument("--scratch", type=Path, default=None, help="kept between runs when given")
+    parser.add_argument("--scratch", type=Path, default=None, help="if given, kept between runs")
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--pandas-gigabytes", type=float, default=0.25)
-    parser.add_argument("--rows", type=int, help="2,000,000 for synth, 8,000,000 for loader")
+    parser.add_argument("--rows", type=int, help="default 2,000,000 (synth), 8,000,000 (loader)")
     parser.add_argument(
-        "--values", type=int, default=50_000_000, help="distinct ones of vocabulary"
+        "--values", type=int, default=50_000_000, help="distinct values (vocabulary)"
     )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:

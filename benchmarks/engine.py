@@ -1,8 +1,8 @@
-"""The engine by itself: against its own kernel, plain torch and the floor; growing; many tables.
+"""The engine alone: compared with its own kernel, plain torch and the floor; growth; many tables.
 
     python -m benchmarks.engine kernel        one rank: bare FBGEMM, EmbeddingBag(sparse), the floor
     python -m benchmarks.engine vocabulary    3.2M to 102.4M rows: ms and bytes per row
-    python -m benchmarks.engine tables        510 tables on 4 ranks: start-up and where a step goes
+    python -m benchmarks.engine tables        510 tables on 4 ranks: start-up and stages of a step
     python -m benchmarks.engine rows          the torch kernel's step on 100k and on 10M rows
 
 Values are compared before anything is timed. Times are medians; ratios are of runs in turns.
@@ -60,8 +60,8 @@ def turns(jobs: dict[str, Callable[[], object]], repeats: int) -> dict[str, list
 
 
 def halves(jobs: dict[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
-    """As ``turns`` with ms of "NAME, lookup" and "NAME, update" besides: each job returns the
-    moment in between.
+    """As ``turns``, with ms of "NAME, lookup" and "NAME, update" too; each job returns the time
+    between the two.
     """
     names = [f"{name}{part}" for name in jobs for part in ("", ", lookup", ", update")]
     times: dict[str, list[float]] = {name: [] for name in names}
@@ -78,7 +78,7 @@ def halves(jobs: dict[str, Callable[[], float]], repeats: int) -> dict[str, list
 
 
 def ratio(times: dict[str, list[float]], one: str, other: str) -> list[float]:
-    """[low quartile, median, high quartile] of one's time over the other's, round by round."""
+    """[low quartile, median, high quartile] of ``one``'s time over ``other``'s, round by round."""
     pairs = sorted(a / b for a, b in zip(times[one], times[other], strict=True))
     at = [len(pairs) // 4, len(pairs) // 2, 3 * len(pairs) // 4]
     return [round(pairs[place], 3) for place in at]
@@ -106,13 +106,13 @@ def collect(
     return EmbeddingCollection(plan, Boxing(world), seed=SEED, kernel=request)
 
 
-STEP = 1  # of the job, in every update: no rule here counts steps
+STEP = 1  # the step number in every update: no rule here depends on it
 
 
 def engine_step(
     collection: EmbeddingCollection, ids: Tensor, batch_size: int, grad: Tensor
 ) -> float:
-    """Lookup, and an update from a gradient that comes from nowhere; the moment in between."""
+    """A lookup, and an update with a constant gradient; returns the time between the two."""
     (output,) = collection.forward(ids, batch_size, training=True).values()
     middle = time.perf_counter()
     output.grad = grad
@@ -121,7 +121,7 @@ def engine_step(
 
 
 def copy_bandwidth() -> float:
-    """Bytes per second that a large copy reads and writes together."""
+    """Bytes per second that a large copy reads and writes in total."""
     source = torch.ones(1 << 26)
     target = torch.empty_like(source)
     best = min(turns({"copy": lambda: target.copy_(source)}, 7)["copy"])
@@ -185,13 +185,13 @@ def kernel(results: Results, repeats: int) -> None:
 
 
 def _report_kernel(results: Results, times: dict[str, list[float]], ids: Tensor, dim: int) -> None:
-    """Times and ratios, whole and by stage, and the floor: bytes that must move, at the bandwidth
-    of a copy.
+    """Times and ratios, in total and by stage, and the floor: the bytes that must move, at the
+    bandwidth of a copy.
     """
     lookups, width = ids.numel(), dim * 4
     unique = sum(len(column.unique()) for column in ids.t())
-    # Ids and unique rows read, output written; ids and gradient read, rows and their states read
-    # and written.
+    # Lookup: ids and unique rows are read, the output is written. Update: ids and gradient are
+    # read, rows and their states are read and written.
     floor = {
         "lookup": lookups * 4 + unique * width + lookups * width,
         "update": lookups * 4 + lookups * width + 2 * unique * width + 2 * unique * 4,
@@ -247,7 +247,7 @@ def _bare_fbgemm(shape: Shape) -> Tbe:
 
 
 def _plain_torch(shape: Shape) -> tuple[list[nn.EmbeddingBag], torch.optim.Optimizer]:
-    """SGD, the one sparse rule of torch.optim that costs least: no state to read and write."""
+    """SGD, the cheapest sparse rule of torch.optim: it has no state to read and write."""
     bags = [
         nn.EmbeddingBag(shape.table_rows, shape.dim, mode="sum", sparse=True) for _ in shape.names
     ]
@@ -255,10 +255,10 @@ def _plain_torch(shape: Shape) -> tuple[list[nn.EmbeddingBag], torch.optim.Optim
 
 
 def vocabulary(results: Results, repeats: int, largest: int) -> None:
-    """One table of 26 features and its wide twin; ids are Zipf 1.2 over the whole table.
+    """One table of 26 features and a wide one of the same rows; ids are Zipf 1.2 over all rows.
 
-    All sizes are in memory at once and take turns, eight steps at a time, so that a slow minute of
-    the machine meets all of them.
+    All sizes are in memory at once and take turns, eight steps at a time, so drift of the machine
+    affects all of them.
     """
     sizes = [3_200_000]
     while 2 * sizes[-1] <= largest:
@@ -289,7 +289,7 @@ def vocabulary(results: Results, repeats: int, largest: int) -> None:
 
 
 class _Grown:
-    """The engine on tables of ``rows`` rows, and eight batches of ids for it."""
+    """The engine on tables of ``rows`` rows, with eight batches of ids."""
 
     def __init__(self, world: World, rows: int) -> None:
         self.rows, self._batch = rows, 4096
@@ -312,7 +312,7 @@ class _Grown:
         self._grad = torch.randn(self._batch, 26 * 17) * 1e-3
 
     def time_round(self) -> float:
-        """ms per step over the eight batches."""
+        """ms per step, over the eight batches."""
         start = time.perf_counter()
         for ids in self._batches:
             engine_step(self.collection, ids, self._batch, self._grad)
@@ -320,8 +320,8 @@ class _Grown:
 
 
 def _whole_table_ids(rows: int, batch: int, seed: int) -> Tensor:
-    """Zipf 1.2 by inverting the continuous law, spread by a multiplication that is a permutation
-    of an even number of rows that 5 divides.
+    """Zipf 1.2 ids by inverting the continuous law, spread by a multiplication that is a
+    permutation of any even number of rows divisible by 5.
     """
     random = np.random.default_rng(seed).random((batch, 26))
     exponent = -0.2
@@ -337,8 +337,8 @@ def _resident() -> int:
 
 
 def rows(results: Results, repeats: int) -> None:
-    """The torch kernel touches the rows of a batch and no others: the size of a table is nothing
-    to it but cache misses.
+    """The torch kernel touches only the rows of a batch, so the size of a table costs only cache
+    misses.
     """
     jobs: dict[str, Callable[[], object]] = {}
     generator = torch.Generator().manual_seed(0)

@@ -1,9 +1,9 @@
-"""What leaves a run: sizes, times, and the AUC that rows of fewer bits cost.
+"""Exports of a trained model: sizes, times, and the AUC lost by rows of fewer bits.
 
     python -m benchmarks.export --input train.txt.gz [--epochs 1]
 
-Without --input it takes the file that SBPFLOW_CRITEO_ROWS names, or generates rows. Prepares them,
-trains Wide & Deep on one rank, exports it in every row format, and predicts the test part.
+Without --input it uses the file in SBPFLOW_CRITEO_ROWS, or generates rows. It prepares them, trains
+Wide & Deep on one rank, exports it in every row format, and predicts the test part.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def export(folder: Path, rows: str) -> dict[str, float]:
-    """Figures of one export."""
+    """The measurements of one export."""
     output = folder / rows
     start = time.perf_counter()
     run("-m", "sbpflow", "export", "--checkpoint", str(folder), "--output", str(output),

@@ -1,9 +1,9 @@
-"""Whether generated rows are as learnable as they say: ``python -m benchmarks.faithful``.
+"""Are generated rows as learnable as stated? ``python -m benchmarks.faithful``.
 
-Wide & Deep, by train_wdl.py, on 2,000,000 generated rows for each of the given vocabulary scales:
-its test AUC against the best possible one that the manifest states, and the share of the lookups
-of the first half of each large table. Writes benchmarks/results/faithful.jsonl; with other rows,
-scales, ranks or settings than the defaults it prints only.
+Trains Wide & Deep with train_wdl.py on 2,000,000 generated rows for each given vocabulary scale.
+Reports its test AUC with the best possible AUC that the manifest states, and the share of lookups
+in the first half of each large table. Writes benchmarks/results/faithful.jsonl; with other rows,
+scales, ranks or settings than the defaults it only prints.
 """
 
 import argparse
@@ -33,7 +33,7 @@ _LARGE_ROWS = 1000
 
 
 def halves(manifest: Manifest) -> tuple[float, float]:
-    """Smallest and largest share of lookups that the first half of a large table receives."""
+    """The smallest and largest share of lookups in the first half of a large table."""
     large = [field for field in manifest.fields if field.rows >= _LARGE_ROWS]
     counts = count_lookups(manifest, [field.name for field in large])
     shares = [
@@ -54,12 +54,12 @@ def train(folder: Path, run: Path, ranks: int, settings: list[str]) -> dict[str,
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Generate, train, compare."""
+    """Generate, train, and compare."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=2_000_000)
     parser.add_argument("--vocab-scale", type=float, nargs="+", default=[0.01, 1.0])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="of train_wdl.py")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="for train_wdl.py")
     args = parser.parse_intermixed_args(argv)
     results = Results("faithful", recorded=args == parser.parse_intermixed_args([]))
     for scale in args.vocab_scale:

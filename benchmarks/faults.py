@@ -1,16 +1,16 @@
-"""A run killed at random moments and started again, until it is through: is it the same run?
+"""Kills a run at random moments and restarts it until it ends: is it the same run?
 
     python -m benchmarks.faults                 50 kills of runs on 2 ranks
     python -m benchmarks.faults --kills 8       one of each kind
     python -m benchmarks.faults --folder F --limit-s 400
-                                as many runs as begin in that time; the same command goes on
+                                as many runs as can start in that time; repeat it to continue
 
 Kinds: SIGKILL of one rank, of all, while a checkpoint is written, while one is loaded, while the
-first rows are read, at any moment of the start (imports, the meeting of the ranks); SIGTERM and
-SIGINT to all ranks, which save and end. The losses of every step and the final scores must equal,
-bit for bit, those of a run that nobody interrupts; no checkpoint that was complete may be lost,
-every rank must leave, and a run that came to its end leaves neither process nor temporary file.
-Each start takes another ``train.lookahead``.
+first rows are read, at any moment of the start (imports, rendezvous); SIGTERM and SIGINT to all
+ranks, which save and exit. The losses of every step and the final scores must equal, bit for bit,
+those of an uninterrupted run. No complete checkpoint may be lost, every rank must exit, and a
+finished run leaves neither processes nor temporary files. Each start uses another
+``train.lookahead``.
 """
 
 import argparse
@@ -36,46 +36,46 @@ KINDS = ("one", "all", "save", "load", "read", "start", "term", "interrupt")
 KILLS_OF_A_RUN = 5
 STEPS, EVERY = 160, 10
 LOOKAHEADS = (0, 1, 4, 16)
-START_S, END_S = 120.0, 60.0  # limits: for a first step, and for ranks to leave after a kill
+START_S, END_S = 120.0, 60.0  # limits for a first step, and for ranks to exit after a kill
 
 
 @dataclass
 class Ranks:
-    """The processes of one start."""
+    """The processes of one launch."""
 
     processes: list[subprocess.Popen[bytes]]
     log: Path
 
     def signal(self, number: int, *ranks: int) -> None:
-        """To these ranks, or to all."""
+        """Send a signal to these ranks, or to all."""
         for rank in ranks or range(len(self.processes)):
             if self.processes[rank].poll() is None:
                 self.processes[rank].send_signal(number)
 
     def over(self) -> bool:
-        """Whether all have ended."""
+        """Whether all ranks have exited."""
         return all(process.poll() is not None for process in self.processes)
 
     def loading(self) -> bool:
-        """Whether one has a file of a complete checkpoint open."""
+        """Whether a rank has a file of a complete checkpoint open."""
         for process in self.processes:
             for path in Path(f"/proc/{process.pid}/fd").glob("*"):
                 try:
                     opened = os.readlink(path)
-                except OSError:  # closed since, or the process is gone
+                except OSError:  # closed meanwhile, or the process has exited
                     continue
                 if "/checkpoints/step-" in opened:
                     return True
         return False
 
     def codes(self, limit_s: float) -> list[int]:
-        """Exit codes; RuntimeError if a rank stays."""
+        """Exit codes; RuntimeError if a rank does not exit."""
         end = time.monotonic() + limit_s
         try:
             return [process.wait(max(0.1, end - time.monotonic())) for process in self.processes]
         except subprocess.TimeoutExpired as error:
             self.signal(signal.SIGKILL)
-            raise RuntimeError(f"a rank stayed behind:\n{self.log.read_text()[-3000:]}") from error
+            raise RuntimeError(f"a rank did not exit:\n{self.log.read_text()[-3000:]}") from error
 
 
 def make_set(folder: Path) -> None:
@@ -85,7 +85,7 @@ def make_set(folder: Path) -> None:
 
 
 def start(data: Path, folder: Path, log: Path, size: int, *more: str) -> Ranks:
-    """Begin or go on with the run in ``folder``."""
+    """Start or continue the run in ``folder``."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -136,7 +136,7 @@ def start(data: Path, folder: Path, log: Path, size: int, *more: str) -> Ranks:
 
 
 def events(folder: Path) -> list[dict[str, object]]:
-    """What the run reported, without times."""
+    """The events of the run, without times."""
     file = folder / "metrics.jsonl"
     if not file.exists():
         return []
@@ -146,12 +146,12 @@ def events(folder: Path) -> list[dict[str, object]]:
 
 
 def steps_done(folder: Path) -> int:
-    """The last step that was reported."""
+    """The last reported step."""
     return max((int(str(e["step"])) for e in events(folder) if e["event"] == "step"), default=0)
 
 
 def wait(ranks: Ranks, ready: Callable[[], bool], limit_s: float) -> bool:
-    """Whether it came before the ranks ended; RuntimeError if neither did."""
+    """Whether it happened before the ranks exited; RuntimeError if neither happened in time."""
     end = time.monotonic() + limit_s
     while not ready():
         if ranks.over():
@@ -165,7 +165,7 @@ def wait(ranks: Ranks, ready: Callable[[], bool], limit_s: float) -> bool:
 
 @dataclass
 class Campaign:
-    """Kills of one run, and what came of them."""
+    """Kills one run repeatedly and records the results."""
 
     data: Path
     folder: Path
@@ -179,19 +179,19 @@ class Campaign:
         return self.folder.with_suffix(".log")
 
     def _start(self) -> Ranks:
-        """Each start of a run may exchange ids another number of batches ahead."""
+        """Every start of a run may exchange ids a different number of batches ahead."""
         lookahead = f"train.lookahead={self.chance.choice(LOOKAHEADS)}"
         return start(self.data, self.folder, self.log, self.size, lookahead)
 
     def saved(self) -> int:
-        """The step of the newest checkpoint, every byte of which is as it was written; 0: none."""
+        """The step of the newest checkpoint, with all its bytes verified; 0 if there is none."""
         found = list_checkpoints(self.folder / "checkpoints")
         if found:
             checked(found[0]).verify()
         return step_of(found[0]) if found else 0
 
     def kill(self, kind: str) -> None:
-        """Start, and kill once; a run that was through before, or too quick, does not count."""
+        """Start, and kill once; does not count if the run ends first."""
         before, saved = steps_done(self.folder), self.saved()
         if kind in ("load", "read") and not saved:
             kind = "one"  # there is nothing to load yet
@@ -211,7 +211,7 @@ class Campaign:
         self.killed[kind] += 1
 
     def _came(self, kind: str, ranks: Ranks, before: int, said: int) -> bool:
-        """Wait for the moment of the kind; whether it came, and the ranks are there."""
+        """Wait for the moment of this kind; whether it came while the ranks were running."""
         if kind == "start":
             time.sleep(self.chance.uniform(0.5, 8.0))
         elif kind == "load":
@@ -223,7 +223,7 @@ class Campaign:
                 return False
             time.sleep(self.chance.uniform(0.0, 0.1))
         else:
-            # Steps from before are in the file until it is cut, which is when the first is taken.
+            # The file has old steps until it is truncated, when the first new step is taken.
             target = before + self.chance.randint(1, STEPS // 4)
             if not wait(ranks, lambda: steps_done(self.folder) >= target, START_S):
                 return False
@@ -233,7 +233,7 @@ class Campaign:
         return not ranks.over()
 
     def _check(self, kind: str, codes: list[int], saved: int) -> None:
-        """RuntimeError where the end was not as it should be."""
+        """Raise RuntimeError unless the run ended as it should."""
         now = self.saved()
         if now < saved:
             raise RuntimeError(f"the checkpoint of step {saved} is lost, {now} is the newest")
@@ -251,13 +251,13 @@ class Campaign:
         return any(self.folder.glob("checkpoints/.step-*.partial-*"))
 
     def finish(self) -> None:
-        """Let it run to its end; RuntimeError if it fails."""
+        """Let the run finish; RuntimeError if it fails."""
         codes = self._start().codes(300.0)
         if any(codes):
             raise RuntimeError(f"exit codes {codes}:\n{self.log.read_text()[-4000:]}")
 
     def left_over(self) -> list[str]:
-        """Files and processes that a complete run does not leave."""
+        """Files and processes that a finished run must not leave."""
         hidden = [path for path in self.folder.rglob("*") if path.name.startswith(".")]
         scratch = list(self.folder.with_name(f"{self.folder.name}-tmp").rglob("*"))
         return [*(str(path) for path in (*hidden, *scratch)), *self._processes()]
@@ -274,12 +274,12 @@ class Campaign:
 def _bytes_of(path: Path) -> bytes:
     try:
         return path.read_bytes()
-    except OSError:  # the process is gone
+    except OSError:  # the process has exited
         return b""
 
 
 def uninterrupted(data: Path, folder: Path, size: int) -> list[dict[str, object]]:
-    """What a run reports that nobody interrupts; made once per folder."""
+    """The events of an uninterrupted run; computed once per folder."""
     end = folder / "report.json"
     if not end.exists():
         Campaign(data, folder, size, random.Random(0)).finish()
@@ -288,7 +288,7 @@ def uninterrupted(data: Path, folder: Path, size: int) -> list[dict[str, object]
 
 
 def one_run(base: Path, number: int, size: int, seed: int) -> dict[str, object]:
-    """Some kills, and what came of them; SystemExit if it is another run than without them."""
+    """Kill one run several times; SystemExit if it differs from the uninterrupted run."""
     expected = uninterrupted(base / "set", base / "whole", size)
     run = Campaign(base / "set", base / f"run{number}", size, random.Random(seed * 1000 + number))
     for place in range(KILLS_OF_A_RUN):
@@ -297,20 +297,20 @@ def one_run(base: Path, number: int, size: int, seed: int) -> dict[str, object]:
     same, left = events(run.folder) == expected, run.left_over()
     sys.stderr.write(f"run {number}: {dict(run.killed)}, equal: {same}, left: {left}\n")
     if not same or left:
-        raise SystemExit(f"run {number} is not the one that nobody interrupted")
+        raise SystemExit(f"run {number} differs from the uninterrupted run")
     return {"killed": dict(run.killed), "leaving_s": run.leaving_s}
 
 
 def main() -> None:
-    """As the module says."""
+    """Run the kills, in as many runs as they need."""
     parser = argparse.ArgumentParser(description="Kill a run at random moments, and go on.")
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
-        "--folder", type=Path, help="keeps what is done; by default a temporary one"
+        "--folder", type=Path, help="keeps finished work; default a temporary folder"
     )
-    parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin no run later")
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="start no run later")
     args = parser.parse_args()
     begin = time.monotonic()
     results = Results("faults", recorded=args.kills >= 50)
@@ -327,8 +327,8 @@ def main() -> None:
             if killed.total() >= args.kills:
                 break
             if time.monotonic() - begin > args.limit_s:
-                raise SystemExit(f"{killed.total()} of {args.kills}; start it again to go on")
-            # A run that failed is made anew, with other moments, and said to have failed.
+                raise SystemExit(f"{killed.total()} of {args.kills} kills; run again to continue")
+            # A failed run is repeated with other moments, and reported as failed.
             number = len(list(base.glob("run*.log")))
             found = one_run(base, number, args.ranks, args.seed)
             with done.open("a") as file:

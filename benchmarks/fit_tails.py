@@ -1,7 +1,7 @@
 """Fit the generator's column profile to measured aggregates: ``python -m benchmarks.fit_tails F``.
 
-Per column: the measured masses of the first ranks, then falling power-law segments that hold the
-measured mass of the first 100 and 1000 ranks and give the measured number of distinct values and of
+For each column: the measured masses of the first ranks, then falling power-law segments that match
+the measured mass of the first 100 and 1000 ranks and the measured numbers of distinct values and
 singletons at the measured sample size. Writes ``data/synth/criteo_profile.json``.
 """
 
@@ -20,7 +20,7 @@ PROFILE = Path(__file__).parents[1] / "data" / "synth" / "criteo_profile.json"
 
 
 def density_at(segment: Segment, rank: float) -> float:
-    """Mass per rank at ``rank``."""
+    """The mass per rank at ``rank``."""
     power = 1.0 - segment.slope
     return (
         segment.mass * power * rank**-segment.slope / (segment.stop**power - segment.start**power)
@@ -28,7 +28,7 @@ def density_at(segment: Segment, rank: float) -> float:
 
 
 def meeting(start: float, stop: float, mass: float, density: float) -> Segment:
-    """The segment that starts with ``density``, as near as slopes within [-3, 12] come to it."""
+    """The segment that starts with ``density``, as close as slopes in [-3, 12] allow."""
     low, high = -3.0, 12.0
     for _ in range(60):
         slope = (low + high) / 2
@@ -78,7 +78,7 @@ def fit(column: dict[str, Any], num_rows: int) -> tuple[list[float], list[Segmen
 
 
 def _last(start: float, size: float, mass: float, density: float) -> list[list[Segment]]:
-    """Candidate ends: the rest of the mass in two falling segments, split at any rank and share."""
+    """Candidate tails: the remaining mass in two falling segments, split at any rank and share."""
     options: list[list[Segment]] = []
     for middle in np.geomspace(start * 1.05, size * 0.98, 30):
         for share in np.linspace(0.04, 0.96, 24):
@@ -93,7 +93,7 @@ def _last(start: float, size: float, mass: float, density: float) -> list[list[S
 
 
 def main() -> None:
-    """Fit every column of the given statistics and write the profile."""
+    """Fit every column of the given statistics, and write the profile."""
     stats = object_of(read_json(Path(sys.argv[1])), sys.argv[1])["kaggle_train_sample"]
     columns: dict[str, Any] = {}
     for name, column in stats["cat"].items():

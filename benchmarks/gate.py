@@ -1,10 +1,10 @@
-"""The speed gate: two commits in turns, and what the second does slower by more than the noise.
+"""The speed gate: runs two commits in turns and reports what the second does significantly slower.
 
     python -m benchmarks.gate --base COMMIT [--head COMMIT] [--only NAME ...] [--rounds 8]
 
-Without ``--head`` the working tree is measured, new files included. Both are checked out into a
-temporary folder and run there by this interpreter, on the same inputs (made by the base) and with
-one fresh cache, so that measured kernel times are shared. The names of ``--only``:
+Without ``--head`` the working tree is measured, including new files. Both commits are checked out
+into a temporary folder and run there by this interpreter, on the same inputs (made by the base) and
+with one fresh cache, so that they share measured kernel times. The names for ``--only``:
   vs_torchrec, vs_torchrec_whole, vs_torchrec_link
             a training step of the model of ``benchmarks.vs_torchrec`` on 2 ranks; with every table
             whole; over a link of 1 Gbit/s (needs root, ip and tc)
@@ -13,19 +13,19 @@ one fresh cache, so that measured kernel times are shared. The names of ``--only
   prepare   ``python -m data prepare`` of generated TSV
   explain   ``python -m sbpflow explain``
   start     a run of 2 steps on 2 ranks: launch to the first step, and its CPU time
-Every figure comes with CPU time, which depends less on other work on the machine than the clock.
+Every figure has the CPU time too, which depends less than the clock on other work on the machine.
 
-The first turn warms up and compares the work: losses must agree to float32 rounding. Then each
+The first turn warms up and compares the work: losses must agree up to float32 rounding. Then each
 round runs both commits, in the order A B B A. A ratio is the cost of head over that of base in one
 round; the interval is the 95 % interval of Student's t on the logarithms of the ratios. A figure is
-slower if the interval is above 1 and the median above 1.02: paths, environment and place in memory
+slower if the interval is above 1 and the median above 1.02: paths, environment and memory addresses
 shift the times of equal code, and rounds do not average that out (Mytkowicz et al., "Producing
 Wrong Data Without Doing Anything Obviously Wrong!", ASPLOS 2009). With 17 figures, chance alone
-finds one slower in every third gate; so rows found slower are measured again, as many rounds, and
-only what is slower both times is reported as slower.
+makes one slower in every third gate. So slower rows are measured again, with as many rounds, and
+only what is slower both times is reported.
 
-Exit status: 1 if something is slower, does different work, or fails; 0 otherwise. Where nothing is
-reported, the upper end of the interval says what could have been missed: use more ``--rounds``.
+Exit status: 1 if something is slower, does different work, or fails; 0 otherwise. If nothing is
+reported, the upper end of the interval shows what could have been missed: use more ``--rounds``.
 """
 
 import argparse
@@ -54,14 +54,14 @@ WORKING_TREE = "working tree"
 PACKAGES = ("sbpflow", "models", "data", "planner", "benchmarks")
 MARGIN = 1.02
 SLOWER, FASTER, SAME = "slower", "faster", "not told apart"
-# Losses of different kernels and orders of summation are up to 5e-5 apart after an epoch
-# (benchmarks/results/cpu_criteo.jsonl); of the work of a loader all numbers are whole.
+# Losses of different kernels and orders of summation differ by up to 5e-5 after an epoch
+# (benchmarks/results/cpu_criteo.jsonl); the work of a loader is whole numbers.
 WORK_TOLERANCE = 5e-5
 LINK = "1gbit"
 
 
 class Measured(NamedTuple):
-    """One run: figures by name, ending in their unit, and the numbers that equal work shares."""
+    """One run: figures by name, ending in their unit, and numbers that equal work must share."""
 
     figures: dict[str, float]
     work: dict[str, float]
@@ -96,21 +96,21 @@ def judge(name: str, figure: str, base: Sequence[float], head: Sequence[float]) 
 
 
 def confirmed(first: Sequence[Verdict], again: Sequence[Verdict]) -> list[Verdict]:
-    """The verdicts after the second measurement of rows that were slower in the first.
+    """The verdicts after a second measurement of the rows that were slower in the first.
 
-    A figure measured again has its second figures, and is slower only if it was so both times.
+    A figure that was measured again gets its second values; it is slower only if both were slower.
     """
-    second = {(one.name, one.figure): one for one in again}
+    second = {(verdict.name, verdict.figure): verdict for verdict in again}
     verdicts: list[Verdict] = []
-    for one in first:
-        repeat = second.get((one.name, one.figure), one)
-        both = one.verdict == repeat.verdict
+    for verdict in first:
+        repeat = second.get((verdict.name, verdict.figure), verdict)
+        both = verdict.verdict == repeat.verdict
         verdicts.append(repeat if both else repeat._replace(verdict=SAME))
     return verdicts
 
 
 def different_work(base: Mapping[str, float], head: Mapping[str, float]) -> str:
-    """The first number in which the work differs, as text; empty if none does."""
+    """The first number in which the work differs, as text; empty if the work is equal."""
     shared = [key for key in base if key in head]
     if base and not shared:
         return f"no number in common: {', '.join(base)} and {', '.join(head)}"
@@ -121,7 +121,7 @@ def different_work(base: Mapping[str, float], head: Mapping[str, float]) -> str:
 
 
 def git(*words: str, **environment: str) -> str:
-    """A git command in this repository; its output, or the end of this program."""
+    """Run git in this repository and return its output; ends the program if it fails."""
     done = subprocess.run(
         ["git", *words],
         cwd=REPOSITORY,
@@ -135,7 +135,7 @@ def git(*words: str, **environment: str) -> str:
 
 
 def resolve(name: str, scratch: Path) -> str:
-    """The hash of a commit; the working tree becomes a commit that no branch has."""
+    """The hash of a commit; for the working tree, of a new commit that is on no branch."""
     if name != WORKING_TREE:
         return git("rev-parse", "--verify", f"{name}^{{commit}}")
     index = {"GIT_INDEX_FILE": str(scratch / "index")}
@@ -146,7 +146,7 @@ def resolve(name: str, scratch: Path) -> str:
 
 @contextmanager
 def checkout(commit: str, folder: Path) -> Iterator[Path]:
-    """A worktree of a commit with the gate's worker in it, whose packages are those imported."""
+    """A worktree of a commit, with the gate's worker added, that imports its own packages."""
     git("worktree", "add", "--detach", str(folder), commit)
     try:
         worker = Path(__file__).with_name("gate_worker.py")
@@ -158,9 +158,9 @@ def checkout(commit: str, folder: Path) -> Iterator[Path]:
 
 
 def assert_isolated(root: Path) -> None:
-    """SystemExit if Python, started in a checkout, imports a package from elsewhere.
+    """SystemExit if Python, started in a checkout, imports a package from another place.
 
-    An editable installation puts another checkout on the path, which must come later.
+    An editable installation adds another checkout to the path, which must come later.
     """
     packages = [name for name in PACKAGES if (root / name / "__init__.py").exists()]
     code = f"import {', '.join(packages)}\nfor m in ({', '.join(packages)},): print(m.__file__)"
@@ -173,7 +173,7 @@ def assert_isolated(root: Path) -> None:
 
 
 class Bench:
-    """Measures a checkout; inputs are made once, by the code of the base."""
+    """Measures a checkout; the code of the base makes the inputs once."""
 
     def __init__(self, scratch: Path, base: Path, *, quick: bool) -> None:
         self.scratch, self.base, self.quick = scratch, base, quick
@@ -226,7 +226,7 @@ class Bench:
     def _train(
         self, root: Path, *words: str
     ) -> tuple[list[dict[str, Any]], float, dict[str, float]]:
-        """Events of a run of the demo, the time of its launch, and what it cost."""
+        """Events of a run of the demo, the time of its launch, and its cost."""
         source = self._demo_set()
         launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
         with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
@@ -243,8 +243,8 @@ class Bench:
 
     def _prepare(self, root: Path) -> Measured:
         source = self._synth("tsv", 50_000 if self.quick else 1_000_000, "--format", "tsv")
-        size = len(source.read_bytes()) / 1e6  # also brings it into the page cache
-        os.sync()  # writes of the turn before must not count
+        size = len(source.read_bytes()) / 1e6  # reading also puts it into the page cache
+        os.sync()  # so that writes of the previous turn do not count
         with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
             words = ("--input", str(source), "--output", f"{folder}/set", "--max-bad-fraction", "0")
             cost = _run(root, "-m", data_package(root), "prepare", *words)
@@ -263,12 +263,12 @@ class Bench:
 
 
 def data_package(root: Path) -> str:
-    """The package of the loader and its commands; commits have it in one of two places."""
+    """The package of the loader and its commands, which is in one of two places by commit."""
     return "data" if (root / "data" / "__init__.py").exists() else "sbpflow.data"
 
 
 def _run(root: Path, *words: str) -> dict[str, float]:
-    """Wall and CPU seconds of a Python command in a checkout with all processes it starts."""
+    """Wall and CPU seconds of a Python command in a checkout, including its child processes."""
     command = [sys.executable, *words]
     began = time.perf_counter()
     with (
@@ -286,7 +286,7 @@ def _run(root: Path, *words: str) -> dict[str, float]:
 
 
 def measure_rounds(bench: Bench, head: Path, names: Sequence[str], rounds: int) -> list[Verdict]:
-    """Every row in each round, both commits next to each other in alternating order."""
+    """Run every row in each round, both commits next to each other in alternating order."""
     values: dict[tuple[str, str], dict[Path, list[float]]] = {}
     for turn in range(rounds):
         print(f"round {turn + 1} of {rounds}", file=sys.stderr)
@@ -300,22 +300,22 @@ def measure_rounds(bench: Bench, head: Path, names: Sequence[str], rounds: int) 
 
 
 def compare_work(bench: Bench, head: Path, names: Sequence[str]) -> dict[str, str]:
-    """Where head does other work than base; also compiles, fills caches and makes inputs."""
+    """The rows in which head does different work; also compiles, fills caches and makes inputs."""
     print("warm-up", file=sys.stderr)
-    found: dict[str, str] = {}
+    differences: dict[str, str] = {}
     for name in names:
         base_work, head_work = (bench.measure(name, root).work for root in (bench.base, head))
         if text := different_work(base_work, head_work):
-            found[name] = text
-    return found
+            differences[name] = text
+    return differences
 
 
 def _report(verdicts: Sequence[Verdict], different: Mapping[str, str]) -> None:
     print(f"{'':18}{'':15}{'base':>11}{'head':>11}{'cost ratio':>12}   95 % interval")
-    for one in verdicts:
+    for v in verdicts:
         print(
-            f"{one.name:18}{one.figure:15}{one.base:11.5g}{one.head:11.5g}{one.cost_ratio:12.3f}   "
-            f"{one.low:.3f} to {one.high:.3f}   {one.verdict}"
+            f"{v.name:18}{v.figure:15}{v.base:11.5g}{v.head:11.5g}{v.cost_ratio:12.3f}   "
+            f"{v.low:.3f} to {v.high:.3f}   {v.verdict}"
         )
     for name, text in different.items():
         print(f"{name}: the work differs: {text}")
@@ -325,23 +325,23 @@ def _arguments() -> argparse.Namespace:
     names = list(Bench(Path(), Path(), quick=False).rows)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--base", required=True, help="a commit")
-    parser.add_argument("--head", default=WORKING_TREE, help="a commit; the working tree if none")
+    parser.add_argument("--head", default=WORKING_TREE, help="a commit; default the working tree")
     parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="NAME")
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to try the gate itself")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to test the gate itself")
     parser.add_argument("--output", help="also write benchmarks/results/OUTPUT.jsonl")
     args = parser.parse_args()
     if args.rounds < 2:
-        parser.error(f"--rounds {args.rounds}: an interval takes 2 rounds or more")
+        parser.error(f"--rounds {args.rounds}: an interval needs 2 rounds or more")
     if args.quick and args.output:
-        parser.error("--quick --output: tiny sizes are not recorded; leave one of them out")
+        parser.error("--quick --output: tiny sizes are not recorded; leave one of the two out")
     return args
 
 
 def main() -> None:
     args = _arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # worktrees go
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as the Makefile has it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # removes worktrees
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in the Makefile
     facts = provenance()
     with tempfile.TemporaryDirectory() as temporary:
         scratch = Path(temporary).resolve()
@@ -355,20 +355,20 @@ def main() -> None:
             bench = Bench(scratch, old, quick=args.quick)
             different = compare_work(bench, new, args.only)
             verdicts = measure_rounds(bench, new, args.only, args.rounds)
-            slower = {one.name for one in verdicts if one.verdict == SLOWER}
+            slower = {verdict.name for verdict in verdicts if verdict.verdict == SLOWER}
             if suspects := [name for name in args.only if name in slower]:
-                print(f"again, for they were slower: {', '.join(suspects)}", file=sys.stderr)
+                print(f"measuring slower rows again: {', '.join(suspects)}", file=sys.stderr)
                 again = measure_rounds(bench, new, suspects, args.rounds)
                 verdicts = confirmed(verdicts, again)
     _report(verdicts, different)
     if args.output:
         results, load = Results(args.output), round(os.getloadavg()[0], 1)
-        for one in verdicts:
-            work = different.get(one.name, "")
+        for verdict in verdicts:
+            work = different.get(verdict.name, "")
             commits = {"base_commit": base, "head_commit": head}
             sizes = {"rounds": args.rounds, "load": load, "different_work": work}
-            results.add(benchmark="gate", **one._asdict(), **commits, **sizes)
-    sys.exit(1 if different or any(one.verdict == SLOWER for one in verdicts) else 0)
+            results.add(benchmark="gate", **verdict._asdict(), **commits, **sizes)
+    sys.exit(1 if different or any(v.verdict == SLOWER for v in verdicts) else 0)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""What the speed gate measures in one process: training steps of a rank, or a loader.
+"""The part of the speed gate that runs in one process: training steps of a rank, or a loader.
 
-``benchmarks.gate`` copies this file into each checkout and runs it there, so that both commits are
-measured by the same code. It must run with the modules of old and new commits, so it uses few of
-them and imports them where it needs them.
+``benchmarks.gate`` copies this file into each checkout and runs it there, so the same code measures
+both commits. It must work with the modules of old and new commits, so it imports only a few of
+them, where it needs them.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 SEED = 11
-LOSS_STEPS = 10  # compared, and the warm-up
+LOSS_STEPS = 10  # compared; they also warm up
 
 
 def measure_steps(args: argparse.Namespace) -> dict[str, dict[str, float]]:
@@ -36,7 +36,7 @@ def measure_steps(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     if args.quick:
         shape = replace(shape, table_rows=20_000, rows_per_rank=1024, num_batches=4)
         steps, turns = 10, 2
-    # The keyword of the precision of exchanges has two names, by commit.
+    # The keyword for the precision of exchanges depends on the commit.
     known = inspect.signature(ClickTrainer).parameters
     precision: dict[str, Any] = {"wire" if "wire" in known else "comm_dtype": "float32"}
     with World.start("cpu") as world:
@@ -84,14 +84,14 @@ def measure_loader(args: argparse.Namespace) -> dict[str, dict[str, float]]:
             rows += len(batch.labels)
             clicks += float(batch.labels.sum())
 
-    one_epoch()  # the warm-up
+    one_epoch()  # warms up
     work = {"rows": float(rows), "clicks": clicks}
     wall, cpu = in_turns(one_epoch, 2 if args.quick else 10)
     return {"figures": {"rows_per_s": rows / wall, "rows_per_cpu_s": rows / cpu}, "work": work}
 
 
 def in_turns(call: Callable[[], object], turns: int) -> tuple[float, float]:
-    """Medians of seconds by the clock and of CPU seconds of this process."""
+    """Medians of wall seconds and of this process's CPU seconds."""
     wall: list[float] = []
     cpu: list[float] = []
     for _ in range(turns):
@@ -106,10 +106,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--question", choices=("steps", "loader"), required=True)
-    parser.add_argument("--output", required=True, help="folder of a JSON file per rank")
-    parser.add_argument("--layout", help="of all tables: unique or whole")
-    parser.add_argument("--set", help="prepared set of the loader")
-    parser.add_argument("--data-package", help="data, or where the checkout has it")
+    parser.add_argument("--output", required=True, help="a folder for one JSON file per rank")
+    parser.add_argument("--layout", help="the layout of all tables: unique or whole")
+    parser.add_argument("--set", help="the prepared set of the loader")
+    parser.add_argument("--data-package", help="the package of the loader in this checkout")
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
     measured = measure_steps(args) if args.question == "steps" else measure_loader(args)

@@ -1,8 +1,8 @@
-"""Everything that waits for a GPU, in one run: tests, NCCL, the DLPerf sweep, kernels, a trace.
+"""All measurements that need a GPU, in one run: tests, NCCL, the DLPerf sweep, kernels, a trace.
 
-Each part is a process of its own with a time limit, and runs whatever became of the others; a line
-for each goes to benchmarks/results/gpu.jsonl, figures to files named as the parts' modules. Parts
-whose packages are absent are left out, and said to be.
+Each part is a process with a time limit, and runs whether or not others failed. Each has a line in
+benchmarks/results/gpu.jsonl; measurements go to files named after the parts' modules. Parts with
+missing packages are skipped, with a message.
 
     make gpu PYTHON=...      or      python -m benchmarks.gpu [--limit-s S] [--only PART ...]
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 450.0  # of all parts together
-LEAST_S = 10.0  # with less than this left a part is not begun
+LEAST_S = 10.0  # a part is not started with less time than this
 
 NEEDED = {
     "torch": "a build for CUDA 13, for example torch==2.11.0",
@@ -29,20 +29,20 @@ NEEDED = {
     "tqdm": "pip install tqdm",
     "pytest": "pip install pytest",
 }
-# What runs without them, and how.
+# Optional packages, and what happens without them.
 USED = {
     "triton": "rows are updated by torch's own kernels, slower",
-    "hypothesis": "the Triton kernels' tests are left out",
+    "hypothesis": "the Triton kernels' tests are skipped",
     "fbgemm_gpu": "no comparison with FBGEMM's kernels",
     "nvidia.dali": "data.loader: auto reads with memmap",
-    "polars": "data are not prepared from text here; these parts make their own",
+    "polars": "data cannot be prepared from text here; these parts make their own",
     "torchrec": "no comparison with TorchRec",
 }
 
 
 @dataclass(frozen=True)
 class Part:
-    """A command, the seconds it may take, and the packages without which it is left out."""
+    """A command, its time limit in seconds, and the packages without which it is skipped."""
 
     name: str
     command: tuple[str, ...]
@@ -62,7 +62,7 @@ PARTS = (
     Part("kernel tests", _pytest(*KERNEL_TESTS), 90, ("triton", "hypothesis")),
     Part("mlp", ("-m", "benchmarks.gpu_mlp"), 60),
     Part("dlperf", ("-m", "benchmarks.gpu_dlperf"), 90),
-    # By itself: what fails in a capture may leave a device that takes nothing more.
+    # Separate, because a failure during capture may leave the device unusable.
     Part("dlperf graph", ("-m", "benchmarks.gpu_dlperf", "parallel.cuda_graph=true"), 90),
     Part("torchrec", ("-m", "benchmarks.gpu_torchrec"), 60, ("torchrec", "fbgemm_gpu")),
     Part("kernels", ("-m", "benchmarks.gpu_kernels"), 60),
@@ -74,13 +74,13 @@ PARTS = (
 
 
 def is_there(name: str) -> bool:
-    """Whether a package is installed; nothing but its parents is imported."""
+    """Whether a package is installed; imports only its parents."""
     parent, _, _ = name.rpartition(".")
     return not (parent and not is_there(parent)) and importlib.util.find_spec(name) is not None
 
 
 def shortcomings() -> tuple[list[str], list[str]]:
-    """(lines on what must be there and is not, lines on what would be used and is not)."""
+    """(missing requirements, missing optional packages), a line each."""
     fatal = [f"make gpu needs {name}: {how}" for name, how in NEEDED.items() if not is_there(name)]
     if not fatal:
         import torch
@@ -91,19 +91,19 @@ def shortcomings() -> tuple[list[str], list[str]]:
 
 
 def run_part(part: Part, limit_s: float) -> tuple[bool, str]:
-    """(whether it succeeded, why not); its process group is gone afterwards."""
+    """(whether it succeeded, the reason if not); its process group has ended afterwards."""
     process = subprocess.Popen([sys.executable, *part.command], cwd=ROOT, start_new_session=True)
     try:
         status = process.wait(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        return False, f"not done after {limit_s:.0f} s"
+        return False, f"not finished after {limit_s:.0f} s"
     finally:
         _end(process)
     return status == 0, "" if status == 0 else f"exit code {status}"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ranks that a part started are in its session."""
+    """Kill the session, which includes the ranks that a part started."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -118,17 +118,17 @@ def run_parts(
     limit_s: float,
     run: Callable[[Part, float], tuple[bool, str]] = run_part,
 ) -> bool:
-    """Run them in turn, whatever became of those before; ``add`` takes a line for each."""
+    """Run the parts in turn, whether or not others failed; ``add`` gets a line for each."""
     begin = time.monotonic()
     passed: dict[str, bool] = {}
     for part in parts:
         left = limit_s - (time.monotonic() - begin)
         absent = [name for name in part.needs if not is_there(name)]
-        why = f"left out: {', '.join(absent)} absent" if absent else ""
+        why = f"skipped: {', '.join(absent)} absent" if absent else ""
         if part.after and not passed.get(part.after, True):
-            why = f"left out: {part.after} failed"
+            why = f"skipped: {part.after} failed"
         if left < LEAST_S:
-            why = f"left out: {limit_s:.0f} s are over"
+            why = f"skipped: {limit_s:.0f} s are over"
         start = time.monotonic()
         if not why:
             sys.stdout.write(f"== {part.name}\n")

@@ -1,9 +1,9 @@
 """DLPerf's vocabulary sweep on one GPU: ms per iteration and memory from 3.2M rows on, doubling.
 
 The setting of OneFlow's DLPerf report (Wide & Deep, batch 16384, d 16, 7 x 1024, Adam on touched
-rows): published for one V100-16GB: 56.6 to 57.0 ms at every size up to 51.2M rows; see
-docs/benchmarks.md. Runs until memory ends. Random batches on the device, so that the
-figure is the step alone; ids are Zipf-like over whole tables.
+rows). It published 56.6 to 57.0 ms on one V100-16GB, at every size up to 51.2M rows; see
+docs/benchmarks.md. Runs until memory is exhausted. Random batches on the device, so that only the
+step is timed; ids are Zipf-like over whole tables.
 
     python -m benchmarks.gpu_dlperf [--max-rows N] [parallel.cuda_graph=true]
 """
@@ -41,7 +41,7 @@ class Rows:
 
 
 def fields_of(vocabulary: int) -> Fields:
-    """26 deep tables and 2 wide ones, ``vocabulary`` rows in each of the two sets."""
+    """26 deep tables and 2 wide ones, with ``vocabulary`` rows in each of the two groups."""
     return Fields.of(
         [f"I{n}" for n in range(1, 14)],
         {f"C{n}": vocabulary // 26 for n in range(1, 27)},
@@ -50,7 +50,7 @@ def fields_of(vocabulary: int) -> Fields:
 
 
 def make_job(vocabulary: int, config: Config, world: World) -> tuple[Job, Fields]:
-    """The model over made-up columns, on the ranks of ``world``."""
+    """The model over random columns, on the ranks of ``world``."""
     fields = fields_of(vocabulary)
     spec, plan = plan_run(config, fields, world_size=world.size, device_type=world.device.type)
     return build_job(config, spec, plan, Boxing(world)), fields
@@ -59,15 +59,15 @@ def make_job(vocabulary: int, config: Config, world: World) -> tuple[Job, Fields
 def batches(
     config: Config, fields: Fields, device: torch.device, *, rank: int = 0, size: int = 1
 ) -> Iterator[Rows]:
-    """Endless, from a few made beforehand; exponent 4 gives a Zipf-like concentration.
+    """Endless batches, from a few made beforehand; exponent 4 gives a Zipf-like concentration.
 
-    Rank ``rank`` of ``size`` gets its part. The ids are vouched for, as a loader's are.
+    Rank ``rank`` of ``size`` gets its part. The ids are marked as checked, as those of a loader.
     """
     mine = balanced_sizes(config.data.batch_size, size)
     rows = slice(sum(mine[:rank]), sum(mine[: rank + 1]))
-    bounds = IdBounds(tuple(one.rows for one in fields.ids), (), ())
+    bounds = IdBounds(tuple(field.rows for field in fields.ids), (), ())
     generator = torch.Generator(device).manual_seed(1)
-    sizes = torch.tensor([one.rows for one in fields.ids], device=device)
+    sizes = torch.tensor([field.rows for field in fields.ids], device=device)
     count = config.data.batch_size
     made = []
     for _ in range(8):

@@ -1,7 +1,7 @@
-"""The storages against one another on a GPU: Triton, torch and, where installed, FBGEMM.
+"""Compares the storages on a GPU: Triton, torch and, if installed, FBGEMM.
 
-Lookup and update of 26 x 16384 Zipf-like ids of 16 columns, beside the time that the bytes alone
-would take (docs/decisions/gpu.md). Results are compared before anything is timed.
+Lookup and update of 26 x 16384 Zipf-like ids of 16 columns, with the time that moving the bytes
+alone would take (docs/decisions/gpu.md). Results are compared before anything is timed.
 
     python -m benchmarks.gpu_kernels [--ids N] [--rows N]
 """
@@ -25,7 +25,7 @@ IDS, ROWS, WIDTH = 26 * 16384, 51_200_000, 16
 
 
 def storages(rule: str, rows: int, device: torch.device) -> Iterator[tuple[str, RowKernel]]:
-    """One after the other, for two large ones need not fit."""
+    """Time one storage after another, because two large ones may not fit."""
     optimizer = sparse_optimizer(rule, lr=0.01)
     shared = {"dim": WIDTH, "optimizer": optimizer, "device": device, "dtype": torch.float32}
     yield "torch", TorchStorage(rows, WIDTH, **shared)
@@ -40,7 +40,7 @@ def storages(rule: str, rows: int, device: torch.device) -> Iterator[tuple[str, 
 
 
 def make_ids(count: int, rows: int, device: torch.device) -> Tensor:
-    """Exponent 4 gives a Zipf-like concentration, with runs of thousands."""
+    """Ids; exponent 4 gives a Zipf-like concentration, with thousands of equal ids."""
     generator = torch.Generator(device).manual_seed(1)
     uniform = torch.rand(count, generator=generator, device=device, dtype=torch.float64)
     return (uniform**4 * rows).to(torch.int64)
@@ -49,7 +49,7 @@ def make_ids(count: int, rows: int, device: torch.device) -> Tensor:
 def measure(
     rule: str, *, ids: int, rows: int, device: torch.device, steps: int = 20
 ) -> Iterator[dict[str, object]]:
-    """A line per kernel; AssertionError where one differs from torch's by more than rounding."""
+    """One line per kernel; AssertionError if a result differs from torch's beyond rounding."""
     addresses = make_ids(ids, rows, device)
     grads = torch.randn(ids, WIDTH, device=device)
     expected: Tensor | None = None
@@ -57,7 +57,7 @@ def measure(
         storage.update(Lookup(addresses), grads, 0.01, 1)
         found = storage.lookup(Lookup(addresses))
         expected = found if expected is None else expected
-        # Runs of thousands of float32 gradients, added in another order.
+        # Thousands of float32 gradients are added in different orders.
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
         del found
         access = Lookup(addresses)

@@ -1,8 +1,8 @@
-"""Several NCCL ranks, on one card if need be: a small collective first, then what overlap hides.
+"""Several NCCL ranks, on one card if necessary: a small collective, then what overlap hides.
 
-NCCL's documentation does not support two ranks on one device; each gets a host name of its own, as
-the tests have it, and the small collective says whether that works before more is tried. On one
-card the overlap figure is of loopback traffic, not of a network.
+NCCL's documentation does not support two ranks on one device. Each rank gets its own host name, as
+in the tests, and the small collective shows whether that works. On one card, the overlap is
+measured on loopback traffic, not on a network.
 
     python -m benchmarks.gpu_ranks collective|overlap [--ranks N] [--rows N] [key=value ...]
 """
@@ -35,7 +35,7 @@ WATCHED_STEPS = 60  # steps 11 to 50 are timed
 
 
 def collective(world: World) -> dict[str, object]:
-    """One all-reduce of four numbers, checked."""
+    """Run and check one all-reduce of four numbers."""
     line = Placement.line("cuda", world.size)
     src, dst = Layout(line, (Partial(),)), Layout(line, (Broadcast(),))
     steps = plan_boxing(src, dst, (4,), torch.float32, id="small", backend="nccl")
@@ -49,7 +49,7 @@ def collective(world: World) -> dict[str, object]:
 
 
 def overlap(world: World, rows: int, config: Config) -> dict[str, object]:
-    """What ``OverlapWatch`` says of steps 11 to 50."""
+    """What ``OverlapWatch`` reports for steps 11 to 50."""
     job, fields = make_job(rows, config, world)
     source = batches(config, fields, world.device, rank=world.rank, size=world.size)
     watch = OverlapWatch(job.trainer, world.size, MIN_RUN_STEPS, world.device)

@@ -1,7 +1,7 @@
-"""Rank processes of a benchmark, on loopback or as two "hosts" joined by a link of a given rate.
+"""Starts a benchmark's ranks, on loopback or in two network namespaces joined by a slower link.
 
-The hosts are network namespaces of one machine; they need root and the commands ip and tc. Rates
-below loopback's show what waits for the network.
+The namespaces act as hosts on one machine; they need root and the commands ip and tc. Rates below
+loopback's show the waits for the network.
 """
 
 import os
@@ -19,7 +19,7 @@ INTERFACE = "wire"
 
 @contextmanager
 def two_hosts(rate: str) -> Iterator[list[list[str]]]:
-    """Command prefixes that run inside each host; ``rate`` as tc writes it, such as "1gbit"."""
+    """Command prefixes that run inside each host; ``rate`` is in tc's notation, as "1gbit"."""
     try:
         for host in HOSTS:
             _run("ip", "netns", "add", host)
@@ -48,8 +48,8 @@ def start_ranks(
 ) -> None:
     """Run ``python -m module --worker WORDS`` on every rank; SystemExit if one fails.
 
-    ``link``, a rate as tc writes it, puts each of two ranks on a host of its own. ``folder`` is the
-    checkout whose module is run, the current folder by default.
+    ``link``, a rate in tc's notation, puts each of two ranks into its own namespace. ``folder`` is
+    the checkout whose module runs, by default the current folder.
     """
     if link is None:
         code = _run_ranks(module, world_size, words, "127.0.0.1", [[]] * world_size, {}, folder)

@@ -1,11 +1,11 @@
-"""Generated rows whose logit has products of pairs: do models that pair fields find them?
+"""Generated rows whose logit has products of pairs: do models that combine pairs find them?
 
     python -m benchmarks.pair_effects [--models dlrm] [--seeds 1 2 3]
 
 60 % of the logit's variance are products of vectors of two columns' values (data synth --products),
-which no sum over single columns can give. One epoch of DCN-V2, DeepFM, DLRM and Wide & Deep (which
-has a weight per value of every column, and no crosses); each seed, the mean, and the best possible.
-Vocabularies are small, so that one epoch tells of the models and not of rare values.
+which no sum over single columns can express. Trains one epoch of DCN-V2, DeepFM, DLRM and Wide &
+Deep (which has a weight per value of every column, and no crosses). Reports each seed, the mean,
+and the best possible AUC. Vocabularies are small, so that rare values do not dominate an epoch.
 """
 
 import argparse
@@ -31,7 +31,7 @@ SYNTH = ("--rows", "400000", "--products", "0.6", "--vocab-scale", "0.0003")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, help=f"made by data synth {' '.join(SYNTH)}")
+    parser.add_argument("--data", type=Path, help=f"a set made by data synth {' '.join(SYNTH)}")
     parser.add_argument("--models", nargs="+", default=tuple(WORDS), choices=tuple(WORDS))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
@@ -43,15 +43,15 @@ def main() -> None:
         best = json.loads((data / "manifest.json").read_text())["bayes"]["test"]
         for model in args.models:
             results = Results("pair_effects", f"pairs_{model}")
-            found: list[float] = []
+            scores: list[float] = []
             for seed in args.seeds:
                 words = (f"run.seed={seed}", SPARSE, *WORDS[model])
                 final = train(model, args.ranks, data, folder, *words)
-                found.append(final["auc"])
+                scores.append(final["auc"])
                 results.add(seed=seed, auc=final["auc"], logloss=final["logloss"])
             results.add(
-                mean_auc=round(statistics.mean(found), 5),
-                spread=round(max(found) - min(found), 5),
+                mean_auc=round(statistics.mean(scores), 5),
+                spread=round(max(scores) - min(scores), 5),
                 best_possible={key: best[key] for key in ("auc", "logloss")},
             )
 

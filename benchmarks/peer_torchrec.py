@@ -1,7 +1,7 @@
 """The same click model in TorchRec, trained by its plain and by its pipelined loop.
 
-TorchRec plans by itself (EmbeddingShardingPlanner); ids travel as int64, as its batches carry them.
-Install as a peer: pip install --no-deps torchrec==1.8.0 torchmetrics==1.0.3 tensordict ...
+TorchRec makes its own plan (EmbeddingShardingPlanner); ids travel as int64, as in its batches.
+Install it with: pip install --no-deps torchrec==1.8.0 torchmetrics==1.0.3 tensordict ...
 """
 
 import logging
@@ -24,7 +24,7 @@ logging.disable(logging.WARNING)
 
 
 def dense_weights(shape: Shape, seed: int) -> list[Tensor]:
-    """Weights and biases of the two linears, equal in both systems."""
+    """Weights and biases of the two linear layers, equal in both systems."""
     sizes = [(shape.hidden, shape.width), (1, shape.hidden)]
     weights: list[Tensor] = []
     for index, (outputs, inputs) in enumerate(sizes):
@@ -42,7 +42,7 @@ class _Batch(Protocol):
 
 
 class TorchRecPeer:
-    """Trains on the batches of this rank; ``plain`` and ``pipelined`` are its two loops."""
+    """Trains on this rank's batches; ``plain`` and ``pipelined`` are its two loops."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class TorchRecPeer:
         self._attached = True
 
     def plain(self, steps: int) -> list[float]:
-        """Losses of this rank's rows, step by step."""
+        """Losses of this rank's rows, one per step."""
         if self._attached:
             self._pipeline.detach()
             self._attached = False
@@ -104,7 +104,7 @@ class TorchRecPeer:
         return [float(loss) for loss in losses]
 
     def pipelined(self, steps: int) -> list[float]:
-        """As ``plain``, with the ids of the next batch exchanged during the step."""
+        """As ``plain``, but the next batch's ids are exchanged during the step."""
         if not self._attached:
             self._pipeline.attach()
             self._attached = True
@@ -116,7 +116,7 @@ class TorchRecPeer:
                 return [float(loss) for loss in losses]
 
     def dense_alone(self, steps: int) -> None:
-        """Forward and backward of what is not tables, of one of TorchRec's own models."""
+        """Forward and backward of the dense part alone, for TorchRec's own models."""
         shape, batch = self._shape, self._batches[0]
         module = self._model.module.model
         vectors = torch.zeros(len(batch.labels), shape.num_tables, shape.dim, requires_grad=True)
@@ -126,9 +126,9 @@ class TorchRecPeer:
         self._optimizer.zero_grad()
 
     def _order_columns(self, shape: Shape) -> None:
-        """Its vectors come in the order of its plan; the first layer's columns follow them."""
+        """Reorder the first layer's columns: TorchRec orders the vectors by its plan."""
         tables, first = self._model.module.tables, self._model.module.mlp
-        first = getattr(first, "module", first)[0]  # its MLP may be in DistributedDataParallel
+        first = getattr(first, "module", first)[0]  # the MLP may be in DistributedDataParallel
         with torch.no_grad():
             keys = tables(self._batches[0].ids).wait().keys()
             places = [shape.names.index(key) * shape.dim for key in keys]
@@ -232,7 +232,7 @@ def _as_torchrec(rows: Rows, shape: Shape) -> _Batch:
             return self
 
         def record_stream(self, stream: object) -> None:
-            pass  # none on CPU
+            pass  # CPU has none
 
         def pin_memory(self) -> "Batch":
             return self

@@ -1,9 +1,8 @@
-"""The models in plain PyTorch, one process: what they are compared with.
+"""The models in plain PyTorch, in one process, for comparison.
 
-Nothing of sbpflow is here but its starting values, by the names that it has for parameters.
-
-Written from the papers and the public code that docs/models.md names. Tables are nn.Embedding,
-normalisation and dropout torch's own; ``forward(dense, ids)`` gives logits [rows].
+Uses nothing of sbpflow except its initial values, by its names of parameters. Written from the
+papers and the public code that docs/models.md names. Tables are nn.Embedding; normalization and
+dropout are torch's own; ``forward(dense, ids)`` returns logits [rows].
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +30,7 @@ def hidden_layers(
 
 
 def named_layers(name: str, layers: nn.Sequential) -> dict[str, tuple[Tensor, float]]:
-    """Those of an MLP, see ``PlainModel.named``."""
+    """The parameters of an MLP, see ``PlainModel.named``."""
     found: dict[str, tuple[Tensor, float]] = {}
     index = -1
     for layer in layers:
@@ -53,7 +52,7 @@ def named_linear(name: str, linear: nn.Linear) -> dict[str, tuple[Tensor, float]
 
 @torch.no_grad()
 def start_as_sbpflow(parameters: Mapping[str, tuple[Tensor, float]], seed: int) -> None:
-    """Fill them with the starting values of a run of this seed."""
+    """Fill the parameters with the initial values of a run of this seed."""
     for name, (value, bound) in parameters.items():
         if bound:
             width = value.shape[-1]
@@ -81,8 +80,8 @@ class PlainModel(nn.Module):
         self.numbers = nn.Parameter(torch.empty(self.num_dense, self.dim))
 
     def named(self, fields: Sequence[str]) -> dict[str, tuple[Tensor, float]]:
-        """Every parameter by the name that sbpflow has for it, and the bound of its uniform
-        starting values: glorot's of linears, 0.05 of tables and vectors; 0 for a constant.
+        """{sbpflow's name of a parameter: (the parameter, the bound of its uniform initial
+        values)}: Glorot's for linear layers, 0.05 for tables and vectors, 0 for a constant.
         """
         found: dict[str, tuple[Tensor, float]] = {}
         for kind in ("wide", "deep"):
@@ -102,7 +101,7 @@ class PlainModel(nn.Module):
 
     def others(self) -> list[nn.Parameter]:
         tables = {id(table) for table in self.tables()}
-        return [one for one in self.parameters() if id(one) not in tables]
+        return [parameter for parameter in self.parameters() if id(parameter) not in tables]
 
     def vectors(self, ids: Tensor) -> list[Tensor]:
         return [table(ids[:, n]) for n, table in enumerate(self.deep)]
@@ -118,7 +117,7 @@ class PlainModel(nn.Module):
 
 
 class PlainWide(PlainModel):
-    """First order and an MLP over all vectors: Wide & Deep as FuxiCTR has it."""
+    """First order and an MLP over all vectors: Wide & Deep as in FuxiCTR."""
 
     def __init__(
         self, rows: Sequence[int], num_dense: int, dim: int, hidden: Sequence[int],
@@ -136,7 +135,7 @@ class PlainWide(PlainModel):
 
 
 class PlainDeepFm(PlainWide):
-    """The same, and the products of all pairs."""
+    """First order, an MLP, and the products of all pairs."""
 
     def forward(self, dense: Tensor, ids: Tensor) -> Tensor:
         vectors = self.with_numbers(dense, ids)
@@ -171,7 +170,7 @@ class PlainDlrm(PlainModel):
 
 
 class PlainDcn(PlainModel):
-    """Crosses of full rank beside an MLP, or of ``rank`` below it with a bottom MLP."""
+    """Crosses of full rank next to an MLP, or of ``rank`` below it with a bottom MLP."""
 
     def __init__(
         self, rows: Sequence[int], num_dense: int, dim: int, hidden: Sequence[int],

@@ -1,8 +1,8 @@
-"""Wide & Deep in plain PyTorch, one process, nothing of sbpflow's model or engine: the yardstick.
+"""Wide & Deep in plain PyTorch, one process, without sbpflow's model or engine: the reference.
 
-Reads a prepared set's files with numpy. Same architecture, starting distributions, batch order in
-time and optimizers as the configs: nn.Embedding(sparse=True) with torch.optim.SparseAdam (Adam over
-touched rows, as LazyAdam) or a rowwise Adagrad written out here, Adam for the dense part.
+Reads a prepared set's files with numpy. Architecture, initial distributions, batch order by time
+and optimizers are those of the configs: nn.Embedding(sparse=True) with torch.optim.SparseAdam (Adam
+on touched rows, as LazyAdam) or a rowwise Adagrad written here, and Adam for the dense part.
 
     python -m benchmarks.plain_wdl --data DIR --sparse lazy_adam --seeds 1 2 3
 """
@@ -91,7 +91,7 @@ class RowwiseAdagrad:
 
 
 def auc(scores: Tensor, labels: Tensor) -> float:
-    """Rank sum with mean ranks for ties."""
+    """The rank-sum AUC, with mean ranks for ties."""
     _, inverse, counts = torch.unique(scores.double(), return_inverse=True, return_counts=True)
     last = counts.cumsum(0).double()
     ranks = (last - (counts.double() - 1) / 2)[inverse]
@@ -110,7 +110,7 @@ def train(args: argparse.Namespace, seed: int) -> dict[str, float]:
     else:
         sparse = RowwiseAdagrad(model.tables(), lr=args.sparse_lr or 0.05)
     dense = torch.optim.Adam(model.mlp.parameters(), lr=1e-3)
-    # Block order as a shuffled reader's: any order of the training rows is as good.
+    # Blocks in random order, as in a shuffled reader: any order of the training rows is as good.
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
     start = time.perf_counter()
     for batch in order.split(args.batch_size):

@@ -1,4 +1,4 @@
-"""Our planner against the published ones: by a stated objective, and by the clock.
+"""Compares our planner with the published ones: by predicted step, and by measured time.
 
     python -m benchmarks.planner objective [--journal FILE | --profile FILE] [--tasks 12]
     python -m benchmarks.planner ranks [--cells 10x4x6 ..] [--profile FILE]
@@ -6,12 +6,13 @@
     python -m benchmarks.planner speed [--profile FILE]
     python -m benchmarks.planner calibration [--profile FILE] [--link 1gbit]
 
-``objective`` prices plans of held-out generated tasks and of EMBark's workloads. Planners see one
-half of what a calibration measured (every other sample of its journal), plans are judged by a model
-fitted to the other half; with ``--profile`` one model does both, which is easier for whoever
-searches it. Per task: the best greedy, every planner, the bound, and for 10 tables the optimum of a
-stated space.
-``ranks`` measures what every rank computes, one by one, and prices the exchanges; ``steps`` runs
+``objective`` prices plans of held-out generated tasks and of EMBark's workloads. Planners see a
+model of one half of a calibration's measurements (every other sample of its journal); their plans
+are judged by a model of the other half. With ``--profile`` one model does both, which favors the
+planners that search it. Reported for each task: the best greedy, every planner, the bound, and for
+10 tables the optimum of a stated space.
+
+``ranks`` measures what each rank computes, rank by rank, and prices the exchanges; ``steps`` runs
 plans on 2 ranks in turns (``benchmarks/planner_steps.py``).
 """
 
@@ -25,6 +26,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.peer_torchrec_planner import torchrec_plan
+from benchmarks.planner_embark import EMBARK, embark_task
+from benchmarks.planner_optimum import enumerated
 from benchmarks.planner_steps import run_ranks, run_steps
 from benchmarks.planner_worker import half_interval
 from benchmarks.record import Results
@@ -35,51 +38,50 @@ from sbpflow.planner.calibration.fit import fit
 from sbpflow.planner.calibration.records import Record, record_of
 from sbpflow.planner.calibration.time_dense import dense_time_of
 from sbpflow.planner.clusters import MACHINES, described
-from sbpflow.planner.costs.cost import CostModel, TaskCost
+from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.costs.profile import Profile, load
 from sbpflow.planner.costs.transfers import transfer_of
 from sbpflow.planner.planners import GREEDY, LEARNED, make_plan, published
 from sbpflow.planner.published.setting import Setting
 from sbpflow.planner.search.auto import search
 from sbpflow.planner.search.bounds import bound
-from sbpflow.planner.search.exact import enumerated
 from sbpflow.planner.search.problem import Assignment, price_of
 from sbpflow.planner.shapes import WHOLE, Shape, option_number, problem_of, table_wise
 from sbpflow.planner.task import Task
-from sbpflow.planner.workloads import EMBARK, embark_task, random_task
+from sbpflow.planner.workloads import random_task
 
 CELLS = ("10x2x12", "10x4x12", "20x3x12", "50x4x12", "100x8x6", "200x16x3")  # tables, ranks, tasks
 RANKS_CELLS = ("10x2x6", "10x4x6", "20x3x6", "50x4x6", "50x8x4")
-SLOW = {"neuroshard": 100, "torchrec": 100}  # tables, beyond which they take minutes a task
-SLACKS = (1.1, 1.25, 1.5, 2.0)  # of memory per rank over an even plan of whole tables
-MEASURED = 4  # plans of ours that the judge may compare, and of random placement
+SLOW = {"neuroshard": 100, "torchrec": 100}  # most tables; beyond it they take minutes per task
+SLACKS = (1.1, 1.25, 1.5, 2.0)  # memory per rank, relative to an even plan of whole tables
+MEASURED = 4  # plans of ours, and of random placement, of which the judge takes the best
 BATCH = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """What planners see, and what judges."""
+    """The model that planners see, and the one that judges."""
 
     seen: Profile
     judge: Profile
-    said: str
+    origin: str
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A task with the two pricings."""
+    """A task with both pricings."""
 
     setting: Setting
     judge: Setting
 
 
 def halves(journal: Path) -> Models:
-    """Two models of disjoint samples of one calibration."""
+    """Two models from disjoint samples of one calibration."""
     entries = [json.loads(line) for line in journal.read_text().splitlines()]
     facts = entries[-1]["facts"]
     entries = [entry for entry in entries if entry["facts"] == facts]
-    alone = [transfer_of(one) for entry in entries for one in entry.get("transfers", ())]
-    dense = [dense_time_of(one) for entry in entries for one in entry.get("dense", ())]
+    alone = [transfer_of(tree) for entry in entries for tree in entry.get("transfers", ())]
+    dense = [dense_time_of(tree) for entry in entries for tree in entry.get("dense", ())]
     entries = [entry for entry in entries if "sample" in entry]
     size, backend = facts["world"].split()
     numbers = sorted({entry["sample"] for entry in entries})
@@ -113,28 +115,28 @@ def halves(journal: Path) -> Models:
 
 
 def judged(models: Models, task: Task, slack: float | None, seed: int) -> Judged:
-    """The task under both models; with ``slack``, ranks hold that much of an even whole plan."""
+    """The task under both models; ``slack`` is the memory relative to an even whole plan."""
     if slack is not None:
-        open_cost = CostModel(models.seen).of(task)
+        open_cost = TaskCost(models.seen, task)
         whole = Setting(task, problem_of(open_cost, table_wise))
         held = price_of(whole.problem, GREEDY["size"](whole)).memory.mean()
         task = replace(task, device_bytes=int(slack * held))
-    pair = [CostModel(profile).of(task) for profile in (models.seen, models.judge)]
+    pair = [TaskCost(profile, task) for profile in (models.seen, models.judge)]
     settings = [Setting(task, problem_of(cost), seed) for cost in pair]
     return Judged(*settings)
 
 
 class Planners:
-    """All planners for one number of ranks; what learns has learned from the model they see."""
+    """All planners for one number of ranks; learned ones are trained on the model they see."""
 
     def __init__(self, models: Models, world_size: int, seed: int, names: Sequence[str]) -> None:
         task = random_task(
             0, num_tables=10, world_size=world_size, held_out=False, batch_size=BATCH
         )
-        like = [CostModel(models.seen).of(task)]
+        like = TaskCost(models.seen, task)
         self.training_s: dict[str, float] = {}
         self.plans: dict[str, Callable[[Setting], Assignment]] = dict(GREEDY)
-        self.plans["embark"] = published("embark", [], seed)
+        self.plans["embark"] = published("embark", like, seed)
         for name in LEARNED:
             if name in names:
                 start = time.perf_counter()
@@ -146,7 +148,7 @@ class Planners:
 
 
 def one_task(case: Judged, planners: Planners, optimum: bool) -> dict[str, object]:
-    """Judged ms of every planner's plan; None where it does not fit or there is none."""
+    """Judged ms of every planner's plan; None if it does not fit or the planner has none."""
     seen, judge = case.setting, case.judge
     ms: dict[str, float | None] = {}
     seconds: dict[str, float] = {}
@@ -176,33 +178,33 @@ def one_task(case: Judged, planners: Planners, optimum: bool) -> dict[str, objec
     narrow = problem_of(cost_of(seen), table_wise)
     table_only = search(narrow, seed=seen.seed)
     keep("auto, whole or copied", _in(judge, narrow, table_only.assignment), start)
-    # What the judge itself would choose: the best plan known, for gaps and bounds.
+    # A search with the judge's own prices: the best plan known, for gaps and bounds.
     own = search(judge.problem, seed=1, given={"auto": ours.assignment})
     limit = bound(judge.problem, own.assignment)
     facts: dict[str, object] = {"bound_ms": limit.ms, "bound_kind": limit.kind}
     if optimum:
         facts |= _optimum(judge)
     known = [own.priced.ms if own.priced.feasible else None, facts.get("optimum_ms"), *ms.values()]
-    facts["best_known_ms"] = min((one for one in known if one), default=None)
+    facts["best_known_ms"] = min((ms for ms in known if ms), default=None)
     return {**facts, "ms": ms, "seconds": {name: round(s, 3) for name, s in seconds.items()}}
 
 
 def cost_of(setting: Setting) -> TaskCost:
-    """The pricing of a setting as the model that it is."""
+    """The cost model of a setting, with its type."""
     pricing = setting.problem.pricing
     assert isinstance(pricing, TaskCost)
     return pricing
 
 
 def _in(judge: Setting, problem: object, assignment: Assignment) -> Assignment:
-    """An assignment of a narrowed problem in the judge's numbers."""
+    """An assignment of a narrowed problem, with the option numbers of the judge's problem."""
     from sbpflow.planner.shapes import assignment_of, plan_of
 
     return assignment_of(judge.problem, plan_of(judge.task, problem, assignment))
 
 
 def _optimum(judge: Setting) -> dict[str, object]:
-    """Of the space: each table whole on any rank, or split by rows over all and unique."""
+    """The optimum of a space: each table whole on any rank, or S(0) unique over all ranks."""
     size = judge.num_ranks
     rows = Shape("S(0)", "unique", (size, 1))
     numbers = tuple(
@@ -220,7 +222,7 @@ def _optimum(judge: Setting) -> dict[str, object]:
 
 
 def summary(rows: Sequence[dict[str, object]]) -> dict[str, object]:
-    """Paired differences with ours in logarithms, 95 % intervals, gaps closed, successes."""
+    """Paired differences with ours in logarithms, 95 % intervals, gaps closed, and successes."""
     found: dict[str, object] = {"tasks": len(rows)}
     names = list(rows[0]["ms"])
     for name in names:
@@ -254,13 +256,14 @@ def _mean(rows: Sequence[dict[str, object]], name: str, key: str) -> float | Non
 
 
 def _closed(rows: Sequence[dict[str, object]], name: str) -> float | None:
-    """Of the way from the best greedy that fits to the best plan known, in logarithms over all
-    tasks: of each task alone it is a ratio of small differences.
+    """The closed share of the gap from the best greedy that fits to the best plan known.
+
+    In logarithms, summed over all tasks: for a single task it is a ratio of small differences.
     """
     ours = possible = 0.0
     for row in rows:
         ms = row["ms"]
-        greedy = min((ms[one] for one in GREEDY if one != "random" and ms.get(one)), default=None)
+        greedy = min((ms[g] for g in GREEDY if g != "random" and ms.get(g)), default=None)
         if greedy is not None and ms[name] and row["best_known_ms"]:
             ours += math.log(greedy / ms[name])
             possible += math.log(greedy / row["best_known_ms"])
@@ -294,7 +297,7 @@ def objective(args: argparse.Namespace) -> None:
             benchmark="cell",
             tables=num_tables,
             ranks=size,
-            judge=models.said,
+            judge=models.origin,
             training_seconds=planners.training_s,
             **summary(rows),
         )
@@ -314,7 +317,7 @@ def _embark(args: argparse.Namespace, models: Models, results: Results) -> None:
 
 
 def calibration(args: argparse.Namespace) -> None:
-    """How far a profile is off on tasks that were held out, as its calibration found."""
+    """The errors of a profile on held-out tasks, as its calibration reported them."""
     profile = _one(args.profile).seen
     results = Results(
         "planner_calibration", benchmark=args.link or "loopback", recorded=args.recorded
@@ -341,7 +344,7 @@ def speed(args: argparse.Namespace) -> None:
             0, num_tables=num_tables, world_size=size, held_out=True, batch_size=batch
         )
         start, busy = time.perf_counter(), time.process_time()
-        found = make_plan("auto", CostModel(models.seen).of(task))
+        found = make_plan("auto", TaskCost(models.seen, task))
         seconds, busy = time.perf_counter() - start, time.process_time() - busy
         limit = bound(found.problem, found.assignment)
         results.add(
@@ -364,26 +367,26 @@ def _one(name: str | None) -> Models:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["calibration", "objective", "ranks", "steps", "speed"])
-    parser.add_argument("--journal", help="what a calibration measured: two models of its halves")
+    parser.add_argument("--journal", help="a calibration's measurements: fits a model to each half")
     parser.add_argument("--profile")
-    parser.add_argument("--tasks", type=int, default=6, help="of steps")
+    parser.add_argument("--tasks", type=int, default=6, help="number of tasks (steps)")
     parser.add_argument("--cells", nargs="*", default=CELLS, metavar="TxDxN")
-    parser.add_argument("--embark", action="store_true", help="EMBark's workloads, too")
+    parser.add_argument("--embark", action="store_true", help="add EMBark's workloads")
     parser.add_argument(
         "--planners",
         nargs="+",
         default=[*GREEDY, "embark", "torchrec", "neuroshard", "dreamshard", "autoshard"],
     )
-    parser.add_argument("--results", help="planner_objective or planner_ranks by default")
-    parser.add_argument("--recorded", action="store_true", help="into benchmarks/results")
+    parser.add_argument("--results", help="default planner_objective or planner_ranks")
+    parser.add_argument("--recorded", action="store_true", help="write to benchmarks/results")
     parser.add_argument("--link", choices=["1gbit"])
     parser.add_argument(
-        "--elsewhere", help="of steps: a calibration on 2 ranks over loopback, which predicts too"
+        "--elsewhere", help="a calibration of 2 ranks over loopback that predicts too (steps)"
     )
-    parser.add_argument("--seconds", type=float, default=240.0, help="of steps, in all")
-    parser.add_argument("--ranks", type=int, default=2, help="of steps")
-    parser.add_argument("--tables", type=int, nargs="+", help="of each task of steps, in turn")
-    parser.add_argument("--plans", help="of steps and ranks: made before, or kept here")
+    parser.add_argument("--seconds", type=float, default=240.0, help="total time (steps)")
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks (steps)")
+    parser.add_argument("--tables", type=int, nargs="+", help="numbers of tables, in turn (steps)")
+    parser.add_argument("--plans", help="a file of plans: read, or written if new (steps, ranks)")
     parser.add_argument("--plan-only", action="store_true", help="measure later, with --plans")
     args = parser.parse_args()
     args.results = args.results or f"planner_{args.what}"

@@ -1,8 +1,8 @@
-"""A calibration of the planner over a link of a given rate, between two "hosts" of this machine.
+"""Calibrates the planner over a link of a given rate between two network namespaces.
 
     python -m benchmarks.planner_link --link 1gbit --output FILE [--seconds 270]
 
-The profile is as any other: ``--profile FILE`` of ``sbpflow`` takes it.
+``--profile`` of the ``sbpflow`` commands takes the resulting FILE.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from sbpflow.planner.__main__ import calibrate
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--link", default="1gbit", help="a rate as tc writes it")
+    parser.add_argument("--link", default="1gbit", help="a rate in the notation of tc")
     parser.add_argument("--output", required=True)
     parser.add_argument("--seconds", type=float, default=270.0)
     args = parser.parse_args()

@@ -1,8 +1,8 @@
-"""The plans that comparisons of planners measure: ours, ours without some of its parts, everyone's.
+"""The plans that the planner benchmarks measure: ours, ablations of ours, and other planners'.
 
-A task is small enough for the ranks of a small machine: held-out tables of the pool, their rows and
-pooling cut. Everyone sees the same profile; the planners that learn were trained on the same drawn
-tasks, priced by it.
+Tasks are small enough for the ranks of a small machine: held-out tables of the pool, with fewer
+rows and ids per sample. All planners see the same profile, and the learned ones are trained on the
+same drawn tasks, priced by it.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from sbpflow.costs.ids import IdFrequencies
 from sbpflow.planner.calibration.candidates import to_measure
 from sbpflow.planner.calibration.design import Law, Sample
 from sbpflow.planner.calibration.measure import dense_work_of
-from sbpflow.planner.costs.cost import CostModel
+from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.costs.features import BIN_SAMPLES, from_histogram
 from sbpflow.planner.costs.profile import Profile
 from sbpflow.planner.planners import GREEDY, make_plan, published
@@ -32,21 +32,21 @@ from sbpflow.runtime.ranks.topology import Topology
 
 MOST_ROWS, MOST_IDS = 50_000, 20.0
 DIMS = (8, 16, 32)
-MEASURED = 4  # plans of ours, of which a measurement may keep the best
-DRAWN_AT_RANDOM = 4  # random placements, of which it may keep the best, too
+MEASURED = 4  # plans of ours, of which a measurement may select the best
+DRAWN_AT_RANDOM = 4  # random placements, of which a measurement may select the best
 Planner = Callable[[Setting], Assignment]
 Named = dict[str, tuple[Plan, float]]  # name -> (plan, predicted ms)
 
 
 def make_sample(number: int, world_size: int, *, num_tables: int, batch_size: int) -> Sample:
-    """Held-out tables of the pool, cut, with their laws; the same for the same arguments."""
+    """Held-out tables of the pool, reduced, with their laws; reproducible."""
     random = np.random.default_rng([number, num_tables, 77])
     half = split_pool(held_out=True)
     drawn: list[Drawn] = []
     for place in random.choice(len(half), num_tables, replace=False):
-        one = half[int(place)]
-        rows, pooling = min(one.num_rows, MOST_ROWS), min(one.pooling, MOST_IDS)
-        drawn.append(replace(one, num_rows=rows, active=rows, pooling=pooling))
+        table = half[int(place)]
+        rows, pooling = min(table.num_rows, MOST_ROWS), min(table.pooling, MOST_IDS)
+        drawn.append(replace(table, num_rows=rows, active=rows, pooling=pooling))
     dims = [int(d) for d in random.choice(DIMS, num_tables)]
     task = make_task(drawn, dims, world_size=world_size, batch_size=batch_size)
     task = replace(task, dense=dense_work_of(sum(dims)))
@@ -55,17 +55,17 @@ def make_sample(number: int, world_size: int, *, num_tables: int, batch_size: in
 
 
 def planners_of(profile: Profile, like: Task, names: Sequence[str]) -> dict[str, Planner]:
-    """Everyone else, trained once for this number of ranks and this batch."""
-    cost = CostModel(profile).of(like)
-    found = {name: published(name, [cost], 0) for name in names if name != "torchrec"}
-    return {**found, "torchrec": torchrec_plan} if "torchrec" in names else found
+    """The other planners, trained once for this number of ranks and this batch size."""
+    cost = TaskCost(profile, like)
+    planners = {name: published(name, cost, 0) for name in names if name != "torchrec"}
+    return {**planners, "torchrec": torchrec_plan} if "torchrec" in names else planners
 
 
 def plans_of(
     task: Task, profile: Profile, planners: dict[str, Planner], *, alike: bool = True
 ) -> Named:
-    """Ours and its next best, ablations, everyone else's; ``alike``: all tables in one shape."""
-    cost = CostModel(profile).of(task)
+    """Our best plans, ablations, and other planners' plans; ``alike`` adds homogeneous plans."""
+    cost = TaskCost(profile, task)
     ours = make_plan("auto", cost)
     problem, setting = ours.problem, Setting(task, ours.problem)
     measured = to_measure(ours, MEASURED)
@@ -86,7 +86,7 @@ def plans_of(
 
 
 def scheme_auto(task: Task) -> Plan:
-    """What ``parallel.scheme: auto`` takes without a calibration, told how often ids repeat."""
+    """The plan of ``parallel.scheme: auto``, which needs no calibration, given how ids repeat."""
     size = BIN_SAMPLES
     known: dict[str, IdFrequencies] = {}
     for table in task.tables:
@@ -119,21 +119,21 @@ def scheme_auto(task: Task) -> Plan:
 
 
 def ablations(task: Task, profile: Profile) -> dict[str, Plan]:
-    """Our search with a part of what it knows left out."""
-    plain = CostModel(replace(profile, members=())).of(task)
+    """The plans of our search without one of its parts."""
+    plain = TaskCost(replace(profile, members=()), task)
     even = {
         table.name: from_histogram(
             [float(table.num_rows)], [1.0], task.lookups(table) / task.batch_size
         )
         for table in task.tables
     }
-    cost = CostModel(profile).of(task)
+    cost = TaskCost(profile, task)
     narrow = problem_of(cost, table_wise)
     whole = search(narrow).assignment
     return {
         "auto, no fusion correction": make_plan("auto", plain).plan,
         "auto, ids taken as even": make_plan(
-            "auto", CostModel(profile).of(replace(task, stats=even))
+            "auto", TaskCost(profile, replace(task, stats=even))
         ).plan,
         "auto, whole or copied": plan_of(task, narrow, whole),
     }

@@ -1,15 +1,17 @@
-"""Plans of different planners on the ranks of this machine: by the clock, and rank by rank.
+"""Plans of different planners on the ranks of this machine: by wall clock, and rank by rank.
 
-``steps``: on 2 ranks (or more), all plans of a task in turns; the difference of a plan with ours is
-taken round by round. A plan takes part until its 95 % interval is below 3 % or as far from 0 as it
-is wide, or the time is over: then plans are not told apart where the interval holds 0.
-``ranks``: for more ranks than there are cores. Every rank is a process with its part of the plan,
-and its moves are timed by the clock of its own thread, so that ranks which share a core do not
-count each other's work; what arrives is what would arrive, as if one rank at a time had been
-replayed. The exchanges are priced by the profile and the step is simulated.
-The first stated cost is of ``ranks``, the second of ``steps``; ``steps`` takes both and says how
-they rank plans alike. Where a planner may have several plans measured, one half of the rounds or
-passes chooses and the other is reported.
+``steps``: on 2 ranks or more, all plans of a task take turns, and each round gives the difference
+of every plan from ours. A plan takes part until its 95 % interval is narrower than 3 %, or as far
+from 0 as it is wide, or the time is over. An interval containing 0 means no significant difference.
+
+``ranks``: for more ranks than cores. Every rank is a process with its part of the plan. Its moves
+are timed by the CPU clock of its own thread, so ranks that share a core do not count each other's
+work. The data it receives is real, as if one rank at a time were replayed. The profile prices the
+exchanges, and the step is simulated.
+
+The first stated cost is of ``ranks``, the second of ``steps``; ``steps`` computes both and reports
+how well they agree. Where a planner may measure several plans, half of the rounds or passes select
+the plan, and results are reported on the other half.
 """
 
 import argparse
@@ -30,7 +32,7 @@ from benchmarks.planner_worker import difference
 from benchmarks.record import Results
 from sbpflow.planner.calibration.records import plan_of_tree, plan_tree
 from sbpflow.planner.clusters import crowded, link_of, with_link
-from sbpflow.planner.costs.cost import CostModel
+from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.costs.profile import Profile, load
 from sbpflow.planner.costs.simulate import PHASE, TRANSFERS
 from sbpflow.planner.planners import GREEDY
@@ -38,13 +40,13 @@ from sbpflow.planner.task import Task
 
 STEPS_BATCH, RANKS_BATCH = 4096, 2048
 STEPS_TABLES = (10, 26, 40)  # in turn
-PASSES = 3  # over the moves of every plan: the first chooses, the others are reported
+PASSES = 3  # over the moves of every plan: the first selects, the others are reported
 OURS = ("auto", "auto 2", "auto 3", "auto 4")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A task of the comparison, and everyone's plans of it by name."""
+    """A task of the comparison, and all plans for it by name."""
 
     number: int
     tables: int
@@ -69,15 +71,15 @@ class Case:
         ).task
 
     def distinct(self) -> dict[str, list[str]]:
-        """{plan as JSON: its names}: what is the same plan is measured once."""
-        found: dict[str, list[str]] = {}
+        """{plan as JSON: its names}, because equal plans are measured once."""
+        names_of: dict[str, list[str]] = {}
         for name, (plan, _) in self.plans.items():
-            found.setdefault(json.dumps(plan_tree(plan), sort_keys=True), []).append(name)
-        return found
+            names_of.setdefault(json.dumps(plan_tree(plan), sort_keys=True), []).append(name)
+        return names_of
 
 
 def planned(args: argparse.Namespace, cells: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
-    """Plans for (tables, ranks, number of the task) each; from ``--plans`` where it is there."""
+    """The cases of (tables, ranks, number of the task); read from ``--plans`` if it has them."""
     path = Path(args.plans) if args.plans else None
     known: dict[str, Any] = {}
     if path is not None and path.is_file():
@@ -101,7 +103,7 @@ def planned(args: argparse.Namespace, cells: Sequence[tuple[int, int, int]]) -> 
 
 
 def run_steps(args: argparse.Namespace) -> None:
-    """By the clock, on ``--ranks`` of this machine."""
+    """Measure by wall clock on ``--ranks`` of this machine."""
     size = args.ranks
     counts = args.tables or STEPS_TABLES
     cells = [(counts[n % len(counts)], size, n) for n in range(args.tasks)]
@@ -115,15 +117,15 @@ def run_steps(args: argparse.Namespace) -> None:
     results = Results(f"planner_{kind}_{where}{suffix}", recorded=args.recorded)
     cases = [Case.of(known[f"{tables}x{size} {number}"]) for tables, size, number in cells]
     profile = load(Path(args.profile) if args.profile else None)
-    found = _measured(cases, size, args.link, ["--seconds", str(args.seconds / len(cases))])
+    measured = _measured(cases, size, args.link, ["--seconds", str(args.seconds / len(cases))])
     elsewhere = load(Path(args.elsewhere)) if args.elsewhere else None
     if elsewhere is not None and args.link:
         elsewhere = with_link(elsewhere, *link_of(args.link))
     rows: list[dict[str, Any]] = []
-    for case, one in zip(cases, found, strict=True):
+    for case, result in zip(cases, measured, strict=True):
         names = [names[0] for names in case.distinct().values()]
-        times = dict(zip(names, one["rounds"], strict=True))
-        priced = dict(zip(names, _priced(profile, case, size, one["moves"]), strict=True))
+        times = dict(zip(names, result["rounds"], strict=True))
+        priced = dict(zip(names, _priced(profile, case, size, result["moves"]), strict=True))
         row = compared(case, times, priced)
         if elsewhere is not None:
             row |= told_elsewhere(crowded(elsewhere, size), case, size, row["plans"])
@@ -144,24 +146,24 @@ def run_steps(args: argparse.Namespace) -> None:
 def told_elsewhere(
     profile: Profile, case: Case, size: int, plans: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """How far a calibration of another number of ranks or another link is off, plan by plan."""
-    cost = CostModel(profile).of(case.task(size))
+    """The errors, plan by plan, of a calibration for another number of ranks or another link."""
+    cost = TaskCost(profile, case.task(size))
     names = [names[0] for names in case.distinct().values()]
-    said = {name: cost.predict(case.plans[name][0]).step_ms for name in names}
+    predicted = {name: cost.predict(case.plans[name][0]).step_ms for name in names}
     clock = [plans[name]["ms"] for name in names]
-    errors = [said[name] / ms - 1 for name, ms in zip(names, clock, strict=True)]
+    errors = [predicted[name] / ms - 1 for name, ms in zip(names, clock, strict=True)]
     return {
         "elsewhere": {
-            "ms": {name: round(ms, 3) for name, ms in said.items()},
+            "ms": {name: round(ms, 3) for name, ms in predicted.items()},
             "median_error": round(statistics.median(errors), 4),
             "median_absolute_error": round(statistics.median(map(abs, errors)), 4),
-            "spearman": spearman([said[name] for name in names], clock),
+            "spearman": spearman([predicted[name] for name in names], clock),
         }
     }
 
 
 def run_ranks(args: argparse.Namespace) -> None:
-    """Rank by rank, for every ``--cells`` TxDxN."""
+    """Measure rank by rank, for every ``--cells`` TxDxN."""
     args.batch = RANKS_BATCH
     profile = load(Path(args.profile) if args.profile else None)
     results = Results(args.results, recorded=args.recorded)
@@ -190,37 +192,37 @@ def run_ranks(args: argparse.Namespace) -> None:
 def _measured(
     cases: Sequence[Case], size: int, link: str | None, words: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """What the workers say of each case, plans in the order of ``Case.distinct``."""
+    """The workers' times for each case, with plans in the order of ``Case.distinct``."""
     with tempfile.TemporaryDirectory() as folder:
-        asked, answer = Path(folder, "tasks.json"), Path(folder, "times.json")
+        tasks_file, times_file = Path(folder, "tasks.json"), Path(folder, "times.json")
         tasks = [
             {**case.tree(), "plans": [json.loads(text) for text in case.distinct()]}
             for case in cases
         ]
-        asked.write_text(json.dumps(tasks))
-        words = ["--tasks", str(asked), "--output", str(answer), *words]
-        start_ranks("benchmarks.planner_worker", size, words, link=link)
-        return json.loads(answer.read_text())
+        tasks_file.write_text(json.dumps(tasks))
+        files = ["--tasks", str(tasks_file), "--output", str(times_file)]
+        start_ranks("benchmarks.planner_worker", size, [*files, *words], link=link)
+        return json.loads(times_file.read_text())
 
 
 def _priced(
     profile: Profile, case: Case, size: int, moves: Sequence[Sequence[Sequence[float]]]
 ) -> list[float]:
-    """ms of a step of measured moves with the profile's exchanges; ``moves`` may be many passes."""
-    cost = CostModel(profile).of(case.task(size))
+    """ms of a step from measured moves and priced exchanges; ``moves`` may be of many passes."""
+    cost = TaskCost(profile, case.task(size))
     plans = [case.plans[names[0]][0] for names in case.distinct().values()]
     exchanges = [PHASE[kind] for kind in TRANSFERS]
-    said = [cost.rank_ms(cost.totals(plan)) for plan in plans]
+    priced = [cost.rank_ms(cost.totals(plan)) for plan in plans]
     phases = np.array(moves)
-    for place, one in enumerate(phases):
-        mine = said[place % len(plans)]
-        one[:, exchanges] = mine[:, exchanges]
-        one[:, PHASE["rest"]] = mine[:, PHASE["rest"]]
+    for place, of_plan in enumerate(phases):
+        predicted = priced[place % len(plans)]
+        of_plan[:, exchanges] = predicted[:, exchanges]
+        of_plan[:, PHASE["rest"]] = predicted[:, PHASE["rest"]]
     return [float(ms) for ms in cost.combine(phases)]
 
 
 def best_of(names: Iterable[str]) -> dict[str, list[str]]:
-    """{several plans of one: their names}; the last tries what ``--measure 4`` does."""
+    """{name of a selection: the plans it selects from}; the last one acts as ``--measure 4``."""
     alike = [name for name in names if name.startswith("all ")]
     return {
         "auto, best of 4": [*OURS],
@@ -235,41 +237,41 @@ def compared(
     times: Mapping[str, Sequence[float]],
     priced: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Of every plan: predicted ms, how much slower than ours, with the interval, and the ms that
-    this makes of our median.
+    """For every plan: predicted ms, how much slower than ours with the interval, and the ms that
+    this difference makes of our median.
 
-    ``times`` [name] are rounds or passes, of plans that dropped out fewer than of ours. What
-    chooses among plans does so by every other one and is reported by the rest.
+    ``times`` [name] are rounds or passes; plans that dropped out have fewer than ours. A selection
+    among plans uses every other round and is reported on the rest.
     """
     of = {name: names[0] for names in case.distinct().values() for name in names}
     every = {name: list(times[of[name]]) for name in case.plans}
     against = {name: (ms, every["auto"]) for name, ms in every.items()}
     for name, among in best_of(case.plans).items():
-        there = [one for one in among if one in every]
-        if there:
+        candidates = [plan for plan in among if plan in every]
+        if candidates:
             ours = _choosing(every["auto"])
-            chosen = min(there, key=lambda one: difference(_choosing(every[one]), ours)[0])
+            chosen = min(candidates, key=lambda p: difference(_choosing(every[p]), ours)[0])
             against[name] = _reported(every[chosen]), _reported(every["auto"])
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     usual = statistics.median(every["auto"])
     for name, (theirs, ours) in against.items():
         mean, half = difference(theirs, ours)
-        found[name] = {
+        results[name] = {
             "ms": round(usual * (1 + mean), 3),
             "slower_than_auto": round(mean, 4),
             "plus_minus": round(half, 4) if np.isfinite(half) else None,
         }
         if name in case.plans:
-            found[name]["predicted_ms"] = round(case.plans[name][1], 3)
+            results[name]["predicted_ms"] = round(case.plans[name][1], 3)
             if priced is not None:
-                found[name]["rank_by_rank_ms"] = round(priced[of[name]], 3)
+                results[name]["rank_by_rank_ms"] = round(priced[of[name]], 3)
     names = list(times)
-    clock = [found[name]["ms"] for name in names]
-    best = min(names, key=lambda name: found[name]["ms"])
+    clock = [results[name]["ms"] for name in names]
+    best = min(names, key=lambda name: results[name]["ms"])
     row: dict[str, Any] = {
-        "plans": found,
+        "plans": results,
         "fastest": best,
-        "auto_over_fastest": round(found["auto"]["ms"] / found[best]["ms"] - 1, 4),
+        "auto_over_fastest": round(results["auto"]["ms"] / results[best]["ms"] - 1, 4),
         "spearman_predicted": spearman([case.plans[name][1] for name in names], clock),
     }
     if priced is not None:
@@ -278,35 +280,37 @@ def compared(
 
 
 def _choosing(ms: Sequence[float]) -> list[float]:
-    """The rounds or passes by which one of several plans is chosen."""
+    """The rounds or passes that select one of several plans."""
     return list(ms[:1]) if len(ms) <= PASSES else list(ms[0::2])
 
 
 def _reported(ms: Sequence[float]) -> list[float]:
-    """The others."""
+    """The rounds or passes that are reported."""
     return list(ms[1:]) if len(ms) <= PASSES else list(ms[1::2])
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Over tasks: of every planner how much slower than ours, with 95 % intervals."""
-    found: dict[str, Any] = {}
+    """Over all tasks: how much slower than ours every planner is, with 95 % intervals."""
+    planners: dict[str, Any] = {}
     names = [name for name in rows[0]["plans"] if all(name in row["plans"] for row in rows)]
     for name in names:
         theirs = [row["plans"][name]["ms"] for row in rows]
         mean, half = difference(theirs, [row["plans"]["auto"]["ms"] for row in rows])
         low, high = (1 + mean) / (1 + half) - 1, (1 + mean) * (1 + half) - 1
-        found[name] = {"slower_than_auto": round(mean, 4)}
+        planners[name] = {"slower_than_auto": round(mean, 4)}
         if np.isfinite(half):
-            found[name]["interval"] = [round(low, 4), round(high, 4)]
+            planners[name]["interval"] = [round(low, 4), round(high, 4)]
     closed = {name: gap_closed(rows, name) for name in (OURS[0], *best_of(())) if name in names}
     means = ("auto_over_fastest", "spearman_predicted", "spearman_rank_by_rank")
-    told = [row["elsewhere"] for row in rows if "elsewhere" in row]
+    elsewhere = [row["elsewhere"] for row in rows if "elsewhere" in row]
     keys = ("median_error", "median_absolute_error", "spearman")
     return {
-        "planners": found,
+        "planners": planners,
         "gap_from_the_best_greedy_closed": closed,
         "elsewhere": {
-            key: round(statistics.mean(one[key] for one in told), 4) for key in keys if told
+            key: round(statistics.mean(errors[key] for errors in elsewhere), 4)
+            for key in keys
+            if elsewhere
         },
         **{
             key: round(statistics.mean(row[key] for row in rows), 3)
@@ -317,29 +321,29 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def gap_closed(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    """Of the way from each task's best greedy to its fastest plan, in logarithms over all tasks.
+    """The closed share of the gap from each task's best greedy to its fastest plan, in logarithms.
 
-    The fastest of many noisy medians is a little too fast, so this errs on the low side. ``None``
-    where the greedies are as fast.
+    The fastest of many noisy medians is slightly too fast, so this errs on the low side. None if
+    the greedy plans are as fast.
     """
     ours = possible = 0.0
     for row in rows:
-        ms = {plan: one["ms"] for plan, one in row["plans"].items()}
-        greedy = min((ms[one] for one in GREEDY if one != "random" and one in ms), default=None)
+        ms = {plan: result["ms"] for plan, result in row["plans"].items()}
+        greedy = min((ms[g] for g in GREEDY if g != "random" and g in ms), default=None)
         if greedy is not None:
             ours += math.log(greedy / ms[name])
             possible += math.log(greedy / min(ms.values()))
     return round(ours / possible, 3) if possible > 0 else None
 
 
-def spearman(one: Sequence[float], other: Sequence[float]) -> float:
-    """Rank correlation."""
+def spearman(first: Sequence[float], second: Sequence[float]) -> float:
+    """The rank correlation of two lists; 0 for fewer than three values."""
 
     def ranks(values: Sequence[float]) -> list[float]:
         order = sorted(range(len(values)), key=lambda n: values[n])
-        found = [0.0] * len(values)
+        places = [0.0] * len(values)
         for rank, n in enumerate(order):
-            found[n] = float(rank)
-        return found
+            places[n] = float(rank)
+        return places
 
-    return round(statistics.correlation(ranks(one), ranks(other)), 3) if len(one) > 2 else 0.0
+    return round(statistics.correlation(ranks(first), ranks(second)), 3) if len(first) > 2 else 0.0

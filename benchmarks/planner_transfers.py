@@ -1,9 +1,9 @@
-"""What transfers timed alone add to a calibration's fit: errors on held-out tasks with and without.
+"""Errors of a calibration's fit on held-out tasks, with and without transfers timed alone.
 
     python -m benchmarks.planner_transfers JOURNAL [--link 1gbit]
 
-JOURNAL is the ``.measured.jsonl`` beside a profile of ``sbpflow calibrate`` (or of
-``benchmarks.planner_link``, which runs it over a link).
+JOURNAL is the ``.measured.jsonl`` file next to the profile of ``sbpflow calibrate`` or of
+``benchmarks.planner_link``.
 """
 
 import argparse
@@ -20,13 +20,13 @@ from sbpflow.planner.calibration.fit import held_out_errors
 from sbpflow.planner.calibration.records import Record, record_of
 from sbpflow.planner.costs.transfers import as_lines
 
-SEEDS = (0, 1)  # of the fits; their errors are averaged
+SEEDS = (0, 1)  # of the fits; the errors are averaged
 
 
 def records_of(journal: Journal, facts: dict[str, str]) -> list[Record]:
-    """Every plan that the calibration measured."""
+    """All plans that the calibration measured."""
     size, backend = facts["world"].split()
-    found: list[Record] = []
+    records: list[Record] = []
     for (number, _), entry in sorted(journal.entries.items()):
         sample = draw_sample(
             number + 1000 * int(facts["seed"]),
@@ -35,14 +35,14 @@ def records_of(journal: Journal, facts: dict[str, str]) -> list[Record]:
             facts["optimizer"],
             most_rows=int(facts["most_rows"]),
         )
-        found.append(record_of(entry, sample.task))
-    return found
+        records.append(record_of(entry, sample.task))
+    return records
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("journal", type=Path)
-    parser.add_argument("--link", default="loopback", help="what the ranks were joined by")
+    parser.add_argument("--link", default="loopback", help="the link between the ranks")
     args = parser.parse_args()
     facts = json.loads(args.journal.read_text().splitlines()[-1])["facts"]
     journal = Journal(args.journal, facts)
@@ -53,10 +53,11 @@ def main() -> None:
     records = records_of(journal, facts)
     backend = facts["world"].split()[1]
     results = Results("planner_transfers", benchmark=args.link)
-    results.add(transfers=[asdict(one) for one in transfers])
+    results.add(transfers=[asdict(transfer) for transfer in transfers])
     for used in ([], transfers):
-        errors = [held_out_errors(records, backend, seed, used) for seed in SEEDS]
-        mean = {name: round(float(np.mean([one[name] for one in errors])), 4) for name in errors[0]}
+        dense = journal.dense or ()
+        errors = [held_out_errors(records, backend, seed, used, dense) for seed in SEEDS]
+        mean = {name: round(float(np.mean([e[name] for e in errors])), 4) for name in errors[0]}
         results.add(alone=bool(used), plans=len(records), errors=mean)
 
 

@@ -1,9 +1,9 @@
 """One rank of a comparison of plans: steps in turns, or moves by this rank's own clock.
 
-Reads tasks with their plans from a file, and rank 0 writes what every plan took: ``rounds`` of
-steps as a run takes them, every round in an order of its own, for a plan that follows a slow one
-finds other caches, until a plan is told apart from the first; and ``passes`` over serial steps,
-move by move.
+Reads tasks with their plans from a file; rank 0 writes the times of every plan. ``rounds`` are of
+steps as in a run. Each round has its own order, because a plan's caches depend on the plan before
+it, and a plan takes part until its difference from the first one is significant. ``passes`` are
+over serial steps, timed move by move.
 """
 
 import argparse
@@ -28,17 +28,17 @@ from sbpflow.runtime.ranks.world import World
 from sbpflow.training.step_schedule import OVERLAPPED
 from sbpflow.training.trainer import Trainer
 
-FIRST_ROUNDS = 4  # after which what is far slower or faster drops out
+FIRST_ROUNDS = 4  # after these, plans that are far slower or faster drop out
 LEAST_ROUNDS, MOST_ROUNDS = 8, 200
-STEPS = 4  # of a turn
-# Half a 95 % interval in standard errors, by degrees of freedom from 1: Student's t.
+STEPS = 4  # per turn
+# Half of a 95 % interval in standard errors, by degrees of freedom from 1: Student's t.
 _T = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
     *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
 )
-SERIAL_STEPS = 3  # of a pass
-MOVE_TURNS = 3  # of plans that took their steps in rounds
+SERIAL_STEPS = 3  # per pass
+MOVE_TURNS = 3  # of plans whose steps were measured in rounds
 TOLD_APART = 0.03
 
 
@@ -46,32 +46,32 @@ def work(args: argparse.Namespace) -> None:
     """All tasks, one after another."""
     torch.set_num_threads(1)
     tasks = json.loads(Path(args.tasks).read_text())
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     with World.start("cpu") as world:
         boxing = Boxing(world)
-        for one in tasks:
+        for task in tasks:
             sample = make_sample(
-                one["number"], world.size, num_tables=one["tables"], batch_size=one["batch"]
+                task["number"], world.size, num_tables=task["tables"], batch_size=task["batch"]
             )
-            plans = [plan_of_tree(tree) for tree in one["plans"]]
+            plans = [plan_of_tree(tree) for tree in task["plans"]]
             batches = draw_batches(sample, world.rank, 2, world.device)
             if args.passes:
-                made = (make_trainer(boxing, sample.task, plan) for plan in plans * args.passes)
-                moves = [time_moves(boxing, each, batches, SERIAL_STEPS) for each in made]
-                found.append({"moves": _joined(boxing, moves)})
+                trainers = (make_trainer(boxing, sample.task, plan) for plan in plans * args.passes)
+                moves = [time_moves(boxing, each, batches, SERIAL_STEPS) for each in trainers]
+                results.append({"moves": _joined(boxing, moves)})
                 continue
             trainers = [make_trainer(boxing, sample.task, plan) for plan in plans]
             for trainer in trainers:
                 trainer.schedule = OVERLAPPED
             rounds = _rounds(boxing, trainers, batches, args.seconds)
             moves = _moves(boxing, trainers, batches)
-            found.append({"rounds": rounds, "moves": _joined(boxing, moves)})
+            results.append({"rounds": rounds, "moves": _joined(boxing, moves)})
         if world.rank == 0:
-            Path(args.output).write_text(json.dumps(found))
+            Path(args.output).write_text(json.dumps(results))
 
 
 def _joined(boxing: Boxing, moves: list[list[list[float]]]) -> list[list[list[float]]]:
-    """[plan][rank][phase] ms."""
+    """[plan][rank][phase] ms, gathered from all ranks."""
     ranks = [json.loads(text) for text in gather_texts(boxing, json.dumps(moves))]
     return [phases_of(of_plan) for of_plan in zip(*ranks, strict=True)]
 
@@ -79,8 +79,8 @@ def _joined(boxing: Boxing, moves: list[list[list[float]]]) -> list[list[list[fl
 def _rounds(
     boxing: Boxing, trainers: Sequence[Trainer], batches: Sequence[Rows], seconds: float
 ) -> list[list[float]]:
-    """[plan][round] ms of a step; the first plan has all rounds, the others those until they were
-    told apart from it.
+    """[plan][round] ms of a step; the first plan has all rounds, others the rounds before they
+    dropped out.
     """
     times: list[list[float]] = [[] for _ in trainers]
     stop = time.monotonic() + seconds
@@ -100,7 +100,7 @@ def _rounds(
 def _moves(
     boxing: Boxing, trainers: Sequence[Trainer], batches: Sequence[Rows]
 ) -> list[list[list[float]]]:
-    """[plan][step][phase] ms of this rank, in turns, so that a drift of the machine hits all."""
+    """[plan][step][phase] ms of this rank; the plans take turns, so drift affects all alike."""
     found: list[list[list[float]]] = [[] for _ in trainers]
     for turn in range(MOVE_TURNS):
         for place in random.Random(turn).sample(range(len(trainers)), len(trainers)):
@@ -109,7 +109,7 @@ def _moves(
 
 
 def _timed(world: World, trainer: Trainer, batches: Sequence[Rows]) -> float:
-    """ms of a step, of four with the next batch's ids ahead after one that warms up."""
+    """ms of a step: of four steps with the next batch's ids ahead, after one that warms up."""
     losses = trainer.train_on([batches[(step + 1) % 2] for step in range(STEPS + 1)])
     next(losses)
     world.barrier()
@@ -123,7 +123,7 @@ def _timed(world: World, trainer: Trainer, batches: Sequence[Rows]) -> float:
 def _still_racing(
     boxing: Boxing, times: list[list[float]], racing: list[int], stop: float
 ) -> list[int]:
-    """The first plan and those that are not told apart from it; none when the time is over.
+    """The first plan and those with no significant difference from it; none if the time is over.
 
     Rank 0 decides.
     """
@@ -133,9 +133,9 @@ def _still_racing(
 
 
 def settled(theirs: Sequence[float], ours: Sequence[float]) -> bool:
-    """Whether the interval of the difference is far from 0, its width away from it, or narrow.
+    """Whether the interval of the difference is farther from 0 than it is wide, or narrow.
 
-    Few rounds may agree by chance, so that it is narrow is believed of ``LEAST_ROUNDS``.
+    Few rounds may agree by chance, so a narrow interval counts only from ``LEAST_ROUNDS`` on.
     """
     mean, half = difference(theirs, ours)
     narrow = half < TOLD_APART and len(theirs) >= LEAST_ROUNDS
@@ -143,9 +143,9 @@ def settled(theirs: Sequence[float], ours: Sequence[float]) -> bool:
 
 
 def difference(theirs: Sequence[float], ours: Sequence[float]) -> tuple[float, float]:
-    """Mean of the paired logarithms, and half of its 95 % interval, as shares.
+    """The mean difference and half of its 95 % interval, as shares, from paired logarithms.
 
-    By Student's t, for rounds are few. Of a plan that dropped out, the rounds that it has.
+    By Student's t, because rounds are few. If a plan dropped out, over the rounds that it has.
     """
     logs = [math.log(a / b) for a, b in zip(theirs, ours, strict=False)]
     if len(logs) < 2:
@@ -154,7 +154,7 @@ def difference(theirs: Sequence[float], ours: Sequence[float]) -> tuple[float, f
 
 
 def half_interval(values: Sequence[float]) -> float:
-    """Half of the 95 % interval of the mean of two values or more."""
+    """Half of the 95 % interval of the mean of two or more values."""
     freedom = len(values) - 1
     errors = _T[freedom - 1] if freedom <= len(_T) else 1.96
     return errors * statistics.stdev(values) / math.sqrt(len(values))
@@ -163,9 +163,9 @@ def half_interval(values: Sequence[float]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--worker", action="store_true", required=True)
-    parser.add_argument("--tasks", help="JSON: number, tables, batch and plans of each task")
+    parser.add_argument("--tasks", help="a JSON file: number, tables, batch and plans of each task")
     parser.add_argument("--seconds", type=float, default=0.0, help="of rounds, per task")
-    parser.add_argument("--passes", type=int, default=0, help="over moves, in place of rounds")
+    parser.add_argument("--passes", type=int, default=0, help="over moves, instead of rounds")
     parser.add_argument("--output")
     work(parser.parse_args())
 

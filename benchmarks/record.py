@@ -1,7 +1,7 @@
-"""Where a benchmark's figures go: JSON lines with what they were measured on.
+"""Writes the results of a benchmark: JSON lines with the conditions of the measurement.
 
-``open_results("name")`` writes benchmarks/results/name.jsonl anew; every line carries device,
-versions, commit and time, so that a figure is never without its provenance.
+``open_results("name")`` replaces benchmarks/results/name.jsonl. Every line has device, versions,
+commit and time, so a result is never without its provenance.
 """
 
 import json
@@ -48,10 +48,9 @@ def provenance() -> dict[str, Any]:
 class Results:
     """Prints each line and appends it to a file.
 
-    The file is written anew, from the first line on that is added; with ``benchmark``, only the
-    lines of that one are, so that a module's questions can be asked one at a time. Lines that are
-    not ``recorded`` are printed and the file stays as it is: for sizes other than those the
-    recorded figures are of.
+    The first added line replaces the file; with ``benchmark``, it replaces only the lines of that
+    benchmark, so that the questions of a module can be run one at a time. If not ``recorded``,
+    lines are printed and the file is unchanged: for other sizes than those on record.
     """
 
     def __init__(self, name: str, benchmark: str | None = None, *, recorded: bool = True) -> None:
@@ -60,7 +59,9 @@ class Results:
         self._recorded = recorded
         self._provenance = provenance()
         if not recorded:
-            sys.stderr.write(f"not the sizes of {self.path.name}: printed, not recorded\n")
+            sys.stderr.write(
+                f"sizes differ from those of {self.path.name}: printed, not recorded\n"
+            )
             return
         RESULTS.mkdir(exist_ok=True)
         kept = self.path.read_text().splitlines() if benchmark and self.path.exists() else []
@@ -68,7 +69,7 @@ class Results:
         self._lines = kept
 
     def add(self, **values: object) -> None:
-        """One measurement: value names end in their unit (``_ms``, ``_bytes``)."""
+        """Add a measurement; names of values end in their unit (``_ms``, ``_bytes``)."""
         self._write({**self._benchmark, **values})
 
     def _write(self, values: Mapping[str, object]) -> None:

@@ -1,13 +1,13 @@
-"""What is saved under one layout and world size, loaded under others: losses and state afterwards.
+"""Saves under one layout and world size, loads under others, and compares losses and state.
 
-    python -m benchmarks.reshard             every layout to every other, each optimizer, rows of
-                                             bfloat16 too, Wide & Deep and a torch module
+    python -m benchmarks.reshard             every pair of layouts, each optimizer, also rows of
+                                             bfloat16, Wide & Deep and a torch module
     python -m benchmarks.reshard --count 100 a seeded sample
-    python -m benchmarks.reshard --folder F  keep what is done in F; the same command goes on there
+    python -m benchmarks.reshard --folder F  store finished work in F; run it again to continue
 
-A run of 10 + 20 steps is the measure; its checkpoint after 10 goes on for 20 under the other
-layout. Every rank compares all that it holds, copies too, with the state that was saved at the end.
-Where the layout is the same the bits are; elsewhere sums are added in another order.
+The reference is a run of 10 + 20 steps; its checkpoint after 10 steps continues for 20 under the
+other layout. Every rank compares everything it holds, including copies, with the state saved at the
+end. With the same layout the bits are equal; otherwise sums are added in another order.
 """
 
 import argparse
@@ -49,8 +49,8 @@ from sbpflow.runtime.ranks.world import World
 from sbpflow.sbp.sbp import balanced_sizes
 
 BATCH, SEED = 30, 7
-LOOKAHEAD = 4  # batches in flight when a state is saved, which must leave no trace in it
-# No size divides by 2 or 4, and C4 has fewer rows than four ranks.
+LOOKAHEAD = 4  # batches in flight when a state is saved; they must not affect it
+# No size is divisible by 2 or 4, and C4 has fewer rows than there are ranks.
 FIELDS = Fields.of(("I1", "I2"), {"C1": 37, "C2": 11, "C3": 53, "C4": 3}, {"C1xC2": 71})
 SPARSE = {
     "rowwise_adagrad": RowwiseAdagrad(lr=0.05),
@@ -58,20 +58,20 @@ SPARSE = {
     "ftrl": Ftrl(lr=0.1),
 }
 SCHEMES = ("dp", "1", "2", "3", "mixed")
-# Float64 has 53 bits: 30 steps of sums in another order stay far below; a state of FTRL's or a
-# square of Adam's is up to 1e3 times what it was.
+# Float64 has 53 bits: sums of 30 steps in another order stay far below. State of FTRL and squares
+# of Adam may have 1e3 times the error of their input.
 BOUND = 1e-10
 
 
 @dataclass(frozen=True)
 class Lying:
-    """How a job lies on ranks."""
+    """How a job is laid out on ranks."""
 
     size: int
     scheme: str
 
     def config(self, case: "Case") -> Config:
-        """Of the case's job on these ranks."""
+        """The configuration of the case's job in this layout."""
         scheme, tables, dense = self.scheme, dict[str, TableRule](), dict[str, str]()
         if scheme == "mixed":
             scheme, tables, dense = "3", _mixed(self.size), {}
@@ -118,7 +118,7 @@ def _mixed(size: int) -> dict[str, TableRule]:
 
 @dataclass(frozen=True)
 class Case:
-    """A checkpoint's way: from a layout to a layout; ``half`` keeps rows in bfloat16."""
+    """A checkpoint saved in one layout and loaded in another; ``half`` keeps rows in bfloat16."""
 
     saved: Lying
     loaded: Lying
@@ -130,7 +130,7 @@ class Case:
 
 
 class Net(nn.Module):
-    """A dense part of torch alone; without dropout, for a module's masks are each rank's own."""
+    """A dense part in plain torch; no dropout, because its masks differ by rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,12 +144,12 @@ class Net(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class NetConfig:
-    """The module as a model of a run."""
+    """The module as the model of a run."""
 
     name: str = "net"
 
     def spec(self, fields: Fields) -> TorchModel:
-        """Over one output of all tables."""
+        """The model over one output of all tables."""
         return TorchModel(outputs=(embedding_output("deep", fields.sparse, dim=5),), make=Net)
 
 
@@ -172,7 +172,7 @@ class Rows:
 
 
 def make_rows(step: int, rank: int, size: int) -> Rows:
-    """The batch of a step, counted from 1, which is the same whatever ran before it."""
+    """The batch of a step, counted from 1, independent of what ran before it."""
     generator = torch.Generator().manual_seed(step)
     rows = BATCH - 7 if step % 5 == 0 else BATCH
     counts = [field.rows for field in FIELDS.ids]
@@ -187,14 +187,14 @@ def make_rows(step: int, rank: int, size: int) -> Rows:
 
 
 def make_job(world: World, case: Case, lying: Lying) -> Job:
-    """A job as a run builds it."""
+    """A job, built as a run builds it."""
     config = lying.config(case)
     spec, plan = plan_run(config, FIELDS, world_size=world.size, device_type="cpu")
     return build_job(config, spec, plan, Boxing(world))
 
 
 def _train(world: World, job: Job, steps: int) -> list[float]:
-    """Losses of so many steps, with LOOKAHEAD batches announced behind the last one."""
+    """The losses of ``count`` steps, with LOOKAHEAD batches announced after the last one."""
     job.trainer.drain()
     job.trainer.lookahead = LOOKAHEAD
     first = job.trainer.num_steps + 1
@@ -204,7 +204,7 @@ def _train(world: World, job: Job, steps: int) -> list[float]:
 
 
 def save_and_go_on(world: World, folder: Path, case: Case) -> None:
-    """Leave in ``folder`` the state after the steps before and at the end, and the losses since."""
+    """Save the state after the first steps and at the end in ``folder``, and the losses between."""
     job = make_job(world, case, case.saved)
     folder.mkdir(parents=True, exist_ok=True)
     saver = Saver(folder, job.boxing, job.state, run="reshard", deadline_s=60)
@@ -215,8 +215,9 @@ def save_and_go_on(world: World, folder: Path, case: Case) -> None:
 
 
 def go_on(world: World, folder: Path, case: Case) -> dict[str, float]:
-    """Train from the first of the two on, under the other layout; how far this rank is from the
-    second: the largest difference between the losses, and of each tensor of the state.
+    """Continue from the first checkpoint under the other layout, and compare with the second.
+
+    Returns the largest difference of the losses and of each tensor of the state on this rank.
     """
     job = make_job(world, case, case.loaded)
     job.restore(open_checkpoint(folder / f"step-{case.before}"))
@@ -230,9 +231,11 @@ def go_on(world: World, folder: Path, case: Case) -> dict[str, float]:
     for name, tensor in state.items():
         whole = expected.tensor(name)
         flat = whole.reshape(whole.shape[0], -1) if whole.ndim else whole.reshape(1, 1)
-        for one in tensor.rectangles:
-            there = flat[one.row_start : one.row_stop, one.col_start : one.col_stop]
-            apart = _apart(one.values.reshape(there.shape), there)
+        for rectangle in tensor.rectangles:
+            there = flat[
+                rectangle.row_start : rectangle.row_stop, rectangle.col_start : rectangle.col_stop
+            ]
+            apart = _apart(rectangle.values.reshape(there.shape), there)
             found[name] = max(apart, found.get(name, 0.0))
     return found
 
@@ -243,18 +246,18 @@ def _apart(one: Tensor, other: Tensor) -> float:
 
 
 def saved_folder(folder: Path, case: Case) -> Path:
-    """Of the run that is not interrupted; several cases go on from it."""
+    """The folder of the uninterrupted run; several cases continue from it."""
     rows = "half" if case.half else "whole"
     return folder / f"{case.model}-{rows}-{case.optimizer}-{case.saved.size}-{case.saved.scheme}"
 
 
 def bound_of(case: Case) -> float:
-    """How far losses and state may be apart."""
+    """The largest allowed difference of losses and state."""
     return 0.0 if case.saved == case.loaded else BOUND
 
 
 def all_cases() -> list[Case]:
-    """The whole matrix."""
+    """All cases."""
     lyings = [Lying(size, scheme) for size in (1, 2, 4) for scheme in SCHEMES]
     kinds = [("wdl", False), ("wdl", True), ("module", False)]
     return [
@@ -266,7 +269,7 @@ def all_cases() -> list[Case]:
 
 
 def cases(*, seed: int, count: int, before: int = 10, after: int = 20) -> list[Case]:
-    """A sample of it; every eighth goes on under the layout that it was saved under."""
+    """A sample of the cases; every eighth is loaded in the layout that it was saved in."""
     picked = random.Random(seed).sample(all_cases(), count)
     return [
         replace(
@@ -280,7 +283,7 @@ def cases(*, seed: int, count: int, before: int = 10, after: int = 20) -> list[C
 
 
 def save_all(world: World, folder: str, picked: Sequence[Case]) -> None:
-    """The uninterrupted runs of the cases that save on this many ranks, each once."""
+    """Run the uninterrupted runs of the cases that save on this many ranks, each once."""
     mine = {
         saved_folder(Path(folder), case): case for case in picked if case.saved.size == world.size
     }
@@ -293,9 +296,9 @@ def save_all(world: World, folder: str, picked: Sequence[Case]) -> None:
 def go_on_all(
     world: World, folder: str, picked: Sequence[Case], done: frozenset[int] = frozenset()
 ) -> dict[int, dict[str, float]]:
-    """The differences that this rank finds in the cases that go on on this many ranks, by number.
+    """The differences on this rank in the cases that load on this many ranks, by number.
 
-    Those that are ``done`` are left out.
+    Cases in ``done`` are skipped.
     """
     return dict(_go_on_each(world, folder, picked, done))
 
@@ -309,7 +312,7 @@ def _go_on_each(
 
 
 def _worker(folder: str, phase: str, seed: str, count: str) -> None:
-    """Rank R leaves what it finds, a line per case, in ``found-SIZE-R.jsonl``."""
+    """Run one rank; it writes a line per case to ``found-SIZE-R.jsonl``."""
     picked = _picked(int(seed), int(count))
     with World.start("cpu", timeout_s=120) as world:
         if phase == "save":
@@ -317,7 +320,7 @@ def _worker(folder: str, phase: str, seed: str, count: str) -> None:
             return
         files = [Path(folder) / f"found-{world.size}-{rank}.jsonl" for rank in range(world.size)]
         done = frozenset[int].intersection(*(frozenset(_found_in(file)) for file in files))
-        world.barrier()  # nobody writes before all have read
+        world.barrier()  # no rank writes before all have read
         with files[world.rank].open("a") as file:
             for number, found in _go_on_each(world, folder, picked, done):
                 file.write(json.dumps([number, found]) + "\n")
@@ -334,7 +337,7 @@ def _picked(seed: int, count: int) -> list[Case]:
 
 
 def _measure(folder: Path, seed: int, count: int) -> dict[Case, dict[str, float]]:
-    """Of each case the largest difference of any rank, by tensor."""
+    """The largest difference of any rank in each case, by tensor."""
     for phase in ("save", "go_on"):
         for size in (1, 2, 4):
             words = [str(folder), phase, str(seed), str(count)]
@@ -351,10 +354,10 @@ def _measure(folder: Path, seed: int, count: int) -> dict[Case, dict[str, float]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--count", type=int, default=0, help="0: the whole matrix")
+    parser.add_argument("--count", type=int, default=0, help="0: all cases")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
-        "--folder", type=Path, help="keeps what is done; by default a temporary one"
+        "--folder", type=Path, help="keeps finished work; default a temporary folder"
     )
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -1,11 +1,11 @@
-"""``scheme: auto`` against plans that have all tables alike, on the tables alone.
+"""Compares ``scheme: auto`` with plans that treat all tables alike, on the tables alone.
 
     python -m benchmarks.schemes [--tasks dcnv2 even random0 ..] [--link 1gbit] [--all]
 
-All B is data parallelism, all S(1) scheme 1, all reduce scheme 2, all unique scheme 3. Each plan
-looks up and updates the same batches, in turns; a line per task says how much slower the cheapest
-by price is than the fastest by the clock, and the clock of every plan. Two ranks. ``--all`` has
-every plan that ``auto`` compares, mixtures too.
+All B is data parallelism, all S(1) is scheme 1, all reduce scheme 2, all unique scheme 3. Each plan
+looks up and updates the same batches, in turns, on two ranks. A line per task has how much slower
+the cheapest plan by price is than the fastest by the clock, and the time of every plan. ``--all``
+adds all other plans that ``auto`` compares, including mixtures.
 """
 
 import argparse
@@ -42,7 +42,7 @@ GB_PER_S = {None: Link().gb_per_s, "1gbit": 0.12}
 
 
 def task(name: str) -> Shape:
-    """Tables and features by name; random ones are drawn from the number in it."""
+    """Tables and features by the name of a task; random ones are drawn from the number in it."""
     if not name.startswith(("even", "random")):
         return make_shape(name)
     if name == "even":
@@ -61,7 +61,7 @@ def task(name: str) -> Shape:
 
 
 def ranked(shape: Shape, world: Placement, gb_per_s: float) -> list[Candidate]:
-    """Every plan, the cheapest by price first."""
+    """All plans, the cheapest by price first."""
     tables, features = shape
     shapes = {table.name: table.shape for table in tables}
 
@@ -85,7 +85,7 @@ def ranked(shape: Shape, world: Placement, gb_per_s: float) -> list[Candidate]:
 
 
 def make_ids(shape: Shape, samples: int, rank: int) -> Tensor:
-    """[samples, columns], skewed as the price takes ids to be."""
+    """[samples, columns] ids, with the skew that the price assumes."""
     tables, features = shape
     random = np.random.default_rng(rank)
     columns = [
@@ -96,13 +96,13 @@ def make_ids(shape: Shape, samples: int, rank: int) -> Tensor:
 
 
 def work(args: argparse.Namespace) -> None:
-    """One rank: all plans of a task in turns."""
+    """Run one rank: all plans of a task in turns."""
     torch.set_num_threads(1)
     shape = task(args.tasks[0])
     with World.start("cpu") as world:
         plans = ranked(shape, Placement.line("cpu", world.size), GB_PER_S[args.link])
         if not args.all:
-            plans = plans[:1] + [one for one in plans[1:] if one.name.startswith("all ")]
+            plans = plans[:1] + [plan for plan in plans[1:] if plan.name.startswith("all ")]
         boxing = Boxing(world)
         ids = make_ids(shape, BATCH // world.size, world.rank)
         made = [EmbeddingCollection(one.plan, boxing, seed=1) for one in plans]
@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--output", help=argparse.SUPPRESS)
     parser.add_argument("--tasks", nargs="+", default=list(TASKS))
     parser.add_argument("--link", choices=["1gbit"])
-    parser.add_argument("--all", action="store_true", help="mixtures, too")
+    parser.add_argument("--all", action="store_true", help="add mixtures")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()

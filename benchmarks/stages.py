@@ -1,12 +1,12 @@
-"""What each stage of the engine costs, and what each of its choices gains, step by step.
+"""The cost of each stage of the engine, and the gain from each of its choices, step by step.
 
     python -m benchmarks.stages [--shape dcnv2|t180|t510] [--link 1gbit]
 
-First EMBark's order: serial with every table S(0) and reduce; with overlap; with a layout per table
-(small ones copied, the others whole); with unique rows for tables of few ids per sample. Beside
-them every table whole, and what ``scheme: auto`` takes. Then, with unique rows, one stage at a time
-left out: its share of the step. A stage left out brings zeros, so its figure is a difference in
-time, never a result.
+First the order of EMBark's paper: serial with every table S(0) and reduce; with overlap; with a
+layout per table (small ones copied, the others whole); with unique rows for tables of few ids per
+sample. For comparison, every table whole, and the plan of ``scheme: auto``. Then, with unique rows,
+one stage at a time is left out, which gives its share of the step. A stage that is left out returns
+zeros, so only the times of these runs are meaningful.
 """
 
 import argparse
@@ -112,7 +112,7 @@ def make_layouts(shape: Shape, stage: int, size: int) -> dict[str, TableLayout]:
 def planned_layouts(
     shape: Shape, name: str, size: int, gb_per_s: float | None
 ) -> dict[str, TableLayout]:
-    """Whole tables, or what ``scheme: auto`` takes knowing how often ids repeat."""
+    """Whole tables, or the plan of ``scheme: auto`` given how ids repeat."""
     tables, features = shape
     shapes = {table.name: table.shape for table in tables}
     known = frequencies_of(shape)
@@ -144,7 +144,7 @@ def planned_layouts(
 
 
 def frequencies_of(shape: Shape) -> dict[str, IdFrequencies]:
-    """As the statistics of a set would have them: rows and lookups of bins by powers of two."""
+    """The frequencies that a set's statistics would have: rows and lookups by powers of two."""
     tables, features = shape
     ids = np.concatenate([make_ids(shape, BATCH, 9, number).numpy() for number in range(8)])
     found: dict[str, IdFrequencies] = {}
@@ -160,7 +160,7 @@ def frequencies_of(shape: Shape) -> dict[str, IdFrequencies]:
 
 
 class Deep(LayeredPart):
-    """The deep part over the tables; left out, the loss is of the vectors' means."""
+    """The deep part over the tables; without it, the loss is of the vectors' means."""
 
     left_out = False
 
@@ -185,7 +185,7 @@ class Rows(NamedTuple):
 
 
 class Loop:
-    """A click model around the tables, trained as a run trains."""
+    """A click model around the tables, trained as in a run."""
 
     def __init__(
         self, world: World, shape: Shape, layouts: Mapping[str, TableLayout], schedule: StepSchedule
@@ -241,7 +241,7 @@ def make_rows(shape: Shape, world: World, number: int) -> Rows:
 
 
 def make_ids(shape: Shape, samples: int, rank: int, number: int) -> Tensor:
-    """[samples, columns] with small ids frequent, spread over the table."""
+    """[samples, columns] ids, the small ones frequent, spread over the table."""
     tables, features = shape
     random = np.random.default_rng((rank, number))
     columns = [
@@ -252,7 +252,7 @@ def make_ids(shape: Shape, samples: int, rank: int, number: int) -> Tensor:
 
 
 def leave_out(loop: Loop) -> None:
-    """Transfers on the channels in ``loop.skip`` bring zeros instead."""
+    """Transfers on the channels in ``loop.skip`` return zeros instead."""
     real_start, real_rows, real_update = Boxing.start, RowTransfer.start, loop.tables.update
 
     def start(
@@ -302,7 +302,7 @@ def work(args: argparse.Namespace) -> None:
         }
         losses = {name: loop.run(4) for name, loop in loops.items()}
         first = losses[STAGES[0]]
-        for name, found in losses.items():  # the same numbers, whatever the stage
+        for name, found in losses.items():  # the same numbers with every stage
             torch.testing.assert_close(found, first, rtol=1e-4, atol=1e-6, msg=name)
         last = loops[STAGES[-1]]
         leave_out(last)

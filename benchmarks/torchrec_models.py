@@ -1,7 +1,7 @@
-"""TorchRec's own DLRM and DLRM_DCN, and the same shapes here, with equal starting values.
+"""TorchRec's own DLRM and DLRM_DCN, and the same models here, with equal initial values.
 
-Weights go from one to the other by name; TorchRec has the pairs of vectors by rows of the upper
-triangle, sbpflow of the lower one, so a layer's columns are put in order.
+Weights are copied by name. TorchRec orders the pairs of vectors by rows of the upper triangle,
+sbpflow by rows of the lower one, so the columns of a layer are reordered.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ MODELS = ("wdl", "dlrm", "dcnv2")
 
 
 def config_of(model: str, shape: Shape) -> ModelConfig:
-    """The model over the tables of ``shape``, hidden layers of its width."""
+    """The model over the tables of ``shape``, with hidden layers of its width."""
     if model == "dlrm":
         return DlrmConfig(embedding_dim=shape.dim, bottom=(shape.hidden,), top=(shape.hidden,))
     if model == "dcnv2":
@@ -42,7 +42,7 @@ def config_of(model: str, shape: Shape) -> ModelConfig:
 
 
 def fields_of(shape: Shape) -> Fields:
-    """The columns of the batches of ``shape``."""
+    """The columns of batches of ``shape``."""
     return Fields(
         dense=tuple(f"I{index + 1}" for index in range(shape.num_dense)),
         sparse=tuple(
@@ -73,7 +73,7 @@ def make_torchrec(model: str, tables: nn.Module, shape: Shape, seed: int) -> nn.
 
 
 def _upper_order(weight: Tensor, shape: Shape) -> Tensor:
-    """[n, dim + pairs] by rows of the lower triangle -> by rows of the upper one."""
+    """[n, dim + pairs] by rows of the lower triangle -> by rows of the upper triangle."""
     count = shape.num_tables + 1
     place = {pair: n for n, pair in enumerate((i, j) for i in range(count) for j in range(i))}
     upper = [place[j, i] for i in range(count) for j in range(i + 1, count)]
@@ -99,6 +99,6 @@ def _by_its_names(model: str, values: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def dense_of_torchrec(made: nn.Module, dense: Tensor, vectors: Tensor) -> Tensor:
-    """Logits from the embeddings [b, tables, dim]: what is not tables of TorchRec's models."""
+    """Logits from the embeddings [b, tables, dim]: the dense part of TorchRec's models."""
     first = made.dense_arch(dense)
     return made.over_arch(made.inter_arch(dense_features=first, sparse_features=vectors))

@@ -1,14 +1,14 @@
-"""Training against TorchRec on the same work: same ids, weights, optimizers, precision, ranks.
+"""Compares training with TorchRec on the same ids, weights, optimizers, precision and ranks.
 
     python -m benchmarks.vs_torchrec [--ranks 2] [--link 1gbit] [--wire float32 bfloat16]
 
-Losses are compared first; then runs of both take turns and medians are reported. TorchRec plans by
-itself, and the faster of its plain and its pipelined loop counts. ``--link`` puts each rank into a
-network namespace of its own behind a link of that rate (2 ranks, needs root). ``--shape`` and
-``--hot`` are for other tables, widths and numbers of ids. ``--ddp`` times plain torch as well:
-EmbeddingBag(sparse=True) in DistributedDataParallel. ``--model dlrm`` and
-``dcnv2`` train TorchRec's own models, and time their dense part alone as well: what both spend
-there dilutes the ratio.
+Losses are compared first. Then runs of both systems take turns, and medians are reported. TorchRec
+makes its own plan, and the faster of its plain and its pipelined loop counts. ``--link`` puts each
+rank into its own network namespace behind a link of that rate (2 ranks, needs root). ``--shape``
+and ``--hot`` select other tables, widths and numbers of ids. ``--ddp`` also times plain torch:
+EmbeddingBag(sparse=True) in DistributedDataParallel. ``--model dlrm`` and ``dcnv2`` train
+TorchRec's own models and also time their dense part alone: both systems spend that time, so it
+dilutes the ratio.
 """
 
 import argparse
@@ -36,14 +36,14 @@ LOSS_TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-3}
 
 
 def work(args: argparse.Namespace) -> None:
-    """One rank: both systems in one process, compared and then timed in turns."""
+    """Run one rank: both systems in one process, compared and then timed in turns."""
     from benchmarks.click_trainer import ClickTrainer
     from benchmarks.peer_ddp import DdpPeer
     from benchmarks.peer_torchrec import TorchRecPeer
     from sbpflow.embedding.plan.tables import INITIAL_RANGE
 
     torch.set_num_threads(1)
-    # With 214 ids per sample the learning rate of one per field makes the loss jump.
+    # With 214 ids per sample, the learning rate for one id per field makes the loss jump.
     shape = SHAPES[args.shape]
     if args.hot != "one":
         shape = replace(shape, hotness=HOTNESS[args.hot], lr=0.005, num_batches=8)
@@ -103,7 +103,7 @@ def work(args: argparse.Namespace) -> None:
 def _in_turns(
     world: World, loops: Mapping[str, Callable[[int], object]], steps: int, repeats: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """ms of a step by the clock, and of this process, in each repeat; the first warms up."""
+    """Wall ms and this process's CPU ms of a step, in each repeat; the first one warms up."""
     times: dict[str, list[float]] = {name: [] for name in loops}
     cpu: dict[str, list[float]] = {name: [] for name in loops}
     for repeat in range(repeats + 1):
@@ -125,8 +125,8 @@ def _mean_over_ranks(losses: list[float]) -> list[float]:
 
 
 def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
-    """Start the ranks for one precision and report."""
-    load = round(os.getloadavg()[0], 1)  # processes that wanted a core over the minute before
+    """Start the ranks for one precision and report the results."""
+    load = round(os.getloadavg()[0], 1)  # runnable processes in the last minute
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "times.json"
         words = ["--wire", wire, "--steps", str(args.steps), "--repeats", str(args.repeats)]
@@ -156,7 +156,7 @@ def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
             hot=args.hot,
             wire=wire,
             step_ms=round(value, 2),
-            cpu_ms=round(statistics.median(found["cpu"][name]), 2),  # of rank 0, all its threads
+            cpu_ms=round(statistics.median(found["cpu"][name]), 2),  # of rank 0, all threads
             samples_per_s=round(1e3 * ranks * rows / value),
             load=load,
         )
@@ -174,7 +174,7 @@ def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
         against=faster,
         times_faster=round(statistics.median(pairs), 2),
         spread=[round(pairs[0], 2), round(pairs[-1], 2)],
-        # Of what is left of a step without its dense part: tables, transfers, updates.
+        # The rest of a step without its dense part: tables, transfers, updates.
         times_faster_beside_the_dense_part=round(
             (medians[faster] - dense[0]) / (medians["sbpflow"] - dense[1]), 2
         ),
@@ -190,7 +190,7 @@ def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
 
 
 def _times_faster(theirs: list[float], ours: list[float]) -> list[float]:
-    """Median, least and most of the ratios, run by run."""
+    """(median, least, most) of the ratios, run by run."""
     pairs = sorted(a / b for a, b in zip(theirs, ours, strict=True))
     return [round(statistics.median(pairs), 3), round(pairs[0], 3), round(pairs[-1], 3)]
 
@@ -207,13 +207,13 @@ def main() -> None:
         default="unique",
         choices=["unique", "reduce", "columns", "unique_columns", "whole", "auto"],
     )
-    parser.add_argument("--profile", help="of --layout auto: a calibration; this machine's if none")
-    parser.add_argument("--beside", nargs="*", default=[], help="further layouts to take turns")
+    parser.add_argument("--profile", help="a calibration for --layout auto; default this machine's")
+    parser.add_argument("--beside", nargs="*", default=[], help="further layouts that take turns")
     parser.add_argument("--kernel", default="auto", choices=["auto", "torch", "fbgemm", "numba"])
     parser.add_argument("--shape", default="usual", choices=SHAPES, help="tables, widths, batch")
     parser.add_argument("--hot", default="one", choices=sorted(HOTNESS), help="ids per table")
-    parser.add_argument("--model", default="wdl", choices=MODELS, help="TorchRec's own, but wdl's")
-    parser.add_argument("--ddp", action="store_true", help="plain torch, too (all tables B)")
+    parser.add_argument("--model", default="wdl", choices=MODELS, help="TorchRec's own, except wdl")
+    parser.add_argument("--ddp", action="store_true", help="add plain torch (all tables B)")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=7)
     args = parser.parse_args()
@@ -227,7 +227,7 @@ def main() -> None:
             f"--hot {args.hot} has ids of {len(HOTNESS[args.hot])} tables; use another --shape"
         )
     if args.ddp and (args.hot != "one" or args.model != "wdl"):
-        parser.error("--ddp: plain torch is there for --hot one and --model wdl")
+        parser.error("--ddp: plain torch needs --hot one and --model wdl")
     usual = (
         ("model", "wdl"),
         ("shape", "usual"),

@@ -1,4 +1,4 @@
-"""Chooses where every embedding table lives, from costs measured on the machine at hand.
+"""Chooses where every embedding table is stored, by costs measured on the present machine.
 
-Imports ``sbpflow``, never the other way round; ``docs/planner.md`` is the page for users.
+Imports ``sbpflow``, never the other way around; ``docs/planner.md`` is the page for users.
 """

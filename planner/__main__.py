@@ -1,6 +1,6 @@
 """``sbpflow calibrate | plan | explain | compare | measure | clusters``.
 
-A composition root.
+Each command imports what it needs when it runs.
 """
 
 import os
@@ -12,19 +12,23 @@ from sbpflow.runtime.processes.launch import ArgumentParser, dispatch, run_main
 
 
 def calibrate(argv: Sequence[str]) -> int:
-    """Measure this machine's ranks and keep the profile that plans are priced by."""
+    """Measure the ranks of this machine and write the profile that prices plans."""
     parser = ArgumentParser(
         prog="sbpflow calibrate",
-        description="Measure the engine on this machine and keep what plans are priced by.",
+        description="Measure the engine on this machine and write a profile of its costs.",
     )
-    parser.add_argument("--ranks", type=int, help="processes on this machine; 2 by default")
+    parser.add_argument("--ranks", type=int, help="processes; default one per GPU, at least 2")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("--seconds", type=float, help="for all of it; 270 by default")
-    parser.add_argument("--rounds", type=int, help="of candidates of the model; 2 by default")
-    parser.add_argument("--optimizer", default="rowwise_adagrad", help="of the tables")
+    parser.add_argument("--seconds", type=float, help="total time; default 270")
+    parser.add_argument("--rounds", type=int, help="rounds of the model's candidates; default 2")
+    parser.add_argument(
+        "--optimizer", default="rowwise_adagrad", help="the optimizer of the tables"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="seconds and small tables, for tests")
-    parser.add_argument("--output", type=local_path, help="a file in place of the user's cache")
+    parser.add_argument("--quick", action="store_true", help="short, with small tables; for tests")
+    parser.add_argument(
+        "--output", type=local_path, help="the profile; default in the user's cache"
+    )
     args = parser.parse_args(argv)
 
     from sbpflow.planner.calibration.command import default_ranks, run_calibration
@@ -39,7 +43,7 @@ def calibrate(argv: Sequence[str]) -> int:
 
 
 def _planning(name: str) -> Callable[[Sequence[str]], int]:
-    """A command of ``planner.plan_command``, imported when it is asked for."""
+    """A command of ``planner.plan_command``, which is imported when the command runs."""
 
     def run(argv: Sequence[str]) -> int:
         from sbpflow.planner import plan_command
@@ -52,7 +56,7 @@ def _planning(name: str) -> Callable[[Sequence[str]], int]:
 
 
 def clusters(argv: Sequence[str]) -> int:
-    """Predict what a model takes on machines and numbers of ranks that are not at hand."""
+    """Predict the steps of a model on other machines and other numbers of ranks."""
     from sbpflow.planner import scaling
 
     print(scaling.clusters(argv))
@@ -70,7 +74,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 
 
 def main() -> int:
-    """Dispatch on the first word."""
+    """Run the command that the first argument names."""
     return dispatch("sbpflow", COMMANDS, sys.argv[1:])
 
 

@@ -1,4 +1,4 @@
-"""The plan that a search finds best for a task, and what to say when none fits."""
+"""The best plan of a search, and the error if no plan fits."""
 
 from sbpflow.errors import PlanError
 from sbpflow.planner.costs.cost import TaskCost
@@ -8,15 +8,15 @@ from sbpflow.planner.task import Plan
 
 
 def choose(cost: TaskCost, *, seed: int = 0) -> Plan:
-    """The cheapest plan that was found; equal for equal arguments.
+    """The cheapest plan that the search finds; the same for the same arguments.
 
-    PlanError where nothing fits: with the tightest rank and the smallest changes that would do.
+    Raises PlanError if none fits, naming the fullest rank and the smallest changes that help.
     """
     return checked(make_plan("auto", cost, seed=seed), cost).plan
 
 
 def checked(planned: Planned, cost: TaskCost) -> Planned:
-    """PlanError unless the plan fits."""
+    """The plan itself; raises PlanError unless it fits."""
     if not planned.priced.feasible:
         raise PlanError(infeasible_text(planned, cost))
     return planned

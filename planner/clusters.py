@@ -1,8 +1,8 @@
-"""Machines that are not at hand: profiles from published figures, and what grows with the nodes.
+"""Profiles of machines that are not available, made from published figures, and other links.
 
-Every term of such a profile is assumed: bytes over a bandwidth, at a stated share of it. A
-calibration brought from there (``planner.costs.profile.load``) prices the work; only the links of
-more nodes are assumed then (``with_link``).
+Every price in such a profile is assumed: bytes divided by a stated share of a bandwidth. A
+calibration copied from another machine (``planner.costs.profile.load``) prices the computation as
+measured; ``with_link`` then assumes only the links between nodes.
 """
 
 import os
@@ -25,7 +25,7 @@ from sbpflow.runtime.files.local_path import local_path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Published figures of a device and its links; GB/s are one direction of one device."""
+    """Published figures of a device and its links, in GB/s per device and direction."""
 
     memory_gb_per_s: float
     dense_tflop_per_s: float
@@ -33,7 +33,7 @@ class Machine:
     link: Link
     device_bytes: int
     source: str
-    share: float = 0.5  # of a bandwidth that scattered rows reach: assumed
+    share: float = 0.5  # the share of a bandwidth that scattered rows reach: assumed
 
 
 MACHINES: Mapping[str, Machine] = {
@@ -69,69 +69,58 @@ MACHINES: Mapping[str, Machine] = {
     ),
 }
 
-# Of Ethernet between the nodes of a calibration that is brought elsewhere: assumed.
-ETHERNET_SHARE = 0.94  # of a rate that payload reaches, by the headers of TCP and Ethernet
+# Assumptions about the Ethernet that joins the nodes in ``link_of``.
+ETHERNET_SHARE = 0.94  # payload's share of the line rate, after TCP and Ethernet headers
 ETHERNET_CALL_MS = 0.2
 WITHIN_HOST_GB_PER_S = 2.0
 
-USABLE = 0.85  # of a device's memory: the rest is for activations and what the system takes
+USABLE = 0.85  # share of a device's memory for tables; the rest is for activations and the system
 _FLOAT = 4.0  # bytes
-_SORT_PASSES = 8.0  # times an id of 8 bytes is read and written: a radix sort and its runs
-
-
-def machine(name: str) -> Machine:
-    """By name; ConfigError for another."""
-    if name not in MACHINES:
-        raise ConfigError(
-            f"planner: no machine {name!r}; use {', '.join(MACHINES)}, or --profile FILE"
-        )
-    return MACHINES[name]
+_SORT_PASSES = 8.0  # how often a radix sort, with its run detection, reads and writes an 8-byte id
 
 
 def profile_name(text: str) -> str:
-    """``--profile`` as it is given: a machine of these, or a local path."""
+    """The argument of ``--profile``: a key of ``MACHINES`` or a local path."""
     return text if text in MACHINES else str(local_path(text))
 
 
 def profile_of(name: str | None) -> Profile:
-    """Of ``--profile``: a machine of these, a file, or this machine's calibration."""
+    """The profile that ``--profile`` names: a machine, a file, or this machine's calibration."""
     if name is not None and name in MACHINES:
         return described(name)
-    machines = ", ".join(MACHINES)
     if name is not None and not Path(name).exists():
         raise ConfigError(
-            f"--profile: {name} is no file, and no machine that is known; use {machines}, or the "
-            "file of a calibration"
+            f"--profile: {name} is neither a file nor a known machine; use {', '.join(MACHINES)} "
+            "or the file of a calibration"
         )
     if name is None and not default_path().is_file():
         raise ConfigError(
             f"--profile: not given, and there is no calibration at {default_path()}; run sbpflow "
-            "calibrate (under five minutes), or plan by data sheets, for example --profile "
+            "calibrate (under five minutes), or plan from a data sheet, for example --profile "
             f"{next(iter(MACHINES))}"
         )
     return load(None if name is None else Path(name))
 
 
 def memory_of(name: str | None) -> int | None:
-    """Bytes that a rank of ``--profile`` may fill, where a data sheet says what it has."""
-    if name is None or name not in MACHINES:
-        return None
-    return int(USABLE * MACHINES[name].device_bytes)
+    """The bytes that a rank of ``--profile`` may fill, if a data sheet gives the memory size."""
+    machine = MACHINES.get(name or "")
+    return None if machine is None else int(USABLE * machine.device_bytes)
 
 
 def described(name: str) -> Profile:
-    """A profile of published figures; nothing of it is measured."""
-    one = machine(name)
-    byte = 1e-6 / (one.memory_gb_per_s * one.share)  # ms
-    element, launch = _FLOAT * byte, one.launch_ms
+    """A profile of a machine in ``MACHINES``, from published figures; nothing in it is measured."""
+    if name not in MACHINES:
+        raise ConfigError(
+            f"planner: no machine {name!r}; use {', '.join(MACHINES)}, or --profile FILE"
+        )
+    machine = MACHINES[name]
+    byte = 1e-6 / (machine.memory_gb_per_s * machine.share)  # ms
+    element, launch = _FLOAT * byte, machine.launch_ms
     ids = 16.0 * _SORT_PASSES * byte
-    calls = {
-        "num_dense_groups": launch,
-        "num_summed_groups": launch,
-        "num_row_transfers": launch,
-        "num_row_gathers": launch,
-    }
-    mac = 2e-9 / one.dense_tflop_per_s / one.share
+    counts = ("num_dense_groups", "num_summed_groups", "num_row_transfers", "num_row_gathers")
+    calls = dict.fromkeys(counts, launch)
+    mac = 2e-9 / machine.dense_tflop_per_s / machine.share
     terms = {
         "start_id_exchange": {
             "batch_ids": 8 * byte,
@@ -173,34 +162,34 @@ def described(name: str) -> Profile:
     }
     return Profile(
         weights=weights_from(terms),
-        world_size=one.link.ranks_per_node,
+        world_size=machine.link.ranks_per_node,
         backend="nccl",
         hidden={"ids": 1.0, "counts": 1.0, "counted ids": 1.0, "dense gradients": 1.0},
-        link=one.link,
+        link=machine.link,
         sources={"work": "assumed", "transfers": "assumed", "fusion": "none", "overlap": "assumed"},
-        about={"machine": name, "from": one.source},
+        about={"machine": name, "from": machine.source},
     )
 
 
 def link_of(name: str, ranks_per_node: int = 1) -> tuple[Link, str]:
-    """The links of a machine by its name, or Ethernet such as ``25gbit``, and what they rest on.
+    """(link, description) of a machine in ``MACHINES``, or of Ethernet such as ``25gbit``.
 
-    An adapter's rate is shared by the ranks of its node. ConfigError for another name.
+    The ranks of a node share its adapter's rate. Raises ConfigError for any other name.
     """
     rate = re.fullmatch(r"(\d+)gbit", name)
-    if (rate is None or not int(rate[1])) and name not in MACHINES:
-        raise ConfigError(
-            f"--link: {name!r}; use {', '.join(MACHINES)}, or the rate of a node's adapter such as "
-            "25gbit"
-        )
-    if rate is None:
-        link = machine(name).link
+    if rate is None and name in MACHINES:
+        link = MACHINES[name].link
         if ranks_per_node not in (1, link.ranks_per_node):
             raise ConfigError(
                 f"--ranks-per-node: {ranks_per_node}; a node of {name} has {link.ranks_per_node} "
                 "ranks, leave it out"
             )
         return link, f"links of {name}"
+    if rate is None or not int(rate[1]):
+        raise ConfigError(
+            f"--link: {name!r}; use {', '.join(MACHINES)}, or the rate of a node's adapter such as "
+            "25gbit"
+        )
     link = Link(
         ranks_per_node=ranks_per_node,
         within_gb_per_s=WITHIN_HOST_GB_PER_S,
@@ -212,9 +201,10 @@ def link_of(name: str, ranks_per_node: int = 1) -> tuple[Link, str]:
 
 
 def crowded(profile: Profile, ranks_here: int) -> Profile:
-    """The profile where ``ranks_here`` share the cores of this machine, on which it was measured.
+    """The profile with prices for ``ranks_here`` ranks on the machine where it was measured.
 
-    Ranks of one thread each that are more than the cores take turns; on CUDA they do not.
+    Ranks run one thread each. When there are more ranks than cores they take turns, so every price
+    grows in proportion. Ranks on GPUs do not share cores, so their prices stay.
     """
     cores = os.cpu_count() or 1
     measured = int(profile.about.get(RANKS_HERE, profile.world_size))
@@ -226,8 +216,8 @@ def crowded(profile: Profile, ranks_here: int) -> Profile:
         weights=tuple(tuple(factor * value for value in row) for row in profile.weights),
         members=tuple(
             {
-                name: replace(one, scale=tuple(factor * scale for scale in one.scale))
-                for name, one in member.items()
+                name: replace(fusion, scale=tuple(factor * scale for scale in fusion.scale))
+                for name, fusion in member.items()
             }
             for member in profile.members
         ),
@@ -235,7 +225,7 @@ def crowded(profile: Profile, ranks_here: int) -> Profile:
 
 
 def with_link(profile: Profile, link: Link, source: str) -> Profile:
-    """A calibration whose transfers go over another link than the one it was measured on."""
+    """The profile with its transfers priced by another link than the one that was measured."""
     return replace(
         profile, link=link, sources={**profile.sources, "transfers": f"assumed: {source}"}
     )

@@ -1,8 +1,8 @@
-"""``parallel.plan: auto``: from a run's configuration and statistics to the rules of its tables.
+"""``parallel.plan: auto``: from a run's configuration and statistics to a rule for every table.
 
-The task is read off a plan of the run itself (tables, features, optimizers, dense part), so that
-nothing is said twice. Every rank calls this and gets the same: one of a machine searches, searches
-are deterministic, and the ranks compare what they will run before they start.
+The task is read from a draft plan of the run itself (tables, features, optimizers, dense part), so
+nothing is specified twice. Every rank calls ``plan_tables`` and gets the same plan: one process per
+machine searches, the search is deterministic, and the ranks compare their plans before they start.
 """
 
 import logging
@@ -18,7 +18,7 @@ from sbpflow.embedding.plan.tables import TableConfig
 from sbpflow.errors import ConfigError
 from sbpflow.planner.choose import choose
 from sbpflow.planner.clusters import USABLE, crowded
-from sbpflow.planner.costs.cost import CostModel, Prediction
+from sbpflow.planner.costs.cost import Prediction, TaskCost
 from sbpflow.planner.costs.features import IdStats, from_histogram, from_ratios
 from sbpflow.planner.costs.profile import Profile, load
 from sbpflow.planner.plan_cache import chosen_once
@@ -41,7 +41,7 @@ LOG = logging.getLogger(__name__)
 
 
 class FieldStats(Protocol):
-    """What ``sbpflow stats`` measures of a field."""
+    """The statistics of a field that ``sbpflow stats`` measures."""
 
     @property
     def name(self) -> str: ...
@@ -54,14 +54,12 @@ class FieldStats(Protocol):
     @property
     def bins_lookups(self) -> list[int]: ...
     @property
-    def top_mass(self) -> dict[str, float]: ...
-    @property
     def unique_ratio(self) -> dict[str, float]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRun:
-    """The plan, its rules as ``plan_run`` takes them, and what it is expected to take."""
+    """A plan, its rules as ``plan_run`` takes them, and its predicted step."""
 
     task: Task
     plan: Plan
@@ -73,7 +71,7 @@ class PlannedRun:
         return rules(self.plan)
 
     def yaml(self) -> str:
-        """A file that ``parallel.plan`` takes."""
+        """The content of a file for ``parallel.plan``."""
         notes = {
             "predicted_step_ms": round(self.prediction.step_ms, 3),
             "spread_ms": round(self.prediction.spread_ms, 3),
@@ -84,7 +82,7 @@ class PlannedRun:
         return plan_to_yaml(self.plan, notes)
 
     def summary(self) -> str:
-        """For the start of a run."""
+        """One line for the start of a run."""
         placed = len(self.plan) - len(self.task.pinned)
         return (
             f"{placed} of {len(self.plan)} tables planned in {self.seconds:.1f} s, a step "
@@ -92,12 +90,14 @@ class PlannedRun:
         )
 
     def against(self, measured_ms: float) -> str:
-        """One line for the end of a run; ``measured_ms`` is no number where no step was timed."""
-        said = self.prediction.step_ms
-        text = f"predicted {said:.2f} ms (+- {self.prediction.spread_ms:.2f})"
+        """One line for the end of a run; ``measured_ms`` is not finite if no step was timed."""
+        predicted = self.prediction.step_ms
+        text = f"predicted {predicted:.2f} ms (+- {self.prediction.spread_ms:.2f})"
         if not math.isfinite(measured_ms):
-            return f"{text}, not measured: the first step of a run does not count"
-        return f"{text}, measured {measured_ms:.2f} ms ({100 * (said / measured_ms - 1):+.0f} %)"
+            return f"{text}, not measured: the first step of a run is not timed"
+        return (
+            f"{text}, measured {measured_ms:.2f} ms ({100 * (predicted / measured_ms - 1):+.0f} %)"
+        )
 
 
 def plan_tables(
@@ -111,9 +111,9 @@ def plan_tables(
     profile: Profile | None = None,
     topology: Topology | None = None,
 ) -> PlannedRun:
-    """Choose for a run; ``num_rows`` are the rows of the part that ``stats`` are of.
+    """Choose a plan for a run; ``num_rows`` is the number of rows that ``stats`` were taken from.
 
-    ConfigError without a calibration of this machine, PlanError where nothing fits its memory.
+    Raises ConfigError if this machine has no calibration, PlanError if no plan fits its memory.
     """
     start = time.perf_counter()
     profile = profile or load()
@@ -127,7 +127,7 @@ def plan_tables(
     )
     profile = crowded(profile, draft.topology.most_ranks_per_host)
     task = replace(task_of(draft, stats, num_rows), kernel=config.parallel.kernel)
-    cost = CostModel(profile).of(task)
+    cost = TaskCost(profile, task)
     plan, seed = dict(task.pinned), config.run.seed
     if len(plan) < len(task.tables):
         plan = chosen_once(cost, seed, lambda: choose(cost, seed=seed))
@@ -140,9 +140,9 @@ def plan_tables(
 
 
 def task_of(plan: RunPlan, stats: Sequence[FieldStats], num_rows: int) -> Task:
-    """The task of a run, from any plan of it; what ``parallel.tables`` decides is pinned."""
+    """The task of a run, read from any plan of it; tables in ``parallel.tables`` are pinned."""
     tables, memory = plan.embeddings, plan.topology.memory_bytes
-    known = {one.name: one for one in stats}
+    known = {field.name: field for field in stats}
     features = {feature.name: feature for feature in tables.features}
     per_sample = {
         name: known[name].lookups / max(num_rows, 1) if name in known else float(feature.hotness)
@@ -153,8 +153,8 @@ def task_of(plan: RunPlan, stats: Sequence[FieldStats], num_rows: int) -> Task:
         for name, layout in plan.layouts.items()
         if layout.key.startswith("parallel.tables.")
     }
-    free = [one for name, one in plan.layouts.items() if name not in pinned]
-    dtypes = {one.comm_dtype for one in free or plan.layouts.values()}
+    free = [layout for name, layout in plan.layouts.items() if name not in pinned]
+    dtypes = {layout.comm_dtype for layout in free or plan.layouts.values()}
     return Task(
         outputs=tables.outputs,
         features=tables.features,
@@ -181,33 +181,33 @@ def task_of(plan: RunPlan, stats: Sequence[FieldStats], num_rows: int) -> Task:
 
 
 def _dense_work(plan: RunPlan) -> DenseWork:
-    """Of the first rank: every parameter multiplies once a sample, matrices are of layers."""
-    shapes = [one.layout.part_shape(one.shape, 0) for one in plan.dense]
+    """The dense part of rank 0: one multiply-add per sample and parameter; matrices are layers."""
+    shapes = [parameter.layout.part_shape(parameter.shape, 0) for parameter in plan.dense]
     layers = dense_work(
         [(a, b) for a, b in (shape for shape in shapes if shape and len(shape) == 2)]
     )
-    parameters = sum(one.num_elements(0) for one in plan.dense)
+    parameters = sum(parameter.num_elements(0) for parameter in plan.dense)
     return replace(layers, macs_per_sample=float(parameters), parameters=parameters)
 
 
 def _stats_of(
     table: TableConfig, known: Mapping[str, FieldStats], per_sample: Mapping[str, float]
 ) -> IdStats:
-    """Of a table: those of its field. Several fields are taken to touch the rows of the largest."""
-    found = [known[name] for name in table.features if name in known]
-    if not found:
+    """The statistics of a table's field; of several fields, those of the one with most ids."""
+    fields = [known[name] for name in table.features if name in known]
+    if not fields:
         LOG.warning(
-            "no statistics of %s, a column that the model makes itself; its plan takes all rows of "
-            "%s to be as frequent as each other",
+            "no statistics of %s, a column that the model computes; the planner assumes that all "
+            "rows of %s are equally frequent",
             ", ".join(table.features),
             table.name,
         )
         return from_histogram([float(table.num_rows)], [1.0], 1.0)
-    largest = max(found, key=lambda one: one.distinct)
+    largest = max(fields, key=lambda field: field.distinct)
     if not largest.unique_ratio:
         raise ConfigError(
-            f"parallel.plan: auto: the set is too small for statistics of {largest.name} in a "
-            "batch; it takes 1,024 rows of train or more, or a scheme: parallel.scheme: auto"
+            f"parallel.plan: auto: the data set is too small for batch statistics of "
+            f"{largest.name}; use 1,024 training rows or more, or parallel.scheme: auto"
         )
     return from_ratios(
         {int(size): ratio for size, ratio in largest.unique_ratio.items()},
@@ -215,5 +215,4 @@ def _stats_of(
         distinct=float(max(largest.distinct, 1)),
         bin_rows=largest.bins_rows,
         bin_lookups=largest.bins_lookups,
-        top_mass=[largest.top_mass[key] for key in sorted(largest.top_mass, key=int)],
     )

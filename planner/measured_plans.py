@@ -1,4 +1,4 @@
-"""Plans timed on the ranks of this machine, in turns, so that a drift of the machine hits all."""
+"""Times plans on the ranks of this machine, in turns, so that drift affects all plans alike."""
 
 import statistics
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from sbpflow.runtime.ranks.world import World
 
 
 def measure_plans(tables: TablesFile, plans: Sequence[Plan], *, rounds: int) -> list[float] | None:
-    """Every rank calls it; rank 0 gets the median ms of a step of each plan over the rounds."""
+    """The median step of each plan in ms, on rank 0; None elsewhere. Every rank calls it."""
     with World.start("auto") as world:
         if world.device.type == "cpu":
             torch.set_num_threads(1)
         boxing = Boxing(world)
         sample = Sample(task=tables.task(world.size, world.device.type), laws=tables.laws)
         batches = draw_batches(sample, world.rank, 2, world.device)
-        found = measure_in_turns(boxing, sample.task, plans, batches, rounds=rounds, serial=0)
-        return [statistics.median(one.rounds_ms) for one in found] if world.rank == 0 else None
+        measured = measure_in_turns(boxing, sample.task, plans, batches, rounds=rounds, serial=0)
+        return [statistics.median(plan.rounds_ms) for plan in measured] if world.rank == 0 else None

@@ -1,9 +1,8 @@
-"""Plans that were chosen, on disk: the ranks of a machine choose once, and a run that starts again
-does not choose at all.
+"""Chosen plans on disk: the ranks of a machine search once, and a restarted run not at all.
 
-A file is named by everything that a choice depends on: the task, the prices, the seed, and the code
-that chooses, with the packages that it searches by. Who finds it held waits, so that ranks which
-share cores do not all search.
+The file's name is a digest of everything that the choice depends on: the task, the prices, the
+seed, the source code, and the versions of the packages that the search uses. A process that finds
+the file locked waits for it, so ranks that share cores do not all search.
 """
 
 import hashlib
@@ -26,34 +25,33 @@ from sbpflow.runtime.files.file_lock import hold
 from sbpflow.runtime.files.json_file import JsonError, object_of, parse_json
 
 LOG = logging.getLogger(__name__)
-KEPT = 100  # plans, the newest
+MOST_PLANS = 100  # the newest are kept
 MOST_CHARACTERS = 2**26
 
 
 def chosen_once(cost: TaskCost, seed: int, choose: Callable[[], Plan]) -> Plan:
-    """What ``choose`` gives for these prices and this seed, called by one process of this machine.
+    """The plan that ``choose`` returns for these prices and this seed; one process calls it.
 
-    What ``choose`` raises is raised, and nothing is kept. Without a folder that can be written
-    every process chooses for itself, with a warning. What is kept and is no plan of the task is
-    chosen anew.
+    An exception of ``choose`` is raised and nothing is cached. If the cache folder is not writable,
+    every process chooses for itself, with a warning. A damaged file is chosen again.
     """
     path = cache_dir() / "plans" / f"{_digest(cost, seed)}.json"
     try:
         make_private(path.parent)
         file = hold(path, wait=True)
     except OSError as error:
-        LOG.warning("%s: no plan is kept, so every rank chooses its own (%s)", path, error)
+        LOG.warning("%s: cannot cache plans, so every rank chooses its own (%s)", path, error)
         return choose()
     with file:
         plan = _read(file, cost.task)
         if plan is None:
             plan = choose()
-            _keep(file, path, plan)
+            _write(file, path, plan)
         return plan
 
 
 def _read(file: IO[str], task: Task) -> Plan | None:
-    """The task's plan in it; None for a new file and, with a warning, for a damaged one."""
+    """The cached plan of the task; None for a new file and, with a warning, for a damaged one."""
     file.seek(0)
     try:
         text = file.read(MOST_CHARACTERS)
@@ -61,33 +59,33 @@ def _read(file: IO[str], task: Task) -> Plan | None:
             return None
         content = object_of(parse_json(text), "the file")
         if content.get("sha256") != _digest_of(content.get("plan")):
-            raise JsonError("its checksum does not fit")
+            raise JsonError("its checksum is wrong")
         plan = plan_of_tree(content["plan"])
         task.check(plan)
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
-        LOG.warning("%s: is not a plan that was kept (%s); it is chosen again", file.name, error)
+        LOG.warning("%s: not a valid cached plan (%s); choosing again", file.name, error)
         return None
     return plan
 
 
-def _keep(file: IO[str], path: Path, plan: Plan) -> None:
+def _write(file: IO[str], path: Path, plan: Plan) -> None:
     try:
-        # Past the buffer of ``file``, which would be written once more when it is closed.
+        # Bypass the buffer of ``file``: it would be written a second time on close.
         os.ftruncate(file.fileno(), 0)
         content = {"sha256": _digest_of(plan_tree(plan)), "plan": plan_tree(plan)}
         os.write(file.fileno(), json.dumps(content).encode())
-        _forget_oldest(path.parent)
+        _delete_oldest(path.parent)
     except OSError as error:
-        LOG.warning("%s: the plan is not kept (%s)", path, error)
+        LOG.warning("%s: the plan is not cached (%s)", path, error)
 
 
-def _forget_oldest(folder: Path) -> None:
+def _delete_oldest(folder: Path) -> None:
     dated: list[tuple[float, Path]] = []
     for path in folder.glob("*.json"):
-        with suppress(FileNotFoundError):  # another process forgot it first
+        with suppress(FileNotFoundError):  # deleted by another process meanwhile
             dated.append((path.stat().st_mtime, path))
-    for _, old in sorted(dated)[:-KEPT]:
-        with suppress(OSError):  # of another user, or no file
+    for _, old in sorted(dated)[:-MOST_PLANS]:
+        with suppress(OSError):  # owned by another user, or not a file
             old.unlink()
 
 
@@ -103,10 +101,10 @@ def _digest(cost: TaskCost, seed: int) -> str:
 
 @cache
 def _code() -> str:
-    """A digest of all sources that a choice may go through."""
-    found = hashlib.sha256()
+    """A digest of all source files that a choice may depend on."""
+    digest = hashlib.sha256()
     for folder in (Path(__file__).parent, Path(str(sbpflow.__file__)).parent):
         for path in sorted(folder.rglob("*.py")):
-            found.update(str(path.relative_to(folder)).encode())
-            found.update(path.read_bytes())
-    return found.hexdigest()
+            digest.update(str(path.relative_to(folder)).encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -1,6 +1,6 @@
-"""``sbpflow plan | explain | compare``: plans for a ``tables.json`` under a profile.
+"""``sbpflow plan``, ``explain``, ``compare`` and ``measure``: plans for the tables of a file.
 
-Each returns the text that is printed.
+Each command returns the text to print.
 """
 
 import json
@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 
 from sbpflow.errors import ConfigError
-from sbpflow.planner.calibration.calibrate import plan_of_tree, plan_tree
 from sbpflow.planner.calibration.candidates import to_measure
+from sbpflow.planner.calibration.records import plan_of_tree, plan_tree
 from sbpflow.planner.choose import checked
 from sbpflow.planner.clusters import MACHINES, memory_of, profile_name, profile_of
-from sbpflow.planner.costs.cost import CostModel, TaskCost
+from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.measured_plans import measure_plans
 from sbpflow.planner.planners import PLANNERS, Planned, PlannerName, make_plan, planner_of
 from sbpflow.planner.report import as_html, as_json, as_text, report_of
@@ -33,40 +33,42 @@ from sbpflow.runtime.processes.start_ranks import start_ranks
 WRITERS = {".txt": as_text, ".json": as_json, ".html": as_html}
 
 
-def _parser(name: str, says: str) -> ArgumentParser:
-    parser = ArgumentParser(prog=f"sbpflow {name}", description=says)
+def _parser(name: str, description: str) -> ArgumentParser:
+    parser = ArgumentParser(prog=f"sbpflow {name}", description=description)
     parser.add_argument(
         "--tables",
         type=local_path,
         required=True,
-        help="tables.json; planner/tables_file.py has it",
+        help="tables.json; planner/tables_file.py describes its format",
     )
-    parser.add_argument("--world-size", type=int, default=2, help="ranks; 2 by default")
+    parser.add_argument("--world-size", type=int, default=2, help="number of ranks; default 2")
     parser.add_argument(
         "--profile",
         type=profile_name,
-        help=f"a calibration, or {', '.join(MACHINES)}; this machine's by default",
+        help=f"a calibration file, or {', '.join(MACHINES)}; default: this machine's calibration",
     )
     parser.add_argument("--seed", type=int, default=0)
     return parser
 
 
+def _add_report(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--report", type=local_path, help="also write the report to a .txt, .json or .html file"
+    )
+
+
 def plan(argv: Sequence[str]) -> str:
-    """Choose a layout, ranks and an exchange for every table; the YAML goes to ``--output``."""
-    parser = _parser("plan", "Choose where every table lives, and say why.")
-    parser.add_argument("--planner", default="auto", help=f"{', '.join(PLANNERS)}; auto by default")
-    parser.add_argument(
-        "--output", type=local_path, help="where parallel.plan finds it, as plan.yaml"
-    )
-    parser.add_argument(
-        "--report", type=local_path, help="a .txt, .json or .html file beside the printed text"
-    )
+    """Choose a layout, ranks and an exchange for every table; ``--output`` takes the YAML."""
+    parser = _parser("plan", "Choose where every table is stored, and report why.")
+    parser.add_argument("--planner", default="auto", help=f"{', '.join(PLANNERS)}; default auto")
+    parser.add_argument("--output", type=local_path, help="a YAML file for parallel.plan")
+    _add_report(parser)
     parser.add_argument(
         "--measure",
         type=int,
         default=0,
         metavar="K",
-        help="run the best K plans, and those with all tables alike, on ranks of this machine",
+        help="time the best K plans, and those with all tables alike, on ranks of this machine",
     )
     args = parser.parse_args(argv)
     cost, name = _cost(args), planner_of(args.planner)
@@ -80,16 +82,12 @@ def plan(argv: Sequence[str]) -> str:
 
 
 def explain(argv: Sequence[str]) -> str:
-    """What a plan that is there would take, and what would be better for each table."""
-    parser = _parser(
-        "explain-plan", "Show what a plan takes on each rank, and what would be better."
-    )
+    """Predict the step of an existing plan, and the best alternative for each table."""
+    parser = _parser("explain-plan", "Predict a plan's time rank by rank, and list better choices.")
     parser.add_argument(
-        "--plan", type=local_path, required=True, help="a YAML of plan, or a person's"
+        "--plan", type=local_path, required=True, help="a YAML file, by sbpflow plan or by hand"
     )
-    parser.add_argument(
-        "--report", type=local_path, help="a .txt, .json or .html file beside the printed text"
-    )
+    _add_report(parser)
     args = parser.parse_args(argv)
     cost = _cost(args)
     given = plan_from_yaml(args.plan, cost.task)
@@ -107,51 +105,51 @@ def explain(argv: Sequence[str]) -> str:
 
 
 def compare(argv: Sequence[str]) -> str:
-    """Every planner on the same tables, as the profile prices their plans."""
+    """Price the plans of every planner for the same tables."""
     parser = _parser("compare", "Price the plans of all planners, ours and the published ones.")
     parser.add_argument("--planners", nargs="+", default=list(PLANNERS), metavar="NAME")
     args = parser.parse_args(argv)
     cost = _cost(args)
     names: list[PlannerName] = [planner_of(name) for name in args.planners]
-    rows = [make_plan(name, cost, seed=args.seed) for name in names]
     lines = [f"{'planner':<12} {'predicted ms':>13} {'fits':>5} {'seconds':>8}"]
-    for one in sorted(rows, key=lambda one: one.priced.rank):
-        fits = "yes" if one.priced.feasible else "no"
-        lines.append(f"{one.planner:<12} {one.priced.ms:>13.3f} {fits:>5} {one.seconds:>8.2f}")
+    results = [make_plan(name, cost, seed=args.seed) for name in names]
+    for planned in sorted(results, key=lambda planned: planned.priced.rank):
+        fits, ms = "yes" if planned.priced.feasible else "no", planned.priced.ms
+        lines.append(f"{planned.planner:<12} {ms:>13.3f} {fits:>5} {planned.seconds:>8.2f}")
     return "\n".join(lines)
 
 
 def _cost(args: Namespace) -> TaskCost:
-    """What can be wrong is told before anything is searched."""
+    """The prices of the task; every argument is checked here, before any search."""
     if args.world_size < 1:
-        raise ConfigError(f"--world-size: {args.world_size}; use 1 or more, as 4")
-    report = getattr(args, "report", None)
+        raise ConfigError(f"--world-size: {args.world_size}; use 1 or more, for example 4")
+    report, measure = getattr(args, "report", None), getattr(args, "measure", 0)
     if report and report.suffix not in WRITERS:
-        raise ConfigError(f"--report: {report}; end its name in {', '.join(WRITERS)}")
-    if getattr(args, "measure", 0) < 0:
-        raise ConfigError(f"--measure: {args.measure}; use 1 or more plans, as 4")
+        raise ConfigError(f"--report: {report}; the name must end in {', '.join(WRITERS)}")
+    if measure < 0:
+        raise ConfigError(f"--measure: {measure}; use 0 or more plans, for example 4")
     for key in ("report", "output"):
         path: Path | None = getattr(args, key, None)
         if path is not None and not path.parent.is_dir():
-            raise ConfigError(f"--{key}: {path}: there is no folder {path.parent}; make it first")
+            raise ConfigError(f"--{key}: {path}: no folder {path.parent}; create it first")
     tables = read_tables(args.tables)
-    if getattr(args, "measure", 0) and set(tables.laws) != {one.name for one in tables.tables}:
+    if measure and set(tables.laws) != {table.name for table in tables.tables}:
         raise ConfigError(
-            "--measure: draws ids by each table's zipf, and not all have one; give all tables "
-            '"zipf": {"s": .., "q": ..}, or leave --measure out'
+            "--measure: draws ids by each table's zipf, and not all tables have it; give every "
+            'table "zipf": {"s": .., "q": ..}, or leave --measure out'
         )
     profile, limit = profile_of(args.profile), memory_of(args.profile)
-    device = {"nccl": "cuda", "gloo": "cpu"}[profile.backend]
-    if getattr(args, "measure", 0) and device == "cuda" and not torch.cuda.is_available():
+    device = profile.device_type
+    if measure and device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            f"--measure: --profile {args.profile} is of GPUs, and this machine has none that can "
-            "be used; leave one of the two out"
+            f"--measure: --profile {args.profile} describes GPUs, and this machine has no usable "
+            "GPU; leave out --measure or --profile"
         )
-    return CostModel(profile).of(tables.task(args.world_size, device, device_bytes=limit))
+    return TaskCost(profile, tables.task(args.world_size, device, device_bytes=limit))
 
 
 def _write(args: Namespace, cost: TaskCost, planned: Planned) -> str:
-    """Writes the files that are asked for, also of a plan that does not fit; the report's text."""
+    """Write the requested files, also for a plan that does not fit; return the report's text."""
     report = report_of(planned, cost)
     if args.report:
         args.report.write_text(WRITERS[args.report.suffix](report), encoding="utf-8")
@@ -169,28 +167,21 @@ def _write(args: Namespace, cost: TaskCost, planned: Planned) -> str:
 
 
 def _measured(args: Namespace, cost: TaskCost, planned: Planned) -> tuple[Planned, list[str]]:
-    """The fastest as measured of the best K plans and the homogeneous ones."""
+    """The fastest measured plan, of the best K and those with all tables alike."""
     plans = {
         name: plan_of(cost.task, planned.problem, assignment)
         for name, assignment in to_measure(planned, args.measure).items()
     }
     with tempfile.TemporaryDirectory() as folder:
-        asked, answer = Path(folder, "plans.json"), Path(folder, "measured.json")
-        asked.write_text(json.dumps([plan_tree(one) for one in plans.values()]))
-        words = [
-            "measure",
-            "--tables",
-            str(args.tables),
-            "--plans",
-            str(asked),
-            "--output",
-            str(answer),
-        ]
-        if code := start_ranks(words, args.world_size, "--world-size"):
+        plans_file, times_file = Path(folder, "plans.json"), Path(folder, "measured.json")
+        plans_file.write_text(json.dumps([plan_tree(plan) for plan in plans.values()]))
+        command = ["measure", "--tables", str(args.tables), "--plans", str(plans_file)]
+        command += ["--output", str(times_file)]
+        if code := start_ranks(command, args.world_size, "--world-size"):
             raise ConfigError(
-                f"--measure: a rank ended with exit code {code}; its message is above"
+                f"--measure: a rank failed with exit code {code}; its message is above"
             )
-        times = dict(zip(plans, _times(answer, len(plans)), strict=True))
+        times = dict(zip(plans, _times(times_file, len(plans)), strict=True))
     lines = [
         f"measured {ms:9.3f} ms  {name}" for name, ms in sorted(times.items(), key=lambda t: t[1])
     ]
@@ -205,21 +196,21 @@ def _measured(args: Namespace, cost: TaskCost, planned: Planned) -> tuple[Planne
     return fastest_plan, lines
 
 
-def _times(answer: Path, count: int) -> list[float]:
-    """What ``measure`` wrote; ConfigError for anything else."""
+def _times(path: Path, count: int) -> list[float]:
+    """The times that ``measure`` wrote; ConfigError for any other content."""
     try:
-        times = list_of(read_json(answer), str(answer))
+        times = list_of(read_json(path), str(path))
     except (FileNotFoundError, JsonError) as error:
-        raise ConfigError(f"--measure: the ranks left no times ({error}); run it again") from error
+        raise ConfigError(f"--measure: the ranks wrote no times ({error}); run it again") from error
     if len(times) != count or not all(map(is_number, times)):
-        raise ConfigError(f"--measure: the ranks left {len(times)} times of {count} plans")
+        raise ConfigError(f"--measure: the ranks wrote {len(times)} times for {count} plans")
     return times
 
 
 def measure(argv: Sequence[str]) -> str:
-    """One of the ranks that ``plan --measure`` starts; writes the ms of each plan."""
+    """Run one of the ranks that ``plan --measure`` starts; writes the ms of each plan."""
     parser = ArgumentParser(
-        prog="sbpflow measure", description="As a rank: time plans one after another."
+        prog="sbpflow measure", description="Time plans one after another, as one rank."
     )
     for name in ("--tables", "--plans", "--output"):
         parser.add_argument(name, type=local_path, required=True)
@@ -229,7 +220,7 @@ def measure(argv: Sequence[str]) -> str:
     try:
         plans = [plan_of_tree(tree) for tree in list_of(read_json(args.plans), str(args.plans))]
     except (FileNotFoundError, JsonError) as error:
-        raise ConfigError(f"--plans: {error}; use the file that plan --measure wrote") from error
+        raise ConfigError(f"--plans: {error}; use the file written by plan --measure") from error
     times = measure_plans(tables, plans, rounds=args.rounds)
     if times is not None:
         args.output.write_text(json.dumps(times))

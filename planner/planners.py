@@ -1,13 +1,13 @@
-"""The planners by name, behind one function: ours, and the published ones to compare with.
+"""All planners by name, behind one function: ours, and published ones to compare with.
 
-``auto`` searches all layouts under the cost model. Of the others, those that learn are trained when
-they are first asked for, on tasks drawn by ``planner.workloads`` for the same world and batch,
-priced as the task is; that takes up to a minute, and what they learned is kept.
+``auto`` searches all layouts under the cost model. The learned planners are trained on first use,
+with tasks drawn by ``planner.workloads`` for the same world size and batch size and priced by the
+same profile. Training takes up to a minute, and the trained networks are cached.
 """
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -25,7 +25,7 @@ from sbpflow.planner.published.greedy import (
     size_greedy,
     size_lookup_greedy,
 )
-from sbpflow.planner.published.model_cache import keep, path_of, recall
+from sbpflow.planner.published.model_cache import load_model, path_of, save_model
 from sbpflow.planner.published.neuroshard import NeuroShard
 from sbpflow.planner.published.setting import Setting
 from sbpflow.planner.search.auto import Effort, Found, search
@@ -61,17 +61,17 @@ LEARNED: Mapping[str, type[DreamShard] | type[NeuroShard] | type[AutoShard]] = {
     "dreamshard": DreamShard,
     "autoshard": AutoShard,
 }
-MOST_FOR_EMBARK = 2000  # tables x ranks, beyond which its 189 placements take seconds
-MOST_FOR_SEARCHES = 2000  # tables x ranks, beyond which there is no time for seeds by search
-UNCORRECTED = "without corrections"  # the seed found by prices that leave them out
-UNSPLIT = "no table split"  # the seed found among whole and copied tables
+MOST_FOR_EMBARK = 2000  # tables x ranks; beyond it EMBark's 189 placements take seconds
+MOST_FOR_SEARCHES = 2000  # tables x ranks; beyond it seeds by search take too long
+UNCORRECTED = "without corrections"  # the seed searched without the learned corrections
+UNSPLIT = "no table split"  # the seed searched among whole and copied tables
 TRAINING_TASKS = 30
-TRAINING_TABLES = (10, 60)  # of a training task, from .. to
+TRAINING_TABLES = (10, 60)  # fewest and most tables of a training task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A planner's answer: the plan, its price, and what ``auto`` tells beside."""
+    """A planner's result: the plan and its price; ``found`` is the search of ``auto``."""
 
     planner: str
     plan: Plan
@@ -83,7 +83,7 @@ class Planned:
 
 
 def planner_of(name: str) -> PlannerName:
-    """ConfigError for a name that is none."""
+    """The name, checked; raises ConfigError for an unknown planner."""
     if name not in PLANNERS:
         raise ConfigError(f"--planner: {name!r}; use {', '.join(PLANNERS)}")
     return name
@@ -92,7 +92,7 @@ def planner_of(name: str) -> PlannerName:
 def make_plan(
     name: PlannerName, cost: TaskCost, *, seed: int = 0, effort: Effort | None = None
 ) -> Planned:
-    """A plan for the cost's task. The best of least excess where nothing fits: ``priced`` says."""
+    """A plan for the cost's task; if no plan fits, ``priced`` shows the least excess."""
     start = time.perf_counter()
     problem = problem_of(cost)
     setting = Setting(cost.task, problem, seed)
@@ -101,7 +101,7 @@ def make_plan(
         found = search(problem, seed=seed, effort=effort, given=seeds_of(setting, effort))
         assignment = found.assignment
     else:
-        assignment = published(name, [cost], seed)(setting)
+        assignment = published(name, cost, seed)(setting)
     return Planned(
         planner=name,
         plan=plan_of(cost.task, problem, assignment),
@@ -114,31 +114,32 @@ def make_plan(
 
 
 def seeds_of(setting: Setting, effort: Effort | None = None) -> dict[str, Assignment]:
-    """What ``auto`` starts from beside its own seeds: the published heuristics that need no
-    training, and what it finds where a search gets stuck less: among plans that split no table,
-    and by the same prices without learned corrections.
+    """The plans that ``auto`` starts from in addition to the search's own seeds.
+
+    These are the published heuristics that need no training, and the results of two easier
+    searches that get stuck less: one splits no table, the other leaves out learned corrections.
     """
     seeds, cost = published_seeds(setting), setting.problem.pricing
     small = len(setting.tables) * setting.num_ranks <= MOST_FOR_SEARCHES
     if not small or not isinstance(cost, TaskCost):
         return seeds
-    # Without the exact model, which the search that starts from them has.
+    # The search that starts from these seeds runs the exact model itself.
     effort = replace(effort or Effort.of(setting.problem), exact_time=0.0)
     searched: dict[str, Assignment] = {}
-    if not any(_lacks_whole(setting)):
+    if setting.whole_allowed:
         narrow = problem_of(cost, table_wise)
         best = search(narrow, seed=setting.seed, effort=effort).assignment
         searched[UNSPLIT] = assignment_of(setting.problem, plan_of(cost.task, narrow, best))
     if cost.profile.members:
-        plain = TaskCost(replace(cost.profile, members=()), cost.task, cost.objective)
+        plain = TaskCost(replace(cost.profile, members=()), cost.task)
         found = search(problem_of(plain), seed=setting.seed, effort=effort, given=seeds)
         searched[UNCORRECTED] = found.assignment
     return seeds | searched
 
 
 def published_seeds(setting: Setting) -> dict[str, Assignment]:
-    """Of every published heuristic that needs no training."""
-    if any(_lacks_whole(setting)):
+    """The plans of every published heuristic that needs no training."""
+    if not setting.whole_allowed:
         return {}
     plans = {f"{name} greedy": plan(setting) for name, plan in GREEDY.items() if name != "random"}
     if len(setting.tables) * setting.num_ranks <= MOST_FOR_EMBARK:
@@ -146,49 +147,38 @@ def published_seeds(setting: Setting) -> dict[str, Assignment]:
     return plans
 
 
-def _lacks_whole(setting: Setting) -> list[bool]:
-    from sbpflow.planner.shapes import COPIED, WHOLE
+def published(name: PlannerName, like: TaskCost, seed: int) -> Callable[[Setting], Assignment]:
+    """A published planner for tasks of the same world size, batch size and prices as ``like``.
 
-    shape = WHOLE if setting.num_ranks > 1 else COPIED
-    return [setting.option(table, shape) is None for table in range(len(setting.tables))]
-
-
-def published(
-    name: PlannerName, like: Sequence[TaskCost], seed: int
-) -> Callable[[Setting], Assignment]:
-    """A published planner, for tasks like those given.
-
-    One that learns is trained, or taken from where it was kept when it was last.
+    A learned planner is loaded from the cache, or trained and cached.
     """
     if name in GREEDY:
         return GREEDY[name]
     if name == "embark":
         return embark
     if name not in LEARNED:
-        others = ", ".join(PLANNERS[1:])
-        raise ConfigError(f"--planner: {name!r} is not a published one; use {others}")
+        raise ConfigError(f"--planner: {name!r} is not published; use {', '.join(PLANNERS[1:])}")
     kind, path = LEARNED[name], path_of(name, like, seed)
-    model = kind.blank(like[0].task.world_size)
-    if not recall(model, path):
-        LOG.info("%s learns from %d drawn tasks", name, TRAINING_TASKS)
+    model = kind.blank(like.task.world_size)
+    if not load_model(model, path):
+        LOG.info("training %s on %d drawn tasks", name, TRAINING_TASKS)
         model = kind.train(training_settings(like, seed), seed)
-        keep(model, path)
+        save_model(model, path)
     return model.plan
 
 
-def training_settings(like: Sequence[TaskCost], seed: int) -> list[Setting]:
-    """Tasks to train on: tables from the half of the pool that no comparison draws from."""
+def training_settings(like: TaskCost, seed: int) -> list[Setting]:
+    """Tasks to train on, from the half of the table pool that no comparison draws from."""
     random = np.random.default_rng(seed)
     settings: list[Setting] = []
     for number in range(TRAINING_TASKS):
-        one = like[number % len(like)]
         task = random_task(
             seed * TRAINING_TASKS + number,
             num_tables=int(random.integers(TRAINING_TABLES[0], TRAINING_TABLES[1] + 1)),
-            world_size=one.task.world_size,
+            world_size=like.task.world_size,
             held_out=False,
-            batch_size=one.task.batch_size,
+            batch_size=like.task.batch_size,
         )
-        task = replace(task, overlap=one.task.overlap)
-        settings.append(Setting(task, problem_of(TaskCost(one.profile, task, one.objective)), seed))
+        cost = TaskCost(like.profile, replace(task, overlap=like.task.overlap))
+        settings.append(Setting(cost.task, problem_of(cost), seed))
     return settings

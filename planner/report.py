@@ -1,11 +1,11 @@
-"""A plan for people and programs: what each rank does, why each table is where it is, how far from
-the bound; and what to change when nothing fits.
+"""Reports on a plan: each rank's work, the best alternative for each table, the gap to the lower
+bound, and what to change if no plan fits.
 """
 
 import html
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,26 +14,26 @@ import torch
 
 from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.costs.kernels import StorageKernel, kernels_of
-from sbpflow.planner.costs.simulate import KINDS
+from sbpflow.planner.costs.simulate import KINDS, PHASES
 from sbpflow.planner.planners import Planned, make_plan
 from sbpflow.planner.search.auto import Effort
 from sbpflow.planner.search.bounds import Bound, bound, certified
 from sbpflow.planner.search.insertion import Inserter
 from sbpflow.planner.search.problem import Floats, Move, State
-from sbpflow.planner.task import Choice
+from sbpflow.planner.task import Choice, Task
 
 KIND_ORDER = ("forward", "forward exchange", "dense", "backward exchange", "backward")
 COLOURS = ("#4477aa", "#66ccee", "#bbbbbb", "#ee6677", "#aa3377")
 SEEDS_SHOWN = 8
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-QUICK = Effort(insertions=60, exact_time=0.0)  # to see whether a changed task fits
+QUICK = Effort(insertions=60, exact_time=0.0)  # enough to see whether a changed task fits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerUp:
-    """The best other way to lay a table with all others as they are; ``more_ms`` for the step.
+    """The best other choice for a table, all others unchanged; the step becomes ``more_ms`` longer.
 
-    It is no farther beyond the ranks' memory than the plan: where the plan fits, it does.
+    It exceeds the ranks' memory by no more than the plan: if the plan fits, so does this choice.
     """
 
     choice: Choice
@@ -42,7 +42,7 @@ class RunnerUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Everything there is to say about a plan."""
+    """A plan with its bounds, alternatives and kernel times, for the writers below."""
 
     planned: Planned
     cost: TaskCost
@@ -51,16 +51,16 @@ class Report:
     kernels: Sequence[StorageKernel]
 
     def kinds(self) -> Floats:
-        """[ranks, kinds] ms in the order of ``KIND_ORDER``."""
+        """[ranks, kinds] ms, in the order of ``KIND_ORDER``."""
         phases = self.planned.priced.phases
-        found = np.zeros((phases.shape[0], len(KIND_ORDER)))
-        for place, name in enumerate(self.cost.phases):
-            found[:, KIND_ORDER.index(KINDS[name])] += phases[:, place]
-        return found
+        kinds = np.zeros((phases.shape[0], len(KIND_ORDER)))
+        for place, name in enumerate(PHASES):
+            kinds[:, KIND_ORDER.index(KINDS[name])] += phases[:, place]
+        return kinds
 
 
 def report_of(planned: Planned, cost: TaskCost) -> Report:
-    """With bounds and runners-up, which take a while for many tables."""
+    """Compute bounds and alternatives, which takes a while for many tables."""
     problem, assignment = planned.problem, planned.assignment
     low, _ = cost.bounds
     return Report(
@@ -79,19 +79,19 @@ def _runners_up(planned: Planned) -> dict[str, RunnerUp]:
     problem = planned.problem
     state, inserter = State(problem, planned.assignment), Inserter(problem)
     world = tuple(range(problem.num_ranks))
-    found: dict[str, RunnerUp] = {}
+    runners_up: dict[str, RunnerUp] = {}
     for table, name in enumerate(problem.names):
-        mine = state.remove(table)
+        current = state.remove(table)
         for other in inserter.ranked(state, table):
-            if other.move != mine and _fits_as_well(state, table, other.move, planned):
+            if other.move != current and _fits_as_well(state, table, other.move, planned):
                 shape = problem.options[table][other.move.option].shape
-                found[name] = RunnerUp(
+                runners_up[name] = RunnerUp(
                     choice=Choice(shape, other.move.ranks or world),  # type: ignore[arg-type]
                     more_ms=other.ms - planned.priced.ms,
                 )
                 break
-        state.add(table, mine)
-    return found
+        state.add(table, current)
+    return runners_up
 
 
 def _fits_as_well(state: State, table: int, move: Move, planned: Planned) -> bool:
@@ -102,7 +102,7 @@ def _fits_as_well(state: State, table: int, move: Move, planned: Planned) -> boo
 
 
 def as_tree(report: Report) -> dict[str, Any]:
-    """JSON-ready."""
+    """The report as a tree that ``json.dumps`` takes."""
     planned, kinds = report.planned, report.kinds()
     prediction = report.cost.predict(planned.plan)
     return {
@@ -113,8 +113,8 @@ def as_tree(report: Report) -> dict[str, Any]:
         "plan_seconds": planned.seconds,
         "sources": dict(report.cost.profile.sources),
         "bounds": [
-            {"ms": one.ms, "gap": one.gap if one.ms > 0 else None, "kind": one.kind}
-            for one in report.bounds
+            {"ms": bound.ms, "gap": bound.gap if bound.ms > 0 else None, "kind": bound.kind}
+            for bound in report.bounds
         ],
         "ranks": [
             {
@@ -131,13 +131,19 @@ def as_tree(report: Report) -> dict[str, Any]:
                 "name": name,
                 "layout": str(choice.shape),
                 "ranks": list(choice.ranks),
-                "runner_up": _other(report, name),
+                "runner_up": None
+                if (other := report.runners_up.get(name)) is None
+                else {
+                    "layout": str(other.choice.shape),
+                    "ranks": list(other.choice.ranks),
+                    "more_ms": other.more_ms,
+                },
             }
             for name, choice in planned.plan.items()
         ],
         "storages": [
-            {"group": one.group, "tables": list(one.tables), "kernel_ms": dict(one.ms)}
-            for one in report.kernels
+            {"group": kernel.group, "tables": list(kernel.tables), "kernel_ms": dict(kernel.ms)}
+            for kernel in report.kernels
         ],
         "seeds": {}
         if planned.found is None
@@ -148,31 +154,20 @@ def as_tree(report: Report) -> dict[str, Any]:
     }
 
 
-def _other(report: Report, name: str) -> dict[str, Any] | None:
-    other = report.runners_up.get(name)
-    if other is None:
-        return None
-    return {
-        "layout": str(other.choice.shape),
-        "ranks": list(other.choice.ranks),
-        "more_ms": other.more_ms,
-    }
-
-
 def as_json(report: Report) -> str:
     return json.dumps(as_tree(report), indent=1)
 
 
 def as_text(report: Report) -> str:
-    """Ranks, then tables, then what the plan was chosen over."""
+    """Print the ranks, then the tables, the kernels, and the seeds of the search."""
     tree = as_tree(report)
     lines = [
-        f"{tree['planner']}: {tree['predicted_ms']:.3f} ms a step predicted "
-        f"(+- {tree['spread_ms']:.3f}), {tree['plan_seconds']:.1f} s to plan"
+        f"{tree['planner']}: predicted step {tree['predicted_ms']:.3f} ms "
+        f"(+- {tree['spread_ms']:.3f}), planned in {tree['plan_seconds']:.1f} s"
         + ("" if tree["feasible"] else "; DOES NOT FIT"),
         *(
-            f"lower bound {one.ms:.3f} ms, gap {100 * one.gap:.1f} %: {one.kind}"
-            for one in report.bounds
+            f"lower bound {bound.ms:.3f} ms, gap {100 * bound.gap:.1f} %: {bound.kind}"
+            for bound in report.bounds
         ),
         "",
         _row("rank", *KIND_ORDER, "memory MB", "sent MB", "tables"),
@@ -181,7 +176,7 @@ def as_text(report: Report) -> str:
         times = [f"{rank['ms'][kind]:.3f}" for kind in KIND_ORDER]
         size, sent = rank["memory_bytes"] / 1e6, rank["sent_bytes"] / 1e6
         lines.append(_row(rank["rank"], *times, f"{size:.1f}", f"{sent:.2f}", len(rank["tables"])))
-    lines += ["", "table, layout, ranks; the best other way and what it would add to the step"]
+    lines += ["", "table, layout, ranks; the best other choice and the ms it adds to the step"]
     for table in tree["tables"]:
         text = f"{table['name']}: {table['layout']} on {_ranks(table['ranks'])}"
         if other := table["runner_up"]:
@@ -189,13 +184,13 @@ def as_text(report: Report) -> str:
             text += f"; {where}: {other['more_ms']:+.4f} ms"
         lines.append(text)
     if tree["storages"]:
-        lines += ["", "storage: its fastest kernel by the calibration, and the others, ms a batch"]
-    for one in tree["storages"]:
-        times = ", ".join(f"{name} {ms:.3f}" for name, ms in one["kernel_ms"].items())
-        lines.append(f"{one['group']}, {len(one['tables'])} tables: {times}")
+        lines += ["", "tables stored together: ms of a batch with each kernel, the fastest first"]
+    for storage in tree["storages"]:
+        times = ", ".join(f"{name} {ms:.3f}" for name, ms in storage["kernel_ms"].items())
+        lines.append(f"{storage['group']}, {len(storage['tables'])} tables: {times}")
     seeds = {name: ms for name, ms in tree["seeds"].items() if ms is not None}
     if seeds:
-        lines += ["", f"best of the {len(seeds)} plans it was searched from, milliseconds:"]
+        lines += ["", f"best of the {len(seeds)} plans that the search started from, in ms:"]
         best = sorted(seeds.items(), key=lambda seed: seed[1])[:SEEDS_SHOWN]
         lines += [f"{ms:10.3f}  {name}" for name, ms in best]
     return "\n".join(lines)
@@ -212,8 +207,10 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def as_html(report: Report) -> str:
-    """A page with a timeline, ranks by parts of a step: each part starts when the one before has
-    ended on the slowest rank. What overlaps is drawn as if it did not; the title has the step.
+    """A page with a timeline of the step by rank and kind, and the text of ``as_text``.
+
+    Each kind starts when the kind before it has ended on the slowest rank. Overlap is not drawn;
+    the title has the predicted step with overlap.
     """
     kinds = report.kinds()
     starts = np.concatenate([[0.0], np.cumsum(kinds.max(axis=0))])
@@ -235,7 +232,9 @@ def as_html(report: Report) -> str:
         bars.append(f'<rect x="{x}" y="4" width="12" height="12" fill="{COLOURS[place]}"/>')
         bars.append(f'<text x="{x + 16}" y="15" font-size="12">{kind}</text>')
     total = 40 + height * len(kinds)
-    title = html.escape(f"{report.planned.planner}: {report.planned.priced.ms:.3f} ms a step")
+    title = html.escape(
+        f"{report.planned.planner}: predicted step {report.planned.priced.ms:.3f} ms"
+    )
     return (
         f'<!doctype html><meta charset="utf-8"><title>{title}</title><h1>{title}</h1>'
         f'<svg width="960" height="{total}" font-family="sans-serif">{"".join(bars)}</svg>'
@@ -244,59 +243,45 @@ def as_html(report: Report) -> str:
 
 
 def infeasible_text(planned: Planned, cost: TaskCost) -> str:
-    """The tightest rank of the plan of least excess, and the smallest changes that would do."""
+    """The fullest rank of the plan with the least excess, and the smallest changes that help."""
     task, memory = cost.task, planned.priced.memory
     limit = float(task.device_bytes or 0)
     rank = int(memory.argmax())
     largest = max(task.tables, key=lambda table: table.num_rows * table.dim)
     lines = [
-        f"no plan found fits {_size(limit)} a rank: in the one that lacks least, rank {rank} holds "
-        f"{_size(memory[rank])} ({_size(memory[rank] - limit)} too much), all ranks "
+        f"no plan found fits {_size(limit)} a rank: in the plan with the least excess, rank {rank} "
+        f"holds {_size(memory[rank])} ({_size(memory[rank] - limit)} too much), all ranks "
         f"{_size(memory.sum())} of {_size(limit * len(memory))}",
         f"the largest table is {largest.name}, {largest.num_rows:,} rows x {largest.dim}",
         f"it would fit with {_size(float(memory.max()))} a rank",
-        *(f"it would fit with {what}" for what in _changes(cost)),
+        *(f"it would fit with {change}" for change in _changes(cost)),
     ]
     return "; ".join(lines)
 
 
 def _changes(cost: TaskCost) -> list[str]:
-    """Changes of the task, tried one by one."""
+    """The changes to the task that make a plan fit, each tried alone; the fewest ranks only."""
     task = cost.task
-    tried: list[tuple[str, Callable[[], TaskCost]]] = []
+    tried: list[tuple[str, Task]] = []
     if task.row_dtype.itemsize > 2:
-        half = replace(task, row_dtype=torch.bfloat16)
-        tried.append(
-            ("parallel.table_dtype: bfloat16", lambda: TaskCost(cost.profile, half, cost.objective))
-        )
+        tried.append(("parallel.table_dtype: bfloat16", replace(task, row_dtype=torch.bfloat16)))
     if task.batch_size >= 4 * task.world_size:
-        less = replace(task, batch_size=task.batch_size // 2)
-        tried.append(
-            (
-                f"data.batch_size: {less.batch_size}",
-                lambda: TaskCost(cost.profile, less, cost.objective),
-            )
-        )
+        batch_size = task.batch_size // 2
+        tried.append((f"data.batch_size: {batch_size}", replace(task, batch_size=batch_size)))
     if not task.pinned:
-        for factor in (2, 4, 8):
-            more = replace(task, world_size=task.world_size * factor)
-            if more.batch_size >= more.world_size:
-                tried.append(
-                    (
-                        f"{more.world_size} ranks",
-                        lambda more=more: TaskCost(cost.profile, more, cost.objective),
-                    )
-                )
-    found: list[str] = []
-    for what, changed in tried:
-        if what.endswith(" ranks") and found and found[-1].endswith(" ranks"):
+        for ranks in (task.world_size * factor for factor in (2, 4, 8)):
+            if task.batch_size >= ranks:
+                tried.append((f"{ranks} ranks", replace(task, world_size=ranks)))
+    changes: list[str] = []
+    for text, changed in tried:
+        if text.endswith(" ranks") and changes and changes[-1].endswith(" ranks"):
             break
-        if make_plan("auto", changed(), effort=QUICK).priced.feasible:
-            found.append(what)
-    return found
+        if make_plan("auto", TaskCost(cost.profile, changed), effort=QUICK).priced.feasible:
+            changes.append(text)
+    return changes
 
 
 def _size(num_bytes: float) -> str:
-    """Rounded up: what is said to be enough is."""
-    unit, of = next((one for one in _UNITS if num_bytes >= one[0]), _UNITS[-1])
-    return f"{math.ceil(100 * num_bytes / unit) / 100:.2f} {of}"
+    """Rounded up, so that the printed size is enough."""
+    unit, name = next((pair for pair in _UNITS if num_bytes >= pair[0]), _UNITS[-1])
+    return f"{math.ceil(100 * num_bytes / unit) / 100:.2f} {name}"

@@ -1,14 +1,14 @@
-"""``sbpflow clusters``: one model on more and more ranks of a machine, at hand or not.
+"""``sbpflow clusters``: one model on growing numbers of ranks, on this or on other machines.
 
-For each size the best plan, its predicted step, and the share of it that is communication: the
-phases in which bytes travel, as they would take one after the other. What of that is measured and
-what is assumed is said below the table.
+For each number of ranks it prints the best plan's predicted step and the share of it that is
+communication, as if nothing overlapped. Below the table it prints what is measured and what is
+assumed.
 """
 
 import math
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from sbpflow.costs.ids import Floats
 from sbpflow.errors import ConfigError
@@ -20,65 +20,41 @@ from sbpflow.planner.clusters import (
     profile_of,
     with_link,
 )
-from sbpflow.planner.costs.cost import CostModel, TaskCost
+from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.costs.profile import Profile
 from sbpflow.planner.costs.simulate import KINDS, PHASE
-from sbpflow.planner.planners import PLANNERS, PlannerName, make_plan, planner_of
+from sbpflow.planner.planners import PLANNERS, make_plan, planner_of
 from sbpflow.planner.tables_file import TablesFile, read_tables
 from sbpflow.runtime.files.local_path import local_path
 from sbpflow.runtime.processes.launch import ArgumentParser
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Size:
-    """A plan for ``ranks``; the samples per second are of all of them."""
-
-    ranks: int
-    step_ms: float
-    samples_per_s: float
-    communication: float
-    memory_bytes: int
-    fits: bool
-
-
 def communication_share(phases: Floats) -> float:
-    """Of [ranks, P] ms: transfers among all phases, each of its slowest rank."""
+    """The transfers' share of all phases, [ranks, P] ms, each as long as on its slowest rank."""
     longest = phases.max(0)
-    travels = sum(longest[place] for name, place in PHASE.items() if "exchange" in KINDS[name])
-    return float(travels / max(float(longest.sum()), 1e-12))
-
-
-def size_up(cost: TaskCost, planner: PlannerName, seed: int) -> Size:
-    """The planner's plan for one size."""
-    planned = make_plan(planner, cost, seed=seed)
-    found = cost.predict(planned.plan)
-    return Size(
-        ranks=cost.task.world_size,
-        step_ms=found.step_ms,
-        samples_per_s=1e3 * cost.task.batch_size / found.step_ms,
-        communication=communication_share(found.phases),
-        memory_bytes=max(found.memory_bytes),
-        fits=planned.priced.feasible,
-    )
+    transfers = sum(longest[place] for name, place in PHASE.items() if "exchange" in KINDS[name])
+    return float(transfers / max(float(longest.sum()), 1e-12))
 
 
 def clusters(argv: Sequence[str]) -> str:
-    """Parse the arguments, plan for every size, and give the table."""
+    """Parse the arguments, plan for every number of ranks, and return the table."""
     parser = ArgumentParser(
         prog="sbpflow clusters",
-        description="Predict steps and the share of communication as ranks grow.",
+        description="Predict the step and its share of communication as the number of ranks grows.",
     )
     names = ", ".join(MACHINES)
     parser.add_argument("--tables", type=local_path, required=True, help="tables.json")
     parser.add_argument(
-        "--profile", type=profile_name, help=f"a calibration, or {names}; this machine's by default"
+        "--profile",
+        type=profile_name,
+        help=f"a calibration file, or {names}; default: this machine's calibration",
     )
     parser.add_argument(
-        "--link", help=f"links of {names}, or such as 25gbit, in place of the calibration's"
+        "--link", help=f"the links of {names}, or such as 25gbit; default: the calibration's"
     )
-    parser.add_argument("--ranks-per-node", type=int, default=1, help="that share such a link")
+    parser.add_argument("--ranks-per-node", type=int, default=1, help="ranks that share the --link")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32, 64, 128])
-    parser.add_argument("--weak", action="store_true", help="as many samples per rank at each size")
+    parser.add_argument("--weak", action="store_true", help="keep the batch size of each rank")
     parser.add_argument("--planner", default="auto", help=", ".join(PLANNERS))
     parser.add_argument("--seed", type=int, default=0)
     return _table(parser.parse_args(argv))
@@ -89,24 +65,23 @@ def _table(args: Namespace) -> str:
         raise ConfigError(f"--ranks: {bad[0]}; use 1 or more, for example --ranks 8 16 32")
     profile, tables = _profile(args), read_tables(args.tables)
     costs = [_cost(profile, tables, ranks, args) for ranks in sorted(args.ranks)]
-    name = planner_of(args.planner)  # before the first size takes its time
-    sizes = [size_up(cost, name, args.seed) for cost in costs]
+    planner = planner_of(args.planner)
     lines = [
         f"{'ranks':>6} {'step ms':>9} {'samples/s':>12} {'communication':>14} {'GB a rank':>10}"
     ]
-    for one in sizes:
-        fits = "" if one.fits else "  does not fit"
+    for cost in costs:
+        planned = make_plan(planner, cost, seed=args.seed)
+        prediction = cost.predict(planned.plan)
+        samples_per_s = 1e3 * cost.task.batch_size / prediction.step_ms
+        fits = "" if planned.priced.feasible else "  does not fit"
         lines.append(
-            f"{one.ranks:>6} {one.step_ms:>9.3f} {one.samples_per_s:>12,.0f} "
-            f"{100 * one.communication:>13.0f}% {one.memory_bytes / 1e9:>10.2f}{fits}"
+            f"{cost.task.world_size:>6} {prediction.step_ms:>9.3f} {samples_per_s:>12,.0f} "
+            f"{100 * communication_share(prediction.phases):>13.0f}% "
+            f"{max(prediction.memory_bytes) / 1e9:>10.2f}{fits}"
         )
-    lines += [f"{key}: {value}" for key, value in {**profile.sources, **_from(profile)}.items()]
+    about = {key: profile.about.get(key) for key in ("from", "cpu", "device", "taken")}
+    lines += [f"{key}: {value}" for key, value in {**profile.sources, **about}.items() if value]
     return "\n".join(lines)
-
-
-def _from(profile: Profile) -> Mapping[str, str]:
-    known = ("from", "cpu", "device", "taken")
-    return {key: profile.about[key] for key in known if key in profile.about}
 
 
 def _profile(args: Namespace) -> Profile:
@@ -114,8 +89,8 @@ def _profile(args: Namespace) -> Profile:
     if args.link is None:
         if args.ranks_per_node != 1:
             raise ConfigError(
-                f"--ranks-per-node: {args.ranks_per_node} says who shares the adapters of --link; "
-                "give one such as --link 25gbit, or leave it out"
+                f"--ranks-per-node: {args.ranks_per_node} is the number of ranks that share an "
+                "adapter of --link; give --link too, for example --link 25gbit, or leave it out"
             )
         return profile
     if args.ranks_per_node < 1:
@@ -124,9 +99,8 @@ def _profile(args: Namespace) -> Profile:
 
 
 def _cost(profile: Profile, tables: TablesFile, ranks: int, args: Namespace) -> TaskCost:
-    device = {"nccl": "cuda", "gloo": "cpu"}[profile.backend]
     if args.weak:
         batch = math.ceil(tables.batch_size * ranks / min(args.ranks))
         tables = replace(tables, batch_size=batch)
     limit = memory_of(args.profile)
-    return CostModel(profile).of(tables.task(ranks, device, device_bytes=limit))
+    return TaskCost(profile, tables.task(ranks, profile.device_type, device_bytes=limit))

@@ -1,7 +1,7 @@
-"""Which shapes of a table a planner tries, and a task as the arrays that the search works on.
+"""The shapes of a table that a planner tries, and a task as the arrays that the search works on.
 
-Every exchange of the engine with its ``cuts``: even, into powers of two or one part per rank. Which
-ranks hold the parts is the search's business.
+The shapes are those of every exchange's ``cuts``: even, into powers of two or into one part per
+rank. The search decides which ranks hold the parts.
 """
 
 from collections.abc import Callable, Collection
@@ -19,35 +19,34 @@ from sbpflow.planner.task import Choice, Plan, Shape, Task
 COPIED = Shape("B", "local")
 WHOLE = Shape("B", "columns")
 NO_LIMIT = 1e18  # bytes
-ALIKE = 0.01  # shards that differ by less, as a row more does, count as equal when ranks are chosen
+ALIKE = 0.01  # shards whose counts differ by less, as by one row, are equal when ranks are chosen
 
 
 def shapes_of(task: Task, table: TableConfig) -> tuple[Shape, ...]:
-    """All shapes to try for a table, the simplest first."""
+    """All shapes to try for a table, the unsplit ones first."""
     size = task.world_size
     if size == 1:
         return (COPIED,)
-    cuts = [
-        (exchange.name, sbp, parts)
+    shapes = dict.fromkeys(
+        Shape(sbp, exchange.name, parts)
         for exchange in EXCHANGES
         for sbp, parts in exchange.cuts(table.num_rows, table.dim, size)
-    ]
-    found = dict.fromkeys(Shape(sbp, name, parts) for name, sbp, parts in cuts)
-    return tuple(sorted(found, key=lambda shape: shape.num_shards > 1))
+    )
+    return tuple(sorted(shapes, key=lambda shape: shape.num_shards > 1))
 
 
 def table_wise(shape: Shape) -> bool:
-    """Whether a table of this shape is whole on one rank: the space of most published planners."""
-    return shape == WHOLE or shape == COPIED
+    """Whether the shape keeps the table whole: the search space of most published planners."""
+    return shape in (WHOLE, COPIED)
 
 
 def problem_of(
     model: TaskCost, allowed: Callable[[Shape], bool] | None = None, given: Plan | None = None
 ) -> Problem:
-    """The search's problem of a model's task; pinned tables are part of its base.
+    """The search problem of a model's task; pinned tables are part of its base.
 
-    ``allowed`` narrows the shapes; what is ``given`` adds its own, for a search does not try all
-    that the engine runs. PlanError for a table that none is left for.
+    ``allowed`` narrows the shapes. The shapes of a ``given`` plan are added, because a plan written
+    by hand may use one that the search does not try. Raises PlanError for a table without options.
     """
     task, size = model.task, model.task.world_size
     base = np.tile(model.base(), (size, 1))
@@ -93,19 +92,19 @@ def _option(model: TaskCost, table: TableConfig, shape: Shape) -> Option:
 
 
 def plan_of(task: Task, problem: Problem, assignment: Assignment) -> Plan:
-    """The plan that an assignment stands for, pinned tables included, in the task's order."""
-    found: Plan = dict(task.pinned)
+    """The plan that an assignment describes, pinned tables included, in the task's order."""
+    plan: Plan = dict(task.pinned)
     world = tuple(range(task.world_size))
     for name, options, move in zip(problem.names, problem.options, assignment, strict=True):
         shape = options[move.option].shape
         if not isinstance(shape, Shape):
-            raise PlanError(f"table {name}: {shape!r} is no shape of a task")
-        found[name] = Choice(shape, move.ranks or world)
-    return {table.name: found[table.name] for table in task.tables}
+            raise PlanError(f"table {name}: {shape!r} is not the shape of a table")
+        plan[name] = Choice(shape, move.ranks or world)
+    return {table.name: plan[table.name] for table in task.tables}
 
 
 def assignment_of(problem: Problem, plan: Plan) -> Assignment:
-    """The assignment of a plan; PlanError where a table's shape is not among its options."""
+    """The assignment of a plan; PlanError if a table's shape is not among its options."""
     moves: list[Move] = []
     for name, options in zip(problem.names, problem.options, strict=True):
         choice = plan[name]
@@ -118,5 +117,5 @@ def assignment_of(problem: Problem, plan: Plan) -> Assignment:
 
 
 def option_number(options: Collection[Option], shape: Shape) -> int | None:
-    """Which of the options has this shape."""
+    """The number of the first option with this shape."""
     return next((n for n, option in enumerate(options) if option.shape == shape), None)

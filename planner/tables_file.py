@@ -1,19 +1,22 @@
-"""``tables.json``: a model's tables for ``sbpflow``, without a data set.
+"""``tables.json``: the tables of a model, for planning without a data set.
 
     {"batch_size": 8192, "optimizer": "rowwise_adagrad", "device_gb": 16,
      "tables": [{"name": "C1", "rows": 100000, "dim": 16, "ids_per_sample": 1,
                  "zipf": {"s": 1.05, "q": 2.0}}]}
 
-``batch_size`` is global; ``optimizer`` (rowwise_adagrad by default), ``device_gb`` (no limit) and
-``dense`` (none: a step is of the tables alone) may be left out. ``"dense": {"parameters": 500000,
-"macs_per_sample": 500000, "elements_per_sample": 4000}`` is the part behind the tables; its
-multiply-adds of a forward pass are as many as its parameters where they are left out, and its
-elements, the sum of its layers' inputs and outputs, those of layers 256 wide. A table says how its
-ids repeat by one of three keys: ``zipf`` (the k-th row has a share proportional to (k + q) ** -s),
-``bins`` ({"rows": [17], "lookups": [17]}: fractions by DreamShard's frequency bins of a batch of
-65,536 samples), or ``sample`` (ids of rows, in order).
+``batch_size`` is global. Three keys are optional: ``optimizer`` (default rowwise_adagrad),
+``device_gb`` (default no limit) and ``dense`` (default none: a step has only the tables).
+``"dense": {"parameters": 500000, "macs_per_sample": 500000, "elements_per_sample": 4000}``
+describes the dense part. ``macs_per_sample`` are the multiply-adds of a forward pass, by default as
+many as the parameters. ``elements_per_sample`` is the sum of the layers' inputs and outputs, by
+default that of layers 256 wide.
+
+Each table describes how its ids repeat by one of three keys: ``zipf`` (the k-th row has a share
+proportional to (k + q) ** -s), ``bins`` ({"rows": [17], "lookups": [17]}: fractions by DreamShard's
+frequency bins of a batch of 65,536 samples), or ``sample`` (ids of rows, in order).
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,15 +42,15 @@ KEYS = ("batch_size", "optimizer", "device_gb", "dense", "tables")
 DENSE_KEYS = ("parameters", "macs_per_sample", "elements_per_sample")
 MOST = 1e18  # of any number
 MOST_BYTES = 2**28  # of the file: a sample of ids may be long
-_WIDE = 256  # layers, where nothing is said of them
+_WIDE = 256  # width of the layers if ``elements_per_sample`` is not given
 TABLE_KEYS = ("name", "rows", "dim", "ids_per_sample", "zipf", "bins", "sample")
 LAWS = ("zipf", "bins", "sample")
-MOST_IDS = 1_000_000  # of a table per sample
+MOST_IDS = 1_000_000  # per sample and table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TablesFile:
-    """What the file says; ``laws`` of the tables that have a ``zipf``."""
+    """The file's content; ``laws`` has the tables with a ``zipf``."""
 
     tables: tuple[TableConfig, ...]
     features: tuple[FeatureConfig, ...]
@@ -62,7 +65,7 @@ class TablesFile:
     def task(
         self, world_size: int, device_type: str = "cpu", *, device_bytes: int | None = None
     ) -> Task:
-        """On so many ranks; ``device_bytes`` is the limit where the file has no ``device_gb``."""
+        """The task on ``world_size`` ranks; ``device_bytes`` applies if the file has no limit."""
         return Task(
             outputs=(OutputConfig(name="tables", tables=self.tables),),
             features=self.features,
@@ -78,26 +81,27 @@ class TablesFile:
 
 
 def read_tables(path: Path) -> TablesFile:
-    """ConfigError naming the table and the key that is wrong."""
+    """Read a file; ConfigError names the table and the key that is wrong."""
     try:
         tree = read_json(path, max_bytes=MOST_BYTES)
     except FileNotFoundError as error:
-        raise ConfigError(f"--tables: {path} cannot be read (there is no such file)") from error
+        raise ConfigError(f"--tables: {path}: there is no such file") from error
     except JsonError as error:
-        raise ConfigError(f"--tables: {error}; see planner/tables_file.py for its form") from error
+        raise ConfigError(f"--tables: {error}; planner/tables_file.py has its format") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: {kind_name(tree)}; use an object with a list of tables")
-    _known(str(path), cast("dict[str, Any]", tree), KEYS)
-    listed = cast("Any", tree).get("tables")
+    given = cast("dict[str, Any]", tree)
+    _check_keys(str(path), given, KEYS)
+    listed = given.get("tables")
     if not isinstance(listed, list) or not listed:
         raise ConfigError(f'{path}: tables: none; give one or more, as [{{"name": "C1", ..}}]')
-    parts = [_table(f"{path}: tables[{n}]", one) for n, one in enumerate(cast("Any", listed))]
+    parts = [_table(f"{path}: tables[{n}]", table) for n, table in enumerate(cast("Any", listed))]
     names = [table.name for table, *_ in parts]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"{path}: tables: {', '.join(twice)} named twice; give each its own name")
-    gb = cast("Any", tree).get("device_gb")
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"{path}: tables: repeated names {', '.join(repeated)}; use unique names")
+    gb = given.get("device_gb")
     limit = None if gb is None else max(1, int(1e9 * _number(f"{path}: device_gb", gb, least=0.0)))
-    optimizer = cast("Any", tree).get("optimizer", "rowwise_adagrad")
+    optimizer = given.get("optimizer", "rowwise_adagrad")
     if not isinstance(optimizer, str) or optimizer not in RULES:
         raise ConfigError(f"{path}: optimizer: {brief(optimizer)}; use {', '.join(RULES)}")
     return TablesFile(
@@ -106,10 +110,10 @@ def read_tables(path: Path) -> TablesFile:
         ids_per_sample={feature.name: ids for _, feature, ids, _, _ in parts},
         stats={table.name: stats for table, _, _, stats, _ in parts},
         laws={table.name: law for table, _, _, _, law in parts if law is not None},
-        batch_size=_whole(f"{path}: batch_size", cast("Any", tree).get("batch_size")),
+        batch_size=_whole(f"{path}: batch_size", given.get("batch_size")),
         optimizer=sparse_optimizer(optimizer, lr=0.05),
         device_bytes=limit,
-        dense=_dense(f"{path}: dense", cast("Any", tree).get("dense")),
+        dense=_dense(f"{path}: dense", given.get("dense")),
     )
 
 
@@ -119,7 +123,7 @@ def _dense(where: str, given: object) -> DenseWork:
     if not isinstance(given, dict):
         raise ConfigError(f'{where}: {given!r}; use an object such as {{"parameters": 500000}}')
     tree = cast("dict[str, Any]", given)
-    _known(where, tree, DENSE_KEYS)
+    _check_keys(where, tree, DENSE_KEYS)
     parameters = _whole(f"{where}.parameters", tree.get("parameters"))
     macs = tree.get("macs_per_sample", parameters)
     macs = _number(f"{where}.macs_per_sample", macs, least=0.0)
@@ -135,32 +139,27 @@ def _table(where: str, tree: object) -> _Table:
     if not isinstance(tree, dict):
         raise ConfigError(f'{where}: {tree!r}; use an object such as {{"name": "C1", "rows": 100}}')
     given = cast("dict[str, Any]", tree)
-    _known(where, given, TABLE_KEYS)
+    _check_keys(where, given, TABLE_KEYS)
     name = given.get("name")
     if not isinstance(name, str) or not name:
-        raise ConfigError(f'{where}.name: {name!r}; give a text, for example "C1"')
+        raise ConfigError(f'{where}.name: {name!r}; use a non-empty string, for example "C1"')
     rows, dim = _whole(f"{where}.rows", given.get("rows")), _whole(f"{where}.dim", given.get("dim"))
     ids = _number(f"{where}.ids_per_sample", given.get("ids_per_sample", 1.0), least=0.0)
     if ids > MOST_IDS:
         raise ConfigError(f"{where}.ids_per_sample: {ids:g}; use {MOST_IDS:,} or less")
     stats, law = _stats(where, given, rows, ids)
     stats = replace(stats, distinct=min(stats.distinct, float(rows)))
-    hotness = max(1, -int(-ids // 1))
+    hotness = max(1, math.ceil(ids))
     feature = FeatureConfig(name=name, hotness=hotness, ragged=hotness != ids)
-    return (
-        TableConfig(name=name, features=(name,), num_rows=rows, dim=dim),
-        feature,
-        ids,
-        stats,
-        law,
-    )
+    table = TableConfig(name=name, features=(name,), num_rows=rows, dim=dim)
+    return table, feature, ids, stats, law
 
 
 def _stats(where: str, given: dict[str, Any], rows: int, ids: float) -> tuple[IdStats, Law | None]:
     laws = [key for key in LAWS if key in given]
     if len(laws) != 1:
         raise ConfigError(
-            f"{where}: {' and '.join(laws) or 'nothing'} says how ids repeat; give one of "
+            f"{where}: has {' and '.join(laws) or 'no statistics of its ids'}; give exactly one of "
             f'{", ".join(LAWS)}, for example "zipf": {{"s": 1.05, "q": 2.0}}'
         )
     value = given[laws[0]]
@@ -168,22 +167,22 @@ def _stats(where: str, given: dict[str, Any], rows: int, ids: float) -> tuple[Id
         return from_sample(_sample(f"{where}.sample", value, rows), ids), None
     if not isinstance(value, dict):
         raise ConfigError(
-            f"{where}.{laws[0]}: {value!r}; it is an object, see planner/tables_file.py"
+            f"{where}.{laws[0]}: {value!r}; use an object, see planner/tables_file.py"
         )
     tree = cast("dict[str, Any]", value)
     if laws[0] == "bins":
         tree_keys = ("rows", "lookups")
-        _known(f"{where}.bins", tree, tree_keys)
+        _check_keys(f"{where}.bins", tree, tree_keys)
         by_rows, by_lookups = (_bins(f"{where}.bins.{key}", tree.get(key)) for key in tree_keys)
         return from_bins(by_rows, by_lookups, ids), None
-    _known(f"{where}.zipf", tree, ("s", "q"))
+    _check_keys(f"{where}.zipf", tree, ("s", "q"))
     s = _number(f"{where}.zipf.s", tree.get("s"), least=-1e-9)
     q = _number(f"{where}.zipf.q", tree.get("q", 0.0), least=-1e-9)
     return zipf_mandelbrot(rows, s, q, ids), Law(s=s, q=q)
 
 
 def _number(key: str, value: object, *, least: float) -> float:
-    """Above ``least``, and finite."""
+    """The value as a float; ConfigError unless it is a number above ``least`` and finite."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not least < value < MOST:
         bound = "above 0" if least == 0.0 else "0 or more"
         raise ConfigError(f"{key}: {value!r}; use a number, {bound} and below {MOST:g}")
@@ -191,7 +190,7 @@ def _number(key: str, value: object, *, least: float) -> float:
 
 
 def _whole(key: str, value: object) -> int:
-    """1 or more; 100.0 is 100."""
+    """The value as an int; ConfigError unless it is whole and 1 or more (100.0 is valid)."""
     if (
         isinstance(value, bool)
         or not isinstance(value, (int, float))
@@ -203,26 +202,26 @@ def _whole(key: str, value: object) -> int:
 
 
 def _sample(key: str, value: object, rows: int) -> list[int]:
-    """Ids of the table, of which there are two or more."""
-    given = cast("list[Any]", value)
-    if not isinstance(value, list) or len(given) < 2:
-        raise ConfigError(f"{key}: use a list of 2 or more ids in their order, as [3, 17, 3]")
-    for place, one in enumerate(given):
-        if isinstance(one, bool) or not isinstance(one, int) or not 0 <= one < rows:
-            raise ConfigError(f"{key}[{place}]: {one!r}; use ids of its rows, 0 to {rows - 1}")
-    return given
+    """Two or more ids of the table's rows; ConfigError for anything else."""
+    ids = cast("list[Any]", value)
+    if not isinstance(value, list) or len(ids) < 2:
+        raise ConfigError(f"{key}: use a list of 2 or more ids in order, for example [3, 17, 3]")
+    for place, row in enumerate(ids):
+        if isinstance(row, bool) or not isinstance(row, int) or not 0 <= row < rows:
+            raise ConfigError(f"{key}[{place}]: {row!r}; use ids of rows, 0 to {rows - 1}")
+    return ids
 
 
 def _bins(key: str, value: object) -> list[float]:
-    given = cast("list[Any]", value)
-    if not isinstance(value, list) or len(given) != NUM_BINS:
-        raise ConfigError(f"{key}: use a list of {NUM_BINS} numbers, a share for each bin")
-    found = [_number(f"{key}[{place}]", one, least=-1e-9) for place, one in enumerate(given)]
-    if not any(found):
-        raise ConfigError(f"{key}: all are 0; give the share of some bin, as 1.0 for the first")
-    return found
+    values = cast("list[Any]", value)
+    if not isinstance(value, list) or len(values) != NUM_BINS:
+        raise ConfigError(f"{key}: use a list of {NUM_BINS} numbers, one share for each bin")
+    shares = [_number(f"{key}[{n}]", share, least=-1e-9) for n, share in enumerate(values)]
+    if not any(shares):
+        raise ConfigError(f"{key}: all are 0; use a share above 0, for example 1.0 for the first")
+    return shares
 
 
-def _known(where: str, tree: Mapping[str, Any], keys: tuple[str, ...]) -> None:
+def _check_keys(where: str, tree: Mapping[str, Any], keys: tuple[str, ...]) -> None:
     if unknown := sorted(set(tree) - set(keys)):
-        raise ConfigError(f"{where}: {', '.join(unknown)} not known; use {', '.join(keys)}")
+        raise ConfigError(f"{where}: unknown keys {', '.join(unknown)}; use {', '.join(keys)}")

@@ -1,7 +1,7 @@
-"""What a planner decides and on what: a task, a shape for every table, the ranks that hold it.
+"""What a planner decides, and for what: a task, and a shape and ranks for every table.
 
-Values only. The engine compiles a plan (``embedding_plan``), so what is legal here is what is legal
-there, and a plan is written as the rules a person would write under ``parallel.tables``.
+Values only. The engine compiles a plan (``embedding_plan``), so both accept the same plans. A plan
+is written as rules, as under ``parallel.tables``.
 """
 
 from collections import Counter
@@ -37,10 +37,10 @@ from sbpflow.sbp.sbp import Split, format_nd_sbp, parse_nd_sbp
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How a table is cut and how its ids and vectors travel; on which ranks is left open.
+    """How a table is split and how its ids and vectors are exchanged; its ranks are left open.
 
-    ``parts`` are (row parts, column parts). ``B`` with ``local`` is a copy on every rank of the
-    world, ``B`` with ``columns`` the whole table on one rank.
+    ``parts`` is (row parts, column parts). ``B`` with ``local`` is a copy on every rank of the
+    world; ``B`` with ``columns`` is the whole table on one rank.
     """
 
     sbp: str
@@ -49,16 +49,16 @@ class Shape:
 
     @property
     def copied(self) -> bool:
-        """Whether all ranks hold all of it."""
+        """Whether every rank holds the whole table."""
         return copies(self.exchange)
 
     @property
     def num_shards(self) -> int:
-        """Ranks that a choice of this shape names; 1 for a copy, which names all."""
+        """The number of ranks that a choice of this shape names; 1 for a copy, which names all."""
         return self.parts[0] * self.parts[1]
 
     def layout(self, world: Placement, ranks: tuple[int, ...] = ()) -> Layout:
-        """On these ranks, or the first of a world."""
+        """The layout on these ranks, by default on the first ranks of the world."""
         nd_sbp = parse_nd_sbp(self.sbp)
         if self.copied:
             return Layout(world, nd_sbp)
@@ -73,13 +73,13 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A shape on ranks: those of the shards in row-major order, or all of the world for a copy."""
+    """A shape on ranks: the shards' ranks in row-major order, or every rank for a copy."""
 
     shape: Shape
     ranks: tuple[int, ...]
 
     def rule(self) -> TableRule:
-        """As ``parallel.tables`` takes it."""
+        """The rule for ``parallel.tables``."""
         shape = self.shape
         if shape.copied:
             return TableRule(sbp=shape.sbp, exchange=shape.exchange)
@@ -96,10 +96,10 @@ Plan = dict[str, Choice]
 
 
 def choice_of(given: TableLayout, world_size: int) -> Choice:
-    """The choice that a resolved layout stands for; ConfigError if it cuts unevenly."""
+    """The choice that a resolved layout describes; ConfigError if it splits unevenly."""
     layout = given.layout
     if any(isinstance(sbp, Split) and sbp.sizes is not None for sbp in layout.nd_sbp):
-        raise ConfigError(f"{given.key}: {layout} has sizes; planners cut evenly, leave them out")
+        raise ConfigError(f"{given.key}: {layout} has sizes; planners split evenly, leave them out")
     ranks, kinds = layout.placement.ranks, layout.nd_sbp
     if len(kinds) == 2:
         rows, columns = layout.placement.shape
@@ -112,10 +112,10 @@ def choice_of(given: TableLayout, world_size: int) -> Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseWork:
-    """The dense part of a model, per sample and in all: what every plan of a task shares.
+    """The dense part of a model, which every plan of a task shares.
 
-    ``elements_per_sample`` are the numbers that its layers read and write. The narrower the layers
-    are, the more of them are there for each multiply-add.
+    ``macs_per_sample`` are multiply-adds of a forward pass. ``elements_per_sample`` are the numbers
+    that the layers read and write; narrow layers have more of them per multiply-add than wide ones.
     """
 
     macs_per_sample: float = 0.0
@@ -124,7 +124,7 @@ class DenseWork:
 
 
 def dense_work(weights: Iterable[tuple[int, int]], *, biases: bool = False) -> DenseWork:
-    """Of layers with weights of these shapes: a multiply-add per sample for each of a weight."""
+    """The dense part with weights of these shapes: one multiply-add per weight and sample."""
     shapes = list(weights)
     macs = sum(a * b for a, b in shapes)
     return DenseWork(
@@ -136,13 +136,13 @@ def dense_work(weights: Iterable[tuple[int, int]], *, biases: bool = False) -> D
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """The tables of a model, a batch and a world; everything that a plan is priced by.
+    """The tables of a model, a batch size and a world: everything that a plan is priced by.
 
-    ``stats`` is per table; ``ids_per_sample`` per feature where it is below ``hotness`` (ragged).
-    ``device_bytes`` is what each rank may fill, ``None`` for no limit; ``batch_size`` is global,
-    a step is of ``accumulate`` such batches, and ids are exchanged ``lookahead`` batches ahead.
-    ``pinned`` tables keep the choice that is given for them. ``kernel`` is asked for by the run;
-    tables may ask for one of their own.
+    ``stats`` is by table name. ``ids_per_sample`` is by feature name, for ragged features with
+    fewer than ``hotness`` ids. ``device_bytes`` is what each rank may fill, ``None`` for no limit.
+    ``batch_size`` is global; a step has ``accumulate`` batches, and ids are exchanged ``lookahead``
+    batches ahead. ``pinned`` tables keep their given choice. ``kernel`` is the run's request; a
+    table's own request takes precedence.
     """
 
     outputs: tuple[OutputConfig, ...]
@@ -167,23 +167,23 @@ class Task:
     def __post_init__(self) -> None:
         if self.world_size < 1 or self.batch_size < self.world_size:
             raise ConfigError(
-                f"task: {self.batch_size} samples over {self.world_size} ranks; give each rank one "
-                "at least, for example 4096 samples over 4 ranks"
+                f"task: {self.batch_size} samples over {self.world_size} ranks; give each rank at "
+                "least one, for example 4096 samples over 4 ranks"
             )
         if missing := [table.name for table in self.tables if table.name not in self.stats]:
             raise ConfigError(
-                f"task: no statistics of ids for {', '.join(missing[:5])}; give each table some, "
-                "for example zipf_mandelbrot(num_rows, 1.05, 2.0, ids_per_sample=1)"
+                f"task: no id statistics for {', '.join(missing[:5])}; give statistics for every "
+                "table, for example zipf_mandelbrot(num_rows, 1.05, 2.0, ids_per_sample=1)"
             )
 
     @cached_property
     def tables(self) -> tuple[TableConfig, ...]:
-        """In the order of the outputs."""
+        """All tables, in the order of the outputs."""
         return tuple(table for output in self.outputs for table in output.tables)
 
     @cached_property
     def output_of(self) -> dict[str, OutputConfig]:
-        """By table name."""
+        """The output of each table, by table name."""
         return {table.name: output for output in self.outputs for table in output.tables}
 
     @cached_property
@@ -199,7 +199,7 @@ class Task:
         return Placement.line(self.device_type, self.world_size)
 
     def lookups(self, table: TableConfig) -> float:
-        """Ids of a batch, on average."""
+        """The average number of ids in a batch."""
         per_sample = sum(
             self.ids_per_sample.get(name, float(self._feature[name].hotness))
             for name in table.features
@@ -207,11 +207,11 @@ class Task:
         return self.batch_size * per_sample
 
     def most_lookups(self, table: TableConfig) -> int:
-        """Ids of a batch at most, as the engine counts them."""
+        """The largest number of ids in a batch, as the engine counts them."""
         return self.batch_size * sum(self._feature[name].hotness for name in table.features)
 
     def ragged(self, table: TableConfig) -> bool:
-        """Whether its ids come as lists."""
+        """Whether the table's ids are lists."""
         return any(
             self._feature[name].ragged or self._feature[name].weighted for name in table.features
         )
@@ -220,23 +220,23 @@ class Task:
         return table.optimizer or self.optimizer
 
     def check(self, plan: Mapping[str, Choice]) -> None:
-        """Raise ConfigError unless the plan has every table, once, and the engine can run it."""
+        """Raise ConfigError unless the engine can run the plan and it has the task's tables."""
         names = {table.name for table in self.tables}
         if lost := sorted(names - set(plan)) or sorted(set(plan) - names):
             raise ConfigError(
-                f"plan: tables {', '.join(lost[:5])} are in one of task and plan only; a plan has "
-                "a choice for every table of its task"
+                f"plan: tables {', '.join(lost[:5])} are in only one of task and plan; give a "
+                "choice for every table of the task, and for no others"
             )
         embedding_plan(self, plan)
 
 
 def rules(plan: Mapping[str, Choice]) -> dict[str, TableRule]:
-    """As ``parallel.tables``: exact names as patterns."""
+    """The rules for ``parallel.tables``, with names escaped so that they match exactly."""
     return {escape(name): choice.rule() for name, choice in plan.items()}
 
 
 def embedding_plan(task: Task, plan: Mapping[str, Choice]) -> EmbeddingPlan:
-    """What the engine makes of a plan; ConfigError where it cannot."""
+    """The engine's plan; ConfigError if the engine cannot run it."""
     comm_dtype: CommDtype | None = None
     if task.comm_dtype is not None and task.comm_dtype != task.dtype:
         comm_dtype = "bfloat16" if task.comm_dtype == torch.bfloat16 else "float16"
@@ -262,9 +262,9 @@ def embedding_plan(task: Task, plan: Mapping[str, Choice]) -> EmbeddingPlan:
 
 
 def plan_to_yaml(plan: Mapping[str, Choice], notes: Mapping[str, Any] | None = None) -> str:
-    """As a person would write it: the most frequent rule for ``*``, then the exceptions.
+    """A file for ``parallel.plan``: the most frequent rule for ``*``, then the exceptions.
 
-    ``notes``, such as the predicted step, are kept beside the tables; readers ignore them.
+    ``notes``, such as the predicted step, are written next to the tables; readers ignore them.
     """
     texts = {name: _rule_tree(choice.rule()) for name, choice in plan.items()}
     common = Counter(yaml.safe_dump(tree) for tree in texts.values()).most_common(1)
@@ -280,14 +280,14 @@ def plan_to_yaml(plan: Mapping[str, Choice], notes: Mapping[str, Any] | None = N
 
 
 def plan_from_yaml(path: Path, task: Task) -> Plan:
-    """The plan of a file, as ``plan_to_yaml`` or a person writes it; ConfigError if it is none."""
+    """The plan in a YAML file, by ``plan_to_yaml`` or by hand; ConfigError if it is invalid."""
     planned = read_table_plan(path, world_size=task.world_size)
     comm_dtype = task.comm_dtype or task.dtype
     for pattern, rule in planned.items():
         if rule.comm_dtype is not None and DTYPES[rule.comm_dtype] != comm_dtype:
             raise ConfigError(
-                f"{path}: tables.{pattern}.comm_dtype: {rule.comm_dtype}; plans are priced "
-                f"with all vectors as {str(comm_dtype).removeprefix('torch.')}: leave it out"
+                f"{path}: tables.{pattern}.comm_dtype: {rule.comm_dtype}; the planner prices all "
+                f"vectors as {str(comm_dtype).removeprefix('torch.')}: leave it out"
             )
     layouts = resolve_table_layouts(
         ParallelConfig(plan=str(path)),

@@ -1,1 +1,1 @@
-"""Measures this machine with the engine itself, and fits what plans are priced by."""
+"""Measures this machine with the engine itself, and fits the prices of plans."""

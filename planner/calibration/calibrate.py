@@ -1,9 +1,9 @@
-"""Measure this machine and keep what was found: ``sbpflow calibrate``.
+"""``sbpflow calibrate``: measure this machine and fit a profile.
 
-Every rank runs ``calibrate``. Tasks are measured one after another until the time is over, the
-plans of a task in turns; each plan is written down, so that a calibration that ends early goes on
-where it stopped. Then a model is fitted, asked for the plans that it thinks fastest, and these are
-measured and added: a model that is searched is wrong where the search goes.
+Every rank runs ``calibrate``. Tasks are measured one after another until the time is over; the
+plans of a task take turns. Every plan is written to a journal, so an interrupted calibration
+continues where it stopped. Then a model is fitted, and the plans that it predicts to be fastest are
+measured and added, because a search finds exactly the plans that the model underestimates.
 """
 
 import json
@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from sbpflow.boxing.agreement import gather_texts
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.rules.registry import RULES
 from sbpflow.embedding.storage.measure import cpu_name
@@ -32,7 +31,7 @@ from sbpflow.planner.calibration.design import (
     drawing,
 )
 from sbpflow.planner.calibration.fit import fit
-from sbpflow.planner.calibration.measure import Measured, measure_in_turns
+from sbpflow.planner.calibration.measure import Measured, from_first_rank, measure_in_turns
 from sbpflow.planner.calibration.optimizers import step_factors
 from sbpflow.planner.calibration.records import (
     AGAIN,
@@ -46,7 +45,7 @@ from sbpflow.planner.calibration.records import (
 from sbpflow.planner.calibration.time_dense import DenseTime, dense_time_of, time_dense
 from sbpflow.planner.calibration.time_kernels import measure_kernels
 from sbpflow.planner.calibration.time_transfers import time_transfers
-from sbpflow.planner.costs.cost import CostModel, TaskCost
+from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.costs.profile import RANKS_HERE, KernelPrices, Profile
 from sbpflow.planner.costs.transfers import Transfer, transfer_of
 from sbpflow.planner.task import Plan, Task
@@ -58,16 +57,16 @@ LOG = logging.getLogger(__name__)
 
 TRANSFERS_SHARE = 0.06  # of the time, for transfers alone
 DENSE_SHARE = 0.03  # of the time, for dense parts alone
-DRAWN_SHARE = 0.6  # of the time, for plans drawn before any model
+DRAWN_SHARE = 0.6  # of the time, for random plans, before any model is fitted
 MOST_SAMPLES = 100_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How long and on what. ``rounds`` is how often the model's own candidates are added.
+    """How long to calibrate, and on what.
 
-    ``seconds`` covers all of it; ``most_rows`` bounds the tables. ``kernels``: whether they are
-    compared.
+    ``seconds`` covers everything. ``rounds`` is how often the model's own candidates are added.
+    ``most_rows`` bounds the tables. ``kernels`` compares the kernels of tables.
     """
 
     seconds: float = 270.0
@@ -95,13 +94,13 @@ QUICK = Settings(
     kernels=False,
 )
 Pick = Callable[[TaskCost, int], list[Plan]]
-Group = tuple[int, list[tuple[str, Plan]]]  # a sample's number, and plans of it by name
+Group = tuple[int, list[tuple[str, Plan]]]  # the number of a sample, and its plans by name
 
 
 class Journal:
-    """What was measured, one JSON object a line: a plan, or all transfers, or all dense parts.
+    """The measurements, one JSON object per line: a plan, all transfers, or all dense parts.
 
-    Rank 0 has the file.
+    Only rank 0 has the file.
     """
 
     def __init__(self, path: Path, facts: Mapping[str, str]) -> None:
@@ -123,13 +122,11 @@ class Journal:
                 damaged += 1
         if damaged or cut_off:
             LOG.warning(
-                "%s: %d lines are damaged or cut off; what they had is measured again",
+                "%s: %d lines are damaged or incomplete; their content is measured again",
                 path,
                 damaged + bool(cut_off),
             )
-        if (
-            cut_off
-        ):  # by the end of a run that was killed: what is added starts on a line of its own
+        if cut_off:  # an earlier run was killed while writing: end its line first
             with path.open("a", encoding="ascii") as file:
                 file.write("\n")
 
@@ -145,33 +142,33 @@ class Journal:
             self.entries[entry["sample"], entry["name"]] = entry
 
     def records(self, task_of: Callable[[int], Task]) -> list[Record]:
-        """All plans that fit their samples' tasks, counted; a warning for each of the others."""
-        found: list[Record] = []
+        """All plans that fit their samples' tasks, counted; logs a warning for each other plan."""
+        records: list[Record] = []
         for (number, name), entry in sorted(self.entries.items()):
             try:
-                found.append(record_of(entry, task_of(number)))
+                records.append(record_of(entry, task_of(number)))
             except (ValueError, LookupError, TypeError) as error:
                 LOG.warning(
-                    "%s: plan %r of sample %d does not fit its task and is left out (%s)",
+                    "%s: plan %r does not fit the task of sample %d and is ignored (%s)",
                     self.path,
                     name,
                     number,
                     error,
                 )
-        return found
+        return records
 
     def best_drawn(self, sample: int) -> tuple[str, dict[str, list[Any]]]:
-        """Name and tree of the fastest plan of a sample that no model picked."""
+        """Name and tree of the fastest plan of a sample that was drawn, not picked by a model."""
         drawn = [
             (entry["step_ms"], name, entry["plan"])
             for (number, name), entry in self.entries.items()
             if number == sample and not name.startswith((PICKED, AGAIN))
         ]
-        _, name, tree = min(drawn, key=lambda one: one[:2])
+        _, name, tree = min(drawn, key=lambda plan: plan[:2])
         return name, tree
 
     def add(self, sample: int, name: str, plan: Plan, measured: Measured) -> None:
-        """Keep one plan's figures."""
+        """Store the measurement of one plan."""
         entry = {
             "sample": sample,
             "name": name,
@@ -185,14 +182,14 @@ class Journal:
         self._write(entry)
 
     def add_transfers(self, transfers: Sequence[Transfer]) -> None:
-        """Keep what each transfer took alone."""
+        """Store the times of all transfers alone."""
         self.transfers = list(transfers)
-        self._write({"transfers": [asdict(one) for one in transfers]})
+        self._write({"transfers": [asdict(transfer) for transfer in transfers]})
 
     def add_dense(self, times: Sequence[DenseTime]) -> None:
-        """Keep what each dense part took alone."""
+        """Store the times of all dense parts alone."""
         self.dense = list(times)
-        self._write({"dense": [asdict(one) for one in times]})
+        self._write({"dense": [asdict(time) for time in times]})
 
     def _write(self, entry: dict[str, Any]) -> None:
         entry |= {
@@ -207,9 +204,9 @@ class Journal:
 def calibrate(
     boxing: Boxing, settings: Settings, journal_path: Path, pick: Pick | None = None
 ) -> Profile | None:
-    """Measure, fit, and measure the fit's candidates; the profile on rank 0, ``None`` elsewhere.
+    """Measure, fit, and measure the fit's candidates; the profile on rank 0, None elsewhere.
 
-    ``pick(cost, count)`` gives the plans that a search takes for best.
+    ``pick(cost, count)`` returns the plans that a search finds best.
     """
     run = _Run(boxing, settings, journal_path, pick or candidates)
     return run.all_rounds()
@@ -247,7 +244,7 @@ class _Run:
         )
 
     def all_rounds(self) -> Profile | None:
-        """Half of the time for drawn plans, the rest in equal parts for rounds of candidates."""
+        """Drawn plans first, then equal shares of the time for the rounds of candidates."""
         settings = self._settings
         self._measure_alone()
         for number in range(settings.rounds + 1):
@@ -260,18 +257,14 @@ class _Run:
     def _measure_alone(self) -> None:
         """Transfers and dense parts, before any plan, unless the journal has them."""
         journal, seconds = self._journal, self._settings.seconds
-        if self._all_want(journal is not None and journal.transfers is None):
-            found = time_transfers(self._boxing, seconds=TRANSFERS_SHARE * seconds)
+        if from_first_rank(self._boxing, journal is not None and journal.transfers is None):
+            transfers = time_transfers(self._boxing, seconds=TRANSFERS_SHARE * seconds)
             if journal is not None:
-                journal.add_transfers(found)
-        if self._all_want(journal is not None and journal.dense is None):
+                journal.add_transfers(transfers)
+        if from_first_rank(self._boxing, journal is not None and journal.dense is None):
             times = time_dense(self._boxing, seconds=DENSE_SHARE * seconds)
             if journal is not None:
                 journal.add_dense(times)
-
-    def _all_want(self, wanted: bool) -> bool:
-        """As rank 0 does."""
-        return json.loads(gather_texts(self._boxing, json.dumps(wanted))[0])
 
     def sample(self, number: int) -> Sample:
         if number not in self._samples:
@@ -291,34 +284,30 @@ class _Run:
             yield number, list(draw_plans(self.sample(number), number, count))
 
     def _picked(self, round_number: int) -> Iterator[Group]:
-        """The model's favourites for tasks that were measured, and the best drawn plan once more:
-        its two times tell the noise. Rank 0 has the model.
-        """
-        model = None
-        if self._journal is not None:
-            profile = self._fitted(judged=False)
-            model = CostModel(profile) if profile is not None else None
-        known = self._known_samples()
-        order = np.random.default_rng([round_number, 16]).permutation(len(known))
-        for number in (known[int(place)] for place in order):
-            text = "[]"
-            if model is not None and self._journal is not None:
-                task, count = self.sample(number).task, self._settings.picks_per_round
-                trees = [plan_tree(plan) for plan in self._pick(model.of(task), count)]
-                named = [(f"{PICKED} {round_number}.{n}", tree) for n, tree in enumerate(trees)]
-                name, tree = self._journal.best_drawn(number)
-                text = json.dumps([*named, (f"{AGAIN} {round_number} {name}", tree)])
-            chosen = json.loads(gather_texts(self._boxing, text)[0])
-            yield number, [(name, plan_of_tree(tree)) for name, tree in chosen]
+        """The model's best plans for measured tasks, and the best drawn plan again.
 
-    def _known_samples(self) -> list[int]:
-        known: list[int] = []
-        if self._journal is not None:
-            known = sorted({sample for sample, _ in self._journal.entries})
-        return json.loads(gather_texts(self._boxing, json.dumps(known))[0])
+        The two measurements of the drawn plan show the drift. Rank 0 has the model.
+        """
+        profile = self._fitted(judged=False)
+        known = {sample for sample, _ in self._journal.entries} if self._journal else ()
+        samples = from_first_rank(self._boxing, sorted(known))
+        order = np.random.default_rng([round_number, 16]).permutation(len(samples))
+        for number in (samples[int(place)] for place in order):
+            chosen: list[tuple[str, dict[str, list[Any]]]] = []
+            if profile is not None and self._journal is not None:
+                cost = TaskCost(profile, self.sample(number).task)
+                plans = self._pick(cost, self._settings.picks_per_round)
+                chosen = [
+                    (f"{PICKED} {round_number}.{n}", plan_tree(plan))
+                    for n, plan in enumerate(plans)
+                ]
+                name, tree = self._journal.best_drawn(number)
+                chosen.append((f"{AGAIN} {round_number} {name}", tree))
+            agreed = from_first_rank(self._boxing, chosen)
+            yield number, [(name, plan_of_tree(tree)) for name, tree in agreed]
 
     def _measure_all(self, groups: Iterator[Group], deadline: float) -> None:
-        """Until the plans or the time are at an end; rank 0 says so. A task's plans take turns."""
+        """Until plans or time run out, as rank 0 decides; the plans of a task take turns."""
         settings = self._settings
         for seen, (number, plans) in enumerate(groups):
             elapsed = time.monotonic() - self._start
@@ -329,13 +318,13 @@ class _Run:
                 if not over:
                     known = self._journal.entries
                     wanted = [name for name, _ in plans if (number, name) not in known]
-            wanted = json.loads(gather_texts(self._boxing, json.dumps(wanted))[0])
+            wanted = from_first_rank(self._boxing, wanted)
             if wanted is None:
                 return
             missing = {name: plan for name, plan in plans if name in wanted}
-            for name, one in zip(missing, self._measure(number, missing), strict=True):
+            for name, measured in zip(missing, self._measure(number, missing), strict=True):
                 if self._journal is not None:
-                    self._journal.add(number, name, missing[name], one)
+                    self._journal.add(number, name, missing[name], measured)
 
     def _measure(self, number: int, plans: Mapping[str, Plan]) -> list[Measured]:
         if not plans:

@@ -1,7 +1,7 @@
-"""What a search takes for the best plans of a task: to be measured, because there a model is wrong.
+"""The plans of a task that a search finds best, to be measured: there a model errs most.
 
-A search ends in plans that are much alike, so the next ones are taken only where they lay tables
-otherwise.
+A search ends in similar plans, so further plans are taken only if they store enough tables
+differently.
 """
 
 from sbpflow.planner.costs.cost import TaskCost
@@ -12,19 +12,19 @@ from sbpflow.planner.search.seeds import families
 from sbpflow.planner.shapes import plan_of, problem_of
 from sbpflow.planner.task import Plan, Shape
 
-INSERTIONS = 160  # of a search: plans near the best one, in a fraction of a second
-DIFFERENT = 0.2  # of the tables, at least one
-NEAR = 1.05  # times the best plan's price: about what a model is wrong by among good plans
+INSERTIONS = 160  # of a search: finds plans near the best one in a fraction of a second
+DIFFERENT = 0.2  # of the tables; at least one
+NEAR = 1.05  # times the best plan's price: about a model's error among good plans
 
 
 def candidates(cost: TaskCost, count: int) -> list[Plan]:
-    """The plan that is predicted fastest, and the next that differ from those before it."""
+    """The plan that is predicted fastest, and the next plans that differ from all before them."""
     problem = problem_of(cost)
     found = search(problem, effort=Effort(insertions=INSERTIONS, exact_time=0.0))
     pool = dict.fromkeys([found.assignment, *found.others, *found.plans.values()])
     least = max(1, round(DIFFERENT * problem.num_tables))
     chosen: list[Assignment] = []
-    for plan in sorted(pool, key=lambda one: price_of(problem, one).rank):
+    for plan in sorted(pool, key=lambda plan: price_of(problem, plan).rank):
         if all(_different(plan, other) >= least for other in chosen):
             chosen.append(plan)
         if len(chosen) == count:
@@ -33,9 +33,10 @@ def candidates(cost: TaskCost, count: int) -> list[Plan]:
 
 
 def to_measure(planned: Planned, count: int) -> dict[str, Assignment]:
-    """By name, plans that fit: the best and ``count - 1`` of those priced within ``NEAR`` of it,
-    that differ most; what was found without learned corrections is among them. Then those with all
-    tables alike.
+    """Plans that fit, by name: the best ``count``, and those with all tables alike.
+
+    The best plan comes first, then the one found without learned corrections, then those that
+    differ most among the plans priced within ``NEAR`` of the best.
     """
     problem, found, best = planned.problem, planned.found, planned.assignment
     if found is None:
@@ -46,7 +47,9 @@ def to_measure(planned: Planned, count: int) -> dict[str, Assignment]:
         chosen.append(plain)
     pool = dict.fromkeys([*found.others, *found.plans.values()])
     priced = [(plan, price_of(problem, plan)) for plan in pool]
-    near = [plan for plan, one in priced if one.feasible and one.ms < NEAR * planned.priced.ms]
+    near = [
+        plan for plan, price in priced if price.feasible and price.ms < NEAR * planned.priced.ms
+    ]
     while near and len(chosen) < count:
         least = [min(_moved(plan, other) for other in chosen) for plan in near]
         if not max(least):
@@ -61,11 +64,11 @@ def to_measure(planned: Planned, count: int) -> dict[str, Assignment]:
     return named
 
 
-def _moved(one: Assignment, other: Assignment) -> int:
-    """How many tables have another shape or other ranks."""
-    return sum(a != b for a, b in zip(one, other, strict=True))
+def _moved(plan: Assignment, other: Assignment) -> int:
+    """The number of tables with another shape or other ranks."""
+    return sum(a != b for a, b in zip(plan, other, strict=True))
 
 
-def _different(one: Assignment, other: Assignment) -> int:
-    """How many tables have another shape; ranks apart, plans are as good as each other."""
-    return sum(a.option != b.option for a, b in zip(one, other, strict=True))
+def _different(plan: Assignment, other: Assignment) -> int:
+    """The number of tables with another shape; plans that differ only in ranks are equally good."""
+    return sum(a.option != b.option for a, b in zip(plan, other, strict=True))

@@ -1,4 +1,4 @@
-"""What the subcommands of ``sbpflow`` do once their arguments are read."""
+"""The implementation of ``sbpflow calibrate``, on each rank."""
 
 import logging
 import os
@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from sbpflow.boxing.agreement import gather_texts
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.rules.registry import import_rule, rule_class
 from sbpflow.errors import ConfigError
 from sbpflow.planner.calibration.calibrate import QUICK, Settings
 from sbpflow.planner.calibration.calibrate import calibrate as run
+from sbpflow.planner.calibration.measure import from_first_rank
 from sbpflow.planner.costs.profile import Profile, default_path, write_profile
 from sbpflow.planner.costs.transfers import as_lines
 from sbpflow.runtime.ranks.world import World
@@ -22,7 +22,7 @@ LOG = logging.getLogger(__name__)
 
 
 def run_calibration(args: Namespace) -> str:
-    """As one of the ranks that a launcher started; what rank 0 has to say."""
+    """Calibrate as one of the launched ranks; returns the text that rank 0 prints."""
     settings = _settings(args)
     path = args.output or default_path()
     if torch.get_num_threads() > 1 and "OMP_NUM_THREADS" not in os.environ:
@@ -30,16 +30,16 @@ def run_calibration(args: Namespace) -> str:
     with World.start(args.device) as world:
         boxing = Boxing(world)
         profile = run(boxing, settings, path.with_suffix(".measured.jsonl"))
-        keep(boxing, profile, path)
+        save_on_all_hosts(boxing, profile, path)
     return "" if profile is None else f"{describe(profile)}\nprofile: {path}"
 
 
-def keep(boxing: Boxing, profile: Profile | None, path: Path) -> None:
-    """Rank 0's profile into ``path`` of every host, by its first rank.
+def save_on_all_hosts(boxing: Boxing, profile: Profile | None, path: Path) -> None:
+    """Write rank 0's profile to ``path`` on every host; the host's first rank writes it.
 
-    A run plans on each of its machines by what is kept there, and must find the same plan on all.
+    A later run plans on each of its hosts from the local file, and must get the same plan on all.
     """
-    text = gather_texts(boxing, "" if profile is None else profile.as_json())[0]
+    text = from_first_rank(boxing, "" if profile is None else profile.as_json())
     if boxing.world.topology.first_on_host(boxing.world.rank):
         write_profile(path, text)
 
@@ -60,12 +60,12 @@ def _settings(args: Namespace) -> Settings:
 
 
 def default_ranks() -> int:
-    """One per CUDA device; 2 where there is none."""
+    """One rank per CUDA device; 2 without any."""
     return max(2, torch.cuda.device_count())
 
 
 def describe(profile: Profile) -> str:
-    """What a profile rests on and how well it predicts, as text."""
+    """A profile's provenance and prediction errors, as text."""
     lines = [f"{key:<22} {value}" for key, value in profile.about.items()]
     lines += [f"{'source of ' + key:<22} {value}" for key, value in profile.sources.items()]
     for key, value in profile.errors.items():

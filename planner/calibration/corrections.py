@@ -1,10 +1,11 @@
-"""What sums of counts leave out of fused work: corrections learned per phase, as an ensemble.
+"""Corrections of phases where work is fused, which sums of counts cannot describe; an ensemble.
 
-Each member is trained on a resample of the tasks; it is a sum of powers of non-negative mixes of
-the counts, so that more work never costs less, and bounded to the ratios that were measured. A
-phase is corrected only where that helps on the tasks that a member was not trained on: a search
-that minimises a correction of noise finds plans that only the noise makes fast. Passes through the
-dense part have none: what is learned of the tasks' narrow layers is wrong of wide ones.
+Each member is trained on a resample of the tasks. It is a sum of powers of non-negative mixes of
+the counts, so more work never costs less, and it is bounded to the ratios that were measured. A
+phase is corrected only if that helps on tasks that the member was not trained on: a search that
+minimizes a correction fitted to noise finds plans that are fast only because of the noise. Forward
+and backward of the dense part have no correction: one learned from the tasks' narrow layers is
+wrong for wide ones.
 """
 
 import math
@@ -20,13 +21,13 @@ from sbpflow.planner.costs.profile import Fusion
 from sbpflow.planner.costs.simulate import KINDS, MOVES, PHASE, PHASES
 
 LEAST_LEARNED_MS = 0.3  # phases shorter than this on average get no correction
-LEAST_GAIN = 0.05  # of the error on tasks left out: less is not worth what it says of larger ones
+LEAST_GAIN = 0.05  # of the error on held-out tasks; a smaller gain does not justify the risk
 MEMBERS, EPOCHS = 5, 150
-_POWERS = (0.7, 0.9, 1.0, 1.2)  # where training starts
+_POWERS = (0.7, 0.9, 1.0, 1.2)  # initial values
 
 
 def examples_of(records: Sequence[Record], name: str) -> tuple[Floats, Floats]:
-    """([n, F], [n] ms): per rank for a move; per plan, of the busiest, for a transfer."""
+    """([n, F], [n] ms): per rank for a move; per plan, on the busiest rank, for a transfer."""
     place = PHASE[name]
     if name in MOVES:
         x = np.concatenate([record.totals for record in records])
@@ -38,15 +39,19 @@ def examples_of(records: Sequence[Record], name: str) -> tuple[Floats, Floats]:
 def learn_corrections(
     records: Sequence[Record], matrix: Floats, terms: Mapping[str, Sequence[str]], seed: int
 ) -> list[dict[str, Fusion]]:
-    """``MEMBERS`` corrections of every phase that is long enough and that they help, each from a
-    resample of tasks. ``matrix`` [F, P] are the weights, ``terms`` what a phase can depend on.
+    """``MEMBERS`` corrections of every phase that is long enough and that improves with them.
+
+    Each is trained on a resample of tasks. ``matrix`` [F, P] are the weights, ``terms`` the
+    features that a phase can depend on.
     """
     random = np.random.default_rng(seed)
     names = sorted({record.sample for record in records})
     times = np.stack(
-        [np.bincount(random.choice(len(names), len(names)), minlength=len(names))
-         for _ in range(MEMBERS)]
-    )  # fmt: skip
+        [
+            np.bincount(random.choice(len(names), len(names)), minlength=len(names))
+            for _ in range(MEMBERS)
+        ]
+    )
     of_record = times[:, [names.index(record.sample) for record in records]].astype(np.float64)
     members: list[dict[str, Fusion]] = [{} for _ in range(MEMBERS)]
     for name in PHASES:
@@ -54,40 +59,41 @@ def learn_corrections(
         weights = matrix[:, PHASE[name]]
         linear = x @ weights
         used = linear > LEAST_LEARNED_MS
-        fused = KINDS.get(name) != "dense"  # whose layers are priced beyond those of the tasks
+        fused = KINDS.get(name) != "dense"  # dense layers are priced far beyond those of the tasks
         if not fused or y.mean() < LEAST_LEARNED_MS or len(terms[name]) < 3 or used.sum() < 20:
             continue
         ratio = (y[used] + FLOOR_MS) / (linear[used] + FLOOR_MS)
         low, high = np.quantile(ratio, [0.02, 0.98])
         bounds = (float(np.clip(low, 0.4, 1.0)), float(np.clip(high, 1.0, 2.5)))
         counted = np.repeat(of_record, x.shape[0] // len(records), axis=1)
-        fusions, said = _train(x, y, weights, counted, bounds)
-        if _helps(said, linear, y, counted):
+        fusions, corrected = _train(x, y, weights, counted, bounds)
+        if _helps(corrected, linear, y, counted):
             for member, fusion in zip(members, fusions, strict=True):
                 member[name] = fusion
     return members
 
 
-def _helps(said: Floats, linear: Floats, y: Floats, counted: Floats) -> bool:
-    """Whether corrections [members, n] are nearer to ``y`` than the plain sum is, by a share of
-    ``LEAST_GAIN`` at least, on the examples that a member was not trained on.
+def _helps(corrected: Floats, linear: Floats, y: Floats, counted: Floats) -> bool:
+    """Whether ``corrected`` [members, n] has a smaller error than the plain sum ``linear`` [n].
+
+    Measured on the examples that a member was not trained on; the gain must reach ``LEAST_GAIN``.
     """
     others = counted == 0
     if not others.any():
         return True
     target = np.log(y + FLOOR_MS)
-    corrected = np.abs(np.log(said + FLOOR_MS) - target)[others].mean()
+    error = np.abs(np.log(corrected + FLOOR_MS) - target)[others].mean()
     plain = np.broadcast_to(np.abs(np.log(linear + FLOOR_MS) - target), others.shape)[others]
-    return bool(corrected < (1.0 - LEAST_GAIN) * plain.mean())
+    return bool(error < (1.0 - LEAST_GAIN) * plain.mean())
 
 
 def _train(
     x: Floats, y: Floats, weights: Floats, counted: Floats, bounds: tuple[float, float]
 ) -> tuple[list[Fusion], Floats]:
-    """Adam on the squared log error of all members at once; starts near the weights themselves.
+    """Train all members at once: Adam on the squared log error, starting near the weights.
 
-    ``counted`` [members, n] is how often each example counts for each. Also what they say [members,
-    n] ms.
+    ``counted`` [members, n] is how often each example counts for each member. Returns the
+    corrections and their predictions [members, n] in ms.
     """
     low, high = bounds
     generator = torch.Generator().manual_seed(7)
@@ -105,7 +111,7 @@ def _train(
     optimizer = torch.optim.Adam([mix, scale, power], lr=0.05)
 
     def corrected() -> tuple[torch.Tensor, torch.Tensor]:
-        """[members, n] ms as they come out, and within the bounds."""
+        """[members, n] ms without and with the bounds."""
         inside = (torch.einsum("nf,mkf->mkn", parts, mix.exp()) / reference).clamp_min(1e-9)
         raised = inside ** (2.0 * torch.sigmoid(power))[..., None] * scale.exp()[..., None]
         total = reference * raised.sum(1)
@@ -113,27 +119,27 @@ def _train(
 
     for _ in range(EPOCHS):
         optimizer.zero_grad()
-        total, kept = corrected()
-        # A little of the unbounded error, for what lies at a bound has no gradient.
-        error = ((kept + FLOOR_MS).log() - target).square()
+        total, bounded = corrected()
+        # Values outside the bounds have no gradient, so a little of the unbounded error is added.
+        error = ((bounded + FLOOR_MS).log() - target).square()
         error = error + 0.1 * ((total + FLOOR_MS).log() - target).square()
         loss = (error * share).sum() + 1e-3 * (mix.square().mean() + scale.square().mean())
         loss.backward()
         optimizer.step()
     with torch.no_grad():
-        _, kept = corrected()
+        _, bounded = corrected()
         wide = np.zeros((num, powers, len(weights)))
         wide[..., used] = (mix.exp() / reference).numpy() * weights[used]
         scales = (reference * scale.exp()).tolist()
-        found = (2.0 * torch.sigmoid(power)).tolist()
+        exponents = (2.0 * torch.sigmoid(power)).tolist()
     fusions = [
         Fusion(
             mix=tuple(tuple(row) for row in wide[number].tolist()),
             scale=tuple(scales[number]),
-            power=tuple(found[number]),
+            power=tuple(exponents[number]),
             low=low,
             high=high,
         )
         for number in range(num)
     ]
-    return fusions, kept.double().numpy()
+    return fusions, bounded.double().numpy()

@@ -1,9 +1,10 @@
-"""What calibration measures: drawn tasks, and for each the homogeneous plans and random mixes.
+"""The tasks and plans that a calibration measures: random tasks, each with homogeneous plans and
+random mixes.
 
-A sample is a number: everything about it is drawn from that, so that ranks agree without talking
-and a calibration that was interrupted goes on where it stopped. Tables are drawn over the ranges
-that click models have (rows, dims, ids per sample, skew); ids follow the Zipf-Mandelbrot law that
-the statistics are computed from.
+A sample is a number from which everything about it is drawn. So ranks agree without communication,
+and an interrupted calibration continues where it stopped. Tables cover the ranges of click models
+(rows, dims, ids per sample, skew); ids follow the Zipf-Mandelbrot law that their statistics are
+computed from.
 """
 
 import hashlib
@@ -24,15 +25,15 @@ from sbpflow.planner.costs.features import zipf_mandelbrot
 from sbpflow.planner.task import Choice, Plan, Shape, Task
 from sbpflow.sbp.sbp import balanced_sizes
 
-MOST_ELEMENTS = 1 << 24  # of all tables of a sample, which are allocated on each rank that has them
+MOST_ELEMENTS = 1 << 24  # of all tables of a sample; each rank that holds a table allocates it
 DIMS = (4, 8, 16, 32, 64)
-LARGE_EVERY = 7  # samples there is one with as many ids as a large model's batch has
-_SPREAD = 7919  # a prime: rows that are hot lie all over a table, as prepared sets lay them
+LARGE_EVERY = 7  # one sample in so many has as many ids as a large model's batch
+_SPREAD = 7919  # a prime: spreads the hot rows over a table, as prepared data sets do
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Law:
-    """Of a table's ids: row k has a share proportional to (k + q) ** -s."""
+    """The law of a table's ids: row k has a share proportional to (k + q) ** -s."""
 
     s: float
     q: float
@@ -47,14 +48,14 @@ class Sample:
 
 
 def drawing() -> str:
-    """A digest of how tasks are drawn: a number means another task where it differs."""
+    """A digest of how tasks are drawn: if it changes, a number stands for another task."""
     return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
 
 
 def draw_sample(
     seed: int, world_size: int, device_type: str, optimizer: str, *, most_rows: int = 1_000_000
 ) -> Sample:
-    """The task of this number."""
+    """The sample with this number."""
     random = np.random.default_rng([seed, 14])
     large = seed % LARGE_EVERY == LARGE_EVERY - 1
     count = round(float(np.exp(random.uniform(np.log(12.0) if large else 0.0, np.log(30.0)))))
@@ -68,7 +69,7 @@ def draw_sample(
     total = float((rows * np.asarray(dims)).sum())
     if total > MOST_ELEMENTS:
         rows = np.maximum((rows * (MOST_ELEMENTS / total)).astype(int), 30)
-    most_ids = (1_600_000 if large else 400_000) // batch  # of a sample, so that steps stay short
+    most_ids = (1_600_000 if large else 400_000) // batch  # per sample, so that steps stay short
     while hotness.sum() > most_ids and hotness.max() > 1:
         hotness = np.maximum(hotness // 2, 1)
     tables = tuple(
@@ -126,18 +127,18 @@ def draw_batches(sample: Sample, rank: int, count: int, device: torch.device) ->
 def _joined(
     lists: Sequence[tuple[NDArray[np.int64], NDArray[np.int64]]], device: torch.device
 ) -> Lists:
-    """(lengths [samples], values [n]) of each list, laid list by list within each sample."""
-    lengths = np.stack([one for one, _ in lists], 1)
-    owner = np.concatenate([np.repeat(np.arange(len(one)), one) for one, _ in lists])
-    values = np.concatenate([one for _, one in lists])[np.argsort(owner, kind="stable")]
-    found = (torch.from_numpy(one.astype(np.int32)).to(device) for one in (lengths, values))
-    return Lists(*found, weights=None)
+    """Join lists of (lengths [samples], values [n]); the values of each sample stay together."""
+    lengths = np.stack([counts for counts, _ in lists], 1)
+    owner = np.concatenate([np.repeat(np.arange(len(counts)), counts) for counts, _ in lists])
+    values = np.concatenate([ids for _, ids in lists])[np.argsort(owner, kind="stable")]
+    parts = (torch.from_numpy(part.astype(np.int32)).to(device) for part in (lengths, values))
+    return Lists(*parts, weights=None)
 
 
 def draw_ids(
     random: np.random.Generator, num_rows: int, law: Law, shape: tuple[int, ...]
 ) -> NDArray[np.int64]:
-    """Ids of a law, hot ones spread over the table."""
+    """Ids drawn from a law, the hot ones spread over the table."""
     cumulative = _cumulative(num_rows, law)
     ranks = np.searchsorted(cumulative, random.random(shape) * cumulative[-1])
     return np.minimum(ranks, num_rows - 1) * _SPREAD % num_rows
@@ -150,7 +151,7 @@ def _cumulative(num_rows: int, law: Law) -> NDArray[np.float64]:
 
 
 def shapes_for(table: TableConfig, world_size: int) -> list[Shape]:
-    """Every kind of shape that this table can have, on all ranks or on one."""
+    """The kinds of shape that this table can have, on all ranks, on half of them, or on one."""
     if world_size == 1:
         return [Shape("B", "local")]
     shapes = [
@@ -170,7 +171,7 @@ def shapes_for(table: TableConfig, world_size: int) -> list[Shape]:
 
 
 def draw_plans(sample: Sample, seed: int, count: int) -> Iterator[tuple[str, Plan]]:
-    """(name, plan): random mixes and homogeneous plans in turn, no more than ``count``."""
+    """(name, plan) ``count`` times: homogeneous plans and random mixes in turn."""
     task = sample.task
     random = np.random.default_rng([seed, 15])
     alike = _homogeneous(task)
@@ -184,7 +185,7 @@ def draw_plans(sample: Sample, seed: int, count: int) -> Iterator[tuple[str, Pla
 
 
 def _mix(task: Task, random: np.random.Generator) -> Plan:
-    """A few kinds of shape, dealt to the tables; ranks drawn."""
+    """A plan with a few kinds of shape, dealt to the tables at random, on random ranks."""
     kinds = random.random(8) ** 2 + 0.02
     plan: Plan = {}
     for table in task.tables:
@@ -195,7 +196,7 @@ def _mix(task: Task, random: np.random.Generator) -> Plan:
 
 
 def place(shape: Shape, task: Task, random: np.random.Generator) -> Choice:
-    """The shape on ranks that are drawn."""
+    """The shape on random ranks."""
     if shape.copied:
         return Choice(shape, tuple(range(task.world_size)))
     ranks = sorted(random.permutation(task.world_size)[: shape.num_shards].tolist())
@@ -203,7 +204,7 @@ def place(shape: Shape, task: Task, random: np.random.Generator) -> Choice:
 
 
 def _homogeneous(task: Task) -> dict[str, Plan]:
-    """All tables alike, whole ones balanced; where a table cannot, it is whole."""
+    """All tables in one shape, whole ones balanced; a table that does not allow it is whole."""
     world = tuple(range(task.world_size))
     if task.world_size == 1:
         return {"all local": {t.name: Choice(Shape("B", "local"), world) for t in task.tables}}
@@ -226,11 +227,11 @@ def _homogeneous(task: Task) -> dict[str, Plan]:
 
 
 def balanced_whole(task: Task) -> Plan:
-    """Each table whole on one rank: the most ids times columns first, to the least loaded."""
+    """Each table whole on one rank: the most expensive first, to the least loaded rank."""
     loads = [0.0] * task.world_size
     plan: Plan = {}
     weight = {table.name: task.lookups(table) * (8 + table.dim) for table in task.tables}
-    for table in sorted(task.tables, key=lambda one: -weight[one.name]):
+    for table in sorted(task.tables, key=lambda table: -weight[table.name]):
         rank = loads.index(min(loads))
         loads[rank] += weight[table.name]
         plan[table.name] = Choice(Shape("B", "columns"), (rank,))

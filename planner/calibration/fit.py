@@ -1,7 +1,8 @@
-"""From measurements to a profile: weights by least squares, corrections and overlap on top.
+"""From measurements to a profile: weights by least squares, then corrections and overlap.
 
-Weights are non-negative, and relative errors count alike for short and long phases. Corrections are
-those of ``planner/calibration/corrections.py``. Errors are told for tasks that were held out.
+Weights are non-negative and fitted to relative errors, so that short and long phases count alike.
+Corrections are those of ``planner/calibration/corrections.py``. Errors are reported for held-out
+tasks.
 """
 
 import math
@@ -43,7 +44,7 @@ _GROUPS = (
     "num_whole_groups",
 )
 _EXPANDED = ("expand_rows", "expand_elements")
-# What the time of a phase can depend on; anything else has weight 0 there.
+# The features that the time of a phase can depend on; all others have weight 0.
 TERMS: Mapping[str, tuple[str, ...]] = {
     "start_id_exchange": (
         "always",
@@ -89,11 +90,11 @@ TERMS: Mapping[str, tuple[str, ...]] = {
     ),
     ROW_GRADIENTS: ("gradient_bytes", "gradient_in_bytes", *_GROUPS),
     DENSE_GRADIENTS: ("always", "dense_parameters"),
-    REST: (),  # what is left of whole steps: ``_rest``
+    REST: (),  # the remainder of whole steps, see ``_overlap``
 }
-REST_TERMS = ("always", "num_stacks", "vector_bytes")  # those bytes and those of gradients
+REST_TERMS = ("always", "num_stacks", "vector_bytes")  # ``vector_bytes`` includes gradients here
 FOLDS = 4
-ALONE_WEIGHT = 8.0  # of a transfer or a dense part alone, in squared errors, beside a plan's
+ALONE_WEIGHT = 8.0  # of a transfer or a dense part alone, in squared errors, relative to a plan
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
@@ -111,23 +112,18 @@ def fit(
 ) -> Profile:
     """A profile from measurements of several tasks on one world; DataError for too few of them.
 
-    ``judged`` also fits it to parts of the tasks, to tell how far it is off on the others.
+    ``judged`` also fits parts of the tasks, to report the errors on the others.
     """
     samples = sorted({record.sample for record in records})
     if len(samples) < 3:
         raise DataError(
-            f"calibration: {len(samples)} measured samples; a fit needs 3 at least, let it run on"
+            f"calibration: {len(samples)} measured samples; use 3 or more, calibrate longer"
         )
     errors: dict[str, float] = {}
     if judged and len(samples) >= 2 * FOLDS:
         errors = held_out_errors(records, backend, seed, transfers, dense)
-    final = _fit(on_one_clock(records), backend, seed, transfers, dense)
-    return Profile(
-        weights=final.weights,
-        world_size=final.world_size,
-        backend=backend,
-        members=final.members,
-        hidden=final.hidden,
+    return replace(
+        _fit(on_one_clock(records), backend, seed, transfers, dense),
         transfers=tuple(transfers),
         step_factors=dict(step_factors or {}),
         kernels=dict(kernels or {}),
@@ -144,7 +140,7 @@ def held_out_errors(
     transfers: Sequence[Transfer],
     dense: Sequence[DenseTime],
 ) -> dict[str, float]:
-    """Every task judged by a fit to the others, a ``FOLDS``-th of the tasks left out at a time."""
+    """Errors on every task by a fit to the others, a ``FOLDS``-th of the tasks left out at once."""
     samples = sorted({record.sample for record in records})
     phases: dict[int, Floats] = {}
     steps: dict[int, float] = {}
@@ -173,31 +169,28 @@ def _fit(
     matrix = np.zeros((NUM_FEATURES, NUM_PHASES))
     for name in PHASES:
         x, y = examples_of(records, name)
-        made = (examples(transfers, name, world_size), dense_examples(dense, name))
-        alone, alone_ms = (np.concatenate(parts) for parts in zip(*made, strict=True))
+        timed = (examples(transfers, name, world_size), dense_examples(dense, name))
+        alone, alone_ms = (np.concatenate(parts) for parts in zip(*timed, strict=True))
         both, importance = np.concatenate([y, alone_ms]), np.ones(len(y) + len(alone_ms))
         importance[len(y) :] = math.sqrt(ALONE_WEIGHT)
         matrix[:, PHASE[name]] = _weights(
             np.concatenate([x, alone]), both, TERMS[name], importance / (both + FLOOR_MS)
         )
-    plain = Profile(
+    members = learn_corrections(records, matrix, TERMS, seed)
+    profile = Profile(
         weights=tuple(tuple(row) for row in matrix.tolist()),
         world_size=world_size,
         backend=backend,
+        members=tuple(members) if members[0] else (),
     )
-    members = learn_corrections(records, matrix, TERMS, seed)
-    learned = Profile(
-        weights=plain.weights, world_size=world_size, backend=backend, members=tuple(members)
-    )
-    learned = learned if members[0] else plain
-    hidden, rest = _overlap(learned, records, transfers)
+    hidden, rest = _overlap(profile, records, transfers)
     matrix[:, PHASE[REST]] = rest
-    return replace(learned, weights=tuple(tuple(row) for row in matrix.tolist()), hidden=hidden)
+    return replace(profile, weights=tuple(tuple(row) for row in matrix.tolist()), hidden=hidden)
 
 
 @dataclass(frozen=True, slots=True)
 class _Overlap:
-    """Shares of transfers that overlap hides, what steps take beside it all [F], and the error."""
+    """Shares of transfers that overlap hides, the remainder of the steps [F], and the error."""
 
     hidden: dict[str, float]
     rest: Floats
@@ -207,13 +200,13 @@ class _Overlap:
 def _overlap(
     profile: Profile, records: Sequence[Record], transfers: Sequence[Transfer]
 ) -> tuple[dict[str, float], Floats]:
-    """By which the measured steps are met best: what overlap hides of each transfer, and the rest.
+    """The overlap and the remainder that fit the measured steps best.
 
-    Both at once: a step is longer than its phases, and a share fitted alone would make up for that.
-    One share for all transfers first, then one for each in turn. What is left may go by bytes, for
-    steps one after another fill a link as single ones do not; but a byte costs no more than in a
-    transfer alone, or what is left of small plans would be most of large ones. One of vectors costs
-    as much as one of gradients: apart, each was what the other left.
+    Both are fitted at once: a step is longer than its phases, and shares fitted alone would make up
+    for that. First all transfers get one share, then each its own in turn. The remainder may depend
+    on bytes, because consecutive steps fill a link as single ones do not. But a byte must not cost
+    more than in a transfer alone, or the remainder fitted to small plans would dominate large ones.
+    Bytes of vectors and of gradients get one weight; fitted apart, each absorbed the other's error.
     """
     vectors, gradients = INDEX["vector_bytes"], INDEX["gradient_bytes"]
     most = np.full(NUM_FEATURES, np.inf)
@@ -225,13 +218,13 @@ def _overlap(
     x[:, gradients] = 0.0
 
     def tried(shares: dict[str, float]) -> _Overlap:
-        said = step_ms(phases, shares)
-        rest = _weights(x, actual - said, REST_TERMS, importance=1.0 / actual, most=most)
-        residual = np.log(np.maximum(said + x @ rest, 1e-3) / actual)
+        predicted = step_ms(phases, shares)
+        rest = _weights(x, actual - predicted, REST_TERMS, importance=1.0 / actual, most=most)
+        residual = np.log(np.maximum(predicted + x @ rest, 1e-3) / actual)
         return _Overlap(shares, rest, float(np.mean(np.minimum(residual**2, 0.25))))
 
     def least(candidates: Sequence[_Overlap]) -> _Overlap:
-        return min(candidates, key=lambda one: one.error)
+        return min(candidates, key=lambda candidate: candidate.error)
 
     best = least([tried(dict.fromkeys(TRANSFERS, share)) for share in _SHARES])
     for kind in TRANSFERS:
@@ -244,13 +237,12 @@ def _weights(
     x: Floats,
     y: Floats,
     terms: Sequence[str],
-    importance: Floats | None = None,
+    importance: Floats,
     most: Floats | None = None,
 ) -> Floats:
-    """[F] non-negative, twice reweighted so that single slow readings do not decide.
+    """[F] non-negative weights, reweighted twice so that single slow readings do not dominate.
 
-    ``importance`` [n] multiplies the errors; by default they are relative ones. ``most`` [F] bounds
-    the weights.
+    ``importance`` [n] multiplies the errors. ``most`` [F] bounds the weights.
     """
     weights = np.zeros(NUM_FEATURES)
     columns = [INDEX[name] for name in terms]
@@ -259,14 +251,13 @@ def _weights(
     size = np.maximum(x[:, columns].max(0), 1e-12)
     scaled = x[:, columns] / size
     limit = None if most is None else most[columns] * size
-    importance = 1.0 / (y + FLOOR_MS) if importance is None else importance
     robust = np.ones_like(y)
-    found = np.zeros(len(columns))
+    solution = np.zeros(len(columns))
     for _ in range(3):
         factor = importance * robust
-        found = nonnegative_least_squares(scaled * factor[:, None], y * factor, most=limit)
-        residual = np.abs(scaled @ found - y) * importance
+        solution = nonnegative_least_squares(scaled * factor[:, None], y * factor, most=limit)
+        residual = np.abs(scaled @ solution - y) * importance
         usual = max(float(np.median(residual)), 1e-3)
         robust = np.sqrt(1.0 / np.maximum(1.0, residual / (3.0 * usual)))
-    weights[columns] = found / size
+    weights[columns] = solution / size
     return weights

@@ -1,8 +1,8 @@
-"""Plans on the ranks of a world, with the engine's own trainer: what each move takes.
+"""Runs plans on the ranks of a world, with the engine's own trainer, and times every move.
 
-Moves are timed by a watch of the trainer's moves, transfers where the engine waits for them.
-Plans of a task take turns. In serial steps every move begins on all ranks at once, so that a rank's
-waits are transfers and not the work of others; steps with overlap are timed as a whole.
+A watch in the trainer times the moves; transfers are timed where the engine waits for them. The
+plans of a task take turns. In serial steps every move starts on all ranks at once, so a rank's
+waiting time is the transfer and not the work of others. Steps with overlap are timed as a whole.
 """
 
 import json
@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,13 +33,13 @@ from sbpflow.training.step_schedule import LOOKUP, OVERLAPPED, RECEIVE_IDS, SERI
 from sbpflow.training.trainer import Trainer
 
 T = TypeVar("T")
-HIDDEN = (16,)  # widths of the dense part that stands behind the tables
+HIDDEN = (16,)  # widths of the dense part behind the tables
 _FIRST_WAITS = {move.name: move.starts for move in (*SERIAL.each_batch, *SERIAL.each_step)}
 
 
 @dataclass(slots=True)
 class Rows:
-    """This rank's rows of a batch, as ``Trainer.step`` takes them."""
+    """A rank's rows of a batch, as ``Trainer.step`` takes them."""
 
     labels: Tensor
     dense: Tensor
@@ -51,8 +51,8 @@ class Rows:
 class Measured:
     """``phases`` [rank][phase] in ms, of serial steps; ``step_ms`` with overlap, over all ranks.
 
-    ``rounds_ms`` are such steps of each round alone. ``peak_bytes`` is what each rank's process
-    grew by, at its highest, while the plan was built and took its first steps.
+    ``rounds_ms`` are the steps with overlap of each round. ``peak_bytes`` is by how much each
+    rank's process grew at most while the plan was built and took its first steps.
     """
 
     phases: list[list[float]]
@@ -61,11 +61,21 @@ class Measured:
     peak_bytes: list[int]
 
 
+def from_all_ranks(boxing: Boxing, value: object) -> list[Any]:
+    """The JSON values of all ranks, in rank order; every rank calls it."""
+    return [json.loads(text) for text in gather_texts(boxing, json.dumps(value))]
+
+
+def from_first_rank(boxing: Boxing, value: object) -> Any:  # noqa: ANN401
+    """The JSON value of rank 0, on every rank; every rank calls it."""
+    return from_all_ranks(boxing, value)[0]
+
+
 class MoveTimer:
     """Watches a trainer's moves: ms of each without its waits, and of the waits, by transfer.
 
-    What one thread of the host computes is told by the clock of that thread, which other programs
-    on the machine do not move; waits, several threads and devices by the clock on the wall.
+    Work of a single host thread is timed by that thread's CPU clock, which other programs on the
+    machine do not affect; waits, several threads and devices by the wall clock.
     """
 
     def __init__(self, boxing: Boxing) -> None:
@@ -90,14 +100,14 @@ class MoveTimer:
 
     def _wait(self, finish: Callable[[], T]) -> T:
         start, worked = self._now(), self._worked()
-        found = finish()
+        result = finish()
         self._waited += self._now() - start
         self._worked_in_waits += self._worked() - worked
-        return found
+        return result
 
     @contextmanager
     def move(self, name: str) -> Generator[None]:
-        """Around the move ``name``."""
+        """A context manager around the move ``name``."""
         self._boxing.world.barrier()
         self._waited = self._worked_in_waits = 0.0
         start = self._worked()
@@ -110,7 +120,7 @@ class MoveTimer:
 
 
 class _Layers(nn.Module):
-    """The dense part: hidden layers over the joined outputs, and one output."""
+    """The dense part: hidden layers over the joined outputs, then one output."""
 
     def __init__(self, widths: Sequence[int]) -> None:
         super().__init__()
@@ -124,7 +134,7 @@ class _Layers(nn.Module):
 
 
 def dense_work_of(width: int, hidden: Sequence[int] = HIDDEN) -> DenseWork:
-    """Of the dense part that ``make_trainer`` builds behind outputs of this width."""
+    """The dense part that ``make_trainer`` builds behind outputs of this width."""
     return dense_work([(a, b) for a, b in pairwise((width + 1, *hidden, 1))], biases=True)
 
 
@@ -135,7 +145,7 @@ def make_trainer(
     kernels: Mapping[str, KernelChoice] | None = None,
     hidden: Sequence[int] = HIDDEN,
 ) -> Trainer:
-    """The engine on this plan, with a small dense part; every rank calls it."""
+    """A trainer of this plan, with a small dense part; every rank calls it."""
     tables = EmbeddingCollection(
         embedding_plan(task, plan), boxing, seed=1, kernel="auto" if kernels is None else kernels
     )
@@ -151,25 +161,25 @@ def make_trainer(
 def time_moves(
     boxing: Boxing, trainer: Trainer, batches: Sequence[Rows], steps: int
 ) -> list[list[float]]:
-    """[steps][phase] ms of this rank in serial steps, after one that is not timed.
+    """[steps][phase] ms of this rank in serial steps, after one untimed step.
 
-    The caches are as whatever ran before left them. The trainer goes on with overlap.
+    The caches are as the previous work left them. Afterwards the trainer runs with overlap.
     """
     trainer.schedule = SERIAL
     trainer.step(batches[0])
-    found: list[list[float]] = []
+    times: list[list[float]] = []
     for number in range(steps):
         with MoveTimer(boxing) as timer:
             trainer.move_watch = timer
             trainer.step(batches[number % len(batches)])
-        found.append([round(timer.times[name], 4) for name in PHASES])
+        times.append([round(timer.times[name], 4) for name in PHASES])
     trainer.move_watch = MoveTimes()
     trainer.schedule = OVERLAPPED
-    return found
+    return times
 
 
 class _Turn:
-    """One plan's trainer on this rank, and what its steps took so far."""
+    """One plan's trainer on this rank, and the times of its steps."""
 
     def __init__(
         self, boxing: Boxing, task: Task, plan: Mapping[str, Choice], batches: Sequence[Rows]
@@ -185,15 +195,15 @@ class _Turn:
         self.overlapped: list[list[float]] = []  # [round][step]
 
     def run(self, serial: int, overlapped: int) -> None:
-        """Steps in turn one by one, move by move, then steps with the next batch's ids ahead."""
+        """Run serial steps, timed move by move, then steps with the next batch's ids ahead."""
         if serial:
             self.serial += time_moves(self._boxing, self._trainer, self._batches, serial)
         self._boxing.world.barrier()
-        # The first has no ids ahead, the last sends none: neither is like the steps of a run.
+        # The first step has no ids ahead and the last sends none, unlike the steps of a run.
         self.overlapped.append(self._steps(overlapped + 2)[1:-1])
 
     def _steps(self, count: int) -> list[float]:
-        """ms of each step; all but the last have another batch's ids ahead."""
+        """ms of each step; all but the last send another batch's ids ahead."""
         times: list[float] = []
         batches = [self._batches[number % len(self._batches)] for number in range(count)]
         losses = self._trainer.train_on(batches)
@@ -216,29 +226,29 @@ def measure_in_turns(
     serial: int = 2,
     overlapped: int = 6,
 ) -> list[Measured]:
-    """Plans of one task side by side: in every round each takes ``serial`` steps move by move and
-    ``overlapped`` ones as a run takes them.
+    """Measure plans of one task together: in every round, each takes ``serial`` steps move by move
+    and ``overlapped`` steps as in a run.
 
-    What drifts on a machine in minutes hits all plans of a task alike, so that their order is told
-    by steps that were taken together; each round has an order of its own, for a plan that follows
-    a slow one finds other caches. Every rank calls it and all get the same.
+    Drift over minutes affects all plans of a task alike, so steps that were taken together can be
+    compared. Each round has its own order, because a plan's caches depend on the plan before it.
+    Every rank calls it and gets the same result.
     """
     turns = [_Turn(boxing, task, plan, batches) for plan in plans]
     for number in range(rounds):
         for turn in random.Random(number).sample(turns, len(turns)):
             turn.run(serial, overlapped)
     mine = [[turn.serial, turn.overlapped, turn.peak_bytes] for turn in turns]
-    ranks = [json.loads(text) for text in gather_texts(boxing, json.dumps(mine))]
-    return [_join(of_plan) for of_plan in zip(*ranks, strict=True)]
+    return [_join(of_plan) for of_plan in zip(*from_all_ranks(boxing, mine), strict=True)]
 
 
 def _join(ranks: Sequence[tuple[list[list[float]], list[list[float]], int]]) -> Measured:
-    """Lower quartiles over the steps, for what else runs on a machine only adds to them; a step
-    is as long as on its slowest rank.
+    """One plan's measurement: lower quartiles over its steps, each as long as on its slowest rank.
+
+    Quartiles, because other programs on the machine only add to the times.
     """
     phases = phases_of([serial for serial, _, _ in ranks])
     rounds = [
-        [max(one) for one in zip(*of_round, strict=True)]
+        [max(times) for times in zip(*of_round, strict=True)]
         for of_round in zip(*(overlapped for _, overlapped, _ in ranks), strict=True)
     ]
     return Measured(
@@ -252,8 +262,8 @@ def _join(ranks: Sequence[tuple[list[list[float]], list[list[float]], int]]) -> 
 def phases_of(ranks: Sequence[list[list[float]]]) -> list[list[float]]:
     """[rank][phase] ms from ``time_moves`` of all ranks, lower quartiles over the steps.
 
-    A transfer takes from when the last rank has done its part of the move to when the last one has
-    what it waits for: a sender may go on while its bytes are still on their way.
+    A transfer lasts from when the last rank has done its part of the move until the last rank has
+    what it waits for: a sender may continue while its bytes are still in flight.
     """
     for step in zip(*ranks, strict=True):
         for move, kinds in _FIRST_WAITS.items():
@@ -266,11 +276,11 @@ def phases_of(ranks: Sequence[list[list[float]]]) -> list[list[float]]:
 
 
 def through_ms(ranks: Sequence[tuple[float, float]]) -> float:
-    """Of a transfer, from (ms of work, ms of waiting) of all ranks that began together."""
+    """ms of a transfer, from (ms of work, ms of waiting) of all ranks, which began together."""
     whole = max(work + wait for work, wait in ranks)
     return round(whole - max(work for work, _ in ranks), 4)
 
 
 def lower_quartile(values: Sequence[float]) -> float:
-    """Of measured times: what else runs on a machine only adds to them."""
+    """Of measured times, to which other programs on the machine only add."""
     return sorted(values)[(len(values) - 1) // 4]

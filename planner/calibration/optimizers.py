@@ -1,7 +1,7 @@
-"""How the optimizers compare: a step of each on the same rows, with the kernel a run would take.
+"""How the optimizers compare: one update of each on the same rows, with a run's default kernel.
 
-Calibration measures whole steps with one optimizer; what changes with another is its rule, so the
-rows it steps are priced by these ratios.
+Calibration measures whole steps with one optimizer. Another optimizer changes only its rule, so
+these ratios price the rows that it updates.
 """
 
 import statistics
@@ -23,7 +23,7 @@ from sbpflow.sbp.sbp import Broadcast
 def step_factors(
     base: str, device: torch.device, *, rows: int = 40_000, dim: int = 16, repeats: int = 9
 ) -> dict[str, float]:
-    """{optimizer: its time over that of ``base``}, of an update of a quarter of ``rows``.
+    """{optimizer: its time over that of ``base``} for an update of a quarter of ``rows``.
 
     The optimizers take turns; the median of each counts.
     """
@@ -34,12 +34,12 @@ def step_factors(
             ms = turn.update_ms()
             if repeat >= 2:
                 times[name].append(ms)
-    median = {name: statistics.median(found) for name, found in times.items()}
+    median = {name: statistics.median(turns_ms) for name, turns_ms in times.items()}
     return {name: ms / median[base] for name, ms in median.items()}
 
 
 class _Turn:
-    """One optimizer's storage, and rows to step."""
+    """One optimizer's storage, and the rows to update."""
 
     def __init__(self, name: str, device: torch.device, rows: int, dim: int) -> None:
         rule = sparse_optimizer(name, lr=0.05)
@@ -67,7 +67,7 @@ class _Turn:
         self._steps = 0
 
     def update_ms(self) -> float:
-        """Of one update; the look-up before it is not counted."""
+        """ms of one update, without the lookup before it."""
         lookup = Lookup(self._ids)
         self._storage.lookup(lookup, 0.05)
         lookup.row_gradients(self._grads)  # sorted and summed before the clock starts

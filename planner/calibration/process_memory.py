@@ -1,4 +1,4 @@
-"""The memory that this process holds, and held at most: what predictions are checked with."""
+"""The present and the peak memory of this process, to check predictions."""
 
 import resource
 
@@ -13,7 +13,7 @@ def resident_bytes() -> int:
 
 
 def reset_peak() -> None:
-    """Let the highest resident size start from now, where the system can."""
+    """Restart the peak from the present size, if the system supports it."""
     try:
         with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
             file.write("5")
@@ -22,10 +22,10 @@ def reset_peak() -> None:
 
 
 def peak_bytes() -> int:
-    """Highest resident size since ``reset_peak``, or of the process where it cannot be reset."""
+    """The peak resident size since ``reset_peak``; of the whole process if it cannot be reset."""
     try:
         with open("/proc/self/status", encoding="ascii") as file:
-            found = [line.split()[1] for line in file if line.startswith("VmHWM:")]
-        return int(found[0]) * 1024
+            peaks = [line.split()[1] for line in file if line.startswith("VmHWM:")]
+        return int(peaks[0]) * 1024
     except (OSError, IndexError):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

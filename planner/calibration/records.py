@@ -1,6 +1,6 @@
-"""Plans as they were measured, each with the counts of its work: what a profile is fitted to.
+"""Measured plans with the counts of their work, which a profile is fitted to.
 
-Plans of a task that were measured together have one session. A machine drifts between sessions by
+Plans of a task that were measured together form a session. A machine drifts between sessions by
 more than plans differ, so a session's steps are scaled by a plan that was measured in both.
 """
 
@@ -22,15 +22,15 @@ from sbpflow.planner.costs.simulate import NUM_PHASES
 from sbpflow.planner.task import Choice, Plan, Shape, Task
 from sbpflow.runtime.files.json_file import is_count, is_number, object_of
 
-AGAIN = "again"  # a plan that was measured before, measured once more: "again SESSION NAME"
-PICKED = "pick"  # by a model that was fitted before: "pick SESSION.NUMBER"
+AGAIN = "again"  # prefix of a plan that is measured again: "again SESSION NAME"
+PICKED = "pick"  # prefix of a plan picked by a fitted model: "pick SESSION.NUMBER"
 _SESSION = re.compile(r"(pick \d{1,9}\.\d{1,9}|again \d{1,9} .*)$", re.DOTALL)
 _MOST_MS = 1e12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One plan as it was measured: ``totals`` [D, F] counts, ``phases`` [D, P] ms.
+    """One measured plan: ``totals`` [D, F] counts, ``phases`` [D, P] ms.
 
     ``rounds_ms`` are its steps in each round of turns with the other plans of the ``session``.
     """
@@ -45,14 +45,14 @@ class Record:
 
     @property
     def noise(self) -> float:
-        """Relative standard deviation of a round; 0 for fewer than two."""
+        """Relative standard deviation over the rounds; 0 for fewer than two."""
         if len(self.rounds_ms) < 2:
             return 0.0
         return float(np.std(self.rounds_ms, ddof=1) / np.mean(self.rounds_ms))
 
 
 def record_of(entry: Mapping[str, Any], task: Task) -> Record:
-    """From a line of a calibration's journal."""
+    """The record in one line of a calibration's journal."""
     return Record(
         sample=entry["sample"],
         name=entry["name"],
@@ -65,48 +65,48 @@ def record_of(entry: Mapping[str, Any], task: Task) -> Record:
 
 
 def session_of(name: str) -> int:
-    """0 for drawn plans, else the round of candidates."""
+    """0 for drawn plans, otherwise the round of candidates."""
     if not name.startswith((PICKED, AGAIN)):
         return 0
     return int(name.split()[1].partition(".")[0])
 
 
 def drift_of(records: Sequence[Record]) -> dict[tuple[int, int], float]:
-    """{(sample, session): by what its steps were longer than those of the first session}."""
-    first = {(one.sample, one.name): one.step_ms for one in records}
-    found: dict[tuple[int, int], float] = {}
-    for one in records:
-        before = first.get((one.sample, one.name.split(" ", 2)[-1]))
-        if one.name.startswith(AGAIN) and before is not None:
-            found[one.sample, one.session] = one.step_ms / before
-    return found
+    """{(sample, session): the factor by which its steps are longer than in the first session}."""
+    first = {(record.sample, record.name): record.step_ms for record in records}
+    drift: dict[tuple[int, int], float] = {}
+    for record in records:
+        before = first.get((record.sample, record.name.split(" ", 2)[-1]))
+        if record.name.startswith(AGAIN) and before is not None:
+            drift[record.sample, record.session] = record.step_ms / before
+    return drift
 
 
 def on_one_clock(records: Sequence[Record]) -> list[Record]:
-    """Steps of later sessions as they would have been in the first."""
+    """The records with the steps of later sessions scaled to the first."""
     drift = drift_of(records)
     return [
-        replace(one, step_ms=one.step_ms / drift.get((one.sample, one.session), 1.0))
-        for one in records
+        replace(record, step_ms=record.step_ms / drift.get((record.sample, record.session), 1.0))
+        for record in records
     ]
 
 
 def empty_profile(world_size: int, backend: str) -> Profile:
-    """Prices nothing: for counting work."""
+    """A profile with all prices 0, for counting work."""
     zero = tuple((0.0,) * NUM_PHASES for _ in range(NUM_FEATURES))
     return Profile(weights=zero, world_size=world_size, backend=backend)
 
 
 def count_work(task: Task, plan: Mapping[str, Choice]) -> Floats:
-    """[D, F] of a plan."""
+    """[D, F] counts of a plan."""
     return TaskCost(empty_profile(task.world_size, task.backend), task).totals(plan)
 
 
 def plan_tree(plan: Plan) -> dict[str, list[Any]]:
-    """JSON-ready."""
+    """The plan as a tree that ``json.dumps`` takes."""
     return {
-        name: [one.shape.sbp, one.shape.exchange, list(one.shape.parts), list(one.ranks)]
-        for name, one in plan.items()
+        name: [c.shape.sbp, c.shape.exchange, list(c.shape.parts), list(c.ranks)]
+        for name, c in plan.items()
     }
 
 
@@ -116,12 +116,15 @@ def plan_of_tree(tree: object) -> Plan:
     for name, given in object_of(tree, "plan").items():
         entry = cast("list[Any]", given)
         if not isinstance(given, list) or len(entry) != 4:
-            raise ConfigError(f"plan: {brief(name)} is not [sbp, exchange, parts, ranks]")
+            raise ConfigError(f"plan: {brief(name)}: use [sbp, exchange, parts, ranks]")
         sbp, exchange, parts, ranks = entry
         known = isinstance(sbp, str) and exchange in exchange_names()
         counts = [counted for counted in (parts, ranks) if _are_counts(counted)]
         if not known or len(counts) != 2 or len(parts) != 2:
-            raise ConfigError(f"plan: {brief(name)} cannot be {brief(entry)}")
+            raise ConfigError(
+                f"plan: {brief(name)}: {brief(entry)} is not [sbp, exchange, [row parts, column "
+                "parts], [ranks]] with a known exchange"
+            )
         plan[name] = Choice(Shape(sbp, exchange, (parts[0], parts[1])), tuple(ranks))
     return plan
 
@@ -131,7 +134,7 @@ def _are_counts(value: object) -> bool:
 
 
 def check_entry(entry: Mapping[str, Any]) -> None:
-    """ConfigError unless a line of a journal has the figures of one plan."""
+    """ConfigError unless a line of a journal has the measurement of one plan."""
     fits = {
         "sample": is_count(entry.get("sample")),
         "name": isinstance(entry.get("name"), str) and _has_session(entry["name"]),
@@ -143,7 +146,7 @@ def check_entry(entry: Mapping[str, Any]) -> None:
         "phases": _are_phases(entry.get("phases")),
     }
     if wrong := [key for key, fit in fits.items() if not fit]:
-        raise ConfigError(f"{wrong[0]}: {brief(entry.get(wrong[0]))} is not what was measured")
+        raise ConfigError(f"{wrong[0]}: {brief(entry.get(wrong[0]))} is not a measurement")
     plan_of_tree(entry.get("plan"))
 
 

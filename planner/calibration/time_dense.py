@@ -1,10 +1,9 @@
 """Times dense parts alone: layers of many widths over one small table, with the engine's trainer.
 
-Tasks of a calibration all have the same narrow layers, so that their steps tell of the tables. What
-wide ones cost per multiply-add, and narrow ones per number read, only nets alone tell apart.
+The tasks of a calibration share narrow layers, so their steps depend on the tables. Only nets alone
+separate the cost of a multiply-add, which dominates wide layers, from that of a number read.
 """
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from sbpflow.boxing.agreement import gather_texts
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.parse import build
 from sbpflow.costs.counts import NUM_FEATURES
@@ -21,7 +19,14 @@ from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConf
 from sbpflow.embedding.rules.sgd import Sgd
 from sbpflow.errors import ConfigError
 from sbpflow.planner.calibration.design import Law, Sample, draw_batches
-from sbpflow.planner.calibration.measure import dense_work_of, make_trainer, phases_of, time_moves
+from sbpflow.planner.calibration.measure import (
+    dense_work_of,
+    from_all_ranks,
+    from_first_rank,
+    make_trainer,
+    phases_of,
+    time_moves,
+)
 from sbpflow.planner.costs.features import zipf_mandelbrot
 from sbpflow.planner.costs.simulate import PHASE
 from sbpflow.planner.costs.work import base_work
@@ -29,9 +34,9 @@ from sbpflow.planner.task import Choice, Shape, Task
 from sbpflow.runtime.fields.ranges import Range
 
 DENSE_MOVES = ("forward", "backward", "send_dense", "receive_dense", "update_dense")
-# (width of the table, hidden widths), the least work first.
+# (width of the table, hidden widths), in ascending order of work.
 NETS = ((64, (64,)), (128, (32, 32, 32)), (256, (128, 64)), (416, (400, 400)), (512, (512, 256)))
-SAMPLES = (128, 512, 2048)  # of a rank
+SAMPLES = (128, 512, 2048)  # per rank
 STEPS = 5
 _NUM_ROWS = 100
 Size = Annotated[int, Range(low=1, below=2**31)]
@@ -39,7 +44,7 @@ Size = Annotated[int, Range(low=1, below=2**31)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseTime:
-    """``ms`` of each of ``DENSE_MOVES`` on the slowest rank, for one net and ``samples`` a rank."""
+    """``ms`` of each of ``DENSE_MOVES`` on the slowest rank; ``samples`` are per rank."""
 
     width: Size
     hidden: tuple[Size, ...]
@@ -48,11 +53,11 @@ class DenseTime:
 
 
 def dense_time_of(tree: Mapping[str, Any]) -> DenseTime:
-    """From JSON; ConfigError for anything else."""
-    found = build(DenseTime, tree)
-    if set(found.ms) != set(DENSE_MOVES):
-        raise ConfigError(f"dense: ms has not the moves {', '.join(DENSE_MOVES)}")
-    return found
+    """A dense time from JSON; ConfigError for anything else."""
+    time = build(DenseTime, tree)
+    if set(time.ms) != set(DENSE_MOVES):
+        raise ConfigError(f"dense: ms has {sorted(time.ms)}; use the keys {', '.join(DENSE_MOVES)}")
+    return time
 
 
 def time_dense(
@@ -62,30 +67,27 @@ def time_dense(
     nets: Sequence[tuple[int, tuple[int, ...]]] = NETS,
     samples: Sequence[int] = SAMPLES,
 ) -> list[DenseTime]:
-    """Each net at each number of samples, as far as ``seconds`` reach; every rank gets the same.
+    """Each net at each number of samples, until ``seconds`` have passed; the same on every rank.
 
-    The narrowest net is timed always. Every rank calls it.
+    The narrowest net is always timed. Every rank calls it.
     """
     start = time.monotonic()
-    found: list[DenseTime] = []
+    times: list[DenseTime] = []
     for width, hidden in nets:
         for count in samples:
-            found.append(_timed(boxing, width, hidden, count))
-            over = json.dumps(time.monotonic() - start > seconds)
-            if json.loads(gather_texts(boxing, over)[0]):
-                return found
-    return found
+            times.append(_timed(boxing, width, hidden, count))
+            if from_first_rank(boxing, time.monotonic() - start > seconds):
+                return times
+    return times
 
 
 def dense_examples(times: Sequence[DenseTime], move: str) -> tuple[Floats, Floats]:
-    """([n, F] counts, [n] ms) of the dense parts in ``move``, as a fit takes them; else none."""
+    """([n, F] counts, [n] ms) of the dense parts in ``move``, for a fit; empty for other moves."""
     if move not in DENSE_MOVES:
         return np.zeros((0, NUM_FEATURES)), np.zeros(0)
-    rows = [base_work(_task(one.width, one.hidden, one.samples, 1)) for one in times]
-    return (
-        np.array(rows).reshape(len(rows), NUM_FEATURES),
-        np.array([one.ms[move] for one in times]),
-    )
+    rows = [base_work(_task(net.width, net.hidden, net.samples, 1)) for net in times]
+    counts = np.array(rows).reshape(len(rows), NUM_FEATURES)
+    return counts, np.array([net.ms[move] for net in times])
 
 
 def _timed(boxing: Boxing, width: int, hidden: tuple[int, ...], samples: int) -> DenseTime:
@@ -95,7 +97,7 @@ def _timed(boxing: Boxing, width: int, hidden: tuple[int, ...], samples: int) ->
     trainer = make_trainer(boxing, task, plan, hidden=hidden)
     drawn = Sample(task=task, laws={"t": Law(s=0.8, q=2.0)})
     mine = time_moves(boxing, trainer, draw_batches(drawn, world.rank, 2, world.device), STEPS)
-    ranks = phases_of([json.loads(text) for text in gather_texts(boxing, json.dumps(mine))])
+    ranks = phases_of(from_all_ranks(boxing, mine))
     slowest = {name: max(phases[PHASE[name]] for phases in ranks) for name in DENSE_MOVES}
     return DenseTime(width=width, hidden=hidden, samples=samples, ms=slowest)
 

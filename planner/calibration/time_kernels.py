@@ -1,7 +1,7 @@
-"""Times the kernels of tables on this machine, by optimizer: a lookup and an update on three sizes.
+"""Times the kernels of tables on this machine, by optimizer: a lookup and an update in three sizes.
 
-Whole steps are measured with the kernel that is taken unmeasured; ``planner/costs/kernels.py``
-prices the others by these.
+Whole steps are measured with the default kernel; ``planner/costs/kernels.py`` prices the other
+kernels by these times.
 """
 
 from collections.abc import Sequence
@@ -34,11 +34,11 @@ def measure_kernels(
 ) -> dict[str, KernelPrices]:
     """{optimizer: {kernel: (ms, ms per id, ms per element)}} of a lookup and an update.
 
-    The kernel that is taken unmeasured is the first of each. ``shapes`` are (ids, width).
+    Each optimizer's default kernel comes first. ``shapes`` are (ids, width).
     """
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     missing = missing_kernels("auto")
-    found: dict[str, KernelPrices] = {}
+    kernels: dict[str, KernelPrices] = {}
     for optimizer in optimizers:
         rule = sparse_optimizer(optimizer, lr=0.05)
         facts = StackFacts(
@@ -50,19 +50,16 @@ def measure_kernels(
             device_type=device.type,
         )
         faults = kernel_faults(facts, missing)
-        taken = choose_kernel("auto", facts, missing).name
-        others: list[KernelName] = [
-            kernel for kernel in KERNEL_NAMES if kernel != taken and faults[kernel] is None
-        ]
-        times = [measure(_shape(one, rule, rows, name), [taken, *others]) for one in shapes]
-        found[optimizer] = {
-            kernel: _line(shapes, [ms[kernel] for ms in times]) for kernel in (taken, *others)
-        }
-    return found
+        default = choose_kernel("auto", facts, missing).name
+        names: list[KernelName] = [name for name in KERNEL_NAMES if faults[name] is None]
+        names.sort(key=lambda name: name != default)
+        times = [measure(_shape(shape, rule, rows, device_name), names) for shape in shapes]
+        kernels[optimizer] = {name: _line(shapes, [ms[name] for ms in times]) for name in names}
+    return kernels
 
 
-def _shape(one: tuple[int, int], rule: SparseOptimizer, rows: int, device: str) -> StackShape:
-    ids, width = one
+def _shape(shape: tuple[int, int], rule: SparseOptimizer, rows: int, device: str) -> StackShape:
+    ids, width = shape
     return StackShape(
         rows=rows,
         width=width,
@@ -79,7 +76,7 @@ def _shape(one: tuple[int, int], rule: SparseOptimizer, rows: int, device: str) 
 
 
 def _line(shapes: Sequence[tuple[int, int]], ms: Sequence[float]) -> tuple[float, float, float]:
-    """Non-negative, by relative errors."""
+    """Non-negative prices fitted to relative errors."""
     counts = np.array([[1.0, ids, ids * width] for ids, width in shapes])
     most, times = counts.max(0), np.array(ms)
     weights = nonnegative_least_squares(counts / most / times[:, None], np.ones(len(ms)), 5000)

@@ -1,10 +1,9 @@
-"""Times each transfer of the engine alone, over sizes, skew and ranks, as a step's are timed.
+"""Times each transfer of the engine alone, over sizes, skew and ranks, in the way steps are timed.
 
-Layouts are converted by boxing, and single rows travel as in the exchanges ``unique`` and
-``local``. Every rank calls ``time_transfers``, and all get the same.
+Boxing converts layouts; single rows travel as in the exchanges ``unique`` and ``local``. Every rank
+calls ``time_transfers`` and gets the same result.
 """
 
-import json
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -12,13 +11,18 @@ from dataclasses import dataclass
 
 import torch
 
-from sbpflow.boxing.agreement import gather_texts
 from sbpflow.boxing.executor import Boxing
 from sbpflow.boxing.plan import BoxingStep, plan_boxing
 from sbpflow.embedding.exchange.all_to_all import RowTransfer
 from sbpflow.embedding.exchange.base import VECTORS as CHANNEL
 from sbpflow.embedding.plan.group_plan import ExchangeStep
-from sbpflow.planner.calibration.measure import MoveTimer, lower_quartile, through_ms
+from sbpflow.planner.calibration.measure import (
+    MoveTimer,
+    from_all_ranks,
+    from_first_rank,
+    lower_quartile,
+    through_ms,
+)
 from sbpflow.planner.costs.transfers import (
     EVEN,
     ONE_RECEIVES,
@@ -32,11 +36,11 @@ from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, NdSbp, Partial, Split, balanced_sizes
 from sbpflow.training.step_schedule import VECTORS
 
-# What the busiest rank sends or receives: 4 KiB to 8 MiB.
+# The bytes that the busiest rank sends or receives: 4 KiB to 8 MiB.
 SIZES = tuple(round(4096 * 2 ** (11 * n / 5)) for n in range(6))
 TURNS = 7
-MOST_SHARE = 0.8  # of the columns or rows that one rank has of a skewed transfer
-_COLUMNS, _DIM = 64, 16  # of a converted tensor, of rows that travel
+MOST_SHARE = 0.8  # of the columns or rows, on one rank of a skewed transfer
+_COLUMNS, _DIM = 64, 16  # of a converted tensor; of rows that travel
 _SIMPLE: dict[str, NdSbp] = {
     "S(0)": (Split(0),),
     "S(1)": (Split(1),),
@@ -47,7 +51,7 @@ _SIMPLE: dict[str, NdSbp] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Case:
-    """A transfer that waits to be timed: ``make`` gives what starts it and waits for it."""
+    """A transfer to be timed: ``make`` returns a function that starts it and waits for it."""
 
     name: str
     skew: str
@@ -60,10 +64,10 @@ class _Case:
 def time_transfers(
     boxing: Boxing, *, seconds: float, sizes: Sequence[int] = SIZES, turns: int = TURNS
 ) -> list[Transfer]:
-    """The lower quartile of some ``turns`` of each, in an order of its own every turn.
+    """The lower quartile of up to ``turns`` of each transfer; every turn has its own order.
 
-    Within about ``seconds``: a slow link gets fewer turns, and then fewer sizes; the first size is
-    measured once at least. Nothing for a world of one.
+    Takes about ``seconds``: a slow link gets fewer turns, then fewer sizes. The first size is
+    measured at least once. Empty for a world of one rank.
     """
     if boxing.world.size == 1:
         return []
@@ -79,41 +83,37 @@ def time_transfers(
         cases += fresh
         times += [[_timed(boxing, case)] for case in fresh]
         last = time.monotonic() - before
-        # The next size takes as many times longer as it is larger.
+        # Assume that the time grows in proportion to the size.
         growth = sizes[place + 1] / size if place + 1 < len(sizes) else 1.0
-        if not _agreed(boxing, time.monotonic() - start + growth * last < 0.5 * seconds):
+        if not from_first_rank(boxing, time.monotonic() - start + growth * last < 0.5 * seconds):
             break
     turn_s = time.monotonic() - start
     for turn in range(1, turns):
         before = time.monotonic()
-        if not _agreed(boxing, before - start + turn_s < seconds):
+        if not from_first_rank(boxing, before - start + turn_s < seconds):
             break
         for place in random.Random(turn).sample(range(len(cases)), len(cases)):
             times[place].append(_timed(boxing, cases[place]))
         turn_s = time.monotonic() - before
-    ranks = [json.loads(text) for text in gather_texts(boxing, json.dumps(times))]
+    ranks = from_all_ranks(boxing, times)
     return [
         _joined(case, [of_rank[place] for of_rank in ranks]) for place, case in enumerate(cases)
     ]
 
 
-def _agreed(boxing: Boxing, go_on: bool) -> bool:
-    """As rank 0 sees it."""
-    return json.loads(gather_texts(boxing, json.dumps(go_on))[0])
-
-
 def _timed(boxing: Boxing, case: _Case) -> tuple[float, float]:
-    """ms that this rank packs and that it then waits, all having begun together."""
+    """ms that this rank works and that it then waits, all ranks having begun together."""
     run = case.make()
     with MoveTimer(boxing) as timer:
-        with timer.move("lookup"):  # a move whose waits are those of vectors
+        with timer.move("lookup"):  # a move that waits for vectors
             run()
     return round(timer.times["lookup"], 4), round(timer.times[VECTORS], 4)
 
 
 def _joined(case: _Case, ranks: Sequence[Sequence[tuple[float, float]]]) -> Transfer:
-    """Of each turn, the time from the last rank's start to the last rank's end; those outside the
-    transfer do not count.
+    """The lower quartile over the turns, each from the last rank's start to the last rank's end.
+
+    Ranks outside the transfer do not count.
     """
     turns = zip(*(ranks[rank] for rank in case.ranks), strict=True)
     return Transfer(
@@ -127,20 +127,20 @@ def _joined(case: _Case, ranks: Sequence[Sequence[tuple[float, float]]]) -> Tran
 
 
 def _cases(boxing: Boxing, size: int) -> list[_Case]:
-    """Every transfer with every skew, on all ranks and, of 4 or more, on half of them.
+    """Every transfer with every skew, on all ranks and, with 4 or more, on half of them.
 
-    Single rows travel between all ranks always, as in the engine.
+    Single rows travel between all ranks, as in the engine.
     """
     everyone = tuple(range(boxing.world.size))
     groups = [everyone, everyone[: len(everyone) // 2]] if len(everyone) >= 4 else [everyone]
-    found: list[_Case] = []
+    cases: list[_Case] = []
     for name, skews in SKEWS.items():
         for skew in skews:
             if name in (ROWS, ROWS_TO_ALL):
-                found.append(_rows(boxing, name, skew, size))
+                cases.append(_rows(boxing, name, skew, size))
             else:
-                found += [_conversion(boxing, name, skew, ranks, size) for ranks in groups]
-    return found
+                cases += [_conversion(boxing, name, skew, ranks, size) for ranks in groups]
+    return cases
 
 
 # Conversions
@@ -164,11 +164,11 @@ def _conversion(boxing: Boxing, name: str, skew: str, ranks: tuple[int, ...], si
         )
         return step
 
-    # As many rows as make the busiest rank's bytes this size; bytes are proportional to rows.
+    # Bytes are proportional to rows: find the rows at which the busiest rank has ``size`` bytes.
     probe = planned(64 * len(ranks))
     per_row = max(*_sent(probe), *_received(probe)) / 64
     step = planned(len(ranks) * max(1, round(size / per_row)))
-    boxing.prepare([step], CHANNEL)  # groups are made by all ranks
+    boxing.prepare([step], CHANNEL)  # creates process groups, so all ranks call it
     shape = src.part_shape(step.shape, world.rank)
 
     def make() -> Callable[[], object]:
@@ -188,7 +188,7 @@ def _conversion(boxing: Boxing, name: str, skew: str, ranks: tuple[int, ...], si
 
 
 def _shares(skew: str, count: int, parts: int) -> tuple[int, ...]:
-    """``count`` in parts, the first of which has most of it where there is skew."""
+    """``count`` in parts; with skew, most of it is in the first part."""
     if skew == EVEN:
         return balanced_sizes(count, parts)
     most = round(MOST_SHARE * count)
@@ -200,15 +200,15 @@ def _sent(step: BoxingStep) -> tuple[int, ...]:
 
 
 def _received(step: BoxingStep) -> tuple[int, ...]:
-    """By each rank; what a ring passes on, every rank sends and receives alike."""
+    """Bytes that each rank receives; ranks of a ring receive what they send."""
     if step.collective != "all_to_all":
         return _sent(step)
     ranks = step.dst.placement.ranks
-    found = dict.fromkeys(ranks, 0)
+    received = dict.fromkeys(ranks, 0)
     for move in step.moves:
         if move.src != move.dst:
-            found[move.dst] += move.numel * step.dtype.itemsize
-    return tuple(found[rank] for rank in ranks)
+            received[move.dst] += move.numel * step.dtype.itemsize
+    return tuple(received[rank] for rank in ranks)
 
 
 # Rows
@@ -253,7 +253,7 @@ def _rows(boxing: Boxing, name: str, skew: str, size: int) -> _Case:
 
 
 def _counts(skew: str, num_ranks: int, busiest: int) -> list[list[int]]:
-    """[src][dst] rows; the busiest rank sends or receives about ``busiest`` to or from others."""
+    """[src][dst] rows; the busiest rank exchanges about ``busiest`` rows with the other ranks."""
     most = max(1, round(busiest / (num_ranks - 1)))
     less = most * (1 - MOST_SHARE) / MOST_SHARE / (num_ranks - 1)
     least = most if skew == EVEN else max(1, round(less))

@@ -1,37 +1,28 @@
 """The cost of a plan: counts of work, priced by what this machine was measured to take for them.
 
-A rank's time in a phase is a sum of counts (``work.py`` beside this) with non-negative weights,
-times a correction learned from fused work that is bounded and rises with every count; the step is
-simulated from the phases of all ranks (``simulate.py``). Everything takes batches of plans, so that
-a search can try thousands of moves a second.
+A rank's time in a phase is a sum of counts (``work.py``) with non-negative weights. A correction
+learned from fused work, bounded and increasing in every count, is applied to the sum. The step is
+simulated from the phases of all ranks (``simulate.py``). All functions take batches of plans, so a
+search can try thousands of moves a second.
 """
 
 import hashlib
 import json
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Literal
 
 import numpy as np
 
-from sbpflow.costs.counts import BUFFERS, FEATURES, INDEX, MEMORY, NUM_FEATURES, Key
+from sbpflow.costs.counts import BUFFERS, INDEX, MEMORY, Key
 from sbpflow.costs.ids import Floats
 from sbpflow.embedding.plan.tables import TableConfig
-from sbpflow.errors import unknown_value
 from sbpflow.planner.costs.kernels import work_factors
 from sbpflow.planner.costs.profile import Profile
-from sbpflow.planner.costs.simulate import (
-    PHASES,
-    SCHEDULES,
-    TRANSFERS,
-    max_of_sums,
-    step_ms,
-    sum_of_maxima,
-)
+from sbpflow.planner.costs.simulate import step_ms
 from sbpflow.planner.costs.work import ShapeCost, base_work, shape_work
-from sbpflow.planner.task import Choice, Plan, Shape, Task
+from sbpflow.planner.task import Choice, Shape, Task
+from sbpflow.training.step_schedule import OVERLAPPED, SERIAL
 
-Objective = Literal["step", "sum_of_maxima", "max_of_sums"]
 _BY_KERNEL = [
     INDEX[name]
     for name in (
@@ -43,7 +34,7 @@ _BY_KERNEL = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What a plan is expected to take; ``phases`` [ranks, phases] in ms, bytes per rank.
+    """The prediction for a plan: ms, ``phases`` [ranks, phases] ms, bytes of each rank.
 
     ``spread_ms`` is the standard deviation of the step over the ensemble's members.
     """
@@ -54,73 +45,53 @@ class Prediction:
     memory_bytes: tuple[int, ...]
     sent_bytes: tuple[int, ...]
 
-    def fits(self, device_bytes: int | None) -> bool:
-        return device_bytes is None or max(self.memory_bytes) <= device_bytes
-
 
 class TaskCost:
-    """A profile's prices for one task: the calls a search makes.
+    """A profile's prices for one task, as a search calls them.
 
     ``totals`` are a rank's counts [.., F]: ``base()`` plus the shard and home counts of every
-    table, and in the columns of keys the number of distinct ones.
+    table. The columns of keys count the distinct keys.
     """
 
-    def __init__(self, profile: Profile, task: Task, objective: Objective = "step") -> None:
+    def __init__(self, profile: Profile, task: Task) -> None:
         self.profile = profile
         self.task = task
-        self.objective: Objective = objective
         self.linear = profile.weights_for(task.world_size)
-        self._terms = profile.fusion
         self._shapes: dict[tuple[str, Hashable], ShapeCost] = {}
 
     @property
-    def phases(self) -> tuple[str, ...]:
-        """The names of the P phases; ``KINDS`` of ``simulate.py`` says what each is a part of."""
-        return PHASES
-
-    @property
     def prices_digest(self) -> str:
-        """Equal for equal profiles and objectives, whatever the task: a name for what is kept."""
-        prices = json.dumps([asdict(self.profile), self.objective], sort_keys=True)
+        """A digest of the profile, whatever the task: names the files of caches."""
+        prices = json.dumps(asdict(self.profile), sort_keys=True)
         return hashlib.sha256(prices.encode()).hexdigest()
 
     @property
-    def features(self) -> tuple[str, ...]:
-        """The names of the F counts."""
-        return FEATURES
-
-    @property
-    def num_features(self) -> int:
-        return NUM_FEATURES
-
-    @property
     def bounds(self) -> tuple[Floats, Floats]:
-        """[P] least and most factors of the learned correction."""
+        """[P] smallest and largest factors of the learned correction."""
         return self.profile.correction_bounds()
 
     def base(self) -> Floats:
-        """[F] of every rank before any table."""
+        """[F] counts of every rank without any table."""
         return base_work(self.task)
 
     def shape_cost(self, table: TableConfig, shape: Shape) -> ShapeCost:
-        """What the table in that shape adds; kept, so that equal calls are free."""
+        """The counts that the table in this shape adds; computed once per table and shape."""
         key = (table.name, shape)
-        found = self._shapes.get(key)
-        if found is None:
-            made = shape_work(self.task, table, shape)
+        if key not in self._shapes:
+            cost = shape_work(self.task, table, shape)
             factor = self.profile.step_factor(self.task.optimizer_of(table).name)
-            for values in (made.shards, made.home):
+            for values in (cost.shards, cost.home):
                 values[..., INDEX["step_rows"]] *= factor
                 values[..., INDEX["step_elements"]] *= factor
                 of_shards = np.atleast_2d(values)  # a view
                 of_shards[:, _BY_KERNEL] *= work_factors(
                     self.profile, self.task, table, shape, of_shards
                 )
-            found = self._shapes[key] = made
-        return found
+            self._shapes[key] = cost
+        return self._shapes[key]
 
     def totals(self, plan: Mapping[str, Choice]) -> Floats:
-        """[D, F] of a whole plan."""
+        """[D, F] counts of a whole plan."""
         total = np.tile(self.base(), (self.task.world_size, 1))
         keys: set[Key] = set()
         for table in self.task.tables:
@@ -131,52 +102,37 @@ class TaskCost:
                 np.add.at(total, list(choice.ranks), cost.shards)
             keys.update(cost.keys(choice.ranks))
         for key in keys:
-            total[:, feature_of(key)] += 1.0
+            total[:, key[0]] += 1.0
         return total
 
     def memory(self, totals: Floats) -> Floats:
-        """[..] bytes: rows, optimizer state, dense part, and what is in flight."""
+        """[..] bytes: rows, optimizer state, dense part, and buffers in flight."""
         return totals[..., MEMORY] + self.profile.buffer_factor * totals[..., BUFFERS]
 
-    def rank_ms(
-        self, totals: Floats, *, corrected: bool = True, member: int | None = None
-    ) -> Floats:
+    def rank_ms(self, totals: Floats, *, member: int | None = None) -> Floats:
         """[.., P] ms of each phase from [.., F], rank by rank.
 
-        ``member`` is one of the ensemble; without it, the mean of all.
+        ``member`` selects one member of the ensemble; by default the mean of all is taken.
         """
         linear = np.maximum(totals @ self.linear, 0.0)
-        if not corrected or not self._terms:
-            return linear
-        return self.profile.corrected(totals, linear, member)
+        return self.profile.corrected(totals, linear, member) if self.profile.members else linear
 
     def rough_ms(self, totals: Floats) -> Floats:
-        """As ``rank_ms`` by one member alone, for comparing ranks and options before pricing."""
+        """As ``rank_ms`` by the first member alone, to compare ranks and options before pricing."""
         return self.rank_ms(totals, member=0)
 
     def combine(self, phases: Floats) -> Floats:
-        """[N] ms of a step from [N, D, P]; rises with every phase."""
-        if self.objective == "sum_of_maxima":
-            return sum_of_maxima(phases)
-        if self.objective == "max_of_sums":
-            return max_of_sums(phases)
-        if self.objective == "step":
-            schedule = SCHEDULES[self.task.overlap]
-            return step_ms(phases, self.profile.hidden, schedule, batches=self.task.accumulate)
-        raise unknown_value("objective", self.objective, Objective)
-
-    def cost(self, plans: Sequence[Mapping[str, Choice]]) -> Floats:
-        """[N] ms of whole plans."""
-        totals = np.stack([self.totals(plan) for plan in plans])
-        return self.combine(self.rank_ms(totals))
+        """[N] ms of a step from [N, D, P]; increases with every phase."""
+        schedule = OVERLAPPED if self.task.overlap else SERIAL
+        return step_ms(phases, self.profile.hidden, schedule, batches=self.task.accumulate)
 
     def predict(self, plan: Mapping[str, Choice]) -> Prediction:
-        """Everything about one plan."""
+        """The predicted step, phases, memory and traffic of one plan."""
         totals = self.totals(plan)
         phases = self.rank_ms(totals)
         steps = [
             float(self.combine(self.rank_ms(totals, member=member)[None])[0])
-            for member in range(self.profile.num_members)
+            for member in range(len(self.profile.members))
         ]
         sent = sum(
             totals[:, INDEX[name]]
@@ -189,28 +145,3 @@ class TaskCost:
             memory_bytes=tuple(int(x) for x in self.memory(totals)),
             sent_bytes=tuple(int(x) for x in np.asarray(sent)),
         )
-
-
-class CostModel:
-    """A profile as a model of any task."""
-
-    def __init__(self, profile: Profile) -> None:
-        self.profile = profile
-
-    def of(self, task: Task, objective: Objective = "step") -> TaskCost:
-        """The prices for one task."""
-        return TaskCost(self.profile, task, objective)
-
-    def predict(self, task: Task, plan: Plan) -> Prediction:
-        return self.of(task).predict(plan)
-
-
-def feature_of(key: Key) -> int:
-    """The column of totals that counts a key."""
-    place = key[0]
-    if not isinstance(place, int) or not 0 <= place < NUM_FEATURES:
-        raise ValueError(f"{key}: a key begins with a place in FEATURES")
-    return place
-
-
-__all__ = ["PHASES", "TRANSFERS", "CostModel", "Prediction", "TaskCost", "feature_of"]

@@ -1,8 +1,7 @@
-"""How the kernels of tables compare on this machine, by optimizer: which a plan's storages take.
+"""How the kernels of a table compare on this machine, by optimizer, and which one is fastest.
 
-Calibration measures whole steps with the kernel that is taken unmeasured. A storage's kernel is its
-own matter: no other rank, exchange or storage is told of it. So the best one is found storage by
-storage, and a search over kernels is a price of each table by the fastest that may serve it.
+Calibration measures whole steps with the default kernel. Kernel choice is local to a rank and a
+storage, so it is not searched: each table is priced with the fastest kernel that can serve it.
 """
 
 from collections.abc import Mapping
@@ -23,14 +22,14 @@ from sbpflow.planner.costs.profile import Profile
 from sbpflow.planner.task import Choice, Shape, Task, embedding_plan
 from sbpflow.sbp.sbp import balanced_sizes
 
-LEAST_IDS = 2_000.0  # that prices tell kernels apart by: of the smallest batch that was timed
+LEAST_IDS = 2_000.0  # the smallest batch that was timed; prices cannot compare kernels below it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageKernel:
-    """What a storage of a plan is predicted to take: ``ms`` a batch by kernel, fastest first.
+    """The predicted ``ms`` of a batch for one storage of a plan, by kernel, fastest first.
 
-    ``tables`` are those it holds, on the rank with most of them.
+    ``tables`` are the storage's tables, on the rank with the most of them.
     """
 
     group: str
@@ -41,10 +40,10 @@ class StorageKernel:
 def work_factors(
     profile: Profile, task: Task, table: TableConfig, shape: Shape, work: Floats
 ) -> Floats:
-    """[S, 1] by what the kernel of a shard is faster or slower than the one calibrated.
+    """[S, 1] ratio of each shard's time with its kernel to the time with the calibrated kernel.
 
-    ``work`` [S, F] are the counts of the shards, or [1, F] of a copied table. A kernel that is
-    asked for and cannot serve the table leaves it to torch, as in a run.
+    ``work`` [S, F] are the counts of the shards, or [1, F] of a copied table. If the requested
+    kernel cannot serve the table, torch serves it, as in a run.
     """
     rule = task.optimizer_of(table)
     prices = profile.kernels.get(rule.name)
@@ -71,10 +70,10 @@ def work_factors(
 
 
 def kernel_ms(price: tuple[float, float, float], ids: Floats, elements: Floats) -> Floats:
-    """Of a batch: a lookup and an update of ``ids`` with ``elements`` numbers in all.
+    """ms of a lookup and an update of ``ids`` ids with ``elements`` numbers in total.
 
-    Fewer than ``LEAST_IDS`` are taken for as many: what a call takes is told by a line through
-    large batches, which may well give nothing, and the kernel without would win on small ones.
+    Fewer than ``LEAST_IDS`` ids cost as much per id as ``LEAST_IDS``. The cost of a call comes from
+    a line fitted to large batches and may be 0, which would make that kernel win on small batches.
     """
     always, per_id, per_element = price
     more = np.maximum(LEAST_IDS / np.maximum(ids, 1e-3), 1.0)
@@ -82,13 +81,13 @@ def kernel_ms(price: tuple[float, float, float], ids: Floats, elements: Floats) 
 
 
 def kernels_of(profile: Profile, task: Task, plan: Mapping[str, Choice]) -> list[StorageKernel]:
-    """For every storage of a plan, the kernels that may serve it as they are predicted to compare.
+    """For every storage of a plan, the predicted times of the kernels that can serve it.
 
-    Empty for a profile without such times, which a described machine's is.
+    Empty if the profile has no kernel times, such as that of a machine in ``clusters.MACHINES``.
     """
-    found: list[StorageKernel] = []
+    storages: list[StorageKernel] = []
     if not profile.kernels:
-        return found
+        return storages
     engine = embedding_plan(task, plan)
     for group in engine.groups:
         for stack in group.stacks:
@@ -105,5 +104,5 @@ def kernels_of(profile: Profile, task: Task, plan: Mapping[str, Choice]) -> list
             }
             tables = tuple(table.name for table in stack.tables)
             ordered = dict(sorted(ms.items(), key=lambda item: item[1]))
-            found.append(StorageKernel(group=group.name, tables=tables, ms=ordered))
-    return found
+            storages.append(StorageKernel(group=group.name, tables=tables, ms=ordered))
+    return storages

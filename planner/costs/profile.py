@@ -1,13 +1,13 @@
 """What a machine was measured to take, as one value: weights, corrections, links, provenance.
 
-``sbpflow calibrate`` writes one per machine beside the kernel profile in the user's
-cache; ``planner.clusters.described`` makes one from published figures for machines that are not at
-hand, and says of each term that it is assumed.
+``sbpflow calibrate`` writes one per machine, next to the kernel profile in the user's cache.
+``planner.clusters.described`` makes one from published figures for a machine that is not
+available; its ``sources`` mark every term as assumed.
 """
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -30,13 +30,13 @@ from sbpflow.training.step_schedule import COUNTED_IDS, COUNTS, DENSE_GRADIENTS,
 
 FORMAT = 3
 MOST_BYTES = 2**26  # of a file
-Price = Annotated[float, Range(low=0, below=1e12)]  # of any count, in ms, or a factor
+Price = Annotated[float, Range(low=0, below=1e12)]  # ms per count, or a factor
 Ranks = Annotated[int, Range(low=1, below=2**31)]
 KernelPrices = Mapping[str, tuple[Price, Price, Price]]
-"""{kernel: ms of a batch, of an id and of an element of a storage's lookup and update}; the kernel
-that calibration ran is the first.
+"""{kernel: ms per batch, per id and per element of a storage's lookup and update}; the kernel that
+calibration ran comes first.
 """
-RANKS_HERE = "ranks on a machine"  # in ``about``
+RANKS_HERE = "ranks on a machine"  # a key of ``about``
 COUNTED = tuple(name for name in FEATURES if name.startswith("num_"))
 
 
@@ -44,8 +44,8 @@ COUNTED = tuple(name for name in FEATURES if name.startswith("num_"))
 class Fusion:
     """One member's correction of one phase: sum_k scale_k (totals . mix_k) ** power_k.
 
-    All numbers are non-negative, so it rises with every count. ``low`` and ``high`` bound it to
-    what was measured, as factors of the sum without correction.
+    All numbers are non-negative, so it increases with every count. ``low`` and ``high`` bound it,
+    as factors of the sum without correction, to the range that was measured.
     """
 
     mix: tuple[tuple[Price, ...], ...]  # [K, F]
@@ -54,28 +54,22 @@ class Fusion:
     low: Price
     high: Price
 
-    def apply(self, totals: Floats, linear: Floats) -> Floats:
-        """[..] ms from counts [.., F] and their plain sum [..]."""
-        inside = np.maximum(totals @ np.asarray(self.mix).T, 0.0)
-        raised = (inside ** np.asarray(self.power)) @ np.asarray(self.scale)
-        return np.clip(raised, self.low * linear, self.high * linear)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What joins the ranks. ``measured`` links are inside the weights; others scale them.
+    """The links between ranks. Without a ``Link``, the weights include the measured one.
 
-    Bandwidths are of one rank, in GB/s, latencies per call and partner in ms.
+    Bandwidths are per rank, in GB/s; latencies are in ms per call and partner.
     """
 
-    ranks_per_node: Annotated[int, Range(low=0, below=2**31)] = 0  # 0: one node
+    ranks_per_node: Annotated[int, Range(low=0, below=2**31)] = 0  # 0: all ranks on one node
     within_gb_per_s: Price = 0.0
     between_gb_per_s: Price = 0.0
     within_call_ms: Price = 0.0
     between_call_ms: Price = 0.0
 
     def per_byte_ms(self, world_size: int) -> float:
-        """Of a byte that a rank sends evenly to all others; both kinds of links work at once."""
+        """ms per byte that a rank sends evenly to all others; both kinds of links work at once."""
         near, far = self._shares(world_size)
         times = [near / self.within_gb_per_s]
         if far:
@@ -83,14 +77,14 @@ class Link:
         return 1e-6 * max(times)
 
     def call_ms(self, world_size: int) -> float:
-        """Of one collective over all ranks, whatever it carries."""
+        """ms of one collective over all ranks, without its bytes."""
         _, far = self._shares(world_size)
         rounds = max(world_size - 1, 0)
         each = self.between_call_ms if far else self.within_call_ms
         return each * (rounds if rounds < 8 else 8 + np.log2(rounds / 8))
 
     def _shares(self, world_size: int) -> tuple[float, float]:
-        """Fractions of what a rank sends that stay in its node, and that do not."""
+        """The fractions of a rank's traffic that stay in its node and that leave it."""
         per_node = self.ranks_per_node or world_size
         if world_size <= per_node:
             return 1.0, 0.0
@@ -112,13 +106,13 @@ class _Stacked:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Prices of one machine and link; JSON on disk.
+    """The prices of one machine and its links; stored as JSON.
 
-    ``weights`` [F, P] are ms per count, non-negative, for ``world_size`` ranks. ``members`` are the
-    ensemble: for each, corrections by phase. ``hidden`` is the share of each transfer that overlap
-    hides. ``transfers`` were timed alone. ``step_factors`` compare optimizers with the one
-    calibrated, ``kernels`` their kernels. ``sources`` says of each group of terms whether it is
-    measured or assumed, and ``about`` when, where and on what.
+    ``weights`` [F, P] are non-negative ms per count, for ``world_size`` ranks. ``members`` are the
+    ensemble: each has corrections by phase. ``hidden`` is the share of each transfer that overlap
+    hides. ``transfers`` were timed alone. ``step_factors`` compare optimizers with the calibrated
+    one, ``kernels`` their kernels. ``sources`` states for each group of terms whether it is
+    measured or assumed; ``about`` states when, where and on what hardware.
     """
 
     weights: tuple[tuple[Price, ...], ...]
@@ -139,39 +133,35 @@ class Profile:
 
     @cached_property
     def matrix(self) -> Floats:
-        """[F, P]"""
+        """[F, P] weights."""
         return np.array(self.weights, dtype=np.float64)
 
     @property
-    def num_members(self) -> int:
-        return len(self.members)
-
-    @property
-    def fusion(self) -> tuple[Mapping[str, Fusion], ...]:
-        return self.members
+    def device_type(self) -> str:
+        """The device type of the ranks, by their backend."""
+        return next(device for device, backend in BACKENDS.items() if backend == self.backend)
 
     def step_factor(self, optimizer: str) -> float:
-        """How an optimizer's step compares; ConfigError if it was not measured."""
+        """An optimizer's step relative to the calibrated one; ConfigError if not measured."""
         if not self.step_factors:
             return 1.0
         if optimizer not in self.step_factors:
             raise ConfigError(
                 f"planner: the profile has no times of {optimizer}, only of "
-                f"{', '.join(self.step_factors)}; run sbpflow calibrate --optimizer "
-                f"{optimizer}"
+                f"{', '.join(self.step_factors)}; run sbpflow calibrate --optimizer {optimizer}"
             )
         return self.step_factors[optimizer]
 
     def weights_for(self, world_size: int) -> Floats:
-        """[F, P] for a world of another size: the calls of a transfer grow with its partners.
+        """[F, P] weights for another world size: the calls of a transfer grow with its partners.
 
-        With a described link, bytes and calls cost what that link says. ConfigError for several
-        ranks by what was measured on one, which sends nothing.
+        With a ``link``, bytes and calls cost what the link says. Raises ConfigError for several
+        ranks if the profile was measured on one rank, which has no transfers.
         """
         if self.world_size == 1 and world_size > 1 and self.link is None:
             raise ConfigError(
-                f"planner: the profile is of one rank and has no times of transfers, for a world "
-                f"of {world_size}; run sbpflow calibrate --ranks 2"
+                f"planner: the profile is of one rank and has no transfer times for a world of "
+                f"{world_size}; run sbpflow calibrate --ranks 2"
             )
         matrix = self.matrix.copy()
         for kind in TRANSFERS:
@@ -186,9 +176,9 @@ class Profile:
         return matrix
 
     def corrected(self, totals: Floats, linear: Floats, member: int | None = None) -> Floats:
-        """[.., P] with the learned corrections, of one member or on average."""
+        """[.., P] ms with the learned corrections, of one member or the mean of all."""
         stacked = self._stacked if member is None else self._alone[member]
-        # All members and phases in one product: a search calls this thousands of times a second.
+        # One product for all members and phases: a search calls this thousands of times a second.
         inside = np.maximum(totals @ stacked.mix, 0.0)
         terms = np.power(inside, stacked.power, out=inside)
         terms *= stacked.scale
@@ -201,51 +191,16 @@ class Profile:
 
     @cached_property
     def _alone(self) -> "list[_Stacked]":
-        """The corrections of one member each."""
-        all_of_them = self._stacked
-        found: list[_Stacked] = []
-        width = all_of_them.scale.size // self.num_members
-        for member in range(self.num_members):
-            part = slice(member * width, (member + 1) * width)
-            found.append(
-                _Stacked(
-                    phases=all_of_them.phases,
-                    mix=np.ascontiguousarray(all_of_them.mix[:, part]),
-                    scale=all_of_them.scale[part],
-                    power=all_of_them.power[part],
-                    low=all_of_them.low[member : member + 1],
-                    high=all_of_them.high[member : member + 1],
-                )
-            )
-        return found
+        """The corrections of each member alone."""
+        return [_stack((member,)) for member in self.members]
 
     @cached_property
     def _stacked(self) -> "_Stacked":
-        """All corrections as arrays; members have the same phases, shorter mixes are padded."""
-        names = list(self.members[0])
-        longest = max(len(one[name].mix) for one in self.members for name in names)
-        shape = (self.num_members, len(names), longest)
-        mix = np.zeros((*shape, NUM_FEATURES))
-        scale, power = np.zeros(shape), np.ones(shape)
-        low, high = np.zeros(shape[:2]), np.zeros(shape[:2])
-        for m, one in enumerate(self.members):
-            for n, name in enumerate(names):
-                fusion = one[name]
-                count = len(fusion.mix)
-                mix[m, n, :count] = fusion.mix
-                scale[m, n, :count], power[m, n, :count] = fusion.scale, fusion.power
-                low[m, n], high[m, n] = fusion.low, fusion.high
-        return _Stacked(
-            phases=[PHASE[name] for name in names],
-            mix=np.ascontiguousarray(mix.reshape(-1, NUM_FEATURES).T),
-            scale=scale.ravel(),
-            power=power.ravel(),
-            low=low,
-            high=high,
-        )
+        """The corrections of all members."""
+        return _stack(self.members)
 
     def correction_bounds(self) -> tuple[Floats, Floats]:
-        """[P] least and most factors of the correction; 1 where there is none."""
+        """[P] smallest and largest factors of the correction; 1 if a phase has none."""
         low, high = np.ones(NUM_PHASES), np.ones(NUM_PHASES)
         for member in self.members:
             for name, fusion in member.items():
@@ -255,13 +210,38 @@ class Profile:
         return low, high
 
     def as_json(self) -> str:
-        """What ``load`` reads from a file."""
+        """The content of a file that ``load`` reads."""
         content = {"format": FORMAT, "features": FEATURES, "phases": PHASES, **asdict(self)}
         return json.dumps(content, indent=1)
 
     def save(self, path: Path) -> None:
-        """The file is replaced as a whole."""
+        """Replace the file as a whole."""
         write_profile(path, self.as_json())
+
+
+def _stack(members: Sequence[Mapping[str, Fusion]]) -> _Stacked:
+    """Corrections as arrays; all members have the same phases, shorter mixes are padded."""
+    names = list(members[0])
+    longest = max(len(member[name].mix) for member in members for name in names)
+    shape = (len(members), len(names), longest)
+    mix = np.zeros((*shape, NUM_FEATURES))
+    scale, power = np.zeros(shape), np.ones(shape)
+    low, high = np.zeros(shape[:2]), np.zeros(shape[:2])
+    for m, member in enumerate(members):
+        for n, name in enumerate(names):
+            fusion = member[name]
+            count = len(fusion.mix)
+            mix[m, n, :count] = fusion.mix
+            scale[m, n, :count], power[m, n, :count] = fusion.scale, fusion.power
+            low[m, n], high[m, n] = fusion.low, fusion.high
+    return _Stacked(
+        phases=[PHASE[name] for name in names],
+        mix=np.ascontiguousarray(mix.reshape(-1, NUM_FEATURES).T),
+        scale=scale.ravel(),
+        power=power.ravel(),
+        low=low,
+        high=high,
+    )
 
 
 def _price_link(column: Floats, kind: str, link: Link, world_size: int) -> None:
@@ -276,7 +256,7 @@ def _price_link(column: Floats, kind: str, link: Link, world_size: int) -> None:
 
 
 def write_profile(path: Path, text: str) -> None:
-    """What ``as_json`` gave; the file is replaced as a whole."""
+    """Write what ``as_json`` returned; the file is replaced as a whole."""
     if path.parent == cache_dir():
         make_private(path.parent)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -286,57 +266,57 @@ def write_profile(path: Path, text: str) -> None:
 
 
 def default_path() -> Path:
-    """Where this machine's calibration is kept."""
+    """The path of this machine's calibration."""
     return cache_dir() / f"planner-{machine_key()}.json"
 
 
 def load(path: Path | None = None) -> Profile:
-    """A profile from a file, by default this machine's; ConfigError if there is none or no such."""
+    """Read a profile, by default this machine's; ConfigError if it is missing or invalid."""
     path = path or default_path()
     if not path.is_file():
         raise ConfigError(
-            f"planner: no calibration at {path}; run sbpflow calibrate (under five "
-            "minutes), or use parallel.scheme: auto, which needs none"
+            f"planner: no calibration at {path}; run sbpflow calibrate (under five minutes), or "
+            "use parallel.scheme: auto, which needs none"
         )
     try:
         return _from_tree(object_of(read_json(path, max_bytes=MOST_BYTES), str(path)))
     except (FileNotFoundError, JsonError, ConfigError) as error:
-        why = str(error).removeprefix(f"{path}: ")
+        reason = str(error).removeprefix(f"{path}: ")
         raise ConfigError(
-            f"planner: {path} is no profile of this version ({why}); run sbpflow calibrate again"
+            f"planner: {path} is not a profile of this version ({reason}); rerun sbpflow calibrate"
         ) from error
 
 
 def _from_tree(tree: Mapping[str, Any]) -> Profile:
-    """ConfigError naming the key that is wrong."""
+    """The profile in a tree; ConfigError names the key that is wrong."""
     tree = _with_current_phases(tree)
     known = set(Profile.__dataclass_fields__) | {"format", "features", "phases"}
     if tree.get("format") != FORMAT:
-        raise ConfigError(f"format is {brief(tree.get('format'))}, this version has {FORMAT}")
+        raise ConfigError(f"format is {brief(tree.get('format'))}; this version reads {FORMAT}")
     if missing := sorted(known - set(tree)):
-        raise ConfigError(f"it has no {', '.join(missing)}")
+        raise ConfigError(f"missing keys: {', '.join(missing)}")
     for key, mine in (("features", FEATURES), ("phases", PHASES)):
         given: object = tree[key]
         names = {str(name) for name in list_of(given, key)}
         if given != list(mine):
             others = ", ".join(sorted(names ^ set(mine))) or "their order"
-            what = {"features": "it prices other counts", "phases": "it has other phases"}[key]
-            raise ConfigError(f"{what}: {brief(others)[1:-1]}")
+            problem = {"features": "it prices other counts", "phases": "it has other phases"}[key]
+            raise ConfigError(f"{problem}: {brief(others)[1:-1]}")
     own = {key: value for key, value in tree.items() if key not in ("format", "features", "phases")}
-    found = build(Profile, own)
-    _check(found)
-    return found
+    profile = build(Profile, own)
+    _check(profile)
+    return profile
 
 
 def _with_current_phases(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The tree of a profile whose phases may have the names of an earlier version."""
+    """The tree with current phase names; an earlier version may have written former ones."""
     phases, members = tree.get("phases"), tree.get("members")
     renamed = dict(tree)
     if isinstance(phases, list):
         names = cast("list[object]", phases)
         renamed["phases"] = [current_name(n) if isinstance(n, str) else n for n in names]
     if isinstance(members, list):
-        renamed["members"] = [_renamed(one) for one in cast("list[object]", members)]
+        renamed["members"] = [_renamed(member) for member in cast("list[object]", members)]
     return renamed
 
 
@@ -348,9 +328,9 @@ def _renamed(member: object) -> object:
 
 
 def _check(profile: Profile) -> None:
-    """What the keys must be to each other; ConfigError."""
+    """Check conditions between keys; raises ConfigError."""
     if [len(row) for row in profile.weights] != [NUM_PHASES] * NUM_FEATURES:
-        raise ConfigError(f"weights: not [{NUM_FEATURES}, {NUM_PHASES}]")
+        raise ConfigError(f"weights: not of shape [{NUM_FEATURES}, {NUM_PHASES}]")
     if profile.backend not in BACKENDS.values():
         raise ConfigError(
             f"backend: {brief(profile.backend)}; use {' or '.join(BACKENDS.values())}"
@@ -368,29 +348,29 @@ def _check(profile: Profile) -> None:
         needed = ["within", *(["between"] if profile.link.ranks_per_node else [])]
         for key in (f"{where}_gb_per_s" for where in needed):
             if not getattr(profile.link, key):
-                raise ConfigError(f"link.{key}: 0 is not a bandwidth; give GB/s, for example 12.5")
+                raise ConfigError(f"link.{key}: 0 is not a bandwidth; use GB/s, for example 12.5")
     ranks_here = profile.about.get(RANKS_HERE, "1")
     if not ranks_here.isdecimal() or len(ranks_here) > 9:
         raise ConfigError(f"about.{RANKS_HERE}: {brief(ranks_here)} is not a number of ranks")
-    for n, one in enumerate(profile.transfers):
-        check_transfer(one, f"transfers[{n}]")
+    for n, transfer in enumerate(profile.transfers):
+        check_transfer(transfer, f"transfers[{n}]")
 
 
 def _check_members(profile: Profile) -> None:
     for m, member in enumerate(profile.members):
         if list(member) != list(profile.members[0]):
-            raise ConfigError(f"members[{m}]: has other phases than members[0]")
-        for name, one in member.items():
-            count = len(one.mix)
-            sizes = {len(one.scale), len(one.power), *(count for _ in one.mix)}
-            if sizes != {count} or any(len(row) != NUM_FEATURES for row in one.mix):
+            raise ConfigError(f"members[{m}]: phases differ from those of members[0]")
+        for name, fusion in member.items():
+            count = len(fusion.mix)
+            sizes = {len(fusion.scale), len(fusion.power), *(count for _ in fusion.mix)}
+            if sizes != {count} or any(len(row) != NUM_FEATURES for row in fusion.mix):
                 raise ConfigError(
                     f"members[{m}].{name}: mix is not [K, {NUM_FEATURES}] with K scales and powers"
                 )
 
 
 def weights_from(terms: Mapping[str, Mapping[str, float]]) -> tuple[tuple[float, ...], ...]:
-    """[F, P] from {phase: {feature: ms}}; what is not named costs nothing."""
+    """[F, P] weights from {phase: {feature: ms}}; missing features cost nothing."""
     matrix = np.zeros((NUM_FEATURES, NUM_PHASES))
     for phase, row in terms.items():
         for name, value in row.items():

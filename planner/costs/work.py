@@ -1,4 +1,4 @@
-"""A task's tables as facts for the counts of ``sbpflow/costs``: what each asks of the ranks."""
+"""The counts of a task's tables: what each table in a shape asks of the ranks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,8 +13,10 @@ from sbpflow.planner.task import Shape, Task
 
 @dataclass(frozen=True, slots=True)
 class ShapeCost:
-    """``shards`` [S, F] are added to the ranks of the shards, in their order; ``home`` [F] to every
-    rank; ``keys(ranks)`` are counted once per plan.
+    """Counts to add for one table in one shape.
+
+    ``shards`` [S, F] are added to the ranks of the shards, in their order; ``home`` [F] to every
+    rank. ``keys(ranks)`` are counted once per plan.
     """
 
     shards: Floats
@@ -23,7 +25,7 @@ class ShapeCost:
 
 
 def base_work(task: Task) -> Floats:
-    """[F] of every rank before any table: its samples, their dense part, the ids it reads."""
+    """[F] counts of every rank without tables: its samples, their dense part and their ids."""
     samples = task.batch_size / task.world_size
     ids = sum(
         task.ids_per_sample.get(feature.name, float(feature.hotness)) for feature in task.features
@@ -44,7 +46,7 @@ def base_work(task: Task) -> Floats:
 
 
 def shape_work(task: Task, table: TableConfig, shape: Shape) -> ShapeCost:
-    """What ``table`` in ``shape`` asks of the ranks of ``task``."""
+    """The counts that ``table`` in ``shape`` adds to the ranks of ``task``."""
     size = task.world_size
     layout, most = shape.layout(task.world), task.most_lookups(table)
     exchange = exchange_for(table, layout, shape.exchange, most, size)
@@ -55,7 +57,7 @@ def shape_work(task: Task, table: TableConfig, shape: Shape) -> ShapeCost:
 
 def _facts(task: Task, table: TableConfig) -> Facts:
     lookups, stats = task.lookups(table), task.stats[table.name]
-    travels = float((task.comm_dtype or task.dtype).itemsize)
+    vector_item = float((task.comm_dtype or task.dtype).itemsize)
     rule = task.optimizer_of(table)
     return Facts(
         world_size=task.world_size,
@@ -69,8 +71,8 @@ def _facts(task: Task, table: TableConfig) -> Facts:
         wanted=stats.touched(lookups / task.world_size),
         item=task.dtype.itemsize,
         row_item=task.row_dtype.itemsize,
-        vector_item=travels,
-        gradient_item=travels,
+        vector_item=vector_item,
+        gradient_item=vector_item,
         window=1 + task.lookahead,
         state=rule.state_counts,
         shares_state=rule.shares_row_state,
@@ -93,14 +95,14 @@ def _keys(
         )
         group = (output.name, exchange, *exchange.group_key(member))
         stack = (*group, *member.stack_key)
-        found: list[Key] = [
+        result: list[Key] = [
             *((INDEX[name], group, number) for number, name in enumerate(exchange.calls)),
             (INDEX["num_stacks"], stack),
         ]
         if exchange.looks_up_all:
-            found.append((INDEX["num_id_calls"], "lists" if ragged else "matrix"))
+            result.append((INDEX["num_id_calls"], "lists" if ragged else "matrix"))
         if shape.parts[1] > 1 and rule.shares_row_state:
-            found.append((INDEX["num_squares"], stack))
-        return tuple(found)
+            result.append((INDEX["num_squares"], stack))
+        return tuple(result)
 
     return keys

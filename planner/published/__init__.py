@@ -1,1 +1,1 @@
-"""Planners as their papers publish them, behind one interface, so that a user can compare."""
+"""Planners as published in papers, behind one interface, for comparison."""

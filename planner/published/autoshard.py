@@ -1,16 +1,17 @@
-"""AutoShard: an LSTM policy that places tables one by one, trained by V-trace on balance.
+"""AutoShard: an LSTM policy that places tables one by one, trained by V-trace to balance devices.
 
-Source: KDD'22; daochenzha/autoshard e861ecb and 06f6304 (``training.py``, ``bench.py``). A table's
-21 features pass an MLP that state, actions and cost head share; an LSTM of two layers reads the
-tables in order; every device is scored from the state, the sum of its tables, its predicted cost
-and its bytes. The reward, at the end of an episode, is the least over the greatest compute time of
-the devices: balance, not time, and no exchange. Memory is no limit but a penalty: a plan over it
-gets how much it is over, and may be returned. The cost head learns from the measured devices by
-MSE.
-Differences: episodes of a batch are of one task and run whole, side by side, in place of unrolls
-of 100 steps by processes; the acting copy is one update behind; 20,000 steps in place of 100,000,
-and the rates decay over them; costs are divided by the mean of the first batch; features are
-scaled as for the other learned planners.
+Source: KDD'22; daochenzha/autoshard e861ecb and 06f6304 (``training.py``, ``bench.py``). An MLP
+over a table's 21 features is shared by state, actions and cost head. A two-layer LSTM reads the
+tables in order. Every device is scored from the state, the sum of its tables, its predicted cost
+and its bytes. The reward, at the end of an episode, is the smallest over the largest compute time
+of the devices: it measures balance, not time, and ignores exchanges. Memory is a penalty, not a
+limit: the reward of a plan over it is the excess, negated, and such a plan may be returned. The
+cost head learns the measured devices by MSE.
+
+Differences: the episodes of a batch are of one task and run whole, side by side, instead of unrolls
+of 100 steps by processes; the acting copy is one update behind; there are 20,000 steps instead of
+100,000, and the rates decay over them; costs are divided by the mean of the first batch; features
+are scaled as for the other learned planners.
 """
 
 import copy
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sbpflow.planner.published.nets import Scaling, mlp
+from sbpflow.planner.published.nets import Scaling, descend, mlp, sums
 from sbpflow.planner.published.setting import NUM_FEATURES, Setting
 from sbpflow.planner.search.problem import Assignment, Ints
 
@@ -32,17 +33,17 @@ ENTROPY, BASELINE, MOST_GRADIENT = 0.001, 0.5, 40.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Amount:
-    """How much is tried and trained."""
+    """The amount of training."""
 
     steps: int = 20_000  # tables placed
     episodes: int = 8  # side by side
-    cost_updates: int = 20  # after each of the policy
+    cost_updates: int = 20  # after each update of the policy
     replay: int = 5_000  # devices
     batch: int = 512
 
 
 class Net(nn.Module):
-    """The widths of the source."""
+    """The networks, with the widths of the source."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,13 +56,13 @@ class Net(nn.Module):
         self.cost = mlp(WIDTH, 64, 1)
 
     def states(self, latents: Tensor) -> Tensor:
-        """[T, WIDTH] of tables in order -> [T, 2 WIDTH]; what was chosen does not enter."""
+        """[T, WIDTH] of tables in order -> [T, 2 WIDTH]; independent of the chosen devices."""
         share = torch.arange(len(latents), dtype=torch.float32)[:, None] / len(latents)
         core, _ = self.core(torch.cat([latents, self.place(share)], dim=-1)[:, None])
         return core[:, 0]
 
     def logits(self, states: Tensor, summed: Tensor, held: Tensor) -> Tensor:
-        """[..] states of shape [.., 2 WIDTH], devices' sums [.., D, WIDTH] and bytes [.., D]."""
+        """[.., D] from states [.., 2 WIDTH], devices' sums [.., D, WIDTH] and bytes [.., D]."""
         with torch.no_grad():
             costs = self.cost(summed)
         actions = torch.cat([summed, self.device(torch.cat([costs, held[..., None]], -1))], -1)
@@ -71,13 +72,19 @@ class Net(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class _Episodes:
-    """Placements side by side, tables in the order they were placed."""
+    """Placements side by side, with the tables in the order in which they were placed."""
 
     features: Tensor  # [T, 21]
     sizes: Tensor  # [T], as shares of a device's room
     chosen: Tensor  # [T, E] devices
-    logits: Tensor  # [T, E, D] of who acted
+    logits: Tensor  # [T, E, D] of the acting copy
     order: Ints
+
+    def devices(self, number: int) -> Ints:
+        """The devices of one placement, in the task's order of tables."""
+        devices = np.zeros(len(self.order), dtype=np.int64)
+        devices[self.order] = self.chosen[:, number].numpy()
+        return devices
 
 
 @dataclass
@@ -90,25 +97,24 @@ class AutoShard:
 
     @classmethod
     def blank(cls, num_ranks: int) -> "AutoShard":
-        """Untrained; the networks are the same for any number of ranks."""
+        """Untrained networks; they are the same for any number of ranks."""
         return cls(Net(), Scaling.none())
 
     @staticmethod
     def train(settings: Sequence[Setting], seed: int, amount: Amount | None = None) -> "AutoShard":
-        """From tasks to train on, each with the prices that stand for measurements."""
+        """Train on tasks; their prices stand for measurements."""
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             return _Training(settings, seed, amount or Amount()).run()
 
     def plan(self, setting: Setting) -> Assignment:
-        """The most likely device for every table, one after another; it may not fit."""
+        """Each table on its most likely device, one after another; the plan may not fit."""
         with torch.no_grad():
-            found = self.act(setting, self.net, 1, sample=False)
-        devices = np.zeros(len(found.order), dtype=np.int64)
-        devices[found.order] = found.chosen[:, 0].numpy()
-        return setting.whole(devices)
+            episodes = self.act(setting, self.net, 1, sample=False)
+        return setting.whole(episodes.devices(0))
 
     def act(self, setting: Setting, net: Net, count: int, *, sample: bool) -> _Episodes:
+        """Place a task's tables ``count`` times, on drawn devices or on the most likely ones."""
         features = self.scaling.apply(setting.features)
         alone = net.cost(net.table(features)).squeeze(-1)
         order = np.argsort(-alone.numpy(), kind="stable")
@@ -137,10 +143,9 @@ class _Training:
     def __init__(self, settings: Sequence[Setting], seed: int, amount: Amount) -> None:
         self.settings, self.amount = settings, amount
         self.random = np.random.default_rng(seed)
-        every = np.concatenate([setting.features for setting in settings])
-        self.model = AutoShard(Net(), Scaling.of(every))
+        self.model = AutoShard(Net(), Scaling.of(settings))
         self.optimizer = torch.optim.Adam(self.model.net.parameters(), lr=1e-3)
-        self.sets: list[Tensor] = []  # of the tables of measured devices
+        self.sets: list[Tensor] = []  # features of the tables on each measured device
         self.costs: list[float] = []
         self.done = 0
 
@@ -152,52 +157,49 @@ class _Training:
         while self.done < self.amount.steps:
             setting = self.settings[int(self.random.integers(len(self.settings)))]
             with torch.no_grad():
-                found = self.model.act(setting, actor, self.amount.episodes, sample=True)
+                episodes = self.model.act(setting, actor, self.amount.episodes, sample=True)
             actor.load_state_dict(self.model.net.state_dict())
-            self._learn(found, self._rewards(setting, found))
+            self._learn(episodes, self._rewards(setting, episodes))
             self._learn_costs()
-            self.done += found.chosen.numel()
+            self.done += episodes.chosen.numel()
             decay.step()
         return self.model
 
-    def _rewards(self, setting: Setting, found: _Episodes) -> Tensor:
-        """[E]; measured devices go to the replay of the cost head."""
+    def _rewards(self, setting: Setting, episodes: _Episodes) -> Tensor:
+        """[E] rewards; the measured devices are added to the replay of the cost head."""
         rewards: list[float] = []
-        first = not self.costs
-        for chosen in found.chosen.T:
-            devices = np.zeros(len(found.order), dtype=np.int64)
-            devices[found.order] = chosen.numpy()
-            measured = setting.measure(setting.whole(devices))
+        for number, chosen in enumerate(episodes.chosen.T):
+            measured = setting.measure(setting.whole(episodes.devices(number)))
             ms = measured.forward + measured.backward
-            if first and not self.costs:
+            if not self.costs:
                 self.model.unit_ms = max(float(ms.mean()), 1e-9)
             for device, cost in enumerate(ms):
-                self.sets.append(found.features[chosen == device])
+                self.sets.append(episodes.features[chosen == device])
                 self.costs.append(float(cost) / self.model.unit_ms)
             held = [
-                float(found.sizes[chosen == device].sum()) for device in range(setting.num_ranks)
+                float(episodes.sizes[chosen == device].sum()) for device in range(setting.num_ranks)
             ]
-            left = 1.0 - max(held)
-            rewards.append(left if left < 0 else float(ms.min() / max(ms.max(), 1e-9)))
+            room = 1.0 - max(held)
+            rewards.append(room if room < 0 else float(ms.min() / max(ms.max(), 1e-9)))
         self.sets = self.sets[-self.amount.replay :]
         self.costs = self.costs[-self.amount.replay :]
         return torch.tensor(rewards)
 
-    def _learn(self, found: _Episodes, rewards: Tensor) -> None:
+    def _learn(self, episodes: _Episodes, rewards: Tensor) -> None:
         net = self.model.net
-        latents = net.table(found.features)
+        latents = net.table(episodes.features)
         states = net.states(latents)
-        one_hot = functional.one_hot(found.chosen, found.logits.shape[-1]).float()
+        one_hot = functional.one_hot(episodes.chosen, episodes.logits.shape[-1]).float()
         placed = (one_hot[..., None] * latents[:, None, None]).cumsum(0)
         summed = torch.cat([torch.zeros_like(placed[:1]), placed[:-1]])
-        sizes = (one_hot * found.sizes[:, None, None]).cumsum(0)
+        sizes = (one_hot * episodes.sizes[:, None, None]).cumsum(0)
         held = torch.cat([torch.zeros_like(sizes[:1]), sizes[:-1]])
-        count = found.chosen.shape[1]
+        count = episodes.chosen.shape[1]
         spread = states[:, None].expand(-1, count, -1)
         log_p = net.logits(spread, summed, held).log_softmax(-1)
         values = net.value(spread).squeeze(-1)
         likely = (log_p * one_hot).sum(-1)
-        acted = (found.logits.log_softmax(-1) * one_hot).sum(-1)
+        acted = (episodes.logits.log_softmax(-1) * one_hot).sum(-1)
         targets, advantages = vtrace(likely.detach() - acted, values.detach(), rewards)
         policy = -(likely * advantages).sum()
         baseline = 0.5 * (targets - values).square().sum()
@@ -210,25 +212,21 @@ class _Training:
             rows = self.random.integers(len(self.sets), size=min(self.amount.batch, len(self.sets)))
             drawn = [self.sets[int(row)] for row in rows]
             of = torch.repeat_interleave(
-                torch.arange(len(drawn)), torch.tensor([len(one) for one in drawn])
+                torch.arange(len(drawn)), torch.tensor([len(tables) for tables in drawn])
             )
-            latents = net.table(torch.cat(drawn))
-            summed = torch.zeros(len(drawn), WIDTH).index_add(0, of, latents)
+            summed = sums(net.table(torch.cat(drawn)), of, len(drawn))
             costs = torch.tensor([self.costs[int(row)] for row in rows])
             self._step((net.cost(summed).squeeze(-1) - costs).square().mean())
 
     def _step(self, loss: Tensor) -> None:
-        self.optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.model.net.parameters(), MOST_GRADIENT)
-        self.optimizer.step()
+        descend(self.optimizer, loss, most_gradient=MOST_GRADIENT)
 
 
 def vtrace(log_ratios: Tensor, values: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
-    """Targets of the value and advantages of the policy, [T, E] both (Espeholt et al. 2018).
+    """Targets of the value and advantages of the policy, both [T, E] (Espeholt et al. 2018).
 
-    ``log_ratios`` are log(learned / acted) of what was chosen; the only reward [E] is the last
-    step's, nothing is discounted, both ratios are clipped at 1.
+    ``log_ratios`` are log(learned / acted) of the chosen devices. The only reward [E] is that of
+    the last step, nothing is discounted, and both ratios are clipped at 1.
     """
     ratios = log_ratios.exp().clamp(max=1.0)
     following = torch.cat([values[1:], torch.zeros_like(values[:1])])

@@ -1,27 +1,28 @@
-"""DreamShard: a cost network from measured placements, a policy trained on what it estimates.
+"""DreamShard: a cost network learned from measured placements, and a policy trained on its output.
 
 Source: NeurIPS'22; daochenzha/dreamshard 73128ed and e76a4ad (``models.py``, ``env.py``,
-``training.py``). A table's 21 features pass an MLP and are summed per device; heads give forward,
-exchange and backward of a device, a fourth the whole placement from the maximum over devices. The
-policy places tables by falling predicted cost, with a probability per device that has room, and
-learns by REINFORCE from the cost network's estimate alone. As there, it does not see which table
-it places: the order has to tell it. Between the updates, placements of the policy are measured and
-the cost network is trained on all measured so far.
-Differences: measurements are this machine's prices of whole plans; they are divided by the mean of
-the first ones, since the rates were chosen for milliseconds of another machine; rows, sizes and
-pooling are logarithms scaled by the training tables in place of each task's own; devices without
-room get no probability in training, too; episodes of a batch run side by side.
+``training.py``). An MLP over a table's 21 features is summed per device. Three heads predict a
+device's forward, exchange and backward; a fourth predicts the whole placement from the maximum over
+devices. The policy places tables by falling predicted cost, with a probability for every device
+with room, and learns by REINFORCE from the cost network's prediction alone. As in the source, it
+does not see which table it places; only the order tells. Between the updates, placements of the
+policy are measured, and the cost network is trained on everything measured so far.
+
+Differences: measurements are this machine's prices of whole plans, divided by the mean of the first
+ones, because the rates were chosen for milliseconds of another machine; rows, sizes and pooling are
+logarithms, scaled by the training tables and not by each task's own; devices without room have
+probability 0 in training, too; the episodes of a batch run side by side.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sbpflow.planner.published.nets import Scaling, mlp, sums
+from sbpflow.planner.published.nets import Scaling, descend, mlp, sums
 from sbpflow.planner.published.setting import NUM_FEATURES, Setting
 from sbpflow.planner.search.problem import Assignment, Ints
 
@@ -31,14 +32,14 @@ ENTROPY = 0.001
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Amount:
-    """How much is measured and trained; the source's defaults."""
+    """The amount of measurement and training; the source's defaults."""
 
     iterations: int = 10
     placements: int = 10  # measured in each iteration
     cost_steps: int = 300
     batch: int = 64
     policy_steps: int = 10
-    episodes: int = 10  # in each
+    episodes: int = 10  # in each policy step
 
 
 class Net(nn.Module):
@@ -58,11 +59,11 @@ class Net(nn.Module):
         return torch.cat([head(summed) for head in self.heads], dim=-1)
 
     def whole(self, summed: Tensor) -> Tensor:
-        """[.., devices, LATENT] -> [..]: a placement's cost."""
+        """[.., devices, LATENT] -> [..]: the cost of a placement."""
         return self.overall(summed.amax(dim=-2)).squeeze(-1)
 
     def logits(self, policy_sums: Tensor, cost_sums: Tensor) -> Tensor:
-        """[.., devices] from the sums of both embeddings of the tables placed so far."""
+        """[.., devices] from the sums of both embeddings over the tables placed so far."""
         with torch.no_grad():
             costs = self.parts(cost_sums)
         both = torch.cat([policy_sums, self.policy_cost(costs)], dim=-1)
@@ -71,25 +72,24 @@ class Net(nn.Module):
 
 @dataclass
 class DreamShard:
-    """The trained networks, and the scale that their costs are in."""
+    """The trained networks, and the unit of their costs."""
 
     net: Net
     scaling: Scaling
     unit_ms: float = 1.0
-    losses: list[float] = field(default_factory=list[float])
 
     @classmethod
     def blank(cls, num_ranks: int) -> "DreamShard":
-        """Untrained; the networks are the same for any number of ranks."""
+        """Untrained networks; they are the same for any number of ranks."""
         return cls(Net(), Scaling.none())
 
     @staticmethod
     def train(settings: Sequence[Setting], seed: int, amount: Amount | None = None) -> "DreamShard":
-        """From tasks to train on, each with the prices that stand for measurements."""
+        """Train on tasks; their prices stand for measurements."""
         return _Training(settings, seed, amount or Amount()).run()
 
     def plan(self, setting: Setting) -> Assignment:
-        """The most likely device for every table, one after another."""
+        """Each table on its most likely device, one after another."""
         with torch.no_grad():
             devices, _, _ = self.episodes(setting, 1, None)
         return setting.whole(devices[0])
@@ -108,7 +108,7 @@ class DreamShard:
     ) -> tuple[Ints, Tensor, Tensor]:
         """Placements side by side: devices [count, T], log-probabilities and entropies [count].
 
-        Drawn with ``generator``, or the most likely without.
+        Devices are drawn with ``generator``; without it, the most likely ones are taken.
         """
         features, size = self.features(setting), setting.num_ranks
         cost, policy = self.net.table(features).detach(), self.net.policy_table(features)
@@ -140,7 +140,7 @@ class DreamShard:
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """A measured placement: its costs in units, [devices, 3] and the whole."""
+    """A measured placement: its costs in units, [devices, 3] and for the whole placement."""
 
     features: Tensor
     devices: Tensor
@@ -156,8 +156,7 @@ class _Training:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             net = Net()
-        every = np.concatenate([setting.features for setting in settings])
-        self.model = DreamShard(net, Scaling.of(every))
+        self.model = DreamShard(net, Scaling.of(settings))
         self.samples: list[_Sample] = []
 
     def run(self) -> DreamShard:
@@ -177,15 +176,16 @@ class _Training:
         return self.settings[int(self.random.integers(len(self.settings)))]
 
     def _measure(self) -> None:
-        found = []
+        measurements = []
         for _ in range(self.amount.placements):
             setting = self._any()
             with torch.no_grad():
                 devices, _, _ = self.model.episodes(setting, 1, self.generator)
-            found.append((setting, devices[0], setting.measure(setting.whole(devices[0]))))
+            measured = setting.measure(setting.whole(devices[0]))
+            measurements.append((setting, devices[0], measured))
         if not self.samples:
-            self.model.unit_ms = float(np.mean([measured.priced.ms for _, _, measured in found]))
-        for setting, devices, measured in found:
+            self.model.unit_ms = float(np.mean([m.priced.ms for _, _, m in measurements]))
+        for setting, devices, measured in measurements:
             parts = np.stack([measured.forward, measured.exchange, measured.backward], axis=1)
             self.samples.append(
                 _Sample(
@@ -200,21 +200,19 @@ class _Training:
         numbers = self.random.integers(len(self.samples), size=self.amount.batch)
         drawn = [self.samples[int(n)] for n in numbers]
         net = self.model.net
-        first = np.cumsum([0, *(len(one.parts) for one in drawn)])
-        devices = torch.cat([one.devices + n for one, n in zip(drawn, first[:-1], strict=True)])
-        latents = net.table(torch.cat([one.features for one in drawn]))
+        first = np.cumsum([0, *(len(sample.parts) for sample in drawn)])
+        shifted = [sample.devices + n for sample, n in zip(drawn, first[:-1], strict=True)]
+        devices = torch.cat(shifted)
+        latents = net.table(torch.cat([sample.features for sample in drawn]))
         summed = sums(latents, devices, int(first[-1]))
         of = torch.repeat_interleave(torch.arange(len(drawn)), torch.from_numpy(np.diff(first)))
         rows = of[:, None].expand_as(summed)
         largest = torch.zeros(len(drawn), LATENT).scatter_reduce(0, rows, summed, "amax")
-        whole = torch.tensor([one.whole for one in drawn])
+        whole = torch.tensor([sample.whole for sample in drawn])
         loss = (net.overall(largest).squeeze(-1) - whole).square().mean()
-        parts = torch.cat([one.parts for one in drawn])
+        parts = torch.cat([sample.parts for sample in drawn])
         loss = loss + (net.parts(summed) - parts).square().mean(0).sum()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        self.model.losses.append(float(loss.detach()))
+        descend(optimizer, loss)
 
     def _learn_policy(self, optimizer: torch.optim.Optimizer) -> None:
         setting = self._any()
@@ -228,6 +226,4 @@ class _Training:
         advantage = (reward - reward.mean()) / (reward.std() + 1e-8)
         steps = devices.shape[1]
         loss = -(likely * advantage).mean() / steps - ENTROPY * entropy.mean() / steps
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        descend(optimizer, loss)

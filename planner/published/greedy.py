@@ -1,66 +1,71 @@
 """Random placement and the four greedy heuristics that planner papers compare with.
 
-Source: daochenzha/dreamshard 73128ed, ``sharders.py``. Tables by falling score, each to the device
-with the smallest sum so far that has room; equal sums go to the device that holds least.
-Differences: bytes are those of this engine (float32 rows, optimizer state, buffers) in place of
-fp16 rows; where no device has room, the one that lacks least is taken, and the plan says so.
+Source: daochenzha/dreamshard 73128ed, ``sharders.py``. Tables are placed in order of falling score,
+each on the device with room that has the smallest sum of scores; ties go to the device that holds
+the fewest bytes. Differences: bytes are those of this engine (float32 rows, optimizer state,
+buffers) instead of fp16 rows; if no device has room, the one that lacks least is taken.
 """
+
+from collections.abc import Callable
 
 import numpy as np
 
 from sbpflow.planner.published.setting import Setting
-from sbpflow.planner.search.problem import Assignment, Floats
+from sbpflow.planner.search.problem import Assignment, Floats, Ints
 
 
 def size_greedy(setting: Setting) -> Assignment:
-    """By bytes."""
+    """Balance bytes."""
     return _balanced(setting, setting.held_bytes)
 
 
 def dim_greedy(setting: Setting) -> Assignment:
-    """By columns: what the exchange carries."""
+    """Balance columns, which determine what the exchange sends."""
     return _balanced(setting, setting.dims)
 
 
 def lookup_greedy(setting: Setting) -> Assignment:
-    """By columns times ids per sample: what a lookup reads."""
+    """Balance columns times ids per sample, which determine what a lookup reads."""
     return _balanced(setting, setting.dims * setting.pooling)
 
 
 def size_lookup_greedy(setting: Setting) -> Assignment:
-    """By what a lookup reads times log10 of the rows."""
+    """Balance what a lookup reads times log10 of the rows."""
     rows = np.log10(np.maximum(setting.table_rows, 10.0))
     return _balanced(setting, setting.dims * setting.pooling * rows)
 
 
 def random_placement(setting: Setting) -> Assignment:
-    """Tables in random order to random devices with room."""
-    random = np.random.default_rng(setting.seed)
-    return setting.whole(random_devices(setting, random))
+    """Place tables in random order on random devices with room."""
+    return setting.whole(random_devices(setting, np.random.default_rng(setting.seed)))
 
 
 def random_devices(setting: Setting, random: np.random.Generator) -> list[int]:
-    """A device for every table, drawn among those that have room."""
-    held = np.zeros(setting.num_ranks)
-    devices = [0] * len(setting.tables)
-    for table in random.permutation(len(setting.tables)):
-        room = setting.room_bytes - held - setting.held_bytes[table]
-        fits = np.flatnonzero(room >= 0)
-        device = int(random.choice(fits)) if len(fits) else int(room.argmax())
-        held[device] += setting.held_bytes[table]
-        devices[int(table)] = device
-    return devices
+    """A device for every table, drawn among those with room."""
+    order = random.permutation(len(setting.tables))
+    scores = np.zeros(len(order))
+    return _place(setting, order, scores, lambda fits, loads, held: random.choice(fits))
 
 
 def _balanced(setting: Setting, scores: Floats) -> Assignment:
+    def least(fits: Ints, loads: Floats, held: Floats) -> int:
+        return int(fits[np.lexsort((held[fits], loads[fits]))[0]])
+
+    order = np.argsort(-scores, kind="stable")
+    return setting.whole(_place(setting, order, scores, least))
+
+
+def _place(
+    setting: Setting, order: Ints, scores: Floats, pick: Callable[[Ints, Floats, Floats], int]
+) -> list[int]:
+    """A device for every table; ``pick`` chooses among those with room by loads and bytes."""
     loads, held = np.zeros(setting.num_ranks), np.zeros(setting.num_ranks)
-    devices = [0] * len(scores)
-    for table in np.argsort(-scores, kind="stable"):
+    devices = [0] * len(order)
+    for table in order:
         room = setting.room_bytes - held - setting.held_bytes[table]
         fits = np.flatnonzero(room >= 0)
-        order = np.lexsort((held[fits], loads[fits]))
-        device = int(fits[order[0]]) if len(fits) else int(room.argmax())
+        device = int(pick(fits, loads, held)) if len(fits) else int(room.argmax())
         loads[device] += scores[table]
         held[device] += setting.held_bytes[table]
         devices[int(table)] = device
-    return setting.whole(devices)
+    return devices

@@ -1,8 +1,8 @@
-"""What a learned planner has learned, on disk: training takes most of a minute, and a benchmark or
-a command asks for the same planner again and again.
+"""A cache of trained planners on disk, because training takes up to a minute.
 
-A file is named by everything that training depends on: the planner, the prices that stand for
-measurements, the number of ranks, the batch, and the seed. Weights and numbers only, no code.
+The file's name is a digest of everything that training depends on: the planner, the prices that
+stand for measurements, the number of ranks, the batch size, and the seed. Files contain weights and
+numbers, no code.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from pickle import UnpicklingError  # torch's; nothing is unpickled here
+from pickle import UnpicklingError  # raised by torch.load; nothing is unpickled here
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -30,7 +30,7 @@ _DAMAGED = (
     *(ValueError, TypeError, LookupError, AttributeError, RuntimeError, EOFError, OSError),
     UnpicklingError,
 )
-VERSION = 1  # of how planners learn: raised when the same arguments would learn something else
+VERSION = 1  # raise it when the same arguments would train something else
 
 
 class Learned(Protocol):
@@ -38,58 +38,53 @@ class Learned(Protocol):
 
     @classmethod
     def blank(cls, num_ranks: int) -> Self:
-        """With networks of the right sizes that have learned nothing."""
+        """An untrained planner with networks of the right sizes."""
         ...
 
     @staticmethod
     def train(settings: Sequence[Setting], seed: int) -> "Learned":
-        """From tasks to train on."""
+        """A planner trained on these tasks."""
         ...
 
     def plan(self, setting: Setting) -> Assignment: ...
 
 
-def path_of(name: str, like: Sequence[TaskCost], seed: int) -> Path:
-    """Where the planner that learned from tasks like these is kept."""
-    facts = [name, VERSION, seed]
-    for one in like:
-        task = one.task
-        facts += [task.world_size, task.batch_size, task.overlap, one.prices_digest]
-    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:20]
+def path_of(name: str, like: TaskCost, seed: int) -> Path:
+    """The file of the planner that is trained on tasks like this one."""
+    task = like.task
+    facts = [name, VERSION, seed, task.world_size, task.batch_size, task.overlap]
+    digest = hashlib.sha256(json.dumps([*facts, like.prices_digest]).encode()).hexdigest()[:20]
     return cache_dir() / "planners" / f"{name}-{digest}.pt"
 
 
-def keep(model: Learned, path: Path) -> None:
-    """The file is replaced as a whole."""
+def save_model(model: Learned, path: Path) -> None:
+    """Write the file; it is replaced as a whole."""
     make_private(path.parent)
     fresh = path.with_suffix(f".{os.getpid()}")
     torch.save(_state(model), fresh)
     fresh.replace(path)
 
 
-def recall(model: Learned, path: Path) -> bool:
-    """Fill a blank model from the file; False if there is none, or it is damaged or of another
-    shape.
-    """
+def load_model(model: Learned, path: Path) -> bool:
+    """Fill an untrained model from the file; False if it is missing, damaged or does not match."""
     if not path.is_file():
         return False
     try:
-        state = torch.load(path, weights_only=True)
-        _fill(model, state)
+        _fill(model, torch.load(path, weights_only=True))
     except _DAMAGED as error:
-        _LOG.warning("%s: is not a kept planner (%s); it is trained again", path, error)
+        _LOG.warning("%s: not a valid cached planner (%s); training it again", path, error)
         return False
     return True
 
 
 def _fill(model: Learned, state: dict[str, Any]) -> None:
     if set(state) != set(_state(model)):
-        raise ValueError(f"it has {sorted(state)}")
+        raise ValueError(f"it has the entries {sorted(state)}")
     for name, value in state.items():
-        mine = getattr(model, name)
-        if isinstance(mine, nn.Module):
-            mine.load_state_dict(value)
-        elif isinstance(mine, Scaling):
+        current = getattr(model, name)
+        if isinstance(current, nn.Module):
+            current.load_state_dict(value)
+        elif isinstance(current, Scaling):
             setattr(model, name, Scaling(value[0].numpy(), value[1].numpy()))
         else:
             setattr(model, name, value)
@@ -97,7 +92,7 @@ def _fill(model: Learned, state: dict[str, Any]) -> None:
 
 def _state(model: Learned) -> dict[str, Any]:
     if not is_dataclass(model):
-        raise TypeError(f"{type(model).__name__} is no dataclass")
+        raise TypeError(f"{type(model).__name__} is not a dataclass")
     state: dict[str, Any] = {}
     for field in fields(model):
         value = getattr(model, field.name)
@@ -105,7 +100,7 @@ def _state(model: Learned) -> dict[str, Any]:
             state[field.name] = value.state_dict()
         elif isinstance(value, Scaling):
             pair = (np.asarray(value.mean), np.asarray(value.deviation))
-            state[field.name] = [torch.from_numpy(one.copy()) for one in pair]
+            state[field.name] = [torch.from_numpy(array.copy()) for array in pair]
         elif isinstance(value, float):
             state[field.name] = value
     return state

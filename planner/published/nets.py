@@ -1,5 +1,6 @@
 """What the learned planners share: small networks, sums per device, scaled features."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -7,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sbpflow.planner.published.setting import NUM_FEATURES
+from sbpflow.planner.published.setting import NUM_FEATURES, Setting
 from sbpflow.planner.search.problem import Floats
 
-LOGARITHMIC = (1, 2, 3)  # rows, pooling, size: over several orders of magnitude
+LOGARITHMIC = (1, 2, 3)  # rows, pooling, size: they span several orders of magnitude
 
 
 def mlp(*widths: int, last: bool = False) -> nn.Sequential:
@@ -24,26 +25,38 @@ def mlp(*widths: int, last: bool = False) -> nn.Sequential:
 
 
 def sums(latents: Tensor, devices: Tensor, size: int) -> Tensor:
-    """[tables, width] summed by device: [size, width]."""
+    """[tables, width] summed by device -> [size, width]."""
     return torch.zeros(size, latents.shape[1]).index_add(0, devices, latents)
+
+
+def descend(
+    optimizer: torch.optim.Optimizer, loss: Tensor, *, most_gradient: float | None = None
+) -> None:
+    """One optimizer step on the loss, with the gradient's norm clipped to ``most_gradient``."""
+    optimizer.zero_grad()
+    loss.backward()
+    if most_gradient is not None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(parameters, most_gradient)
+    optimizer.step()
 
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """Mean and deviation of the training tables' features; bins and the like stay as they are."""
+    """Mean and deviation of the training tables' features; the bins stay as they are."""
 
     mean: Floats
     deviation: Floats
 
     @staticmethod
     def none() -> "Scaling":
-        """Nothing is scaled."""
+        """A scaling that changes nothing."""
         return Scaling(np.zeros(NUM_FEATURES), np.ones(NUM_FEATURES))
 
     @staticmethod
-    def of(features: Floats) -> "Scaling":
-        """From [tables, features] in the order of ``Setting.features``."""
-        values = _logarithms(features)
+    def of(settings: Sequence[Setting]) -> "Scaling":
+        """The scaling of the tables of these tasks."""
+        values = _logarithms(np.concatenate([setting.features for setting in settings]))
         mean, deviation = values.mean(0), values.std(0)
         mean[4:], deviation[4:] = 0.0, 1.0
         return Scaling(mean, np.maximum(deviation, 1e-6))

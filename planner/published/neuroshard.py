@@ -1,14 +1,15 @@
-"""NeuroShard: pre-trained cost networks, a beam over column cuts, a greedy over devices inside.
+"""NeuroShard: pretrained cost networks, a beam over column cuts, a greedy over devices inside.
 
 Source: MLSys'23; daochenzha/neuroshard ec7ca74 and 06aaa2b (``neurosharder.py``, ``simulator.py``,
-``*_cost_model.py``). One network prices the compute of a set of tables (20 features each, summed);
-two price the exchanges of all devices from their sums of columns, for one number of devices. A
-beam of 3 over column cuts tries the 10 largest and the 10 dearest tables, to a depth of 10;
-inside, tables go by falling cost to the device of least predicted cost under a limit on its
-columns, which is scanned from 1.0 to 1.5 times the mean in 11 steps.
-Differences: 10,000 sets and 2,000 placements are measured in place of 100,000; a cut halves all
-parts of a table at once, and its parts lie on distinct devices, as an even S(1) does here; the
-forward and the backward exchange are one network; rows and pooling are logarithms; costs are
+``*_cost_model.py``). One network prices the compute of a set of tables (20 features each, summed).
+Two price the exchanges of all devices from their sums of columns, for a fixed number of devices. A
+beam of 3 over column cuts tries the 10 largest and the 10 most expensive tables, to a depth of 10.
+For each cut, tables are placed in order of falling cost on the device with the lowest predicted
+cost under a limit on its columns, which is scanned from 1.0 to 1.5 times the mean in 11 steps.
+
+Differences: 10,000 sets and 2,000 placements are measured instead of 100,000; a cut halves all
+parts of a table at once, and its parts are on distinct devices, as in an even S(1) here; the
+forward and the backward exchange share one network; rows and pooling are logarithms; costs are
 divided by their mean.
 """
 
@@ -20,21 +21,21 @@ import torch
 from torch import Tensor, nn
 
 from sbpflow.planner.published.greedy import random_devices, size_greedy
-from sbpflow.planner.published.nets import Scaling, mlp
+from sbpflow.planner.published.nets import Scaling, descend, mlp
 from sbpflow.planner.published.setting import BACKWARD, EXCHANGE, FORWARD, Setting
 from sbpflow.planner.search.problem import Assignment, Floats, Move
-from sbpflow.planner.shapes import option_number
+from sbpflow.planner.shapes import WHOLE, option_number
 from sbpflow.planner.task import Shape
 
 BEAM, CANDIDATES, DEPTH = 3, 10, 10
 SCALES = tuple(1.0 + 0.05 * step for step in range(11))
 LARGEST_SET = 15  # tables
-WITHOUT_SIZE = [n for n in range(21) if n != 3]  # of DreamShard's features
+WITHOUT_SIZE = [n for n in range(21) if n != 3]  # features, of those in ``Setting.features``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Amount:
-    """How much is measured and trained."""
+    """The amount of measurement and training."""
 
     sets: int = 10_000
     placements: int = 2_000
@@ -43,7 +44,7 @@ class Amount:
 
 
 class ComputeNet(nn.Module):
-    """20-128-32 per table, summed, 32-64-1."""
+    """An MLP 20-128-32 per table, summed, then 32-64-1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,42 +52,42 @@ class ComputeNet(nn.Module):
         self.head = mlp(32, 64, 1)
 
     def forward(self, features: Tensor, present: Tensor) -> Tensor:
-        """[N, n, 20] and [N, n] -> [N]."""
+        """[N] from features [N, n, 20] and presence [N, n]."""
         summed = (self.table(features) * present[..., None]).sum(1)
         return self.head(summed).squeeze(-1)
 
 
 def exchange_net(num_ranks: int) -> nn.Sequential:
-    """Sums of columns of all devices -> ms of each one's exchange."""
+    """A network from all devices' sums of columns to the ms of each one's exchange."""
     return mlp(num_ranks, 128, 64, 32, 16, num_ranks)
 
 
 @dataclass
 class NeuroShard:
-    """Trained networks for one number of devices."""
+    """Networks trained for one number of devices."""
 
     compute: ComputeNet
     exchange: nn.Sequential
     scaling: Scaling
     compute_ms: float
     exchange_ms: float
-    columns: float  # what sums of columns are divided by
+    columns: float  # the unit of sums of columns
 
     @classmethod
     def blank(cls, num_ranks: int) -> "NeuroShard":
-        """Untrained, for this number of ranks."""
+        """Untrained networks for this number of ranks."""
         return cls(ComputeNet(), exchange_net(num_ranks), Scaling.none(), 1.0, 1.0, 1.0)
 
     @staticmethod
     def train(settings: Sequence[Setting], seed: int, amount: Amount | None = None) -> "NeuroShard":
-        """From tasks of one number of devices, whose tables make up the sets."""
+        """Train on tasks with the same number of devices; their tables make up the sets."""
         amount = amount or Amount()
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             return _train(settings, np.random.default_rng(seed), amount)
 
     def plan(self, setting: Setting) -> Assignment:
-        """The best plan by predicted cost; the greedy one on the first cut that fits."""
+        """The best plan by predicted cost; the greedy plan by size if nothing fits."""
         with torch.no_grad():
             return _Beam(self, setting).run()
 
@@ -105,7 +106,7 @@ class NeuroShard:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """Column parts as things to place: their table, columns, bytes and scaled features."""
+    """Column parts to place: their table, columns, bytes and scaled features."""
 
     table: tuple[int, ...]
     dims: Floats
@@ -128,7 +129,7 @@ def _parts(setting: Setting, scaling: Scaling, cuts: Sequence[int]) -> _Parts:
 
 
 def _column_shape(cut: int) -> Shape:
-    return Shape("B", "columns") if cut == 1 else Shape("S(1)", "columns", (1, cut))
+    return WHOLE if cut == 1 else Shape("S(1)", "columns", (1, cut))
 
 
 class _Beam:
@@ -157,7 +158,7 @@ class _Beam:
                         best = (cost, cut, placed)
             if not tried:
                 break
-            beam = sorted(tried, key=lambda one: one[0])[:BEAM]
+            beam = sorted(tried, key=lambda cut: cut[0])[:BEAM]
         return self._assignment(best[1], best[2])
 
     def _worth_cutting(self, cuts: tuple[int, ...]) -> list[int]:
@@ -172,7 +173,7 @@ class _Beam:
         return sorted({*large.tolist(), *dear.tolist()})
 
     def _place(self, cuts: tuple[int, ...]) -> tuple[list[list[int]] | None, float]:
-        """Parts by device for the best limit on columns, and the predicted cost."""
+        """(parts by device for the best limit on columns, predicted cost)."""
         parts = _parts(self.setting, self.model.scaling, cuts)
         alone = self.model.compute_of(parts, [[n] for n in range(len(parts.table))])
         order = np.argsort(-alone, kind="stable").tolist()
@@ -183,14 +184,14 @@ class _Beam:
                 cost = self._cost(parts, placed)
                 if cost < best[1]:
                     best = (placed, cost)
-            if not limited:  # a wider limit gives the same
+            if not limited:  # a larger limit gives the same placement
                 break
         return best
 
     def _greedy(
         self, parts: _Parts, order: list[int], scale: float
     ) -> tuple[list[list[int]] | None, bool]:
-        """Parts by device, None if one has no room; and whether the limit on columns mattered."""
+        """(parts by device, None if a part does not fit; whether the limit on columns mattered)."""
         size = self.setting.num_ranks
         placed: list[list[int]] = [[] for _ in range(size)]
         held, dims, costs = np.zeros(size), np.zeros(size), np.zeros(size)
@@ -225,7 +226,7 @@ class _Beam:
         return float((compute + exchange * self.model.exchange_ms).max())
 
     def _assignment(self, cuts: tuple[int, ...], placed: list[list[int]] | None) -> Assignment:
-        if placed is None:  # nothing had room: as the greedy by size would have it
+        if placed is None:  # no cut fits: return a plan whose price shows it
             return size_greedy(self.setting)
         parts = _parts(self.setting, self.model.scaling, cuts)
         ranks: list[list[int]] = [[] for _ in cuts]
@@ -242,7 +243,7 @@ class _Beam:
 
 
 def _train(settings: Sequence[Setting], random: np.random.Generator, amount: Amount) -> NeuroShard:
-    scaling = Scaling.of(np.concatenate([setting.features for setting in settings]))
+    scaling = Scaling.of(settings)
     features, present, compute = _sets(settings, scaling, random, amount.sets)
     sums, exchange = _placements(settings, random, amount.placements)
     model = NeuroShard(
@@ -295,7 +296,7 @@ def _sets(
 def _placements(
     settings: Sequence[Setting], random: np.random.Generator, count: int
 ) -> tuple[Floats, Floats]:
-    """Random placements: [count, devices] sums of columns, and ms of each device's exchange."""
+    """Random placements: [count, devices] sums of columns, and the ms of each device's exchange."""
     size = settings[0].num_ranks
     sums, exchange = np.zeros((count, size)), np.zeros((count, size))
     for row in range(count):
@@ -317,7 +318,7 @@ def _fit(
     random: np.random.Generator,
     amount: Amount,
 ) -> None:
-    """MSE and Adam at 1e-3; the weights of the epoch that is best on a tenth held out."""
+    """MSE and Adam at 1e-3; keeps the weights of the best epoch on a held-out tenth."""
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
     order = torch.from_numpy(random.permutation(len(target)))
     held, trained = order[: len(order) // 10], order[len(order) // 10 :]
@@ -325,12 +326,9 @@ def _fit(
     for _ in range(amount.epochs):
         shuffled = trained[torch.from_numpy(random.permutation(len(trained)))]
         for rows in shuffled.split(amount.batch):
-            loss = (net(*(one[rows] for one in inputs)) - target[rows]).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            descend(optimizer, (net(*(x[rows] for x in inputs)) - target[rows]).square().mean())
         with torch.no_grad():
-            error = float((net(*(one[held] for one in inputs)) - target[held]).square().mean())
+            error = float((net(*(x[held] for x in inputs)) - target[held]).square().mean())
         if error < best[0]:
             best = (error, {name: value.clone() for name, value in net.state_dict().items()})
     net.load_state_dict(best[1])

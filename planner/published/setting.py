@@ -1,8 +1,8 @@
-"""What a published planner sees of a task, and how its answer becomes a plan.
+"""A published planner's view of a task, and the conversion of its answer into a plan.
 
-Most know whole tables on one rank each: device numbers per table. ``Setting.whole`` turns those
-into an assignment, with the ``columns`` exchange, which is the all-to-all of pooled vectors that
-their papers have.
+Most of these planners place whole tables: a device number for each. ``Setting.whole`` converts
+these into an assignment with the ``columns`` exchange, which corresponds to the all-to-all of
+pooled vectors in the papers.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ FORWARD = [n for n in range(len(PHASES)) if n not in BACKWARD and n not in EXCHA
 
 @dataclass(frozen=True)
 class Setting:
-    """A task with the problem that its plans are priced by."""
+    """A task with the problem that prices its plans."""
 
     task: Task
     problem: Problem
@@ -53,7 +53,7 @@ class Setting:
 
     @cached_property
     def tables(self) -> tuple[TableConfig, ...]:
-        """Those to be placed, in the order of the problem."""
+        """The tables to place, in the order of the problem."""
         by_name = {table.name: table for table in self.task.tables}
         return tuple(by_name[name] for name in self.problem.names)
 
@@ -61,35 +61,45 @@ class Setting:
     def num_ranks(self) -> int:
         return self.problem.num_ranks
 
+    @property
+    def _whole_shape(self) -> Shape:
+        return WHOLE if self.num_ranks > 1 else COPIED
+
+    @property
+    def whole_allowed(self) -> bool:
+        """Whether every table may be whole on one rank."""
+        numbers = [option_number(options, self._whole_shape) for options in self.problem.options]
+        return None not in numbers
+
     @cached_property
     def whole_option(self) -> tuple[int, ...]:
-        """Per table, the option that is whole on one rank; PlanError if it is not allowed."""
-        found: list[int] = []
+        """The option of each table that is whole on one rank; PlanError if it is not allowed."""
+        numbers: list[int] = []
         for name, options in zip(self.problem.names, self.problem.options, strict=True):
-            shape = WHOLE if self.num_ranks > 1 else COPIED
-            number = option_number(options, shape)
+            number = option_number(options, self._whole_shape)
             if number is None:
-                raise PlanError(f"table {name}: {shape} is not allowed, and this planner needs it")
-            found.append(number)
-        return tuple(found)
+                raise PlanError(
+                    f"table {name}: this planner needs {self._whole_shape}, which is not allowed; "
+                    "use --planner auto"
+                )
+            numbers.append(number)
+        return tuple(numbers)
 
     @cached_property
     def rows(self) -> Floats:
-        """[T, features] that a whole table adds to its rank."""
-        found: list[Floats] = []
-        for table, number in enumerate(self.whole_option):
-            option = self.problem.options[table][number]
-            found.append(option.shards[0] if option.num_shards else option.home)
-        return np.stack(found)
+        """[T, features] that each whole table adds to its rank."""
+        pairs = zip(self.problem.options, self.whole_option, strict=True)
+        chosen = [options[number] for options, number in pairs]
+        return np.stack([o.shards[0] if o.num_shards else o.home for o in chosen])
 
     @cached_property
     def held_bytes(self) -> Floats:
-        """[T] of a whole table on its rank."""
+        """[T] bytes of a whole table on its rank."""
         return np.asarray(self.problem.pricing.memory(self.rows))
 
     @cached_property
     def room_bytes(self) -> Floats:
-        """[ranks] left for tables, with what every plan of whole tables has on every rank."""
+        """[ranks] bytes left for tables, after what a plan of whole tables adds to every rank."""
         home = sum(
             (self.problem.options[t][n].home for t, n in enumerate(self.whole_option)),
             start=self.problem.base,
@@ -118,14 +128,14 @@ class Setting:
         return np.concatenate([np.stack(columns, axis=1), bins], axis=1)
 
     def whole(self, devices: Sequence[int] | Ints) -> Assignment:
-        """The plan of whole tables on these ranks."""
+        """The plan with each table whole on its device."""
         return tuple(
             Move(number, (int(device),) if self.problem.options[t][number].num_shards else ())
             for t, (number, device) in enumerate(zip(self.whole_option, devices, strict=True))
         )
 
     def measure(self, assignment: Assignment) -> "Measured":
-        """What the plan takes, as the problem's pricing has it."""
+        """The times of a plan, by the problem's prices."""
         priced = price_of(self.problem, assignment)
         return Measured(
             forward=priced.phases[:, FORWARD].sum(axis=1),
@@ -135,7 +145,7 @@ class Setting:
         )
 
     def option(self, table: int, shape: Shape) -> Option | None:
-        """A table's option of that shape, if it is allowed."""
+        """A table's option of that shape, None if it is not allowed."""
         options = self.problem.options[table]
         number = option_number(options, shape)
         return None if number is None else options[number]
@@ -143,7 +153,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """[ranks] milliseconds in the three parts that DreamShard tells apart, and the whole."""
+    """[ranks] milliseconds in the three parts that DreamShard distinguishes, and the price."""
 
     forward: Floats
     exchange: Floats

@@ -1,1 +1,1 @@
-"""Search for the plan of least predicted time: seeds, exact and local search, bounds."""
+"""Searches for the plan with the least predicted time: seeds, exact and local search, bounds."""

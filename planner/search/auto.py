@@ -1,16 +1,15 @@
-"""The search as a whole: seeds, local search from the best, an exact model on the way.
+"""The whole search: seeds, local search from the best of them, and an exact model on the way.
 
-What it returns is never worse, as the model prices it, than any seed. The same problem, seed and
-effort give the same plan: budgets are counted in insertions, not in seconds.
+By the model's prices, the result is never worse than any seed. The same problem, seed and effort
+give the same plan, because budgets are counted in insertions, not in seconds.
 """
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sbpflow.planner.search.exact import kept_options, linear_optimum
+from sbpflow.planner.search.exact import cheapest_options, linear_optimum
 from sbpflow.planner.search.insertion import Inserter
-from sbpflow.planner.search.linear import linearised
+from sbpflow.planner.search.linear import linearized
 from sbpflow.planner.search.local import LocalSearch, lay_out, weights_of
 from sbpflow.planner.search.problem import Assignment, Priced, Problem, check_assignment, price_of
 from sbpflow.planner.search.seeds import (
@@ -24,17 +23,17 @@ from sbpflow.planner.search.seeds import (
     partly_copied,
 )
 
-STARTS = 4  # seeds that local search improves before it keeps to one
-MIXED = 3  # shapes, the best alone, that are tried in pairs
-LARGE = 800_000  # shards of all options x ranks, beyond which only a table's cheapest are tried
-MANY_TABLES = 400  # beyond it only the quickest seeds
+STARTS = 4  # seeds that local search improves before it continues with the best
+MIXED = 3  # shapes that are tried in pairs, of those that are best alone
+LARGE = 800_000  # shards of all options x ranks; beyond it only a table's cheapest are tried
+MANY_TABLES = 400  # beyond it only the fastest seeds are used
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How long to search: ``insertions`` of local search, and seconds of the exact model.
+    """How long to search: ``insertions`` of local search, and time for the exact model.
 
-    ``exact_time`` is in CP-SAT's deterministic units, about a second each; 0 leaves it out.
+    ``exact_time`` is in CP-SAT's deterministic units, about a second each; 0 skips the model.
     """
 
     insertions: int
@@ -42,7 +41,7 @@ class Effort:
 
     @staticmethod
     def of(problem: Problem) -> "Effort":
-        """Aims at 10 s for 200 tables x 16 ranks and a minute for 1000 x 128, on one idle core."""
+        """The default: about 10 s for 200 tables x 16 ranks, 60 s for 1000 x 128, on one core."""
         size = problem.num_tables * problem.num_ranks
         most = max(2000, 6_400_000 // size)
         insertions = max(800, min(4000, 40 * problem.num_tables, most))
@@ -51,9 +50,9 @@ class Effort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The best plan; by name every seed (``plans``) and what it was priced at (``seeds``).
+    """The best plan; every seed by name (``plans``) and its price (``seeds``).
 
-    ``others`` are the next best plans met, for a measurement to choose among.
+    ``others`` are the next best plans of the search; a measurement may choose among them.
     """
 
     assignment: Assignment
@@ -61,8 +60,6 @@ class Found:
     seeds: Mapping[str, Priced]
     plans: Mapping[str, Assignment]
     others: tuple[Assignment, ...]
-    insertions: int
-    seconds: float
 
 
 def search(
@@ -72,11 +69,10 @@ def search(
     effort: Effort | None = None,
     given: Mapping[str, Assignment] | None = None,
 ) -> Found:
-    """The plan of least time that fits; the one of least excess if none does.
+    """Find the plan of least time that fits, or of least excess if none fits.
 
     ``given`` are further plans to start from, by name.
     """
-    start = time.perf_counter()
     effort = effort or Effort.of(problem)
     inserter = _inserter(problem)
     weights = weights_of(problem, inserter)
@@ -88,7 +84,8 @@ def search(
     if problem.num_tables <= MANY_TABLES:
         alike = dict(homogeneous(problem, weights))
         rank = {name: price_of(problem, plan).rank for name, plan in alike.items()}
-        order = sorted(zip(families(problem), alike, strict=True), key=lambda one: rank[one[1]])
+        pairs = zip(families(problem), alike, strict=True)
+        order = sorted(pairs, key=lambda pair: rank[pair[1]])
         leading = [shape for shape, _ in order[:MIXED]]
         plans |= alike
         plans |= partly_copied(problem, weights, leading)
@@ -112,29 +109,27 @@ def search(
         seeds=priced,
         plans=plans,
         others=tuple(unique[1:]),
-        insertions=local.insertions,
-        seconds=time.perf_counter() - start,
     )
 
 
 def _inserter(problem: Problem) -> Inserter:
-    """Of all options; for large problems of those that are cheapest on the mean rank."""
+    """An inserter of all options; for large problems, of those cheapest on the mean rank."""
     inserter = Inserter(problem)
     if inserter.num_rows * problem.num_ranks <= LARGE:
         return inserter
     whole = [[option.shape for option in mine if option.whole] for mine in problem.options]
     order = heaviest_first(bytes_of(problem))
     first = lay_out(problem, narrowed(problem, whole), order).assignment()
-    linear = linearised(problem, first)
-    kept = [
-        tuple(kept_options(problem, linear, table, first[table].option))
+    linear = linearized(problem, first)
+    cheapest = [
+        tuple(cheapest_options(problem, linear, table, first[table].option))
         for table in range(problem.num_tables)
     ]
-    return Inserter(problem, tuple(kept), most_priced=8)
+    return Inserter(problem, tuple(cheapest), most_priced=8)
 
 
 def _starts(plans: Mapping[str, Assignment], priced: Mapping[str, Priced]) -> list[Assignment]:
-    """The best few seeds that differ in time, so that not all are the same plan renamed."""
+    """The best few seeds with different prices, so that they are not one plan with other names."""
     chosen: list[Assignment] = []
     seen: set[tuple[float, float]] = set()
     for name in sorted(plans, key=lambda name: priced[name].rank):

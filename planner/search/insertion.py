@@ -1,8 +1,7 @@
 """The best way to add one table to a plan: every option, on the ranks that suit it.
 
-The heart of the search: greedy construction, re-insertion and the runner-up of a report are all
-this one question. A cheap score per rank picks where shards would go, and the full model prices
-what is left.
+Greedy construction, re-insertion and the runner-up of a report all ask this question. A cheap score
+per rank selects where the shards would go; the full model prices the selected moves.
 """
 
 from dataclasses import dataclass
@@ -11,16 +10,16 @@ import numpy as np
 
 from sbpflow.planner.search.problem import Floats, Ints, Key, Move, Option, Problem, State
 
-# Share of the mean load, next to the maximum, in what the search minimises: the time of a step is
-# a maximum over ranks and does not see most moves; this makes it fall as work gets less and evener.
+# Share of the mean load in what the search minimizes, next to the step's time. The step is a
+# maximum over ranks, which most moves do not change; this part rewards less and more even work.
 EVENNESS = 0.05
-RANKS_TRIED = 3  # ranks on which a whole table is priced by the full model, of those scored best
-NO_ROOM = 1e6  # milliseconds for a memory exceeded by a rank's whole limit
+RANKS_TRIED = 3  # best-scored ranks on which the full model prices a whole table
+NO_ROOM = 1e6  # milliseconds for exceeding a rank's memory by its whole limit
 
 
 @dataclass(frozen=True, slots=True)
 class Insertion:
-    """A move with what the search minimises (``goal``, milliseconds) and the step's time."""
+    """A move with what the search minimizes (``goal``) and the step's time, in ms."""
 
     goal: float
     ms: float
@@ -28,14 +27,14 @@ class Insertion:
 
 
 def goal_of(problem: Problem, totals: Floats, phases: Floats, ms: Floats) -> Floats:
-    """What the search minimises, [N], of totals [N, ranks, F] and phases [N, ranks, P]."""
+    """[N] what the search minimizes, from totals [N, ranks, F], phases [N, ranks, P], ms [N]."""
     even = np.sqrt(np.mean(np.square(phases), axis=1)).sum(axis=-1)
     excess = problem.excess(totals)
     return ms + EVENNESS * even + NO_ROOM * excess / problem.limit_bytes.mean()
 
 
 def goal(state: State) -> float:
-    """``goal_of`` of a whole plan."""
+    """What the search minimizes, for a whole plan."""
     phases = state.problem.pricing.rank_ms(state.totals)[None]
     ms = state.problem.pricing.combine(phases)
     return float(goal_of(state.problem, state.totals[None], phases, ms)[0])
@@ -43,9 +42,9 @@ def goal(state: State) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    """A table's options as arrays: ``rows`` [R, features], one per shard that differs, and home.
+    """A table's options as arrays: ``rows`` [R, features], one per shard that differs, plus home.
 
-    ``rows_of[k]`` has the row of every shard of option ``numbers[k]``; none if it is copied.
+    ``rows_of[k]`` has the row of every shard of option ``numbers[k]``; empty if it is copied.
     """
 
     numbers: tuple[int, ...]
@@ -56,7 +55,7 @@ class _Tried:
 
 
 def _kinds(option: Option) -> tuple[Floats, Ints]:
-    """Rows of the shards that differ, and which of them each shard is: mostly one or two."""
+    """(rows of the shards that differ, mostly one or two; the row of each shard)."""
     if option.alike or option.num_shards < 2:
         return option.shards[:1], np.zeros(option.num_shards, dtype=np.int64)
     _, rows, of_shard = np.unique(
@@ -68,8 +67,8 @@ def _kinds(option: Option) -> tuple[Floats, Ints]:
 class Inserter:
     """Prices insertions into states of one problem.
 
-    ``allowed`` [table] -> numbers of the options to try; all by default. ``most_priced`` bounds the
-    moves per table that the full model prices, which is what takes the time on many ranks.
+    ``allowed`` [table] are the numbers of the options to try, by default all. ``most_priced``
+    bounds the moves per table that the full model prices, the slow part on many ranks.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class Inserter:
 
     @property
     def num_rows(self) -> int:
-        """Shards of all tables' options that are scored on every rank: the time of an insertion."""
+        """The shards of all options that are scored on every rank: the cost of an insertion."""
         return sum(len(tried.rows) for tried in self._tried)
 
     def _of(self, table: int, numbers: tuple[int, ...]) -> _Tried:
@@ -120,42 +119,42 @@ class Inserter:
     ) -> list[Insertion]:
         """Insertions of ``table`` into ``state``, best first, of the options that score well.
 
-        Options whose keys are in ``avoid`` are left out unless nothing remains.
+        Options with a key in ``avoid`` are left out unless no other remains.
         """
         options = self.problem.options[table]
         moves = self._moves(state, table)
         if avoid:
-            kept = [one for one in moves if avoid.isdisjoint(options[one.option].keys(one.ranks))]
-            moves = kept or moves
+            free = [m for m in moves if avoid.isdisjoint(options[m.option].keys(m.ranks))]
+            moves = free or moves
         return self._priced(state, table, moves)
 
     def best(self, state: State, table: int, avoid: frozenset[object] = frozenset()) -> Insertion:
         return self.ranked(state, table, avoid)[0]
 
     def quick(self, state: State, table: int) -> Move:
-        """The move that scores best, not priced, its ranks in order: for tables of one option."""
+        """The best-scored move, not priced, its ranks in order: for tables with one option."""
         move = self._moves(state, table)[0]
         return Move(move.option, tuple(sorted(move.ranks)))
 
     def _moves(self, state: State, table: int) -> list[Move]:
-        """For every option the ranks that suit it, several for a whole table; best scores first."""
+        """For every option the ranks that suit it, several for a whole table; best score first."""
         tried = self._tried[table]
-        found: list[tuple[float, Move]] = []
+        scored: list[tuple[float, Move]] = []
         scores = self._scores(state, tried)
         for number, rows in zip(tried.numbers, tried.rows_of, strict=True):
-            if not len(rows):  # copied ones have no score: always kept, first
-                found.append((-1.0, Move(number, ())))
+            if not len(rows):  # copied: has no score, is always priced
+                scored.append((-1.0, Move(number, ())))
                 continue
             option = self.problem.options[table][number]
             if option.alike:
-                found += self._alike(option, number, scores[rows[0]])
+                scored += self._alike(option, number, scores[rows[0]])
             else:
-                found += self._unlike(number, scores[rows])
-        found.sort(key=lambda one: one[0])
-        return [move for _, move in found[: self.most_priced]]
+                scored += self._unlike(number, scores[rows])
+        scored.sort(key=lambda pair: pair[0])
+        return [move for _, move in scored[: self.most_priced]]
 
     def _scores(self, state: State, tried: _Tried) -> Floats:
-        """[rows, ranks]: by how much a rank would raise the maxima, its load, its lack of room."""
+        """[rows, ranks]: how much a row raises a rank's maxima, load, and lack of memory."""
         if not len(tried.rows):
             return np.zeros((0, self.problem.num_ranks))
         problem = self.problem
@@ -172,7 +171,7 @@ class Inserter:
         return above + EVENNESS * after.sum(axis=-1) + NO_ROOM * lacking
 
     def _alike(self, option: Option, number: int, scores: Floats) -> list[tuple[float, Move]]:
-        """Equal shards go to the ranks that score best; a whole table tries several."""
+        """Equal shards go to the best-scored ranks; a whole table tries several ranks."""
         count = option.num_shards
         order = np.argsort(scores, kind="stable")
         if option.whole:
@@ -182,8 +181,10 @@ class Inserter:
         return [(float(scores[chosen].max()), Move(number, ranks))]
 
     def _unlike(self, number: int, scores: Floats) -> list[tuple[float, Move]]:
-        """By scores [shards, ranks]: the heaviest first, each to the best rank that has none yet;
-        and on the same ranks in their order, for tables in one order share what hangs on ranks.
+        """Different shards, by scores [shards, ranks]: heaviest first, each to its best free rank.
+
+        The same ranks in ascending order are tried too: tables with the same order of ranks share
+        the keys that depend on it.
         """
         taken: dict[int, int] = {}  # shard -> rank
         worst = 0.0
@@ -195,10 +196,10 @@ class Inserter:
             worst = max(worst, float(free[taken[shard]]))
         ranks = tuple(taken[shard] for shard in range(count))
         ordered = tuple(sorted(ranks))
-        found = [(worst, Move(number, ranks))]
+        moves = [(worst, Move(number, ranks))]
         if ordered != ranks:
-            found.append((float(scores[range(count), ordered].max()), Move(number, ordered)))
-        return found
+            moves.append((float(scores[range(count), ordered].max()), Move(number, ordered)))
+        return moves
 
     def _priced(self, state: State, table: int, moves: list[Move]) -> list[Insertion]:
         problem, options = self.problem, self.problem.options[table]

@@ -1,8 +1,8 @@
-"""The cost model as a linear one around a plan, for solvers that need one.
+"""The cost model linearized at a plan, for solvers that need a linear model.
 
-Every feature's slope is the model's own at the mean of the plan's ranks; every phase weighs what a
-step gets longer when that phase gets longer on all ranks. What an option costs there is a sum, and
-so the best plan of the linear model can be found, or bounded, by an integer program.
+Each feature's slope is the model's at the mean of the plan's ranks. Each phase weighs what the step
+gains when that phase gets longer on all ranks. The cost of an option is then a sum, so an integer
+program can find, or bound, the best plan.
 """
 
 from dataclasses import dataclass
@@ -11,13 +11,14 @@ import numpy as np
 
 from sbpflow.planner.search.problem import Assignment, Floats, Option, Pricing, Problem, State
 
-STEP = 0.02  # of a phase: how far it is lengthened to see what it weighs
+STEP = 0.02  # share of a phase by which it is lengthened to find its weight
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """``slopes`` [features, phases], ``offsets`` [phases] (ms), ``weights`` [phases]: a step's time
-    is about ``sum_p weights_p max_rank (offsets_p + features . slopes_p)``.
+    """A step takes about ``sum_p weights_p max_rank (offsets_p + features . slopes_p)`` ms.
+
+    ``slopes`` [features, phases], ``offsets`` [phases] in ms, ``weights`` [phases].
     """
 
     slopes: Floats
@@ -25,8 +26,8 @@ class Linear:
     weights: Floats
 
 
-def linearised(problem: Problem, around: Assignment) -> Linear:
-    """The model around a plan."""
+def linearized(problem: Problem, around: Assignment) -> Linear:
+    """The model linearized at a plan."""
     state = State(problem, around)
     centre = state.totals.mean(axis=0)
     pricing = problem.pricing
@@ -42,7 +43,7 @@ def linearised(problem: Problem, around: Assignment) -> Linear:
 
 
 def _slopes(pricing: Pricing, centre: Floats, scale: Floats) -> tuple[Floats, Floats]:
-    """[features, phases] by differences, and the phases at the centre."""
+    """[features, phases] slopes by differences, and the phases at the center."""
     steps = np.maximum(0.05 * scale, 1e-6)
     points = centre + np.diag(steps)
     value = pricing.rank_ms(centre[None])[0]
@@ -50,6 +51,6 @@ def _slopes(pricing: Pricing, centre: Floats, scale: Floats) -> tuple[Floats, Fl
 
 
 def mean_ms(problem: Problem, linear: Linear, option: Option) -> float:
-    """What an option adds to the weighted phases of the mean rank, keys aside."""
+    """What an option adds to the weighted phases of the mean rank, without keys."""
     added = option.home + option.shards.sum(axis=0) / problem.num_ranks
     return float(added @ linear.slopes @ linear.weights)

@@ -1,9 +1,9 @@
-"""Local search on the full model: take some tables out, put each back where it is best, repeat.
+"""Local search on the full model: remove some tables, reinsert each where it is best, repeat.
 
-Ruin and recreate [Schrimpf et al., J. Computational Physics 2000] with the moves that a step's
-shape asks for: tables of the ranks that are slowest, of one rank pair, of one group as a whole, or
-drawn at random; and exchanges of two tables between ranks. A worse plan is accepted within a
-threshold that falls to nothing. The same seed and the same number of insertions give the same plan.
+Ruin and recreate [Schrimpf et al., J. Computational Physics 2000]. A ruin removes tables of the
+slowest rank and another one, a whole group, or random tables; a swap exchanges two tables between
+ranks. A worse plan is accepted within a threshold that falls to 0. The same seed and number of
+insertions give the same plan.
 """
 
 from collections.abc import Sequence
@@ -13,16 +13,16 @@ import numpy as np
 from sbpflow.planner.search.insertion import Inserter, goal, goal_of
 from sbpflow.planner.search.problem import Assignment, Floats, Key, Move, Problem, State
 
-START_THRESHOLD = 0.02  # of the goal: how much worse an accepted plan may be at first
+START_THRESHOLD = 0.02  # share of the goal by which an accepted plan may be worse at first
 LARGEST_RUIN = 12  # tables
-GROUP_RUIN = 0.02  # of all ruins: a whole group, moved elsewhere
+GROUP_RUIN = 0.02  # share of ruins that move a whole group elsewhere
 SWAP_SHARE = 0.3
 
 
 def build(
     problem: Problem, inserter: Inserter, order: Sequence[int], start: Sequence[Move] = ()
 ) -> State:
-    """A whole plan by inserting tables in ``order``, each where it is best then."""
+    """A whole plan by inserting tables in ``order``, each where it is best at that point."""
     state = State(problem, start)
     for table in order:
         state.add(table, inserter.best(state, table).move)
@@ -30,7 +30,7 @@ def build(
 
 
 def lay_out(problem: Problem, inserter: Inserter, order: Sequence[int]) -> State:
-    """As ``build`` by scores alone: for an inserter that leaves no choice but that of ranks."""
+    """As ``build``, by scores alone: for inserters that only leave the ranks open."""
     state = State(problem)
     for table in order:
         state.add(table, inserter.quick(state, table))
@@ -38,23 +38,22 @@ def lay_out(problem: Problem, inserter: Inserter, order: Sequence[int]) -> State
 
 
 def weights_of(problem: Problem, inserter: Inserter) -> Floats:
-    """[tables]: the milliseconds of a table alone, laid as is best then; what is large goes first.
+    """[tables] ms of each table alone, in its best option; heavy tables are placed first.
 
-    Summed over ranks and phases, so that a table is not light because it is split.
+    Summed over ranks and phases, so that splitting a table does not make it light.
     """
     empty = State(problem)
     before = problem.pricing.rank_ms(empty.totals).sum()
-    found = np.zeros(problem.num_tables)
+    weights = np.zeros(problem.num_tables)
     for table in range(problem.num_tables):
-        move = inserter.best(empty, table).move
-        empty.add(table, move)
-        found[table] = problem.pricing.rank_ms(empty.totals).sum() - before
+        empty.add(table, inserter.best(empty, table).move)
+        weights[table] = problem.pricing.rank_ms(empty.totals).sum() - before
         empty.remove(table)
-    return found
+    return weights
 
 
 class LocalSearch:
-    """Improves plans of one problem; every random choice comes from ``seed``."""
+    """Improves plans of one problem; every random choice depends on ``seed``."""
 
     def __init__(self, problem: Problem, inserter: Inserter, weights: Floats, seed: int) -> None:
         self.problem, self.inserter, self.weights = problem, inserter, weights
@@ -62,7 +61,7 @@ class LocalSearch:
         self.insertions = 0
 
     def improve(self, start: Assignment, insertions: int) -> Assignment:
-        """The best plan met in that many insertions, ``start`` among them."""
+        """The best plan reached with this many insertions, at worst ``start``."""
         state = State(self.problem, start)
         current = goal(state)
         best, best_rank = start, state.price().rank
@@ -70,12 +69,12 @@ class LocalSearch:
         while used < insertions:
             threshold = START_THRESHOLD * current * (1.0 - used / insertions) ** 2
             if self.random.random() < SWAP_SHARE:
-                found = self._swap(state, current + threshold)
+                reached = self._swap(state, current + threshold)
                 self.insertions += 2
             else:
-                found = self._ruin(state, current + threshold)
-            if found is not None:
-                current = found
+                reached = self._ruin(state, current + threshold)
+            if reached is not None:
+                current = reached
                 rank = state.price().rank
                 if rank < best_rank:
                     best, best_rank = state.assignment(), rank
@@ -83,7 +82,7 @@ class LocalSearch:
         return best
 
     def _ruin(self, state: State, limit: float) -> float | None:
-        """One ruin and recreation; the goal reached, or None and the plan as it was."""
+        """Ruin and recreate once; the goal reached, or None and the plan as before."""
         before = list(state.moves)
         avoid: frozenset[object] = frozenset()
         if self.random.random() < GROUP_RUIN and len(state.present) > 1:
@@ -120,7 +119,7 @@ class LocalSearch:
         return keys[int(self.random.integers(len(keys)))]
 
     def _chosen(self, state: State) -> list[int]:
-        """Tables to take out: of the slowest rank of some phase and another rank, or any."""
+        """The tables to remove: of a phase's slowest rank and one other rank, or any."""
         most = max(2, min(LARGEST_RUIN, self.problem.num_tables // 3))
         count = min(int(self.random.integers(1, most + 1)), self.problem.num_tables)
         if self.random.random() < 0.3:
@@ -142,7 +141,7 @@ class LocalSearch:
         return [tables[int(place)] for place in chosen]
 
     def _swap(self, state: State, limit: float) -> float | None:
-        """The best exchange of a whole table on the slowest rank with one elsewhere, if any."""
+        """Exchange a whole table of a slowest rank with the best one elsewhere, if that helps."""
         options = self.problem.options
         whole = {
             table: move.ranks[0]
@@ -151,22 +150,22 @@ class LocalSearch:
         }
         phases = self.problem.pricing.rank_ms(state.totals)
         slowest = int(phases[:, int(self.random.integers(phases.shape[1]))].argmax())
-        mine = [table for table, rank in whole.items() if rank == slowest]
+        candidates = [table for table, rank in whole.items() if rank == slowest]
         others = [table for table, rank in whole.items() if rank != slowest]
-        if not mine or not others:
+        if not candidates or not others:
             return None
-        one = mine[int(self.random.integers(len(mine)))]
+        table = candidates[int(self.random.integers(len(candidates)))]
         others = self._drawn(others, 64)
-        goals = self._swap_goals(state, one, others, whole, phases)
+        goals = self._swap_goals(state, table, others, whole, phases)
         place = int(np.argmin(goals))
         if goals[place] >= limit:
             return None
-        return self._exchange(state, one, others[place], limit)
+        return self._exchange(state, table, others[place], limit)
 
     def _swap_goals(
         self,
         state: State,
-        one: int,
+        table: int,
         others: list[int],
         whole: dict[int, int],
         phases: Floats,
@@ -175,30 +174,30 @@ class LocalSearch:
             move = state.moves[table]
             return self.problem.options[table][move.option].shards[0] if move else phases[0] * 0
 
-        here = whole[one]
-        change = np.stack([row(table) for table in others]) - row(one)
-        places = np.arange(len(others))
-        there = np.array([whole[table] for table in others])
+        # A swap changes two ranks only, so only these are priced; the others keep their phases.
+        rank, places = whole[table], np.arange(len(others))
+        change = np.stack([row(other) for other in others]) - row(table)
+        other_ranks = np.array([whole[other] for other in others])
         totals = np.repeat(state.totals[None], len(others), axis=0)
-        totals[:, here] += change
-        totals[places, there] -= change
-        rows = np.stack([totals[:, here], totals[places, there]], axis=1)
+        totals[:, rank] += change
+        totals[places, other_ranks] -= change
+        rows = np.stack([totals[:, rank], totals[places, other_ranks]], axis=1)
         changed = self.problem.pricing.rank_ms(rows)
         after = np.repeat(phases[None], len(others), axis=0)
-        after[:, here] = changed[:, 0]
-        after[places, there] = changed[:, 1]
+        after[:, rank] = changed[:, 0]
+        after[places, other_ranks] = changed[:, 1]
         return goal_of(self.problem, totals, after, self.problem.pricing.combine(after))
 
-    def _exchange(self, state: State, one: int, other: int, limit: float) -> float | None:
-        """Two whole tables change places; undone if keys that hang on ranks make it too dear."""
-        first, second = state.remove(one), state.remove(other)
-        state.add(one, Move(first.option, second.ranks))
+    def _exchange(self, state: State, table: int, other: int, limit: float) -> float | None:
+        """Swap two whole tables; undone if keys that depend on ranks make it too expensive."""
+        first, second = state.remove(table), state.remove(other)
+        state.add(table, Move(first.option, second.ranks))
         state.add(other, Move(second.option, first.ranks))
         reached = goal(state)
         if reached < limit:
             return reached
-        state.remove(one)
+        state.remove(table)
         state.remove(other)
-        state.add(one, first)
+        state.add(table, first)
         state.add(other, second)
         return None

@@ -1,10 +1,10 @@
-"""A planning problem as arrays: what each way to lay a table adds to the ranks, and what sums cost.
+"""A planning problem as arrays: what each option of a table adds to the ranks, and what sums cost.
 
-A table's move is an ``Option`` and the ranks that hold its shards. All that an option does to a
-rank is a row of features that adds up over tables; a ``Pricing`` turns a rank's sums into the
-milliseconds of its phases, and the phases of all ranks into the time of a step. So a change of
-plan is a subtraction and an addition, and thousands of them are priced in one call. Pure
-arithmetic: nothing here knows the engine.
+A table's move is an ``Option`` and the ranks that hold its shards. Everything an option adds to a
+rank is a row of features that is summed over tables. A ``Pricing`` turns a rank's sums into ms of
+its phases, and the phases of all ranks into the time of a step. So a change of plan is a
+subtraction and an addition, and one call prices thousands of them. Pure arithmetic, without the
+engine.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -23,20 +23,19 @@ Key = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Option:
-    """One way to lay a table, its ranks left open.
+    """One way to store a table, its ranks left open.
 
     ``shape`` names it. ``shards`` [S, features] is what each shard adds to the rank that holds it;
-    ``home`` [features] is added to every rank, for the samples it feeds. A copied table has no
-    shards: all of it is in ``home``. ``keys(ranks)`` are what tables can have in common (a group, a
-    storage): feature ``key[0]`` of every rank is the number of distinct keys with that number in
-    the plan.
+    ``home`` [features] is added to every rank, for its own samples. A copied table has no shards:
+    everything is in ``home``. ``keys(ranks)`` are what tables can share (a group, a storage):
+    feature ``key[0]`` of every rank is the number of distinct keys of the plan that start with it.
     """
 
     shape: Hashable
     shards: Floats
     home: Floats
     keys: Callable[[tuple[int, ...]], tuple[Key, ...]]
-    alike: bool = True  # all shards add about the same
+    alike: bool = True  # whether all shards add about the same
 
     @property
     def num_shards(self) -> int:
@@ -44,14 +43,14 @@ class Option:
 
     @property
     def whole(self) -> bool:
-        """On one rank, which may be any."""
+        """Whether the table is on a single rank."""
         return self.num_shards == 1
 
 
 class Pricing(Protocol):
-    """A cost model as the search sees it. Times are milliseconds.
+    """A cost model as the search sees it; times are milliseconds.
 
-    All functions grow with every feature and every phase: more work never makes a step shorter.
+    All functions increase with every feature and phase: more work never makes a step shorter.
     """
 
     def rank_ms(self, totals: Floats) -> Floats:
@@ -59,7 +58,7 @@ class Pricing(Protocol):
         ...
 
     def rough_ms(self, totals: Floats) -> Floats:
-        """The same, cheaper and less exact: good enough to tell which moves to price."""
+        """The same, cheaper and less exact: enough to select the moves to price."""
         ...
 
     def combine(self, phases: Floats) -> Floats:
@@ -67,18 +66,17 @@ class Pricing(Protocol):
         ...
 
     def memory(self, totals: Floats) -> Floats:
-        """[.., features] -> [..]: bytes held, a sum over features."""
+        """[.., features] -> [..] bytes held; linear in the features."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Tables with their options, ranks with their memory, and what sums cost.
+    """Tables with their options, ranks with their memory, and the cost model.
 
-    ``options`` has the allowed ones of every table, ``limit_bytes`` [ranks] what a rank may hold.
-    ``base`` [ranks, features] and the keys ``present`` are there before any of these tables: what
-    tables that are not to be moved add. PlanError for a table without an option that this many
-    ranks can hold.
+    ``options`` has the allowed options of every table, ``limit_bytes`` [ranks] what a rank may
+    hold. ``base`` [ranks, features] and the keys ``present`` come from what these tables do not
+    change, such as pinned tables. PlanError if a table has no option for this many ranks.
     """
 
     names: tuple[str, ...]
@@ -91,8 +89,8 @@ class Problem:
     def __post_init__(self) -> None:
         if not self.names or len(self.names) != len(self.options):
             raise PlanError(
-                f"{len(self.names)} tables with options for {len(self.options)}; give one table or "
-                "more, each with its options"
+                f"{len(self.names)} tables with options for {len(self.options)}; give at least one "
+                "table, each with its options"
             )
         for name, options in zip(self.names, self.options, strict=True):
             if all(option.num_shards > self.num_ranks for option in options):
@@ -110,13 +108,13 @@ class Problem:
         return int(self.limit_bytes.shape[0])
 
     def excess(self, totals: Floats) -> Floats:
-        """[.., ranks, features] -> [..]: bytes beyond the limits, over all ranks."""
+        """[.., ranks, features] -> [..]: bytes beyond the limits, summed over all ranks."""
         return np.maximum(self.pricing.memory(totals) - self.limit_bytes, 0.0).sum(axis=-1)
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A table laid as its ``option``-th option, with shard s on ``ranks[s]``; no rank if copied."""
+    """A table in its ``option``-th option, with shard s on ``ranks[s]``; no ranks if copied."""
 
     option: int
     ranks: tuple[int, ...]
@@ -140,12 +138,12 @@ class Priced:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """Plans sort by this: those that fit first, then by time."""
+        """The sort key of plans: those that fit come first, then the faster ones."""
         return (self.excess_bytes, self.ms)
 
 
 class State:
-    """A plan under search: the sums of all ranks, kept up to date while tables come and go."""
+    """A plan under search: the sums of all ranks, updated as tables are added and removed."""
 
     def __init__(self, problem: Problem, assignment: Sequence[Move] = ()) -> None:
         self.problem = problem
@@ -184,7 +182,7 @@ class State:
         return move
 
     def added(self, option: Option, ranks: tuple[int, ...]) -> Floats:
-        """[features] that every rank gets by a table: at home, and by keys that are new."""
+        """[features] that a table adds to every rank: its home, and its keys that are new."""
         extra = option.home
         fresh = [key[0] for key in option.keys(ranks) if key not in self.present]
         if fresh:
@@ -194,10 +192,10 @@ class State:
         return extra
 
     def assignment(self) -> Assignment:
-        found = tuple(move for move in self.moves if move is not None)
-        if len(found) != len(self.moves):
+        moves = tuple(move for move in self.moves if move is not None)
+        if len(moves) != len(self.moves):
             raise PlanError("a table is not placed yet")
-        return found
+        return moves
 
     def price(self) -> Priced:
         phases = self.problem.pricing.rank_ms(self.totals)
@@ -214,23 +212,25 @@ def price_of(problem: Problem, assignment: Sequence[Move]) -> Priced:
     return State(problem, assignment).price()
 
 
-def totals_of(problem: Problem, plans: Sequence[Assignment]) -> Floats:
-    """[plans, ranks, features]"""
-    return np.stack([State(problem, plan).totals for plan in plans])
-
-
 def check_assignment(problem: Problem, assignment: Sequence[Move]) -> None:
-    """PlanError unless every table has an option of its own and distinct ranks of this world."""
+    """PlanError unless every table has a valid option and distinct ranks of this world."""
     if len(assignment) != problem.num_tables:
-        raise PlanError(f"a plan of {len(assignment)} tables for {problem.num_tables}")
+        raise PlanError(
+            f"a plan of {len(assignment)} tables for {problem.num_tables}; give every table a move"
+        )
     for name, options, move in zip(problem.names, problem.options, assignment, strict=True):
         if not 0 <= move.option < len(options):
-            raise PlanError(f"table {name}: option {move.option} of {len(options)}")
+            raise PlanError(
+                f"table {name}: option {move.option} of {len(options)}; use 0 to {len(options) - 1}"
+            )
         option, ranks = options[move.option], set(move.ranks)
         if len(move.ranks) != option.num_shards or len(ranks) != len(move.ranks):
             raise PlanError(
                 f"table {name}: {option.shape} has {option.num_shards} shards, on ranks "
-                f"{list(move.ranks)}; give each shard a rank of its own"
+                f"{list(move.ranks)}; give each shard a different rank"
             )
         if outside := sorted(ranks - set(range(problem.num_ranks))):
-            raise PlanError(f"table {name}: ranks {outside} outside a world of {problem.num_ranks}")
+            raise PlanError(
+                f"table {name}: ranks {outside} outside a world of {problem.num_ranks}; use 0 to "
+                f"{problem.num_ranks - 1}"
+            )

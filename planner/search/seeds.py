@@ -1,6 +1,6 @@
-"""Plans to start from: all tables alike, small ones copied beside the rest, and greedy ones.
+"""Plans to start from: all tables alike, the small ones copied, and greedy plans.
 
-Each is what an expert or a published heuristic would try first, so that no search ends behind one.
+Each is what an expert or a published heuristic would try first, so a search is never worse.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -22,37 +22,34 @@ def heaviest_first(weights: Floats) -> list[int]:
 
 
 def bytes_of(problem: Problem) -> Floats:
-    """[tables]: bytes of a table that is held once, whichever way."""
-    found: list[float] = []
-    for options in problem.options:
-        held = [
-            float(problem.pricing.memory(option.home + option.shards.sum(axis=0)))
-            for option in options
-        ]
-        found.append(min(held))
-    return np.array(found)
+    """[tables] bytes of each table when it is stored once, in its smallest option."""
+    held = [
+        [problem.pricing.memory(option.home + option.shards.sum(axis=0)) for option in options]
+        for options in problem.options
+    ]
+    return np.array([float(min(sizes)) for sizes in held])
 
 
 def narrowed(problem: Problem, chosen: Sequence[Sequence[Hashable]]) -> Inserter:
-    """An inserter that lays each table in the first shapes of ``chosen[table]`` that it has."""
+    """An inserter that tries, for each table, only the shapes of ``chosen[table]`` that it has."""
     allowed: list[tuple[int, ...]] = []
     for options, shapes in zip(problem.options, chosen, strict=True):
-        mine = tuple(
+        numbers = tuple(
             n
             for n, option in enumerate(options)
             if option.shape in shapes and option.num_shards <= problem.num_ranks
         )
-        allowed.append(mine or tuple(range(len(options))))
+        allowed.append(numbers or tuple(range(len(options))))
     return Inserter(problem, tuple(allowed))
 
 
 def families(problem: Problem) -> list[Hashable]:
-    """The shapes that any table can have, in order of first appearance."""
+    """The shapes that at least one table can have, in order of first appearance."""
     return list(dict.fromkeys(option.shape for options in problem.options for option in options))
 
 
 def homogeneous(problem: Problem, weights: Floats) -> Iterator[tuple[str, Assignment]]:
-    """Every shape for all tables that can have it, the others as scores best beside them."""
+    """For every shape, a plan with all tables that allow it in that shape."""
     order = heaviest_first(weights)
     for shape in families(problem):
         inserter = narrowed(problem, [(shape,)] * problem.num_tables)
@@ -62,7 +59,7 @@ def homogeneous(problem: Problem, weights: Floats) -> Iterator[tuple[str, Assign
 def partly_copied(
     problem: Problem, weights: Floats, rests: Sequence[Hashable]
 ) -> Iterator[tuple[str, Assignment]]:
-    """The smallest tables copied, the others alike."""
+    """The smallest tables copied, the others in one shape."""
     copied = {
         option.shape for options in problem.options for option in options if not option.num_shards
     }
@@ -85,16 +82,16 @@ def partly_copied(
 def mixed(
     problem: Problem, weights: Floats, shapes: Sequence[Hashable]
 ) -> Iterator[tuple[str, Assignment]]:
-    """Greedy plans of two shapes each, as if both groups were there already.
+    """Greedy plans of two shapes each, with the keys of both already paid for.
 
-    A table alone would not pay for a group that several would.
+    Otherwise no single table would pay for a group that is worth it for several tables.
     """
     order = heaviest_first(weights)
-    for one, other in combinations(shapes, 2):
-        both = [(one, other)] * problem.num_tables
+    for first, second in combinations(shapes, 2):
+        both = [(first, second)] * problem.num_tables
         inserter = narrowed(problem, both)
         built = build(_paid(problem, both), inserter, order)
-        yield f"{one} and {other}", built.assignment()
+        yield f"{first} and {second}", built.assignment()
 
 
 def _paid(problem: Problem, chosen: Sequence[Sequence[Hashable]]) -> Problem:

@@ -12,7 +12,7 @@ from sbpflow.embedding.plan.price import plan_totals, price_plan
 from sbpflow.embedding.storage.measure import StackShape
 from sbpflow.errors import ConfigError
 from sbpflow.planner.clusters import described
-from sbpflow.planner.costs.cost import CostModel
+from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.search.auto import search
 from sbpflow.planner.shapes import plan_of, problem_of, shapes_of
 from sbpflow.planner.task import Shape, embedding_plan
@@ -107,7 +107,7 @@ def test_own_exchange_is_priced_and_planned():
     assert hops not in shapes_of(task, task.tables[0])
     with two_hops():
         assert hops in shapes_of(task, task.tables[0])
-        cost = CostModel(described("h100-dgx")).of(task)
+        cost = TaskCost(described("h100-dgx"), task)
         problem = problem_of(cost, lambda shape: shape.exchange == "two_hops")
         plan = plan_of(task, problem, search(problem).assignment)
         assert {choice.shape for choice in plan.values()} == {hops}

@@ -1,4 +1,4 @@
-"""Problems small enough to enumerate, with a cost that is known: sums, and a bend for fusion."""
+"""Small problems that can be enumerated, with a known cost: sums, with a bend for fused work."""
 
 from dataclasses import dataclass
 

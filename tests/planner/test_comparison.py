@@ -1,4 +1,4 @@
-"""How plans are compared: what is measured once, what chooses and what is reported."""
+"""How the benchmarks compare plans: what is measured once, what chooses, what is reported."""
 
 import json
 import math
@@ -21,13 +21,13 @@ PLANS = {
 CASE = Case(number=3, tables=1, batch=64, plans=PLANS)
 
 
-def test_a_case_is_the_same_from_its_file_and_equal_plans_are_measured_once():
+def test_a_case_is_read_from_its_file_and_equal_plans_are_measured_once():
     assert Case.of(json.loads(json.dumps(CASE.tree()))) == CASE
     assert list(CASE.distinct().values()) == [["auto", "size"], ["auto 2"], ["dim"]]
 
 
-def test_what_chooses_among_plans_is_not_what_is_reported():
-    """Of ten rounds the even ones choose: there auto 2 is faster, in the odd ones slower."""
+def test_rounds_that_choose_a_plan_are_not_reported():
+    """Of ten rounds the even ones choose; auto 2 is faster there, and slower in the odd ones."""
     ours = [2.0] * 10
     other = [1.0, 4.0] * 5
     row = compared(CASE, {"auto": ours, "auto 2": other, "dim": [3.0] * 10})
@@ -36,32 +36,32 @@ def test_what_chooses_among_plans_is_not_what_is_reported():
     assert row["plans"]["size"]["slower_than_auto"] == 0.0  # the same plan
     assert row["plans"]["greedies, best of 4"]["ms"] == 2.0
     assert row["fastest"] == "auto"
-    assert row["plans"]["auto 2"]["ms"] == pytest.approx(2.0)  # by all ten, for it chose nothing
+    assert row["plans"]["auto 2"]["ms"] == pytest.approx(2.0)  # over all ten rounds
     assert row["spearman_predicted"] == pytest.approx(1.0)
 
 
-def test_three_passes_leave_two_to_report():
+def test_with_three_rounds_two_are_reported():
     row = compared(CASE, {"auto": [9.0, 2.0, 2.0], "auto 2": [1.0, 5.0, 5.0], "dim": [3.0] * 3})
     assert row["plans"]["auto"]["ms"] == 2.0
     assert row["plans"]["auto, best of 4"]["ms"] == 5.0
 
 
-def test_a_plan_takes_part_until_it_is_told_apart():
+def test_a_plan_is_measured_until_its_difference_is_significant():
     ours = [1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 1.0, 2.0]
     noisy = [1.2, 2.0, 1.0, 2.4, 1.1, 1.9, 1.2, 2.0]
     assert settled([ms * 1.5 for ms in ours], ours)  # 50 % slower in every round
     assert settled([ms * 2.0 for ms in noisy], ours)
-    assert settled([ms * 1.001 for ms in ours], ours)  # as fast, narrowly
-    assert not settled([1.0, 2.0 * 1.01, 1.0, 2.0], ours)  # so far: of four rounds by chance
+    assert settled([ms * 1.001 for ms in ours], ours)  # as fast, with a narrow interval
+    assert not settled([1.0, 2.0 * 1.01, 1.0, 2.0], ours)  # four rounds: may be chance
     assert not settled(noisy, ours)
-    # What it was slower by is of the rounds that it has, and told of all of ours.
+    # The difference is of the rounds that the plan has; its ms is that difference on all of ours.
     drifted = [1.0] * 4 + [3.0] * 6
     row = compared(CASE, {"auto": drifted, "auto 2": [1.5] * 4, "dim": [2.0] * 10})
     assert row["plans"]["auto 2"]["slower_than_auto"] == pytest.approx(0.5)
     assert row["plans"]["auto 2"]["ms"] == pytest.approx(4.5)
 
 
-def test_the_gap_from_the_best_greedy_is_that_of_all_tasks():
+def test_the_gap_closed_is_over_all_tasks():
     def row(auto, size, other):
         return {"plans": {"auto": {"ms": auto}, "size": {"ms": size}, "all B": {"ms": other}}}
 
@@ -75,7 +75,7 @@ def test_differences_are_paired_and_have_intervals():
     ours = np.array([1.0, 2.0, 4.0])
     mean, half = difference((ours * 1.1).tolist(), ours.tolist())
     assert (mean, half) == (pytest.approx(0.1), pytest.approx(0.0, abs=1e-12))
-    # Means of -1 and 1 have a standard error of 1; of two values 95 % are within 12.7 of it.
+    # -1 and 1 have a mean with a standard error of 1; 95 % of means are within 12.7 of it.
     assert difference([math.exp(-1), math.e], [1.0, 1.0])[1] == pytest.approx(12.706)
     few = [0.9, 1.0, 1.1, 1.0]
     spread = statistics.stdev(math.log(ms) for ms in few)
@@ -94,6 +94,6 @@ def test_differences_are_paired_and_have_intervals():
     assert spearman([1, 2, 3], [3, 2, 1]) == -1.0
 
 
-def test_scheme_auto_is_a_plan_that_the_engine_takes():
+def test_the_engine_runs_the_plan_of_scheme_auto():
     task = make_sample(1, 2, num_tables=4, batch_size=128).task
     task.check(scheme_auto(task))

@@ -1,4 +1,4 @@
-"""Kernels measured, and what they change in the price of a table and in a plan's report."""
+"""Times of kernels, and how they change the price of a table and the report of a plan."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.embedding.storage.choose import StackFacts, choose_kernel, missing_kernels
 from sbpflow.planner.calibration.records import empty_profile
 from sbpflow.planner.calibration.time_kernels import measure_kernels
-from sbpflow.planner.costs.cost import CostModel
+from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.costs.kernels import kernel_ms, kernels_of
 from sbpflow.planner.costs.profile import load, weights_from
 from sbpflow.planner.task import Choice, Shape
@@ -30,17 +30,17 @@ READ = {"lookup": {"read_rows": 1e-3}, "update": {"update_ids": 1e-3}, "vectors"
 
 def cost(task, kernels=PRICES):
     profile = replace(empty_profile(2, "gloo"), weights=weights_from(READ), kernels=kernels)
-    return CostModel(profile).of(task)
+    return TaskCost(profile, task)
 
 
 def reads(task, shape, **given):
     return cost(task, **given).shape_cost(task.tables[0], shape).shards[:, INDEX["read_rows"]]
 
 
-def test_every_kernel_that_serves_an_optimizer_is_measured_the_one_taken_first():
+def test_every_usable_kernel_is_measured_the_default_first():
     shapes = [(200, 4), (2000, 4), (2000, 16)]
-    found = measure_kernels(torch.device("cpu"), ["sgd", "ftrl"], shapes, rows=1000)
-    assert set(found) == {"sgd", "ftrl"}
+    kernels = measure_kernels(torch.device("cpu"), ["sgd", "ftrl"], shapes, rows=1000)
+    assert set(kernels) == {"sgd", "ftrl"}
     facts = StackFacts(
         width=4,
         optimizer=sparse_optimizer("sgd", lr=0.1),
@@ -49,30 +49,30 @@ def test_every_kernel_that_serves_an_optimizer_is_measured_the_one_taken_first()
         column_split=False,
         device_type="cpu",
     )
-    assert next(iter(found["sgd"])) == choose_kernel("auto", facts, missing_kernels("auto")).name
-    assert "fbgemm" not in found["ftrl"]  # has no FTRL
-    for prices in found.values():
+    assert next(iter(kernels["sgd"])) == choose_kernel("auto", facts, missing_kernels("auto")).name
+    assert "fbgemm" not in kernels["ftrl"]  # FBGEMM has no FTRL
+    for prices in kernels.values():
         assert "torch" in prices
         for price in prices.values():
             assert min(price) >= 0.0
             assert kernel_ms(price, np.array([2000]), np.array([32000]))[0] > 0.0
 
 
-def test_a_table_is_priced_by_the_fastest_kernel_that_may_serve_it():
+def test_a_table_is_priced_by_its_fastest_usable_kernel():
     whole = Shape("B", "columns")
     plain = reads(TASK, whole, kernels={})
-    # As of 2,000 ids of 8 columns: numba 0.46 ms, which was calibrated, FBGEMM 1.016, torch 1.44.
+    # For 2,000 ids of 8 columns: numba, which was calibrated, 0.46 ms; FBGEMM 1.016; torch 1.44.
     np.testing.assert_allclose(reads(TASK, whole), plain)
-    asked = replace(TASK, kernel="torch")
-    np.testing.assert_allclose(reads(asked, whole), plain * 1.44 / 0.46)
+    requested = replace(TASK, kernel="torch")
+    np.testing.assert_allclose(reads(requested, whole), plain * 1.44 / 0.46)
     many = replace(TASK, batch_size=100_000)  # numba 18.1, FBGEMM 1.8
     np.testing.assert_allclose(
         reads(many, whole), reads(many, whole, kernels={}) * 1.8 / 18.1, rtol=1e-6
     )
 
 
-def test_a_line_that_gives_a_call_nothing_does_not_make_small_batches_free():
-    """Of 10 ids torch would be priced at 0.007 ms, where numba's call alone is 0.1."""
+def test_a_kernel_without_a_price_per_call_does_not_win_small_batches():
+    """For 10 ids torch would be priced at 0.007 ms, while a call of numba alone takes 0.1 ms."""
     few = replace(TASK, batch_size=10)
     whole = Shape("B", "columns")
     np.testing.assert_allclose(reads(few, whole), reads(few, whole, kernels={}))
@@ -82,44 +82,44 @@ def test_a_line_that_gives_a_call_nothing_does_not_make_small_batches_free():
     assert next(iter(stored.ms)) == "numba"
 
 
-def test_what_fbgemm_cannot_serve_is_not_priced_by_it():
+def test_tables_that_fbgemm_cannot_serve_are_not_priced_by_it():
     many = replace(make_task(world_size=2, rows=(4000,), dim=6), batch_size=100_000)
-    whole = Shape("B", "columns")  # 6 columns are no multiple of 4
+    whole = Shape("B", "columns")  # 6 columns are not a multiple of 4
     np.testing.assert_allclose(reads(many, whole), reads(many, whole, kernels={}))
-    split = Shape("S(1)", "columns", (1, 2))  # its rows' state spans ranks
+    split = Shape("S(1)", "columns", (1, 2))  # the rows' state spans ranks
     wide = replace(make_task(world_size=2, rows=(4000,), dim=16), batch_size=100_000)
     np.testing.assert_allclose(reads(wide, split), reads(wide, split, kernels={}))
-    asked = replace(wide, kernel="fbgemm")  # torch serves it then
+    requested = replace(wide, kernel="fbgemm")  # torch serves it then
     factor = (100_000 * 4e-4 + 800_000 * 4e-5) / (0.1 + 100_000 * 1e-4 + 800_000 * 1e-5)
-    np.testing.assert_allclose(reads(asked, split), reads(wide, split) * factor)
+    np.testing.assert_allclose(reads(requested, split), reads(wide, split) * factor)
 
 
 @pytest.mark.parametrize("kernel", ["numba", "torch"])
-def test_a_table_may_ask_for_a_kernel_of_its_own(kernel):
+def test_a_table_may_request_its_own_kernel(kernel):
     first = replace(TASK.tables[0], kernel=kernel)
     output = replace(TASK.outputs[0], tables=(first, *TASK.tables[1:]))
     task, whole = replace(TASK, outputs=(output,)), Shape("B", "columns")
-    asked = replace(TASK, kernel=kernel)
-    np.testing.assert_allclose(reads(task, whole), reads(asked, whole))
+    requested = replace(TASK, kernel=kernel)
+    np.testing.assert_allclose(reads(task, whole), reads(requested, whole))
 
 
-def test_a_plan_names_the_kernels_of_its_storages():
+def test_the_kernels_of_a_plans_storages_are_compared():
     world = (0, 1)
     plan = {
         "t0": Choice(Shape("S(0)", "unique", (2, 1)), world),
         "t1": Choice(Shape("B", "columns"), (1,)),
     }
-    found = kernels_of(cost(TASK).profile, TASK, plan)
-    assert sorted(one.tables for one in found) == [("t0",), ("t1",)]
-    for one in found:
-        assert list(one.ms.values()) == sorted(one.ms.values())
-        assert set(one.ms) == {"numba", "torch", "fbgemm"}
+    storages = kernels_of(cost(TASK).profile, TASK, plan)
+    assert sorted(storage.tables for storage in storages) == [("t0",), ("t1",)]
+    for storage in storages:
+        assert list(storage.ms.values()) == sorted(storage.ms.values())
+        assert set(storage.ms) == {"numba", "torch", "fbgemm"}
     assert kernels_of(cost(TASK, {}).profile, TASK, plan) == []
 
 
-def test_prices_of_kernels_are_kept_in_their_order(tmp_path):
+def test_a_profile_keeps_the_order_of_kernels(tmp_path):
     profile = replace(empty_profile(2, "gloo"), kernels=PRICES)
     profile.save(tmp_path / "profile.json")
     again = load(tmp_path / "profile.json")
-    assert {name: dict(one) for name, one in again.kernels.items()} == PRICES
+    assert {name: dict(kernels) for name, kernels in again.kernels.items()} == PRICES
     assert list(again.kernels["rowwise_adagrad"]) == list(PRICES["rowwise_adagrad"])

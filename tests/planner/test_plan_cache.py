@@ -1,4 +1,4 @@
-"""Plans that were chosen are kept: one search for all ranks of a machine."""
+"""The cache of chosen plans: one search for all ranks of a machine."""
 
 import errno
 import hashlib
@@ -15,14 +15,14 @@ from sbpflow.errors import PlanError
 from sbpflow.planner import plan_cache
 from sbpflow.planner.calibration.records import plan_tree
 from sbpflow.planner.clusters import described
-from sbpflow.planner.costs.cost import CostModel
+from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.plan_cache import chosen_once
 from sbpflow.planner.planners import make_plan
 from sbpflow.planner.workloads import random_task
 from sbpflow.runtime.files.cache_dir import cache_dir
 
 TASK = random_task(0, num_tables=6, world_size=2, held_out=True)
-COST = CostModel(described("h100-dgx")).of(TASK)
+COST = TaskCost(described("h100-dgx"), TASK)
 PLAN = make_plan("dim", COST).plan
 
 
@@ -32,27 +32,27 @@ def own_cache(tmp_path, monkeypatch):
 
 
 class Chooser:
-    """Gives ``PLAN`` and counts how often it was asked."""
+    """Returns ``PLAN`` and counts its calls."""
 
     def __init__(self, seconds=0.0):
-        self.asked, self.seconds = 0, seconds
+        self.calls, self.seconds = 0, seconds
 
     def __call__(self):
-        self.asked += 1
+        self.calls += 1
         time.sleep(self.seconds)
         return PLAN
 
 
-def test_who_comes_second_waits_and_takes_the_same_plan():
+def test_later_callers_wait_and_get_the_same_plan():
     chooser = Chooser(seconds=0.2)
     with ThreadPoolExecutor(4) as ranks:
-        found = list(ranks.map(lambda _: chosen_once(COST, 7, chooser), range(4)))
-    assert found == [PLAN] * 4
-    assert chooser.asked == 1
+        plans = list(ranks.map(lambda _: chosen_once(COST, 7, chooser), range(4)))
+    assert plans == [PLAN] * 4
+    assert chooser.calls == 1
 
 
 @pytest.mark.parametrize("changed", ["seed", "batch", "prices", "code"])
-def test_what_a_choice_depends_on_names_its_file(changed, monkeypatch):
+def test_the_file_name_depends_on_everything_that_the_choice_does(changed, monkeypatch):
     chooser = Chooser()
     chosen_once(COST, 7, chooser)
     task, profile, seed = TASK, COST.profile, 7
@@ -64,20 +64,20 @@ def test_what_a_choice_depends_on_names_its_file(changed, monkeypatch):
         profile = replace(profile, buffer_factor=2.0)
     else:
         monkeypatch.setattr(plan_cache, "_code", lambda: "other")
-    chosen_once(CostModel(profile).of(task), seed, chooser)
-    assert chooser.asked == 2
-    chosen_once(CostModel(profile).of(task), seed, chooser)
-    assert chooser.asked == 2
+    chosen_once(TaskCost(profile, task), seed, chooser)
+    assert chooser.calls == 2
+    chosen_once(TaskCost(profile, task), seed, chooser)
+    assert chooser.calls == 2
 
 
-def test_half_a_file_is_chosen_anew_and_what_fails_is_not_kept():
+def test_a_truncated_file_is_chosen_again_and_failures_are_not_cached():
     chooser = Chooser()
     chosen_once(COST, 7, chooser)
     (file,) = (cache_dir() / "plans").iterdir()
     file.write_text(file.read_text()[:-9])
     assert chosen_once(COST, 7, chooser) == PLAN
     assert chosen_once(COST, 7, chooser) == PLAN
-    assert chooser.asked == 2
+    assert chooser.calls == 2
 
     def fails():
         raise PlanError("nothing fits")
@@ -87,8 +87,8 @@ def test_half_a_file_is_chosen_anew_and_what_fails_is_not_kept():
     assert chosen_once(COST, 8, chooser) == PLAN
 
 
-def kept(tree) -> str:
-    """A file with a checksum that fits."""
+def cached(tree) -> str:
+    """The content of a cache file, with the right checksum."""
     digest = hashlib.sha256(json.dumps(tree).encode()).hexdigest()
     return json.dumps({"sha256": digest, "plan": tree})
 
@@ -97,25 +97,25 @@ def kept(tree) -> str:
     "text",
     [
         *("", "[]", "null", "{}", "[" * 100_000, '{"a": 1}', "\0", "NaN"),
-        *(kept({}), kept([]), kept(None), kept({"other": ["B", "columns", [1, 1], [0]]})),
-        kept({name: ["Q", "columns", [1, 1], [0]] for name in PLAN}),
-        kept({name: ["B", "columns", [1, 1], [9]] for name in PLAN}),
-        kept({name: ["B", "columns", 3, [0]] for name in PLAN}),
-        kept(plan_tree(PLAN)).replace("[0", "[1", 1),
+        *(cached({}), cached([]), cached(None), cached({"other": ["B", "columns", [1, 1], [0]]})),
+        cached({name: ["Q", "columns", [1, 1], [0]] for name in PLAN}),
+        cached({name: ["B", "columns", [1, 1], [9]] for name in PLAN}),
+        cached({name: ["B", "columns", 3, [0]] for name in PLAN}),
+        cached(plan_tree(PLAN)).replace("[0", "[1", 1),
     ],
 )
-def test_what_is_no_plan_of_the_task_is_chosen_anew(text, caplog):
+def test_an_invalid_cached_plan_is_chosen_again(text, caplog):
     chooser = Chooser()
     chosen_once(COST, 7, chooser)
     (file,) = (cache_dir() / "plans").iterdir()
     file.write_text(text)
     assert chosen_once(COST, 7, chooser) == PLAN
     assert chosen_once(COST, 7, chooser) == PLAN
-    assert chooser.asked == 2
-    assert len(caplog.records) == bool(text), "one line, and none for a file that is new"
+    assert chooser.calls == 2
+    assert len(caplog.records) == bool(text), "one warning, but none for a new file"
 
 
-def test_a_full_disk_costs_the_next_start_its_plan_and_not_this_run(monkeypatch, caplog):
+def test_a_full_disk_costs_the_cache_and_not_the_run(monkeypatch, caplog):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -123,12 +123,12 @@ def test_a_full_disk_costs_the_next_start_its_plan_and_not_this_run(monkeypatch,
     chooser = Chooser()
     with caplog.at_level(logging.WARNING):
         assert chosen_once(COST, 7, chooser) == PLAN
-    assert "the plan is not kept ([Errno 28]" in caplog.text
+    assert "the plan is not cached ([Errno 28]" in caplog.text
     assert chosen_once(COST, 7, chooser) == PLAN
-    assert chooser.asked == 2
+    assert chooser.calls == 2
 
 
-def test_without_a_folder_each_chooses_and_says_so(tmp_path, monkeypatch, caplog):
+def test_without_a_cache_folder_every_rank_chooses_with_a_warning(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with caplog.at_level(logging.WARNING):
@@ -136,17 +136,17 @@ def test_without_a_folder_each_chooses_and_says_so(tmp_path, monkeypatch, caplog
     assert "every rank chooses its own" in caplog.text
 
 
-def test_the_oldest_are_forgotten(monkeypatch):
-    monkeypatch.setattr(plan_cache, "KEPT", 2)
+def test_the_oldest_plans_are_deleted(monkeypatch):
+    monkeypatch.setattr(plan_cache, "MOST_PLANS", 2)
     chooser = Chooser()
     for seed in range(4):
         chosen_once(COST, seed, chooser)
-        time.sleep(0.02)  # files are ordered by when they were written
+        time.sleep(0.02)  # files are ordered by modification time
     assert len(list((cache_dir() / "plans").iterdir())) == 2
     chosen_once(COST, 3, chooser)
-    assert chooser.asked == 4
+    assert chooser.calls == 4
     odd = cache_dir() / "plans" / "folder.json"
     odd.mkdir()
     os.utime(odd, (0, 0))
     assert chosen_once(COST, 5, chooser) == PLAN
-    assert odd.is_dir(), "what cannot be forgotten stays"
+    assert odd.is_dir(), "what cannot be deleted stays"

@@ -1,4 +1,4 @@
-"""Machines that are not at hand: what links cost as ranks grow, and what is said to be assumed."""
+"""Other machines: what links cost as the number of ranks grows, and what is reported as assumed."""
 
 import json
 
@@ -34,7 +34,7 @@ def rows_of(text):
     return [line.split() for line in text.splitlines() if line.split()[0].isdigit()]
 
 
-def test_communication_takes_more_of_a_step_on_more_nodes(tables):
+def test_the_share_of_communication_grows_with_nodes(tables):
     text = clusters(
         ["--tables", tables, "--profile", "h100-dgx", "--ranks", "32", "8", "--planner", "dim"]
     )
@@ -45,14 +45,14 @@ def test_communication_takes_more_of_a_step_on_more_nodes(tables):
     assert "data sheets" in text
 
 
-def test_with_weak_scaling_every_rank_keeps_its_samples(tables):
+def test_weak_scaling_keeps_the_samples_of_each_rank(tables):
     words = ["--tables", tables, "--profile", "h100-dgx", "--ranks", "8", "32", "--planner", "dim"]
     strong, weak = (rows_of(clusters([*words, *more])) for more in ([], ["--weak"]))
     assert strong[0] == weak[0]
     assert float(weak[1][1]) > float(strong[1][1])
 
 
-def test_a_share_is_that_of_the_slowest_ranks():
+def test_the_share_of_communication_counts_the_slowest_ranks():
     phases = np.zeros((2, NUM_PHASES))
     phases[:, PHASE["update"]] = 3, 1
     phases[:, PHASE["vectors"]] = 0, 1
@@ -68,12 +68,12 @@ def test_bytes_to_other_nodes_cost_their_share_of_the_slower_link():
         between_call_ms=0.02,
     )
     assert link.per_byte_ms(4) == pytest.approx(1e-8)
-    assert link.per_byte_ms(8) == pytest.approx(1e-7 * 4 / 7)  # of 7 others, 4 are elsewhere
+    assert link.per_byte_ms(8) == pytest.approx(1e-7 * 4 / 7)  # 4 of 7 others are on another node
     assert link.call_ms(4) == pytest.approx(0.03)
     assert link.call_ms(8) == pytest.approx(0.14)
 
 
-def test_a_calibration_with_another_link_keeps_its_work_and_says_what_is_assumed():
+def test_another_link_changes_only_transfers_and_is_reported_as_assumed():
     terms = {"update": {"step_rows": 1e-4}, "vectors": {"vector_bytes": 5.0}}
     measured = Profile(
         weights=weights_from(terms), world_size=2, backend="gloo", sources={"work": "measured"}
@@ -93,26 +93,26 @@ def test_a_calibration_with_another_link_keeps_its_work_and_says_what_is_assumed
         (["--ranks", "0"], "use 1 or more, for example --ranks 8"),
         (["--link", "token-ring"], "--link: 'token-ring'; use h100-dgx"),
         (["--ranks-per-node", "0", "--link", "1gbit"], "--ranks-per-node: 0; use 1 or more"),
-        (["--ranks-per-node", "4"], "give one such as --link 25gbit"),
+        (["--ranks-per-node", "4"], "--ranks-per-node: 4 .*--link 25gbit"),
         (["--ranks-per-node", "4", "--link", "a100-dgx"], "a node of a100-dgx has 8 ranks"),
         (["--link", "0gbit"], "--link: '0gbit'; use h100-dgx"),
         (["--planner", "nobody"], "nobody"),
     ],
 )
-def test_what_cannot_be_sized_up_is_named(tables, words, message):
+def test_a_wrong_argument_of_clusters_is_named(tables, words, message):
     with pytest.raises(ConfigError, match=message):
         clusters(["--tables", tables, "--profile", "h100-dgx", *words])
 
 
-def test_a_command_that_is_none_is_refused(monkeypatch):
+def test_an_unknown_command_is_refused(monkeypatch):
     monkeypatch.setattr("sys.argv", ["planner", "guess"])
     with pytest.raises(ConfigError, match="'guess' is not known; use calibrate or"):
         main()
 
 
 def test_ethernet_is_shared_by_the_ranks_of_a_node():
-    alone, said = link_of("25gbit")
-    assert "25gbit" in said
+    alone, source = link_of("25gbit")
+    assert "25gbit" in source
     # 1 MB that all leaves the node, at 94 % of 25 Gbit/s.
     assert alone.per_byte_ms(4) * 1e6 == pytest.approx(8e-3 / 25 / 0.94 * 1e3)
     shared, _ = link_of("25gbit", 4)

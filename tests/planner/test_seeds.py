@@ -1,11 +1,11 @@
-"""What ``auto`` starts from beside its own seeds, and which of its plans are worth measuring."""
+"""The seeds of ``auto`` that need a search of their own, and the plans that are worth measuring."""
 
 from dataclasses import replace
 
 from sbpflow.costs.counts import NUM_FEATURES
 from sbpflow.planner.calibration.candidates import NEAR, to_measure
 from sbpflow.planner.clusters import described
-from sbpflow.planner.costs.cost import CostModel
+from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.costs.profile import Fusion
 from sbpflow.planner.planners import UNCORRECTED, UNSPLIT, make_plan, published_seeds, seeds_of
 from sbpflow.planner.published.setting import Setting
@@ -18,46 +18,46 @@ PROFILE = described("h100-dgx")
 SMALL = Effort(insertions=100, exact_time=0.0)
 
 
-def test_auto_starts_from_what_it_finds_without_corrections():
+def test_auto_starts_from_a_search_without_corrections():
     fusion = Fusion(mix=((1e-6,) * NUM_FEATURES,), scale=(1.0,), power=(0.7,), low=0.4, high=2.5)
     corrected = replace(PROFILE, members=({"lookup": fusion, "update": fusion},))
     task = random_task(3, num_tables=8, world_size=2, held_out=True)
     one, plain = (
-        Setting(task, problem_of(CostModel(profile).of(task))) for profile in (corrected, PROFILE)
+        Setting(task, problem_of(TaskCost(profile, task))) for profile in (corrected, PROFILE)
     )
     seeds = seeds_of(one, SMALL)
     assert set(seeds) == {*published_seeds(one), UNSPLIT, UNCORRECTED}
     alone = search(plain.problem, effort=SMALL, given=published_seeds(plain))
     assert seeds[UNCORRECTED] == alone.assignment
-    ours = make_plan("auto", CostModel(corrected).of(task), effort=SMALL)
+    ours = make_plan("auto", TaskCost(corrected, task), effort=SMALL)
     assert ours.priced.rank <= price_of(one.problem, alone.assignment).rank
-    assert UNCORRECTED not in seeds_of(plain, SMALL)  # nothing to leave out
+    assert UNCORRECTED not in seeds_of(plain, SMALL)  # has no corrections
 
 
-def test_auto_starts_from_what_it_finds_among_tables_that_are_not_split():
+def test_auto_starts_from_a_search_that_splits_no_table():
     task = random_task(0, num_tables=8, world_size=3, held_out=True)
-    cost = CostModel(PROFILE).of(task)
+    cost = TaskCost(PROFILE, task)
     one = Setting(task, problem_of(cost), 0)
     narrow = problem_of(cost, table_wise)
     best = search(narrow, effort=SMALL).assignment
-    found = seeds_of(one, SMALL)[UNSPLIT]
-    assert plan_of(one.task, one.problem, found) == plan_of(one.task, narrow, best)
+    seed = seeds_of(one, SMALL)[UNSPLIT]
+    assert plan_of(one.task, one.problem, seed) == plan_of(one.task, narrow, best)
     ours = make_plan("auto", cost, effort=SMALL)
     assert ours.priced.rank <= price_of(narrow, best).rank
 
 
-def test_plans_to_measure_differ_and_have_the_uncorrected_one_and_all_alike():
+def test_plans_to_measure_include_the_uncorrected_one_and_homogeneous_ones():
     fusion = Fusion(mix=((1e-6,) * NUM_FEATURES,), scale=(1.0,), power=(0.5,), low=0.4, high=2.5)
     corrected = replace(PROFILE, members=({"lookup": fusion, "update": fusion},))
     task = random_task(3, num_tables=10, world_size=2, held_out=True)
-    ours = make_plan("auto", CostModel(corrected).of(task), effort=SMALL)
+    ours = make_plan("auto", TaskCost(corrected, task), effort=SMALL)
     assert ours.found is not None
     named = to_measure(ours, 4)
-    mine = [one for name, one in named.items() if name.startswith("auto ")]
+    mine = [plan for name, plan in named.items() if name.startswith("auto ")]
     assert mine[0] == ours.assignment
     assert ours.found.plans[UNCORRECTED] in mine[:2]
     assert len(mine) == len(set(mine)) == 4
-    assert all(price_of(ours.problem, one).ms < NEAR * ours.priced.ms for one in mine)
+    assert all(price_of(ours.problem, plan).ms < NEAR * ours.priced.ms for plan in mine)
     assert {"all B local", "all B columns", "all S(0) unique 2x1"} <= set(named)
-    assert all(price_of(ours.problem, one).feasible for one in named.values())
-    assert list(to_measure(make_plan("size", CostModel(corrected).of(task)), 4)) == ["size 1"]
+    assert all(price_of(ours.problem, plan).feasible for plan in named.values())
+    assert list(to_measure(make_plan("size", TaskCost(corrected, task)), 4)) == ["size 1"]

@@ -26,7 +26,7 @@ from sbpflow.errors import ConfigError
 from sbpflow.models.registry import MODELS
 from sbpflow.planner.choose import choose
 from sbpflow.planner.clusters import described
-from sbpflow.planner.costs.cost import CostModel
+from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.costs.profile import load as load_profile
 from sbpflow.planner.tables_file import read_tables
 from sbpflow.planner.task import plan_from_yaml
@@ -281,7 +281,7 @@ def test_an_old_calibration_is_refused_and_an_old_plan_is_priced():
         ConfigError, match=r"format is 2, this version has 3.*run sbpflow calibrate"
     ):
         load_profile(OLD / "profile.json")
-    cost = CostModel(described("h100-dgx")).of(read_tables(OLD / "tables.json").task(2))
+    cost = TaskCost(described("h100-dgx"), read_tables(OLD / "tables.json").task(2))
     given = plan_from_yaml(OLD / "plan.yaml", cost.task)
     old, new = cost.predict(given).step_ms, cost.predict(choose(cost)).step_ms
     assert 0 < old < 1000

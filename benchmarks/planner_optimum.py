@@ -1,0 +1,126 @@
+"""The optimum of a small planning problem, by enumeration."""
+
+from collections.abc import Iterator
+from itertools import product
+
+import numpy as np
+
+from sbpflow.planner.search.exact import moves_of
+from sbpflow.planner.search.problem import Assignment, Floats, Ints, Move, Problem
+
+CHUNK = 4096  # plans priced at a time
+
+
+def enumerated(
+    problem: Problem, numbers: tuple[tuple[int, ...], ...], most: int = 5_000_000
+) -> tuple[Assignment, int] | None:
+    """The best of all plans with each table in an option of ``numbers[table]``, and their number.
+
+    Whole tables go to any rank, split tables to the first aligned neighbors; plans that differ only
+    in the names of ranks count once. Exact on the full model. None if there are more than ``most``.
+    """
+    places = _Places(problem, numbers)
+    best: tuple[tuple[float, float], Assignment] | None = None
+    count = 0
+    for plans in _canonical(problem, numbers, places):
+        count += len(plans)
+        if count > most:
+            return None
+        excess, ms = places.priced(plans)
+        first = int(np.lexsort((ms, excess))[0])
+        rank = (float(excess[first]), float(ms[first]))
+        if best is None or rank < best[0]:
+            best = (rank, places.assignment(plans[first]))
+    return None if best is None else (best[1], count)
+
+
+class _Places:
+    """Every move of every table by number, with what it adds to the ranks."""
+
+    def __init__(self, problem: Problem, numbers: tuple[tuple[int, ...], ...]) -> None:
+        self.problem = problem
+        self.moves: list[list[Move]] = []
+        self.first: list[dict[int, int]] = []  # of each table: option -> number of its first move
+        for options, mine in zip(problem.options, numbers, strict=True):
+            moves: list[Move] = []
+            first: dict[int, int] = {}
+            for n in mine:
+                first[n] = len(moves)
+                tried = moves_of(problem, options[n], n)
+                moves += tried if options[n].whole else tried[:1]
+            self.moves.append(moves)
+            self.first.append(first)
+        self.added = [self._added(table) for table in range(problem.num_tables)]
+        self._know_keys()
+
+    def _added(self, table: int) -> Floats:
+        """[moves, ranks, features]"""
+        added = np.zeros((len(self.moves[table]), *self.problem.base.shape))
+        for place, move in zip(added, self.moves[table], strict=True):
+            option = self.problem.options[table][move.option]
+            place += option.home
+            if move.ranks:
+                place[list(move.ranks)] += option.shards
+        return added
+
+    def _know_keys(self) -> None:
+        keys = [
+            [self.problem.options[t][move.option].keys(move.ranks) for move in moves]
+            for t, moves in enumerate(self.moves)
+        ]
+        known = {key for of_table in keys for of_move in of_table for key in of_move}
+        known = sorted(known - set(self.problem.present), key=repr)
+        self.has = [
+            np.array([[key in of_move for key in known] for of_move in of_table], dtype=bool)
+            for of_table in keys
+        ]
+        self.counts = np.zeros((len(known), self.problem.base.shape[1]))
+        for row, key in zip(self.counts, known, strict=True):
+            row[key[0]] = 1.0
+
+    def priced(self, plans: Ints) -> tuple[Floats, Floats]:
+        """(bytes in excess, ms) of plans [N, tables]."""
+        totals = np.repeat(self.problem.base[None], len(plans), axis=0)
+        present = np.zeros((len(plans), len(self.counts)), dtype=bool)
+        for table, added in enumerate(self.added):
+            totals += added[plans[:, table]]
+            present |= self.has[table][plans[:, table]]
+        totals += (present @ self.counts)[:, None]
+        phases = self.problem.pricing.rank_ms(totals)
+        return self.problem.excess(totals), self.problem.pricing.combine(phases)
+
+    def assignment(self, plan: Ints) -> Assignment:
+        return tuple(moves[int(n)] for moves, n in zip(self.moves, plan, strict=True))
+
+
+def _canonical(
+    problem: Problem, numbers: tuple[tuple[int, ...], ...], places: _Places
+) -> Iterator[Ints]:
+    """Plans as rows of move numbers, in chunks; one of those that differ only in names of ranks."""
+    partitions = {
+        n: np.array(list(_partitions(n, problem.num_ranks)), dtype=np.int64)
+        for n in range(problem.num_tables + 1)
+    }
+    waiting: list[Ints] = []
+    for chosen in product(*numbers):
+        whole = [t for t, n in enumerate(chosen) if problem.options[t][n].whole]
+        rows = np.array([places.first[t][n] for t, n in enumerate(chosen)], dtype=np.int64)
+        plans = np.repeat(rows[None], len(partitions[len(whole)]), axis=0)
+        plans[:, whole] += partitions[len(whole)]
+        waiting.append(plans)
+        if sum(map(len, waiting)) >= CHUNK:
+            joined = np.concatenate(waiting)
+            yield from np.array_split(joined, -(-len(joined) // CHUNK))
+            waiting = []
+    if waiting:
+        yield np.concatenate(waiting)
+
+
+def _partitions(items: int, most: int) -> Iterator[tuple[int, ...]]:
+    """Every way to put items into at most ``most`` unnamed sets, as restricted growth strings."""
+    if items == 0:
+        yield ()
+        return
+    for head in _partitions(items - 1, most):
+        for place in range(min(max(head, default=-1) + 2, most)):
+            yield (*head, place)
