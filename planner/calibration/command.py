@@ -40,7 +40,7 @@ def save_on_all_hosts(boxing: Boxing, profile: Profile | None, path: Path) -> No
     A later run plans on each of its hosts from the local file, and must get the same plan on all.
     """
     text = from_first_rank(boxing, "" if profile is None else profile.as_json())
-    if boxing.world.topology.first_on_host(boxing.world.rank):
+    if boxing.world.rank in [host[0] for host in boxing.world.topology.hosts]:
         write_profile(path, text)
 
 

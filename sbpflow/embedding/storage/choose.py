@@ -201,7 +201,7 @@ def choose_kernel(
     for name, kernel in COMPILED.items():
         if faults[name] is None:
             return KernelChoice(name, kernel.reason)
-    return KernelChoice("torch", faults["fbgemm"])
+    return KernelChoice("torch", str(faults["fbgemm"]))
 
 
 def request_of(stack: TableBatch, request: KernelRequest) -> KernelRequest:

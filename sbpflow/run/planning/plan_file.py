@@ -28,6 +28,7 @@ from sbpflow.training.step_schedule import (
     CLIP_ROWS,
     OVERLAPPED,
     SERIAL,
+    Move,
     StepSchedule,
     clipped,
     saved_move,
@@ -160,7 +161,9 @@ def _decode(value: object) -> object:
     for key, item in values.items():
         if not _fits(item, _hints(kind)[key]):
             raise TypeError(f"{kind.__name__}.{key} cannot be {str(item)[:80]}")
-    return saved_move(values["name"], values["says"]) if kind is Move else kind(**values)
+    if kind is Move:
+        return saved_move(content["name"], content["says"])
+    return kind(**values)
 
 
 def _fits(value: object, hint: Any) -> bool:  # noqa: ANN401 (an annotation)
