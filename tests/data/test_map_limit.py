@@ -1,6 +1,7 @@
 """Splits with more shards than a process may map: equal batches, and a bounded number of maps."""
 
 import gc
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,13 @@ from tests.data.test_read_lists import check
 
 MAPS = 40
 """Maps per loader; the limit of the process is four times as many."""
+
+
+FEW = (("rows", "dali"), ("runs", "memmap"))
+COMBINATIONS = [
+    pytest.param(*pair, marks=[pytest.mark.slow] * (pair not in FEW))
+    for pair in product(SHUFFLES, BACKENDS)
+]
 
 
 @pytest.fixture
@@ -46,8 +54,7 @@ def tiny_shards(tmp_path_factory):
     return make_set(tmp_path_factory.mktemp("tiny") / "set", 1500, shard_rows=5)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("shuffle", SHUFFLES)
+@pytest.mark.parametrize(("shuffle", "backend"), COMBINATIONS)
 def test_batches_equal_those_of_large_shards_with_few_maps(
     tiny_shards, row_set, few_maps, backend, shuffle
 ):

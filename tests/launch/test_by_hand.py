@@ -185,7 +185,14 @@ def start_some(folder: Path, size: int, here: dict[int, float], mode: str = "wor
     return outputs, [process.returncode for process in ranks]
 
 
-@pytest.mark.parametrize("patience", [(10, 10), (10, 60), (60, 10)])
+@pytest.mark.parametrize(
+    "patience",
+    [
+        pytest.param((10, 10), marks=pytest.mark.slow),
+        pytest.param((10, 60), marks=pytest.mark.slow),
+        (60, 10),
+    ],
+)
 def test_each_rank_that_started_names_the_ranks_that_did_not(tmp_path, patience):
     """Also if another rank than 0 times out first, and if others would wait much longer."""
     patience = [round(seconds * load_per_core()) for seconds in patience]

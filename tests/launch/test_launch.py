@@ -98,7 +98,9 @@ def test_an_error_of_the_program_prints_the_traceback_of_one_rank(run: Run) -> N
     assert 'raise SbpError("matmul: [2, 3] x [4, 5] has no common dim")' in output
 
 
-@pytest.mark.parametrize("run", ["own_words_on_one"], indirect=True)
+@pytest.mark.parametrize(
+    "run", [pytest.param("own_words_on_one", marks=pytest.mark.slow)], indirect=True
+)
 def test_an_unexpected_error_keeps_its_traceback_whatever_its_text(run: Run) -> None:
     """Its text resembles torch's message for a lost peer."""
     run.pids()
@@ -130,7 +132,11 @@ def test_survivors_name_the_rank_that_died(run: Run) -> None:
     assert not own_traceback(output)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=["int", "term"])
+@pytest.mark.parametrize(
+    "signum",
+    [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM],
+    ids=["int", "term"],
+)
 @pytest.mark.parametrize("run", ["stuck"], indirect=True)
 def test_a_signal_ends_ranks_inside_a_collective(run: Run, signum: signal.Signals) -> None:
     """Both ranks are blocked in C++, where Python signal handlers do not run."""

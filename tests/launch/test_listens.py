@@ -76,8 +76,15 @@ def found_by(processes: list[subprocess.Popen[str]], folder: Path) -> list[list[
     return [(folder / str(rank)).read_text().split() for rank in range(2)]
 
 
-@pytest.mark.parametrize("wrapped", ["", "1"])
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+@pytest.mark.parametrize(
+    ("host", "wrapped"),
+    [
+        ("127.0.0.1", ""),
+        ("localhost", "1"),
+        pytest.param("127.0.0.1", "1", marks=pytest.mark.slow),
+        pytest.param("localhost", "", marks=pytest.mark.slow),
+    ],
+)
 def test_ranks_started_by_hand_on_one_machine_listen_on_loopback(tmp_path, host, wrapped):
     port = free_port()
     env = {"WORLD_SIZE": 2, "MASTER_ADDR": host, "MASTER_PORT": port, "WRAPPED": wrapped}

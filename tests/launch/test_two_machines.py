@@ -74,7 +74,11 @@ def test_a_cut_cable_is_told_on_both_machines_and_no_rank_hangs(machines, tmp_pa
     assert "the store at 10.77.0.1:" in message, "the machine away from the store says so"
 
 
-@pytest.mark.parametrize("which", [0, 1], ids=["of the store", "away from the store"])
+@pytest.mark.parametrize(
+    "which",
+    [0, pytest.param(1, marks=pytest.mark.slow)],
+    ids=["of the store", "away from the store"],
+)
 def test_a_machine_that_is_told_to_stop_is_named_on_both(machines, tmp_path, which):
     pids = start(machines, tmp_path)
     stopped = rank_of(machines[which], pids)

@@ -408,6 +408,7 @@ def run_example_here(world: World) -> str:
     return printed.getvalue()
 
 
+@pytest.mark.slow
 def test_the_example_prints_equal_losses_on_any_number_of_ranks(ranks):
     started = run_example(2)
     losses = [float(line.split()[-1]) for line in started.splitlines()]

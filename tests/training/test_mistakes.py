@@ -174,6 +174,7 @@ def test_a_mistake_is_said_once_by_two_ranks(synth_set):
     assert "2" in codes
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_run(synth_set, tmp_path):
     run = training_run(synth_set, tmp_path)
     os.kill(run.ranks()[1], signal.SIGKILL)
@@ -185,6 +186,7 @@ def test_a_rank_that_is_killed_ends_the_run(synth_set, tmp_path):
     assert re.search(told_by, output), output
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_all_ranks_cleanly(synth_set, tmp_path):
     run = training_run(synth_set, tmp_path)
     pids = run.ranks()

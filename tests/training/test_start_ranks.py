@@ -68,6 +68,7 @@ def rank_pids(launcher: int) -> list[int]:
     return [ranks[rank] for rank in sorted(ranks)]
 
 
+@pytest.mark.slow
 def test_two_ranks_train_and_report_once(started, tmp_path):
     done = started()
     text = output_of(done, 120)
@@ -98,7 +99,7 @@ def test_a_rank_that_dies_is_named_last(started, tmp_path):
     assert "Traceback" not in text
 
 
-@pytest.mark.parametrize("to", ["launcher", "all"])
+@pytest.mark.parametrize("to", ["launcher", pytest.param("all", marks=pytest.mark.slow)])
 def test_an_interrupt_saves_and_ends_with_130(started, tmp_path, to):
     done = started("train.epochs=1000", "checkpoint.every=1000")
     wait_for_steps(tmp_path / "run/metrics.jsonl")

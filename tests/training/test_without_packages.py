@@ -50,6 +50,7 @@ def run(tmp_path):
     return start
 
 
+@pytest.mark.slow
 def test_the_whole_way_runs_on_torch_and_memory_maps(run, tmp_path):
     absent = run("-c", "import importlib.util as u; print(u.find_spec('fbgemm_gpu'))")
     assert absent.strip() == "None", "the packages are hidden"
