@@ -153,7 +153,7 @@ class EmbeddingCollection:
                 self._exchange_ids(batch)
 
     def _exchange_ids(self, batch: EmbeddingsInFlight) -> None:
-        # In every move, all groups start their transfers before any group waits for its own, and all
+        # In every move, all groups start their transfers before any group waits for its own; all
         # ranks start them in the same order.
         batch.counts.finish()
         batch.ids.exchange_ids()
