@@ -54,7 +54,7 @@ def test_a_rule_that_a_kernel_does_not_know():
     }
     storage = make_kernel(choice, 5, 4, **options)
     lookup = Lookup(torch.tensor([1, 2]), None, None)
-    with pytest.raises(SbpError, match=r"kernel numba has no rule mine:Momentum"):
+    with pytest.raises(SbpError, match=r"kernel numba does not support mine:Momentum"):
         storage.update(lookup, torch.ones(2, 4), 0.1, 1)
     assert not storage.weights.any()
 

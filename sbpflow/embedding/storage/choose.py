@@ -14,7 +14,6 @@ from typing import Literal, get_args
 import torch
 
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
-from sbpflow.embedding.plan.group_plan import GroupPlan
 from sbpflow.embedding.plan.table_batch import TableBatch
 from sbpflow.embedding.plan.tables import HALF_DTYPES, KernelRequest
 from sbpflow.embedding.rules.base import CompiledKernel, SparseOptimizer, SumOverColumns
@@ -59,7 +58,7 @@ class StackFacts:
     device_type: str
 
     @staticmethod
-    def of(plan: EmbeddingPlan, group: GroupPlan, stack: TableBatch) -> "StackFacts":
+    def of(plan: EmbeddingPlan, stack: TableBatch) -> "StackFacts":
         """The facts of a stack in a plan, equal on every rank."""
         widths = {stack.width(rank) for rank in stack.holders()}
         return StackFacts(
@@ -170,7 +169,7 @@ def choose_kernels(plan: EmbeddingPlan, request: KernelRequest) -> dict[str, Ker
     for group in plan.groups:
         for stack in group.stacks:
             stack_request = request_of(stack, request)
-            facts = StackFacts.of(plan, group, stack)
+            facts = StackFacts.of(plan, stack)
             choice = choose_kernel(stack_request, facts, missing_kernels(stack_request))
             choices |= {table.name: choice for table in stack.tables}
     if request == "fbgemm" and all(choice.name != "fbgemm" for choice in choices.values()):
