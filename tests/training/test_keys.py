@@ -340,7 +340,7 @@ def test_a_run_goes_on_on_another_number_of_ranks(ranks, memory, size, other):
 def room(world: World, folder: Path) -> str:
     """A rank without room for the keys that belong to it says so."""
     job, _ = make_job(world, Case(num_rows=9))
-    with pytest.raises(CheckpointError, match="has room for 9 rows on rank 0") as error:
+    with pytest.raises(CheckpointError, match="rank 0 has 9 rows for") as error:
         job.restore(open_checkpoint(folder / f"step-{SAVED_AT}"))
     return str(error.value)
 
