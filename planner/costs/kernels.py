@@ -95,7 +95,7 @@ def kernels_of(profile: Profile, task: Task, plan: Mapping[str, Choice]) -> list
             prices = profile.kernels.get(stack.optimizer.name)
             if shape is None or prices is None:
                 continue
-            faults = kernel_faults(StackFacts.of(engine, group, stack), {})
+            faults = kernel_faults(StackFacts.of(engine, stack), {})
             counts = np.array([shape.ids]), np.array([shape.ids * shape.width])
             ms = {
                 name: float(kernel_ms(prices[name], *counts)[0])

@@ -425,14 +425,15 @@ class EmbeddingCollection:
         self, group: GroupPlan, index: int, sum_over_columns: SumOverColumns | None
     ) -> RowStore:
         stack, rank = group.stacks[index], self._world.rank
+        shards, table = stack.shards(rank), stack.tables[0]
         noise: RowNoise | None = None
         if self.plan.row_dtype != self.plan.dtype:
-            noise = RowNoise(stack.shards(rank), self._seed, self._world.device)
+            noise = RowNoise(shards, self._seed, self._world.device)
         rows, width = stack.num_rows(rank), stack.width(rank) if stack.uses_on(rank) else stack.dim
 
         def kernel_of(slots: int) -> RowKernel:
             return make_kernel(
-                self.kernels[stack.tables[0].name],
+                self.kernels[table.name],
                 rows,
                 width,
                 dim=stack.dim,
@@ -447,14 +448,14 @@ class EmbeddingCollection:
 
         store = self._make_row_store(
             StoreRequest(
-                shards=stack.shards(rank),
+                shards=shards,
                 num_rows=rows,
                 width=width,
                 optimizer=stack.optimizer,
                 make_kernel=kernel_of,
                 initial=partial(
                     initial_rows,
-                    shards=stack.shards(rank),
+                    shards=shards,
                     seed=self._seed,
                     optimizer=stack.optimizer,
                     width=width,
@@ -463,16 +464,16 @@ class EmbeddingCollection:
                 ),
             )
         )
-        if any(shard.table.by_key != isinstance(store, KeyedStore) for shard in stack.shards(rank)):
+        if shards and table.by_key != isinstance(store, KeyedStore):
             raise ConfigError(
-                f"table {stack.tables[0].name}: by_key={stack.tables[0].by_key} does not go with "
+                f"table {table.name}: by_key={table.by_key} does not go with "
                 f"{type(store).__name__}; the stores function must return a KeyedStore for "
                 "by_key=True, and another store otherwise"
             )
         is_copied = group.kind.copies and self._world.size > 1
         if is_copied and not isinstance(store, DeviceStore):
             raise ConfigError(
-                f"table {stack.tables[0].name}: {type(store).__name__} cannot hold a B table of "
+                f"table {table.name}: {type(store).__name__} cannot hold a B table of "
                 "several ranks, which update rows that they did not look up; use the device store "
                 "or another layout, for example S(0)"
             )

@@ -61,7 +61,9 @@ class Graph:
         # Compared by address, because dispatch makes a new wrapper of a generator.
         known = [generator._cdata for generator in self.generators]
         if drawn is not None and drawn._cdata not in known:
-            raise RefusedError(f"in a captured region: {func} draws from a generator unknown to it")
+            raise RefusedError(
+                f"in a captured region: {func} uses a generator that the graph does not know"
+            )
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
 
         def again() -> None:
@@ -108,14 +110,14 @@ class Graph:
     def replay(self) -> None:
         """Run all ops again, on the current stream."""
         if not self._done:
-            raise RefusedError("a replay of what was not captured")
+            raise RefusedError("a replay without a capture")
         refuse("a replay")
         streams.current().tick()
         count_op("graph.replay")
         for find, host, writes in self._outside.values():
             block = find()
             if block is None:
-                raise RefusedError("a replay uses memory that was given back since its capture")
+                raise RefusedError("a replay uses memory that was freed since its capture")
             check_access("a replay", host, writes=writes)
             block.use("a replay", host, writes=writes)
         for block, host in self._made.values():
@@ -138,7 +140,7 @@ def capture(
 ) -> Any:
     """Replaces ``torch.cuda.graph``; needs thread_local, since NCCL's threads query events."""
     if capture_error_mode != "thread_local":
-        raise RefusedError(f"capture_error_mode {capture_error_mode} breaks on NCCL's own threads")
+        raise RefusedError(f"capture_error_mode {capture_error_mode} fails in NCCL's threads")
     note("sync", "torch.cuda.graph synchronizes")
     streams.host_waits_for_all()
     with streams.on(stream.clock if stream is not None else streams.Clock("a capture's stream")):

@@ -32,10 +32,10 @@ def check_access(func: object, host: Tensor, *, writes: bool) -> None:
     """Raise RefusedError if ``host`` overlaps memory that a transfer is using in conflict."""
     for transfer in IN_FLIGHT:
         if any(overlap(host, other) for other in transfer.received):
-            done = "changes" if writes else "reads"
-            raise RefusedError(f"{func} {done} what {transfer.what} brings, before its wait")
+            verb = "changes" if writes else "reads"
+            raise RefusedError(f"{func} {verb} memory that {transfer.what} writes, before its wait")
         if writes and any(overlap(host, other) for other in transfer.sent):
-            raise RefusedError(f"{func} changes what {transfer.what} sends, before its wait")
+            raise RefusedError(f"{func} changes memory that {transfer.what} sends, before its wait")
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:

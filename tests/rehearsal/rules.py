@@ -48,11 +48,11 @@ def check(func: Any, name: str, args: Any, kwargs: Any, on_device: type[Tensor])
     if name in _MATMUL and any(not d.is_floating_point and not d.is_complex for d in dtypes):
         raise RefusedError(f"{func}: not implemented on CUDA for {dtypes[0]}")
     if name in _INT64_INDEX and args[2].dtype != torch.int64:
-        raise RefusedError(f"{func}: an index of {args[2].dtype}; CUDA takes int64")
+        raise RefusedError(f"{func}: an index of {args[2].dtype}; CUDA requires int64")
     if name.startswith("_embedding_bag") and len(args) > 2 and args[1].dtype != args[2].dtype:
         raise RefusedError(f"{func}: indices of {args[1].dtype}, offsets of {args[2].dtype}")
     if name == "sort" and args[0].dtype == torch.bool:
-        raise RefusedError(f"{func}: CUDA sorts no bool")
+        raise RefusedError(f"{func}: CUDA cannot sort bool")
     if name not in _COPIES and _UNSIGNED & set(dtypes):
         note("odd dtype", f"{func} {dtypes}")
 

@@ -121,7 +121,7 @@ class Block:
         self.used: dict[Clock, dict[object, tuple[int, bool, Tensor | None, object]]] = {}
         self.recorded: list[Clock] = []
         _check_freed(self.made_on)
-        self.used[self.made_on] = {True: (self.made_on.now, True, None, "its making")}
+        self.used[self.made_on] = {True: (self.made_on.now, True, None, "its allocation")}
 
     def use(self, func: object, host: Tensor, *, writes: bool) -> None:
         """Raise RefusedError if another stream may still be using it."""
@@ -146,8 +146,8 @@ class Block:
                 if part is None or overlap(part, host):
                     did, does = "wrote" if wrote else "reads", "changes" if writes else "reads"
                     raise RefusedError(
-                        f"{func} on {clock.name} {does} what {by} {did} on {other.name}, and "
-                        f"nothing made it wait ({where()})"
+                        f"{func} on {clock.name} {does} memory that {by} {did} on "
+                        f"{other.name}, without waiting for it ({where()})"
                     )
 
     def __del__(self) -> None:
@@ -193,7 +193,7 @@ def _check_freed(clock: Clock) -> None:
         for other, count in uses.items():
             if count > clock.sees.get(other.number, 0):
                 raise RefusedError(
-                    f"memory made on {clock.name} was given back while {other.name} may still use "
-                    f"it (first used there: {place}); let {clock.name} wait, keep it, or "
+                    f"memory allocated on {clock.name} was freed while {other.name} may still use "
+                    f"it (first used there: {place}); let {clock.name} wait, keep it, or use "
                     "record_stream"
                 )

@@ -243,7 +243,7 @@ def _move(func: Any, source: Tensor, kwargs: dict[str, Any], *, to_device: bool)
         _note_upload(source, non_blocking)
         return Rehearsed(out)
     if non_blocking:  # the target is not pinned: no wait, and its completion is unknown
-        raise RefusedError("a copy to the host that nothing waits for; use pinned memory")
+        raise RefusedError("an asynchronous copy to the host; use pinned memory")
     wait("copy to the host")
     return out
 

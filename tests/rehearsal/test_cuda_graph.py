@@ -390,12 +390,12 @@ REFUSED = {
     uploads: "a copy between host and device",
     size_of_data: "the host waits (nonzero)",
     sends: "all_reduce, a collective",
-    unknown_generator: "draws from a generator unknown to it",
+    unknown_generator: "uses a generator that the graph does not know",
     seeded_inside: "a generator seeded anew",
     other_stream: "a wait for another stream",
     global_mode: "capture_error_mode global",
     plain_adam: "Adam without capturable=True",
-    input_given_back: "memory that was given back since its capture",
+    input_given_back: "memory that was freed since its capture",
 }
 
 

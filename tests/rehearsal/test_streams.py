@@ -60,12 +60,12 @@ def transfer_waited_for_elsewhere(world):
 
 
 REFUSED = {
-    made_elsewhere: "reads what its making wrote on stream",
-    changed_elsewhere: "changes what aten.add.Tensor reads on stream",
-    waited_before_it_was_told: "and nothing made it wait",
-    event_of_too_early: "and nothing made it wait",
-    given_back_too_early: "was given back while stream",
-    transfer_waited_for_elsewhere: "reads what all_to_all wrote on NCCL's stream",
+    made_elsewhere: "reads memory that its allocation wrote on stream",
+    changed_elsewhere: "changes memory that aten.add.Tensor reads on stream",
+    waited_before_it_was_told: "without waiting for it",
+    event_of_too_early: "without waiting for it",
+    given_back_too_early: "was freed while stream",
+    transfer_waited_for_elsewhere: "reads memory that all_to_all wrote on NCCL's stream",
 }
 
 
@@ -182,5 +182,5 @@ def test_rows_wait_for_the_id_stream(rehearsed_ranks, scheme):
     from tests.ranks import RanksFailed
     from tests.training.wdl_case import make_config
 
-    with pytest.raises(RanksFailed, match="and nothing made it wait"):
+    with pytest.raises(RanksFailed, match="without waiting for it"):
         rehearsed_ranks(1, step_without, make_config(scheme, "sgd"), "join")

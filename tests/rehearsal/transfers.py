@@ -131,7 +131,7 @@ def _check(name: str, tensors: list[Tensor], rest: Sequence[Any], size: int) -> 
         if not isinstance(tensor, Rehearsed):
             raise RefusedError(f"{name}: a CPU tensor {tensor.dtype}{list(tensor.shape)} on NCCL")
         if tensor.dtype not in NCCL_DTYPES:
-            raise RefusedError(f"{name}: NCCL has no {tensor.dtype}")
+            raise RefusedError(f"{name}: NCCL does not support {tensor.dtype}")
         if not tensor.is_contiguous():
             raise RefusedError(f"{name}: a tensor of strides {tensor.stride()} is not contiguous")
     if len({tensor.dtype for tensor in tensors}) > 1:

@@ -340,7 +340,7 @@ def test_a_run_goes_on_on_another_number_of_ranks(ranks, memory, size, other):
 def room(world: World, folder: Path) -> str:
     """A rank without room for the keys that belong to it says so."""
     job, _ = make_job(world, Case(num_rows=9))
-    with pytest.raises(CheckpointError, match="has room for 9 rows on rank 0") as error:
+    with pytest.raises(CheckpointError, match="rank 0 has 9 rows for") as error:
         job.restore(open_checkpoint(folder / f"step-{SAVED_AT}"))
     return str(error.value)
 
@@ -348,7 +348,7 @@ def room(world: World, folder: Path) -> str:
 def refusals(world: World, folder: Path) -> None:
     case, checkpoint = Case(), open_checkpoint(folder / f"step-{STEPS}")
     spec, plan = plan_run(case.config(), FIELDS, world_size=1, device_type="cpu")
-    with pytest.raises(ConfigError, match=r"DeviceStore is not a store for .*by_key=True"):
+    with pytest.raises(ConfigError, match=r"by_key=True .* DeviceStore"):
         build_job(case.config(), spec, plan, Boxing(world), stores=device_store)
     with pytest.raises(ConfigError, match="rows by key, for which an exported model has no form"):
         plain_model(

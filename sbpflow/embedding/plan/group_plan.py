@@ -147,8 +147,7 @@ class Exchange(ABC):
 
 
 ALONE = "alone"  # the exchange of every table in a world of one rank
-EXCHANGES: list[Exchange] = []
-"""All registered exchanges, in the order in which they are tried."""
+EXCHANGES: list[Exchange] = []  # all registered ones, in the order in which they are tried
 
 
 def register(*exchanges: Exchange) -> None:
@@ -350,9 +349,8 @@ class GroupPlan:
     def squares_sent(self, index: int, num_touched: int, batch_size: int) -> int:
         """The number of elements that are sent for the squares of ``num_touched`` rows.
 
-        If all ranks share all rows of a stack, they touch the same rows and know their number. It
-        is rounded up to a 32nd of the maximum, so that few sizes occur. Otherwise ranks touch
-        different rows, so the maximum is sent.
+        If all ranks share all rows of a stack, they touch the same rows and know their number,
+        rounded up to a 32nd of the maximum for few distinct sizes. Otherwise the maximum is sent.
         """
         most = self.most_squares(index, batch_size)
         if not self._all_touch_alike(index):

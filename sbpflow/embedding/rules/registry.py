@@ -97,7 +97,7 @@ def kernel_function(optimizer: SparseOptimizer, kernel: CompiledKernel) -> Calla
     path = optimizer.kernels.get(kernel)
     if path is None:
         raise SbpError(
-            f"kernel {kernel}: does not support {optimizer.name}; use parallel.kernel: torch"
+            f"kernel {kernel} does not support {optimizer.name}; use parallel.kernel: torch"
         )
     module, _, name = path.partition(":")
     function = getattr(import_module(module), name, None)

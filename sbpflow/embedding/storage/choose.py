@@ -13,7 +13,6 @@ from importlib.util import find_spec
 import torch
 
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
-from sbpflow.embedding.plan.group_plan import GroupPlan
 from sbpflow.embedding.plan.table_batch import TableBatch
 from sbpflow.embedding.plan.tables import HALF_DTYPES
 from sbpflow.embedding.rules.base import (
@@ -57,7 +56,7 @@ class StackFacts:
     device_type: str
 
     @staticmethod
-    def of(plan: EmbeddingPlan, group: GroupPlan, stack: TableBatch) -> "StackFacts":
+    def of(plan: EmbeddingPlan, stack: TableBatch) -> "StackFacts":
         """The facts of a stack in a plan, equal on every rank."""
         widths = {stack.width(rank) for rank in stack.holders()}
         return StackFacts(
@@ -215,7 +214,7 @@ def choose_kernels(plan: EmbeddingPlan, request: KernelRequest) -> dict[str, Ker
     for group in plan.groups:
         for stack in group.stacks:
             stack_request = request_of(stack, request)
-            facts = StackFacts.of(plan, group, stack)
+            facts = StackFacts.of(plan, stack)
             choice = choose_kernel(stack_request, facts, missing_kernels(stack_request))
             choices |= {table.name: choice for table in stack.tables}
     if request == "fbgemm" and all(choice.name != "fbgemm" for choice in choices.values()):

@@ -107,15 +107,10 @@ def _make_tbe(rows: int, width: int, optimizer: SparseOptimizer, device: torch.d
 
     on_cuda = device.type == "cuda"
     make: Callable[..., Any] = SplitTableBatchedEmbeddingBagsCodegen
+    location = EmbeddingLocation.DEVICE if on_cuda else EmbeddingLocation.HOST
+    compute = ComputeDevice.CUDA if on_cuda else ComputeDevice.CPU
     return make(
-        [
-            (
-                rows,
-                width,
-                EmbeddingLocation.DEVICE if on_cuda else EmbeddingLocation.HOST,
-                ComputeDevice.CUDA if on_cuda else ComputeDevice.CPU,
-            )
-        ],
+        [(rows, width, location, compute)],
         **kernel_function(optimizer, "fbgemm")(optimizer),
         learning_rate=optimizer.lr,
         pooling_mode=PoolingMode.SUM,

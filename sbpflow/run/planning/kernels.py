@@ -88,7 +88,7 @@ def _measurable(
         for stack in group.stacks:
             if request_of(stack, request) != "auto":
                 continue
-            faults = kernel_faults(StackFacts.of(plan, group, stack), missing)
+            faults = kernel_faults(StackFacts.of(plan, stack), missing)
             names: list[KernelName] = [name for name in KERNEL_NAMES if faults.get(name) is None]
             shape = StackShape.of(group, stack, run.batch_size, plan.row_dtype, run.skew, device)
             if len(names) > 1 and shape is not None:
