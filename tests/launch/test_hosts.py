@@ -41,7 +41,7 @@ rank, size, store = meeting.rank, meeting.world_size, meeting.store
 sent = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 
 def faulty(*args):
-    if rank == 1 and mode in sent:  # it leads its host, and the others do not know yet
+    if rank == 1 and mode in sent:  # it leads its host before the others know it
         store.set("leads", "yes")
         os.kill(os.getpid(), sent[mode])
     return gather(*args)
@@ -66,7 +66,7 @@ except Exception as error:
 facts["seconds"] = seconds
 Path(sys.argv[1], str(rank)).write_text(json.dumps(facts))
 store.add("done", 1)
-while rank == 0 and mode == "ok" and store.add("done", 0) < size:  # it serves the store
+while rank == 0 and mode == "ok" and store.add("done", 0) < size:  # rank 0 serves the store
     time.sleep(0.01)
 """
 
@@ -100,7 +100,7 @@ def test_ranks_of_one_machine_discover_that_they_share_a_host(tmp_path, size):
     for one in found:
         assert one["hosts"] == [list(range(size))]
         assert one["source"] == "handshake"
-        assert one["same"], "a second call finds the same"
+        assert one["same"], "a second call returns the same"
         assert one["memory"] == [total // size] * size
         assert one["sockets"] == 0, "the socket is gone"
 
