@@ -278,7 +278,7 @@ def test_a_topology_knows_the_hosts_of_ranks():
     ("wrong", "message"),
     [
         ({"hosts": ()}, r"hosts: \[\]; each host must have at least one rank"),
-        ({"hosts": ((0,), ())}, r"hosts: \[\[0\], \[\]\]; each host has"),
+        ({"hosts": ((0,), ())}, r"hosts: \[\[0\], \[\]\]; each host must"),
         ({"hosts": ((0, 1), (1,))}, "each of the ranks 0, 1, .. one host"),
         ({"hosts": ((0, 2),)}, "each of the ranks 0, 1, .. one host"),
         ({"memory_bytes": (1,)}, r"memory: \[1\]; give a number above 0 for each of the 2"),
