@@ -141,7 +141,7 @@ def test_device_auto_logs_why_it_uses_the_cpu(monkeypatch, tmp_path, caplog, cud
     assert all(re.search(message, text) for text in warnings)
     caplog.clear()
     with World.start("cpu"):
-        assert not caplog.messages, "who asked for the CPU needs no reason"
+        assert not caplog.messages, "an explicit choice of the CPU is not explained"
 
 
 def test_a_negative_local_rank_is_refused(monkeypatch):
@@ -270,7 +270,7 @@ def test_a_rank_0_that_was_not_started_is_reported_without_a_torch_log(impatient
         f"rank 0 did not answer at MASTER_ADDR, MASTER_PORT 127.0.0.1:{port} within 0.5 s (no "
         "process listens there: connection refused); check that it was started"
     )
-    assert capfd.readouterr() == ("", ""), "torch's log has frames of C++"
+    assert capfd.readouterr() == ("", ""), "torch's own log would contain C++ stack frames"
 
 
 def test_a_silent_listener_is_reported_within_the_time_limit(impatient, taken_port):
@@ -329,7 +329,7 @@ def test_an_invalid_rank_or_world_size_is_refused_before_connecting(
         monkeypatch.delenv(name, raising=False)
         if value is not None:
             monkeypatch.setenv(name, value)
-    monkeypatch.delenv("MASTER_ADDR", raising=False)  # a store would complain about this
+    monkeypatch.delenv("MASTER_ADDR", raising=False)  # the error must come before that of the store
     with pytest.raises(ConfigError, match=f"^{message}"):
         call()
 

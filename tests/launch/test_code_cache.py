@@ -70,7 +70,7 @@ def run(tmp_path, monkeypatch):
 
 def planted(folder: Path, mark: Path) -> None:
     indexes = list(folder.rglob("*.nbi"))
-    assert indexes, "numba has kept nothing"
+    assert indexes, "numba cached nothing"
     for index in indexes:
         index.write_bytes(pickle.dumps(Plant(mark)))
 
@@ -83,7 +83,7 @@ def test_numba_loads_cached_code_only_from_a_folder_of_this_user(run, tmp_path):
     assert modes == [0o700] * 3
     planted(folder, tmp_path / "mark")
     with pytest.raises(subprocess.CalledProcessError):
-        run()  # the first index makes the mark, the second cannot
+        run()  # loading the first index creates the mark
     assert (tmp_path / "mark").is_dir()
 
 
@@ -116,7 +116,9 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_a_private_folder_of_this_user_is_used(folder):
-    (folder / "module" / "file").chmod(0o664)  # as a umask of 002 makes it: nobody comes there
+    (folder / "module" / "file").chmod(
+        0o664
+    )  # as with a umask of 002; others cannot enter the folder
     folder.parent.parent.chmod(0o1777)  # as /tmp
     assert code_cache("numba") == folder
 

@@ -147,7 +147,7 @@ CUT_SHORT = """
 def test_a_shard_cut_short_while_it_is_read_ends_the_rank_by_sigbus(tmp_path):
     done = script(tmp_path, CUT_SHORT, str(tmp_path))
     assert done.stdout.split() == ["0"]
-    assert done.returncode == -7  # SIGBUS; its peers name the rank, as for any that dies
+    assert done.returncode == -7  # SIGBUS; the other ranks name this one
 
 
 def script(folder: Path, source: str, *words: str) -> subprocess.CompletedProcess[str]:

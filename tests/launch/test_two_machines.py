@@ -12,7 +12,7 @@ from tests.launch.machines import Machine, needs_namespaces, two_machines, wait_
 
 pytestmark = needs_namespaces
 
-END_S = 40  # to the last rank gone; their own limits are far below, torchrun's are not ours
+END_S = 40  # until the last rank is gone; most of it is for torchrun
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def messages(machine: Machine) -> list[str]:
     """Return the messages of a machine's rank."""
     assert machine.process is not None
     if machine.process.poll() is None:
-        time.sleep(2)  # torchrun passes on what its ranks wrote, and may hang on a store it lost
+        time.sleep(2)  # torchrun forwards the output of its ranks, and may hang on a lost store
         machine.process.kill()
     text = machine.output(20)
     return [line for line in text.splitlines() if line.startswith(("error: ", "stopped by "))]
@@ -71,7 +71,7 @@ def test_a_cut_cable_is_told_on_both_machines_and_no_rank_hangs(machines, tmp_pa
         assert message.startswith(f"error: rank {other} on ")
         assert "died or does not answer" in message
         assert "Timed out waiting 20000ms" in message
-    assert "the store at 10.77.0.1:" in message, "the machine away from the store says so"
+    assert "the store at 10.77.0.1:" in message, "the machine without the store names it"
 
 
 @pytest.mark.parametrize(
@@ -98,4 +98,4 @@ def test_what_differs_between_machines_is_told_on_both_before_they_connect(machi
         (message,) = [line for line in text.splitlines() if line.startswith("error: ")]
         assert message.startswith("error: rank 1 differs from rank 0 (data.path: /data/a: ")
         assert all(prepared in message for prepared in sets)
-    assert not list(tmp_path.glob("rank*")), "no process group was made"
+    assert not list(tmp_path.glob("rank*")), "no process group was created"

@@ -182,7 +182,9 @@ def test_compile_without_a_compiler_is_refused_by_name(ranks, monkeypatch):
     assert message.startswith(wanted), message
     assert message.endswith("; or use model.compile: false")
     monkeypatch.setattr(compiler, "find_spec", lambda name: None)
-    assert compiler.compiler_problem("cuda").startswith("triton is not installed")
+    assert compiler.compiler_problem("cuda").startswith(
+        "triton, which compiles for CUDA, is not installed"
+    )
 
 
 def test_a_compiled_part_is_not_split():

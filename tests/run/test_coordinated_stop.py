@@ -10,7 +10,7 @@ from sbpflow.run.saved.coordinated_stop import CoordinatedStop
 from sbpflow.runtime.processes.exit_messages import Reason, compose
 from sbpflow.runtime.processes.launch import EXIT_INTERRUPT, EXIT_LOST_PEER, classify
 
-ASKED_IN = 5  # the step
+SIGNAL_STEP = 5
 
 
 def _train(world, who):
@@ -20,7 +20,7 @@ def _train(world, who):
     stop = CoordinatedStop(signals, world, timeout_s=20.0)
     for step in range(1, 100):
         world.barrier()
-        if step == ASKED_IN and world.rank == who:
+        if step == SIGNAL_STEP and world.rank == who:
             signals.signum = 15
         if stop.after(step):
             try:
@@ -36,7 +36,7 @@ def test_a_signal_on_one_rank_stops_all_after_the_same_step(ranks, who):
     ends = ranks(3, _train, who)
     steps = {step for step, _ in ends}
     assert len(steps) == 1
-    assert ASKED_IN < steps.pop() < 20
+    assert SIGNAL_STEP < steps.pop() < 20
     codes = [code for _, code in ends]
     assert codes.pop(who) == EXIT_INTERRUPT
     assert codes == [EXIT_LOST_PEER, EXIT_LOST_PEER]

@@ -152,7 +152,7 @@ def test_documents_with_a_valid_digest_are_checked(tmp_path):
                 changed = {**without, **json.loads(copy)}
                 file.write_bytes(rewritten(raw, changed))
             except (ValueError, TypeError, RecursionError):
-                continue  # no JSON object: the digest does not get that far
+                continue  # not a JSON object, so there is no digest
             refused += bool(outcome(use)[1])
     assert refused > 60
 

@@ -15,7 +15,7 @@ FIELDS = Fields.of(
     {"C1": 4037, "C2": 11, "C3": 5003, "C4": 3},
     {"C1xC2": 7001, "C3xC4": 2903},
 )
-# As many tables as the Criteo sets have with two crosses: 26 and 2.
+# The numbers of tables of the Criteo sets with two crosses: 26 and 2.
 CRITEO = Fields.of(
     tuple(f"I{number}" for number in range(1, 14)),
     {f"C{n}": 3 + 10 ** (1 + n % 5) for n in range(1, 27)},

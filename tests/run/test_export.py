@@ -280,7 +280,7 @@ def test_an_exported_model_hashes_the_columns_of_the_set_itself(ranks):
 
 def test_the_error_of_8_bit_rows_is_at_most_half_a_step():
     weight = torch.randn(300, 16, generator=torch.Generator().manual_seed(1))
-    weight[7] = 0.25  # a row of one value has a step of 0
+    weight[7] = 0.25  # a constant row has a step of 0
     rows = make_rows("t", weight, "int8", torch.float32)
     assert {name: (list(t.shape), t.dtype) for name, t in rows.stored().items()} == {
         "/int8": ([300, 16], torch.uint8),

@@ -74,7 +74,7 @@ def test_shared_and_uneven_tables_train_equally_on_any_number_of_ranks(ranks, sc
     assert 0.3 < spread["wide.shop"] <= 0.5
     moved = {name: (w != first[name, place]).any(1) for name, place, w, _ in tables}
     assert set(moved) == {"deep.city", "deep.shop", "deep.kind", "wide.shop"}
-    # Ids of 37 and more come from ``work`` alone, the others from both fields.
+    # Ids from 37 on occur only in ``work``, the others in both fields.
     assert moved["deep.city"][:37].any()
     assert moved["deep.city"][37:53].any()
     assert not moved["deep.city"][53:].any()

@@ -42,12 +42,12 @@ from tests.fixtures.facts import events, norms, row_digests, rows_of, tensor_dig
 OLD = Path(__file__).parents[1] / "fixtures" / "d4baee1"
 EXPECTED = json.loads((OLD / "expected.json").read_text())
 LAYOUTS = EXPECTED["layouts"]
-# The files may have been made on another CPU, whose exp and log differ in the last of 53 bits, and
-# whose sums go in another order; a few steps of training make some 1e3 times as much of it.
+# The files may be from another CPU, whose exp and log differ in the last of 53 bits, and whose
+# sums have another order; a few training steps amplify the difference about 1e3 times.
 FLOAT64 = 1e-10
-# Rows and vectors of 8 bits: a value at the middle between two may be rounded to the other one.
+# 8-bit rows and vectors: a value midway between two steps may be rounded either way.
 BFLOAT16 = 1e-3
-# Logits of float32, by sums in another order.
+# float32 logits, with sums in another order.
 FLOAT32 = 1e-5
 
 
@@ -63,7 +63,7 @@ def test_new_rows_get_the_ids_of_an_old_vocabulary(tmp_path):
     found, expected = rows_of(tmp_path / "set")["test"], rows_of(OLD / "tomorrow")["test"]
     assert found.keys() == expected.keys()
     for name, values in expected.items():
-        # Logarithms of another CPU may differ in the last bit.
+        # Logarithms on another CPU may differ in the last bit.
         bound = 1e-6 if name == "dense" else 0
         np.testing.assert_allclose(found[name], values, rtol=bound, atol=0, err_msg=name)
 
@@ -216,7 +216,7 @@ def test_an_old_interrupted_run_resumes_to_the_same_losses(tmp_path):
     expected = EXPECTED["interrupted"]
     shutil.copytree(OLD / "interrupted", tmp_path / "run")
     stopped = events(tmp_path / "run")
-    assert stopped[-1]["step"] == 11, "it is interrupted behind its last checkpoint"
+    assert stopped[-1]["step"] == 11, "it was interrupted after its last checkpoint"
     words = [f"data.path={OLD / 'set'}", f"run.dir={tmp_path / 'run'}", *expected["words"]]
     assert train.main(["--config", str(OLD / "input/base.yaml"), *words]) == 0
     found = events(tmp_path / "run")
@@ -285,7 +285,7 @@ def test_an_old_calibration_is_refused_and_an_old_plan_is_priced():
     given = plan_from_yaml(OLD / "plan.yaml", cost.task)
     old, new = cost.predict(given).step_ms, cost.predict(choose(cost)).step_ms
     assert 0 < old < 1000
-    assert new <= old * (1 + 1e-9), "a search of today finds nothing worse"
+    assert new <= old * (1 + 1e-9), "the present search finds nothing worse"
 
 
 def test_a_run_accepts_the_table_plan_of_an_old_run():

@@ -97,7 +97,7 @@ def test_a_prediction_equals_the_evaluation_bit_for_bit(run, folder, tmp_path):
     assert found.columns == ["id", "score", "label"]
     assert found["score"].to_numpy().tolist() == np.load(run / "scores.npy").tolist()
     assert found["label"].to_numpy().tolist() == np.load(run / "labels.npy").tolist()
-    # The last 5 days of the table are test; a few of its rows have an infinite price and are bad.
+    # The test split is the last 5 days of the table; rows with an infinite price are bad.
     numbers = [int(key.removeprefix("row-")) for key in found["id"]]
     assert numbers == sorted(numbers)
     assert numbers[0] >= 24 * 24
@@ -289,4 +289,4 @@ def test_two_ranks_predict_raw_rows_from_the_command_line(run, folder, tmp_path)
     assert done.returncode == 0, done.stderr
     found = pl.read_parquet(tmp_path / "s.parquet")
     np.testing.assert_allclose(found["score"], np.load(run / "scores.npy"), rtol=0, atol=1e-6)
-    assert done.stderr.count("scores, ") == 1, "rank 0 alone reports"
+    assert done.stderr.count("scores, ") == 1, "only rank 0 reports"

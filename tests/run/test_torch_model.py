@@ -103,7 +103,7 @@ class OddNorm(Net):
 
     def forward(self, vectors: dict[str, Tensor], dense: Tensor) -> Tensor:
         x = self.first(torch.cat([vectors["deep"], dense], 1))
-        if len(x) < BATCH:  # two rows of zeros, which are only looked at
+        if len(x) < BATCH:  # the two rows of zeros of a dry run
             return self.last(x)
         return self.last(self.norm(x.t()).t())
 
@@ -178,7 +178,7 @@ def train(
     job = start_job(config(scheme, model, dtype=dtype), FIELDS, Boxing(world))
     before = torch.random.get_rng_state()
     losses = run(job, world)
-    assert torch.equal(before, torch.random.get_rng_state()), "the caller's numbers go on as before"
+    assert torch.equal(before, torch.random.get_rng_state()), "the caller's generator is unchanged"
     check_replicas(job.copies, job.embeddings, job.boxing)
     return losses, {name: one.part.detach() for name, one in job.copies.items()}
 
@@ -217,7 +217,7 @@ KINDS = ["plain", "batch norm", "compiled", "compiled batch norm"]
 PLACES = [("dp", 2), ("2", 1), ("1", 3), ("3", 4)]
 
 
-# Each rank compiles for itself, seconds long: more than these are a slow test.
+# Each rank compiles for seconds, so further cases are marked slow.
 compiling = {"plain": 4, "batch norm": 4, "compiled": 2, "compiled batch norm": 1}
 
 
@@ -232,7 +232,7 @@ compiling = {"plain": 4, "batch norm": 4, "compiled": 2, "compiled batch norm": 
 def test_ranks_equal_plain_torch(ranks, scheme, size, kind):
     losses, parameters = expected(nn.BatchNorm1d if "batch" in kind else nn.LayerNorm)
     for found, weights in ranks(size, train, scheme, Model(kind=kind)):
-        # float64: sums over rows are in another order, each to 1e-16.
+        # float64: sums over rows have another order, with errors of 1e-16 each.
         assert found == pytest.approx(losses, abs=1e-12)
         assert weights.keys() == parameters.keys()
         for name, weight in weights.items():
@@ -257,7 +257,7 @@ def test_transfers_of_batch_norms_are_in_the_plan():
     given = config("3", Model(kind="in turn"))
     _, plan = plan_run(given, FIELDS, world_size=2, device_type="cpu")
     found = [(step.id, step.total_bytes) for step in plan.dense_forward]
-    # Sum and sum of squares of each column, float64, each way of an all-reduce on two ranks.
+    # float64 sum and sum of squares of each column, in both phases of an all-reduce.
     names = [("module.first.moments/fwd", 4 * WIDTH * 8), ("module.second.moments/fwd", 4 * 8)]
     assert found == names
     assert [step.id for step in plan.dense_backward] == [
@@ -274,7 +274,7 @@ def test_norms_called_in_another_order_run_as_planned(ranks):
 def test_autocast_equals_torch_s(ranks):
     exact, _ = expected()
     ((narrow, _),) = ranks(1, train, "3", Model(kind="autocast"), "float32")
-    # bfloat16 keeps 8 bits: each loss is near, none equal.
+    # bfloat16 has 8 significant bits, so losses are close but not equal.
     assert narrow == pytest.approx(exact, abs=0.02)
     assert narrow != pytest.approx(exact, abs=1e-5)
 

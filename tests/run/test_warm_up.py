@@ -67,7 +67,7 @@ def check(found, size):
 def test_all_groups_of_a_step_are_created_and_used_before_it(ranks, case):
     found = ranks(2, groups_by_time, CONFIGS[case])
     check(found, 2)
-    assert found[0]["built"] == set()  # on gloo a step makes its own
+    assert found[0]["built"] == set()  # on gloo, a step creates its groups
     channels = {channel for _, channel in found[0]["planned"]}
     assert {"ids", "vectors", "dense"} - channels <= ({"vectors"} if case == "dp" else set())
     assert ("main" in channels) == (case == "mixed")

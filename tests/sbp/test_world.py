@@ -316,7 +316,7 @@ def test_unknown_devices_and_backends():
 
 def test_a_layout_on_a_device_the_world_lacks():
     world = World(0, 1, torch.device("cpu"), owns_default_group=False)
-    with pytest.raises(SbpError, match=r'on cuda, this world runs on cpu; .*device="cuda"'):
+    with pytest.raises(SbpError, match=r'on cuda, but this world runs on cpu; .*device="cuda"'):
         world.device_of(line_layout("cuda", 1, B))
 
 

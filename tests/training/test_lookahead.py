@@ -199,7 +199,7 @@ def test_explain_shows_the_window_and_its_memory():
         assert batches["start_id_exchange"] == {0: "this", 1: "next", 4: "+4"}[lookahead]
         assert batches["receive_ids"] == {0: "this", 1: "this", 4: "+3"}[lookahead]
         found[lookahead] = [rank["window_bytes"] for rank in facts["ranks"]]
-        assert f"of the {1 + lookahead} batches in the window" in format_plan(plan)
+        assert f"the {1 + lookahead} batches in the lookahead window" in format_plan(plan)
     assert all(each > 0 for each in found[0])
     assert found[1] == [2 * each for each in found[0]]
     assert found[4] == [5 * each for each in found[0]]

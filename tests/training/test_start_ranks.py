@@ -114,5 +114,5 @@ def test_a_number_of_ranks_that_cannot_be_is_named(monkeypatch):
     with pytest.raises(ConfigError, match=r"^-n: 0 ranks; use 1 or more, for example -n 2$"):
         start_ranks(["train"], 0, "-n")
     monkeypatch.setenv("RANK", "1")
-    with pytest.raises(ConfigError, match=r"^-n: 2, but this process is rank 1 of a launcher"):
+    with pytest.raises(ConfigError, match=r"^-n: 2, but this process is already rank 1 of"):
         start_ranks(["train"], 2, "-n")

@@ -3,14 +3,13 @@
 ``explain`` uses the times that runs on this machine have measured, but does not measure.
 """
 
-import json
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 
-from sbpflow.boxing.agreement import gather_texts
+from sbpflow.boxing.agreement import gather_facts
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.plan.table_batch import TableBatch
 from sbpflow.embedding.rules.base import KernelName, KernelRequest
@@ -48,21 +47,21 @@ def with_measured_kernels(plan: RunPlan, request: KernelRequest, boxing: Boxing)
     stacks = list(_measurable(plan, request))
     if not stacks:
         return plan
-    by_stack: list[dict[str, float]] = []
+    facts: dict[str, str] = {}
     if boxing.world.rank == 0:
         profile = Profile()
-        for stack, shape, names in stacks:
+        for number, (stack, shape, names) in enumerate(stacks):
             times = profile.find(shape)
             if times is None or set(times) != set(names):
                 times = measure(shape, names)
                 profile.keep(shape, times)
                 text = ", ".join(f"{name} {ms:.2f} ms" for name, ms in times.items())
                 LOG.info("kernels of tables like %s: %s", stack.tables[0].name, text)
-            by_stack.append(times)
-    by_stack = json.loads(gather_texts(boxing, json.dumps(by_stack))[0])
+            facts |= {f"{number}/{name}": repr(ms) for name, ms in times.items()}
+    facts = gather_facts(boxing, facts)[0]
     kernels = dict(plan.kernels)
-    for (stack, _, _), times in zip(stacks, by_stack, strict=True):
-        _take(kernels, stack, times)
+    for number, (stack, _, names) in enumerate(stacks):
+        _take(kernels, stack, {name: float(facts[f"{number}/{name}"]) for name in names})
     return replace(plan, kernels=kernels)
 
 
