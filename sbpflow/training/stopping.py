@@ -153,7 +153,7 @@ class Watchers:
         watchers = self._all
         if not watchers:
             return
-        metrics = [watcher.config.metric for watcher in watchers.values()]
+        metrics: list[Metric] = [watcher.config.metric for watcher in watchers.values()]
         # Rank 0's values on every rank: the sum with the zeros of the others.
         mine = [_value(evaluation, metric) if boxing.world.rank == 0 else 0.0 for metric in metrics]
         part = torch.tensor(mine, dtype=torch.float64, device=boxing.world.device)

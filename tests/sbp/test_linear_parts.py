@@ -84,7 +84,7 @@ def dry(*values: torch.Tensor) -> list[GlobalTensor]:
 
 REFUSED = {
     "inputs of widths [3, 8] need a weight of 11 columns": lambda xs, w, b: (xs[:2], w, b),
-    "no tensors were given; it joins one or more": lambda xs, w, b: ([], w, b),
+    "the list of tensors is empty": lambda xs, w, b: ([], w, b),
     "it takes a list of tensors, not GlobalTensor(float64[7, 3]": lambda xs, w, b: (xs[0], w, b),
     "input 1 has 1 dim, GlobalTensor(float64[5]": lambda xs, w, b: ([xs[0], b], w, b),
     "operand 1 is a plain tensor of shape [7]": lambda xs, w, b: ([xs[0], torch.ones(7)], w, b),
@@ -92,7 +92,7 @@ REFUSED = {
     "weight is None, not a GlobalTensor": lambda xs, w, b: (xs, None, b),
     "operand 4 is a plain tensor of shape [5]": lambda xs, w, b: (xs, w, torch.ones(5)),
     "shapes [[7, 3], [7, 8], [7, 1], [5, 12], [5, 12]] do not fit": lambda xs, w, b: (xs, w, w),
-    "operands are float32, float64, float64, float64, float64; they must be of one dtype": (
+    "operands are float32, float64, float64, float64, float64; they must have the same dtype": (
         lambda xs, w, b: ([ops.cast(xs[0], torch.float32), *xs[1:]], w, b)
     ),
 }

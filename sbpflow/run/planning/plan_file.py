@@ -180,7 +180,9 @@ def _decode(value: object) -> object:
     for key, item in values.items():
         if not _fits(item, _hints(kind)[key]):
             raise TypeError(f"{kind.__name__}.{key} cannot be {str(item)[:80]}")
-    return saved_move(values["name"], values["says"]) if kind is Move else kind(**values)
+    if kind is Move:
+        return saved_move(cast("str", values["name"]), cast("str", values["says"]))
+    return kind(**values)
 
 
 @cache
