@@ -75,7 +75,7 @@ def job_of_one_step(world, config):
     return job
 
 
-def test_a_grown_table_keeps_its_rows_and_has_new_ones_behind_them(ranks, memory):
+def test_grown_tables_keep_saved_rows_and_append_new_ones(ranks, memory):
     for name in ("before", "new", "after"):
         (memory / name).mkdir()
     for refused, steps in ranks(2, grow, memory):
@@ -122,7 +122,7 @@ def test_rows_are_rounded_to_the_nearest_and_widened_exactly(ranks, memory):
         assert torch.equal(again.tensor(name), kept.to(value.dtype)), name
 
 
-def test_what_a_set_is_to_the_one_of_a_checkpoint():
+def test_relation_of_a_data_set_to_that_of_a_checkpoint():
     saved = {"path": "a", "fingerprint": "f1", "content_id": "c1", "vocabulary_digest": "v1"}
     facts = DataFacts(
         path="b", fingerprint="f2", content_id="c2", vocabulary_digest="v3", ancestors=("v2", "v1")
@@ -156,7 +156,7 @@ def per_shard(world: World, folder: Path, case: str):
     return ""
 
 
-def test_state_per_column_shard_is_for_the_same_shards_only(ranks, memory):
+def test_state_per_column_shard_needs_the_same_shards(ranks, memory):
     ranks(2, per_shard, memory, "save")
     assert ranks(2, per_shard, memory, "same") == ["", ""]
     for size, case in ((3, "same"), (2, "logical")):
@@ -203,7 +203,7 @@ def _mount_over(folder: Path) -> str:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="another mount namespace needs root")
-def test_a_machine_whose_own_disk_is_at_checkpoint_dir_is_named(ranks, memory):
+def test_machines_with_a_local_checkpoint_dir_are_named(ranks, memory):
     said = ranks(2, look_from_another_machine, memory)
     if said[1].startswith("refused"):
         pytest.skip(said[1])
@@ -214,7 +214,7 @@ def test_a_machine_whose_own_disk_is_at_checkpoint_dir_is_named(ranks, memory):
     assert ranks(2, look, [memory, memory]) == ["", ""], "the rank sees the folder again"
 
 
-def test_a_folder_that_not_all_ranks_see_is_refused(ranks, memory):
+def test_folders_that_ranks_do_not_share_are_refused(ranks, memory):
     (memory / "other").mkdir()
     assert ranks(2, look, [memory, memory]) == ["", ""]
     for said in ranks(2, look, [memory, memory / "other"]):

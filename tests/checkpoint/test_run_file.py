@@ -51,11 +51,11 @@ def test_no_damaged_copy_is_accepted(tmp_path):
     assert all("checkpoint.resume=never" in one for one in said)
 
 
-def test_no_file_is_no_run(tmp_path):
+def test_a_missing_run_file_means_no_run(tmp_path):
     assert read_run(tmp_path) is None
 
 
-def test_a_file_without_checksum_passes_in_the_form_that_was_written(tmp_path):
+def test_version_1_files_are_read_in_their_exact_form(tmp_path):
     (tmp_path / RUN_FILE).write_text(FIRST)
     first = RunFacts(run="0123456789ab", facts={"run.seed": "7"}, status="training")
     assert read_run(tmp_path) == first
@@ -80,7 +80,7 @@ def test_a_file_without_checksum_passes_in_the_form_that_was_written(tmp_path):
         (FIRST, "null", "cannot be used"),
     ],
 )
-def test_any_other_form_without_checksum_is_refused(tmp_path, old, new, says):
+def test_other_forms_without_checksum_are_refused(tmp_path, old, new, says):
     (tmp_path / RUN_FILE).write_text(FIRST.replace(old, new, 1))
     with pytest.raises(CheckpointError, match=says):
         read_run(tmp_path)

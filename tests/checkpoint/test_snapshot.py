@@ -48,7 +48,7 @@ def make_storage(kernel):
 
 @pytest.mark.parametrize("tight", [False, True])
 @pytest.mark.parametrize("kernel", ["torch", "numba", "fbgemm", "triton"])
-def test_rows_are_written_as_they_were(kernel, tight, tmp_path, monkeypatch):
+def test_changing_rows_are_saved_as_they_were(kernel, tight, tmp_path, monkeypatch):
     if tight:  # 30 places in slabs of 2; the rest goes through a file
         monkeypatch.setattr(undo, "SLAB_SHARE", 0.0)
         monkeypatch.setattr(undo, "MIN_SLAB_ROWS", 1)
@@ -182,7 +182,7 @@ def train_while_saving(world: World, folder, case: Case, tight: bool):
 
 @pytest.mark.parametrize("tight", [False, True])
 @pytest.mark.parametrize("scheme", ["3", "mixed"])
-def test_a_save_beside_training_equals_one_that_waits(ranks, memory, scheme, tight):
+def test_background_saves_equal_blocking_saves(ranks, memory, scheme, tight):
     for name in "ab":
         (memory / name).mkdir()
     case = Case(Lying(2, scheme), Lying(2, scheme), "lazy_adam")
@@ -237,7 +237,7 @@ def one_cannot_write(world: World, folder):
     return said
 
 
-def test_every_rank_is_told_why_one_could_not_write(ranks, memory):
+def test_every_rank_gets_the_reason_of_a_failed_write(ranks, memory):
     for said in ranks(2, one_cannot_write, memory):
         assert said == ["rank 1: rank-1.bin: cannot be written (no space left on device)"] * 2
     assert sorted(path.name for path in memory.iterdir()) == ["step-1", "step-3"]
@@ -277,7 +277,7 @@ def folder_is_taken_away(world: World, folder, late: bool):
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_folder_that_is_taken_away_is_said_by_every_rank(ranks, memory, late):
+def test_every_rank_reports_a_deleted_folder(ranks, memory, late):
     (one, left), (two, _) = ranks(2, folder_is_taken_away, memory, late)
     assert one == two
     assert "cannot be written (no such file or directory)" in one
@@ -313,14 +313,14 @@ def disk_full_for_rows_put_aside(world: World, folder):
     return said, job.trainer.num_steps
 
 
-def test_a_full_disk_for_rows_put_aside_is_said_and_nobody_waits(ranks, memory):
+def test_a_full_disk_for_spilled_rows_is_reported_without_a_hang(ranks, memory):
     ((said, steps),) = ranks(1, disk_full_for_rows_put_aside, memory)
     assert "cannot be written (no space left on device)" in said
     assert steps == 11
     assert [path.name for path in memory.iterdir()] == ["step-1"]
 
 
-def test_rows_put_aside_have_no_name_and_are_checked(tmp_path):
+def test_spill_files_have_no_name_and_are_checked(tmp_path):
     file = spill.SpillFile(tmp_path)
     first = file.append([memoryview(b"some"), memoryview(b" rows")])
     second = file.append([memoryview(b"others")])

@@ -172,7 +172,7 @@ ONLY_NUMBERS = Fields.of(["I1", "I2"], {})
         (["model.name=dlrm", "model.norm=group"], CRITEO_X1, "model.norm: 'group'.*batch"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused(tmp_path, overrides, fields, said):
+def test_states_that_do_not_fit_are_refused(tmp_path, overrides, fields, said):
     path = tmp_path / "empty.yaml"
     path.write_text("{}")
     with pytest.raises(ConfigError, match=said):

@@ -88,7 +88,7 @@ HALF, WHOLE = ("torch.bfloat16",) * 2, ("torch.float32",) * 2
         ("dcnv2 low rank", {"mlp.2"}, {"bottom.0", "cross", "mlp.0", "mlp.1"}),
     ],
 )
-def test_what_is_narrow_and_what_is_not(ranks, name, whole, half):
+def test_which_tensors_are_half_precision(ranks, name, whole, half):
     ((seen, others),) = ranks(1, dtypes_of_one_step, name)
     assert {key for key, dtypes in seen.items() if dtypes == WHOLE} == whole
     assert half <= {key for key, dtypes in seen.items() if dtypes == HALF}
@@ -121,7 +121,7 @@ def cost_of_half(world, share):
     return lines
 
 
-def test_where_bfloat16_is_slower_the_run_says_so(ranks):
+def test_slow_bfloat16_is_logged(ranks):
     slow, other = ranks(2, cost_of_half, 1.7)
     (line,) = slow
     assert line.startswith("model.autocast: linears in bfloat16 take 1.70 times as long")
@@ -156,7 +156,7 @@ def compiled(world, name, scheme):
         for name in MODELS
     ],
 )
-def test_a_compiled_part_trains_like_the_other(ranks, name):
+def test_a_compiled_part_trains_like_an_uncompiled_one(ranks, name):
     plain = config_with(name, "1", dtype="float64", norm="none")
     (expected,) = ranks(1, train, plain, SHORT)
     for result in ranks(2, compiled, name, "3"):

@@ -92,7 +92,7 @@ def test_shared_and_uneven_tables_train_alike_on_any_number_of_ranks(ranks, sche
         ({"home": FieldRule(table="shop")}, {}, "in one table shop, which is shop's own"),
     ],
 )
-def test_what_does_not_fit_is_refused(fields, tables, message):
+def test_states_that_do_not_fit_are_refused(fields, tables, message):
     model = replace(MODEL, fields=fields, tables=tables)
     config = replace(make_config("1", "adagrad"), model=model)
     with pytest.raises(ConfigError) as caught:

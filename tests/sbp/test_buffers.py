@@ -56,7 +56,7 @@ def _results_kept(world):
         check_parts(world, part, dst, full, f"kept {dst}")
 
 
-def test_results_outlive_the_buffers_they_came_through(ranks):
+def test_results_do_not_alias_buffers(ranks):
     ranks(3, _results_kept)
 
 

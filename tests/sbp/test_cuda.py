@@ -52,7 +52,7 @@ def _dropped(world, shape):
 
 
 @pytest.mark.gpu
-def test_dropout_drops_what_its_counts_say(nccl_ranks):
+def test_dropout_matches_its_counted_masks(nccl_ranks):
     shape = (300, 70)
     counts = import_module("sbpflow.tensor.ops.dropout")
     key = torch.tensor(stream_key(7, "here"))

@@ -33,7 +33,7 @@ def _run_page(world, blocks):
     return printed
 
 
-def test_the_code_prints_what_the_page_shows(ranks):
+def test_the_page_shows_the_output_of_its_code(ranks):
     found = BLOCK.findall(PAGE.read_text())
     assert len(found) >= 7
     printed = ranks(2, _run_page, [code for code, _ in found])[0]
@@ -49,7 +49,7 @@ def _rows(title):
 
 
 @pytest.mark.parametrize("p", [2, 4])
-def test_the_table_of_conversions_holds(p):
+def test_the_table_of_conversions_is_correct(p):
     rows = _rows("What happens from X to Y")
     assert len(rows) == 10
     size = 64 * 64 * 4
@@ -90,7 +90,7 @@ UNLIKE_TORCH = {  # what test_ops does not compare with a plain op, on one float
 }
 
 
-def test_the_table_of_signatures_holds(monkeypatch):
+def test_the_table_of_signatures_is_correct(monkeypatch):
     seen = []
     deduce = dispatch.deduce
     monkeypatch.setattr(dispatch, "deduce", lambda r, *a: (seen.append(r), deduce(r, *a))[1])

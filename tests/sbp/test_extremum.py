@@ -116,7 +116,7 @@ def _into(world, ranks):
 
 
 @pytest.mark.parametrize("ranks_of", GRIDS, ids=str)
-def test_into_a_maximum_and_out_is_the_identity(ranks, ranks_of):
+def test_converting_to_a_maximum_and_back_is_the_identity(ranks, ranks_of):
     ranks(4, _into, ranks_of)
 
 
@@ -132,7 +132,7 @@ def _promised(world, grad_sbp):
 
 
 @pytest.mark.parametrize("grad_sbp", [None, "P", "B"])
-def test_a_promised_gradient_holds_out_of_a_maximum(ranks, grad_sbp):
+def test_grad_sbp_works_from_a_maximum(ranks, grad_sbp):
     assert ranks(2, _promised, grad_sbp) == [[1.0, 0.0], [0.0, 1.0]]
 
 

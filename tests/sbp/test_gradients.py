@@ -145,7 +145,7 @@ def test_grad_sbp_on_a_grid(ranks):
     ],
 )
 @pytest.mark.parametrize("trains", [True, False])
-def test_a_gradient_that_cannot_lie_so(src, dst, grad_sbp, message, trains):
+def test_impossible_gradient_layouts_are_refused(src, dst, grad_sbp, message, trains):
     """Refused on every rank, also where nothing requires a gradient."""
     layout = Layout(Placement.line("cpu", 2), parse_nd_sbp(src))
     part = torch.empty(layout.part_shape((4, 4), 0), device="meta", requires_grad=trains)
@@ -243,13 +243,13 @@ def _starts_outside(world, outside):
     return x.part.grad.tolist()
 
 
-def test_a_rank_without_a_part_says_that_the_others_require_grad(ranks):
+def test_ranks_without_a_part_declare_requires_grad(ranks):
     values = ranks(3, _starts_outside, {"requires_grad": True})
     assert values == [[0.0] * 3, [1.0] * 3, []]
 
 
 @pytest.mark.checked
-def test_ranks_that_differ_in_what_requires_grad_are_named(ranks):
+def test_ranks_with_different_requires_grad_are_named(ranks):
     """Every rank raises at the conversion; without the checked mode the others would wait."""
     with pytest.raises(RanksFailed) as caught:
         ranks(3, _starts_outside, {})
@@ -274,7 +274,7 @@ def _outside_unchecked(world):
         world.checked = True
 
 
-def test_a_backward_that_starts_nowhere_says_so(ranks):
+def test_backward_without_grad_is_refused(ranks):
     ranks(3, _outside_unchecked)
 
 
@@ -413,7 +413,7 @@ def _leaf_or_value(world, boxing, full, layout):
 
 
 @pytest.mark.parametrize("nd_sbp", ["S(0)", "B"])
-def test_into_a_maximum_pads_with_the_lowest(ranks, nd_sbp):
+def test_converting_to_a_maximum_pads_with_the_lowest_value(ranks, nd_sbp):
     values = ranks(3, _into_extremum, nd_sbp, "float64")
     assert [names for names, _ in values] == [["all_reduce"]] * 3
     assert values[1][1] == float("-inf")
@@ -440,7 +440,7 @@ def _extremum_elsewhere(world, src, dst):
 
 
 @pytest.mark.parametrize("src", ["S(0)", "B", "P", "P(max)", "P(min)"])
-def test_sending_into_a_maximum_has_a_gradient(ranks, src):
+def test_conversions_to_a_maximum_have_gradients(ranks, src):
     """The values travel once, and not at all where a rank that has them becomes their holder."""
     names = [] if src == "B" else ["all_to_all"]
     assert ranks(3, _extremum_elsewhere, src, "P(max)") == [names] * 3

@@ -50,16 +50,16 @@ def _out_and_back(world, grid, nd_sbps, shape):
 
 @pytest.mark.parametrize("shape", [(6, 8), (5, 7), (13, 3)], ids=str)
 @pytest.mark.parametrize("line", [[0, 1, 2], [0, 2]], ids=str)
-def test_out_and_back_on_a_line(ranks, line, shape):
+def test_round_trips_on_a_line(ranks, line, shape):
     ranks(3, _out_and_back, line, one_axis([0, 1]), shape)
 
 
-def test_out_and_back_on_a_grid(ranks):
+def test_round_trips_on_a_grid(ranks):
     values = [(a, b) for (a,), (b,) in itertools.product(one_axis([0, 1]), repeat=2)]
     ranks(4, _out_and_back, [[0, 1], [2, 3]], values, (8, 12))
 
 
-def test_chunks_are_torchs():
+def test_chunk_sizes_are_those_of_torch():
     for size, parts in itertools.product(range(14), range(1, 6)):
         pieces = [len(piece) for piece in torch.arange(size).chunk(parts)] if size else []
         assert list(chunk_sizes(size, parts)) == pieces + [0] * (parts - len(pieces))
@@ -75,7 +75,7 @@ def _from_theirs(world):
     assert torch.equal(ours.full(), full)
 
 
-def test_chunks_come_in_with_explicit_sizes(ranks):
+def test_dtensor_chunks_become_explicit_sizes(ranks):
     ranks(4, _from_theirs)
 
 
@@ -128,7 +128,7 @@ def _unequal_nested(world):
     to_dtensor(x)
 
 
-def test_nested_splits_that_dtensor_cuts_unequally_are_refused(ranks):
+def test_nested_splits_that_dtensor_makes_unequal_are_refused(ranks):
     with pytest.raises(AssertionError, match=r"splits dim 0 of \[5, 2\] twice, .*box to one split"):
         ranks(4, _unequal_nested)
 

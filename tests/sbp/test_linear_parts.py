@@ -50,7 +50,7 @@ def run(world: World, weight: str, bias: str, x: str) -> list[torch.Tensor]:
     ("weight", "bias", "x"),
     [("B", "B", "S(0)"), ("S(0)", "S(0)", "B"), ("S(0)", "S(0)", "S(0)"), ("S(1)", "B", "S(0)")],
 )
-def test_the_parts_give_what_their_concatenation_gives(ranks, world_size, weight, bias, x):
+def test_linear_of_parts_equals_linear_of_the_concatenation(ranks, world_size, weight, bias, x):
     *xs, w, b = [value.requires_grad_() for value in values()]
     expected = F.linear(torch.cat(xs, 1), w, b)
     expected.sum().backward()

@@ -152,7 +152,7 @@ def test_a_scheme_runs_exactly_its_conversions(ranks, scheme):
 
 
 @pytest.mark.parametrize("layouts", LAYOUTS.values(), ids=LAYOUTS)
-def test_a_dry_run_foretells_the_log(ranks, layouts):
+def test_dry_runs_predict_the_log(ranks, layouts):
     """Ids, collectives, groups and bytes of every rank, forward and backward, dropout included."""
     for rank, ran in enumerate(ranks(3, _traffic, *layouts)):
         boxing = DryBoxing(3, rank)

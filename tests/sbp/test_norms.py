@@ -155,7 +155,7 @@ def test_cross_layers_by_blocks_of_rows(low, half):
         assert difference < bound
 
 
-def test_what_a_cross_network_refuses():
+def test_cross_network_refusals():
     x, square, bias = dry("S(0)", (4, 3)), dry("B", (3, 3)), dry("B", (3,))
     assert ops.cross_network(x, []) is x
     with pytest.raises(SbpError, match=r"layer 1 has .* \[\[3\], \[3, 3\]\]; x has 3"):
@@ -164,7 +164,7 @@ def test_what_a_cross_network_refuses():
         ops.cross_network(x, [(square, dry("B", (3,), torch.bfloat16))])
 
 
-def test_what_a_norm_refuses():
+def test_norm_refusals():
     x = dry("S(0)", (4, 3))
     weight = bias = dry("B", (3,))
     mean, var = running_of(x)

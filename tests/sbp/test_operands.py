@@ -66,12 +66,12 @@ LAY_OUT = "lay it out first: GlobalTensor.from_full(x, layout, boxing)"
         wrong("flatten: dim (0, 1) must be a whole number", lambda: ops.flatten(dry(5, 7), (0, 1))),
     ],
 )
-def test_what_is_no_global_tensor_or_no_dim(call, text):
+def test_non_tensors_and_invalid_dims_are_refused(call, text):
     with pytest.raises(SbpError, match=re.escape(text)):
         call()
 
 
-def test_one_whole_number_is_one_dim():
+def test_an_int_is_a_single_dim():
     x = dry(4, 6, sbp="S(0)")
     assert ops.reduce_sum(x, 1).shape == (4,)
     assert ops.reduce_max(x, -1, keepdim=True).shape == (4, 1)

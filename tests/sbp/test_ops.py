@@ -366,7 +366,7 @@ def test_every_op_is_compared_with_plain_torch():
         and not name.startswith("_") and value is not vars(dispatch).get(name)
     }  # fmt: skip
     elsewhere = {"dropout": "test_dropout_masks", "reduce_max": "test_reduce_max_over_a_split_dim",
-                 "linear_of_parts": "test_the_parts_give_what_their_concatenation_gives",
+                 "linear_of_parts": "test_linear_of_parts_equals_linear_of_the_concatenation",
                  **dict.fromkeys(("class_weights", "focal_weights", "smooth_labels"),
                                  "training: test_a_loss_is_that_of_plain_torch"),
                  "cast": "test_cast_keeps_partial_only_if_terms_lose_nothing"}  # fmt: skip
@@ -392,7 +392,7 @@ def test_deduction_is_repeatable():
     assert choices[0] == choices[1]
 
 
-def test_partial_never_reaches_a_function_that_is_not_linear():
+def test_nonlinear_functions_never_get_partial():
     for name in ("relu", "tanh", "bias_add", "bce_none", "linear_bias", "fm_interaction",
                  "dot_interaction", "layer_norm", "batch_norm"):  # fmt: skip
         boxing = DryBoxing(2)

@@ -56,7 +56,7 @@ def test_a_mean_of_half_types_does_not_overflow(ranks, sbp, dtype, dims):
         assert torch.equal(torch.from_numpy(gradient), torch.full_like(full, 1 / count))
 
 
-def test_terms_of_a_mean_travel_in_its_dtype(ranks):
+def test_terms_of_a_mean_have_its_dtype(ranks):
     for _, _, sent in ranks(2, _mean, "S(0)", "float16", 0):
         assert sent == 16 * 2  # each rank sends half of its 16 terms, and half of the result
 
@@ -108,7 +108,7 @@ def _any(world, nd_sbp, ranks, dims, dtype):
         ([[0, 1], [2, 3]], "(B, S(0)[4, 1])"),
     ],
 )
-def test_a_maximum_of_bools_needs_no_terms(ranks, ranks_, nd_sbp, dims):
+def test_bool_maximum_without_partial(ranks, ranks_, nd_sbp, dims):
     """bool has no P(max): S and B are its layouts, and deduction takes one of them."""
     expected = _flags().amax(() if dims is None else dims).tolist()
     size = 4 if isinstance(ranks_[0], list) else 2

@@ -42,7 +42,7 @@ def _imports(tree):
 
 
 @pytest.mark.parametrize("name", LAYER)
-def test_the_layer_stands_alone(name):
+def test_the_sbp_layer_has_no_other_dependencies(name):
     for module in _imports(_tree(name)):
         if module.startswith("sbpflow."):
             part = module.removeprefix("sbpflow.")

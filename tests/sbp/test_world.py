@@ -46,7 +46,7 @@ def _log(world):
     return world.log.records
 
 
-def test_the_log_has_what_ran_in_order(ranks):
+def test_the_log_lists_transfers_in_order(ranks):
     """Conversions without traffic leave no record, and neither does a disabled log."""
     assert ranks(2, _log)[1] == [
         CommRecord("ids/fwd/0", "all_gather", "ids", (0, 1), 3 * 4 * 4),
@@ -95,7 +95,7 @@ def _different_steps(world):
 
 
 @pytest.mark.checked
-def test_a_rank_that_takes_a_different_step_is_named(ranks):
+def test_ranks_with_different_steps_are_named(ranks):
     with pytest.raises(RanksFailed) as caught:
         ranks(2, _different_steps)
     assert len(caught.value.errors) == 2
@@ -228,7 +228,7 @@ def _one_refuses_many_sizes(world):
         (2, _one_refuses_many_sizes, "3 x " * 300 + "end"),
     ],
 )  # fmt: skip
-def test_a_reason_is_never_cut(ranks, size, fn, reason):
+def test_reasons_are_never_truncated(ranks, size, fn, reason):
     """However long the step is called, and however much there is to say."""
     with pytest.raises(RanksFailed) as caught:
         ranks(size, fn)
@@ -314,7 +314,7 @@ def test_unknown_devices_and_backends():
             World.start("cuda")
 
 
-def test_a_layout_on_a_device_the_world_lacks():
+def test_layouts_on_missing_devices_are_refused():
     world = World(0, 1, torch.device("cpu"), owns_default_group=False)
     with pytest.raises(SbpError, match=r'on cuda, this world runs on cpu; .*device="cuda"'):
         world.device_of(line_layout("cuda", 1, B))

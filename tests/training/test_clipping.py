@@ -143,7 +143,7 @@ def test_kernels_agree_on_norm_and_rows(ranks, kernel):
         np.testing.assert_allclose(change, want["changes"][name], rtol=0, atol=1e-7, err_msg=name)
 
 
-def test_a_norm_below_the_limit_changes_no_bit(ranks):
+def test_norms_below_the_limit_change_nothing(ranks):
     config = make_config("2", "sgd")
     for one, other in zip(
         ranks(2, one_step, config),
@@ -168,7 +168,7 @@ def planned_and_sent(world: World, config: Config) -> tuple[list[str], list[str]
     return planned, clip
 
 
-def test_one_number_travels_and_none_where_every_rank_has_all(ranks):
+def test_clipping_sends_one_number_or_none(ranks):
     rows = with_clip(make_config("3", "sgd"), 1.0, rows=True)
     for planned, sent in ranks(2, planned_and_sent, rows):
         assert planned == sent == ["clip/bwd/norm 8"]

@@ -126,7 +126,7 @@ def _weighted(world: World, scheme: str, repeat: bool):
 
 
 @pytest.mark.parametrize(("scheme", "size"), [("dp", 1), ("1", 2), ("3", 4)])
-def test_a_weight_is_worth_as_many_rows(ranks, scheme, size):
+def test_weights_count_as_repeated_rows(ranks, scheme, size):
     """Weights 0, 1 and 2 of 30 rows are 30 rows, of which a third is there twice."""
     weighted = ranks(size, _weighted, scheme, False)
     repeated = ranks(size, _weighted, scheme, True)

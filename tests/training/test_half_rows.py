@@ -49,7 +49,7 @@ def test_losses_are_those_of_one_rank(ranks, scheme, size, row_dtype):
 
 
 @pytest.mark.parametrize(("scheme", "size"), [("1", 2), ("2", 3), ("3", 3), ("dp", 2)])
-def test_losses_in_float32_stay_within_its_sums(ranks, scheme, size):
+def test_float32_losses_stay_within_rounding(ranks, scheme, size):
     """A sum in another order, 1e-7 away, rounds one element in 30,000 the other way, by 4e-3."""
     one = ranks(1, train, half("dp", "float32"), STEPS)[0]["losses"]
     for result in ranks(size, train, half(scheme, "float32"), STEPS):

@@ -323,7 +323,7 @@ def test_any_number_of_ranks_has_the_same_keys_and_rows(ranks, memory, alone, si
 
 
 @pytest.mark.parametrize(("size", "other"), [(4, 1), (1, 2), (2, 2), (3, 4)])
-def test_a_run_goes_on_on_another_number_of_ranks(ranks, memory, size, other):
+def test_runs_resume_on_other_world_sizes(ranks, memory, size, other):
     case = Case("2" if size == 4 else "3", slots=90 if other == 2 else None)
     whole = ranks(size, whole_run, case, memory / "run")
     for lookahead in (0, 4):
@@ -366,7 +366,7 @@ def predicted(world: World, folder: Path) -> list[float]:
     return job.trainer.predict(batch_of(NEVER_TRAINED, Case())).tolist()
 
 
-def test_a_saved_model_predicts_and_what_it_cannot_is_refused(ranks, alone):
+def test_saved_models_predict_and_refuse_invalid_requests(ranks, alone):
     found, folder = alone
     (logits,) = ranks(1, predicted, folder)
     assert logits == found["logits"][-len(logits) :]
@@ -375,7 +375,7 @@ def test_a_saved_model_predicts_and_what_it_cannot_is_refused(ranks, alone):
     assert "of the saved keys belong; give it num_rows of" in message
 
 
-def test_the_cases_have_what_they_claim():
+def test_cases_have_their_claimed_properties():
     keys = keys_for("C1", torch.arange(300))
     assert set(EXTREME) <= set(keys.tolist())
     assert keys.unique().numel() == 300

@@ -11,9 +11,7 @@ from tests.deadlines import Deadline
 
 
 @pytest.mark.slow
-def test_a_run_that_is_interrupted_and_killed_is_the_run_that_is_not(
-    synth_set, tmp_path, monkeypatch
-):
+def test_interrupted_and_killed_runs_equal_an_undisturbed_run(synth_set, tmp_path, monkeypatch):
     monkeypatch.setattr(faults, "STEPS", 60)
     expected = faults.uninterrupted(synth_set, tmp_path / "whole", 2)
     run = Campaign(synth_set, tmp_path / "run", 2, random.Random(3))

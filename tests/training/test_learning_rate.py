@@ -43,12 +43,12 @@ def test_a_decay_inside_the_warm_up_is_refused():
         ({"decay_steps": 10, "end_factor": -0.5}, r"end_factor: -0.5 .*0 to 1"),
     ],
 )
-def test_a_fall_that_would_not_happen_is_refused(given, said):
+def test_decay_without_effect_is_refused(given, said):
     with pytest.raises(ConfigError, match=f"^optimizer.schedule.{said}"):
         ScheduleConfig(**given)
 
 
-def test_a_fall_may_end_where_it_began_or_at_nothing():
+def test_decay_may_end_at_one_or_zero():
     for end in (0.0, 1.0):
         config = ScheduleConfig(decay_start=2, decay_steps=2, end_factor=end)
         assert rate_factor(config)(9) == end

@@ -122,7 +122,7 @@ def drained(world: World, config: Any, lookahead: int) -> Any:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_batches_that_are_drained_leave_no_trace(ranks, world_size):
+def test_drained_batches_have_no_effect(ranks, world_size):
     config = make_config("3", "lazy_adam", dense="adam")
     want = ranks(world_size, drained, config, 0)
     for lookahead in (1, 4):
@@ -177,7 +177,7 @@ def counted(world: World, config: Any, lookahead: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("policy", ["clamp", "hash"])
-def test_counters_are_of_trained_batches(ranks, policy):
+def test_counters_count_trained_batches_only(ranks, policy):
     config = make_config("3", "sgd")
     config = replace(config, data=replace(config.data, out_of_range=policy))
     want = [1, 3, 6, 10, 10]

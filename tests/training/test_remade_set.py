@@ -74,7 +74,7 @@ def test_other_rows_are_refused(sets, tmp_path, monkeypatch):
         run(sets / "other", tmp_path, *MORE)
 
 
-def test_a_run_of_an_earlier_version_goes_on_over_its_set_alone(sets, whole, tmp_path, monkeypatch):
+def test_runs_of_earlier_versions_resume_only_on_their_data(sets, whole, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         as_earlier_versions_saved(patch)
         stopped(sets, tmp_path, monkeypatch)

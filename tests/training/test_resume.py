@@ -75,7 +75,7 @@ def whole(synth_set, tmp_path_factory):
     return folder
 
 
-def test_an_interrupted_run_goes_on_bit_for_bit(synth_set, whole, tmp_path, monkeypatch):
+def test_interrupted_runs_resume_bit_for_bit(synth_set, whole, tmp_path, monkeypatch):
     expected = events(whole)
     assert [e["step"] for e in expected if e["event"] == "step"] == list(range(1, 21))
     for at in (2, 7, 11, 18):  # before the first checkpoint; then in either epoch
@@ -114,7 +114,7 @@ def interrupted(synth_set, folder, monkeypatch, at=9, *more):
 
 
 @pytest.mark.parametrize("lookaheads", [(16, 0), (0, 4)])
-def test_a_run_goes_on_bit_for_bit_under_another_lookahead(
+def test_resuming_with_another_lookahead_is_bit_equal(
     synth_set, whole, tmp_path, monkeypatch, lookaheads
 ):
     """The window runs over the end of the epoch (step 10) and over evaluations."""
@@ -127,7 +127,7 @@ def test_a_run_goes_on_bit_for_bit_under_another_lookahead(
         assert one.tensor(name).equal(two.tensor(name)), name
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
+def test_damaged_checkpoints_fall_back_to_the_previous_one(
     synth_set, whole, tmp_path, monkeypatch, capfd
 ):
     interrupted(synth_set, tmp_path, monkeypatch)
@@ -142,14 +142,14 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
     assert events(tmp_path) == events(whole)
 
 
-def test_nothing_goes_on_where_no_checkpoint_is_good(synth_set, tmp_path, monkeypatch):
+def test_resuming_without_a_good_checkpoint_is_refused(synth_set, tmp_path, monkeypatch):
     interrupted(synth_set, tmp_path, monkeypatch, 6)
     (tmp_path / "checkpoints" / "step-4" / "index.json").unlink()
     with pytest.raises(ConfigError, match=r"resume=never"):
         run(synth_set, tmp_path)
 
 
-def test_a_damaged_run_file_ends_with_the_way_out(synth_set, tmp_path, monkeypatch):
+def test_damaged_run_files_explain_how_to_recover(synth_set, tmp_path, monkeypatch):
     interrupted(synth_set, tmp_path, monkeypatch, 6)
     file = tmp_path / "checkpoints" / "run.json"
     file.write_text(file.read_text().replace('"training"', '"trainind"'))
@@ -161,7 +161,7 @@ def test_a_damaged_run_file_ends_with_the_way_out(synth_set, tmp_path, monkeypat
         assert run(synth_set, folder, f"checkpoint.resume={resume}", "train.max_steps=6") == 0
 
 
-def test_a_run_of_other_results_is_refused_by_key(synth_set, tmp_path, monkeypatch):
+def test_changed_results_keys_are_refused_on_resume(synth_set, tmp_path, monkeypatch):
     interrupted(synth_set, tmp_path, monkeypatch, 6)
     with pytest.raises(ConfigError) as caught:
         run(synth_set, tmp_path, "run.seed=8", "optimizer.sparse.lr=0.5", "train.log_every=3")
@@ -190,7 +190,7 @@ def kernels_of(folder):
     return {choice["name"] for _, choice in plan["kernels"]["map"]}
 
 
-def test_the_best_checkpoint_stays_through_an_interruption(synth_set, tmp_path, monkeypatch):
+def test_the_best_checkpoint_survives_an_interruption(synth_set, tmp_path, monkeypatch):
     more = ["checkpoint.keep_best=true", "checkpoint.keep=1", "train.eval_every=4"]
     more += ["checkpoint.every=2", "train.eval_rows=1000000"]  # so the end is no candidate
     with monkeypatch.context() as patch:
@@ -233,7 +233,7 @@ def test_the_best_stays_until_a_better_one_is_saved(synth_set, tmp_path, monkeyp
     assert kept[:2] == [(2, None), (4, 4)]
 
 
-def test_never_and_a_finished_run_make_room(synth_set, tmp_path, monkeypatch):
+def test_never_and_finished_runs_move_checkpoints_aside(synth_set, tmp_path, monkeypatch):
     interrupted(synth_set, tmp_path, monkeypatch, 6)
     (tmp_path / "checkpoints" / ".step-6.partial-0123456789").mkdir()  # of a save that was killed
     assert run(synth_set, tmp_path, "checkpoint.resume=never", "train.max_steps=5") == 0
@@ -247,7 +247,7 @@ def test_never_and_a_finished_run_make_room(synth_set, tmp_path, monkeypatch):
     ]
 
 
-def test_a_path_goes_on_whatever_its_run_was(synth_set, whole, tmp_path, monkeypatch):
+def test_explicit_paths_resume_from_any_run(synth_set, whole, tmp_path, monkeypatch):
     shutil.copytree(whole / "checkpoints", tmp_path / "from")
     for path in list_checkpoints(tmp_path / "from")[:2]:
         shutil.rmtree(path)
@@ -266,6 +266,6 @@ def test_a_path_goes_on_whatever_its_run_was(synth_set, whole, tmp_path, monkeyp
         run(synth_set, tmp_path / "c", f"checkpoint.resume={tmp_path / 'nowhere'}")
 
 
-def test_nothing_is_saved_where_that_was_asked_for(synth_set, tmp_path):
+def test_signals_do_not_save_if_configured(synth_set, tmp_path):
     assert run(synth_set, tmp_path, "checkpoint.every=0", "train.max_steps=2") == 0
     assert not (tmp_path / "checkpoints").exists()

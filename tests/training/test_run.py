@@ -265,7 +265,7 @@ def test_the_loop_passes_epochs_on_and_scores_when_asked(monkeypatch):
     ]
 
 
-def test_the_steps_that_are_logged():
+def test_logged_steps():
     assert [step for step in range(1, 301) if is_logged(step, 100)] == [
         *(2, 5, 10, 20, 50),
         *(100, 200, 300),
@@ -298,7 +298,7 @@ def test_loaders_follow_seed_shuffle_and_tail(synth_set):
     assert len(order_of(synth_set, 1, tail="drop")) == 4000
 
 
-def test_a_train_part_without_a_batch_is_refused(synth_set):
+def test_train_splits_without_a_batch_are_refused(synth_set):
     config = DataConfig(batch_size=5000, tail="drop")
     with pytest.raises(ConfigError, match=r"data\.batch_size: 5000 rows, the train part .* 4800"):
         open_loaders(load_manifest(synth_set), config, 0, 1, seed=1, device=CPU)
@@ -330,7 +330,7 @@ def memory(world: World, config: Config) -> tuple[dict[str, int], int, int]:
 
 @pytest.mark.parametrize("sparse", ["sgd", "rowwise_adagrad", "lazy_adam"])
 @pytest.mark.parametrize("scheme", ["dp", "1", "3"])
-def test_explained_memory_is_what_a_rank_takes(ranks, scheme, sparse):
+def test_explained_memory_matches_a_rank(ranks, scheme, sparse):
     config = make_config(scheme, sparse, dense="adam", dense_layouts={"mlp.0.weight": "S(0)"})
     for told, tables, dense in ranks(3, memory, config):
         assert told["table_bytes"] + told["table_state_bytes"] == tables
@@ -347,7 +347,7 @@ def test_explain_plans_gpus_without_one(synth_set, capsys):
     assert collectives["deep/reduce/fwd/vectors"] == "reduce_scatter"
 
 
-def test_explained_bounds_are_what_a_batch_can_reach(synth_set, capsys):
+def test_explained_bounds_are_reachable(synth_set, capsys):
     words = ["--world-size", "4", "--json", f"data.path={synth_set}", "data.batch_size=1024"]
     assert explain(["--config", CONFIG, *words]) == 0
     steps = {step["id"]: step for step in json.loads(capsys.readouterr().out)["steps"]}

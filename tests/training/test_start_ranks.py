@@ -109,7 +109,7 @@ def test_an_interrupt_saves_and_ends_with_130(started, tmp_path, to):
     assert len(list((tmp_path / "run/checkpoints").glob("step-*"))) == 1
 
 
-def test_a_number_of_ranks_that_cannot_be_is_named(monkeypatch):
+def test_impossible_numbers_of_ranks_are_refused(monkeypatch):
     with pytest.raises(ConfigError, match=r"^-n: 0 ranks; use 1 or more, for example -n 2$"):
         start_ranks(["train"], 0, "-n")
     monkeypatch.setenv("RANK", "1")

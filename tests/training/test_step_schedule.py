@@ -226,7 +226,7 @@ def fails_and_goes_on(world: World, config: Any) -> list[str]:
     return said
 
 
-def test_there_is_no_step_after_one_that_failed(ranks):
+def test_no_step_after_a_failed_step(ranks):
     for first, second in ranks(2, fails_and_goes_on, make_config("3", "sgd")):
         assert "[15, 1]" in first
         assert second.startswith("step: an earlier step failed (SbpError: ")
@@ -246,7 +246,7 @@ def another_than_announced(world: World, config: Any) -> tuple[list[float], list
     return [*losses, float(job.trainer.step(second))], said
 
 
-def test_another_batch_than_announced_is_refused_and_nothing_happens(ranks):
+def test_unannounced_batches_are_refused_without_effect(ranks):
     config = make_config("3", "rowwise_adagrad")
     want = ranks(2, train_two, config)
     for (losses, said), expected in zip(
@@ -389,7 +389,7 @@ def train_two(world: World, config: Any) -> list[float]:
         ),
     ],
 )
-def test_an_order_that_uses_what_is_not_there_is_refused(each_batch, each_step, said):
+def test_orders_that_use_missing_results_are_refused(each_batch, each_step, said):
     with pytest.raises(ValueError, match=said):
         StepSchedule(each_batch=each_batch, each_step=each_step)
 
@@ -400,7 +400,7 @@ class Switch:
     schedule = OVERLAPPED
 
 
-def test_the_watch_takes_turns_and_reports(monkeypatch):
+def test_the_overlap_watch_alternates_and_reports(monkeypatch):
     trainer, now, seen = Switch(), [0.0], []
     monkeypatch.setattr("sbpflow.training.overlap.time.perf_counter", lambda: now[0])
     watch = OverlapWatch(trainer, 2, 500, torch.device("cpu"))
@@ -422,7 +422,7 @@ def test_the_watch_takes_turns_and_reports(monkeypatch):
         (2, OVERLAPPED, 199, "200 steps or more"),
     ],
 )
-def test_the_watch_says_why_it_did_not_measure(world_size, schedule, steps, line):
+def test_the_overlap_watch_explains_why_it_did_not_measure(world_size, schedule, steps, line):
     trainer = Switch()
     trainer.schedule = schedule
     watch = OverlapWatch(trainer, world_size, steps, torch.device("cpu"))

@@ -116,7 +116,7 @@ def test_a_scheme_runs_its_collectives_and_no_other(ranks, scheme):
     ids=["1", "2", "2-mixed", "3-split-linears", "3-mixed", "3-unique-columns"],
 )
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_explain_holds_against_the_log(ranks, world_size, scheme, tables, dense):
+def test_explain_matches_the_log(ranks, world_size, scheme, tables, dense):
     config = make_config(scheme, "rowwise_adagrad", tables=tables, dense_layouts=dense)
     if dense:
         assert dense_conversions(config, world_size)
@@ -216,7 +216,7 @@ def step_without(world: World, config: Config, step_id: str) -> int:
         ("1", "deep/columns/bwd/row_state.0"),
     ],
 )
-def test_a_run_fails_without_a_conversion_its_scheme_uses(ranks, scheme, step_id):
+def test_runs_fail_if_a_conversion_is_missing(ranks, scheme, step_id):
     config = make_config(scheme, "rowwise_adagrad")
     with pytest.raises(RanksFailed) as failure:
         ranks(2, step_without, config, step_id)

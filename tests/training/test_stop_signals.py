@@ -72,14 +72,14 @@ def test_the_window_is_drained_before_the_run_leaves(synth_set, tmp_path, monkey
     assert saved(tmp_path)[0] == "step-6"
 
 
-def test_a_second_signal_ends_it_without_a_save(synth_set, tmp_path, monkeypatch, watched):
+def test_a_second_signal_ends_the_run_without_a_save(synth_set, tmp_path, monkeypatch, watched):
     signal_in_step(monkeypatch, 6, signal.SIGTERM, signal.SIGTERM)
     with pytest.raises(launch.Terminated):
         run(synth_set, tmp_path)
     assert saved(tmp_path) == ["step-4"]
 
 
-def test_a_signal_ends_at_once_where_that_was_asked_for(synth_set, tmp_path, monkeypatch, watched):
+def test_signals_end_the_run_at_once_if_configured(synth_set, tmp_path, monkeypatch, watched):
     signal_in_step(monkeypatch, 6, signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         run(synth_set, tmp_path, "checkpoint.on_signal=end")

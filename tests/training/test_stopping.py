@@ -26,7 +26,7 @@ from tests.training.test_health import Split
 from tests.training.wdl_case import FIELDS, make_batches, make_config, make_job
 
 
-def test_better_is_more_auc_or_less_loss_by_more_than_the_delta():
+def test_better_means_more_auc_or_less_loss_by_more_than_min_delta():
     assert is_better("auc", 0.75, 0.5, 0.125)
     assert not is_better("auc", 0.625, 0.5, 0.125)
     assert is_better("logloss", 0.25, 0.5, 0.125)
@@ -55,7 +55,7 @@ def test_patience_counts_evaluations_in_a_row():
     )
 
 
-def test_a_plateau_lowers_the_rates_down_to_a_least():
+def test_plateaus_lower_the_rates_to_a_minimum():
     plateau = Plateau(PlateauConfig(metric="logloss", patience=2, factor=0.1, min_factor=0.05))
     factors = []
     for step, value in enumerate([0.5, 0.5, 0.6, 0.4, 0.4, 0.4, 0.4, 0.4], 1):
@@ -64,7 +64,7 @@ def test_a_plateau_lowers_the_rates_down_to_a_least():
     assert factors == [1.0, 1.0, 0.1, 0.1, 0.1, 0.05, 0.05, 0.05]
 
 
-def test_state_goes_through_json_and_on():
+def test_state_survives_json():
     values = [0.6, 0.7, 0.69, 0.68, 0.71, 0.7, 0.69]
     config = TrainConfig(stop=StopConfig(patience=3), plateau=PlateauConfig(patience=2))
     for cut in range(len(values)):
@@ -97,7 +97,7 @@ def push_on_rank_0(world: World, metric: str) -> Any:
     return watchers.state()
 
 
-def test_every_rank_decides_by_what_rank_0_knows(ranks):
+def test_all_ranks_decide_by_the_metrics_of_rank_0(ranks):
     for state in ranks(3, push_on_rank_0, "logloss"):
         assert state == {"stop": {"value": 0.5, "step": 7, "waited": 0}}
     for message in ranks(2, push_on_rank_0, "auc"):
@@ -107,7 +107,7 @@ def test_every_rank_decides_by_what_rank_0_knows(ranks):
 
 
 @pytest.mark.parametrize("name", ["stop", "plateau"])
-def test_gauc_is_refused_at_the_start_where_rows_have_no_group(name):
+def test_gauc_without_groups_is_refused_at_the_start(name):
     watch = {"stop": StopConfig, "plateau": PlateauConfig}[name](metric="gauc")
     config = replace(make_config("2", "sgd"), train=TrainConfig(**{name: watch}))
     plan_run(config, replace(FIELDS, grouped=True), world_size=1, device_type="cpu")
@@ -201,14 +201,14 @@ def warnings_of(world: World, train: TrainConfig) -> list[str]:
     return said
 
 
-def test_a_run_too_short_to_be_watched_says_so(ranks):
+def test_short_runs_warn_that_stopping_has_no_effect(ranks):
     short = TrainConfig(max_steps=4, eval_every=4, stop=StopConfig())
     ((said,),) = ranks(1, warnings_of, short)
     assert re.match(r"train\.stop .*train\.eval_every is 4, .* 4 steps$", said)
     assert ranks(1, warnings_of, replace(short, eval_every=3)) == [[]]
 
 
-def test_what_the_rows_of_a_set_do_not_allow_is_refused_at_the_start():
+def test_impossible_settings_for_the_data_are_refused_at_the_start():
     config = make_config("1", "sgd", batch_size=30)
     check_rows(config, {"train": 61, "val": 9}, batch_norm=False)
     with pytest.raises(ConfigError, match=r"^data\.batch_size: 30 leaves a last batch of one row"):
@@ -232,7 +232,7 @@ def test_a_plateau_reaches_the_optimizers(ranks):
         assert told["rates"][-3:] == [1.0, 0.5, 0.25]
 
 
-def test_what_cannot_be_watched_is_refused(ranks):
+def test_unwatchable_splits_are_refused(ranks):
     with pytest.raises(ConfigError, match=r"^train\.stop: watches val, which eval_every: 0"):
         TrainConfig(eval_every=0, stop=StopConfig())
     with pytest.raises(ConfigError, match=r"^train\.plateau: ftrl keeps sums"):

@@ -206,7 +206,7 @@ FAR = ((1, "3"), (2, "1"), (2, "2"), (4, "3"))
     ],
     ids=str,
 )
-def test_other_kernels_exchanges_and_clipping_do(ranks, memory, size, case):
+def test_other_kernels_exchanges_and_clipping_work(ranks, memory, size, case):
     if case.kernel == "fbgemm":
         pytest.importorskip("fbgemm_gpu")
     check(ranks, size, case, memory)

@@ -85,9 +85,7 @@ def undisturbed(synth_set: Path, tmp_path_factory: pytest.TempPathFactory) -> li
 
 
 @pytest.mark.parametrize("fault", ["cut", "killed", "slow"])
-def test_a_supervised_job_on_two_machines_goes_on(
-    machines, synth_set, tmp_path, undisturbed, fault
-):
+def test_supervised_jobs_on_two_machines_resume(machines, synth_set, tmp_path, undisturbed, fault):
     job = Job(machines, synth_set, tmp_path)
     job.wait(lambda: job.step() >= 60, "it did not start")
     if fault == "cut":

@@ -50,7 +50,7 @@ def run(tmp_path):
     return start
 
 
-def test_the_whole_way_runs_on_torch_and_memory_maps(run, tmp_path):
+def test_everything_runs_with_torch_and_memory_maps(run, tmp_path):
     absent = run("-c", "import importlib.util as u; print(u.find_spec('fbgemm_gpu'))")
     assert absent.strip() == "None", "the packages are hidden"
     report = run("-m", "sbpflow", "doctor")
