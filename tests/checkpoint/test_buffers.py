@@ -1,4 +1,4 @@
-"""Running statistics of batch norms are saved and go on, on another number of ranks."""
+"""Running statistics of batch norms are saved and restored on other world sizes."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Checkpoints listed, checked, compared and removed from the command line."""
+"""Listing, verifying, comparing and pruning checkpoints from the command line."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Pieces written by several ranks, read back as any rectangle; damage of every kind is an error."""
+"""Pieces of several ranks are read back as any rectangle; any damage is an error."""
 
 import json
 import os

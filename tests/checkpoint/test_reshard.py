@@ -1,4 +1,4 @@
-"""What was saved under one layout goes on under another, as if it had never stopped.
+"""State saved under one layout resumes under another without a difference.
 
 A seeded sample; ``benchmarks/reshard.py`` has the whole matrix.
 """

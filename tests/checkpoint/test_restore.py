@@ -1,4 +1,4 @@
-"""Tables that grew, state per column shard, a folder that not all ranks see: what is told apart."""
+"""Restoring grown tables, state per column shard, and folders that ranks do not share."""
 
 import ctypes
 import os

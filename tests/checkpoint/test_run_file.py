@@ -1,4 +1,4 @@
-"""``run.json`` with any byte changed, lost or added is refused; nothing else may restart a run."""
+"""``run.json`` with any changed, missing or added byte is refused."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""A state that goes on changing is saved as it was, whichever kernel changes its rows."""
+"""A changing state is saved as it was at the start of the save, with every kernel."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Every model trains like its twin in plain PyTorch, whatever the layouts and the ranks.
+"""Every model trains like its twin in plain PyTorch, for any layouts and ranks.
 
 Also the parameter totals, against those that the authors of the public runs logged.
 """

@@ -1,4 +1,4 @@
-"""Arithmetic and form of the dense part: bfloat16, compiled, as a plain module, on CUDA."""
+"""Options of the dense part: bfloat16, torch.compile, plain modules, CUDA."""
 
 import dataclasses
 import logging

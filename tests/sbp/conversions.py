@@ -1,4 +1,4 @@
-"""Runs conversions on real ranks and holds each against the oracle: value, gradient, traffic.
+"""Runs conversions on real ranks and compares value, gradient and traffic with the oracle.
 
 Every check is local or uses a plain all-reduce of torch, never the code under test.
 """

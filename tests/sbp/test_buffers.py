@@ -1,4 +1,4 @@
-"""Memory and sums of conversions: what is lent, kept, overwritten, left out; the order of terms."""
+"""Memory of conversions (lent, kept, donated buffers), and the order of terms in sums."""
 
 import contextlib
 import itertools

@@ -1,4 +1,4 @@
-"""docs/sbp.md says what is true: its Python runs and prints what it shows, its tables hold."""
+"""Checks docs/sbp.md: its Python runs and prints the shown output, and its tables are correct."""
 
 import contextlib
 import io

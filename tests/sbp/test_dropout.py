@@ -1,4 +1,4 @@
-"""Counted dropout masks, as CUDA has them: functions of the place alone, by torch and by Triton."""
+"""Counted dropout masks, used on CUDA: they depend only on the position, in torch and in Triton."""
 
 from importlib import import_module
 

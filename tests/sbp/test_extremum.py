@@ -1,4 +1,4 @@
-"""Gradients through P(max) and P(min) on grids and for promised gradients, held against torch."""
+"""Gradients through P(max) and P(min), on grids and with grad_sbp, compared with torch."""
 
 import itertools
 

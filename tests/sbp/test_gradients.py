@@ -1,4 +1,4 @@
-"""Gradients that the grids of conversions do not show: seeds, overrides, leaves, absent ranks."""
+"""Gradients not covered by the grids of conversions: seeds, grad_sbp, leaves, absent ranks."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""DTensor as interchange form and as a second oracle, wherever it supports the case."""
+"""Conversion to and from DTensor, and DTensor as a second oracle for the cases it supports."""
 
 import itertools
 

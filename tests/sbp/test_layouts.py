@@ -1,4 +1,4 @@
-"""The values: parsing, printing, splits, placements, parts. No rank runs."""
+"""Layout values without ranks: parsing, printing, splits, placements, parts."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""What a user can get wrong with ops and dtypes: one message that says what to do, on every rank.
+"""User mistakes with ops and dtypes: every rank raises one message that says what to do.
 
 Shapes, dims and dtypes are seen by all ranks alike; values, such as an id that is no row, by those
 that hold them.

@@ -1,4 +1,4 @@
-"""Operands and dims that are not what an op takes are refused by name."""
+"""Invalid operands and dims are refused by name."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Bytes: the published table and derivations, and what c10d and the loopback really carry."""
+"""Bytes of conversions: the published table and derivations, c10d calls and loopback traffic."""
 
 import itertools
 import math

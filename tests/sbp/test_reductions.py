@@ -1,4 +1,4 @@
-"""Reductions in dtypes whose sums do not fit them, and in those that no terms add up in."""
+"""Reductions in dtypes whose sums overflow, and in dtypes without addition."""
 
 import pytest
 import torch

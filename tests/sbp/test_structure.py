@@ -1,4 +1,4 @@
-"""What the SBP layer must not do: know of embeddings, keep state in modules, hide a collective."""
+"""The SBP layer must not know embeddings, keep module state, or hide collectives."""
 
 import ast
 import subprocess

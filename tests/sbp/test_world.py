@@ -1,4 +1,4 @@
-"""World, log, checked mode, start and wait: what holds the ranks together."""
+"""World, communication log, checked mode, and starting and waiting for conversions."""
 
 import os
 import sys

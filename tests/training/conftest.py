@@ -1,4 +1,4 @@
-"""A small generated set, made once per session."""
+"""A small generated data set, made once per session."""
 
 import socket
 from pathlib import Path

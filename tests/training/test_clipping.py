@@ -1,4 +1,4 @@
-"""Clipping by the global norm: one norm and one factor, whatever lies where.
+"""Clipping by the global norm: the norm and the factor do not depend on the layouts.
 
 The oracle is numpy: of a step of SGD the change of a parameter over the rate is its gradient, and
 the norm is that of all changes of the full tensors together.

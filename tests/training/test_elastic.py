@@ -1,4 +1,4 @@
-"""torchrun with --max-restarts: a rank or a machine is lost, another comes, and the job goes on."""
+"""torchrun with --max-restarts: a job resumes after losing a rank or a machine."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Training goes on over a set that was grown from the one before, from commands alone."""
+"""Training resumes on a grown data set, using only commands."""
 
 import pytest
 import torch

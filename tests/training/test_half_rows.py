@@ -1,4 +1,4 @@
-"""Rows of half precision: which way one is rounded depends on step and place, not on the layout."""
+"""Half-precision rows: rounding depends on the step and the position, not on the layout."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""A run that goes wrong ends with the step, the fields or the tensor at fault."""
+"""A broken run ends with a message that names the step, fields or tensor at fault."""
 
 from pathlib import Path
 from typing import Any

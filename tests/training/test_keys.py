@@ -1,4 +1,4 @@
-"""Models whose tables have rows by key: equal to rows by number, on any number of ranks, in flight
+"""Models with rows by key equal those with rows by number, on any number of ranks, in flight
 or not, and through checkpoints. Sums of float64 in another order stay within 1e-9.
 """
 

@@ -1,4 +1,4 @@
-"""The short form of ``benchmarks/faults.py``: interrupted and killed on two ranks, and gone on."""
+"""The short form of ``benchmarks/faults.py``: interrupt, kill and resume a run of two ranks."""
 
 import random
 import signal

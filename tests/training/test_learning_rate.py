@@ -1,4 +1,4 @@
-"""Learning rates over a run, and several batches as one step."""
+"""Learning rate schedules, and accumulation of several batches in one step."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""The lookahead window: no value of K changes a result, and what every K must hold to."""
+"""The lookahead window: no value of K changes a result or breaks an invariant."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Loss options against plain torch; tables with rates, decay and starting values of their own."""
+"""Loss options compared with plain torch; tables with their own rates, decay and initial values."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a user gets wrong with train_wdl.py: one readable message, all ranks gone, no traceback."""
+"""User mistakes with train_wdl.py: one readable message, no traceback, and no rank left running."""
 
 import json
 import os

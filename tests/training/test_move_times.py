@@ -1,4 +1,4 @@
-"""The time of each move, and a Chrome trace of some steps with the bytes that they sent."""
+"""The time of each move, and Chrome traces of steps with the bytes sent."""
 
 import json
 import re

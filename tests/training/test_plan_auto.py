@@ -1,4 +1,4 @@
-"""``parallel.plan``: chosen by the planner or read from a file, kept, and judged at the end."""
+"""``parallel.plan``: made by the planner or read from a file, saved, and rated at the end."""
 
 import json
 import math

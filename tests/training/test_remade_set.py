@@ -1,4 +1,4 @@
-"""An interrupted run goes on over the same rows, however the set in ``data.path`` was made."""
+"""An interrupted run resumes on the same rows, whichever files of ``data.path`` hold them."""
 
 import pytest
 

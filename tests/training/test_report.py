@@ -1,4 +1,4 @@
-"""What a run shows and writes."""
+"""The output of a run: log, files, summaries."""
 
 import errno
 import fcntl

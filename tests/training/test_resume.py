@@ -1,4 +1,4 @@
-"""A run that was interrupted goes on as if it had not been; another one is refused, or moved."""
+"""Interrupted runs resume without a difference; other runs are refused or moved aside."""
 
 import json
 import shutil

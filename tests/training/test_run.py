@@ -1,4 +1,4 @@
-"""A whole run: what the entry point composes, what the loop does when, what is passed on."""
+"""Whole runs: the entry point, the training loop, and the options passed to the trainer."""
 
 import json
 import os

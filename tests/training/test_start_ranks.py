@@ -1,4 +1,4 @@
-"""``sbpflow train -n N`` starts the ranks, and ends with their exit code and their one message."""
+"""``sbpflow train -n N`` starts ranks, and ends with their exit code and a single message."""
 
 import json
 import os

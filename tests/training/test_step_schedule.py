@@ -1,4 +1,4 @@
-"""The order of a step's moves: no order changes a number, what overlaps is told and measured."""
+"""The order of a step's moves: results do not depend on it; overlap is shown and measured."""
 
 import re
 from dataclasses import replace

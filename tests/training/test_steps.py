@@ -1,4 +1,4 @@
-"""The collectives of a step: as explained, by name and bytes, in order; none can be left out."""
+"""The collectives of a step match ``explain`` in name, bytes and order, and none is optional."""
 
 import os
 from typing import Any

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM between steps: by choice the run is saved, then ends; a second one ends it."""
+"""Ctrl-C and SIGTERM: the run saves if configured and ends; a second signal ends it at once."""
 
 import signal
 

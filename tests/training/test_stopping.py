@@ -1,4 +1,4 @@
-"""Early stopping and plateaus: what they decide, on every rank alike, and what the loop does."""
+"""Early stopping and plateaus: all ranks decide alike, and the loop follows."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Tables in a store of few slots train, save and resume as they do on the device, bit by bit."""
+"""Tables in a store with few slots train, save and resume bit-equal to tables on the device."""
 
 import itertools
 import time

@@ -1,4 +1,4 @@
-"""docs/training.md: its settings are known, and its program with a tracker runs as printed."""
+"""docs/training.md: its settings are valid, and its program with a tracker runs as printed."""
 
 import json
 import re

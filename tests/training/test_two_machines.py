@@ -1,4 +1,4 @@
-"""Training on two machines in the loop of examples/supervise.sh: cut, killed and slowed links."""
+"""Training on two machines under examples/supervise.sh, with cut, killed and slow links."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""Without FBGEMM, numba and DALI, as on macOS: the whole way, from rows to an AUC."""
+"""Training from rows to an AUC without FBGEMM, numba and DALI, as on macOS."""
 
 import json
 import os

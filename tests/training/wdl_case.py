@@ -1,4 +1,4 @@
-"""A small Wide & Deep job without files: made-up batches, any config, run on ranks or alone."""
+"""A small Wide & Deep job without files: generated batches, any config, one or several ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
