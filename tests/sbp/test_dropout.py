@@ -66,9 +66,9 @@ def test_tritons_kernel_equals_torchs(shape, held, dtype, monkeypatch):
     pytest.importorskip("triton")
     x = torch.randn([extent.stop - extent.start for extent in held], device=DEVICE).to(dtype)
     dropout.find_kernels.cache_clear()
-    made = dropout._dropped(x, KEY, shape, held, 0.3)
+    made = dropout._drop(x, KEY, shape, held, 0.3)
     monkeypatch.setattr(dropout, "find_kernels", lambda: None)
-    expected = dropout._dropped(x, KEY, shape, held, 0.3)
+    expected = dropout._drop(x, KEY, shape, held, 0.3)
     assert torch.equal(made == 0, expected == 0)
     if dtype == torch.float32:
         assert torch.equal(made, expected)

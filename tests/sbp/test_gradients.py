@@ -86,7 +86,9 @@ def _backward_of_many(world):
 
 
 def test_backward_starts_from_one_element(ranks):
-    with pytest.raises(AssertionError, match=r"backward\(\) starts from one element.*reduce_mean"):
+    with pytest.raises(
+        AssertionError, match=r"backward\(\) needs a tensor with one element.*reduce_mean"
+    ):
         ranks(2, _backward_of_many)
 
 
@@ -160,7 +162,7 @@ def _second_derivative(world, src, dst):
     x = GlobalTensor.from_full(torch.tensor([1.0, 2, 3, 4]), layout, boxing).requires_grad_()
     y = x.to(dst).part
     (gradient,) = torch.autograd.grad((y**3).sum(), x.part, create_graph=True)
-    with pytest.raises(SbpError, match=r"@\[0, 1\] has a first derivative only; take second"):
+    with pytest.raises(SbpError, match=r"@\[0, 1\] has no second derivative"):
         torch.autograd.grad((gradient * x.part).sum(), x.part)
 
 

@@ -129,12 +129,14 @@ def _unequal_nested(world):
 
 
 def test_nested_splits_that_dtensor_makes_unequal_are_refused(ranks):
-    with pytest.raises(AssertionError, match=r"splits dim 0 of \[5, 2\] twice, .*box to one split"):
+    with pytest.raises(
+        AssertionError, match=r"splits dim 0 of \[5, 2\] twice, .*convert to one split"
+    ):
         ranks(4, _unequal_nested)
 
 
 def test_a_mesh_over_other_ranks_is_refused(ranks):
-    with pytest.raises(AssertionError, match="over another grid; box first"):
+    with pytest.raises(AssertionError, match="has another; convert it first"):
         ranks(2, _other_mesh)
 
 
@@ -147,7 +149,7 @@ def _other_mesh(world):
 def _unknown_placement(world):
     mesh = to_mesh(Placement.line("cpu", 2))
     theirs = DTensor.from_local(torch.ones(2), mesh, [DPartial("product")], run_check=False)
-    with pytest.raises(SbpError, match=r"has no counterpart; redistribute to Shard or Replicate"):
+    with pytest.raises(SbpError, match="has no sbp; redistribute to Shard or Replicate"):
         from_dtensor(theirs, Boxing(world))
 
 

@@ -257,7 +257,7 @@ def test_placement_groups():
             lambda: line_layout("cpu", 2, Split(0, (1, 2))).part_shape((4,), 0),
             "sum to 3, but the dim has 4",
         ),
-        (lambda: line_layout("cpu", 2, Split(2)).part_shape((4, 4), 0), "more than 2 dims"),
+        (lambda: line_layout("cpu", 2, Split(2)).part_shape((4, 4), 0), "at least 3 dims"),
     ],
 )
 def test_impossible_values_are_explained(make, message):

@@ -468,7 +468,7 @@ def test_sizes_are_checked_on_every_rank(ranks):
 @pytest.mark.parametrize(
     ("fn", "text"),
     [
-        (_too_deep, "infer_shape: the part of rank 1 has 9 dims; at most 8 are gathered"),
+        (_too_deep, "infer_shape: the part of rank 1 has 9 dims, but at most 8"),
         (_no_such_rank, "S(0)@[0, 7] names ranks outside this world of 2; use 0..1"),
     ],
 )

@@ -254,7 +254,7 @@ def test_sizes_that_are_not_balanced_are_shown_on_every_rank(ranks):
         ranks(3, _inferred, [2, 0, 3])
     assert sorted(caught.value.errors) == [0, 1, 2]
     for text in caught.value.errors.values():
-        assert "parts of shapes {0: [2, 5], 2: [3, 5]} do not make a tensor laid out S(0)" in text
+        assert "parts of shapes {0: [2, 5], 2: [3, 5]} do not fit layout S(0)" in text
         assert "for other sizes use Split(dim, sizes=(..))" in text
 
 
