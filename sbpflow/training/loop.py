@@ -215,7 +215,7 @@ def fit(
         test=score("test", step),
         overlap=overlap.summary(),
         stopped=watchers.stop.why(step) if watchers.stop and watchers.stops and step < last else "",
-        best=str(watchers.stop.best) if watchers.stop else "",
+        best=str(watchers.stop) if watchers.stop else "",
     )
 
 

@@ -66,7 +66,7 @@ def wanted():
 
 
 def save(folder, step=3, run="r1", documents=None):
-    """A checkpoint of two ranks, written as they do."""
+    """A checkpoint of two ranks."""
     partial = partial_folder(folder, step, "ab")
     partial.mkdir(parents=True)
     full = wanted()
@@ -131,7 +131,7 @@ def test_the_index_is_text_that_gives_an_equal_value(tmp_path):
 
 
 def reads_right_or_raises(path):
-    """Whether reading raised; fails if it gave other values than were written."""
+    """Whether reading raised; fails if it returned wrong values."""
     try:
         found = checked(path, run="r1")
         got = {name: found.tensor(name) for name in found.tensors}
@@ -219,7 +219,7 @@ def test_an_index_that_was_changed_is_refused(tmp_path, change, why):
 
 
 def resigned(file, change):
-    """Change the index and make its checksum fit again: what a hostile writer would do."""
+    """Change the index and its checksum, as a hostile writer would."""
     tree = json.loads(file.read_text())
     change(tree["content"])
     tree["sha256"] = form._digest(tree["content"])

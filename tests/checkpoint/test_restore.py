@@ -64,7 +64,7 @@ def grow(world: World, folder: Path):
 
 
 def job_of_one_step(world, config):
-    """As a new job of the grown set is, but for what its optimizers keep."""
+    """As a new job on the grown data set, except for optimizer state."""
     job = job_of(world, config, GROWN)
     state = job.embeddings.state().items()
     kept = {name: [r.values.clone() for r in tensor.rectangles] for name, tensor in state}
@@ -174,7 +174,7 @@ def look(world: World, folders: list[Path]):
 
 
 def look_from_another_machine(world: World, folder: Path):
-    """Rank 1 sees a disk of its own at ``folder``; "refused" where the system allows no such."""
+    """Mount a separate disk at ``folder`` for rank 1; "refused" if the system does not allow it."""
     if world.rank != 1:
         return look(world, [folder] * world.size)
     said: list[str] = []
@@ -190,7 +190,7 @@ def look_from_another_machine(world: World, folder: Path):
 
 
 def _mount_over(folder: Path) -> str:
-    """An empty file system in memory over ``folder``, for this thread; or why there is none."""
+    """Mount an empty in-memory file system over ``folder`` for this thread; or why it failed."""
     system = ctypes.CDLL(None, use_errno=True)
     new_namespace, recursive_private = 0x00020000, 0x4000 | 0x40000
     if (

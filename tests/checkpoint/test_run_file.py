@@ -16,7 +16,7 @@ FIRST = '{"run": "0123456789ab", "facts": {"run.seed": "7"}, "status": "training
 
 
 def damaged(raw):
-    """The file cut off, and with one byte flipped in each bit, swapped, lost or doubled."""
+    """Copies of the file: truncated, or with a byte flipped, swapped, missing or doubled."""
     for at in range(len(raw)):
         yield raw[:at]
         yield raw[:at] + raw[at + 1 :]

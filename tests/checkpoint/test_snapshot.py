@@ -72,7 +72,7 @@ def test_changing_rows_are_saved_as_they_were(kernel, tight, tmp_path, monkeypat
     real, updates = PieceWriter.write, []
 
     def write(self, data):
-        """Between two blocks training goes on: on rows written, to be written and of others."""
+        """Train between two blocks: on rows already written, still to write, and not saved."""
         lookup = storage.make_lookup(torch.randint(0, ROWS, (40,)))
         storage.lookup(lookup, 0.1)
         storage.update(lookup, torch.randn(40, WIDTH), 0.1, len(updates) + 1)
@@ -101,7 +101,7 @@ def test_changing_rows_are_saved_as_they_were(kernel, tight, tmp_path, monkeypat
 
 @pytest.mark.parametrize("fixed_size", [False, True])
 def test_a_small_table_has_a_small_log(fixed_size, tmp_path):
-    """Rows that come again and again, as storages of fixed size tell them, need no more room."""
+    """Repeated rows, as storages of fixed size report them, need no more room."""
     storage = TorchStorage(
         30, 256, dim=256, optimizer=RULE, dtype=torch.float32, device=CPU, fixed_size=fixed_size
     )
@@ -202,7 +202,7 @@ def test_background_saves_equal_blocking_saves(ranks, memory, scheme, tight):
 
 
 def begun(world: World, folder, deadline_s: float = 30):
-    """A job after its first step, and what saves it."""
+    """A job after its first step, and its saver."""
     lying = Lying(world.size, "3")
     case = Case(lying, lying, "lazy_adam")
     job = make_job(world, case, case.saved)

@@ -31,7 +31,7 @@ SPLIT = {
 
 
 def train_and_score(world, config, steps):
-    """What ``train`` gives, running statistics, and this rank's logits of the first batch after."""
+    """The result of ``train``, running statistics, and this rank's logits of the first batch."""
     import tests.training.wdl_case as case
 
     jobs = []
@@ -119,7 +119,7 @@ def test_split_parameters_train_like_the_twin(ranks, name, steps):
 
 
 def rows_of(total, count):
-    """Fields with that many rows in all."""
+    """Fields with this total number of rows."""
     sizes = {f"C{n + 1}": total // count for n in range(count)}
     return sizes | {"C1": total - total // count * (count - 1)}
 

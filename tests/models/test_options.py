@@ -47,7 +47,7 @@ def test_bfloat16_is_near_float32_on_any_ranks(ranks, name):
 
 
 def dtypes_of_one_step(world, name):
-    """What each linear, interaction and loss computed in, and the dtypes of weights and logits."""
+    """The dtypes of each linear, interaction and loss, and of weights and logits."""
     seen = {}
     named = ("linear_of_parts", "fm_interaction", "dot_interaction", "cross_network")
     real = {op: getattr(ops, op) for op in named}
@@ -134,7 +134,7 @@ def test_slow_bfloat16_is_logged(ranks):
 
 
 def compiled(world, name, scheme):
-    """With a backend that traces as the default one and needs no compiler."""
+    """With a backend that traces like the default one but needs no compiler."""
     config = config_with(name, scheme, dtype="float64", compile=True, norm="none")
     real = torch.nn.Module.compile
     torch.nn.Module.compile = lambda module: real(module, backend="aot_eager")
@@ -247,7 +247,7 @@ def test_the_plain_form_can_be_exported(name):
 
 
 def plain_of_a_run(world, name):
-    """Logits of a trained job, and of the module that is made of its state."""
+    """Logits of a trained job, and of the module made from its state."""
     job = make_job(world, config_of(name, "1"))
     batches = make_batches(5, 30)
     for batch in batches:
@@ -272,7 +272,7 @@ def test_a_trained_model_is_exported_with_its_running_statistics(ranks, name):
 
 
 def on_a_device(world, name):
-    """Losses, and how often the host waited within the steps, by line."""
+    """Losses, and the number of host waits within the steps, by line."""
     from tests.rehearsal.journal import journal
 
     config = config_with(name, "1", autocast="bf16")

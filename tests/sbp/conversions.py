@@ -25,7 +25,7 @@ def whole_numbers(shape, dtype, step=7):
 
 
 def on_device(world, parts, layout, dtype):
-    """This rank's part, or an empty one, where the layout has it."""
+    """This rank's part, or an empty one, on the device of the layout."""
     part = parts.get(world.rank, torch.empty(0, dtype=dtype))
     return part.clone().to(world.device_of(layout))
 

@@ -83,7 +83,7 @@ def test_staging_reuses_and_forgets(monkeypatch):
 
 @contextlib.contextmanager
 def _own_terms(apart):
-    """With every own term left out of the exchange, or as usual at this size: none."""
+    """With own terms left out of the exchange, and with the usual threshold."""
     usual = boxing_program.APART_BYTES
     boxing_program.APART_BYTES = 0 if apart else usual
     try:

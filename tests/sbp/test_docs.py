@@ -22,7 +22,7 @@ BLOCK = re.compile(r"```python\n(.*?)```\n(?:```text\n(.*?)```)?", re.S)
 
 
 def _run_page(world, blocks):
-    """What each block prints on this rank; all share one namespace, as a reader would have it."""
+    """The output of each block on this rank; blocks share a namespace."""
     names = {"world": world}
     printed = []
     for number, block in enumerate(blocks):

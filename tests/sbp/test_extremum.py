@@ -19,13 +19,13 @@ GRIDS = [[[0, 1], [2, 3]], [[3, 1], [0, 2]], [[0, 1, 2, 3]], [[1], [2], [0]]]
 
 
 def _distinct(shape):
-    """Whole numbers, all different, in no order."""
+    """Distinct whole numbers in random order."""
     count = torch.Size(shape).numel()
     return (torch.arange(count) * 7 % 37).view(shape).double()
 
 
 def _destinations(grid):
-    """All layouts of one dim on the grid, and some elsewhere."""
+    """All layouts of one dim on the grid, and some on other placements."""
     for nd_sbp in itertools.product([S0, B, P], repeat=grid.ndim):
         yield Layout(grid, nd_sbp)
     for line in ([2, 0], [1]):
@@ -137,7 +137,7 @@ def test_grad_sbp_works_from_a_maximum(ranks, grad_sbp):
 
 
 def _from_terms(world, ranks, dst_ranks, op):
-    """P -> P(op) -> B, beside P -> B: one gradient, for the value is the same."""
+    """P -> P(op) -> B and P -> B have the same value and gradient."""
     boxing = Boxing(world)
     src = Layout(Placement.of("cpu", ranks), (P,) * Placement.of("cpu", ranks).ndim)
     there = Placement.of("cpu", dst_ranks)

@@ -116,7 +116,7 @@ def _overrides(world):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_grad_sbp(ranks, world_size):
-    """The gradient is taken to be laid out as the consumer says: exact for every legal choice."""
+    """The gradient has the layout that the consumer declares: exact for every legal choice."""
     ranks(world_size, _overrides)
 
 
@@ -170,7 +170,7 @@ def _second_derivative(world, src, dst):
     ("src", "dst"), [("S(0)", "B"), ("B", "S(0)"), ("P(max)", "B"), ("S(0)", "P(max)")]
 )
 def test_a_second_derivative_is_refused(ranks, src, dst):
-    """Also where another term has one; the first is there, under create_graph as without."""
+    """Also if another term has one; the first derivative exists with and without create_graph."""
     ranks(2, _second_derivative, src, dst)
 
 
@@ -200,7 +200,7 @@ def _first_replica(world):
 
 
 def test_broadcast_takes_the_first_ranks_data(ranks):
-    """All hold rank 0's values; its gradient is the sum, the others' is zero."""
+    """All ranks hold rank 0's values; its gradient is the sum, that of the others is zero."""
     assert ranks(3, _first_replica) == [([5.0], [6.0]), ([5.0], [0.0]), ([5.0], [0.0])]
 
 
@@ -263,7 +263,7 @@ def test_ranks_with_different_requires_grad_are_named(ranks):
 
 
 def _outside_unchecked(world):
-    """Without the checked mode rank 2 says what to do; the others are not kept waiting here."""
+    """Without checked mode rank 2 raises with advice; the other ranks do not wait here."""
     world.checked = False
     try:
         if world.rank == 2:
@@ -295,7 +295,7 @@ def _plain(world, side):
 
 @pytest.mark.parametrize("side", [4, 1200])
 def test_boxing_has_no_autograd(ranks, side):
-    """What is cut out of a part that requires grad is as plain as what was sent."""
+    """A slice of a part that requires grad has no history, like a received part."""
     ranks(2, _plain, side)
 
 
@@ -443,7 +443,7 @@ def _extremum_elsewhere(world, src, dst):
 
 @pytest.mark.parametrize("src", ["S(0)", "B", "P", "P(max)", "P(min)"])
 def test_conversions_to_a_maximum_have_gradients(ranks, src):
-    """The values travel once, and not at all where a rank that has them becomes their holder."""
+    """Values are sent once, or not at all if the new holder already has them."""
     names = [] if src == "B" else ["all_to_all"]
     assert ranks(3, _extremum_elsewhere, src, "P(max)") == [names] * 3
 

@@ -139,7 +139,7 @@ def test_different_layouts_print_differently():
     ids=repr,
 )
 def test_a_layout_may_be_written(written, nd_sbp):
-    """Text, one sbp or a list: equal to the tuple, of the same hash, and read by everyone alike."""
+    """A text, one sbp or a list equals the tuple and has the same hash."""
     line = Placement.line("cpu", 2)
     layout = Layout(line, written)
     assert layout == Layout(line, nd_sbp)
@@ -199,7 +199,7 @@ def test_parts_cover_and_do_not_overlap(grid):
 
 
 def test_moves_deliver_each_element_once():
-    """What a destination rank receives covers its part once per term of the source."""
+    """The boxes that a destination rank receives cover its part once per source term."""
     placements = [Placement.of("cpu", r) for r in ([0, 1], [1, 2, 0], [[0, 1], [2, 3]])]
     for src_at, dst_at in itertools.product(placements, repeat=2):
         for a in itertools.product([S0, S1, B, P], repeat=src_at.ndim):

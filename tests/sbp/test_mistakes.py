@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def dry(*shape, sbp="B", dtype=torch.float32):
-    """A tensor that is only planned with, on two ranks."""
+    """A tensor for planning only, on two ranks."""
     layout = Layout(Placement.line("cpu", 2), parse_nd_sbp(sbp))
     part = torch.empty(layout.part_shape(shape, 0), dtype=dtype, device="meta")
     return GlobalTensor(part, layout, shape, DryBoxing(2))
@@ -262,7 +262,7 @@ F64, I64 = torch.float64, torch.int64
     ],
 )
 def test_dtypes_are_not_mixed(call, text):
-    """Nothing is promoted on the side: a rank that holds no part could not know to what."""
+    """No implicit promotion: a rank without a part could not know the dtype."""
     with pytest.raises(SbpError, match=re.escape(text)):
         call()
 
@@ -275,7 +275,7 @@ def test_integer_labels_and_class_weights():
 
 
 def _dtypes_off_the_placement(world):
-    """Operands on ranks 0 and 2; rank 1 has no part, and must still know every dtype."""
+    """Operands on ranks 0 and 2; rank 1 has no part, but must know every dtype."""
     boxing = Boxing(world)
     there = Layout(Placement.of("cpu", [0, 2]), (Split(0),))
     on_one = Layout(Placement.of("cpu", [1]), (Broadcast(),))
@@ -360,7 +360,7 @@ BAD_IDS = {"too high": (3, 1, 7), "negative": (4, 0, -1), "first": (0, 0, 99)}
 
 
 def _look_up(world, table_sbp, ids_sbp, ranks, bad):
-    """The error of this rank, if any; also where nothing has to be looked up."""
+    """The error of this rank, if any; also if there are no ids."""
     boxing = Boxing(world)
     placement = Placement.of("cpu", ranks)
     row, column, value = bad
@@ -457,7 +457,7 @@ def _sizes_do_not_add_up(world):
 
 
 def test_sizes_are_checked_on_every_rank(ranks):
-    """Also on rank 2, which has no part: it would wait for the others in what comes next."""
+    """Also on rank 2, which has no part and would wait in the next collective."""
     with pytest.raises(RanksFailed) as caught:
         ranks(3, _sizes_do_not_add_up)
     assert len(caught.value.errors) == 3

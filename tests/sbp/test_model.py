@@ -59,7 +59,7 @@ def _parameters(lay, layouts):
 
 
 def _layer(boxing, device):
-    """Values every rank has, laid out; float64."""
+    """A global tensor from values that every rank has; float64."""
     line = Placement.line(PLACED[device.type], boxing.world.size)
 
     def lay(value, sbp):

@@ -29,7 +29,7 @@ def batches(offset=0.0):
 
 
 def plain():
-    """Outputs of torch's own norm on one process, in training and then by what it kept."""
+    """Outputs of torch's norm in one process, in training and then in evaluation."""
     norm = nn.BatchNorm1d(WIDTH, dtype=torch.float64)
     outputs = [norm(x) for x in batches()]
     return outputs, norm.eval()(batches()[0]), norm.running_mean, norm.running_var
@@ -94,7 +94,7 @@ def test_a_rank_without_rows_and_one_all_reduce_each_way(ranks):
 
 
 def test_sums_about_the_running_mean_keep_their_digits():
-    """float32 far from 0: squares about 0 would leave no digit of the variance."""
+    """float32 values far from 0: uncentered squares would lose all digits of the variance."""
     boxing, line = DryBoxing(1), Placement.line("cpu", 1)
     boxing.world.device = torch.device("cpu")
     layout = Layout(line, parse_nd_sbp("B"))

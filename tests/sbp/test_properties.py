@@ -120,7 +120,7 @@ def test_plans_are_chains_whose_bytes_add_up(case):
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(case=cases(6))
 def test_closed_form_bytes_equal_the_sum_over_transfers(case):
-    """Along one axis no move is listed. A plan sends just where a move is made."""
+    """On one axis transfers are not listed. A plan sends exactly if there is a transfer."""
     src, dst, shape, dtype = case
     expected = dict.fromkeys(range(6), 0)
     for move in find_moves(src, dst, shape):

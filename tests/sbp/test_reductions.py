@@ -23,7 +23,7 @@ def _lay_out(world, full, sbp, boxing):
 
 
 def _mean(world, sbp, dtype, dims):
-    """The mean, its dtype, and the dtypes of what traveled; the gradient where it is a leaf."""
+    """The mean, its dtype, and the dtypes that were sent; the gradient if it is a leaf."""
     boxing = Boxing(world)
     dtype = getattr(torch, dtype)
     full = torch.full((4096, 16), 2.0, dtype=dtype)
@@ -109,7 +109,7 @@ def _any(world, nd_sbp, ranks, dims, dtype):
     ],
 )
 def test_bool_maximum_without_partial(ranks, ranks_, nd_sbp, dims):
-    """bool has no P(max): S and B are its layouts, and deduction takes one of them."""
+    """bool does not support P(max): deduction uses S or B."""
     expected = _flags().amax(() if dims is None else dims).tolist()
     size = 4 if isinstance(ranks_[0], list) else 2
     assert ranks(size, _any, nd_sbp, ranks_, dims, "bool") == [expected] * size

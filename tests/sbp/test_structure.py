@@ -88,7 +88,7 @@ def test_public_functions_say_what_they_do(name):
 
 @pytest.mark.parametrize("op", ops.__all__)
 def test_every_op_has_its_diagram(op):
-    """What layouts it takes and gives, on one line, as in ``S(i) -> S(i), B -> B``."""
+    """A line with its layouts, as in ``S(i) -> S(i), B -> B``."""
     lines = (getattr(ops, op).__doc__ or "").splitlines()
     assert any("->" in line and line.strip().startswith("``") for line in lines), op
 
@@ -98,7 +98,7 @@ def _is_property(node):
 
 
 def test_values_do_not_import_torch():
-    """Layouts can be reasoned about where torch is not loaded, for example in a config check."""
+    """Layouts work without torch, for example in a config check."""
     names = ", ".join(f"sbpflow.{name}" for name in PURE)
     code = f"import sys, {names}; print('torch' in sys.modules)"
     done = subprocess.run(

@@ -211,7 +211,7 @@ def _one_refuses(world):
 
 
 def _one_refuses_many_sizes(world):
-    """What 16 ranks with explicit sizes would compare, on two."""
+    """The comparison of 16 ranks with explicit sizes, on two ranks."""
     sizes = tuple(100_000 + n for n in range(16))
     src, dst = line_layout("cpu", 16, Split(0, sizes)), line_layout("cpu", 16, S1)
     step = f"all_to_all, 123 bytes, {src} -> {dst} torch.float32[{sum(sizes)}, 64], channel main"
@@ -229,7 +229,7 @@ def _one_refuses_many_sizes(world):
     ],
 )  # fmt: skip
 def test_reasons_are_never_truncated(ranks, size, fn, reason):
-    """However long the step is called, and however much there is to say."""
+    """For step names and messages of any length."""
     with pytest.raises(RanksFailed) as caught:
         ranks(size, fn)
     assert len(caught.value.errors) == size

@@ -22,7 +22,7 @@ RATE = 0.1  # of both optimizers, in make_config
 
 
 def one_step(world: World, config: Config, together: int = 1) -> dict[str, Any]:
-    """How every full tensor changed in a step, by name, and the norm that the trainer tells."""
+    """The change of every full tensor in a step, by name, and the norm from the trainer."""
     job = make_job(world, config)
     before = {name: whole(world, tensor) for name, tensor in job.state().items()}
     batches = [b.part(world.rank, world.size) for b in make_batches(3, 30)[:together]]
@@ -155,7 +155,7 @@ def test_norms_below_the_limit_change_nothing(ranks):
 
 
 def planned_and_sent(world: World, config: Config) -> tuple[list[str], list[str]]:
-    """What the plan says that clipping sends, and what the log has of it."""
+    """The transfers of clipping in the plan and in the log."""
     job = make_job(world, config)
     world.log.clear()
     job.trainer.step(make_batches(3, 30)[0].part(world.rank, world.size))

@@ -38,7 +38,7 @@ run_main(main)
 
 
 class Job:
-    """The same command on machines that come and go; files are on a disk that all see."""
+    """The same command on machines that come and go, with a shared disk."""
 
     def __init__(self, data: Path, folder: Path) -> None:
         self.folder = folder
@@ -74,14 +74,14 @@ class Job:
         return "\n".join(f"--- {log.name}\n{log.read_text()}" for log in logs)
 
     def losses(self) -> list[float]:
-        """Of every step, each reported once."""
+        """Losses by step; every step must be reported once."""
         assert [event["step"] for event in self.events()] == list(range(1, STEPS + 1))
         return [event["loss"] for event in self.events()]
 
 
 @pytest.fixture(scope="module")
 def undisturbed(synth_set, tmp_path_factory) -> list[float]:
-    """Losses of a run on one rank that nothing happens to."""
+    """Losses of an undisturbed run on one rank."""
     job = Job(synth_set, tmp_path_factory.mktemp("undisturbed"))
     train.main(["--config", *job.words[1:]])
     return job.losses()

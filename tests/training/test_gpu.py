@@ -56,7 +56,7 @@ def captured(dense, batch_size=30, hidden=(7, 6)):
 
 
 def losses_of(world, config, warm_up_steps, steps):
-    """Losses of some steps; op by op where that many warm up."""
+    """Losses of some steps, op by op during warm-up."""
     job = make_job(world, config)
     job.trainer.graphs.warm_up_steps = warm_up_steps
     return [
@@ -84,7 +84,7 @@ def test_a_cuda_graph_trains_alike_over_nccl(nccl_ranks):
 
 
 def step_ms(world, config, warm_up_steps, steps=50):
-    """ms of a step of batches of one shape."""
+    """Milliseconds per step for batches of one shape."""
     job = make_job(world, config)
     job.trainer.graphs.warm_up_steps = warm_up_steps
     rows = to_device(make_batches(2, config.data.batch_size)[0], world.device)

@@ -31,7 +31,7 @@ def trained(folder, name, data_path, *more):
 
 
 def watch_ids(monkeypatch):
-    """The ids [rows, columns] of each batch that is trained on from now on."""
+    """Record the ids [rows, columns] of every batch trained from now on."""
     seen, real = [], Trainer.step
 
     def step(self, batches):

@@ -72,7 +72,7 @@ def push_a_label_of_2(world: World) -> str:
 
 
 def test_a_label_that_is_neither_0_nor_1_ends_the_run(ranks):
-    """As of a shard that was changed since the set was made; its loss looks like any other."""
+    """As in a shard that changed after preparation; the loss looks normal."""
     (message,) = ranks(1, push_a_label_of_2)
     assert message.startswith("step 9: the label in row 1 of rank 0's part of the batch is 2;")
     assert "sbpflow verify" in message
@@ -168,7 +168,7 @@ def hold(world: World, folder: Path) -> str:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_folders_in_use_are_refused_on_every_rank(ranks, tmp_path, world_size):
-    """Only rank 0 sees it; the others would wait for it in their next collective."""
+    """Only rank 0 has the fault; the others would wait in their next collective."""
     first = RunLock(tmp_path, rank=0)
     for message in ranks(world_size, hold, tmp_path):
         assert message.startswith(f"run.dir: {tmp_path} is in use by another run")

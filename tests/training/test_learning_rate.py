@@ -65,7 +65,7 @@ def test_ftrl_has_no_schedule():
 
 
 def run(world: World, config: Any, together: int, announce: bool) -> dict[str, Any]:
-    """Train on 12 batches of 30 rows, or on the same rows in larger ones; what comes out."""
+    """Train on 12 batches of 30 rows, or on the same rows in larger batches."""
     job = make_job(world, config)
     batches = [b.part(world.rank, world.size) for b in make_batches(12, 30)]
     losses = []
@@ -81,7 +81,7 @@ def run(world: World, config: Any, together: int, announce: bool) -> dict[str, A
 
 
 def run_whole(world: World, config: Any) -> dict[str, Any]:
-    """The 12 batches as 4 of three times the rows."""
+    """The rows of the 12 batches in 4 larger batches."""
     job = make_job(world, config)
     batches = make_batches(12, 30)
     losses = []

@@ -107,7 +107,7 @@ def test_a_lookahead_may_change_from_step_to_step(ranks):
 
 
 def drained(world: World, config: Any, lookahead: int) -> Any:
-    """Five steps with a full window behind them, forgotten; then five others."""
+    """Five steps with a full window, which is drained; then five more steps."""
     job = make_job(world, config)
     job.trainer.lookahead = lookahead
     batches = parts(world)
@@ -159,7 +159,7 @@ def test_a_bad_id_fails_in_its_own_step_whatever_was_announced(ranks, lookahead)
 
 
 def counted(world: World, config: Any, lookahead: int) -> list[list[int]]:
-    """Ids out of range counted after each of four steps, as a save or a metric would see them."""
+    """Out-of-range ids counted after each of four steps, as a save or a metric reads them."""
     job = make_job(world, config)
     job.trainer.lookahead = lookahead
     batches = parts(world, 8)

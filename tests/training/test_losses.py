@@ -31,7 +31,7 @@ LABELS = torch.tensor([0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0], dtype=torch.floa
 
 
 def focal(logits: torch.Tensor, labels: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Equation 4 of the paper, as it is written there."""
+    """Equation 4 of the paper."""
     p = torch.sigmoid(logits)
     chance = torch.where(labels == 1, p, 1.0 - p)
     return -((1.0 - chance) ** gamma) * torch.log(chance)
@@ -57,7 +57,7 @@ CASES = {
 
 
 class PlainModel:
-    """The part of a dense part that losses need."""
+    """The methods of a dense part that losses use."""
 
     parameters: dict[str, GlobalTensor] = {}  # noqa: RUF012 -- as the protocol has it
 

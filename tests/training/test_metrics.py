@@ -20,7 +20,7 @@ ROWS = st.lists(st.tuples(SCORES, st.booleans()), min_size=2, max_size=40).filte
 
 
 def pair_count(rows):
-    """Every (positive, negative) pair on its own: 1 if ordered, 1/2 if tied."""
+    """Count every (positive, negative) pair: 1 if ordered, 1/2 if tied."""
     positives = [score for score, label in rows if label]
     negatives = [score for score, label in rows if not label]
     wins = sum(

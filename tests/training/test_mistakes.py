@@ -57,7 +57,7 @@ MISTAKES = {
 
 @pytest.fixture
 def four_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment of rank 0 of 4; every mistake is found before ranks meet."""
+    """The environment of rank 0 of 4; every mistake is found before ranks connect."""
     for key, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(key, value)
     monkeypatch.setenv("MASTER_ADDR", "localhost")

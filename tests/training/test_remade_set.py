@@ -31,7 +31,7 @@ def sets(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(sets, tmp_path_factory):
-    """The events of a run that was not interrupted."""
+    """The events of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole")
     assert run(sets / "one", folder, *MORE) == 0
     return events(folder)
@@ -46,7 +46,7 @@ def stopped(sets, folder, monkeypatch):
 
 
 def as_earlier_versions_saved(monkeypatch):
-    """Fingerprints in the place of content IDs, and no content IDs."""
+    """Replace content IDs by fingerprints, as in older manifests."""
     facts, documents = resume.relevant_facts, checkpoints.Checkpoints._documents
 
     def old_facts(config, data):

@@ -22,7 +22,7 @@ CONFIG = str(Path(__file__).parents[2] / "configs/scheme3.yaml")
 
 
 class Interrupted(Exception):
-    """What stands for a kill: nothing of the run gets to do anything afterwards."""
+    """Simulates a kill: no code of the run executes afterwards."""
 
 
 def words(synth_set, folder, *more):
@@ -50,7 +50,7 @@ def run(synth_set, folder, *more):
 
 
 def interrupt(monkeypatch, step):
-    """Before the step: what was trained since the last checkpoint is lost."""
+    """Raised before the step, so steps since the last checkpoint are lost."""
     real = Trainer.step
 
     def until(self, batches):
@@ -69,7 +69,7 @@ def events(folder):
 
 @pytest.fixture(scope="module")
 def whole(synth_set, tmp_path_factory):
-    """The run that is not interrupted."""
+    """The uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole")
     assert run(synth_set, folder) == 0
     return folder
@@ -117,7 +117,7 @@ def interrupted(synth_set, folder, monkeypatch, at=9, *more):
 def test_resuming_with_another_lookahead_is_bit_equal(
     synth_set, whole, tmp_path, monkeypatch, lookaheads
 ):
-    """The window runs over the end of the epoch (step 10) and over evaluations."""
+    """The window crosses the end of the epoch (step 10) and evaluations."""
     before, after = (f"train.lookahead={number}" for number in lookaheads)
     interrupted(synth_set, tmp_path, monkeypatch, 9, before)
     assert run(synth_set, tmp_path, after) == 0
@@ -208,7 +208,7 @@ def test_the_best_checkpoint_survives_an_interruption(synth_set, tmp_path, monke
 
 
 def test_the_best_stays_until_a_better_one_is_saved(synth_set, tmp_path, monkeypatch):
-    """A save that is slow ends when a later step was scored, which nobody has saved yet."""
+    """A slow save ends after a later step was scored but not saved."""
     scored, kept = threading.Event(), []
     report, keep_only, remember = Attempt.report, checkpoints.keep_only, Checkpoints.scored
 

@@ -184,7 +184,7 @@ def test_a_second_run_in_the_folder_of_a_first_is_refused(synth_set, tmp_path):
 
 
 class Recorder:
-    """A trainer, a watch, a reporter and a loader that write down who called them with what."""
+    """A trainer, watch, reporter and loader that record their calls."""
 
     def __init__(self, steps: int) -> None:
         self.num_steps = steps
@@ -321,7 +321,7 @@ def test_hyperparameters_reach_the_optimizers():
 
 
 def memory(world: World, config: Config) -> tuple[dict[str, int], int, int]:
-    """What explain says of this rank, and what its tables and dense parameters really take."""
+    """The memory of this rank from explain, and that of its tables and dense parameters."""
     job = make_job(world, config)
     job.trainer.step(make_batches(2, 30)[0].part(world.rank, world.size))
     dense = sum(p.part.numel() * p.part.itemsize for p in job.model.parameters.values())

@@ -213,7 +213,7 @@ def test_a_run_knows_which_transfers_it_makes(scheme, world_size, made):
 
 
 def fails_and_goes_on(world: World, config: Any) -> list[str]:
-    """What is said of a step that fails half-way, and of the next one."""
+    """The messages of a step that fails in the middle, and of the next step."""
     job = make_job(world, config)
     good, bad = (b.part(world.rank, world.size) for b in make_batches(4, 30)[:2])
     said = []
@@ -395,7 +395,7 @@ def test_orders_that_use_missing_results_are_refused(each_batch, each_step, said
 
 
 class Switch:
-    """A trainer as far as the watch knows it."""
+    """The attribute of a trainer that the watch uses."""
 
     schedule = OVERLAPPED
 

@@ -14,7 +14,7 @@ ENDS = {signal.SIGTERM: launch.Terminated, signal.SIGINT: KeyboardInterrupt}
 
 @pytest.fixture
 def watched():
-    """The handlers that ``run_main`` sets, without its thread; what was there comes back."""
+    """Install the handlers of ``run_main``, without its thread, and restore the old ones."""
     before = {number: signal.getsignal(number) for number in ENDS}
     signal.signal(signal.SIGTERM, launch._raise_terminated)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -24,7 +24,7 @@ def watched():
 
 
 def signal_in_step(monkeypatch, step, *numbers):
-    """Send these while the step is under way."""
+    """Send these signals during the step."""
     real = Trainer.step
 
     def signalled(self, batches):

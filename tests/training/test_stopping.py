@@ -39,7 +39,7 @@ def test_patience_counts_evaluations_in_a_row():
     seen = []
     for step, value in enumerate([0.6, 0.7, 0.705, 0.72, 0.71, 0.72], 1):
         stopper.push(step, value)
-        seen.append((stopper.best.step == step, stopper.stops))
+        seen.append((stopper.step == step, stopper.stops))
     assert seen == [
         (True, False),
         (True, False),
@@ -48,7 +48,7 @@ def test_patience_counts_evaluations_in_a_row():
         (False, False),
         (False, True),
     ]
-    assert (stopper.best.value, stopper.best.step) == (0.72, 4)
+    assert (stopper.value, stopper.step) == (0.72, 4)
     assert stopper.why(6) == (
         "at step 6, after 2 evaluations of val in a row without a better auc than 0.72 at step 4"
         " by more than 0.01"
@@ -87,7 +87,7 @@ def feed(watchers: Watchers, values: list[float], start: int) -> None:
 
 
 def push_on_rank_0(world: World, metric: str) -> Any:
-    """What every rank knows after rank 0 alone has an evaluation."""
+    """The state of every rank after an evaluation that only rank 0 has."""
     watchers = Watchers.of(TrainConfig(stop=StopConfig(metric=metric)))
     evaluation = Evaluation(9, 0.5, None, "all rows are negative") if world.rank == 0 else None
     try:
@@ -117,7 +117,7 @@ def test_gauc_without_groups_is_refused_at_the_start(name):
 
 
 class Quiet:
-    """A reporter that keeps what it is told."""
+    """A reporter that records its calls."""
 
     def __init__(self) -> None:
         self.rates: list[float] = []
@@ -134,7 +134,7 @@ class Quiet:
 
 
 def run(world: World, config: Config, train: TrainConfig) -> dict[str, Any]:
-    """Train on batches whose labels say nothing, so that val gets worse soon."""
+    """Train on batches with random labels, so that val soon gets worse."""
     job = make_job(world, config)
     batches = make_batches(40, 30)
     reporter = Quiet()
@@ -151,7 +151,7 @@ def run(world: World, config: Config, train: TrainConfig) -> dict[str, Any]:
 
 
 def test_a_run_stops_early_on_all_ranks(ranks):
-    """Nothing can be better by 1, so the second evaluation after the first ends the run."""
+    """No improvement can exceed 1, so the second evaluation after the first ends the run."""
     stop = StopConfig(metric="logloss", patience=2, min_delta=1.0)
     train = TrainConfig(epochs=3, eval_every=5, log_every=5, stop=stop)
     for scheme in ("1", "3"):
@@ -164,7 +164,7 @@ def test_a_run_stops_early_on_all_ranks(ranks):
 
 
 def test_the_evaluation_at_the_end_may_be_the_best(ranks):
-    """It is compared where evaluations on the way are of all rows, too."""
+    """The end counts as an evaluation if the others score all rows, too."""
     stop = StopConfig(metric="logloss", patience=1, min_delta=0.0)
     for eval_rows, at in ((None, 4), (30, 2)):
         train = TrainConfig(max_steps=4, eval_every=2, eval_rows=eval_rows, stop=stop)
@@ -174,7 +174,7 @@ def test_the_evaluation_at_the_end_may_be_the_best(ranks):
 
 
 def run_learning(world: World, train: TrainConfig) -> dict[str, str]:
-    """Train on the batches that are val, too, so that it gets better."""
+    """Train on the batches of val, so that it improves."""
     job = make_job(world, make_config("1", "sgd"))
     split = Split(world, make_batches(2, 30) * 5)
     result = fit(

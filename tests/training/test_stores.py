@@ -48,7 +48,7 @@ class Case:
     lookahead: int = 1
 
     def slots(self, size: int) -> int:
-        """For the rows of all batches in flight: up to two of a step, and the announced ones.
+        """Room for the rows of all batches in flight: up to two in a step, plus the announced ones.
 
         Of four ranks none owns more than two thirds of a batch's rows.
         """

@@ -19,7 +19,7 @@ CONFIG = ROOT / "configs" / "scheme3.yaml"
 
 
 class Job:
-    """The same command on both machines, each in its loop; files are on a disk that both see."""
+    """The same command on both machines, each in its loop, with a shared disk."""
 
     def __init__(self, machines: tuple[Machine, Machine], data: Path, folder: Path) -> None:
         self.machines, self.data, self.folder = machines, data, folder
@@ -37,7 +37,7 @@ class Job:
         machine.supervise(words, self.folder / f"log{machine.number}", STUCK_S="10")
 
     def step(self) -> int:
-        """The newest step that was reported."""
+        """The newest reported step."""
         lines = self._events()
         return max((line["step"] for line in lines if line["event"] == "step"), default=0)
 
@@ -53,7 +53,7 @@ class Job:
             time.sleep(0.2)
 
     def finish(self) -> list[float]:
-        """Both loops ended well; the loss of every step, of which there is one line each."""
+        """Check that both loops succeeded; returns the loss of every step, each reported once."""
         self.wait(
             lambda: all(one.process is not None and one.process.poll() is not None
                         for one in self.machines),
@@ -79,7 +79,7 @@ def machines() -> Iterator[tuple[Machine, Machine]]:
 
 @pytest.fixture(scope="module")
 def undisturbed(synth_set: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Losses of a run that nothing happens to."""
+    """Losses of an undisturbed run."""
     with two_machines() as both:
         return Job(both, synth_set, tmp_path_factory.mktemp("undisturbed")).finish()
 
