@@ -136,12 +136,12 @@ def reads_right_or_raises(path):
         found = checked(path, run="r1")
         got = {name: found.tensor(name) for name in found.tensors}
     except CheckpointError as error:
-        said = str(error)
+        message = str(error)
     else:
-        said = ""
-    if said:
-        assert str(path) in said
-        assert ";" in said, "it says what to do"
+        message = ""
+    if message:
+        assert str(path) in message
+        assert ";" in message, "it says what to do"
         return True
     assert got.keys() == TENSORS.keys()
     for name, full in wanted().items():

@@ -160,9 +160,9 @@ def test_state_per_column_shard_needs_the_same_shards(ranks, memory):
     ranks(2, per_shard, memory, "save")
     assert ranks(2, per_shard, memory, "same") == ["", ""]
     for size, case in ((3, "same"), (2, "logical")):
-        for said in ranks(size, per_shard, memory, case):
-            assert "was saved as shards from columns [0" in said
-            assert "row_state: logical" in said
+        for message in ranks(size, per_shard, memory, case):
+            assert "was saved as shards from columns [0" in message
+            assert "row_state: logical" in message
 
 
 def look(world: World, folders: list[Path]):
@@ -177,16 +177,16 @@ def look_from_another_machine(world: World, folder: Path):
     """Mount a separate disk at ``folder`` for rank 1; "refused" if the system does not allow it."""
     if world.rank != 1:
         return look(world, [folder] * world.size)
-    said: list[str] = []
+    messages: list[str] = []
 
     def work() -> None:
         disk = _mount_over(folder)  # of this thread alone, and gone with it
-        said.append(look(world, [folder] * world.size) if not disk else f"refused: {disk}")
+        messages.append(look(world, [folder] * world.size) if not disk else f"refused: {disk}")
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    return said[0]
+    return messages[0]
 
 
 def _mount_over(folder: Path) -> str:
@@ -204,10 +204,10 @@ def _mount_over(folder: Path) -> str:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="another mount namespace needs root")
 def test_machines_with_a_local_checkpoint_dir_are_named(ranks, memory):
-    said = ranks(2, look_from_another_machine, memory)
-    if said[1].startswith("refused"):
-        pytest.skip(said[1])
-    for one in said:
+    messages = ranks(2, look_from_another_machine, memory)
+    if messages[1].startswith("refused"):
+        pytest.skip(messages[1])
+    for one in messages:
         assert f"checkpoint.dir: {memory} on ranks [1] is not the folder that rank 0 has" in one
         assert "checkpoint.dir=/shared/runs/train" in one
     assert list(memory.iterdir()) == []
@@ -217,7 +217,7 @@ def test_machines_with_a_local_checkpoint_dir_are_named(ranks, memory):
 def test_folders_that_ranks_do_not_share_are_refused(ranks, memory):
     (memory / "other").mkdir()
     assert ranks(2, look, [memory, memory]) == ["", ""]
-    for said in ranks(2, look, [memory, memory / "other"]):
-        assert "on ranks [1] is not the folder that rank 0 has there" in said
-        assert "checkpoint.every=0" in said
+    for message in ranks(2, look, [memory, memory / "other"]):
+        assert "on ranks [1] is not the folder that rank 0 has there" in message
+        assert "checkpoint.every=0" in message
     assert [path.name for path in memory.iterdir()] == ["other"]

@@ -36,7 +36,7 @@ def test_no_damaged_copy_is_accepted(tmp_path):
     write_run(tmp_path, FACTS)
     assert read_run(tmp_path) == FACTS
     file = tmp_path / RUN_FILE
-    raw, accepted, tried, said = file.read_bytes(), [], 0, set()
+    raw, accepted, tried, messages = file.read_bytes(), [], 0, set()
     for copy in damaged(raw):
         file.write_bytes(copy)
         tried += 1
@@ -44,11 +44,11 @@ def test_no_damaged_copy_is_accepted(tmp_path):
             read_run(tmp_path)
             accepted.append(copy)
         except CheckpointError as error:
-            said.add(str(error))
+            messages.add(str(error))
     assert tried > 4000
     assert accepted == []
-    assert all(one.startswith(f"{file}: cannot be used (") for one in said)
-    assert all("checkpoint.resume=never" in one for one in said)
+    assert all(one.startswith(f"{file}: cannot be used (") for one in messages)
+    assert all("checkpoint.resume=never" in one for one in messages)
 
 
 def test_a_missing_run_file_means_no_run(tmp_path):

@@ -222,7 +222,7 @@ def one_cannot_write(world: World, folder):
             raise CheckpointError("rank-1.bin: cannot be written (no space left on device)")
         real(self, data)
 
-    said = []
+    messages = []
     saver.save(1, {})
     PieceWriter.write = full
     try:
@@ -230,16 +230,16 @@ def one_cannot_write(world: World, folder):
             try:
                 save()
             except CheckpointError as error:
-                said.append(str(error))
+                messages.append(str(error))
     finally:
         PieceWriter.write = real
     saver.save(3, {})
-    return said
+    return messages
 
 
 def test_every_rank_gets_the_reason_of_a_failed_write(ranks, memory):
-    for said in ranks(2, one_cannot_write, memory):
-        assert said == ["rank 1: rank-1.bin: cannot be written (no space left on device)"] * 2
+    for message in ranks(2, one_cannot_write, memory):
+        assert message == ["rank 1: rank-1.bin: cannot be written (no space left on device)"] * 2
     assert sorted(path.name for path in memory.iterdir()) == ["step-1", "step-3"]
 
 
@@ -264,16 +264,16 @@ def folder_is_taken_away(world: World, folder, late: bool):
         attempt.publish = before_publish
     else:
         Attempt.report = before_report
-    said = ""
+    message = ""
     try:
         saver.start(2, {})
         saver.wait()
     except CheckpointError as error:
-        said = str(error)
+        message = str(error)
     finally:
         Attempt.report, attempt.publish = report, publish
     left = [saver._store.check([f"{saver._nonce}1/rank-{rank}"]) for rank in range(2)]
-    return said, left
+    return message, left
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -299,7 +299,7 @@ def disk_full_for_rows_put_aside(world: World, folder):
 
     real_write, PieceWriter.write = PieceWriter.write, slow
     spill.write_at = full
-    said = ""
+    message = ""
     try:
         with tight_memory():
             saver.start(2, {})
@@ -307,15 +307,15 @@ def disk_full_for_rows_put_aside(world: World, folder):
                 job.trainer.step(make_rows(step, world.rank, world.size))
             saver.wait()
     except CheckpointError as error:
-        said = str(error)
+        message = str(error)
     finally:
         spill.write_at, PieceWriter.write = real, real_write
-    return said, job.trainer.num_steps
+    return message, job.trainer.num_steps
 
 
 def test_a_full_disk_for_spilled_rows_is_reported_without_a_hang(ranks, memory):
-    ((said, steps),) = ranks(1, disk_full_for_rows_put_aside, memory)
-    assert "cannot be written (no space left on device)" in said
+    ((message, steps),) = ranks(1, disk_full_for_rows_put_aside, memory)
+    assert "cannot be written (no space left on device)" in message
     assert steps == 11
     assert [path.name for path in memory.iterdir()] == ["step-1"]
 

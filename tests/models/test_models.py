@@ -159,7 +159,7 @@ ONLY_NUMBERS = Fields.of(["I1", "I2"], {})
 
 
 @pytest.mark.parametrize(
-    ("overrides", "fields", "said"),
+    ("overrides", "fields", "message"),
     [
         (["model.name=dlrm"], CRITEO_X4, "dlrm .* 0 dense and 39 sparse"),
         (["model.name=deepfm"], ONLY_NUMBERS, "deepfm .* 0 sparse and 2 dense"),
@@ -172,8 +172,8 @@ ONLY_NUMBERS = Fields.of(["I1", "I2"], {})
         (["model.name=dlrm", "model.norm=group"], CRITEO_X1, "model.norm: 'group'.*batch"),
     ],
 )  # fmt: skip
-def test_states_that_do_not_fit_are_refused(tmp_path, overrides, fields, said):
+def test_states_that_do_not_fit_are_refused(tmp_path, overrides, fields, message):
     path = tmp_path / "empty.yaml"
     path.write_text("{}")
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         load_config(path, overrides, models=REGISTERED).model.spec(fields)

@@ -397,13 +397,13 @@ def look_closely(world):
     try:
         GlobalTensor.from_full(torch.ones(4), outside, boxing)
     except SbpError as error:
-        said = str(error)
-    return most.full().tolist(), x.part.grad.sum().item(), copy.part.tolist(), said
+        message = str(error)
+    return most.full().tolist(), x.part.grad.sum().item(), copy.part.tolist(), message
 
 
 def test_empty_parts_copies_and_ranks_that_do_not_exist(ranks):
-    for most, gradient, kept, said in ranks(2, look_closely):
+    for most, gradient, kept, message in ranks(2, look_closely):
         assert most == [-12.0, -11.0]
         assert gradient in (0.0, 2.0)
         assert kept == [1.0] * 4
-        assert "names ranks outside this world of 2" in said
+        assert "names ranks outside this world of 2" in message

@@ -34,7 +34,7 @@ def test_a_decay_inside_the_warm_up_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"decay_start": 20, "end_factor": 0.0}, "decay_start: 20 without"),
         ({"end_factor": 0.1}, "end_factor: 0.1 without"),
@@ -43,8 +43,8 @@ def test_a_decay_inside_the_warm_up_is_refused():
         ({"decay_steps": 10, "end_factor": -0.5}, r"end_factor: -0.5 .*0 to 1"),
     ],
 )
-def test_decay_without_effect_is_refused(given, said):
-    with pytest.raises(ConfigError, match=f"^optimizer.schedule.{said}"):
+def test_decay_without_effect_is_refused(given, message):
+    with pytest.raises(ConfigError, match=f"^optimizer.schedule.{message}"):
         ScheduleConfig(**given)
 
 

@@ -153,9 +153,9 @@ def bad_on_each_rank(world: World, config: Any, lookahead: int) -> tuple[int, st
 @pytest.mark.parametrize("lookahead", KS)
 def test_a_bad_id_fails_in_its_own_step_whatever_was_announced(ranks, lookahead):
     config = make_config("3", "sgd")
-    for rank, (steps, said) in enumerate(ranks(2, bad_on_each_rank, config, lookahead)):
+    for rank, (steps, message) in enumerate(ranks(2, bad_on_each_rank, config, lookahead)):
         assert steps == 5
-        assert said.startswith(f"field C2: id 10000 in row 2 of rank {rank}'s part")
+        assert message.startswith(f"field C2: id 10000 in row 2 of rank {rank}'s part")
 
 
 def counted(world: World, config: Any, lookahead: int) -> list[list[int]]:
@@ -210,6 +210,6 @@ def test_the_key_takes_a_number_or_auto():
 
     assert build(TrainConfig, {"lookahead": "auto"}, {}).num_ahead == 1
     assert build(TrainConfig, {"lookahead": 16}, {}).num_ahead == 16
-    for value, said in ((-1, "-1 is not"), ("all", "'all' is not one of auto"), (2.5, "2.5")):
-        with pytest.raises(ConfigError, match=rf"lookahead: {said}"):
+    for value, message in ((-1, "-1 is not"), ("all", "'all' is not one of auto"), (2.5, "2.5")):
+        with pytest.raises(ConfigError, match=rf"lookahead: {message}"):
             build(TrainConfig, {"lookahead": value}, {})

@@ -74,7 +74,7 @@ def test_mistakes_are_reported_before_ranks_connect(four_ranks, synth_set, name)
 
 
 @pytest.mark.parametrize(
-    ("cross", "said"),
+    ("cross", "message"),
     [
         (("C1", "C99"), "C1xC99: C99 is not a sparse column of the data; use some of C1, C2, C3"),
         (("C2", "C1"), r"C2xC1 is in the data as C1xC2; write \[C1, C2\]"),
@@ -84,9 +84,9 @@ def test_mistakes_are_reported_before_ranks_connect(four_ranks, synth_set, name)
         ),
     ],
 )
-def test_missing_crosses_explain_what_to_do(cross, said):
+def test_missing_crosses_explain_what_to_do(cross, message):
     config = WdlConfig(wide=WideConfig(crosses=(cross,)))
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         config.spec(Fields.of(["I1"], {"C1": 5, "C2": 5, "C3": 5}, {"C1xC2": 9}))
 
 

@@ -136,9 +136,9 @@ def test_damaged_checkpoints_fall_back_to_the_previous_one(
     raw[len(raw) // 2] ^= 16
     file.write_bytes(raw)
     assert run(synth_set, tmp_path) == 0
-    said = capfd.readouterr().err
-    assert "step-8/rank-0.bin: damaged at bytes" in said
-    assert "goes on after step 4" in said
+    messages = capfd.readouterr().err
+    assert "step-8/rank-0.bin: damaged at bytes" in messages
+    assert "goes on after step 4" in messages
     assert events(tmp_path) == events(whole)
 
 
@@ -165,12 +165,12 @@ def test_changed_results_keys_are_refused_on_resume(synth_set, tmp_path, monkeyp
     interrupted(synth_set, tmp_path, monkeypatch, 6)
     with pytest.raises(ConfigError) as caught:
         run(synth_set, tmp_path, "run.seed=8", "optimizer.sparse.lr=0.5", "train.log_every=3")
-    said = str(caught.value)
+    messages = str(caught.value)
     del caught  # its frames hold the lock
-    assert "run.seed was 7 and is 8" in said
-    assert "optimizer.sparse.lr was 0.001 and is 0.5" in said
-    assert "log_every" not in said
-    assert "checkpoint.resume=never" in said
+    assert "run.seed was 7 and is 8" in messages
+    assert "optimizer.sparse.lr was 0.001 and is 0.5" in messages
+    assert "log_every" not in messages
+    assert "checkpoint.resume=never" in messages
     # What does not change a loss may differ; what the file has by then stays.
     kernels = kernels_of(tmp_path)
     assert kernels != {"torch"} or not find_spec("numba")

@@ -147,8 +147,8 @@ def test_ranks_with_other_configurations_stop_before_they_train(synth_set, tmp_p
     ]
     texts = [output_of(rank, 60) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [2, 2]
-    said = "error: rank 1 differs from rank 0 (optimizer.dense.lr: 0.001 on rank 0, "
-    assert "".join(texts).count(f"{said}0.002 on rank 1); start every rank with the same") == 1
+    message = "error: rank 1 differs from rank 0 (optimizer.dense.lr: 0.001 on rank 0, "
+    assert "".join(texts).count(f"{message}0.002 on rank 1); start every rank with the same") == 1
     assert not (tmp_path / "metrics.jsonl").exists()
 
 

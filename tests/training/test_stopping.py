@@ -189,22 +189,22 @@ def run_learning(world: World, train: TrainConfig) -> dict[str, str]:
 
 
 def warnings_of(world: World, train: TrainConfig) -> list[str]:
-    said: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
+    handler.emit = lambda record: messages.append(record.getMessage())
     logger = logging.getLogger("sbpflow.training.loop")
     logger.addHandler(handler)
     try:
         run_learning(world, train)
     finally:
         logger.removeHandler(handler)
-    return said
+    return messages
 
 
 def test_short_runs_warn_that_stopping_has_no_effect(ranks):
     short = TrainConfig(max_steps=4, eval_every=4, stop=StopConfig())
-    ((said,),) = ranks(1, warnings_of, short)
-    assert re.match(r"train\.stop .*train\.eval_every is 4, .* 4 steps$", said)
+    ((message,),) = ranks(1, warnings_of, short)
+    assert re.match(r"train\.stop .*train\.eval_every is 4, .* 4 steps$", message)
     assert ranks(1, warnings_of, replace(short, eval_every=3)) == [[]]
 
 

@@ -49,7 +49,7 @@ class Job:
     def wait(self, done: Callable[[], bool], what: str) -> None:
         deadline = Deadline(END_S)
         while not done():
-            assert not deadline.over(), f"{what}; {self.said()[-4000:]}"
+            assert not deadline.over(), f"{what}; {self.output()[-4000:]}"
             time.sleep(0.2)
 
     def finish(self) -> list[float]:
@@ -59,12 +59,12 @@ class Job:
                         for one in self.machines),
             "the loops did not end",
         )  # fmt: skip
-        assert [one.process.returncode for one in self.machines] == [0, 0], self.said()
+        assert [one.process.returncode for one in self.machines] == [0, 0], self.output()
         steps = [line for line in self._events() if line["event"] == "step"]
         assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
         return [line["loss"] for line in steps]
 
-    def said(self) -> str:
+    def output(self) -> str:
         return "\n".join(
             f"--- machine {one.number}\n{(self.folder / f'log{one.number}').read_text()}"
             for one in self.machines
@@ -90,18 +90,18 @@ def test_supervised_jobs_on_two_machines_resume(machines, synth_set, tmp_path, u
     job.wait(lambda: job.step() >= 60, "it did not start")
     if fault == "cut":
         machines[1].pull_cable()
-        job.wait(lambda: job.said().count("supervise: ended with code") >= 2, "they did not end")
-        assert job.said().count("died or does not answer") >= 2
+        job.wait(lambda: job.output().count("supervise: ended with code") >= 2, "they did not end")
+        assert job.output().count("died or does not answer") >= 2
         machines[1].plug_in()
     elif fault == "killed":  # and replaced by another that runs the same command
         machines[1].kill()
-        job.wait(lambda: "supervise: ended with code" in job.said(), "the other did not end")
-        assert "died or does not answer" in job.said()
+        job.wait(lambda: "supervise: ended with code" in job.output(), "the other did not end")
+        assert "died or does not answer" in job.output()
         job.start(machines[1])
     else:
         machines[0].slow_down("2mbit")
         time.sleep(3)
         machines[0].slow_down("1gbit")
     assert job.finish() == undisturbed
-    restarts = job.said().count("starts again")
+    restarts = job.output().count("starts again")
     assert restarts == 0 if fault == "slow" else restarts >= 1
