@@ -97,7 +97,7 @@ def test_which_tensors_are_half_precision(ranks, name, whole, half):
 
 
 def test_bfloat16_of_float64_is_refused():
-    with pytest.raises(ConfigError, match=r"autocast: bf16 requires parallel\.dtype: float32, got float64"):
+    with pytest.raises(ConfigError, match=r"autocast: bf16 requires .* got float64"):
         plan_run(config_with("dlrm", "1", dtype="float64", autocast="bf16"), FIELDS,
                  world_size=1, device_type="cpu")  # fmt: skip
 
