@@ -152,11 +152,7 @@ def fit(
     trainer.rate_scale = watchers.rate_scale
     last = checkpoints.steps_of_before + num_train_steps(train, loaders["train"].num_steps)
     _check_val(train, watchers, loaders, last)
-    if profiler is not None and profiler.first > last:
-        raise ConfigError(
-            f"train.profile: starts at step {profiler.first}, but the run has {last} steps; for "
-            f"example [{max(1, last - 2)}, {last}]"
-        )
+    _check_profile(profiler, last)
     pace, times, step = Pace(), MoveTimes(), checkpoints.step
     every = train.eval_every or last
     overlap = OverlapWatch(trainer, boxing.world.size, last, boxing.world.device)
@@ -217,6 +213,14 @@ def fit(
         stopped=watchers.stop.why(step) if watchers.stop and watchers.stops and step < last else "",
         best=str(watchers.stop) if watchers.stop else "",
     )
+
+
+def _check_profile(profiler: StepProfiler | None, last: int) -> None:
+    if profiler is not None and profiler.first > last:
+        raise ConfigError(
+            f"train.profile: starts at step {profiler.first}, but the run has {last} steps; for "
+            f"example [{max(1, last - 2)}, {last}]"
+        )
 
 
 def _check_val(
