@@ -7,7 +7,6 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Annotated, Literal
 
 import torch
@@ -111,7 +110,7 @@ class LayeredSpec(ABC):
         """Every dense parameter by name."""
         ...
 
-    @cached_property
+    @property
     def buffers(self) -> Mapping[str, ParameterSpec]:
         """The running statistics of the batch norms of all MLPs."""
         mlps = [value for value in vars(self).values() if isinstance(value, MlpShape)]

@@ -16,6 +16,7 @@ same rules cover all layouts, placements and numbers of axes:
 A rank that already has its data sends it to itself, which costs nothing. Pure arithmetic.
 """
 
+import math
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from enum import Enum
@@ -57,10 +58,7 @@ class _Cell:
 
 def numel(box: Box) -> int:
     """Number of elements in a box; 1 for a 0-d tensor."""
-    count = 1
-    for extent in box:
-        count *= extent.stop - extent.start
-    return count
+    return math.prod(extent.stop - extent.start for extent in box)
 
 
 def shift(box: Box, origin: Box) -> Box:

@@ -12,7 +12,7 @@ import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -39,7 +39,7 @@ DTYPES = {
 _FILE_NAME = re.compile(r"rank-\d+\.bin")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+@dataclass(frozen=True, slots=True, order=True)
 class Place:
     """A rectangle [row_start:row_stop, col_start:col_stop] of a logical tensor.
 
@@ -66,10 +66,10 @@ class Place:
     def common(self, other: "Place") -> "Place | None":
         """The intersection; ``None`` if it is empty."""
         both = Place(
-            row_start=max(self.row_start, other.row_start),
-            row_stop=min(self.row_stop, other.row_stop),
-            col_start=max(self.col_start, other.col_start),
-            col_stop=min(self.col_stop, other.col_stop),
+            max(self.row_start, other.row_start),
+            min(self.row_stop, other.row_stop),
+            max(self.col_start, other.col_start),
+            min(self.col_stop, other.col_stop),
         )
         return both if both.num_rows > 0 and both.num_columns > 0 else None
 
@@ -122,8 +122,7 @@ class Index:
 
 def whole_of(shape: Sequence[int]) -> Place:
     """The rectangle that is a whole tensor of this shape."""
-    rows = shape[0] if shape else 1
-    return Place(row_start=0, row_stop=rows, col_start=0, col_stop=math.prod(shape[1:]))
+    return Place(0, shape[0] if shape else 1, 0, math.prod(shape[1:]))
 
 
 def to_json(index: Index) -> str:
@@ -154,9 +153,7 @@ def from_json(text: str, path: Path) -> Index:
 
 def piece_to_json(piece: Piece) -> list[Any]:
     """[file, offset, row start, row stop, column start, column stop, CRCs]."""
-    at = piece.place
-    sides = [at.row_start, at.row_stop, at.col_start, at.col_stop]
-    return [piece.file, piece.offset, *sides, list(piece.crc32)]
+    return [piece.file, piece.offset, *astuple(piece.place), list(piece.crc32)]
 
 
 def piece_from_json(value: Sequence[Any]) -> Piece:
@@ -165,7 +162,7 @@ def piece_from_json(value: Sequence[Any]) -> Piece:
     if not isinstance(file, str) or not _FILE_NAME.fullmatch(file):
         _wrong(f"{file!r} is not a file name of the form rank-N.bin")
     offset, row_start, row_stop, col_start, col_stop = (_count(number) for number in numbers)
-    place = Place(row_start=row_start, row_stop=row_stop, col_start=col_start, col_stop=col_stop)
+    place = Place(row_start, row_stop, col_start, col_stop)
     crcs = tuple(_count(crc) for crc in crc32)
     return Piece(file=file, offset=offset, place=place, crc32=crcs)
 

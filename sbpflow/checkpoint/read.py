@@ -98,7 +98,7 @@ class Checkpoint:
         top, bottom, _ = (rows or slice(None)).indices(whole.row_stop)
         left, right, _ = (columns or slice(None)).indices(whole.col_stop)
         bottom, right = max(top, bottom), max(left, right)
-        place = Place(row_start=top, row_stop=bottom, col_start=left, col_stop=right)
+        place = Place(top, bottom, left, right)
         out = torch.empty(place.num_rows, place.num_columns, dtype=dtype or saved.dtype)
         self.read_into(name, place, out)
         if columns is not None:
@@ -213,12 +213,8 @@ def _put_rows(
     target: Tensor, place: Place, at: Place, row: int, column: int, values: Tensor
 ) -> None:
     """Copy ``values`` [rows, columns], which start at (row, column) of the piece."""
-    source = Place(
-        row_start=at.row_start + row,
-        row_stop=at.row_start + row + values.shape[0],
-        col_start=at.col_start + column,
-        col_stop=at.col_start + column + values.shape[1],
-    )
+    top, left = at.row_start + row, at.col_start + column
+    source = Place(top, top + values.shape[0], left, left + values.shape[1])
     if both := source.common(place):
         target[_within(both, place)].copy_(values[_within(both, source)])
 

@@ -7,6 +7,7 @@ import threading
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from sbpflow.checkpoint.format import Place, cover_fault, whole_of
 from sbpflow.checkpoint.share import share_out
 from sbpflow.checkpoint.snapshot import SaveCost, Snapshot, Stores
 from sbpflow.checkpoint.write import Part, rectangle_place, write_parts
-from sbpflow.embedding.state import LogicalTensor, Rectangle, Values
+from sbpflow.embedding.state import LogicalTensor, Values
 from sbpflow.errors import CheckpointError
 from sbpflow.runtime.processes.background import in_background
 
@@ -145,7 +146,7 @@ class Saver:
         world = self._boxing.world
         # The number of rows by key changes from save to save, and each row is on one rank only.
         mine = {
-            name: [_sides(rectangle) for rectangle in tensor.rectangles if not tensor.by_key]
+            name: [astuple(place) for place in _places(tensor) if not tensor.by_key]
             for name, tensor in state.items()
         }
         dtypes = {
@@ -160,7 +161,7 @@ class Saver:
             all_dtypes |= json.loads(rank_facts["dtypes"])
             places: dict[str, list[list[int]]] = json.loads(rank_facts["places"])
             held.append(
-                {name: [_place(*sides) for sides in listed] for name, listed in places.items()}
+                {name: [Place(*sides) for sides in listed] for name, listed in places.items()}
             )
         shares = share_out(held)
         for name, tensor in state.items():
@@ -213,11 +214,3 @@ def _view(tensor: LogicalTensor, place: Place) -> Values:
 def _places(tensor: LogicalTensor) -> list[Place]:
     places = [rectangle_place(rectangle) for rectangle in tensor.rectangles]
     return [place for place in places if place.num_elements]
-
-
-def _sides(rectangle: Rectangle) -> list[int]:
-    return [rectangle.row_start, rectangle.row_stop, rectangle.col_start, rectangle.col_stop]
-
-
-def _place(row_start: int, row_stop: int, col_start: int, col_stop: int) -> Place:
-    return Place(row_start=row_start, row_stop=row_stop, col_start=col_start, col_stop=col_stop)

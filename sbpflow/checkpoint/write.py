@@ -38,12 +38,7 @@ class Part:
 
 def rectangle_place(rectangle: Rectangle) -> Place:
     """The place of a rectangle of the state."""
-    return Place(
-        row_start=rectangle.row_start,
-        row_stop=rectangle.row_stop,
-        col_start=rectangle.col_start,
-        col_stop=rectangle.col_stop,
-    )
+    return Place(rectangle.row_start, rectangle.row_stop, rectangle.col_start, rectangle.col_stop)
 
 
 def bytes_of(values: Tensor) -> memoryview:

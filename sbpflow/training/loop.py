@@ -197,12 +197,7 @@ def fit(
             break
         pace.resume()
     trainer.drain()  # a run that stops early has announced more batches
-    if profiler is not None:
-        profiler.close()
-        if step < profiler.first:
-            logger.warning(
-                "train.profile: no trace, the run stopped before step %d", profiler.first
-            )
+    _close(profiler, step)
     return Result(
         steps=step,
         samples_per_s=pace.rows / pace.seconds if pace.seconds else float("nan"),
@@ -211,7 +206,7 @@ def fit(
         test=score("test", step),
         overlap=overlap.summary(),
         stopped=watchers.stop.why(step) if watchers.stop and watchers.stops and step < last else "",
-        best=str(watchers.stop.best) if watchers.stop else "",
+        best=str(watchers.stop) if watchers.stop else "",
     )
 
 
@@ -221,6 +216,15 @@ def _check_profile(profiler: StepProfiler | None, last: int) -> None:
             f"train.profile: starts at step {profiler.first}, but the run has {last} steps; for "
             f"example [{max(1, last - 2)}, {last}]"
         )
+
+
+def _close(profiler: StepProfiler | None, step: int) -> None:
+    if profiler is not None:
+        profiler.close()
+        if step < profiler.first:
+            logger.warning(
+                "train.profile: no trace, the run stopped before step %d", profiler.first
+            )
 
 
 def _check_val(

@@ -14,7 +14,6 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from io import TextIOWrapper
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
 from tqdm import tqdm
@@ -197,12 +196,7 @@ class Report:
     def __enter__(self) -> "Report":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._progress.close()
         self._metrics.close()
 

@@ -60,13 +60,10 @@ class NoCheckpoints:
 
     step = epoch = steps_of_before = 0
     stops = False
+    loop: Mapping[str, Any] = {}
 
     def leave(self) -> None:
         raise RuntimeError("leave() without checkpoints, which cannot be asked to stop")
-
-    @property
-    def loop(self) -> Mapping[str, Any]:
-        return {}
 
     def scored(self, step: int, evaluation: Evaluation | None) -> None:
         pass

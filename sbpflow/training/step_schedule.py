@@ -7,8 +7,8 @@ The moves that depend on ids alone run K batches ahead, where K is the lookahead
 the transfers in flight during each move.
 """
 
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
@@ -196,8 +196,7 @@ class StepSchedule:
 
         def make(move: Move, batch: BatchT) -> None:
             if move.name not in batch.done:
-                with _named(move), watch(move.name):
-                    of_batch[move.name](batch)
+                _call(move, watch, of_batch[move.name], batch)
                 batch.done.add(move.name)
 
         order, overdue = _order_of_step(self, lookahead)
@@ -212,8 +211,7 @@ class StepSchedule:
                     make(move, ahead[distance])
         for move in self.each_step:
             if move.name in of_step:
-                with _named(move), watch(move.name):
-                    of_step[move.name]()
+                _call(move, watch, of_step[move.name])
             else:
                 for batch in batches:
                     make(move, batch)
@@ -288,11 +286,16 @@ def _of(distance: int, name: str) -> str:
     return f"next {name}" if distance == 1 else f"{name} +{distance}"
 
 
-@contextmanager
-def _named(move: Move) -> Generator[None]:
-    """Add the move's name to the traceback of an error."""
+def _call(
+    move: Move,
+    watch: Callable[[str], AbstractContextManager[None]],
+    function: Callable[..., None],
+    *args: object,
+) -> None:
+    """Make a move; an error gets a note with the move's name."""
     try:
-        yield
+        with watch(move.name):
+            function(*args)
     except Exception as error:
         error.add_note(f"in the move {move.name}: {move.says}")
         raise

@@ -22,7 +22,7 @@ from sbpflow.training.metrics import Evaluation
 State = Mapping[str, float | int | None]
 
 
-@dataclass(slots=True)
+@dataclass
 class Best:
     """The best value of a metric so far and its step, and the ``waited`` evaluations since."""
 
@@ -32,14 +32,13 @@ class Best:
     step: int = 0
     waited: int = 0
 
-    def push(self, step: int, value: float) -> bool:
-        """Take the value at ``step``; returns whether it is the best so far."""
+    def push(self, step: int, value: float) -> None:
+        """Take the value at ``step``."""
         kind = METRICS[self.metric]
         if self.value is not None and not kind.is_better(value, self.value, self.min_delta):
             self.waited += 1
-            return False
-        self.value, self.step, self.waited = value, step, 0
-        return True
+        else:
+            self.value, self.step, self.waited = value, step, 0
 
     def state(self) -> dict[str, float | int | None]:
         """The state, for ``load``."""
@@ -54,62 +53,49 @@ class Best:
         return "none" if self.value is None else f"{self.metric} {self.value:.6g} at {self.step}"
 
 
-class Stopper:
+class Stopper(Best):
     """Early stopping: ``stops`` after ``patience`` evaluations in a row without a better value."""
 
     def __init__(self, config: StopConfig) -> None:
+        super().__init__(config.metric, config.min_delta)
         self.config = config
-        self.best = Best(config.metric, config.min_delta)
 
     @property
     def stops(self) -> bool:
         """Whether to stop the run."""
-        return self.best.waited >= self.config.patience
-
-    def push(self, step: int, value: float) -> None:
-        """Take the metric of val at ``step``."""
-        self.best.push(step, value)
-
-    def state(self) -> dict[str, float | int | None]:
-        """The state, for ``load``."""
-        return self.best.state()
-
-    def load(self, state: State) -> None:
-        """Restore a saved state."""
-        self.best.load(state)
+        return self.waited >= self.config.patience
 
     def why(self, step: int) -> str:
         """The reason for stopping, one line."""
-        best = self.best
-        delta = f" by more than {best.min_delta:g}" if best.min_delta else ""
+        delta = f" by more than {self.min_delta:g}" if self.min_delta else ""
         return (
-            f"at step {step}, after {best.waited} evaluations of val in a row without a "
-            f"better {best.metric} than {best.value:.6g} at step {best.step}{delta}"
+            f"at step {step}, after {self.waited} evaluations of val in a row without a "
+            f"better {self.metric} than {self.value:.6g} at step {self.step}{delta}"
         )
 
 
-class Plateau:
+class Plateau(Best):
     """Reduce on plateau: a ``factor`` of all learning rates that shrinks after each plateau."""
 
     def __init__(self, config: PlateauConfig) -> None:
+        super().__init__(config.metric, config.min_delta)
         self.config = config
-        self.best = Best(config.metric, config.min_delta)
         self.factor = 1.0
 
     def push(self, step: int, value: float) -> None:
-        """Take the metric of val at ``step``."""
-        self.best.push(step, value)
-        if self.best.waited >= self.config.patience:
+        """Take the value at ``step``."""
+        super().push(step, value)
+        if self.waited >= self.config.patience:
             self.factor = max(self.factor * self.config.factor, self.config.min_factor)
-            self.best.waited = 0
+            self.waited = 0
 
     def state(self) -> dict[str, float | int | None]:
         """The state, for ``load``."""
-        return {**self.best.state(), "factor": self.factor}
+        return {**super().state(), "factor": self.factor}
 
     def load(self, state: State) -> None:
         """Restore a saved state."""
-        self.best.load(state)
+        super().load(state)
         self.factor = float(state["factor"] or 1.0)
 
 

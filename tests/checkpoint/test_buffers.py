@@ -1,4 +1,4 @@
-"""Running statistics of batch norms are saved and go on, on another number of ranks."""
+"""Running statistics of batch norms are saved and restored on other world sizes."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def from_there(world, folder):
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_running_statistics_go_on(ranks, memory, size):
+def test_running_statistics_are_restored(ranks, memory, size):
     ranks(2, until_saved, str(memory))
     names = open_checkpoint(memory / f"step-{BEFORE}").tensors
     assert {f"dense/bottom.0.norm.running_{what}" for what in ("mean", "var")} <= set(names)

@@ -1,4 +1,4 @@
-"""Checkpoints listed, checked, compared and removed from the command line."""
+"""Listing, verifying, comparing and pruning checkpoints from the command line."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def names(folder):
     return [path.name for path in list_checkpoints(folder / "checkpoints")]
 
 
-def test_a_list_has_a_line_for_each_the_newest_first(folder, capsys):
+def test_ls_prints_one_line_per_checkpoint_newest_first(folder, capsys):
     (folder / "checkpoints/step-3/rank-1.bin").unlink()
     assert checkpoint(["ls", str(folder)]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
@@ -41,7 +41,7 @@ def test_a_list_has_a_line_for_each_the_newest_first(folder, capsys):
     assert "rank-1.bin" in lines[2]
 
 
-def test_verify_reads_every_byte_and_its_exit_code_says_so(folder, capsys):
+def test_verify_reads_every_byte_and_sets_the_exit_code(folder, capsys):
     assert checkpoint(["verify", str(folder)]) == 1
     first, second, third = capsys.readouterr().out.splitlines()
     assert first.startswith("ok ")
@@ -91,6 +91,6 @@ def test_prune_keeps_good_ones_and_never_counts_a_damaged_one(folder, capsys):
         checkpoint(["prune", str(folder), "--keep", "0"])
 
 
-def test_a_folder_without_checkpoints_is_a_message(tmp_path):
+def test_folders_without_checkpoints_are_reported(tmp_path):
     with pytest.raises(CheckpointError, match="has no checkpoints; give a checkpoint"):
         checkpoint(["ls", str(tmp_path)])

@@ -1,4 +1,4 @@
-"""Pieces written by several ranks, read back as any rectangle; damage of every kind is an error."""
+"""Pieces of several ranks are read back as any rectangle; any damage is an error."""
 
 import json
 import os
@@ -66,7 +66,7 @@ def wanted():
 
 
 def save(folder, step=3, run="r1", documents=None):
-    """A checkpoint of two ranks, written as they do."""
+    """A checkpoint of two ranks."""
     partial = partial_folder(folder, step, "ab")
     partial.mkdir(parents=True)
     full = wanted()
@@ -100,7 +100,7 @@ def save(folder, step=3, run="r1", documents=None):
     return publish(folder, partial, index)
 
 
-def test_what_was_written_is_read_whole_and_as_any_rectangle(tmp_path):
+def test_written_tensors_are_read_whole_and_as_rectangles(tmp_path):
     path = save(tmp_path, documents={"cursor": {"epoch": 1}})
     found = open_checkpoint(path)
     assert (found.step, found.run, found.documents) == (3, "r1", {"cursor": {"epoch": 1}})
@@ -131,17 +131,17 @@ def test_the_index_is_text_that_gives_an_equal_value(tmp_path):
 
 
 def reads_right_or_raises(path):
-    """Whether reading raised; fails if it gave other values than were written."""
+    """Whether reading raised; fails if it returned wrong values."""
     try:
         found = checked(path, run="r1")
         got = {name: found.tensor(name) for name in found.tensors}
     except CheckpointError as error:
-        said = str(error)
+        message = str(error)
     else:
-        said = ""
-    if said:
-        assert str(path) in said
-        assert ";" in said, "it says what to do"
+        message = ""
+    if message:
+        assert str(path) in message
+        assert ";" in message, "it says what to do"
         return True
     assert got.keys() == TENSORS.keys()
     for name, full in wanted().items():
@@ -164,7 +164,7 @@ def test_no_flipped_bit_is_ever_loaded(tmp_path):
     assert not reads_right_or_raises(path)
 
 
-def test_no_cut_missing_or_foreign_file_is_ever_loaded(tmp_path):
+def test_truncated_missing_or_foreign_files_are_never_loaded(tmp_path):
     path = save(tmp_path / "one")
     other = save(tmp_path / "two", step=4, run="r2")
     (tmp_path / "bare").mkdir()
@@ -219,7 +219,7 @@ def test_an_index_that_was_changed_is_refused(tmp_path, change, why):
 
 
 def resigned(file, change):
-    """Change the index and make its checksum fit again: what a hostile writer would do."""
+    """Change the index and its checksum, as a hostile writer would."""
     tree = json.loads(file.read_text())
     change(tree["content"])
     tree["sha256"] = form._digest(tree["content"])
@@ -251,14 +251,14 @@ def test_an_index_that_contradicts_itself_is_refused(tmp_path, change):
         open_checkpoint(file.parent)
 
 
-def test_an_index_nested_beyond_reason_is_refused(tmp_path):
+def test_deeply_nested_indexes_are_refused(tmp_path):
     file = save(tmp_path) / "index.json"
     file.write_text("[" * 200_000)
     with pytest.raises(CheckpointError):
         open_checkpoint(file.parent)
 
 
-def test_pieces_that_leave_a_hole_or_overlap_are_told():
+def test_pieces_with_gaps_or_overlaps_are_refused():
     whole = place(0, 4, 0, 4)
     assert cover_fault(whole, [place(0, 4, 0, 2), place(0, 1, 2, 4), place(1, 4, 2, 4)]) == ""
     assert "elements" in cover_fault(whole, [place(0, 4, 0, 2)])
@@ -266,7 +266,7 @@ def test_pieces_that_leave_a_hole_or_overlap_are_told():
     assert "outside" in cover_fault(whole, [place(0, 2, 0, 4), place(3, 5, 0, 4)])
 
 
-def test_the_newest_good_one_is_found_and_a_damaged_one_named(tmp_path, caplog):
+def test_the_newest_good_checkpoint_is_found(tmp_path, caplog):
     for step in (2, 10, 9):
         save(tmp_path, step=step)
     partial_folder(tmp_path, 11, "0f").mkdir()

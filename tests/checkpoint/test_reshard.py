@@ -1,4 +1,4 @@
-"""What was saved under one layout goes on under another, as if it had never stopped.
+"""State saved under one layout resumes under another without a difference.
 
 A seeded sample; ``benchmarks/reshard.py`` has the whole matrix.
 """
@@ -17,7 +17,7 @@ from sbpflow.checkpoint.read import open_checkpoint
 SAMPLE = cases(seed=5, count=28, before=3, after=4)
 
 
-def test_a_run_goes_on_under_another_layout(ranks, memory):
+def test_runs_resume_under_another_layout(ranks, memory):
     for size in (1, 2, 4):
         ranks(size, save_all, str(memory), SAMPLE)
     found = [one for size in (1, 2, 4) for one in ranks(size, go_on_all, str(memory), SAMPLE)]

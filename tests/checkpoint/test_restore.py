@@ -1,4 +1,4 @@
-"""Tables that grew, state per column shard, a folder that not all ranks see: what is told apart."""
+"""Restoring grown tables, state per column shard, and folders that ranks do not share."""
 
 import ctypes
 import os
@@ -64,7 +64,7 @@ def grow(world: World, folder: Path):
 
 
 def job_of_one_step(world, config):
-    """As a new job of the grown set is, but for what its optimizers keep."""
+    """As a new job on the grown data set, except for optimizer state."""
     job = job_of(world, config, GROWN)
     state = job.embeddings.state().items()
     kept = {name: [r.values.clone() for r in tensor.rectangles] for name, tensor in state}
@@ -75,7 +75,7 @@ def job_of_one_step(world, config):
     return job
 
 
-def test_a_grown_table_keeps_its_rows_and_has_new_ones_behind_them(ranks, memory):
+def test_grown_tables_keep_saved_rows_and_append_new_ones(ranks, memory):
     for name in ("before", "new", "after"):
         (memory / name).mkdir()
     for refused, steps in ranks(2, grow, memory):
@@ -122,7 +122,7 @@ def test_rows_are_rounded_to_the_nearest_and_widened_exactly(ranks, memory):
         assert torch.equal(again.tensor(name), kept.to(value.dtype)), name
 
 
-def test_what_a_set_is_to_the_one_of_a_checkpoint():
+def test_relation_of_a_data_set_to_that_of_a_checkpoint():
     saved = {"path": "a", "fingerprint": "f1", "content_id": "c1", "vocabulary_digest": "v1"}
     facts = DataFacts(
         path="b", fingerprint="f2", content_id="c2", vocabulary_digest="v3", ancestors=("v2", "v1")
@@ -156,13 +156,13 @@ def per_shard(world: World, folder: Path, case: str):
     return ""
 
 
-def test_state_per_column_shard_is_for_the_same_shards_only(ranks, memory):
+def test_state_per_column_shard_needs_the_same_shards(ranks, memory):
     ranks(2, per_shard, memory, "save")
     assert ranks(2, per_shard, memory, "same") == ["", ""]
     for size, case in ((3, "same"), (2, "logical")):
-        for said in ranks(size, per_shard, memory, case):
-            assert "was saved as shards from columns [0" in said
-            assert "row_state: logical" in said
+        for message in ranks(size, per_shard, memory, case):
+            assert "was saved as shards from columns [0" in message
+            assert "row_state: logical" in message
 
 
 def look(world: World, folders: list[Path]):
@@ -174,23 +174,23 @@ def look(world: World, folders: list[Path]):
 
 
 def look_from_another_machine(world: World, folder: Path):
-    """Rank 1 sees a disk of its own at ``folder``; "refused" where the system allows no such."""
+    """Mount a separate disk at ``folder`` for rank 1; "refused" if the system does not allow it."""
     if world.rank != 1:
         return look(world, [folder] * world.size)
-    said: list[str] = []
+    messages: list[str] = []
 
     def work() -> None:
         disk = _mount_over(folder)  # of this thread alone, and gone with it
-        said.append(look(world, [folder] * world.size) if not disk else f"refused: {disk}")
+        messages.append(look(world, [folder] * world.size) if not disk else f"refused: {disk}")
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    return said[0]
+    return messages[0]
 
 
 def _mount_over(folder: Path) -> str:
-    """An empty file system in memory over ``folder``, for this thread; or why there is none."""
+    """Mount an empty in-memory file system over ``folder`` for this thread; or why it failed."""
     system = ctypes.CDLL(None, use_errno=True)
     new_namespace, recursive_private = 0x00020000, 0x4000 | 0x40000
     if (
@@ -203,21 +203,21 @@ def _mount_over(folder: Path) -> str:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="another mount namespace needs root")
-def test_a_machine_whose_own_disk_is_at_checkpoint_dir_is_named(ranks, memory):
-    said = ranks(2, look_from_another_machine, memory)
-    if said[1].startswith("refused"):
-        pytest.skip(said[1])
-    for one in said:
+def test_machines_with_a_local_checkpoint_dir_are_named(ranks, memory):
+    messages = ranks(2, look_from_another_machine, memory)
+    if messages[1].startswith("refused"):
+        pytest.skip(messages[1])
+    for one in messages:
         assert f"checkpoint.dir: {memory} on ranks [1] is not the folder that rank 0 uses" in one
         assert "checkpoint.dir=/shared/runs/train" in one
     assert list(memory.iterdir()) == []
     assert ranks(2, look, [memory, memory]) == ["", ""], "the rank sees the folder again"
 
 
-def test_a_folder_that_not_all_ranks_see_is_refused(ranks, memory):
+def test_folders_that_ranks_do_not_share_are_refused(ranks, memory):
     (memory / "other").mkdir()
     assert ranks(2, look, [memory, memory]) == ["", ""]
-    for said in ranks(2, look, [memory, memory / "other"]):
-        assert "on ranks [1] is not the folder that rank 0 uses" in said
-        assert "checkpoint.every=0" in said
+    for message in ranks(2, look, [memory, memory / "other"]):
+        assert "on ranks [1] is not the folder that rank 0 uses" in message
+        assert "checkpoint.every=0" in message
     assert [path.name for path in memory.iterdir()] == ["other"]

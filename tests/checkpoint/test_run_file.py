@@ -1,4 +1,4 @@
-"""``run.json`` with any byte changed, lost or added is refused; nothing else may restart a run."""
+"""``run.json`` with any changed, missing or added byte is refused."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ FIRST = '{"run": "0123456789ab", "facts": {"run.seed": "7"}, "status": "training
 
 
 def damaged(raw):
-    """The file cut off, and with one byte flipped in each bit, swapped, lost or doubled."""
+    """Copies of the file: truncated, or with a byte flipped, swapped, missing or doubled."""
     for at in range(len(raw)):
         yield raw[:at]
         yield raw[:at] + raw[at + 1 :]
@@ -36,7 +36,7 @@ def test_no_damaged_copy_is_accepted(tmp_path):
     write_run(tmp_path, FACTS)
     assert read_run(tmp_path) == FACTS
     file = tmp_path / RUN_FILE
-    raw, accepted, tried, said = file.read_bytes(), [], 0, set()
+    raw, accepted, tried, messages = file.read_bytes(), [], 0, set()
     for copy in damaged(raw):
         file.write_bytes(copy)
         tried += 1
@@ -44,18 +44,18 @@ def test_no_damaged_copy_is_accepted(tmp_path):
             read_run(tmp_path)
             accepted.append(copy)
         except CheckpointError as error:
-            said.add(str(error))
+            messages.add(str(error))
     assert tried > 4000
     assert accepted == []
-    assert all(one.startswith(f"{file}: cannot be used (") for one in said)
-    assert all("checkpoint.resume=never" in one for one in said)
+    assert all(one.startswith(f"{file}: cannot be used (") for one in messages)
+    assert all("checkpoint.resume=never" in one for one in messages)
 
 
-def test_no_file_is_no_run(tmp_path):
+def test_a_missing_run_file_means_no_run(tmp_path):
     assert read_run(tmp_path) is None
 
 
-def test_a_file_without_checksum_passes_in_the_form_that_was_written(tmp_path):
+def test_version_1_files_are_read_in_their_exact_form(tmp_path):
     (tmp_path / RUN_FILE).write_text(FIRST)
     first = RunFacts(run="0123456789ab", facts={"run.seed": "7"}, status="training")
     assert read_run(tmp_path) == first
@@ -80,7 +80,7 @@ def test_a_file_without_checksum_passes_in_the_form_that_was_written(tmp_path):
         (FIRST, "null", "cannot be used"),
     ],
 )
-def test_any_other_form_without_checksum_is_refused(tmp_path, old, new, says):
+def test_other_forms_without_checksum_are_refused(tmp_path, old, new, says):
     (tmp_path / RUN_FILE).write_text(FIRST.replace(old, new, 1))
     with pytest.raises(CheckpointError, match=says):
         read_run(tmp_path)

@@ -1,4 +1,4 @@
-"""A state that goes on changing is saved as it was, whichever kernel changes its rows."""
+"""A changing state is saved as it was at the start of the save, with every kernel."""
 
 import errno
 import os
@@ -49,7 +49,7 @@ def make_storage(kernel):
 
 @pytest.mark.parametrize("tight", [False, True])
 @pytest.mark.parametrize("kernel", ["torch", "numba", "fbgemm", "triton"])
-def test_rows_are_written_as_they_were(kernel, tight, tmp_path, monkeypatch):
+def test_changing_rows_are_saved_as_they_were(kernel, tight, tmp_path, monkeypatch):
     if tight:  # 30 places in slabs of 2; the rest goes through a file
         monkeypatch.setattr(undo, "SLAB_SHARE", 0.0)
         monkeypatch.setattr(undo, "MIN_SLAB_ROWS", 1)
@@ -73,7 +73,7 @@ def test_rows_are_written_as_they_were(kernel, tight, tmp_path, monkeypatch):
     real, updates = PieceWriter.write, []
 
     def write(self, data):
-        """Between two blocks training goes on: on rows written, to be written and of others."""
+        """Train between two blocks: on rows already written, still to write, and not saved."""
         lookup = Lookup(torch.randint(0, ROWS, (40,)))
         storage.lookup(lookup, 0.1)
         storage.update(lookup, torch.randn(40, WIDTH), 0.1, len(updates) + 1)
@@ -102,7 +102,7 @@ def test_rows_are_written_as_they_were(kernel, tight, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("fixed_size", [False, True])
 def test_a_small_table_has_a_small_log(fixed_size, tmp_path):
-    """Rows that come again and again, as storages of fixed size tell them, need no more room."""
+    """Repeated rows, as storages of fixed size report them, need no more room."""
     storage = TorchStorage(
         30, 256, dim=256, optimizer=RULE, dtype=torch.float32, device=CPU, fixed_size=fixed_size
     )
@@ -183,7 +183,7 @@ def train_while_saving(world: World, folder, case: Case, tight: bool):
 
 @pytest.mark.parametrize("tight", [False, True])
 @pytest.mark.parametrize("scheme", ["3", "mixed"])
-def test_a_save_beside_training_equals_one_that_waits(ranks, memory, scheme, tight):
+def test_background_saves_equal_blocking_saves(ranks, memory, scheme, tight):
     for name in "ab":
         (memory / name).mkdir()
     case = Case(Lying(2, scheme), Lying(2, scheme), "lazy_adam")
@@ -203,7 +203,7 @@ def test_a_save_beside_training_equals_one_that_waits(ranks, memory, scheme, tig
 
 
 def begun(world: World, folder, deadline_s: float = 30):
-    """A job after its first step, and what saves it."""
+    """A job after its first step, and its saver."""
     lying = Lying(world.size, "3")
     case = Case(lying, lying, "lazy_adam")
     job = make_job(world, case, case.saved)
@@ -223,7 +223,7 @@ def one_cannot_write(world: World, folder):
             raise CheckpointError("rank-1.bin: cannot be written (no space left on device)")
         real(self, data)
 
-    said = []
+    messages = []
     saver.save(1, {})
     PieceWriter.write = full
     try:
@@ -231,16 +231,16 @@ def one_cannot_write(world: World, folder):
             try:
                 save()
             except CheckpointError as error:
-                said.append(str(error))
+                messages.append(str(error))
     finally:
         PieceWriter.write = real
     saver.save(3, {})
-    return said
+    return messages
 
 
-def test_every_rank_is_told_why_one_could_not_write(ranks, memory):
-    for said in ranks(2, one_cannot_write, memory):
-        assert said == ["rank 1: rank-1.bin: cannot be written (no space left on device)"] * 2
+def test_every_rank_gets_the_reason_of_a_failed_write(ranks, memory):
+    for message in ranks(2, one_cannot_write, memory):
+        assert message == ["rank 1: rank-1.bin: cannot be written (no space left on device)"] * 2
     assert sorted(path.name for path in memory.iterdir()) == ["step-1", "step-3"]
 
 
@@ -265,20 +265,20 @@ def folder_is_taken_away(world: World, folder, late: bool):
         attempt.publish = before_publish
     else:
         Attempt.report = before_report
-    said = ""
+    message = ""
     try:
         saver.start(2, {})
         saver.wait()
     except CheckpointError as error:
-        said = str(error)
+        message = str(error)
     finally:
         Attempt.report, attempt.publish = report, publish
     left = [saver._store.check([f"{saver._nonce}1/rank-{rank}"]) for rank in range(2)]
-    return said, left
+    return message, left
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_folder_that_is_taken_away_is_said_by_every_rank(ranks, memory, late):
+def test_every_rank_reports_a_deleted_folder(ranks, memory, late):
     (one, left), (two, _) = ranks(2, folder_is_taken_away, memory, late)
     assert one == two
     assert "cannot be written (no such file or directory)" in one
@@ -300,7 +300,7 @@ def disk_full_for_rows_put_aside(world: World, folder):
 
     real_write, PieceWriter.write = PieceWriter.write, slow
     spill.write_at = full
-    said = ""
+    message = ""
     try:
         with tight_memory():
             saver.start(2, {})
@@ -308,20 +308,20 @@ def disk_full_for_rows_put_aside(world: World, folder):
                 job.trainer.step(make_rows(step, world.rank, world.size))
             saver.wait()
     except CheckpointError as error:
-        said = str(error)
+        message = str(error)
     finally:
         spill.write_at, PieceWriter.write = real, real_write
-    return said, job.trainer.num_steps
+    return message, job.trainer.num_steps
 
 
-def test_a_full_disk_for_rows_put_aside_is_said_and_nobody_waits(ranks, memory):
-    ((said, steps),) = ranks(1, disk_full_for_rows_put_aside, memory)
-    assert "cannot be written (no space left on device)" in said
+def test_a_full_disk_for_spilled_rows_is_reported_without_a_hang(ranks, memory):
+    ((message, steps),) = ranks(1, disk_full_for_rows_put_aside, memory)
+    assert "cannot be written (no space left on device)" in message
     assert steps == 11
     assert [path.name for path in memory.iterdir()] == ["step-1"]
 
 
-def test_rows_put_aside_have_no_name_and_are_checked(tmp_path):
+def test_spill_files_have_no_name_and_are_checked(tmp_path):
     file = spill.SpillFile(tmp_path)
     first = file.append([memoryview(b"some"), memoryview(b" rows")])
     second = file.append([memoryview(b"others")])

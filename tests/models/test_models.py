@@ -1,4 +1,4 @@
-"""Every model trains like its twin in plain PyTorch, whatever the layouts and the ranks.
+"""Every model trains like its twin in plain PyTorch, for any layouts and ranks.
 
 Also the parameter totals, against those that the authors of the public runs logged.
 """
@@ -33,7 +33,7 @@ SPLIT = {
 
 
 def train_and_score(world, config, steps):
-    """What ``train`` gives, running statistics, and this rank's logits of the first batch after."""
+    """The result of ``train``, running statistics, and this rank's logits of the first batch."""
     import tests.training.wdl_case as case
 
     jobs = []
@@ -121,7 +121,7 @@ def test_split_parameters_train_like_the_twin(ranks, name, steps):
 
 
 def rows_of(total, count):
-    """Fields with that many rows in all."""
+    """Fields with this total number of rows."""
     sizes = {f"C{n + 1}": total // count for n in range(count)}
     return sizes | {"C1": total - total // count * (count - 1)}
 
@@ -168,7 +168,7 @@ ONLY_NUMBERS = Fields.of(["I1", "I2"], {})
 
 
 @pytest.mark.parametrize(
-    ("overrides", "fields", "said"),
+    ("overrides", "fields", "message"),
     [
         (["model.name=dlrm"], CRITEO_X4, "dlrm .* 0 dense and 39 sparse"),
         (["model.name=deepfm"], ONLY_NUMBERS, "deepfm .* 0 sparse and 2 dense"),
@@ -181,8 +181,8 @@ ONLY_NUMBERS = Fields.of(["I1", "I2"], {})
         (["model.name=dlrm", "model.norm=group"], CRITEO_X1, "model.norm: 'group'.*batch"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused(tmp_path, overrides, fields, said):
+def test_states_that_do_not_fit_are_refused(tmp_path, overrides, fields, message):
     path = tmp_path / "empty.yaml"
     path.write_text("{}")
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         load_config(path, overrides, models=REGISTERED).model.spec(fields)

@@ -61,7 +61,7 @@ def config_of(name: str, scheme: str | None, **more: Any) -> Config:
 
 
 def make_twin(name: str) -> PlainModel:
-    """With the starting values of a run."""
+    """With the initial values of a run."""
     kinds = {
         "wdl": lambda: PlainWide(ROWS, 3, DIM, (7, 6), "batch"),
         "deepfm": lambda: PlainDeepFm(ROWS, 3, DIM, (7, 6), "batch"),
@@ -82,7 +82,7 @@ def named(twin: PlainModel) -> dict[str, tuple[Tensor, float]]:
 
 @functools.cache
 def twin_run(name: str, steps: int) -> tuple[list[float], PlainModel, Tensor]:
-    """Losses of so many steps, the twin after them, and its logits of the first batch then."""
+    """The losses of the steps, the twin after them, and its logits of the first batch."""
     twin = make_twin(name).train()
     config = config_of(name, "1")
     sparse, dense = config.optimizer.sparse, config.optimizer.dense

@@ -20,8 +20,8 @@ def test_conversions_of_one_rank(rehearsed_ranks):
     conversions.test_between_cpu_and_cuda(rehearsed_ranks)
 
 
-def test_dropout_mask_follows_its_counters(rehearsed_ranks):
-    conversions.test_dropout_drops_what_its_counts_say(rehearsed_ranks)
+def test_dropout_matches_its_counted_masks(rehearsed_ranks):
+    conversions.test_dropout_matches_its_counted_masks(rehearsed_ranks)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "int64", "int32", "int16"])
@@ -60,8 +60,8 @@ def test_schemes_match_the_reference(rehearsed_ranks, scheme, sparse):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_explain_matches_the_communication_log(rehearsed_ranks, scheme):
-    training.test_explain_holds_against_the_log_over_nccl(rehearsed_ranks, scheme)
+def test_explain_matches_the_log(rehearsed_ranks, scheme):
+    training.test_explain_matches_the_log_over_nccl(rehearsed_ranks, scheme)
 
 
 def test_cuda_graph_equals_eager_steps(rehearsed_ranks):

@@ -92,7 +92,7 @@ def test_shared_and_uneven_tables_train_equally_on_any_number_of_ranks(ranks, sc
         ({"home": FieldRule(table="shop")}, {}, "table shop, which is the default table of shop"),
     ],
 )
-def test_what_does_not_fit_is_refused(fields, tables, message):
+def test_states_that_do_not_fit_are_refused(fields, tables, message):
     model = replace(MODEL, fields=fields, tables=tables)
     config = replace(make_config("1", "adagrad"), model=model)
     with pytest.raises(ConfigError) as caught:

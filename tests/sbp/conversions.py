@@ -1,4 +1,4 @@
-"""Runs conversions on real ranks and holds each against the oracle: value, gradient, traffic.
+"""Runs conversions on real ranks and compares value, gradient and traffic with the oracle.
 
 Every check is local or uses a plain all-reduce of torch, never the code under test.
 """
@@ -25,7 +25,7 @@ def whole_numbers(shape, dtype, step=7):
 
 
 def on_device(world, parts, layout, dtype):
-    """This rank's part, or an empty one, where the layout has it."""
+    """This rank's part, or an empty one, on the device of the layout."""
     part = parts.get(world.rank, torch.empty(0, dtype=dtype))
     return part.clone().to(world.device_of(layout))
 

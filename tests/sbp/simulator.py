@@ -59,7 +59,7 @@ class Lender:
 
 
 def _sizes(program, group, sent):
-    """What an all-to-all receives and sends by rank of the group."""
+    """The elements that an all-to-all receives and sends, by rank of the group."""
     if program.sizes is None:
         return [[sent.numel() // len(group)] * len(group)] * 2
     return program.sizes

@@ -1,4 +1,4 @@
-"""Memory and sums of conversions: what is lent, kept, overwritten, left out; the order of terms."""
+"""Memory of conversions (lent, kept, donated buffers), and the order of terms in sums."""
 
 import contextlib
 import itertools
@@ -56,7 +56,7 @@ def _results_kept(world):
         check_parts(world, part, dst, full, f"kept {dst}")
 
 
-def test_results_outlive_the_buffers_they_came_through(ranks):
+def test_results_do_not_alias_buffers(ranks):
     ranks(3, _results_kept)
 
 
@@ -83,7 +83,7 @@ def test_staging_reuses_and_forgets(monkeypatch):
 
 @contextlib.contextmanager
 def _own_terms(apart):
-    """With every own term left out of the exchange, or as usual at this size: none."""
+    """With own terms left out of the exchange, and with the usual threshold."""
     usual = boxing_program.APART_BYTES
     boxing_program.APART_BYTES = 0 if apart else usual
     try:

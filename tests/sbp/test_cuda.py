@@ -42,7 +42,7 @@ def _across_devices(world, src_ranks, dst_ranks):
 
 
 def _dropped(world, shape):
-    """What dropout leaves of ones, and its gradient."""
+    """Dropout of ones, and its gradient."""
     boxing = Boxing(world)
     layout = Layout(Placement.of("cuda", [0]), parse_nd_sbp("B"))
     part = torch.ones(shape, device=world.device, requires_grad=True)
@@ -52,7 +52,7 @@ def _dropped(world, shape):
 
 
 @pytest.mark.gpu
-def test_dropout_drops_what_its_counts_say(nccl_ranks):
+def test_dropout_matches_its_counted_masks(nccl_ranks):
     shape = (300, 70)
     counts = import_module("sbpflow.tensor.ops.dropout")
     key = torch.tensor(stream_key(7, "here"))

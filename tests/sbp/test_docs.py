@@ -1,4 +1,4 @@
-"""docs/sbp.md says what is true: its Python runs and prints what it shows, its tables hold."""
+"""Checks docs/sbp.md: its Python runs and prints the shown output, and its tables are correct."""
 
 import contextlib
 import io
@@ -22,7 +22,7 @@ BLOCK = re.compile(r"```python\n(.*?)```\n(?:```text\n(.*?)```)?", re.S)
 
 
 def _run_page(world, blocks):
-    """What each block prints on this rank; all share one namespace, as a reader would have it."""
+    """The output of each block on this rank; blocks share a namespace."""
     names = {"world": world}
     printed = []
     for number, block in enumerate(blocks):
@@ -33,7 +33,7 @@ def _run_page(world, blocks):
     return printed
 
 
-def test_the_code_prints_what_the_page_shows(ranks):
+def test_the_page_shows_the_output_of_its_code(ranks):
     found = BLOCK.findall(PAGE.read_text())
     assert len(found) >= 7
     printed = ranks(2, _run_page, [code for code, _ in found])[0]
@@ -49,7 +49,7 @@ def _rows(title):
 
 
 @pytest.mark.parametrize("p", [2, 4])
-def test_the_table_of_conversions_holds(p):
+def test_the_table_of_conversions_is_correct(p):
     rows = _rows("Conversions")
     assert len(rows) == 10
     size = 64 * 64 * 4
@@ -90,7 +90,7 @@ UNLIKE_TORCH = {  # what test_ops does not compare with a plain op, on one float
 }
 
 
-def test_the_table_of_signatures_holds(monkeypatch):
+def test_the_table_of_signatures_is_correct(monkeypatch):
     seen = []
     deduce = dispatch.deduce
     monkeypatch.setattr(dispatch, "deduce", lambda r, *a: (seen.append(r), deduce(r, *a))[1])

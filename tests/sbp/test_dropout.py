@@ -1,4 +1,4 @@
-"""Counted dropout masks, as CUDA has them: functions of the place alone, by torch and by Triton."""
+"""Counted dropout masks, used on CUDA: they depend only on the position, in torch and in Triton."""
 
 from importlib import import_module
 
@@ -27,11 +27,11 @@ def mask(shape=SHAPE, held=None, key=KEY, p=0.25):
     ],
     ids=str,
 )
-def test_a_part_has_its_part_of_the_mask(held):
+def test_parts_get_their_part_of_the_mask(held):
     assert torch.equal(mask(held=held), mask()[held])
 
 
-def test_masks_have_their_share_and_depend_on_the_key_and_all_dims():
+def test_masks_have_the_right_share_and_depend_on_key_and_position():
     whole = mask((300, 100))
     assert float(whole.float().mean()) == pytest.approx(0.75, abs=0.01)
     assert 0.3 < float((whole != mask((300, 100), key=KEY + 1)).float().mean()) < 0.45
@@ -41,7 +41,7 @@ def test_masks_have_their_share_and_depend_on_the_key_and_all_dims():
     assert mask((50,)).shape == (50,)
 
 
-def test_what_stays_is_scaled_and_the_gradient_has_the_same_mask():
+def test_kept_elements_are_scaled_and_the_gradient_has_the_same_mask():
     x = torch.randn(SHAPE, device=DEVICE, requires_grad=True)
     held = tuple(slice(0, length) for length in SHAPE)
     y = dropout._Counted.apply(x, KEY, SHAPE, held, 0.25)
@@ -66,9 +66,9 @@ def test_tritons_kernel_equals_torchs(shape, held, dtype, monkeypatch):
     pytest.importorskip("triton")
     x = torch.randn([extent.stop - extent.start for extent in held], device=DEVICE).to(dtype)
     dropout.find_kernels.cache_clear()
-    made = dropout._dropped(x, KEY, shape, held, 0.3)
+    made = dropout._drop(x, KEY, shape, held, 0.3)
     monkeypatch.setattr(dropout, "find_kernels", lambda: None)
-    expected = dropout._dropped(x, KEY, shape, held, 0.3)
+    expected = dropout._drop(x, KEY, shape, held, 0.3)
     assert torch.equal(made == 0, expected == 0)
     if dtype == torch.float32:
         assert torch.equal(made, expected)

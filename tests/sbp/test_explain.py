@@ -1,4 +1,4 @@
-"""What ``explain`` totals for the schemes is what their derivations say, by backend.
+"""The bytes that ``explain`` shows for the schemes equal their derivations, by backend.
 
 B rows a batch, f = 26 deep columns of d = 16, 2 wide columns summed to one number, p ranks. Sums
 over all ranks, 4 bytes per number. The published comparison has 2 D (p-1) / p for the deep table of

@@ -1,4 +1,4 @@
-"""Gradients through P(max) and P(min) on grids and for promised gradients, held against torch."""
+"""Gradients through P(max) and P(min), on grids and with grad_sbp, compared with torch."""
 
 import itertools
 
@@ -19,13 +19,13 @@ GRIDS = [[[0, 1], [2, 3]], [[3, 1], [0, 2]], [[0, 1, 2, 3]], [[1], [2], [0]]]
 
 
 def _distinct(shape):
-    """Whole numbers, all different, in no order."""
+    """Distinct whole numbers in random order."""
     count = torch.Size(shape).numel()
     return (torch.arange(count) * 7 % 37).view(shape).double()
 
 
 def _destinations(grid):
-    """All layouts of one dim on the grid, and some elsewhere."""
+    """All layouts of one dim on the grid, and some on other placements."""
     for nd_sbp in itertools.product([S0, B, P], repeat=grid.ndim):
         yield Layout(grid, nd_sbp)
     for line in ([2, 0], [1]):
@@ -116,7 +116,7 @@ def _into(world, ranks):
 
 
 @pytest.mark.parametrize("ranks_of", GRIDS, ids=str)
-def test_into_a_maximum_and_out_is_the_identity(ranks, ranks_of):
+def test_converting_to_a_maximum_and_back_is_the_identity(ranks, ranks_of):
     ranks(4, _into, ranks_of)
 
 
@@ -132,12 +132,12 @@ def _promised(world, grad_sbp):
 
 
 @pytest.mark.parametrize("grad_sbp", [None, "P", "B"])
-def test_a_promised_gradient_holds_out_of_a_maximum(ranks, grad_sbp):
+def test_grad_sbp_works_from_a_maximum(ranks, grad_sbp):
     assert ranks(2, _promised, grad_sbp) == [[1.0, 0.0], [0.0, 1.0]]
 
 
 def _from_terms(world, ranks, dst_ranks, op):
-    """P -> P(op) -> B, beside P -> B: one gradient, for the value is the same."""
+    """P -> P(op) -> B and P -> B have the same value and gradient."""
     boxing = Boxing(world)
     src = Layout(Placement.of("cpu", ranks), (P,) * Placement.of("cpu", ranks).ndim)
     there = Placement.of("cpu", dst_ranks)

@@ -54,7 +54,7 @@ def layouts(draw, placement, shape, learns):
 
 
 def _check_dry(name, call, placement, fulls, chosen, learns):
-    """No rank raises, and all come to one layout, whose parts have the shapes it says."""
+    """No rank raises, and all choose one layout, whose parts have its shapes."""
     note(f"{name} of {[f'{list(x.shape)} {at}' for x, at in zip(fulls, chosen, strict=True)]}")
     outputs = set()
     for rank in (0, placement.size - 1):

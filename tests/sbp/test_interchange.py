@@ -1,4 +1,4 @@
-"""DTensor as interchange form and as a second oracle, wherever it supports the case."""
+"""Conversion to and from DTensor, and DTensor as a second oracle for the cases it supports."""
 
 import itertools
 
@@ -50,16 +50,16 @@ def _out_and_back(world, grid, nd_sbps, shape):
 
 @pytest.mark.parametrize("shape", [(6, 8), (5, 7), (13, 3)], ids=str)
 @pytest.mark.parametrize("line", [[0, 1, 2], [0, 2]], ids=str)
-def test_out_and_back_on_a_line(ranks, line, shape):
+def test_round_trips_on_a_line(ranks, line, shape):
     ranks(3, _out_and_back, line, one_axis([0, 1]), shape)
 
 
-def test_out_and_back_on_a_grid(ranks):
+def test_round_trips_on_a_grid(ranks):
     values = [(a, b) for (a,), (b,) in itertools.product(one_axis([0, 1]), repeat=2)]
     ranks(4, _out_and_back, [[0, 1], [2, 3]], values, (8, 12))
 
 
-def test_chunks_are_torchs():
+def test_chunk_sizes_are_those_of_torch():
     for size, parts in itertools.product(range(14), range(1, 6)):
         pieces = [len(piece) for piece in torch.arange(size).chunk(parts)] if size else []
         assert list(chunk_sizes(size, parts)) == pieces + [0] * (parts - len(pieces))
@@ -75,7 +75,7 @@ def _from_theirs(world):
     assert torch.equal(ours.full(), full)
 
 
-def test_chunks_come_in_with_explicit_sizes(ranks):
+def test_dtensor_chunks_become_explicit_sizes(ranks):
     ranks(4, _from_theirs)
 
 
@@ -128,13 +128,15 @@ def _unequal_nested(world):
     to_dtensor(x)
 
 
-def test_nested_splits_that_dtensor_cuts_unequally_are_refused(ranks):
-    with pytest.raises(AssertionError, match=r"splits dim 0 of \[5, 2\] twice, .*box to one split"):
+def test_nested_splits_that_dtensor_makes_unequal_are_refused(ranks):
+    with pytest.raises(
+        AssertionError, match=r"splits dim 0 of \[5, 2\] twice, .*convert to one split"
+    ):
         ranks(4, _unequal_nested)
 
 
 def test_a_mesh_over_other_ranks_is_refused(ranks):
-    with pytest.raises(AssertionError, match="over another grid; box first"):
+    with pytest.raises(AssertionError, match="has another; convert it first"):
         ranks(2, _other_mesh)
 
 
@@ -147,7 +149,7 @@ def _other_mesh(world):
 def _unknown_placement(world):
     mesh = to_mesh(Placement.line("cpu", 2))
     theirs = DTensor.from_local(torch.ones(2), mesh, [DPartial("product")], run_check=False)
-    with pytest.raises(SbpError, match=r"has no counterpart; redistribute to Shard or Replicate"):
+    with pytest.raises(SbpError, match="has no sbp; redistribute to Shard or Replicate"):
         from_dtensor(theirs, Boxing(world))
 
 

@@ -1,4 +1,4 @@
-"""The values: parsing, printing, splits, placements, parts. No rank runs."""
+"""Layout values without ranks: parsing, printing, splits, placements, parts."""
 
 import itertools
 import json
@@ -97,7 +97,7 @@ SBPS = st.one_of(
 
 @settings(deadline=None, derandomize=True)
 @given(nd_sbp=st.lists(SBPS, min_size=1, max_size=4).map(tuple), spaces=st.booleans())
-def test_what_is_printed_can_be_read(nd_sbp, spaces):
+def test_printed_layouts_parse_back(nd_sbp, spaces):
     """Explicit sizes included, on any number of axes, with or without blanks."""
     text = format_nd_sbp(nd_sbp)
     assert parse_nd_sbp(text if spaces else text.replace(" ", "")) == nd_sbp
@@ -119,7 +119,7 @@ def test_values_are_equal_and_hash_by_content():
     assert {a: 1}[b] == 1
 
 
-def test_layouts_print_all_that_makes_them_differ():
+def test_different_layouts_print_differently():
     grid = Placement.of("cpu", [[0, 1], [3, 2]])
     assert str(Layout(grid, (S0, B))) == "(S(0), B)@[[0, 1], [3, 2]]"
     assert str(line_layout("cpu", 2, Split(1, (3, 5)))) == "S(1)[3, 5]@[0, 1]"
@@ -139,7 +139,7 @@ def test_layouts_print_all_that_makes_them_differ():
     ids=repr,
 )
 def test_a_layout_may_be_written(written, nd_sbp):
-    """Text, one sbp or a list: equal to the tuple, of the same hash, and read by everyone alike."""
+    """A text, one sbp or a list equals the tuple and has the same hash."""
     line = Placement.line("cpu", 2)
     layout = Layout(line, written)
     assert layout == Layout(line, nd_sbp)
@@ -199,7 +199,7 @@ def test_parts_cover_and_do_not_overlap(grid):
 
 
 def test_moves_deliver_each_element_once():
-    """What a destination rank receives covers its part once per term of the source."""
+    """The boxes that a destination rank receives cover its part once per source term."""
     placements = [Placement.of("cpu", r) for r in ([0, 1], [1, 2, 0], [[0, 1], [2, 3]])]
     for src_at, dst_at in itertools.product(placements, repeat=2):
         for a in itertools.product([S0, S1, B, P], repeat=src_at.ndim):
@@ -257,10 +257,10 @@ def test_placement_groups():
             lambda: line_layout("cpu", 2, Split(0, (1, 2))).part_shape((4,), 0),
             "sum to 3, but the dim has 4",
         ),
-        (lambda: line_layout("cpu", 2, Split(2)).part_shape((4, 4), 0), "more than 2 dims"),
+        (lambda: line_layout("cpu", 2, Split(2)).part_shape((4, 4), 0), "at least 3 dims"),
     ],
 )
-def test_impossible_values_say_why(make, message):
+def test_impossible_values_are_explained(make, message):
     with pytest.raises(SbpError, match=message):
         make()
 
@@ -288,7 +288,7 @@ def test_a_user_tensor_must_fill_its_ranks(nd_sbp, shape, message):
         Layout(Placement.line("cpu", 4), nd_sbp).check_user(shape)
 
 
-def test_empty_parts_that_are_asked_for():
+def test_explicit_empty_parts():
     line_layout("cpu", 4, S0).check_user((0, 5))
     line_layout("cpu", 4, Split(0, (1, 0, 2, 0))).check_user((3, 5))
     nested = Layout(Placement.of("cpu", [[0, 1], [2, 3]]), (S0, S0))

@@ -1,4 +1,4 @@
-"""Conversions on grids: all pairs on 2 x 2, cycles, nested splits, and lines to grids and back."""
+"""Conversions on grids: all pairs on 2 x 2, cycles, nested splits, lines to grids and back."""
 
 import itertools
 import random

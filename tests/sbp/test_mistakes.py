@@ -1,4 +1,4 @@
-"""What a user can get wrong with ops and dtypes: one message that says what to do, on every rank.
+"""User mistakes with ops and dtypes: every rank raises one message that says what to do.
 
 Shapes, dims and dtypes are seen by all ranks alike; values, such as an id that is no row, by those
 that hold them.
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def dry(*shape, sbp="B", dtype=torch.float32):
-    """A tensor that is only planned with, on two ranks."""
+    """A tensor for planning only, on two ranks."""
     layout = Layout(Placement.line("cpu", 2), parse_nd_sbp(sbp))
     part = torch.empty(layout.part_shape(shape, 0), dtype=dtype, device="meta")
     return GlobalTensor(part, layout, shape, DryBoxing(2))
@@ -54,39 +54,38 @@ def wrong(text, call):
         wrong("bias_add: x has 0 dims", lambda: ops.bias_add(dry(), dry(7))),
         wrong("bias_add: shapes [[5, 7], [5]] do not fit", lambda: ops.bias_add(dry(5, 7), dry(5))),
         wrong(
-            "add: [5, 7] and [5, 6] do not broadcast: counted from the back, dim -1 is 7 and 6; "
-            "lengths must be equal, or one of them 1",
+            "add: [5, 7] and [5, 6] do not broadcast: dim -1 has lengths 7 and 6; ",
             lambda: ops.add(dry(5, 7), dry(5, 6)),
         ),
         wrong(
-            "mul: [5] and [5, 7] do not broadcast: counted from the back, dim -1 is 5 and 7",
+            "mul: [5] and [5, 7] do not broadcast: dim -1 has lengths 5 and 7",
             lambda: ops.mul(dry(5), dry(5, 7)),
         ),
-        wrong("concat: no tensors were given; it joins one or more", lambda: ops.concat([], 0)),
+        wrong("concat: the list of tensors is empty", lambda: ops.concat([], 0)),
         wrong(
-            "concat: tensor 1 is [4, 5], tensor 0 [4]; they may differ along dim 0 only",
+            "concat: tensor 1 is [4, 5], tensor 0 is [4]; they may differ only along dim 0",
             lambda: ops.concat([dry(4), dry(4, 5)], 0),
         ),
         wrong(
-            "concat: tensor 2 is [4, 5], tensor 0 [3, 5]; they may differ along dim 1 only",
+            "concat: tensor 2 is [4, 5], tensor 0 is [3, 5]; they may differ only along dim 1",
             lambda: ops.concat([dry(3, 5), dry(3, 2), dry(4, 5)], 1),
         ),
         wrong("concat: dim 2 is out of range", lambda: ops.concat([dry(3, 5)], 2)),
         wrong(
-            "reduce_sum: dims [1, -1] name dim 1 twice; name each once",
+            "reduce_sum: dims [1, -1] has dim 1 twice; list each once",
             lambda: ops.reduce_sum(dry(5, 7), [1, -1]),
         ),
         wrong(
             "reduce_sum: dim 2 is out of range for GlobalTensor(float32[5, 7] B@[0, 1]); use 0..1",
             lambda: ops.reduce_sum(dry(5, 7), [2]),
         ),
-        wrong("reduce_mean: dims [0, 0] name dim 0 twice", lambda: ops.reduce_mean(dry(5), [0, 0])),
+        wrong("reduce_mean: dims [0, 0] has dim 0 twice", lambda: ops.reduce_mean(dry(5), [0, 0])),
         wrong(
             "reduce_mean: dim 1 is out of range for GlobalTensor(float32[5] B@[0, 1]); use 0",
             lambda: ops.reduce_mean(dry(5), [1]),
         ),
         wrong(
-            "reduce_max: dims [0, 1, 0] name dim 0 twice",
+            "reduce_max: dims [0, 1, 0] has dim 0 twice",
             lambda: ops.reduce_max(dry(5, 7), [0, 1, 0]),
         ),
         wrong("reduce_max: dim -3 is out of range", lambda: ops.reduce_max(dry(5, 7), [-3])),
@@ -95,8 +94,7 @@ def wrong(text, call):
             lambda: ops.reduce_max(dry(), [0]),
         ),
         wrong(
-            "reduce_max: GlobalTensor(float32[0, 7] B@[0, 1]) has no elements along [0], hence no "
-            "maximum",
+            "reduce_max: GlobalTensor(float32[0, 7] B@[0, 1]) has no elements along [0]",
             lambda: ops.reduce_max(dry(0, 7), [0]),
         ),
         wrong(
@@ -109,7 +107,7 @@ def wrong(text, call):
             "gather: the table has 1 dim,", lambda: ops.gather(dry(5), dry(3, dtype=torch.int64))
         ),
         wrong(
-            "gather: ids are GlobalTensor(float32[3] B@[0, 1]); they must be whole numbers",
+            "gather: ids are GlobalTensor(float32[3] B@[0, 1]); they need an integer dtype",
             lambda: ops.gather(dry(5, 7), dry(3)),
         ),
         wrong(
@@ -143,31 +141,28 @@ SAME = trained(3)
     [
         (
             [trained(2), ops.relu(trained(4))],
-            "gradients: parameter 1, GlobalTensor(float32[4] B@[0, 1]), is not a leaf: its "
-            "gradient went on to what it was computed from; pass the tensors",
+            "gradients: parameter 1, GlobalTensor(float32[4] B@[0, 1]), is not a leaf",
         ),
         (
             [SAME, trained(2), SAME],
-            "gradients: parameter 2, GlobalTensor(float32[3] B@[0, 1]), is parameter 0 again, and "
-            "would count twice; pass each once",
+            "gradients: parameter 2, GlobalTensor(float32[3] B@[0, 1]), is the same as parameter 0",
         ),
         (
             [dry(4)],
-            "gradients: parameter 0, GlobalTensor(float32[4] B@[0, 1]), requires no grad; leave it "
-            "out, or call requires_grad_() on it, on every rank",
+            "gradients: parameter 0, GlobalTensor(float32[4] B@[0, 1]), does not require grad; ",
         ),
         (
             [trained(2), dry(4, dtype=torch.int64)],
-            "gradients: parameter 1, GlobalTensor(int64[4] B@[0, 1]), requires no grad; leave it",
+            "gradients: parameter 1, GlobalTensor(int64[4] B@[0, 1]), does not require grad; ",
         ),
         (
             [trained(2), dry(4, sbp="S(0)")],
-            "gradients: parameter 1, GlobalTensor(float32[4] S(0)@[0, 1]), requires no grad;",
+            "gradients: parameter 1, GlobalTensor(float32[4] S(0)@[0, 1]), does not require grad;",
         ),
     ],
     ids=["result", "twice", "frozen", "integer", "frozen split"],
 )
-def test_what_has_no_gradient_of_its_own_is_not_synced(parameters, text):
+def test_tensors_without_their_own_gradient_are_refused(parameters, text):
     for bucket_bytes in (8, 1 << 20):
         with pytest.raises(SbpError, match=re.escape(text)):
             GradientSync(parameters, bucket_bytes=bucket_bytes)
@@ -177,26 +172,25 @@ def test_what_has_no_gradient_of_its_own_is_not_synced(parameters, text):
     ("call", "text"),
     [
         wrong(
-            "item() reads one element, not GlobalTensor(float32[5, 2] B@[0, 1]); reduce it",
+            "item() needs a tensor with one element, got GlobalTensor(float32[5, 2] B@[0, 1]);",
             lambda: dry(5, 2).item(),
         ),
         wrong(
-            "item() reads one element, not GlobalTensor(float32[0] B@[0, 1])",
+            "item() needs a tensor with one element, got GlobalTensor(float32[0] B@[0, 1])",
             lambda: dry(0).item(),
         ),
         wrong(
-            "backward(): gradient is GlobalTensor(float32[5] B@[0, 1]), of another shape than "
+            "backward(): gradient GlobalTensor(float32[5] B@[0, 1]) must have the same shape as "
             "GlobalTensor(float32[3] B@[0, 1])",
             lambda: trained(3).backward(dry(5)),
         ),
-        wrong("of another shape than", lambda: trained(3).backward(dry(1))),
+        wrong("must have the same shape as", lambda: trained(3).backward(dry(1))),
         wrong(
-            "backward(): on rank 0 nothing that GlobalTensor(float32[] B@[0, 1]) came from",
+            "backward(): on rank 0 no input of GlobalTensor(float32[] B@[0, 1]) requires grad",
             lambda: dry().backward(),
         ),
         wrong(
-            "from_local: requires_grad=True, but the part of rank 0 does not; it speaks for ranks "
-            "without a part. Use requires_grad_() on the result",
+            "the part of rank 0 does not require grad; call requires_grad_()",
             lambda: GlobalTensor.from_local(
                 torch.empty(2, device="meta"),
                 line_layout("cpu", 2, Broadcast()),
@@ -218,7 +212,7 @@ def _items(world):
     return [GlobalTensor.from_full(value, layout, Boxing(world)).item() for value in values]
 
 
-def test_an_item_is_of_the_kind_of_its_tensor(ranks):
+def test_item_has_the_type_of_its_tensor(ranks):
     for values in ranks(2, _items):
         assert values == [2**53 + 1, 2.5, True]
         assert [type(value) for value in values] == [int, float, bool]
@@ -231,8 +225,7 @@ F64, I64 = torch.float64, torch.int64
     ("call", "text"),
     [
         wrong(
-            "add: operands are float32, float64; they must be of one dtype, for it decides what a "
-            "conversion sends: ops.cast(x, torch.float64)",
+            "add: operands are float32, float64; they must have the same dtype",
             lambda: ops.add(dry(5), dry(5, dtype=F64)),
         ),
         wrong("mul: operands are float32, int64;", lambda: ops.mul(dry(5), dry(5, dtype=I64))),
@@ -253,8 +246,7 @@ F64, I64 = torch.float64, torch.int64
             lambda: ops.concat([dry(5), dry(5, dtype=F64), dry(5)], 0),
         ),
         wrong(
-            "reduce_mean: GlobalTensor(int64[5] B@[0, 1]) is not of a floating dtype; ops.cast(x, "
-            "torch.float32) makes it one",
+            "reduce_mean: GlobalTensor(int64[5] B@[0, 1]) does not have a floating dtype",
             lambda: ops.reduce_mean(dry(5, dtype=I64)),
         ),
         wrong("dropout: GlobalTensor(int64[5]", lambda: ops.dropout(dry(5, dtype=I64), 0.5, 0)),
@@ -264,18 +256,18 @@ F64, I64 = torch.float64, torch.int64
             lambda: ops.bce_with_logits(dry(5, dtype=I64), dry(5)),
         ),
         wrong(
-            "above: the function turned torch.float32 into torch.bool; an op keeps the dtype",
+            "above: the function returned torch.bool, but an op must keep",
             lambda: ops.nonlinear("above", lambda x: x > 0, dry(5)),
         ),
     ],
 )
 def test_dtypes_are_not_mixed(call, text):
-    """Nothing is promoted on the side: a rank that holds no part could not know to what."""
+    """No implicit promotion: a rank without a part could not know the dtype."""
     with pytest.raises(SbpError, match=re.escape(text)):
         call()
 
 
-def test_labels_may_be_whole_numbers_and_factors_fit():
+def test_integer_labels_and_class_weights():
     assert ops.bce_with_logits(dry(5), dry(5, dtype=I64)).dtype == torch.float32
     assert ops.scale(dry(5, dtype=I64), 3).dtype == I64
     many = ops.concat([dry(2) for _ in range(70)], 0)
@@ -283,7 +275,7 @@ def test_labels_may_be_whole_numbers_and_factors_fit():
 
 
 def _dtypes_off_the_placement(world):
-    """Operands on ranks 0 and 2; rank 1 has no part, and must still know every dtype."""
+    """Operands on ranks 0 and 2; rank 1 has no part, but must know every dtype."""
     boxing = Boxing(world)
     there = Layout(Placement.of("cpu", [0, 2]), (Split(0),))
     on_one = Layout(Placement.of("cpu", [1]), (Broadcast(),))
@@ -346,9 +338,9 @@ def test_cast_keeps_partial_only_if_terms_lose_nothing(ranks, dtype):
     ],
 )
 @pytest.mark.parametrize("sbp", ["P", "P(max)", "P(min)"])
-def test_a_dtype_that_does_not_add_up_has_no_partial(sbp, dtype, instead):
+def test_partial_needs_a_dtype_with_addition(sbp, dtype, instead):
     p, b = (line_layout("cpu", 2, parse_nd_sbp(text)[0]) for text in (sbp, "B"))
-    text = re.escape(f"{p} of {dtype}: P takes a dtype that adds up")
+    text = re.escape(f"{p} of {dtype}: P needs a dtype with addition")
     with pytest.raises(SbpError, match=f"{text}.*convert to {instead} first, or use S or B"):
         GlobalTensor(torch.empty(4, dtype=dtype, device="meta"), p, (4,), DryBoxing(2))
     for pair in ((p, b), (b, p)):
@@ -358,7 +350,7 @@ def test_a_dtype_that_does_not_add_up_has_no_partial(sbp, dtype, instead):
         dry(4, 4, dtype=dtype).to(sbp)
 
 
-def test_a_dtype_that_no_backend_moves():
+def test_unsupported_dtypes_are_refused():
     layouts = [line_layout("cpu", 2, sbp) for sbp in (Split(0), Broadcast())]
     with pytest.raises(SbpError, match=r"cannot send torch\.complex128"):
         plan_boxing(*layouts, (4,), torch.complex128, id="x", backend="gloo")
@@ -368,7 +360,7 @@ BAD_IDS = {"too high": (3, 1, 7), "negative": (4, 0, -1), "first": (0, 0, 99)}
 
 
 def _look_up(world, table_sbp, ids_sbp, ranks, bad):
-    """The error of this rank, if any; also where nothing has to be looked up."""
+    """The error of this rank, if any; also if there are no ids."""
     boxing = Boxing(world)
     placement = Placement.of("cpu", ranks)
     row, column, value = bad
@@ -390,7 +382,7 @@ def _look_up(world, table_sbp, ids_sbp, ranks, bad):
 @pytest.mark.parametrize("bad", BAD_IDS.values(), ids=BAD_IDS)
 @pytest.mark.parametrize("ids_sbp", ["B", "S(0)"])
 @pytest.mark.parametrize("table_sbp", ["B", "S(0)", "S(1)", "P"])
-def test_an_id_that_is_no_row_is_the_same_error_everywhere(ranks, table_sbp, ids_sbp, bad):
+def test_ids_out_of_range_give_the_same_error_on_every_rank(ranks, table_sbp, ids_sbp, bad):
     """Whatever the layouts, on every rank, also on one outside the placement."""
     row, column, value = bad
     text = f"gather: ids[{row}, {column}] is {value}, but the table has 7 rows; ids must be 0..6"
@@ -402,7 +394,7 @@ def test_an_id_that_is_no_row_is_the_same_error_everywhere(ranks, table_sbp, ids
 
 
 @pytest.mark.checked
-def test_an_id_that_is_no_row_on_a_grid(ranks):
+def test_ids_out_of_range_on_a_grid(ranks):
     for nd_sbps in (
         ("(S(0), S(1))", "(B, B)"),
         ("(B, S(0))", "(S(0), B)"),
@@ -439,7 +431,7 @@ JOB = """
 """
 
 
-def test_without_the_checked_mode_one_rank_ends_all(tmp_path):
+def test_one_rank_ends_all_without_checked_mode(tmp_path):
     """Only rank 1 has the bad id, and rank 0 waits for its sum: one message, and both are gone."""
     done = run_script(tmp_path, JOB, seconds=60)  # a collective would wait 20 minutes
     assert done.returncode != 0
@@ -465,7 +457,7 @@ def _sizes_do_not_add_up(world):
 
 
 def test_sizes_are_checked_on_every_rank(ranks):
-    """Also on rank 2, which has no part: it would wait for the others in what comes next."""
+    """Also on rank 2, which has no part and would wait in the next collective."""
     with pytest.raises(RanksFailed) as caught:
         ranks(3, _sizes_do_not_add_up)
     assert len(caught.value.errors) == 3
@@ -476,7 +468,7 @@ def test_sizes_are_checked_on_every_rank(ranks):
 @pytest.mark.parametrize(
     ("fn", "text"),
     [
-        (_too_deep, "infer_shape: the part of rank 1 has 9 dims; at most 8 are gathered"),
+        (_too_deep, "infer_shape: the part of rank 1 has 9 dims, but at most 8"),
         (_no_such_rank, "S(0)@[0, 7] names ranks outside this world of 2; use 0..1"),
     ],
 )
@@ -487,6 +479,6 @@ def test_shapes_that_cannot_be_inferred(ranks, fn, text):
     assert all(text in error for error in caught.value.errors.values())
 
 
-def test_partials_of_different_reductions_do_not_add():
+def test_partials_of_different_reductions_are_not_mixed():
     with pytest.raises(SbpError, match=r"add: no legal signature .* output P\(max\)"):
         ops.add(dry(4, sbp="P(max)"), dry(4, sbp="P(max)"), out=(Partial("max"),))

@@ -59,7 +59,7 @@ def _parameters(lay, layouts):
 
 
 def _layer(boxing, device):
-    """Values every rank has, laid out; float64."""
+    """A global tensor from values that every rank has; float64."""
     line = Placement.line(PLACED[device.type], boxing.world.size)
 
     def lay(value, sbp):
@@ -152,7 +152,7 @@ def test_a_scheme_runs_exactly_its_conversions(ranks, scheme):
 
 
 @pytest.mark.parametrize("layouts", LAYOUTS.values(), ids=LAYOUTS)
-def test_a_dry_run_foretells_the_log(ranks, layouts):
+def test_dry_runs_predict_the_log(ranks, layouts):
     """Ids, collectives, groups and bytes of every rank, forward and backward, dropout included."""
     for rank, ran in enumerate(ranks(3, _traffic, *layouts)):
         boxing = DryBoxing(3, rank)

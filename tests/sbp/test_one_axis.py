@@ -35,7 +35,7 @@ def convert_apart(world, *case):
 
 
 @pytest.mark.parametrize("line", [[0, 1], [1, 0], [0, 1, 2], [2, 0, 3], [0, 1, 2, 3]], ids=str)
-def test_what_stays_skips_the_buffers(ranks, line):
+def test_staying_pieces_skip_the_buffers(ranks, line):
     values = [*one_axis([0, 1]), (Split(0, (1, *(0,) * (len(line) - 2), 5)),)]
     size = max(line) + 1
     ranks(

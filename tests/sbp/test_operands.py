@@ -1,4 +1,4 @@
-"""Operands and dims that are not what an op takes are refused by name."""
+"""Invalid operands and dims are refused by name."""
 
 import re
 
@@ -17,8 +17,9 @@ LAY_OUT = "lay it out first: GlobalTensor.from_full(x, layout, boxing)"
     ("call", "text"),
     [
         wrong(
-            "add: operand 1 is the number 1.0, not a GlobalTensor; ops.scale(x, 1.0) multiplies by "
-            "it; else make it a tensor: GlobalTensor.from_full(torch.tensor(1.0), layout, boxing)",
+            "add: operand 1 is the number 1.0, not a GlobalTensor; to multiply, use "
+            "ops.scale(x, 1.0); otherwise make it a tensor: "
+            "GlobalTensor.from_full(torch.tensor(1.0), layout, boxing)",
             lambda: ops.add(dry(5, 7), 1.0),
         ),
         wrong("mul: operand 0 is the number 2, not", lambda: ops.mul(2, dry(5))),
@@ -26,18 +27,18 @@ LAY_OUT = "lay it out first: GlobalTensor.from_full(x, layout, boxing)"
             f"relu: operand 0 is a plain tensor of shape [5, 7], not a GlobalTensor; {LAY_OUT}",
             lambda: ops.relu(PLAIN),
         ),
-        wrong("relu: operand 0 is None, not a GlobalTensor; give one", lambda: ops.relu(None)),
+        wrong("relu: operand 0 is None, not a GlobalTensor; pass", lambda: ops.relu(None)),
         wrong("cast: operand 0 is a plain", lambda: ops.cast(PLAIN, torch.float64)),
         wrong(
-            "cast: dtype 'float32' is no torch.dtype; use for example torch.float64",
+            "cast: dtype 'float32' is not a torch.dtype, such as torch.float64",
             lambda: ops.cast(dry(5, 7), "float32"),
         ),
         wrong(
-            "reduce_max: GlobalTensor(complex64[5, 7] B@[0, 1]) is complex, and complex numbers",
+            "reduce_max: GlobalTensor(complex64[5, 7] B@[0, 1]) is complex; complex numbers",
             lambda: ops.reduce_max(dry(5, 7, dtype=torch.complex64)),
         ),
         wrong("scale: operand 0 is a plain", lambda: ops.scale(PLAIN, 2)),
-        wrong("ops.mul multiplies tensors", lambda: ops.scale(dry(5, 7), dry(5, 7))),
+        wrong("use ops.mul for tensors", lambda: ops.scale(dry(5, 7), dry(5, 7))),
         wrong("dropout: operand 0 is a plain", lambda: ops.dropout(PLAIN, 0.5, 0)),
         wrong("matmul: the second operand is a plain", lambda: ops.matmul(dry(5, 7), PLAIN)),
         wrong("linear: weight is a plain", lambda: ops.linear(dry(5, 7), PLAIN)),
@@ -51,7 +52,7 @@ LAY_OUT = "lay it out first: GlobalTensor.from_full(x, layout, boxing)"
         wrong("reduce_max: operand 0 is a plain", lambda: ops.reduce_max(PLAIN, 0)),
         wrong("reduce_mean: operand 0 is a plain", lambda: ops.reduce_mean(PLAIN)),
         wrong(
-            "concat: it takes a list of tensors, not GlobalTensor(float32[5, 7] B@[0, 1]): "
+            "concat: needs a list of tensors, got GlobalTensor(float32[5, 7] B@[0, 1]); write "
             "concat([a, b], dim)",
             lambda: ops.concat(dry(5, 7), 0),
         ),
@@ -66,12 +67,12 @@ LAY_OUT = "lay it out first: GlobalTensor.from_full(x, layout, boxing)"
         wrong("flatten: dim (0, 1) must be a whole number", lambda: ops.flatten(dry(5, 7), (0, 1))),
     ],
 )
-def test_what_is_no_global_tensor_or_no_dim(call, text):
+def test_non_tensors_and_invalid_dims_are_refused(call, text):
     with pytest.raises(SbpError, match=re.escape(text)):
         call()
 
 
-def test_one_whole_number_is_one_dim():
+def test_an_int_is_a_single_dim():
     x = dry(4, 6, sbp="S(0)")
     assert ops.reduce_sum(x, 1).shape == (4,)
     assert ops.reduce_max(x, -1, keepdim=True).shape == (4, 1)

@@ -170,7 +170,7 @@ def _lay_out(world, boxing, full, layout, seed):
 
 
 def _run_combinations(world, name, ranks, combinations):
-    """Each combination has one nd-sbp per operand; returns how many were run."""
+    """Each combination has one nd-sbp per operand; returns their number."""
     boxing = Boxing(world)
     placement = Placement.of("cpu", ranks)
     expected, cotangent, gradients = _reference(name)
@@ -263,7 +263,7 @@ def dry_operands(name, nd_sbps, boxing, placement):
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signatures_are_the_table(name, monkeypatch):
-    """The table is what the op offers, and each signature is taken as it stands."""
+    """The table lists the signatures of the op, and each one runs without conversions."""
     seen = []
     deduce = dispatch.deduce
     monkeypatch.setattr(dispatch, "deduce", lambda r, *a: (seen.append(r), deduce(r, *a))[1])
@@ -337,7 +337,7 @@ def _price(operand, target):
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_no_legal_signature_is_cheaper(name, size):
-    """By the table above, for every combination of layouts; and nothing is converted into P."""
+    """Checked against the table above for every combination of layouts; no operand becomes P."""
     placement = Placement.line("cpu", size)
     for combination in itertools.product(*(_values(name, n) for n in range(len(OPS[name][2])))):
         boxing = DryBoxing(size)
@@ -358,7 +358,7 @@ def test_no_legal_signature_is_cheaper(name, size):
 
 
 def test_every_op_is_compared_with_plain_torch():
-    """Here, or where a mask, an extremum or a dtype needs a comparison of its own."""
+    """In this file, or in the files for masks, extrema and dtypes."""
     public = {
         name
         for name, value in vars(ops).items()
@@ -366,7 +366,7 @@ def test_every_op_is_compared_with_plain_torch():
         and not name.startswith("_") and value is not vars(dispatch).get(name)
     }  # fmt: skip
     elsewhere = {"dropout": "test_dropout_masks", "reduce_max": "test_reduce_max_over_a_split_dim",
-                 "linear_of_parts": "test_the_parts_give_what_their_concatenation_gives",
+                 "linear_of_parts": "test_linear_of_parts_equals_linear_of_the_concatenation",
                  **dict.fromkeys(("class_weights", "focal_weights", "smooth_labels"),
                                  "training: test_a_loss_is_that_of_plain_torch"),
                  "cast": "test_cast_keeps_partial_only_if_terms_lose_nothing"}  # fmt: skip
@@ -378,7 +378,7 @@ def test_every_op_is_compared_with_plain_torch():
 
 
 def test_deduction_is_repeatable():
-    """The same choice from a cold start: nothing depends on the order of a set or of a cache."""
+    """A fresh process makes the same choice: it does not depend on set or cache order."""
     placement = Placement.of("cpu", [[0, 1], [2, 3]])
     choices = []
     for _ in range(2):
@@ -392,7 +392,7 @@ def test_deduction_is_repeatable():
     assert choices[0] == choices[1]
 
 
-def test_partial_never_reaches_a_function_that_is_not_linear():
+def test_nonlinear_functions_never_get_partial():
     for name in ("relu", "tanh", "bias_add", "bce_none", "linear_bias", "fm_interaction",
                  "dot_interaction", "layer_norm", "batch_norm"):  # fmt: skip
         boxing = DryBoxing(2)

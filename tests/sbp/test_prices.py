@@ -1,4 +1,4 @@
-"""Bytes: the published table and derivations, and what c10d and the loopback really carry."""
+"""Bytes of conversions: the published table and derivations, c10d calls and loopback traffic."""
 
 import itertools
 import math
@@ -68,7 +68,7 @@ def test_other_placements_cost_what_the_table_says(p1, p2):
         assert total == other_devices(a, b, p1, p2) * T, f"{a} -> {b}, {p1} to {p2}"
 
 
-def test_overlap_is_not_paid_for():
+def test_overlap_costs_nothing():
     for a, b in itertools.product([S0, B], repeat=2):
         inside = _total(Layout(Placement.of("cpu", [0, 1]), (a,)), line_layout("cpu", 4, b))
         assert inside < other_devices(a, b, 2, 4) * T
@@ -81,7 +81,7 @@ def _steps(a, b, shape, p=4, backend="gloo", dtype=torch.float32, id="x"):
     return plan_boxing(src, dst, shape, dtype, id=id, backend=backend)
 
 
-def test_uneven_parts_pay_their_padding():
+def test_uneven_parts_count_their_padding():
     """An all-gather pads to the largest part; past a quarter of padding exact sizes are sent."""
     shape, row = (5, 8), 8 * 4
     even = _steps(S0, B, shape)[0]
@@ -94,7 +94,7 @@ def test_uneven_parts_pay_their_padding():
 @pytest.mark.parametrize(
     ("backend", "collective"), [("gloo", "all_to_all"), ("nccl", "reduce_scatter")]
 )
-def test_partial_to_split_runs_what_the_backend_is_good_at(backend, collective):
+def test_partial_to_split_uses_the_best_collective_of_the_backend(backend, collective):
     step = _steps(P, S0, (8, 4), backend=backend)[0]
     assert (step.collective, step.total_bytes) == (collective, 3 * 8 * 4 * 4)
     assert _steps(P, S0, (7, 4), backend=backend)[0].collective == "all_to_all"
@@ -183,7 +183,7 @@ def _carry(world, a, b, repeats):
     not Path("/sys/class/net/lo/statistics/tx_bytes").exists(), reason="no counters of lo here"
 )
 @pytest.mark.parametrize(("a", "b"), [(S0, S1), (S0, B), (S1, B), (P, S0), (P, B)], ids=str)
-def test_the_loopback_carries_what_is_planned(ranks, a, b):
+def test_loopback_traffic_matches_the_plan(ranks, a, b):
     """Plan, wrapped c10d calls and the interface's counters agree within 2 %.
 
     Headers of the link are included; other traffic on lo may only add to an attempt.

@@ -119,8 +119,8 @@ def test_plans_are_chains_whose_bytes_add_up(case):
 
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(case=cases(6))
-def test_bytes_that_are_not_counted_move_by_move_are_the_same(case):
-    """Along one axis no move is listed. A plan sends just where a move is made."""
+def test_closed_form_bytes_equal_the_sum_over_transfers(case):
+    """On one axis transfers are not listed. A plan sends exactly if there is a transfer."""
     src, dst, shape, dtype = case
     expected = dict.fromkeys(range(6), 0)
     for move in find_moves(src, dst, shape):
@@ -140,7 +140,7 @@ EMPTY_GROUPS = [
 ]
 
 
-def test_a_group_whose_parts_are_empty_but_of_unequal_lengths(ranks):
+def test_groups_with_empty_parts_of_unequal_shapes(ranks):
     """13 rows over 2: of the rank without columns, one part is [7, 0] and the other [6, 0]."""
     grid = Placement("cpu", (0, 1, 2, 3), (2, 2))
     drawn = [
@@ -206,7 +206,7 @@ def _fills(case):
     return True
 
 
-def test_the_simulator_would_notice():
+def test_the_simulator_detects_errors():
     """A wrong part on one rank is found: the property above can fail."""
     line = Placement.line("cpu", 3)
     src, dst = Layout(line, (Split(0),)), Layout(line, (Broadcast(),))

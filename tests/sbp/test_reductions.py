@@ -1,4 +1,4 @@
-"""Reductions in dtypes whose sums do not fit them, and in those that no terms add up in."""
+"""Reductions in dtypes whose sums overflow, and in dtypes without addition."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def _lay_out(world, full, sbp, boxing):
 
 
 def _mean(world, sbp, dtype, dims):
-    """The mean, its dtype, and the dtypes of what traveled; the gradient where it is a leaf."""
+    """The mean, its dtype, and the dtypes that were sent; the gradient if it is a leaf."""
     boxing = Boxing(world)
     dtype = getattr(torch, dtype)
     full = torch.full((4096, 16), 2.0, dtype=dtype)
@@ -56,7 +56,7 @@ def test_a_mean_of_half_types_does_not_overflow(ranks, sbp, dtype, dims):
         assert torch.equal(torch.from_numpy(gradient), torch.full_like(full, 1 / count))
 
 
-def test_terms_of_a_mean_travel_in_its_dtype(ranks):
+def test_terms_of_a_mean_have_its_dtype(ranks):
     for _, _, sent in ranks(2, _mean, "S(0)", "float16", 0):
         assert sent == 16 * 2  # each rank sends half of its 16 terms, and half of the result
 
@@ -108,8 +108,8 @@ def _any(world, nd_sbp, ranks, dims, dtype):
         ([[0, 1], [2, 3]], "(B, S(0)[4, 1])"),
     ],
 )
-def test_a_maximum_of_bools_needs_no_terms(ranks, ranks_, nd_sbp, dims):
-    """bool has no P(max): S and B are its layouts, and deduction takes one of them."""
+def test_bool_maximum_without_partial(ranks, ranks_, nd_sbp, dims):
+    """bool does not support P(max): deduction uses S or B."""
     expected = _flags().amax(() if dims is None else dims).tolist()
     size = 4 if isinstance(ranks_[0], list) else 2
     assert ranks(size, _any, nd_sbp, ranks_, dims, "bool") == [expected] * size

@@ -1,4 +1,4 @@
-"""What the SBP layer must not do: know of embeddings, keep state in modules, hide a collective."""
+"""The SBP layer must not know embeddings, keep module state, or hide collectives."""
 
 import ast
 import subprocess
@@ -42,7 +42,7 @@ def _imports(tree):
 
 
 @pytest.mark.parametrize("name", LAYER)
-def test_the_layer_stands_alone(name):
+def test_the_sbp_layer_has_no_other_dependencies(name):
     for module in _imports(_tree(name)):
         if module.startswith("sbpflow."):
             part = module.removeprefix("sbpflow.")
@@ -88,7 +88,7 @@ def test_public_functions_say_what_they_do(name):
 
 @pytest.mark.parametrize("op", ops.__all__)
 def test_every_op_has_its_diagram(op):
-    """What layouts it takes and gives, on one line, as in ``S(i) -> S(i), B -> B``."""
+    """A line with its layouts, as in ``S(i) -> S(i), B -> B``."""
     lines = (getattr(ops, op).__doc__ or "").splitlines()
     assert any("->" in line and line.strip().startswith("``") for line in lines), op
 
@@ -98,7 +98,7 @@ def _is_property(node):
 
 
 def test_values_do_not_import_torch():
-    """Layouts can be reasoned about where torch is not loaded, for example in a config check."""
+    """Layouts work without torch, for example in a config check."""
     names = ", ".join(f"sbpflow.{name}" for name in PURE)
     code = f"import sys, {names}; print('torch' in sys.modules)"
     done = subprocess.run(

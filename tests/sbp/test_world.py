@@ -1,4 +1,4 @@
-"""World, log, checked mode, start and wait: what holds the ranks together."""
+"""World, communication log, checked mode, and starting and waiting for conversions."""
 
 import os
 import sys
@@ -46,7 +46,7 @@ def _log(world):
     return world.log.records
 
 
-def test_the_log_has_what_ran_in_order(ranks):
+def test_the_log_lists_transfers_in_order(ranks):
     """Conversions without traffic leave no record, and neither does a disabled log."""
     assert ranks(2, _log)[1] == [
         CommRecord("ids/fwd/0", "all_gather", "ids", (0, 1), 3 * 4 * 4),
@@ -95,7 +95,7 @@ def _different_steps(world):
 
 
 @pytest.mark.checked
-def test_a_rank_that_takes_a_different_step_is_named(ranks):
+def test_ranks_with_different_steps_are_named(ranks):
     with pytest.raises(RanksFailed) as caught:
         ranks(2, _different_steps)
     assert len(caught.value.errors) == 2
@@ -211,7 +211,7 @@ def _one_refuses(world):
 
 
 def _one_refuses_many_sizes(world):
-    """What 16 ranks with explicit sizes would compare, on two."""
+    """The comparison of 16 ranks with explicit sizes, on two ranks."""
     sizes = tuple(100_000 + n for n in range(16))
     src, dst = line_layout("cpu", 16, Split(0, sizes)), line_layout("cpu", 16, S1)
     step = f"all_to_all, 123 bytes, {src} -> {dst} torch.float32[{sum(sizes)}, 64], channel main"
@@ -228,8 +228,8 @@ def _one_refuses_many_sizes(world):
         (2, _one_refuses_many_sizes, "3 x " * 300 + "end"),
     ],
 )  # fmt: skip
-def test_a_reason_is_never_cut(ranks, size, fn, reason):
-    """However long the step is called, and however much there is to say."""
+def test_reasons_are_never_truncated(ranks, size, fn, reason):
+    """For step names and messages of any length."""
     with pytest.raises(RanksFailed) as caught:
         ranks(size, fn)
     assert len(caught.value.errors) == size
@@ -254,7 +254,7 @@ def test_sizes_that_are_not_balanced_are_shown_on_every_rank(ranks):
         ranks(3, _inferred, [2, 0, 3])
     assert sorted(caught.value.errors) == [0, 1, 2]
     for text in caught.value.errors.values():
-        assert "parts of shapes {0: [2, 5], 2: [3, 5]} do not make a tensor laid out S(0)" in text
+        assert "parts of shapes {0: [2, 5], 2: [3, 5]} do not fit layout S(0)" in text
         assert "for other sizes use Split(dim, sizes=(..))" in text
 
 
@@ -314,7 +314,7 @@ def test_unknown_devices_and_backends():
             World.start("cuda")
 
 
-def test_a_layout_on_a_device_the_world_lacks():
+def test_layouts_on_missing_devices_are_refused():
     world = World(0, 1, torch.device("cpu"), owns_default_group=False)
     with pytest.raises(SbpError, match=r'on cuda, but this world runs on cpu; .*device="cuda"'):
         world.device_of(line_layout("cuda", 1, B))
@@ -397,13 +397,13 @@ def look_closely(world):
     try:
         GlobalTensor.from_full(torch.ones(4), outside, boxing)
     except SbpError as error:
-        said = str(error)
-    return most.full().tolist(), x.part.grad.sum().item(), copy.part.tolist(), said
+        message = str(error)
+    return most.full().tolist(), x.part.grad.sum().item(), copy.part.tolist(), message
 
 
 def test_empty_parts_copies_and_ranks_that_do_not_exist(ranks):
-    for most, gradient, kept, said in ranks(2, look_closely):
+    for most, gradient, kept, message in ranks(2, look_closely):
         assert most == [-12.0, -11.0]
         assert gradient in (0.0, 2.0)
         assert kept == [1.0] * 4
-        assert "names ranks outside this world of 2" in said
+        assert "names ranks outside this world of 2" in message

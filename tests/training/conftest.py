@@ -1,4 +1,4 @@
-"""A small generated set, made once per session."""
+"""A small generated data set, made once per session."""
 
 import socket
 from pathlib import Path
@@ -19,7 +19,7 @@ def synth_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def free_port() -> int:
-    """A port that nothing listens on just now."""
+    """A free port."""
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
         return listener.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Clipping by the global norm: one norm and one factor, whatever lies where.
+"""Clipping by the global norm: the norm and the factor do not depend on the layouts.
 
 The oracle is numpy: of a step of SGD the change of a parameter over the rate is its gradient, and
 the norm is that of all changes of the full tensors together.
@@ -22,7 +22,7 @@ RATE = 0.1  # of both optimizers, in make_config
 
 
 def one_step(world: World, config: Config, together: int = 1) -> dict[str, Any]:
-    """How every full tensor changed in a step, by name, and the norm that the trainer tells."""
+    """The change of every full tensor in a step, by name, and the norm from the trainer."""
     job = make_job(world, config)
     before = {name: whole(world, tensor) for name, tensor in job.state().items()}
     batches = [b.part(world.rank, world.size) for b in make_batches(3, 30)[:together]]
@@ -143,7 +143,7 @@ def test_kernels_agree_on_norm_and_rows(ranks, kernel):
         np.testing.assert_allclose(change, want["changes"][name], rtol=0, atol=1e-7, err_msg=name)
 
 
-def test_a_norm_below_the_limit_changes_no_bit(ranks):
+def test_norms_below_the_limit_change_nothing(ranks):
     config = make_config("2", "sgd")
     for one, other in zip(
         ranks(2, one_step, config),
@@ -155,7 +155,7 @@ def test_a_norm_below_the_limit_changes_no_bit(ranks):
 
 
 def planned_and_sent(world: World, config: Config) -> tuple[list[str], list[str]]:
-    """What the plan says that clipping sends, and what the log has of it."""
+    """The transfers of clipping in the plan and in the log."""
     job = make_job(world, config)
     world.log.clear()
     job.trainer.step(make_batches(3, 30)[0].part(world.rank, world.size))
@@ -168,7 +168,7 @@ def planned_and_sent(world: World, config: Config) -> tuple[list[str], list[str]
     return planned, clip
 
 
-def test_one_number_travels_and_none_where_every_rank_has_all(ranks):
+def test_clipping_sends_one_number_or_none(ranks):
     rows = with_clip(make_config("3", "sgd"), 1.0, rows=True)
     for planned, sent in ranks(2, planned_and_sent, rows):
         assert planned == sent == ["clip/bwd/norm 8"]

@@ -1,4 +1,4 @@
-"""torchrun with --max-restarts: a rank or a machine is lost, another comes, and the job goes on."""
+"""torchrun with --max-restarts: a job resumes after losing a rank or a machine."""
 
 import json
 import os
@@ -38,7 +38,7 @@ run_main(main)
 
 
 class Job:
-    """The same command on machines that come and go; files are on a disk that all see."""
+    """The same command on machines that come and go, with a shared disk."""
 
     def __init__(self, data: Path, folder: Path) -> None:
         self.folder = folder
@@ -66,22 +66,22 @@ class Job:
     def wait(self, done: Callable[[], bool], what: str) -> None:
         deadline = Deadline(END_S)
         while not done():
-            assert not deadline.over(), f"{what}; {self.said()[-6000:]}"
+            assert not deadline.over(), f"{what}; {self.output()[-6000:]}"
             time.sleep(0.1)
 
-    def said(self) -> str:
+    def output(self) -> str:
         logs = sorted(self.folder.glob("log*"))
         return "\n".join(f"--- {log.name}\n{log.read_text()}" for log in logs)
 
     def losses(self) -> list[float]:
-        """Of every step, each reported once."""
+        """Losses by step; every step must be reported once."""
         assert [event["step"] for event in self.events()] == list(range(1, STEPS + 1))
         return [event["loss"] for event in self.events()]
 
 
 @pytest.fixture(scope="module")
 def undisturbed(synth_set, tmp_path_factory) -> list[float]:
-    """Losses of a run on one rank that nothing happens to."""
+    """Losses of an undisturbed run on one rank."""
     job = Job(synth_set, tmp_path_factory.mktemp("undisturbed"))
     train.main(["--config", *job.words[1:]])
     return job.losses()
@@ -96,12 +96,12 @@ def test_machines_come_and_go_and_the_job_goes_on(synth_set, tmp_path, undisturb
         job.wait(lambda: job.saved_by() == 2, "two machines did not start")
         second.kill()
         job.wait(lambda: job.saved_by() == 1, "the first did not go on alone")
-        assert "died or does not answer" in job.said()
+        assert "died or does not answer" in job.output()
         second.elastic(job.words, tmp_path / "log2")
         job.wait(lambda: job.saved_by() == 2, "the second was not let in")
-        assert "stopped by SIGTERM" in job.said(), "the rank that was alone was told, and saved"
+        assert "stopped by SIGTERM" in job.output(), "the rank that was alone was told, and saved"
         job.wait(lambda: all(m.process.poll() is not None for m in (first, second)), "no end")
-        assert [m.process.returncode for m in (first, second)] == [0, 0], job.said()
+        assert [m.process.returncode for m in (first, second)] == [0, 0], job.output()
     assert job.losses() == pytest.approx(undisturbed, rel=0, abs=1e-9)
 
 
@@ -123,12 +123,12 @@ def test_torchrun_starts_ranks_again_after_one_was_killed(synth_set, tmp_path, u
             job.wait(lambda step=step: len(job.events()) > step, "it did not start")
             os.kill(children(process.pid)[0], signal.SIGKILL)
         job.wait(lambda: process.poll() is not None, "no end")
-        assert process.returncode == 0, job.said()
+        assert process.returncode == 0, job.output()
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    assert job.said().count("resuming after step") == 2
+    assert job.output().count("resuming after step") == 2
     assert job.losses() == pytest.approx(undisturbed, rel=0, abs=1e-9)
 
 

@@ -141,7 +141,7 @@ def test_dense_adam_trains_like_one_process_in_float64(ranks, dense):
 
 @pytest.mark.parametrize("steps", LENGTHS)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_wide_part_takes_a_rule_of_its_own(ranks, scheme, steps):
+def test_the_wide_part_can_have_its_own_optimizer(ranks, scheme, steps):
     wide = Ftrl(lr=0.1, l1=0.05, l2=0.1)
     config = make_config(scheme, "rowwise_adagrad", wide=wide)
     check_float64(ranks, 3, config, "rowwise_adagrad", "sgd", steps)

@@ -96,7 +96,7 @@ def test_a_histogram_keeps_its_error_bound_and_the_sums(monkeypatch):
     assert found.auc_error < 0.01  # ties alone
 
 
-def test_the_bound_is_reached_where_every_pair_of_a_bin_is_wrong():
+def test_the_error_bound_is_tight():
     # one bin of 3 positives and 2 negatives, all in the same order
     assert auc_of_counts([3], [2]) == (0.5, 0.5)
     assert auc_of_counts([0, 4], [5, 0]) == (1.0, 0.0)
@@ -105,7 +105,7 @@ def test_the_bound_is_reached_where_every_pair_of_a_bin_is_wrong():
     assert bound == (3 + 2) / 24
 
 
-def test_what_a_histogram_refuses():
+def test_histogram_refusals():
     histogram = ScoreHistogram(CPU)
     with pytest.raises(MetricError, match="no predictions"):
         histogram.evaluation()
@@ -153,7 +153,7 @@ def scores(world: World, options: list[ScoreOptions]) -> list[Evaluation | None]
     return [score_split(job.trainer, loader, job.boxing, one) for one in options]
 
 
-def test_options_of_a_score_mean_the_same_on_any_number_of_ranks(ranks):
+def test_score_options_do_not_depend_on_the_number_of_ranks(ranks):
     rows = sum(batch.batch_size for batch in make_batches(6, 31, seed=8))
     options = [
         ScoreOptions(slices={"C1": 0, "C2": 1}),
@@ -182,7 +182,7 @@ def test_options_of_a_score_mean_the_same_on_any_number_of_ranks(ranks):
             assert [s.num_rows for s in one.slices] == [s.num_rows for s in other.slices]
 
 
-def test_a_slice_that_is_no_field_is_refused_with_those_there_are(ranks):
+def test_unknown_slices_are_refused_with_the_valid_ones(ranks):
     plan = ranks(1, plan_of)[0]
     assert slice_columns(["C3", "C1"], plan) == {"C3": 2, "C1": 0}
     with pytest.raises(ConfigError, match=r"^train\.slices: C9 .* C1, C2, C3, C4, C1xC2"):
@@ -195,7 +195,7 @@ def plan_of(world: World) -> Any:
     return make_job(world, make_config("dp", "sgd")).trainer.embedding_plan
 
 
-def test_an_evaluation_shows_both_sums_and_names_its_variants():
+def test_evaluations_print_all_metrics():
     found = Evaluation(
         1200,
         0.4,

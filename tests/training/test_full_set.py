@@ -28,7 +28,7 @@ STEPS, BATCH_SIZE = 8, 64
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """A set written column by column."""
+    """A data set written column by column."""
     path = tmp_path_factory.mktemp("full") / "set"
     make_full_set(path)
     return path
@@ -36,7 +36,7 @@ def written(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """A table as people have it, as CSV, made into a set by the command."""
+    """A typical CSV table, prepared by the command."""
     folder = tmp_path_factory.mktemp("table")
     schema = folder / "schema.yaml"
     schema.write_text(SCHEMA)
@@ -126,8 +126,8 @@ def _weighted(world: World, scheme: str, repeat: bool):
 
 
 @pytest.mark.parametrize(("scheme", "size"), [("dp", 1), ("1", 2), ("3", 4)])
-def test_a_weight_is_worth_as_many_rows(ranks, scheme, size):
-    """Weights 0, 1 and 2 of 30 rows are 30 rows, of which a third is there twice."""
+def test_weights_count_as_repeated_rows(ranks, scheme, size):
+    """30 rows with weights 0, 1 and 2 equal 30 rows of which a third is repeated."""
     weighted = ranks(size, _weighted, scheme, False)
     repeated = ranks(size, _weighted, scheme, True)
     for (losses, tables), (want, want_tables) in zip(weighted, repeated, strict=True):

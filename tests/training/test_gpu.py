@@ -56,7 +56,7 @@ def captured(dense, batch_size=30, hidden=(7, 6)):
 
 
 def losses_of(world, config, warm_up_steps, steps):
-    """Losses of some steps; op by op where that many warm up."""
+    """Losses of some steps, op by op during warm-up."""
     job = make_job(world, config)
     job.trainer.graphs.warm_up_steps = warm_up_steps
     return [
@@ -84,7 +84,7 @@ def test_a_cuda_graph_trains_alike_over_nccl(nccl_ranks):
 
 
 def step_ms(world, config, warm_up_steps, steps=50):
-    """ms of a step of batches of one shape."""
+    """Milliseconds per step for batches of one shape."""
     job = make_job(world, config)
     job.trainer.graphs.warm_up_steps = warm_up_steps
     rows = to_device(make_batches(2, config.data.batch_size)[0], world.device)
@@ -94,7 +94,7 @@ def step_ms(world, config, warm_up_steps, steps=50):
 
 
 @pytest.mark.gpu
-def test_a_cuda_graph_is_faster_where_launches_are_the_time(nccl_ranks):
+def test_cuda_graphs_are_faster_when_launch_bound(nccl_ranks):
     config = captured("adam", batch_size=256, hidden=(64,) * 7)
     ((graphed,), (plain,)) = (nccl_ranks(1, step_ms, config, steps) for steps in (3, 10**9))
     assert graphed < 0.9 * plain, f"{graphed:.2f} ms with a graph, {plain:.2f} ms without"
@@ -120,7 +120,7 @@ def test_schemes_over_nccl_train_like_the_reference(nccl_ranks, scheme, sparse):
 
 @pytest.mark.nccl
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_explain_holds_against_the_log_over_nccl(nccl_ranks, scheme):
+def test_explain_matches_the_log_over_nccl(nccl_ranks, scheme):
     for rank, result in enumerate(
         nccl_ranks(2, steps_of_one_iteration, make_config(scheme, "sgd"))
     ):

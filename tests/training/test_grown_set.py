@@ -1,4 +1,4 @@
-"""Training goes on over a set that was grown from the one before, from commands alone."""
+"""Training resumes on a grown data set, using only commands."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def trained(folder, name, data_path, *more):
 
 
 def watch_ids(monkeypatch):
-    """The ids [rows, columns] of each batch that is trained on from now on."""
+    """Record the ids [rows, columns] of every batch trained from now on."""
     seen, real = [], Trainer.step
 
     def step(self, batches):
@@ -42,7 +42,7 @@ def watch_ids(monkeypatch):
     return seen
 
 
-def test_a_run_goes_on_over_a_grown_set(tmp_path, monkeypatch):
+def test_runs_resume_on_a_grown_data_set(tmp_path, monkeypatch):
     for seed, name in ((7, "old"), (8, "new"), (9, "foreign")):
         words = ["--format", "tsv", "--rows", "600", "--vocab-scale", "0.0005"]
         words += ["--seed", str(seed), "--output", str(tmp_path / f"{name}.tsv")]

@@ -1,4 +1,4 @@
-"""A run that goes wrong ends with the step, the fields or the tensor at fault."""
+"""A broken run ends with a message that names the step, fields or tensor at fault."""
 
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ def push_a_loss(world: World) -> str:
     return message_of(TrainingError, watch.push, 9, torch.tensor(float("inf")), [batch])
 
 
-def test_an_infinite_loss_of_finite_fields_says_so(ranks):
+def test_infinite_losses_of_finite_fields_are_explained(ranks):
     (message,) = ranks(1, push_a_loss)
     assert message.startswith("step 9: the loss is inf; all dense fields of the batch are finite")
 
@@ -72,7 +72,7 @@ def push_a_label_of_2(world: World) -> str:
 
 
 def test_a_label_that_is_neither_0_nor_1_ends_the_run(ranks):
-    """As of a shard that was changed since the set was made; its loss looks like any other."""
+    """As in a shard that changed after preparation; the loss looks normal."""
     (message,) = ranks(1, push_a_label_of_2)
     assert message.startswith("step 9: the label in row 1 of rank 0's part of the batch is 2;")
     assert "sbpflow verify" in message
@@ -90,7 +90,7 @@ def push_a_dense_value_of_1e30(world: World) -> str:
     return message_of(TrainingError, watch.push, 9, torch.tensor(0.5), [batch])
 
 
-def test_a_dense_value_that_the_set_does_not_have_ends_the_run(ranks):
+def test_out_of_range_dense_values_end_the_run(ranks):
     (message,) = ranks(1, push_a_dense_value_of_1e30)
     name = FIELDS.dense[1]
     assert f"step 9: {name} in row 1 of rank 0's part of the batch is 1e+30;" in message
@@ -131,14 +131,14 @@ FACTS = [
 ]
 
 
-def test_what_differs_is_named_with_both_values():
+def test_differences_show_both_values():
     assert differences(FACTS, [2]) == (
         " (optimizer.sparse.lr: 0.05 on rank 0, 0.1 on rank 2; run.dir: not given on rank 0, "
         "runs/a on rank 2; run.seed: 7 on rank 0, not given on rank 2)"
     )
 
 
-def test_five_keys_at_most_and_long_values_where_they_part():
+def test_differences_list_five_keys_and_shorten_values():
     many = differences([{f"key{n}": value for n in range(8)} for value in "12"], [1])
     assert many.startswith(" (key0: 1 on rank 0, 2 on rank 1; key1: ")
     assert many.endswith("; key4: 1 on rank 0, 2 on rank 1 and 3 more)")
@@ -150,7 +150,7 @@ def test_five_keys_at_most_and_long_values_where_they_part():
     assert len(text) < 200
 
 
-def test_an_order_of_keys_is_no_difference():
+def test_key_order_does_not_matter():
     assert differences(FACTS[:2], [1]) == ""
 
 
@@ -167,8 +167,8 @@ def hold(world: World, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_folder_in_use_is_refused_on_every_rank(ranks, tmp_path, world_size):
-    """Only rank 0 sees it; the others would wait for it in their next collective."""
+def test_folders_in_use_are_refused_on_every_rank(ranks, tmp_path, world_size):
+    """Only rank 0 has the fault; the others would wait in their next collective."""
     first = RunLock(tmp_path, rank=0)
     for message in ranks(world_size, hold, tmp_path):
         assert message.startswith(f"run.dir: {tmp_path} is in use by another run")

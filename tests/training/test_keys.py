@@ -1,4 +1,4 @@
-"""Models whose tables have rows by key: equal to rows by number, on any number of ranks, in flight
+"""Models with rows by key equal those with rows by number, on any number of ranks, in flight
 or not, and through checkpoints. Sums of float64 in another order stay within 1e-9.
 """
 
@@ -65,7 +65,7 @@ class KeyedWdl(WdlConfig):
 
 
 def keys_for(feature: str, rows: torch.Tensor) -> torch.Tensor:
-    """What stands for the rows of a feature: the same everywhere, each another, four extreme."""
+    """The keys of a feature's rows: distinct, equal on all ranks, four of them extreme."""
     if feature in BY_NUMBER:
         return rows.long()
     found = mix(rows.long() + 1000 * len(feature))
@@ -168,7 +168,7 @@ def saver_of(job: Job, folder: Path) -> Saver:
 
 
 def whole_run(world: World, case: Case, folder: Path) -> dict[str, Any]:
-    """Train, save beside training, go on, save again."""
+    """Train, save in the background, continue, save again."""
     job, stores = make_job(world, case)
     losses, logits = train(job, case, 1, SAVED_AT)
     saver, real = saver_of(job, folder), PieceWriter.write
@@ -199,7 +199,7 @@ def whole_run(world: World, case: Case, folder: Path) -> dict[str, Any]:
 
 
 def go_on(world: World, case: Case, folder: Path, own: Path) -> dict[str, Any]:
-    """From the first checkpoint to the last step, which is saved on its own."""
+    """Resume from the first checkpoint and train to the last step, which is saved separately."""
     job, _ = make_job(world, case)
     train(job, case, 20, 22)  # of other batches, which must leave nothing behind
     job.trainer.drain()
@@ -228,7 +228,7 @@ def close(one: list[float], other: list[float]) -> bool:
 
 
 def all_logits(found: list[dict[str, Any]]) -> list[float]:
-    """Of all rows, in their order: each prediction is of one batch, cut over the ranks."""
+    """Predictions of all rows in order; each is of one batch, split over the ranks."""
     each = [one["logits"] for one in found]
     count = STEPS // 4
     per = [len(one) // count for one in each]
@@ -323,7 +323,7 @@ def test_any_number_of_ranks_has_the_same_keys_and_rows(ranks, memory, alone, si
 
 
 @pytest.mark.parametrize(("size", "other"), [(4, 1), (1, 2), (2, 2), (3, 4)])
-def test_a_run_goes_on_on_another_number_of_ranks(ranks, memory, size, other):
+def test_runs_resume_on_other_world_sizes(ranks, memory, size, other):
     case = Case("2" if size == 4 else "3", slots=90 if other == 2 else None)
     whole = ranks(size, whole_run, case, memory / "run")
     for lookahead in (0, 4):
@@ -338,7 +338,7 @@ def test_a_run_goes_on_on_another_number_of_ranks(ranks, memory, size, other):
 
 
 def room(world: World, folder: Path) -> str:
-    """A rank without room for the keys that belong to it says so."""
+    """A rank without room for its keys reports that."""
     job, _ = make_job(world, Case(num_rows=9))
     with pytest.raises(CheckpointError, match="rank 0 has 9 rows for") as error:
         job.restore(open_checkpoint(folder / f"step-{SAVED_AT}"))
@@ -360,13 +360,13 @@ def refusals(world: World, folder: Path) -> None:
 
 
 def predicted(world: World, folder: Path) -> list[float]:
-    """By a job that has the values of a checkpoint, without state of optimizers."""
+    """Predictions of a job with the values of a checkpoint, without optimizer state."""
     job, _ = make_job(world, Case())
     load_values(job, open_checkpoint(folder / f"step-{STEPS}"))
     return job.trainer.predict(batch_of(NEVER_TRAINED, Case())).tolist()
 
 
-def test_a_saved_model_predicts_and_what_it_cannot_is_refused(ranks, alone):
+def test_saved_models_predict_and_refuse_invalid_requests(ranks, alone):
     found, folder = alone
     (logits,) = ranks(1, predicted, folder)
     assert logits == found["logits"][-len(logits) :]
@@ -375,7 +375,7 @@ def test_a_saved_model_predicts_and_what_it_cannot_is_refused(ranks, alone):
     assert "saved keys; use num_rows of" in message
 
 
-def test_the_cases_have_what_they_claim():
+def test_cases_have_their_claimed_properties():
     keys = keys_for("C1", torch.arange(300))
     assert set(EXTREME) <= set(keys.tolist())
     assert keys.unique().numel() == 300

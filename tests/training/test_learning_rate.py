@@ -1,4 +1,4 @@
-"""Learning rates over a run, and several batches as one step."""
+"""Learning rate schedules, and accumulation of several batches in one step."""
 
 from dataclasses import replace
 from typing import Any
@@ -34,7 +34,7 @@ def test_a_decay_inside_the_warm_up_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"decay_start": 20, "end_factor": 0.0}, "decay_start: 20 without"),
         ({"end_factor": 0.1}, "end_factor: 0.1 without"),
@@ -43,12 +43,12 @@ def test_a_decay_inside_the_warm_up_is_refused():
         ({"decay_steps": 10, "end_factor": -0.5}, r"end_factor: -0.5 .*0 to 1"),
     ],
 )
-def test_a_fall_that_would_not_happen_is_refused(given, said):
-    with pytest.raises(ConfigError, match=f"^optimizer.schedule.{said}"):
+def test_decay_without_effect_is_refused(given, message):
+    with pytest.raises(ConfigError, match=f"^optimizer.schedule.{message}"):
         ScheduleConfig(**given)
 
 
-def test_a_fall_may_end_where_it_began_or_at_nothing():
+def test_decay_may_end_at_one_or_zero():
     for end in (0.0, 1.0):
         config = ScheduleConfig(decay_start=2, decay_steps=2, end_factor=end)
         assert rate_factor(config)(9) == end
@@ -65,7 +65,7 @@ def test_ftrl_has_no_schedule():
 
 
 def run(world: World, config: Any, together: int, announce: bool) -> dict[str, Any]:
-    """Train on 12 batches of 30 rows, or on the same rows in larger ones; what comes out."""
+    """Train on 12 batches of 30 rows, or on the same rows in larger batches."""
     job = make_job(world, config)
     batches = [b.part(world.rank, world.size) for b in make_batches(12, 30)]
     losses = []
@@ -81,7 +81,7 @@ def run(world: World, config: Any, together: int, announce: bool) -> dict[str, A
 
 
 def run_whole(world: World, config: Any) -> dict[str, Any]:
-    """The 12 batches as 4 of three times the rows."""
+    """The rows of the 12 batches in 4 larger batches."""
     job = make_job(world, config)
     batches = make_batches(12, 30)
     losses = []

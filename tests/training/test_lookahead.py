@@ -1,4 +1,4 @@
-"""The lookahead window: no value of K changes a result, and what every K must hold to."""
+"""The lookahead window: no value of K changes a result or breaks an invariant."""
 
 from dataclasses import replace
 from typing import Any
@@ -107,7 +107,7 @@ def test_a_lookahead_may_change_from_step_to_step(ranks):
 
 
 def drained(world: World, config: Any, lookahead: int) -> Any:
-    """Five steps with a full window behind them, forgotten; then five others."""
+    """Five steps with a full window, which is drained; then five more steps."""
     job = make_job(world, config)
     job.trainer.lookahead = lookahead
     batches = parts(world)
@@ -122,7 +122,7 @@ def drained(world: World, config: Any, lookahead: int) -> Any:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_batches_that_are_drained_leave_no_trace(ranks, world_size):
+def test_drained_batches_have_no_effect(ranks, world_size):
     config = make_config("3", "lazy_adam", dense="adam")
     want = ranks(world_size, drained, config, 0)
     for lookahead in (1, 4):
@@ -153,13 +153,13 @@ def bad_on_each_rank(world: World, config: Any, lookahead: int) -> tuple[int, st
 @pytest.mark.parametrize("lookahead", KS)
 def test_a_bad_id_fails_in_its_own_step_whatever_was_announced(ranks, lookahead):
     config = make_config("3", "sgd")
-    for rank, (steps, said) in enumerate(ranks(2, bad_on_each_rank, config, lookahead)):
+    for rank, (steps, message) in enumerate(ranks(2, bad_on_each_rank, config, lookahead)):
         assert steps == 5
-        assert said.startswith(f"field C2: id 10000 in row 2 of rank {rank}'s part")
+        assert message.startswith(f"field C2: id 10000 in row 2 of rank {rank}'s part")
 
 
 def counted(world: World, config: Any, lookahead: int) -> list[list[int]]:
-    """Ids out of range counted after each of four steps, as a save or a metric would see them."""
+    """Out-of-range ids counted after each of four steps, as a save or a metric reads them."""
     job = make_job(world, config)
     job.trainer.lookahead = lookahead
     batches = parts(world, 8)
@@ -177,7 +177,7 @@ def counted(world: World, config: Any, lookahead: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("policy", ["clamp", "hash"])
-def test_counters_are_of_trained_batches(ranks, policy):
+def test_counters_count_trained_batches_only(ranks, policy):
     config = make_config("3", "sgd")
     config = replace(config, data=replace(config.data, out_of_range=policy))
     want = [1, 3, 6, 10, 10]
@@ -210,6 +210,6 @@ def test_the_key_takes_a_number_or_auto():
 
     assert build(TrainConfig, {"lookahead": "auto"}, {}).num_ahead == 1
     assert build(TrainConfig, {"lookahead": 16}, {}).num_ahead == 16
-    for value, said in ((-1, "-1 is not"), ("all", "'all' is not one of auto"), (2.5, "2.5")):
-        with pytest.raises(ConfigError, match=rf"lookahead: {said}"):
+    for value, message in ((-1, "-1 is not"), ("all", "'all' is not one of auto"), (2.5, "2.5")):
+        with pytest.raises(ConfigError, match=rf"lookahead: {message}"):
             build(TrainConfig, {"lookahead": value}, {})

@@ -1,4 +1,4 @@
-"""Loss options against plain torch; tables with rates, decay and starting values of their own."""
+"""Loss options compared with plain torch; tables with their own rates, decay and initial values."""
 
 from dataclasses import replace
 from typing import Any
@@ -31,7 +31,7 @@ LABELS = torch.tensor([0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0], dtype=torch.floa
 
 
 def focal(logits: torch.Tensor, labels: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Equation 4 of the paper, as it is written there."""
+    """Equation 4 of the paper."""
     p = torch.sigmoid(logits)
     chance = torch.where(labels == 1, p, 1.0 - p)
     return -((1.0 - chance) ** gamma) * torch.log(chance)
@@ -57,7 +57,7 @@ CASES = {
 
 
 class PlainModel:
-    """The part of a dense part that losses need."""
+    """The methods of a dense part that losses use."""
 
     parameters: dict[str, GlobalTensor] = {}  # noqa: RUF012 -- as the protocol has it
 
@@ -98,7 +98,7 @@ def test_a_loss_is_that_of_plain_torch(ranks, world_size, case):
     assert np.isfinite(slope).all()
 
 
-def test_focus_on_smoothed_labels_is_refused():
+def test_focal_loss_with_smoothed_labels_is_refused():
     with pytest.raises(ConfigError, match=r"^train\.loss\.focal_gamma: 2.0 with label_smoothing"):
         LossConfig(focal_gamma=2.0, label_smoothing=0.1)
 
@@ -169,7 +169,7 @@ def with_tables(config: Config, tables: dict[str, Any]) -> Config:
     return replace(config, optimizer=replace(config.optimizer, tables=tables))
 
 
-def test_changes_are_added_to_what_stands_before():
+def test_overrides_are_merged_with_earlier_ones():
     tables = {
         "deep.*": Adagrad(lr=0.3),
         "*.C1": TableChanges(lr=0.7),
@@ -189,7 +189,7 @@ def test_changes_are_added_to_what_stands_before():
     assert found["wide.C1xC2"].initial_range == 0.05
 
 
-def test_a_change_that_the_rule_has_not_is_refused():
+def test_unsupported_optimizer_changes_are_refused():
     tables = {"wide.*": Ftrl(), "*": TableChanges(weight_decay=0.1)}
     with pytest.raises(
         ConfigError,
@@ -220,7 +220,7 @@ OWN = {
         ),
     ],
 )
-def test_rates_of_tables_split_groups_only_where_rows_travel(scheme, groups):
+def test_table_rates_split_groups_only_if_rows_are_exchanged(scheme, groups):
     config = with_tables(make_config(scheme, "sgd"), OWN)
     _, plan = plan_run(config, FIELDS, world_size=2, device_type="cpu")
     assert [group.name for group in plan.embeddings.groups] == groups

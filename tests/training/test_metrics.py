@@ -20,7 +20,7 @@ ROWS = st.lists(st.tuples(SCORES, st.booleans()), min_size=2, max_size=40).filte
 
 
 def pair_count(rows):
-    """Every (positive, negative) pair on its own: 1 if ordered, 1/2 if tied."""
+    """Count every (positive, negative) pair: 1 if ordered, 1/2 if tied."""
     positives = [score for score, label in rows if label]
     negatives = [score for score, label in rows if not label]
     wins = sum(
@@ -103,7 +103,7 @@ def test_nan_predictions_are_an_error_with_their_place():
         logloss(torch.tensor([math.nan]), torch.tensor([1.0]))
 
 
-def test_one_class_has_no_auc_and_says_why():
+def test_one_class_has_no_auc_with_a_reason():
     with pytest.raises(MetricError, match="all 2 rows are positive"):
         auc(np.zeros(2), np.ones(2))
     found = evaluate(np.zeros(3), np.zeros(3))
@@ -122,7 +122,7 @@ def test_one_class_has_no_auc_and_says_why():
         ([1.0, 2.0], [1, math.nan], "label nan is not 0 or 1"),
     ],
 )
-def test_inputs_that_make_no_sense(scores, labels, message):
+def test_invalid_inputs_are_refused(scores, labels, message):
     with pytest.raises(MetricError, match=message):
         auc(np.array(scores), np.array(labels))
 

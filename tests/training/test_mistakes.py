@@ -1,4 +1,4 @@
-"""What a user gets wrong with train_wdl.py: one readable message, all ranks gone, no traceback."""
+"""User mistakes with train_wdl.py: one readable message, no traceback, and no rank left running."""
 
 import json
 import os
@@ -57,7 +57,7 @@ MISTAKES = {
 
 @pytest.fixture
 def four_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment of rank 0 of 4; every mistake is found before ranks meet."""
+    """The environment of rank 0 of 4; every mistake is found before ranks connect."""
     for key, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(key, value)
     monkeypatch.setenv("MASTER_ADDR", "localhost")
@@ -65,7 +65,7 @@ def four_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_named_before_any_rank_meets_another(four_ranks, synth_set, name):
+def test_mistakes_are_reported_before_ranks_connect(four_ranks, synth_set, name):
     words, expected = MISTAKES[name]
     with pytest.raises((ConfigError, DataError)) as caught:
         train_wdl.main(["--config", CONFIG, f"data.path={synth_set}", *words])
@@ -74,7 +74,7 @@ def test_a_mistake_is_named_before_any_rank_meets_another(four_ranks, synth_set,
 
 
 @pytest.mark.parametrize(
-    ("cross", "said"),
+    ("cross", "message"),
     [
         (("C1", "C99"), "C1xC99: C99 is not a sparse column of the data; use some of C1, C2, C3"),
         (("C2", "C1"), r"C2xC1 is in the data as C1xC2; write \[C1, C2\]"),
@@ -84,13 +84,13 @@ def test_a_mistake_is_named_before_any_rank_meets_another(four_ranks, synth_set,
         ),
     ],
 )
-def test_an_absent_cross_is_told_what_would_do(cross, said):
+def test_missing_crosses_explain_what_to_do(cross, message):
     config = WdlConfig(wide=WideConfig(crosses=(cross,)))
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         config.spec(Fields.of(["I1"], {"C1": 5, "C2": 5, "C3": 5}, {"C1xC2": 9}))
 
 
-def test_a_cross_of_no_column_is_told_before_one_that_could_be_made():
+def test_unknown_columns_of_crosses_are_reported_first():
     config = WdlConfig(wide=WideConfig(crosses=(("C1", "C3"), ("C1", "C99"))))
     with pytest.raises(ConfigError, match="C1xC99: C99 is not a sparse column"):
         config.spec(Fields.of(["I1"], {"C1": 5, "C2": 5, "C3": 5}))
@@ -165,7 +165,7 @@ def training_run(synth_set: Path, folder: Path) -> Run:
 
 
 @pytest.mark.alone  # ranks that are seconds apart are named
-def test_a_mistake_is_said_once_by_two_ranks(synth_set):
+def test_two_ranks_report_a_mistake_once(synth_set):
     output = Run(f"data.path={synth_set}", "model.wide.crosses=[[C1, C9]]").end()
     assert output.count("error: ") == 1
     assert "error: model.wide.crosses: C1xC9 is not in the data" in output

@@ -1,4 +1,4 @@
-"""The time of each move, and a Chrome trace of some steps with the bytes that they sent."""
+"""The time of each move, and Chrome traces of steps with the bytes sent."""
 
 import json
 import re
@@ -102,12 +102,12 @@ def refused(world: World) -> str:
     return str(caught.value)
 
 
-def test_a_trace_behind_the_last_step_is_refused(ranks):
+def test_traces_after_the_last_step_are_refused(ranks):
     (message,) = ranks(1, refused)
     assert re.match(r"train.profile: .*step 7.* 6 steps.*\[4, 6\]$", message)
 
 
-def test_times_are_taken_once():
+def test_times_are_reset_when_taken():
     times = MoveTimes()
     for _ in range(2):
         with times.move("forward"):

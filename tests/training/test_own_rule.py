@@ -180,7 +180,7 @@ def save_and_go_on(world, folder):
     return wanted, found
 
 
-def test_a_checkpoint_goes_on_under_the_same_layout_and_another(ranks, memory):
+def test_checkpoints_resume_under_any_layout(ranks, memory):
     for wanted, (same, other) in ranks(2, save_and_go_on, memory):
         assert same == wanted
         np.testing.assert_allclose(other, wanted, rtol=0, atol=1e-12)
@@ -195,7 +195,7 @@ def facts(device_type="cpu", **changes) -> StackFacts:
     return StackFacts(**given | changes)
 
 
-def test_a_kernel_without_the_rule_is_not_chosen():
+def test_kernels_without_the_optimizer_are_not_chosen():
     for device in ("cpu", "cuda"):
         faults = kernel_faults(facts(device), {})
         for kernel in ("fbgemm", "triton"):
@@ -211,7 +211,7 @@ def test_a_kernel_without_the_rule_is_not_chosen():
         choose_kernels(plan, "fbgemm")
 
 
-def test_mistakes_in_what_a_class_says_of_its_kernels_are_named(monkeypatch):
+def test_mistakes_in_kernel_declarations_are_named(monkeypatch):
     place = "tests.embedding.own_rule_loops:scaled_momentun"
     monkeypatch.setattr(ScaledMomentum, "kernels", {"numba": place})
     with pytest.raises(SbpError, match=rf"kernels\['numba'\] is '{place}'"):
@@ -221,7 +221,7 @@ def test_mistakes_in_what_a_class_says_of_its_kernels_are_named(monkeypatch):
         ScaledMomentum()
 
 
-def test_it_is_planned_and_priced():
+def test_a_user_optimizer_is_planned_and_priced():
     _, plan = plan_run(config_of("auto", kernel="auto"), FIELDS, world_size=4, device_type="cpu")
     assert plan.priced
     assert all(one.ms > 0 for one in plan.priced)
@@ -232,7 +232,7 @@ def test_it_is_planned_and_priced():
     assert plan_from_json(plan_to_json(plan)) == plan
 
 
-def test_a_run_names_it_by_module_and_class(synth_set, tmp_path, capsys):
+def test_optimizers_are_selected_by_module_and_class(synth_set, tmp_path, capsys):
     path = tmp_path / "config.yaml"
     text = "parallel: {{scheme: 3}}\noptimizer: {{sparse: {{name: '{}', momentum: 0.7}}}}"
     path.write_text(text.format(NAME))
@@ -270,13 +270,13 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_name_that_is_not_an_optimizers_is_refused(tmp_path, name):
+def test_unknown_optimizer_names_are_refused(tmp_path, name):
     (tmp_path / "config.yaml").write_text(f"optimizer: {{sparse: {{name: '{name}'}}}}")
     with pytest.raises(ConfigError, match=MISTAKES[name]):
         load_config(tmp_path / "config.yaml", models=MODELS)
 
 
-def test_every_kernel_that_a_rule_names_is_there():
+def test_every_kernel_of_a_rule_exists():
     pytest.importorskip("numba")
     pytest.importorskip("triton")
     pytest.importorskip("fbgemm_gpu")

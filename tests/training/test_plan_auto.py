@@ -1,4 +1,4 @@
-"""``parallel.plan``: chosen by the planner or read from a file, kept, and judged at the end."""
+"""``parallel.plan``: made by the planner or read from a file, saved, and rated at the end."""
 
 import json
 import math
@@ -43,7 +43,7 @@ SMALL = ["model.hidden=[16]", "data.batch_size=1000", "parallel.scheme=null"]
 
 
 def profile(step_row=1e-3, vector_byte=1e-6):
-    """A machine where updates of rows and bytes of vectors are what costs."""
+    """A machine on which only row updates and vector bytes have a cost."""
     terms = {
         "update": {"step_rows": step_row, "step_elements": 1e-6, "always": 0.1},
         "lookup": {"read_rows": 1e-5},
@@ -86,7 +86,7 @@ def planned(synth_set, words=(), prices=()):
     return config, fields_of(manifest), found
 
 
-def test_a_planned_run_leaves_its_plan_and_judges_its_prediction(
+def test_planned_runs_save_their_plan_and_rate_its_prediction(
     synth_set, tmp_path, calibrated, capsys
 ):
     folder = tmp_path / "run"
@@ -106,10 +106,10 @@ def test_a_planned_run_leaves_its_plan_and_judges_its_prediction(
     assert {layout.key for layout in first.layouts.values()} == {"parallel.plan auto"}
 
 
-def test_what_a_planned_run_left_is_used_without_its_planner_or_its_file(
+def test_planned_runs_resume_without_planner_or_plan_file(
     synth_set, tmp_path, calibrated, monkeypatch
 ):
-    """Predictions plan nothing: they lay tables as the run did, whatever came of the plan since."""
+    """Predictions use the layouts of the run, whatever happened to its plan since."""
     folder, file = tmp_path / "run", tmp_path / "plan.yaml"
     words = [*SMALL, f"data.path={synth_set}", f"run.dir={folder}", "checkpoint.every=2"]
     scores: list[list[float]] = []
@@ -149,7 +149,7 @@ def test_a_run_on_described_hosts_keeps_them_and_predicts_without_their_file(syn
     assert predict(read) == 0
 
 
-def test_tables_on_ranks_that_are_not_there_are_laid_otherwise_unless_asked_for():
+def test_automatic_layouts_on_missing_ranks_are_replaced():
     text = '{"deep.C1": {"sbp": "B", "ranks": [1]}, "deep.C2": {"sbp": "S(0)", "ranks": [0]}, '
     text += '"deep.C3": {"sbp": "S(0)", "sizes": [3, 9]}}'
     config = load_config(CONFIG, [f"parallel.tables={text}"], models=MODELS)
@@ -174,7 +174,7 @@ def saved(folder):
     return found, config, plan_from_json(json.dumps(found.documents["plan"]))
 
 
-def test_the_task_of_a_run_is_what_the_run_has(synth_set):
+def test_the_planner_task_matches_the_run(synth_set):
     config, fields, found = planned(synth_set)
     task = found.task
     _, plan = plan_run(config, fields, world_size=2, device_type="cpu", planned=found.rules)
@@ -191,7 +191,7 @@ def test_the_task_of_a_run_is_what_the_run_has(synth_set):
     assert rules(found.plan) == found.rules
 
 
-def test_a_plan_follows_what_the_machine_is_priced_at(synth_set):
+def test_plans_depend_on_the_prices_of_the_machine(synth_set):
     _, _, dear_bytes = planned(synth_set, prices=(1e-9, 1e-3))
     _, _, dear_rows = planned(synth_set, prices=(10.0, 1e-12))
     sent = [sum(one.prediction.sent_bytes) for one in (dear_bytes, dear_rows)]
@@ -199,7 +199,7 @@ def test_a_plan_follows_what_the_machine_is_priced_at(synth_set):
     assert dear_bytes.plan != dear_rows.plan
 
 
-def test_tables_that_the_user_decides_are_kept(synth_set):
+def test_layouts_set_by_the_user_are_kept(synth_set):
     pin = "parallel.tables={deep.C1: {sbp: S(1)}}"
     config, fields, found = planned(synth_set, (pin,))
     assert found.plan["deep.C1"].shape.sbp == "S(1)"
@@ -208,20 +208,20 @@ def test_tables_that_the_user_decides_are_kept(synth_set):
     assert entry["sbp"] == "S(1)"
 
 
-def test_where_the_user_decides_all_tables_nothing_is_searched(synth_set):
+def test_no_search_if_the_user_sets_all_tables(synth_set):
     _, _, found = planned(synth_set, ("parallel.tables={'*': {sbp: S(1), exchange: columns}, "
         "'wide.*': {sbp: S(0)}}",))  # fmt: skip
     assert {one.shape.sbp for one in found.plan.values()} == {"S(0)", "S(1)"}
     assert found.prediction.step_ms > 0
 
 
-def test_a_wire_of_one_table_does_not_price_the_others(synth_set):
+def test_comm_dtype_of_a_table_does_not_change_other_prices(synth_set):
     pin = "parallel.tables={deep.C1: {sbp: S(0), comm_dtype: float32}}"
     _, _, found = planned(synth_set, (pin, "parallel.comm_dtype=bfloat16"))
     assert found.task.comm_dtype == torch.bfloat16
 
 
-def test_a_step_of_several_batches_is_predicted_as_one(synth_set):
+def test_accumulated_steps_are_predicted_as_one_step(synth_set):
     _, _, one = planned(synth_set)
     _, _, four = planned(synth_set, ("train.accumulate=4",))
     assert four.task.accumulate == 4
@@ -243,21 +243,19 @@ def test_explain_plans_as_a_run_does(synth_set, calibrated, capsys):
 # Mistakes
 
 
-def test_without_a_calibration_the_command_that_makes_one_is_named(
-    synth_set, tmp_path, monkeypatch
-):
+def test_missing_calibrations_name_the_command(synth_set, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     words = [*SMALL, f"data.path={synth_set}", f"run.dir={tmp_path}"]
     with pytest.raises(ConfigError, match="sbpflow calibrate"):
         train.main(["--config", CONFIG, *words, "parallel.plan=auto"])
 
 
-def test_a_plan_beside_a_scheme_is_refused():
+def test_plan_and_scheme_exclude_each_other():
     with pytest.raises(ConfigError, match=r"remove one, for example parallel\.scheme=null"):
         load_config(CONFIG, ["parallel.plan=auto", "parallel.scheme=1"], models=MODELS)
 
 
-def test_programs_without_a_planner_say_so(synth_set):
+def test_programs_without_a_planner_are_reported(synth_set):
     config, fields, _ = planned(synth_set)
     with pytest.raises(ConfigError, match=r"parallel\.plan: auto .* planner"):
         plan_run(config, fields, world_size=2, device_type="cpu")
@@ -280,7 +278,7 @@ def test_programs_without_a_planner_say_so(synth_set):
         ("[1]", "is a list"),
     ],
 )
-def test_a_file_that_is_no_plan_is_refused(synth_set, tmp_path, text, words):
+def test_invalid_plan_files_are_refused(synth_set, tmp_path, text, words):
     path = tmp_path / "plan.yaml"
     path.write_text(text)
     config = load_config(CONFIG, [*SMALL, f"parallel.plan={path}"], models=MODELS)
@@ -292,9 +290,9 @@ def test_a_file_that_is_no_plan_is_refused(synth_set, tmp_path, text, words):
 
 
 @pytest.mark.parametrize(("world_size", "warned"), [(2, False), (4, True)])
-def test_a_plan_for_another_number_of_ranks_is_warned_of(tmp_path, caplog, world_size, warned):
+def test_plans_for_other_world_sizes_log_a_warning(tmp_path, caplog, world_size, warned):
     path = tmp_path / "plan.yaml"
     path.write_text("tables: {'*': {sbp: S(0)}}\nnotes: {world_size: 2}\n")
     assert read_table_plan(path, world_size=world_size)["*"].sbp == "S(0)"
-    said = "planned for 2 ranks, but this run has 4"
-    assert (said in caplog.text) == warned
+    message = "planned for 2 ranks but this run has 4"
+    assert (message in caplog.text) == warned

@@ -1,4 +1,4 @@
-"""The commands of the README are complete: read with a prepared set, each has all that it needs."""
+"""The commands of the README are complete and work with a prepared data set."""
 
 import json
 import re

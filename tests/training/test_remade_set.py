@@ -1,4 +1,4 @@
-"""An interrupted run goes on over the same rows, however the set in ``data.path`` was made."""
+"""An interrupted run resumes on the same rows, whichever files of ``data.path`` hold them."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def sets(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(sets, tmp_path_factory):
-    """The events of a run that was not interrupted."""
+    """The events of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole")
     assert run(sets / "one", folder, *MORE) == 0
     return events(folder)
@@ -46,7 +46,7 @@ def stopped(sets, folder, monkeypatch):
 
 
 def as_earlier_versions_saved(monkeypatch):
-    """Fingerprints in the place of content IDs, and no content IDs."""
+    """Replace content IDs by fingerprints, as in older manifests."""
     facts, documents = resume.relevant_facts, checkpoints.Checkpoints._documents
 
     def old_facts(config, data):
@@ -74,7 +74,7 @@ def test_other_rows_are_refused(sets, tmp_path, monkeypatch):
         run(sets / "other", tmp_path, *MORE)
 
 
-def test_a_run_of_an_earlier_version_goes_on_over_its_set_alone(sets, whole, tmp_path, monkeypatch):
+def test_runs_of_earlier_versions_resume_only_on_their_data(sets, whole, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         as_earlier_versions_saved(patch)
         stopped(sets, tmp_path, monkeypatch)

@@ -1,4 +1,4 @@
-"""What a run shows and writes."""
+"""The output of a run: log, files, summaries."""
 
 import errno
 import fcntl
@@ -107,7 +107,7 @@ def test_other_ranks_write_nothing(config):
     assert not config.run.dir.exists()
 
 
-def test_a_part_with_one_class_says_why_it_has_no_auc(config, caplog):
+def test_splits_of_one_class_report_why_they_have_no_auc(config, caplog):
     caplog.set_level(logging.INFO)
     report = Report(config, rank=0, num_steps=1, devices=["cpu"], sections={})
     with report:
@@ -116,7 +116,7 @@ def test_a_part_with_one_class_says_why_it_has_no_auc(config, caplog):
     assert "AUC none (all 9 rows are negative)" in caplog.text
 
 
-def test_nothing_of_earlier_runs_is_lost_or_mixed_with_a_later_one(config, caplog):
+def test_files_of_earlier_runs_are_kept_apart(config, caplog):
     caplog.set_level(logging.INFO)
     folder = config.run.dir
     for number in range(3):
@@ -151,7 +151,7 @@ def test_a_folder_takes_one_run_at_a_time(tmp_path):
     RunLock(folder, rank=0).close()
 
 
-def test_a_folder_without_a_name_or_with_blanks_is_taken_too(tmp_path, monkeypatch):
+def test_folder_names_may_have_blanks_or_be_empty(tmp_path, monkeypatch):
     folder = tmp_path / "a b"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -167,7 +167,7 @@ def test_a_lock_file_that_cannot_be_opened_is_named(tmp_path):
         RunLock(tmp_path, rank=0)
 
 
-def test_a_run_that_was_killed_holds_nothing(tmp_path):
+def test_killed_runs_release_their_lock(tmp_path):
     code = (
         "import sys, time; from pathlib import Path; "
         "from sbpflow.runtime.files.run_folder import RunLock; "
@@ -193,7 +193,7 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog)
     assert "cannot be locked ([Errno 37] No locks available); start no second run" in caplog.text
 
 
-def test_a_run_that_goes_on_cuts_what_came_after_its_checkpoint(tmp_path, caplog):
+def test_resumed_runs_cut_later_metrics(tmp_path, caplog):
     writer = MetricsWriter(tmp_path, rank=0)
     writer.write("step", {"step": 1})
     length = writer.length
@@ -233,7 +233,7 @@ def test_tensorboard_gets_the_values(tmp_path):
     assert (scalar.step, scalar.value) == (7, 0.25)
 
 
-def test_a_run_without_tensorboard_says_so(tmp_path, monkeypatch, caplog):
+def test_missing_tensorboard_is_logged(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     writer = MetricsWriter(tmp_path, rank=0)

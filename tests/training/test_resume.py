@@ -1,4 +1,4 @@
-"""A run that was interrupted goes on as if it had not been; another one is refused, or moved."""
+"""Interrupted runs resume without a difference; other runs are refused or moved aside."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ CONFIG = str(Path(__file__).parents[2] / "configs/scheme3.yaml")
 
 
 class Interrupted(Exception):
-    """What stands for a kill: nothing of the run gets to do anything afterwards."""
+    """Simulates a kill: no code of the run executes afterwards."""
 
 
 def words(synth_set, folder, *more):
@@ -50,7 +50,7 @@ def run(synth_set, folder, *more):
 
 
 def interrupt(monkeypatch, step):
-    """Before the step: what was trained since the last checkpoint is lost."""
+    """Raised before the step, so steps since the last checkpoint are lost."""
     real = Trainer.step
 
     def until(self, batches):
@@ -69,13 +69,13 @@ def events(folder):
 
 @pytest.fixture(scope="module")
 def whole(synth_set, tmp_path_factory):
-    """The run that is not interrupted."""
+    """The uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole")
     assert run(synth_set, folder) == 0
     return folder
 
 
-def test_an_interrupted_run_goes_on_bit_for_bit(synth_set, whole, tmp_path, monkeypatch):
+def test_interrupted_runs_resume_bit_for_bit(synth_set, whole, tmp_path, monkeypatch):
     expected = events(whole)
     assert [e["step"] for e in expected if e["event"] == "step"] == list(range(1, 21))
     for at in (2, 7, 11, 18):  # before the first checkpoint; then in either epoch
@@ -114,10 +114,10 @@ def interrupted(synth_set, folder, monkeypatch, at=9, *more):
 
 
 @pytest.mark.parametrize("lookaheads", [(16, 0), (0, 4)])
-def test_a_run_goes_on_bit_for_bit_under_another_lookahead(
+def test_resuming_with_another_lookahead_is_bit_equal(
     synth_set, whole, tmp_path, monkeypatch, lookaheads
 ):
-    """The window runs over the end of the epoch (step 10) and over evaluations."""
+    """The window crosses the end of the epoch (step 10) and evaluations."""
     before, after = (f"train.lookahead={number}" for number in lookaheads)
     interrupted(synth_set, tmp_path, monkeypatch, 9, before)
     assert run(synth_set, tmp_path, after) == 0
@@ -127,7 +127,7 @@ def test_a_run_goes_on_bit_for_bit_under_another_lookahead(
         assert one.tensor(name).equal(two.tensor(name)), name
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
+def test_damaged_checkpoints_fall_back_to_the_previous_one(
     synth_set, whole, tmp_path, monkeypatch, capfd
 ):
     interrupted(synth_set, tmp_path, monkeypatch)
@@ -136,20 +136,20 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
     raw[len(raw) // 2] ^= 16
     file.write_bytes(raw)
     assert run(synth_set, tmp_path) == 0
-    said = capfd.readouterr().err
-    assert "step-8/rank-0.bin: damaged at bytes" in said
-    assert "resuming after step 4" in said
+    messages = capfd.readouterr().err
+    assert "step-8/rank-0.bin: damaged at bytes" in messages
+    assert "resuming after step 4" in messages
     assert events(tmp_path) == events(whole)
 
 
-def test_nothing_goes_on_where_no_checkpoint_is_good(synth_set, tmp_path, monkeypatch):
+def test_resuming_without_a_good_checkpoint_is_refused(synth_set, tmp_path, monkeypatch):
     interrupted(synth_set, tmp_path, monkeypatch, 6)
     (tmp_path / "checkpoints" / "step-4" / "index.json").unlink()
     with pytest.raises(ConfigError, match=r"resume=never"):
         run(synth_set, tmp_path)
 
 
-def test_a_damaged_run_file_ends_with_the_way_out(synth_set, tmp_path, monkeypatch):
+def test_damaged_run_files_explain_how_to_recover(synth_set, tmp_path, monkeypatch):
     interrupted(synth_set, tmp_path, monkeypatch, 6)
     file = tmp_path / "checkpoints" / "run.json"
     file.write_text(file.read_text().replace('"training"', '"trainind"'))
@@ -178,16 +178,16 @@ def test_checkpoints_without_their_run_file_are_not_moved_aside(synth_set, tmp_p
     assert run(synth_set, tmp_path, "train.max_steps=6", "checkpoint.resume=never") == 0
 
 
-def test_a_run_of_other_results_is_refused_by_key(synth_set, tmp_path, monkeypatch):
+def test_changed_results_keys_are_refused_on_resume(synth_set, tmp_path, monkeypatch):
     interrupted(synth_set, tmp_path, monkeypatch, 6)
     with pytest.raises(ConfigError) as caught:
         run(synth_set, tmp_path, "run.seed=8", "optimizer.sparse.lr=0.5", "train.log_every=3")
-    said = str(caught.value)
+    messages = str(caught.value)
     del caught  # its frames hold the lock
-    assert "run.seed was 7 and is 8" in said
-    assert "optimizer.sparse.lr was 0.001 and is 0.5" in said
-    assert "log_every" not in said
-    assert "checkpoint.resume=never" in said
+    assert "run.seed was 7 and is 8" in messages
+    assert "optimizer.sparse.lr was 0.001 and is 0.5" in messages
+    assert "log_every" not in messages
+    assert "checkpoint.resume=never" in messages
     # What does not change a loss may differ; what the file has by then stays.
     kernels = kernels_of(tmp_path)
     assert kernels != {"torch"} or not find_spec("numba")
@@ -207,7 +207,7 @@ def kernels_of(folder):
     return {choice["name"] for _, choice in plan["kernels"]["map"]}
 
 
-def test_the_best_checkpoint_stays_through_an_interruption(synth_set, tmp_path, monkeypatch):
+def test_the_best_checkpoint_survives_an_interruption(synth_set, tmp_path, monkeypatch):
     more = ["checkpoint.keep_best=true", "checkpoint.keep=1", "train.eval_every=4"]
     more += ["checkpoint.every=2", "train.eval_rows=1000000"]  # so the end is no candidate
     with monkeypatch.context() as patch:
@@ -225,7 +225,7 @@ def test_the_best_checkpoint_stays_through_an_interruption(synth_set, tmp_path, 
 
 
 def test_the_best_stays_until_a_better_one_is_saved(synth_set, tmp_path, monkeypatch):
-    """A save that is slow ends when a later step was scored, which nobody has saved yet."""
+    """A slow save ends after a later step was scored but not saved."""
     scored, kept = threading.Event(), []
     report, keep_only, remember = Attempt.report, checkpoints.keep_only, Checkpoints.scored
 
@@ -250,7 +250,7 @@ def test_the_best_stays_until_a_better_one_is_saved(synth_set, tmp_path, monkeyp
     assert kept[:2] == [(2, None), (4, 4)]
 
 
-def test_never_and_a_finished_run_make_room(synth_set, tmp_path, monkeypatch):
+def test_never_and_finished_runs_move_checkpoints_aside(synth_set, tmp_path, monkeypatch):
     interrupted(synth_set, tmp_path, monkeypatch, 6)
     (tmp_path / "checkpoints" / ".step-6.partial-0123456789").mkdir()  # of a save that was killed
     assert run(synth_set, tmp_path, "checkpoint.resume=never", "train.max_steps=5") == 0
@@ -264,7 +264,7 @@ def test_never_and_a_finished_run_make_room(synth_set, tmp_path, monkeypatch):
     ]
 
 
-def test_a_path_goes_on_whatever_its_run_was(synth_set, whole, tmp_path, monkeypatch):
+def test_explicit_paths_resume_from_any_run(synth_set, whole, tmp_path, monkeypatch):
     shutil.copytree(whole / "checkpoints", tmp_path / "from")
     for path in list_checkpoints(tmp_path / "from")[:2]:
         shutil.rmtree(path)
@@ -283,6 +283,6 @@ def test_a_path_goes_on_whatever_its_run_was(synth_set, whole, tmp_path, monkeyp
         run(synth_set, tmp_path / "c", f"checkpoint.resume={tmp_path / 'nowhere'}")
 
 
-def test_nothing_is_saved_where_that_was_asked_for(synth_set, tmp_path):
+def test_signals_do_not_save_if_configured(synth_set, tmp_path):
     assert run(synth_set, tmp_path, "checkpoint.every=0", "train.max_steps=2") == 0
     assert not (tmp_path / "checkpoints").exists()

@@ -1,4 +1,4 @@
-"""A whole run: what the entry point composes, what the loop does when, what is passed on."""
+"""Whole runs: the entry point, the training loop, and the options passed to the trainer."""
 
 import json
 import os
@@ -147,8 +147,8 @@ def test_ranks_with_other_configurations_stop_before_they_train(synth_set, tmp_p
     ]
     texts = [output_of(rank, 60) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [2, 2]
-    said = "error: rank 1 differs from rank 0 (optimizer.dense.lr: 0.001 on rank 0, "
-    assert "".join(texts).count(f"{said}0.002 on rank 1); start every rank with the same") == 1
+    message = "error: rank 1 differs from rank 0 (optimizer.dense.lr: 0.001 on rank 0, "
+    assert "".join(texts).count(f"{message}0.002 on rank 1); start every rank with the same") == 1
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
@@ -184,7 +184,7 @@ def test_a_second_run_in_the_folder_of_a_first_is_refused(synth_set, tmp_path):
 
 
 class Recorder:
-    """A trainer, a watch, a reporter and a loader that write down who called them with what."""
+    """A trainer, watch, reporter and loader that record their calls."""
 
     def __init__(self, steps: int) -> None:
         self.num_steps = steps
@@ -265,7 +265,7 @@ def test_the_loop_passes_epochs_on_and_scores_when_asked(monkeypatch):
     ]
 
 
-def test_the_steps_that_are_logged():
+def test_logged_steps():
     assert [step for step in range(1, 301) if is_logged(step, 100)] == [
         *(2, 5, 10, 20, 50),
         *(100, 200, 300),
@@ -298,7 +298,7 @@ def test_loaders_follow_seed_shuffle_and_tail(synth_set):
     assert len(order_of(synth_set, 1, tail="drop")) == 4000
 
 
-def test_a_train_part_without_a_batch_is_refused(synth_set):
+def test_train_splits_without_a_batch_are_refused(synth_set):
     config = DataConfig(batch_size=5000, tail="drop")
     with pytest.raises(
         ConfigError, match=r"data\.batch_size: 5000 rows, but the train part .* 4800"
@@ -323,7 +323,7 @@ def test_hyperparameters_reach_the_optimizers():
 
 
 def memory(world: World, config: Config) -> tuple[dict[str, int], int, int]:
-    """What explain says of this rank, and what its tables and dense parameters really take."""
+    """The memory of this rank from explain, and that of its tables and dense parameters."""
     job = make_job(world, config)
     job.trainer.step(make_batches(2, 30)[0].part(world.rank, world.size))
     dense = sum(p.part.numel() * p.part.itemsize for p in job.model.parameters.values())
@@ -332,7 +332,7 @@ def memory(world: World, config: Config) -> tuple[dict[str, int], int, int]:
 
 @pytest.mark.parametrize("sparse", ["sgd", "rowwise_adagrad", "lazy_adam"])
 @pytest.mark.parametrize("scheme", ["dp", "1", "3"])
-def test_explained_memory_is_what_a_rank_takes(ranks, scheme, sparse):
+def test_explained_memory_matches_a_rank(ranks, scheme, sparse):
     config = make_config(scheme, sparse, dense="adam", dense_layouts={"mlp.0.weight": "S(0)"})
     for told, tables, dense in ranks(3, memory, config):
         assert told["table_bytes"] + told["table_state_bytes"] == tables
@@ -349,7 +349,7 @@ def test_explain_plans_gpus_without_one(synth_set, capsys):
     assert collectives["deep/reduce/fwd/vectors"] == "reduce_scatter"
 
 
-def test_explained_bounds_are_what_a_batch_can_reach(synth_set, capsys):
+def test_explained_bounds_are_reachable(synth_set, capsys):
     words = ["--world-size", "4", "--json", f"data.path={synth_set}", "data.batch_size=1024"]
     assert explain(["--config", CONFIG, *words]) == 0
     steps = {step["id"]: step for step in json.loads(capsys.readouterr().out)["steps"]}

@@ -1,4 +1,4 @@
-"""``sbpflow train -n N`` starts the ranks, and ends with their exit code and their one message."""
+"""``sbpflow train -n N`` starts ranks, and ends with their exit code and a single message."""
 
 import json
 import os
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def started(synth_set, tmp_path) -> Iterator:
-    """Starts two ranks with further words, in a process group of their own."""
+    """Starts two ranks with further arguments, in a new process group."""
     processes = []
 
     def start(*words: str) -> subprocess.Popen[str]:
@@ -56,7 +56,7 @@ def wait_for_steps(folder: Path, limit_s: float = 60) -> None:
 
 
 def rank_pids(launcher: int) -> list[int]:
-    """The processes that the launcher started, of rank 0 first."""
+    """The processes of the launcher, rank 0 first."""
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
     words = {int(pid): Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in children}
     ranks = {
@@ -110,7 +110,7 @@ def test_an_interrupt_saves_and_ends_with_130(started, tmp_path, to):
     assert len(list((tmp_path / "run/checkpoints").glob("step-*"))) == 1
 
 
-def test_a_number_of_ranks_that_cannot_be_is_named(monkeypatch):
+def test_impossible_numbers_of_ranks_are_refused(monkeypatch):
     with pytest.raises(ConfigError, match=r"^-n: 0 ranks; use 1 or more, for example -n 2$"):
         start_ranks(["train"], 0, "-n")
     monkeypatch.setenv("RANK", "1")

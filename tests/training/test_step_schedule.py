@@ -1,4 +1,4 @@
-"""The order of a step's moves: no order changes a number, what overlaps is told and measured."""
+"""The order of a step's moves: results do not depend on it; overlap is shown and measured."""
 
 import re
 from dataclasses import replace
@@ -213,20 +213,20 @@ def test_a_run_knows_which_transfers_it_makes(scheme, world_size, made):
 
 
 def fails_and_goes_on(world: World, config: Any) -> list[str]:
-    """What is said of a step that fails half-way, and of the next one."""
+    """The messages of a step that fails in the middle, and of the next step."""
     job = make_job(world, config)
     good, bad = (b.part(world.rank, world.size) for b in make_batches(4, 30)[:2])
-    said = []
+    messages = []
     job.trainer.step(good)
     for step in ([good, replace(bad, labels=bad.labels[:1])], good):
         try:
             job.trainer.step(step)
         except (SbpError, TrainingError) as error:
-            said.append(str(error))
-    return said
+            messages.append(str(error))
+    return messages
 
 
-def test_there_is_no_step_after_one_that_failed(ranks):
+def test_no_step_after_a_failed_step(ranks):
     for first, second in ranks(2, fails_and_goes_on, make_config("3", "sgd")):
         assert "[15, 1]" in first
         assert second.startswith("step: an earlier step failed (SbpError: ")
@@ -237,25 +237,25 @@ def another_than_announced(world: World, config: Any) -> tuple[list[float], list
     first, second = (b.part(world.rank, world.size) for b in make_batches(6, 30)[:2])
     job.trainer.announce(first)
     job.trainer.announce(second)
-    losses, said = [float(job.trainer.step(first))], []
+    losses, messages = [float(job.trainer.step(first))], []
     for _ in range(2):
         try:
             job.trainer.step(first)
         except SbpError as error:
-            said.append(str(error))
-    return [*losses, float(job.trainer.step(second))], said
+            messages.append(str(error))
+    return [*losses, float(job.trainer.step(second))], messages
 
 
-def test_another_batch_than_announced_is_refused_and_nothing_happens(ranks):
+def test_unannounced_batches_are_refused_without_effect(ranks):
     config = make_config("3", "rowwise_adagrad")
     want = ranks(2, train_two, config)
-    for (losses, said), expected in zip(
+    for (losses, messages), expected in zip(
         ranks(2, another_than_announced, config), want, strict=True
     ):
         assert losses == expected
-        assert len(said) == 2
+        assert len(messages) == 2
         assert all(
-            text.startswith("step: batch 0 of 1 is not the batch announced") for text in said
+            text.startswith("step: batch 0 of 1 is not the batch announced") for text in messages
         )
 
 
@@ -274,8 +274,8 @@ def bad_ids_ahead(world: World, config: Any) -> str:
 
 
 def test_a_bad_id_fails_in_its_own_step(ranks):
-    (said,) = ranks(1, bad_ids_ahead, make_config("3", "sgd"))
-    assert said.startswith("field C1: id 1000 in row 0")
+    (message,) = ranks(1, bad_ids_ahead, make_config("3", "sgd"))
+    assert message.startswith("field C1: id 1000 in row 0")
 
 
 def misshapen_ahead(world: World, config: Any) -> str:
@@ -291,8 +291,8 @@ def misshapen_ahead(world: World, config: Any) -> str:
 
 
 def test_ids_that_cannot_be_sent_name_their_batch(ranks):
-    (said,) = ranks(1, misshapen_ahead, make_config("3", "sgd"))
-    assert said.startswith("announced batch 1 after step 1: ids are torch.int32[30, 2]")
+    (message,) = ranks(1, misshapen_ahead, make_config("3", "sgd"))
+    assert message.startswith("announced batch 1 after step 1: ids are torch.int32[30, 2]")
 
 
 def steps_with_empty(world: World, config: Any) -> tuple[list[float], list[str]]:
@@ -305,23 +305,25 @@ def steps_with_empty(world: World, config: Any) -> tuple[list[float], list[str]]
         job.trainer.step([none, batches[0], none]),
         job.trainer.step([batches[1], none]),
     ]
-    said = []
+    messages = []
     for given in ([], none, [none], (batches[0],), None):
         try:
             job.trainer.step(given)
         except SbpError as error:
-            said.append(str(error))
-    return [float(loss) for loss in losses], said
+            messages.append(str(error))
+    return [float(loss) for loss in losses], messages
 
 
 def test_batches_without_rows_are_left_out(ranks):
     config = make_config("3", "rowwise_adagrad")
     want = ranks(2, train_two, config)
-    for (losses, said), expected in zip(ranks(2, steps_with_empty, config), want, strict=True):
+    for (losses, messages), expected in zip(ranks(2, steps_with_empty, config), want, strict=True):
         assert losses == expected
-        assert said[:3] == ["step: no batch with rows; pass one, or a list with at least one"] * 3
-        assert said[3].startswith("step: tuple is not a batch: it has no attribute labels")
-        assert said[4].startswith("step: NoneType is not a batch")
+        assert (
+            messages[:3] == ["step: no batch with rows; pass one, or a list with at least one"] * 3
+        )
+        assert messages[3].startswith("step: tuple is not a batch: it has no attribute labels")
+        assert messages[4].startswith("step: NoneType is not a batch")
 
 
 def train_two(world: World, config: Any) -> list[float]:
@@ -331,7 +333,7 @@ def train_two(world: World, config: Any) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("each_batch", "each_step", "said"),
+    ("each_batch", "each_step", "message"),
     [
         (OVERLAPPED.each_batch[:-1], OVERLAPPED.each_step, "every move once"),
         (
@@ -389,18 +391,18 @@ def train_two(world: World, config: Any) -> list[float]:
         ),
     ],
 )
-def test_an_order_that_uses_what_is_not_there_is_refused(each_batch, each_step, said):
-    with pytest.raises(ValueError, match=said):
+def test_orders_that_use_missing_results_are_refused(each_batch, each_step, message):
+    with pytest.raises(ValueError, match=message):
         StepSchedule(each_batch=each_batch, each_step=each_step)
 
 
 class Switch:
-    """A trainer as far as the watch knows it."""
+    """The attribute of a trainer that the watch uses."""
 
     schedule = OVERLAPPED
 
 
-def test_the_watch_takes_turns_and_reports(monkeypatch):
+def test_the_overlap_watch_alternates_and_reports(monkeypatch):
     trainer, now, seen = Switch(), [0.0], []
     monkeypatch.setattr("sbpflow.training.overlap.time.perf_counter", lambda: now[0])
     watch = OverlapWatch(trainer, 2, 500, torch.device("cpu"))
@@ -422,7 +424,7 @@ def test_the_watch_takes_turns_and_reports(monkeypatch):
         (2, OVERLAPPED, 199, "200 steps or more"),
     ],
 )
-def test_the_watch_says_why_it_did_not_measure(world_size, schedule, steps, line):
+def test_the_overlap_watch_explains_why_it_did_not_measure(world_size, schedule, steps, line):
     trainer = Switch()
     trainer.schedule = schedule
     watch = OverlapWatch(trainer, world_size, steps, torch.device("cpu"))

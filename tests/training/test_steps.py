@@ -1,4 +1,4 @@
-"""The collectives of a step: as explained, by name and bytes, in order; none can be left out."""
+"""The collectives of a step match ``explain`` in name, bytes and order, and none is optional."""
 
 import os
 from typing import Any
@@ -32,13 +32,13 @@ SPLIT = {"mlp.0.*": "S(0)", "mlp.1.weight": "S(1)"}
 
 
 def dense_conversions(config: Config, world_size: int) -> list[str]:
-    """Steps that the dense layers' layouts bring."""
+    """Steps caused by the layouts of dense layers."""
     _, plan = plan_run(config, FIELDS, world_size=world_size, device_type="cpu")
     return [step.id for step in plan.dense_forward]
 
 
 def steps_of_one_iteration(world: World, config: Config) -> dict[str, Any]:
-    """What the plan says and what the log has, for the second step of a run."""
+    """The transfers of the second step of a run, from the plan and from the log."""
     job = make_job(world, config)
     first, second = make_batches(3, config.data.batch_size)[:2]
     job.trainer.step(to_device(first.part(world.rank, world.size), world.device))
@@ -116,7 +116,7 @@ def test_a_scheme_runs_its_collectives_and_no_other(ranks, scheme):
     ids=["1", "2", "2-mixed", "3-split-linears", "3-mixed", "3-unique-columns"],
 )
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_explain_holds_against_the_log(ranks, world_size, scheme, tables, dense):
+def test_explain_matches_the_log(ranks, world_size, scheme, tables, dense):
     config = make_config(scheme, "rowwise_adagrad", tables=tables, dense_layouts=dense)
     if dense:
         assert dense_conversions(config, world_size)
@@ -172,7 +172,7 @@ EXPECTED_FAULTS = tuple(
 
 
 def step_without(world: World, config: Config, step_id: str) -> int:
-    """Train with one conversion disabled: its input is passed on as it is. Returns steps made."""
+    """Train with one conversion disabled, which returns its input. Returns the steps made."""
     job = make_job(world, config)
     real_issue, real_start = Boxing._issue, RowTransfer.start
     real_for_all = RowTransfer.start_for_all
@@ -216,7 +216,7 @@ def step_without(world: World, config: Config, step_id: str) -> int:
         ("1", "deep/columns/bwd/row_state.0"),
     ],
 )
-def test_a_run_fails_without_a_conversion_its_scheme_uses(ranks, scheme, step_id):
+def test_runs_fail_if_a_conversion_is_missing(ranks, scheme, step_id):
     config = make_config(scheme, "rowwise_adagrad")
     with pytest.raises(RanksFailed) as failure:
         ranks(2, step_without, config, step_id)
@@ -266,7 +266,7 @@ def test_an_update_touches_only_the_rows_of_its_batch(ranks, scheme, sparse, ker
 
 
 def die_at(world: World, config: Config, step_id: str) -> None:
-    """Rank 1 is gone when it comes to a step of the second batch."""
+    """Rank 1 exits at a step of the second batch."""
     job = make_job(world, config)
     batches = [batch.part(world.rank, world.size) for batch in make_batches(2, 30)]
     job.trainer.step(batches[0])

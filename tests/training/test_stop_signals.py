@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM between steps: by choice the run is saved, then ends; a second one ends it."""
+"""Ctrl-C and SIGTERM: the run saves if configured and ends; a second signal ends it at once."""
 
 import signal
 
@@ -14,7 +14,7 @@ ENDS = {signal.SIGTERM: launch.Terminated, signal.SIGINT: KeyboardInterrupt}
 
 @pytest.fixture
 def watched():
-    """The handlers that ``run_main`` sets, without its thread; what was there comes back."""
+    """Install the handlers of ``run_main``, without its thread, and restore the old ones."""
     before = {number: signal.getsignal(number) for number in ENDS}
     signal.signal(signal.SIGTERM, launch._raise_terminated)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -24,7 +24,7 @@ def watched():
 
 
 def signal_in_step(monkeypatch, step, *numbers):
-    """Send these while the step is under way."""
+    """Send these signals during the step."""
     real = Trainer.step
 
     def signalled(self, batches):
@@ -72,14 +72,14 @@ def test_the_window_is_drained_before_the_run_leaves(synth_set, tmp_path, monkey
     assert saved(tmp_path)[0] == "step-6"
 
 
-def test_a_second_signal_ends_it_without_a_save(synth_set, tmp_path, monkeypatch, watched):
+def test_a_second_signal_ends_the_run_without_a_save(synth_set, tmp_path, monkeypatch, watched):
     signal_in_step(monkeypatch, 6, signal.SIGTERM, signal.SIGTERM)
     with pytest.raises(launch.Terminated):
         run(synth_set, tmp_path)
     assert saved(tmp_path) == ["step-4"]
 
 
-def test_a_signal_ends_at_once_where_that_was_asked_for(synth_set, tmp_path, monkeypatch, watched):
+def test_signals_end_the_run_at_once_if_configured(synth_set, tmp_path, monkeypatch, watched):
     signal_in_step(monkeypatch, 6, signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         run(synth_set, tmp_path, "checkpoint.on_signal=end")

@@ -1,4 +1,4 @@
-"""Early stopping and plateaus: what they decide, on every rank alike, and what the loop does."""
+"""Early stopping and plateaus: all ranks decide alike, and the loop follows."""
 
 import json
 import logging
@@ -27,7 +27,7 @@ from tests.training.test_health import Split
 from tests.training.wdl_case import FIELDS, make_batches, make_config, make_job
 
 
-def test_better_is_more_auc_or_less_loss_by_more_than_the_delta():
+def test_better_means_more_auc_or_less_loss_by_more_than_min_delta():
     assert METRICS["auc"].is_better(0.75, 0.5, 0.125)
     assert not METRICS["auc"].is_better(0.625, 0.5, 0.125)
     assert METRICS["logloss"].is_better(0.25, 0.5, 0.125)
@@ -40,7 +40,7 @@ def test_patience_counts_evaluations_in_a_row():
     seen = []
     for step, value in enumerate([0.6, 0.7, 0.705, 0.72, 0.71, 0.72], 1):
         stopper.push(step, value)
-        seen.append((stopper.best.step == step, stopper.stops))
+        seen.append((stopper.step == step, stopper.stops))
     assert seen == [
         (True, False),
         (True, False),
@@ -49,14 +49,14 @@ def test_patience_counts_evaluations_in_a_row():
         (False, False),
         (False, True),
     ]
-    assert (stopper.best.value, stopper.best.step) == (0.72, 4)
+    assert (stopper.value, stopper.step) == (0.72, 4)
     assert stopper.why(6) == (
         "at step 6, after 2 evaluations of val in a row without a better auc than 0.72 at step 4"
         " by more than 0.01"
     )
 
 
-def test_a_plateau_lowers_the_rates_down_to_a_least():
+def test_plateaus_lower_the_rates_to_a_minimum():
     plateau = Plateau(PlateauConfig(metric="logloss", patience=2, factor=0.1, min_factor=0.05))
     factors = []
     for step, value in enumerate([0.5, 0.5, 0.6, 0.4, 0.4, 0.4, 0.4, 0.4], 1):
@@ -65,7 +65,7 @@ def test_a_plateau_lowers_the_rates_down_to_a_least():
     assert factors == [1.0, 1.0, 0.1, 0.1, 0.1, 0.05, 0.05, 0.05]
 
 
-def test_state_goes_through_json_and_on():
+def test_state_survives_json():
     values = [0.6, 0.7, 0.69, 0.68, 0.71, 0.7, 0.69]
     config = TrainConfig(stop=StopConfig(patience=3), plateau=PlateauConfig(patience=2))
     for cut in range(len(values)):
@@ -88,7 +88,7 @@ def feed(watchers: Watchers, values: list[float], start: int) -> None:
 
 
 def push_on_rank_0(world: World, metric: str) -> Any:
-    """What every rank knows after rank 0 alone has an evaluation."""
+    """The state of every rank after an evaluation that only rank 0 has."""
     watchers = Watchers.of(TrainConfig(stop=StopConfig(metric=metric)))
     evaluation = Evaluation(9, 0.5, None, "all rows are negative") if world.rank == 0 else None
     try:
@@ -98,7 +98,7 @@ def push_on_rank_0(world: World, metric: str) -> Any:
     return watchers.state()
 
 
-def test_every_rank_decides_by_what_rank_0_knows(ranks):
+def test_all_ranks_decide_by_the_metrics_of_rank_0(ranks):
     for state in ranks(3, push_on_rank_0, "logloss"):
         assert state == {"stop": {"value": 0.5, "step": 7, "waited": 0}}
     for message in ranks(2, push_on_rank_0, "auc"):
@@ -108,7 +108,7 @@ def test_every_rank_decides_by_what_rank_0_knows(ranks):
 
 
 @pytest.mark.parametrize("name", ["stop", "plateau"])
-def test_gauc_is_refused_at_the_start_where_rows_have_no_group(name):
+def test_gauc_without_groups_is_refused_at_the_start(name):
     watch = {"stop": StopConfig, "plateau": PlateauConfig}[name](metric="gauc")
     config = replace(make_config("2", "sgd"), train=TrainConfig(**{name: watch}))
     plan_run(config, replace(FIELDS, grouped=True), world_size=1, device_type="cpu")
@@ -118,7 +118,7 @@ def test_gauc_is_refused_at_the_start_where_rows_have_no_group(name):
 
 
 class Quiet:
-    """A reporter that keeps what it is told."""
+    """A reporter that records its calls."""
 
     def __init__(self) -> None:
         self.rates: list[float] = []
@@ -135,7 +135,7 @@ class Quiet:
 
 
 def run(world: World, config: Config, train: TrainConfig) -> dict[str, Any]:
-    """Train on batches whose labels say nothing, so that val gets worse soon."""
+    """Train on batches with random labels, so that val soon gets worse."""
     job = make_job(world, config)
     batches = make_batches(40, 30)
     reporter = Quiet()
@@ -152,7 +152,7 @@ def run(world: World, config: Config, train: TrainConfig) -> dict[str, Any]:
 
 
 def test_a_run_stops_early_on_all_ranks(ranks):
-    """Nothing can be better by 1, so the second evaluation after the first ends the run."""
+    """No improvement can exceed 1, so the second evaluation after the first ends the run."""
     stop = StopConfig(metric="logloss", patience=2, min_delta=1.0)
     train = TrainConfig(epochs=3, eval_every=5, log_every=5, stop=stop)
     for scheme in ("1", "3"):
@@ -165,7 +165,7 @@ def test_a_run_stops_early_on_all_ranks(ranks):
 
 
 def test_the_evaluation_at_the_end_may_be_the_best(ranks):
-    """It is compared where evaluations on the way are of all rows, too."""
+    """The end counts as an evaluation if the others score all rows, too."""
     stop = StopConfig(metric="logloss", patience=1, min_delta=0.0)
     for eval_rows, at in ((None, 4), (30, 2)):
         train = TrainConfig(max_steps=4, eval_every=2, eval_rows=eval_rows, stop=stop)
@@ -175,7 +175,7 @@ def test_the_evaluation_at_the_end_may_be_the_best(ranks):
 
 
 def run_learning(world: World, train: TrainConfig) -> dict[str, str]:
-    """Train on the batches that are val, too, so that it gets better."""
+    """Train on the batches of val, so that it improves."""
     job = make_job(world, make_config("1", "sgd"))
     split = Split(world, make_batches(2, 30) * 5)
     result = fit(
@@ -190,26 +190,26 @@ def run_learning(world: World, train: TrainConfig) -> dict[str, str]:
 
 
 def warnings_of(world: World, train: TrainConfig) -> list[str]:
-    said: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
+    handler.emit = lambda record: messages.append(record.getMessage())
     logger = logging.getLogger("sbpflow.training.loop")
     logger.addHandler(handler)
     try:
         run_learning(world, train)
     finally:
         logger.removeHandler(handler)
-    return said
+    return messages
 
 
-def test_a_run_too_short_to_be_watched_says_so(ranks):
+def test_short_runs_warn_that_stopping_has_no_effect(ranks):
     short = TrainConfig(max_steps=4, eval_every=4, stop=StopConfig())
-    ((said,),) = ranks(1, warnings_of, short)
-    assert re.match(r"train\.stop .*train\.eval_every is 4, .* 4 steps$", said)
+    ((message,),) = ranks(1, warnings_of, short)
+    assert re.match(r"train\.stop .*train\.eval_every is 4, .* 4 steps$", message)
     assert ranks(1, warnings_of, replace(short, eval_every=3)) == [[]]
 
 
-def test_what_the_rows_of_a_set_do_not_allow_is_refused_at_the_start():
+def test_impossible_settings_for_the_data_are_refused_at_the_start():
     config = make_config("1", "sgd", batch_size=30)
     check_rows(config, {"train": 61, "val": 9}, batch_norm=False)
     with pytest.raises(ConfigError, match=r"^data\.batch_size: 30 leaves a last batch of one row"):
@@ -233,7 +233,7 @@ def test_a_plateau_reaches_the_optimizers(ranks):
         assert told["rates"][-3:] == [1.0, 0.5, 0.25]
 
 
-def test_what_cannot_be_watched_is_refused(ranks):
+def test_unwatchable_splits_are_refused(ranks):
     with pytest.raises(ConfigError, match=r"^train\.stop: watches val, which eval_every: 0"):
         TrainConfig(eval_every=0, stop=StopConfig())
     with pytest.raises(ConfigError, match=r"^train\.plateau: ftrl keeps sums"):

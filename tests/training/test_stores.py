@@ -1,4 +1,4 @@
-"""Tables in a store of few slots train, save and resume as they do on the device, bit by bit."""
+"""Tables in a store with few slots train, save and resume bit-equal to tables on the device."""
 
 import itertools
 import time
@@ -48,7 +48,7 @@ class Case:
     lookahead: int = 1
 
     def slots(self, size: int) -> int:
-        """For the rows of all batches in flight: up to two of a step, and the announced ones.
+        """Room for the rows of all batches in flight: up to two in a step, plus the announced ones.
 
         Of four ranks none owns more than two thirds of a batch's rows.
         """
@@ -206,7 +206,7 @@ FAR = ((1, "3"), (2, "1"), (2, "2"), (4, "3"))
     ],
     ids=str,
 )
-def test_other_kernels_exchanges_and_clipping_do(ranks, memory, size, case):
+def test_other_kernels_exchanges_and_clipping_work(ranks, memory, size, case):
     if case.kernel == "fbgemm":
         pytest.importorskip("fbgemm_gpu")
     check(ranks, size, case, memory)

@@ -1,4 +1,4 @@
-"""docs/training.md: its settings are known, and its program with a tracker runs as printed."""
+"""docs/training.md: its settings are valid, and its program with a tracker runs as printed."""
 
 import json
 import re
@@ -20,7 +20,7 @@ INLINE = re.findall(r"`((?:train|optimizer)\.[\w.]+: [^`]+)`", PAGE)
 
 
 @pytest.mark.parametrize("number", range(len(SETTINGS)))
-def test_the_settings_of_the_page_are_taken(tmp_path, number):
+def test_settings_on_the_page_are_valid(tmp_path, number):
     tree = yaml.safe_load(SETTINGS[number])
     (tmp_path / "a.yaml").write_text(yaml.safe_dump(tree))
     load_config(tmp_path / "a.yaml", models=MODELS)
@@ -33,12 +33,12 @@ def test_the_keys_in_the_text_are_known(tmp_path, words):
     load_config(tmp_path / "a.yaml", [f"{key}={value}"], models=MODELS)
 
 
-def test_there_is_something_to_check():
+def test_the_checks_cover_something():
     assert len(SETTINGS) == 3
     assert len(INLINE) >= 2
 
 
-def test_a_tracker_is_told_beside_the_run(synth_set, tmp_path, monkeypatch):
+def test_trackers_get_the_same_calls_as_the_report(synth_set, tmp_path, monkeypatch):
     names = {"__name__": "page"}
     monkeypatch.setitem(sys.modules, "page", types.ModuleType("page"))
     exec(compile(PROGRAM, "training.md", "exec"), names)

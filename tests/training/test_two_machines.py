@@ -1,4 +1,4 @@
-"""Training on two machines in the loop of examples/supervise.sh: cut, killed and slowed links."""
+"""Training on two machines under examples/supervise.sh, with cut, killed and slow links."""
 
 import json
 import time
@@ -19,7 +19,7 @@ CONFIG = ROOT / "configs" / "scheme3.yaml"
 
 
 class Job:
-    """The same command on both machines, each in its loop; files are on a disk that both see."""
+    """The same command on both machines, each in its loop, with a shared disk."""
 
     def __init__(self, machines: tuple[Machine, Machine], data: Path, folder: Path) -> None:
         self.machines, self.data, self.folder = machines, data, folder
@@ -37,7 +37,7 @@ class Job:
         machine.supervise(words, self.folder / f"log{machine.number}", STUCK_S="10")
 
     def step(self) -> int:
-        """The newest step that was reported."""
+        """The newest reported step."""
         lines = self._events()
         return max((line["step"] for line in lines if line["event"] == "step"), default=0)
 
@@ -49,22 +49,22 @@ class Job:
     def wait(self, done: Callable[[], bool], what: str) -> None:
         deadline = Deadline(END_S)
         while not done():
-            assert not deadline.over(), f"{what}; {self.said()[-4000:]}"
+            assert not deadline.over(), f"{what}; {self.output()[-4000:]}"
             time.sleep(0.2)
 
     def finish(self) -> list[float]:
-        """Both loops ended well; the loss of every step, of which there is one line each."""
+        """Check that both loops succeeded; returns the loss of every step, each reported once."""
         self.wait(
             lambda: all(one.process is not None and one.process.poll() is not None
                         for one in self.machines),
             "the loops did not end",
         )  # fmt: skip
-        assert [one.process.returncode for one in self.machines] == [0, 0], self.said()
+        assert [one.process.returncode for one in self.machines] == [0, 0], self.output()
         steps = [line for line in self._events() if line["event"] == "step"]
         assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
         return [line["loss"] for line in steps]
 
-    def said(self) -> str:
+    def output(self) -> str:
         return "\n".join(
             f"--- machine {one.number}\n{(self.folder / f'log{one.number}').read_text()}"
             for one in self.machines
@@ -79,31 +79,29 @@ def machines() -> Iterator[tuple[Machine, Machine]]:
 
 @pytest.fixture(scope="module")
 def undisturbed(synth_set: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Losses of a run that nothing happens to."""
+    """Losses of an undisturbed run."""
     with two_machines() as both:
         return Job(both, synth_set, tmp_path_factory.mktemp("undisturbed")).finish()
 
 
 @pytest.mark.parametrize("fault", ["cut", "killed", "slow"])
-def test_a_supervised_job_on_two_machines_goes_on(
-    machines, synth_set, tmp_path, undisturbed, fault
-):
+def test_supervised_jobs_on_two_machines_resume(machines, synth_set, tmp_path, undisturbed, fault):
     job = Job(machines, synth_set, tmp_path)
     job.wait(lambda: job.step() >= 60, "it did not start")
     if fault == "cut":
         machines[1].pull_cable()
-        job.wait(lambda: job.said().count("supervise: ended with code") >= 2, "they did not end")
-        assert job.said().count("died or does not answer") >= 2
+        job.wait(lambda: job.output().count("supervise: ended with code") >= 2, "they did not end")
+        assert job.output().count("died or does not answer") >= 2
         machines[1].plug_in()
     elif fault == "killed":  # and replaced by another that runs the same command
         machines[1].kill()
-        job.wait(lambda: "supervise: ended with code" in job.said(), "the other did not end")
-        assert "died or does not answer" in job.said()
+        job.wait(lambda: "supervise: ended with code" in job.output(), "the other did not end")
+        assert "died or does not answer" in job.output()
         job.start(machines[1])
     else:
         machines[0].slow_down("2mbit")
         time.sleep(3)
         machines[0].slow_down("1gbit")
     assert job.finish() == undisturbed
-    restarts = job.said().count("starts again")
+    restarts = job.output().count("starts again")
     assert restarts == 0 if fault == "slow" else restarts >= 1

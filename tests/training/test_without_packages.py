@@ -1,4 +1,4 @@
-"""Without FBGEMM, numba and DALI, as on macOS: the whole way, from rows to an AUC."""
+"""Training from rows to an AUC without FBGEMM, numba and DALI, as on macOS."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def run(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_whole_way_runs_on_torch_and_memory_maps(run, tmp_path):
+def test_everything_runs_with_torch_and_memory_maps(run, tmp_path):
     absent = run("-c", "import importlib.util as u; print(u.find_spec('fbgemm_gpu'))")
     assert absent.strip() == "None", "the packages are hidden"
     report = run("-m", "sbpflow", "doctor")

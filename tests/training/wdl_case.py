@@ -1,4 +1,4 @@
-"""A small Wide & Deep job without files: made-up batches, any config, run on ranks or alone."""
+"""A small Wide & Deep job without files: generated batches, any config, one or several ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -91,7 +91,7 @@ class Rows:
 
 
 def make_batches(count: int, batch_size: int, seed: int = 3) -> list[Rows]:
-    """Skewed ids with duplicates; every fifth batch is short, every seventh uses row 0 alone."""
+    """Skewed ids with duplicates; every fifth batch is short, every seventh uses only row 0."""
     generator = torch.Generator().manual_seed(seed)
     sizes = list(NUM_ROWS.values())
     batches: list[Rows] = []
@@ -111,7 +111,7 @@ def make_batches(count: int, batch_size: int, seed: int = 3) -> list[Rows]:
 
 
 def make_job(world: World, config: Config) -> Job:
-    """Build a job as ``train_wdl.py`` does, from made-up columns."""
+    """Build a job as ``train_wdl.py`` does, for generated columns."""
     spec, plan = plan_run(config, FIELDS, world_size=world.size, device_type=world.device.type)
     return build_job(config, spec, plan, Boxing(world))
 

@@ -41,11 +41,6 @@ _RENAMED_CLASSES = {"Stack": "TableBatch", "Use": "FeatureLookup"}
 
 
 @cache
-def _hints(kind: type[Any]) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
-
-
-@cache
 def _classes() -> dict[str, type[Any]]:
     """Return the dataclasses in the field types of ``RunPlan`` and, recursively, of these."""
     classes: dict[str, type[Any]] = {}
@@ -164,6 +159,11 @@ def _decode(value: object) -> object:
     if kind is Move:
         return saved_move(content["name"], content["says"])
     return kind(**values)
+
+
+@cache
+def _hints(kind: type[Any]) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
 
 
 def _fits(value: object, hint: Any) -> bool:  # noqa: ANN401 (an annotation)
