@@ -39,7 +39,7 @@ MISTAKES = {
         "with --crosses C1xC9, have the loader hash crosses with model.wide.hash_size=1000000, or "
         "leave the wide part out with model.wide.crosses: []",
     ),
-    "batch too small": (["data.batch_size=3"], "data.batch_size: 3 rows for 4 ranks"),
+    "batch too small": (["data.batch_size=3"], "data.batch_size: 3 is less than the 4 ranks"),
     "too few columns": (
         ["model.embedding_dim=3"],
         "S(1) needs a column for each of 4 ranks, deep.C1 has 3",
