@@ -84,10 +84,10 @@ def build(cls: type[C], tree: object, choices: Choices = MappingProxyType({})) -
     try:
         return _build(cls, tree, "", choices)
     except _UnknownKeyError as error:
-        everywhere = _all_keys(cls, "")
+        all_keys = _all_keys(cls, "")
         for name, kinds in choices.items():
-            everywhere += [key for kind in kinds.values() for key in _all_keys(kind, name)]
-        raise ConfigError(error.message(everywhere)) from None
+            all_keys += [key for kind in kinds.values() for key in _all_keys(kind, name)]
+        raise ConfigError(error.message(all_keys)) from None
 
 
 class _UnknownKeyError(ConfigError):
@@ -95,17 +95,17 @@ class _UnknownKeyError(ConfigError):
         super().__init__(key)
         self.key, self.siblings = key, siblings
 
-    def message(self, everywhere: list[str]) -> str:
+    def message(self, all_keys: list[str]) -> str:
         """A hint with near matches in the same group, else with the same key in other groups."""
         group, _, name = self.key.rpartition(".")
         if (current := RENAMED.get(name)) in self.siblings:
             return f"{self.key}: is called {current} now; write {_join(group, current)}"
         near = [_join(group, match) for match in difflib.get_close_matches(name, self.siblings, 3)]
         if not near:
-            leaves = {key.rpartition(".")[2] for key in everywhere}
-            alike = difflib.get_close_matches(name, leaves, 1)
+            leaves = {key.rpartition(".")[2] for key in all_keys}
+            matches = difflib.get_close_matches(name, leaves, 1)
             # Several models and optimizers share keys, and each key is suggested once.
-            near = list(dict.fromkeys(k for k in everywhere if k.rpartition(".")[2] in alike))
+            near = list(dict.fromkeys(k for k in all_keys if k.rpartition(".")[2] in matches))
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         known = f"{group or 'the top level'} has {', '.join(self.siblings)}"
         return f"{self.key}: unknown key; {hint}{known}"

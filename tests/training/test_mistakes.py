@@ -38,7 +38,7 @@ MISTAKES = {
         "model.wide.crosses: C1xC9 is not in the data, which has C1xC2, C3xC4; prepare the data "
         "again with --crosses C1xC9, or",
     ),
-    "batch too small": (["data.batch_size=3"], "data.batch_size: 3 rows for 4 ranks"),
+    "batch too small": (["data.batch_size=3"], "data.batch_size: 3 is less than the 4 ranks"),
     "too few columns": (
         ["model.embedding_dim=3"],
         "S(1) needs a column for each of 4 ranks, deep.C1 has 3",
