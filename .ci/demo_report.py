@@ -1,4 +1,4 @@
-"""The last lines of ``make demo``: test AUC of both runs against the best possible."""
+"""The last lines of ``make demo``: test AUC of both runs and the best possible AUC."""
 
 import json
 import sys
@@ -10,12 +10,12 @@ def final(folder: Path) -> dict[str, float]:
     lines = (folder / "metrics.jsonl").read_text(encoding="ascii").splitlines()
     event = json.loads(lines[-1])
     if event["event"] != "final":
-        sys.exit(f"{folder}: the run did not reach its end")
+        sys.exit(f"{folder}: the run did not finish")
     return event
 
 
 def main(wide_deep: Path, wide: Path) -> None:
-    """Write the three figures, one per line."""
+    """Print the three AUCs, one per line."""
     both, alone = final(wide_deep), final(wide)
     rows = {
         "best possible": both["best_auc"],

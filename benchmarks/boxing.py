@@ -61,9 +61,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--sizes", nargs="+", choices=list(SIDES), default=list(SIDES))
     parser.add_argument("--output", type=Path, default=Path("out/boxing.jsonl"))
-    parser.add_argument(
-        "--link", choices=["1gbit"], help="join two namespaces by this link"
-    )
+    parser.add_argument("--link", choices=["1gbit"], help="join two namespaces by this link")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:

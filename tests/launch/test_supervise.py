@@ -29,8 +29,8 @@ def test_a_job_that_fails_starts_again_until_it_ends_well(tmp_path):
     assert process.returncode == 0
     assert (tmp_path / "starts").read_text().split() == ["x"] * 3
     assert told.splitlines() == [
-        "supervise: ended with code 3, starts again in 0 s (19 restarts left)",
-        "supervise: ended with code 3, starts again in 0 s (18 restarts left)",
+        "supervise: ended with code 3, restarting in 0 s (19 restarts left)",
+        "supervise: ended with code 3, restarting in 0 s (18 restarts left)",
     ]
 
 
@@ -39,7 +39,7 @@ def test_it_gives_up_after_short_starts_and_says_so(tmp_path):
     _, told = outputs_of(process, 30)
     assert process.returncode == 2
     assert (tmp_path / "starts").read_text().split() == ["x"] * 3
-    assert told.endswith("supervise: ended with code 2, and no restart is left of 2\n")
+    assert told.endswith("supervise: ended with code 2, giving up after 2 restarts\n")
 
 
 def test_starts_that_lasted_do_not_count(tmp_path):
@@ -76,6 +76,6 @@ def test_a_job_that_waits_for_ever_after_its_ranks_is_ended(tmp_path):
     assert process.returncode == 0
     # The shell may say "Killed" in between.
     assert [line for line in told.splitlines() if line.startswith("supervise")] == [
-        "supervise: its ranks are gone for 1 s, it is ended",
-        "supervise: ended with code 137, starts again in 0 s (19 restarts left)",
+        "supervise: its ranks have been gone for 1 s, killing it",
+        "supervise: ended with code 137, restarting in 0 s (19 restarts left)",
     ]

@@ -1,4 +1,4 @@
-"""Pages that list parts of the tree are complete and true."""
+"""Pages that list parts of the tree are complete and correct."""
 
 import re
 import runpy
@@ -22,12 +22,12 @@ def test_the_page_of_keys_is_up_to_date():
     assert committed == page, "run PYTHONPATH=. python .ci/configuration.py"
 
 
-def test_the_table_of_decisions_is_read():
+def test_the_table_of_decisions_is_parsed():
     assert len(ROWS) >= 15
 
 
 @pytest.mark.parametrize(("what", "file", "name"), ROWS, ids=[row[0] for row in ROWS])
-def test_what_is_decided_is_where_the_page_says(what, file, name):
+def test_each_decision_is_made_where_the_page_says(what, file, name):
     text = (ROOT / file).read_text()
     last = name.split(".")[-1]
     assert re.search(rf"(def|class) {last}\b|^ *(self\.)?{last}\b[^\n]* = ", text, re.M), name
