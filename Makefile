@@ -1,31 +1,31 @@
-# demo and test set up .venv alone; gpu uses the interpreter and packages that are there.
+# demo and test create .venv themselves; gpu uses the installed interpreter and packages.
 SHELL := /bin/bash
 BIN := .venv/bin
 PYTHON ?= python3
 RANKS ?= 2
 DEMO_ROWS ?= 300000
-# One thread per rank: the ranks are the parallelism, and more threads than cores only fight.
+# One thread per rank: the ranks run in parallel, and more threads than cores slow them down.
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: help demo docs test tests-together test-slow test-plain test-versions lint bench gpu clean
 help:
-	@echo "make demo   generated data, $(RANKS) ranks, AUC against the best possible"
+	@echo "make demo   generated data, $(RANKS) ranks, test AUC and the best possible AUC"
 	@echo "make docs   the documentation site -> site/index.html"
-	@echo "make test   lint, types, all tests but the slow ones"
-	@echo "make test-slow  what those leave out: machines cut off, runs killed, long equality, make docs"
+	@echo "make test   lint, types, all tests except the slow ones"
+	@echo "make test-slow  the slow tests: lost machines, killed runs, long comparisons, make docs"
 	@echo "make test-plain  the tests without FBGEMM, DALI and numba"
-	@echo "make test-versions  the tests on the newest Python at hand, and on 3.12 with torch 2.11"
-	@echo "make lint   the checks of make test that run nothing: format, style, types"
-	@echo "make bench  what runs on this machine's CPU in minutes -> benchmarks/results/"
-	@echo "make gpu    tests and benchmarks that need a GPU, with PYTHON=$(PYTHON) as it is"
+	@echo "make test-versions  the tests on the newest available Python, and on 3.12 with torch 2.11"
+	@echo "make lint   the static checks of make test: format, style, types"
+	@echo "make bench  benchmarks for the CPU that take minutes -> benchmarks/results/"
+	@echo "make gpu    tests and benchmarks that need a GPU, with the installed PYTHON=$(PYTHON)"
 
 .venv/.stamp: pyproject.toml .ci/setup
 	@.ci/setup
 
-# Four tests at a time, for many of them wait more than they compute; neighbours on one worker,
-# which sets up once what a file shares.
+# Four tests at a time, because many of them mostly wait. worksteal keeps the tests of a file on one
+# worker, so their shared fixtures are set up once.
 PYTEST = -m pytest -n 4 --dist worksteal -m "not alone and not slow"
-# The checks that run nothing go beside the start of the tests, and fail with them.
+# The static checks run in parallel with the first tests.
 test: .venv/.stamp
 	$(MAKE) --no-print-directory -j 2 lint tests-together
 	$(BIN)/python -m pytest -m "alone and not slow"
@@ -36,7 +36,7 @@ tests-together: .venv/.stamp
 test-slow: .venv/.stamp docs
 	$(BIN)/python -m pytest -m slow
 
-# On the torch kernel and memory maps, as where there are no wheels of the others.
+# With the torch kernel and memory maps only, as on platforms without the other packages' wheels.
 test-plain: .venv-plain/.stamp
 	.venv-plain/bin/python $(PYTEST)
 	.venv-plain/bin/python -m pytest -m "alone and not slow"
@@ -44,7 +44,7 @@ test-plain: .venv-plain/.stamp
 .venv-plain/.stamp: pyproject.toml .ci/setup
 	@PLAIN=1 VENV=.venv-plain .ci/setup
 
-# Each in a virtual environment of its own, .venv-*.
+# Each in its own virtual environment, .venv-*.
 test-versions:
 	.ci/test_versions
 
@@ -73,7 +73,7 @@ docs: .venv-docs/.stamp
 .venv-docs/.stamp: pyproject.toml .ci/setup
 	@PLAIN=1 EXTRAS=docs VENV=.venv-docs .ci/setup
 
-# With what each is given; cpu_criteo needs genuine rows, named by SBPFLOW_CRITEO_ROWS.
+# Benchmarks with their arguments; cpu_criteo needs genuine rows, in SBPFLOW_CRITEO_ROWS.
 CPU_BENCHMARKS = "boxing --ranks $(RANKS) --output benchmarks/results/boxing.jsonl" \
     "engine kernel" "engine rows" "stages --shape dcnv2" "data loader" "cpu_criteo"
 
@@ -82,8 +82,8 @@ bench: .venv/.stamp
 	    echo "== benchmarks.$$words"; $(BIN)/python -m benchmarks.$$words || status=1; \
 	done; exit $$status
 
-# With the interpreter and packages that are there; what lacks is said. Time on such a machine is
-# rare, so each part runs whatever became of the others.
+# Uses the installed interpreter and packages, and reports missing ones. GPU time is scarce, so each
+# part runs even if others fail.
 gpu:
 	@$(PYTHON) -m benchmarks.gpu
 

@@ -1,4 +1,4 @@
-"""Write docs/configuration.md: every key of the configuration, from the marks of its fields.
+"""Writes docs/configuration.md: every key of the configuration, from the marks of its fields.
 
 PYTHONPATH=. python .ci/configuration.py
 """
@@ -53,7 +53,7 @@ class Row:
 
 @dataclasses.dataclass
 class Section:
-    """One table: the groups that have these keys, and what their class says of itself."""
+    """One table: the groups that have these keys, and the docstring of their class."""
 
     paths: list[str]
     condition: str
@@ -62,7 +62,7 @@ class Section:
 
 
 def page() -> str:
-    """The page as it should be."""
+    """The content of the page."""
     parts = [HEAD]
     for section in merged(sections()):
         title = ", ".join(f"`{path}`" for path in section.paths) + section.condition
@@ -76,7 +76,7 @@ def page() -> str:
 
 
 def merged(found: Iterator[Section]) -> list[Section]:
-    """Sections of equal rows as one."""
+    """The sections, with those of equal rows merged."""
     by_rows: dict[tuple[Row, ...], Section] = {}
     for section in found:
         first = by_rows.setdefault(tuple(section.rows), section)
@@ -85,7 +85,7 @@ def merged(found: Iterator[Section]) -> list[Section]:
 
 
 def sections() -> Iterator[Section]:
-    """One for every group, in the order of the classes."""
+    """A section for every group, in the order of the classes."""
     hints = typing.get_type_hints(Config, include_extras=True)
     for field in dataclasses.fields(Config):
         if field.name != "model":
@@ -103,7 +103,7 @@ def sections() -> Iterator[Section]:
 def sections_of(
     kind: type[Any], path: str, condition: str = "", but: Sequence[Row] = ()
 ) -> Iterator[Section]:
-    """The group at ``path`` without the rows ``but``, then the groups in it."""
+    """The section of the group at ``path`` without the rows ``but``, then those of its groups."""
     hints = typing.get_type_hints(kind, include_extras=True)
     text = inspect.cleandoc(kind.__doc__ or "").replace("``", "`")
     yield Section([path], condition, text, [row for row in rows_of(kind) if row not in but])
@@ -120,7 +120,7 @@ def sections_of(
 
 
 def rows_of(kind: type[Any]) -> list[Row]:
-    """A group's own keys; LookupError for one that does not say what it is."""
+    """The rows of a group's own keys; LookupError for a key without a description."""
     hints = typing.get_type_hints(kind, include_extras=True)
     return [
         row_of(kind, field, hints[field.name], groups(hints[field.name]))
@@ -133,7 +133,7 @@ def rows_of(kind: type[Any]) -> list[Row]:
 def row_of(
     kind: type[Any], field: "dataclasses.Field[Any]", hint: object, kinds: Mapping[str, type[Any]]
 ) -> Row:
-    """The row of a field, or of the ``name`` of what it may be."""
+    """The row of a field, or of the key ``name`` that selects among ``kinds``."""
     mark = key_of(kind, field.name)
     if mark is None:
         raise LookupError(f"{kind.__name__}.{field.name}: mark it with Key(affects, line)")
@@ -146,7 +146,7 @@ def row_of(
 
 
 def groups(hint: object) -> dict[str, type[Any]]:
-    """The groups that a field may be, by name; "" for a group that has none."""
+    """The groups that a field's value may be, by name; "" for a group without a name."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         tagged = [mark.kinds(None) for mark in args[1:] if isinstance(mark, Tagged)]
@@ -169,7 +169,7 @@ def is_mapping(hint: object) -> bool:
 
 
 def value_of(hint: object) -> str:
-    """What a value may be, in words."""
+    """A description of the possible values."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         return _marked(value_of(args[0]), args[1:])
@@ -199,14 +199,14 @@ def _marked(text: str, marks: tuple[Any, ...]) -> str:
 
 
 def default_value(field: "dataclasses.Field[Any]") -> object:
-    """The default of a field; None if it has none."""
+    """The default of a field; None if there is none."""
     if field.default_factory is not MISSING:
         return field.default_factory()
     return None if field.default is MISSING else field.default
 
 
 def default_of(field: "dataclasses.Field[Any]") -> str:
-    """The default as a user would type it."""
+    """The default as a user would write it."""
     if field.default is MISSING and field.default_factory is MISSING:
         return "required"
     default = default_value(field)

@@ -303,7 +303,7 @@ def one_run(base: Path, number: int, size: int, seed: int) -> dict[str, object]:
 
 def main() -> None:
     """Run the kills, in as many runs as they need."""
-    parser = argparse.ArgumentParser(description="Kill a run at random moments, and go on.")
+    parser = argparse.ArgumentParser(description="Kill a run at random moments and restart it.")
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)

@@ -231,11 +231,9 @@ def go_on(world: World, folder: Path, case: Case) -> dict[str, float]:
     for name, tensor in state.items():
         whole = expected.tensor(name)
         flat = whole.reshape(whole.shape[0], -1) if whole.ndim else whole.reshape(1, 1)
-        for rectangle in tensor.rectangles:
-            there = flat[
-                rectangle.row_start : rectangle.row_stop, rectangle.col_start : rectangle.col_stop
-            ]
-            apart = _apart(rectangle.values.reshape(there.shape), there)
+        for part in tensor.rectangles:
+            there = flat[part.row_start : part.row_stop, part.col_start : part.col_stop]
+            apart = _apart(part.values.reshape(there.shape), there)
             found[name] = max(apart, found.get(name, 0.0))
     return found
 

@@ -1,6 +1,6 @@
-"""An ordinary torch module on sharded tables: torchrun --nproc-per-node 2 examples/own_module.py
+"""A plain torch module on sharded tables: torchrun --nproc-per-node 2 examples/own_module.py
 
-Data, model and training in one file; the same losses on any number of ranks.
+Data, model and training in one file; the losses are the same on any number of ranks.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import sbpflow
 
 FIELDS = sbpflow.Fields.of(dense=["price"], sparse={"user": 10_000, "item": 2_000})
-BATCH = 512  # rows of a batch, over all ranks
+BATCH = 512  # global batch size
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Batch:
 
 
 def make_batch(step: int, rank: int, num_ranks: int) -> Batch:
-    """Every rank draws the same rows and keeps its part."""
+    """This rank's part of the batch; every rank draws the same rows."""
     rng = torch.Generator().manual_seed(step)
     sizes = torch.tensor([field.rows for field in FIELDS.ids])
     ids = (torch.rand(BATCH, 2, generator=rng) ** 3 * sizes).int()
@@ -37,7 +37,7 @@ def make_batch(step: int, rank: int, num_ranks: int) -> Batch:
 
 
 class Net(nn.Module):
-    """Runs on this rank's rows; knows nothing of tables and ranks."""
+    """Runs on this rank's rows; independent of tables and ranks."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -50,13 +50,13 @@ class Net(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class OwnModel:
-    """The group ``model`` of a configuration that names this class."""
+    """The keys of the configuration's ``model`` group, if it names this class."""
 
     name: str = "own"
     dim: int = 8
 
     def spec(self, fields: sbpflow.Fields) -> sbpflow.TorchModel:
-        """A table per field, and the module over their vectors."""
+        """One table per field, and the module over their vectors."""
         output = sbpflow.embedding_output("fields", fields.sparse, dim=self.dim)
         width = output.width + len(fields.dense)
         return sbpflow.TorchModel(outputs=(output,), make=lambda: Net(width))

@@ -1,14 +1,14 @@
 #!/bin/sh
-# Starts a job again until it ends well: supervise.sh torchrun ... train.py --config ...
+# Restarts a job until it succeeds: supervise.sh torchrun ... train.py --config ...
 #
-# For what torchrun cannot survive: a lost host of the rendezvous, a link cut for longer than the
-# timeouts. Run it on every machine; a run goes on from its last checkpoint. Ctrl-C and SIGTERM are
-# passed on, and end it. Settings by environment:
-#   RESTARTS=20  starts in a row that last less than SHORT_S, before it gives up
-#   SHORT_S=60   seconds after which a start counts as one that went on
-#   WAIT_S=5     seconds between an end and the next start
-#   STUCK_S=60   seconds after which a torchrun whose ranks are gone is ended: it may wait for ever
-#                for a store that it has lost
+# For failures that torchrun cannot survive: loss of the rendezvous host, or a link that is down for
+# longer than the timeouts. Run it on every machine; the job resumes from its last checkpoint. Ctrl-C
+# and SIGTERM are forwarded to the job and end the supervision. Environment variables:
+#   RESTARTS=20  give up after this many restarts in a row that last less than SHORT_S
+#   SHORT_S=60   a restart that lasts this many seconds resets the count
+#   WAIT_S=5     seconds between an exit and the next start
+#   STUCK_S=60   kill a torchrun whose ranks have been gone for this many seconds: it may wait
+#                forever for a store that it has lost
 
 restarts=${RESTARTS:-20} short_s=${SHORT_S:-60} wait_s=${WAIT_S:-5} stuck_s=${STUCK_S:-60}
 left=$restarts stopped='' child=''
@@ -19,12 +19,12 @@ stop() {
 }
 trap stop INT TERM
 
-pause() { # so that a signal is met at once
+pause() { # unlike a plain sleep, returns at once on a signal
     sleep "$1" &
     wait $!
 }
 
-alive() { # there, and not only waiting to be asked for its exit code
+alive() { # exists and is not a zombie
     kill -0 "$1" 2>/dev/null && ! grep -qs '^State:[[:space:]]*Z' "/proc/$1/status"
 }
 
@@ -35,7 +35,7 @@ has_ranks() {
     return 1
 }
 
-watch() { # until the job has ended
+watch() { # returns when the job has ended
     had_ranks='' alone_since=''
     while alive "$child"; do
         pause 1
@@ -45,7 +45,7 @@ watch() { # until the job has ended
             now=$(date +%s)
             alone_since=${alone_since:-$now}
             if [ $((now - alone_since)) -ge "$stuck_s" ] && alive "$child"; then
-                echo "supervise: its ranks are gone for $stuck_s s, it is ended" >&2
+                echo "supervise: its ranks have been gone for $stuck_s s, killing it" >&2
                 kill -KILL "$child" 2>/dev/null
                 return
             fi
@@ -68,11 +68,11 @@ while :; do
         left=$restarts
     fi
     if [ "$left" -le 0 ]; then
-        echo "supervise: ended with code $code, and no restart is left of $restarts" >&2
+        echo "supervise: ended with code $code, giving up after $restarts restarts" >&2
         exit "$code"
     fi
     left=$((left - 1))
-    echo "supervise: ended with code $code, starts again in $wait_s s ($left restarts left)" >&2
+    echo "supervise: ended with code $code, restarting in $wait_s s ($left restarts left)" >&2
     pause "$wait_s"
     [ -n "$stopped" ] && exit "$code"
 done

@@ -23,7 +23,7 @@ from sbpflow.planner.search.problem import Floats, Move, State
 from sbpflow.planner.task import Choice, Task
 
 KIND_ORDER = ("forward", "forward exchange", "dense", "backward exchange", "backward")
-COLOURS = ("#4477aa", "#66ccee", "#bbbbbb", "#ee6677", "#aa3377")
+COLORS = ("#4477aa", "#66ccee", "#bbbbbb", "#ee6677", "#aa3377")
 SEEDS_SHOWN = 8
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 QUICK = Effort(insertions=60, exact_time=0.0)  # enough to see whether a changed task fits
@@ -224,12 +224,12 @@ def as_html(report: Report) -> str:
             title = html.escape(f"rank {rank}, {KIND_ORDER[place]}: {ms:.3f} ms")
             bars.append(
                 f'<rect x="{40 + scale * starts[place]:.1f}" y="{y}" height="{height - 4}" '
-                f'width="{max(scale * ms, 0.5):.1f}" fill="{COLOURS[place]}">'
+                f'width="{max(scale * ms, 0.5):.1f}" fill="{COLORS[place]}">'
                 f"<title>{title}</title></rect>"
             )
     for place, kind in enumerate(KIND_ORDER):
         x = 40 + 170 * place
-        bars.append(f'<rect x="{x}" y="4" width="12" height="12" fill="{COLOURS[place]}"/>')
+        bars.append(f'<rect x="{x}" y="4" width="12" height="12" fill="{COLORS[place]}"/>')
         bars.append(f'<text x="{x + 16}" y="15" font-size="12">{kind}</text>')
     total = 40 + height * len(kinds)
     title = html.escape(

@@ -173,10 +173,7 @@ class Journal:
             "sample": sample,
             "name": name,
             "plan": plan_tree(plan),
-            "phases": measured.phases,
-            "step_ms": measured.step_ms,
-            "rounds_ms": measured.rounds_ms,
-            "peak_bytes": measured.peak_bytes,
+            **asdict(measured),
         }
         self.entries[sample, name] = entry
         self._write(entry)

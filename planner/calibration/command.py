@@ -49,14 +49,11 @@ def _settings(args: Namespace) -> Settings:
     if ":" in args.optimizer:
         import_rule("--optimizer", args.optimizer)
     rule_class(args.optimizer)
-    settings = replace(settings, optimizer=args.optimizer, seed=args.seed)
-    if args.seconds is not None:
-        if args.seconds <= 0:
-            raise ConfigError(f"--seconds: {args.seconds}; use a number above 0, such as 270")
-        settings = replace(settings, seconds=args.seconds)
-    if args.rounds is not None:
-        settings = replace(settings, rounds=args.rounds)
-    return settings
+    if args.seconds is not None and args.seconds <= 0:
+        raise ConfigError(f"--seconds: {args.seconds}; use a number above 0, for example 270")
+    given = {"seconds": args.seconds, "rounds": args.rounds}
+    given = {key: value for key, value in given.items() if value is not None}
+    return replace(settings, optimizer=args.optimizer, seed=args.seed, **given)
 
 
 def default_ranks() -> int:

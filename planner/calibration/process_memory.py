@@ -4,7 +4,7 @@ import resource
 
 
 def resident_bytes() -> int:
-    """Of this process now; on systems without /proc, its highest so far."""
+    """The present resident size; on systems without /proc, the peak so far."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * resource.getpagesize()

@@ -6,12 +6,12 @@ more than plans differ, so a session's steps are scaled by a plan that was measu
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, cast
 
 import numpy as np
 
-from sbpflow.config.parse import brief
+from sbpflow.config.parse import brief, build
 from sbpflow.costs.counts import NUM_FEATURES
 from sbpflow.costs.ids import Floats
 from sbpflow.embedding.plan.exchanges import exchange_names
@@ -20,12 +20,14 @@ from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.costs.profile import Profile
 from sbpflow.planner.costs.simulate import NUM_PHASES
 from sbpflow.planner.task import Choice, Plan, Shape, Task
-from sbpflow.runtime.files.json_file import is_count, is_number, object_of
+from sbpflow.runtime.fields.ranges import Range
+from sbpflow.runtime.files.json_file import is_count, object_of
 
 AGAIN = "again"  # prefix of a plan that is measured again: "again SESSION NAME"
 PICKED = "pick"  # prefix of a plan picked by a fitted model: "pick SESSION.NUMBER"
 _SESSION = re.compile(r"(pick \d{1,9}\.\d{1,9}|again \d{1,9} .*)$", re.DOTALL)
 _MOST_MS = 1e12
+_StepMs = Annotated[float, Range(above=0, below=_MOST_MS)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,41 +135,24 @@ def _are_counts(value: object) -> bool:
     return isinstance(value, list) and all(map(is_count, cast("list[object]", value)))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    """The measurement in a line of a journal, without its plan."""
+
+    sample: Annotated[int, Range(low=0)]
+    name: str
+    step_ms: _StepMs
+    rounds_ms: tuple[_StepMs, ...]
+    peak_bytes: tuple[float, ...]
+    phases: tuple[tuple[Annotated[float, Range(low=0, below=_MOST_MS)], ...], ...]
+
+
 def check_entry(entry: Mapping[str, Any]) -> None:
     """ConfigError unless a line of a journal has the measurement of one plan."""
-    fits = {
-        "sample": is_count(entry.get("sample")),
-        "name": isinstance(entry.get("name"), str) and _has_session(entry["name"]),
-        "step_ms": _is_time(entry.get("step_ms")),
-        "rounds_ms": isinstance(entry.get("rounds_ms"), list)
-        and all(map(_is_time, entry["rounds_ms"])),
-        "peak_bytes": isinstance(entry.get("peak_bytes"), list)
-        and all(map(is_number, entry["peak_bytes"])),
-        "phases": _are_phases(entry.get("phases")),
-    }
-    if wrong := [key for key, fit in fits.items() if not fit]:
-        raise ConfigError(f"{wrong[0]}: {brief(entry.get(wrong[0]))} is not a measurement")
+    keys = [field.name for field in fields(_Entry) if field.name in entry]
+    measured = build(_Entry, {key: entry[key] for key in keys})
+    if {len(row) for row in measured.phases} != {NUM_PHASES}:
+        raise ConfigError(f"phases: use a list of {NUM_PHASES} times for each rank")
+    if measured.name.startswith((PICKED, AGAIN)) and not _SESSION.match(measured.name):
+        raise ConfigError(f"name: {brief(measured.name)}; use, for example, {PICKED} 1.0")
     plan_of_tree(entry.get("plan"))
-
-
-def _has_session(name: str) -> bool:
-    return not name.startswith((PICKED, AGAIN)) or _SESSION.match(name) is not None
-
-
-def _is_time(value: object) -> bool:
-    return is_number(value) and 0 < cast("float", value) < _MOST_MS
-
-
-def _are_phases(value: object) -> bool:
-    return (
-        isinstance(value, list)
-        and value != []
-        and all(map(_are_of_a_rank, cast("list[object]", value)))
-    )
-
-
-def _are_of_a_rank(value: object) -> bool:
-    times = cast("list[object]", value) if isinstance(value, list) else []
-    return len(times) == NUM_PHASES and all(
-        is_number(ms) and 0 <= cast("float", ms) < _MOST_MS for ms in times
-    )

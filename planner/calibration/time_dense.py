@@ -1,7 +1,8 @@
 """Times dense parts alone: layers of many widths over one small table, with the engine's trainer.
 
-The tasks of a calibration share narrow layers, so their steps depend on the tables. Only nets alone
-separate the cost of a multiply-add, which dominates wide layers, from that of a number read.
+The tasks of a calibration share narrow layers, so their steps depend on the tables. Timing nets
+alone separates the cost of a multiply-add, which dominates wide layers, from that of reading a
+number.
 """
 
 import time

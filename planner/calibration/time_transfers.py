@@ -7,7 +7,8 @@ calls ``time_transfers`` and gets the same result.
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -49,15 +50,10 @@ _SIMPLE: dict[str, NdSbp] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Case:
+class _Case(NamedTuple):
     """A transfer to be timed: ``make`` returns a function that starts it and waits for it."""
 
-    name: str
-    skew: str
-    ranks: tuple[int, ...]
-    sent_bytes: tuple[int, ...]
-    received_bytes: tuple[int, ...]
+    transfer: Transfer  # its ``ms`` is not known yet
     make: Callable[[], Callable[[], object]]
 
 
@@ -115,15 +111,8 @@ def _joined(case: _Case, ranks: Sequence[Sequence[tuple[float, float]]]) -> Tran
 
     Ranks outside the transfer do not count.
     """
-    turns = zip(*(ranks[rank] for rank in case.ranks), strict=True)
-    return Transfer(
-        name=case.name,
-        skew=case.skew,
-        ranks=case.ranks,
-        sent_bytes=case.sent_bytes,
-        received_bytes=case.received_bytes,
-        ms=lower_quartile([through_ms(turn) for turn in turns]),
-    )
+    turns = zip(*(ranks[rank] for rank in case.transfer.ranks), strict=True)
+    return replace(case.transfer, ms=lower_quartile([through_ms(turn) for turn in turns]))
 
 
 def _cases(boxing: Boxing, size: int) -> list[_Case]:
@@ -141,6 +130,14 @@ def _cases(boxing: Boxing, size: int) -> list[_Case]:
             else:
                 cases += [_conversion(boxing, name, skew, ranks, size) for ranks in groups]
     return cases
+
+
+def _untimed(
+    name: str, skew: str, ranks: tuple[int, ...], sent: tuple[int, ...], received: tuple[int, ...]
+) -> Transfer:
+    return Transfer(
+        name=name, skew=skew, ranks=ranks, sent_bytes=sent, received_bytes=received, ms=0.0
+    )
 
 
 # Conversions
@@ -177,14 +174,8 @@ def _conversion(boxing: Boxing, name: str, skew: str, ranks: tuple[int, ...], si
         part = torch.ones(shape, device=world.device)
         return lambda: boxing.start([step], part, CHANNEL).wait()
 
-    return _Case(
-        name=name,
-        skew=skew,
-        ranks=ranks,
-        sent_bytes=_sent(step),
-        received_bytes=_received(step),
-        make=make,
-    )
+    sent, received = _sent(step), _received(step)
+    return _Case(_untimed(name, skew, ranks, sent, received), make)
 
 
 def _shares(skew: str, count: int, parts: int) -> tuple[int, ...]:
@@ -242,14 +233,8 @@ def _rows(boxing: Boxing, name: str, skew: str, size: int) -> _Case:
         rows = torch.ones(out[0], _DIM, device=world.device)
         return lambda: exchange.start_for_all(step, rows, into).wait()
 
-    return _Case(
-        name=name,
-        skew=skew,
-        ranks=ranks,
-        sent_bytes=sent,
-        received_bytes=tuple(per_row * sum(column) for column in zip(*others, strict=True)),
-        make=make,
-    )
+    received = tuple(per_row * sum(column) for column in zip(*others, strict=True))
+    return _Case(_untimed(name, skew, ranks, sent, received), make)
 
 
 def _counts(skew: str, num_ranks: int, busiest: int) -> list[list[int]]:

@@ -61,7 +61,7 @@ class TaskCost:
 
     @property
     def prices_digest(self) -> str:
-        """A digest of the profile, whatever the task: names the files of caches."""
+        """A digest of the profile, independent of the task; caches name their files by it."""
         prices = json.dumps(asdict(self.profile), sort_keys=True)
         return hashlib.sha256(prices.encode()).hexdigest()
 

@@ -116,7 +116,7 @@ class _Program:
                     if key not in problem.present:
                         model.add_implication(flag, self._key(key))
         self._limit_memory()
-        self._minimise()
+        self._minimize()
 
     def _key(self, key: Key) -> Any:  # noqa: ANN401
         if key not in self.keys:
@@ -153,7 +153,7 @@ class _Program:
                     terms.append(value * flag)
         return terms
 
-    def _minimise(self) -> None:
+    def _minimize(self) -> None:
         total: list[Any] = []
         for phase, weight in enumerate(self.linear.weights):
             slope = self.linear.slopes[:, phase]

@@ -396,7 +396,7 @@ def test_a_correction_is_kept_only_if_it_helps_on_other_tasks(fitted):
 
 @pytest.mark.parametrize(("gain", "kept"), [(0.04, False), (0.06, True)])
 def test_a_correction_with_a_small_gain_is_not_kept(gain, kept):
-    """A small gain does not justify what it predicts for tasks larger than those measured."""
+    """A small gain does not justify its predictions for tasks larger than those measured."""
     y, linear = np.full(8, 10.0), np.full(8, 12.0)
     floor = corrections.FLOOR_MS
     error = (1.0 - gain) * math.log((12.0 + floor) / (10.0 + floor))

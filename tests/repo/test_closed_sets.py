@@ -1,8 +1,8 @@
-"""Branches over the values of a Literal end in an error, not in the case that was left over.
+"""Branches over the values of a Literal raise an error for any other value.
 
-Of a chain ``if x == "a": .. elif x == "b": .. else: ..``, or of ifs one after the other that leave
-the block: a value that is added later must not run as another one. Two branches or more make a
-chain; one branch and an else are as often "this, or anything else".
+In a chain ``if x == "a": .. elif x == "b": .. else: ..``, or in consecutive ifs that leave the
+block, a value that is added later must not run as one of the old ones. A chain has two branches or
+more; a single branch with an else is often meant as "this, or anything else".
 """
 
 import ast
@@ -16,14 +16,14 @@ OURS = [path for path in PYTHON if name(path).split("/")[0] in PACKAGES]
 
 
 def _texts(node: ast.expr) -> set[str] | None:
-    """The texts that a value is compared with, if all of them are constants."""
+    """The strings that a value is compared with, if all of them are constants."""
     values = node.elts if isinstance(node, ast.Tuple | ast.List | ast.Set) else [node]
-    texts = {one.value for one in values if isinstance(one, ast.Constant)}
+    texts = {value.value for value in values if isinstance(value, ast.Constant)}
     return texts if len(texts) == len(values) and all(isinstance(t, str) for t in texts) else None
 
 
 def literals(tree: ast.AST) -> list[frozenset[str]]:
-    """Every ``Literal[...]`` of texts in a module."""
+    """Every ``Literal[...]`` of strings in a module."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal":
@@ -33,7 +33,7 @@ def literals(tree: ast.AST) -> list[frozenset[str]]:
 
 
 def _compared(test: ast.expr) -> tuple[str, set[str]] | None:
-    """What ``x == "a"`` or ``x in ("a", "b")`` compares, and with which texts."""
+    """What ``x == "a"`` or ``x in ("a", "b")`` compares, and with which strings."""
     if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Eq | ast.In):
         return None
     texts = _texts(test.comparators[0])
@@ -41,8 +41,8 @@ def _compared(test: ast.expr) -> tuple[str, set[str]] | None:
 
 
 def _chain(block: list[ast.stmt]) -> tuple[str, set[str], int, list[ast.stmt]] | None:
-    """The chain that a block begins with: what it is over, its texts, its branches, and what runs
-    for any other value. None where a branch goes on behind the chain.
+    """The chain at the start of a block: its subject, its strings, its branches, and the code that
+    runs for any other value. None if a branch continues after the chain.
     """
     subject, texts, branches = "", set(), 0
     while block and isinstance(first := block[0], ast.If):
@@ -59,7 +59,7 @@ def _chain(block: list[ast.stmt]) -> tuple[str, set[str], int, list[ast.stmt]] |
 
 
 def open_chains(tree: ast.AST, closed: list[frozenset[str]]) -> list[tuple[int, str]]:
-    """Line and subject of chains over a closed set that do not raise for any other value."""
+    """Line and subject of chains over a closed set that do not raise for other values."""
     found, seen = [], set()
     for node in ast.walk(tree):
         for field in ("body", "orelse"):
@@ -83,10 +83,10 @@ def _elifs(node: ast.stmt) -> list[ast.stmt]:
 
 
 def _all_literals() -> list[frozenset[str]]:
-    return [one for path in OURS for one in literals(ast.parse(path.read_text(encoding="utf-8")))]
+    return [literal for path in OURS for literal in literals(ast.parse(path.read_text("utf-8")))]
 
 
-def test_branches_over_a_literal_raise_for_what_they_do_not_know():
+def test_branches_over_a_literal_raise_for_unknown_values():
     closed = _all_literals()
     assert frozenset({"auc", "gauc", "logloss", "normalised_entropy"}) in closed
     wrong = [
@@ -119,7 +119,7 @@ def f(x):
 
 @pytest.mark.parametrize("code", [CHAIN, RETURNS])
 @pytest.mark.parametrize(("other", "count"), [("y = 3", 1), ("raise ValueError(x)", 0)])
-def test_the_search_would_notice(code, other, count):
+def test_the_search_detects_a_chain_that_does_not_raise(code, other, count):
     closed = [frozenset("abcd")]
     assert len(open_chains(ast.parse(code.format(other=other)), closed)) == count
     assert not open_chains(ast.parse(code.format(other=other)), [frozenset("ax")])

@@ -1,4 +1,4 @@
-"""The Python of docs/embeddings.md runs as it is printed, and does what it says."""
+"""The Python code of docs/embeddings.md runs as printed, with the results that the page states."""
 
 import os
 import re
@@ -23,15 +23,15 @@ PAGE = (ROOT / "docs" / "embeddings.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 
 
-def test_the_module_of_the_page_is_the_examples():
+def test_the_module_of_the_page_is_that_of_the_example():
     assert len(BLOCKS) == 5
     assert BLOCKS[0].strip() in (ROOT / "examples" / "own_module.py").read_text()
 
 
 def train_linear(world, dense):
-    """Losses of the page's model on global tensors over four steps."""
+    """Losses of the page's model on global tensors, over four steps."""
     names = {"__name__": "page"}
-    sys.modules["page"] = types.ModuleType("page")  # dataclasses look their module up
+    sys.modules["page"] = types.ModuleType("page")  # dataclasses look up their module
     exec(compile(BLOCKS[1], "embeddings.md block 1", "exec"), names)
     config = sbpflow.Config(
         model=names["LinearModel"](),
@@ -52,17 +52,17 @@ def train_linear(world, dense):
 
 
 @pytest.mark.parametrize("dense", [{}, {"weight": "S(1)"}])
-def test_the_model_on_global_tensors_trains_alike_with_its_weight_split(ranks, dense):
-    (one,) = ranks(1, train_linear, {})
-    assert one[-1] < one[0]
+def test_the_model_on_global_tensors_has_the_same_losses_with_a_split_weight(ranks, dense):
+    (alone,) = ranks(1, train_linear, {})
+    assert alone[-1] < alone[0]
     for losses in ranks(3, train_linear, dense):
-        assert losses == pytest.approx(one, abs=1e-13)
+        assert losses == pytest.approx(alone, abs=1e-13)
 
 
 def run_on_two_ranks(script: Path) -> list[str]:
-    """What each rank prints."""
+    """The output of each rank."""
     log = script.parent / "log"
-    # Each rank's output in a file of its own: in one pipe they mix within a line.
+    # A file for each rank's output: in one pipe, outputs mix within a line.
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = run(
         [sys.executable, *torchrun, "--redirects", "1", "--log-dir", str(log), str(script)],
@@ -75,19 +75,19 @@ def run_on_two_ranks(script: Path) -> list[str]:
     return [path.read_text() for path in sorted(log.glob("*/*/*/stdout.log"))]
 
 
-def test_the_block_trains_alike_on_one_rank_and_on_two(tmp_path, capfd):
-    """Every rank has the same samples, so the mean over the batch does not depend on their number:
-    gradients that are too large by the number of ranks would show.
+def test_the_block_trains_equally_on_one_rank_and_on_two(tmp_path, capfd):
+    """Every rank has the same samples, so the mean over the batch is the same for any number of
+    ranks; gradients that are too large by that number would show.
     """
     script = tmp_path / "block.py"
     script.write_text(BLOCKS[2])
     runpy.run_path(str(script), run_name="__main__")
     shown = capfd.readouterr()
     assert "Warning" not in shown.err
-    one = _parse(shown.out)
-    assert one == sorted(set(one), reverse=True), "every step lowers the loss"
+    alone = _parse(shown.out)
+    assert alone == sorted(set(alone), reverse=True), "every step lowers the loss"
     two = [_parse(output) for output in run_on_two_ranks(script)]
-    assert two == [pytest.approx(one, abs=0.002)] * 2
+    assert two == [pytest.approx(alone, abs=0.002)] * 2
 
 
 def _parse(output: str) -> list[float]:
@@ -98,7 +98,7 @@ def _parse(output: str) -> list[float]:
 
 @pytest.fixture
 def page_modules(monkeypatch):
-    """The page's optimizer and its loops, as modules of their names."""
+    """The page's optimizer and its loops, as modules with their names."""
     for name, block in (("my_rules", BLOCKS[3]), ("my_loops", BLOCKS[4])):
         module = types.ModuleType(name)
         monkeypatch.setitem(sys.modules, name, module)
@@ -106,7 +106,7 @@ def page_modules(monkeypatch):
     return sys.modules["my_rules"]
 
 
-def test_the_optimizer_of_the_page_does_the_same_in_both_kernels(page_modules):
+def test_the_optimizer_of_the_page_is_the_same_in_both_kernels(page_modules):
     pytest.importorskip("numba")
     rule = sparse_optimizer("my_rules:Momentum", lr=0.1, momentum=0.5, weight_decay=0.2)
     assert type(rule) is page_modules.Momentum

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import gate
 
 ROOT = Path(__file__).resolve().parents[2]
-BASE = [10.0, 11.0, 9.0, 10.5]  # of four rounds on a machine whose speed changes
+BASE = [10.0, 11.0, 9.0, 10.5]  # four rounds on a machine whose speed changes
 
 
 def times(factors):
@@ -23,16 +23,16 @@ def times(factors):
         ((1.0, 1.01, 0.99, 1.0), gate.SAME, gate.SAME),
         ((1.1, 1.11, 1.09, 1.1), gate.SLOWER, gate.FASTER),
         ((0.9, 0.91, 0.89, 0.9), gate.FASTER, gate.SLOWER),
-        ((1.01, 1.011, 1.009, 1.01), gate.SAME, gate.SAME),  # beyond the noise, below the margin
-        ((1.1, 1.5, 0.9, 1.1), gate.SAME, gate.SAME),  # above the margin, but so is the noise
+        ((1.01, 1.011, 1.009, 1.01), gate.SAME, gate.SAME),  # significant, but below the margin
+        ((1.1, 1.5, 0.9, 1.1), gate.SAME, gate.SAME),  # above the margin, but not significant
     ],
 )
-def test_slower_is_beyond_the_noise_and_the_margin(factors, cost, rate):
+def test_slower_means_significant_and_above_the_margin(factors, cost, rate):
     assert gate.judge("demo", "wall_s", BASE, times(factors)).verdict == cost
     assert gate.judge("loader", "rows_per_s", BASE, times(factors)).verdict == rate
 
 
-def test_the_interval_is_that_of_student_on_logarithms_of_pairs():
+def test_the_interval_is_students_on_logarithms_of_pairs():
     verdict = gate.judge("demo", "wall_s", [1.0, 10.0], [1.1, 10.0 * 1.3])
     logs = math.log(1.1), math.log(1.3)
     half = 12.706 * (logs[1] - logs[0]) / 2  # one degree of freedom; stdev / sqrt(2)
@@ -41,7 +41,7 @@ def test_the_interval_is_that_of_student_on_logarithms_of_pairs():
     assert (verdict.cost_ratio, verdict.base, verdict.head) == pytest.approx((1.2, 5.5, 7.05))
 
 
-def test_slower_once_is_not_slower():
+def test_a_figure_that_was_slower_once_is_not_slower():
     slow, same = (gate.judge("demo", "wall_s", BASE, times([f] * 4)) for f in (1.2, 1.0))
     other = same._replace(name="explain")
     assert gate.confirmed([slow, other], [slow]) == [slow, other]
@@ -60,13 +60,13 @@ def test_slower_once_is_not_slower():
     ],
 )
 def test_different_work_is_reported(head, text):
-    found = gate.different_work({"loss of step 1": 0.5, "loss of step 2": 0.4}, head)
-    assert found.startswith(text) if text else found == ""
+    difference = gate.different_work({"loss of step 1": 0.5, "loss of step 2": 0.4}, head)
+    assert difference.startswith(text) if text else difference == ""
 
 
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
-    """A repository of two packages that have a commit and a change of the working tree."""
+    """A repository with two packages, in a commit and changed in the working tree."""
     folder = tmp_path / "repository"
     for package in ("sbpflow", "benchmarks"):
         (folder / package).mkdir(parents=True)
@@ -80,8 +80,8 @@ def repository(tmp_path, monkeypatch):
     return folder
 
 
-def test_each_checkout_imports_its_own_packages_and_goes_away(repository, tmp_path):
-    """An installed sbpflow, which the tests run with, is not imported."""
+def test_each_checkout_imports_its_own_packages_and_is_removed(repository, tmp_path):
+    """The installed sbpflow, which the tests use, is not imported."""
     for name, side in (("HEAD", "base"), (gate.WORKING_TREE, "head")):
         before = gate.git("status", "--short")
         with gate.checkout(gate.resolve(name, tmp_path), tmp_path / side) as root:
@@ -95,8 +95,8 @@ def test_each_checkout_imports_its_own_packages_and_goes_away(repository, tmp_pa
     assert not (tmp_path / "base").exists()
 
 
-def test_a_package_from_elsewhere_is_refused(repository, tmp_path, monkeypatch):
-    """Where Python does not look into the current folder, another checkout would be measured."""
+def test_a_package_from_another_place_is_refused(repository, tmp_path, monkeypatch):
+    """If Python does not look into the current folder, another checkout would be measured."""
     monkeypatch.setenv("PYTHONSAFEPATH", "1")
     monkeypatch.setenv("PYTHONPATH", str(repository))
     with (
@@ -112,7 +112,7 @@ def test_a_package_from_elsewhere_is_refused(repository, tmp_path, monkeypatch):
     "name", ["vs_torchrec", "vs_torchrec_whole", "demo", "loader", "prepare", "explain", "start"]
 )
 def test_every_row_can_be_measured(tmp_path, name):
-    """On tiny sizes, in this tree; the link needs root."""
+    """With tiny sizes, in this tree; the link needs root."""
     measured = gate.Bench(tmp_path, ROOT, quick=True).measure(name, ROOT)
     assert len(measured.figures) >= 2
     assert all(value > 0 for value in measured.figures.values())

@@ -1,4 +1,4 @@
-"""The fault table of docs/operations.md and the tests say the same."""
+"""The fault table of docs/operations.md agrees with the tests."""
 
 import ast
 import re
@@ -14,7 +14,7 @@ WHOLLY = ("tests/launch/test_faults.py", "tests/launch/test_two_machines.py")
 
 
 def sources(file: str) -> dict[str, str]:
-    """The text of each test in a file."""
+    """The source of each test in a file."""
     text = (ROOT / file).read_text()
     return {
         node.name: ast.get_source_segment(text, node) or ""
@@ -24,21 +24,21 @@ def sources(file: str) -> dict[str, str]:
 
 
 def bare(text: str) -> str:
-    """Without what quotes strings, makes patterns of them, and breaks lines."""
+    """Text without quotes, escapes of patterns and line breaks."""
     return re.sub(r"[\\\"']|\bf(?=\")|\s+", "", text).lower()
 
 
-def test_every_row_of_the_table_was_read():
+def test_every_row_of_the_table_is_parsed():
     lines = [line for line in TABLE.splitlines() if line.startswith("| ")]
-    assert len(ROWS) == len(lines) - 1 >= 20  # less the head
+    assert len(ROWS) == len(lines) - 1 >= 20  # without the head
     assert len({name for *_, name in ROWS}) == len(ROWS)
 
 
 @pytest.mark.parametrize(("seen", "file", "name"), [(r[1], r[3], r[4]) for r in ROWS])
-def test_a_row_says_what_its_test_sees(seen, file, name):
+def test_a_row_states_what_its_test_sees(seen, file, name):
     source = bare(sources(file)[name])
     for said in re.findall(r"`([^`]+)`", seen):
-        if not said.startswith(("python -m", "data.", "parallel.", "--")):  # something to use
+        if not said.startswith(("python -m", "data.", "parallel.", "--")):  # a remedy
             assert bare(said) in source, said
 
 

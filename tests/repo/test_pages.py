@@ -1,4 +1,4 @@
-"""Pages that list parts of the tree are complete and true."""
+"""Pages that list parts of the tree are complete and correct."""
 
 import runpy
 from pathlib import Path

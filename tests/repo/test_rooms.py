@@ -1,4 +1,4 @@
-"""What the folders promise: who may call collectives, what is public, that no model is known."""
+"""The rules of the folders: who calls collectives, what is public, and no knowledge of models."""
 
 import ast
 import os
@@ -21,8 +21,8 @@ COLLECTIVES = set(
     "reduce_scatter_tensor broadcast reduce scatter gather send recv isend irecv batch_isend_irecv "
     "all_gather_object broadcast_object_list gather_object barrier".split()
 )
-# Who may, and what for: conversions; messages of both; rows whose number a batch decides; the
-# checked mode's headers.
+# The files that may call collectives: conversions, messages, rows whose number depends on the
+# batch, and the headers of the checked mode.
 CALLERS = {
     "boxing/executor.py": {"all_to_all_single", "all_reduce"},
     "boxing/pairs.py": {"batch_isend_irecv"},
@@ -36,7 +36,7 @@ def name(path: Path) -> str:
 
 
 def strings(tree: ast.AST) -> list[tuple[int, str]]:
-    """Every string of a file that is no docstring."""
+    """Every string of a file that is not a docstring."""
     docs = {
         id(node.body[0].value)
         for node in ast.walk(tree)
@@ -79,7 +79,7 @@ def test_no_key_of_the_configuration_names_a_part_of_a_model():
     assert [key for key in keys if MODELS.search(key)] == []
 
 
-def test_collectives_are_called_where_they_may_be():
+def test_collectives_are_called_only_in_the_listed_files():
     called = {
         (name(path), node.func.attr)
         for path in FILES
@@ -90,23 +90,20 @@ def test_collectives_are_called_where_they_may_be():
         and node.func.value.id in ("dist", "distributed", "c10d")
         and node.func.attr in COLLECTIVES
     }
-    assert called <= {(file, one) for file, may in CALLERS.items() for one in may}
+    assert called <= {(file, call) for file, calls in CALLERS.items() for call in calls}
 
 
-# JSON that is no file: messages between ranks, and a value that was text a moment ago.
+# JSON that is not from a file: messages between ranks, and values that were serialized just before.
 MESSAGES = set(
     "sbpflow/runtime/processes/exit_messages.py sbpflow/runtime/processes/startup.py "
     "sbpflow/runtime/ranks/hosts.py sbpflow/boxing/agreement.py "
     "sbpflow/checkpoint/attempt.py sbpflow/checkpoint/save.py sbpflow/run/saved/checkpoints.py "
-    "planner/calibration/calibrate.py planner/calibration/measure.py "
-    "planner/calibration/time_dense.py planner/calibration/time_transfers.py".split()
+    "planner/calibration/measure.py".split()
 )
 
 
-def test_files_of_json_and_yaml_are_read_in_one_place_each():
-    """With limits and one form of message: ``runtime/files/json_file.py`` and
-    ``config/yaml_text.py``.
-    """
+def test_json_and_yaml_files_are_each_read_in_one_place():
+    """``runtime/files/json_file.py`` and ``config/yaml_text.py`` have the limits and messages."""
     found = {"json": set[str](), "yaml": set[str]()}
     for package in ("sbpflow", "models", "data", "planner"):
         for path in (ROOT / package).rglob("*.py"):
@@ -119,12 +116,12 @@ def test_files_of_json_and_yaml_are_read_in_one_place_each():
                 ):
                     found[node.value.id].add(str(path.relative_to(ROOT)))
     assert found["json"] == {*MESSAGES, "sbpflow/runtime/files/json_file.py"}
-    # ``task.py`` reads back text that it has just made.
+    # ``task.py`` parses text that it has just written.
     assert found["yaml"] == {"sbpflow/config/yaml_text.py", "planner/task.py"}
 
 
-def test_no_other_name_stands_for_torch_distributed():
-    """So that the test above sees every call."""
+def test_torch_distributed_has_no_other_name():
+    """Otherwise the test above would miss calls."""
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
@@ -135,7 +132,7 @@ def test_no_other_name_stands_for_torch_distributed():
                 assert not {alias.name for alias in node.names} & COLLECTIVES, name(path)
 
 
-def test_public_names_are_few_loaded_late_and_explained():
+def test_public_names_are_few_lazy_and_documented():
     assert sorted(sbpflow.__all__) == sbpflow.__all__
     assert 20 <= len(sbpflow.__all__) <= 40
     for public in sbpflow.__all__:
@@ -152,7 +149,7 @@ def test_public_names_are_few_loaded_late_and_explained():
 
 
 def order(folder: Path, *, but: set[str]) -> list[str]:
-    """The folders in it, each behind those it imports from; fails if there is no such order."""
+    """The folders of a room, each after those it imports from; fails if there is no such order."""
     prefix = ".".join(folder.relative_to(ROOT).parts) + "."
     below: dict[str, set[str]] = {}
     for path in sorted(folder.rglob("*.py")):
@@ -176,9 +173,10 @@ def order(folder: Path, *, but: set[str]) -> list[str]:
 
 
 def import_edges() -> set[tuple[str, str]]:
-    """(part of ``sbpflow/``, what it imports from): rooms, modules beside them, and ``sbpflow``
-    itself for a name of the package. Imports for type checkers count; data, models and planner,
-    which are folders next to ``sbpflow/``, do not.
+    """(part of ``sbpflow/``, part that it imports from).
+
+    Parts are rooms, modules next to them, and ``sbpflow`` itself for a name of the package. Imports
+    for type checkers count. data, models and planner are next to ``sbpflow/`` and do not count.
     """
     found: set[tuple[str, str]] = set()
     for path in FILES:
@@ -211,15 +209,15 @@ def test_layers_are_counted():
         layers({*edges, ("b", "d"), ("d", "a")})
 
 
-def test_the_rooms_are_not_tied_together_more_than_they_were():
-    """At commit d4baee1 there were 10 layers and 56 edges."""
+def test_the_rooms_have_no_more_layers_and_edges_than_before():
+    """Commit d4baee1 had 10 layers and 56 edges."""
     edges = import_edges()
     assert len(edges) <= 56, sorted(edges)
     assert len(layers(edges)) <= 10, layers(edges)
 
 
 def test_rooms_import_downwards_only():
-    """Folder by folder, and inside the largest: no two import each other, directly or around."""
+    """Between folders, and inside the largest: no two import each other, directly or indirectly."""
     rooms = order(ROOT / "sbpflow", but={"errors", "data", "models", "planner"})
     assert rooms[0] == "sbp"
     assert rooms[-2:] == ["run", "commands"]

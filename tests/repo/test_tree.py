@@ -1,4 +1,4 @@
-"""Rules of the tree that hold for every file: dependencies, text, size, and what is shipped."""
+"""Rules for every file of the tree: dependencies, text, size, and what is shipped."""
 
 import ast
 import os
@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 OWN = {"sbpflow", "sbpflow.models", "sbpflow.data", "sbpflow.planner", "benchmarks", "tests"}
-OWN |= {"train_wdl", "models", "data", "planner"}  # the last three under no name of their own
+OWN |= {"train_wdl", "models", "data", "planner"}  # the last three are imported as sbpflow.NAME
 # folder -> what it may import of OWN; a __main__ and sbpflow/commands may import every package
 MAY_IMPORT = {
     "sbpflow": {"sbpflow"},
@@ -27,7 +27,7 @@ TEXT = {".py", ".md", ".toml", ".yaml", ".yml", ".json", ".jsonl", ".sh", ".cfg"
 
 
 def tracked() -> list[Path]:
-    """Files that git has or would add; a tree without git is walked."""
+    """Files that git has or would add; without git, all files of the tree."""
     listing = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
         cwd=ROOT,
@@ -51,7 +51,7 @@ def name(path: Path) -> str:
 
 
 def imports(path: Path) -> set[str]:
-    """Packages of all imports of a file, those inside functions included."""
+    """Packages of all imports of a file, including those inside functions."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -65,7 +65,7 @@ def imports(path: Path) -> set[str]:
     }
 
 
-def test_the_lists_above_find_the_tree():
+def test_the_lists_above_match_the_tree():
     names = {name(path) for path in FILES}
     assert {"pyproject.toml", "sbpflow/config/schema.py", "data/__init__.py", "README.md"} <= names
     assert len(PYTHON) > 20
@@ -86,11 +86,11 @@ def test_dependencies_point_one_way(package):
 
 
 def test_packages_are_imported_under_one_name():
-    """``data`` and ``sbpflow.data`` would be different classes of the same code."""
+    """``data`` and ``sbpflow.data`` would have different classes from the same code."""
     assert [name(path) for path in PYTHON if imports(path) & {"data", "models", "planner"}] == []
 
 
-def test_the_list_of_packages_is_that_of_the_folders():
+def test_the_list_of_packages_matches_the_folders():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     homes = {"sbpflow": "sbpflow"} | {home: of for of, home in settings["package-dir"].items()}
     found = {
@@ -101,7 +101,7 @@ def test_the_list_of_packages_is_that_of_the_folders():
     assert set(settings["packages"]) == found
 
 
-# Modules of kernels that are imported where they serve, and need what compiles them.
+# Modules of kernels, which are imported only where they are used and need their compilers.
 COMPILED = (
     "compiled",
     "compiled_half",
@@ -116,7 +116,7 @@ COMPILED = (
 )
 
 
-def test_importing_sbpflow_brings_neither_dali_nor_fbgemm():
+def test_importing_sbpflow_imports_neither_dali_nor_fbgemm():
     modules = [
         name(path).removesuffix(".py").replace("/", ".").removesuffix(".__init__")
         for path in PYTHON
@@ -133,8 +133,8 @@ def test_importing_sbpflow_brings_neither_dali_nor_fbgemm():
     assert run_python(code) == "[]"
 
 
-def test_the_launcher_is_light():
-    """A Ctrl-C or a broken torch must be met inside run_main, not while importing it."""
+def test_the_launcher_does_not_import_torch():
+    """A Ctrl-C or a broken torch must be handled inside run_main, not while importing it."""
     assert (
         run_python("import sbpflow.runtime.processes.launch, sys; print('torch' in sys.modules)")
         == "False"
@@ -162,7 +162,7 @@ def test_text_is_ascii_without_paths_of_a_machine():
     assert wrong == []
 
 
-def test_files_and_functions_stay_readable():
+def test_files_and_functions_are_not_too_long():
     wrong = []
     for path in PYTHON:
         text = path.read_text()
@@ -176,13 +176,13 @@ def test_files_and_functions_stay_readable():
         ]
         exempt = path.name == "__init__.py" or "tests" in path.relative_to(ROOT).parts
         if text.strip() and not exempt and not ast.get_docstring(tree):
-            wrong.append(f"{name(path)}: a file says first what it is responsible for")
+            wrong.append(f"{name(path)}: start the file with a docstring on its responsibility")
     assert wrong == []
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """A wheel built from this tree, without the network."""
+    """A wheel built from this tree, without network access."""
     folder = tmp_path_factory.mktemp("wheel")
     code = (
         "import sys; from setuptools import build_meta; "
@@ -201,19 +201,19 @@ def wheel(tmp_path_factory) -> Path:
     return file
 
 
-def test_the_wheel_holds_all_packages_and_nothing_else(wheel):
+def test_the_wheel_has_all_packages_and_nothing_else(wheel):
     entries = zipfile.ZipFile(wheel).namelist()
     tops = {entry.split("/")[0] for entry in entries}
     assert all(top == "sbpflow" or re.fullmatch(r"sbpflow-.*\.dist-info", top) for top in tops)
     inside = [name(path) for path in FILES if path.suffix in (".py", ".json", ".typed")]
-    expected = {one for one in inside if one.startswith("sbpflow/")}
+    expected = {file for file in inside if file.startswith("sbpflow/")}
     expected |= {
-        f"sbpflow/{one}" for one in inside if one.startswith(("data/", "models/", "planner/"))
+        f"sbpflow/{file}" for file in inside if file.startswith(("data/", "models/", "planner/"))
     }
     assert expected == {entry for entry in entries if entry.startswith("sbpflow/")}
 
 
-def test_what_is_installed_runs_in_any_folder(wheel, tmp_path):
+def test_the_installed_package_runs_in_any_folder(wheel, tmp_path):
     installed, elsewhere = tmp_path / "installed", tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "numpy.py").write_text("raise RuntimeError('a file of this folder was run')")
@@ -237,7 +237,7 @@ def test_what_is_installed_runs_in_any_folder(wheel, tmp_path):
     assert (elsewhere / "set" / "manifest.json").is_file()
 
 
-def test_extras_pin_pairs_that_fit():
+def test_extras_pin_matching_pairs():
     from sbpflow.runtime.compute.versions import FBGEMM_OF_TORCH, minor
 
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
