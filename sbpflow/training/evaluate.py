@@ -115,6 +115,8 @@ def slice_columns(names: Sequence[str], plan: EmbeddingPlan) -> dict[str, int]:
 
     ConfigError, listing the valid fields, for a name that is not a field with one id per row.
     """
+    if not names:
+        return {}
     columns = {
         feature.name: column
         for feature, column in zip(plan.features, plan.ids.first, strict=True)
