@@ -300,7 +300,7 @@ def test_explain_prices_what_the_engine_runs_and_a_search_does_not_try(tmp_path,
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{C1: {sbp: B}}", r"plan.yaml: no pattern of its tables matches C2"),
+        ("{C1: {sbp: B}}", r"plan.yaml: none of its patterns matches C2"),
         ("{'*': {sbp: B}, C9: {sbp: B}}", r"parallel.plan .*plan.yaml.C9: matches no table"),
         ("{'*': {sbp: B, comm_dtype: bfloat16}}", r"tables.\*.comm_dtype: bfloat16; plans "
          "are priced with all vectors as float32"),
