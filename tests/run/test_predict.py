@@ -116,7 +116,9 @@ def test_raw_rows_get_the_ids_and_scores_of_the_run(run, folder, tmp_path):
 
 def test_raw_rows_that_cannot_be_scored_end_it_unless_they_may(run, tmp_path):
     source = write_csv(tmp_path / "new.csv", table(200))
-    with pytest.raises(DataError, match="5 of 200 lines are bad, more than --max-bad-fraction 0"):
+    with pytest.raises(
+        DataError, match="5 of the 200 lines are bad, more than --max-bad-fraction 0"
+    ):
         predict(words(run, source, tmp_path / "s.parquet"))
     assert not (tmp_path / "s.parquet").exists()
     more = ("--max-bad-fraction", "0.1")

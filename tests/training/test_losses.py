@@ -161,7 +161,9 @@ def test_dense_optimizers_are_those_of_torch(config, plain, states):
     assert torch.equal(one, other)
     kept = [value for value in mine.state[one].values() if value.shape == one.shape]
     assert len(kept) == state_per_element(config) == states
-    with pytest.raises(ConfigError, match=r"^optimizer\.dense\.nesterov: true without momentum"):
+    with pytest.raises(
+        ConfigError, match=r"^optimizer\.dense\.nesterov: true has no effect without momentum"
+    ):
         DenseSgd(nesterov=True)
 
 
