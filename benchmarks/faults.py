@@ -245,7 +245,7 @@ class Campaign:
             raise RuntimeError(f"exit codes {codes}:\n{self.log.read_text()[-3000:]}")
 
     def _told_to_go_on(self) -> int:
-        return self.log.read_text().count("goes on after step") if self.log.exists() else 0
+        return self.log.read_text().count("resuming after step") if self.log.exists() else 0
 
     def _is_saving(self) -> bool:
         return any(self.folder.glob("checkpoints/.step-*.partial-*"))
