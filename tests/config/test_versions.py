@@ -96,6 +96,7 @@ def test_the_doctor_reports_a_mismatch_and_fails(installed, capsys):
 
 def test_a_check_that_raises_does_not_end_the_report(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "nvidia", None)
+    monkeypatch.setitem(sys.modules, "nvidia.dali", None)
     monkeypatch.setattr(doctor, "dist_version", lambda name: "2.1.1")
     assert doctor.main([]) == 1
     output = capsys.readouterr().out

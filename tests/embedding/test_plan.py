@@ -270,7 +270,7 @@ def test_torch_is_chosen_if_no_other_kernel_is_installed(monkeypatch):
             {"comm_dtype": "bfloat16"},
             r"table a: comm_dtype 'bfloat16'.*use torch.float32, torch.float16, or torch.bfloat16",
         ),
-        ({"out_of_range": "wrap"}, "out_of_range: 'wrap'; use one of error, clamp, hash"),
+        ({"out_of_range": "wrap"}, "out_of_range: 'wrap'; use error or clamp or hash"),
     ],
 )
 def test_invalid_arguments_are_reported_with_the_choices(change, message):

@@ -458,7 +458,7 @@ def test_impossible_signature_names_what_is_legal():
     with pytest.raises(SbpError) as caught:
         ops.relu(x, out="P")
     text = str(caught.value)
-    for part in ("relu", "[5, 7] S(0)@[0, 1]", "output P", "S(1) -> S(1)", "P is taken only"):
+    for part in ("relu", "[5, 7] S(0)@[0, 1]", "output P", "S(1) -> S(1)", "P only if it is P already"):
         assert part in text
     assert ops.linear(x, w, out="S(1)").layout.nd_sbp == parse_nd_sbp("S(1)")
 
@@ -468,5 +468,5 @@ def test_operands_on_different_placements():
     layouts = [Layout(Placement.of("cpu", r), parse_nd_sbp("B")) for r in ([0, 1], [0, 2])]
     a, b = (GlobalTensor(torch.empty(2, 2, device="meta"), layout, (2, 2), boxing)
             for layout in layouts)  # fmt: skip
-    with pytest.raises(SbpError, match=r"add: operands lie on different placements: .*@\[0, 1\]"):
+    with pytest.raises(SbpError, match=r"add: operands have different placements: .*@\[0, 1\]"):
         ops.add(a, b)
