@@ -173,7 +173,7 @@ MISTAKES = {
     "model.hidden=[4, x]": ["model.hidden[1]: x (str)", "a whole number"],
     "model.hidden=[]": ["model.hidden: []", "[400, 400]"],
     "model.wide.crosses=[[C1]]": ["model.wide.crosses[0]: ['C1']", "[C1, C2]"],
-    "model.wide.crosses=[[C1, C2], [C1, C2]]": ["crosses[1]", "there twice"],
+    "model.wide.crosses=[[C1, C2], [C1, C2]]": ["crosses[1]", "listed twice"],
     "model={deep: false, wide: {crosses: []}}": ["model.deep: false", "nothing to train"],
     "data.loader=memmmap": [
         "data.loader: 'memmmap' is not one of auto, dali, memmap",

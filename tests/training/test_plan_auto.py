@@ -294,5 +294,5 @@ def test_plans_for_other_world_sizes_log_a_warning(tmp_path, caplog, world_size,
     path = tmp_path / "plan.yaml"
     path.write_text("tables: {'*': {sbp: S(0)}}\nnotes: {world_size: 2}\n")
     assert read_table_plan(path, world_size=world_size)["*"].sbp == "S(0)"
-    message = "planned for 2 ranks but this run has 4"
+    message = "planned for 2 ranks, but this run has 4"
     assert (message in caplog.text) == warned

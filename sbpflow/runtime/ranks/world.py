@@ -1,7 +1,6 @@
 """``World``: this process's rank, device and process groups, and the checked mode.
 
-A World is created once and passed as an argument; there is no module state. User tensors are
-transferred by ``boxing``; the only traffic here is the barrier and the checked mode's headers.
+A World is created once and passed as an argument. User tensors are transferred by ``boxing``.
 """
 
 import hashlib
