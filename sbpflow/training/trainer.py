@@ -157,8 +157,6 @@ class Trainer:
         # What the CUDA graph of this step did already: the dense update, and moves of the step.
         self._updated = False
         self._done: frozenset[str] = frozenset()
-        self._batch_moves = {move.name: self._of_batch(move) for move in OF_A_BATCH}
-        self._step_moves = {move.name: self._of_step(move) for move in (*OF_A_STEP, CLIP)}
         self.lookahead = lookahead
         self._window: deque[_BatchInFlight] = deque()  # announced, oldest first
         self._failure = ""
@@ -201,8 +199,9 @@ class Trainer:
             self._updated, self._done = False, frozenset()
             self._set_learning_rates()
             self.schedule.run(
-                self._batch_moves,
-                self._step_moves,
+                # Not attributes: with such a cycle, only the garbage collector would free tables.
+                {move.name: self._of_batch(move) for move in OF_A_BATCH},
+                {move.name: self._of_step(move) for move in (*OF_A_STEP, CLIP)},
                 in_flight,
                 list(self._window),
                 self.lookahead,
@@ -242,7 +241,7 @@ class Trainer:
             if flight.embeddings is not None:
                 for move in OF_IDS:
                     if move.name not in flight.done:
-                        self._batch_moves[move.name](flight)
+                        self._of_batch(move)(flight)
                 self._embeddings.cancel(flight.embeddings)
 
     @property

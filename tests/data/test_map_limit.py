@@ -14,7 +14,7 @@ from sbpflow.data.prepare.options import PrepareOptions
 from sbpflow.data.read.order import SHUFFLES
 from sbpflow.errors import DataError
 from tests.data import full_set
-from tests.data.backends import BACKENDS
+from tests.data.backends import BACKENDS, INSTALLED
 from tests.data.conftest import make_set
 from tests.data.rows import run_prepare, text_rows, write_rows
 from tests.data.test_read_lists import check
@@ -26,7 +26,7 @@ MAPS = 40
 FEW = (("rows", "dali"), ("runs", "memmap"))
 COMBINATIONS = [
     pytest.param(*pair, marks=[pytest.mark.slow] * (pair not in FEW))
-    for pair in product(SHUFFLES, BACKENDS)
+    for pair in product(SHUFFLES, INSTALLED)
 ]
 
 

@@ -292,7 +292,7 @@ def test_module_that_waits_is_rejected_with_the_setting(rehearsed_ranks, odd):
     with pytest.raises(RanksFailed) as failed:
         rehearsed_ranks(1, train, net_config(odd), 3)
     assert "ConfigError: parallel.cuda_graph: true, but the dense part" in str(failed.value)
-    assert "or use parallel.cuda_graph=false" in str(failed.value)
+    assert "use parallel.cuda_graph=false" in str(failed.value)
 
 
 def test_configurations_that_cannot_be_captured_are_rejected_at_start():
@@ -320,7 +320,7 @@ def test_dense_part_with_transfers_is_rejected(rehearsed_ranks):
     for config in (split, normed):
         for words in rehearsed_ranks(2, build, with_graph(config)):
             assert "the dense part communicates" in words
-            assert words.endswith("or use parallel.cuda_graph=false")
+            assert words.endswith("or parallel.cuda_graph=false")
 
 
 def captured(work, graph=None, *, stream=None, mode="thread_local"):

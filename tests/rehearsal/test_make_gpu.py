@@ -84,7 +84,7 @@ def test_parts_continue_after_the_failure_of_others():
     by_name = {line["part"]: line for line in lines}
     assert list(by_name) == [part.name for part in parts]
     assert by_name["mlp"]["why"] == "not done after 1 s"
-    assert by_name["nccl tests"]["why"] == "left out: collective failed"
+    assert by_name["nccl tests"]["why"] == "skipped: collective failed"
     assert by_name["nccl tests"]["passed"] is None
     assert by_name["overlap"]["passed"] is None
     assert by_name["trace"]["passed"] is True
@@ -92,7 +92,7 @@ def test_parts_continue_after_the_failure_of_others():
 
 def test_hanging_part_is_ended_and_failing_part_is_reported():
     hangs = gpu.Part("hangs", ("-c", "import time; time.sleep(60)"), 0.5)
-    assert gpu.run_part(hangs, 0.5) == (False, "not done after 0 s")
+    assert gpu.run_part(hangs, 0.5) == (False, "not finished after 0 s")
     assert gpu.run_part(gpu.Part("fails", ("-c", "exit(3)"), 9), 9) == (False, "exit code 3")
     assert gpu.run_part(gpu.Part("works", ("-c", ""), 9), 9) == (True, "")
 
@@ -100,7 +100,7 @@ def test_hanging_part_is_ended_and_failing_part_is_reported():
 def test_parts_do_not_outlast_the_whole():
     lines = []
     gpu.run_parts(gpu.PARTS[:1], lambda **line: lines.append(line), limit_s=5, run=pytest.fail)
-    assert lines[0]["why"] == "left out: 5 s are over"
+    assert lines[0]["why"] == "skipped: 5 s are over"
 
 
 @pytest.mark.parametrize("part", gpu.PARTS, ids=lambda part: part.name)

@@ -18,7 +18,7 @@ from sbpflow.runtime.ranks.world import World
 from sbpflow.sbp.sbp import balanced_sizes
 from sbpflow.training.evaluate import score_split
 from sbpflow.training.metrics import auc, gauc
-from tests.data.backends import HERE
+from tests.data.backends import INSTALLED
 from tests.data.full_set import make_full_set
 from tests.data.tables import SCHEMA, SPLIT, table, write_csv
 from tests.training.wdl_case import Rows, make_batches, make_config, make_job, pieces_of
@@ -85,7 +85,7 @@ def test_every_scheme_and_world_trains_to_the_losses_of_one_rank(ranks, request,
     assert scored.gauc == gauc(logits, labels, groups)
     assert len(want) == STEPS
     assert np.isfinite(want).all()
-    for size, backend in ((2, HERE[-1]), (4, "memmap")):
+    for size, backend in ((2, INSTALLED[-1]), (4, "memmap")):
         results = ranks(size, _train, folder, scheme, backend)
         for losses, _, _ in results:
             assert losses == pytest.approx(want, rel=1e-12)

@@ -238,7 +238,7 @@ def test_unwatchable_splits_are_refused(ranks):
         ConfigError, match=r"^train\.stop: needs evaluations of val .* eval_every is 0"
     ):
         TrainConfig(eval_every=0, stop=StopConfig())
-    with pytest.raises(ConfigError, match=r"^train\.plateau: ftrl keeps sums"):
+    with pytest.raises(ConfigError, match=r"^train\.plateau: ftrl accumulates sums"):
         Config(
             model=make_config("dp", "sgd").model,
             optimizer=OptimizerConfig(tables={"wide.*": Ftrl()}),
