@@ -1,7 +1,7 @@
 """The cost of checkpoints: bandwidth compared with dd, and the effect of a save on training.
 
     python -m benchmarks.checkpoints             tables and state of 4 GB, one rank
-    python -m benchmarks.checkpoints --gb 0.5 beside
+    python -m benchmarks.checkpoints --gb 0.5 during
 
 Writing and reading alternate with dd of the same number of bytes on the same disk, both synced, in
 alternating order; files are dropped from the page cache before they are read. A quarter and a half
@@ -137,7 +137,7 @@ def extrapolated(measured: list[dict[str, float]], gb: float) -> dict[str, float
     return values
 
 
-class Beside:
+class During:
     """Saves during training, each between steps without a save, because the speed drifts."""
 
     def __init__(self, job: Job, rows: int, folder: Path) -> None:
@@ -202,9 +202,9 @@ class Beside:
         }
 
 
-def beside(job: Job, rows: int, folder: Path, repeats: int) -> dict[str, object]:
+def during(job: Job, rows: int, folder: Path, repeats: int) -> dict[str, object]:
     """Medians over several saves, and the stall of each."""
-    runs = Beside(job, rows, folder)
+    runs = During(job, rows, folder)
     saves = [runs.save() for _ in range(repeats)]
     middle = {key: statistics.median(save[key] for save in saves) for key in saves[0]}
     each = [round(save["lost_of_save"], 4) for save in saves]
@@ -226,14 +226,14 @@ def resident_bytes(*, highest: bool = False, start_anew: bool = False) -> int:
 def main() -> None:
     """Run the benchmarks of this module."""
     parser = argparse.ArgumentParser(description="What a checkpoint costs.")
-    parser.add_argument("questions", nargs="*", metavar="waiting|beside", help="default both")
+    parser.add_argument("questions", nargs="*", metavar="waiting|during", help="default both")
     parser.add_argument("--gb", type=float, default=4.0)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dir", type=Path, default=None, help="a folder on the disk to measure")
     args = parser.parse_args()
-    if other := set(args.questions) - {"waiting", "beside"}:
-        parser.error(f"{', '.join(sorted(other))}: use waiting or beside")
-    for question in args.questions or ("waiting", "beside"):
+    if other := set(args.questions) - {"waiting", "during"}:
+        parser.error(f"{', '.join(sorted(other))}: use waiting or during")
+    for question in args.questions or ("waiting", "during"):
         results = Results("checkpoints", question, recorded=args.gb >= 4)
         with World.start("cpu") as world, tempfile.TemporaryDirectory(dir=args.dir) as name:
             found: list[dict[str, float]] = []
@@ -241,8 +241,8 @@ def main() -> None:
                 rows = int(share * args.gb * 1e9 / ROW_BYTES / TABLES)
                 job = make_job(world, rows)
                 job.trainer.step(Rows(rows, torch.Generator().manual_seed(0)))
-                if question == "beside":
-                    results.add(**beside(job, rows, Path(name), args.repeats))
+                if question == "during":
+                    results.add(**during(job, rows, Path(name), args.repeats))
                 else:
                     found.append(bandwidth(job, Path(name), args.repeats))
                     results.add(**found[-1])

@@ -65,7 +65,7 @@ def work(args: argparse.Namespace) -> None:
                 model=args.model,
                 profile=args.profile,
             )
-            for layout in (args.layout, *args.beside)
+            for layout in (args.layout, *args.compare)
         }
         ours = made.pop(args.layout)
         ddp = DdpPeer(shape, batches, seed=SEED, bound=INITIAL_RANGE) if args.ddp else None
@@ -132,7 +132,7 @@ def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
         words = ["--wire", wire, "--steps", str(args.steps), "--repeats", str(args.repeats)]
         words += ["--layout", args.layout, "--hot", args.hot, "--kernel", args.kernel]
         words += ["--output", str(output), "--model", args.model, "--shape", args.shape]
-        words += ["--beside", *args.beside]
+        words += ["--compare", *args.compare]
         words += ["--profile", args.profile] if args.profile else []
         words += ["--ddp"] if args.ddp and wire == "float32" else []
         start_ranks("benchmarks.vs_torchrec", args.ranks, words, link=args.link)
@@ -183,7 +183,7 @@ def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
         predicted_ms=found["predicted_ms"],
         beside={
             name: _times_faster(found["times"][name], found["times"]["sbpflow"])
-            for name in (f"sbpflow, {layout}" for layout in args.beside)
+            for name in (f"sbpflow, {layout}" for layout in args.compare)
         },
         load=load,
     )
@@ -208,7 +208,7 @@ def main() -> None:
         choices=["unique", "reduce", "columns", "unique_columns", "whole", "auto"],
     )
     parser.add_argument("--profile", help="a calibration for --layout auto; default this machine's")
-    parser.add_argument("--beside", nargs="*", default=[], help="further layouts that take turns")
+    parser.add_argument("--compare", nargs="*", default=[], help="further layouts to time")
     parser.add_argument("--kernel", default="auto", choices=["auto", "torch", "fbgemm", "numba"])
     parser.add_argument("--shape", default="usual", choices=SHAPES, help="tables, widths, batch")
     parser.add_argument("--hot", default="one", choices=sorted(HOTNESS), help="ids per table")

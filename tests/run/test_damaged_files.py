@@ -188,11 +188,12 @@ def test_commands_on_damaged_checkpoints_end_with_one_message(tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(OLD / "run", run)
     file = run / "checkpoints" / "step-10" / "index.json"
+    words = ["--checkpoint", str(run), "--input", str(OLD / "set")]
+    words += ["--output", str(tmp_path / "scores.parquet")]
     for copy in (b"[" * 10_000, b"{}", file.read_bytes()[:-9], b"9" * 5000):
         file.write_bytes(copy)
         assert checkpoint_command(["verify", str(run)]) == 1
-        words = ["--checkpoint", str(run), "--input", str(OLD / "set"), "--output"]
-        message = outcome(lambda: predict([*words, str(tmp_path / "scores.parquet")]))[1]  # noqa: B023
+        message = outcome(lambda: predict(words))[1]
         assert "every checkpoint there is damaged" in message
     assert not (tmp_path / "scores.parquet").exists()
 

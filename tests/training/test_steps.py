@@ -315,7 +315,7 @@ def test_a_rank_that_dies_in_an_exchange_is_reported_with_the_step(ranks, scheme
     with pytest.raises(RanksFailed) as failure:
         ranks(2, die_at, make_config(scheme, "sgd"), step_id)
     words = str(failure.value)
-    # The survivor waits for this step, or for one that was under way beside it.
+    # The survivor waits for this step, or for another one in flight.
     under_way = [
         step for step in EXPECTED[scheme] if f"{step}, {EXPECTED[scheme][step]}: " in words
     ]

@@ -115,8 +115,9 @@ def saver_of(job: Job, folder: Path) -> Saver:
 
 
 def whole_run(world: World, case: Case, folder: Path) -> list[dict[str, Any]]:
-    """Train, save beside training, go on; then again from the checkpoint: on the device, then in
-    stores of few slots.
+    """Train, save during training, and continue; then resume from the checkpoint.
+
+    Done twice: with rows on the device, and with stores of few slots.
     """
     found: list[dict[str, Any]] = []
     real = PieceWriter.write
