@@ -228,6 +228,7 @@ def test_rooms_import_downwards_only():
         "rules",
         "plan",
         "storage",
+        "cache",
         "ids",
         "exchange",
     ]

@@ -45,6 +45,7 @@ class KeyedStore:
     """
 
     is_in_place = False
+    starts_initial = True
 
     def __init__(self, request: StoreRequest, rows: RowStore, row_map: RowMap) -> None:
         (self._shard,) = request.shards
@@ -178,6 +179,7 @@ class TrainedRows:
     """
 
     is_in_place = False
+    starts_initial = True
 
     def __init__(self, store: RowStore, addresses: Tensor) -> None:
         self.store, self.num_rows, self.width = store, addresses.numel(), store.width

@@ -53,6 +53,11 @@ class RowStore(Protocol):
         ...
 
     @property
+    def starts_initial(self) -> bool:
+        """True if rows that were never written read as their initial values."""
+        ...
+
+    @property
     def listeners(self) -> list[RowListener]: ...
 
     def announce(self, number: int, addresses: Tensor) -> Tensor | None:
@@ -94,6 +99,7 @@ class DeviceStore:
     """All rows in the kernel's block, with row r in slot r."""
 
     is_in_place = True
+    starts_initial = False
 
     def __init__(self, kernel: RowKernel) -> None:
         self.kernel = kernel
