@@ -15,6 +15,7 @@ from sbpflow.embedding.cache.store import CachedStore
 from sbpflow.embedding.storage.store import StoreRequest, device_store
 from sbpflow.runtime.ranks.world import World
 from tests.training.test_stores import (
+    BATCH,
     SAVED_AT,
     STEPS,
     UNIQUE_COLUMNS,
@@ -53,7 +54,7 @@ def whole_run(world: World, case: Case, folder: Path) -> list[dict[str, Any]]:
         time.sleep(0.001)
         real(self, data)
 
-    slots = replace(case, lookahead=0).slots(world.size)  # only the batches of a step must fit
+    slots = 2 * 4 * BATCH  # the rows of the two batches of a step
     cached = FileStores(folder / "scratch", slots)
     kinds = {"device": device_store, "file": cached}
     for name, stores in kinds.items():
