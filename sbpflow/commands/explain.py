@@ -16,12 +16,16 @@ def explain(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the same facts as JSON")
     args = parser.parse_intermixed_args(argv)
 
+    import torch
+
     from sbpflow.config.checks import data_path
     from sbpflow.config.load import load_config
     from sbpflow.data import fields_of, load_manifest
     from sbpflow.data.growth import growth_of, growth_text
+    from sbpflow.data.read.loaders import open_loaders
     from sbpflow.models.registry import MODELS
     from sbpflow.run.planning.build_plan import plan_run
+    from sbpflow.run.planning.cache_forecast import cached_stacks, forecast
     from sbpflow.run.planning.explain import check_world_size, describe, format_plan
     from sbpflow.run.planning.kernels import with_known_kernels
     from sbpflow.runtime.ranks.world import device_type_of
@@ -32,7 +36,7 @@ def explain(argv: Sequence[str]) -> int:
     device = config.parallel.device  # cuda as given: a plan for GPUs needs no GPU
     device_type = device_type_of(device) if device == "auto" else device
     planned = run_planner(config, manifest, args.world_size, device_type)
-    _, plan = plan_run(
+    spec, plan = plan_run(
         config,
         fields_of(manifest),
         world_size=args.world_size,
@@ -40,11 +44,20 @@ def explain(argv: Sequence[str]) -> int:
         planned=planned.rules if planned else None,
     )
     plan = with_known_kernels(plan, config.parallel.kernel)
-    facts = describe(plan)
+    rows = None
+    if any(cached_stacks(plan)):
+        seed, device = config.run.seed, torch.device("cpu")
+        crosses = spec.hashed_columns
+        loaders = open_loaders(
+            manifest, config.data, 0, 1, seed=seed, device=device, crosses=crosses
+        )
+        rows = forecast(plan, (batch.ids for batch in loaders["train"].epoch(0)))
+    facts = describe(plan, rows)
     growth = growth_of(manifest, facts["tables"])
     if args.json:
         json.dump(facts | {"growth": growth}, sys.stdout, indent=1)
         print()
     else:
-        print("\n\n".join(part for part in (format_plan(plan), growth_text(growth)) if part))
+        text = format_plan(plan, forecast=rows)
+        print("\n\n".join(part for part in (text, growth_text(growth)) if part))
     return 0

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.assembly import Assembly
+from sbpflow.embedding.cache.mover import CacheCounts
+from sbpflow.embedding.cache.store import CachedStore
 from sbpflow.embedding.exchange.base import AnyGroup, GroupContext, GroupInFlight, make_group
 from sbpflow.embedding.exchange.counts import CountsUnderWay
 from sbpflow.embedding.exchange.id_transfer import IdsUnderWay, IdTransfer
@@ -407,6 +409,11 @@ class EmbeddingCollection:
                     equal = [tensor for key, tensor in tensors.items() if key in keys]
                     copies.append(Copies(name, ranks, equal))
         return copies
+
+    def cache_counts(self) -> CacheCounts | None:
+        """What the caches of this rank have done so far; ``None`` if it has none."""
+        stores = [store for _, store in self._stores() if isinstance(store, CachedStore)]
+        return CacheCounts.total([store.counts for store in stores]) if stores else None
 
     def memory_bytes(self) -> int:
         """Bytes of rows and optimizer state on this rank."""

@@ -8,7 +8,7 @@ written. Rows that were never written have initial values, which are computed an
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
@@ -44,6 +44,16 @@ class CacheCounts:
     new: int = 0  # of these, rows that had never been written
     written: int = 0
     wait_s: float = 0.0
+
+    @staticmethod
+    def total(counts: Sequence["CacheCounts"]) -> "CacheCounts":
+        """The sums over several stores."""
+        return CacheCounts(
+            sum(one.fetched for one in counts),
+            sum(one.new for one in counts),
+            sum(one.written for one in counts),
+            sum(one.wait_s for one in counts),
+        )
 
 
 @dataclass(slots=True)

@@ -94,6 +94,12 @@ class MappedRecords:
         self._records[rows] = records
 
 
+def host_records(num_rows: int, layout: RecordLayout, *, pinned: bool) -> MappedRecords:
+    """Records in host memory, which a GPU can read directly if it is ``pinned``."""
+    shape = (num_rows, layout.num_words)
+    return MappedRecords(torch.empty(shape, dtype=layout.word, pin_memory=pinned).numpy())
+
+
 def file_records(num_rows: int, layout: RecordLayout, folder: Path, key: str) -> MappedRecords:
     """Records in a file of ``folder`` without a name, which ends with the process in any case.
 

@@ -13,9 +13,24 @@ from typing import Any
 
 import numpy as np
 
-from sbpflow.embedding.cache.slot_layout import FREE, LEASED, NEVER, NEW, SLOT, TAIL, Array
+from sbpflow.embedding.cache.slot_layout import (
+    FREE,
+    LEASED,
+    NEVER,
+    NEW,
+    RECORD_BYTES,
+    SLOT,
+    TAIL,
+    Array,
+)
 
 _LEAST_RING, _LEAST_ROWS = 4, 64
+_QUEUE_ENTRIES = 3  # for each slot
+
+
+def planning_bytes(num_rows: int, num_slots: int) -> int:
+    """Memory of a planner, without the lists of the batches in flight."""
+    return RECORD_BYTES * (num_rows + 1) + (4 + 8 * _QUEUE_ENTRIES) * num_slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +69,7 @@ class SlotPlanner:
         self.records[:] = NEW, -1, 0, NEVER
         self.records[num_rows, SLOT] = num_slots  # the kernel's slot of absent rows
         self._free = np.arange(num_slots - 1, -1, -1, dtype=np.int32)
-        self._queue = np.empty((3 * num_slots, 2), np.int32)
+        self._queue = np.empty((_QUEUE_ENTRIES * num_slots, 2), np.int32)
         self._state = np.zeros(4, np.int64)
         self._state[FREE] = num_slots
         self._resize(_LEAST_RING, _LEAST_ROWS)
