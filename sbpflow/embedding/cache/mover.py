@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sbpflow.embedding.cache.records import RecordLayout, RecordStore
 from sbpflow.embedding.cache.slot_layout import NEW, SLOT, STORED, Array
-from sbpflow.embedding.cache.slot_planner import Admission, SlotPlanner
+from sbpflow.embedding.cache.slot_planner import Admission, SlotPlanner, cache_for
 from sbpflow.embedding.storage.base import RowKernel
 from sbpflow.embedding.storage.store import WEIGHTS, StoreRequest
 from sbpflow.errors import ConfigError, TrainingError
@@ -308,8 +308,8 @@ class Mover:
     def _capacity_message(self, batch: int, needed: int) -> str:
         num_slots, num_batches = self.planner.num_slots, batch - self.planner.num_released + 1
         batches = "a batch needs" if num_batches == 1 else f"{num_batches} batches of a step need"
-        share = 100 * needed / self.planner.num_rows
         return (
             f"{self._key}.cache: {num_slots:,} rows of {self._name} on this rank are too few: "
-            f"{batches} {needed:,}; use {share:.2g}% or more, or a smaller data.batch_size"
+            f"{batches} {needed:,}; use {cache_for(needed, self.planner.num_rows)} or more, or a "
+            "smaller data.batch_size"
         )

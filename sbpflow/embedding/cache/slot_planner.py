@@ -6,6 +6,7 @@ unused one of them at first; then those with the furthest next use. Rows of batc
 admitted and not released never leave.
 """
 
+import math
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -31,6 +32,11 @@ _QUEUE_ENTRIES = 3  # for each slot
 def planning_bytes(num_rows: int, num_slots: int) -> int:
     """Memory of a planner, without the lists of the batches in flight."""
     return RECORD_BYTES * (num_rows + 1) + (4 + 8 * _QUEUE_ENTRIES) * num_slots
+
+
+def cache_for(num_slots: int, num_rows: int) -> str:
+    """A value of ``cache`` that gives at least ``num_slots`` slots, with a margin of a quarter."""
+    return f"{min(100.0, math.ceil(1250 * num_slots / num_rows) / 10):g}%"
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,8 @@ class CachedStore:
         self.num_rows, self.width, self.num_slots = request.num_rows, request.width, num_slots
         self._mover = Mover(request, self.kernel, records, num_slots, ahead, key)
         self.counts = self._mover.counts
-        threading.Thread(target=self._mover.run, name="row mover", daemon=True).start()
+        self._thread = threading.Thread(target=self._mover.run, name="row mover", daemon=True)
+        self._thread.start()
         weakref.finalize(self, self._mover.tasks.put, None)
 
     @property

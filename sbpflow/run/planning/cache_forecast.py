@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sbpflow.embedding.cache.mover import AHEAD
-from sbpflow.embedding.cache.slot_planner import SlotPlanner
+from sbpflow.embedding.cache.slot_planner import SlotPlanner, cache_for
 from sbpflow.embedding.ids.batch_ids import BatchIds
 from sbpflow.embedding.plan.group_plan import GroupPlan
 from sbpflow.embedding.plan.table_batch import TableBatch
@@ -70,7 +70,7 @@ def _dry_run(
                 raise ConfigError(
                     f"{storage.key}.cache: {planner.num_slots:,} rows of table "
                     f"{stack.tables[0].name} on rank {rank} are too few: batch {step + 1} needs "
-                    f"{result:,}; use {100 * result / num_rows:.2g}% or more"
+                    f"{result:,}; use {cache_for(result, num_rows)} or more"
                 )
             new = int(result.is_new.sum())
             counts[planner.num_admitted - 1, 1:] = (
