@@ -3,6 +3,7 @@
 ``slot_arrays`` has the same functions in numpy, which make the same decisions.
 """
 
+from sbpflow.embedding.cache.prefetch import DISTANCE, prefetch
 from sbpflow.embedding.cache.slot_layout import (
     FREE,
     HEAD,
@@ -40,6 +41,8 @@ def announce(
     ring, num_rows = rows.shape[0], records.shape[0] - 1
     at = batch % ring
     for i in range(start, addresses.size):
+        if i + DISTANCE < addresses.size:
+            prefetch(records, addresses[i + DISTANCE])
         row = addresses[i]
         if row >= num_rows:
             continue
@@ -74,8 +77,11 @@ def _next_victim(
 ) -> tuple[int, int]:
     """The row to evict next, and the batch from which to continue the search of next uses."""
     while state[HEAD] < state[TAIL]:
-        row, last = queue[state[HEAD], 0], queue[state[HEAD], 1]
-        state[HEAD] += 1
+        head = state[HEAD]
+        if head + DISTANCE < state[TAIL]:
+            prefetch(records, queue[head + DISTANCE, 0])
+        row, last = queue[head, 0], queue[head, 1]
+        state[HEAD] = head + 1
         entry = records[row]
         if entry[SLOT] >= 0 and entry[NEXT] == NEVER and entry[LAST] == last:
             return row, use
@@ -83,6 +89,8 @@ def _next_victim(
         at = use % candidates.shape[0]
         while num_candidates[at] > 0:
             num_candidates[at] -= 1
+            if num_candidates[at] >= DISTANCE:
+                prefetch(records, candidates[at, num_candidates[at] - DISTANCE])
             row = candidates[at, num_candidates[at]]
             if records[row, SLOT] >= 0 and records[row, NEXT] == use:
                 return row, use
@@ -114,6 +122,8 @@ def admit(
     """
     num_missing, added = 0, 0
     for i in range(wanted.size):
+        if i + DISTANCE < wanted.size:
+            prefetch(records, wanted[i + DISTANCE])
         row = wanted[i]
         slot = records[row, SLOT]
         if slot < 0:
@@ -160,6 +170,8 @@ def release(
     """Make rows without another admitted use candidates for eviction."""
     ring = candidates.shape[0]
     for i in range(wanted.size):
+        if i + DISTANCE < wanted.size:
+            prefetch(records, wanted[i + DISTANCE])
         row = wanted[i]
         if records[row, SLOT] < 0 or records[row, NEXT] != batch:
             continue

@@ -80,6 +80,7 @@ class SlotPlanner:
         self._state[FREE] = num_slots
         self._resize(_LEAST_RING, _LEAST_ROWS)
         self.num_announced = self.num_admitted = self.num_released = 0
+        self._refused = (-1, 0, 0)  # batch, number of releases, slots needed
 
     @property
     def num_leased(self) -> int:
@@ -127,6 +128,8 @@ class SlotPlanner:
         batch and of those in flight do not fit.
         """
         batch = self.num_admitted
+        if self._refused[:2] == (batch, self.num_released):  # until a release, nothing changes
+            return self._refused[2]
         missing, slots, evicted = self._found
         num_missing, num_evicted = self._loops.admit(
             batch,
@@ -145,6 +148,7 @@ class SlotPlanner:
             evicted,
         )
         if num_missing < 0:
+            self._refused = (batch, self.num_released, int(num_evicted))
             return int(num_evicted)
         self.num_admitted += 1
         return Admission(
