@@ -214,8 +214,9 @@ class EmbeddingCollection:
         if not self._stream.exists:
             self._receive_ids(batch)
         batch.received = True
-        for group, part in self._parts(batch):
-            group.announce(part)
+        with self._stream.section():
+            for group, part in self._parts(batch):
+                group.announce(part)
 
     def cancel(self, batch: EmbeddingsInFlight) -> None:
         """Discard a started batch that will not be looked up. Every rank must call this."""

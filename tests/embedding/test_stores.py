@@ -142,7 +142,11 @@ def train_ahead(world, mix, stores, ahead):
     for batch in window:
         collection.cancel(batch)
     rows = [
-        (store.shard.table.name, store.weights.numpy().copy(), store.state["sum"].numpy().copy())
+        (
+            store.shard.table.name,
+            store.weights.cpu().numpy().copy(),
+            store.state["sum"].cpu().numpy().copy(),
+        )
         for store in collection.stored()
     ]
     return outputs, rows

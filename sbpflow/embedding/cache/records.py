@@ -55,7 +55,7 @@ class RecordLayout:
         """Write tensors of rows into their records."""
         target = torch.from_numpy(records)
         for name, value in values.items():
-            target[:, self.columns[name]] = self.words(value.contiguous())
+            target[:, self.columns[name]] = self.words(value.cpu().contiguous())
 
 
 def _row_bytes(tensor: Tensor) -> int:
