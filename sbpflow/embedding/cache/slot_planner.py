@@ -24,6 +24,7 @@ from sbpflow.embedding.cache.slot_layout import (
     TAIL,
     Array,
 )
+from sbpflow.errors import ConfigError
 
 _LEAST_RING, _LEAST_ROWS = 4, 64
 _QUEUE_ENTRIES = 3  # for each slot
@@ -68,6 +69,10 @@ class SlotPlanner:
     def __init__(self, num_rows: int, num_slots: int, *, compiled: bool | None = None) -> None:
         if compiled is None:
             compiled = find_spec("numba") is not None
+        if num_rows >= NEVER:
+            raise ConfigError(
+                f"{num_rows:,} cached rows on a rank are more than {NEVER - 1:,}; use more ranks"
+            )
         name = "slot_loops" if compiled else "slot_arrays"
         self._loops: Any = import_module(f"sbpflow.embedding.cache.{name}")
         self.num_rows, self.num_slots = num_rows, num_slots
