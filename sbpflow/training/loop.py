@@ -154,9 +154,8 @@ def fit(
     last = checkpoints.steps_of_before + num_train_steps(train, loaders["train"].num_steps)
     _check_val(train, watchers, loaders, last)
     _check_profile(profiler, last)
-    pace, times, step = Pace(), MoveTimes(), checkpoints.step
+    pace, times, caches, step = Pace(), MoveTimes(), CacheWatch(trainer), checkpoints.step
     every = train.eval_every or last
-    caches = CacheWatch(trainer)
     overlap = OverlapWatch(trainer, boxing.world.size, last, boxing.world.device)
     steps = _read_steps(loaders["train"], range(checkpoints.epoch, train.epochs), train.accumulate)
     steps_left = 0 if watchers.stops else max(last - step, 0)

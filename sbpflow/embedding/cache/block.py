@@ -36,7 +36,9 @@ class SlotBlock:
         """An event after all work that was submitted to the current stream so far."""
         if self._stream is None:
             return None
-        return torch.cuda.current_stream(self._device).record_event()
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
     def wait(self, event: torch.cuda.Event | None, used: Tensor | None = None) -> None:
         """Let the current stream wait for ``event``, and keep ``used`` until it is done with it."""

@@ -84,7 +84,7 @@ def _next_victim(
         state[HEAD] = head + 1
         entry = records[row]
         if entry[SLOT] >= 0 and entry[NEXT] == NEVER and entry[LAST] == last:
-            return row, use
+            return int(row), use
     while use > batch:
         at = use % candidates.shape[0]
         while num_candidates[at] > 0:
@@ -93,7 +93,7 @@ def _next_victim(
                 prefetch(records, candidates[at, num_candidates[at] - DISTANCE])
             row = candidates[at, num_candidates[at]]
             if records[row, SLOT] >= 0 and records[row, NEXT] == use:
-                return row, use
+                return int(row), use
         use -= 1
     return -1, use  # impossible: the caller has counted the rows that can leave
 

@@ -179,7 +179,6 @@ class TrainedRows:
     """
 
     is_in_place = False
-    starts_initial = True
 
     def __init__(self, store: RowStore, addresses: Tensor) -> None:
         self.store, self.num_rows, self.width = store, addresses.numel(), store.width
