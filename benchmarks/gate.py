@@ -16,15 +16,6 @@ with one fresh cache, so that they share measured kernel times. The names for ``
 Every figure includes the CPU time, which depends less on other work than the wall clock does.
 
 The first turn warms up and compares the work: losses must agree up to float32 rounding. Then each
-round runs both commits, in the order A B B A. A ratio is the cost of head over that of base in one
-round; the interval is the 95 % interval of Student's t on the logarithms of the ratios. A figure is
-slower if the interval is above 1 and the median above 1.02: paths, environment and memory addresses
-shift the times of equal code, and rounds do not average that out (Mytkowicz et al., "Producing
-Wrong Data Without Doing Anything Obviously Wrong!", ASPLOS 2009). With 17 figures, chance alone
-makes one slower in every third gate. So slower rows are measured again, with as many rounds, and
-only what is slower both times is reported.
-
-The first turn warms up and compares the work: losses must agree up to float32 rounding. Then each
 round runs both commits, in the order A B B A. A ratio is the cost of head divided by the cost of
 base in one round; the interval is the 95 % interval of Student's t on the logarithms of the ratios.
 A figure is slower if the interval is above 1 and the median above 1.02: paths, environment and

@@ -1,4 +1,4 @@
-"""Running statistics of batch norms are saved and restored on other world sizes."""
+"""Tests that running statistics of batch norms are saved and restored on other world sizes."""
 
 from pathlib import Path
 

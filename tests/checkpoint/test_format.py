@@ -1,4 +1,4 @@
-"""Pieces of several ranks are read back as any rectangle; any damage is an error."""
+"""Tests that pieces of several ranks are read back as any rectangle and any damage is an error."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.checkpoint.write import Part, write_parts
 from sbpflow.errors import CheckpointError
 
-BLOCK = 64  # bytes, so that small tensors have many blocks that begin within a row
+BLOCK = 64  # in bytes; small, so that small tensors have many blocks that begin within a row
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def values_of(shape, dtype, start):
     return (torch.arange(count, dtype=torch.float64) + start).reshape(shape).to(dtype)
 
 
-# name -> (shape, dtype, [(rank, place)]): uneven rows, a grid, a piece of nothing, no dims, no rows
+# name -> (shape, dtype, [(rank, place)]): uneven rows, a grid, an empty piece, no dims, no rows
 TENSORS = {
     "tables/a": ((9, 5), torch.float32, [(0, (0, 6, 0, 5)), (1, (6, 9, 0, 5))]),
     "tables/b": (
@@ -66,7 +66,7 @@ def wanted():
 
 
 def save(folder, step=3, run="r1", documents=None):
-    """A checkpoint of two ranks."""
+    """Save a checkpoint of two ranks."""
     partial = partial_folder(folder, step, "ab")
     partial.mkdir(parents=True)
     full = wanted()
@@ -131,7 +131,7 @@ def test_the_index_is_text_that_gives_an_equal_value(tmp_path):
 
 
 def reads_right_or_raises(path):
-    """Whether reading raised; fails if it returned wrong values."""
+    """Return whether reading raised an error; fail if it returned wrong values."""
     try:
         found = checked(path, run="r1")
         got = {name: found.tensor(name) for name in found.tensors}
@@ -173,7 +173,7 @@ def test_truncated_missing_or_foreign_files_are_never_loaded(tmp_path):
         good = file.read_bytes()
         for cut in (0, 1, len(good) // 2, len(good) - 1):
             file.write_bytes(good[:cut])
-            if name != "index.json" or cut != len(good) - 1:  # that is its line end
+            if name != "index.json" or cut != len(good) - 1:  # the place is the line end
                 assert reads_right_or_raises(path), (name, cut)
         file.write_bytes(good + b"\0")
         assert reads_right_or_raises(path) or name == "index.json"
@@ -278,7 +278,7 @@ def test_the_newest_good_checkpoint_is_found(tmp_path, caplog):
     remove_checkpoint(tmp_path / "step-10")
     save(tmp_path, step=9, run="r3")
     assert [one.run for one in good_checkpoints(tmp_path)] == ["r3", "r1"]
-    (tmp_path / "step-2").rename(tmp_path / ".replaced-step-2")  # killed while it was replaced
+    (tmp_path / "step-2").rename(tmp_path / ".replaced-step-2")  # killed during the replacement
     assert tidy(tmp_path) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2", "step-9"]
     save(tmp_path / "x", step=2, run="r4").rename(tmp_path / ".replaced-step-2")

@@ -1,6 +1,6 @@
-"""State saved under one layout resumes under another without a difference.
+"""Tests that state saved under one layout resumes under another without a difference.
 
-A seeded sample; ``benchmarks/reshard.py`` has the whole matrix.
+The tests use a seeded sample; ``benchmarks/reshard.py`` has the whole matrix.
 """
 
 import torch

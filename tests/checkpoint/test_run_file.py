@@ -1,4 +1,4 @@
-"""``run.json`` with any changed, missing or added byte is refused."""
+"""Tests that ``run.json`` with any changed, missing or added byte is refused."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ FIRST = '{"run": "0123456789ab", "facts": {"run.seed": "7"}, "status": "training
 
 
 def damaged(raw):
-    """Copies of the file: truncated, or with a byte flipped, swapped, missing or doubled."""
+    """Yield copies of the file: truncated, or with a byte flipped, swapped, missing or doubled."""
     for at in range(len(raw)):
         yield raw[:at]
         yield raw[:at] + raw[at + 1 :]

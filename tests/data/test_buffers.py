@@ -1,4 +1,4 @@
-"""Memory of batches is reused after the last view of it is gone, but not earlier."""
+"""Tests that batch memory is reused after its last view is gone, but not earlier."""
 
 import threading
 

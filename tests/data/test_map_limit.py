@@ -1,4 +1,6 @@
-"""Splits with more shards than a process may map: equal batches, and a bounded number of maps."""
+"""Tests splits with more shards than a process may map: equal batches, and a bounded number of
+maps.
+"""
 
 import gc
 from itertools import product
@@ -32,19 +34,19 @@ COMBINATIONS = [
 
 @pytest.fixture
 def few_maps(monkeypatch):
-    """A system with a low limit of maps per process."""
+    """Simulate a system with a low limit of maps per process."""
     limit = "sbpflow.data.format.mapped_rows.map_count_limit"
     monkeypatch.setattr(limit, lambda: 4 * MAPS, raising=False)
 
 
 @pytest.fixture
 def one_by_one(monkeypatch):
-    """Makes each batch a block, of which few are read ahead."""
+    """Make each batch a block and limit the blocks that are read ahead."""
     monkeypatch.setattr("sbpflow.data.read.blocks.BLOCK_BYTES", 0)
 
 
 def num_mapped(folder):
-    """Number of this process's maps of files in ``folder``."""
+    """Return the number of this process's maps of files in ``folder``."""
     gc.collect()  # a loader of an earlier test with this folder
     return Path("/proc/self/maps").read_text(encoding="utf-8").count(str(folder))
 

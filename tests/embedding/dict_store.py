@@ -1,4 +1,4 @@
-"""A row store for tests: rows in a Python dict, with few slots."""
+"""Implements a row store for tests: rows in a Python dict, with few slots."""
 
 import threading
 from collections import Counter
@@ -16,7 +16,7 @@ Row = dict[str, Tensor]  # the row and its state by name
 
 @dataclass
 class DictStores:
-    """Makes stores of ``slots`` slots each, and records them in ``made``."""
+    """Makes stores of ``slots`` slots each and records them in ``made``."""
 
     slots: int
     made: list["DictStore"] = field(default_factory=list)
@@ -28,11 +28,11 @@ class DictStores:
 
 
 class DictStore:
-    """Rows of batches that are announced and not released never leave their slots.
+    """Stores rows in a dict; rows of announced, unreleased batches never leave their slots.
 
-    Of the other rows, the most recent one is evicted first: a bad policy, so that only leases keep
-    rows. ``_lock`` guards the dict and the assignment of slots, so that a ``read`` by the writer
-    thread finds each row in one of them.
+    Of the other rows, the most recently used is evicted first: a bad policy, so that only leases
+    protect rows. ``_lock`` guards the dict and the assignment of slots, so that a ``read`` by the
+    writer thread finds each row in one of them.
     """
 
     is_in_place = False
@@ -49,7 +49,7 @@ class DictStore:
         }
         self._rows: dict[int, Row] = {}
         self._slot_of: dict[int, int] = {}  # in order of use: the most recent row is last
-        # Assigned from the end of the block, so that hardly any row has its own number as slot.
+        # Assign slots from the end of the block, so that hardly any row number equals its slot.
         self._free = list(range(slots))
         self._leases: Counter[int] = Counter()
         self._announced: dict[int, Tensor] = {}
@@ -97,7 +97,7 @@ class DictStore:
         rows = own.rows()
         like = self.read(slice(0, 0))[WEIGHTS]
         block = like.new_zeros(rows.numel(), *like.shape[1:])
-        stored = rows[rows < self.num_rows]  # an absent address is the last one, and stays zero
+        stored = rows[rows < self.num_rows]  # an absent address is the last one; its row stays zero
         self.read(stored, {WEIGHTS: block[: stored.numel()]})
         found = self.kernel.pool(block, own.place(own.inverse()))
         assert before == list(self._slot_of)
@@ -142,7 +142,7 @@ class DictStore:
         row = next(row for row in reversed(self._slot_of) if not self._leases[row])
         slot = self._slot_of.pop(row)
         self._rows[row] = {name: one[slot].clone() for name, one in self._block.items()}
-        # What is in the slot from here on is nobody's, or a lost row would go unnoticed.
+        # Overwrite the slot's content, because a lost row would otherwise go unnoticed.
         for one in self._block.values():
             one[slot] = float("nan")
         self.evicted += 1

@@ -1,4 +1,4 @@
-"""``scheme: auto`` prices and ranks complete plans, and runs the cheapest."""
+"""Tests that ``scheme: auto`` prices and ranks complete plans and runs the cheapest one."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -48,7 +48,7 @@ def test_curve_matches_the_exact_sum(rows, exponent):
 
 
 def _bins(counts):
-    """(rows, lookups) of rows looked up never, once, 2-3, 4-7, ... times, as in data statistics."""
+    """Return (rows, lookups) of rows with 0, 1, 2-3, 4-7, ... lookups, as in data statistics."""
     edges = [0, 1, *(2**n for n in range(1, 16)), 1 << 40]
     here = [(counts >= low) & (counts < high) for low, high in pairwise(edges)]
     return tuple((int(one.sum()), int(counts[one].sum())) for one in here)
@@ -68,7 +68,7 @@ def test_statistics_predict_the_rows_of_a_batch(exponent):
 
 
 def test_prices_and_measurements_use_data_statistics():
-    """Ids that repeat more cost less if rows are exchanged; the default is click data."""
+    """Ids with more repetition cost less if rows are exchanged; the default is CTR data."""
     hot, even = (IdFrequencies(bins, 1.0) for bins in ([(3, 900), (50, 100)], [(53, 1000)]))
     plans = {}
     for name, known in (("hot", hot), ("even", even), ("unknown", None)):
@@ -111,7 +111,7 @@ def test_several_hosts_are_priced_by_the_slower_link(exchange):
     usual = price_plan(plan, 4096, one)
     assert price_plan(plan, 4096, replace(one, network_link=slow)) == usual
     assert price_plan(plan, 4096, apart) == usual
-    # The link within a host is the slower one here.
+    # In this test, the link within a host is slower than the link between hosts.
     assert price_plan(plan, 4096, replace(apart, network_link=fast)) == usual
     found = price_plan(plan, 4096, replace(apart, network_link=slow))
     assert found == price_plan(plan, 4096, replace(one, host_link=slow))
@@ -121,7 +121,7 @@ def test_several_hosts_are_priced_by_the_slower_link(exchange):
 
 @pytest.mark.parametrize("exchange", ["unique", "reduce"])
 def test_price_is_that_of_the_largest_shard(exchange):
-    """Shards of equal size are priced once; the largest decides, wherever it is."""
+    """Shards of equal size are priced once; the largest shard determines the price on any rank."""
     cuts = [(14, 14, 13), (39, 1, 1), (1, 1, 39)]
     rest = {name: Spec("B", "local") for name in "bcd"}
     even, *others = (

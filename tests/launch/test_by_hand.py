@@ -1,4 +1,4 @@
-"""Ranks started without torchrun, and the parts of launch that need no process."""
+"""Tests ranks started without torchrun, and the parts of launch that need no process."""
 
 import os
 import re
@@ -194,7 +194,9 @@ def start_some(folder: Path, size: int, here: dict[int, float], mode: str = "wor
     ],
 )
 def test_each_rank_that_started_names_the_ranks_that_did_not(tmp_path, patience):
-    """Also if another rank than 0 times out first, and if others would wait much longer."""
+    """The test also covers a timeout on another rank before rank 0, and much longer timeouts on
+    others.
+    """
     patience = [round(seconds * load_per_core()) for seconds in patience]
     outputs, codes = start_some(tmp_path, 3, {0: patience[0], 2: patience[1]})
     assert codes == [3, 3]
@@ -282,7 +284,7 @@ def test_a_silent_listener_is_reported_within_the_time_limit(impatient, taken_po
 
 
 def test_a_late_rank_0_is_waited_for(impatient):
-    """Its store is served from another thread of this process."""
+    """Another thread of this process runs its store."""
     from torch.distributed import TCPStore
 
     port = free_port()
@@ -329,7 +331,7 @@ def test_an_invalid_rank_or_world_size_is_refused_before_connecting(
         monkeypatch.delenv(name, raising=False)
         if value is not None:
             monkeypatch.setenv(name, value)
-    monkeypatch.delenv("MASTER_ADDR", raising=False)  # the error must come before that of the store
+    monkeypatch.delenv("MASTER_ADDR", raising=False)  # the error must come before the store's error
     with pytest.raises(ConfigError, match=f"^{message}"):
         call()
 

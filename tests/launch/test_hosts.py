@@ -1,4 +1,4 @@
-"""Hosts of ranks: discovered by a handshake, or described in a file."""
+"""Tests how hosts of ranks are discovered by a handshake or described in a file."""
 
 import json
 import os
@@ -107,7 +107,7 @@ def test_ranks_of_one_machine_discover_that_they_share_a_host(tmp_path, size):
 
 @needs_namespaces
 def test_network_namespaces_are_hosts_even_with_equal_host_names(tmp_path):
-    """Ranks alternate between hosts, so those of a host are not consecutive."""
+    """Ranks alternate between hosts, so the ranks of a host are not consecutive."""
     with two_machines() as machines:
         inside = [("ip", "netns", "exec", machine.name) for machine in machines]
         where = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": PORT}
