@@ -50,7 +50,7 @@ class Machine:
     def elastic(self, words: list[str], log: Path, **env: str) -> None:
         """Start torchrun with ``words`` on one or two machines, whichever are available.
 
-        Without the disabled shared store, torch 2.13 does not admit machines that join later.
+        Torch 2.13 admits machines that join later only if the shared store is disabled.
         """
         env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         waits = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"

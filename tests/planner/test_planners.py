@@ -1,4 +1,4 @@
-"""Every planner returns a plan that the engine runs; reports and files."""
+"""Tests that every planner returns a plan that the engine runs, and tests reports and files."""
 
 import json
 import math
@@ -68,7 +68,7 @@ def test_the_engine_runs_the_plans_of_heuristics(name, world_size):
     [("cpu", {"ddr_cap", "ddr_mem_bw"}), ("cuda", {"hbm_cap", "hbm_mem_bw"})],
 )
 def test_torchrec_plans_for_the_device_of_the_task(device_type, memory):
-    """Its shardings, memory and bandwidth all depend on the device."""
+    """The device determines the planner's shardings, memory and bandwidth."""
     one = setting(world_size=2, device_type=device_type)
     arguments = machine(one)
     assert arguments["compute_device"] == device_type
@@ -157,7 +157,7 @@ def test_training_is_reproducible(kind, amount):
 
 
 def cost_error(net, model, one):
-    """The error in ms of a cost network's prediction for tables placed on the devices in turn."""
+    """Return a cost network's error in ms for tables placed on the devices alternately."""
     devices = torch.arange(len(one.tables)) % one.num_ranks
     latents = net.table(model.scaling.apply(one.features))
     predicted = net.whole(dreamshard.sums(latents, devices, one.num_ranks)).item()
@@ -165,7 +165,7 @@ def cost_error(net, model, one):
 
 
 def test_dreamshard_learns_costs_and_to_place_by_them():
-    """All tables on one device are expensive, so it learns to use both."""
+    """All tables on one device are expensive, so the planner learns to use both devices."""
     train = [setting(6, 2, seed) for seed in range(3)]
     amount = dreamshard.Amount(iterations=3, placements=8, cost_steps=60, policy_steps=10)
     model = dreamshard.DreamShard.train(train, 0, amount)
@@ -228,7 +228,7 @@ def test_an_infeasible_plan_is_reported_with_the_fullest_rank_and_what_would_fit
     held = f"{math.ceil(planned.priced.memory[rank] / 1e7) / 100:.2f} GB"
     assert "fits 30.00 MB a rank" in text
     assert f"rank {rank} holds {held} " in text
-    assert f"it would fit with {held} a rank" in text  # rounded up, so it is enough
+    assert f"it would fit with {held} a rank" in text  # the size is rounded up, so it is enough
     needed = float(planned.priced.memory.max())
     enough = TaskCost(PROFILE, replace(one.task, device_bytes=int(needed) + 1))
     assert make_plan("auto", enough, effort=SMALL).priced.feasible
@@ -405,7 +405,7 @@ def test_an_alternative_fits_if_the_plan_does():
     assert report_of(make_plan("auto", plain, effort=SMALL), plain).runners_up
 
 
-SAMPLE, BINS = "as sample", "as bins"  # replace the table's zipf
+SAMPLE, BINS = "as sample", "as bins"  # replace the table's zipf key
 
 
 @pytest.mark.parametrize(
@@ -481,7 +481,7 @@ def test_the_dense_part_is_priced_with_the_tables(tmp_path):
     less, more = (TaskCost(PROFILE, task).predict(plan) for task in (alone, both))
     assert more.step_ms > less.step_ms
     for with_dense, without in zip(more.memory_bytes, less.memory_bytes, strict=True):
-        # Value, gradient and two numbers of Adam.
+        # There are four numbers: value, gradient and two of Adam.
         assert with_dense - without == pytest.approx(16 * 500_000, abs=2)
 
 

@@ -1,4 +1,4 @@
-"""The search finds the best plan of small spaces, and is never worse than its seeds."""
+"""Tests that the search finds the best plan of small spaces and is never worse than its seeds."""
 
 from dataclasses import replace
 from itertools import product
@@ -24,7 +24,9 @@ SMALL = Effort(insertions=300, exact_time=0.0)
 
 
 def all_plans(problem):
-    """Every plan of whole tables, tables on all ranks and copied tables; ranks are distinct."""
+    """Yield every plan of whole tables, tables on all ranks and copied tables; ranks are
+    distinct.
+    """
     size = problem.num_ranks
     moves = [
         [
@@ -51,7 +53,7 @@ def test_enumeration_misses_no_plan(bend):
     )
     optimum, count = enumerated(problem, numbers)
     assert price_of(problem, optimum).rank == pytest.approx(best)
-    assert count < 5**4  # plans that differ only in names of ranks count once
+    assert count < 5**4  # plans that differ only in rank names count once
     assert enumerated(problem, numbers, most=10) is None
 
 
@@ -89,7 +91,9 @@ def test_local_search_improves_a_bad_plan():
 
 
 def test_tables_with_uneven_columns_share_a_storage():
-    """16 columns on 3 ranks are 6, 5 and 5; tables in different orders would need two storages."""
+    """Splits of 16 columns on 3 ranks are 6, 5 and 5; tables in different orders would need two
+    storages.
+    """
     task = make_task(world_size=3, rows=(4000, 900, 3000), dim=16)
     problem = problem_of(TaskCost(described("h100-dgx"), task))
     name = "all S(1) columns 1x3"
@@ -139,7 +143,7 @@ def test_no_plan_is_faster_than_the_bound():
 
 
 def with_heavy_table(problem, times):
-    """The problem with a first table that, whole, is ``times`` the work of all tables together."""
+    """Add a first table that, if whole, is ``times`` the work of all other tables together."""
     first, *others = problem.options
     whole = first[0]
     total = sum(options[0].shards.sum(0) for options in problem.options)
@@ -148,14 +152,14 @@ def with_heavy_table(problem, times):
 
 
 def test_the_bound_counts_a_table_larger_than_the_share_of_a_rank():
-    """One of 12 tables is as much work as all others; on 4 ranks, the mean is half of that."""
+    """One of 12 tables is as much work as all others; on 4 ranks, the mean is half of its work."""
     problem = with_heavy_table(make_problem(12, 4, seed=8, splits=False, slack=9.0), 1.0)
     found = search(problem, effort=SMALL)
     assert bound(problem, found.assignment).gap < 0.02
 
 
 def test_the_bound_leaves_out_options_that_no_better_plan_has():
-    """Whole, the table adds least to the mean, but its rank would be slower than the plan."""
+    """If whole, the table adds least to the mean, but its rank would be slower than the plan."""
     problem = with_heavy_table(make_problem(12, 4, seed=9, slack=9.0), 3.0)
     found = search(problem, effort=SMALL)
     assert problem.options[0][found.assignment[0].option].shape != ("whole",)

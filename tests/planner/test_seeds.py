@@ -1,4 +1,6 @@
-"""The seeds of ``auto`` that need a search of their own, and the plans that are worth measuring."""
+"""Tests the seeds of ``auto`` that need their own search, and the plans that are worth
+measuring.
+"""
 
 from dataclasses import replace
 

@@ -1,4 +1,6 @@
-"""The rehearsal rejects what a GPU would reject or compute incorrectly, and lists host waits."""
+"""Tests that the rehearsal rejects the errors of a GPU and its wrong computations, and lists host
+waits.
+"""
 
 import pytest
 import torch
@@ -105,7 +107,7 @@ REFUSED = {
 
 
 def refusals(world, cases):
-    """The error of each case; transfers that it started are discarded."""
+    """Return the error of each case; discard the transfers that it started."""
     from tests.rehearsal.install import check_end, forget
 
     found = {}

@@ -1,4 +1,4 @@
-"""Kernels of a CUDA run are measured on the device, by rank 0, once per machine."""
+"""Tests that rank 0 measures the kernels of a CUDA run on the device, once per machine."""
 
 from unittest import mock
 
@@ -13,7 +13,7 @@ from tests.training.wdl_case import FIELDS, make_config
 
 
 def measured(world, folder, kernels):
-    """Kernels and reasons of a run with these kernels available, and the measured shapes."""
+    """Return kernels and reasons of a run with these kernels available, and the measured shapes."""
     shapes, real = [], measure.measure
 
     def spy(shape, names):

@@ -1,4 +1,4 @@
-"""Code with a separate CUDA path, rehearsed."""
+"""Rehearses code with a separate CUDA path."""
 
 import re
 
@@ -59,7 +59,7 @@ def test_adjacent_inputs_use_one_aligned_product(rehearsed_ranks):
 
 
 class Switch:
-    """The parts of a trainer that the overlap watch uses."""
+    """Contains the parts of a trainer that the overlap watch uses."""
 
     schedule = OVERLAPPED
 

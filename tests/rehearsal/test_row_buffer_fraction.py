@@ -1,4 +1,6 @@
-"""Fixed-size row buffers give the same bits as counted transfers, for any buffer size."""
+"""Tests that fixed-size row buffers give the same bits as counted transfers, for any buffer
+size.
+"""
 
 import logging
 from dataclasses import replace
@@ -19,7 +21,8 @@ from tests.training.wdl_case import (
     to_device,
 )
 
-STEPS = 8  # includes short batches, a batch of one row, and one with fewer rows than three ranks
+# the batches include short ones, one of one row, and one with fewer rows than three ranks
+STEPS = 8
 UNIQUE_COLUMNS = {"deep.*": TableRule(sbp="S(1)", exchange="unique")}
 LOCAL = {"*": TableRule(sbp="B", exchange="local")}
 CASES = {
@@ -37,7 +40,9 @@ def config_of(case, share, **parallel):
 
 
 def train_ahead(world, config):
-    """Losses, dense parameters, rows with state, and log messages; ids are one batch ahead."""
+    """Return losses, dense parameters, rows with state, and log messages; ids are one batch
+    ahead.
+    """
     said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
@@ -90,7 +95,7 @@ def test_any_buffer_fraction_trains_to_equal_bits(rehearsed_ranks, ranks, case):
     for share in (1.0, 0.6, 0.05):
         found = rehearsed_ranks(ranks, train_ahead, config_of(case, share))
         assert_equal(found, wanted, rtol)
-        # With a twentieth of the room nearly every exchange is repeated.
+        # With a twentieth of the room, nearly every exchange is repeated.
         assert bool(found[0][3]) == (share == 0.05) or share == 0.6
 
 

@@ -1,7 +1,9 @@
-"""Files of earlier versions are read, or refused with a message that says what to do.
+"""Tests that files of earlier versions are read, or refused with a message that explains the
+solution.
 
-``tests/fixtures/COMMIT`` has files written by a commit, and ``expected.json`` the values that they
-gave then. If a change no longer reads a file, its test expects the message and how to migrate.
+Each ``tests/fixtures/COMMIT`` contains files written by a commit, and ``expected.json`` the values
+that they gave at that commit. If a change drops support for a file, its test expects the message
+and the migration.
 """
 
 import json
@@ -47,7 +49,7 @@ LAYOUTS = EXPECTED["layouts"]
 FLOAT64 = 1e-10
 # 8-bit rows and vectors: a value midway between two steps may be rounded either way.
 BFLOAT16 = 1e-3
-# float32 logits, with sums in another order.
+# The tolerance is for float32 logits, with sums in another order.
 FLOAT32 = 1e-5
 
 
@@ -81,7 +83,7 @@ def test_an_old_set_grows(tmp_path):
 def _go_on(world: World, name: str, steps: int, data: str = "set"):
     """Restore a checkpoint and train; return the restored state, the losses and the final state.
 
-    Uses the saved plan if the checkpoint was saved on as many ranks.
+    The saved plan is used if the checkpoint was saved on as many ranks.
     """
     path = OLD / "checkpoints" / name
     saved, manifest = open_checkpoint(path), load_manifest(OLD / data)
@@ -178,7 +180,7 @@ def test_an_old_checkpoint_has_the_same_values_and_training_resumes(ranks, name,
 
 
 def test_state_per_column_shard_is_restored_only_to_equal_shards(ranks):
-    """Also with bfloat16 rows, which are exchanged as bfloat16."""
+    """The test includes bfloat16 rows, which are exchanged as bfloat16."""
     expected = LAYOUTS["per-shard"]
     results = ranks(2, _go_on, "per-shard", len(expected["losses"]))
     restored = whole([before for before, _, _ in results])

@@ -1,4 +1,6 @@
-"""Predictions equal evaluations, on one and several ranks, from raw rows and prepared sets."""
+"""Tests that predictions equal evaluations, on one and several ranks, from raw rows and prepared
+sets.
+"""
 
 import json
 import os
@@ -42,7 +44,7 @@ STEPS = 6
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A CSV table, and its prepared set."""
+    """Return a CSV table and its prepared set."""
     folder = tmp_path_factory.mktemp("predict")
     (folder / "schema.yaml").write_text(SCHEMA)
     source = write_csv(folder / "t.csv", table(900))
@@ -80,7 +82,7 @@ def scores_of(trainer, loader) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def run(_cpu_ranks, folder) -> Path:
-    """A run folder with one checkpoint; test.npy contains the scores of its evaluation."""
+    """Return a run folder with one checkpoint; test.npy contains the scores of its evaluation."""
     ((scores, labels),) = _cpu_ranks(1, _train, folder, folder / "run")
     np.save(folder / "run" / "scores.npy", scores)
     np.save(folder / "run" / "labels.npy", labels)
@@ -211,7 +213,7 @@ def test_predictions_of_several_ranks_equal_their_evaluation_bit_for_bit(
 
 
 def _slow(world: World, kind: str):
-    """Rank 0's work takes longer than its reports."""
+    """Makes rank 0's work take longer than its reports."""
 
     def work():
         time.sleep(0.4)

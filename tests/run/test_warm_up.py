@@ -1,4 +1,6 @@
-"""All process groups of the plan are created before the first step, in the same order."""
+"""Tests that all process groups of the plan are created before the first step, in the same
+order.
+"""
 
 import os
 from dataclasses import replace
@@ -28,7 +30,8 @@ CONFIGS = {
 
 
 def groups_by_time(world, config):
-    """In a world without groups, return those of the plan, of a warm-up, and added by two steps.
+    """Return the groups of the plan, of a warm-up, and those that two steps add to a world without
+    groups.
 
     Each group is (ranks, channel).
     """

@@ -1,4 +1,6 @@
-"""Norms and interactions beyond their values: running statistics, traffic, dtypes, refusals."""
+"""Tests norms and interactions beyond their values: running statistics, traffic, dtypes,
+refusals.
+"""
 
 import pytest
 import torch
@@ -29,7 +31,7 @@ def batches(offset=0.0):
 
 
 def plain():
-    """Outputs of torch's norm in one process, in training and then in evaluation."""
+    """Return the outputs of torch's norm in one process, in training and then in evaluation."""
     norm = nn.BatchNorm1d(WIDTH, dtype=torch.float64)
     outputs = [norm(x) for x in batches()]
     return outputs, norm.eval()(batches()[0]), norm.running_mean, norm.running_var
@@ -94,7 +96,9 @@ def test_a_rank_without_rows_and_one_all_reduce_each_way(ranks):
 
 
 def test_sums_about_the_running_mean_keep_their_digits():
-    """float32 values far from 0: uncentered squares would lose all digits of the variance."""
+    """The float32 values are far from 0: uncentered squares would lose all digits of the
+    variance.
+    """
     boxing, line = DryBoxing(1), Placement.line("cpu", 1)
     boxing.world.device = torch.device("cpu")
     layout = Layout(line, parse_nd_sbp("B"))
@@ -124,13 +128,15 @@ def test_the_sum_of_interactions_of_a_half_type_is_float32():
     alone = Layout(Placement.line("cpu", 1), parse_nd_sbp("B"))
     boxing = DryBoxing(1)
     found = ops.fm_interaction(GlobalTensor(values, alone, (1, 2, 4), boxing))
-    assert found.part.item() == 4 * 300.0**2  # more than float16 holds
+    assert found.part.item() == 4 * 300.0**2  # values above the range of float16
 
 
 @pytest.mark.parametrize("low", [False, True], ids=["full rank", "low rank"])
 @pytest.mark.parametrize("half", [None, torch.bfloat16], ids=str)
 def test_cross_layers_by_blocks_of_rows(low, half):
-    """Three layers over more rows than a block has, against autograd through whole tensors."""
+    """Three layers over more rows than a block has are compared with autograd through whole
+    tensors.
+    """
     shapes = [(5, 9), (9, 5), (9,)] if low else [(9, 9), (9,)]
     values = torch.Generator().manual_seed(3)
     dtype = torch.float64 if half is None else torch.float32

@@ -1,6 +1,7 @@
-"""Normalised entropy, calibration, AUC by histogram and by slices, against brute force in float64.
+"""Tests normalized entropy, calibration, AUC by histogram and by slices, against brute force in
+float64.
 
-The oracles are loops over rows and pairs that share nothing with the code.
+The oracles are loops over rows and pairs that share no code with the product.
 """
 
 import math
@@ -24,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def made_up(rows: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Logits with ties, labels that follow them, and a column of ids."""
+    """Return logits with ties, labels that depend on them, and a column of ids."""
     rng = np.random.default_rng(seed)
     logits = np.round(rng.normal(-1.0, 2.0, rows), 1).astype(np.float32)
     labels = (rng.random(rows) < 1.0 / (1.0 + np.exp(-logits + 0.4))).astype(np.float32)
@@ -32,7 +33,7 @@ def made_up(rows: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarra
 
 
 def pairs_in_order(scores: Any, labels: Any) -> float | None:
-    """AUC by every pair; ``None`` for one class."""
+    """Return the AUC by every pair; ``None`` for one class."""
     wins = [
         1.0 if p > n else 0.5 if p == n else 0.0
         for p, y in zip(scores, labels, strict=True)
@@ -97,7 +98,7 @@ def test_a_histogram_keeps_its_error_bound_and_the_sums(monkeypatch):
 
 
 def test_the_error_bound_is_tight():
-    # one bin of 3 positives and 2 negatives, all in the same order
+    # one bin of 3 positives and 2 negatives; all pairs have the same order
     assert auc_of_counts([3], [2]) == (0.5, 0.5)
     assert auc_of_counts([0, 4], [5, 0]) == (1.0, 0.0)
     area, bound = auc_of_counts([1, 2], [3, 1])

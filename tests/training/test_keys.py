@@ -1,5 +1,7 @@
-"""Models with rows by key equal those with rows by number, on any number of ranks, in flight
-or not, and through checkpoints. Sums of float64 in another order stay within 1e-9.
+"""Tests that models with rows by key equal models with rows by number.
+
+The tests cover any number of ranks, batches in flight or not, and checkpoints. Sums of float64 in
+another order stay within 1e-9.
 """
 
 import time
@@ -36,7 +38,7 @@ FIELDS = Fields.of(
     {"C1": 300, "C2": 211, "C3": 403, "C4": 3},
     {"C1xC2": 571, "C3xC4": 229},
 )
-BY_NUMBER = ("C4", "C3xC4")  # have their rows by number in every run
+BY_NUMBER = ("C4", "C3xC4")  # these tables have rows by number in every run
 BATCH, STEPS, SAVED_AT = 12, 12, 5
 NEVER_TRAINED = 999  # number of a batch
 EXTREME = (0, -1, -(2**63), 2**63 - 1)
@@ -44,8 +46,8 @@ EXTREME = (0, -1, -(2**63), 2**63 - 1)
 
 @dataclass(frozen=True, kw_only=True)
 class KeyedWdl(WdlConfig):
-    """Wide & Deep with most of its tables by key, with some more ``num_rows`` than there are keys:
-    ranks have not equally many.
+    """Implements Wide & Deep with most tables by key; some have more ``num_rows`` than keys, so the
+    ranks have different numbers of rows.
     """
 
     num_rows: int | None = None
@@ -65,7 +67,7 @@ class KeyedWdl(WdlConfig):
 
 
 def keys_for(feature: str, rows: torch.Tensor) -> torch.Tensor:
-    """The keys of a feature's rows: distinct, equal on all ranks, four of them extreme."""
+    """Return the keys of a feature's rows: distinct, equal on all ranks, four of them extreme."""
     if feature in BY_NUMBER:
         return rows.long()
     found = mix(rows.long() + 1000 * len(feature))
@@ -96,7 +98,7 @@ class Case:
 
 
 def batch_of(number: int, case: Case) -> Rows:
-    """Skewed ids with duplicates, new ones in every batch."""
+    """Return skewed ids with duplicates and new ids in every batch."""
     generator = torch.Generator().manual_seed(number)
     n = BATCH - 7 if number % 5 == 4 else BATCH
     rows = [(torch.rand(n, generator=generator) ** 2 * one.rows).int() for one in FIELDS.ids]
@@ -108,9 +110,9 @@ def batch_of(number: int, case: Case) -> Rows:
 
 
 def train(job: Job, case: Case, first: int, last: int) -> tuple[list[float], list[float]]:
-    """Losses of these steps, and logits on the way, most of them of keys never trained.
+    """Return losses of these steps, and logits in between, mostly for keys that are never trained.
 
-    Every third step has two batches. Batches behind the last are announced, and stay so.
+    Every third step has two batches. Batches after the last step remain announced.
     """
     world, losses, logits = job.boxing.world, list[float](), list[float]()
     job.trainer.drain()
@@ -142,7 +144,7 @@ def make_job(world: World, case: Case) -> tuple[Job, KeyedStores]:
 
 
 def start_as_keys(job: Job, seed: int) -> None:
-    """Give rows by number the values that their keys start with."""
+    """Give rows by number the starting values of their keys."""
     for stored in job.embeddings.stored():
         shard, table = stored.shard, stored.shard.table
         if table.features[0] in BY_NUMBER:
@@ -201,7 +203,7 @@ def whole_run(world: World, case: Case, folder: Path) -> dict[str, Any]:
 def go_on(world: World, case: Case, folder: Path, own: Path) -> dict[str, Any]:
     """Resume from the first checkpoint and train to the last step, which is saved separately."""
     job, _ = make_job(world, case)
-    train(job, case, 20, 22)  # of other batches, which must leave nothing behind
+    train(job, case, 20, 22)  # ids of other batches; they must leave no trace
     job.trainer.drain()
     job.restore(open_checkpoint(folder / f"step-{SAVED_AT}"))
     losses, logits = train(job, case, SAVED_AT + 1, STEPS)
@@ -228,7 +230,7 @@ def close(one: list[float], other: list[float]) -> bool:
 
 
 def all_logits(found: list[dict[str, Any]]) -> list[float]:
-    """Predictions of all rows in order; each is of one batch, split over the ranks."""
+    """Predict all rows in order; each prediction is for one batch, split over the ranks."""
     each = [one["logits"] for one in found]
     count = STEPS // 4
     per = [len(one) // count for one in each]
@@ -242,7 +244,7 @@ def all_logits(found: list[dict[str, Any]]) -> list[float]:
 
 @pytest.fixture
 def alone(ranks, memory) -> tuple[dict[str, Any], Path]:
-    """One run on one rank, and its folder."""
+    """Return one run on one rank, and its folder."""
     (found,) = ranks(1, whole_run, Case(), memory / "alone")
     return found, memory / "alone"
 
@@ -282,7 +284,7 @@ def test_rows_by_key_train_as_rows_by_number(ranks, memory, size, case):
 
 
 def check_rows(by_number: Path, by_key: Path) -> None:
-    """The saved rows of all keys that were trained are those of the rows by number."""
+    """Check that the saved rows of all trained keys equal the rows by number."""
     counts = []
     for step in (SAVED_AT, STEPS):
         rows, keys = (open_checkpoint(one / f"step-{step}") for one in (by_number, by_key))
@@ -338,7 +340,7 @@ def test_runs_resume_on_other_world_sizes(ranks, memory, size, other):
 
 
 def room(world: World, folder: Path) -> str:
-    """A rank without room for its keys reports that."""
+    """Check that a rank without room for its keys reports it."""
     job, _ = make_job(world, Case(num_rows=9))
     with pytest.raises(CheckpointError, match="rank 0 has 9 rows for") as error:
         job.restore(open_checkpoint(folder / f"step-{SAVED_AT}"))
@@ -360,7 +362,7 @@ def refusals(world: World, folder: Path) -> None:
 
 
 def predicted(world: World, folder: Path) -> list[float]:
-    """Predictions of a job with the values of a checkpoint, without optimizer state."""
+    """Return the predictions of a job with the values of a checkpoint, without optimizer state."""
     job, _ = make_job(world, Case())
     load_values(job, open_checkpoint(folder / f"step-{STEPS}"))
     return job.trainer.predict(batch_of(NEVER_TRAINED, Case())).tolist()

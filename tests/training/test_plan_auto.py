@@ -1,4 +1,4 @@
-"""``parallel.plan``: made by the planner or read from a file, saved, and rated at the end."""
+"""Tests ``parallel.plan``: made by the planner or read from a file, saved, and rated at the end."""
 
 import json
 import math
@@ -43,7 +43,7 @@ SMALL = ["model.hidden=[16]", "data.batch_size=1000", "parallel.scheme=null"]
 
 
 def profile(step_row=1e-3, vector_byte=1e-6):
-    """A machine on which only row updates and vector bytes have a cost."""
+    """Return a machine on which only row updates and vector bytes have a cost."""
     terms = {
         "update": {"step_rows": step_row, "step_elements": 1e-6, "always": 0.1},
         "lookup": {"read_rows": 1e-5},
@@ -109,7 +109,7 @@ def test_planned_runs_save_their_plan_and_rate_its_prediction(
 def test_planned_runs_resume_without_planner_or_plan_file(
     synth_set, tmp_path, calibrated, monkeypatch
 ):
-    """Predictions use the layouts of the run, whatever happened to its plan since."""
+    """Predictions use the layouts of the run, regardless of later changes to its plan."""
     folder, file = tmp_path / "run", tmp_path / "plan.yaml"
     words = [*SMALL, f"data.path={synth_set}", f"run.dir={folder}", "checkpoint.every=2"]
     scores: list[list[float]] = []
