@@ -173,7 +173,7 @@ def test_truncated_missing_or_foreign_files_are_never_loaded(tmp_path):
         good = file.read_bytes()
         for cut in (0, 1, len(good) // 2, len(good) - 1):
             file.write_bytes(good[:cut])
-            if name != "index.json" or cut != len(good) - 1:  # the place is the line end
+            if name != "index.json" or cut != len(good) - 1:  # the last byte is the line end
                 assert reads_right_or_raises(path), (name, cut)
         file.write_bytes(good + b"\0")
         assert reads_right_or_raises(path) or name == "index.json"

@@ -64,7 +64,7 @@ def test_changing_rows_are_saved_as_they_were(kernel, tight, tmp_path, monkeypat
                   col_stop=WIDTH, base=20)  # fmt: skip
     values = {"tables/t": storage.weights[20:], "tables/t/sum": storage.state["sum"][20:]}
     parts = []
-    # another rank writes the first rows and every row of one tensor
+    # another rank writes the first rows of the weights; this rank writes all of the state
     for name, value in values.items():
         start = 30 if name == "tables/t" else 0
         place = Place(row_start=start, row_stop=ROWS - 20, col_start=0, col_stop=WIDTH)

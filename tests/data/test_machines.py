@@ -76,7 +76,7 @@ def test_large_vocabularies_are_added_up_in_ranges(tmp_path, tables, monkeypatch
 
 
 def test_machines_that_do_not_wait_resume(tmp_path, tables):
-    """Machines that start alternately end whenever they need the results of the others."""
+    """Each machine is started repeatedly and exits when it needs results of the others."""
     clean = prepare(options_of(tables, tmp_path / "clean", MachinePart()))
     missing = []
     for number in itertools.islice(itertools.cycle((1, 2, 3)), 18):

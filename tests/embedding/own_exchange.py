@@ -101,7 +101,7 @@ class TwoHops(Exchange):
 
 @contextmanager
 def two_hops() -> Iterator[Exchange]:
-    """Register the exchange inside the block."""
+    """Register the exchange for the duration of the ``with`` block."""
     made = TwoHops()
     register(made)
     try:

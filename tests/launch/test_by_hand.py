@@ -194,9 +194,7 @@ def start_some(folder: Path, size: int, here: dict[int, float], mode: str = "wor
     ],
 )
 def test_each_rank_that_started_names_the_ranks_that_did_not(tmp_path, patience):
-    """The test also covers a timeout on another rank before rank 0, and much longer timeouts on
-    others.
-    """
+    """Another rank may time out before rank 0, or the others may wait much longer."""
     patience = [round(seconds * load_per_core()) for seconds in patience]
     outputs, codes = start_some(tmp_path, 3, {0: patience[0], 2: patience[1]})
     assert codes == [3, 3]
@@ -284,7 +282,7 @@ def test_a_silent_listener_is_reported_within_the_time_limit(impatient, taken_po
 
 
 def test_a_late_rank_0_is_waited_for(impatient):
-    """Another thread of this process runs its store."""
+    """Another thread of this process runs the store of rank 0."""
     from torch.distributed import TCPStore
 
     port = free_port()

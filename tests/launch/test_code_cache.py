@@ -118,9 +118,8 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_a_private_folder_of_this_user_is_used(folder):
-    (folder / "module" / "file").chmod(
-        0o664
-    )  # a umask of 002 has this effect, but others cannot enter the folder
+    # A umask of 002 gives this mode, but others cannot enter the folder.
+    (folder / "module" / "file").chmod(0o664)
     folder.parent.parent.chmod(0o1777)  # as /tmp
     assert code_cache("numba") == folder
 
@@ -176,7 +175,7 @@ def test_a_folder_that_cannot_be_created_is_a_warning(tmp_path, monkeypatch, cap
 @pytest.mark.parametrize("by_torch", [True, False])
 def test_torch_compile_caches_code_in_the_users_cache(folder, monkeypatch, by_torch):
     """torch's default folder has a predictable name in the shared temporary folder."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that the test can restore it afterwards
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that it is restored afterwards
     if by_torch:
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
     else:
@@ -191,7 +190,7 @@ def test_torch_compile_caches_code_in_the_users_cache(folder, monkeypatch, by_to
 
 
 def test_torch_compile_gets_a_private_folder_if_the_cache_is_unsafe(folder, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that the test can restore it afterwards
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that it is restored afterwards
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     (folder.parent / "inductor").mkdir()
     (folder.parent / "inductor").chmod(0o777)

@@ -56,7 +56,7 @@ def dtypes_of_one_step(world, name):
         def call(first, *args, **kwargs):
             y = real[op](first, *args, **kwargs)
             one = first[0] if isinstance(first, list) else first
-            half = kwargs.get("half")  # each is between sums over whole dims
+            half = kwargs.get("half")  # for products between full-precision sums
             seen[kwargs["id"]] = (str(half or one.dtype), str(half or y.dtype))
             return y
 

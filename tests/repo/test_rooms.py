@@ -221,9 +221,7 @@ def test_the_rooms_have_no_more_layers_and_edges_than_before():
 
 
 def test_rooms_import_downwards_only():
-    """Neither folders nor the files of the largest folder import each other, directly or
-    indirectly.
-    """
+    """No two folders import each other, even indirectly, nor do two parts of a large folder."""
     rooms = order(ROOT / "sbpflow", but={"errors", "data", "models", "planner"})
     assert rooms[0] == "sbp"
     assert rooms[-2:] == ["run", "commands"]

@@ -29,7 +29,7 @@ def _train(world, who):
                 stop.leave()
             except PeerStoppedError as error:
                 return step, classify(error)[1]
-            return step, EXIT_INTERRUPT  # the leave function raised the signal again
+            return step, EXIT_INTERRUPT  # ``stop.leave`` raised the signal again
     raise AssertionError("it did not stop")
 
 

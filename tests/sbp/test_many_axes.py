@@ -74,7 +74,7 @@ def _both(grid, values):
     return [(grid, nd) for nd in values if len(nd) == ndim]
 
 
-# Every case with even sizes also occurs with the other shape, so only a sixth of them is sampled.
+# The even shape adds no cases to the uneven one; the default is a sixth of the uneven cases.
 @pytest.mark.parametrize(
     ("shape", "share"),
     [

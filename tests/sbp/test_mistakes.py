@@ -361,7 +361,7 @@ BAD_IDS = {"too high": (3, 1, 7), "negative": (4, 0, -1), "first": (0, 0, 99)}
 
 
 def _look_up(world, table_sbp, ids_sbp, ranks, bad):
-    """Return this rank's error or None, even if there are no ids."""
+    """Return this rank's error, if any; the rank may have no ids."""
     boxing = Boxing(world)
     placement = Placement.of("cpu", ranks)
     row, column, value = bad

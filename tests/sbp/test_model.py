@@ -31,9 +31,7 @@ LAYOUTS = {
 
 
 def _model(x, ids, dense, seed=None):
-    """Return the logits [BATCH, 1]; the engine deduces every conversion except those of the two
-    vectors.
-    """
+    """Return the logits [BATCH, 1]; only the two conversions of vectors are explicit."""
     deep = ops.gather(x["deep"], ids, id="deep").to("S(0)", id="deep/vectors")
     features = ops.concat([ops.flatten(deep, 1), dense], 1)
     hidden = ops.relu(ops.linear(features, x["w1"], x["b1"], id="mlp.0"))

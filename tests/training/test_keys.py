@@ -46,8 +46,8 @@ EXTREME = (0, -1, -(2**63), 2**63 - 1)
 
 @dataclass(frozen=True, kw_only=True)
 class KeyedWdl(WdlConfig):
-    """Implements Wide & Deep with most tables by key; some have more ``num_rows`` than keys, so the
-    ranks have different numbers of rows.
+    """Implements Wide & Deep with most tables by key and more ``num_rows`` than keys; the ranks have
+    different numbers of keys.
     """
 
     num_rows: int | None = None

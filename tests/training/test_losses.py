@@ -217,8 +217,7 @@ OWN = {
         # There is one exchange for each output, regardless of the rates.
         ("1", ["wide/reduce", "deep/columns"]),
         ("2", ["wide/reduce", "deep/reduce"]),
-        # Rows are sent one by one from a storage with one numbering: another rate needs another
-        # group.
+        # Rows are exchanged from a storage with one numbering: another rate needs another group.
         (
             "3",
             ["wide/unique.0", "wide/unique.1", "deep/unique.0", "deep/unique.1", "deep/unique.2"],

@@ -63,7 +63,7 @@ def four_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     for key, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(key, value)
     monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setenv("MASTER_PORT", "1")  # the address is unused, so continuing would fail
+    monkeypatch.setenv("MASTER_PORT", "1")  # nothing listens there, so continuing would fail
 
 
 @pytest.mark.parametrize("name", MISTAKES)
