@@ -46,8 +46,9 @@ EXTREME = (0, -1, -(2**63), 2**63 - 1)
 
 @dataclass(frozen=True, kw_only=True)
 class KeyedWdl(WdlConfig):
-    """Implements Wide & Deep with most tables by key and more ``num_rows`` than keys; the ranks have
-    different numbers of keys.
+    """Implements Wide & Deep with most tables by key and more ``num_rows`` than keys.
+
+    The ranks have different numbers of keys.
     """
 
     num_rows: int | None = None
