@@ -57,11 +57,11 @@ def make_plain(model: str, rows: Rows, names: list[str], seed: int) -> nn.Module
     sizes, numbers = rows.sizes[: rows.num_sparse], rows.num_dense
     if model == "wdl":
         net = PlainWideDeep(rows, 16, [400, 400], 0.2)
-        found = named_layers("mlp", net.mlp)
+        parameters = named_layers("mlp", net.mlp)
         tables = zip(names, [*net.deep, *net.wide], strict=True)
         for name, table in tables:
-            found[f"{'wide' if 'x' in name else 'deep'}.{name}"] = table.weight, 0.05
-        start_as_sbpflow(found, seed)
+            parameters[f"{'wide' if 'x' in name else 'deep'}.{name}"] = table.weight, 0.05
+        start_as_sbpflow(parameters, seed)
         return net
     kinds = {
         "dlrm": lambda: PlainDlrm(sizes, numbers, 16, (256, 64), (400, 400), sparse=True),

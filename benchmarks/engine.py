@@ -272,7 +272,7 @@ def vocabulary(results: Results, repeats: int, largest: int) -> None:
         grown = [_Grown(world, rows) for rows in sizes]
         for one in grown:
             one.time_round()
-        times = {one.rows: list[float]() for one in grown}
+        times = {engine.rows: list[float]() for engine in grown}
         for repeat in range(repeats):
             for one in random.Random(repeat).sample(grown, len(grown)):
                 times[one.rows].append(one.time_round())

@@ -189,10 +189,10 @@ class Campaign:
         """Return the newest checkpoint's step after verifying all its bytes; 0 without a
         checkpoint.
         """
-        found = list_checkpoints(self.folder / "checkpoints")
-        if found:
-            checked(found[0]).verify()
-        return step_of(found[0]) if found else 0
+        checkpoints = list_checkpoints(self.folder / "checkpoints")
+        if checkpoints:
+            checked(checkpoints[0]).verify()
+        return step_of(checkpoints[0]) if checkpoints else 0
 
     def kill(self, kind: str) -> None:
         """Start the run and kill it once; a run that ends first does not count."""
@@ -336,9 +336,9 @@ def main() -> None:
                 raise SystemExit(f"{killed.total()} of {args.kills} kills; run again to continue")
             # A failed run is repeated with other moments and reported as failed.
             number = len(list(base.glob("run*.log")))
-            found = one_run(base, number, args.ranks, args.seed)
+            outcome = one_run(base, number, args.ranks, args.seed)
             with done.open("a") as file:
-                file.write(json.dumps({"number": number, **found}) + "\n")
+                file.write(json.dumps({"number": number, **outcome}) + "\n")
         tried = len(list(base.glob("run*.log")))
     results.add(
         ranks=args.ranks,

@@ -72,8 +72,8 @@ def fit(column: dict[str, Any], num_rows: int) -> tuple[list[float], list[Segmen
     wanted = column["distinct_in_sample"], column["singletons"]
 
     def error(last: list[Segment]) -> float:
-        found = expected_counts(head, segments + last, present)
-        return sum(((f - w) / (w + 3)) ** 2 for f, w in zip(found, wanted, strict=True))
+        expected = expected_counts(head, segments + last, present)
+        return sum(((f - w) / (w + 3)) ** 2 for f, w in zip(expected, wanted, strict=True))
 
     return head, segments + min(options, key=error)
 

@@ -57,11 +57,11 @@ def measure(
     expected: Tensor | None = None
     for name, storage in storages(rule, rows, device):
         storage.update(Lookup(addresses), grads, 0.01, 1)
-        found = storage.lookup(Lookup(addresses))
-        expected = found if expected is None else expected
+        vectors = storage.lookup(Lookup(addresses))
+        expected = vectors if expected is None else expected
         # Thousands of float32 gradients are added in different orders.
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
-        del found
+        torch.testing.assert_close(vectors, expected, rtol=1e-3, atol=1e-3)
+        del vectors
         access = Lookup(addresses)
         lookup = timed_ms(lambda s=storage, a=access: s.lookup(a), steps=steps)
         update = timed_ms(

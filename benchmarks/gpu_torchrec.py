@@ -39,12 +39,12 @@ def make_tables(fields: tuple[IdField, ...], dim: int) -> nn.Module:
     return EmbeddingBagCollection(
         tables=[
             EmbeddingBagConfig(
-                name=f"t_{one.name}",
+                name=f"t_{field.name}",
                 embedding_dim=dim,
-                num_embeddings=one.rows,
-                feature_names=[one.name],
+                num_embeddings=field.rows,
+                feature_names=[field.name],
             )
-            for one in fields
+            for field in fields
         ],
         device=torch.device("meta"),
     )
@@ -97,7 +97,7 @@ def as_torchrec(rows: Rows, fields: Fields) -> _Batch:
     def lists(columns: Tensor, of: tuple[IdField, ...]) -> KeyedJaggedTensor:
         count = columns.shape[0] * len(of)
         return KeyedJaggedTensor(
-            keys=[one.name for one in of],
+            keys=[field.name for field in of],
             values=columns.t().reshape(-1).long(),
             lengths=torch.ones(count, dtype=torch.int32, device=columns.device),
         )

@@ -52,8 +52,8 @@ def torchrec_plan(setting: Setting) -> Assignment:
         partitioner=GreedyPerfPartitioner(sort_by=SortBy.PERF),
         storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
     )
-    found = planner.plan(module, [EmbeddingBagCollectionSharder()])
-    (parameters,) = found.plan.values()
+    sharding_plan = planner.plan(module, [EmbeddingBagCollectionSharder()])
+    (parameters,) = sharding_plan.plan.values()
     return tuple(
         _move(setting, number, parameters[table.name])
         for number, table in enumerate(setting.tables)

@@ -216,13 +216,13 @@ def _optimum(judge: Setting) -> dict[str, object]:
         tuple(n for shape in (WHOLE, rows) if (n := option_number(options, shape)) is not None)
         for options in judge.problem.options
     )
-    found = enumerated(judge.problem, numbers)
-    if found is None:
+    optimum = enumerated(judge.problem, numbers)
+    if optimum is None:
         return {}
-    priced = price_of(judge.problem, found[0])
+    priced = price_of(judge.problem, optimum[0])
     return {
         "optimum_ms": priced.ms if priced.feasible else None,
-        "optimum_of": f"{found[1]:,} plans: whole on any rank (columns), or S(0) unique on all",
+        "optimum_of": f"{optimum[1]:,} plans: whole on any rank (columns), or S(0) unique on all",
     }
 
 
@@ -353,16 +353,16 @@ def speed(args: argparse.Namespace) -> None:
             0, num_tables=num_tables, world_size=size, held_out=True, batch_size=batch
         )
         start, busy = time.perf_counter(), time.process_time()
-        found = make_plan("auto", TaskCost(models.seen, task))
+        planned = make_plan("auto", TaskCost(models.seen, task))
         seconds, busy = time.perf_counter() - start, time.process_time() - busy
-        limit = bound(found.problem, found.assignment)
+        limit = bound(planned.problem, planned.assignment)
         results.add(
             benchmark="speed",
             tables=num_tables,
             ranks=size,
             seconds=round(seconds, 2),
             cpu_seconds=round(busy, 2),
-            predicted_ms=found.priced.ms,
+            predicted_ms=planned.priced.ms,
             gap=round(limit.gap, 4),
             bound_kind=limit.kind,
         )

@@ -179,9 +179,9 @@ def run_ranks(args: argparse.Namespace) -> None:
         if args.plan_only:
             continue
         cases = [Case.of(known[f"{tables}x{size} {number}"]) for _, _, number in cells]
-        found = _measured(cases, size, None, ["--passes", str(PASSES)])
+        times = _measured(cases, size, None, ["--passes", str(PASSES)])
         rows: list[dict[str, Any]] = []
-        for case, one in zip(cases, found, strict=True):
+        for case, one in zip(cases, times, strict=True):
             names = [names[0] for names in case.distinct().values()]
             ms = _priced(profile, case, size, one["moves"])
             passes = {

@@ -374,14 +374,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        found = _measure(folder, args.seed, args.count)
+        largest = _measure(folder, args.seed, args.count)
     for same in (True, False):
         kinds: dict[tuple[str, str, bool], list[Case]] = defaultdict(list)
-        for case in found:
+        for case in largest:
             if (case.saved == case.loaded) == same:
                 kinds[case.model, case.optimizer, case.half].append(case)
         for (model, optimizer, half), some in kinds.items():
-            worst = max(some, key=lambda case: max(found[case].values()))
+            worst = max(some, key=lambda case: max(largest[case].values()))
             results.add(
                 model=model,
                 optimizer=optimizer,
@@ -389,10 +389,10 @@ def main() -> None:
                 same_layout=same,
                 cases=len(some),
                 steps=[worst.before, worst.after],
-                beyond_bound=sum(max(found[case].values()) > bound_of(case) for case in some),
+                beyond_bound=sum(max(largest[case].values()) > bound_of(case) for case in some),
                 bound=bound_of(worst),
-                largest_loss_difference=max(found[case]["losses"] for case in some),
-                largest_difference=max(found[worst].values()),
+                largest_loss_difference=max(largest[case]["losses"] for case in some),
+                largest_difference=max(largest[worst].values()),
                 worst=f"{worst.saved} to {worst.loaded}",
             )
 

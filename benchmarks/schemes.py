@@ -157,15 +157,15 @@ def main() -> None:
             words += ["--output", str(output)] + (["--link", args.link] if args.link else [])
             words += ["--all"] if args.all else []
             start_ranks("benchmarks.schemes", 2, words, link=args.link)
-            found = json.loads(output.read_text())
-        best = min(found, key=lambda one: one["ms"])
+            record = json.loads(output.read_text())
+        best = min(record, key=lambda one: one["ms"])
         results.add(
             task=name,
             link=args.link or "loopback",
-            auto=found[0]["plan"],
+            auto=record[0]["plan"],
             fastest=best["plan"],
-            slower_by=round(found[0]["ms"] / best["ms"] - 1, 3),
-            plans=found,
+            slower_by=round(record[0]["ms"] / best["ms"] - 1, 3),
+            plans=record,
             load=round(os.getloadavg()[0], 1),
         )
 

@@ -119,7 +119,7 @@ def planned_layouts(
     shapes = {table.name: table.shape for table in tables}
     known = frequencies_of(shape)
     everyone = Placement.line("cpu", size)
-    found = candidates(tables, features, size, BATCH, known)
+    planned_candidates = candidates(tables, features, size, BATCH, known)
 
     def layouts(rules: Rules) -> dict[str, TableLayout]:
         return resolve_table_layouts(ParallelConfig(scheme="auto"), shapes, {"auto": rules}, size)
@@ -137,11 +137,13 @@ def planned_layouts(
         )
 
     if name == PLANNED[0]:
-        return layouts(found["all whole"])
+        return layouts(planned_candidates["all whole"])
     topology = Topology.one_host(size)
     if gb_per_s is not None:
         topology = topology.with_link(gb_per_s)
-    ranked = rank_candidates(found, plan, batch_size=BATCH, topology=topology, frequencies=known)
+    ranked = rank_candidates(
+        planned_candidates, plan, batch_size=BATCH, topology=topology, frequencies=known
+    )
     return layouts(ranked[0].rules)
 
 
@@ -156,7 +158,7 @@ def frequencies_of(shape: Shape) -> dict[str, IdFrequencies]:
         column += feature.hotness
         edges = [0, 1, *(2**n for n in range(1, 16)), 2**62]
         here = [(counts >= low) & (counts < high) for low, high in pairwise(edges)]
-        bins = tuple((int(one.sum()), int(counts[one].sum())) for one in here)
+        bins = tuple((int(mask.sum()), int(counts[mask].sum())) for mask in here)
         found[table.features[0]] = IdFrequencies(bins, float(feature.hotness))
     return found
 
@@ -304,8 +306,8 @@ def work(args: argparse.Namespace) -> None:
         }
         losses = {name: loop.run(4) for name, loop in loops.items()}
         first = losses[STAGES[0]]
-        for name, found in losses.items():  # the same numbers in runs with every stage
-            torch.testing.assert_close(found, first, rtol=1e-4, atol=1e-6, msg=name)
+        for name, loss in losses.items():  # the same numbers in runs with every stage
+            torch.testing.assert_close(loss, first, rtol=1e-4, atol=1e-6, msg=name)
         last = loops[STAGES[-1]]
         leave_out(last)
         jobs = [(name, loop, "") for name, loop in loops.items()]

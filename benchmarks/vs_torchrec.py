@@ -87,7 +87,7 @@ def work(args: argparse.Namespace) -> None:
             "sbpflow": ours.pipelined,
             "sbpflow, no overlap": ours.plain,
         }
-        loops |= {f"sbpflow, {layout}": one.pipelined for layout, one in made.items()}
+        loops |= {f"sbpflow, {layout}": trainer.pipelined for layout, trainer in made.items()}
         if ddp is not None:
             loops["plain torch, DDP"] = ddp.plain
         if args.model != "wdl":
@@ -138,14 +138,14 @@ def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
         words += ["--profile", args.profile] if args.profile else []
         words += ["--ddp"] if args.ddp and wire == "float32" else []
         start_ranks("benchmarks.vs_torchrec", args.ranks, words, link=args.link)
-        found = json.loads(output.read_text())
+        record = json.loads(output.read_text())
     ranks, rows = args.ranks, SHAPES[args.shape].rows_per_rank
-    medians = {name: statistics.median(values) for name, values in found["times"].items()}
+    medians = {name: statistics.median(values) for name, values in record["times"].items()}
     peers = {name: medians[name] for name in ("torchrec plain", "torchrec pipelined")}
     faster = min(peers, key=peers.__getitem__)
     pairs = sorted(
         theirs / mine
-        for theirs, mine in zip(found["times"][faster], found["times"]["sbpflow"], strict=True)
+        for theirs, mine in zip(record["times"][faster], record["times"]["sbpflow"], strict=True)
     )
     for name, value in medians.items():
         results.add(
@@ -158,7 +158,7 @@ def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
             hot=args.hot,
             wire=wire,
             step_ms=round(value, 2),
-            cpu_ms=round(statistics.median(found["cpu"][name]), 2),  # from all threads of rank 0
+            cpu_ms=round(statistics.median(record["cpu"][name]), 2),  # from all threads of rank 0
             samples_per_s=round(1e3 * ranks * rows / value),
             load=load,
         )
@@ -180,11 +180,11 @@ def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
         times_faster_beside_the_dense_part=round(
             (medians[faster] - dense[0]) / (medians["sbpflow"] - dense[1]), 2
         ),
-        losses_apart=found["apart"],
-        tables=found["tables"],
-        predicted_ms=found["predicted_ms"],
+        losses_apart=record["apart"],
+        tables=record["tables"],
+        predicted_ms=record["predicted_ms"],
         beside={
-            name: _times_faster(found["times"][name], found["times"]["sbpflow"])
+            name: _times_faster(record["times"][name], record["times"]["sbpflow"])
             for name in (f"sbpflow, {layout}" for layout in args.compare)
         },
         load=load,

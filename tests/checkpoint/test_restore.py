@@ -211,9 +211,11 @@ def test_machines_with_a_local_checkpoint_dir_are_named(ranks, memory):
     messages = ranks(2, look_from_another_machine, memory)
     if messages[1].startswith("refused"):
         pytest.skip(messages[1])
-    for one in messages:
-        assert f"checkpoint.dir: {memory} on ranks [1] is not the folder that rank 0 uses" in one
-        assert "checkpoint.dir=/shared/runs/train" in one
+    for message in messages:
+        assert (
+            f"checkpoint.dir: {memory} on ranks [1] is not the folder that rank 0 uses" in message
+        )
+        assert "checkpoint.dir=/shared/runs/train" in message
     assert list(memory.iterdir()) == []
     assert ranks(2, look, [memory, memory]) == ["", ""], "the rank sees the folder again"
 

@@ -47,8 +47,8 @@ def test_no_damaged_copy_is_accepted(tmp_path):
             messages.add(str(error))
     assert tried > 4000
     assert accepted == []
-    assert all(one.startswith(f"{file}: cannot be used (") for one in messages)
-    assert all("checkpoint.resume=never" in one for one in messages)
+    assert all(message.startswith(f"{file}: cannot be used (") for message in messages)
+    assert all("checkpoint.resume=never" in message for message in messages)
 
 
 def test_a_missing_run_file_means_no_run(tmp_path):

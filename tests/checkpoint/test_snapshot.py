@@ -85,10 +85,10 @@ def test_changing_rows_are_saved_as_they_were(kernel, tight, tmp_path, monkeypat
 
     monkeypatch.setattr(PieceWriter, "write", write)
     snapshot = Snapshot(parts, lambda: [(DeviceStore(storage), [shard])])
-    found = snapshot.write(tmp_path / "rank-0.bin")
+    written = snapshot.write(tmp_path / "rank-0.bin")
     snapshot.end()
     raw = (tmp_path / "rank-0.bin").read_bytes()
-    for name, piece in found:
+    for name, piece in written:
         size = expected[name].numel() * 4
         piece_bytes = bytearray(raw[piece.offset : piece.offset + size])
         saved = torch.frombuffer(piece_bytes, dtype=torch.float32)
@@ -190,9 +190,9 @@ def test_background_saves_equal_blocking_saves(ranks, memory, scheme, tight):
     for name in "ab":
         (memory / name).mkdir()
     case = Case(Lying(2, scheme), Lying(2, scheme), "lazy_adam")
-    found = ranks(2, train_while_saving, memory, case, tight)
-    assert tight == any(spilled for _, _, spilled in found)
-    for taken, usual, _ in found:
+    results = ranks(2, train_while_saving, memory, case, tight)
+    assert tight == any(spilled for _, _, spilled in results)
+    for taken, usual, _ in results:
         if sys.platform == "linux":
             assert taken == [min(19, usual + 10)], "the thread that saves leaves the processor"
     one, two = (open_checkpoint(memory / name / "step-3") for name in "ab")

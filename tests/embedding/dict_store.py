@@ -43,9 +43,9 @@ class DictStore:
         self._block = {WEIGHTS: self.kernel.weights, **self.kernel.state}
         self._initial = {
             name: torch.full(
-                one.shape[1:], 0.0 if name == WEIGHTS else request.optimizer.initial_state(name)
-            ).to(one.dtype)
-            for name, one in self._block.items()
+                tensor.shape[1:], 0.0 if name == WEIGHTS else request.optimizer.initial_state(name)
+            ).to(tensor.dtype)
+            for name, tensor in self._block.items()
         }
         self._rows: dict[int, Row] = {}
         self._slot_of: dict[int, int] = {}  # in order of use: the most recent row is last
@@ -63,7 +63,7 @@ class DictStore:
 
     @property
     def memory_bytes(self) -> int:
-        row = sum(one[:1].numel() * one.itemsize for one in self._block.values())
+        row = sum(tensor[:1].numel() * tensor.itemsize for tensor in self._block.values())
         return row * (self.num_slots + self.num_rows)
 
     def announce(self, number: int, addresses: Tensor) -> None:
@@ -109,8 +109,8 @@ class DictStore:
         numbers = self._numbers(rows)
         if into is None:
             into = {
-                name: one.new_empty(len(numbers), *one.shape[1:])
-                for name, one in self._block.items()
+                name: tensor.new_empty(len(numbers), *tensor.shape[1:])
+                for name, tensor in self._block.items()
             }
         with self._lock:
             for place, row in enumerate(numbers):
@@ -141,10 +141,10 @@ class DictStore:
     def _evict(self) -> int:
         row = next(row for row in reversed(self._slot_of) if not self._leases[row])
         slot = self._slot_of.pop(row)
-        self._rows[row] = {name: one[slot].clone() for name, one in self._block.items()}
+        self._rows[row] = {name: tensor[slot].clone() for name, tensor in self._block.items()}
         # Overwrite the slot's content, because a lost row would otherwise go unnoticed.
-        for one in self._block.values():
-            one[slot] = float("nan")
+        for tensor in self._block.values():
+            tensor[slot] = float("nan")
         self.evicted += 1
         return slot
 

@@ -73,9 +73,9 @@ def test_kernels_match_torch(kernel, rule):
     for step, uses in lookups(torch.float32):
         one, two = Lookup(*uses), Lookup(*uses)
         lr = 0.1 * 0.9**step
-        found = plain.lookup(one)
-        torch.testing.assert_close(found, fused.lookup(two, lr), rtol=0, atol=1e-5)
-        torch.testing.assert_close(found, fused.lookup(two), rtol=0, atol=1e-5)
+        vectors = plain.lookup(one)
+        torch.testing.assert_close(vectors, fused.lookup(two, lr), rtol=0, atol=1e-5)
+        torch.testing.assert_close(vectors, fused.lookup(two), rtol=0, atol=1e-5)
         grads = torch.randn(one.num_bags, 8)
         if step == 4:  # an update without a lookup, as for rows that other ranks looked up
             two = Lookup(*uses)
@@ -106,16 +106,16 @@ def test_compiled_updates_match_torch(rule, dtype, width):
     exact = rule.name == "sgd" and dtype == torch.float32
     tolerance = 0.0 if exact else 20 * torch.finfo(dtype).eps
     for step, uses in lookups(dtype):
-        one = Lookup(*uses)
-        grads = torch.randn(one.num_bags, width, dtype=dtype)
-        sums = one.row_gradients(grads)
+        lookup_request = Lookup(*uses)
+        grads = torch.randn(lookup_request.num_bags, width, dtype=dtype)
+        sums = lookup_request.row_gradients(grads)
         indexed = compiled._indexed(Lookup(*uses))
-        for found, want in zip(indexed.row_gradients(grads), sums, strict=True):
+        for row_gradient, want in zip(indexed.row_gradients(grads), sums, strict=True):
             if dtype == torch.float32 or uses[2] is None:
-                assert torch.equal(found, want)
-            torch.testing.assert_close(found, want, rtol=tolerance, atol=tolerance)
-        assert torch.equal(indexed.inverse(), one.inverse().int())
-        plain.update(one, grads, 0.1, step + 1)
+                assert torch.equal(row_gradient, want)
+            torch.testing.assert_close(row_gradient, want, rtol=tolerance, atol=tolerance)
+        assert torch.equal(indexed.inverse(), lookup_request.inverse().int())
+        plain.update(lookup_request, grads, 0.1, step + 1)
         compiled.update(Lookup(*uses), grads, 0.1, step + 1)
         torch.testing.assert_close(compiled.weights, plain.weights, rtol=tolerance, atol=tolerance)
         for name, value in plain.state.items():

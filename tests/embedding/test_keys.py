@@ -43,7 +43,7 @@ TABLE = TableConfig(name="t", features=("f",), num_rows=100, dim=4, by_key=True)
 def plan_of(table, spec, size, *, features=None, others=(), **more):
     """Return a plan with ``table`` in the layout of ``spec``, and other tables in S(0)."""
     tables = (table, *others)
-    layouts = {one.name: Spec("S(0)", "reduce").layout(size) for one in others}
+    layouts = {other.name: Spec("S(0)", "reduce").layout(size) for other in others}
     return plan_embeddings(
         [OutputConfig(name="deep", tables=tables)],
         layouts | {table.name: spec.layout(size)},
@@ -182,9 +182,9 @@ def test_keys_in_lists_are_unchanged():
     for policy in ("error", "clamp", "hash"):
         plan = plan_of(TABLE, Spec("S(0)", "unique"), 2, features=features, out_of_range=policy)
         bags = Bags(EXTREME, torch.tensor([0, 4, 4, 7, 9]))
-        found = IdReader(plan, 0, CPU).read({"f": bags})
-        assert found.lists is not None
-        assert torch.equal(found.lists.values, EXTREME)
+        batch_ids = IdReader(plan, 0, CPU).read({"f": bags})
+        assert batch_ids.lists is not None
+        assert torch.equal(batch_ids.lists.values, EXTREME)
 
 
 def test_ids_shared_by_keys_and_rows_cannot_be_replaced():
@@ -355,9 +355,9 @@ def begun_save(world, folder):
     saver.wait()
     assert threading.current_thread() not in sorting
     saved = open_checkpoint(folder / "step-1")
-    found = saved.tensor("tables/t/keys")
-    assert torch.equal(mix(found), mix(keys).unique())
-    place = torch.searchsorted(mix(found), mix(keys))
+    saved_keys = saved.tensor("tables/t/keys")
+    assert torch.equal(mix(saved_keys), mix(keys).unique())
+    place = torch.searchsorted(mix(saved_keys), mix(keys))
     assert torch.equal(saved.tensor("tables/t")[place], before)
     assert not torch.equal(initial_of(collection, keys), before)
 
@@ -456,7 +456,7 @@ def exchanged_mix(size, spec, combine) -> Mix:
 
 
 def outputs_of(world, mix):
-    return [one["deep"] for one in train(world, mix, KeyedStores())["outputs"]]
+    return [step["deep"] for step in train(world, mix, KeyedStores())["outputs"]]
 
 
 @pytest.mark.parametrize("combine", ["concat", "sum"])
@@ -469,8 +469,8 @@ def test_every_exchange_equals_one_rank(ranks, combine):
         Spec("S(0)", "columns", ranks=(1,)),
         Spec("B", "columns", ranks=(0,)),
     ):
-        found = ranks(2, outputs_of, exchanged_mix(2, spec, combine))
-        for one, *parts in zip(alone, *found, strict=True):
+        results = ranks(2, outputs_of, exchanged_mix(2, spec, combine))
+        for one, *parts in zip(alone, *results, strict=True):
             assert np.allclose(np.concatenate(parts), one, rtol=0, atol=1e-12), spec
 
 

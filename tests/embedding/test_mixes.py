@@ -419,9 +419,9 @@ def watch(world, mix: Mix) -> list[tuple[int, int, dict[int, list[str]]]]:
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_rows_are_leased_from_announcement_to_release(ranks, exchange, accumulate):
-    for found in ranks(2, watch, mix_of(exchange, 8, RULES[0], accumulate=accumulate)):
-        assert found
-        for held, most, calls in found:
+    for result in ranks(2, watch, mix_of(exchange, 8, RULES[0], accumulate=accumulate)):
+        assert result
+        for held, most, calls in result:
             assert held == 0
             assert most > 0
             assert list(calls) == list(range(1, len(calls) + 1))

@@ -73,11 +73,11 @@ def test_own_exchange_equals_the_reference_on_four_ranks(ranks, optimizer):
         for name, (weights, _) in join_tables(case, results).items():
             np.testing.assert_allclose(weights, model.deep[name][1].numpy(), rtol=0, atol=1e-12)
     # Three deep tables have one lookup per sample, and the owners received all lookups.
-    assert sum(one["told"] for one in results) == 3 * sum(case.batch_sizes)
-    for one in results:
-        rank, logged = one["rank"], dict(one["groups"])
-        assert [name for name in dict.fromkeys(n for n, _ in one["groups"]) if "two_hops" in name] \
-            == STAGES  # fmt: skip
+    assert sum(result["told"] for result in results) == 3 * sum(case.batch_sizes)
+    for result in results:
+        rank, logged = result["rank"], dict(result["groups"])
+        names = dict.fromkeys(name for name, _ in result["groups"])
+        assert [name for name in names if "two_hops" in name] == STAGES
         assert logged[STAGES[0]] == ((0, 1), (2, 3))[rank // 2]
         assert logged[STAGES[3]] == ((0, 2), (1, 3))[rank % 2]
 
@@ -124,7 +124,7 @@ def test_own_exchange_is_priced_and_planned():
         assert price_plan(engine, task.batch_size).ms > 0
         # An unlimited search tries the exchange and chooses it where it is cheapest.
         free = problem_of(cost)
-        assert all(hops in {one.shape for one in options} for options in free.options)
+        assert all(hops in {option.shape for option in options} for options in free.options)
 
 
 def test_own_exchange_rejects_unsupported_layouts():

@@ -94,7 +94,7 @@ def test_ranks_started_by_hand_on_one_machine_listen_on_loopback(tmp_path, host,
     for interface, *addresses in (first, second):
         assert interface == "lo"
         assert addresses, "gloo listens"
-        assert {one.partition(":")[0] for one in addresses} == {LOOPBACK}
+        assert {address.partition(":")[0] for address in addresses} == {LOOPBACK}
 
 
 def test_ranks_of_torchrun_on_one_machine_listen_on_loopback(tmp_path):
@@ -102,12 +102,14 @@ def test_ranks_of_torchrun_on_one_machine_listen_on_loopback(tmp_path):
     process = started([*command, "--nproc-per-node", "2"], tmp_path)
     for interface, *addresses in found_by([process], tmp_path):
         assert interface == "lo"
-        assert {one.partition(":")[0] for one in addresses} == {LOOPBACK}
+        assert {address.partition(":")[0] for address in addresses} == {LOOPBACK}
 
 
 def resolve(monkeypatch, *addresses: str) -> None:
     def found(host: str, port: int, **_: object) -> list[tuple[object, ...]]:
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, port)) for one in addresses]
+        return [
+            (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in addresses
+        ]
 
     monkeypatch.setattr(module.socket, "getaddrinfo", found)
 

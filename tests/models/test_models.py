@@ -47,7 +47,7 @@ def train_and_score(world, config, steps):
     (job,) = jobs
     batch = make_batches(steps, BATCH)[0].part(world.rank, world.size)
     result["logits"] = job.trainer.predict(batch).numpy()
-    result["buffers"] = {name: one.part.numpy() for name, one in job.model.buffers.items()}
+    result["buffers"] = {name: buffer.part.numpy() for name, buffer in job.model.buffers.items()}
     assert {f"dense/{name}" for name in result["buffers"]} <= set(job.state())
     return result
 
@@ -59,14 +59,14 @@ def check(ranks, world_size, name, config, steps):
         np.testing.assert_allclose(result["losses"], losses, rtol=1e-10, atol=0)
     # Tolerance for weights and values computed from them: sums in another order, over 50 steps with
     # momentum 0.9.
-    found = np.concatenate([result["logits"] for result in results])
-    np.testing.assert_allclose(found, logits.numpy(), rtol=1e-9, atol=1e-8)
+    joined_logits = np.concatenate([result["logits"] for result in results])
+    np.testing.assert_allclose(joined_logits, logits.numpy(), rtol=1e-9, atol=1e-8)
     for key, (value, _) in named(twin).items():
         if key in results[0]["dense"] and not config.parallel.dense:
             mine = results[-1]["dense"][key]
             np.testing.assert_allclose(mine, value.detach().numpy(), rtol=0, atol=1e-9)
     check_tables(results, twin)
-    norms = [one for one in twin.modules() if isinstance(one, torch.nn.BatchNorm1d)]
+    norms = [module for module in twin.modules() if isinstance(module, torch.nn.BatchNorm1d)]
     buffers = list(results[-1]["buffers"].values())
     assert len(buffers) == 2 * len(norms)
     for n, norm in enumerate(norms):

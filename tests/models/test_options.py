@@ -71,7 +71,7 @@ def dtypes_of_one_step(world, name):
     finally:
         for op, function in real.items():
             setattr(ops, op, function)
-    weights = {str(one.dtype) for one in job.model.parameters.values()}
+    weights = {str(parameter.dtype) for parameter in job.model.parameters.values()}
     return seen, weights | {str(job.trainer.predict(batch).dtype)}
 
 
@@ -244,7 +244,7 @@ def test_the_plain_form_can_be_exported(name):
     rows = torch.export.Dim("rows", min=2)
     shapes = {"vectors": {key: {0: rows} for key in vectors}, "dense": {0: rows}}
     program = torch.export.export(module, (vectors, dense), dynamic_shapes=shapes)
-    found = program.module()({key: one[:7] for key, one in vectors.items()}, dense[:7])
+    found = program.module()({key: tensor[:7] for key, tensor in vectors.items()}, dense[:7])
     torch.testing.assert_close(found.squeeze(1).detach(), logits[:7], rtol=1e-10, atol=1e-12)
 
 
@@ -263,8 +263,8 @@ def plain_of_a_run(world, name):
     spec = MODELS[name].spec(FIELDS)
     module = plain_model(spec, job.plan.embeddings, read, saved=state, num_dense=3, seed=7)
     with torch.no_grad():
-        found = module(*module.arguments_of(batches[0].ids, batches[0].dense.double()))
-    return found.numpy(), job.trainer.predict(batches[0]).numpy()
+        logits = module(*module.arguments_of(batches[0].ids, batches[0].dense.double()))
+    return logits.numpy(), job.trainer.predict(batches[0]).numpy()
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -27,8 +27,8 @@ from sbpflow.models.dlrm import DlrmConfig
 from sbpflow.models.wdl import WdlConfig, WideConfig
 from tests.training.wdl_case import FIELDS, make_batches, make_config
 
-ROWS = [one.rows for one in FIELDS.sparse]
-NAMES = [one.name for one in FIELDS.sparse]
+ROWS = [field.rows for field in FIELDS.sparse]
+NAMES = [field.name for field in FIELDS.sparse]
 DIM, BATCH, STEPS, FEW = 5, 30, 50, 15
 
 MODELS: dict[str, Any] = {

@@ -117,15 +117,15 @@ def test_ftrl_and_half_precision_rows_add_no_waits(rehearsed_ranks):
     config = make_config("1", "adagrad", dtype="float32", dense="adam", wide=Ftrl())
     config = replace(config, parallel=replace(config.parallel, table_dtype="bfloat16"))
     budget = BUDGETS[2, "1"]
-    found = rehearsed_ranks(2, second_step, config, 1)
-    check(found, replace(budget, ops=budget.ops + 110))
+    results = rehearsed_ranks(2, second_step, config, 1)
+    check(results, replace(budget, ops=budget.ops + 110))
 
 
 def test_accumulation_adds_no_waits(rehearsed_ranks):
     config = make_config("2", "lazy_adam", dtype="float32", dense="adam")
     budget = BUDGETS[2, "2"]
-    found = rehearsed_ranks(2, second_step, config, 3)
-    check(found, replace(budget, ops=3 * budget.ops))
+    results = rehearsed_ranks(2, second_step, config, 3)
+    check(results, replace(budget, ops=3 * budget.ops))
 
 
 def losses_and_step(world, config):
@@ -138,7 +138,7 @@ def losses_and_step(world, config):
 
     absent, choose.find_spec = choose.find_spec, find_spec
     try:
-        found = second_step(world, config, 1)
+        measured = second_step(world, config, 1)
         by_kernel = []
         for kernel in ("triton", "torch"):
             changed = replace(config, parallel=replace(config.parallel, kernel=kernel))
@@ -151,7 +151,7 @@ def losses_and_step(world, config):
             by_kernel.append([float(job.trainer.step(batch)) for batch in batches])
     finally:
         choose.find_spec = absent
-    return found, by_kernel
+    return measured, by_kernel
 
 
 @pytest.mark.parametrize(("ranks", "scheme"), [(1, "1"), (2, "2"), (2, "3")])
@@ -205,8 +205,8 @@ def ragged_step(world, mix):
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_lists_of_ids_need_one_read_together_with_the_counts(rehearsed_ranks, ranks, exchange):
     mix = mix_of(exchange, 8, RULES[2], batch_sizes=(13, 14, 16), dtype=torch.float32)
-    found = rehearsed_ranks(ranks, ragged_step, replace(mix, world_size=ranks))
-    check(found, Budget(waits=0, late_reads=min(ranks - 1, 1), ops=430))
+    results = rehearsed_ranks(ranks, ragged_step, replace(mix, world_size=ranks))
+    check(results, Budget(waits=0, late_reads=min(ranks - 1, 1), ops=430))
 
 
 def ops_by_repetition(world, config):

@@ -50,7 +50,9 @@ def train(world, config, warm_up_steps, steps=STEPS, before_step=None):
             losses.append(job.trainer.step(rows))
         journals.append(made)
     assert all(torch.equal(there.cpu(), here) for there, here in kept)
-    weights = {name: one.part.detach().cpu() for name, one in job.model.parameters.items()}
+    weights = {
+        name: parameter.part.detach().cpu() for name, parameter in job.model.parameters.items()
+    }
     for stored in job.embeddings.stored():
         shard = stored.shard
         place = shard.table.name, shard.row_start, shard.col_start

@@ -123,9 +123,9 @@ def refusals(world, cases):
 
 
 def test_operations_that_a_gpu_rejects_are_rejected(rehearsed_ranks):
-    for found in rehearsed_ranks(2, refusals, list(REFUSED)):
+    for result in rehearsed_ranks(2, refusals, list(REFUSED)):
         for case, words in REFUSED.items():
-            assert words in found[case.__name__], f"{case.__name__}: {found[case.__name__]}"
+            assert words in result[case.__name__], f"{case.__name__}: {result[case.__name__]}"
 
 
 def test_unfinished_transfer_fails_the_test(rehearsed_ranks):

@@ -36,7 +36,7 @@ def measured(world, folder, kernels):
         plan = with_measured_kernels(plan, "auto", Boxing(world))
         again = with_measured_kernels(plan, "auto", Boxing(world))
     assert again.kernels == plan.kernels
-    return sorted({(one.name, one.reason[:8]) for one in plan.kernels.values()}), shapes
+    return sorted({(choice.name, choice.reason[:8]) for choice in plan.kernels.values()}), shapes
 
 
 def test_single_available_kernel_is_not_measured(rehearsed_ranks, tmp_path):

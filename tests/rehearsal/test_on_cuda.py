@@ -88,7 +88,7 @@ def ids_in_host_memory(world):
     collection = make_job(world, make_config("1", "sgd")).embeddings
     ids = make_batches(1, 30)[0].ids
     messages = []
-    for given in (ids, {one.name: ids[:, n] for n, one in enumerate(FIELDS.ids)}):
+    for given in (ids, {field.name: ids[:, n] for n, field in enumerate(FIELDS.ids)}):
         with pytest.raises(DataError) as refused:
             collection.forward(given, ids.shape[0], training=False)
         messages.append(str(refused.value))

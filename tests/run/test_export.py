@@ -264,7 +264,7 @@ def _hashed(world: World):
     config = make_config("3", "sgd", dtype="float32")
     wide = WideConfig(crosses=(("C1", "C2"), ("C1", "C2", "C3")), hash_size=97)
     config = replace(config, model=WdlConfig(embedding_dim=4, hidden=(7,), wide=wide, dropout=0.0))
-    fields = Fields.of(FIELDS.dense, {one.name: one.rows for one in FIELDS.sparse})
+    fields = Fields.of(FIELDS.dense, {field.name: field.rows for field in FIELDS.sparse})
     whole = make_batches(3, 30)
     for batch in whole:
         ids = batch.ids[:, :4].numpy()

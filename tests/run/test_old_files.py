@@ -102,7 +102,7 @@ def _go_on(world: World, name: str, steps: int, data: str = "set"):
         fingerprint=manifest.fingerprint,
         content_id=manifest.content_id,
         vocabulary_digest=manifest.vocabulary_digest,
-        ancestors=tuple(one.digest for one in manifest.ancestors),
+        ancestors=tuple(ancestor.digest for ancestor in manifest.ancestors),
     )
     decision = resume.Decision(folder=path.parent, run="", newest=path)
     start = resume.load(decision, job, facts, boxing)
@@ -187,8 +187,8 @@ def test_state_per_column_shard_is_restored_only_to_equal_shards(ranks):
     assert {key: tensor_digest(t) for key, t in restored.items()} == expected["tensors"]
     assert restored["tables/deep.code"].dtype == torch.bfloat16
     assert results[0][1] == pytest.approx(expected["losses"], rel=BFLOAT16)
-    found = norms(whole([after for _, _, after in results]))
-    assert found == pytest.approx(expected["norms"], rel=BFLOAT16, abs=1e-6)
+    actual_norms = norms(whole([after for _, _, after in results]))
+    assert actual_norms == pytest.approx(expected["norms"], rel=BFLOAT16, abs=1e-6)
     with pytest.raises(AssertionError, match="use the same layout and row_state"):
         ranks(1, _go_on, "per-shard", 1)
 
@@ -221,10 +221,10 @@ def test_an_old_interrupted_run_resumes_to_the_same_losses(tmp_path):
     assert stopped[-1]["step"] == 11, "it was interrupted after its last checkpoint"
     words = [f"data.path={OLD / 'set'}", f"run.dir={tmp_path / 'run'}", *expected["words"]]
     assert train.main(["--config", str(OLD / "input/base.yaml"), *words]) == 0
-    found = events(tmp_path / "run")
-    assert [one["step"] for one in found if one["event"] == "step"] == list(range(1, 21))
-    assert len(found) == len(expected["events"])
-    for one, other in zip(found, expected["events"], strict=True):
+    logged = events(tmp_path / "run")
+    assert [one["step"] for one in logged if one["event"] == "step"] == list(range(1, 21))
+    assert len(logged) == len(expected["events"])
+    for one, other in zip(logged, expected["events"], strict=True):
         assert one.keys() == other.keys()
         for key, value in other.items():
             same = value if isinstance(value, str) else pytest.approx(value, rel=FLOAT64)

@@ -180,7 +180,7 @@ def train(
     losses = run(job, world)
     assert torch.equal(before, torch.random.get_rng_state()), "the caller's generator is unchanged"
     check_replicas(job.copies, job.embeddings, job.boxing)
-    return losses, {name: one.part.detach() for name, one in job.copies.items()}
+    return losses, {name: copy_.part.detach() for name, copy_ in job.copies.items()}
 
 
 def run(job: Job, world: World) -> list[float]:

@@ -60,8 +60,8 @@ class Job:
 
     def saved_by(self) -> int:
         """Return the number of ranks that wrote the newest checkpoint; 0 without a checkpoint."""
-        found = list_checkpoints(self.folder / "run" / "checkpoints")
-        return len(open_checkpoint(found[0]).index.files) if found else 0
+        checkpoints = list_checkpoints(self.folder / "run" / "checkpoints")
+        return len(open_checkpoint(checkpoints[0]).index.files) if checkpoints else 0
 
     def wait(self, done: Callable[[], bool], what: str) -> None:
         deadline = Deadline(END_S)

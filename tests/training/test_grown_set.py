@@ -14,7 +14,7 @@ from tests.training.test_resume import CONFIG
 
 
 def prepare(folder, name, inputs, *more):
-    texts = [str(folder / f"{one}.tsv") for one in inputs]
+    texts = [str(folder / f"{stem}.tsv") for stem in inputs]
     words = ["prepare", "--input", *texts, "--output", str(folder / name), "--workers", "1", *more]
     assert data(words) == 0
     return folder / name
@@ -71,7 +71,7 @@ def test_runs_resume_on_a_grown_data_set(tmp_path, monkeypatch):
         assert torch.equal(now[rows:][idle[rows:]], start[rows:][idle[rows:]]), name
         grown += name.count("/") == 1 and now.shape[0] - rows
     assert grown > 100
-    assert any(len(one.rows) for one in load_manifest(big).ancestors)
+    assert any(len(ancestor.rows) for ancestor in load_manifest(big).ancestors)
 
     foreign = prepare(tmp_path, "other", ["foreign"])
     with pytest.raises(ConfigError, match=r"vocabulary differs .* --like OLD --grow"):

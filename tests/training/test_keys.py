@@ -71,10 +71,10 @@ def keys_for(feature: str, rows: torch.Tensor) -> torch.Tensor:
     """Return the keys of a feature's rows: distinct, equal on all ranks, four of them extreme."""
     if feature in BY_NUMBER:
         return rows.long()
-    found = mix(rows.long() + 1000 * len(feature))
+    keys_of_rows = mix(rows.long() + 1000 * len(feature))
     for row, key in enumerate(EXTREME):
-        found[rows == row] = key
-    return found
+        keys_of_rows[rows == row] = key
+    return keys_of_rows
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Case:
         if not self.keyed:
             return config
         model = config.model
-        options = {one.name: getattr(model, one.name) for one in fields(model)}
+        options = {field.name: getattr(model, field.name) for field in fields(model)}
         return replace(config, model=KeyedWdl(**options, num_rows=self.num_rows))
 
 
@@ -102,9 +102,9 @@ def batch_of(number: int, case: Case) -> Rows:
     """Return skewed ids with duplicates and new ids in every batch."""
     generator = torch.Generator().manual_seed(number)
     n = BATCH - 7 if number % 5 == 4 else BATCH
-    rows = [(torch.rand(n, generator=generator) ** 2 * one.rows).int() for one in FIELDS.ids]
+    rows = [(torch.rand(n, generator=generator) ** 2 * field.rows).int() for field in FIELDS.ids]
     if case.keyed:
-        rows = [keys_for(one.name, ids) for one, ids in zip(FIELDS.ids, rows, strict=True)]
+        rows = [keys_for(field.name, ids) for field, ids in zip(FIELDS.ids, rows, strict=True)]
     dense = torch.randn(n, len(FIELDS.dense), generator=generator)
     labels = (torch.rand(n, generator=generator) < 0.5).float()
     return Rows(labels, dense, torch.stack(rows, 1), n)
@@ -267,13 +267,13 @@ def test_rows_by_key_train_as_rows_by_number(ranks, memory, size, case):
     for lookahead in (0, 1, 4):
         one = replace(case, lookahead=lookahead)
         runs[lookahead] = ranks(size, whole_run, one, memory / f"keys-{lookahead}")
-    for found in runs.values():
+    for run in runs.values():
         for rank in range(size):
-            assert found[rank]["losses"] == by_number[rank]["losses"]
-            assert found[rank]["logits"] == by_number[rank]["logits"]
-            assert found[rank]["logged"] > 0
-    assert sum(one["in_flight"] for one in runs[0]) == 0
-    assert sum(one["in_flight"] for one in runs[4]) > 20, "keys of batches that are not trained"
+            assert run[rank]["losses"] == by_number[rank]["losses"]
+            assert run[rank]["logits"] == by_number[rank]["logits"]
+            assert run[rank]["logged"] > 0
+    assert sum(run["in_flight"] for run in runs[0]) == 0
+    assert sum(run["in_flight"] for run in runs[4]) > 20, "keys of batches that are not trained"
     for step in (SAVED_AT, STEPS):
         for lookahead in (1, 4):
             equal(
@@ -291,15 +291,15 @@ def check_rows(by_number: Path, by_key: Path) -> None:
         rows, keys = (open_checkpoint(one / f"step-{step}") for one in (by_number, by_key))
         for name in ("deep.C1", "wide.C1xC2"):
             feature = name.partition(".")[2]
-            found = keys.tensor(f"tables/{name}/keys")
-            assert torch.equal(mix(found), mix(found).sort().values)
+            saved_keys = keys.tensor(f"tables/{name}/keys")
+            assert torch.equal(mix(saved_keys), mix(saved_keys).sort().values)
             number_of = {
                 int(key): row
                 for row, key in enumerate(
                     keys_for(feature, torch.arange(rows.tensors[f"tables/{name}"].shape[0]))
                 )
             }
-            at = torch.tensor([number_of[key] for key in found.tolist()])
+            at = torch.tensor([number_of[key] for key in saved_keys.tolist()])
             names = [
                 one
                 for one in rows.tensors
@@ -308,17 +308,17 @@ def check_rows(by_number: Path, by_key: Path) -> None:
             assert len(names) > 1
             for tensor in names:
                 assert torch.equal(keys.tensor(tensor), rows.tensor(tensor)[at]), tensor
-            counts.append(len(found))
+            counts.append(len(saved_keys))
     assert counts[2] > counts[0] > 10, "there are more keys at the second save"
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_any_number_of_ranks_has_the_same_keys_and_rows(ranks, memory, alone, size):
     one, folder = alone
-    found = ranks(size, whole_run, Case(lookahead=4), memory / "run")
-    assert close(found[0]["losses"], one["losses"])
-    assert close(all_logits(found), one["logits"])
-    sizes = [sum(rows) for rows in (rank["rows"] for rank in found)]
+    results = ranks(size, whole_run, Case(lookahead=4), memory / "run")
+    assert close(results[0]["losses"], one["losses"])
+    assert close(all_logits(results), one["logits"])
+    sizes = [sum(rows) for rows in (rank["rows"] for rank in results)]
     assert len(set(sizes)) > 1, "ranks have different numbers of rows"
     assert sum(sizes) == sum(one["rows"])
     for step in (SAVED_AT, STEPS):
@@ -332,11 +332,11 @@ def test_runs_resume_on_other_world_sizes(ranks, memory, size, other):
     for lookahead in (0, 4):
         again = replace(case, lookahead=lookahead)
         own = memory / f"again-{lookahead}"
-        found = ranks(other, go_on, again, memory / "run", own)
+        results = ranks(other, go_on, again, memory / "run", own)
         losses = whole[0]["losses"][SAVED_AT:]
         if size == other:
-            assert found[0]["losses"] == losses
-        assert close(found[0]["losses"], losses)
+            assert results[0]["losses"] == losses
+        assert close(results[0]["losses"], losses)
         equal(memory / f"run/step-{STEPS}", own / f"step-{STEPS}", exactly=size == other)
 
 

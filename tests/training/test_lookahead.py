@@ -66,7 +66,11 @@ def train(world: World, config: Any, lookahead: int, overlapped: bool) -> Any:
             losses += job.trainer.predict(batches[0]).tolist()
             world.log.enabled = True
     world.log.enabled = False
-    order = [(one.step_id, one.bytes_sent) for one in world.log.records if one.channel == "ids"]
+    order = [
+        (record.step_id, record.bytes_sent)
+        for record in world.log.records
+        if record.channel == "ids"
+    ]
     world.log.clear()
     return {**outcome(job, losses), "order": order}
 
@@ -78,8 +82,8 @@ def test_no_lookahead_changes_a_bit_or_the_order_of_a_channel(ranks, scheme):
     assert want[0]["order"] or scheme == "dp"
     for lookahead in KS:
         for overlapped in (True, False):
-            found = ranks(2, train, config, lookahead, overlapped)
-            for one, other in zip(found, want, strict=True):
+            results = ranks(2, train, config, lookahead, overlapped)
+            for one, other in zip(results, want, strict=True):
                 assert_same(one, other)
                 assert one["order"] == other["order"]
 
@@ -126,9 +130,9 @@ def test_drained_batches_have_no_effect(ranks, world_size):
     config = make_config("3", "lazy_adam", dense="adam")
     want = ranks(world_size, drained, config, 0)
     for lookahead in (1, 4):
-        found = ranks(world_size, drained, config, lookahead)
-        assert found[0]["held"] == lookahead
-        for one, other in zip(found, want, strict=True):
+        results = ranks(world_size, drained, config, lookahead)
+        assert results[0]["held"] == lookahead
+        for one, other in zip(results, want, strict=True):
             assert_same(one, other)
 
 

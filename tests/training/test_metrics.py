@@ -107,10 +107,14 @@ def test_nan_predictions_are_an_error_with_their_place():
 def test_one_class_has_no_auc_with_a_reason():
     with pytest.raises(MetricError, match="all 2 rows are positive"):
         auc(np.zeros(2), np.ones(2))
-    found = evaluate(np.zeros(3), np.zeros(3))
-    assert found.no_auc.startswith("all 3 rows are negative")
-    assert (found.auc, found.normalised_entropy, found.calibration_ratio) == (None, None, None)
-    assert found.logloss == math.log(2)
+    evaluation = evaluate(np.zeros(3), np.zeros(3))
+    assert evaluation.no_auc.startswith("all 3 rows are negative")
+    assert (evaluation.auc, evaluation.normalised_entropy, evaluation.calibration_ratio) == (
+        None,
+        None,
+        None,
+    )
+    assert evaluation.logloss == math.log(2)
     assert evaluate(np.array([1.0, 2.0]), np.array([0, 1])).auc == 1.0
 
 

@@ -69,9 +69,11 @@ def test_a_trace_has_every_move_with_its_bytes(ranks, tmp_path):
         assert [e["args"]["step"] for e in told] == [2] * len(moves) + [3] * len(moves)
         for event in told:
             args = event["args"]
-            assert args["bytes_sent"] == sum(one["bytes_sent"] for one in args["transfers"])
-            for one in args["transfers"]:
-                assert one["bytes_sent"] == result["planned"][one["id"]]
+            assert args["bytes_sent"] == sum(
+                transfer["bytes_sent"] for transfer in args["transfers"]
+            )
+            for transfer in args["transfers"]:
+                assert transfer["bytes_sent"] == result["planned"][transfer["id"]]
         sent = {one["id"] for event in told for one in event["args"]["transfers"]}
         assert sent == set(result["planned"])
         assert any(event["name"].startswith("aten::") for event in trace["traceEvents"])

@@ -135,9 +135,9 @@ def test_every_layout_equals_the_reference(ranks, size, layout, kernel):
     case = case_of(layout, size, kernel)
     results = ranks(size, train, case)
     outputs, tables = reference(case)
-    for found, wanted in zip(join_outputs(results), outputs, strict=True):
+    for output, wanted in zip(join_outputs(results), outputs, strict=True):
         for name, value in wanted.items():
-            np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-12)
+            np.testing.assert_allclose(output[name], value, rtol=0, atol=1e-12)
     for name, (weights, state) in join_tables(case, results).items():
         np.testing.assert_allclose(weights, tables[name], rtol=0, atol=1e-12)
         assert {key: value.ndim for key, value in state.items()} == {"velocity": 2, "scale": 1}
@@ -226,7 +226,7 @@ def test_mistakes_in_kernel_declarations_are_named(monkeypatch):
 def test_a_user_optimizer_is_planned_and_priced():
     _, plan = plan_run(config_of("auto", kernel="auto"), FIELDS, world_size=4, device_type="cpu")
     assert plan.priced
-    assert all(one.ms > 0 for one in plan.priced)
+    assert all(candidate.ms > 0 for candidate in plan.priced)
     (table,) = [table for table in describe(plan)["tables"] if table["name"] == "deep.C1"]
     for shard in table["shards"]:
         rows, columns = (stop - start for start, stop in (shard["rows"], shard["columns"]))

@@ -65,9 +65,9 @@ def interrupt(monkeypatch, step):
 
 
 def events(folder):
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     kept = ("event", "step", "loss", "auc", "logloss", "epoch", "split", "lr_sparse", "val_auc")
-    return [{key: event[key] for key in kept if key in event} for event in found]
+    return [{key: event[key] for key in kept if key in event} for event in logged]
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +105,8 @@ def test_tensorboard_has_each_step_once_after_interruptions(synth_set, tmp_path,
     board = reader.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     told = [event for event in events(tmp_path) if event["event"] == "step"]
     shown = board.Scalars("step/loss")
-    assert [one.step for one in shown] == list(range(1, 21))
-    assert [one.value for one in shown] == pytest.approx([event["loss"] for event in told])
+    assert [point.step for point in shown] == list(range(1, 21))
+    assert [point.value for point in shown] == pytest.approx([event["loss"] for event in told])
 
 
 def interrupted(synth_set, folder, monkeypatch, at=9, *more):

@@ -79,7 +79,7 @@ def batch_of(number: int) -> Rows:
     """Return skewed ids with duplicates; every fifth batch is short."""
     generator = torch.Generator().manual_seed(number)
     n = BATCH - 7 if number % 5 == 4 else BATCH
-    ids = [(torch.rand(n, generator=generator) ** 2 * one.rows).int() for one in FIELDS.ids]
+    ids = [(torch.rand(n, generator=generator) ** 2 * field.rows).int() for field in FIELDS.ids]
     dense = torch.randn(n, len(FIELDS.dense), generator=generator)
     labels = (torch.rand(n, generator=generator) < 0.5).float()
     return Rows(labels, dense, torch.stack(ids, 1), n)
@@ -166,14 +166,14 @@ def whole_run(world: World, case: Case, folder: Path) -> list[dict[str, Any]]:
 
 
 def check(ranks, size: int, case: Case, folder: Path) -> None:
-    found = ranks(size, whole_run, case, folder)
-    for device, slots in found:
+    results = ranks(size, whole_run, case, folder)
+    for device, slots in results:
         assert slots["losses"] == device["losses"]
         assert device["again"] == slots["again"] == device["losses"][-len(device["again"]) :]
         assert slots["leased"] == 0
         assert slots["announced"] >= 2, "the batches of a step are leased together"
         assert slots["log_bytes"] > 0
-    assert sum(slots["evicted"] for _, slots in found) > 20
+    assert sum(slots["evicted"] for _, slots in results) > 20
     names = (f"device/step-{SAVED_AT}", f"device/step-{STEPS}", f"device-resumed/step-{STEPS}")
     for name in names:
         one, two = (open_checkpoint(folder / n) for n in (name, name.replace("device", "slots")))

@@ -55,19 +55,19 @@ class Job:
     def finish(self) -> list[float]:
         """Check that both loops succeeded; return the loss of every step, each reported once."""
         self.wait(
-            lambda: all(one.process is not None and one.process.poll() is not None
-                        for one in self.machines),
+            lambda: all(machine.process is not None and machine.process.poll() is not None
+                        for machine in self.machines),
             "the loops did not end",
         )  # fmt: skip
-        assert [one.process.returncode for one in self.machines] == [0, 0], self.output()
+        assert [machine.process.returncode for machine in self.machines] == [0, 0], self.output()
         steps = [line for line in self._events() if line["event"] == "step"]
         assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
         return [line["loss"] for line in steps]
 
     def output(self) -> str:
         return "\n".join(
-            f"--- machine {one.number}\n{(self.folder / f'log{one.number}').read_text()}"
-            for one in self.machines
+            f"--- machine {machine.number}\n{(self.folder / f'log{machine.number}').read_text()}"
+            for machine in self.machines
         )
 
 
