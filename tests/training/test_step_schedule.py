@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -189,11 +188,6 @@ def test_what_is_in_flight_during_a_move():
     assert re.search(
         r"update +the step +one optimizer step on the rows next ids, ", str(OVERLAPPED)
     )
-
-
-def test_the_architecture_page_shows_the_schedule():
-    page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
-    assert str(OVERLAPPED) in page
 
 
 @pytest.mark.parametrize(
