@@ -206,7 +206,7 @@ def _summary(manifest: Manifest) -> str:
 
 
 def _errno(error: OSError) -> int:
-    """The system's error number, which Polars gives only in the text; 0 if there is none."""
+    """Return the system's error number, which Polars gives only in the text; 0 if there is none."""
     match = re.search(r"\(os error (\d+)\)", str(error))
     return error.errno or (int(match[1]) if match else 0)
 

@@ -6,7 +6,7 @@ from types import ModuleType
 
 
 def find_loops(size: int, least: int) -> ModuleType | None:
-    """``data.loops``; None if numba is not installed, or if ``size`` is below ``least``.
+    """``data.loops``, or None if numba is not installed, or if ``size`` is below ``least``.
 
     Loading numba takes half a second, which a small task would not gain back.
     """

@@ -45,7 +45,7 @@ def growth_of(manifest: Manifest, tables: Sequence[Mapping[str, Any]]) -> list[d
 
 
 def growth_text(entries: Sequence[Mapping[str, Any]]) -> str:
-    """The result of ``growth_of`` as one line per table; empty if there are none."""
+    """Return the result of ``growth_of`` as one line per table; empty if there are none."""
     lines = [
         f"  {entry['table']}: {entry['new_values']:,} new values, {entry['in_spare_ids']:,} with "
         f"spare ids and {entry['behind_the_old']:,} after the old rows; the most loaded of "

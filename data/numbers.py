@@ -28,7 +28,7 @@ def by_column(
 ) -> tuple[tuple[str, Value], ...]:
     """Parse ``C1=3,C20=12``, or with ``takes_one`` a single number for all ``columns``.
 
-    ConfigError for other forms, for an unknown column, and for a column with two values.
+    Raise ConfigError for other forms, for an unknown column, and for a column with two values.
     """
     try:
         if takes_one and "=" not in text:

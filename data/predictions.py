@@ -85,7 +85,7 @@ class Scoring:
         )
 
     def manifest(self) -> Manifest:
-        """The set whose ``split`` is scored."""
+        """Return the set whose ``split`` is scored."""
         manifest = load_manifest(self._folder)
         if not manifest.splits[self.split]:
             names = ", ".join(name for name, rows in manifest.splits.items() if rows)
@@ -127,7 +127,7 @@ class Scoring:
 
 
 def check_ids(manifest: Manifest, like: Manifest) -> None:
-    """ConfigError unless the ids of ``manifest`` have the same meaning in ``like``.
+    """Raise ConfigError unless the ids of ``manifest`` have the same meaning in ``like``.
 
     They do if the vocabularies are equal, or if that of ``like`` grew from the other one.
     """

@@ -49,7 +49,7 @@ class FieldStats:
     unique_ratio: dict[str, float]
     """Distinct ids per lookup in a batch, by global batch size up to the size of train."""
     tail_exponent: float | None
-    """Slope of log lookups over log rank, for rows with at least 5 lookups; None for under 3."""
+    """Slope of log lookups over log rank, for rows with at least 5 lookups, or None for under 3."""
 
 
 def field_stats(
@@ -132,7 +132,7 @@ def unique_ratios(manifest: Manifest) -> dict[str, dict[int, float]]:
 
 
 def field_ids(manifest: Manifest, rows: RowFiles, start: int, stop: int) -> Iterator[Words]:
-    """Ids of each field in rows [start, stop): [rows, hot]; for a ragged field [ids]."""
+    """Yield the ids of each field in rows [start, stop): [rows, hot]; for a ragged field [ids]."""
     words = rows.read(start, stop)
     lists: Iterator[Words] = iter(())
     if manifest.lists:
@@ -235,12 +235,12 @@ def _check_stats(entry: FieldStats, field: Field) -> None:
 
 
 def stats_json(stats: Sequence[FieldStats]) -> list[dict[str, object]]:
-    """The statistics in the form of the manifest and the planner."""
+    """Return the statistics in the form of the manifest and the planner."""
     return [asdict(field) for field in stats]
 
 
 def stats_table(stats: Sequence[FieldStats]) -> str:
-    """The statistics as text, one line per table."""
+    """Return the statistics as text, one line per table."""
     head = f"{'table':>8} {'rows':>11} {'distinct':>10} {'miss%':>6} {'rare%':>6}"
     head += "".join(f" {'top' + _short(k) + '%':>8}" for k in TOP)
     sizes = [size for size in BATCH_SIZES if all(str(size) in s.unique_ratio for s in stats)]

@@ -108,7 +108,7 @@ class Ids(Protocol):
     """Maps the keys of a column to ids of its table."""
 
     def lookup(self, keys: Keys) -> NDArray[np.int32]:
-        """Ids [n] of ``keys`` [n]."""
+        """Return the ids [n] of ``keys`` [n]."""
         ...
 
 
@@ -120,7 +120,7 @@ class HashedIds:
         self._salt = np.random.SeedSequence([seed, *name.encode()]).generate_state(1, np.uint64)
 
     def lookup(self, keys: Keys) -> NDArray[np.int32]:
-        """Ids int32 [n] of ``keys`` [n]: the finalizer of MurmurHash3, then modulo."""
+        """Return the ids int32 [n] of ``keys`` [n]: the finalizer of MurmurHash3, then modulo."""
         mixed = keys.astype(np.uint64) ^ self._salt
         for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
             mixed ^= mixed >> np.uint64(33)
@@ -165,7 +165,7 @@ class IdTable(ABC):
 
     @abstractmethod
     def _at(self, slots: Slots, keys: Keys) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """The ids in the slots, and whether the slots hold the given keys."""
+        """Return the ids in the slots, and whether the slots hold the given keys."""
 
     @abstractmethod
     def _by_loop(self, loops: ModuleType, keys: Keys, ids: NDArray[np.int32]) -> None:
@@ -186,7 +186,7 @@ class IdTable(ABC):
         return slots
 
     def lookup(self, keys: Keys) -> NDArray[np.int32]:
-        """Ids int32 [n] of ``keys`` [n]."""
+        """Return the ids int32 [n] of ``keys`` [n]."""
         if (loops := find_loops(len(keys), _MIN_COMPILED_KEYS)) is not None:
             ids = np.empty(len(keys), dtype=np.int32)
             self._by_loop(loops, keys, ids)

@@ -19,7 +19,7 @@ from sbpflow.data.format.mapped_rows import (
 
 
 def _open_part(manifest: Manifest, split: str, name: str, limit: int) -> list[Rows]:
-    """The files of a part, one per shard with rows; the first ``limit`` are mapped."""
+    """Return the files of a part, one per shard with rows; the first ``limit`` are mapped."""
     kind, folder = manifest.part_types[name], manifest.path
     parts = [(shard, shard.parts[name]) for shard in manifest.shards(split) if shard.rows]
     files = [
@@ -96,7 +96,7 @@ class SplitLists:
         return Extents((firsts, lengths), maps, ends[0], ends[1])
 
     def _within_maps(self, firsts: Places, lengths: Places) -> tuple[Places, Places]:
-        """The runs as first rows and lengths, with runs that cross shards divided."""
+        """Return the runs as first rows and lengths, with runs that cross shards divided."""
         pieces = [
             piece
             for first, length in zip(firsts.tolist(), lengths.tolist(), strict=True)

@@ -91,7 +91,7 @@ class Manifest:
 
     @cached_property
     def dense(self) -> tuple[str, ...]:
-        """Names of the dense columns, in the order of ``Batch.dense``."""
+        """Return the names of the dense columns, in the order of ``Batch.dense``."""
         return tuple(entry["name"] for entry in self.content["dense"])
 
     @property
@@ -102,7 +102,7 @@ class Manifest:
 
     @cached_property
     def fields(self) -> tuple[Field, ...]:
-        """Every embedding table: sparse fields, bucketed dense columns, then crosses."""
+        """Return every embedding table: sparse fields, bucketed dense columns, then crosses."""
         return tuple(
             Field(
                 entry["name"],
@@ -118,82 +118,82 @@ class Manifest:
 
     @property
     def fixed(self) -> tuple[Field, ...]:
-        """The fields whose ids are columns of the words, in order."""
+        """Return the fields whose ids are columns of the words, in order."""
         return tuple(field for field in self.fields if not field.ragged)
 
     @property
     def lists(self) -> tuple[Field, ...]:
-        """The ragged fields, in the order of a row's lists."""
+        """Return the ragged fields, in the order of a row's lists."""
         return tuple(field for field in self.fields if field.ragged)
 
     @property
     def weighted(self) -> bool:
-        """Whether ids in lists have weights; in a field without weights they are 1."""
+        """Return whether ids in lists have weights; in a field without weights they are 1."""
         return any(field.weighted for field in self.fields)
 
     @cached_property
     def side(self) -> tuple[SideColumn, ...]:
-        """The columns that are not features."""
+        """Return the columns that are not features."""
         return tuple(
             SideColumn(entry["name"], entry["role"], entry["type"])
             for entry in self.content.get("side", ())
         )
 
     def side_column(self, role: Role) -> SideColumn | None:
-        """The column with this role; for labels, the first additional label."""
+        """Return the column with this role; for labels, the first additional label."""
         return next((column for column in self.side if column.role == role), None)
 
     @property
     def labelled(self) -> bool:
-        """Whether rows have labels; unlabeled rows, which can only be scored, have NaN."""
+        """Return whether rows have labels; unlabeled rows, which can only be scored, have NaN."""
         return bool(self.content.get("labelled", True))
 
     @cached_property
     def part_types(self) -> Mapping[str, PartType]:
-        """The files that every shard has in addition to its words."""
+        """Return the files that every shard has in addition to its words."""
         length_type = self.content.get("length_type", LENGTH_TYPES[0])
         return part_types(len(self.lists), length_type, self.weighted, self.side)
 
     @property
     def vocabulary_digest(self) -> str | None:
-        """A digest of the ids of all values; None for a set without vocabularies."""
+        """Return a digest of the ids of all values, or None for a set without vocabularies."""
         vocabulary = self.content.get("vocabulary")
         return None if vocabulary is None else vocabulary["digest"]
 
     @property
     def ancestors(self) -> tuple[Ancestor, ...]:
-        """The vocabularies that this one grew from, nearest first."""
+        """Return the vocabularies that this one grew from, nearest first."""
         vocabulary = self.content.get("vocabulary") or {}
         return tuple(Ancestor(**entry) for entry in vocabulary.get("ancestors", ()))
 
     @property
     def sparse(self) -> tuple[Field, ...]:
-        """The fields made of one column."""
+        """Return the fields made of one column."""
         return tuple(field for field in self.fields if len(field.parts) == 1)
 
     @property
     def crosses(self) -> tuple[Field, ...]:
-        """The fields made of a pair of columns."""
+        """Return the fields made of a pair of columns."""
         return tuple(field for field in self.fields if len(field.parts) > 1)
 
     @property
     def num_words(self) -> int:
-        """Number of 32-bit words per row."""
+        """Return the number of 32-bit words per row."""
         return 1 + len(self.dense) + sum(field.hot for field in self.fixed)
 
     @cached_property
     def splits(self) -> Mapping[str, int]:
-        """Number of rows of train, val and test."""
+        """Return the number of rows of train, val and test."""
         return {name: sum(shard.rows for shard in self.shards(name)) for name in SPLITS}
 
     @property
     def fingerprint(self) -> str:
-        """A digest of the manifest, equal only for equal files."""
+        """Return a digest of the manifest, equal only for equal files."""
         return cast("str", self.content["fingerprint"])
 
     @cached_property
     def content_id(self) -> str:
-        """A digest of what a run reads: rows, their order, splits and vocabularies.
+        """Return a digest of what a run reads: rows, their order, splits and vocabularies.
 
         It is computed from the manifest alone, so sets of earlier versions have one too. Inputs,
         options, versions and shard boundaries do not matter. Text row keys count as one text,
@@ -213,7 +213,7 @@ class Manifest:
         )
 
     def _rows_facts(self, split: str) -> dict[str, int]:
-        """The number of rows of a split, and the crc32 of all its words and of each part."""
+        """Return the number of rows of a split, and the crc32 of all its words and of each part."""
         shards = self.shards(split)
         shapes = [(shard.rows, self.num_words) for shard in shards]
         facts = {
@@ -231,7 +231,7 @@ class Manifest:
 
     @property
     def bayes(self) -> Bayes | None:
-        """The known optimum of a generated set; None for real rows."""
+        """Return the known optimum of a generated set, or None for real rows."""
         raw = self.content.get("bayes")
         if raw is None:
             return None
@@ -240,13 +240,13 @@ class Manifest:
         return Bayes(split, *by_split[split], by_split)
 
     def shards(self, split: str) -> tuple[Shard, ...]:
-        """The files of one split, in row order."""
+        """Return the files of one split, in row order."""
         if split not in SPLITS:
             raise DataError(f"split {split!r} is not one of {', '.join(SPLITS)}")
         return tuple(shard_from(entry) for entry in self.content["splits"][split])
 
     def field(self, name: str) -> Field:
-        """The field ``name``; if there is none, a DataError that says how to get it."""
+        """Return the field ``name``; if there is none, a DataError that says how to get it."""
         for field in self.fields:
             if field.name == name:
                 return field
@@ -261,13 +261,13 @@ class Manifest:
 
 
 def shard_from(entry: Mapping[str, Any]) -> Shard:
-    """A shard from its entry in the manifest or in the record of a piece."""
+    """Return a shard from its entry in the manifest or in the record of a piece."""
     parts = {name: ShardPart(**part) for name, part in entry.get("parts", {}).items()}
     return Shard(entry["file"], entry["rows"], entry["crc32"], parts)
 
 
 def shard_entry(shard: Shard) -> dict[str, Any]:
-    """The manifest's entry of a shard, without keys that have their default."""
+    """Return the manifest's entry of a shard, without keys that have their default."""
     entry: dict[str, Any] = {"file": shard.file, "rows": shard.rows, "crc32": shard.crc32}
     if shard.parts:
         entry["parts"] = {
@@ -312,7 +312,7 @@ def load_manifest(path: str | Path, key: str = "data.path") -> Manifest:
 
 
 def check_unchanged(manifest: Manifest) -> None:
-    """DataError unless the folder of ``manifest`` still contains the set that it describes.
+    """Raise DataError unless the folder of ``manifest`` still contains the set that it describes.
 
     Shards are opened by name, so without this a set that replaced the old one would be read.
     """
@@ -347,7 +347,7 @@ class UnchangedSet:
         self._seen: tuple[int, ...] = ()
 
     def check(self) -> None:
-        """DataError unless the folder still contains the set that was opened."""
+        """Raise DataError unless the folder still contains the set that was opened."""
         now: tuple[int, ...] = ()
         with contextlib.suppress(OSError):
             stat = (self._manifest.path / MANIFEST).stat()

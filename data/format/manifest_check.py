@@ -203,7 +203,7 @@ class _Check:
 
 
 def _part_names(content: Mapping[str, Any]) -> set[str]:
-    """The parts that every shard must have, from checked fields and side columns."""
+    """Return the parts that every shard must have, from checked fields and side columns."""
     lists = [entry for entry in content["fields"] if entry.get("ragged", False)]
     side = [SideColumn(e["name"], e["role"], e["type"]) for e in content.get("side", [])]
     weighted = any(entry.get("weighted", False) for entry in lists)

@@ -39,7 +39,7 @@ _LOADERS = 4
 
 
 def map_count_limit() -> int:
-    """The maximum number of maps per process."""
+    """Return the maximum number of maps per process."""
     try:
         return int(Path("/proc/sys/vm/max_map_count").read_text(encoding="ascii"))
     except (OSError, ValueError):
@@ -47,7 +47,7 @@ def map_count_limit() -> int:
 
 
 def max_maps() -> int:
-    """The maximum number of files that the reader of one split may map."""
+    """Return the maximum number of files that the reader of one split may map."""
     return max(1, map_count_limit() // _LOADERS)
 
 
@@ -87,7 +87,7 @@ def open_rows(
 
 
 def mapped_of(rows: Sequence[Rows]) -> list[Array]:
-    """The mapped arrays, which come first."""
+    """Return the mapped arrays, which come first."""
     return [items for items in rows if not isinstance(items, FileRows)]
 
 
@@ -141,7 +141,7 @@ class MappedRows:
         self.num_rows = self._starts[-1]
 
     def new(self, num_rows: int) -> Array:
-        """An uninitialized array for ``num_rows`` rows."""
+        """Return an uninitialized array for ``num_rows`` rows."""
         return np.empty((num_rows, *self._none.shape[1:]), dtype=self._none.dtype)
 
     def maps_of(self, rows: Places) -> tuple[Places, Places]:
@@ -150,7 +150,7 @@ class MappedRows:
         return index, rows - self._first_rows[index]
 
     def view(self, start: int, stop: int) -> Array | None:
-        """Rows [start, stop) without a copy, paged in; None if they are not in one map."""
+        """Rows [start, stop) without a copy, paged in, or None if they are not in one map."""
         index = bisect.bisect_right(self._starts, start) - 1
         if stop > self._starts[index + 1] or index >= self._num_mapped:
             return None
@@ -160,7 +160,7 @@ class MappedRows:
         return rows
 
     def pieces(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Rows [start, stop) as ranges that are each in one file."""
+        """Return the rows [start, stop) as ranges that are each in one file."""
         ranges: list[tuple[int, int]] = []
         index = bisect.bisect_right(self._starts, start)
         while start < stop:

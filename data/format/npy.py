@@ -22,14 +22,14 @@ _AGAIN = "prepare the set again"
 
 
 def header(dtype: str, shape: tuple[int, ...]) -> bytes:
-    """The first 128 bytes of a .npy file (format 1.0) of ``dtype`` (such as ``<i4``)."""
+    """Return the first 128 bytes of a .npy file (format 1.0) of ``dtype`` (such as ``<i4``)."""
     text = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape!r}, }}"
     head = b"\x93NUMPY\x01\x00" + (HEADER_BYTES - 10).to_bytes(2, "little")
     return head + text.ljust(HEADER_BYTES - 11).encode("ascii") + b"\n"
 
 
 def type_name(dtype: DTypeLike) -> str:
-    """The name of a dtype in headers, such as ``<i4`` or ``|u1``."""
+    """Return the name of a dtype in headers, such as ``<i4`` or ``|u1``."""
     return np.dtype(dtype).newbyteorder("<").str
 
 
@@ -47,7 +47,7 @@ def write_array(path: Path, array: "NDArray[Any]") -> int:
 
 
 def file_crc32(path: Path) -> int:
-    """The zlib.crc32 of a whole file."""
+    """Return the zlib.crc32 of a whole file."""
     checksum = 0
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -73,14 +73,14 @@ def check_array(path: Path, dtype: str, shape: tuple[int, ...]) -> None:
 
 
 def check_file(path: Path, dtype: str, shape: tuple[int, ...], crc32: int) -> None:
-    """DataError unless the file has this dtype, shape and checksum."""
+    """Raise DataError unless the file has this dtype, shape and checksum."""
     check_array(path, dtype, shape)
     if file_crc32(path) != crc32:
         raise DataError(f"{path}: checksum differs from the manifest; {_AGAIN}")
 
 
 def map_array(path: Path, dtype: str, shape: tuple[int, ...]) -> "NDArray[Any]":
-    """A private map of a checked file; writing to it does not change the file.
+    """Return a private map of a checked file; writing to it does not change the file.
 
     Mapped by torch, because numpy's maps hold a file descriptor each, and a set may have more
     files than a process may have open.
@@ -102,7 +102,7 @@ def map_array(path: Path, dtype: str, shape: tuple[int, ...]) -> "NDArray[Any]":
 def read_array(
     path: Path, dtype: str, shape: tuple[int, ...], start: int, stop: int
 ) -> "NDArray[Any]":
-    """Rows [start, stop) of a file as a new array; the file does not stay open."""
+    """Return the rows [start, stop) of a file as a new array; the file does not stay open."""
     out = np.empty((stop - start, *shape[1:]), dtype=dtype)
     row_bytes = prod(shape[1:]) * out.itemsize
     try:

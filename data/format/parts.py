@@ -55,7 +55,7 @@ class PartType:
     counted: bool = False
 
     def shape(self, num_rows: int, count: int | None) -> tuple[int, ...]:
-        """The shape of the part in a shard of ``num_rows`` rows."""
+        """Return the shape of the part in a shard of ``num_rows`` rows."""
         first = (count or 0) if self.counted else num_rows + self.extra
         return (first, *self.tail)
 
@@ -63,7 +63,7 @@ class PartType:
 def part_types(
     num_lists: int, length_type: str, weighted: bool, side: Sequence[SideColumn]
 ) -> dict[str, PartType]:
-    """Every part of a set's shards, by name."""
+    """Return every part of a set's shards, by name."""
     types: dict[str, PartType] = {}
     if num_lists:
         types["lengths"] = PartType(length_type, (num_lists,))
@@ -89,7 +89,7 @@ _NUMPY: Mapping[SideType, str] = {"float32": "<f4", "int64": "<i8", "uint64": "<
 
 
 def chosen_parts(parts: Parts, chosen: NDArray[np.bool_]) -> Parts:
-    """The parts of the rows where ``chosen`` [rows] is True."""
+    """Return the parts of the rows where ``chosen`` [rows] is True."""
     selected: Parts = {}
     for name, array in parts.items():
         if name == "starts":

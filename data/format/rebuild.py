@@ -9,7 +9,7 @@ _CRITEO_DENSE = 13
 
 
 def how_to_rebuild(folder: Path, content: Mapping[str, Any]) -> str:
-    """The ``sbpflow prepare`` or ``synth`` command that made the set in ``folder``.
+    """Return the ``sbpflow prepare`` or ``synth`` command that made the set in ``folder``.
 
     Names that are not in the manifest (the input folder, a schema file) are in capitals. Any
     content gives a command, because the file may be anyone's.

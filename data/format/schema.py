@@ -51,7 +51,7 @@ class Field:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The columns that the field is made of: one, or two for a cross."""
+        """Return the columns that the field is made of: one, or two for a cross."""
         return self.crossed or (self.name,)
 
 
@@ -76,7 +76,7 @@ class ListColumn:
 
     @property
     def weighted(self) -> bool:
-        """Whether values have weights."""
+        """Return whether values have weights."""
         return self.weights is not None or self.inline is not None
 
 
@@ -88,7 +88,7 @@ class DenseColumn:
     whole: bool = False
     """Values must be 32-bit integers; otherwise they are real numbers."""
     transform: str | None = None
-    """A transform of ``data.prepare.transforms``; None for that of ``--dense``."""
+    """A transform of ``data.prepare.transforms``, or None for that of ``--dense``."""
     clip: tuple[float, float] | None = None
     """Limits; values outside are set to the nearer limit and counted."""
     buckets: int = 0
@@ -110,7 +110,7 @@ class Schema:
     header: bool = False
     """Every text file starts with a line of column names; ``columns`` then need no order."""
     quote: str | None = None
-    """The character that encloses text cells with separators or line ends; None if not used."""
+    """The character that encloses text cells with separators or line ends, or None if not used."""
     many: tuple[ListColumn, ...] = ()
     vocabularies: tuple[tuple[str, str], ...] = ()
     """Pairs of a sparse column and the name of a vocabulary that it shares with others."""
@@ -132,39 +132,39 @@ class Schema:
         )
 
     def dense_column(self, name: str) -> DenseColumn:
-        """How dense column ``name`` is read."""
+        """Return how dense column ``name`` is read."""
         plain = DenseColumn(name=name, whole=True)
         return next((column for column in self.numbers if column.name == name), plain)
 
     def list_column(self, name: str) -> ListColumn | None:
-        """How the lists of sparse column ``name`` are read; None if it has single values."""
+        """Return how the lists of sparse column ``name`` are read; None if it has single values."""
         return next((column for column in self.many if column.name == name), None)
 
     @property
     def side(self) -> tuple[str, ...]:
-        """Names of the columns that are neither features nor the label."""
+        """Return the names of the columns that are neither features nor the label."""
         pairs = (self.group, self.time, self.row_key)
         names = (self.weight, *(pair[0] for pair in pairs if pair))
         return (*(name for name in names if name), *self.labels)
 
     @property
     def used(self) -> tuple[str, ...]:
-        """Every column that is read."""
+        """Return every column that is read."""
         weights = (column.weights for column in self.many if column.weights)
         return (self.label, *self.dense, *self.sparse, *self.side, *weights)
 
     @property
     def buckets(self) -> tuple[DenseColumn, ...]:
-        """The dense columns that become id fields."""
+        """Return the dense columns that become id fields."""
         columns = map(self.dense_column, self.dense)
         return tuple(column for column in columns if column.buckets)
 
     def kind(self, name: str) -> Kind:
-        """The kind of values of sparse column ``name``."""
+        """Return the kind of values of sparse column ``name``."""
         return self.kinds[self.sparse.index(name)]
 
     def vocabulary(self, name: str) -> str:
-        """The vocabulary of field ``name``: a shared one, or its own with the same name."""
+        """Return the vocabulary of field ``name``: a shared one, or its own with the same name."""
         return dict(self.vocabularies).get(name, name)
 
     def check(self, key: str) -> None:

@@ -35,7 +35,7 @@ def write_shard(folder: Path, name: str, words: Words, parts: Parts | None = Non
 
 
 def shard_files(manifest: Manifest, shard: Shard) -> list[tuple[str, int, str, tuple[int, ...]]]:
-    """Every file of a shard: name, checksum, dtype and shape."""
+    """Return every file of a shard: name, checksum, dtype and shape."""
     files = [(shard.file, shard.crc32, _WORD, (shard.rows, manifest.num_words))]
     for name, kind in manifest.part_types.items():
         part = shard.parts[name]
@@ -97,7 +97,7 @@ class RowFiles:
         self.num_words = manifest.num_words
 
     def read(self, start: int, stop: int) -> Words:
-        """Rows [start, stop) as a new int32 array [stop - start, words]."""
+        """Return the rows [start, stop) as a new int32 array [stop - start, words]."""
         shape = (self.num_words,)
         pieces = [
             read_array(self._manifest.path / shard.file, _WORD, (shard.rows, *shape), a, b)
@@ -125,7 +125,7 @@ class RowFiles:
         return np.concatenate(lengths), np.concatenate(values)
 
     def part(self, name: str, start: int, stop: int) -> "NDArray[Any]":
-        """Rows [start, stop) of a part with one entry per row."""
+        """Return the rows [start, stop) of a part with one entry per row."""
         kind = self._manifest.part_types[name]
         pieces: list[NDArray[Any]] = [np.empty((0, *kind.tail), dtype=kind.dtype)]
         for shard, a, b in self._inside(start, stop):
@@ -134,7 +134,7 @@ class RowFiles:
         return np.concatenate(pieces)
 
     def _inside(self, start: int, stop: int) -> list[tuple[Shard, int, int]]:
-        """Rows [start, stop) by shard: the shard, and the start and stop in it."""
+        """Return the rows [start, stop) by shard: the shard, and the start and stop in it."""
         ranges: list[tuple[Shard, int, int]] = []
         index = bisect.bisect_right(self._starts, start) - 1
         while start < stop:

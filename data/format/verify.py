@@ -34,7 +34,7 @@ def verify_set(manifest: Manifest, workers: int) -> None:
 
 
 def check_rows(manifest: Manifest, shard: Shard) -> None:
-    """DataError for the first row of a shard with a value that the set cannot have."""
+    """Raise DataError for the first row of a shard with a value that the set cannot have."""
     path = manifest.path / shard.file
     words = read_array(path, "<i4", (shard.rows, manifest.num_words), 0, shard.rows)
     labels, dense = words[:, 0].view(np.float32), words[:, 1 : 1 + len(manifest.dense)]

@@ -43,12 +43,12 @@ class Vocabulary:
     checks: NDArray[np.uint32] | None = None
 
     def table(self) -> IdTable:
-        """The lookup table from keys to ids."""
+        """Return the lookup table from keys to ids."""
         kind = NarrowIdTable if self.keys.dtype == np.uint32 else WideIdTable
         return kind(self.keys, self.ids, self.counts)
 
     def spare_ids(self) -> NDArray[np.int32]:
-        """Ids of the table that no value has yet, in ascending order."""
+        """Return the ids of the table that no value has yet, in ascending order."""
         is_free = np.ones(self.num_rows, dtype=np.bool_)
         is_free[:NUM_RESERVED_IDS] = False
         is_free[self.ids] = False
@@ -94,7 +94,7 @@ def read_vocabulary(folder: Path, name: str, num_rows: int, entry: Mapping[str, 
 
 
 def array_files(entry: Mapping[str, Any]) -> list[tuple[str, Any, str, tuple[int]]]:
-    """The arrays of a manifest entry: key, file entry, dtype and shape."""
+    """Return the arrays of a manifest entry: key, file entry, dtype and shape."""
     return [
         (key, entry[key], _TYPES.get(key, entry["key"]), (entry["values"],))
         for key in ("keys", "ids", "counts", "checks")
@@ -113,7 +113,7 @@ def verify_vocabularies(manifest: Manifest) -> None:
 
 
 def blocks(folder: Path, entry: Mapping[str, Any], *arrays: str) -> Iterator[list[NDArray[Any]]]:
-    """The named arrays of a vocabulary, one block of values at a time."""
+    """Yield the named arrays of a vocabulary, one block of values at a time."""
     files = {key: (folder / part["file"], dtype) for key, part, dtype, _ in array_files(entry)}
     total = entry["values"]
     for start in range(0, total, _BLOCK):

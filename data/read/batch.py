@@ -57,7 +57,7 @@ class Loader(Protocol):
         ...
 
     def state_dict(self, cursor: Cursor | None = None) -> State:
-        """The position of the read, or that of ``cursor``; valid for any world size."""
+        """Return the position of the read, or that of ``cursor``; valid for any world size."""
         ...
 
     def load_state_dict(self, state: Mapping[str, int | str]) -> None:

@@ -93,13 +93,13 @@ class BlockReader:
         return 0 if self._lists else BLOCK_BYTES // (4 * self._row_words)
 
     def new_views(self) -> SplitRows | None:
-        """Separate maps for ``view``; None if blocks cannot be views."""
+        """Separate maps for ``view``, or None if blocks cannot be views."""
         if not self._only_words:
             return None
         return SplitRows(self._manifest, self._split_name, self._max_maps)
 
     def pieces(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Rows [start, stop) as ranges that are each in one shard."""
+        """Return the rows [start, stop) as ranges that are each in one shard."""
         return self._words.pieces(start, stop)
 
     def view(self, words: SplitRows, runs: Runs) -> Words | None:
@@ -111,7 +111,7 @@ class BlockReader:
         return None if rows is None else rows.reshape(-1)
 
     def read(self, runs: Runs, take: Callable[[int], Words]) -> Words:
-        """The rows of the runs, in order, in an array that ``take`` provides."""
+        """Return the rows of the runs, in order, in an array that ``take`` provides."""
         num_rows = int(runs.lengths.sum())
         lists = self._lists
         extents = None if lists is None else lists.find(runs.firsts, runs.lengths)
@@ -151,7 +151,7 @@ class BlockReader:
         self._crosses.fill(ids[:, :num_stored], ids[:, num_stored:])
 
     def split(self, words: Tensor, sizes: tuple[int, ...]) -> list[BatchColumns]:
-        """The columns of each batch in a block [n] int32, as views of it."""
+        """Return the columns of each batch in a block [n] int32, as views of it."""
         whole = self._split(words, sum(sizes))
         return [whole] if len(sizes) == 1 else _batches(whole, sizes)
 
@@ -230,7 +230,7 @@ class _Sections(Generic[Array]):
         return self.words.shape[0] - self._at
 
     def next(self, num_rows: int, columns: int | None = None) -> Array:
-        """The next section: [num_rows], or [num_rows, columns]."""
+        """Return the next section: [num_rows], or [num_rows, columns]."""
         begin, self._at = self._at, self._at + num_rows * (1 if columns is None else columns)
         section = self.words[begin : self._at]
         return section if columns is None else section.reshape(num_rows, columns)

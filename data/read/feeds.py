@@ -47,7 +47,7 @@ class Buffers:
         self._free: deque[Words] = deque()
 
     def take(self, num_words: int) -> Words:
-        """An array [num_words] that nothing else uses."""
+        """Return an array [num_words] that nothing else uses."""
         for _ in range(len(self._free)):
             try:
                 memory = self._free.pop()
@@ -159,7 +159,7 @@ def dali_feed(
     del blocks
 
     def next_block() -> list[Words]:
-        """The samples of one DALI batch, which has a single sample."""
+        """Return the samples of one DALI batch, which has a single sample."""
         if not source:
             raise StopIteration
         block = next(source[0])

@@ -177,7 +177,7 @@ class RowLoader:
             )
 
     def _groups(self, steps: Sequence[_Step]) -> Iterator[list[_Step]]:
-        """The steps in which this rank has rows, grouped into blocks.
+        """Yield the steps in which this rank has rows, grouped into blocks.
 
         In file order a group stays in one shard, so that it can be a view of its map.
         """
@@ -230,11 +230,11 @@ class RowLoader:
         return {"epoch": epoch, "cursor": row, **digests, **self._identity()}
 
     def state_after(self, batch: Batch) -> State:
-        """The state to continue after ``batch``, regardless of later deliveries."""
+        """Return the state to continue after ``batch``, regardless of later deliveries."""
         return self.state_dict(batch.cursor)
 
     def load_state_dict(self, state: Mapping[str, int | str]) -> None:
-        """Continue from ``state``; DataError if its rows, split, seed or shuffle differ."""
+        """Continue from ``state``. Raise DataError if its rows, split, seed or shuffle differ."""
         self._check_open("load_state_dict")
         wanted = self._identity()
         if state.get("fingerprint") != self._manifest.fingerprint:
@@ -272,7 +272,7 @@ def _check_integer(key: str, value: object, least: int, most: int) -> None:
 
 
 def choose_backend(wanted: Backend | Literal["auto"]) -> Backend:
-    """The backend for ``data.loader``; the choice for ``auto`` is logged."""
+    """Return the backend for ``data.loader``; the choice for ``auto`` is logged."""
     if wanted != "auto":
         return wanted
     # This imports only the parent package, which CUDA's libraries share.

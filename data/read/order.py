@@ -69,7 +69,7 @@ class RowOrder:
         return before if position < first + rows else (position - rows) // self._run_rows + 1
 
     def runs_of(self, ranges: Sequence[tuple[int, int]]) -> Runs:
-        """The rows at these ranges of positions, concatenated."""
+        """Return the rows at these ranges of positions, concatenated."""
         joined = [ranges[0]]
         for start, stop in ranges[1:]:
             if start == joined[-1][1]:

@@ -49,7 +49,7 @@ class Permutation:
         return left * self._side + right
 
     def _below_side(self, word: Words64) -> Words64:
-        """A hash of each word in range(side), by multiplication because division is slow."""
+        """Return a hash of each word in range(side), by multiplication because division is slow."""
         word = word * _FIRST
         word ^= word >> _HIGH_HALF
         word *= _SECOND

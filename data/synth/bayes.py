@@ -37,7 +37,7 @@ class BayesTally:
 
     @property
     def rows(self) -> float:
-        """Number of rows added so far."""
+        """Return the number of rows added so far."""
         return float(self._clicks.sum() + self._others.sum())
 
     def auc(self) -> float:

@@ -45,7 +45,7 @@ _FREQUENT_SEGMENTS = 2
 
 @cache
 def profile() -> dict[str, Any]:
-    """The measured aggregates that ship with the package."""
+    """Return the measured aggregates that ship with the package."""
     file = Path(__file__).with_name("criteo_profile.json")
     try:
         return object_of(read_json(file), str(file))
@@ -87,7 +87,7 @@ class Columns:
         self._num_draws = len(MASKS) + len(self._own) + 1 + num_integers + 1
 
     def block(self, index: int, stream: int = 0) -> Rows:
-        """The BLOCK_ROWS rows of block ``index``; each ``stream`` has independent rows."""
+        """Return the BLOCK_ROWS rows of block ``index``; each ``stream`` has independent rows."""
         bits = np.random.PCG64(np.random.SeedSequence([self._seed, stream, index]))
         draws = iter(bits.random_raw((self._num_draws, BLOCK_ROWS)))
         missing = _missing(draws)

@@ -63,7 +63,7 @@ class IdMaps:
             self._ids[name] = assign_ids(counts, reserved, options.seed, name)
 
     def num_rows(self, name: str) -> int:
-        """Number of rows of a field's table."""
+        """Return the number of rows of a field's table."""
         return len(self._ids[name]) + NUM_RESERVED_IDS
 
     def hot_of(self, name: str) -> Hot:
@@ -72,7 +72,7 @@ class IdMaps:
 
     @property
     def ragged(self) -> tuple[str, ...]:
-        """The fields whose rows differ in their number of ids."""
+        """Return the fields whose rows differ in their number of ids."""
         return tuple(name for name in self.names if len({*self.hot_of(name)}) > 1)
 
     def lengths(self, rows: Rows, name: str, block: int) -> NDArray[np.int64]:
@@ -98,7 +98,7 @@ class IdMaps:
         return out
 
     def _places(self, rows: Rows, name: str) -> Ranks:
-        """The rank of a column or the place of a pair; -1 if missing.
+        """Return the rank of a column or the place of a pair; -1 if missing.
 
         A pair of two frequent ranks has its own place; other pairs are hashed.
         """

@@ -26,7 +26,7 @@ class Generator:
         )
 
     def block(self, index: int) -> tuple[Rows, Floats, NDArray[np.bool_]]:
-        """Rows, click probabilities and labels of one block."""
+        """Return the rows, click probabilities and labels of one block."""
         rows = self.columns.block(index)
         probability = self.signal.probability(rows)
         return rows, probability, rows.label_draw < probability

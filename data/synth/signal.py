@@ -74,7 +74,7 @@ class Signal:
     def _pair_table(
         self, pair: tuple[str, str], blocks: list[Rows], min_mass: float
     ) -> tuple[Ranks, Floats]:
-        """The frequent pairs in ascending order, and the weight of each."""
+        """Return the frequent pairs in ascending order, and the weight of each."""
         seen = np.concatenate([pair_rank(rows, pair) for rows in blocks])
         keys, counts = np.unique(seen, return_counts=True)
         keys = keys[(counts >= min_mass * len(seen)) & (keys >= 0)]
@@ -94,7 +94,7 @@ class Signal:
         return np.stack(terms)
 
     def features(self, rows: Rows) -> Floats:
-        """The terms of the logit [terms, rows], which a model would have to learn."""
+        """Return the terms of the logit [terms, rows], which a model would have to learn."""
         return self.scale * self._weights[:, None] * self._raw_terms(rows)
 
     def probability(self, rows: Rows) -> Floats:
@@ -131,7 +131,7 @@ def _mean_and_std(name: str, blocks: list[Rows]) -> tuple[float, float]:
 
 
 def _weights(raw: Floats, products: float) -> Floats:
-    """A weight per term that gives each kind its share of the variance.
+    """Return a weight per term that gives each kind its share of the variance.
 
     Products take their share of the total, and the other kinds divide the rest.
     """

@@ -38,13 +38,13 @@ class Segment:
         return self.mass * (rank**power - low) / (high - low)
 
     def quantile(self, mass: Floats) -> Floats:
-        """The continuous rank below which ``mass`` of the segment lies."""
+        """Return the continuous rank below which ``mass`` of the segment lies."""
         power = 1.0 - self.slope
         low, high = self.start**power, self.stop**power
         return (low + np.clip(mass / self.mass, 0.0, 1.0) * (high - low)) ** (1.0 / power)
 
     def sharpened(self, skew: float) -> "Segment":
-        """A segment whose density is this one's to the power ``skew``."""
+        """Return a segment whose density is this one's to the power ``skew``."""
         power, sharp = 1.0 - self.slope, 1.0 - self.slope * skew + 1e-9
         density = self.mass * power / (self.stop**power - self.start**power)
         mass = density**skew * (self.stop**sharp - self.start**sharp) / sharp
@@ -108,7 +108,7 @@ class Tail:
         return out
 
     def masses(self) -> Floats:
-        """The mass of every rank; for columns of moderate size."""
+        """Return the mass of every rank; for columns of moderate size."""
         masses = np.zeros(self.size)
         masses[: len(self.head)] = self.head
         for segment in self.segments:
@@ -118,7 +118,7 @@ class Tail:
         return masses
 
     def scaled(self, scale: float) -> "Tail":
-        """The same masses over a smaller vocabulary; up to 1000 values are never removed."""
+        """Return the same masses over a smaller vocabulary; up to 1000 values are never removed."""
         size = max(min(self.size, 1000), round(self.size * scale))
         if size == self.size:
             return self
@@ -169,7 +169,7 @@ class Coarsening:
 
     @cached_property
     def _table(self) -> Ranks:
-        """The map of the frequent ranks, which cover most rows."""
+        """Return the map of the frequent ranks, which cover most rows."""
         ranks = np.arange(min(self.fine.size, 1 << _TABLE_BITS))
         target, _ = self._head
         return np.concatenate([target, self._tail(ranks[len(target) :])])

@@ -19,7 +19,7 @@ _DIGITS = pl.Series([f"{value:04x}" for value in range(1 << 16)])
 
 
 def hex_keys(ranks: Ranks, column: int) -> NDArray[np.uint32]:
-    """A distinct 32-bit value per rank of a column: the finalizer of MurmurHash3."""
+    """Return a distinct 32-bit value per rank of a column: the finalizer of MurmurHash3."""
     key = (np.maximum(ranks, 0) + column * 0x06F0_0001).astype(np.uint32)
     key ^= key >> np.uint32(16)
     key *= np.uint32(0x85EBCA6B)
@@ -29,7 +29,7 @@ def hex_keys(ranks: Ranks, column: int) -> NDArray[np.uint32]:
 
 
 def text_frame(rows: Rows, labels: NDArray[np.bool_], first: int, last: int) -> pl.DataFrame:
-    """Rows [first, last) of a block as columns of text and integers."""
+    """Return the rows [first, last) of a block as columns of text and integers."""
     columns = {"label": pl.Series(labels[first:last]).cast(pl.UInt8)}
     for name in CRITEO.dense:
         values = pl.Series(rows.integers[name][first:last])
