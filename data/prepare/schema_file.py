@@ -240,9 +240,7 @@ def parse_crosses(text: str, sparse: tuple[str, ...]) -> tuple[tuple[str, str], 
     pairs = [_pair(item.strip(), sparse) for item in text.split(",")]
     for pair in pairs:
         if len(pair) != 2 or pair[0] == pair[1]:
-            raise ConfigError(
-                f"--crosses: {'x'.join(pair)!r} must name two columns (for example, C1xC2)"
-            )
+            raise ConfigError(f"--crosses: {'x'.join(pair)!r} must name two columns, such as C1xC2")
         if absent := [name for name in pair if name not in sparse]:
             raise ConfigError(
                 f"--crosses: {absent[0]!r} is not a sparse column; use {', '.join(sparse)}"

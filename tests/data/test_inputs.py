@@ -288,9 +288,9 @@ def test_the_message_after_an_interrupt_says_what_a_rerun_does(
         ('sparse: [C1]\nseparator: "\\n"\n', "must be one of"),
         ("sparse: [C1]\nseparator: '\"'\n", "must be one of"),
         ("sparse: [C1]\ndense: [__split]\n", "the name '__split' is reserved"),
-        ('dense: ["*"]\nsparse: [C1]\n', "'*' is a pattern to Polars"),
-        ('dense: ["^d.*$"]\nsparse: [C1]\n', "'^d.*$' is a pattern to Polars"),
-        ('label: "^.*$"\nsparse: [C1]\n', "'^.*$' is a pattern to Polars"),
+        ('dense: ["*"]\nsparse: [C1]\n', "the column name '*' as a pattern"),
+        ('dense: ["^d.*$"]\nsparse: [C1]\n', "the column name '^d.*$' as a pattern"),
+        ('label: "^.*$"\nsparse: [C1]\n', "the column name '^.*$' as a pattern"),
         ("sparse: [a/b]\n", "'a/b' may have only letters"),
         ("sparse: [[C1]]\n", "sparse has ['C1']; write column names"),
         ("sparse: [C1, C2]\ndense: [C1xC2]\n", "--crosses: 'C1xC2' is also the name of a column"),
@@ -352,7 +352,7 @@ def test_plain_text_named_gz_is_refused(tmp_path, capsys):
     path.write_bytes(write_rows(tmp_path / "rows.tsv", ROWS[:5]).read_bytes())
     message = refused(capsys, tmp_path / "set", "--input", path)
     assert "this is not a gzip file" in message
-    assert "rename it to rows.tsv" in message
+    assert "rename plain text to rows.tsv" in message
 
 
 def test_files_of_a_folder_that_are_not_read_are_logged(tmp_path, caplog):
