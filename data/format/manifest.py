@@ -322,15 +322,15 @@ def check_unchanged(manifest: Manifest) -> None:
         raw = read_json(file)
     except (FileNotFoundError, JsonError) as error:
         raise DataError(
-            f"{file}: the set has been removed or damaged since it was opened ({error}); restore it, "
-            "or start again with another set"
+            f"{file}: the set has been removed or damaged since it was opened ({error}); restore "
+            "it, or start again with another set"
         ) from error
     content = cast("dict[str, Any]", raw) if isinstance(raw, dict) else {}
     now = content.get("fingerprint")
     if now == manifest.fingerprint and now != fingerprint_of(content):
         raise DataError(
-            f"{file}: the set has been damaged since it was opened (its fingerprint does not match); "
-            "restore the set, or start again with another set"
+            f"{file}: the set has been damaged since it was opened (its fingerprint does not "
+            "match); restore the set, or start again with another set"
         )
     if now != manifest.fingerprint:
         raise DataError(

@@ -229,7 +229,7 @@ def test_writing_to_a_batch_changes_no_other(row_set, shuffle):
         ({"tail": "mask"}, "tail: 'mask'"),
         (
             {"device": "cpu"},
-            r"device: 'cpu' is str, not .*; use, for example, .*torch.device\(\"cpu\"\)",
+            r"device: 'cpu' is str, not .*; use, .*torch.device\(\"cpu\"\)",
         ),
         ({"device": 0}, "device: 0 is int, not torch.device"),
     ],

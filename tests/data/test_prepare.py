@@ -300,7 +300,7 @@ def test_workers_and_pieces_do_not_change_the_rows(tmp_path, source):
     [
         ("dense: I1\nsparse: [C1]\n", "write names, or name: transform"),
         ("sparse: 5\n", "name: kind"),
-        ("dense: [I1]\n", "at least one is needed"),
+        ("dense: [I1]\n", "name at least one column"),
         ("sparse: {C1: text}\n", "hex, string, integer"),
         ("spares: [C1]\n", "unknown key 'spares'"),
         ("[1, 2]\n", "must be a mapping"),
