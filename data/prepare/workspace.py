@@ -49,7 +49,7 @@ def read_record(path: Path, keys: Collection[str]) -> dict[str, Any] | None:
 
 
 def require_record(path: Path, keys: Collection[str]) -> dict[str, Any]:
-    """Return the record of a result. Raise DamagedWork if it is missing."""
+    """Return the record of a result. Raise DamagedWork if the record is missing."""
     record = read_record(path, keys)
     if record is None:
         raise DamagedWork(f"{path} is missing or damaged")
