@@ -1,6 +1,6 @@
 """Define DCN-V2: explicit crosses of all vectors, x <- x0 * (W x + b) + x, and an MLP.
 
-This is Wang et al., DCN V2, WWW 2021, in the two structures with published results. With
+The model follows Wang et al., DCN V2, WWW 2021, in the two structures with published results. With
 ``structure: parallel`` (FuxiCTR's DCNv2 at 0245987), cross layers and MLP are parallel and share a
 final linear layer. With ``structure: stacked`` (TorchRec's DLRM_DCN in MLPerf), cross layers come
 before the MLP. W is a full matrix or the product of two matrices of rank r.

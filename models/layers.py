@@ -83,7 +83,7 @@ def vector_specs(num_fields: int, dim: int) -> dict[str, ParameterSpec]:
 class MlpShape:
     """Hidden layers of linear, norm, ReLU and dropout, and a last linear to ``outputs`` if not 0.
 
-    ``last_relu`` adds a ReLU after the last linear. The last linear has neither norm nor dropout.
+    The last linear has neither norm nor dropout. ``last_relu`` adds a ReLU after the last linear.
     """
 
     name: str

@@ -58,7 +58,7 @@ class Layout:
         return f"{format_nd_sbp(self.nd_sbp)}@{self.placement}"
 
     def __hash__(self) -> int:
-        return self._hash  # cached, because every lookup of a plan hashes layouts
+        return self._hash  # The hash is cached because every plan lookup hashes layouts.
 
     @cached_property
     def _hash(self) -> int:

@@ -106,7 +106,7 @@ class Placement:
         return _nest(list(self.ranks), self.shape)
 
     def __hash__(self) -> int:
-        return self._hash  # cached, because every lookup of a plan hashes placements
+        return self._hash  # The hash is cached because every plan lookup hashes placements.
 
     @cached_property
     def _hash(self) -> int:

@@ -52,7 +52,7 @@ def _value_home(layout: Layout) -> Layout:
 
 
 def _gradient_home(layout: Layout) -> Layout:
-    """Return the gradient layout for all terms: B instead of P, and the dual on other axes."""
+    """Return the gradient layout for all terms, with B instead of P and the dual on other axes."""
     nd_sbp: tuple[Sbp, ...] = tuple(
         Broadcast() if isinstance(s, Partial) else dual(s) for s in layout.nd_sbp
     )

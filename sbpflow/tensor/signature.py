@@ -202,8 +202,8 @@ def _scaled(
 ) -> NdSbp | None:
     """Return ``output`` with the input's split points, scaled along a dim with another length.
 
-    Return ``None`` if a piece does not scale to a whole number. Also return ``None`` if several
-    axes split the dim into pieces of different sizes, because a layout cannot express such splits.
+    Return ``None`` if a piece does not scale to a whole number, or if several axes split the dim
+    into pieces of different sizes, because a layout cannot express such splits.
     """
     letter, num, den = scale
     if letter not in op_rule.output:

@@ -34,7 +34,7 @@ def cross_network(
 
     ``x x weights: S(0) x B -> S(0), B x B -> B``
 
-    A layer has W [n, n] and b [n]; or V [r, n], W [n, r] and b [n] for a product with W V of rank r
+    A layer has W [n, n] and b [n], or V [r, n], W [n, r] and b [n] for a product W V of rank r
     (Wang et al., DCN V2, WWW 2021). ``half`` is the dtype of the products if it differs from the
     dtype of ``x``. On CPU, a block of rows passes through all layers before the next block, even in
     the backward; layer by layer, reading and writing [b, n] would take half of the time. If a

@@ -1,8 +1,9 @@
 """Dropout on global tensors with masks that depend only on seed, name and element position.
 
-On CPU, torch's generator samples masks block by block, the fastest method there. On CUDA, masks are
-53 bits of SplitMix64 of the element's number. So one kernel computes and applies a mask, the
-backward recomputes the mask, and a CUDA graph needs a key in memory instead of a generator.
+On CPU, torch's generator samples masks block by block, the fastest method there. On CUDA, an
+element's mask is computed from 53 bits of SplitMix64 of the element's number. So one kernel
+computes and applies a mask, the backward recomputes the mask, and a CUDA graph needs a key in
+memory instead of a generator.
 """
 # pyright: reportIncompatibleMethodOverride=false
 # (torch's base class declares forward and backward with any arguments)

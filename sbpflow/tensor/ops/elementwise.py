@@ -77,7 +77,7 @@ def cast(
 def add(
     a: GlobalTensor, b: GlobalTensor, *, out: Out = None, id: str | None = None
 ) -> GlobalTensor:
-    """Add ``a + b`` of the same dtype; dims of size 1 broadcast. The sum is linear: P + P -> P.
+    """Add ``a + b`` of the same dtype; dims of size 1 broadcast, and P + P -> P.
 
     ``S(i) x S(i) -> S(i), B x B -> B, P x P -> P; with a dim of size 1 also S(i) x B -> S(i)``
     """

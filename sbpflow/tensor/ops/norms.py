@@ -147,7 +147,7 @@ def _by_running(
     eps: float,
     id: str,
 ) -> GlobalTensor:
-    """Apply ``kernel``: S(0) x B .. -> S(0), S(1) x S(0) .. -> S(1), B .. -> B."""
+    """Apply ``kernel`` with S(0) x B .. -> S(0), S(1) x S(0) .. -> S(1), B .. -> B."""
     rule = cached_rule(
         "batch_norm.running",
         (("b", "n"), *((("n",),) * 4)),
