@@ -140,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
         help="text (.tsv, .txt, .csv, plain or .gz, .zst, .bz2, .xz), Parquet or Arrow files, or "
         "folders of such files, in time order; fsspec URLs such as s3:// also work")  # fmt: skip
     add("--output", type=local_path, required=True, metavar="DIR",
-        help="folder of the set; built in DIR.work first")  # fmt: skip
+        help="folder of the set, which is built in DIR.work first")  # fmt: skip
     add("--split", default="time:0.8,0.1,0.1", help="time:TRAIN,VAL,TEST | ratio:... | "
         "file:val=PATTERN,test=PATTERN (default %(default)s)")  # fmt: skip
     add("--min-count", type=int, help="values with fewer lookups in train share id 1 (default 2)")

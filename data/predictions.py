@@ -29,7 +29,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Scoring:
-    """Rows to score and the file for their scores; every rank creates an equal instance.
+    """Rows to score and an output file for the scores; every rank creates an equal instance.
 
     Only rank 0 calls ``open``, ``encode`` and ``close``. ``inputs`` are raw rows, or the folder of
     one prepared set to score its ``split``. ``like`` is the run's set with the vocabularies. Raise

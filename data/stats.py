@@ -202,7 +202,7 @@ def compute_stats(
 
 
 def load_stats(manifest: Manifest) -> list[FieldStats]:
-    """Return the manifest's statistics. Raise DataError if they are missing or invalid."""
+    """Return the manifest's statistics. Raise DataError if statistics are missing or invalid."""
     raw = manifest.content.get("stats")
     if not raw:
         raise DataError(f"{manifest.path}: no statistics in the manifest; use --recount")

@@ -125,7 +125,7 @@ class Layers(Generic[T]):
     """Runs layers on one batch with parameters and buffers by name.
 
     ``half`` is the compute dtype of linear layers if it differs from the weights' dtype. Weights
-    keep their dtype, and ``whole`` linear layers compute in it. ``seed`` is the dropout seed.
+    keep their dtype, the compute dtype of ``whole`` layers. ``seed`` is the dropout seed.
     """
 
     functions: Functions[T]

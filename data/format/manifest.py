@@ -195,9 +195,9 @@ class Manifest:
     def content_id(self) -> str:
         """Return a digest of all data of a run: rows, their order, splits and vocabularies.
 
-        The digest is computed only from the manifest, so older sets also have a digest. It does not
-        depend on inputs, options, versions or shard boundaries. The digest covers the concatenation
-        of text row keys, but not the boundaries between the keys.
+        The digest is computed only from the manifest, so older sets also have a digest. The digest
+        does not depend on inputs, options, versions or shard boundaries. Text row keys are covered
+        as a concatenation without the boundaries between the keys.
         """
         return digest(
             {

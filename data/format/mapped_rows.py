@@ -106,7 +106,7 @@ class MappedItems:
 
     def copy(self, offsets: Places, out: Array, num_items: int) -> None:
         """Copy ``num_items`` items from each of ``offsets`` into consecutive parts of ``out``."""
-        import torch  # imported here because prepare and verify run without torch
+        import torch  # torch is imported here because prepare and verify run without it
 
         if self._lowest is None:
             raise ValueError("copy: the maps are closed")

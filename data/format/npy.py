@@ -85,7 +85,7 @@ def map_array(path: Path, dtype: str, shape: tuple[int, ...]) -> "NDArray[Any]":
     The file is mapped by torch because each numpy map keeps a file descriptor open, and a set may
     have more files than a process may have open.
     """
-    import torch  # imported here because prepare and verify run without torch
+    import torch  # torch is imported here because prepare and verify run without it
 
     check_array(path, dtype, shape)
     size = HEADER_BYTES + prod(shape) * np.dtype(dtype).itemsize

@@ -33,7 +33,7 @@ CHECK = "__check"
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One embedding table; ``rows`` includes the reserved ids 0 (missing) and 1 (rare)."""
+    """A field with an embedding table; ``rows`` includes ids 0 (missing) and 1 (rare)."""
 
     name: str
     rows: int

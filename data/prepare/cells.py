@@ -38,7 +38,7 @@ RawRow = Callable[[int], bytes]
 def typed_piece(frame: pl.DataFrame, schema: Schema, num_lines: int, raw_row: RawRow) -> Piece:
     """Return the rows of ``frame`` as typed columns, without the bad rows.
 
-    ``frame`` has the schema's used columns. Rows are unlabeled if it has no label column.
+    ``frame`` has the schema's used columns. Rows are unlabeled if ``frame`` has no label column.
     ``raw_row`` returns the original text of a row for error messages.
     """
     frame = frame.with_columns(

@@ -113,7 +113,7 @@ def _build(
         for name, counted in counts:
             counted = replace(counted, missing=counted.missing + missing.get(name, 0))
             waiting.append(pool.submit(build, name, counted))
-            if len(waiting) > options.workers:  # limits how many counts are in memory
+            if len(waiting) > options.workers:  # limit the number of counts in memory
                 built.append(waiting.popleft().result())
         built += [future.result() for future in waiting]
     for file in spilled(folder / _spill(options)):

@@ -84,7 +84,7 @@ def count_fields(
             frames = pl.collect_all(queries, engine="streaming")
             for name, frame in zip(names, frames, strict=True):
                 yield name, _from_frame(frame)
-            del frames  # before the next pass allocates its own
+            del frames  # free memory before the next pass
 
 
 def _passes(estimates: Mapping[str, int], pass_values: int) -> Iterator[list[str]]:
@@ -150,7 +150,7 @@ def _by_ranges(rows: Rows, num_rows: int, passes: int, spill: Path, name: str) -
                 types[part] = array.dtype
                 with files[part].open("ab") as file:
                     file.write(np.ascontiguousarray(array).data)
-        del counted, arrays  # before the next range allocates its own
+        del counted, arrays  # free memory before the next range
     whole = {part: np.memmap(files[part], dtype=types[part], mode="r") for part in types}
     keys, counts, checks, most = (whole.get(part) for part in _PARTS)
     if keys is None or counts is None:

@@ -57,7 +57,7 @@ def encode_all(
 ) -> list[Record]:
     """Write the shards of this machine's pieces to ``work/set``, and return their records.
 
-    A piece is complete once its record exists. Its staged files are then removed.
+    A piece is complete once its record exists, and the staged files are then removed.
     """
     (work / "set").mkdir(exist_ok=True)
     starts = list(accumulate((piece.num_rows for piece in staged), initial=0))

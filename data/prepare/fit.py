@@ -146,8 +146,8 @@ def fit(
 ) -> dict[str, Any]:
     """Return the fitted constants by column name.
 
-    ``pieces()`` yields the non-missing train values of each piece by column name. It is called
-    twice if a column needs quantiles.
+    ``pieces()`` yields the non-missing train values of each piece by column name. This function
+    calls ``pieces`` twice if a column needs quantiles.
     """
     sums = {c.name: ExactSum() for c in columns if c.transform == "standardise"}
     if weight is not None:

@@ -53,7 +53,7 @@ class MachinePart:
         return owners
 
     def wait(self, work: Path, plan: str, files: Mapping[Path, int], contents: str) -> None:
-        """Wait until all ``files`` exist; each file is mapped to the part that writes it.
+        """Wait until all ``files`` exist; ``files`` maps each file to the part that writes it.
 
         Raise DataError after ``wait_s`` seconds, or if another run has replaced the folder ``work``
         of ``plan``. ``contents`` describes the files in messages.

@@ -20,7 +20,7 @@ _LARGEST_PIECE_BYTES = 128 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareOptions:
-    """The options of ``sbpflow prepare``; ``sbpflow prepare --help`` explains them."""
+    """The options of ``sbpflow prepare``; ``sbpflow prepare --help`` explains each option."""
 
     inputs: tuple[InputPath, ...]
     output: Path

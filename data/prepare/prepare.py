@@ -47,8 +47,8 @@ _SHARE = {"parse": 0.55, "count": 0.10, "encode": 0.35}
 def prepare(options: PrepareOptions) -> Manifest | None:
     """Prepare ``options.inputs`` into ``options.output`` and return its verified manifest.
 
-    With several machines (``options.part``), only the first machine returns the manifest. The
-    others return None when their share is done. Raise ConfigError or DataError for bad input.
+    With several machines (``options.part``), only the first machine returns the manifest, and other
+    machines return None when their share is done. Raise ConfigError or DataError for bad input.
     """
     options.check()
     like = None if options.like is None else load_manifest(options.like, "--like")

@@ -51,7 +51,7 @@ class RemotePath:
             ) from error
         try:
             return url_to_fs(self.url)
-        except ImportError as error:  # the message of fsspec names the package for the URL scheme
+        except ImportError as error:  # fsspec's message names the package for the URL scheme
             raise ConfigError(f"--input {self.url}: {error}") from error
         except ValueError as error:
             raise ConfigError(
@@ -147,7 +147,9 @@ def written(path: InputPath) -> tuple[int, object]:
     On some file systems, ``version`` may also change when the file is read.
     """
     if isinstance(path, RemotePath):
-        time = path.written  # read before the size, because it drops cached metadata
+        time = (
+            path.written
+        )  # read ``written`` before the size because this property drops cached metadata
         return path.num_bytes, time
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns

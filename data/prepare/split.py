@@ -101,7 +101,7 @@ class SplitRule:
             place = self._pattern_of(file_name)
             return np.full(num_rows, SPLITS.index(place[0]) if place else 0, dtype=np.uint8)
         if self.kind == "date":
-            raise RuntimeError("rows split by date are split by of_times")
+            raise RuntimeError("rows that are split by date need of_times")
         raise unknown_value("--split", self.kind, SplitKind)
 
     def _pattern_of(self, file_name: str) -> tuple[str, str] | None:

@@ -1,7 +1,8 @@
 """Transform dense values, including missing values; each convention has its own function.
 
 Each function accepts a column's values as float32 [n] (integers are exact below 2^24) and a mask
-[n] of missing values. It returns float32 [n] and the number of clamped values for the report.
+[n] of missing values. A function returns float32 [n] and the number of clamped values for the
+report.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -162,7 +162,7 @@ def save(path: Path, vocabulary: FilteredVocabulary) -> None:
 
 
 def load(path: Path, folder: Path, name: str) -> FilteredVocabulary | None:
-    """Read a record of ``save``. Return None if it is absent or an array file has changed."""
+    """Read a record of ``save``. Return None if the record is absent or an array has changed."""
     record = read_record(path, _RECORD_KEYS)
     if record is None:
         return None

@@ -63,7 +63,7 @@ def _record_crc32(path: Path, content: Mapping[str, object]) -> int:
 
 def work_folder(output: Path) -> Path:
     """Return ``OUTPUT.work``. Raise ConfigError if the output has no name or no usable parent."""
-    local_path(output)  # refuses a URL, which a program may have turned into a Path
+    local_path(output)  # refuse a URL that a program has turned into a Path
     if not output.name or output.name in (".", ".."):
         raise ConfigError(f"--output: {output} has no folder name; use, for example, out/criteo")
     return output.with_name(output.name + ".work")

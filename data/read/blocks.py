@@ -25,7 +25,7 @@ from sbpflow.run.model.spec import HashedColumn
 
 Words = NDArray[np.int32]
 
-_WIDE_COLUMNS = ("group", "time", "row_key")  # 64 bits per value for numeric columns
+_WIDE_COLUMNS = ("group", "time", "row_key")  # numeric columns with 64 bits per value
 
 
 BLOCK_BYTES = 16 << 20

@@ -147,7 +147,7 @@ class RowLoader:
             return Block(words, tuple(step.stop - step.start for step in group))
 
         # Views need one reader with DALI, because another thread handover costs more than a view.
-        # Gathering rows is slow enough for two readers.
+        # Gathering rows takes long enough to keep two readers busy.
         if self._backend == "dali" and order.shuffle == "none":
             blocks = map(read, groups)
         else:

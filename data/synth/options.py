@@ -26,7 +26,7 @@ Format = Literal["prepared", "tsv"]
 
 @dataclass(frozen=True, kw_only=True)
 class SynthOptions:
-    """The options of ``sbpflow synth``; ``sbpflow synth --help`` explains them."""
+    """The options of ``sbpflow synth``; ``sbpflow synth --help`` explains each option."""
 
     rows: int
     output: Path
@@ -48,7 +48,7 @@ class SynthOptions:
     def check(self) -> None:
         """Raise ConfigError for invalid values."""
         if self.split.kind != "time":
-            raise ConfigError("--split: generated rows need a split by time: time:0.8,0.1,0.1")
+            raise ConfigError("--split: generated rows need a split such as time:0.8,0.1,0.1")
         if self.format == "tsv" and any(most > 1 for _, (_, most) in self.hot):
             raise ConfigError("--hot: Criteo text has one value per column; use --format prepared")
         check_ranges(

@@ -63,7 +63,7 @@ class GlobalTensor:
     ) -> "GlobalTensor":
         """Make a global tensor of ``shape`` from local parts.
 
-        ``part`` may be None outside the placement. Then ``dtype`` and ``requires_grad`` must match
+        ``part`` may be None outside the placement, but ``dtype`` and ``requires_grad`` must match
         the other ranks' parts, because a rank without a gradient would not join the backward. Along
         B axes, ``replicas="equal"`` trusts the caller and sends no data, and "first" copies the
         data of the first coordinate to the others. The gradient of ``part`` has the dual layout:
@@ -259,7 +259,7 @@ def check_user(layout: Layout, shape: tuple[int, ...]) -> None:
 
 
 def _grad_layout(dst: Layout, grad_sbp: NdSbp | Sbp | str) -> Layout:
-    """Return the guaranteed gradient layout. Raise SbpError if its parts do not match dst's."""
+    """Return the guaranteed gradient layout. Raise SbpError if its parts and dst's differ."""
     layout = Layout(dst.placement, grad_sbp)
     text, result = format_nd_sbp(layout.nd_sbp), format_nd_sbp(dst.nd_sbp)
     if dst.has_extremum:

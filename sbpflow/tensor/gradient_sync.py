@@ -103,9 +103,10 @@ class GradientSync:
     """Converts the gradients of a fixed list of parameters after each backward.
 
     ``plan`` is the result of ``plan_gradients`` for these parameters. Call ``run`` after each
-    backward and before the optimizer. Then ``part.grad`` of each parameter has the parameter's
-    layout; clear it before the next backward. Raise SbpError for tensors without their own gradient
-    (results of ops, frozen or integer tensors), duplicate tensors, or another list's plan.
+    backward and before the optimizer. ``run`` converts each parameter's ``part.grad`` to the
+    parameter's layout; clear ``part.grad`` before the next backward. Raise SbpError for tensors
+    without their own gradient (results of ops, frozen or integer tensors), duplicate tensors, or
+    another list's plan.
     """
 
     def __init__(

@@ -100,7 +100,7 @@ def deduce(
     placement = _common_placement(op_rule, operands)
     _check_shapes(op_rule, operands)
     if out is not None:
-        Layout(placement, out)  # raises unless it has one entry per axis
+        Layout(placement, out)  # raises an error unless ``out`` has one entry per axis
     no_partial = (dtype or operands[0].dtype) not in TERM_DTYPES
     best: tuple[int, int, int] | None = None
     chosen: Choice | None = None

@@ -68,8 +68,8 @@ def wrong(text, call):
             lambda: ops.concat([dry(4), dry(4, 5)], 0),
         ),
         wrong(
-            "tensor 2 has shape [4, 5], but tensor 0 has shape [3, 5]; shapes may differ only along "
-            "dim 1",
+            "tensor 2 has shape [4, 5], but tensor 0 has shape [3, 5]; shapes may differ only along"
+            " dim 1",
             lambda: ops.concat([dry(3, 5), dry(3, 2), dry(4, 5)], 1),
         ),
         wrong("concat: dim 2 is out of range", lambda: ops.concat([dry(3, 5)], 2)),

@@ -69,7 +69,7 @@ def focal_weights(
 
     ``S(i) x S(i) -> S(i), B x B -> B``
 
-    This is the differentiable factor of the focal loss (T.-Y. Lin et al., Focal loss for dense
+    The result is the differentiable factor of the focal loss (Lin et al., Focal loss for dense
     object detection, 2017, equation 4).
     """
     check_tensors("focal_weights", logits, labels)
