@@ -1,7 +1,7 @@
 """Check that a manifest's JSON has the form required by readers.
 
-A correct fingerprint does not prove this, because anyone can compute a fingerprint. So this module
-checks every key, including file names that would point outside the set's folder.
+A correct fingerprint does not prove that a manifest is valid, because anyone can compute one. So
+this module checks every key, including file names that would point outside the set's folder.
 """
 
 import math

@@ -147,9 +147,7 @@ def written(path: InputPath) -> tuple[int, object]:
     On some file systems, ``version`` may also change when the file is read.
     """
     if isinstance(path, RemotePath):
-        time = (
-            path.written
-        )  # read ``written`` before the size because this property drops cached metadata
+        time = path.written  # must precede the size, because ``written`` drops cached metadata
         return path.num_bytes, time
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns

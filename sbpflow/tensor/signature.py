@@ -280,7 +280,7 @@ def _no_signature(op_rule: Rule, operands: tuple[Operand, ...], out: NdSbp | Non
 
 
 def describe(op_rule: Rule) -> str:
-    """Format the signatures in sbp notation: "S(0), B -> S(0); ..."."""
+    """Format the signatures in sbp notation, such as "S(0), B -> S(0); ..."."""
     return "; ".join(
         ", ".join(
             str(_sbp(token, dims, None))
