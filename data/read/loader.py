@@ -277,8 +277,9 @@ def choose_backend(wanted: Backend | Literal["auto"]) -> Backend:
     # find_spec imports only the parent package, which is shared with CUDA's libraries.
     has_dali = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.dali")
     chosen: Backend = "dali" if has_dali else "memmap"
-    reason = "" if has_dali else " because DALI is not installed"
-    _LOG.info("data.loader: auto selects %s%s", chosen, reason)
+    _LOG.info(
+        "data.loader: auto selects %s%s", chosen, "" if has_dali else " (DALI is not installed)"
+    )
     return chosen
     return chosen
 
