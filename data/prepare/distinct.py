@@ -63,7 +63,7 @@ def count_fields(
 
     ``rows`` maps each field to frames with a row per value and the columns ``key`` (null if
     missing) and ``check`` (strings only), or to the rows of ``FieldCounts.frames``. ``num_rows`` is
-    their approximate number. Counts that exceed the memory limit are written to files
+    the approximate number of rows. Counts that exceed the memory limit are written to files
     ``spill``.NAME; the caller must remove these files.
     """
     estimates = dict.fromkeys(rows, min(num_rows, pass_values // max(len(rows), 1)))

@@ -1,4 +1,4 @@
-"""Read cells with several values and optional weights: ``a|b|c`` in text, lists in Parquet.
+"""Read cells with several values (``a|b|c`` in text, lists in Parquet) and optional weights.
 
 An empty cell, an empty list, and a list with one empty element all mean "no values", because text
 cannot distinguish them. Any other empty element is a missing value.

@@ -19,7 +19,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z].*)?://")
 
 @dataclass(frozen=True, slots=True)
 class RemotePath:
-    """A URL of a file or folder with the part of the pathlib.Path interface that inputs need."""
+    """A URL of a file or folder with the methods of pathlib.Path that inputs need."""
 
     url: str
 

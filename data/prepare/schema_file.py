@@ -111,7 +111,7 @@ class _Reader:
     def pair(
         self, raw: Mapping[str, Any], key: str, kinds: Collection[str], default: str
     ) -> tuple[str, str] | None:
-        """Return the pair of ``NAME`` or ``{NAME: KIND}``; KIND must be in ``kinds``."""
+        """Parse a name or ``{NAME: KIND}`` to a pair, where KIND must be in ``kinds``."""
         value = raw.get(key)
         if value is None:
             return None

@@ -1,7 +1,7 @@
 """Compute a keyed pseudo-random permutation of range(n) without storing it.
 
 The permutation is a Feistel network on a square with side ceil(sqrt(n)), applied repeatedly to
-results outside of range(n) ("cycle walking": Black and Rogaway, Ciphers with arbitrary finite
+results outside of range(n) ("cycle walking", Black and Rogaway, Ciphers with arbitrary finite
 domains, CT-RSA 2002, methods 2 and 3). The cost per position does not depend on the number of rows.
 """
 

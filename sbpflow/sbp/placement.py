@@ -98,7 +98,7 @@ class Placement:
         return self._coords.get(rank)
 
     def __str__(self) -> str:
-        """Format the ranks as nested lists: ``[0, 1]`` or ``[[0, 1], [2, 3]]``."""
+        """Format the ranks as nested lists, such as ``[0, 1]`` or ``[[0, 1], [2, 3]]``."""
         return str(self.nested())
 
     def nested(self) -> list[Any]:

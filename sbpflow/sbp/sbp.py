@@ -1,4 +1,4 @@
-"""Define the distributions of a tensor along a placement axis: Split, Broadcast and Partial.
+"""Define the distributions Split, Broadcast and Partial of a tensor along a placement axis.
 
 This module does not use ranks, devices or communication. The terms and the balanced rule follow
 OneFlow (oneflow/core/job/sbp_parallel.proto, oneflow/core/common/balanced_splitter.h at 25c8978).
@@ -157,7 +157,7 @@ def balanced_sizes(size: int, parts: int) -> tuple[int, ...]:
 
 
 def dual(sbp: Sbp) -> Sbp:
-    """Return the gradient's sbp for a tensor with ``sbp``: S <-> S, B <-> P."""
+    """Return the gradient's sbp for a tensor with ``sbp`` (S for S, P for B, and B for P)."""
     if isinstance(sbp, Broadcast):
         return Partial()
     if isinstance(sbp, Partial):

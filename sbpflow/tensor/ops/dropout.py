@@ -1,4 +1,4 @@
-"""Dropout on global tensors with masks that depend only on seed, name and element position.
+"""Apply dropout to global tensors, with masks that depend only on seed, name and element position.
 
 On CPU, torch's generator samples masks block by block, the fastest method there. On CUDA, an
 element's mask is computed from 53 bits of SplitMix64 of the element's number. So one kernel

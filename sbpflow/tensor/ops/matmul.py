@@ -39,8 +39,8 @@ def linear_of_parts(
     On CPU, this op avoids the concatenation, which would cost a copy in each direction. A width
     such as 429 would also make the product for the gradient twice as slow as 416. On CUDA, this op
     concatenates and pads to a multiple of 8 columns, because narrow products and unaligned rows do
-    not use the tensor cores. If the weight is split along its inputs, or without a bias (the result
-    may then be P), this op runs ``concat`` and ``linear``.
+    not use the tensor cores. If the weight is split along its inputs or there is no bias (the
+    result may then be P), this op runs ``concat`` and ``linear``.
     """
     check_list("linear_of_parts", xs, "weight, bias")
     for n, x in enumerate(xs):
