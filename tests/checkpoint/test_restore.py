@@ -79,7 +79,7 @@ def test_grown_tables_keep_saved_rows_and_append_new_ones(ranks, memory):
     for name in ("before", "new", "after"):
         (memory / name).mkdir()
     for refused, steps in ranks(2, grow, memory):
-        assert "tables/deep.C1: saved as [37, 5], this run has [50, 5]" in refused
+        assert "tables/deep.C1: saved as [37, 5], but this run has [50, 5]" in refused
         assert "--like OLD --grow" in refused
         assert steps == 5
     before, new = (open_checkpoint(memory / n) for n in ("before/step-3", "new/step-1"))

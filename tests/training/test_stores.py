@@ -214,7 +214,7 @@ def test_other_kernels_exchanges_and_clipping_work(ranks, memory, size, case):
 
 
 def refused(world: World, case: Case) -> str:
-    with pytest.raises(ValueError, match="cannot hold a B table") as error:
+    with pytest.raises(ValueError, match="cannot store a B table") as error:
         make_job(world, case, DictStores(case.slots(world.size)))
     return str(error.value)
 

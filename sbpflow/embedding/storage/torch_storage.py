@@ -178,7 +178,7 @@ class TorchStorage:
         return round_randomly(weights, self.weights.dtype, noise)
 
     def _squares(self, grads: Tensor) -> Tensor | None:
-        """Return each row's mean squares over all ranks that share it; ``None`` without row state."""
+        """Return each row's mean squares over all ranks sharing it; ``None`` without row state."""
         if not self.optimizer.has_row_state:
             return None
         squares = self.row_squares(grads)
