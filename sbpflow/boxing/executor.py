@@ -31,7 +31,7 @@ from sbpflow.runtime.ranks.world import (
 )
 from sbpflow.sbp.layout import Layout
 
-MAX_READY_STEPS = 8192  # maximum number of compiled programs; then all are dropped
+MAX_READY_STEPS = 8192  # when more programs are compiled, all are dropped
 
 Finish = Callable[[], Tensor | None]
 Work = dist.Work | pairs.Messages | None
@@ -230,9 +230,9 @@ class Boxing:
     def _accept(
         self, step: BoxingStep, part_shape: tuple[int, ...] | None, part: Tensor | None
     ) -> Tensor:
-        """Return the part on the device of the destination; reject a wrong shape or dtype.
+        """Return the part on the device of the destination.
 
-        Raise SbpError if the shape or the dtype is wrong.
+        Raise SbpError if the shape or the dtype of the part is wrong.
         """
         if part_shape is None:
             if part is not None and part.numel():

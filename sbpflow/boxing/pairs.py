@@ -2,9 +2,9 @@
 
 gloo's own all-to-all posts its sends before its receives. A rank signals that it is ready to
 receive in the same stream as its data, so the slower of two ranks signals after all its data. The
-two directions of their link are then used one after the other. This takes twice as long as posting
-the receives first (``docs/decisions/engine.md`` has measurements). Within one host there is no
-gain, and a collective needs fewer calls.
+two directions of their link are then used one after the other. Posting the receives first takes
+half as long (``docs/decisions/engine.md`` has measurements). Within one host there is no gain, and
+a collective needs fewer calls.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 _MAX_TAG = 2**31 - 1
-# This counts the transfers of each group; its ranks make the same transfers in the same order.
+# The transfers of each group are counted; a group's ranks make the same transfers in the same
+# order.
 _transfers: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
@@ -61,7 +62,7 @@ def all_to_all(
     """Do the same as ``all_to_all_single`` on the first dim.
 
     ``sizes`` are the sizes received from and sent to each of the group's ``ranks``, in ascending
-    order. ``rank`` is this rank. Both tensors must be contiguous.
+    order. ``rank`` is this rank. ``received`` and ``sent`` must be contiguous.
     """
     receives = dict(zip(ranks, received.split(list(sizes[0])), strict=True))
     sends = dict(zip(ranks, sent.split(list(sizes[1])), strict=True))

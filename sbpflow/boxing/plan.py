@@ -93,10 +93,10 @@ def last_linear_layout(
 ) -> Layout:
     """Return the layout without P(max) or P(min) from which ``dst`` can be made locally.
 
-    The result is ``src`` itself if possible. Otherwise it is the layout on the placement of ``dst``
-    with S or B instead of P(max) that costs the fewest bytes to reach. The backward of the
-    conversion passes through this layout, because each element of ``dst`` is then either neutral or
-    a copy of an element on the same rank.
+    The result is ``src`` itself if possible. Otherwise, the result is the layout on the placement
+    of ``dst`` with S or B instead of P(max) that costs the fewest bytes to reach. The backward of
+    the conversion passes through this layout, because each element of ``dst`` is then either
+    neutral or a copy of an element on the same rank.
     """
     if not src.has_extremum and not any(elements_sent(src, dst, shape).values()):
         return src

@@ -1,6 +1,7 @@
 """Compiles one rank's share of one step: how to pack, the sizes to exchange, and how to unpack.
 
-It handles only local tensors; ``executor`` runs the collective between ``pack`` and ``unpack``.
+A program handles only local tensors; ``executor`` runs the collective between ``pack`` and
+``unpack``.
 """
 
 from collections.abc import Callable
@@ -39,8 +40,8 @@ from sbpflow.boxing.step import WIRE_DTYPES, BoxingStep, Collective, padded_part
 from sbpflow.errors import unknown_value
 from sbpflow.sbp.sbp import Partial, Reduction
 
-# A piece that stays on its rank skips the buffers if it has at least this size. For smaller pieces,
-# the extra calls cost more than the saved copies (benchmarks.boxing, gloo, 2 ranks).
+# A piece of at least this size that stays on its rank skips the buffers. For smaller pieces, the
+# extra calls cost more than the saved copies (benchmarks.boxing, gloo, 2 ranks).
 APART_BYTES = 256 * 1024
 
 
@@ -81,14 +82,14 @@ class Program:
 class Stays:
     """The box of the part that stays on its rank and is copied directly into the result.
 
-    This saves the copies to the send buffer, from the backend to itself, and from the receive
-    buffer. The data of other ranks is received into ``run`` of the flat result, or copied from the
-    receive buffer by ``pieces``.
+    A direct copy saves the copies to the send buffer, from the backend to itself, and from the
+    receive buffer. The data of other ranks is received into ``run`` of the flat result, or copied
+    from the receive buffer by ``pieces``.
     """
 
     shape: Shape
     cut: LocalFn  # returns the box of the part
-    put: LocalFn  # returns its place in the result
+    put: LocalFn  # returns the box's place in the result
     run: slice | None
     pieces: tuple[tuple[LocalFn, Piece], ...]
 
@@ -133,7 +134,7 @@ def compile_step(step: BoxingStep, rank: int, *, in_pairs: bool = False) -> Prog
 def _comm_dtype(dtype: torch.dtype) -> torch.dtype | None:
     """Return a dtype of the same size that the backends support; None if they support ``dtype``.
 
-    It is only for transfers that add nothing up, because they need only the bits.
+    Only transfers that add nothing up can use it, because they need only the bits.
     """
     if dtype in WIRE_DTYPES or dtype == torch.bool:
         return None
@@ -266,8 +267,8 @@ def _staying_apart(
 ) -> Program | None:
     """Copy the own piece during the exchange; return None if the others would need an extra copy.
 
-    They need no extra copy if they are received into one range of the result, or must be copied
-    anyway.
+    The other pieces need no extra copy if they are received into one range of the result or must be
+    copied anyway.
     """
     coming = [piece for peer, piece in received.items() if peer != rank]
     run = run_of(coming, shape)

@@ -27,11 +27,10 @@ def cheapest_route(
     src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype, backend: str
 ) -> tuple[Layout, ...]:
     """Return the layouts on the route, ends included. Ties go to fewer steps, then list order."""
-    # This is Dijkstra's algorithm: nodes are layouts, edges are steps, and lengths are the bytes of
-    # the steps. A fixed table of routes is not enough, because the cheapest route depends on sizes:
-    # (P, S(0)) -> (B, B) may gather or reduce first. Queue entries are (cost, number of steps,
-    # listing order, route), because all ranks plan independently and must break ties in the same
-    # way.
+    # Use Dijkstra's algorithm: nodes are layouts, edges are steps, and lengths are the bytes of the
+    # steps. A fixed table of routes is not enough, because the cheapest route depends on sizes: (P,
+    # S(0)) -> (B, B) may gather or reduce first. Queue entries are (cost, number of steps, listing
+    # order, route), because all ranks plan independently and must break ties in the same way.
     values = _values(src, dst, shape)
     best: dict[Layout, float] = {}
     queue: list[tuple[int, int, int, tuple[Layout, ...]]] = [(0, 0, 0, (src,))]

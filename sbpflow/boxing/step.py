@@ -17,9 +17,9 @@ from sbpflow.sbp.sbp import Broadcast, Partial, Sbp, Split, balanced_sizes
 Collective = Literal["none", "all_gather", "all_to_all", "reduce_scatter", "all_reduce"]
 Groups = tuple[tuple[int, ...], ...]
 
-# An all-gather pads all parts to the size of the largest. If that needs a larger share of padding
-# than this, an all-to-all sends exact sizes instead. The parts of balanced splits differ by at most
-# one and are always padded.
+# An all-gather pads all parts to the size of the largest. If padding would exceed this share, an
+# all-to-all sends exact sizes instead. The parts of balanced splits differ by at most one and are
+# always padded.
 MAX_PADDING = 0.25
 
 # gloo and NCCL support these dtypes (torch 2.13); terms of other dtypes are exchanged and then
@@ -38,7 +38,8 @@ WIRE_DTYPES = frozenset(
 )
 # torch can add and compare these dtypes on all devices; P requires one of these dtypes.
 TERM_DTYPES = WIRE_DTYPES | {torch.int16}
-# This maps a dtype without addition to a dtype with addition that can represent all its values.
+# ``_WIDER`` maps a dtype without addition to a dtype with addition that can represent all its
+# values.
 _WIDER = {torch.bool: torch.int8, torch.uint16: torch.int32, torch.uint32: torch.int64}
 
 

@@ -162,7 +162,7 @@ def prune(path: Path, keep: int, *, dry_run: bool) -> list[str]:
     except HeldError as error:
         raise ConfigError(
             f"{paths[0].parent}: a run is saving there{error} and applies checkpoint.keep itself; "
-            "prune after it has ended"
+            "wait until the run has ended, then prune"
         ) from error
 
 

@@ -25,7 +25,7 @@ from sbpflow.runtime.files.json_file import is_count, object_of, parse_json, why
 FORMAT = "sbpflow-checkpoint"
 VERSION = 1
 INDEX_FILE = "index.json"
-BLOCK_BYTES = 8 * 2**20  # a piece has one CRC per block; a multiple of every item size
+BLOCK_BYTES = 8 * 2**20  # size of the blocks with one CRC; a multiple of every item size
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -92,8 +92,8 @@ class Piece:
 class SavedTensor:
     """A logical tensor: its full ``shape``, and pieces that cover it without gaps or overlaps.
 
-    ``column_starts`` is set for state with one value per row and column shard. It has the first
-    column of each shard in the table.
+    ``column_starts`` has the first table column of each shard; it is set only for state with one
+    value per row and column shard.
     """
 
     shape: tuple[int, ...]
@@ -169,7 +169,8 @@ def piece_from_json(value: Sequence[Any]) -> Piece:
 
 
 def _parse(text: str) -> Index:
-    # A document may contain infinity, such as a watched loss; its reader checks that.
+    # A document may contain infinity (for example, as a watched loss); the reader of the document
+    # checks that.
     tree = object_of(parse_json(text, finite=False), "the file")
     if tree["format"] != FORMAT:
         _wrong(f"its format is {tree['format']!r}, not {FORMAT}")

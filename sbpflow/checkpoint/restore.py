@@ -36,8 +36,8 @@ def check_fits(
         faults = [f"it lacks {_some(missing)}"] if missing else []
         faults += [f"it has {_some(extra)}, but this run does not"] if extra else []
         raise CheckpointError(
-            f"{checkpoint.path}: does not fit this run: {'; '.join(faults)}; use the model, fields "
-            "and optimizers that it was trained with"
+            f"{checkpoint.path}: does not fit this run: {'; '.join(faults)}; use the model, "
+            "fields, and optimizers that it was trained with"
         )
     for name, tensor in state.items():
         _check_shape(checkpoint, checkpoint.tensors[name], tensor, grown=grown)
@@ -47,7 +47,7 @@ def _check_shape(
     checkpoint: Checkpoint, saved: SavedTensor, tensor: LogicalTensor, *, grown: bool
 ) -> None:
     name, shape = tensor.name, tensor.shape
-    if tensor.by_key:  # the number of rows is the saved one
+    if tensor.by_key:  # use the saved number of rows
         shape = (*saved.shape[:1], *shape[1:])
     if saved.column_starts != tensor.column_starts:
         raise CheckpointError(

@@ -23,7 +23,7 @@ from sbpflow.embedding.storage.store import WEIGHTS, RowStore
 Stores = Callable[[], Iterable[tuple[RowStore, Sequence[Shard]]]]
 RANGE_BYTES = BLOCK_BYTES  # bytes copied and written per range of a tensor
 # After each range, the writing thread sleeps REST times as long as the range took, which slows
-# training less. It wakes every _REST_S to return segments of the log.
+# training less. The thread wakes up every _REST_S to return segments of the log.
 REST = 2.0
 _REST_S = 0.01
 

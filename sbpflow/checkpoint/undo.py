@@ -3,8 +3,8 @@
 Before a row that is not yet written changes for the first time, its old value goes to the log. Two
 threads work here. The training thread appends old rows to segments right before their update, which
 also brings the rows into the cache for the update. The writing thread copies a range of rows
-without a lock, so some rows of the copy may be half updated. Those rows are in the log by then, and
-the writing thread corrects them from it. (If a store moves rows in the meantime, ``RowStore.read``
+without a lock, so some rows of the copy may be half updated. The writing thread corrects these rows
+from the log, which has them by then. (If a store moves rows in the meantime, ``RowStore.read``
 still finds them.) The writing thread also empties the segments into slabs by range, and spills rows
 to a file when the slabs are full. If it is too slow to return segments, training waits.
 """

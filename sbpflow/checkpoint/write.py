@@ -73,8 +73,8 @@ class PieceFile:
         with named(self.path):
             write_at(self._file, data, offset)
             # This call makes Linux start writing these pages and drop earlier pages that are on
-            # disk. Without it, a save fills the page cache with new pages, which cost far more than
-            # reused pages, and ends with one long fsync (docs/decisions/state.md).
+            # disk. Without this call, a save fills the page cache with new pages, which cost far
+            # more than reused pages, and ends with one long fsync (docs/decisions/state.md).
             if _advise is not None:
                 start = max(0, offset - _STILL_CACHED_BYTES)
                 _advise(self._file, start, offset + len(data) - start, os.POSIX_FADV_DONTNEED)

@@ -2,7 +2,7 @@
 
 An exchange derives the counts from ``Facts``: ``part`` is the work that a shard adds to the rank
 that stores it, and ``home`` is the work that a table adds to every rank for the rank's own samples.
-Both are summed over tables. If tables share work (a group, a stack, a transfer), a ``Key``
+The counts are summed over tables. If tables share work (a group, a stack, a transfer), a ``Key``
 identifies it; a rank counts such a feature by its number of distinct keys.
 """
 
@@ -29,7 +29,7 @@ FEATURES = (
     "searched_ids",  # the subset of seen_ids for row-split tables
     "read_rows",
     "read_elements",
-    "read_touched",  # elements of distinct rows, whose first use misses the caches
+    "read_touched",  # elements of distinct rows; the first use of each misses the caches
     "out_elements",  # looked-up vectors sent by owners
     "home_elements",  # vectors or partial sums received for the samples
     "expand_rows",

@@ -34,7 +34,7 @@ WORK_NS = vector_of(
         "copied_bytes": COPY_NS_PER_BYTE,
     }
 )
-# These are the numbers of transfers per group, round of rows, or stack.
+# ``_CALLS`` are the numbers of transfers per group, round of rows, or stack.
 _CALLS = {
     "num_dense_groups": 2,
     "num_summed_groups": 2,

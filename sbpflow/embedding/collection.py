@@ -128,8 +128,8 @@ class EmbeddingCollection:
             share = balanced_sizes(batch_size, self._world.size)[self._world.rank]
             if local.num_samples != share:
                 raise DataError(
-                    f"rank {self._world.rank}: got ids of {local.num_samples} samples; pass the "
-                    f"rank's share of a batch of {batch_size}, which is {share} samples"
+                    f"rank {self._world.rank}: got ids of {local.num_samples} samples; pass the ids of "
+                    f"{share} samples, the rank's share of a batch of {batch_size}"
                 )
             transfer = IdsUnderWay(self._transfer, local, batch_size)
             self._num_begun += training
@@ -142,7 +142,7 @@ class EmbeddingCollection:
                 at_once=self._world.device.type == "cuda",
             )
             batch = EmbeddingsInFlight(transfer, parts, counts, check)
-            if counts.are_known:  # all sizes are fixed, so the exchange need not wait for the host
+            if counts.are_known:  # all sizes are fixed, so the host need not wait for them
                 self._exchange_ids(batch)
         return batch
 
@@ -153,8 +153,8 @@ class EmbeddingCollection:
                 self._exchange_ids(batch)
 
     def _exchange_ids(self, batch: EmbeddingsInFlight) -> None:
-        # In every move, all groups start their transfers before any group waits for its own; all
-        # ranks start them in the same order.
+        # In every move, all groups start their transfers before any group waits. All ranks start
+        # the transfers in the same order.
         batch.counts.finish()
         batch.ids.exchange_ids()
         for group, part in self._parts(batch):
@@ -272,7 +272,7 @@ class EmbeddingCollection:
         SbpError. A row touched by several collected batches takes one step with the sum.
         """
         if step < 1:
-            raise SbpError(f"update: step {step}; use 1 or more, counted over the whole job")
+            raise SbpError(f"update: step {step}; use 1 or more, because steps count from 1")
         self.check_late()
         self.apply(step)
 

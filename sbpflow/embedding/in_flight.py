@@ -30,9 +30,9 @@ class EmbeddingsInFlight:
         self.outputs: dict[str, Tensor] = {}
 
     def lookup_tensors(self) -> list[Tensor | None]:
-        """Return the tensors of all lookups; call this after the collection's ``arrive``.
+        """Return the addresses, bags, and segments of all lookups.
 
-        These are addresses, bags, and segments.
+        Call this method after the collection's ``arrive``.
         """
         lookups = [lookup for part in self.groups for lookup in part.lookups]
         return [tensor for lookup in lookups for tensor in lookup.tensors()]

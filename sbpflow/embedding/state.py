@@ -159,7 +159,7 @@ def logical_state(plan: EmbeddingPlan, stored: list[StoredShard]) -> dict[str, L
     """Return the collection's state by name, with the same names on all ranks.
 
     With ``row_state: per_shard``, the state of rowwise Adagrad is [rows, column shards]. A
-    ``by_key`` table has the rows of trained batches. Its keys come first, because a restore needs
+    ``by_key`` table has the rows of trained batches. The keys come first, because a restore needs
     them first.
     """
     stored_by_table = {shard.shard.table.name: shard for shard in stored}

@@ -161,7 +161,7 @@ def test_state_per_column_shard_needs_the_same_shards(ranks, memory):
     assert ranks(2, per_shard, memory, "same") == ["", ""]
     for size, case in ((3, "same"), (2, "logical")):
         for message in ranks(size, per_shard, memory, case):
-            assert "was saved as shards from columns [0" in message
+            assert "saved as shards from columns [0" in message
             assert "row_state: logical" in message
 
 

@@ -36,12 +36,12 @@ from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.store import RowStore
 from sbpflow.errors import SbpError
 
-# This has the collected batches, their total number of samples, and one merged (lookup, gradients)
-# per store.
+# ``Collected`` has the collected batches, their total number of samples, and one merged (lookup,
+# gradients) per store.
 Collected = tuple[list["GroupInFlight"], int, list[tuple[Lookup, Tensor]]]
 VECTORS = "vectors"
 GRADIENTS = "gradients"
-# The arguments are the group, the index of the stack, and a function that sums squares over the
+# ``MakeStore`` gets the group, the index of the stack, and a function that sums squares over the
 # ranks that share a row.
 MakeStore = Callable[[GroupPlan, int, SumOverColumns | None], RowStore]
 
@@ -155,7 +155,7 @@ class Group(ABC, Generic[BatchT]):
     def receive_ids(self, batch: BatchT) -> None:
         """Set ``batch.lookups`` to the rows that are looked up on this rank.
 
-        If this rank needs ``batch.everywhere``, the caller sets it before the call.
+        The caller must set ``batch.everywhere`` before the call if this rank needs it.
         """
 
     def sort_ahead(self, batch: BatchT) -> None:
@@ -250,7 +250,7 @@ class Group(ABC, Generic[BatchT]):
         return self.boxing.start(steps, part, channel)
 
     def arrived(self, steps: tuple[BoxingStep, ...], pending: Pending) -> Tensor:
-        """Wait for this rank's part and return it as ``plan.dtype``; reject a wrong shape.
+        """Wait for this rank's part and return it as ``plan.dtype``.
 
         Raise SbpError if the shape is wrong.
         """

@@ -1,8 +1,8 @@
 """Reads the counts that the host needs before rows can be sent, all at once from the device.
 
-These are the list sizes for each rank and the counts of all groups. On CUDA, they are copied on the
-id stream as soon as they are available, and neither the host nor the previous batch waits. On CPU,
-they are read when they are needed, because waiting for a transfer blocks the host.
+The counts are the list sizes for each rank and the counts of all groups. On CUDA, the id stream
+copies the counts as soon as they are available, and neither the host nor the previous batch waits.
+On CPU, the host reads the counts when it needs them, because waiting for a transfer blocks it.
 """
 
 from collections.abc import Callable, Sequence

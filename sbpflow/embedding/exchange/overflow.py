@@ -1,7 +1,8 @@
 """Handles batches whose rows do not fit in the fixed-size buffers of ``padded``.
 
-All ranks learn the same counts, so either all of them repeat the exchange or none does. They repeat
-it before any row is read, with transfers of the required sizes. The host waits for these transfers.
+All ranks learn the same counts, so either all of them repeat the exchange or none does. The ranks
+repeat the exchange before any row is read, with transfers of the required sizes. The host waits for
+these transfers.
 """
 
 import logging

@@ -26,8 +26,8 @@ class RowsInFlight(GroupInFlight):
     """A batch whose rows are exchanged.
 
     ``requested`` is how many rows this rank requests from each rank; ``incoming`` is how many rows
-    each rank requests from this rank. With fixed-size buffers, both are the buffer size; otherwise
-    they come from ``counts``.
+    each rank requests from this rank. With fixed-size buffers, ``requested`` and ``incoming`` are
+    the buffer size; otherwise ``counts`` sets them.
     """
 
     wanted: Lookup  # the lookup of the local samples

@@ -1,8 +1,8 @@
 """Converts table ids to row addresses.
 
 ``LocalAddresses`` is for ranks that look ids up in their own shards. ``OwnerAddresses`` is for
-exchanges of single rows; its addresses also identify the rank that owns the row. Both return a
-``Lookup``: addresses, the bags they form, and a weight per address for weighted sums. For
+exchanges of single rows; its addresses also identify the rank that owns the row. Both classes
+return a ``Lookup``: addresses, the bags they form, and a weight per address for weighted sums. For
 ``by_key`` tables, the addresses are int64 addresses of keys, which the store converts to rows.
 """
 

@@ -132,7 +132,7 @@ def local_addresses(
         for u in range(uses):
             low, high, more = firsts[u], lasts[u], shift[u]
             stop = at + lengths[i, u]
-            # Every id is written, and only the position advances conditionally: a branch would be
+            # Write every id and advance the position only for owned ids: a branch would be
             # mispredicted half of the time.
             for k in range(at, stop):
                 value = values[k]

@@ -202,7 +202,9 @@ class IdReader:
         samples = {self._samples(name, value) for name, value in ids.items()}
         if len(samples) > 1:
             counts = {name: self._samples(name, value) for name, value in ids.items()}
-            raise DataError(f"ids: features differ in the number of samples: {counts}")
+            raise DataError(
+                f"ids: features differ in the number of samples: {counts}; use one number"
+            )
         (count,) = samples
         for number, feature in enumerate(self._plan.features):
             value, name = ids.get(feature.name), f"feature {feature.name}"
@@ -290,7 +292,7 @@ class IdReader:
         if check.error is not None:
             raise check.error
         if check.replaced is not None:
-            if check.replaced.is_cuda:  # the id stream allocated it
+            if check.replaced.is_cuda:  # the id stream allocated this tensor
                 check.replaced.record_stream(torch.cuda.current_stream(self._device))
             self.out_of_range += check.replaced
             check.replaced = None
@@ -332,7 +334,7 @@ class IdReader:
 
     def _flag(self, wide: Tensor, bad: Tensor, check: IdCheck) -> None:
         """Start copying the first bad id to the host."""
-        # argmax finds the first bad position without the wait that nonzero would cause.
+        # argmax finds the first bad position without the host wait that nonzero would cause.
         first = bad.reshape(-1).to(torch.int8).argmax().unsqueeze(0)
         id = wide.reshape(-1).index_select(0, first)
         check.flagged.append(

@@ -211,7 +211,10 @@ def powers(size: int) -> list[int]:
 
 
 def _looked_up(ids: float, width: float, touched: float, out: float) -> dict[str, float]:
-    """Return the work of a rank that stores rows: ``ids`` lookups, ``out`` elements of vectors."""
+    """Return the work of a rank that stores rows and looks up ``ids`` ids.
+
+    The rank sends ``out`` elements of vectors.
+    """
     return {
         "read_rows": ids,
         "read_elements": ids * width,

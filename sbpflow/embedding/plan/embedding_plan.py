@@ -77,9 +77,9 @@ class EmbeddingPlan:
     def id_steps(self, batch_size: int) -> tuple[BoxingStep, ...]:
         """Return the steps that send the id matrix to ranks that look it up for the global batch.
 
-        The transfer is S(0) -> B if these ranks need the same columns. Otherwise it is S(0) ->
-        S(1), with the columns arranged by rank, so that each rank receives only the columns it
-        needs.
+        The transfer is S(0) -> B if these ranks need the same columns. Otherwise, the transfer is
+        S(0) -> S(1), with the columns arranged by rank, so that each rank receives only the columns
+        it needs.
         """
         return self._spread(batch_size, self.needed, self.ids_dtype, "ids/fwd")
 

@@ -8,8 +8,8 @@ from sbpflow.errors import ConfigError
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 
-# A planner tries the exchanges in this order, simplest first. If several have the same name, the
-# first one that suits a table is used.
+# A planner tries the exchanges in this order, simplest first. If several exchanges have the same
+# name, the first one that suits a table is used.
 register(Alone(), DenseAllreduce(), CopiedRows(), Columns(), UniqueColumns(), Unique(), Reduce())
 
 

@@ -133,7 +133,7 @@ class Unique(RowExchange):
     def row_stages(self, group: GroupPlan, most: int, rows: int, others: int) -> Stages:
         dim = group.stacks[0].dim
         return (
-            _vectors(group, others * dim, rows * dim),  # if one rank owns all rows
+            _vectors(group, others * dim, rows * dim),  # the maximum, if one rank owns all rows
             _gradients(group, "all_to_all", most * dim, rows * dim),
         )
 

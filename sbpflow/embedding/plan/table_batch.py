@@ -60,7 +60,7 @@ class TableBatch:
     def shards_by_rank(self) -> Mapping[int, tuple[Shard, ...]]:
         """Return the ``shards`` of all ``holders``, by rank in ascending order.
 
-        They are cached, because planning a stack needs the shards of all ranks.
+        The result is cached, because planning a stack needs the shards of all ranks.
         """
         by_rank: dict[int, list[Shard]] = {}
         for table, layout in zip(self.tables, self.layouts, strict=True):

@@ -122,8 +122,8 @@ class TableLayout:
 class OutputConfig:
     """One output of a collection, laid out S(0) over the batch.
 
-    It combines one vector per table and feature, in that order. ``concat`` gives [batch, sum of
-    dims]; ``sum`` adds the vectors to [batch, dim] and requires equal dims.
+    An output combines one vector per table and feature, in that order. ``concat`` gives [batch, sum
+    of dims]; ``sum`` adds the vectors to [batch, dim] and requires equal dims.
     """
 
     name: str

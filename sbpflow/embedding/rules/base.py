@@ -53,8 +53,7 @@ class RowBlock:
     def mean_squares(self) -> Tensor:
         """Return the mean square of each row's gradient over the table's full width, [touched].
 
-        It is available only for optimizers with row state: ranks that share a row sum their
-        squares.
+        Only optimizers with row state have mean squares: ranks that share a row sum their squares.
         """
         if self.squares is None:
             raise RuntimeError(
@@ -99,13 +98,13 @@ class SparseOptimizer(ABC):
     name: str
     lr: LearningRate = 0.05
 
-    # This is the state to keep: one number per row, or one per element.
+    # ``state`` says which state to keep: one number per row, or one per element.
     state: ClassVar[Mapping[str, StateSize]] = {}
-    # This maps each kernel that supports the optimizer to its function, as
+    # ``kernels`` maps each supported kernel to the optimizer's function, as
     # "package.module:function".
     kernels: ClassVar[Mapping[CompiledKernel, str]] = {}
-    # This says why the learning rate must not change during a run; ``None`` means that it can
-    # change.
+    # ``one_rate`` says why the learning rate must not change during a run; ``None`` means that it
+    # can.
     one_rate: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:

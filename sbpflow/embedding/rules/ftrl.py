@@ -18,7 +18,9 @@ class Ftrl(SparseOptimizer):
     """
 
     name: Literal["ftrl"] = "ftrl"
-    beta: Annotated[NonNegative, Key("results", "Added to the root of the sum of squares.")] = 1.0
+    beta: Annotated[
+        NonNegative, Key("results", "Add this to the square root of the sum of squares.")
+    ] = 1.0
     l1: Annotated[NonNegative, Key("results", "Sets small weights to 0.")] = 0.0
     l2: Annotated[NonNegative, Key("results", "Shrinks all weights.")] = 0.0
     initial_accumulator: Accumulator = 0.0

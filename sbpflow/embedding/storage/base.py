@@ -46,8 +46,8 @@ class RowKernel(Protocol):
     def absent(self) -> int | None:
         """Return the address that represents rows stored elsewhere, or ``None`` if there is none.
 
-        Its slot comes after all others, reads as zeros, and is never trained. Without such an
-        address, lookups must leave out rows that are stored elsewhere.
+        The slot of this address comes after all others, reads as zeros, and is never trained.
+        Without such an address, lookups must leave out rows that are stored elsewhere.
         """
         ...
 

@@ -1,8 +1,8 @@
 """Choose a kernel for each stack among kernels with equal results.
 
-Plain torch supports everything. The limits of FBGEMM were measured with fbgemm-gpu-cpu 1.8.0. It
-rejects widths that are not a multiple of 4, does not support bf16 or float64 rows on CPU, and keeps
-rowwise state per store.
+Plain torch supports everything. The limits of FBGEMM were measured with fbgemm-gpu-cpu 1.8.0.
+FBGEMM rejects widths that are not a multiple of 4, does not support bf16 or float64 rows on CPU,
+and keeps rowwise state per store.
 """
 
 import logging
@@ -49,7 +49,7 @@ class KernelChoice:
 class StackFacts:
     """The properties of a stack that decide which kernels support it."""
 
-    width: int  # of a rank's part; if some rank's width is not a multiple of 4, that one
+    width: int  # width per rank; prefers one that is not a multiple of 4
     optimizer: SparseOptimizer
     dtype: torch.dtype
     row_dtype: torch.dtype
@@ -146,7 +146,7 @@ COMPILED: dict[CompiledKernel, _Compiled] = {
         label="Triton",
         is_installed=lambda: find_spec("triton") is not None,
         fault=_triton_fault,
-        reason="sort, sum, and update in launches of fixed size",
+        reason="sorts, sums, and updates rows in launches of fixed size",
         storage=_triton_class,
     ),
 }

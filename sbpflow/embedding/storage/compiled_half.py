@@ -52,7 +52,7 @@ def _type_of_from_float16(_: object, a: object) -> object:
     return _FLOAT(a), generate
 
 
-# These convert the int16 bits of a half-precision number exactly to float32.
+# These functions convert the int16 bits of a half-precision number exactly to float32.
 _from_bfloat16 = cast("Callable[[int], float]", intrinsic(_type_of_from_bfloat16))
 _from_float16 = cast("Callable[[int], float]", intrinsic(_type_of_from_float16))
 

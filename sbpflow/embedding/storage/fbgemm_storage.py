@@ -17,8 +17,8 @@ from sbpflow.embedding.storage.lookup import Lookup, sum_bags
 class FbgemmStorage:
     """Stores float32 rows in one TBE table and updates them in its backward pass.
 
-    It supports the cases that ``choose.choose_kernel`` selects: optimizers and widths for which TBE
-    gives the same results as ``TorchStorage``.
+    The class supports the cases that ``choose.choose_kernel`` selects: optimizers and widths for
+    which TBE gives the same results as ``TorchStorage``.
     """
 
     name = "fbgemm"
@@ -115,8 +115,8 @@ def _make_tbe(rows: int, width: int, optimizer: SparseOptimizer, device: torch.d
         **kernel_function(optimizer, "fbgemm")(optimizer),
         learning_rate=optimizer.lr,
         pooling_mode=PoolingMode.SUM,
-        # The id reader already checks ids and reports the field and row of a bad one, whereas TBE's
-        # default would train row 0. NONE also leaves the caller's tensors unchanged.
+        # The id reader already reports the field and row of a bad id, whereas TBE's default would
+        # train row 0. NONE also leaves the caller's tensors unchanged.
         bounds_check_mode=BoundsCheckMode.NONE,
         device=device if on_cuda else None,
         **({} if on_cuda else _host_buffers(make, rows, width, optimizer, device)),

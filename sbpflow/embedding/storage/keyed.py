@@ -19,7 +19,7 @@ from sbpflow.embedding.storage.store import WEIGHTS, RowStore, StoreRequest
 from sbpflow.errors import CheckpointError, ConfigError, DataError
 
 KEYS = "keys"  # the name of the keys in a table's state
-NO_ROWS = slice(0, 0)  # reads only names, shapes, and dtypes; must not trigger a sort
+NO_ROWS = slice(0, 0)  # for reading names, shapes, and dtypes without triggering a sort
 
 
 class RowMap(Protocol):
@@ -130,7 +130,7 @@ class KeyedStore:
     def load(self, keys: Tensor) -> None:
         """Replace all keys; they get rows 0, 1, ..., which the caller must write."""
         if self._live_after:
-            raise RuntimeError(f"{self._name}: keys loaded while batches are in flight")
+            raise RuntimeError(f"{self._name}: cannot load keys while batches are in flight")
         if keys.numel() > self.num_rows:
             raise CheckpointError(
                 f"{self._name}: rank {self._shard.rank} has {self.num_rows:,} rows for "

@@ -40,7 +40,7 @@ from sbpflow.runtime.files.json_file import JsonError, is_number, object_of, rea
 
 LOG = logging.getLogger(__name__)
 
-BAND = 0.05  # how much faster a kernel must be to replace the one chosen without measuring
+BAND = 0.05  # a faster kernel is chosen only if it gains more than this share
 MOST_ELEMENTS = 1 << 25  # maximum size of the benchmark's table
 LEAST_ROUNDS, MOST_ROUNDS, SECONDS = 3, 40, 0.1
 MOST_BYTES = 2**24  # maximum size of the cache file
@@ -110,7 +110,7 @@ class StackShape:
         """Return a string that is equal for equal shapes, software versions, and thread counts."""
         facts = asdict(self) | {"threads": torch.get_num_threads(), **_software()}
         if self.device == "cpu":
-            del facts["device"]  # cache files of versions that measured only CPUs lack it
+            del facts["device"]  # older cache files, of CPUs only, lack this field
         return json.dumps(facts, default=str, sort_keys=True)
 
 

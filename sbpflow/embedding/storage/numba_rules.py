@@ -1,9 +1,9 @@
 """The sparse optimizers as loops compiled by numba, with one function per optimizer.
 
 The functions compute the same as ``SparseOptimizer.step``, including weight decay; the docstring of
-``compiled`` says when results are bit-equal. They update ``weights[at[j]]`` and the states of
-``rows[j]`` with ``grads[j]``. ``keep`` is the factor of weight decay. Numbers have the dtype of the
-arrays.
+``compiled`` says when results are bit-equal. The functions update ``weights[at[j]]`` and the states
+of ``rows[j]`` with ``grads[j]``. ``keep`` is the factor of weight decay. Numbers have the dtype of
+the arrays.
 """
 
 from collections.abc import Callable
@@ -125,7 +125,7 @@ def _step_lazy_adam(
         a, r = at[j], rows[j]
         for k in range(grads.shape[1]):
             g, m = grads[j, k], mean[r, k]
-            if take < half:  # exact at both ends, as torch.lerp
+            if take < half:  # exact at both ends, like torch.lerp
                 m = fma(take, g - m, m)
             else:
                 m = fma(-(g - m), one - take, g)

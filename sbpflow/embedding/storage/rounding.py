@@ -1,7 +1,7 @@
 """Stochastic rounding to half precision; updates smaller than the precision still accumulate.
 
-The rounding direction is a pure function of (seed, step, table, row, column). It does not depend on
-which rank stores a row or which tables share its store.
+The rounding direction is a pure function of (seed, step, table, row, column). The direction does
+not depend on which rank stores a row or which tables share its store.
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ from torch import Tensor
 from sbpflow.embedding.plan.tables import Shard
 from sbpflow.runtime.random.streams import GAMMA, mix, step_keys, stream_key
 
-# Float32 has this many more mantissa bits than the narrow dtype.
+# ``_DROPPED_BITS`` is the number of mantissa bits that float32 has beyond the narrow dtype.
 _DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
-# This many columns share a 64-bit word of random bits and use 16 bits each.
+# ``COLUMNS_PER_WORD`` columns share a 64-bit word of random bits and use 16 bits each.
 COLUMNS_PER_WORD = 4
 
 

@@ -2,10 +2,10 @@
 """The sparse optimizers for Triton: each has a jitted step function and its constants.
 
 A step function gets a tile: ``weight`` (after weight decay) and ``grad`` [rows, columns], and
-``square`` [rows], the mean squares (used only with row state). It returns the new weight and stores
-the states ``first`` and ``second``. Element state is stored at ``place`` where ``shown``, and row
-state at ``row`` where ``heads``. ``rate`` and ``correction`` come from ``StepNumbers``; ``a`` to
-``d`` are up to four constants.
+``square`` [rows], the mean squares (used only with row state). A step function returns the new
+weight and stores the states ``first`` and ``second``. Element state is stored at ``place`` where
+``shown``, and row state at ``row`` where ``heads``. ``rate`` and ``correction`` come from
+``StepNumbers``; ``a`` to ``d`` are up to four constants.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """The Triton kernel: the operations of ``TorchStorage`` in few launches of fixed size.
 
-It computes in float32, as ``triton_kernels`` does. It has not run on a GPU so far; tests in
-Triton's interpreter compare it with the torch kernel.
+The kernel computes in float32, as ``triton_kernels`` does. The kernel has not run on a GPU so far;
+tests in Triton's interpreter compare it with the torch kernel.
 """
 
 import math
