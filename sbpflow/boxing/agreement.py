@@ -38,8 +38,8 @@ def gather_facts(boxing: Boxing, facts: Mapping[str, str]) -> list[dict[str, str
 def run_on_all_ranks(boxing: Boxing, attempt: Callable[[], Result]) -> Result:
     """Return the result of ``attempt``; raise a ConfigError of any rank on every rank.
 
-    Every rank must call this. Without it, the other ranks would wait in a collective for a rank
-    that raised.
+    Every rank must call this function. If ``attempt`` raised on only one rank, the other ranks
+    would otherwise wait for that rank in a collective.
     """
     result, refused = None, ""
     try:

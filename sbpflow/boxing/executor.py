@@ -75,7 +75,7 @@ class Boxing:
         self._requested: list[ConversionKey] | None = None
 
     def follow(self, conversions: Iterable[Conversion]) -> None:
-        """Use the steps of these conversions, which come from a run's plan, from now on."""
+        """From now on, use the steps of ``conversions``, which come from a run's plan."""
         self._planned |= {conversion.key: conversion.steps for conversion in conversions}
 
     @contextmanager
@@ -179,7 +179,7 @@ class Boxing:
     def _issue(self, step: BoxingStep, part: Tensor | None, channel: str, donate: bool) -> Finish:
         """Start one step; return a function that waits for it and returns the new part."""
         world = self.world
-        if world.checked and step.groups:  # before all ranks create groups together
+        if world.checked and step.groups:  # check before all ranks create groups
             self._check(step, part, channel)
         ready = self._ready.get((id(step), channel))
         program, group = ready or self._get_ready(step, channel)

@@ -13,7 +13,7 @@ same rules apply to all layouts, placements, and numbers of axes:
   box, because it must add them up. No single step does both, so ``plan`` uses several steps; this
   module's transfers only show whether anything must be sent.
 
-A rank that already has its data sends it to itself, which costs nothing. This is pure arithmetic.
+A rank that already has its data sends it to itself at no cost. This is pure arithmetic.
 """
 
 from bisect import bisect_left, bisect_right

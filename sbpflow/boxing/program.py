@@ -134,7 +134,7 @@ def compile_step(step: BoxingStep, rank: int, *, in_pairs: bool = False) -> Prog
 def _comm_dtype(dtype: torch.dtype) -> torch.dtype | None:
     """Return a dtype of the same size that the backends support; None if they support ``dtype``.
 
-    Only transfers that add nothing up can use it, because they need only the bits.
+    Only transfers without additions can use such a dtype, because they need only the bits.
     """
     if dtype in WIRE_DTYPES or dtype == torch.bool:
         return None

@@ -57,7 +57,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """Writes the checkpoint of ``step`` in ``folder`` from the view of one of ``size`` ranks.
+    """Writes the checkpoint of ``step`` in ``folder`` as one of ``size`` ranks.
 
     The hexadecimal ``nonce`` is unique among all attempts in the folder.
     """

@@ -19,7 +19,7 @@ from sbpflow.runtime.files.run_folder import CHECKPOINTS_FOLDER, LOCK_FILE
 
 
 def checkpoint_folder(path: Path) -> Path:
-    """Return the folder of checkpoints at ``path``, which is either that folder or a run folder."""
+    """Return ``path`` if it is a folder of checkpoints, else the checkpoint folder of that run."""
     inside = path / CHECKPOINTS_FOLDER
     return inside if inside.is_dir() and not list_checkpoints(path) else path
 

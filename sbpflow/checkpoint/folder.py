@@ -101,7 +101,7 @@ def publish(folder: Path, partial: Path, index: Index) -> Path:
 
 
 def keep_only(folder: Path, *, newest: int, step: int, and_step: int | None) -> None:
-    """Remove checkpoints up to ``step``, except the ``newest`` ones and the one of ``and_step``."""
+    """Remove checkpoints up to ``step``, except the ``newest`` ones and step ``and_step``."""
     paths = [path for path in list_checkpoints(folder) if step_of(path) <= step]
     for path in paths[newest:]:
         if step_of(path) != and_step:
@@ -124,8 +124,8 @@ def remove_checkpoint(path: Path) -> None:
 def tidy(folder: Path) -> list[str]:
     """Clean up after a killed run; return the names of the removed entries.
 
-    Remove incomplete files, and restore a checkpoint whose replacement was interrupted. No run may
-    be writing to the folder.
+    Remove incomplete files, and restore a checkpoint whose replacement was interrupted. A run must
+    not be writing to the folder.
     """
     removed: list[str] = []
     for path in sorted(folder.iterdir()):

@@ -1,4 +1,4 @@
-"""Writes and reads the index of a checkpoint. Does not handle tensor data.
+"""Writes and reads the index of a checkpoint, without tensor data.
 
 A checkpoint is a folder with ``index.json`` and binary files. For every logical tensor, the index
 has the full shape and the pieces that cover it: the rectangle of each piece, its file and offset,
@@ -127,7 +127,7 @@ def whole_of(shape: Sequence[int]) -> Place:
 
 
 def to_json(index: Index) -> str:
-    """Return the text of the index file, which ``from_json`` can read."""
+    """Return the text of the index file; ``from_json`` reads it."""
     content = {
         "step": index.step,
         "run": index.run,
@@ -169,8 +169,8 @@ def piece_from_json(value: Sequence[Any]) -> Piece:
 
 
 def _parse(text: str) -> Index:
-    # A document may contain infinity (for example, as a watched loss); the reader of the document
-    # checks that.
+    # A document may contain infinity, such as an infinite loss; the code that reads the document
+    # checks its values.
     tree = object_of(parse_json(text, finite=False), "the file")
     if tree["format"] != FORMAT:
         _wrong(f"its format is {tree['format']!r}, not {FORMAT}")

@@ -32,8 +32,8 @@ _NICENESS = 10  # scheduling weight 110 instead of 1024 (kernel/sched/core.c, sc
 class Saver:
     """Saves a job's ``state`` into the existing ``folder``; every rank creates a Saver.
 
-    ``run`` is the ID of the run. All ranks must finish writing within ``deadline_s``. ``stores``
-    returns the stores of the tables in ``state``, which ``start`` needs.
+    ``run`` is the ID of the run. All ranks must finish writing within ``deadline_s``. ``start``
+    calls ``stores`` to get the stores of the tables in ``state``.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Saver:
         if self._under_way is not None:
             if self._hurry is not None:
                 self._hurry()
-            self._hurry = None  # its reference would keep the snapshot's memory alive
+            self._hurry = None  # the reference would keep the snapshot's memory alive
             save, self._under_way = self._under_way, None
             save.result()
 
@@ -203,7 +203,7 @@ def parts_of(state: State, share: Mapping[str, list[Place]]) -> list[Part]:
 
 
 def _view(tensor: LogicalTensor, place: Place) -> Values:
-    """Return the rows of ``place``, which has all columns of one of the tensor's rectangles."""
+    """Return the rows of ``place``; it must have all columns of one of the tensor's rectangles."""
     for rectangle in tensor.rectangles:
         if rectangle_place(rectangle).common(place) == place:
             if rectangle.values.ndim == 0:

@@ -21,7 +21,7 @@ def share_out(held: Sequence[Places]) -> list[dict[str, list[Place]]]:
     """Return the places that each rank writes, by name, from the places that each rank has.
 
     Large copies are split by rows. A small copy goes to the holder that has the least to write so
-    far. Empty places are left out.
+    far. The result has no empty places.
     """
     load = [0] * len(held)
     shares: list[dict[str, list[Place]]] = [{} for _ in held]

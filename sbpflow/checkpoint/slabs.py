@@ -47,7 +47,7 @@ class Slabs:
     def place(self, rows: Ints) -> Ints | None:
         """Return the places [n] of these rows, which must ascend.
 
-        If there is not enough room for all of them, return ``None`` and change nothing.
+        If there is not enough room for all rows, return ``None`` and change nothing.
         """
         bounds = np.searchsorted(rows, self._starts)
         counts = np.diff(bounds)

@@ -1,7 +1,7 @@
 """An undo log: it reads a store's rows as they were at one moment while training changes them.
 
 Before a row that is not yet written changes for the first time, its old value goes to the log. Two
-threads work here. The training thread appends old rows to segments right before their update, which
+threads work here. The training thread appends old rows to segments right before their update; this
 also brings the rows into the cache for the update. The writing thread copies a range of rows
 without a lock, so some rows of the copy may be half updated. The writing thread corrects these rows
 from the log, which has them by then. (If a store moves rows in the meantime, ``RowStore.read``
@@ -31,7 +31,7 @@ SLAB_SHARE, SEGMENT_SHARE = 0.05, 0.015
 MIN_SLAB_ROWS = 2**14  # overrides a smaller share
 SEGMENT_ROWS, MIN_SEGMENTS = 2**14, 3  # segments of a small store have fewer rows
 PIECE_ROWS = 2**12  # number of rows logged together in one segment
-READY_SEGMENTS = 2  # free segments with mapped pages, since mapping costs several copies
+READY_SEGMENTS = 2  # free segments whose pages are already mapped
 
 _CPU = torch.device("cpu")
 
@@ -129,7 +129,7 @@ class RowLog:
                 self._lock.wait()
             if self._closed:
                 return
-            # ``rows`` may have a padding row after the last one, which has no mark.
+            # ``rows`` may contain a padding row beyond the last row; the padding row has no mark.
             start = segment.num_rows
             count = self._take_marked(rows, self._pending, segment.rows.numpy()[start:])
             segment.num_rows = stop = start + count

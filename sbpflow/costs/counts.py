@@ -72,7 +72,7 @@ Cut = tuple[float, int]  # (row parts, column parts)
 class Facts:
     """Describes one table in one step: the inputs of an exchange's counts other than the cut.
 
-    The global batch has ``lookups`` ids, and ``touched`` of these are distinct. On a single rank,
+    The global batch has ``lookups`` ids, ``touched`` of which are distinct. On a single rank,
     ``wanted`` ids are distinct. ``vectors`` is the number of vectors sent per sample. The ``item``
     fields are bytes per element: of the arithmetic (``item``), of stored rows, and of sent vectors
     and gradients. ``window`` is the number of batches whose ids are in memory. ``state`` is

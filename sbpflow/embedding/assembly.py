@@ -11,8 +11,8 @@ from sbpflow.embedding.plan.tables import OutputConfig
 class Assembly:
     """Joins the groups' parts of one output, and splits its gradient.
 
-    A group's part has its tables in the group's order; ``places`` has the columns of these tables
-    in the output.
+    A part contains the tables of its group in the group's order; ``places`` has the columns of
+    these tables in the output.
     """
 
     def __init__(self, plan: EmbeddingPlan, output: OutputConfig, device: torch.device) -> None:

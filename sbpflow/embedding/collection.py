@@ -128,7 +128,7 @@ class EmbeddingCollection:
             share = balanced_sizes(batch_size, self._world.size)[self._world.rank]
             if local.num_samples != share:
                 raise DataError(
-                    f"rank {self._world.rank}: got ids of {local.num_samples} samples; pass the ids of "
+                    f"rank {self._world.rank}: got ids of {local.num_samples} samples; pass "
                     f"{share} samples, the rank's share of a batch of {batch_size}"
                 )
             transfer = IdsUnderWay(self._transfer, local, batch_size)
@@ -147,7 +147,7 @@ class EmbeddingCollection:
         return batch
 
     def exchange_ids(self, batch: EmbeddingsInFlight) -> None:
-        """Start the transfers whose sizes had to be exchanged first."""
+        """Start the transfers that had to wait for the exchange of their sizes."""
         if not batch.ids_exchanged:
             with self._stream.section():
                 self._exchange_ids(batch)

@@ -1,6 +1,6 @@
 """Handles batches whose rows do not fit in the fixed-size buffers of ``padded``.
 
-All ranks learn the same counts, so either all of them repeat the exchange or none does. The ranks
+All ranks learn the same counts, so either all ranks repeat the exchange or no rank does. The ranks
 repeat the exchange before any row is read, with transfers of the required sizes. The host waits for
 these transfers.
 """

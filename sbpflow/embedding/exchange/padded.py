@@ -75,7 +75,7 @@ class Layout:
         """Return the slots, and the buffers to send, [parts, 1 + room].
 
         The first element of a buffer is the maximum number of rows of any part. The rows follow,
-        relative to their part's base. Rows that do not fit are left out.
+        relative to their part's base. The buffers omit rows that do not fit.
         """
         parts, count = self._absent.numel(), wanted.addresses.numel()
         send = self._absent.unsqueeze(1).repeat(1, room + 1)
@@ -84,8 +84,8 @@ class Layout:
             empty = torch.empty(0, dtype=torch.int64, device=send.device)
             return Slots(empty, empty, parts * room), send
         # A row's place is its index among the unique rows, minus the rows of preceding parts. Rows
-        # that do not fit share the last place. Any of these rows may be sent, because all ranks
-        # learn of the overflow and repeat the exchange.
+        # that do not fit share the last place. Any of the overflowing rows may be sent, because all
+        # ranks learn of the overflow and repeat the exchange.
         runs = wanted.runs()
         before = wanted.unique_up_to(self._before)
         part = torch.searchsorted(self._lasts, runs.keys)

@@ -12,7 +12,7 @@ from sbpflow.embedding.rules.base import SumOverColumns
 
 
 class SharedState:
-    """Runs the collectives of a group's row state; ``batch_size`` is the sum over an update."""
+    """Runs the collectives of a group's row state in updates of up to ``batch_size`` samples."""
 
     def __init__(self, plan: GroupPlan, boxing: Boxing) -> None:
         self._plan, self._boxing = plan, boxing

@@ -25,8 +25,8 @@ _MOST_COMPARED = 8  # with more row parts per table, binary search is faster tha
 class BagShape:
     """Describes how the ids of some uses form bags, and the weight of each id in its bag.
 
-    If the batch has only a subset of columns and lists, ``columns`` and ``places`` map those of the
-    uses to those of the batch.
+    If the batch has only a subset of columns and lists, ``columns`` and ``places`` map the columns
+    and lists of the uses to positions in the batch.
     """
 
     def __init__(

@@ -114,7 +114,7 @@ class EmbeddingPlan:
         )
 
     def ahead_steps(self, batch_size: int) -> tuple[Step, ...]:
-        """Return all id transfers of a training batch. None of them depends on an update."""
+        """Return all id transfers of a training batch. No id transfer depends on an update."""
         later = [
             step
             for number in range(1, max((group.num_rounds for group in self.groups), default=1))

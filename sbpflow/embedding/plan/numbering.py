@@ -45,8 +45,8 @@ class Numbering:
 class Keys(Numbering):
     """Identifies rows by key. A store numbers its rows itself, so addresses are not shifted.
 
-    A range of rows has the same share of the address space as of the table's rows, regardless of
-    the rank that stores it. The ranges of all shards thus cover the address space.
+    A range of n % of the table's rows has n % of the address space on any rank, so the ranges of
+    all shards cover the address space.
     """
 
     def num_ids(self, num_rows: int) -> int:

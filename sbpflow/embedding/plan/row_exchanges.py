@@ -186,7 +186,7 @@ class UniqueColumns(RowExchange):
         )
 
     def home(self, facts: Facts, cut: Cut) -> Counts:
-        sides = facts.wanted * facts.dim  # columns of all ranks are joined to rows
+        sides = facts.wanted * facts.dim  # joins the columns of all ranks to rows
         received = _received(facts)
         return {
             **_expanded(facts),

@@ -33,8 +33,8 @@ class FeatureLookup:
 class TableBatch:
     """A stack: tables of equal dim that every rank stores as one block of rows of equal width.
 
-    ``optimizer`` updates all of them. ``ragged`` stacks get ids as lists, and other stacks get ids
-    as columns of a matrix. A ``by_key`` table has its own stack.
+    ``optimizer`` updates all tables of the stack. ``ragged`` stacks get ids as lists, and other
+    stacks get ids as columns of a matrix. A ``by_key`` table has its own stack.
     """
 
     tables: tuple[TableConfig, ...]

@@ -30,8 +30,8 @@ class FeatureConfig:
     """A categorical feature with ``hotness`` ids per sample, or 0 to ``hotness`` if ``ragged``.
 
     If ``weighted``, each id has a weight that multiplies its row. If several tables use the
-    feature, each id must be a row of all of them. The policies clamp and hash, which replace ids,
-    require tables of equal ``num_rows``.
+    feature, each id must be a valid row of all these tables. The policies clamp and hash, which
+    replace ids, require tables of equal ``num_rows``.
     """
 
     name: str
@@ -169,7 +169,8 @@ class OutputConfig:
 class Shard:
     """The rectangle table[row_start:row_stop, col_start:col_stop] that one rank stores.
 
-    ``base`` is its first row in the rank's store, which can contain shards of several tables.
+    ``base`` is the shard's first row in the rank's store; a store can contain shards of several
+    tables.
     """
 
     table: TableConfig

@@ -140,7 +140,7 @@ COMPILED: dict[CompiledKernel, _Compiled] = {
         is_installed=lambda: import_fbgemm() is not None,
         fault=_fbgemm_fault,
         reason="equal results, fused update",
-        storage=lambda: TorchStorage,  # for an empty block, because TBE cannot be empty
+        storage=lambda: TorchStorage,  # only for an empty block, because TBE cannot be empty
     ),
     "triton": _Compiled(
         label="Triton",

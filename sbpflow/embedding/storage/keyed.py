@@ -41,8 +41,8 @@ class KeyedStore:
 
     ``row_map`` finds the row of a key. Batches are announced and looked up by address. All other
     operations use the row numbers, slots, and listeners of the inner store. A trained key never
-    loses its row. If a batch has more new keys than there are free rows, its own step raises
-    DataError.
+    loses its row. If a batch has more new keys than there are free rows, the step of that batch
+    raises DataError.
     """
 
     is_in_place = False
@@ -128,7 +128,7 @@ class KeyedStore:
         return TrainedRows(self._rows, self._addresses[: self.num_trained])
 
     def load(self, keys: Tensor) -> None:
-        """Replace all keys; they get rows 0, 1, ..., which the caller must write."""
+        """Replace all keys; the new keys get rows 0, 1, ..., which the caller must then write."""
         if self._live_after:
             raise RuntimeError(f"{self._name}: cannot load keys while batches are in flight")
         if keys.numel() > self.num_rows:

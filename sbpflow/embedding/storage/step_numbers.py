@@ -1,7 +1,7 @@
 """Holds the step-dependent numbers of a sparse optimizer in device memory.
 
-``SparseOptimizer.numbers`` returns host numbers, which a captured CUDA graph would freeze. For
-graphs, this class keeps the numbers in device memory and writes them before each replay.
+A captured CUDA graph would freeze the host numbers that ``SparseOptimizer.numbers`` returns. For
+graphs, ``DeviceNumbers`` keeps the numbers in device memory and writes them before each replay.
 """
 
 import torch

@@ -47,8 +47,8 @@ class TorchStorage:
         slots = rows if slots is None else slots
         if fixed_size is None:
             fixed_size = self.always_fixed or device.type == "cuda"
-        # With fixed sizes, lookups keep the rows of other ranks, which all read an extra slot of
-        # zeros.
+        # With fixed sizes, lookups include the rows of other ranks and read an extra slot of zeros
+        # for them.
         self.absent = rows if fixed_size else None
         block_slots = slots if self.absent is None else slots + 1
         self._weights = huge_pages.zeros((block_slots, width), row_dtype or dtype, device)
