@@ -39,7 +39,7 @@ class Staging:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def push(self, buffers: list[Tensor]) -> None:
-        """Keep buffers for later; beyond the limit, drop the smallest ones."""
+        """Keep buffers for later use; beyond the size limit, drop the smallest buffers."""
         with self._lock:
             self._free += buffers
             while self.kept_bytes > MAX_KEPT_BYTES:

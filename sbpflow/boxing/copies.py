@@ -158,8 +158,8 @@ def _strides(shape: Shape) -> Shape:
 def assembler(pieces: list[Piece], shape: Shape, total: int) -> Landing:
     """Return a function that assembles a part from a buffer of ``total`` elements.
 
-    The pieces of the buffer cover the part once. If they ``lie_in_order``, the buffer itself is the
-    result.
+    The pieces of the buffer cover the part once. If the pieces ``lie_in_order``, the buffer itself
+    is the result.
     """
     if lie_in_order(pieces, shape, total):
         return shape, keep

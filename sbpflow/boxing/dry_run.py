@@ -1,7 +1,7 @@
 """Boxing without running ranks: records the steps of one rank.
 
-``explain`` and tests use it: they run the forward and backward of a model on meta tensors and
-record exactly the steps that a real run would execute.
+``explain`` and tests run the forward and backward of a model on meta tensors, and ``DryBoxing``
+records exactly the steps that a real run would execute.
 """
 
 import torch
@@ -18,7 +18,7 @@ class DryBoxing(Boxing):
     """Records requested steps in ``trace`` and requested conversions in ``conversions``.
 
     ``trace`` has all steps in order, even steps without communication. ``conversions`` has the
-    conversions to which they belong.
+    conversions to which the steps belong.
     """
 
     def __init__(self, size: int, rank: int = 0) -> None:

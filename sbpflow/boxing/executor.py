@@ -252,7 +252,7 @@ class Boxing:
 
 
 def _without_history(part: Tensor | None) -> Tensor | None:
-    """Detach the part. Within an autograd function it has no graph, so detach is not needed."""
+    """Detach the part. Within an autograd function, a part has no graph and needs no detach."""
     if part is not None and part.requires_grad and torch.is_grad_enabled():
         return part.detach()
     return part

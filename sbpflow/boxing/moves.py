@@ -122,8 +122,8 @@ def one_step_legal(src: Layout, dst: Layout) -> bool:
 def elements_sent(src: Layout, dst: Layout, shape: tuple[int, ...]) -> dict[int, int]:
     """Return the elements that each rank sends to others; ranks that send nothing may be missing.
 
-    The numbers equal the sums over ``find_moves``. For one axis, they are computed without listing
-    the transfers, because the number of transfers is quadratic in the ranks. A rank sends
+    The numbers equal the sums over ``find_moves``. For one axis, the numbers are computed without
+    listing the transfers, because the number of transfers is quadratic in the ranks. A rank sends
     everything it has once (or once to every rank if the destination is B), except what its own part
     needs.
     """

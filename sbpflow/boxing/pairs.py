@@ -2,9 +2,9 @@
 
 gloo's own all-to-all posts its sends before its receives. A rank signals that it is ready to
 receive in the same stream as its data, so the slower of two ranks signals after all its data. The
-two directions of their link are then used one after the other. Posting the receives first takes
-half as long (``docs/decisions/engine.md`` has measurements). Within one host there is no gain, and
-a collective needs fewer calls.
+two directions of the link between them are then used one after the other. Posting the receives
+first takes half as long (``docs/decisions/engine.md`` has measurements). Within one host there is
+no gain, and a collective needs fewer calls.
 """
 
 from collections.abc import Mapping, Sequence

@@ -2,7 +2,7 @@
 
 The functions are pure and need no tensors or running ranks, so ``explain`` and the planner can call
 them for any world. The executor runs exactly these steps. n-D layouts, and partial sums that change
-placement, may need several steps. ``search`` finds them.
+placement, may need several steps. ``search`` finds these steps.
 """
 
 from collections.abc import Sequence

@@ -223,8 +223,8 @@ def _exchange(base: Program, rank: int, group: tuple[int, ...]) -> Program:
 def _all_equal(step: BoxingStep, group: tuple[int, ...]) -> bool:
     """Return True if all ranks of the group send equal sizes below ``APART_BYTES`` to all ranks.
 
-    The collective then needs no sizes. All ranks must decide in the same way, so this checks the
-    whole group.
+    The collective then needs no sizes. All ranks must decide in the same way, so this function
+    checks the whole group.
     """
     inside = [move.numel for move in step.moves if move.src in group]
     return (

@@ -152,8 +152,8 @@ def _groups_of(
     """Return the groups, and the (src, dst) sbps of the axes within them; empty across placements.
 
     On one placement, the groups are the lines (or planes) along the axes that change, or the whole
-    placement if a transfer would leave them. If possible, they do not depend on sizes, so that a
-    short batch does not need new process groups.
+    placement if a transfer would leave them. If possible, the groups do not depend on sizes, so
+    that a short batch does not need new process groups.
     """
     if src.placement != dst.placement:
         return (tuple(sorted({*src.placement.ranks, *dst.placement.ranks})),), set()

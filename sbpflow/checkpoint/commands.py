@@ -27,7 +27,7 @@ def checkpoint_folder(path: Path) -> Path:
 def checkpoints_of(path: Path) -> list[Path]:
     """Return [``path``] if it is a checkpoint, else the checkpoints in the folder, newest first.
 
-    The folder can be a run folder. Raise CheckpointError if it has no checkpoints.
+    The folder can be a run folder. Raise CheckpointError if the folder has no checkpoints.
     """
     paths = list_checkpoints(checkpoint_folder(path))
     if not paths and (path / INDEX_FILE).exists():

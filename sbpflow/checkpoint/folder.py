@@ -62,7 +62,7 @@ def good_checkpoints(folder: Path, *, run: str | None = None) -> Iterator[Checkp
 
 
 def checked(path: Path, *, run: str | None = None) -> Checkpoint:
-    """Open the checkpoint at ``path``; check its step against its name, and its run."""
+    """Open the checkpoint at ``path``; verify that its step matches its name, and its run."""
     checkpoint = open_checkpoint(path)
     if _STEP.fullmatch(path.name) and step_of(path) != checkpoint.step:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""``run.json`` in a run's checkpoint folder: it has the ID and the status of the run.
+"""Reads and writes ``run.json``, the ID and the status of a run, in its checkpoint folder.
 
 This file decides whether a run resumes or starts over, so a single changed byte is an error.
 """
@@ -46,7 +46,7 @@ def write_run(folder: Path, facts: RunFacts) -> None:
 def read_run(folder: Path) -> RunFacts | None:
     """Read ``run.json``; return ``None`` if the file does not exist.
 
-    Raise CheckpointError if it is damaged.
+    Raise CheckpointError if the file is damaged.
     """
     path = folder / RUN_FILE
     try:
@@ -77,7 +77,7 @@ def _to_text(facts: RunFacts) -> str:
 def _from_text(text: str) -> RunFacts:
     """Read either version; the text must be byte-identical to what that version writes.
 
-    Files of version 1 have the bare content, without format and checksum.
+    Files of version 1 have only the content, without format and checksum.
     """
     tree = object_of(parse_json(text), "the file")
     is_first = "format" not in tree and "status" in tree

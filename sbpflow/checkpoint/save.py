@@ -65,8 +65,8 @@ class Saver:
     def save(self, step: int, documents: Mapping[str, Any]) -> Path:
         """Save the state after ``step`` steps; return when the checkpoint is complete on all ranks.
 
-        Every rank must call it; the ``documents`` of rank 0 are used. If a rank cannot write, raise
-        CheckpointError on every rank; earlier checkpoints are unchanged.
+        Every rank must call this method; the ``documents`` of rank 0 are used. If a rank cannot
+        write, raise CheckpointError on every rank; earlier checkpoints are unchanged.
         """
         self.wait()
         attempt, parts = self._begin(step, documents)
@@ -184,7 +184,7 @@ class Saver:
 
 
 def _lower_priority() -> None:
-    """Lower this thread's priority: on a core shared with a training thread, it gets a tenth.
+    """Lower this thread's priority: it gets a tenth of a core that it shares with training.
 
     Only Linux has a niceness per thread.
     """

@@ -6,7 +6,8 @@ also brings the rows into the cache for the update. The writing thread copies a 
 without a lock, so some rows of the copy may be half updated. The writing thread corrects these rows
 from the log, which has them by then. (If a store moves rows in the meantime, ``RowStore.read``
 still finds them.) The writing thread also empties the segments into slabs by range, and spills rows
-to a file when the slabs are full. If it is too slow to return segments, training waits.
+to a file when the slabs are full. If the writing thread is too slow to return segments, training
+waits.
 """
 
 import threading
@@ -180,8 +181,8 @@ class RowLog:
     def drain(self, spill: SpillFile, *, spare_last: bool = False) -> None:
         """Empty the segments into the slabs; the reading thread calls this often.
 
-        Also allocate free segments in advance. If ``spare_last``, skip the segment that may have
-        room.
+        The method also allocates free segments in advance. If ``spare_last``, skip the segment that
+        may have room.
         """
         with self._lock:
             count = max(len(self._full) - spare_last, 0)

@@ -25,7 +25,7 @@ _advise = getattr(os, "posix_fadvise", None)  # available on Linux and FreeBSD
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One rank's part of the logical tensor ``name``: ``values`` [rows, columns] or [rows]."""
+    """One rank's part of the logical tensor ``name``; ``values`` are [rows, columns] or [rows]."""
 
     name: str
     place: Place
@@ -137,7 +137,7 @@ def write_parts(path: Path, parts: Sequence[Part]) -> list[tuple[str, Piece]]:
 
 
 def write_part(file: PieceFile, part: Part) -> Piece:
-    """Write a part as one piece; write about a block at once to limit the memory of copies."""
+    """Write a part as one piece, in portions of about one block to limit the memory of copies."""
     writer, values = PieceWriter(file, part.place, part.num_bytes), part.values
     row_bytes = values[:1].numel() * values.itemsize if values.ndim else 0
     chunks = values.split(max(1, BLOCK_BYTES // row_bytes)) if row_bytes else [values]

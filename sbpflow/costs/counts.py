@@ -128,7 +128,7 @@ class Facts:
 
 
 class Counted(Protocol):
-    """The part of an exchange that costs need. With ``copies``, there are no parts."""
+    """The part of an exchange that costs need. If ``copies`` is true, there are no parts."""
 
     copies: ClassVar[bool]
 

@@ -1,11 +1,11 @@
 """Built-in weights of work counts for use without a calibration.
 
-Units are nanoseconds on one core and milliseconds per call. The weights of indexing, reading,
-summing, and stepping are rounded measurements: compiled kernels, rowwise Adagrad, 60,000 ids on 1M
-rows of 8 to 64 columns, Intel Xeon (AMX), 2026-11. The other weights were chosen so that they rank
-plans of eight tasks as measured on loopback (``benchmarks.schemes``; docs/decisions/engine.md has
-the held-out tasks). Only the ratios of the weights to each other and to the link's speed affect the
-ranking.
+The units of the weights are nanoseconds on one core and milliseconds per call. The weights of
+indexing, reading, summing, and stepping are rounded measurements: compiled kernels, rowwise
+Adagrad, 60,000 ids on 1M rows of 8 to 64 columns, Intel Xeon (AMX), 2026-11. The other weights were
+chosen so that they rank plans of eight tasks as measured on loopback (``benchmarks.schemes``;
+docs/decisions/engine.md has the held-out tasks). Only the ratios of the weights to each other and
+to the link's speed affect the ranking.
 """
 
 from dataclasses import dataclass

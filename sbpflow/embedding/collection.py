@@ -182,7 +182,7 @@ class EmbeddingCollection:
         ]
 
     def _next_round(self, batch: EmbeddingsInFlight, number: int) -> None:
-        """Run a round of ids after the first round. The host waits for its counts."""
+        """Run a round of ids after the first round. The host waits for the counts of the round."""
         parts = [pair for pair in self._parts(batch) if pair[0].plan.num_rounds > number]
         for group, part in parts:
             part.round = number
@@ -216,13 +216,13 @@ class EmbeddingCollection:
             group.announce(part)
 
     def cancel(self, batch: EmbeddingsInFlight) -> None:
-        """Discard a started batch that will not be looked up. Every rank must call this."""
+        """Discard a started batch that will not be looked up. Every rank must call this method."""
         self.receive_ids(batch)
         for group, part in self._parts(batch):
             group.cancel(part)
 
     def lookup(self, batch: EmbeddingsInFlight) -> None:
-        """Read the rows and start sending vectors. Raises DataError for an out-of-range id."""
+        """Read the rows and start sending vectors. Raise DataError for an out-of-range id."""
         self.arrive(batch)
         self.read(batch)
 

@@ -144,7 +144,8 @@ class LogicalTensor:
     column shard; it has the first table column of each shard.
 
     No rank knows the full shape of a ``by_key`` table: ``shape`` and the rectangle cover only the
-    rows of this rank. The rows of the next rank follow them. ``keyed`` is the store.
+    rows of this rank. The rows of the next rank follow the rows of this rank. ``keyed`` is the
+    store.
     """
 
     name: str

@@ -20,7 +20,7 @@ from sbpflow.runtime.ranks.world import World, broken, refused
 
 
 class RowTransfer:
-    """Transfers rows on one channel. Its counts have one element per rank of a step's group."""
+    """Transfers rows on one channel. All lists of counts have one element per rank of the group."""
 
     def __init__(self, world: World, channel: str) -> None:
         self._world = world
@@ -39,8 +39,8 @@ class RowTransfer:
     ) -> Pending:
         """Send consecutive blocks of ``out[r]`` rows to rank r; receive ``into[r]`` rows from it.
 
-        ``wait()`` returns the received rows. ``send`` must not change until then. Raise SbpError if
-        the dtype differs from the planned dtype of the step.
+        ``wait()`` returns the received rows. ``send`` must not change before ``wait`` returns.
+        Raise SbpError if the dtype differs from the planned dtype of the step.
         """
         world = self._world
         if send.dtype != step.dtype and send.dtype != torch.int64:
@@ -117,7 +117,7 @@ def _arrived(
 
 
 def received(step: ExchangeStep, pending: Pending, count: int) -> Tensor:
-    """Wait for ``count`` rows. Raise SbpError if a different number arrives."""
+    """Wait for ``count`` rows. Raise SbpError if a different number of rows arrives."""
     out = pending.wait()
     if out is None or out.shape[0] != count:
         actual = "nothing" if out is None else f"{out.shape[0]} rows"

@@ -12,8 +12,9 @@
     receive_grads      receive the gradients on the ranks that store the rows
     update             take one optimizer step
 
-Between two moves, the caller computes or runs a move of another group. Transfers overlap with that
-work. The moves up to ``receive_ids`` depend only on ids, so they can run batches ahead.
+Between two moves, the caller computes or runs a move of another group. Transfers overlap with the
+work between moves. The moves up to ``receive_ids`` depend only on ids, so they can run batches
+ahead.
 """
 
 from abc import ABC, abstractmethod
@@ -201,7 +202,8 @@ class Group(ABC, Generic[BatchT]):
     def gradient_squares(self) -> Tensor:
         """Return the sum of squared gradients, after summing duplicates of each row: 0-d float64.
 
-        Summing it over ranks is safe: replicated rows are counted only on the first rank.
+        Summing the results of all ranks is safe: replicated rows are counted only on the first
+        rank.
         """
         _, _, merged = self._merged = self._merged or self._merge()
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)

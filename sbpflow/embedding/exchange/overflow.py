@@ -2,7 +2,7 @@
 
 All ranks learn the same counts, so either all ranks repeat the exchange or no rank does. The ranks
 repeat the exchange before any row is read, with transfers of the required sizes. The host waits for
-these transfers.
+the repeated transfers.
 """
 
 import logging

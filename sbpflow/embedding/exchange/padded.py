@@ -1,7 +1,7 @@
 """Fixed-size buffers for rows; with these, the host need not know the number of rows.
 
-The room between two ranks depends only on the batch size. Unused places contain an address after
-the stored rows that reads as zeros. The device detects batches that do not fit: each rank sends the
+The room between two ranks depends only on the batch size. Unused places contain the address of a
+row of zeros after the stored rows. The device detects batches that do not fit: each rank sends the
 number of rows that it would have requested, and all ranks learn the maximum.
 """
 
@@ -36,7 +36,7 @@ class Slots:
 
 
 class Capacity:
-    """Buffers with room for ``share``, in (0, 1], of the maximum number of rows of a request."""
+    """Buffers with room for a ``share``, in (0, 1], of the rows that a rank can request."""
 
     def __init__(self, share: float, plan: GroupPlan) -> None:
         (stack,) = plan.stacks
@@ -74,8 +74,8 @@ class Layout:
     def lay_out(self, wanted: Lookup, room: int) -> tuple[Slots, Tensor]:
         """Return the slots, and the buffers to send, [parts, 1 + room].
 
-        The first element of a buffer is the maximum number of rows of any part. The rows follow,
-        relative to their part's base. The buffers omit rows that do not fit.
+        The first element of a buffer is the maximum number of rows of any part. The row addresses
+        follow, relative to their part's base. The buffers omit rows that do not fit.
         """
         parts, count = self._absent.numel(), wanted.addresses.numel()
         send = self._absent.unsqueeze(1).repeat(1, room + 1)

@@ -23,7 +23,7 @@ from sbpflow.embedding.storage.store import RowStore
 
 @dataclass(slots=True, kw_only=True)
 class RowsInFlight(GroupInFlight):
-    """A batch whose rows are exchanged.
+    """A batch in a group that exchanges rows.
 
     ``requested`` is how many rows this rank requests from each rank; ``incoming`` is how many rows
     each rank requests from this rank. With fixed-size buffers, ``requested`` and ``incoming`` are
@@ -131,7 +131,8 @@ class RowGroup(Group[RowsInFlight]):
     def counts(self, batch: RowsInFlight) -> Tensor | None:
         """Return [ranks] rows requested from each rank, then [ranks] requested by each rank.
 
-        The second part exists only if the ranks sent it. Return ``None`` with fixed-size buffers.
+        The second part exists only if the ranks sent their counts. Return ``None`` with fixed-size
+        buffers.
         """
         if batch.pending is None or batch.request_counts is None:
             return batch.request_counts
@@ -155,7 +156,7 @@ class RowGroup(Group[RowsInFlight]):
     def row_gradients(self, batch: RowsInFlight, grad: Tensor) -> Tensor:
         """Return [unique rows, dim] gradients summed over this rank's samples, in the comm dtype.
 
-        With fixed-size buffers, they are [positions, dim].
+        With fixed-size buffers, the gradients are [positions, dim].
         """
         if self.plan.pooled:
             grad = grad.repeat(1, len(self._stack.uses))

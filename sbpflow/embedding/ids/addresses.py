@@ -166,7 +166,7 @@ class LocalAddresses:
     def make_lookup(self, ids: BatchIds, *, pooled: bool, absent: int | None = None) -> Lookup:
         """Return a lookup with one bag per (sample, use), or per sample if ``pooled``.
 
-        Rows of other ranks are left out, or get the address ``absent`` if it is given.
+        The lookup omits rows of other ranks, or gives them the address ``absent`` if it is set.
         """
         bags = self.bags
         if self._loops is not None and absent is None:

@@ -44,7 +44,8 @@ class Lists:
     def take(self, places: Tensor, total: int | None = None) -> "Lists":
         """Return the lists at these places, in this order, for every sample.
 
-        ``total`` is the number of ids in them. Without ``total``, the host waits for the device.
+        ``total`` is the number of ids in these lists. Without ``total``, the host waits for the
+        device.
         """
         lengths = self.lengths.index_select(1, places)
         source = positions(self.starts().index_select(1, places), lengths, total)
@@ -80,9 +81,9 @@ class IdBounds:
 class BatchIds:
     """The ids of some samples: a matrix [samples, columns], and lists if any feature has them.
 
-    If a caller passes it, the matrix has the columns of all fixed-length features and the lists
-    belong to all other features, both in the plan's order. After checking, it has only the lists
-    that the plan looks up.
+    If a caller passes ``BatchIds``, the matrix has the columns of all fixed-length features and the
+    lists belong to all other features, both in the plan's order. Checked ``BatchIds`` have only the
+    lists that the plan looks up.
     """
 
     matrix: Tensor

@@ -45,7 +45,7 @@ class IdReader:
     """Checks the ids of a batch and applies the policy for out-of-range ids.
 
     An id must be a row of every table that uses its feature, so the smallest table determines the
-    limit. With clamp and hash, these tables have equal sizes, which ``plan_embeddings`` checks.
+    limit. With clamp and hash, these tables must have equal sizes; ``plan_embeddings`` checks this.
     ``out_of_range`` counts the replaced ids per feature on this rank, in batches passed to
     ``account``.
     """
@@ -286,8 +286,8 @@ class IdReader:
     def account(self, check: IdCheck) -> None:
         """Raise the error of a bad id, or add the replaced ids to ``out_of_range``.
 
-        Call this when the batch is looked up. On CUDA, the result of a matrix check may not have
-        reached the host yet; ``raise_flagged`` reports it.
+        Call this method when the batch is looked up. On CUDA, the result of a matrix check may not
+        have reached the host yet; ``raise_flagged`` reports it.
         """
         if check.error is not None:
             raise check.error
@@ -300,8 +300,8 @@ class IdReader:
     def raise_flagged(self, check: IdCheck) -> None:
         """Raise DataError for an out-of-range id in a matrix on CUDA.
 
-        When ids are read, the host does not wait for the device. Therefore call this before the
-        results of the lookup are used.
+        When ids are read, the host does not wait for the device. Therefore call ``raise_flagged``
+        before the results of the lookup are used.
         """
         flagged, check.flagged = check.flagged, []
         for read in flagged:
@@ -369,8 +369,8 @@ class IdReader:
     def _by_loop(self, loops: ModuleType, matrix: Tensor, bags: Mapping[int, Bags]) -> Lists | None:
         """Do the same as ``_lists``, in one compiled pass.
 
-        Return ``None`` if the input is irregular or invalid: ``_lists`` then converts it, replaces
-        ids, or reports the error.
+        Return ``None`` if the input is irregular or invalid: ``_lists`` then converts the input,
+        replaces ids, or reports the error.
         """
         plan, unused = self._plan, set(bags) - set(self._plan.ids.lists)
         all_bags = [bags.get(n) or self._as_bags(matrix, n) for n in plan.ids.lists]

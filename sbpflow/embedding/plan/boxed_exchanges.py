@@ -17,7 +17,7 @@ LEAST_COLUMNS = 4  # minimum per column shard: 16 bytes of float32, a quarter ca
 
 
 class Alone(Exchange):
-    """Keeps all tables on the only rank of a world, without transfers."""
+    """Handles all tables in a world of one rank, without transfers."""
 
     name = ALONE
     runs = "sbpflow.embedding.exchange.boxed:LocalGroup"
@@ -42,7 +42,7 @@ class Alone(Exchange):
 
 
 class DenseAllreduce(Exchange):
-    """All-reduces dense gradients of B tables that are small enough to make this cheapest."""
+    """Handles small B tables, where an all-reduce of dense gradients is the cheapest exchange."""
 
     name = "local"
     runs = "sbpflow.embedding.exchange.boxed:LocalGroup"
@@ -56,8 +56,8 @@ class DenseAllreduce(Exchange):
         """Return True if an all-reduce sends fewer rows than the alternative.
 
         For P ranks and a table of R rows, an all-reduce sends 2 (P - 1) R rows. The alternative
-        sends each rank's touched rows, at most min(R, lookups / P), to P - 1 others: P (P - 1)
-        min(R, lookups / P).
+        sends each rank's touched rows, at most min(R, lookups / P), to P - 1 other ranks, or P (P -
+        1) min(R, lookups / P) rows in total.
         """
         return 2 * table.num_rows <= min(world_size * table.num_rows, lookups)
 
@@ -139,7 +139,7 @@ class _Boxed(Exchange):
 
 
 class Columns(_Boxed):
-    """Keeps whole tables and S(1) tables; the vectors are an uneven S(1) in rank order."""
+    """Handles whole tables and S(1) tables; the vectors are an uneven S(1) in rank order."""
 
     name = "columns"
     calls = ("num_dense_groups",)
@@ -160,7 +160,7 @@ class Columns(_Boxed):
 
 
 class Reduce(_Boxed):
-    """Keeps S(0) tables; owners compute partial sums of the vectors, P, or (P, S(1)) on a grid."""
+    """Handles S(0) tables; owners compute partial sums of vectors, P, or (P, S(1)) on a grid."""
 
     name = "reduce"
     calls = ("num_summed_groups",)

@@ -32,8 +32,8 @@ Purpose = Literal["counts", "ids", "vectors", "gradients"]
 class ExchangeStep:
     """A transfer whose size depends on the batch, within each of ``groups`` (disjoint rank sets).
 
-    ``bound_bytes`` and ``total_bound_bytes`` are the maxima for one rank and for all ranks
-    together; not every rank can own all rows.
+    ``bound_bytes`` is the maximum for one rank, and ``total_bound_bytes`` is the maximum for all
+    ranks: not every rank can own all rows.
     """
 
     id: str
@@ -95,11 +95,11 @@ class Member:
 
 
 class Exchange(ABC):
-    """Describes the transfers of a group's ids, vectors, and gradients; stateless.
+    """Describes how a group exchanges ids, vectors, and gradients; without state.
 
-    Several exchanges can have the same ``name`` in a configuration; the layout and the world size
-    then select one. ``runs`` names the class that executes it as ``package.module:Class``.
-    ``calls`` are the features of ``costs.counts`` that count one call per group and round.
+    Several exchanges can have one ``name`` in a configuration; the layout and the world size then
+    select one. ``runs`` names the class that executes it as ``package.module:Class``. ``calls`` are
+    the features of ``costs.counts`` that count one call per group and round.
     """
 
     name: ClassVar[str]
@@ -126,7 +126,7 @@ class Exchange(ABC):
         return True
 
     def cuts(self, num_rows: int, dim: int, world_size: int) -> Cuts:
-        """Return layouts that a planner tries: (sbp, (row parts, column parts))."""
+        """Return the layouts that a planner tries as (sbp, (row parts, column parts))."""
         return ()
 
     def group_key(self, member: Member) -> tuple[Hashable, ...]:

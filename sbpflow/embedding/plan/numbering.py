@@ -43,7 +43,8 @@ class Numbering:
 
 
 class Keys(Numbering):
-    """Identifies rows by key. A store numbers its rows itself, so addresses are not shifted.
+    """Identifies rows by key. A store of keys numbers its rows itself, so addresses are not
+    shifted.
 
     A range of n % of the table's rows has n % of the address space on any rank, so the ranges of
     all shards cover the address space.

@@ -21,7 +21,7 @@ Stages = tuple[Stage, ...]
 
 
 class RowExchange(Exchange):
-    """Each group has one stack: its rows share one numbering, so one optimizer and one width."""
+    """Each group has one stack, so that all its rows share numbering, optimizer, and width."""
 
     to_all: ClassVar[bool]  # True if each rank sends its ids to all other ranks
 
@@ -65,7 +65,7 @@ def _gradients(group: GroupPlan, collective: str, per_rank: int, total: int) -> 
 
 
 class CopiedRows(RowExchange):
-    """Copies B tables: each rank looks up its own samples; all ranks gather the touched rows."""
+    """Handles B tables: each rank looks up its own samples; all ranks gather the touched rows."""
 
     name = "local"
     runs = "sbpflow.embedding.exchange.rows:LocalRowsGroup"

@@ -1,7 +1,7 @@
 """Features, embedding tables, their layouts, and the shards that follow from a layout.
 
-This module derives the list of shards (EMBark: (table, row shard, column shard) -> rank) from the
-layout; other modules do not. All types are plain values.
+Only this module derives the list of shards, (table, row shard, column shard) -> rank in EMBark,
+from the layout. All types are plain values.
 """
 
 import math
@@ -51,7 +51,7 @@ class TableConfig:
     ``pooling`` combines a sample's rows into one vector by their sum or mean. ``optimizer`` and
     ``kernel`` override the settings of the plan and the run. Initial values have the distribution
     U(-initial_range, initial_range). With ``by_key``, ids are arbitrary 64-bit keys, and each key
-    gets one of the ``num_rows`` rows when it is first trained.
+    gets one of the ``num_rows`` rows in its first training batch.
     """
 
     name: str

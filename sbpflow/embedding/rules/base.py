@@ -29,7 +29,7 @@ RowDecay = Annotated[
 class StepNumbers(NamedTuple):
     """The step-dependent numbers of an optimizer: host numbers, or 0-d tensors for CUDA graphs.
 
-    The tensors are on the device, in the compute dtype (``step`` is int64).
+    The tensors for CUDA graphs are on the device, in the compute dtype (``step`` is int64).
     """
 
     rate: float | Tensor  # multiplies the step
@@ -91,8 +91,9 @@ class SparseOptimizer(ABC):
     """Updates the rows that a batch touches; the fields are the constants of a configuration.
 
     A subclass declares its ``state`` and the ``kernels`` that support it, and implements ``step``
-    in torch. If it has a field ``weight_decay``, each touched row shrinks by lr * weight_decay
-    before the step (decoupled, as in AdamW). Raises ConfigError for an out-of-range constant.
+    in torch. If a subclass has a field ``weight_decay``, each touched row shrinks by lr *
+    weight_decay before the step (decoupled, as in AdamW). An out-of-range constant raises
+    ConfigError.
     """
 
     name: str

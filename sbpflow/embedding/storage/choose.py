@@ -116,8 +116,8 @@ def _triton_class() -> type[TorchStorage]:
 class _Compiled:
     """Describes how to choose and allocate a compiled kernel.
 
-    ``fault`` returns why the kernel cannot run a stack. ``storage`` imports and returns its class,
-    because some classes need a compiler.
+    ``fault`` returns why the kernel cannot run a stack. ``storage`` imports and returns the
+    kernel's class, because some classes need a compiler.
     """
 
     label: str
@@ -185,8 +185,8 @@ def choose_kernel(
 ) -> KernelChoice:
     """Choose a kernel without measuring; ``missing`` is the result of ``missing_kernels(request)``.
 
-    Raise ConfigError if the requested kernel is not installed. If it is installed but does not
-    support the stack, choose torch and give the reason.
+    Raise ConfigError if the requested kernel is not installed. If the kernel is installed but does
+    not support the stack, choose torch and give the reason.
     """
     if request not in ("auto", "torch") and request in missing:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Loops over half-precision rows, compiled by numba: pooled reads and rounded writes.
 
-The properties of ``compiled`` apply here too, and results are bit-equal to ``TorchStorage``. Rows
-are passed as int16 bits, because NumPy has no bfloat16 type.
+The properties of the module ``compiled`` apply to this module too, and results are bit-equal to
+``TorchStorage``. Rows are passed as int16 bits, because NumPy has no bfloat16 type.
 """
 
 from collections.abc import Callable
@@ -141,8 +141,8 @@ def pool(
 ) -> None:
     """Sum rows, converted as by ``widen``, into ``out`` [bags, width] float32, in bag order.
 
-    Bag b has addresses ``ends[b]`` to ``ends[b + 1] - 1``. ``shares`` are their weights, [n]
-    float32, or [0] without weights.
+    Bag b has addresses ``ends[b]`` to ``ends[b + 1] - 1``. ``shares`` are the weights of the rows,
+    [n] float32, or [0] without weights.
     """
     out[:] = 0
     for b in range(ends.size - 1):

@@ -50,8 +50,8 @@ def initial_rows(
     """Return the values that ``fill_shard`` writes to ``rows`` [n] of a rank's shards, with their
     state.
 
-    ``rows`` are numbered over all shards of the store. In a ``by_key`` table they are addresses,
-    and values are a function of (seed, table, key, column).
+    ``rows`` are numbered over all shards of the store. In a ``by_key`` table, ``rows`` are
+    addresses, and values are a function of (seed, table, key, column).
     """
     rows = rows.to(torch.int64)
     weights = torch.empty(rows.numel(), width, dtype=row_dtype, device=rows.device)

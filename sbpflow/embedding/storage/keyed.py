@@ -1,8 +1,8 @@
-"""Stores of ``by_key`` tables, which assign rows to keys.
+"""Stores of ``by_key`` tables; these stores assign rows to keys.
 
 A key gets a row when the first training batch with the key is announced, before the batch is
 trained. Saves and evaluations must see only the rows of trained batches. Rows of announced batches
-come last, so that readers can skip them and ``close`` can discard them if the run ends early.
+come last, so that readers can skip them and a run that ends early can discard them.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ NO_ROWS = slice(0, 0)  # for reading names, shapes, and dtypes without triggerin
 
 
 class RowMap(Protocol):
-    """Maps addresses to rows, both int64 on CPU. Only the training thread may use it."""
+    """Maps addresses to rows, both int64 on CPU. Only the training thread may use the map."""
 
     def find(self, addresses: Tensor) -> Tensor:
         """Return the row [n] of each address, or -1 if it has none; addresses can repeat."""
@@ -37,7 +37,7 @@ class RowMap(Protocol):
 
 
 class KeyedStore:
-    """A ``RowStore`` of one ``by_key`` table, which stores rows in another store.
+    """A ``RowStore`` of one ``by_key`` table, with its rows in another store.
 
     ``row_map`` finds the row of a key. Batches are announced and looked up by address. All other
     operations use the row numbers, slots, and listeners of the inner store. A trained key never
@@ -174,9 +174,9 @@ class KeyedStore:
 class TrainedRows:
     """A snapshot of the first rows of ``store``, numbered by ascending address.
 
-    ``addresses`` [n] are the addresses of the store's rows from row 0 on. Sorting them takes a
-    second or two for ten million rows, so it is deferred to the first use; in a save, the writer
-    thread sorts.
+    ``addresses`` [n] are the addresses of the store's rows from row 0 on. Sorting the addresses
+    takes a second or two for ten million rows, so the first use sorts them; in a save, this is the
+    writer thread.
     """
 
     is_in_place = False

@@ -34,7 +34,7 @@ class Lookup:
 
     @staticmethod
     def merge(lookups: Sequence["Lookup"]) -> "Lookup":
-        """Join the lookups of several batches; their bags follow each other."""
+        """Join the lookups of several batches; keep the order of their bags."""
         if len(lookups) == 1:
             return lookups[0]
         addresses = torch.cat([lookup.addresses for lookup in lookups])
@@ -74,7 +74,7 @@ class Lookup:
         return lookup
 
     def place(self, slots: Tensor | None) -> Self:
-        """Set the slots [n] of the rows; ``None`` if they equal the addresses."""
+        """Set the slots [n] of the rows; pass ``None`` if slots equal addresses."""
         self.placed = slots
         return self
 

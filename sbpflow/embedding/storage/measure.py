@@ -52,8 +52,8 @@ class StackShape:
     """The properties of a stack that determine how long its work takes on a rank.
 
     ``ids`` is the number of ids looked up, in bags of ``per_bag``. If unique rows are exchanged,
-    they come from ``lists`` ranks, and each rank first deduplicates ``home_ids``; otherwise both
-    are 0. ``skew`` describes how ids repeat (``costs.ids``).
+    they come from ``lists`` ranks, and each rank first deduplicates ``home_ids``; otherwise
+    ``lists`` and ``home_ids`` are 0. ``skew`` describes how ids repeat (``costs.ids``).
     """
 
     rows: int

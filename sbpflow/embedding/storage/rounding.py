@@ -21,8 +21,8 @@ COLUMNS_PER_WORD = 4
 class RowNoise:
     """The random bits of a store's rows, numbered over its shards.
 
-    The element (table, row, column) uses 16 bits of word row * ceil(dim / 4) + column // 4. The
-    word comes from the table's random stream of the step.
+    The element (table, row, column) uses 16 bits of word row * ceil(dim / 4) + column // 4. This
+    word of random bits comes from the table's random stream of the step.
     """
 
     def __init__(self, shards: Sequence[Shard], seed: int, device: torch.device) -> None:

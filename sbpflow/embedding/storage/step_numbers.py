@@ -1,4 +1,4 @@
-"""Holds the step-dependent numbers of a sparse optimizer in device memory.
+"""Stores the step-dependent numbers of a sparse optimizer in device memory.
 
 A captured CUDA graph would freeze the host numbers that ``SparseOptimizer.numbers`` returns. For
 graphs, ``DeviceNumbers`` keeps the numbers in device memory and writes them before each replay.

@@ -29,9 +29,9 @@ class RowStore(Protocol):
     admitted at the same time, and they can share rows. ``listeners`` are the kernel's listeners.
 
     Other threads can call ``read`` at any time, and it must return the newest values. A store that
-    moves rows between slots and other memory must therefore lock both. Listeners call ``read``
-    while holding locks of their own. ``read`` can return a row in the middle of an ``update``; code
-    that needs consistent rows must listen, as the undo log of checkpoints does.
+    moves rows between slots and other memory must therefore lock both memories. Listeners call
+    ``read`` while holding locks of their own. ``read`` can return a row in the middle of an
+    ``update``; code that needs consistent rows must listen, as the undo log of checkpoints does.
     """
 
     kernel: RowKernel
@@ -69,7 +69,7 @@ class RowStore(Protocol):
     def admit(self, number: int) -> Tensor | None:
         """Return the slot [n] of each address of an announced batch, fixed until its release.
 
-        The slots have the dtype of the addresses. ``None`` means that slots equal rows.
+        The slots have the dtype of the addresses. A result of ``None`` means that slots equal rows.
         """
         ...
 
@@ -132,7 +132,7 @@ class DeviceStore:
             if into is None:
                 return views
             sources = [views[name] for name in into]
-            # Copy all tensors in one call: each call releases and reacquires Python's lock.
+            # Copy all tensors in one call: each call releases and reacquires the GIL.
             torch._foreach_copy_(list(into.values()), sources)  # pyright: ignore[reportPrivateUsage]
             return into
         if into is None:

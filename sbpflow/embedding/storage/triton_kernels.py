@@ -70,7 +70,8 @@ def sum_long_runs(
     start, stop, source, scale, grads, partial, n, width,
     HAS_SCALE: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):
-    """Sum the second, third, ... SPLIT positions of each run to partial [n // SPLIT + 1, width].
+    """Sum every chunk of SPLIT positions of a run except the first to partial [n // SPLIT + 1,
+    width].
 
     These chunks begin at least SPLIT positions apart, so the first position divided by SPLIT
     identifies a chunk.
