@@ -19,7 +19,7 @@ class Ftrl(SparseOptimizer):
 
     name: Literal["ftrl"] = "ftrl"
     beta: Annotated[
-        NonNegative, Key("results", "Add this to the square root of the sum of squares.")
+        NonNegative, Key("results", "Value that is added to the square root of the sum of squares.")
     ] = 1.0
     l1: Annotated[NonNegative, Key("results", "Sets small weights to 0.")] = 0.0
     l2: Annotated[NonNegative, Key("results", "Shrinks all weights.")] = 0.0
