@@ -47,8 +47,8 @@ class _Cell:
     """The ranks that have the same box, in ``rows``.
 
     A source cell has one row, and any of its ranks may send. A destination cell has one row per
-    coordinate along the P axes. One row is chosen, and all of its ranks (the copies along the B
-    axes) receive.
+    coordinate along the P axes. Only one row of a destination cell receives; its ranks are copies
+    along the B axes.
     """
 
     rows: tuple[tuple[int, ...], ...]

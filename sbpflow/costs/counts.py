@@ -43,14 +43,15 @@ FEATURES = (
     "step_passes",  # step_elements times the state numbers per element
     "copied_bytes",  # into and out of transfer buffers
     "square_bytes",  # squared gradients, summed over ranks that share rows
-    "ids_bytes",  # this rank sends these and the next three
-    "counted_bytes",
-    "vector_bytes",
-    "gradient_bytes",
-    "vector_in_bytes",  # this rank receives these and the next
-    "gradient_in_bytes",
-    "num_dense_groups",  # owners send vectors (this and the following count distinct keys)
-    "num_summed_groups",  # partial sums of vectors are added in transit
+    "ids_bytes",  # bytes of ids that this rank sends
+    "counted_bytes",  # bytes of row ids that this rank sends after their counts
+    "vector_bytes",  # bytes of vectors that this rank sends
+    "gradient_bytes",  # bytes of gradients that this rank sends
+    "vector_in_bytes",  # bytes of vectors that this rank receives
+    "gradient_in_bytes",  # bytes of gradients that this rank receives
+    # The following features are numbers of distinct keys.
+    "num_dense_groups",  # groups whose owners send vectors
+    "num_summed_groups",  # groups whose partial sums are added in transit
     "num_whole_groups",  # dense gradients are all-reduced
     "num_row_transfers",  # single rows between owners and requesters, both directions
     "num_row_gathers",  # single rows gathered by all ranks

@@ -26,7 +26,7 @@ class PaddedGroups:
             for index, group in enumerate(groups)
             if isinstance(group, RowGroup) and group.capacity is not None
         }
-        self._warned: dict[int, int] = {}  # group -> maximum number of rows warned about
+        self._warned: dict[int, int] = {}  # group -> largest number of rows in a warning so far
 
     def ask(self, parts: Sequence[GroupInFlight]) -> AsyncScalarRead | None:
         """Start reading the maximum number of rows that any rank requests from another, per group.

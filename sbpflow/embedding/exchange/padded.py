@@ -83,9 +83,9 @@ class Layout:
         if not count:  # a rank without samples
             empty = torch.empty(0, dtype=torch.int64, device=send.device)
             return Slots(empty, empty, parts * room), send
-        # A row's place is its index among the unique rows, minus the rows of preceding parts. Rows
-        # that do not fit share the last place. Any of the overflowing rows may be sent, because all
-        # ranks learn of the overflow and repeat the exchange.
+        # A row's place is its index among the unique rows minus the number of rows in preceding
+        # parts. Rows that do not fit share the last place. Any of the overflowing rows may be sent,
+        # because all ranks learn of the overflow and repeat the exchange.
         runs = wanted.runs()
         before = wanted.unique_up_to(self._before)
         part = torch.searchsorted(self._lasts, runs.keys)

@@ -118,7 +118,7 @@ class Exchange(ABC):
         """Return True if a table can have this layout."""
 
     def refusal(self, table: TableConfig, layout: Layout, world: Placement) -> str:
-        """Return why this table cannot have an otherwise accepted layout, or "" if it can."""
+        """Return why this table cannot have a layout that the exchange accepts, or "" if it can."""
         return ""
 
     def suits(self, table: TableConfig, lookups: int, world_size: int) -> bool:
