@@ -217,7 +217,7 @@ def test_hashed_ids_spread_over_the_table():
 
 
 def test_invalid_plans_are_rejected():
-    with pytest.raises(ConfigError, match="feature a: hotness 0; use 1 or more"):
+    with pytest.raises(ConfigError, match="feature a: got hotness 0; use 1 or more"):
         FeatureConfig(name="a", hotness=0)
     with pytest.raises(ConfigError, match=r"table t: got features \[\]; list 1 or more"):
         TableConfig(name="t", features=(), num_rows=1, dim=1)

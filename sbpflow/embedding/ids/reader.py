@@ -263,8 +263,8 @@ class IdReader:
         first, last, total = int(offsets[0]), int(offsets[-1]), bags.values.numel()
         if (first, last) != (0, total):
             raise DataError(
-                f"{name}: offsets run from {first} to {last}; use 0 to the number of values, "
-                f"{total}"
+                f"{name}: offsets run from {first} to {last}; use 0 to {total}, the number of "
+                "values"
             )
         if lengths.numel() and (int(lengths.min()) < 0 or int(lengths.max()) > feature.hotness):
             sample = int(((lengths < 0) | (lengths > feature.hotness)).nonzero()[0])

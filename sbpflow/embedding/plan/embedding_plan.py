@@ -254,14 +254,14 @@ def _check_arguments(
     dtype: object, row_dtype: object, backend: object, out_of_range: object
 ) -> None:
     if dtype not in (torch.float32, torch.float64):
-        raise ConfigError(f"dtype: got {dtype!r}; use torch.float32 or torch.float64")
+        raise ConfigError(f"dtype: {dtype!r}; use torch.float32 or torch.float64")
     if row_dtype is not None and row_dtype not in (dtype, *HALF_DTYPES):
         raise ConfigError(
             f"row_dtype: {row_dtype!r} does not fit dtype {dtype}; use {dtype}, torch.float16, or "
             "torch.bfloat16"
         )
     if backend not in ("gloo", "nccl"):
-        raise ConfigError(f"backend: got {backend!r}; use gloo or nccl")
+        raise ConfigError(f"backend: {backend!r}; use gloo or nccl")
     if out_of_range not in get_args(OutOfRange):
         raise ConfigError(
             f"out_of_range: {out_of_range!r}; use {' or '.join(get_args(OutOfRange))}"
