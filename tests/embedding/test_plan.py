@@ -164,7 +164,7 @@ def test_cover_rejects_holes_overlaps_and_partial():
     layout = Layout(Placement.line("cpu", 2), (Split(0),))
     shards = shards_of(table, layout)
     check_cover(table, layout, shards)
-    with pytest.raises(ConfigError, match="hold 20 elements"):
+    with pytest.raises(ConfigError, match="have 20 elements"):
         check_cover(table, layout, shards[:1])
     shifted = Shard(table=table, rank=1, row_start=4, row_stop=9, col_start=0, col_stop=4)
     with pytest.raises(ConfigError, match="overlap"):

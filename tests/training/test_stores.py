@@ -222,4 +222,4 @@ def refused(world: World, case: Case) -> str:
 def test_copies_on_several_ranks_are_refused(ranks):
     case = Case("3", "torch", "lazy_adam", tables={"deep.C2": TableRule(sbp="B")})
     for message in ranks(2, refused, case):
-        assert message.startswith("table deep.C2: DictStore cannot hold")
+        assert message.startswith("table deep.C2: DictStore cannot store")

@@ -190,7 +190,7 @@ def choose_kernel(
     """
     if request not in ("auto", "torch") and request in missing:
         raise ConfigError(
-            f"parallel.kernel: got {request}, but {missing[request]}; `sbpflow doctor` shows the "
+            f"parallel.kernel: {request}, but {missing[request]}; `sbpflow doctor` shows the "
             "version to install, or use parallel.kernel: torch"
         )
     faults = kernel_faults(stack, missing)
