@@ -413,7 +413,7 @@ def test_the_overlap_watch_alternates_and_reports(monkeypatch):
     assert seen[:10] == [True] * 10
     assert seen[10:50] == ([True] * 5 + [False] * 5) * 4
     assert seen[50:] == [True] * 10
-    assert watch.summary().startswith("hides 3.00 ms of a step of 5.00 ms (medians of 16 steps")
+    assert watch.summary().startswith("saves 3.00 ms of a step of 5.00 ms (medians of 16 steps")
 
 
 @pytest.mark.parametrize(
