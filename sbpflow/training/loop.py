@@ -330,7 +330,7 @@ class _Scores:
         self._last: tuple[str, int, Evaluation | None] | None = None
 
     def __call__(self, split: str, step: int, max_rows: int | None = None) -> Evaluation | None:
-        """Score all or ``max_rows`` rows of the split after ``step``; return ``None`` off rank 0."""
+        """Score ``max_rows`` rows of the split, or all, after ``step``; ``None`` off rank 0."""
         if split not in self._loaders or not self._loaders[split].num_steps:
             return None
         if self._last is not None and self._last[:2] == (split, step):

@@ -319,9 +319,7 @@ def test_batches_without_rows_are_left_out(ranks):
     want = ranks(2, train_two, config)
     for (losses, messages), expected in zip(ranks(2, steps_with_empty, config), want, strict=True):
         assert losses == expected
-        assert (
-            messages[:3] == ["step: no batch with rows; pass one, or a list with at least one"] * 3
-        )
+        assert messages[:3] == ["step: no batch has rows; pass at least one batch with rows"] * 3
         assert messages[3].startswith("step: tuple is not a batch: it has no attribute labels")
         assert messages[4].startswith("step: NoneType is not a batch")
 
