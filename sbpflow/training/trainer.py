@@ -199,7 +199,7 @@ class Trainer:
             self._updated, self._done = False, frozenset()
             self._set_learning_rates()
             self.schedule.run(
-                # Not attributes: that reference cycle would delay freeing tables until a collection.
+                # Not attributes: that reference cycle would delay the freeing of tables.
                 {move.name: self._of_batch(move) for move in OF_A_BATCH},
                 {move.name: self._of_step(move) for move in (*OF_A_STEP, CLIP)},
                 in_flight,
