@@ -64,9 +64,9 @@ class GlobalBatchNorm(nn.Module):
         if batch is None or x.ndim != 2 or x.shape[0] != batch.part.shape[0]:
             rows = "the rows of a batch" if batch is None else f"{batch.part.shape[0]} rows"
             raise SbpError(
-                f"module {self.name}: BatchNorm1d got {list(x.shape)} for {rows}; a batch norm over "
-                "all ranks needs [rows, features] with one row per row of the batch; otherwise use "
-                "LayerNorm"
+                f"module {self.name}: BatchNorm1d got {list(x.shape)} for {rows}; over all ranks "
+                "its input must be [rows, features] with one row per row of the batch; otherwise "
+                "use LayerNorm"
             )
         weight = torch.ones_like(self.running_mean) if self.weight is None else self.weight
         bias = torch.zeros_like(self.running_mean) if self.bias is None else self.bias

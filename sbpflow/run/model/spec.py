@@ -143,7 +143,7 @@ class ModelSpec(Protocol):
 
     @property
     def schemes(self) -> Mapping[Scheme, Mapping[str, TableRule]]:
-        """Return the rules of each ``parallel.scheme`` by pattern of table names (see ``schemes_of``)."""
+        """Return the rules of each ``parallel.scheme`` (``schemes_of``), by table name pattern."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""Read what a report page shows of a run from the files in its folder."""
+"""Reads the data of a run's report page from the files in the run's folder."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,9 +21,9 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One run: its events in order of time, its plan as described by ``explain``, its settings.
+    """Contains a run's events in order of time, its plan as ``explain`` describes it, its settings.
 
-    ``plan`` is empty if there is no plan of this version; ``notes`` then says so.
+    ``plan`` is empty if there is no plan of this version; then ``notes`` says so.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Run:
 
 
 def read_runs(folders: list[Path]) -> list[Run]:
-    """Read runs and name each by the shortest end of its path that is unique.
+    """Read runs and name each run by the shortest unique end of its path.
 
     Raises ConfigError or DataError for a folder that is given twice or is not a run.
     """
@@ -109,16 +109,16 @@ def _events(file: Path) -> tuple[tuple[Event, ...], list[str]]:
             events.append(check_event(parse_json(line)))
         except JsonError as error:
             raise DataError(
-                f"{file}: line {number} is not an event of a run ({error}), so it was changed or "
-                "written by another program; restore the file, or report another run"
+                f"{file}: line {number} is not an event of a run ({error}); the file was changed "
+                "or another program wrote it; restore the file, or report another run"
             ) from error
-    if last:  # it does not end in a newline
+    if last:  # the file does not end in a newline
         try:
             events.append(check_event(parse_json(last)))
         except JsonError:
             notes.append(f"the last line of {METRICS_FILE}, line {len(lines) + 1}, is truncated")
     if not events:
-        raise ConfigError(f"report: {file} has no events yet; wait for step 2 of the run")
+        raise ConfigError(f"report: {file} has no events yet; wait until step 2 of the run")
     if events[-1]["event"] != "final":
         notes.append("the run has not finished")
     return tuple(events), notes
@@ -134,7 +134,7 @@ def _plan(file: Path) -> tuple[dict[str, Any], str]:
 
 
 def _settings(file: Path) -> tuple[dict[str, str], str]:
-    """Read {dotted key: value} of the configuration that the run started with, and a note."""
+    """Return {dotted key: value} of the run's original configuration, and a note."""
     try:
         text = read_text(file)
     except FileNotFoundError:
