@@ -176,7 +176,7 @@ def test_a_world_without_a_launcher_discovers_its_hosts(ranks, size):
 @pytest.mark.parametrize(
     ("mode", "message"),
     [
-        ("killed", "AbsentError: rank 1 did not join: 1 of 2 ranks were there within 4 s; "),
+        ("killed", "AbsentError: rank 1 did not join: 1 of 2 ranks joined within 4 s; "),
         ("stopped", "AbsentError: the first rank on this host does not answer through its Unix"),
     ],
 )
@@ -277,7 +277,7 @@ def test_a_topology_knows_the_hosts_of_ranks():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"hosts": ()}, r"hosts: \[\]; each host must have at least one rank"),
+        ({"hosts": ()}, r"hosts: \[\]; each host needs at least one rank"),
         ({"hosts": ((0,), ())}, r"hosts: \[\[0\], \[\]\]; each host must"),
         ({"hosts": ((0, 1), (1,))}, "each of the ranks 0, 1, .. one host"),
         ({"hosts": ((0, 2),)}, "each of the ranks 0, 1, .. one host"),
