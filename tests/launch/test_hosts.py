@@ -321,7 +321,7 @@ def test_a_file_describes_other_machines(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "hosts: not given; for example hosts:"),
+        ("", "hosts: not given; use, for example, hosts:"),
         ("hosts: 2", "hosts, ranks_per_host: give lists of ranks, such as"),
         ("{hosts: 0, ranks_per_host: 2}", "hosts, ranks_per_host: give lists of ranks, such as"),
         ("{hosts: [[0, 1]], ranks_per_host: 2}", "hosts, ranks_per_host: give lists"),

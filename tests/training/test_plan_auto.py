@@ -251,7 +251,7 @@ def test_missing_calibrations_name_the_command(synth_set, tmp_path, monkeypatch)
 
 
 def test_plan_and_scheme_exclude_each_other():
-    with pytest.raises(ConfigError, match=r"remove one, for example parallel\.scheme=null"):
+    with pytest.raises(ConfigError, match=r"remove one .for example, parallel\.scheme=null"):
         load_config(CONFIG, ["parallel.plan=auto", "parallel.scheme=1"], models=MODELS)
 
 

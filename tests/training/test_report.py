@@ -156,7 +156,7 @@ def test_folder_names_may_have_blanks_or_be_empty(tmp_path, monkeypatch):
     folder.mkdir()
     monkeypatch.chdir(folder)
     first = RunLock(Path("."), rank=0)
-    with pytest.raises(ConfigError, match=rf"for example run\.dir='{tmp_path}/a b-2',"):
+    with pytest.raises(ConfigError, match=rf"for example, run\.dir='{tmp_path}/a b-2'.,"):
         RunLock(Path("."), rank=0)
     first.close()
 
