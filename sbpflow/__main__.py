@@ -48,8 +48,8 @@ COMMANDS: dict[str, Command] = {
 
 def main() -> int:
     """Dispatch to the subcommand that the first argument names."""
-    # The working folder is on the path so that package.module:Class finds its classes. It comes
-    # last, so that no file in it shadows an installed module.
+    # Users' classes (package.module:Class) are found in the working folder, which is last on the
+    # path, so that none of its files shadows an installed module.
     if "" not in sys.path:
         sys.path.append("")
     return dispatch("sbpflow", COMMANDS, sys.argv[1:])

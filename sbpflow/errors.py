@@ -77,8 +77,8 @@ def unknown_value(what: str, value: Never, legal: object) -> ValueError:
     return ValueError(f"{what}: {value!r} is not supported; use {' or '.join(names)}")
 
 
-# These errors are shown without a traceback, because their messages are complete. SbpError is not
-# included: it is a mistake in a program, so its line matters.
+# These errors are shown without a traceback, because their messages are complete. An SbpError
+# has a traceback, because it is a mistake in a program, whose line matters.
 MESSAGE_ERRORS = (
     ConfigError,
     DataError,

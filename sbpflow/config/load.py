@@ -216,12 +216,11 @@ def _apply_all(
     overrides: Sequence[str],
     import_optimizers: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Write every ``key=value`` into the raw tree.
+    """Write all ``key=value`` overrides into the raw tree.
 
     ``import_optimizers`` runs before each override, because an imported optimizer class defines
     keys that the override may set. ``parallel.plan`` and ``parallel.scheme`` both lay out all
-    tables, so if one of them is on the command line, it replaces the other in the file; rank 0 logs
-    a warning.
+    tables, so either key on the command line replaces the other in the file; rank 0 logs a warning.
     """
     for override in overrides:
         import_optimizers(tree)

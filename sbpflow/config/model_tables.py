@@ -1,7 +1,7 @@
 """Defines a model's table settings in the configuration: ``model.fields`` and ``model.tables``.
 
-Both map patterns to rules, as ``parallel.tables`` does, but rules combine key by key: the last
-matching pattern that gives a key sets the key. A key that no pattern gives keeps the model's value.
+Both groups map patterns to rules, like ``parallel.tables``, but rules combine key by key: the last
+matching pattern with a key sets the key. A key that no pattern has keeps the model's value.
 """
 
 import difflib

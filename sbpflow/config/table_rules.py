@@ -1,8 +1,8 @@
 """Defines the ``parallel`` group, which decides the layout of each embedding table.
 
-A scheme is a list of patterns from the model. ``parallel.tables`` adds patterns after them, and
-the last pattern that matches a table's name wins. ``table_layouts`` turns this into one
-``TableLayout`` per table; the rest of sbpflow uses only these layouts and does not know schemes.
+A scheme is a list of patterns from the model. ``parallel.tables`` appends patterns to this list;
+the last pattern that matches a table's name wins. ``table_layouts`` turns the patterns into one
+``TableLayout`` per table. The rest of sbpflow uses only these layouts, not schemes.
 """
 
 from collections.abc import Mapping
@@ -273,7 +273,7 @@ DTYPES: dict[CommDtype, torch.dtype] = {
 }
 
 
-# This says what each scheme means for a model: rules by table name pattern; the last match wins.
+# Maps each scheme to a model's rules by pattern of table names; the last match wins.
 Schemes = Mapping[Scheme, Mapping[str, TableRule]]
 
 

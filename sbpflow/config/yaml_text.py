@@ -24,7 +24,7 @@ def load_yaml(text: str) -> Any:  # noqa: ANN401 (whatever the text says)
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(f"{len(text):,} characters of YAML; use at most {MAX_CHARACTERS:,}")
     try:
-        # Aliases share one object; copies prevent an override of one from changing the others.
+        # Aliases share one object; with copies, overriding one does not change the others.
         return unshared(yaml.load(text, _Loader))
     except ConfigError:
         raise

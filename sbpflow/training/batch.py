@@ -19,12 +19,12 @@ class Batch(Protocol):
 
     @property
     def labels(self) -> Tensor:
-        """[local batch] float32."""
+        """Return float32 labels [local batch]."""
         ...
 
     @property
     def dense(self) -> Tensor:
-        """[local batch, dense fields] float32."""
+        """Return float32 values [local batch, dense fields]."""
         ...
 
     @property

@@ -19,7 +19,7 @@ from sbpflow.errors import ConfigError
 from sbpflow.runtime.random.draws import KeptDraws
 from sbpflow.runtime.ranks.world import World
 
-WARM_UP_STEPS = 3  # also the number of steps in which a TorchModel checks its module's buffers
+WARM_UP_STEPS = 3  # a TorchModel checks its module's buffers during the same number of steps
 
 
 class Inputs(Protocol):

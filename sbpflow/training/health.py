@@ -19,7 +19,7 @@ from sbpflow.tensor.global_tensor import GlobalTensor
 from sbpflow.training.batch import Batch
 from sbpflow.training.move_times import peak_memory_of
 
-_ROWS_READ = 1 << 16  # the number of rows that one read of a store returns
+_ROWS_READ = 1 << 16  # number of rows per read of a store
 
 
 class LossWatch:

@@ -83,7 +83,7 @@ class ScoreHistogram:
 
 
 def auc_of_counts(positives: list[int], negatives: list[int]) -> tuple[float, float]:
-    """Return (AUC, its error bound) from the rows of each label, by bins of ascending score.
+    """Return (AUC, its error bound) from the number of rows per label and bin, by ascending score.
 
     Pairs within a bin count one half. The bound is the error that results if all of these pairs are
     ordered wrongly: sum(positives * negatives) / (2 P N).

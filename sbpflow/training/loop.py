@@ -163,7 +163,7 @@ def fit(
         batches = current.batches
         pace.got_batch()
         step += 1
-        # Scoring at the end of the run counts as an evaluation if evaluations use all of val, too.
+        # The final scoring of val counts as an evaluation if evaluations use all rows, too.
         due = step % every == 0 if step < last else train.eval_rows is None
         scored = bool(train.eval_every) and due
         with overlap.step(step), _named(step), _watched(trainer, times, profiler, step):

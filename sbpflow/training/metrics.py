@@ -217,7 +217,7 @@ def _gauc(scores: Values, labels: Values, groups: Values) -> float | None:
     negatives = np.diff(tied, append=len(values)) - positives
     below = np.cumsum(negatives) - negatives
     below -= below[np.searchsorted(tied, first)][group_of_tied]
-    # This is twice the number of ordered pairs, where a tie counts as one: integers do not round.
+    # Twice the number of ordered pairs (a tie counts once) is an integer, so it is not rounded.
     in_order = np.add.reduceat(positives * (2 * below + negatives), np.searchsorted(tied, first))
     rows = np.diff(first, append=len(values))
     of_class_1 = np.add.reduceat(is_positive, first, dtype=np.int64)

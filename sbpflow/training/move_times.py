@@ -66,8 +66,8 @@ class StepProfiler:
     """Traces steps ``first`` to ``last`` into ``folder``, one file per rank in Chrome's format.
 
     Each move is an event of category ``user_annotation``, above the events of torch's profiler. The
-    event's arguments are the step, and the transfers that the move started, with the bytes that
-    this rank sent. Open the file in chrome://tracing or ui.perfetto.dev.
+    event's arguments are the step, the transfers that the move started, and the bytes that this
+    rank sent. Open the file in chrome://tracing or ui.perfetto.dev.
     """
 
     def __init__(self, first: int, last: int, folder: Path, world: World) -> None:

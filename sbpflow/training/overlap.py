@@ -13,7 +13,7 @@ import torch
 from sbpflow.training.trainer import Trainer
 
 FIRST_STEP = 11  # all memory is allocated and all connections are open by then
-BLOCK_STEPS = 5  # steps per block, alternately with and without overlap; the first is not timed
+BLOCK_STEPS = 5  # blocks run alternately with and without overlap; the first step is not timed
 NUM_BLOCKS = 8
 MIN_RUN_STEPS = 200  # limits the slower steps to a tenth of a run
 

@@ -27,7 +27,7 @@ class Move:
     starts: tuple[str, ...] = ()
 
     def __reduce__(self) -> tuple[Callable[[str, str], "Move"], tuple[str, str]]:
-        return saved_move, (self.name, self.says)  # unpickling returns the constant of the process
+        return saved_move, (self.name, self.says)  # unpickling returns this process's constant
 
 
 # Ids are sent at once if their number is known. For lists and unique rows, counts are sent first.
@@ -51,7 +51,7 @@ UPDATE = Move("update", "one optimizer step on the rows")
 RECEIVE_DENSE = Move("receive_dense", "buckets back to gradients", waits=(DENSE_GRADIENTS,))
 UPDATE_DENSE = Move("update_dense", "dense optimizer step")
 
-# A schedule contains one of these only if gradients are clipped. The norm needs all its gradients.
+# A schedule has a clip move only if gradients are clipped. The move needs all these gradients.
 CLIP = Move("clip", "dense gradients scaled to a norm")
 CLIP_ROWS = Move("clip", "all gradients scaled to a norm")
 
@@ -147,7 +147,7 @@ class StepSchedule:
             if move in (*OF_A_STEP, CLIP, CLIP_ROWS) and in_batch:
                 raise ValueError(f"{move.name} is a move of a step, not of each batch")
             if move in (*OF_IDS, LOOKUP):
-                continue  # these moves may belong to different batches; they are checked below
+                continue  # these moves, checked below, may belong to different batches
             for before in _after(move, moves):
                 if names.index(before) > place:
                     raise ValueError(f"{move.name} must come after {before}")

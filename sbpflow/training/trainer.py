@@ -132,13 +132,13 @@ class Trainer:
         self.move_watch: MoveWatch = MoveTimes()
         self._line = Placement.line(boxing.world.device.type, boxing.world.size)
         leaves = list(model.parameters.values())
-        # The loss is P, like the gradients. It is reduced in one of their buckets, and so does not
-        # need a collective of its own.
+        # The loss is P, like the gradients. Reducing it in one of their buckets saves a collective
+        # for the loss.
         plan = gradients or plan_gradients(
             leaves, total=Total.over(self._line, dtype), backend=boxing.world.backend
         )
         self.gradients = GradientSync(leaves, plan=plan, boxing=boxing)
-        self._loss_terms: Tensor | None = None  # [1], this rank's, of the batches of the step
+        self._loss_terms: Tensor | None = None  # [1], this rank's part of the step's loss
         self._loss: Tensor | None = None  # [1], of all ranks
         self._pending_gradients: PendingSync | None = None
         self._planned_size, self._conversions = planned or (None, ())
@@ -154,7 +154,7 @@ class Trainer:
                 optimizer=optimizer,
                 clipper=clipper,
             )
-        # These record what this step's CUDA graph did already: the dense update, and which moves.
+        # These say whether this step's CUDA graph made the dense update, and which moves it made.
         self._updated = False
         self._done: frozenset[str] = frozenset()
         self.lookahead = lookahead
@@ -199,7 +199,7 @@ class Trainer:
             self._updated, self._done = False, frozenset()
             self._set_learning_rates()
             self.schedule.run(
-                # Not attributes: that reference cycle would delay the freeing of tables.
+                # As attributes, these would form a reference cycle and delay the freeing of tables.
                 {move.name: self._of_batch(move) for move in OF_A_BATCH},
                 {move.name: self._of_step(move) for move in (*OF_A_STEP, CLIP)},
                 in_flight,

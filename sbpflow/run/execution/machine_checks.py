@@ -26,8 +26,8 @@ from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast
 
-_SMALL, _LARGE = 1 << 10, 1 << 24  # elements of a message: 4 KiB, and 64 MiB
-_LARGE_WITHIN_S = 0.25  # send the large message only if a tenth of it took less than this
+_SMALL, _LARGE = 1 << 10, 1 << 24  # numbers of elements in a message: 4 KiB and 64 MiB
+_LARGE_WITHIN_S = 0.25  # if a tenth of the large message takes longer, the rest is not sent
 _REPEATS = 3
 _SAVED_BYTES = 32 << 20
 

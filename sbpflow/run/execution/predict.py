@@ -26,7 +26,7 @@ def predictions(
 ) -> Iterator[tuple[Floats, Floats]]:
     """Yield (probabilities, labels) of each batch on rank 0, in the order of the split.
 
-    Every rank must iterate; other ranks yield nothing. The logits equal those of an evaluation.
+    Every rank must iterate; other ranks yield nothing. An evaluation computes the same logits.
     """
     world = boxing.world
     for batch in loader.epoch(0):

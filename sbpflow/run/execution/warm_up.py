@@ -1,8 +1,8 @@
 """Creates and connects the process groups of a run before its first step.
 
-NCCL connects at a group's first collective. Inside a step, this would block every rank between
-other transfers. In addition, all ranks of a group must make the first call; a rank that has no rows
-to exchange with other ranks would skip it.
+NCCL connects at a group's first collective. Connecting inside a step would block every rank between
+other transfers. In addition, all ranks of a group must make the first call, but a rank without rows
+to exchange would skip the call.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ CONVERSIONS = "main"  # the channel of conversions inside a model
 class GroupUse:
     """Names ranks that communicate on a channel.
 
-    With ``pairs``, each rank sends directly to every other; otherwise they use a ring or a tree.
+    With ``pairs``, each rank sends directly to every other; otherwise ranks use a ring or a tree.
     """
 
     ranks: tuple[int, ...]
@@ -62,7 +62,7 @@ def groups_of(plan: RunPlan) -> tuple[GroupUse, ...]:
 
 
 def warm_up(plan: RunPlan, boxing: Boxing) -> None:
-    """Run one small collective of each kind on every group of the plan, and wait for them.
+    """Run one small collective of each kind on every group of the plan; wait for all of them.
 
     Every rank of the world must call this; PeerLostError if a rank does not respond.
     """

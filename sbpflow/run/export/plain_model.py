@@ -1,8 +1,8 @@
 """Defines a trained model as one ordinary torch module with its tables and its dense part.
 
-The module maps a batch of a prepared set to logits in one process. It computes the same logits as a
-job (``EmbeddingCollection``, then the dense part), with operators that ``torch.export`` can trace.
-The caller provides the values.
+The module maps a batch of a prepared set to logits in one process. The logits are the same as in a
+job (``EmbeddingCollection``, then the dense part), but computed with operators that
+``torch.export`` can trace. The caller provides the values.
 """
 
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -20,7 +20,7 @@ from sbpflow.run.model.spec import ExportableSpec, HashedColumn, ModelSpec
 from sbpflow.runtime.random.splitmix import signed
 from sbpflow.runtime.random.streams import GAMMA, MIX_1, MIX_2
 
-NUM_RESERVED_IDS = 2  # of a hashed column: 0 means missing, and hashes are never 1
+NUM_RESERVED_IDS = 2  # in a hashed column, 0 means missing, and hashes are never 1
 Bag = tuple[Tensor, ...]  # values [n], lengths [rows], and weights [n] of a weighted feature
 Bags = dict[str, Bag]
 ReadState = Callable[[str], Tensor]

@@ -45,9 +45,9 @@ class GlobalBatchNorm(nn.Module):
     def take_rows(self, batch: GlobalTensor) -> None:
         """Set the layout of the next forward's rows; ``batch`` is S(0) over these rows."""
         self._batch = batch
-        if self._bound_to != id(self):  # not bound yet, or a copy of a module that was bound
-            # Transfers must stay out of compiled graphs. This is done per instance, because a
-            # decorator on the class would load the compiler on import.
+        if self._bound_to != id(self):  # this module is not bound, or a copy of a bound module
+            # Transfers must stay out of compiled graphs. A decorator on the class
+            # would load the compiler on import, so each instance is decorated.
             forward = partial(type(self).forward, self)
             self.__dict__["forward"] = torch.compiler.disable(forward)
             self._bound_to = id(self)
@@ -143,7 +143,7 @@ def norms_of(module: nn.Module) -> dict[str, GlobalBatchNorm]:
 def buffers_of(
     norms: Mapping[str, GlobalBatchNorm], everywhere: Layout, boxing: Boxing
 ) -> dict[str, GlobalTensor]:
-    """Return the running statistics by name, B, in storage shared with the norms."""
+    """Return the running statistics by name, with layout B and the storage of the norms."""
     return {
         f"{name}.{statistic}": GlobalTensor(value, everywhere, tuple(value.shape), boxing)
         for name, norm in norms.items()

@@ -170,8 +170,8 @@ class ExportableSpec(ModelSpec, Protocol):
         """Return a new module with the parameters of ``parameters`` under the same names.
 
         ``forward(vectors, dense)`` takes {output: [rows, width]} and [rows, fields], and returns
-        logits [rows] or [rows, 1] that are equal to those of the part that ``build`` returns. The
-        module uses only torch, and ``torch.export`` can trace it. The caller fills the parameters;
+        the logits [rows] or [rows, 1] that the result of ``build`` computes. The module uses only
+        torch, and ``torch.export`` can trace the module. The caller fills the parameters;
         other tensors may depend on ``seed`` only.
         """
         ...

@@ -37,7 +37,7 @@ from sbpflow.sbp.sbp import Broadcast
 from sbpflow.tensor.global_tensor import GlobalTensor, parameter
 from sbpflow.training.health import check_initial
 
-LOOKED_AT = 3  # the first batches of a run; after each of them, buffer values are compared
+LOOKED_AT = 3  # number of batches, from the first, for which buffer values are compared
 RowLoss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -75,7 +75,7 @@ class TorchModel:
         return module
 
     def _make(self, seed: int, device: torch.device) -> nn.Module:
-        keep_compiled_privately()  # must precede the user's code, which may compile
+        keep_compiled_privately()  # this must precede the user's code, which may compile
         with seeded(seed, device):
             module = self.make()
         if not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]

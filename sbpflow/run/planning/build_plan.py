@@ -1,4 +1,4 @@
-"""Plans a run: computes everything static about it from a configuration and a set's columns.
+"""Plans a run: computes all its static properties from a configuration and a set's columns.
 
 ``run.execution.job`` executes the plan, and ``sbpflow explain`` prints it.
 """

@@ -1,7 +1,7 @@
 """Describes a run without starting a rank: tables, shards, steps, bytes, memory.
 
 The description is rendered from the plan objects that a run executes, so that the two cannot
-differ. It is text for people, or a dictionary with the same facts for programs.
+differ. Output is text for people, or a dictionary with the same facts for programs.
 """
 
 import hashlib
@@ -135,7 +135,7 @@ def _describe_ranks(plan: RunPlan, tables: Sequence[Mapping[str, Any]]) -> list[
     for rank in plan.embeddings.world.ranks:
         dense = sum(p.num_elements(rank) for p in plan.dense)
         dense_state = sum(p.num_elements(rank) * p.state_per_element for p in plan.dense)
-        ranks[rank] = {  # in the order of the columns of _rank_lines
+        ranks[rank] = {  # the order matches the columns of _rank_lines
             "rank": rank,
             "table_bytes": 0,
             "table_state_bytes": 0,
@@ -309,7 +309,7 @@ def _rank_lines(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
 def short_lists(text: str) -> str:
     """Shorten lists of more than eight numbers to ranges and repeats: [0..255], [64 x 4].
 
-    Without this, a plan for many ranks would list all of them on each line.
+    Otherwise, each line of a plan for many ranks would list all ranks.
     """
 
     def shorten(match: "re.Match[str]") -> str:

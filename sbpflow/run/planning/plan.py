@@ -74,8 +74,8 @@ class RunPlan:
     batch_size: int
     accumulate: int
     lookahead: int = 1  # the number of batches whose ids are exchanged ahead of training
-    priced: tuple[PricedPlan, ...] = ()  # with scheme: auto; this plan is the first
-    # How ids repeat, by table where known: the exponent that ``costs.ids.click_curve`` uses.
+    priced: tuple[PricedPlan, ...] = ()  # set by scheme: auto; this plan is the first
+    # The exponents of ``costs.ids.click_curve`` say how ids repeat, by table, if known.
     skew: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property

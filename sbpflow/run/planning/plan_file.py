@@ -35,7 +35,7 @@ from sbpflow.training.step_schedule import (
 )
 
 FORMAT, WITHOUT_LOOKAHEAD = 3, 2  # in format 2, moves of the next batch are marked "ahead"
-# Fields and classes of older files.
+# Older files have these fields and classes.
 _RENAMED = {"wire": "comm_dtype", "whole_gradients": "dense_allreduce"}
 _RENAMED_CLASSES = {"Stack": "TableBatch", "Use": "FeatureLookup"}
 

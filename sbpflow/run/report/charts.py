@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from html import escape
 
 Point = tuple[float, float]
-# Okabe and Ito's palette, which most color-blind readers can distinguish.
+# Most color-blind readers can distinguish the colors of this palette by Okabe and Ito.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31")
 WIDTH, HEIGHT = 460, 260
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 10, 36

@@ -38,7 +38,7 @@ class Run:
 
     @property
     def final(self) -> Event:
-        """The final event, or an empty one if the run did not finish."""
+        """Return the final event, or an empty event if the run did not finish."""
         return next(iter(self.of("final")), {})
 
     def minutes(self, event: Event) -> float:

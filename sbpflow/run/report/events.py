@@ -8,7 +8,7 @@ from sbpflow.config.parse import brief
 from sbpflow.runtime.files.json_file import JsonError, is_count, is_number, object_of
 
 Event = Mapping[str, Any]
-MAX_VALUE = 1e100  # keeps differences and products of a chart's values finite
+MAX_VALUE = 1e100  # limits chart values so that their differences and products are finite
 
 
 def is_value(value: object) -> bool:

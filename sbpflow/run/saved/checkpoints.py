@@ -115,7 +115,7 @@ class Checkpoints:
             return
         documents = self._documents(batch, loop)
         if self._config.checkpoint.background and not self._stopping:
-            # When this save has finished, a step that is not saved yet may be known to be better.
+            # While this save runs, training may reach a better step that is not saved yet.
             best = self._best
             self._saver.start(step, documents, lambda: self._prune(step, best))
         else:
@@ -154,7 +154,7 @@ class Checkpoints:
             self._lock.close()
 
     def _documents(self, batch: Batch, loop: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the documents of a checkpoint; ranks other than 0 write none, so they get {}."""
+        """Return a checkpoint's documents, or {} on ranks other than 0, which do not write."""
         if self._world.rank:
             return {}
         names = ("path", "fingerprint", "content_id", "vocabulary_digest")

@@ -27,9 +27,9 @@ from sbpflow.run.planning.plan_file import plan_from_json
 
 
 def find_checkpoint(path: Path) -> Checkpoint:
-    """Return the checkpoint at ``path``, or the newest good one of a run or checkpoint folder.
+    """Return the checkpoint at ``path``, or a folder's newest good checkpoint.
 
-    Damaged checkpoints are skipped with a warning. Raises CheckpointError if no good one exists.
+    Damaged checkpoints are skipped with a warning. Raises CheckpointError if all are damaged.
     """
     if (path / INDEX_FILE).exists():
         return checked(path)

@@ -42,7 +42,7 @@ def keep_compiled_privately() -> None:
     there, so they are disabled. Call this function before anything is compiled.
     """
     given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    # torch sets the variable to a default when it loads its tracer, perhaps before this call.
+    # Loading torch's tracer, perhaps before this call, sets the variable to a default.
     shared = Path(tempfile.gettempdir()).absolute()
     if given is not None and (
         Path(given).parent != shared or not Path(given).name.startswith("torchinductor_")

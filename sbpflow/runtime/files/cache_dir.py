@@ -87,8 +87,8 @@ def _other_writer(folder: Path) -> str:
         forbidden = 0 if facts.st_mode & stat.S_ISVTX else _OTHERS_WRITE
         if text := problem(parent, facts, (user, 0), forbidden):
             return text
-    # Existing files keep their owners, so check them too. If others cannot enter the folder, the
-    # modes inside do not matter; a umask of 002 makes them 0664.
+    # Check existing files too, because they keep their owners. If others cannot enter the folder,
+    # the modes of its files (0664 with a umask of 002) do not matter.
     forbidden = _OTHERS_WRITE if top.st_mode & _OTHERS_ENTER else 0
     for path in folder.rglob("*"):
         try:

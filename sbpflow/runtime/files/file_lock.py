@@ -23,7 +23,7 @@ def hold(path: Path, *, wait: bool = False) -> IO[str]:
     """Open and lock a file until it is closed; HeldError, or OSError if opening fails.
 
     With ``wait``, the function waits for the lock instead of raising HeldError. On a file system
-    without locks, it warns and returns the file unlocked.
+    without locks, the function warns and returns the file unlocked.
     """
     file = path.open("a+", encoding="utf-8", errors="replace")
     try:

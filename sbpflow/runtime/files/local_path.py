@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sbpflow.errors import ConfigError
 
-# This also matches a single slash, which Path makes of "//". fsspec chains are "a::b://".
+# The pattern also matches the single slash that Path makes of "//". fsspec chains are "a::b://".
 _URL = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z][A-Za-z0-9+.-]*)*:/")
 
 # Linux's limits are 4096 and 255; smaller limits leave room for file names and suffixes.

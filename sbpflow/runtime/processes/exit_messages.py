@@ -28,7 +28,7 @@ from sbpflow.runtime.processes.store import TimedStore, open_store, polls
 Kind = Literal["mistake", "crash", "absent", "lost_peer", "peer_stopped", "interrupt", "terminated"]
 
 _GRACE_S = 3.0  # time for the other ranks to post; runs out only if a rank is dead or hangs
-_LATER_S = 0.3  # later exit than the printing rank, so that torchrun sees that rank fail first
+_LATER_S = 0.3  # delay of other ranks, so that torchrun sees the printing rank fail first
 _POLL_S = 0.2
 _LONGEST_POLL_S = 5.0  # longest pause while ranks are still starting
 _LISTEN_S = 3600.0 * 24 * 365  # longer than any run
@@ -264,7 +264,7 @@ def _crashes(posts: Mapping[int, Reason]) -> list[str]:
 
 
 def _mistakes(posts: Mapping[int, Reason], world_size: int) -> list[str]:
-    """Return the users' mistakes, each with the ranks that made it unless all ranks did."""
+    """Return the users' mistakes, with the ranks that made each mistake unless all ranks did."""
     ranks_by_text: dict[str, list[int]] = {}
     for rank, reason in sorted(posts.items()):
         if reason.kind == "mistake":

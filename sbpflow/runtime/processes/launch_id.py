@@ -13,7 +13,7 @@ import uuid
 from sbpflow.errors import AbsentError, PeerLostError
 from sbpflow.runtime.processes.store import TimedStore, polls
 
-_PROCESS = uuid.uuid4().hex  # differs for all processes that ever belonged to the job
+_PROCESS = uuid.uuid4().hex  # unique among all processes of the job, including earlier launches
 _ANSWER_S = 600.0  # allows rank 0 to import torch; torchrun has started all ranks by then
 _POLL_S, _LONGEST_POLL_S = 0.05, 1.0
 

@@ -18,7 +18,7 @@ from sbpflow.runtime.processes.exit_messages import Meeting, name_ranks
 from sbpflow.runtime.processes.store import TimedStore, polls
 
 _POLL_S = 0.005
-_LONGEST_POLL_S = 0.5  # each poll is one store operation per rank
+_LONGEST_POLL_S = 0.5  # a poll costs one store operation per rank
 
 
 def await_ranks(timeout_s: float, facts: Mapping[str, str] | None = None) -> Meeting:

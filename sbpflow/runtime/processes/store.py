@@ -34,7 +34,7 @@ CONNECT_S = 60.0  # time for rank 0 to listen; the ranks of a run start within t
 ANSWER_S = 5.0  # limit of one operation, which takes about 1 ms, and 100 ms on a busy machine
 _GREET_S = 5.0  # minimum time for the listening process to prove that it is rank 0
 _POLL_S = 0.2
-_BACKLOG = 4096  # as in torch: all ranks connect at once
+_BACKLOG = 4096  # the same value as in torch, because all ranks connect at once
 
 Result = TypeVar("Result")
 
@@ -120,7 +120,7 @@ class TimedStore:
         except PeerLostError as error:
             self._lost = error
             raise
-        except RuntimeError as error:  # the only error class of torch's stores
+        except RuntimeError as error:  # torch's stores raise no other error class
             self._lost = PeerLostError(f"{what}: {first_line(error)}")
             raise self._lost from error
 

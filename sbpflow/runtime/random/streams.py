@@ -16,7 +16,7 @@ from sbpflow.runtime.random.splitmix import signed
 
 GAMMA, MIX_1, MIX_2 = (signed(c) for c in (splitmix.GAMMA, splitmix.MIX_1, splitmix.MIX_2))
 _INVERSE_1, _INVERSE_2 = (signed(pow(c, -1, 1 << 64)) for c in (splitmix.MIX_1, splitmix.MIX_2))
-_CHUNK_ELEMENTS = 1 << 16  # 8 bytes each, so that two or three blocks fit in a core's cache
+_CHUNK_ELEMENTS = 1 << 16  # each has 8 bytes, so two or three blocks fit in a core's cache
 
 
 def stream_key(seed: int, name: str) -> int:

@@ -127,8 +127,8 @@ class World:
         owns, served = not dist.is_initialized(), None
         if owns:
             if chosen.type == "cuda":
-                # This runs the transfers of different groups in the order of issue, which is equal
-                # on all ranks; otherwise they could deadlock. NCCL 2.26 or later is required.
+                # This setting (NCCL 2.26 or later) runs transfers of different groups in the order
+                # of issue, which is equal on all ranks; in other orders, ranks could deadlock.
                 os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
             alone = meeting.init_method is None
             backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
@@ -298,7 +298,7 @@ class World:
         except RuntimeError as failed:
             if error is None:
                 raise
-            error.add_note(f"then {failed}")  # most likely a consequence of the first error
+            error.add_note(f"then {failed}")  # this error is most likely a consequence of the first
 
 
 def broken(error: RuntimeError, step_id: str, collective: str) -> RuntimeError:
@@ -361,7 +361,7 @@ def _meeting_from_environment() -> Rendezvous:
     rank, size = rank_and_world_size()
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return Rendezvous(init_method=None, rank=0, size=1)
-    if size == 1:  # no other ranks, so MASTER_ADDR is irrelevant
+    if size == 1:  # without other ranks, MASTER_ADDR is irrelevant
         return Rendezvous(init_method=None, rank=0, size=1, local_rank=_local_rank())
     missing = [key for key in ("MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
     if missing:
