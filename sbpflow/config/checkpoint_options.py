@@ -45,7 +45,9 @@ class CheckpointConfig:
         bool, Key("execution", "Continue training while a checkpoint is written.")
     ] = True
     resume: Annotated[
-        str, PathOr(("auto", "never")), Key("execution", "Checkpoint to resume from; see above.")
+        str,
+        PathOr(("auto", "never")),
+        Key("execution", "Checkpoint to resume from, auto or never."),
     ] = "auto"
     on_signal: Annotated[
         Literal["save", "end"],

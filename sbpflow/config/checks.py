@@ -65,7 +65,7 @@ def check_rows(config: Config, rows: Mapping[str, int], *, batch_norm: bool) -> 
 
 
 def run_dir(config: Config) -> Path:
-    """Return ``run.dir``, created if missing; raise ConfigError if it is not writable."""
+    """Return ``run.dir``, created if missing; raise ConfigError if the folder is not writable."""
     return writable_folder("run.dir", config.run.dir, "run.dir=runs/train")
 
 
@@ -84,7 +84,7 @@ def writable_folder(key: str, folder: Path, example: str) -> Path:
 
 
 def data_path(config: Config) -> Path:
-    """Return ``data.path``; raise ConfigError if it is not given or is not a folder."""
+    """Return ``data.path``; raise ConfigError unless the key is given and names a folder."""
     path = config.data.path
     if path is None:
         raise ConfigError(f"data.path: not given; use data.path=DIR; {HOW_TO_MAKE_DATA}")

@@ -1,4 +1,4 @@
-"""Builds the message for a missing prepared set, in a light module that ``data`` imports, too."""
+"""Builds the message for a missing prepared set; ``data`` also imports this light module."""
 
 from pathlib import Path
 

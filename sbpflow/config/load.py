@@ -58,8 +58,8 @@ def config_from_tree(
     """Return the config whose ``plain`` form was saved as ``tree``, with ``key=value`` overrides.
 
     Saved data never causes an import: a model ``package.module:Class`` is imported only if the
-    user's command names it as ``own_model``, and a table optimizer only if it is in
-    ``own_optimizers``. Otherwise, this raises ConfigError.
+    user's command names it as ``own_model``, and a table optimizer only if
+    ``own_optimizers`` contains it. For others, ConfigError is raised.
     """
     saved: dict[str, Any] = copy.deepcopy(dict(tree))
     _apply_all(saved, overrides, lambda tree: _import_optimizers(tree, own_optimizers))

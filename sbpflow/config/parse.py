@@ -41,7 +41,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class PathOr:
-    """Marks text that is a local path unless it is one of ``words``."""
+    """Marks text that is either one of ``words`` or a local path."""
 
     words: tuple[str, ...]
 
@@ -358,7 +358,7 @@ def _eg(key: str, example: object) -> str:
 
 @functools.cache
 def _hints(cls: type[Any]) -> dict[str, Any]:
-    """Return annotations with their marks; cached, because resolving them is slow."""
+    """Return annotations with their marks, from a cache, because resolving annotations is slow."""
     return typing.get_type_hints(cls, include_extras=True)
 
 

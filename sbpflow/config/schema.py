@@ -63,7 +63,10 @@ class DataConfig:
     path: Annotated[
         Path | None,
         Example("out/criteo"),
-        Key("execution", "Folder of the prepared set. It may move, but its rows may not change."),
+        Key(
+            "execution",
+            "Folder of the prepared set. The folder may move, but its rows may not change.",
+        ),
     ] = None
     loader: Annotated[
         Literal["auto", "dali", "memmap"],
@@ -120,8 +123,10 @@ class TableChanges:
     initial_range: InitialRange = None
 
 
-L2 = Annotated[NonNegative, Key("results", "L2 penalty: adds weight_decay * weight to gradients.")]
-Momentum = Annotated[Beta, Key("results", "Fraction of the previous step added to the next.")]
+L2 = Annotated[
+    NonNegative, Key("results", "L2 penalty, which adds weight_decay * weight to gradients.")
+]
+Momentum = Annotated[Beta, Key("results", "Fraction of the previous step to add to the next.")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -281,13 +286,13 @@ class TrainConfig:
         Range(low=0),
         Key(
             "scores",
-            "Maximum rows for an exact AUC; above this, a histogram bounds the error.",
+            "Maximum number of rows for an exact AUC; a histogram is used for more rows.",
         ),
     ] = 20_000_000
     slices: Annotated[
         tuple[str, ...],
         Example(("C1",)),
-        Key("scores", "Id columns; each value in them gets an AUC of its own."),
+        Key("scores", "Id columns to slice by; an AUC is reported for each value."),
     ] = ()
     stop: Annotated[StopConfig | None, Example({"metric": "auc", "patience": 2})] = None
     plateau: Annotated[PlateauConfig | None, Example({"factor": 0.1})] = None

@@ -99,7 +99,7 @@ def _rule_of(
             return key, rule
     if parallel.plan is not None:
         raise ConfigError(
-            f"{plan_key}: none of its patterns matches {name}; add one to the plan, or "
+            f"{plan_key}: no pattern of the plan matches {name}; add a pattern, or "
             f"parallel.tables: {{{name}: {{sbp: S(0)}}}}"
         )
     raise ConfigError(

@@ -41,17 +41,22 @@ class TableRule:
     ranks: Annotated[
         tuple[int | tuple[int, ...], ...] | None,
         Example((0, 1)),
-        Key("execution", "Ranks that have the table, nested for a grid. The default is all ranks."),
+        Key(
+            "execution",
+            "List of ranks that have the table, nested for a grid; all ranks by default.",
+        ),
     ] = None
     sizes: Annotated[
         tuple[Size | tuple[Size, ...], ...] | None,
         Example((60, 40)),
-        Key("execution", "Rows or columns per rank; 0 means none. The default is balanced."),
+        Key(
+            "execution", "Number of rows or columns per rank, which may be 0; balanced by default."
+        ),
     ] = None
     exchange: Annotated[
         str | None,
         Example("unique"),
-        Key("execution", "Exchange of ids and vectors. The default is the layout's first one."),
+        Key("execution", "How ids and vectors are exchanged. The default depends on the layout."),
     ] = None
     comm_dtype: Annotated[
         CommDtype | None,
@@ -174,7 +179,7 @@ class ParallelConfig:
         Example("hosts.yaml"),
         Key(
             "execution",
-            "File that describes hosts and links; by default, ranks detect them at startup. "
+            "File that describes hosts and links, which ranks otherwise detect at startup. "
             "link_gb_per_s overrides the file's link between hosts.",
         ),
     ] = None
@@ -239,7 +244,8 @@ class ParallelConfig:
         Key("execution", "Seconds that a rank waits for other ranks before it fails."),
     ] = 300.0
     checked: Annotated[
-        bool, Key("execution", "Compare the ranks' next operations before each transfer; slow.")
+        bool,
+        Key("execution", "Compare the ranks' next operations before each transfer, which is slow."),
     ] = False
 
     def __post_init__(self) -> None:

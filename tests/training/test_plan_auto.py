@@ -266,7 +266,7 @@ def test_programs_without_a_planner_are_reported(synth_set):
     [
         (
             "tables: {'*.C1': {sbp: S(0)}}",
-            r"plan.yaml: none of its patterns matches wide.C1xC2",
+            r"plan.yaml: no pattern of the plan matches wide.C1xC2",
         ),
         (
             "tables: {'*': {sbp: S(0), ranks: [1, 2]}}",

@@ -51,7 +51,7 @@ def on_rank_0(boxing: Boxing, work: Callable[[], Result], *, ask_s: float = 2.0)
     """Run ``work`` on rank 0 and return its result there; None on the other ranks.
 
     Every rank must call this function. Rank 0 reports to the others every ``ask_s`` seconds, so
-    that no collective times out even if the work takes long. All ranks raise the errors of
+    that collectives do not time out during long work. All ranks raise the errors of
     ``work`` that are a user's mistakes.
     """
     if boxing.world.size == 1:

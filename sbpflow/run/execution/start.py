@@ -1,4 +1,4 @@
-"""Starts the world of a run: plans for its hosts, joins the ranks, locks the run folder."""
+"""Starts a run: plans for its hosts, joins its ranks, and locks its folder."""
 
 from collections.abc import Callable
 from dataclasses import replace

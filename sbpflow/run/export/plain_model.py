@@ -101,7 +101,7 @@ class PlainModel(nn.Module):
     def _pooled(
         self, table: TableConfig, name: str, ids: Tensor, bags: Mapping[str, Bag]
     ) -> Tensor:
-        """Look up one feature in one table and pool it: [rows, dim]."""
+        """Look up one feature in one table; return the pooled vectors [rows, dim]."""
         rows = self.rows_of(table.name)
         if name in bags:
             values, lengths, *weights = bags[name]

@@ -1,1 +1,1 @@
-"""Defines the model interface of a run, and adapts ordinary torch modules to it."""
+"""Defines the model interface of a run, and adapts ordinary torch modules to this interface."""

@@ -124,7 +124,7 @@ class ParameterSpec:
         if self.bound and len(self.shape) not in (1, 2):
             raise ConfigError(
                 f"parameter of shape {list(self.shape)}: bound supports 1 or 2 dims; use value, or "
-                "a shape of 2 dims and ops.reshape"
+                "a 2-dim shape with ops.reshape"
             )
 
 
@@ -212,8 +212,8 @@ def embedding_output(
         shape, pattern = shape_of(rules, table) if rules is not None else (TableShape(), "")
         if fixed_dim and shape.dim not in (None, dim):
             raise ConfigError(
-                f"model.tables.{pattern}: dim {shape.dim} for {table}, whose dim must be {dim}: "
-                f"{fixed_dim}; use a pattern that does not match it"
+                f"model.tables.{pattern}: dim {shape.dim} for {table}, but its dim must be {dim}: "
+                f"{fixed_dim}; use a pattern that does not match {table}"
             )
         initial = INITIAL_RANGE if shape.initial_range is None else shape.initial_range
         tables.append(
@@ -261,7 +261,7 @@ def _check_shared(table: str, members: Sequence[IdField], shared: Collection[str
             )
         if first.rows != other.rows:
             raise ConfigError(
-                f"model.fields: {pair}, but have {first.rows} and {other.rows} rows; fields "
+                f"model.fields: {pair}, but they have {first.rows} and {other.rows} rows; fields "
                 "of one table must have equal numbers of rows"
             )
 

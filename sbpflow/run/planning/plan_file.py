@@ -75,7 +75,7 @@ def plan_from_json(text: str) -> RunPlan:
         content = object_of(parse_json(text), "the file")
         version = content["format"]
         if _digest(content["plan"]) != content["sha256"]:
-            raise ValueError("its checksum is wrong, so it was changed")
+            raise ValueError("its checksum is wrong, so the file was changed")
         known = version is not True and version in (FORMAT, WITHOUT_LOOKAHEAD)
         plan = _decode(content["plan"]) if known else None
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
@@ -84,7 +84,7 @@ def plan_from_json(text: str) -> RunPlan:
             "run wrote"
         ) from error
     if not isinstance(plan, RunPlan):
-        raise DataError(f"plan: format {version!r}; this version reads {FORMAT}")
+        raise DataError(f"plan: has format {version!r}, but this version reads {FORMAT}")
     return plan
 
 

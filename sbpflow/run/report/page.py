@@ -263,7 +263,7 @@ def _differences(runs: Sequence[Run]) -> str:
 
 
 def _each(runs: Sequence[Run], section: Callable[[Run], str]) -> str:
-    """Return a section of every run for which it is not empty, with names if there are several."""
+    """Return the sections of all runs that are not empty, with names if there are several."""
     parts = [(run.name, section(run)) for run in runs]
     title = len(runs) > 1
     return "".join(

@@ -52,8 +52,8 @@ class DataFacts:
     def relation(self, saved: Mapping[str, Any]) -> str:
         """Compare this set with the ``saved`` set: "same", "grown" or "other".
 
-        Sets with the same rows in other files are the same. A set with the same vocabulary but
-        other rows is "grown", because its ids have the same meaning.
+        The same rows in other files are "same". Other rows with the same vocabulary are "grown",
+        because the ids have the same meaning.
         """
         if self.content_id == saved.get("content_id") or self.fingerprint == saved.get(
             "fingerprint"
@@ -208,9 +208,9 @@ def _check_same(saved: Mapping[str, str], config: Config, data: DataFacts, folde
     ]
     if differences:
         raise ConfigError(
-            f"checkpoint.resume: the unfinished run in {folder} has other settings: "
+            f"checkpoint.resume: the unfinished run in {folder} has different settings: "
             f"{'; '.join(differences)}. Restore these values to resume it; or, to start from "
-            "scratch, use checkpoint.resume=never, which moves it aside, or another run.dir"
+            "scratch, use checkpoint.resume=never, which moves that run aside, or another run.dir"
         )
 
 

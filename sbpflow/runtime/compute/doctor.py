@@ -144,7 +144,7 @@ def _numba() -> Finding:
 
 
 def _triton() -> Finding:
-    """Look for the package but do not run it, because triton compiles only for GPUs."""
+    """Look for the package without running its code, because triton compiles only for GPUs."""
     return _optional("triton", "triton", "tables on CUDA use other kernels")
 
 

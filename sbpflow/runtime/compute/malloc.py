@@ -1,4 +1,4 @@
-"""Keeps freed memory in the process, for commands that allocate the same sizes repeatedly.
+"""Keeps freed memory in processes that allocate the same sizes repeatedly.
 
 The GNU C library returns large freed blocks to the system, which zeroes each page at its next use.
 docs/decisions/engine.md and data.md have measurements of the cost.

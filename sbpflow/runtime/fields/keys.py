@@ -16,7 +16,7 @@ class Key:
     * ``execution``: where, how or how long a run executes. The value may change: losses differ at
       most by the rounding of sums in another order.
 
-    A field without a Key affects the same as its group; a user's own class affects results.
+    A field without a Key has the effect of its group; a user's own class affects results.
     """
 
     affects: Affects

@@ -20,7 +20,7 @@ class HeldError(Exception):
 
 
 def hold(path: Path, *, wait: bool = False) -> IO[str]:
-    """Open and lock a file until it is closed; HeldError, or OSError if opening fails.
+    """Open a file and lock it until the file is closed; raise HeldError, or OSError.
 
     With ``wait``, the function waits for the lock instead of raising HeldError. On a file system
     without locks, the function warns and returns the file unlocked.

@@ -35,7 +35,8 @@ class RunLock:
     """Locks ``folder`` on rank 0 until ``close`` or the end of the process.
 
     The lock is an advisory lock (flock) on run.lock, which is not deleted and names the last
-    holder. Raises ConfigError if another run has locked the folder. Does nothing on other ranks.
+    holder. Raises ConfigError if another run has locked the folder. On other ranks, the lock has no
+    effect.
     """
 
     def __init__(self, folder: Path, *, rank: int, key: str = "run.dir") -> None:

@@ -1,10 +1,10 @@
 """Combines the errors of ranks that exit early into one message per machine, through the store.
 
-A rank that exits posts its reason, and the first rank to exit wakes the others. The first rank
-of each machine waits briefly for more reasons and prints the message; the others print nothing. A
-rank that posts nothing has died or hangs, so the surviving ranks can name it. In each rank, a
-thread waits for the first exit and saves the posted reasons, because the store may be gone before
-the main thread notices. Process groups are not used, because they may be what failed. ``launch.py``
+A rank that exits posts its reason, and the first rank to exit wakes the others. The first rank of
+each machine waits briefly for more reasons and prints the message; the others print nothing. A rank
+that posts nothing has died or hangs, so the surviving ranks can name it. In each rank, a thread
+waits for the first exit and saves the posted reasons, because the store may be gone before the main
+thread notices. Process groups are not used, because they may have failed themselves. ``launch.py``
 decides when to exit.
 """
 
@@ -138,7 +138,8 @@ class Meeting:
     def _read_posts(self, store: TimedStore) -> bool:
         """Read new reasons; return whether all ranks have posted.
 
-        Reasons are numbered in the order of exits, so that a few store operations read many.
+        Reasons are numbered in the order of exits, so that a few store operations read many
+        reasons.
         """
         count = store.add("order", 0)
         unread = [f"reason/{n}" for n in range(1, count + 1) if n not in self._read]

@@ -1,7 +1,7 @@
 """Saves and exits between two steps after the first Ctrl-C or SIGTERM; exits at once on the second.
 
 This module takes signal handling over from ``launch.py``, and hands it back on a second signal or
-after a grace period, even if the main thread is stuck.
+after a grace period (even if the main thread is stuck).
 """
 
 import os
@@ -16,7 +16,7 @@ GRACE_S = 20.0
 
 
 class GracefulShutdown:
-    """Records the first signal in ``signum`` (else 0); the main thread creates and ends it."""
+    """Records the first signal in ``signum`` (else 0); for use in the main thread."""
 
     def __init__(self, grace_s: float = GRACE_S) -> None:
         self.signum = 0

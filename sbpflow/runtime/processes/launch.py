@@ -2,9 +2,9 @@
 
 This module imports nothing heavy, so that it can report a broken torch, or Ctrl-C during imports.
 For the same reason an entry point should import torch inside ``main``. After success, ``run_main``
-closes the process groups within a time limit; after a failure, it does not close them. So ``main``
-need not close process groups. It should not do so in a ``finally``, where a dead peer would block
-it for the whole limit.
+closes the process groups within a time limit; after a failure, ``run_main`` does not close the
+groups. So ``main`` need not close process groups. ``main`` should not close them in a ``finally``,
+where a dead peer would block the process for the whole limit.
 """
 
 import argparse
@@ -102,10 +102,10 @@ def _stdout_is_closed() -> bool:
 def run_main(main: Callable[[], int | None]) -> NoReturn:
     """Run ``main`` as the whole work of this process, and exit.
 
-    The exit code is 0 or the result of ``main``. A user's mistake gives 2 with one message over all
-    ranks. A peer that was lost or never joined gives 3 with one message. Ctrl-C and SIGTERM give
-    130. Anything else gives 1 with the traceback of one rank. After a failure, all ranks exit
-    within seconds, even if their threads are blocked.
+    The exit code is 0 or the result of ``main``. After a user's mistake the code is 2; the ranks
+    together print one message. After the loss or absence of a peer the code is 3, with one message.
+    After Ctrl-C or SIGTERM the code is 130. Any other failure exits with 1 and one rank's
+    traceback. After a failure, all ranks exit within seconds, even if their threads are blocked.
     """
     exits = _Exits()
     exits.watch_signals()
@@ -193,7 +193,7 @@ class _Exits:
         self._main_left = threading.Event()
 
     def meet(self, meeting: Meeting) -> None:
-        """Connect to the other ranks, and exit soon after any of these exits early."""
+        """Connect to the other ranks, and exit soon after any other rank exits early."""
         self.meeting = meeting
         meeting.listen(self._on_peer_exit)
 

@@ -71,8 +71,8 @@ def _claim_rank(store: TimedStore, rank: int) -> None:
     holder = store.claim(f"process/{rank}", process)
     if holder != process:
         raise ConfigError(
-            f"RANK={rank}: {holder} already has this number, and so does {process}; give each "
-            "process a different one, starting with RANK=0"
+            f"RANK={rank}: both {holder} and {process} have this number; give each "
+            "process a different number, starting with RANK=0"
         )
 
 

@@ -190,8 +190,8 @@ def loopback_name(host: str) -> bool:
 def _address_of(host: str, port: int) -> str:
     """Return the address that ``host`` has on all ranks; "" if ranks may see different ones.
 
-    Ranks may see different addresses for a name with several addresses. The same holds for the
-    machine's own name, which resolves to 127.0.1.1 on Debian, if the run includes other machines.
+    Ranks may see different addresses for a name with several addresses, and, if the run includes
+    other machines, for the machine's own name, which resolves to 127.0.1.1 on Debian.
     """
     infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     addresses = list(dict.fromkeys(str(info[4][0]).partition("%")[0] for info in infos))

@@ -1,7 +1,7 @@
 """Logs what a rank sent: one record per collective, in the order of execution.
 
-``boxing`` and the embedding exchanges fill the log. ``explain`` predicts its contents, and tests
-compare the two.
+``boxing`` and the embedding exchanges fill the log. ``explain`` predicts the log, and tests
+compare the prediction with the log.
 """
 
 from dataclasses import dataclass, field

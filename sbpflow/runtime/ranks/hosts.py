@@ -4,8 +4,8 @@ A host is a network namespace: inside it, ranks reach each other without a link.
 distinguish hosts, because containers on one machine share its boot ID and may share its host name
 and /dev/shm although a limited link connects them. So the ranks of a host find each other through
 an abstract Unix socket. All ranks try to bind the same name, which the kernel gives to a single
-process per namespace; the others connect to that process and read its rank. This needs one
-connection per rank, creates no file, and frees the name when the process ends.
+process per namespace; the others connect to that process and read its rank. This method
+needs one connection per rank, creates no file, and frees the name when the process ends.
 """
 
 import contextlib
@@ -67,8 +67,8 @@ def _topology(
 ) -> Topology:
     """Build the topology from each rank's leader (of its host) and visible memory.
 
-    On CUDA, the memory is that of the rank's GPU. On CPU, it is the memory of the host, which the
-    host's ranks share.
+    On CUDA, a rank's memory is its GPU's memory. On CPU, the ranks of a host share the host's
+    memory.
     """
     by_leader: dict[int, list[int]] = {}
     for rank, leader in enumerate(leaders):

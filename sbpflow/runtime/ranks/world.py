@@ -65,7 +65,9 @@ class Rendezvous:
 
 
 class World:
-    """All ranks of one run. Create it with ``World.start``; ``close`` it before the process ends.
+    """Connects all ranks of one run.
+
+    Create a world with ``World.start``, and ``close`` the world before the process ends.
 
     Each pair of ranks and ``channel`` has its own process group, which separates their traffic.
     """
@@ -113,11 +115,11 @@ class World:
         ``device`` is "auto", "cpu" or "cuda". ``rendezvous`` replaces the environment variables
         RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT that torchrun sets. An existing
         default process group is used, and ``close`` does not destroy it. ``facts`` maps keys to
-        values that must be equal on all ranks, such as the configuration; they are compared
+        values that must be equal on all ranks, such as the configuration. The values are compared
         together with device, backend and versions before torch connects the ranks. Without a
         ``topology`` the ranks discover which of them share a host. Raises ConfigError if facts
-        differ, the device is unavailable or the environment is incomplete, and AbsentError if
-        some ranks do not join in time.
+        differ, the device is unavailable or the environment is incomplete, and AbsentError if some
+        ranks do not join in time.
         """
         meeting = rendezvous or _meeting_from_environment()
         chosen = choose_device(device, meeting.local_rank)
@@ -191,7 +193,7 @@ class World:
         return group
 
     def device_of(self, layout: Layout) -> torch.device:
-        """Return the device of this rank's part of a layout; SbpError if it is another type."""
+        """Return the device of this rank's part of a layout; SbpError for another device type."""
         wanted = layout.placement.device_type
         if self.device.type in (wanted, "meta"):
             return self.device
