@@ -11,9 +11,9 @@ from sbpflow.embedding.ids.batch_ids import BatchIds
 class Batch(Protocol):
     """Contains this rank's rows of a global batch of ``batch_size`` rows.
 
-    A batch may also have ``weights`` [local batch], which multiply the row losses; their mean over
-    the data set is 1. The loss of a step is sum(weight * loss) / rows. Dividing by the sum of the
-    weights instead would need a collective before the backward pass, and would give a step with
+    A batch may also have ``weights`` [local batch], which multiply the row losses and have a mean
+    of 1 over the data set. The loss of a step is sum(weight * loss) / rows. Dividing by the sum of
+    the weights instead would need a collective before the backward pass, and would give a step with
     small weights as much influence as a step with large weights.
     """
 

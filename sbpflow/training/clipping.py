@@ -1,8 +1,8 @@
 """Clips gradients in any layout by their global norm.
 
 The gradients are derivatives of the mean loss over the whole batch. Each element counts once in the
-norm, even if several ranks hold copies of it: row gradients are first summed over the batch, and
-dense gradients are first reduced. So the norm does not depend on the layout or the number of ranks,
+norm, even if several ranks have copies: row gradients are first summed over the batch, and dense
+gradients are first reduced. So the norm does not depend on the layout or the number of ranks,
 except for the rounding of a float64 sum. torch.nn.utils.clip_grad_norm_ defines the scale factor.
 """
 
@@ -28,7 +28,7 @@ _EPSILON = 1e-6  # added to the norm, as in torch
 def clip_steps(
     config: ClipConfig, layouts: Sequence[Layout], world: Placement, backend: str
 ) -> tuple[BoxingStep, ...]:
-    """Return the steps that sum one float64 (squares) over all ranks: P -> B over the world.
+    """Return the steps that sum the squares, one float64 per rank, over the world (P -> B).
 
     ``layouts`` are the layouts of the dense parameters. If every rank has all gradients, there are
     no steps.

@@ -1,10 +1,10 @@
 """Captures a region of a training step as one CUDA graph per batch shape, and replays it.
 
 The first steps with a batch shape run op by op on the capture stream, so that optimizer state,
-library workspaces and compiled code are created there. The next step is captured, which computes
-nothing, and then replayed. All later steps are replayed. Every replay uses the same memory: each
-batch is copied into it, and gradients and the loss are read from it. ``graphed_step`` defines the
-regions.
+library workspaces and compiled code are created there. The next step is captured, without computing
+anything, and then replayed. All later steps are replayed. Every replay uses the same memory: each
+batch is copied into this memory, and gradients and the loss are read from it. ``graphed_step``
+defines the regions.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -85,8 +85,8 @@ class _Captured(Generic[InputsT]):
 class Graphs(Generic[InputsT]):
     """Runs ``work``, a function (inputs, random seed) -> results, as CUDA graphs.
 
-    ``leaves`` are the tensors other than the inputs that get gradients. ``prepare`` is called
-    before each replay; it copies the host numbers that ``work`` uses to the device.
+    ``leaves`` are the tensors other than the inputs that get gradients. Before each replay,
+    ``prepare`` is called to copy the host numbers that ``work`` uses to the device.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ class DensePart(Protocol):
 
     @property
     def buffers(self) -> Mapping[str, GlobalTensor]:
-        """Return state that forward updates, such as batch norm statistics; its layout is B."""
+        """Return state with layout B that forward updates, such as batch norm statistics."""
         ...
 
     def forward(

@@ -59,7 +59,7 @@ def begin_state(optimizer: torch.optim.Optimizer | None, step: int) -> None:
 def _first_state(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], part: Tensor
 ) -> dict[str, Any]:
-    """Return the state of a one-element parameter after one step of a copy of the optimizer.
+    """Step a copy of the optimizer; return the resulting state of a one-element parameter.
 
     torch has no function that lists the state of an optimizer.
     """

@@ -83,7 +83,8 @@ class GraphedStep:
     def takes_rows(self) -> bool:
         """Return whether the graph of the next batch starts by reading rows.
 
-        A graph cannot call a before-update hook, so this is false while one is installed.
+        The result is False while a before-update hook is installed, because graphs cannot call
+        hooks.
         """
         return self._all is not None and not self._embeddings.is_watched
 
@@ -115,7 +116,7 @@ class GraphedStep:
     def run_dense(self, inputs: DenseInputs, seed: int) -> Tensor:
         """Return the loss term [1], and set the gradients of the vectors.
 
-        Unless ``updates_dense`` is true, this also sets the gradients of the leaves.
+        Unless ``updates_dense`` is true, the gradients of the leaves are set, too.
         """
         if self._dense is None:
             raise RuntimeError("run_dense needs graphs that start at the vectors")

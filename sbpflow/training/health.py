@@ -124,7 +124,7 @@ class LossWatch:
 
 
 def out_of_range_note(embeddings: EmbeddingCollection, boxing: Boxing) -> str:
-    """Return the number of out-of-range ids per field over all ranks, which must all call this."""
+    """Count out-of-range ids per field over all ranks; every rank must call this function."""
     policy = embeddings.plan.out_of_range
     if policy == "error":
         return "none (an out-of-range id ends the run)"
@@ -200,7 +200,7 @@ def _first_difference(
 
 
 def _checksum(tensors: Sequence[Values], device: torch.device) -> Tensor:
-    """Return the wrapping sum of the bits as integers, which is exact in any order and for NaN."""
+    """Add up the bits as integers that wrap around, so that order and NaN do not matter."""
     total = torch.zeros((), dtype=torch.int64, device=device)
     for tensor in tensors:
         bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.itemsize]

@@ -2,7 +2,7 @@
 
 Each rank counts its rows in bins of equal width over the predicted probability p. Integer counts
 add up exactly, so the AUC and its error bound depend on neither the order nor the number of ranks.
-The sums of logloss and p are float64, so their last bits depend on both.
+The last bits of the float64 sums of logloss and p depend on order and number of ranks.
 """
 
 import math

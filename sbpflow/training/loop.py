@@ -119,8 +119,8 @@ def num_train_steps(train: TrainConfig, steps_per_epoch: int) -> int:
 def is_logged(step: int, log_every: int) -> bool:
     """Return whether ``step`` ends a log interval of ``log_every`` steps.
 
-    Steps 2, 5, 10, 20, 50 and so on before the end of the first interval also count, so that short
-    runs show whether they learn. Step 1 does not count because it is not timed.
+    Steps 2, 5, 10, 20, 50 and so on before the end of the first interval also count, to show in
+    short runs whether the model learns. Step 1 does not count because it is not timed.
     """
     if step >= log_every:
         return step % log_every == 0

@@ -144,7 +144,7 @@ def calibration_groups(
 ) -> tuple[CalibrationBin, ...]:
     """Merge neighboring bins of ascending p into ``NUM_CALIBRATION_BINS`` of about equal size.
 
-    The arguments have, for each bin, its rows, the sum of their p, and its rows with label 1.
+    The arguments have, for each bin, the number of rows, the sum of p, and the rows with label 1.
     """
     total, want = sum(rows), 1
     groups: list[CalibrationBin] = []
@@ -175,8 +175,8 @@ def _calibration(
 def auc(scores: Values, labels: Values) -> float:
     """Return the share of (positive, negative) pairs that ``scores`` orders correctly.
 
-    A tie counts half. ``scores [n]`` are logits or any monotone function of them; ``labels [n]``
-    are 0 or 1. Pairs are counted in integers, so the only rounding is one division. Raises
+    A tie counts half. ``scores [n]`` are a monotone function of the logits; ``labels [n]`` are 0
+    or 1. Pairs are counted in integers, so the only rounding is one division. Raises
     MetricError for NaN, or if there is only one class.
     """
     values, is_positive = _scores(scores, labels), _labels(labels)
@@ -199,7 +199,7 @@ def gauc(scores: Values, labels: Values, groups: Values) -> float:
     """
     mean = _gauc(scores, labels, groups)
     if mean is None:
-        raise MetricError("GAUC: no group has rows of both classes, so there are no pairs")
+        raise MetricError("GAUC: no group has rows of both classes; no pairs to compare")
     return mean
 
 
@@ -263,7 +263,7 @@ def _labels(labels: Values) -> NDArray[np.bool_]:
 
 
 def one_class(positives: int, rows: int) -> str | None:
-    """Return why there is no AUC, or ``None`` if there is one."""
+    """Return why the AUC is undefined, or ``None`` if the AUC is defined."""
     if 0 < positives < rows:
         return None
     only = "positive" if positives else "negative"

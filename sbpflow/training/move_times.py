@@ -1,4 +1,4 @@
-"""Times the moves of a step on this rank, and traces some steps with the bytes they sent.
+"""Times the moves of a step on this rank, and traces some steps with their sent bytes.
 
 The times are host times: on CUDA a move may return before the device has finished its work. The
 trace also contains device events.

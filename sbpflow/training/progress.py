@@ -73,5 +73,5 @@ class Progress:
 
 
 def _rate(samples_per_s: float) -> list[str]:
-    """Return the rate as text, or an empty list if no step was timed (in a run of one step)."""
+    """Return the rate as text, or an empty list if no step was timed."""
     return [f"{samples_per_s:,.0f} samples/s"] if math.isfinite(samples_per_s) else []

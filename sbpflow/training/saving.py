@@ -27,7 +27,7 @@ class Checkpoints(Protocol):
 
     @property
     def loop(self) -> Mapping[str, Any]:
-        """Return the saved ``loop`` of ``save``; it is empty at the start of a run."""
+        """Return the saved ``loop`` of ``save``, which is empty at the start of a run."""
         ...
 
     def scored(self, step: int, evaluation: Evaluation | None) -> None:

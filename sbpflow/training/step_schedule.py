@@ -123,9 +123,9 @@ class StepSchedule:
     A move of ``OF_A_BATCH`` within ``each_step`` runs for every batch of the step. With
     ``wait_at_once``, the schedule waits for every transfer right after starting the transfer.
 
-    Moves of ``OF_IDS`` may come before or after ``LOOKUP``. In both cases they prepare the batch
-    ``distance`` batches after the one being trained; the three moves of one batch may start in
-    one step and end in the next. Raises ValueError if a move uses a result before it exists.
+    Moves of ``OF_IDS`` may come before or after ``LOOKUP``. In both cases these moves prepare the
+    batch that is ``distance`` batches after the trained batch. The three moves of a batch may start
+    in one step and end in the next. Raises ValueError if a move uses a result before it exists.
     """
 
     each_batch: tuple[Move, ...]
@@ -268,8 +268,8 @@ def _order_of_step(
 ) -> tuple[tuple[tuple[Move, int], ...], tuple[tuple[Move, ...], ...]]:
     """Return a step's moves with the distances of their batches, and overdue moves by distance.
 
-    A batch at this distance should have made its overdue moves in an earlier step. Both results
-    are fixed for a run, and computing them in each step took some 100 Python calls.
+    Overdue moves should have been made in an earlier step for a batch at this distance. Both
+    results are fixed for a run, and computing them in each step took some 100 Python calls.
     """
     order = tuple((move, schedule.distance(move, lookahead)) for move in schedule.moves(lookahead))
     overdue = tuple(
@@ -280,7 +280,7 @@ def _order_of_step(
 
 
 def _of(distance: int, name: str) -> str:
-    """Return ``name`` with ``distance``, the place of its batch after the trained batch."""
+    """Return ``name`` with a text for ``distance``, which is 0 for the trained batch."""
     if distance == 0:
         return name
     return f"next {name}" if distance == 1 else f"{name} +{distance}"

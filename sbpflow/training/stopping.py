@@ -134,7 +134,7 @@ class Watchers:
         return 1.0 if self.plateau is None else self.plateau.factor
 
     def push(self, step: int, evaluation: Evaluation | None, boxing: Boxing) -> None:
-        """Record an evaluation of val, which only rank 0 has; every rank must call this.
+        """Record an evaluation of val (only rank 0 has one); every rank must call this method.
 
         Raises TrainingError on every rank if the evaluation does not have the watched metric.
         """

@@ -186,8 +186,8 @@ class Trainer:
         step with the mean gradient over all rows. Announced batches must be passed in the order of
         their announcement, before any others. Batches without rows are skipped. Raises SbpError,
         without any effect, if no batch has rows, an argument is not a batch, or a batch differs
-        from the announced one. Raises DataError for an out-of-range id. After a step that failed
-        with an error other than these SbpErrors, further steps raise TrainingError.
+        from the announced one. Raises DataError for an out-of-range id. After any error other
+        than these SbpErrors, further steps raise TrainingError.
         """
         given = batches if isinstance(batches, list) else [batches]
         for batch in given:
@@ -252,7 +252,7 @@ class Trainer:
     def _check_usable(self, call: str) -> None:
         if self._failure:
             raise TrainingError(
-                f"{call}: an earlier step failed ({self._failure}) and was partly applied; "
+                f"{call}: an earlier step failed ({self._failure}) and was applied in part; "
                 "build a new trainer and new tables"
             )
 
