@@ -52,7 +52,7 @@ class CheckpointError(_OneLineError):
 
 
 class ReplicaError(RuntimeError):
-    """Replicas that must be equal are different, which is a bug in the program."""
+    """Replicas differ although they must be equal; this is a bug in the program."""
 
 
 class AbsentError(RuntimeError):

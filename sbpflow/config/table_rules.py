@@ -147,7 +147,7 @@ class ParallelConfig:
 
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
-        Key("execution", "Device. auto is cuda with NCCL if there is a GPU, else cpu with gloo."),
+        Key("execution", "Device type; auto is cuda (NCCL) if there is a GPU, else cpu (gloo)."),
     ] = "auto"
     scheme: Annotated[
         Scheme | None,

@@ -15,7 +15,7 @@ from sbpflow.training.trainer import Trainer
 FIRST_STEP = 11  # all memory is allocated and all connections are open by then
 BLOCK_STEPS = 5  # blocks run alternately with and without overlap; the first step is not timed
 NUM_BLOCKS = 8
-MIN_RUN_STEPS = 200  # limits the slower steps to a tenth of a run
+MIN_RUN_STEPS = 200  # with this minimum, at most a tenth of a run's steps are slower
 
 
 Reading = Callable[[], float]  # returns ms, and is called at the end of the run

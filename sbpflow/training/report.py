@@ -52,7 +52,7 @@ class _ProgressBarHandler(logging.Handler):
 
 
 def setup_logging(rank: int) -> None:
-    """Log with the rank in every line: INFO for project packages on rank 0, WARNING for others.
+    """Log with the rank in every line; only project packages on rank 0 log below WARNING.
 
     The root logger stays at WARNING because FBGEMM logs its constructor arguments there at INFO.
     """

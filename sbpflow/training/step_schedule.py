@@ -280,7 +280,7 @@ def _order_of_step(
 
 
 def _of(distance: int, name: str) -> str:
-    """Return ``name`` with a text for ``distance``, which is 0 for the trained batch."""
+    """Label a transfer or batch by the distance of its batch from the trained batch."""
     if distance == 0:
         return name
     return f"next {name}" if distance == 1 else f"{name} +{distance}"

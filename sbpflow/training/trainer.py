@@ -89,8 +89,8 @@ class Trainer:
     * ``rate_factor``: the factor of the learning rates by step; ``table_rate_factor`` overrides it
       for the tables. ``rate_scale``, which may be set between steps, multiplies both.
     * ``clipper``: makes the clip move, if the schedule has one. ``loss``: changes row losses.
-    * ``gradients``: how dense gradients and the loss are exchanged (``plan_gradients`` with a
-      ``total``), from the plan of the run.
+    * ``gradients``: the run plan's exchange of dense gradients and loss (``plan_gradients`` with
+      a ``total``).
     * ``planned``: a batch size and the only conversions that its forward may make.
     * ``cuda_graph``: run batches of the planned size with a ``GraphedStep``.
     * ``lookahead``: the number of announced batches that exchange ids before their turn; may be
@@ -132,8 +132,8 @@ class Trainer:
         self.move_watch: MoveWatch = MoveTimes()
         self._line = Placement.line(boxing.world.device.type, boxing.world.size)
         leaves = list(model.parameters.values())
-        # The loss is P, like the gradients. Reducing it in one of their buckets saves a collective
-        # for the loss.
+        # The loss is P, like the gradients. Reducing the loss in a gradient bucket saves a
+        # collective.
         plan = gradients or plan_gradients(
             leaves, total=Total.over(self._line, dtype), backend=boxing.world.backend
         )

@@ -46,7 +46,7 @@ class Job:
         return {**self.model.parameters, **self.model.buffers}
 
     def state(self) -> dict[str, LogicalTensor]:
-        """Return everything that training changes, by logical name.
+        """Return all state that training changes, by logical name.
 
         The names are ``tables/T``, ``tables/T/STATE``, ``dense/P`` and ``dense/P/STATE``, where P
         is a parameter or a buffer, such as the running mean of a batch norm. Each value has the

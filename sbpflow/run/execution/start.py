@@ -48,9 +48,9 @@ def plan_for_ranks(
 def join_ranks(config: Config, plan: RunPlan, *, data_set: str) -> Boxing:
     """Join the other ranks, which must have the same configuration, plan and data set.
 
-    ``data_set`` describes the set: its fingerprint and this rank's path to it. The returned boxing
-    has the transfers of the run. Raises ConfigError with the differences between ranks, and all
-    errors of ``World.start``.
+    ``data_set`` describes the set: its fingerprint and this rank's path to it. The run's transfers
+    use the returned boxing. Raises ConfigError with the differences between ranks, and all errors
+    of ``World.start``.
     """
     return Boxing(
         World.start(

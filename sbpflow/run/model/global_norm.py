@@ -55,7 +55,7 @@ class GlobalBatchNorm(nn.Module):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, x: Tensor
     ) -> Tensor:
-        """Normalize this rank's rows [rows, n]; in training, over the rows of all ranks."""
+        """Normalize this rank's rows [rows, n], with statistics of all ranks in training."""
         x = x.to(self.running_mean.dtype)
         if not self.training:
             mean, var = self.running_mean, self.running_var

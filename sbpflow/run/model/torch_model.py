@@ -42,7 +42,7 @@ RowLoss = Callable[[Tensor, Tensor], Tensor]
 
 
 def bce_rows(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the binary cross entropy of each row: [rows], [rows] -> [rows]."""
+    """Return the binary cross entropy of each row [rows] from logits and labels [rows]."""
     return F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
 
 

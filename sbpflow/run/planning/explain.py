@@ -320,7 +320,7 @@ def short_lists(text: str) -> str:
 
 
 def _runs(numbers: Sequence[int]) -> list[str]:
-    """Show at least three consecutive numbers as ``a..b``, and equal numbers as ``n x a``."""
+    """Shorten three or more consecutive numbers to ``a..b``, and equal ones to ``n x a``."""
     shown: list[str] = []
     start = 0
     while start < len(numbers):

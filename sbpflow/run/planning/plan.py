@@ -1,4 +1,4 @@
-"""Defines ``RunPlan``, everything static about a run, for ``explain`` and the trainer."""
+"""Defines ``RunPlan``, which has all static properties of a run."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -53,7 +53,7 @@ class PricedPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """Contains everything static about a run.
+    """Contains all static properties of a run.
 
     ``dense_conversions`` are the conversions of the dense part for a batch of ``batch_size`` rows;
     ``dense_forward`` and ``dense_backward`` are the steps of these conversions that communicate, in

@@ -23,7 +23,7 @@ Point = tuple[float, float]
 class Run:
     """Contains a run's events in order of time, its plan as ``explain`` describes it, its settings.
 
-    ``plan`` is empty if there is no plan of this version; then ``notes`` says so.
+    If the folder has no plan of this version, ``plan`` is empty and ``notes`` says so.
     """
 
     name: str

@@ -209,7 +209,7 @@ def _check_same(saved: Mapping[str, str], config: Config, data: DataFacts, folde
     if differences:
         raise ConfigError(
             f"checkpoint.resume: the unfinished run in {folder} has different settings: "
-            f"{'; '.join(differences)}. Restore these values to resume it; or, to start from "
+            f"{'; '.join(differences)}. Restore these values to resume the run; or, to start from "
             "scratch, use checkpoint.resume=never, which moves that run aside, or another run.dir"
         )
 

@@ -1,7 +1,7 @@
 """Saves and exits between two steps after the first Ctrl-C or SIGTERM; exits at once on the second.
 
-This module takes signal handling over from ``launch.py``, and hands it back on a second signal or
-after a grace period (even if the main thread is stuck).
+This module takes over signal handling from ``launch.py`` until a second signal or the end of a
+grace period, even if the main thread is stuck.
 """
 
 import os
@@ -10,8 +10,8 @@ import signal
 import threading
 from types import FrameType
 
-# This is the time to finish a step and save. The exit message takes up to 5 s more, and torchrun
-# kills a rank 30 s after forwarding SIGTERM.
+# Seconds for a shutdown to finish a step and save. The exit message takes up to 5 s more, and
+# torchrun kills a rank 30 s after forwarding SIGTERM.
 GRACE_S = 20.0
 
 

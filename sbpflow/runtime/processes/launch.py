@@ -55,7 +55,7 @@ _PEER_EXIT_S = 5.0  # time for the main thread to fail after another rank has ex
 
 
 class Terminated(BaseException):
-    """SIGTERM was received; not an Exception, so that no handler in the program swallows it."""
+    """SIGTERM was received; ``except Exception`` in the program does not catch this class."""
 
 
 class ArgumentParser(argparse.ArgumentParser):

@@ -1,4 +1,4 @@
-"""Closes the process groups within a time limit, because a dead peer can block this forever.
+"""Closes the process groups with a time limit, because a dead peer can block closing forever.
 
 This module imports torch only if torch is loaded already, because ``launch`` must not need torch.
 """

@@ -63,7 +63,7 @@ def polls(first_s: float, longest_s: float) -> Generator[None]:
 class TimedStore:
     """Wraps a store so that operations raise PeerLostError if they fail or time out.
 
-    After the first such failure, every operation fails at once. Values are text.
+    After the first failure, every operation fails at once. Values are text.
     """
 
     def __init__(self, store: "Store", where: str, *, answer_s: float = ANSWER_S) -> None:

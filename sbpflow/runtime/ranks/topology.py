@@ -19,7 +19,7 @@ HostsSource = Literal["handshake", "given", "assumed"]
 class Link:
     """Describes a link: the GB/s that one rank sends, and the latency of a call in ms.
 
-    The defaults rank plans as measured on loopback (``embedding/plan/price.py``).
+    With the defaults, prices rank plans as loopback measurements do (``embedding/plan/price.py``).
     """
 
     gb_per_s: float = 2.0
