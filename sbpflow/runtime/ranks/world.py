@@ -67,9 +67,8 @@ class Rendezvous:
 class World:
     """Connects all ranks of one run.
 
-    Create a world with ``World.start``, and ``close`` the world before the process ends.
-
-    Each pair of ranks and ``channel`` has its own process group, which separates their traffic.
+    Create a world with ``World.start``, and ``close`` the world before the process ends. Each pair
+    of ranks and ``channel`` has its own process group, which separates their traffic.
     """
 
     def __init__(
