@@ -2,7 +2,7 @@
 
 The gradients are derivatives of the mean loss over the whole batch. Each element counts once in the
 norm, even if several ranks have copies: row gradients are first summed over the batch, and dense
-gradients are first reduced. So the norm does not depend on the layout or the number of ranks,
+gradients are first reduced. The norm does not depend on the layout or the number of ranks,
 except for the rounding of a float64 sum. The scale factor is the same as in
 torch.nn.utils.clip_grad_norm_.
 """

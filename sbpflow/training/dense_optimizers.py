@@ -16,7 +16,7 @@ _CLASSES: dict[type[DenseOptimizer], Any] = {
     DenseSgd: torch.optim.SGD,
     RmsProp: torch.optim.RMSprop,
 }
-# torch has no capturable SGD or Adagrad, so the learning rates of these are always Python floats.
+# torch has no capturable SGD or Adagrad, so their learning rates are always Python floats.
 _CAPTURABLE: dict[type[DenseOptimizer], dict[str, bool]] = {
     Adam: {"capturable": True, "fused": True},
     AdamW: {"capturable": True, "fused": True},

@@ -32,7 +32,7 @@ class CalibrationBin:
 class Evaluation:
     """Contains the metrics of one split. If ``auc`` is None, ``no_auc`` gives the reason.
 
-    * ``gauc``: None unless the rows have groups and some group has both classes.
+    * ``gauc``: the value is None unless some group of rows has both classes.
     * ``predicted``, ``positives``: the sum of the predictions p, and the number of rows with label
       1.
     * ``auc_error``: bounds the error of an AUC from a histogram; None if the AUC is exact.

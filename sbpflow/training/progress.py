@@ -45,7 +45,7 @@ class Progress:
             self._bar.update(1)
 
     def eta_s(self, step: int) -> float | None:
-        """Return the seconds to the end at the mean pace with evaluations; None after one step."""
+        """Return the estimated seconds to the end, evaluations included; None after one step."""
         if self._start is None or step <= self._start[0]:
             return None
         pace = (self._clock() - self._start[1]) / (step - self._start[0])

@@ -42,7 +42,7 @@ class Run:
         return next(iter(self.of("final")), {})
 
     def minutes(self, event: Event) -> float:
-        """Return the minutes since the first event, which is the first log of steps."""
+        """Return the minutes since the first event."""
         return (time_of(event) - time_of(self.events[0])).total_seconds() / 60
 
     def curve(self, key: str, *, split: str | None = None, by: str = "step") -> list[Point]:

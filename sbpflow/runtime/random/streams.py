@@ -43,7 +43,7 @@ def fill_uniform(
     first_row: int = 0,
     first_column: int = 0,
 ) -> None:
-    """Fill ``out`` [rows, columns], a part of a logical tensor, with that part's U(-bound, bound).
+    """Fill ``out`` [rows, columns], a part of a logical tensor, with values in U(-bound, bound).
 
     ``num_columns`` is the logical width; ``first_row`` and ``first_column`` are the part's offset.
     """
