@@ -273,7 +273,7 @@ def _parse_mapping(value: object, kind: Any, key: str, example: object) -> dict[
         _refuse(key, value, "a group of keys", example)
     if len(value) > MAX_ENTRIES:
         raise ConfigError(
-            f"{key}: a group of {len(value):,} keys; use at most {MAX_ENTRIES:,} keys, and patterns "
+            f"{key}: a group of {len(value):,} keys; use at most {MAX_ENTRIES:,}, and patterns "
             "that match several names"
         )
     return {str(name): parse(item, kind, f"{key}.{name}", None) for name, item in value.items()}

@@ -386,7 +386,7 @@ def world_size_of_environment() -> int:
 
 
 def device_type_of(device: str) -> str:
-    """Resolve "auto", "cpu" or "cuda" to "cpu" or "cuda"; ConfigError if the device is unavailable."""
+    """Resolve "auto", "cpu" or "cuda" to "cpu" or "cuda"; ConfigError if not available."""
     return choose_device(device, _local_rank()).type
 
 
