@@ -170,7 +170,7 @@ def told_at_start(world, config):
 def test_log_explains_what_is_not_replayed(rehearsed_ranks):
     config = with_graph(make_config("1", "adagrad", dtype="float32", dense="adam"))
     (all_of_it,) = rehearsed_ranks(1, told_at_start, config)
-    assert all_of_it == "all of a step after sorting the ids is replayed"
+    assert all_of_it == "the whole step after sorting the ids is replayed"
     plain = replace(config, optimizer=OptimizerConfig(dense=DENSE["sgd"]))
     (but_sgd,) = rehearsed_ranks(1, told_at_start, plain)
     assert but_sgd.endswith("is replayed, without the dense optimizer")

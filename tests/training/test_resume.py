@@ -220,7 +220,7 @@ def test_the_best_checkpoint_survives_an_interruption(synth_set, tmp_path, monke
     assert best < 18, "or keeping the newest would do"
     names = [path.name for path in list_checkpoints(tmp_path / "checkpoints")]
     assert names == ["step-20", f"step-{best}"]
-    with pytest.raises(ConfigError, match=r"keep_best: .* for example train\.eval_every: 8"):
+    with pytest.raises(ConfigError, match=r"keep_best: .* for example, train\.eval_every: 8"):
         run(synth_set, tmp_path, "checkpoint.keep_best=true", "train.eval_every=6")
 
 
