@@ -62,7 +62,7 @@ class Ranks:
             for path in Path(f"/proc/{process.pid}/fd").glob("*"):
                 try:
                     opened = os.readlink(path)
-                except OSError:  # closed meanwhile, or the process has exited
+                except OSError:  # the file was closed meanwhile, or the process has exited
                     continue
                 if "/checkpoints/step-" in opened:
                     return True

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 SEED = 11
-LOSS_STEPS = 10  # compared; they also warm up
+LOSS_STEPS = 10  # the losses of these steps are compared; the steps also warm up
 
 
 def measure_steps(args: argparse.Namespace) -> dict[str, dict[str, float]]:

@@ -29,7 +29,7 @@ from sbpflow.run.model.spec import Fields, IdField
 from sbpflow.runtime.ranks.world import World
 
 WIDE_COLUMNS = 4
-NUM_BATCHES = 8  # as many as ``batches`` makes
+NUM_BATCHES = 8  # the number of batches that ``batches`` makes
 
 
 def make_tables(fields: tuple[IdField, ...], dim: int) -> nn.Module:

@@ -38,7 +38,7 @@ _T = (
     *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
 )
 SERIAL_STEPS = 3  # per pass
-MOVE_TURNS = 3  # of plans whose steps were measured in rounds
+MOVE_TURNS = 3  # number of passes over the plans, in alternating order
 TOLD_APART = 0.03
 
 

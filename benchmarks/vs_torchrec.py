@@ -128,7 +128,7 @@ def _mean_over_ranks(losses: list[float]) -> list[float]:
 
 def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
     """Start the ranks for one precision and report the results."""
-    load = round(os.getloadavg()[0], 1)  # runnable processes in the last minute
+    load = round(os.getloadavg()[0], 1)  # number of runnable processes in the last minute
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "times.json"
         words = ["--wire", wire, "--steps", str(args.steps), "--repeats", str(args.repeats)]
@@ -158,7 +158,8 @@ def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
             hot=args.hot,
             wire=wire,
             step_ms=round(value, 2),
-            cpu_ms=round(statistics.median(record["cpu"][name]), 2),  # from all threads of rank 0
+            # this is CPU time of all threads of rank 0
+            cpu_ms=round(statistics.median(record["cpu"][name]), 2),
             samples_per_s=round(1e3 * ranks * rows / value),
             load=load,
         )

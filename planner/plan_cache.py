@@ -86,10 +86,10 @@ def _write(file: IO[str], path: Path, plan: Plan) -> None:
 def _delete_oldest(folder: Path) -> None:
     dated: list[tuple[float, Path]] = []
     for path in folder.glob("*.json"):
-        with suppress(FileNotFoundError):  # deleted by another process meanwhile
+        with suppress(FileNotFoundError):  # another process may have deleted the file
             dated.append((path.stat().st_mtime, path))
     for _, old in sorted(dated)[:-MOST_PLANS]:
-        with suppress(OSError):  # owned by another user, or not a regular file
+        with suppress(OSError):  # another user may own it, or it is not a regular file
             old.unlink()
 
 

@@ -1,4 +1,5 @@
-"""Learns an ensemble of corrections for phases whose fused work sums of counts cannot describe.
+"""Learns an ensemble of corrections for phases with fused work, because sums of counts cannot
+describe it.
 
 Each member is trained on a resample of the tasks. A member is a sum of powers of non-negative mixes
 of the counts, so more work never costs less. The ratios that were measured bound it. A phase is

@@ -79,7 +79,7 @@ TERMS: Mapping[str, tuple[str, ...]] = {
     ),
     "update_dense": ("always", "dense_parameters"),
     IDS: ("ids_bytes", "num_id_calls", "num_row_transfers", "num_row_gathers"),
-    COUNTS: (),  # waited for together with the ids
+    COUNTS: (),  # the wait for the counts is part of the wait for the ids
     COUNTED_IDS: ("counted_bytes", "num_row_transfers", "num_row_gathers"),
     VECTORS: (
         "vector_bytes",

@@ -23,7 +23,7 @@ from sbpflow.planner.search.linear import Linear, linearized
 from sbpflow.planner.search.problem import Assignment, Floats, Key, Option, Problem, price_of
 
 DUAL_ROUNDS = 60
-# relative to the mean time per limit
+# relative to the mean time per memory limit
 MULTIPLIERS = np.concatenate([[0.0], np.geomspace(1e-4, 1e3, 29)])
 
 

@@ -16,14 +16,16 @@ from sbpflow.planner.search.linear import Linear, linearized, mean_ms
 from sbpflow.planner.search.problem import Assignment, Floats, Key, Move, Option, Problem
 
 SCALE = 1e5  # integers per millisecond: the resolution is 10 ns
-WEIGHT_SCALE = 1000  # of the weights of phases
+WEIGHT_SCALE = 1000  # scale of the phase weights
 OPTIONS_KEPT = 5  # per table
 MOST_MOVES = 12_000  # limit for all tables; larger programs are not tried
 
 
 @dataclass(frozen=True, slots=True)
 class LinearOptimum:
-    """Contains a plan, its time and the lower bound in the linear model in ms; equal if optimal."""
+    """Contains a plan, its time and the lower bound in ms of the linear model. An optimal plan's
+    time equals the bound.
+    """
 
     assignment: Assignment
     linear_ms: float

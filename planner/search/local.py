@@ -14,7 +14,7 @@ from sbpflow.planner.search.insertion import Inserter, goal, goal_of
 from sbpflow.planner.search.problem import Assignment, Floats, Key, Move, Problem, State
 
 START_THRESHOLD = 0.02  # initial relative excess of the goal up to which a worse plan is accepted
-LARGEST_RUIN = 12  # tables
+LARGEST_RUIN = 12  # largest number of tables to remove
 GROUP_RUIN = 0.02  # share of ruins that move a whole group to other ranks
 SWAP_SHARE = 0.3
 

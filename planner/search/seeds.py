@@ -14,7 +14,7 @@ from sbpflow.planner.search.insertion import Inserter
 from sbpflow.planner.search.local import build, lay_out
 from sbpflow.planner.search.problem import Assignment, Floats, Key, Problem
 
-COPIED_SHARES = (0.25, 0.5, 0.75)  # of the tables, the smallest first
+COPIED_SHARES = (0.25, 0.5, 0.75)  # shares of the tables to copy, the smallest tables first
 
 
 def heaviest_first(weights: Floats) -> list[int]:
@@ -83,7 +83,8 @@ def partly_copied(
 def mixed(
     problem: Problem, weights: Floats, shapes: Sequence[Hashable]
 ) -> Iterator[tuple[str, Assignment]]:
-    """Make greedy plans of two shapes each, with the keys of both already paid for.
+    """Without these keys, no single table would pay for a group that is worth its cost for several
+    tables.
 
     Otherwise, no single table would pay for a group that is worth its cost for several tables.
     """

@@ -89,7 +89,7 @@ def test_lists_and_side_columns_in_unmapped_files(
     monkeypatch.setattr(full_set, "SHARD_ROWS", 70)
     manifest, rows = full_set.make_full_set(tmp_path / "set")
     loader = open_loader(manifest, batch_size=900, backend=backend, shuffle=shuffle)
-    assert 9 <= num_mapped(manifest.path) <= MAPS  # of 10 x 72 files
+    assert 9 <= num_mapped(manifest.path) <= MAPS  # the set has 10 x 72 files
     seen = [number for batch in loader.epoch(1) for number in check(batch, rows)]
     assert sorted(seen) == list(range(full_set.NUM_ROWS))
 

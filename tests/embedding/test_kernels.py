@@ -170,7 +170,7 @@ def test_compiled_half_precision_reads_equal_torch(row_dtype, width):
         torch.randn(50, width, generator=generator) * 10.0 ** torch.arange(-9, 1).repeat(5)[:, None]
     )
     bits = {"every": every.to(torch.int16), "finite": finite.to(row_dtype).view(torch.int16)}
-    for name, values in bits.items():  # single rows have arbitrary bits, sums have finite rows
+    for name, values in bits.items():  # single rows have arbitrary bits; sums use finite rows
         for storage in (plain, compiled):
             storage.weights.view(torch.int16).copy_(values)
         batches = [uses for _, uses in lookups(torch.float32)]

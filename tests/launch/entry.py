@@ -43,7 +43,7 @@ def main() -> int | None:
     world = World.start("cpu", timeout_s=float(os.environ.get("TIMEOUT_S", "1200")), facts=facts)
     world.barrier()
     (ready / f"rank{rank}").write_text(str(os.getpid()))
-    world.barrier()  # both have written their files before one fails
+    world.barrier()  # both ranks have written their files before one fails
     if mode == "world":
         return None
     fail(mode, rank)
@@ -53,7 +53,7 @@ def main() -> int | None:
     if mode == "stuck":  # both ranks are inside C++, and each waits for the other
         dist.recv(torch.ones(1), src=1 - rank)
     world.barrier()
-    while mode == "train":  # steps that need all ranks
+    while mode == "train":  # run steps that need all ranks
         world.barrier()
         time.sleep(0.02)
     if mode == "ok":

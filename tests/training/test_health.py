@@ -83,7 +83,7 @@ def push_a_dense_value_of_1e30(world: World) -> str:
     watch = LossWatch(Boxing(world), FIELDS.dense, ranges)
     batch = make_batches(1, 4)[0]
     batch.dense.clamp_(-2.0, 9.5)
-    batch.dense[0, 0] = 1e30  # of a column whose range is not known
+    batch.dense[0, 0] = 1e30  # the column's range is not known
     batch.dense[1, 1] = 9.5
     watch.push(8, torch.tensor(0.5), [batch])
     batch.dense[1, 1] = 1e30

@@ -84,7 +84,7 @@ class Case:
     sparse: str = "lazy_adam"
     keyed: bool = True
     lookahead: int = 1
-    slots: int | None = None  # of a store behind that with keys
+    slots: int | None = None  # rows of a store after the store with keys
     num_rows: int | None = None
 
     def config(self) -> Config:

@@ -213,7 +213,7 @@ def kernels_of(folder):
 
 def test_the_best_checkpoint_survives_an_interruption(synth_set, tmp_path, monkeypatch):
     more = ["checkpoint.keep_best=true", "checkpoint.keep=1", "train.eval_every=4"]
-    more += ["checkpoint.every=2", "train.eval_rows=1000000"]  # so the end is not a candidate
+    more += ["checkpoint.every=2", "train.eval_rows=1000000"]  # so the end state is not a candidate
     with monkeypatch.context() as patch:
         interrupt(patch, 15)
         with pytest.raises(Interrupted):
@@ -256,7 +256,8 @@ def test_the_best_stays_until_a_better_one_is_saved(synth_set, tmp_path, monkeyp
 
 def test_never_and_finished_runs_move_checkpoints_aside(synth_set, tmp_path, monkeypatch):
     interrupted(synth_set, tmp_path, monkeypatch, 6)
-    (tmp_path / "checkpoints" / ".step-6.partial-0123456789").mkdir()  # of a save that was killed
+    # the file is from a save that was killed
+    (tmp_path / "checkpoints" / ".step-6.partial-0123456789").mkdir()
     assert run(synth_set, tmp_path, "checkpoint.resume=never", "train.max_steps=5") == 0
     assert (tmp_path / "previous-1" / "checkpoints" / "step-4" / "index.json").is_file()
     assert not list(tmp_path.rglob(".step-*"))

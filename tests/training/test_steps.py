@@ -165,7 +165,8 @@ def test_scheme_volumes_follow_the_derivations(ranks):
                     for step_id, _, _, size in result["records"]
                     if step_id == f"{group}/{way}/vectors"
                 )
-                # columns of 5 over 3 ranks are uneven: 2, 2, 1 travel a little more or less
+                # columns of 5 over 3 ranks are uneven (2, 2, 1), so slightly different numbers of
+                # bytes are sent
                 assert sent == pytest.approx(total, rel=0.0 if group.endswith("reduce") else 0.05)
 
 

@@ -94,7 +94,7 @@ def batches_of(step: int, world: World) -> list[Rows]:
 def train(job: Job, first: int, last: int, lookahead: int) -> list[float]:
     """Run steps ``first`` to ``last``, and predict a batch in the middle."""
     world, found = job.boxing.world, []
-    job.trainer.drain()  # the batches announced after the last step, when a state was saved
+    job.trainer.drain()  # the batches were announced after the last step, when a state was saved
     job.trainer.lookahead = lookahead
     steps = {step: batches_of(step, world) for step in range(first, last + 1 + lookahead)}
     coming = (batch for batches in steps.values() for batch in batches)
@@ -102,7 +102,7 @@ def train(job: Job, first: int, last: int, lookahead: int) -> list[float]:
         while job.trainer.num_announced < len(steps[step]) + lookahead:
             job.trainer.announce(next(coming))
         found.append(float(job.trainer.step(steps[step])))
-        if step % 4 == 0:  # with the announced batches in flight
+        if step % 4 == 0:  # the announced batches are in flight
             found += job.trainer.predict(batch_of(999).part(world.rank, world.size)).tolist()
     return found
 
