@@ -82,8 +82,10 @@ class PlainModel(nn.Module):
         self.numbers = nn.Parameter(torch.empty(self.num_dense, self.dim))
 
     def named(self, fields: Sequence[str]) -> dict[str, tuple[Tensor, float]]:
-        """Return {sbpflow's parameter name: (the parameter, the bound of its uniform initial
-        values)}: Glorot's bound for linear layers, 0.05 for tables and vectors, 0 for a constant.
+        """Return {sbpflow's parameter name: (the parameter, the bound of its initial values)}.
+
+        Initial values are uniform. The bound is Glorot's for linear layers, 0.05 for tables and
+        vectors, and 0 for a constant.
         """
         found: dict[str, tuple[Tensor, float]] = {}
         for kind in ("wide", "deep"):

@@ -52,9 +52,7 @@ _SIMPLE: dict[str, NdSbp] = {
 
 
 class _Case(NamedTuple):
-    """Describes a transfer to time: ``make`` returns a function that starts the transfer and waits
-    for it.
-    """
+    """Describes a timed transfer; ``make`` returns a function that starts it and waits for it."""
 
     transfer: Transfer  # its ``ms`` is filled in after timing
     make: Callable[[], Callable[[], object]]

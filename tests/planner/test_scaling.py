@@ -93,7 +93,7 @@ def test_another_link_changes_only_transfers_and_is_reported_as_assumed():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--ranks", "0"], "use 1 or more, for example --ranks 8"),
+        (["--ranks", "0"], "--ranks: 0; use 1 or more"),
         (["--link", "token-ring"], "--link: 'token-ring'; use h100-dgx"),
         (["--ranks-per-node", "0", "--link", "1gbit"], "--ranks-per-node: 0; use 1 or more"),
         (["--ranks-per-node", "4"], "--ranks-per-node: 4 .*--link 25gbit"),

@@ -134,7 +134,7 @@ def test_the_table_has_calls_and_speed():
 
 
 def test_a_fit_prices_bytes_by_transfers_alone():
-    """The plans send so little that a fit to them alone prices bytes at 0."""
+    """The measured plans send so little that a fit to them alone prices bytes at 0."""
     records = synthetic_records(0.0, samples=3)
     place, counts = PHASE["vectors"], ("num_dense_groups", "num_summed_groups", "num_row_transfers")
     calls = [INDEX[name] for name in counts]
