@@ -1,9 +1,9 @@
 """Finds the best plan of the linearized model with an integer program.
 
 The program models every rank's memory, the keys that tables share, and the maximum over ranks of
-each phase. To stay small, the program has a few options for every table: the cheapest ones on average, with
-at least one of each family. The shards of a split table are on neighboring ranks. Without ortools
-(the ``planner`` extra), the program is skipped and the search continues without it.
+each phase. To stay small, the program has a few options for every table: the cheapest ones on
+average, with at least one of each family. The shards of a split table are on neighboring ranks.
+Without ortools (the ``planner`` extra), the program is skipped and the search continues without it.
 """
 
 from collections.abc import Callable

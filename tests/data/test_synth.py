@@ -119,7 +119,8 @@ def test_correlated_integers():
     for name, (other, share) in FOLLOWS.items():
         actual = np.corrcoef(ranked(name), ranked(other))[0, 1]
         assert abs(actual - share) < 0.15, name
-    # The real rows have a share of 0.71. The quantile is copied instead of the value, to keep both marginals.
+    # The share is 0.71 in the real rows. The quantile is copied instead of the value, to keep
+    # both marginals.
     assert (integers["I4"] == integers["I13"]).mean() > 0.5
 
 
