@@ -178,7 +178,7 @@ def refused_without_compiler(world):
 
 def test_compile_without_a_compiler_is_refused_by_name(ranks, monkeypatch):
     (message,) = ranks(1, refused_without_compiler)
-    wanted = r"model.compile: true, but there is no C++ compiler (looked for "
+    wanted = r"model.compile: true, but no C++ compiler was found (tried "
     assert message.startswith(wanted), message
     assert message.endswith(", or use model.compile: false")
     monkeypatch.setattr(compiler, "find_spec", lambda name: None)

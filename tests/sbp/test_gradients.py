@@ -259,7 +259,7 @@ def test_ranks_with_different_requires_grad_are_named(ranks):
     for error in caught.value.errors.values():
         assert "rank 1 is at to/fwd (all_to_all with gradient, " in error
         assert "rank 2 is at to/fwd (all_to_all, " in error
-        assert "and requires_grad_() on the same tensors, also outside a placement" in error
+        assert "and requires_grad_() on the same tensors, even outside a placement" in error
 
 
 def _outside_unchecked(world):

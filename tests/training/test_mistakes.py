@@ -41,7 +41,7 @@ MISTAKES = {
     "batch too small": (["data.batch_size=3"], "data.batch_size: 3 is less than the 4 ranks"),
     "too few columns": (
         ["model.embedding_dim=3"],
-        "S(1) needs a column for each of 4 ranks, deep.C1 has 3",
+        "S(1) needs a column for each of 4 ranks, but deep.C1 has 3",
     ),
     "pattern without table": (
         ["parallel.tables.deep.C77={sbp: B}"],
