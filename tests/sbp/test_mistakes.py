@@ -231,21 +231,21 @@ F64, I64 = torch.float64, torch.int64
             "add: operands are float32, float64, but all operands must have the same dtype",
             lambda: ops.add(dry(5), dry(5, dtype=F64)),
         ),
-        wrong("mul: operands are float32, int64;", lambda: ops.mul(dry(5), dry(5, dtype=I64))),
+        wrong("mul: operands are float32, int64, but", lambda: ops.mul(dry(5), dry(5, dtype=I64))),
         wrong(
-            "matmul: operands are float64, float32;",
+            "matmul: operands are float64, float32, but",
             lambda: ops.matmul(dry(5, 7, dtype=F64), dry(7, 5)),
         ),
         wrong(
-            "linear: operands are float32, float32, float64;",
+            "linear: operands are float32, float32, float64, but",
             lambda: ops.linear(dry(5, 7), dry(6, 7), dry(6, dtype=F64)),
         ),
         wrong(
-            "bias_add: operands are float32, float64;",
+            "bias_add: operands are float32, float64, but",
             lambda: ops.bias_add(dry(5, 7), dry(7, dtype=F64)),
         ),
         wrong(
-            "concat: operands are float32, float64, float32;",
+            "concat: operands are float32, float64, float32, but",
             lambda: ops.concat([dry(5), dry(5, dtype=F64), dry(5)], 0),
         ),
         wrong(
