@@ -414,7 +414,7 @@ class EmbeddingCollection:
         return copies
 
     def cache_counts(self) -> CacheCounts | None:
-        """What the caches of this rank have done so far; ``None`` if it has none."""
+        """Return the counts of this rank's caches; ``None`` if it has no caches."""
         stores = [store for _, store in self._stores() if isinstance(store, CachedStore)]
         return CacheCounts.total([store.counts for store in stores]) if stores else None
 

@@ -18,7 +18,7 @@ from sbpflow.embedding.storage.store import WEIGHTS
 
 
 class SlotBlock:
-    """The tensors of a kernel. ``take`` and ``put`` work in the current stream."""
+    """Wraps the tensors of a kernel. ``take`` and ``put`` work in the current stream."""
 
     def __init__(self, kernel: RowKernel) -> None:
         self._tensors = {WEIGHTS: kernel.weights, **kernel.state}
@@ -29,11 +29,11 @@ class SlotBlock:
         self._stream = torch.cuda.Stream(self._device) if is_cuda else None
 
     def section(self) -> AbstractContextManager[None]:
-        """Make the stream of the mover the current one."""
+        """Return a context in which the mover's stream is the current one."""
         return torch.cuda.stream(self._stream)
 
     def mark(self) -> torch.cuda.Event | None:
-        """An event after all work that was submitted to the current stream so far."""
+        """Return an event after all work submitted to the current stream so far; None on CPU."""
         if self._stream is None:
             return None
         event = torch.cuda.Event()
@@ -41,7 +41,7 @@ class SlotBlock:
         return event
 
     def wait(self, event: torch.cuda.Event | None, used: Tensor | None = None) -> None:
-        """Let the current stream wait for ``event``, and keep ``used`` until it is done with it."""
+        """Make the current stream wait for ``event``; keep ``used`` alive for this stream."""
         if event is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(event)
@@ -49,7 +49,7 @@ class SlotBlock:
                 used.record_stream(stream)
 
     def to_device(self, values: Tensor) -> Tensor:
-        """A tensor of the host on the kernel's device."""
+        """Copy a host tensor to the kernel's device."""
         return values.to(self._device)
 
     def take(self, slots: Array, out: Array) -> None:

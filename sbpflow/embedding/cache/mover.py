@@ -39,7 +39,7 @@ _Task = tuple[Callable[[], None], threading.Event | None]  # (work, whom a failu
 
 @dataclass(slots=True)
 class CacheCounts:
-    """What a store has done so far: rows moved, and seconds that training waited for them."""
+    """Counts the rows that a store has moved, and the seconds that training waited for rows."""
 
     fetched: int = 0  # rows that came into a slot
     new: int = 0  # of these, rows that had never been written
@@ -48,7 +48,7 @@ class CacheCounts:
 
     @staticmethod
     def total(counts: Sequence["CacheCounts"]) -> "CacheCounts":
-        """The sums over several stores."""
+        """Return the sums over several stores."""
         return CacheCounts(
             sum(one.fetched for one in counts),
             sum(one.new for one in counts),
@@ -133,19 +133,19 @@ class Mover:
         self.tasks.put((partial(self._release, self._block.mark()), None))
 
     def check(self) -> None:
-        """Raise what ended the thread's work, if anything did."""
+        """Raise the error that ended the thread's work, if there was one."""
         if self._failure is not None:
             raise self._failure
 
     def wait_idle(self) -> None:
-        """Wait until all work so far is done."""
+        """Wait until all tasks so far are done."""
         done = threading.Event()
         self.tasks.put((done.set, done))
         done.wait()
         self.check()
 
     def read(self, rows: Array) -> Array:
-        """The newest records of ``rows``, wherever they are; any thread can call this."""
+        """Return the newest records of ``rows``, wherever they are; any thread can call this."""
         self.check()
         out = self.layout.empty(rows.size)
         with self._lock:
@@ -176,7 +176,7 @@ class Mover:
         return out
 
     def write(self, rows: Array, values: Mapping[str, Tensor]) -> None:
-        """Set values of rows. Rows that keep their initial values are not stored."""
+        """Set values of rows. Rows that still have their initial values are not stored."""
         with self._lock, torch.no_grad():
             slots = self.planner.records[rows, SLOT]
             here = torch.from_numpy(slots >= 0)
@@ -208,7 +208,7 @@ class Mover:
     # The mover's thread.
 
     def run(self) -> None:
-        """Work until the store is freed. After a failure, only wake those who wait."""
+        """Run tasks until the store is freed. After a failure, only wake waiting threads."""
         with torch.no_grad(), self._block.section():
             self._block.wait(self._filled)
             while (task := self.tasks.get()) is not None:
@@ -303,7 +303,7 @@ class Mover:
         return self._initial(torch.from_numpy(rows).to(torch.int64))
 
     def _buffer(self, number: int, num_rows: int) -> Array:
-        """Reused memory for records [num_rows, words]."""
+        """Return reused memory for records [num_rows, words]."""
         if len(self._buffers[number]) < num_rows:
             self._buffers[number] = self.layout.empty(num_rows * 5 // 4)
         return self._buffers[number][:num_rows]

@@ -51,17 +51,19 @@ def initial_rows(
     addresses, and values are a function of (seed, table, key, column).
     """
     rows = rows.to(torch.int64)
-    weights = torch.empty(rows.numel(), width, dtype=row_dtype, device=rows.device)
-    bases = torch.tensor([shard.base for shard in shards], dtype=torch.int64, device=rows.device)
+    first = shards[0]  # all shards of a store have equal columns
+    bases = torch.tensor([shard.base for shard in shards], device=rows.device)
     shard_of = torch.searchsorted(bases[1:], rows, right=True)
-    for number, shard in enumerate(shards):
-        indices = (shard_of == number).nonzero().squeeze(1)
-        table = shard.table
-        counters = table.numbering.counters(
-            rows[indices] - shard.shift, table.dim, stream_key(seed, table.name)
-        )
-        values = uniform_rows(counters, width, table.initial_range, shard.col_start)
-        weights[indices] = values.to(row_dtype)
+    shifts = torch.tensor([shard.shift for shard in shards], device=rows.device)
+    streams = [stream_key(seed, shard.table.name) for shard in shards]
+    ranges = torch.tensor([shard.table.initial_range for shard in shards], dtype=torch.float64)
+    counters = first.table.numbering.counters(
+        rows - shifts[shard_of],
+        first.table.dim,
+        torch.tensor(streams, device=rows.device)[shard_of],
+    )
+    bounds = ranges.to(rows.device)[shard_of].unsqueeze(1)
+    weights = uniform_rows(counters, width, bounds, first.col_start).to(row_dtype)
     state = {
         name: torch.full(
             optimizer.state_shape(name, rows.numel(), width),

@@ -22,7 +22,7 @@ Forecast = Mapping[str, Mapping[int, Mapping[str, float]]]  # table, rank, name 
 
 
 def cached_stacks(plan: RunPlan) -> Iterator[tuple[TableBatch, RowStorage]]:
-    """The stacks whose rows are not all on the device."""
+    """Yield the stacks whose rows are not all on the device."""
     for group in plan.embeddings.groups:
         for stack in group.stacks:
             if (storage := stack.tables[0].storage) is not None:
@@ -30,9 +30,9 @@ def cached_stacks(plan: RunPlan) -> Iterator[tuple[TableBatch, RowStorage]]:
 
 
 def forecast(plan: RunPlan, batches: Iterable[Tensor | BatchIds]) -> Forecast:
-    """{first table of a stack: {rank: rows per step}} over the second half of the first batches.
+    """Return rows per step by the first table of a stack and by rank, for the first batches.
 
-    ``batches`` are the ids of whole batches. Rows are ``unique``, ``fetched``, ``read``,
+    Means are over the second half. ``batches`` are the ids of whole batches. Rows are ``unique``, ``fetched``, ``read``,
     and ``written``. Stacks with lists of ids are left out. Raises ConfigError if the rows of one
     step do not fit.
     """
@@ -84,7 +84,7 @@ def _dry_run(
 
 
 def _rows(stack: TableBatch, rank: int, ids: Ids) -> Ids:
-    """The rows of a rank's store that a batch looks up, with duplicates."""
+    """Return the rows of a rank's store that a batch looks up, with duplicates."""
     shards = {shard.table.name: shard for shard in stack.shards(rank)}
     parts: list[Ids] = []
     for use in stack.uses:

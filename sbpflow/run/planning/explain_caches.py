@@ -44,7 +44,7 @@ def describe_caches(plan: RunPlan, forecast: Forecast | None = None) -> list[dic
 
 
 def cache_lines(caches: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The facts of ``describe_caches`` as text; no lines without caches."""
+    """Return the facts of ``describe_caches`` as text; no lines without caches."""
     if not caches:
         return []
     rows: list[tuple[str, ...]] = [
