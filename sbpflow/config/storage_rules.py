@@ -58,7 +58,7 @@ class StorageRule:
             )
 
     def share(self, key: str, num_bytes: float) -> float:
-        """Return the share of the rows in slots; ``num_bytes`` is the size of all rows of a rank."""
+        """Return the share of rows in slots; ``num_bytes`` is the size of all rows of a rank."""
         number, unit = self._parsed(key)
         return number / 100 if unit == "%" else min(1.0, number * _UNITS[unit] / num_bytes)
 

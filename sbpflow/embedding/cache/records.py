@@ -21,7 +21,7 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 class RecordLayout:
-    """Describes where the tensors of a row are in its record; ``tensors`` [n, ..] are of any length."""
+    """Describes where the tensors of a row are in its record; ``tensors`` have any length."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         # By falling item size, every tensor starts at a multiple of its item size.

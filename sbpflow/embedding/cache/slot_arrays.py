@@ -100,7 +100,7 @@ def _victims(
     queue: Array,
     state: Array,
 ) -> Array:
-    """Return the ``count`` rows to evict: without a next use, oldest first; then furthest next use."""
+    """Return ``count`` rows to evict: without a next use, oldest first; then furthest use."""
     found: list[Array] = [np.empty(0, np.int32)]
     while count and state[HEAD] < state[TAIL]:
         head = int(state[HEAD])

@@ -75,7 +75,7 @@ def _next_victim(
     queue: Array,
     state: Array,
 ) -> tuple[int, int]:
-    """Return the row to evict next, and the batch from which to continue the search of next uses."""
+    """Return the row to evict next, and the batch where the search of next uses continues."""
     while state[HEAD] < state[TAIL]:
         head = state[HEAD]
         if head + DISTANCE < state[TAIL]:

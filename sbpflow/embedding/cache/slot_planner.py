@@ -36,7 +36,7 @@ def planning_bytes(num_rows: int, num_slots: int) -> int:
 
 
 def cache_for(num_slots: int, num_rows: int) -> str:
-    """Return a value of ``cache`` that gives at least ``num_slots`` slots, with a margin of a quarter."""
+    """Return a value of ``cache`` that gives ``num_slots`` slots and a quarter more."""
     return f"{min(100.0, math.ceil(1250 * num_slots / num_rows) / 10):g}%"
 
 

@@ -32,9 +32,9 @@ def cached_stacks(plan: RunPlan) -> Iterator[tuple[TableBatch, RowStorage]]:
 def forecast(plan: RunPlan, batches: Iterable[Tensor | BatchIds]) -> Forecast:
     """Return rows per step by the first table of a stack and by rank, for the first batches.
 
-    Means are over the second half. ``batches`` are the ids of whole batches. Rows are ``unique``, ``fetched``, ``read``,
-    and ``written``. Stacks with lists of ids are left out. Raises ConfigError if the rows of one
-    step do not fit.
+    Means are over the second half. ``batches`` are the ids of whole batches. Rows are ``unique``,
+    ``fetched``, ``read``, and ``written``. Stacks with lists of ids are left out. Raises
+    ConfigError if the rows of one step do not fit.
     """
     matrices: list[Ids] = [
         (ids.matrix if isinstance(ids, BatchIds) else ids).numpy()
