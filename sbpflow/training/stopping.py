@@ -1,4 +1,4 @@
-"""Early stopping, and learning rate reduction on plateaus, from evaluations of val.
+"""Early stopping, plateaus, and the step with the best weights, from evaluations of val.
 
 Every rank holds the same objects and gets the same metrics, so all ranks decide alike. ``state()``
 and ``load()`` are for checkpoints; states are JSON values.
@@ -19,7 +19,12 @@ from sbpflow.errors import TrainingError
 from sbpflow.sbp.sbp import Partial
 from sbpflow.training.metrics import Evaluation
 
-State = Mapping[str, float | int | None]
+State = Mapping[str, float | int | str | None]
+_KEYS = {
+    "stop": "train.stop.metric",
+    "plateau": "train.plateau.metric",
+    "best": "checkpoint.keep_best",
+}
 
 
 @dataclass
@@ -27,7 +32,7 @@ class Best:
     """The best value of a metric so far and its step, and the ``waited`` evaluations since."""
 
     metric: Metric
-    min_delta: float
+    min_delta: float = 0.0
     value: float | None = None
     step: int = 0
     waited: int = 0
@@ -40,9 +45,10 @@ class Best:
         else:
             self.value, self.step, self.waited = value, step, 0
 
-    def state(self) -> dict[str, float | int | None]:
+    def state(self) -> dict[str, float | int | str | None]:
         """The state, for ``load``."""
-        return {"value": self.value, "step": self.step, "waited": self.waited}
+        facts = {"value": self.value, "step": self.step, "waited": self.waited}
+        return {"metric": self.metric, **facts}
 
     def load(self, state: State) -> None:
         """Restore a saved state."""
@@ -89,7 +95,7 @@ class Plateau(Best):
             self.factor = max(self.factor * self.config.factor, self.config.min_factor)
             self.waited = 0
 
-    def state(self) -> dict[str, float | int | None]:
+    def state(self) -> dict[str, float | int | str | None]:
         """The state, for ``load``."""
         return {**super().state(), "factor": self.factor}
 
@@ -100,22 +106,25 @@ class Plateau(Best):
 
 
 class Watchers:
-    """The watchers of val during a run: a ``Stopper``, a ``Plateau``, both or neither."""
+    """The watchers of val during a run; each may be ``None``. ``best`` follows the best weights."""
 
-    def __init__(self, stop: Stopper | None = None, plateau: Plateau | None = None) -> None:
-        self.stop, self.plateau = stop, plateau
+    def __init__(
+        self, stop: Stopper | None, plateau: Plateau | None, best: Best | None = None
+    ) -> None:
+        self.stop, self.plateau, self.best = stop, plateau, best
 
     @staticmethod
-    def of(config: TrainConfig) -> "Watchers":
-        """The watchers that ``train.stop`` and ``train.plateau`` configure."""
+    def of(config: TrainConfig, best: Metric | None = None) -> "Watchers":
+        """The watchers that ``train`` configures; ``best`` is the metric of the best weights."""
         return Watchers(
             None if config.stop is None else Stopper(config.stop),
             None if config.plateau is None else Plateau(config.plateau),
+            None if best is None else Best(best),
         )
 
     @property
-    def _all(self) -> dict[str, Stopper | Plateau]:
-        pairs = {"stop": self.stop, "plateau": self.plateau}
+    def _all(self) -> dict[str, Best]:
+        pairs = {"stop": self.stop, "plateau": self.plateau, "best": self.best}
         return {name: watcher for name, watcher in pairs.items() if watcher is not None}
 
     @property
@@ -141,28 +150,28 @@ class Watchers:
         watchers = self._all
         if not watchers:
             return
-        metrics: list[Metric] = [watcher.config.metric for watcher in watchers.values()]
+        metrics: list[Metric] = [watcher.metric for watcher in watchers.values()]
         # Rank 0's values on every rank: the sum with the zeros of the others.
         mine = [_value(evaluation, metric) if boxing.world.rank == 0 else 0.0 for metric in metrics]
         part = torch.tensor(mine, dtype=torch.float64, device=boxing.world.device)
         values = combine_parts(boxing, part, Partial(), "evaluate/fwd/watched").tolist()
         for (name, watcher), value in zip(watchers.items(), values, strict=True):
             if math.isnan(value):
-                raise TrainingError(_no_metric(name, watcher.config.metric, step))
+                raise TrainingError(_no_metric(_KEYS[name], watcher.metric, step))
             watcher.push(step, value)
 
     def figures(self) -> dict[str, float]:
         """``lr_scale``, the factor of the learning rates, if there is a ``Plateau``."""
         return {} if self.plateau is None else {"lr_scale": self.rate_scale}
 
-    def state(self) -> dict[str, dict[str, float | int | None]]:
+    def state(self) -> dict[str, dict[str, float | int | str | None]]:
         """The state, for ``load``."""
         return {name: watcher.state() for name, watcher in self._all.items()}
 
     def load(self, state: Mapping[str, State]) -> None:
-        """Restore a saved state; a watcher that it does not have starts fresh."""
+        """Restore a saved state; a watcher or metric that it does not have starts fresh."""
         for name, watcher in self._all.items():
-            if name in state:
+            if name in state and state[name].get("metric", watcher.metric) == watcher.metric:
                 watcher.load(state[name])
 
 
@@ -172,8 +181,8 @@ def _value(evaluation: Evaluation | None, metric: Metric) -> float:
     return math.nan if value is None else float(value)
 
 
-def _no_metric(name: str, metric: Metric, step: int) -> str:
+def _no_metric(key: str, metric: Metric, step: int) -> str:
     return (
-        f"train.{name}.metric: val has no {metric} at step {step} because "
-        f"{METRICS[metric].absent}; use train.{name}.metric=logloss"
+        f"{key}: val has no {metric} at step {step} because {METRICS[metric].absent}; use "
+        f"{key}=logloss"
     )

@@ -11,7 +11,7 @@ from typing import cast
 
 from sbpflow.config.checks import check
 from sbpflow.config.model_tables import TableRules, check_matches
-from sbpflow.config.schema import Config, TableChanges, TableOptimizer, TrainConfig
+from sbpflow.config.schema import Config, TableChanges, TableOptimizer
 from sbpflow.config.table_layouts import resolve_dense_layouts
 from sbpflow.config.table_plan import read_table_plan
 from sbpflow.config.table_rules import DTYPES, Schemes, TableRule
@@ -128,7 +128,7 @@ def plan_run(
         loss=config.train.loss,
     )
     slice_columns(config.train.slices, embeddings)
-    _check_metrics(config.train, fields)
+    _check_metrics(config, fields)
     clip = config.optimizer.clip
     schedule = OVERLAPPED if config.parallel.overlap else SERIAL
     return spec, RunPlan(
@@ -165,14 +165,13 @@ def _check_table_rules(model: object, fields: Fields, outputs: tuple[OutputConfi
         check_matches("model.tables", model.tables, names, "table")
 
 
-def _check_metrics(train: TrainConfig, fields: Fields) -> None:
+def _check_metrics(config: Config, fields: Fields) -> None:
     """Raise ConfigError if the run watches a metric that is undefined for its set."""
-    for name, watch in (("stop", train.stop), ("plateau", train.plateau)):
-        if watch is not None and watch.metric == "gauc" and not fields.grouped:
+    for key, metric in config.watched.items():
+        if metric == "gauc" and not fields.grouped:
             raise ConfigError(
-                f"train.{name}.metric: gauc, but the rows of this set have no group; prepare "
-                "the set with a group in its schema, such as `group: {user: string}`, or use "
-                f"train.{name}.metric=auc"
+                f"{key}: gauc, but the rows of this set have no group; prepare the set with a "
+                f"group in its schema, such as `group: {{user: string}}`, or use {key}=auc"
             )
 
 
