@@ -230,7 +230,7 @@ def _plan_tables(
     if parallel.scheme != "auto":
         layouts = resolve(spec.schemes)
         return layouts, plan(layouts), ()
-    frequencies = _frequencies(fields)
+    frequencies = frequencies_of(fields)
     ranked = rank_candidates(
         candidates(tables, features, world.size, config.data.batch_size, frequencies),
         lambda rules: plan(resolve({"auto": rules})),
@@ -242,7 +242,8 @@ def _plan_tables(
     return resolve({"auto": ranked[0].rules}), ranked[0].plan, priced
 
 
-def _frequencies(fields: Fields) -> dict[str, IdFrequencies]:
+def frequencies_of(fields: Fields) -> dict[str, IdFrequencies]:
+    """Return how often the ids of each column repeat, where the set has statistics."""
     return {field.name: field.frequencies for field in fields.ids if field.frequencies is not None}
 
 
@@ -251,7 +252,7 @@ def _skew(embeddings: EmbeddingPlan, fields: Fields, batch_size: int) -> dict[st
 
     The exponents of a table's features are averaged by their numbers of ids and rounded to halves.
     """
-    known = _frequencies(fields)
+    known = frequencies_of(fields)
     skews: dict[str, float] = {}
     for table in (table for group in embeddings.groups for table in group.tables):
         frequencies = [known[name] for name in table.features if name in known]
