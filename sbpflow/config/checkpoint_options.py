@@ -38,8 +38,8 @@ class CheckpointConfig:
         bool | Metric,
         Key(
             "execution",
-            "Save and keep the step with the best val, and end the run with its weights. true "
-            "takes train.stop.metric, or AUC. Implied by train.stop.",
+            "Keep the step with the best value on val, and end with its weights; true takes "
+            "train.stop.metric, or else AUC. train.stop implies it.",
         ),
     ] = False
     background: Annotated[
