@@ -24,7 +24,7 @@ from sbpflow.planner.task import Choice, Task
 
 KIND_ORDER = ("forward", "forward exchange", "dense", "backward exchange", "backward")
 COLORS = ("#4477aa", "#66ccee", "#bbbbbb", "#ee6677", "#aa3377")
-SEEDS_SHOWN = 3
+SEEDS_SHOWN = 2
 STORAGES_SHOWN = 4
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 QUICK = Effort(insertions=60, exact_time=0.0)  # enough to see whether a changed task fits

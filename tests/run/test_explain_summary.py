@@ -48,7 +48,7 @@ def test_28_tables_on_4_ranks_fit_a_screen(tmp_path, scheme, hosts):
     assert f"sent {where} in an iteration: " in text
     assert f"{size} by all ranks" in text
     largest = sorted(facts["steps"], key=lambda step: -step["total_bytes"])[:3]
-    starts = [line.split()[0] for line in text.splitlines()]
+    starts = [line.split()[0] for line in text.splitlines() if line]
     at = starts.index("largest") + 1
     assert starts[at : at + 3] == [step["id"] for step in largest]
     sent = [sum(step["bytes_per_rank"][rank] for step in facts["steps"]) for rank in range(4)]
