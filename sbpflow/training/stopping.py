@@ -115,7 +115,7 @@ class Watchers:
 
     @staticmethod
     def of(config: TrainConfig, best: Metric | None = None) -> "Watchers":
-        """Return the watchers that ``train`` configures; ``best`` is the metric of the best weights."""
+        """Return the watchers of ``train``; ``best`` is the metric of the best weights."""
         return Watchers(
             None if config.stop is None else Stopper(config.stop),
             None if config.plateau is None else Plateau(config.plateau),
