@@ -350,7 +350,10 @@ class Config:
         """Return the metrics of val that the run acts on, by key."""
         train = self.train
         groups = {"train.stop.metric": train.stop, "train.plateau.metric": train.plateau}
-        metrics = {key: group.metric for key, group in groups.items() if group is not None}
+        metrics: dict[str, Metric] = {}
+        for key, group in groups.items():
+            if group is not None:
+                metrics[key] = group.metric
         if train.stop is None and self.best_metric is not None:
             metrics["checkpoint.keep_best"] = self.best_metric
         return metrics

@@ -13,6 +13,7 @@ from sbpflow.checkpoint.folder import checked, keep_only, step_folder, tidy
 from sbpflow.checkpoint.run_file import RunFacts, write_run
 from sbpflow.checkpoint.save import Saver
 from sbpflow.config.checks import writable_folder
+from sbpflow.config.metrics import Metric
 from sbpflow.config.parse import plain
 from sbpflow.config.schema import Config
 from sbpflow.errors import CheckpointError, ConfigError
@@ -62,7 +63,7 @@ class Checkpoints:
         self._config, self._job, self._read = config, job, read
         self._data, self._metrics_bytes = data, metrics_bytes
         self._world = job.boxing.world
-        self.best_metric = config.best_metric
+        self.best_metric: Metric | None = config.best_metric
         self._saver: Saver | None = None
         self._signals: GracefulShutdown | None = None
         self._stop: CoordinatedStop | None = None
