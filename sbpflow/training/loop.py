@@ -221,15 +221,22 @@ def fit(
         overlap=overlap.summary(),
         stopped=watchers.stop.why(step) if watchers.stop and watchers.stops and step < last else "",
         best=str(best or watchers.stop or ""),
-        best_step=best.step if best else None,
     )
-    if best is None or best.step == step:
-        return result
-    checkpoints.load_weights(best.step)
+    return result if best is None else _with_best_weights(result, best.step, checkpoints, score)
+
+
+def _with_best_weights(
+    result: Result, best_step: int, checkpoints: Checkpoints, score: "_Scores"
+) -> Result:
+    """Load the best weights unless they are the last ones, and score them."""
+    if best_step == result.steps:
+        return replace(result, best_step=best_step)
+    checkpoints.load_weights(best_step)
     return replace(
         result,
-        val=score("val", best.step),
-        test=score("test", best.step),
+        best_step=best_step,
+        val=score("val", best_step),
+        test=score("test", best_step),
         last_val=result.val,
         last_test=result.test,
     )

@@ -287,7 +287,7 @@ def test_settings_without_best_weights_are_refused():
 
     stop = StopConfig(metric="logloss")
     refused(
-        r"^train\.stop: .*checkpoint\.every is 0.*example checkpoint\.every: 1000", stop, every=0
+        r"^train\.stop: .*checkpoint\.every is 0.*example, checkpoint\.every: 1000", stop, every=0
     )
     refused(r"^checkpoint\.keep_best: .*checkpoint\.every is 0", None, keep_best=True, every=0)
     refused(r"^checkpoint\.keep_best: .*eval_every is 0", None, keep_best=True, eval_every=0)
