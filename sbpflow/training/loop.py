@@ -195,12 +195,10 @@ def fit(
             reporter.step(step, watch.last, rate, extra)
         if scored:
             watch.flush()
-            evaluation = score("val", step, train.eval_rows)
-            watchers.push(step, evaluation, boxing)
+            watchers.push(step, score("val", step, train.eval_rows), boxing)
             trainer.rate_scale = watchers.rate_scale
         is_last = step == last or watchers.stops
-        is_best = watchers.best is not None and scored and watchers.best.step == step
-        if checkpoints.is_due(step, last=is_last, best=is_best):
+        if checkpoints.is_due(step, last=is_last, best=scored and watchers.improved(step)):
             watch.flush()
             checkpoints.save(step, batches[-1], watchers.state())
             if checkpoints.stops:
@@ -211,7 +209,6 @@ def fit(
         pace.resume()
     trainer.drain()  # a run that stops early has announced batches that it does not train
     _close(profiler, step)
-    best = watchers.best if watchers.best and watchers.best.step else None
     result = Result(
         steps=step,
         samples_per_s=pace.rows / pace.seconds if pace.seconds else float("nan"),
@@ -220,9 +217,10 @@ def fit(
         test=score("test", step),
         overlap=overlap.summary(),
         stopped=watchers.stop.why(step) if watchers.stop and watchers.stops and step < last else "",
-        best=str(best or watchers.stop or ""),
+        best=str(watchers.best or watchers.stop or ""),
     )
-    return result if best is None else _with_best_weights(result, best.step, checkpoints, score)
+    best_step = watchers.best.step if watchers.best else 0
+    return _with_best_weights(result, best_step, checkpoints, score) if best_step else result
 
 
 def _with_best_weights(

@@ -137,6 +137,10 @@ class Watchers:
         """Return whether to stop the run."""
         return self.stop is not None and self.stop.stops
 
+    def improved(self, step: int) -> bool:
+        """Return whether ``step`` has the best weights so far."""
+        return self.best is not None and self.best.step == step
+
     @property
     def rate_scale(self) -> float:
         """Return the factor of all learning rates."""
