@@ -35,6 +35,7 @@ from tests import deadlines
 
 CONFIG = str(Path(__file__).parents[2] / "configs/scheme3.yaml")
 STOP = "train.stop={metric: logloss, patience: 2}"
+RESUMABLE = (STOP, "checkpoint.every=2", "checkpoint.background=false")
 WORDS = [  # high learning rates, so that it overfits soon
     "model.hidden=[16]",
     "data.batch_size=500",
@@ -67,7 +68,7 @@ def events(folder: Path, kind: str) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def stopped(data, tmp_path_factory) -> Path:
-    """A run that stops early by logloss; its log is in log.txt."""
+    """A run that stops early by logloss."""
     folder = tmp_path_factory.mktemp("stopped")
     assert run(data, folder, STOP) == 0
     return folder
@@ -172,23 +173,28 @@ def test_keep_best_watches_any_metric_and_the_last_step_is_a_candidate(data, tmp
     assert "last_auc" not in final or final["best_step"] == 4
 
 
-def test_a_run_resumes_from_its_last_step_and_ends_with_the_best(
-    data, stopped, tmp_path, monkeypatch, capfd
-):
-    """Kill the run after its best step; the resumed run equals the uninterrupted one."""
-    best = events(stopped, "final")[0]["best_step"]
-    step, more = Trainer.step, (STOP, "checkpoint.every=2", "checkpoint.background=false")
+def interrupt(data: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """Kill a run before its next step after ``at``."""
+    step = Trainer.step
 
     def until(self: Trainer, batches: list[Batch]):
-        if self.num_steps == best + 3:
+        if self.num_steps == at:
             raise KeyboardInterrupt
         return step(self, batches)
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "step", until)
         with pytest.raises(KeyboardInterrupt):
-            run(data, tmp_path, *more)
-    assert run(data, tmp_path, *more) == 0
+            run(data, folder, *RESUMABLE)
+
+
+def test_a_run_resumes_from_its_last_step_and_ends_with_the_best(
+    data, stopped, tmp_path, monkeypatch, capfd
+):
+    """The run is killed after its best step; the resumed run equals the uninterrupted one."""
+    best = events(stopped, "final")[0]["best_step"]
+    interrupt(data, tmp_path, monkeypatch, best + 3)
+    assert run(data, tmp_path, *RESUMABLE) == 0
     assert f"resuming after step {best + 2}" in capfd.readouterr().err
     (final,), (whole,) = events(tmp_path, "final"), events(stopped, "final")
     for name in ("best_step", "steps", "auc", "logloss", "last_auc", "val_auc"):
@@ -196,19 +202,9 @@ def test_a_run_resumes_from_its_last_step_and_ends_with_the_best(
 
 
 def test_a_best_checkpoint_that_is_gone_starts_again(data, tmp_path, monkeypatch, capfd):
-    step, more = Trainer.step, (STOP, "checkpoint.every=2", "checkpoint.background=false")
-
-    def until(self: Trainer, batches: list[Batch]):
-        if self.num_steps == 7:
-            raise KeyboardInterrupt
-        return step(self, batches)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "step", until)
-        with pytest.raises(KeyboardInterrupt):
-            run(data, tmp_path, *more)
+    interrupt(data, tmp_path, monkeypatch, 7)
     shutil.rmtree(tmp_path / "checkpoints" / "step-4")
-    assert run(data, tmp_path, *more) == 0
+    assert run(data, tmp_path, *RESUMABLE) == 0
     assert "the best checkpoint so far, step-4, is gone" in capfd.readouterr().err
     assert events(tmp_path, "final")[0]["best_step"] > 4
 
