@@ -39,7 +39,7 @@ class Scoring:
     def __init__(
         self, inputs: Sequence[str], output: Path, split: str, like: Manifest, *, overwrite: bool
     ) -> None:
-        self._inputs, self._output, self._like = tuple(inputs), output, like
+        self._inputs, self._output, self.like = tuple(inputs), output, like
         self._overwrite = overwrite
         first, prepared = input_path(self._inputs[0]), None
         if len(self._inputs) == 1 and isinstance(first, Path) and (first / MANIFEST).is_file():
@@ -78,7 +78,7 @@ class Scoring:
         encode(
             [input_path(text) for text in self._inputs],
             self._folder,
-            like=self._like.path,
+            like=self.like.path,
             workers=os.cpu_count() or 1,
             max_bad_fraction=max_bad_fraction,
             overwrite=True,

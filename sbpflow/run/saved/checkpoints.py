@@ -22,7 +22,11 @@ from sbpflow.run.saved.coordinated_stop import CoordinatedStop
 from sbpflow.run.saved.resume import Resumed, relevant_facts
 from sbpflow.runtime.compute.versions import summary as version_summary
 from sbpflow.runtime.files.run_folder import RunLock
-from sbpflow.runtime.processes.graceful_shutdown import GracefulShutdown
+from sbpflow.runtime.processes.graceful_shutdown import (
+    GracefulInterrupt,
+    GracefulShutdown,
+    watch_signals,
+)
 from sbpflow.training.batch import Batch
 from sbpflow.training.metrics import Evaluation
 
@@ -64,7 +68,7 @@ class Checkpoints:
         self._world = job.boxing.world
         self._best: dict[str, Any] | None = dict(start.best) if start.best else None
         self._saver: Saver | None = None
-        self._signals: GracefulShutdown | None = None
+        self._signals: GracefulShutdown | GracefulInterrupt | None = None
         self._stop: CoordinatedStop | None = None
         self._stopping = False
         self._lock: RunLock | None = None
@@ -92,7 +96,7 @@ class Checkpoints:
             stores=job.embeddings.stores,
         )
         if {"save": True, "end": False}[config.checkpoint.on_signal]:
-            self._signals = GracefulShutdown.where_watched()
+            self._signals = watch_signals()
         if self._signals is not None:
             timeout_s = config.parallel.timeout_s
             self._stop = CoordinatedStop(self._signals, self._world, timeout_s=timeout_s)
@@ -144,14 +148,25 @@ class Checkpoints:
 
     def finished(self) -> None:
         """Mark the run as finished, so that it is not resumed automatically."""
-        if self._signals is not None:
-            self._signals.end()
+        self._end_signals()
         if self._saver is not None:
             self._saver.wait()
         if self._saver is not None and self._world.rank == 0:
             write_run(self._saver.folder, replace(self._facts, status="finished"))
+        self.close()
+
+    def close(self) -> None:
+        """Release the signals and the folder, after a save under way has ended."""
+        self._end_signals()
+        if self._saver is not None:
+            self._saver.wait()
         if self._lock is not None:
             self._lock.close()
+
+    def _end_signals(self) -> None:
+        signals, self._signals = self._signals, None
+        if signals is not None:
+            signals.end()
 
     def _documents(self, batch: Batch, loop: Mapping[str, Any]) -> dict[str, Any]:
         """Return the documents of a checkpoint; empty except on rank 0, which writes them."""
