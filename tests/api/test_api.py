@@ -98,8 +98,11 @@ def children() -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def temporary(tmp_path, monkeypatch):
-    """A folder for temporary files that no other process uses."""
+def temporary(run, tmp_path, monkeypatch):
+    """A folder for temporary files that no other process uses.
+
+    ``run`` comes first, because the first import of parts of torch sets environment variables.
+    """
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
 
