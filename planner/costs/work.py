@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 from sbpflow.costs.counts import INDEX, Facts, Key, vector_of, work_of
 from sbpflow.costs.ids import Floats
@@ -85,6 +86,7 @@ def _keys(
     output, rule, ragged = task.output_of[table.name], task.optimizer_of(table), task.ragged(table)
     stored = (table.dim, ragged, rule, table.kernel)
 
+    @cache
     def keys(ranks: tuple[int, ...]) -> tuple[Key, ...]:
         member = Member(
             ranks=ranks,

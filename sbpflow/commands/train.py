@@ -1,6 +1,6 @@
 """``sbpflow train``: train a model on a prepared set.
 
-Composes configuration, data, model and training loop; contains no logic of its own.
+This command composes configuration, data, model and training loop, without logic of its own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -60,7 +60,7 @@ def run_rank(
 
     ``tracker(rank)`` returns an additional reporter, which gets the run's events on every rank.
     """
-    # Imported here so that --help is fast and run_main reports a broken torch.
+    # torch is imported here so that --help is fast and run_main reports a broken torch.
     from sbpflow.config.load import load_config
     from sbpflow.models.registry import MODELS
     from sbpflow.runtime.compute.malloc import keep_freed_memory
@@ -77,9 +77,10 @@ def train_config(
     *,
     joined: Callable[[int], None] | None = None,
 ) -> None:
-    """Train as one of the ranks of the environment; ``joined(rank)`` is called once all are there.
+    """Train as one rank of the world that the environment describes.
 
-    In a single process nothing stays open, however the run ends.
+    ``joined(rank)`` is called once all ranks have joined. In a single process everything is closed
+    at the end, also after an error.
     """
     from sbpflow.checkpoint.read import open_checkpoint
     from sbpflow.config.checks import check_rows, data_path
@@ -182,7 +183,7 @@ def _fit(
     tracker: "Callable[[int], Reporter] | None",
     opened: ExitStack,
 ) -> None:
-    """Train, score and report, starting from the job's present state."""
+    """Train, score and report, starting from the current state of the job."""
     from sbpflow.checkpoint.folder import DATA_FOLDER
     from sbpflow.data.format.metadata import copy_metadata
     from sbpflow.run.planning.explain import format_plan

@@ -1,6 +1,6 @@
 """Shows the progress of a run: a bar on a terminal or in a notebook, otherwise log lines.
 
-The figures are measured elsewhere; the clock here is only for the ETA.
+Callers measure the figures; the clock in this module is only for the ETA.
 """
 
 import logging
@@ -20,7 +20,7 @@ def can_show_bars() -> bool:
 
 
 class Progress:
-    """``visible`` on rank 0 only; ``bar`` asks for a bar if stderr can show one."""
+    """Shows progress if ``visible`` (on rank 0); ``bar`` allows a bar if stderr can show one."""
 
     def __init__(
         self,
@@ -43,14 +43,14 @@ class Progress:
             self._bar.close()
 
     def advance(self, step: int) -> None:
-        """Step ``step`` (from 1) has ended."""
+        """Record the end of step ``step``, counted from 1."""
         if self._start is None:  # do not time the first step: it compiles, allocates, connects
             self._start = (step, self._clock())
         if self._bar is not None:
             self._bar.update(1)
 
     def eta_s(self, step: int) -> float | None:
-        """Seconds to the end at the pace so far, evaluations included; None after one step."""
+        """Return the estimated seconds to the end, evaluations included; None after one step."""
         if self._start is None or step <= self._start[0]:
             return None
         pace = (self._clock() - self._start[1]) / (step - self._start[0])
@@ -59,7 +59,7 @@ class Progress:
     def interval(
         self, step: int, loss: float, samples_per_s: float, extra: Mapping[str, float]
     ) -> None:
-        """A log interval has ended; ``extra`` has further figures to show."""
+        """Show a log interval; ``extra`` has further figures to show."""
         if self._bar is not None:
             self._bar.set_postfix_str(", ".join([f"loss {loss:.4f}", *_rate(samples_per_s)]))
         elif self._visible:
@@ -78,5 +78,5 @@ class Progress:
 
 
 def _rate(samples_per_s: float) -> list[str]:
-    """Empty if no step was timed, as in a run of one step."""
+    """Return the rate as text, or an empty list if no step was timed."""
     return [f"{samples_per_s:,.0f} samples/s"] if math.isfinite(samples_per_s) else []

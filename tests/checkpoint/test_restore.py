@@ -79,7 +79,7 @@ def test_grown_tables_keep_saved_rows_and_append_new_ones(ranks, memory):
     for name in ("before", "new", "after"):
         (memory / name).mkdir()
     for refused, steps in ranks(2, grow, memory):
-        assert "tables/deep.C1: saved as [37, 5], this run has [50, 5]" in refused
+        assert "tables/deep.C1: saved as [37, 5], but this run has [50, 5]" in refused
         assert "--like OLD --grow" in refused
         assert steps == 5
     before, new = (open_checkpoint(memory / n) for n in ("before/step-3", "new/step-1"))
@@ -161,7 +161,7 @@ def test_state_per_column_shard_needs_the_same_shards(ranks, memory):
     assert ranks(2, per_shard, memory, "same") == ["", ""]
     for size, case in ((3, "same"), (2, "logical")):
         for message in ranks(size, per_shard, memory, case):
-            assert "was saved as shards from columns [0" in message
+            assert "saved as shards from columns [0" in message
             assert "row_state: logical" in message
 
 

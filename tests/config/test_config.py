@@ -191,7 +191,7 @@ MISTAKES = {
     "parallel.tables.deep.C1={sbp: S(0), ranks: [[0, 1]]}": ["deep.C1.ranks", "[0, 1]"],
     "parallel.tables.deep.C1={sbp: S(0), ranks: [0, 0]}": [
         "deep.C1.ranks: [0, 0]",
-        "appear once",
+        "contain a rank twice",
         "[0, 1]",
     ],
     "parallel.tables.deep.C1={sbp: S(0), ranks: []}": ["deep.C1.ranks: []", "[0, 1]"],

@@ -112,5 +112,5 @@ def test_a_key_without_a_mark_is_named():
         size: Annotated[int, Key("results", "Size of the group.")] = 1
         depth: Annotated[int, Range(low=0)] | None = None
 
-    with pytest.raises(LookupError, match=r"Group.depth: mark it with Key\(affects, line\)"):
+    with pytest.raises(LookupError, match=r"Group\.depth: add Annotated"):
         SCRIPT["rows_of"](Group)

@@ -32,7 +32,9 @@ def message_of(tmp_path, text, schema, name="rows.csv"):
 def test_an_empty_file_is_reported_as_empty(tmp_path, name, schema):
     message = message_of(tmp_path, "", schema, name)
     assert name in message
-    expected = ("is empty", "its first line is empty") if schema == NAMED else ("has no rows",)
+    expected = (
+        ("the file is empty", "the first line is empty") if schema == NAMED else ("has no rows",)
+    )
     assert any(text in message for text in expected), message
 
 

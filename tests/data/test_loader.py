@@ -146,7 +146,7 @@ def test_a_state_of_another_set_or_order_is_refused(row_set):
         open_loader(row_set(9000), batch_size=700, shuffle="rows"),
         open_loader(row_set(9000), batch_size=700, split="val"),
     ):
-        with pytest.raises(DataError, match="can only continue"):
+        with pytest.raises(DataError, match="use the same rows and order"):
             loader.load_state_dict(state)
 
 
@@ -227,7 +227,10 @@ def test_writing_to_a_batch_changes_no_other(row_set, shuffle):
         ({"backend": "csv"}, "data.loader: 'csv'"),
         ({"shuffle": "all"}, "data.shuffle: 'all'"),
         ({"tail": "mask"}, "tail: 'mask'"),
-        ({"device": "cpu"}, r"device: 'cpu' is str, not .*; for example .*torch.device\(\"cpu\"\)"),
+        (
+            {"device": "cpu"},
+            r"device: 'cpu' is str, not .*; use, .*torch.device\(\"cpu\"\)",
+        ),
         ({"device": 0}, "device: 0 is int, not torch.device"),
     ],
 )
@@ -250,7 +253,7 @@ def test_the_epoch_must_be_a_whole_number(row_set, epoch):
 def test_a_state_out_of_range_is_refused(row_set, change):
     loader = open_loader(row_set(9000), batch_size=700)
     (key,) = change
-    with pytest.raises(DataError, match=f"has {key} .*; it must be a whole number from 0 to"):
+    with pytest.raises(DataError, match=f"has {key} .*, but it must be a whole number from 0 to"):
         loader.load_state_dict({**loader.state_dict(), **change})
     assert len(next(loader.epoch(0)).labels) == 700
 

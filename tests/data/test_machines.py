@@ -117,7 +117,7 @@ def test_a_damaged_file_of_another_machine_is_named(tmp_path, tables):
     counted.write_bytes(raw)
     with pytest.raises(DataError, match="vocabularies of part 1 are missing"):
         prepare(options_of(tables, tmp_path / "set", MachinePart(3, 3)))
-    with pytest.raises(DataError, match=r"city\.counted-2-0\.arrow: is .* start all parts"):
+    with pytest.raises(DataError, match=r"city\.counted-2-0\.arrow is .* start all parts"):
         prepare(options_of(tables, tmp_path / "set", MachinePart(1, 3)))
 
 

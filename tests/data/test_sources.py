@@ -118,7 +118,7 @@ def test_a_damaged_arrow_file_gives_a_message(tmp_path):
     path = tmp_path / "rows.arrow"
     as_frame().write_ipc(path)
     path.write_bytes(path.read_bytes()[:5000])
-    with pytest.raises(DataError, match=r"rows\.arrow: cannot be read as an Arrow file"):
+    with pytest.raises(DataError, match=r"rows\.arrow cannot be read as an Arrow file"):
         run_prepare(tmp_path / "set", path)
 
 
@@ -182,7 +182,7 @@ def test_an_unreadable_input_is_reported_with_its_url(tmp_path, memory, url, mes
 
 def test_the_same_url_twice_is_refused(tmp_path, memory):
     memory.pipe_file("/clicks/rows.tsv", TEXT)
-    with pytest.raises(ConfigError, match="would count twice"):
+    with pytest.raises(ConfigError, match="would be duplicated"):
         run_prepare(tmp_path / "set", *[input_path("memory://clicks/rows.tsv")] * 2)
 
 

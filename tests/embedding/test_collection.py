@@ -91,9 +91,9 @@ def test_out_of_range_constant_is_reported_with_a_valid_one(key, value):
     with pytest.raises(ConfigError) as error:
         sparse_optimizer(name, **{"lr": 0.1, key: value})
     start, _, passes = str(error.value).partition("; use ")
-    assert start == f"sparse optimizer {name}: {key} {value}"
+    assert start == f"sparse optimizer {name}: got {key} {value}"
     assert "0" in passes
-    example = passes.partition(f"for example {key}=")[2]
+    example = passes.partition(f"for example, {key}=")[2].removesuffix(")")
     sparse_optimizer(name, **{"lr": 0.1, key: literal_eval(example)})
 
 

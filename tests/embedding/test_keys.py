@@ -212,7 +212,7 @@ def test_by_key_tables_have_a_stack_of_their_own():
         (TABLE, Spec("S(1)", "unique"), {}, r"layout S\(1\).*map of a key.*use S\(0\)"),
         (TABLE, Spec("B", "local"), {}, r"layout B.*use S\(0\)"),
         (TABLE, Spec("S(0)", "reduce", ranks=(2, 0)), {}, "ranks.*ascending order"),
-        (TABLE, Spec("S(0)", "unique", ranks=(0, 2)), {}, "1 of 3 ranks store none; use all ranks"),
+        (TABLE, Spec("S(0)", "unique", ranks=(0, 2)), {}, "1 of 3 ranks store no rows; use all"),
         (replace(TABLE, num_rows=2), Spec("S(0)", "unique"), {}, "num_rows of 3 or more"),
         (TABLE, Spec("S(0)", "reduce"), {"row_dtype": torch.bfloat16}, "row_dtype torch.bfloat16"),
     ],

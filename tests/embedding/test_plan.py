@@ -164,7 +164,7 @@ def test_cover_rejects_holes_overlaps_and_partial():
     layout = Layout(Placement.line("cpu", 2), (Split(0),))
     shards = shards_of(table, layout)
     check_cover(table, layout, shards)
-    with pytest.raises(ConfigError, match="hold 20 elements"):
+    with pytest.raises(ConfigError, match="have 20 elements"):
         check_cover(table, layout, shards[:1])
     shifted = Shard(table=table, rank=1, row_start=4, row_stop=9, col_start=0, col_stop=4)
     with pytest.raises(ConfigError, match="overlap"):
@@ -218,7 +218,7 @@ NO_NUMBA = {"numba": "numba is not installed"}
     [
         ({}, "fbgemm", "equal results"),
         ({"optimizer": SGD, "column_split": True}, "fbgemm", "equal results"),
-        ({"column_split": True}, "torch", "ranks share the state"),
+        ({"column_split": True}, "torch", "state among ranks"),
         (
             {"optimizer": sparse_optimizer("lazy_adam", lr=0.1)},
             "torch",
@@ -241,7 +241,7 @@ def test_fbgemm_is_chosen_only_if_results_are_equal(change, kernel, reason):
     # on CUDA in float32, Triton is chosen where FBGEMM is not
     other = "torch" if facts.dtype == torch.float64 else "triton"
     assert choose_kernel("auto", facts, {}).name == (kernel if kernel == "fbgemm" else other)
-    assert choose_kernel("numba", facts, {}).reason == "numba compiles for CPUs"
+    assert choose_kernel("numba", facts, {}).reason == "numba compiles only for CPUs"
 
 
 def test_torch_is_chosen_if_no_other_kernel_is_installed(monkeypatch):

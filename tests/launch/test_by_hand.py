@@ -201,7 +201,7 @@ def test_each_rank_that_started_names_the_ranks_that_did_not(tmp_path, patience)
     for output in outputs:
         (line,) = [line for line in output.splitlines() if line]
         assert line.startswith(
-            f"error: rank 1 did not join: 2 of 3 ranks were there within {min(patience)} s; check"
+            f"error: rank 1 did not join: 2 of 3 ranks joined within {min(patience)} s; check"
         )
         assert "MASTER_ADDR" in line
         assert "parallel.timeout_s" in line
@@ -210,7 +210,7 @@ def test_each_rank_that_started_names_the_ranks_that_did_not(tmp_path, patience)
 def test_rank_0_names_all_ranks_that_did_not_join(tmp_path):
     (output,), codes = start_some(tmp_path, 4, {0: 2})
     assert codes == [3]
-    assert output.count("error: ranks 1, 2, 3 did not join: 1 of 4 ranks were there") == 1
+    assert output.count("error: ranks 1, 2, 3 did not join: 1 of 4 ranks joined") == 1
     assert "Traceback" not in output
 
 
@@ -224,7 +224,7 @@ def test_a_rank_number_used_by_two_processes_is_refused(tmp_path):
     assert set(codes) <= {2, 3}, "no rank hangs or starts"
     message = "".join(outputs)
     assert "error: RANK=1: process " in message
-    assert "already has this number" in message
+    assert "have this number" in message
 
 
 def test_ranks_start_once_all_have_joined(tmp_path):
@@ -268,7 +268,7 @@ def test_a_rank_0_that_was_not_started_is_reported_without_a_torch_log(impatient
         Meeting.connect()
     assert str(caught.value).startswith(
         f"rank 0 did not answer at MASTER_ADDR, MASTER_PORT 127.0.0.1:{port} within 0.5 s (no "
-        "process listens there: connection refused); check that it was started"
+        "process listens there: connection refused); check that rank 0 was started"
     )
     assert capfd.readouterr() == ("", ""), "torch's own log would contain C++ stack frames"
 
@@ -316,9 +316,13 @@ def test_an_address_that_does_not_resolve_is_reported_at_once(impatient, monkeyp
         ("2", "2", r"RANK=2: .* WORLD_SIZE=2 .* 0\.\.1; .* example RANK=1$"),
         ("-1", "2", r"RANK=-1: .* WORLD_SIZE=2 .* 0\.\.1; .* example RANK=0$"),
         ("1", "1", r"RANK=1: .* WORLD_SIZE=1 .* 0\.\.0; .* example RANK=0$"),
-        ("0", "0", r"WORLD_SIZE=0: a run needs at least 1 rank; use for example WORLD_SIZE=1"),
-        ("0", "-4", r"WORLD_SIZE=-4: a run needs at least 1 rank; use for example WORLD_SIZE=1"),
-        (None, "2", r"RANK is not set but WORLD_SIZE=2 is; .* 0\.\.1, for example RANK=0"),
+        ("0", "0", r"WORLD_SIZE=0: a run needs at least 1 rank; use, for example, WORLD_SIZE=1"),
+        ("0", "-4", r"WORLD_SIZE=-4: a run needs at least 1 rank; use, for example, WORLD_SIZE=1"),
+        (
+            None,
+            "2",
+            r"RANK is not set, but WORLD_SIZE=2 is; .* 0\.\.1 in each process .for example, RANK=0",
+        ),
     ],
 )
 @pytest.mark.parametrize("call", [Meeting.connect, lambda: World.start("cpu")])
@@ -431,7 +435,12 @@ def test_without_the_store_ranks_of_this_machine_are_not_blamed():
             f"no space left on device: {_MAKE_ROOM}",
             2,
         ),
-        (MemoryError(), "mistake", f"out of memory: the system has no more; {_NEED_LESS}", 2),
+        (
+            MemoryError(),
+            "mistake",
+            f"out of memory: the system has no more memory; {_NEED_LESS}",
+            2,
+        ),
         (torch.OutOfMemoryError("3 GiB\n!"), "mistake", f"out of memory: 3 GiB; {_NEED_LESS}", 2),
     ],
 )

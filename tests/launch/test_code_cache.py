@@ -126,11 +126,11 @@ def test_a_private_folder_of_this_user_is_used(folder):
 @pytest.mark.parametrize(
     ("which", "mode", "problem"),
     [
-        ("", 0o770, "numba may be written by others (mode 0770)"),
-        ("", 0o702, "numba may be written by others (mode 0702)"),
-        ("..", 0o777, "sbpflow may be written by others (mode 0777)"),
-        ("module", 0o775, "module may be written by others (mode 0775)"),
-        ("module/file", 0o666, "file may be written by others (mode 0666)"),
+        ("", 0o770, "numba is writable by other users (mode 0770)"),
+        ("", 0o702, "numba is writable by other users (mode 0702)"),
+        ("..", 0o777, "sbpflow is writable by other users (mode 0777)"),
+        ("module", 0o775, "module is writable by other users (mode 0775)"),
+        ("module/file", 0o666, "file is writable by other users (mode 0666)"),
     ],
 )
 def test_a_path_that_others_may_write_to_is_refused(folder, caplog, which, mode, problem):
@@ -148,7 +148,7 @@ def test_a_path_of_another_user_is_refused(folder, caplog, which):
     os.chown(folder / which, STRANGER, STRANGER)
     assert code_cache("numba") is None
     (message,) = caplog.messages
-    assert f"belongs to user {STRANGER}, you are user 0" in message
+    assert f"belongs to user {STRANGER}, but you are user 0" in message
 
 
 def test_a_link_is_followed_before_the_check(folder, tmp_path):

@@ -176,7 +176,7 @@ def test_a_world_without_a_launcher_discovers_its_hosts(ranks, size):
 @pytest.mark.parametrize(
     ("mode", "message"),
     [
-        ("killed", "AbsentError: rank 1 did not join: 1 of 2 ranks were there within 4 s; "),
+        ("killed", "AbsentError: rank 1 did not join: 1 of 2 ranks joined within 4 s; "),
         ("stopped", "AbsentError: the first rank on this host does not answer through its Unix"),
     ],
 )
@@ -277,10 +277,10 @@ def test_a_topology_knows_the_hosts_of_ranks():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"hosts": ()}, r"hosts: \[\]; each host must have at least one rank"),
-        ({"hosts": ((0,), ())}, r"hosts: \[\[0\], \[\]\]; each host must"),
-        ({"hosts": ((0, 1), (1,))}, "each of the ranks 0, 1, .. one host"),
-        ({"hosts": ((0, 2),)}, "each of the ranks 0, 1, .. one host"),
+        ({"hosts": ()}, r"hosts: \[\]; each host needs at least one rank"),
+        ({"hosts": ((0,), ())}, r"hosts: \[\[0\], \[\]\]; each host needs"),
+        ({"hosts": ((0, 1), (1,))}, "each of the ranks 0, 1, .. needs one host"),
+        ({"hosts": ((0, 2),)}, "each of the ranks 0, 1, .. needs one host"),
         ({"memory_bytes": (1,)}, r"memory: \[1\]; give a number above 0 for each of the 2"),
         ({"speeds": (1.0, 0.0)}, r"speed: \[1.0, 0.0\]; give a number above 0"),
         ({"network_link": Link(gb_per_s=0.0)}, "network_link: 0.0 GB/s, 0.25 ms; gb_per_s must"),
@@ -321,13 +321,13 @@ def test_a_file_describes_other_machines(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "hosts: not given; for example hosts:"),
+        ("", "hosts: not given; use, for example, hosts:"),
         ("hosts: 2", "hosts, ranks_per_host: give lists of ranks, such as"),
         ("{hosts: 0, ranks_per_host: 2}", "hosts, ranks_per_host: give lists of ranks, such as"),
         ("{hosts: [[0, 1]], ranks_per_host: 2}", "hosts, ranks_per_host: give lists"),
         ("{hosts: 1000000000000, ranks_per_host: 9}", "hosts: 9000000000000 ranks, but this run"),
         ("hosts: [[0, 1, 2]]", "hosts: 3 ranks, but this run has 4; describe 4 ranks, or start 3"),
-        ("hosts: [[0, 1], [1, 2]]", "each of the ranks 0, 1, .. one host"),
+        ("hosts: [[0, 1], [1, 2]]", "each of the ranks 0, 1, .. needs one host"),
         ("{hosts: [[0, 1, 2, 3]], memory_gb: [1, 2]}", r"memory: .* for each of the 4 ranks"),
         ("{hosts: [[0, 1, 2, 3]], speed: 0}", "speed: .* give a number above 0"),
         ("{hosts: [[0, 1, 2, 3]], network_link: {}}", "network_link.gb_per_s: not given"),

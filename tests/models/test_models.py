@@ -176,7 +176,7 @@ ONLY_NUMBERS = Fields.of(["I1", "I2"], {})
         (["model.name=dcnv2", "model.bottom=[8]"], CRITEO_X1, r"bottom: \[8\] has no effect"),
         (["model.name=dcnv2", "model.hidden=[]"], CRITEO_X1, r"model.hidden: \[\] has no layer"),
         (["model.name=dlrm", "model.compile=true", "model.norm=batch"], CRITEO_X1,
-         "compile: true does not work with norm: batch"),
+         "compile: true does not support norm: batch"),
         (["model.name=dlrm", "model.autocast=fp16"], CRITEO_X1, "model.autocast: 'fp16'.*bf16"),
         (["model.name=dlrm", "model.norm=group"], CRITEO_X1, "model.norm: 'group'.*batch"),
     ],

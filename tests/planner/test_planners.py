@@ -305,7 +305,7 @@ def test_explain_prices_shapes_that_a_search_does_not_try(tmp_path, rule, ranks,
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{C1: {sbp: B}}", r"plan.yaml: none of its patterns matches C2"),
+        ("{C1: {sbp: B}}", r"plan.yaml: no pattern of the plan matches C2"),
         ("{'*': {sbp: B}, C9: {sbp: B}}", r"parallel.plan .*plan.yaml.C9: matches no table"),
         ("{'*': {sbp: B, comm_dtype: bfloat16}}", r"tables.\*.comm_dtype: bfloat16; .* float32"),
         ("{'*': {sbp: S(0), ranks: [0, 2]}}", r"\(C1\): \[2\] not in a world of 2"),

@@ -170,7 +170,7 @@ def told_at_start(world, config):
 def test_log_explains_what_is_not_replayed(rehearsed_ranks):
     config = with_graph(make_config("1", "adagrad", dtype="float32", dense="adam"))
     (all_of_it,) = rehearsed_ranks(1, told_at_start, config)
-    assert all_of_it == "all of a step after sorting the ids is replayed"
+    assert all_of_it == "the whole step after sorting the ids is replayed"
     plain = replace(config, optimizer=OptimizerConfig(dense=DENSE["sgd"]))
     (but_sgd,) = rehearsed_ranks(1, told_at_start, plain)
     assert but_sgd.endswith("is replayed, without the dense optimizer")
@@ -186,7 +186,7 @@ def why_not(world, mix):
 def test_lists_of_ids_are_not_captured(rehearsed_ranks):
     mix = replace(mix_of("columns", 8, RULES[2], dtype=torch.float32), world_size=1)
     (words,) = rehearsed_ranks(1, why_not, mix)
-    assert "has lists of ids, whose number varies" in words
+    assert "has lists of ids, and their number varies" in words
 
 
 def both_ways_with_triton(world, config):

@@ -198,4 +198,4 @@ def benchmarks_of_ranks(world):
 def test_benchmarks_of_several_ranks_run(rehearsed_ranks):
     for small, overlap in rehearsed_ranks(2, benchmarks_of_ranks):
         assert small["first_all_reduce_s"] > 0
-        assert overlap["overlap"].startswith("hides ")
+        assert overlap["overlap"].startswith("saves ")

@@ -81,7 +81,7 @@ def test_overlap_is_timed_on_the_device_and_read_at_the_end(rehearsed_ranks):
     ((during, at_end, summary),) = rehearsed_ranks(1, watched_steps)
     assert during == 0
     assert at_end == {"event wait"}
-    assert summary.startswith("hides ")
+    assert summary.startswith("saves ")
 
 
 def ids_in_host_memory(world):

@@ -97,7 +97,7 @@ def test_the_models_have_the_recorded_scores():
 
 
 def test_the_job_of_the_planner_took_the_recorded_times():
-    table = PAGES["planner"].split("## A job by the clock")[1].split("\n## ")[0]
+    table = PAGES["planner"].split("## Measured job time")[1].split("\n## ")[0]
     names = {"`auto`": "auto", "EMBark": "embark", "NeuroShard": "neuroshard"}
     names |= {"DreamShard": "dreamshard", "AutoShard": "autoshard"}
     plans = [

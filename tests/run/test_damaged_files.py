@@ -167,7 +167,7 @@ def test_a_missing_document_is_named(tmp_path, key):
     file.write_bytes(rewritten(file.read_bytes(), documents))
     saved = open_checkpoint(folder)
     check = saved_set if key == "data" else check_start
-    with pytest.raises(CheckpointError, match=rf"step-5: its {key} is missing and must be"):
+    with pytest.raises(CheckpointError, match=rf"step-5: its {key} is missing but must be"):
         check(saved)
 
 

@@ -233,7 +233,7 @@ def test_other_ranks_wait_for_rank_0_and_raise_its_mistake(ranks):
 def test_what_cannot_be_predicted_is_refused_before_anything_is_scored(run, folder, tmp_path):
     like = load_manifest(folder / "set")
     (tmp_path / "there.parquet").touch()
-    with pytest.raises(ConfigError, match=r"there\.parquet: already exists; --overwrite"):
+    with pytest.raises(ConfigError, match=r"there\.parquet already exists; use --overwrite"):
         predict(words(run, folder / "set", tmp_path / "there.parquet"))
     with pytest.raises(ConfigError, match=r"no-folder: no such file or directory"):
         predict(words(run, folder / "set", tmp_path / "no-folder" / "s.parquet"))
@@ -242,7 +242,7 @@ def test_what_cannot_be_predicted_is_refused_before_anything_is_scored(run, fold
     other = ["--input", folder / "t.csv", "--output", tmp_path / "other", "--seed", "9"]
     other += ["--schema", folder / "schema.yaml", "--split", SPLIT, "--max-bad-fraction", "0.1"]
     assert data_main(["prepare", *map(str, other)]) == 0
-    with pytest.raises(ConfigError, match=r"other: its ids come from another vocabulary .* encode"):
+    with pytest.raises(ConfigError, match=r"other: the ids are not from .* encode"):
         check_ids(load_manifest(tmp_path / "other"), like)
     scoring = Scoring([str(folder / "set")], tmp_path / "s", "val", like, overwrite=False)
     assert scoring.manifest().splits["val"] > 0

@@ -131,7 +131,7 @@ def _norm():
                 combine="max",
             ),
             ConfigError,
-            "output o: combine 'max'; use concat or sum",
+            "output o: got combine 'max'; use concat or sum",
         ),
         (
             lambda: GlobalTensor.from_local(

@@ -136,7 +136,7 @@ def test_nested_splits_that_dtensor_makes_unequal_are_refused(ranks):
 
 
 def test_a_mesh_over_other_ranks_is_refused(ranks):
-    with pytest.raises(AssertionError, match="has another; convert it first"):
+    with pytest.raises(AssertionError, match="convert the tensor with"):
         ranks(2, _other_mesh)
 
 

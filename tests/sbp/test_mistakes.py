@@ -63,11 +63,13 @@ def wrong(text, call):
         ),
         wrong("concat: the list of tensors is empty", lambda: ops.concat([], 0)),
         wrong(
-            "concat: tensor 1 is [4, 5], tensor 0 is [4]; they may differ only along dim 0",
+            "tensor 1 has shape [4, 5], but tensor 0 has shape [4]; shapes may differ only along "
+            "dim 0",
             lambda: ops.concat([dry(4), dry(4, 5)], 0),
         ),
         wrong(
-            "concat: tensor 2 is [4, 5], tensor 0 is [3, 5]; they may differ only along dim 1",
+            "tensor 2 has shape [4, 5], but tensor 0 has shape [3, 5]; shapes may differ only along"
+            " dim 1",
             lambda: ops.concat([dry(3, 5), dry(3, 2), dry(4, 5)], 1),
         ),
         wrong("concat: dim 2 is out of range", lambda: ops.concat([dry(3, 5)], 2)),
@@ -107,7 +109,7 @@ def wrong(text, call):
             "gather: the table has 1 dim,", lambda: ops.gather(dry(5), dry(3, dtype=torch.int64))
         ),
         wrong(
-            "gather: ids are GlobalTensor(float32[3] B@[0, 1]); they need an integer dtype",
+            "gather: ids GlobalTensor(float32[3] B@[0, 1]) must have an integer dtype",
             lambda: ops.gather(dry(5, 7), dry(3)),
         ),
         wrong(
@@ -119,7 +121,7 @@ def wrong(text, call):
             lambda: ops.bce_with_logits(dry(5, 1), dry(5)),
         ),
         wrong(
-            "dropout: p is 1.5; it must be at least 0 and less than 1",
+            "dropout: p is 1.5, but p must be at least 0 and less than 1",
             lambda: ops.dropout(dry(5), 1.5, 0),
         ),
     ],
@@ -225,7 +227,7 @@ F64, I64 = torch.float64, torch.int64
     ("call", "text"),
     [
         wrong(
-            "add: operands are float32, float64; they must have the same dtype",
+            "add: operands are float32, float64, but all operands must have the same dtype",
             lambda: ops.add(dry(5), dry(5, dtype=F64)),
         ),
         wrong("mul: operands are float32, int64;", lambda: ops.mul(dry(5), dry(5, dtype=I64))),

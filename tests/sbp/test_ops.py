@@ -458,7 +458,7 @@ def test_impossible_signature_names_what_is_legal():
     with pytest.raises(SbpError) as caught:
         ops.relu(x, out="P")
     text = str(caught.value)
-    for part in ("relu", "[5, 7] S(0)@[0, 1]", "output P", "S(1) -> S(1)", "only if it is P"):
+    for part in ("relu", "[5, 7] S(0)@[0, 1]", "output P", "S(1) -> S(1)", "never converted to P"):
         assert part in text
     assert ops.linear(x, w, out="S(1)").layout.nd_sbp == parse_nd_sbp("S(1)")
 

@@ -192,7 +192,7 @@ def _bad_part(world, kind):
         ("dtype", r"passed torch.float64\[3, 4\]"),
         ("none", "passed None"),
         ("outside", r"rank 1 is outside B@\[0\]; pass None"),
-        ("global", r"part of shape \[2, 4\], but its part of \[6, 4\] under S\(0\)@\[0, 1\] is"),
+        ("global", r"part of shape \[2, 4\], but its part of \[6, 4\] with S\(0\)@\[0, 1\] must"),
         ("world", r"ranks \[2\] are not in this world of 2; use 0..1"),
     ],
 )  # fmt: skip
@@ -255,7 +255,7 @@ def test_sizes_that_are_not_balanced_are_shown_on_every_rank(ranks):
     assert sorted(caught.value.errors) == [0, 1, 2]
     for text in caught.value.errors.values():
         assert "parts of shapes {0: [2, 5], 2: [3, 5]} do not fit layout S(0)" in text
-        assert "for other sizes use Split(dim, sizes=(..))" in text
+        assert "for other sizes, use Split(dim, sizes=(..))" in text
 
 
 def _script(text, env=None):

@@ -55,7 +55,7 @@ def test_decay_may_end_at_one_or_zero():
 
 
 def test_ftrl_has_no_schedule():
-    with pytest.raises(ConfigError, match=r"ftrl accumulates sums.*constant rate"):
+    with pytest.raises(ConfigError, match=r"ftrl accumulates sums.*constant learning rate"):
         OptimizerConfig(sparse=Ftrl(), schedule=ScheduleConfig(warmup_steps=5))
     with pytest.raises(ConfigError, match=r"optimizer\.tables\.wide\.\*\.name: adagrad"):
         OptimizerConfig(tables={"wide.*": Ftrl()}, schedule=ScheduleConfig(decay_steps=5))

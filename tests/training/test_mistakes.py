@@ -35,13 +35,13 @@ MISTAKES = {
     "no such data": (["data.path=nowhere"], "data.path: nowhere does not exist"),
     "absent cross": (
         ["model.wide.crosses=[[C1, C9]]"],
-        "model.wide.crosses: C1xC9 is not in the data, which has C1xC2, C3xC4; prepare the data "
-        "again with --crosses C1xC9, or",
+        "model.wide.crosses: C1xC9 is not in the data (crosses in the data: C1xC2, C3xC4); "
+        "prepare the data again with --crosses C1xC9, or",
     ),
     "batch too small": (["data.batch_size=3"], "data.batch_size: 3 is less than the 4 ranks"),
     "too few columns": (
         ["model.embedding_dim=3"],
-        "S(1) needs a column for each of 4 ranks, deep.C1 has 3",
+        "S(1) needs a column for each of 4 ranks, but deep.C1 has 3",
     ),
     "pattern without table": (
         ["parallel.tables.deep.C77={sbp: B}"],
@@ -76,7 +76,7 @@ def test_mistakes_are_reported_before_ranks_connect(four_ranks, synth_set, name)
 @pytest.mark.parametrize(
     ("cross", "message"),
     [
-        (("C1", "C99"), "C1xC99: C99 is not a sparse column of the data; use some of C1, C2, C3"),
+        (("C1", "C99"), "C1xC99: C99 is not a sparse column of the data; choose from C1, C2, C3"),
         (("C2", "C1"), r"C2xC1 is in the data as C1xC2; write \[C1, C2\]"),
         (
             ("C2", "C3"),

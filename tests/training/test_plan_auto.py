@@ -251,7 +251,7 @@ def test_missing_calibrations_name_the_command(synth_set, tmp_path, monkeypatch)
 
 
 def test_plan_and_scheme_exclude_each_other():
-    with pytest.raises(ConfigError, match=r"remove one, for example parallel\.scheme=null"):
+    with pytest.raises(ConfigError, match=r"remove one .for example, parallel\.scheme=null"):
         load_config(CONFIG, ["parallel.plan=auto", "parallel.scheme=1"], models=MODELS)
 
 
@@ -266,7 +266,7 @@ def test_programs_without_a_planner_are_reported(synth_set):
     [
         (
             "tables: {'*.C1': {sbp: S(0)}}",
-            r"plan.yaml: none of its patterns matches wide.C1xC2",
+            r"plan.yaml: no pattern of the plan matches wide.C1xC2",
         ),
         (
             "tables: {'*': {sbp: S(0), ranks: [1, 2]}}",

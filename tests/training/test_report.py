@@ -156,7 +156,7 @@ def test_folder_names_may_have_blanks_or_be_empty(tmp_path, monkeypatch):
     folder.mkdir()
     monkeypatch.chdir(folder)
     first = RunLock(Path("."), rank=0)
-    with pytest.raises(ConfigError, match=rf"for example run\.dir='{tmp_path}/a b-2',"):
+    with pytest.raises(ConfigError, match=rf"for example, run\.dir='{tmp_path}/a b-2'.,"):
         RunLock(Path("."), rank=0)
     first.close()
 
@@ -190,7 +190,9 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog)
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     RunLock(tmp_path, rank=0).close()
-    assert "cannot be locked ([Errno 37] No locks available); start no second run" in caplog.text
+    assert (
+        "cannot be locked ([Errno 37] No locks available); do not start a second run" in caplog.text
+    )
 
 
 def test_resumed_runs_cut_later_metrics(tmp_path, caplog):

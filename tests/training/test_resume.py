@@ -220,7 +220,7 @@ def test_the_best_checkpoint_survives_an_interruption(synth_set, tmp_path, monke
     assert best < 18, "or keeping the newest would do"
     names = [path.name for path in list_checkpoints(tmp_path / "checkpoints")]
     assert names == ["step-20", f"step-{best}"]
-    with pytest.raises(ConfigError, match=r"keep_best: .* for example train\.eval_every: 8"):
+    with pytest.raises(ConfigError, match=r"keep_best: .* for example, train\.eval_every: 8"):
         run(synth_set, tmp_path, "checkpoint.keep_best=true", "train.eval_every=6")
 
 
@@ -275,7 +275,7 @@ def test_explicit_paths_resume_from_any_run(synth_set, whole, tmp_path, monkeypa
     assert found == [e for e in events(whole) if e["event"] == "step" and e["step"] > 12]
     with pytest.raises(ConfigError, match=r"is in checkpoint\.dir"):
         run(synth_set, tmp_path / "b", elsewhere, f"checkpoint.resume={tmp_path / 'own/step-20'}")
-    with pytest.raises(ConfigError, match=r"tables/deep\.C1: saved as .*, this run has"):
+    with pytest.raises(ConfigError, match=r"tables/deep\.C1: saved as .*, but this run has"):
         run(synth_set, tmp_path / "c", resume, "model.embedding_dim=8")
     with pytest.raises(ConfigError, match=r"lacks tables/deep.C1/sum,.* it has tables/deep.C1/exp"):
         run(synth_set, tmp_path / "c", resume, "optimizer.sparse.name=rowwise_adagrad")

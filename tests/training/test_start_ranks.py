@@ -111,7 +111,7 @@ def test_an_interrupt_saves_and_ends_with_130(started, tmp_path, to):
 
 
 def test_impossible_numbers_of_ranks_are_refused(monkeypatch):
-    with pytest.raises(ConfigError, match=r"^-n: 0 ranks; use 1 or more, for example -n 2$"):
+    with pytest.raises(ConfigError, match=r"^-n: 0 ranks; use 1 or more .for example, -n 2.$"):
         start_ranks(["train"], 0, "-n")
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(ConfigError, match=r"^-n: 2, but this process is already rank 1 of"):

@@ -214,7 +214,7 @@ def test_other_kernels_exchanges_and_clipping_work(ranks, memory, size, case):
 
 
 def refused(world: World, case: Case) -> str:
-    with pytest.raises(ValueError, match="cannot hold a B table") as error:
+    with pytest.raises(ValueError, match="cannot store a B table") as error:
         make_job(world, case, DictStores(case.slots(world.size)))
     return str(error.value)
 
@@ -222,4 +222,4 @@ def refused(world: World, case: Case) -> str:
 def test_copies_on_several_ranks_are_refused(ranks):
     case = Case("3", "torch", "lazy_adam", tables={"deep.C2": TableRule(sbp="B")})
     for message in ranks(2, refused, case):
-        assert message.startswith("table deep.C2: DictStore cannot hold")
+        assert message.startswith("table deep.C2: DictStore cannot store")

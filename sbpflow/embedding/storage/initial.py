@@ -1,4 +1,4 @@
-"""Initial values of shards and single rows, equal whether computed by numba or torch."""
+"""Initial values of shards and single rows; numba and torch compute equal values."""
 
 import sys
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from sbpflow.embedding.storage.keyed import KeyedStore, TrainedRows
 from sbpflow.embedding.storage.store import WEIGHTS
 from sbpflow.runtime.random.streams import fill_uniform, stream_key, uniform_rows
 
-# Above this size the torch loop takes longer than loading numba (0.5 s).
+# Above this number of elements, the torch loop takes longer than loading numba (0.5 s).
 LEAST_ELEMENTS = 1 << 20
 _ROWS_AT_A_TIME = 1 << 16
 
@@ -22,7 +22,7 @@ _ROWS_AT_A_TIME = 1 << 16
 def fill_shard(stored: StoredShard, *, seed: int) -> None:
     """Fill with U(-initial_range, initial_range) as a function of (seed, table, row, column).
 
-    Rows of ``by_key`` tables are filled when their keys first appear.
+    Rows of ``by_key`` tables are initialized when their keys first appear.
     """
     store, rows = stored.store, stored.rows
     if isinstance(store, KeyedStore | TrainedRows):
@@ -47,10 +47,11 @@ def initial_rows(
     dtype: torch.dtype,
     row_dtype: torch.dtype,
 ) -> dict[str, Tensor]:
-    """The values that ``fill_shard`` writes to ``rows`` [n] of a rank's shards, with their state.
+    """Return the values that ``fill_shard`` writes to ``rows`` [n] of a rank's shards, with their
+    state.
 
-    ``rows`` are numbered over all shards of the store. In a ``by_key`` table they are addresses,
-    and values are a function of (seed, table, key, column).
+    ``rows`` are numbered over all shards of the store. In a ``by_key`` table, ``rows`` are
+    addresses, and values are a function of (seed, table, key, column).
     """
     rows = rows.to(torch.int64)
     weights = torch.empty(rows.numel(), width, dtype=row_dtype, device=rows.device)
@@ -77,7 +78,7 @@ def initial_rows(
 
 
 def _fill(out: Tensor, shard: Shard, seed: int, skipped: int = 0) -> None:
-    """Fill ``out``, the shard's rows after the first ``skipped``."""
+    """Fill ``out``, the rows of the shard that follow the first ``skipped`` rows."""
     bound, first_row, dim = shard.table.initial_range, shard.row_start + skipped, shard.table.dim
     worth_compiling = "numba" in sys.modules or out.numel() >= LEAST_ELEMENTS
     if out.device.type != "cpu" or not worth_compiling or find_spec("numba") is None:

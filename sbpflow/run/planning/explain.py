@@ -1,7 +1,7 @@
-"""Describe what a run will do without starting a rank: tables, shards, steps, bytes, memory.
+"""Describes a run without starting a rank: tables, shards, steps, bytes, memory.
 
-Renders the plan objects that a run executes, so that the two cannot differ: as text for people,
-or with the same facts as a dictionary for programs.
+The description is rendered from the plan objects that a run executes, so that the two cannot
+differ. Output is text for people, or a dictionary with the same facts for programs.
 """
 
 import hashlib
@@ -19,14 +19,16 @@ from sbpflow.run.planning.plan import RunPlan
 from sbpflow.sbp.sbp import format_nd_sbp
 from sbpflow.training.step_schedule import Move
 
-MANY = 8  # lists of more ranks are shown as ranges
+MANY = 8  # longer lists of ranks are shown as ranges
 _MAX_RANKS = 65_536
 
 
 def check_world_size(world_size: int) -> None:
     """Raise ConfigError if ``--world-size`` is out of range."""
     if not 1 <= world_size <= _MAX_RANKS:
-        raise ConfigError(f"--world-size: {world_size} ranks; use 1 to {_MAX_RANKS}, for example 2")
+        raise ConfigError(
+            f"--world-size: {world_size} ranks; use 1 to {_MAX_RANKS} (for example, 2)"
+        )
 
 
 def describe(plan: RunPlan) -> dict[str, Any]:
@@ -133,7 +135,7 @@ def _describe_ranks(plan: RunPlan, tables: Sequence[Mapping[str, Any]]) -> list[
     for rank in plan.embeddings.world.ranks:
         dense = sum(p.num_elements(rank) for p in plan.dense)
         dense_state = sum(p.num_elements(rank) * p.state_per_element for p in plan.dense)
-        ranks[rank] = {  # in the order of the columns of _rank_lines
+        ranks[rank] = {  # the order matches the columns of _rank_lines
             "rank": rank,
             "table_bytes": 0,
             "table_state_bytes": 0,
@@ -246,7 +248,7 @@ def _table_lines(tables: Sequence[Mapping[str, Any]], *, shards: bool) -> list[s
 
 
 def _extents(shards: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a line per shard, or with many ranks a line per run of shards of equal size."""
+    """Return a line per shard or, with many ranks, a line per run of equally large shards."""
     runs: list[list[Mapping[str, Any]]] = []
     for shard in shards:
         last = runs[-1][-1] if runs else None
@@ -262,7 +264,7 @@ def _amount(shard: Mapping[str, Any]) -> tuple[int, int, int]:
 
 
 def _extent(run: Sequence[Mapping[str, Any]]) -> str:
-    """Describe shards of equal size: adjacent ones, or one shard copied on several ranks."""
+    """Describe shards of equal size: adjacent shards, or one shard copied on several ranks."""
     (r0, _), (c0, _) = run[0]["rows"], run[0]["columns"]
     (_, r1), (_, c1) = run[-1]["rows"], run[-1]["columns"]
     num_rows, num_columns, size = _amount(run[0])
@@ -307,7 +309,7 @@ def _rank_lines(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
 def short_lists(text: str) -> str:
     """Shorten lists of more than eight numbers to ranges and repeats: [0..255], [64 x 4].
 
-    Otherwise a plan for many ranks would list all of them on each line.
+    Otherwise, each line of a plan for many ranks would list all ranks.
     """
 
     def shorten(match: "re.Match[str]") -> str:
@@ -318,7 +320,7 @@ def short_lists(text: str) -> str:
 
 
 def _runs(numbers: Sequence[int]) -> list[str]:
-    """Show three or more consecutive numbers as ``a..b``, three or more equal ones as ``n x a``."""
+    """Shorten three or more consecutive numbers to ``a..b``, and equal ones to ``n x a``."""
     shown: list[str] = []
     start = 0
     while start < len(numbers):
@@ -340,7 +342,7 @@ def _runs(numbers: Sequence[int]) -> list[str]:
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Left-align columns; a row with an empty first cell is a line of text in its second cell."""
+    """Left-align columns; if a row's first cell is empty, its second cell is a line of text."""
     rows = [tuple(short_lists(cell) for cell in row) for row in rows]
     full = [row for row in rows if row[0]]
     widths = [max(map(len, column)) for column in zip(*full, strict=True)]

@@ -1,4 +1,4 @@
-"""Start the ranks of one command on this machine, through torch's launcher."""
+"""Starts the ranks of one command on this machine, through torch's launcher."""
 
 import logging
 import os
@@ -26,11 +26,11 @@ def start_ranks(
     """Run ``python -m MODULE WORDS`` on each rank; return 0, or the exit code of a failed rank.
 
     The ranks print their own errors, so the launcher's report is disabled. ``environment`` adds
-    variables. ConfigError, naming ``option``, if ``ranks`` is not positive or this process is a
-    rank itself.
+    variables. Raises ConfigError, naming ``option``, if ``ranks`` is not positive or this process
+    is itself a rank.
     """
     if ranks < 1:
-        raise ConfigError(f"{option}: {ranks} ranks; use 1 or more, for example {option} 2")
+        raise ConfigError(f"{option}: {ranks} ranks; use 1 or more (for example, {option} 2)")
     if "RANK" in os.environ:
         raise ConfigError(
             f"{option}: {ranks}, but this process is already rank {os.environ['RANK']} of another "
@@ -64,7 +64,7 @@ def start_ranks(
 def _exit_code(codes: Mapping[int, int]) -> int:
     """Return one exit code for the failed ranks; a rank killed by signal n has code -n.
 
-    Ranks that exited by themselves take precedence over those that were killed.
+    Ranks that exited by themselves take precedence over ranks that were killed.
     """
     exited = [code for code in codes.values() if code > 0]
     return exited[0] if exited else 128 - next(iter(codes.values()))
