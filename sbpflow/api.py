@@ -73,9 +73,10 @@ def fit(
         config = read_yaml(local_path(config))
     tree = cast("dict[str, Any]", plain(config or {}))
     for name, group in groups.items():
-        base = tree.get(name)
-        both = isinstance(base, dict) and isinstance(group, Mapping)
-        tree[name] = {**base, **group} if both else group
+        base: object = tree.get(name)
+        if isinstance(base, dict) and isinstance(group, Mapping):
+            group = cast("dict[str, Any]", base) | dict(cast("Mapping[str, Any]", group))
+        tree[name] = group
     layouts = tree.setdefault("parallel", {})
     if isinstance(layouts, dict) and not layouts.keys() & {"scheme", "plan", "tables"}:
         layouts["scheme"] = "auto"

@@ -403,7 +403,7 @@ MISTAKES = {
     "group": ({"epochs": 3}, r"^epochs: unknown key; did you mean train\.epochs"),
     "option": ({"prepare": {"min_counts": 2}}, r"^unrecognized arguments: --min-counts 2; usage"),
     "schema": ({"schema": {"labels": "x"}}, r"^schema: labels is 'x'; write a list of names$"),
-    "no data": ({"data": None, "schema": None}, r"^data\.path: not given, for example"),
+    "no data": ({"data": None, "schema": None}, r"^data\.path: not given; use data\.path=DIR"),
 }
 
 

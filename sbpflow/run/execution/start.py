@@ -1,4 +1,4 @@
-"""Starts a run: plans for its hosts, joins its ranks, and locks its folder; closes it at the end."""
+"""Starts a run: plans for its hosts, joins its ranks, locks its folder; closes it at the end."""
 
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
