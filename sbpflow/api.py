@@ -72,11 +72,10 @@ def fit(
     if isinstance(config, str | Path):
         config = read_yaml(local_path(config))
     tree = cast("dict[str, Any]", plain(config or {}))
-    for name, group in groups.items():
-        base: object = tree.get(name)
-        if isinstance(base, dict) and isinstance(group, Mapping):
-            group = cast("dict[str, Any]", base) | dict(cast("Mapping[str, Any]", group))
-        tree[name] = group
+    for name, given in groups.items():
+        base, group = cast("object", tree.get(name)), plain(given)
+        both = isinstance(base, dict) and isinstance(group, dict)
+        tree[name] = cast("dict[str, Any]", base) | group if both else group
     layouts = tree.setdefault("parallel", {})
     if isinstance(layouts, dict) and not layouts.keys() & {"scheme", "plan", "tables"}:
         layouts["scheme"] = "auto"

@@ -140,6 +140,15 @@ def test_the_process_is_as_it_was(tmp_path):
     fit(tmp_path / "other")  # its folder is free again
 
 
+def test_arguments_are_not_changed(tmp_path):
+    rest = {key: group for key, group in CONFIG.items() if key != "parallel"}
+    groups = {"kernel": "torch", "device": "cpu"}
+    run = {"dir": tmp_path / "run"}
+    sbpflow.fit(rest, data=rows(600), schema=SCHEMA, run=run, parallel=groups)
+    assert groups == {"kernel": "torch", "device": "cpu"}
+    assert run == {"dir": tmp_path / "run"}
+
+
 def test_two_ranks_train_alike_and_leave_the_process_as_it_was(run, tmp_path):
     before = state()
     two = fit(tmp_path / "two", ranks=2)
