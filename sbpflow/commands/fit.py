@@ -13,29 +13,13 @@ from sbpflow.config.checks import data_path
 from sbpflow.config.load import dump_config
 from sbpflow.config.schema import Config
 from sbpflow.data import load_manifest
-from sbpflow.errors import (
-    MESSAGE_ERRORS,
-    AbsentError,
-    CheckpointError,
-    ConfigError,
-    DataError,
-    PeerLostError,
-)
 from sbpflow.run.report.events import Event, check_event, time_of
-from sbpflow.runtime.files.json_file import (
-    JsonError,
-    object_of,
-    parse_json,
-    read_json,
-    read_text,
-)
+from sbpflow.runtime.files.json_file import JsonError, parse_json, read_text
 from sbpflow.runtime.files.run_folder import METRICS_FILE
-from sbpflow.runtime.processes.exit_messages import Reason, compose
+from sbpflow.runtime.processes.rank_errors import error_of_ranks
 from sbpflow.runtime.processes.start_ranks import EXIT_INTERRUPT, start_ranks
 from sbpflow.training.loop import num_train_steps
 from sbpflow.training.progress import Progress
-
-_ERRORS = {kind.__name__: kind for kind in (*MESSAGE_ERRORS, AbsentError, PeerLostError)}
 
 
 def train_ranks(config: Config, ranks: int, folder: Path) -> None:
@@ -54,25 +38,7 @@ def train_ranks(config: Config, ranks: int, folder: Path) -> None:
     if code == EXIT_INTERRUPT:
         raise KeyboardInterrupt
     if code:
-        raise _error(folder, ranks, code)
-
-
-def _error(folder: Path, ranks: int, code: int) -> Exception:
-    """The errors of the ranks as one, of the class that the first cause has."""
-    reasons: dict[int, Reason] = {}
-    names: dict[str, str] = {}
-    for rank in range(ranks):
-        if (file := fit_rank.error_file(folder, rank)).is_file():
-            entry = object_of(read_json(file), str(file))
-            reasons[rank] = Reason(entry["kind"], entry["text"])
-            names.setdefault(entry["kind"], entry["name"])
-    text = compose(reasons, ranks).removeprefix("error: ")
-    causes = [names[kind] for kind in ("crash", "mistake", "absent", "lost_peer") if kind in names]
-    if not causes:
-        return RuntimeError(f"the ranks ended with exit code {code}; their messages are above")
-    kind = _ERRORS.get(causes[0], RuntimeError)
-    one_line = issubclass(kind, ConfigError | DataError | CheckpointError)
-    return kind(*text.split("\n")) if one_line else kind(text)
+        raise error_of_ranks(folder, ranks, code)
 
 
 @contextmanager

@@ -3,22 +3,16 @@
 ``python -m sbpflow.commands.fit_rank FOLDER`` trains with ``config.yaml`` of the folder.
 """
 
-import json
 import logging
 import sys
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 from sbpflow.runtime.processes.environment import rank_and_world_size
-from sbpflow.runtime.processes.launch import classify, run_main
+from sbpflow.runtime.processes.launch import run_main
+from sbpflow.runtime.processes.rank_errors import save_error
 
 CONFIG_FILE = "config.yaml"
-
-
-def error_file(folder: Path, rank: int) -> Path:
-    """The file for the error of a rank."""
-    return folder / f"error-{rank}.json"
 
 
 def main() -> None:
@@ -36,8 +30,7 @@ def main() -> None:
         config = load_config(folder / CONFIG_FILE, models=MODELS)
         train_config(config, joined=partial(setup_logging, level=logging.WARNING))
     except Exception as error:
-        entry = {**asdict(classify(error)[0]), "name": type(error).__name__}
-        error_file(folder, rank).write_text(json.dumps(entry), encoding="utf-8")
+        save_error(folder, rank, error)
         raise
 
 
