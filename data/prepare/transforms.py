@@ -29,7 +29,7 @@ def _log_shifted(values: Values, missing: Mask, shift: float, lowest: float) -> 
 def log3(values: Values, missing: Mask) -> tuple[NDArray[np.float32], int]:
     """Return ln(max(x, -2) + 3), 0 for missing values, and the number of values below -2.
 
-    Criteo's smallest value is -2 (column I2), which becomes ln 1 = 0 like a missing cell.
+    Criteo's smallest value is -2 (column I2), which becomes ln 1 = 0 like a missing cell. Source:
     Source: NVIDIA DeepLearningExamples DLRM, preproc_NVTabular.py at 729963dd.
     """
     return _log_shifted(values, missing, 3.0, -2.0)
@@ -46,7 +46,7 @@ def log1(values: Values, missing: Mask) -> tuple[NDArray[np.float32], int]:
 def squared_log(values: Values, missing: Mask) -> tuple[NDArray[np.float32], int]:
     """Return floor(ln(x)^2) for x above 2, other values unchanged, and 0 for missing values.
 
-    Source: FuxiCTR, fuxictr/datasets/criteo.py at 0245987f (there a category, here a number).
+    Source: FuxiCTR, fuxictr/datasets/criteo.py at 0245987f, which uses the result as a category.
     """
     large = values > 2
     logs = np.log(np.where(large, values, 1.0).astype(np.float64))

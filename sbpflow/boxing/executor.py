@@ -41,7 +41,7 @@ _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.R
 
 
 class Pending:
-    """A conversion in progress. Call ``wait`` once; do not change the input part before that.
+    """A conversion in progress. Call ``wait`` once; do not change the input part until it returns.
 
     If the world's ``wait_at_once`` is set, the transfer is already complete.
     """

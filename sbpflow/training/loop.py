@@ -163,7 +163,7 @@ def fit(
         batches = current.batches
         pace.got_batch()
         step += 1
-        # The final scoring of val counts as an evaluation if evaluations use all rows, too.
+        # The final scoring of val is also an evaluation if evaluations use all rows.
         due = step % every == 0 if step < last else train.eval_rows is None
         scored = bool(train.eval_every) and due
         with overlap.step(step), _named(step), _watched(trainer, times, profiler, step):

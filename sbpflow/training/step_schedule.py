@@ -51,7 +51,8 @@ UPDATE = Move("update", "one optimizer step on the rows")
 RECEIVE_DENSE = Move("receive_dense", "buckets back to gradients", waits=(DENSE_GRADIENTS,))
 UPDATE_DENSE = Move("update_dense", "dense optimizer step")
 
-# A schedule has a clip move only if gradients are clipped. The move needs all these gradients.
+# A schedule has a clip move only if gradients are clipped. The clip move needs all gradients that
+# it scales.
 CLIP = Move("clip", "dense gradients scaled to a norm")
 CLIP_ROWS = Move("clip", "all gradients scaled to a norm")
 

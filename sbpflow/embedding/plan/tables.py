@@ -1,4 +1,4 @@
-"""Features, embedding tables, their layouts, and the shards that follow from a layout.
+"""Defines features, embedding tables, their layouts, and the shards of a layout.
 
 Only this module derives the list of shards, (table, row shard, column shard) -> rank in EMBark,
 from the layout. All types are plain values.

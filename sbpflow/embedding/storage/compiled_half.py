@@ -1,4 +1,4 @@
-"""Loops over half-precision rows, compiled by numba: pooled reads and rounded writes.
+"""Defines loops over half-precision rows, compiled by numba: pooled reads, rounded writes.
 
 The properties of the module ``compiled`` apply to this module too, and results are bit-equal to
 ``TorchStorage``. Rows are passed as int16 bits, because NumPy has no bfloat16 type.

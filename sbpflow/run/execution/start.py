@@ -64,5 +64,5 @@ def join_ranks(config: Config, plan: RunPlan, *, data_set: str) -> Boxing:
 
 
 def lock_run_folder(config: Config, boxing: Boxing) -> RunLock:
-    """Lock ``run.dir`` for this run; ConfigError on all ranks if another run has locked it."""
+    """Lock ``run.dir`` for this run; raise ConfigError on all ranks if another run locked it."""
     return run_on_all_ranks(boxing, lambda: RunLock(run_dir(config), rank=boxing.world.rank))
