@@ -1,4 +1,6 @@
-"""linear_of_parts equals concat and linear, forward and backward, under any dense layout."""
+"""Tests that linear_of_parts equals concat and linear, forward and backward, under any dense
+layout.
+"""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Invalid operands and dims are refused by name."""
+"""Tests that invalid operands and dims are refused by name."""
 
 import re
 
