@@ -253,7 +253,7 @@ class Bench:
     def _prepare(self, root: Path) -> Measured:
         source = self._synth("tsv", 50_000 if self.quick else 1_000_000, "--format", "tsv")
         size = len(source.read_bytes()) / 1e6  # reading also loads it into the page cache
-        os.sync()  # so that the previous turn's writes do not count
+        os.sync()  # excludes the previous turn's writes
         with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
             words = ("--input", str(source), "--output", f"{folder}/set", "--max-bad-fraction", "0")
             cost = _run(root, "-m", data_package(root), "prepare", *words)

@@ -49,8 +49,8 @@ class Results:
     """Prints each line and appends it to a file.
 
     The first added line replaces the file; with ``benchmark``, it replaces only the lines of that
-    benchmark, so that a module's benchmarks can run separately. If not ``recorded``, lines are
-    printed and the file is unchanged: for other sizes than the recorded ones.
+    benchmark, so that a module's benchmarks can run separately. If not ``recorded`` (other sizes
+    than the recorded ones), lines are printed and the file is unchanged.
     """
 
     def __init__(self, name: str, benchmark: str | None = None, *, recorded: bool = True) -> None:

@@ -98,7 +98,7 @@ Plan = dict[str, Choice]
 
 
 def choice_of(given: TableLayout, world_size: int) -> Choice:
-    """Return the choice that a resolved layout describes; ConfigError if it splits unevenly."""
+    """Return the choice that a resolved layout describes; raise ConfigError if uneven."""
     layout = given.layout
     if any(isinstance(sbp, Split) and sbp.sizes is not None for sbp in layout.nd_sbp):
         raise ConfigError(f"{given.key}: {layout} has sizes; planners split evenly, leave them out")
@@ -243,7 +243,7 @@ def rules(plan: Mapping[str, Choice]) -> dict[str, TableRule]:
 
 
 def embedding_plan(task: Task, plan: Mapping[str, Choice]) -> EmbeddingPlan:
-    """Return the engine's plan; ConfigError if the engine cannot run it."""
+    """Return the engine's plan; raise ConfigError if the engine cannot run it."""
     comm_dtype: CommDtype | None = None
     if task.comm_dtype is not None and task.comm_dtype != task.dtype:
         comm_dtype = "bfloat16" if task.comm_dtype == torch.bfloat16 else "float16"
@@ -287,7 +287,7 @@ def plan_to_yaml(plan: Mapping[str, Choice], notes: Mapping[str, Any] | None = N
 
 
 def plan_from_yaml(path: Path, task: Task) -> Plan:
-    """Read the plan in a YAML file, written by ``plan_to_yaml`` or by hand; ConfigError if
+    """Read the plan in a YAML file, written by ``plan_to_yaml`` or by hand; raise ConfigError if
     invalid.
     """
     planned = read_table_plan(path, world_size=task.world_size)

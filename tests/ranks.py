@@ -65,7 +65,7 @@ class RankPool:
         self._workers: list[_Worker] = []
 
     def run(self, fn: Callable[..., Any], *args: Any, checked: bool = False) -> list[Any]:
-        """Return the values of ``fn(world, *args)`` in rank order; RanksFailed if a rank failed.
+        """Return the values of ``fn(world, *args)`` in rank order; raise RanksFailed if one failed.
 
         ``checked`` enables the world's checked mode, which synchronizes all ranks before each
         transfer and therefore hides races.
