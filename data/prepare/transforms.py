@@ -29,7 +29,7 @@ def _log_shifted(values: Values, missing: Mask, shift: float, lowest: float) -> 
 def log3(values: Values, missing: Mask) -> tuple[NDArray[np.float32], int]:
     """Return ln(max(x, -2) + 3), 0 for missing values, and the number of values below -2.
 
-    Criteo's smallest value is -2 (column I2), which becomes ln 1 = 0 like a missing cell. Source:
+    Criteo's smallest value is -2 (column I2), which becomes ln 1 = 0 like a missing cell.
     Source: NVIDIA DeepLearningExamples DLRM, preproc_NVTabular.py at 729963dd.
     """
     return _log_shifted(values, missing, 3.0, -2.0)

@@ -196,8 +196,7 @@ class _Dual:
 
 
 def _row(problem: Problem, option: Option, price: Floats) -> tuple[float, float, float, float]:
-    """Return the ms of home, of the mean rank's shards and of the heaviest shard, and all bytes.
-    """
+    """Return the ms of home, of the mean rank's shards and of the heaviest shard, and all bytes."""
     memory = problem.pricing.memory
     shards = option.shards @ price
     held = float(problem.num_ranks * memory(option.home) + memory(option.shards).sum())
