@@ -60,7 +60,7 @@ class Results:
         self._provenance = provenance()
         if not recorded:
             sys.stderr.write(
-                f"sizes differ from those of {self.path.name}: printed, not recorded\n"
+                f"sizes differ from {self.path.name}: printed, not recorded\n"
             )
             return
         RESULTS.mkdir(exist_ok=True)

@@ -371,7 +371,7 @@ def _check(profile: Profile) -> None:
 def _check_members(profile: Profile) -> None:
     for m, member in enumerate(profile.members):
         if list(member) != list(profile.members[0]):
-            raise ConfigError(f"members[{m}]: phases differ from those of members[0]")
+            raise ConfigError(f"members[{m}]: phases differ from the phases of members[0]")
         for name, fusion in member.items():
             count = len(fusion.mix)
             sizes = {len(fusion.scale), len(fusion.power), *(count for _ in fusion.mix)}

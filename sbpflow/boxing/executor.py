@@ -168,7 +168,7 @@ class Boxing:
         if len(self._ready) >= MAX_READY_STEPS:
             self._ready.clear()
         world, own_group = self.world, None
-        for ranks in step.groups:  # c10d requires all ranks to create all groups, in one order
+        for ranks in step.groups:  # c10d requires all ranks to create all groups, in the same order
             group = world.group(ranks, channel, step.id)
             own_group = group if world.rank in ranks else own_group
         in_pairs = len(world.topology.hosts) > 1 and world.backend_of(step.dst) == "gloo"

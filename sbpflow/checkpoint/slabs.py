@@ -30,7 +30,7 @@ class Slabs:
         self._owner = np.full(self.num_slabs, _FREE, np.int32)
         self._starts = np.arange(num_ranges + 1) * range_rows
         self._open = np.full(num_ranges, _FREE)  # each range's slab with room, if any
-        self._filled = np.full(num_ranges, self._rows)  # rows in that slab; full if no slab
+        self._filled = np.full(num_ranges, self._rows)  # rows in that slab; full if none
 
     @property
     def num_places(self) -> int:

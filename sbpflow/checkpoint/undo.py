@@ -31,8 +31,10 @@ from sbpflow.embedding.storage.store import RowStore
 SLAB_SHARE, SEGMENT_SHARE = 0.05, 0.015
 MIN_SLAB_ROWS = 2**14  # the slabs have at least this many rows
 SEGMENT_ROWS, MIN_SEGMENTS = 2**14, 3  # segments of a small store have fewer rows
-PIECE_ROWS = 2**12  # number of rows logged together in one segment
-READY_SEGMENTS = 2  # number of free segments whose pages are already mapped
+# Up to ``PIECE_ROWS`` rows are logged together in a segment, and ``READY_SEGMENTS`` free segments
+# have pages that are already mapped.
+PIECE_ROWS = 2**12
+READY_SEGMENTS = 2
 
 _CPU = torch.device("cpu")
 

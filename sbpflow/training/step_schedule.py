@@ -119,7 +119,7 @@ BatchT = TypeVar("BatchT", bound=BatchInFlight)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSchedule:
-    """Runs ``each_batch`` for each batch in turn, and then ``each_step`` once.
+    """Runs ``each_batch`` for one batch after another, and then ``each_step`` once.
 
     A move of ``OF_A_BATCH`` within ``each_step`` runs for every batch of the step. With
     ``wait_at_once``, the schedule waits for every transfer right after starting the transfer.

@@ -96,7 +96,7 @@ class HashedColumn:
 
     @property
     def name(self) -> str:
-        """Return the column's name, which differs from those of crosses stored in the set."""
+        """Return the column's name, which differs from the names of crosses stored in the set."""
         return f"hashed.{'x'.join(self.columns)}"
 
     def field(self) -> IdField:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 
-CONNECT_S = 60.0  # time for rank 0 to listen; the ranks of a run start within this time
+CONNECT_S = 60.0  # time limit for rank 0 to listen; a run's ranks start within this time
 ANSWER_S = 5.0  # limit of one operation, which takes about 1 ms, and 100 ms on a busy machine
 # The listening process has at least ``_GREET_S`` to prove that it is rank 0.
 _GREET_S = 5.0
@@ -150,7 +150,7 @@ def open_store(serves: bool) -> TimedStore:
             "are on this machine)"
         ) from error
     if address and ipaddress.ip_address(address).is_loopback:
-        host = address  # for a name with both kinds, torch tries IPv6 first and waits there
+        host = address  # if a name has IPv4 and IPv6 addresses, torch waits on IPv6 first
     end = time.monotonic() + CONNECT_S
     listener = _listener(host, address, port) if serves else None
     if not serves:
