@@ -40,7 +40,7 @@ GRACE_S = 3.0  # limit for the other ranks after a rank has failed
 
 
 class RanksFailed(AssertionError):
-    """Signals that at least one rank failed; ``errors`` contains the error messages of these ranks."""
+    """Signals that at least one rank failed; ``errors`` contains these ranks' messages."""
 
     def __init__(self, errors: dict[int, str]) -> None:
         self.errors = errors

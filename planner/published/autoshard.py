@@ -80,7 +80,7 @@ class _Episodes:
     features: Tensor  # [T, 21]
     sizes: Tensor  # [T], as shares of a device's room
     chosen: Tensor  # [T, E]
-    logits: Tensor  # [T, E, D] logits of the acting copy
+    logits: Tensor  # [T, E, D] of the acting copy
     order: Ints
 
     def devices(self, number: int) -> Ints:

@@ -14,8 +14,8 @@ from sbpflow.planner.search.insertion import Inserter, goal, goal_of
 from sbpflow.planner.search.problem import Assignment, Floats, Key, Move, Problem, State
 
 START_THRESHOLD = 0.02  # a worse plan is accepted up to this initial excess of the goal
-# A ruin removes at most ``LARGEST_RUIN`` tables; a share ``GROUP_RUIN`` of the ruins moves a group of
-# tables to other ranks.
+# A ruin removes at most ``LARGEST_RUIN`` tables; a share ``GROUP_RUIN`` of the ruins moves a whole
+# group to other ranks.
 LARGEST_RUIN = 12
 GROUP_RUIN = 0.02
 SWAP_SHARE = 0.3
