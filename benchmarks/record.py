@@ -59,9 +59,7 @@ class Results:
         self._recorded = recorded
         self._provenance = provenance()
         if not recorded:
-            sys.stderr.write(
-                f"sizes differ from {self.path.name}: printed, not recorded\n"
-            )
+            sys.stderr.write(f"sizes differ from {self.path.name}: printed, not recorded\n")
             return
         RESULTS.mkdir(exist_ok=True)
         kept = self.path.read_text().splitlines() if benchmark and self.path.exists() else []

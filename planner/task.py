@@ -101,7 +101,9 @@ def choice_of(given: TableLayout, world_size: int) -> Choice:
     """Return the choice that a resolved layout describes; raise ConfigError if uneven."""
     layout = given.layout
     if any(isinstance(sbp, Split) and sbp.sizes is not None for sbp in layout.nd_sbp):
-        raise ConfigError(f"{given.key}: {layout} has sizes; planners split evenly, leave them out")
+        raise ConfigError(
+            f"{given.key}: {layout} has sizes, but planners split evenly; remove sizes"
+        )
     ranks, kinds = layout.placement.ranks, layout.nd_sbp
     if len(kinds) == 2:
         rows, columns = layout.placement.shape
@@ -296,7 +298,7 @@ def plan_from_yaml(path: Path, task: Task) -> Plan:
         if rule.comm_dtype is not None and DTYPES[rule.comm_dtype] != comm_dtype:
             raise ConfigError(
                 f"{path}: tables.{pattern}.comm_dtype: {rule.comm_dtype}; the planner prices all "
-                f"vectors as {str(comm_dtype).removeprefix('torch.')}: leave it out"
+                f"vectors as {str(comm_dtype).removeprefix('torch.')}; remove it"
             )
     layouts = resolve_table_layouts(
         ParallelConfig(plan=str(path)),

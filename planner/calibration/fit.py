@@ -44,7 +44,7 @@ _GROUPS = (
     "num_whole_groups",
 )
 _EXPANDED = ("expand_rows", "expand_elements")
-# The features that the time of a phase can depend on; the weights of all other features are 0.
+# A phase's time can depend only on these features; the weights of all other features are 0.
 TERMS: Mapping[str, tuple[str, ...]] = {
     "start_id_exchange": (
         "always",

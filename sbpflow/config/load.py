@@ -98,7 +98,7 @@ def _with_own(models: Mapping[str, type[Any]], group: object) -> dict[str, type[
 
 
 def import_model(name: str) -> type[Any]:
-    """Return the class ``package.module:Class``; raise ConfigError unless it is a model's."""
+    """Return a model's class ``package.module:Class``; raise ConfigError for other classes."""
     kind = import_own_class("model.name", name, "my_package.my_module:MyModel")
     tagged = dataclasses.is_dataclass(kind) and "name" in kind.__dataclass_fields__
     if not tagged or not callable(getattr(kind, "spec", None)):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from sbpflow.costs.counts import INDEX, SENT, vector_of
 from sbpflow.costs.ids import Floats
 
-INDEX_NS = 4.0  # to find an id's index among the unique ids
+INDEX_NS = 4.0  # price of finding an id among the unique ids
 READ_NS, READ_NS_PER_COLUMN = 4.0, 0.2
 SUM_NS, SUM_NS_PER_COLUMN = 4.0, 0.35
 COPY_NS_PER_BYTE = 0.06
@@ -29,7 +29,7 @@ WORK_NS = vector_of(
         "read_elements": READ_NS_PER_COLUMN,
         "update_ids": INDEX_NS + SUM_NS,
         "update_elements": SUM_NS_PER_COLUMN,
-        "step_rows": 8.0,  # to read, update, and write a row
+        "step_rows": 8.0,  # price of reading, updating, and writing a row
         "step_passes": 0.6,
         "copied_bytes": COPY_NS_PER_BYTE,
     }

@@ -199,7 +199,7 @@ class Trainer:
             self._updated, self._done = False, frozenset()
             self._set_learning_rates()
             self.schedule.run(
-                # As attributes, these would form a reference cycle and delay the freeing of tables.
+                # As attributes, these maps would form a reference cycle and delay freeing tables.
                 {move.name: self._of_batch(move) for move in OF_A_BATCH},
                 {move.name: self._of_step(move) for move in (*OF_A_STEP, CLIP)},
                 in_flight,

@@ -56,8 +56,8 @@ def test_a_plan_is_measured_until_its_difference_is_significant():
     assert settled([ms * 1.001 for ms in ours], ours)  # the plan is as fast, with a narrow interval
     assert not settled([1.0, 2.0 * 1.01, 1.0, 2.0], ours)  # four rounds may agree by chance
     assert not settled(noisy, ours)
-    # The difference is computed on the plan's own rounds; the plan's ms are ours with this
-    # difference, over all rounds.
+    # The difference is computed on the plan's own rounds and then applied to our ms of all
+    # rounds.
     drifted = [1.0] * 4 + [3.0] * 6
     row = compared(CASE, {"auto": drifted, "auto 2": [1.5] * 4, "dim": [2.0] * 10})
     assert row["plans"]["auto 2"]["slower_than_auto"] == pytest.approx(0.5)
