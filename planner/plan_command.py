@@ -84,9 +84,7 @@ def plan(argv: Sequence[str]) -> str:
 def explain(argv: Sequence[str]) -> str:
     """Predict the step of an existing plan and find the best alternative for each table."""
     parser = _parser("explain-plan", "Predict a plan's time rank by rank, and list better choices.")
-    parser.add_argument(
-        "--plan", type=local_path, required=True, help="a YAML plan, as sbpflow plan writes"
-    )
+    parser.add_argument("--plan", type=local_path, required=True, help="a YAML file of table rules")
     _add_report(parser)
     args = parser.parse_args(argv)
     cost = _cost(args)

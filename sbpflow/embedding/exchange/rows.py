@@ -276,7 +276,7 @@ class UniqueColumnsGroup(AllGatherRowsGroup):
 
     def __init__(self, plan: GroupPlan, boxing: Boxing, context: GroupContext) -> None:
         super().__init__(plan, boxing, context)
-        self._columns = self._stack.columns_by_rank()  # these are not always in ascending order
+        self._columns = self._stack.columns_by_rank()  # columns of the ranks, in any order
         self._widths = [columns.stop - columns.start for columns in self._columns]
 
     def lookup(self, batch: RowsInFlight) -> None:

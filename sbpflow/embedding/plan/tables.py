@@ -200,7 +200,7 @@ class Shard:
 
     @property
     def shift(self) -> int:
-        """Return row in the store minus address, or 0 for a ``by_key`` table."""
+        """Return a row's number in the store minus its address; 0 for a ``by_key`` table."""
         return self.table.numbering.shift(self.base, self.row_start)
 
 

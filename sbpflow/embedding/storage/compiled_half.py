@@ -25,7 +25,7 @@ class _Builder(Protocol):
     def fpext(self, value: object, kind: object) -> object: ...
 
 
-_FLOAT = cast("Callable[[object], object]", types.float32)  # numba calls it to make a signature
+_FLOAT = cast("Callable[[object], object]", types.float32)  # calling a type makes a signature
 
 
 def _type_of_from_bfloat16(_: object, a: object) -> object:

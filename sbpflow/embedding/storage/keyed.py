@@ -175,8 +175,8 @@ class TrainedRows:
     """A snapshot of the first rows of ``store``, numbered by ascending address.
 
     ``addresses`` [n] are the addresses of the store's rows from row 0 on. Sorting the addresses
-    takes a second or two for ten million rows, so the first use sorts them; in a save, this is the
-    writer thread.
+    takes a second or two for ten million rows, so the first use sorts them; in a save, the writer
+    thread does this.
     """
 
     is_in_place = False
