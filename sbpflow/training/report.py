@@ -114,7 +114,7 @@ class MetricsWriter:
             json.dumps({"event": event, "time": now, **finite}, allow_nan=False) + "\n"
         )
         self._file.flush()
-        if event in ("slice", "calibration"):  # tables, not curves
+        if event in ("slice", "calibration"):  # these events fill tables, not curves
             return
         step = finite.get("step", finite.get("steps"))
         tag = finite.get("split", event)
