@@ -37,8 +37,11 @@ def _arguments(argv: Sequence[str]) -> Namespace:
 
 def export(argv: Sequence[str]) -> int:
     """Write a trained model in formats that do not need sbpflow."""
+    from sbpflow.run.saved.saved_model import weights_text
+
     args = _arguments(argv)
     checkpoint, config = saved_run(args)
+    print(weights_text(checkpoint))
     files = export_model(
         checkpoint,
         config,

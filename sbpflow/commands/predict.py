@@ -1,5 +1,6 @@
 """``sbpflow predict``: score rows with a trained model."""
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
@@ -23,12 +24,13 @@ def predict(argv: Sequence[str]) -> int:
     """Score rows with a trained model; under torchrun, score on several ranks."""
     parser = ArgumentParser(
         prog="sbpflow predict",
-        description="Score raw rows or a prepared set and write a Parquet file.",
+        description="Score raw rows or a prepared set; write Parquet, CSV, or TSV.",
     )
     add_model(parser)
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="PATH", help="raw rows, or one prepared set")
-    add("--output", type=local_path, required=True, metavar="FILE", help="such as scores.parquet")
+    text = "a .parquet, .csv or .tsv file"
+    add("--output", type=local_path, required=True, metavar="FILE", help=text)
     add("--split", default="test", choices=("train", "val", "test"), help="split of a prepared set")
     add("--max-bad-fraction", type=float, default=0.0, help="share of raw rows that may be skipped")
     add("--overwrite", action="store_true", help="replace an existing file")
@@ -38,14 +40,20 @@ def predict(argv: Sequence[str]) -> int:
     from sbpflow.data import load_manifest
     from sbpflow.data.predictions import Scoring
     from sbpflow.run.execution.start import closing
+    from sbpflow.run.saved.saved_model import weights_text
     from sbpflow.training.report import setup_logging
 
     checkpoint, config = saved_run(args)
     like = load_manifest(data_folder(checkpoint.path))
     scoring = Scoring(args.input, args.output, args.split, like, overwrite=args.overwrite)
+
+    def joined(rank: int) -> None:
+        setup_logging(rank)
+        logging.getLogger(__name__).info("%s", weights_text(checkpoint))
+
     with closing() as opened:
         job, loader = open_rows(
-            checkpoint, config, scoring, opened, bad=args.max_bad_fraction, joined=setup_logging
+            checkpoint, config, scoring, opened, bad=args.max_bad_fraction, joined=joined
         )
         write_scores(job, loader, scoring)
     return 0
