@@ -10,17 +10,25 @@ import mmap
 import torch
 from torch import Tensor
 
+from sbpflow.errors import ConfigError
+
 LEAST_BYTES = 4 << 20  # two huge pages; smaller blocks do not justify a separate mapping
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that are not moved during the lifetime of a table."""
+    """Zeros that are not moved during the lifetime of a table; ConfigError if they do not fit."""
     numel = torch.Size(shape).numel()
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if device.type != "cpu" or advice is None or numel * dtype.itemsize < LEAST_BYTES:
         return torch.zeros(shape, dtype=dtype, device=device)
     # Private mapping: Python's default is shared, which gets no huge pages. Paged in on first use.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    block = mmap.mmap(-1, numel * dtype.itemsize, flags=flags)
+    try:
+        block = mmap.mmap(-1, numel * dtype.itemsize, flags=flags)
+    except OSError as error:
+        raise ConfigError(
+            f"tables: a block of {numel * dtype.itemsize / 1e9:.2f} GB for {shape[0]:,} rows does "
+            "not fit in memory; use more ranks, or parallel.storage with kind: file"
+        ) from error
     block.madvise(advice)
     return torch.frombuffer(block, dtype=dtype).view(shape)  # keeps the mapping alive
