@@ -80,7 +80,7 @@ def generated_trace(shape: Shape) -> tuple[list[Array], int]:
 
 def fetches(results: Results, folder: Path | None) -> None:
     """Rows fetched per step by each policy; SystemExit if the planner misses its bounds."""
-    zipf = Shape(table_rows=100_000, zipf=1.1, rows_per_rank=4096, num_batches=150)
+    zipf = Shape(table_rows=100_000, zipf=1.1, rows_per_rank=BATCH, num_batches=200)
     if folder is not None:
         for epochs in (1, 3):
             trace, num_rows = genuine_trace(folder, epochs)
@@ -88,7 +88,7 @@ def fetches(results: Results, folder: Path | None) -> None:
                 name = f"genuine, {epochs} epochs"
                 _compare_policies(results, name, trace, num_rows, capacity)
     trace, num_rows = generated_trace(zipf)
-    for capacity in (100_000, 200_000):
+    for capacity in (45_000, 100_000):
         _compare_policies(results, "generated, Zipf 1.1", trace, num_rows, capacity)
 
 
@@ -131,7 +131,7 @@ def planning(results: Results) -> None:
     duplicates; SystemExit if it runs on the training thread.
     """
     small = Shape(rows_per_rank=1024, num_batches=140)
-    large = replace(small, table_rows=1_000_000, rows_per_rank=16_384)
+    large = replace(small, table_rows=1_000_000, rows_per_rank=16_384, num_batches=104)
     for shape, capacity in ((small, 45_000), (large, 1_000_000), (large, 200_000)):
         starts = np.arange(shape.num_tables, dtype=np.int64) * shape.table_rows
         generator = np.random.default_rng(1)

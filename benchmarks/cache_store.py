@@ -29,7 +29,7 @@ from sbpflow.embedding.rules.lazy_adam import LazyAdam
 from sbpflow.embedding.storage.base import RowListener
 from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.store import WEIGHTS, RowStore, StoreRequest, device_store
-from sbpflow.models.wdl import WdlConfig
+from sbpflow.models.wdl import WdlConfig, WideConfig
 from sbpflow.run.execution.job import Job, build_job
 from sbpflow.run.model.spec import Fields
 from sbpflow.run.planning.build_plan import plan_run
@@ -270,7 +270,9 @@ def make_job(world: World, fields: Fields, setup: Setup, folder: Path) -> tuple[
     """Wide & Deep with 16 columns and lazy Adam: 192 bytes per row of the deep tables."""
     config = Config(
         data=DataConfig(batch_size=BATCH, tail="drop"),
-        model=WdlConfig(embedding_dim=16, hidden=(400, 400), dropout=0.2),
+        model=WdlConfig(
+            embedding_dim=16, hidden=(400, 400), dropout=0.2, wide=WideConfig(crosses=())
+        ),
         parallel=ParallelConfig(device="cpu", scheme="3"),
         optimizer=OptimizerConfig(sparse=LazyAdam(lr=1e-3)),
     )
@@ -320,7 +322,7 @@ def genuine_batches(folder: Path, world: World) -> tuple[list[Any], Fields]:
     """Batches of genuine rows, as many as the longest lookahead needs, and their columns."""
     manifest = load_manifest(folder)
     loaders = open_loaders(
-        manifest, DataConfig(batch_size=BATCH, tail="drop"), world.rank, world.size,
+        manifest, DataConfig(batch_size=BATCH, tail="drop", loader="memmap"), world.rank, world.size,
         seed=1, device=world.device,
     )  # fmt: skip
     needed = WARM_UP + MEASURED + LOOKAHEAD + 1
@@ -357,7 +359,7 @@ def _setups(part: str) -> list[Setup]:
     if part == "systems":
         return [
             replace(uncached, buffered=False), uncached, lru, ours,
-            replace(uncached, buffered=False, duplex=False), replace(ours, duplex=False),
+            replace(lru, duplex=False), replace(ours, duplex=False),
         ]  # fmt: skip
     if part == "rates":
         pair = (lru, ours)
