@@ -321,10 +321,8 @@ def run(world: World, folder: Path, batches: Batches, fields: Fields, setup: Set
 def genuine_batches(folder: Path, world: World) -> tuple[list[Any], Fields]:
     """Batches of genuine rows, as many as the longest lookahead needs, and their columns."""
     manifest = load_manifest(folder)
-    loaders = open_loaders(
-        manifest, DataConfig(batch_size=BATCH, tail="drop", loader="memmap"), world.rank, world.size,
-        seed=1, device=world.device,
-    )  # fmt: skip
+    config = DataConfig(batch_size=BATCH, tail="drop", loader="memmap")
+    loaders = open_loaders(manifest, config, world.rank, world.size, seed=1, device=world.device)
     needed = WARM_UP + MEASURED + LOOKAHEAD + 1
     batches: list[Any] = []
     for epoch in range(3):
