@@ -1,6 +1,6 @@
 """Train Wide & Deep: torchrun --nproc-per-node N train_wdl.py --config CONFIG key=value ...
 
-Equivalent to ``sbpflow train`` on one rank; it also trains any other ``model.name``.
+This script is equivalent to ``sbpflow train`` on one rank; it also trains any other ``model.name``.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,9 @@
-"""Check a built documentation site: it works from disk, without network.
+"""Check that a built documentation site works from disk, without network access.
 
     python .ci/check_site.py site
 
-Fails if a page loads a script, style sheet, font or image from another host, if a link or image
-inside the site leads nowhere, or if the index of the search is missing.
+The check fails if a page loads a script, style sheet, font or image from another host, if an
+internal link or image is broken, or if the search index is missing.
 """
 
 import re
@@ -12,14 +12,14 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-# What a browser fetches by itself; <link> fetches for these values of rel only.
+# Browsers fetch these attributes automatically, and <link> for these values of rel.
 LOADED = {("script", "src"), ("img", "src"), ("iframe", "src"), ("source", "srcset")}
 LINK_KINDS = {"stylesheet", "icon", "preload", "preconnect", "dns-prefetch"}
 STYLE_URL = re.compile(r"""(?:url\(|@import)\s*["']?((?:https?:)?//[^"')\s]+)""")
 
 
 class Page(HTMLParser):
-    """What one page loads and links to, and the places in it that links can name."""
+    """The loaded resources, links and link targets of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Called for each element."""
+        """Record the attributes of an element."""
         given = {name: value or "" for name, value in attrs}
         self.places |= {given[name] for name in ("id", "name") if name in given}
         self.loads += [given[name] for of, name in LOADED if of == tag and name in given]
@@ -41,13 +41,13 @@ class Page(HTMLParser):
 
 
 def is_remote(address: str) -> bool:
-    """Whether a browser would ask another host for it."""
+    """Return whether the address is on another host."""
     return address.startswith("//") or urlsplit(address).scheme in ("http", "https")
 
 
 def faults(site: Path) -> list[str]:
-    """What is wrong with the site, one line each."""
-    found = [] if (site / "searchindex.js").is_file() else ["searchindex.js: not there"]
+    """List the problems of the site."""
+    found = [] if (site / "searchindex.js").is_file() else ["searchindex.js is missing"]
     for style in sorted(site.rglob("*.css")):
         for address in STYLE_URL.findall(style.read_text(encoding="utf-8")):
             found.append(f"{style.relative_to(site)}: loads {address}")
@@ -64,9 +64,9 @@ def faults(site: Path) -> list[str]:
                 continue
             target = (path.parent / unquote(parts.path)).resolve() if parts.path else path.resolve()
             if not target.is_file():
-                found.append(f"{name}: {address} is not in the site")
+                found.append(f"{name}: {address} is not a file of the site")
             elif target in by_file and unquote(parts.fragment) not in by_file[target].places:
-                found.append(f"{name}: {address} names a place that its page does not have")
+                found.append(f"{name}: {address} is a link to a missing anchor")
     return found
 
 

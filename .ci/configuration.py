@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md: every key of the configuration, from the marks of its fields.
+"""Write docs/configuration.md, a list of all configuration keys, from the configuration classes.
 
 PYTHONPATH=. python .ci/configuration.py
 """
@@ -22,27 +22,28 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 HEAD = """# Configuration: every key
 
 Set a key in the YAML file, or after the command as in `train.stop.patience=3`. PATTERN stands for a
-pattern of names, such as `"*.C1"`; where several match a name, the last one wins.
+pattern of names, such as `"*.C1"`. If several patterns match a name, the last pattern wins.
 
-The last column says what a key affects, and so whether an unfinished run may resume with another
-value (`checkpoint.resume: auto`):
-* **results**: the loss of some step. The value must stay the same.
-* **scores**: evaluations only. The value may change, unless `train.stop` or `train.plateau` is set.
-* **execution**: where, how, or how long a run executes; no loss changes beyond the rounding of sums
-  in another order. The value may change.
+The last column shows whether an unfinished run may resume with another value
+(`checkpoint.resume: auto`):
+* **results**: the key affects losses, so its value must stay the same.
+* **scores**: the key affects only evaluations. Its value may change unless `train.stop` or
+  `train.plateau` is set.
+* **execution**: the key affects where, how, or how long a run executes, but losses change only by
+  rounding. Its value may change.
 
-The fields of a model or a sparse optimizer of your own are its keys, and affect results
+The fields of a custom model or sparse optimizer are also keys, and affect results
 ([embeddings.md](embeddings.md)).
 
 `PYTHONPATH=. python .ci/configuration.py` rewrites this page.
 """
-TABLE = "\n| key | value | default | what it is | affects |\n|---|---|---|---|---|\n"
+TABLE = "\n| key | value | default | description | affects |\n|---|---|---|---|---|\n"
 SCALARS = {Path: "path", str: "text", int: "whole number", float: "number", bool: "true, false"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One key of a group, each column as text."""
+    """A table row for one key, with each column as text."""
 
     name: str
     value: str
@@ -53,7 +54,7 @@ class Row:
 
 @dataclasses.dataclass
 class Section:
-    """One table: the groups that have these keys, and the docstring of their class."""
+    """A table of keys, with the groups that have these keys and the docstring of their class."""
 
     paths: list[str]
     condition: str
@@ -62,7 +63,7 @@ class Section:
 
 
 def page() -> str:
-    """The content of the page."""
+    """Return the content of the page."""
     parts = [HEAD]
     for section in merged(sections()):
         title = ", ".join(f"`{path}`" for path in section.paths) + section.condition
@@ -76,7 +77,7 @@ def page() -> str:
 
 
 def merged(found: Iterator[Section]) -> list[Section]:
-    """The sections, with those of equal rows merged."""
+    """Merge sections with equal rows."""
     by_rows: dict[tuple[Row, ...], Section] = {}
     for section in found:
         first = by_rows.setdefault(tuple(section.rows), section)
@@ -85,7 +86,7 @@ def merged(found: Iterator[Section]) -> list[Section]:
 
 
 def sections() -> Iterator[Section]:
-    """A section for every group, in the order of the classes."""
+    """Yield a section for every group, in the order of the classes."""
     hints = typing.get_type_hints(Config, include_extras=True)
     for field in dataclasses.fields(Config):
         if field.name != "model":
@@ -94,7 +95,7 @@ def sections() -> Iterator[Section]:
         tag = row_of(Config, field, hints["model"], MODELS)
         first, *others = [rows_of(kind) for kind in MODELS.values()]
         shared = [row for row in first if all(row in other for other in others)]
-        text = "Keys of every model here."
+        text = "These keys are common to all built-in models."
         yield Section(["model"], "", text, [dataclasses.replace(tag, name="name"), *shared])
         for name, kind in MODELS.items():
             yield from sections_of(kind, "model", f" with `name: {name}`", but=shared)
@@ -103,7 +104,7 @@ def sections() -> Iterator[Section]:
 def sections_of(
     kind: type[Any], path: str, condition: str = "", but: Sequence[Row] = ()
 ) -> Iterator[Section]:
-    """The section of the group at ``path`` without the rows ``but``, then those of its groups."""
+    """Yield the section of the group at ``path`` without the rows ``but``, then its subgroups."""
     hints = typing.get_type_hints(kind, include_extras=True)
     text = inspect.cleandoc(kind.__doc__ or "").replace("``", "`")
     yield Section([path], condition, text, [row for row in rows_of(kind) if row not in but])
@@ -120,7 +121,7 @@ def sections_of(
 
 
 def rows_of(kind: type[Any]) -> list[Row]:
-    """The rows of a group's own keys; LookupError for a key without a description."""
+    """Return the rows of a group's own keys. Raise LookupError for a key without a description."""
     hints = typing.get_type_hints(kind, include_extras=True)
     return [
         row_of(kind, field, hints[field.name], groups(hints[field.name]))
@@ -133,10 +134,10 @@ def rows_of(kind: type[Any]) -> list[Row]:
 def row_of(
     kind: type[Any], field: "dataclasses.Field[Any]", hint: object, kinds: Mapping[str, type[Any]]
 ) -> Row:
-    """The row of a field, or of the key ``name`` that selects among ``kinds``."""
+    """Return the row of a field, or of the key ``name`` that selects among ``kinds``."""
     mark = key_of(kind, field.name)
     if mark is None:
-        raise LookupError(f"{kind.__name__}.{field.name}: mark it with Key(affects, line)")
+        raise LookupError(f"{kind.__name__}.{field.name}: add Annotated[..., Key(affects, line)]")
     name, value, default = field.name, value_of(hint), default_of(field)
     if kinds and not is_mapping(hint):
         chosen = getattr(default_value(field), "name", next(iter(kinds)))
@@ -146,7 +147,7 @@ def row_of(
 
 
 def groups(hint: object) -> dict[str, type[Any]]:
-    """The groups that a field's value may be, by name; "" for a group without a name."""
+    """Return the possible groups of a field by name, with "" for a group without a name."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         tagged = [mark.kinds(None) for mark in args[1:] if isinstance(mark, Tagged)]
@@ -162,14 +163,14 @@ def groups(hint: object) -> dict[str, type[Any]]:
 
 
 def is_mapping(hint: object) -> bool:
-    """Whether a field maps patterns to values."""
+    """Return whether a field maps patterns to values."""
     if typing.get_origin(hint) is typing.Annotated:
         return is_mapping(typing.get_args(hint)[0])
     return typing.get_origin(hint) is Mapping
 
 
 def value_of(hint: object) -> str:
-    """A description of the possible values."""
+    """Describe the possible values."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         return _marked(value_of(args[0]), args[1:])
@@ -199,14 +200,14 @@ def _marked(text: str, marks: tuple[Any, ...]) -> str:
 
 
 def default_value(field: "dataclasses.Field[Any]") -> object:
-    """The default of a field; None if there is none."""
+    """Return the default of a field, or None if the field has no default."""
     if field.default_factory is not MISSING:
         return field.default_factory()
     return None if field.default is MISSING else field.default
 
 
 def default_of(field: "dataclasses.Field[Any]") -> str:
-    """The default as a user would write it."""
+    """Return the default in YAML form."""
     if field.default is MISSING and field.default_factory is MISSING:
         return "required"
     default = default_value(field)

@@ -1,9 +1,9 @@
-"""Draw the pictures of the documentation, from the objects that training itself uses.
+"""Draw the pictures of the documentation.
 
     PYTHONPATH=. python .ci/pictures.py [FOLDER]
 
-writes NAME-light.svg and NAME-dark.svg into docs/pictures. Which rank holds what, which collective
-runs, how many bytes it sends and what overlaps with what is read from layouts, plans and schedules.
+The command writes NAME-light.svg and NAME-dark.svg into docs/pictures. All facts in the pictures
+come from real layouts, plans and schedules: parts, collectives, bytes and overlap.
 """
 
 import sys
@@ -25,12 +25,12 @@ from sbpflow.run.planning.plan import RunPlan
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "pictures"
 LINE = Placement.of("cpu", [0, 1])
 GRID = Placement.of("cpu", [[0, 1], [2, 3]])
-SIZE = 4  # rows and columns of the tensors that are drawn
+SIZE = 4  # rows and columns of drawn tensors
 Box = tuple[slice, ...]
 
 
 def plan_of(parallel: str, world_size: int, rows: dict[str, int]) -> RunPlan:
-    """The plan of a small Wide & Deep run with this group ``parallel`` in its YAML."""
+    """Plan a small Wide & Deep run with the ``parallel`` group in YAML form."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.yaml"
         wide = f"wide: {{columns: [{next(iter(rows))}], crosses: []}}"
@@ -44,7 +44,7 @@ def plan_of(parallel: str, world_size: int, rows: dict[str, int]) -> RunPlan:
 
 
 def cells(box: Box) -> Iterator[tuple[int, ...]]:
-    """Row and column of each element in a box."""
+    """Yield (row, column) of each element in a box."""
     rows, columns = box
     for row in range(rows.start, rows.stop):
         for column in range(columns.start, columns.stop):
@@ -61,7 +61,7 @@ def draw_grid(
     shape: tuple[int, int] = (SIZE, SIZE),
     values: dict[tuple[int, ...], int] | None = None,
 ) -> None:
-    """A matrix of cells; several colors share a cell, none leave it empty."""
+    """Draw a matrix of cells. Several colors share a cell; a cell without colors is empty."""
     for row in range(shape[0]):
         for column in range(shape[1]):
             at = (row, column)
@@ -77,27 +77,25 @@ def draw_grid(
 
 
 def held(layout: Layout, rank: int) -> dict[tuple[int, ...], Sequence[str]]:
-    """The cells that a rank holds, in its color."""
+    """Return the cells of a rank's part, in the color of the rank."""
     box = layout.part_slices((SIZE, SIZE), rank)
     return {} if box is None else dict.fromkeys(cells(box), (f"rank{rank}",))
 
 
 def layouts(theme: str) -> Canvas:
-    """One tensor on two ranks, in each of the four layouts."""
+    """Draw one tensor on two ranks in each of the four layouts."""
     canvas = Canvas(theme, 560, 452, "The layouts S(0), S(1), B and P of one tensor on two ranks")
     cell = 24
     full = {at: 1 + at[0] * SIZE + at[1] for at in cells((slice(0, SIZE), slice(0, SIZE)))}
     whole = {at: ("panel",) for at in full}
     draw_grid(canvas, 20, 30, cell, whole, values=full)
     canvas.text(20, 18, "the full tensor", size=15, bold=True)
-    for number, line in enumerate(
-        ("Four ways to lay it out on two", "ranks. The value is the same", "in each of them.")
-    ):
+    for number, line in enumerate(("All four layouts on two ranks", "represent the same value.")):
         canvas.text(150, 62 + 22 * number, line, size=15)
     panels = {
-        "S(0)": "split: some rows each",
-        "S(1)": "split: some columns each",
-        "B": "broadcast: a copy each",
+        "S(0)": "split: part of the rows",
+        "S(1)": "split: part of the columns",
+        "B": "broadcast: full copies",
         "P": "partial: terms of a sum",
     }
     for number, (sbp, says) in enumerate(panels.items()):
@@ -108,7 +106,7 @@ def layouts(theme: str) -> Canvas:
         for rank in LINE.ranks:
             colors = held(layout, rank)
             values = {at: full[at] for at in colors}
-            if sbp == "P":  # any terms do, as long as they add up
+            if sbp == "P":  # any terms with the right sum
                 first = {at: (5 * at[0] + 3 * at[1] + 2) % full[at] for at in full}
                 values = first if rank == 0 else {at: full[at] - first[at] for at in full}
             x = left + rank * (SIZE * cell + 30)
@@ -120,7 +118,7 @@ def layouts(theme: str) -> Canvas:
 
 
 def grids(theme: str) -> Canvas:
-    """Two layouts over a 2 x 2 grid of ranks."""
+    """Draw two layouts over a 2 x 2 grid of ranks."""
     canvas = Canvas(theme, 560, 236, "Layouts of one tensor over a 2 x 2 grid of ranks")
     for number, sbp in enumerate(("(S(0), B)", "(S(0), S(1))")):
         left, cell = 20 + 280 * number, 18
@@ -136,22 +134,22 @@ def grids(theme: str) -> Canvas:
 
 CONVERSIONS = (
     ("S(0)", "B", "Each rank sends its rows to the other."),
-    ("S(0)", "S(1)", "Each rank sends the columns the other needs."),
-    ("P", "S(0)", "Terms travel to the rank that keeps the sum."),
+    ("S(0)", "S(1)", "Each rank sends columns to the other."),
+    ("P", "S(0)", "Terms are sent to the rank that keeps the sum."),
     ("P", "B", "Every rank gets the sum."),
     ("B", "S(0)", "Each rank keeps a slice."),
     ("S(0)", "P", "Each rank fills the rest with zeros."),
-    ("B", "P", "The first rank keeps its copy, others hold zeros."),
+    ("B", "P", "Rank 0 keeps its copy, and rank 1 has zeros."),
 )
 
 
 def conversions(theme: str) -> Canvas:
-    """What moves in each conversion between two layouts on two ranks."""
+    """Draw the moves of each conversion between two layouts on two ranks."""
     tall, cell = 92, 15
     canvas = Canvas(
         theme, 560, 40 + tall * len(CONVERSIONS), "Conversions between layouts on two ranks"
     )
-    heads = ((180, "before"), (405, "after: colored by where each value came from"))
+    heads = ((180, "before"), (405, "after: colors show the source rank"))
     canvas.text(heads[0][0], 18, heads[0][1], size=13, color="faint")
     canvas.text(556, 18, heads[1][1], size=13, color="faint", anchor="end")
     shape, starts = (SIZE, SIZE), (180, 405)
@@ -186,7 +184,7 @@ SCHEMES = ("dp", "1", "2", "3")
 
 
 def schemes(theme: str) -> Canvas:
-    """Where ids and tables are in each scheme, and what a step sends."""
+    """Draw the layouts of IDs and tables in each scheme, and the transfers of a step."""
     tall, cell = 114, 15
     canvas = Canvas(theme, 600, 54 + tall * len(SCHEMES), "The schemes of a Wide & Deep model")
     for x, words in ((50, "ids"), (146, "wide"), (226, "deep"), (392, "transfers of a step")):
@@ -218,7 +216,7 @@ def schemes(theme: str) -> Canvas:
 
 
 def ids_layout(plan: RunPlan) -> Layout:
-    """How the ids lie when rows are looked up: as loaded, S(0), unless a transfer spreads them."""
+    """Return the layout of the IDs at the lookup: S(0), as loaded, unless a transfer changes it."""
     for step in describe(plan)["steps"]:
         if step["id"] == "ids/fwd":
             return Layout(LINE, step["what"].partition(" -> ")[2].partition("@")[0])
@@ -226,7 +224,7 @@ def ids_layout(plan: RunPlan) -> Layout:
 
 
 def transfers(plan: RunPlan) -> list[str]:
-    """What the tables send in one step, and by which collective; wide and deep once if alike."""
+    """List the transfers of the tables in a step with their collectives, without duplicates."""
     shown = []
     for step in describe(plan)["steps"]:
         owner, *_, what = step["id"].split("/")
@@ -238,7 +236,7 @@ def transfers(plan: RunPlan) -> list[str]:
 
 
 def schedule(theme: str) -> Canvas:
-    """Which transfers are in flight during each move of a training step."""
+    """Draw the transfers in flight during each move of a training step."""
     plan = plan_of("parallel: {scheme: 3, device: cpu}\n", 2, {"C1": 1000})
     moves: list[dict[str, Any]] = describe(plan)["schedule"]
     names = list(dict.fromkeys(name for move in moves for name in move["under_way"]))
@@ -268,7 +266,7 @@ def schedule(theme: str) -> Canvas:
 
 
 def runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """First and end of each stretch of true values."""
+    """Yield (start, end) of each run of true values."""
     start = None
     for place, flag in enumerate([*flags, False]):
         if flag and start is None:
@@ -288,10 +286,10 @@ parallel:
 
 
 def table(theme: str) -> Canvas:
-    """The way of each table from the YAML to the rows that a rank holds."""
+    """Draw the steps from the YAML rules to the shards on each rank."""
     plan = plan_of(YAML + "  device: cpu\n", 2, {"C1": 600, "C2": 1000, "C3": 800, "C4": 300})
     facts = describe(plan)
-    canvas = Canvas(theme, 560, 652, "The way of a table from the configuration to its rows")
+    canvas = Canvas(theme, 560, 652, "From the configuration to the rows of each table")
     y = 4.0
 
     def head(number: int, words: str) -> None:
@@ -304,7 +302,7 @@ def table(theme: str) -> Canvas:
     y += 30
     canvas.arrow(20, y, 20, y + 20)
     y += 26
-    head(2, "A layout for every table, and the key that decided it")
+    head(2, "The layout of each table, and the key that sets it")
     for name, layout in plan.layouts.items():
         y += 18
         canvas.text(28, y + 18, name, size=13, mono=True)
@@ -314,7 +312,7 @@ def table(theme: str) -> Canvas:
     y += 30
     canvas.arrow(20, y, 20, y + 20)
     y += 26
-    head(3, "Groups: tables whose vectors travel together")
+    head(3, "Groups: tables that exchange vectors together")
     for group in plan.embeddings.groups:
         y += 18
         canvas.text(28, y + 18, group.name, size=13, mono=True)
@@ -322,7 +320,7 @@ def table(theme: str) -> Canvas:
     y += 30
     canvas.arrow(20, y, 20, y + 20)
     y += 26
-    head(4, "On each rank, the shards it stores and updates")
+    head(4, "The shards that each rank stores and updates")
     y += 28
     tops = dict.fromkeys(LINE.ranks, y + 20)
     for rank in LINE.ranks:

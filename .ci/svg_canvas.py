@@ -1,7 +1,7 @@
-"""A small canvas that writes SVG: text, boxes and arrows in named colors, light or dark.
+"""Draw text, boxes and arrows in named light or dark colors, and write SVG files.
 
-Used by ``pictures.py``. Nothing here depends on installed fonts: text is never measured, so callers
-leave room for it.
+``pictures.py`` uses this canvas. The canvas does not measure text, because widths depend on
+installed fonts; callers must leave enough space.
 """
 
 from pathlib import Path
@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 SANS = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 MONO = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'Liberation Mono', monospace"
 
-# Fills of ranks 0 to 3 keep at least 4.5:1 of contrast with "text" of the same theme.
+# The contrast of rank colors with "text" in the same theme must be at least 4.5:1.
 THEMES = {
     "light": {
         "text": "#1f2328",
@@ -36,7 +36,7 @@ THEMES = {
 
 
 class Canvas:
-    """One picture in one theme. Colors are the names in ``THEMES``; y grows downward."""
+    """A picture in one theme. Colors are names in ``THEMES``, and y increases downward."""
 
     def __init__(self, theme: str, width: int, height: int, title: str) -> None:
         self._colors = THEMES[theme]
@@ -65,7 +65,7 @@ class Canvas:
         bold: bool = False,
         mono: bool = False,
     ) -> None:
-        """``words`` with their baseline at ``y``; ``anchor`` is start, middle or end."""
+        """Draw ``words`` with the baseline at ``y``; ``anchor`` is start, middle or end."""
         style = {"x": _number(x), "y": _number(y), "font-size": _number(size)}
         style |= {"fill": self._colors[color]}
         if anchor != "start":
@@ -90,7 +90,7 @@ class Canvas:
         dashed: bool = False,
         radius: float = 0,
     ) -> None:
-        """A rectangle, filled, outlined, or both."""
+        """Draw a rectangle that is filled, outlined, or both."""
         style = {"x": _number(x), "y": _number(y)}
         style |= {"width": _number(width), "height": _number(height)}
         style["fill"] = self._colors[fill] if fill else "none"
@@ -103,7 +103,7 @@ class Canvas:
         ElementTree.SubElement(self._root, "rect", style)
 
     def arrow(self, x1: float, y1: float, x2: float, y2: float) -> None:
-        """A horizontal or vertical line whose head is at the second point."""
+        """Draw a horizontal or vertical arrow to the second point."""
         color = self._colors["line"]
         ends = {"x1": _number(x1), "y1": _number(y1), "x2": _number(x2), "y2": _number(y2)}
         ElementTree.SubElement(self._root, "line", {**ends, "stroke": color, "stroke-width": "2"})
@@ -116,7 +116,7 @@ class Canvas:
         ElementTree.SubElement(self._root, "polygon", {"points": points, "fill": color})
 
     def save(self, path: Path) -> None:
-        """Write the file: ASCII, one element per line, the same bytes for the same picture."""
+        """Write an ASCII file with one element per line; equal pictures give equal bytes."""
         ElementTree.indent(self._root)
         path.write_bytes(ElementTree.tostring(self._root, encoding="us-ascii") + b"\n")
 

@@ -1,7 +1,7 @@
-"""The data plane: prepare or generate a set, and feed its rows to ranks.
+"""Prepare or generate a set, and feed its rows to ranks.
 
-Importing this package imports neither DALI, Polars nor torch, which are imported when they are
-first used. So commands that read no batches start without torch.
+DALI, Polars and torch are imported on first use, so commands that do not read batches start without
+torch.
 """
 
 from typing import TYPE_CHECKING

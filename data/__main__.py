@@ -22,10 +22,10 @@ from sbpflow.runtime.files.local_path import local_path
 from sbpflow.runtime.processes.launch import until_nobody_reads
 
 _DISK_FACTOR = {".gz": 4.5, ".parquet": 4.5}
-"""Peak disk use in bytes per byte of input; 1.4 for text."""
+"""Peak disk use in bytes per byte of input (1.4 for text)"""
 
 _SHARED = ("schema", "crosses", "min_count", "hash_size", "dense", "seed", "spare")
-"""Options of prepare that ``--like`` decides."""
+"""Options of prepare that come from the set of ``--like``"""
 
 
 def _prepare(args: argparse.Namespace) -> Manifest | None:
@@ -39,11 +39,11 @@ def _prepare(args: argparse.Namespace) -> Manifest | None:
     given = [key for key in _SHARED if getattr(args, key) is not None]
     if args.like is not None and given:
         raise ConfigError(
-            f"--{given[0].replace('_', '-')}: the set of --like decides this ({args.like}); remove "
-            "it, or remove --like"
+            f"--{given[0].replace('_', '-')}: the set of --like ({args.like}) determines this "
+            "option; remove the option, or remove --like"
         )
     if args.grow and args.like is None:
-        raise ConfigError("--grow: needs a set to grow from; for example --like OLD --grow")
+        raise ConfigError("--grow needs a set to grow from; use, for example, --like OLD --grow")
     schema = read_schema(args.schema) if args.schema else CRITEO
     default = "C1xC2,C3xC4" if schema is CRITEO else "none"
     crosses = parse_crosses(args.crosses or default, schema.sparse)
@@ -123,11 +123,11 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--max-bad-fraction", type=float, default=0.001, help="fraction of bad lines to tolerate "
         "(default %(default)s)")  # fmt: skip
-    add("--workers", type=int, default=os.cpu_count() or 1, help="pieces to process at a time")
+    add("--workers", type=int, default=os.cpu_count() or 1, help="pieces to process at once")
     add("--overwrite", action="store_true", help="replace an existing set")
-    add("--part", default="1/1", metavar="K/N", help="this machine is number K of N that run the "
-        "same command into one shared output")  # fmt: skip
-    add("--wait", type=float, default=1440, metavar="MINUTES", help="longest wait for files of "
+    add("--part", default="1/1", metavar="K/N", help="number K of this machine among N machines "
+        "that run the same command with one shared output")  # fmt: skip
+    add("--wait", type=float, default=1440, metavar="MINUTES", help="maximum wait for files of "
         "other parts (default %(default)s)")  # fmt: skip
 
 
@@ -137,30 +137,30 @@ def _parser() -> argparse.ArgumentParser:
     prepare = commands.add_parser("prepare", help="turn raw rows into a prepared set")
     add = prepare.add_argument
     add("--input", nargs="+", type=input_path, required=True, metavar="PATH",
-        help="text (.tsv, .txt, .csv, plain or .gz, .zst, .bz2, .xz), Parquet, Arrow, or folders "
-        "of them, in time order; also URLs that fsspec reads, such as s3://")  # fmt: skip
+        help="text (.tsv, .txt, .csv, plain or .gz, .zst, .bz2, .xz), Parquet or Arrow files, or "
+        "folders of such files, in time order; fsspec URLs such as s3:// also work")  # fmt: skip
     add("--output", type=local_path, required=True, metavar="DIR",
-        help="folder of the set; built in DIR.work first")  # fmt: skip
+        help="folder of the set, which is built in DIR.work first")  # fmt: skip
     add("--split", default="time:0.8,0.1,0.1", help="time:TRAIN,VAL,TEST | ratio:... | "
         "file:val=PATTERN,test=PATTERN (default %(default)s)")  # fmt: skip
     add("--min-count", type=int, help="values with fewer lookups in train share id 1 (default 2)")
     add("--crosses", help="pairs of columns for the wide part (default C1xC2,C3xC4; or none)")
     add("--hash-size", help="table rows of hashed fields: N for all, or C3=N,C12=N")
-    add("--dense", help="transform of dense values (default log3)")
+    add("--dense", help="transform of the dense values (default log3)")
     add("--schema", type=local_path, help="YAML with label, dense, sparse, columns (default: "
         "Criteo)")  # fmt: skip
     add("--seed", type=int, help="seed of the ids and of a ratio split (default 7)")
     add("--like", type=local_path, metavar="SET", help="use ids, schema and constants of this set")
-    add("--grow", action="store_true", help="with --like: assign ids to values it does not have")
+    add("--grow", action="store_true", help="assign ids to values without an id in --like")
     add("--spare", type=float, help="unused ids for growth, as a fraction of the values (default "
         "0)")  # fmt: skip
     _add_common(prepare)
     prepare.set_defaults(run=_prepare)
-    encode = commands.add_parser("encode", help="encode new rows with the ids of a set, for test")
+    encode = commands.add_parser("encode", help="encode new test rows with the ids of a set")
     add = encode.add_argument
-    add("--like", type=local_path, required=True, metavar="SET", help="the set that has the ids")
-    add("--input", nargs="+", type=input_path, required=True, metavar="PATH", help="as in prepare; "
-        "labels are optional")  # fmt: skip
+    add("--like", type=local_path, required=True, metavar="SET", help="set that provides the ids")
+    add("--input", nargs="+", type=input_path, required=True, metavar="PATH", help="files as in "
+        "prepare; labels are optional")  # fmt: skip
     add("--output", type=local_path, required=True, metavar="DIR")
     _add_common(encode)
     encode.set_defaults(run=_encode)
@@ -173,10 +173,10 @@ def _parser() -> argparse.ArgumentParser:
         "up to 1")  # fmt: skip
     add("--ctr", type=float, default=0.2562, help="click-through rate (default %(default)s)")
     add("--auc", type=float, default=0.80, help="best possible AUC (default %(default)s)")
-    add("--products", type=float, default=0.0, help="share of products of vectors in the logit")
+    add("--products", type=float, default=0.0, help="share of vector products in the logit")
     add("--skew", help="exponent applied to frequencies: 1.2 for all columns, or C3=1.2,C1=0.5")
     add("--drift", type=float, default=0.0, help="share of rare values replaced per million rows")
-    add("--hot", help="ids per row: mlperf, mlperf-ragged, or C1=3,C20=0-12")
+    add("--hot", help="number of ids per row: mlperf, mlperf-ragged, or C1=3,C20=0-12")
     add("--split", default="time:0.8,0.1,0.1")
     add("--seed", type=int, default=7)
     add("--workers", type=int, default=os.cpu_count() or 1)
@@ -185,7 +185,7 @@ def _parser() -> argparse.ArgumentParser:
     add = stats.add_argument
     add("path", type=local_path, metavar="DIR")
     add("--json", action="store_true", help="machine-readable output")
-    add("--png", type=local_path, help="also draw two heat maps")
+    add("--png", type=local_path, help="also write two heat maps to this file")
     add("--recount", action="store_true", help="count the rows instead of reading the manifest")
     stats.set_defaults(run=_stats)
     verify = commands.add_parser("verify", help="check every file and value of a set")
@@ -206,7 +206,7 @@ def _summary(manifest: Manifest) -> str:
 
 
 def _errno(error: OSError) -> int:
-    """The system's error number, which Polars gives only in the text; 0 if there is none."""
+    """Return the OS error number, which Polars reports only in the message, or 0 if unknown."""
     match = re.search(r"\(os error (\d+)\)", str(error))
     return error.errno or (int(match[1]) if match else 0)
 
@@ -216,7 +216,7 @@ def _size(num_bytes: float) -> str:
 
 
 def _disk_space(args: argparse.Namespace, number: int) -> str:
-    """For a full disk: how much space the command needs and how much is free; else empty."""
+    """Return the needed and the free space after a full disk, or "" after other errors."""
     output: Path | None = getattr(args, "output", None)
     if output is None or number not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return ""
@@ -233,7 +233,7 @@ def _disk_space(args: argparse.Namespace, number: int) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; return its exit status, which is 2 for a user's mistake."""
+    """Run one command, and return its exit status (2 for a user's mistake)."""
     return until_nobody_reads(partial(_main, argv))
 
 
@@ -242,13 +242,13 @@ def _main(argv: list[str] | None) -> int:
     args = _parser().parse_args(argv)
     try:
         manifest = args.run(args)
-    except BrokenPipeError:  # an OSError, but handled by until_nobody_reads
+    except BrokenPipeError:  # until_nobody_reads handles this OSError
         raise
     except (ConfigError, DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        # A full disk makes a write fail, and that error has no file name.
+        # The write error of a full disk has no file name.
         where = getattr(args, "output", None) if error.filename is None else error.filename
         number = _errno(error)
         reason = os.strerror(number) if number else str(error) or "cannot be used"

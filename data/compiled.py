@@ -6,9 +6,9 @@ from types import ModuleType
 
 
 def find_loops(size: int, least: int) -> ModuleType | None:
-    """``data.loops``; None if numba is not installed, or if ``size`` is below ``least``.
+    """Return ``data.loops``, or None if numba is not installed or ``size`` is below ``least``.
 
-    Loading numba takes half a second, which a small task would not gain back.
+    Loading numba takes half a second, longer than a small task would save.
     """
     if (size < least and "numba" not in sys.modules) or find_spec("numba") is None:
         return None

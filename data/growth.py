@@ -1,4 +1,4 @@
-"""How evenly a grown vocabulary loads the parts of a table that is split by rows."""
+"""Measure how evenly a grown vocabulary loads the parts of a row-split table."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,10 +10,10 @@ from sbpflow.data.format.vocabulary import open_vocabularies
 
 
 def growth_of(manifest: Manifest, tables: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """For each table split by rows whose field has grown: its new values and the load of its parts.
+    """Return the new values and part loads of each row-split table with a grown vocabulary.
 
-    ``tables`` comes from ``run.explain.describe``. ``max_over_mean`` compares the train lookups of
-    the parts; 1 is even.
+    ``tables`` comes from ``run.explain.describe``. ``max_over_mean`` is the ratio of the maximum to
+    the mean of the parts' train lookups, and 1 means even.
     """
     grown = {entry["name"]: entry["grown"] for entry in manifest.content["fields"]
              if entry.get("grown", {}).get("values")}  # fmt: skip
@@ -45,11 +45,11 @@ def growth_of(manifest: Manifest, tables: Sequence[Mapping[str, Any]]) -> list[d
 
 
 def growth_text(entries: Sequence[Mapping[str, Any]]) -> str:
-    """The result of ``growth_of`` as one line per table; empty if there are none."""
+    """Format the result of ``growth_of`` as one line per table."""
     lines = [
         f"  {entry['table']}: {entry['new_values']:,} new values, {entry['in_spare_ids']:,} with "
-        f"spare ids and {entry['behind_the_old']:,} after the old rows; the most loaded of "
-        f"{entry['parts']} parts has {entry['max_over_mean']:.2f} times the mean lookups"
+        f"spare ids and {entry['behind_the_old']:,} after the old rows; the maximum load of the "
+        f"{entry['parts']} parts is {entry['max_over_mean']:.2f} times the mean"
         for entry in entries
     ]
     return "\n".join(["grown vocabularies:", *lines]) if lines else ""

@@ -1,7 +1,7 @@
-"""Loops over text and keys, compiled by numba: one pass where Polars and numpy need several.
+"""Loop over text and keys in one pass, compiled by numba, where Polars and numpy need several.
 
-Imported only if numba is installed. Results equal those of the code at each call. All loops release
-the GIL.
+This module is imported only if numba is installed. Every loop returns the same result as the Python
+code at its call. All loops release the GIL.
 """
 
 import numpy as np
@@ -10,13 +10,13 @@ from sbpflow.runtime.compute.compiled import Array, compiled
 
 U64 = np.uint64
 LABEL, INTEGER, HEX = 0, 1, 2
-"""Kinds of columns in a line."""
+"""Kinds of columns in a line"""
 _END, _MINUS, _ZERO = 10, 45, 48
 _HEX_DIGITS, _MAX_DIGITS = 8, 9
-"""Any nine digits fit into 32 bits."""
+"""Number of digits that always fit into 32 bits"""
 
 NIBBLES = np.full(256, 255, dtype=np.uint8)
-"""The value of a hex digit, by its byte; 255 for other bytes."""
+"""Values of hex digits by byte; 255 for other bytes"""
 for _number in range(16):
     NIBBLES[ord(f"{_number:x}")] = NIBBLES[ord(f"{_number:X}")] = _number
 
@@ -33,11 +33,12 @@ def parse_lines(  # noqa: C901 - a function per kind of cell is three times slow
     keys: Array,
     has_key: Array,
 ) -> bool:
-    """Parse lines of labels, integers and eight hex digits into columns.
+    """Parse lines of labels, integers and eight-digit hex values into columns.
 
-    Returns False if a cell is anything else, or the number of lines or cells is wrong; the outputs
-    are then undefined. ``kinds`` [columns]; ``labels`` [rows], ``integers`` [integer columns,
-    rows], ``keys`` [hex columns, rows]; ``has_integer`` and ``has_key`` are False for empty cells.
+    Return False if a cell has another form, or if the number of lines or cells is wrong. The
+    outputs are then undefined. Shapes are ``kinds`` [columns], ``labels`` [rows], ``integers``
+    [integer columns, rows], and ``keys`` [hex columns, rows]. ``has_integer`` and ``has_key`` are
+    False for empty cells.
     """
     at, end, columns = 0, text.size, kinds.size
     for row in range(labels.size):
@@ -86,7 +87,7 @@ def parse_lines(  # noqa: C901 - a function per kind of cell is three times slow
                 labels[row] = label
                 at += 1
             else:
-                raise ValueError("a column is LABEL, INTEGER or HEX")
+                raise ValueError("a column kind must be LABEL, INTEGER or HEX")
             at += 1
     return at == end
 
@@ -95,11 +96,11 @@ def parse_lines(  # noqa: C901 - a function per kind of cell is three times slow
 def look_up_narrow(
     entries: Array, keys: Array, factor: np.uint64, unknown: int, ids: Array
 ) -> None:
-    """Look up 32-bit ``keys`` [n]; writes ``ids`` [n].
+    """Look up 32-bit ``keys`` [n], and write ``ids`` [n].
 
-    A slot holds the key in its high half and the id in its low half; an empty slot holds key 0 and
-    the id ``unknown``. A key's first slot is the high half of its product with ``factor``, scaled
-    to the number of slots.
+    A slot contains the key in the high half and the id in the low half. An empty slot contains key
+    0 and the id ``unknown``. A key's first slot is the high half of the key's product with
+    ``factor``, scaled to the number of slots.
     """
     capacity = U64(entries.size)
     for k in range(keys.size):
@@ -118,7 +119,7 @@ def look_up_narrow(
 def look_up_wide(
     slots: Array, slot_ids: Array, keys: Array, factor: np.uint64, unknown: int, ids: Array
 ) -> None:
-    """Like ``look_up_narrow``, for 64-bit keys in ``slots`` and their ids in ``slot_ids``."""
+    """Look up 64-bit keys like ``look_up_narrow``, with keys in ``slots``, ids in ``slot_ids``."""
     capacity = U64(slots.size)
     for k in range(keys.size):
         key = keys[k]

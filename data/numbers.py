@@ -1,4 +1,4 @@
-"""Numbers in options: checks of their ranges, and values by column."""
+"""Check the ranges of numeric options, and parse values by column."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -11,7 +11,7 @@ Value = TypeVar("Value")
 
 
 def check_ranges(*checks: tuple[str, float, float, float]) -> None:
-    """Raise ConfigError for the first (key, value, least, most) that is out of range or NaN."""
+    """Raise ConfigError for the first (key, value, min, max) that is out of range or NaN."""
     for key, value, least, most in checks:
         if not least <= value <= most:
             raise ConfigError(f"{key}: {value} must be from {least} to {most}")
@@ -26,9 +26,9 @@ def by_column(
     *,
     takes_one: bool = True,
 ) -> tuple[tuple[str, Value], ...]:
-    """Parse ``C1=3,C20=12``, or with ``takes_one`` a single number for all ``columns``.
+    """Parse ``C1=3,C20=12``, or a single number for all ``columns`` with ``takes_one``.
 
-    ConfigError for other forms, for an unknown column, and for a column with two values.
+    Raise ConfigError for other formats, for an unknown column, and for a column with two values.
     """
     try:
         if takes_one and "=" not in text:

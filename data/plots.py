@@ -1,4 +1,4 @@
-"""A picture of the table statistics: how lookups are distributed, and how often ids repeat."""
+"""Plot the table statistics: the distribution of lookups, and the repetition of ids."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,12 +10,12 @@ from sbpflow.errors import ConfigError
 
 
 def write_png(stats: Sequence[FieldStats], path: Path) -> None:
-    """Write two heat maps, tables by frequency bin and by batch size. Needs matplotlib."""
+    """Write two heat maps with matplotlib: tables by frequency bin and by batch size."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("--png needs matplotlib: pip install 'sbpflow[plots]'") from error
+        raise ConfigError("--png needs matplotlib; run pip install 'sbpflow[plots]'") from error
     figure = Figure(figsize=(14, 2 + 0.28 * len(stats)), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, width_ratios=(2, 1))
@@ -28,7 +28,7 @@ def write_png(stats: Sequence[FieldStats], path: Path) -> None:
         (left, shares, labels, "share of a batch's lookups, by lookups of the row"),
         (right, ratios, [f"{size:,}" for size in sizes], "distinct ids per lookup, by batch size"),
     ):
-        if not ticks:  # a set smaller than the smallest batch
+        if not ticks:  # the set is smaller than the smallest batch
             axes.set_axis_off()
             continue
         image = axes.imshow(values, aspect="auto", vmin=0, vmax=1, cmap="viridis")

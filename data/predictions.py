@@ -1,7 +1,7 @@
-"""Scores of rows as a Parquet file: encode raw rows, collect scores, write them in row order.
+"""Encode raw rows, collect their scores, and write the scores to a Parquet file in row order.
 
-Columns: the row's key, or if the rows have none its number among the valid rows (``row``);
-``score``, the predicted probability of a click; ``label`` if the rows have labels.
+The columns are the row key, or the number among the valid rows (``row``) if rows have no keys;
+``score``, the predicted click probability; and ``label`` if the rows have labels.
 """
 
 import logging
@@ -29,11 +29,11 @@ _LOG = logging.getLogger(__name__)
 
 
 class Scoring:
-    """Rows to score and the file for their scores. Every rank makes one, with equal arguments.
+    """Rows to score and an output file for the scores; every rank creates an equal instance.
 
     Only rank 0 calls ``open``, ``encode`` and ``close``. ``inputs`` are raw rows, or the folder of
-    one prepared set, whose ``split`` is scored. ``like`` is the run's set, which has its
-    vocabularies. Raises ConfigError for a prepared set whose ids may have another meaning.
+    one prepared set to score its ``split``. ``like`` is the run's set with the vocabularies. Raise
+    ConfigError for a prepared set if its ids may have another meaning.
     """
 
     def __init__(
@@ -59,18 +59,18 @@ class Scoring:
         """Check that the file can be written before any row is scored."""
         path = self._output
         if path.exists() and not self._overwrite:
-            raise ConfigError(f"--output {path}: already exists; --overwrite replaces it")
+            raise ConfigError(f"--output {path} already exists; use --overwrite to replace it")
         try:
             with tempfile.TemporaryFile(dir=path.parent):
                 pass
         except OSError as error:
             reason = (error.strerror or "cannot be written").lower()
             raise ConfigError(
-                f"--output {path}: {path.parent}: {reason}; for example --output scores.parquet"
+                f"--output {path}: {path.parent}: {reason}; use, for example, scores.parquet"
             ) from error
 
     def encode(self, max_bad_fraction: float) -> None:
-        """Encode raw rows with the run's ids into a folder next to the output."""
+        """Encode raw rows with the run's ids to a folder next to the output."""
         if self._is_set:
             return
         from sbpflow.data.prepare.new_rows import encode
@@ -85,23 +85,23 @@ class Scoring:
         )
 
     def manifest(self) -> Manifest:
-        """The set whose ``split`` is scored."""
+        """Return the set of the rows to score."""
         manifest = load_manifest(self._folder)
         if not manifest.splits[self.split]:
             names = ", ".join(name for name, rows in manifest.splits.items() if rows)
             raise ConfigError(
-                f"--split: {self.split} of {self._folder} has no rows; it has {names}, for example "
-                f"--split {names.split(', ')[0]}"
+                f"--split: {self.split} of {self._folder} has no rows; non-empty splits: {names}; "
+                f"use, for example, --split {names.split(', ')[0]}"
             )
         return manifest
 
     def write(self, scores: NDArray[np.float32], labels: NDArray[np.float32]) -> None:
-        """Add scores and labels [n] of the next rows; ``close`` writes them (8 bytes per row)."""
+        """Add scores and labels [n] of the next rows to memory (8 bytes per row)."""
         self._scores.append(scores)
         self._labels.append(labels)
 
     def close(self) -> None:
-        """Write the file in one step, and remove the encoded rows."""
+        """Write the file atomically, and remove the encoded rows."""
         import polars as pl
 
         manifest = self.manifest()
@@ -117,19 +117,20 @@ class Scoring:
             self._partial.replace(self._output)
         except OSError as error:
             self._partial.unlink(missing_ok=True)
-            raise ConfigError(f"--output {self._output}: cannot be written ({error})") from error
+            raise ConfigError(f"--output {self._output} cannot be written ({error})") from error
         bad = sum(manifest.content.get("bad_lines", {}).values()) if not self._is_set else 0
         if bad:
-            _LOG.warning("%d bad lines have no score; row numbers do not count them", bad)
+            _LOG.warning("%d bad lines have no score and no row number", bad)
         if not self._is_set:
             shutil.rmtree(self._folder)
         _LOG.info("%s: %d scores, mean %.6f", self._output, len(scores), scores.mean())
 
 
 def check_ids(manifest: Manifest, like: Manifest) -> None:
-    """ConfigError unless the ids of ``manifest`` have the same meaning in ``like``.
+    """Raise ConfigError unless the ids of ``manifest`` have the same meaning in ``like``.
 
-    They do if the vocabularies are equal, or if that of ``like`` grew from the other one.
+    The meaning is the same if the vocabularies are equal or if the vocabulary of ``like`` grew from
+    the other vocabulary.
     """
     digest = manifest.vocabulary_digest
     if digest is None and like.vocabulary_digest is None:
@@ -139,14 +140,13 @@ def check_ids(manifest: Manifest, like: Manifest) -> None:
     elif digest in (like.vocabulary_digest, *(ancestor.digest for ancestor in like.ancestors)):
         return
     raise ConfigError(
-        f"--input {manifest.path}: its ids come from another vocabulary than the model's; give the "
-        "raw rows, which are then encoded with the run's ids, or encode them with "
-        f"`sbpflow encode --like {like.path}`"
+        f"--input {manifest.path}: the ids are not from the model's vocabulary; use the "
+        f"raw rows as input, or encode them with `sbpflow encode --like {like.path}`"
     )
 
 
 def row_keys(manifest: Manifest, split: str) -> "dict[str, pl.Series]":
-    """{column name: keys} for the rows of ``split``; row numbers if the set has no keys."""
+    """Map the key column's name to the row keys of ``split``, or ``row`` to row numbers."""
     import polars as pl
 
     key = manifest.side_column("row_key")
@@ -166,7 +166,7 @@ def row_keys(manifest: Manifest, split: str) -> "dict[str, pl.Series]":
 
 
 def _texts(manifest: Manifest, split: str) -> list[str]:
-    """Text keys, which are concatenated in the files of each shard."""
+    """Split the concatenated text keys of each shard."""
     keys: list[str] = []
     for shard in manifest.shards(split):
         ends, raw = (_part(manifest, shard.rows, shard.parts, part) for part in ("ends", "bytes"))

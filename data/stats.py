@@ -1,8 +1,8 @@
-"""Statistics of the lookups of each table in the train part, for planners and caches.
+"""Compute statistics of each table's train lookups for planners and caches.
 
-The 17 frequency bins are DreamShard's table features (its tools/gen_dlrm_data.py at 73128ed): rows
-by their lookups in one batch of 65,536 samples. Row caches depend on the top masses, and the
-``unique`` exchange depends on the unique ratios.
+The 17 frequency bins are DreamShard's table features (tools/gen_dlrm_data.py at 73128ed): rows
+grouped by their lookups in one batch of 65,536 samples. Row caches depend on the top masses, and
+the ``unique`` exchange depends on the unique ratios.
 """
 
 import math
@@ -30,7 +30,7 @@ _BLOCK_ROWS = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class FieldStats:
-    """Lookups of one table in the train part; masses and ratios are fractions of the lookups."""
+    """Lookup statistics of one table in train; masses and ratios are fractions of the lookups."""
 
     name: str
     rows: int
@@ -41,15 +41,15 @@ class FieldStats:
     distinct: int
     top_mass: dict[str, float]
     bins_samples: int
-    """Samples in the batch that the bins describe: 65,536, or fewer if train has fewer."""
+    """Number of samples in the batch of the bins: 65,536, or all samples of a smaller train part"""
     bins_rows: list[int]
-    """Rows by lookups in that batch: 1, 2, 3-4, 5-8, ..., 2^14 + 1 to 2^15, more; 0 is excluded."""
+    """Number of rows by lookups in the batch: 1, 2, 3-4, 5-8, ..., 2^14 + 1 to 2^15, and more"""
     bins_lookups: list[int]
-    """Lookups in that batch of the rows in each bin."""
+    """Number of lookups in the batch by bin"""
     unique_ratio: dict[str, float]
-    """Distinct ids per lookup in a batch, by global batch size up to the size of train."""
+    """Distinct ids per lookup by global batch size up to the size of train"""
     tail_exponent: float | None
-    """Slope of log lookups over log rank, for rows with at least 5 lookups; None for under 3."""
+    """Slope of log lookups over log rank for rows with 5 or more lookups; None for under 3 rows"""
 
 
 def field_stats(
@@ -59,9 +59,9 @@ def field_stats(
     batch: NDArray[np.int64],
     batch_samples: int,
 ) -> FieldStats:
-    """Statistics of one table from ``counts`` [rows] int64, its lookups per row.
+    """Compute the statistics of one table from ``counts`` [rows] int64, the lookups per row.
 
-    ``batch`` [touched rows] int64 has the lookups of the rows that one batch touches, ascending.
+    ``batch`` [touched rows] int64 has the ascending lookups of the rows touched by one batch.
     """
     rising = np.sort(counts)
     total = int(rising.sum())
@@ -85,14 +85,14 @@ def field_stats(
 
 
 def _bin_edges() -> NDArray[np.int64]:
-    """Edges [17]: bin j has rows with more lookups than edge j, up to edge j + 1."""
+    """Return the edges [17]; bin j has rows with lookups above edge j and up to edge j + 1."""
     return np.concatenate([[0], 2 ** np.arange(NUM_BINS - 1)])
 
 
 def batch_counts(manifest: Manifest) -> tuple[int, dict[str, NDArray[np.int64]]]:
-    """The lookups of each row touched by a batch from the middle of train, ascending, by field.
+    """Return the sample count of a batch from the middle of train, and its lookups by field.
 
-    Also returns the number of samples in the batch.
+    The lookups of a field are the ascending lookups of all touched rows.
     """
     rows = RowFiles(manifest, "train")
     size = min(BIN_SAMPLES, rows.num_rows)
@@ -105,7 +105,7 @@ def batch_counts(manifest: Manifest) -> tuple[int, dict[str, NDArray[np.int64]]]
 
 
 def tail_exponent(falling: NDArray[np.int64]) -> float | None:
-    """Least-squares slope through (log rank, log count) at logarithmically spaced ranks."""
+    """Fit the slope of log count over log rank at logarithmically spaced ranks."""
     usable = len(falling) - int(np.searchsorted(falling[::-1], _MIN_TAIL_COUNT))
     if usable < 3:
         return None
@@ -117,7 +117,7 @@ def tail_exponent(falling: NDArray[np.int64]) -> float | None:
 
 
 def unique_ratios(manifest: Manifest) -> dict[str, dict[int, float]]:
-    """Distinct ids per lookup by field and batch size, averaged over batches spread over train."""
+    """Return distinct ids per lookup by field and batch size, averaged over spread-out batches."""
     rows = RowFiles(manifest, "train")
     ratios: dict[str, dict[int, float]] = {field.name: {} for field in manifest.fields}
     for size in (size for size in BATCH_SIZES if size <= rows.num_rows):
@@ -132,7 +132,7 @@ def unique_ratios(manifest: Manifest) -> dict[str, dict[int, float]]:
 
 
 def field_ids(manifest: Manifest, rows: RowFiles, start: int, stop: int) -> Iterator[Words]:
-    """Ids of each field in rows [start, stop): [rows, hot]; for a ragged field [ids]."""
+    """Yield each field's ids in rows [start, stop) as [rows, hot], or [ids] for a ragged field."""
     words = rows.read(start, stop)
     lists: Iterator[Words] = iter(())
     if manifest.lists:
@@ -147,14 +147,14 @@ def field_ids(manifest: Manifest, rows: RowFiles, start: int, stop: int) -> Iter
 
 
 def list_ids(lengths: NDArray[Any], values: Words) -> Iterator[Words]:
-    """The ids of each list column, from ``lengths`` [rows, lists] and the values of all lists."""
+    """Yield each list column's ids from ``lengths`` [rows, lists] and the values of all lists."""
     owner = np.repeat(np.tile(np.arange(lengths.shape[1]), len(lengths)), lengths.reshape(-1))
     for number in range(lengths.shape[1]):
         yield values[owner == number]
 
 
 def count_lookups(manifest: Manifest, names: Sequence[str]) -> dict[str, NDArray[np.int64]]:
-    """Lookups per table row of the named fields, in one pass over the train part."""
+    """Count the lookups per table row of the named fields in one pass over the train part."""
     counts = {f.name: np.zeros(f.rows, dtype=np.int64) for f in manifest.fields if f.name in names}
     rows = RowFiles(manifest, "train")
     for start in range(0, rows.num_rows, _BLOCK_ROWS):
@@ -173,17 +173,17 @@ def _out_of_range(manifest: Manifest, field: Field, start: int, ids: Words) -> D
     where = f"row {start + int(place[0])}" if ids.ndim == 2 else "a row"
     return DataError(
         f"{manifest.path}: {where} of train has {field.name} id {ids[place]}, "
-        f"but its table has rows 0..{field.rows - 1}; the set is damaged, run `sbpflow verify` to "
-        "find the file"
+        f"but its table has rows 0..{field.rows - 1}; run `sbpflow verify` to find the damaged file"
     )
 
 
 def compute_stats(
     manifest: Manifest, known: Mapping[str, Callable[[], NDArray[np.int64]]] | None = None
 ) -> list[FieldStats]:
-    """Statistics of every table; ``known`` has functions for lookups that need no counting.
+    """Compute the statistics of every table; functions in ``known`` return known lookups.
 
-    Those are called one at a time, because the counts of all tables may not fit into memory.
+    The functions are called one after another because the counts of all tables may not fit into
+    memory.
     """
     known = known or {}
     counts = count_lookups(manifest, [f.name for f in manifest.fields if f.name not in known])
@@ -202,7 +202,7 @@ def compute_stats(
 
 
 def load_stats(manifest: Manifest) -> list[FieldStats]:
-    """The statistics in the manifest; DataError if there are none or they do not fit the tables."""
+    """Return the manifest's statistics. Raise DataError if statistics are missing or invalid."""
     raw = manifest.content.get("stats")
     if not raw:
         raise DataError(f"{manifest.path}: no statistics in the manifest; use --recount")
@@ -219,7 +219,7 @@ def load_stats(manifest: Manifest) -> list[FieldStats]:
 
 
 def _check_stats(entry: FieldStats, field: Field) -> None:
-    """Raise TypeError, ValueError or KeyError for statistics that a reader could not use."""
+    """Raise TypeError, ValueError or KeyError for unusable statistics."""
     if (entry.name, entry.rows, entry.hot) != (field.name, field.rows, field.hot):
         raise ValueError(f"{entry.name!r} instead of {field.name!r}")
     numbers = [entry.lookups, entry.missing, entry.rare, entry.distinct, entry.tail_exponent or 0]
@@ -235,12 +235,12 @@ def _check_stats(entry: FieldStats, field: Field) -> None:
 
 
 def stats_json(stats: Sequence[FieldStats]) -> list[dict[str, object]]:
-    """The statistics in the form of the manifest and the planner."""
+    """Return the statistics in the form of the manifest and the planner."""
     return [asdict(field) for field in stats]
 
 
 def stats_table(stats: Sequence[FieldStats]) -> str:
-    """The statistics as text, one line per table."""
+    """Return the statistics as text, one line per table."""
     head = f"{'table':>8} {'rows':>11} {'distinct':>10} {'miss%':>6} {'rare%':>6}"
     head += "".join(f" {'top' + _short(k) + '%':>8}" for k in TOP)
     sizes = [size for size in BATCH_SIZES if all(str(size) in s.unique_ratio for s in stats)]

@@ -1,4 +1,4 @@
-// Search results: pages for users come before those for maintainers. The numbers are Sphinx's own.
+// Rank pages for users above pages for maintainers in search results. The other numbers are Sphinx's defaults.
 const MAINTAINERS = /^(decisions|architecture|changelog|contributing)/;
 
 var Scorer = {

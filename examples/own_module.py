@@ -1,6 +1,6 @@
-"""A plain torch module on sharded tables: torchrun --nproc-per-node 2 examples/own_module.py
+"""Train a plain torch module on sharded tables: torchrun --nproc-per-node 2 examples/own_module.py
 
-Data, model and training in one file; the losses are the same on any number of ranks.
+The file contains data, model and training loop. The losses are the same on any number of ranks.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Batch:
 
 
 def make_batch(step: int, rank: int, num_ranks: int) -> Batch:
-    """This rank's part of the batch; every rank draws the same rows."""
+    """Return this rank's part of a batch; every rank generates the same batch."""
     rng = torch.Generator().manual_seed(step)
     sizes = torch.tensor([field.rows for field in FIELDS.ids])
     ids = (torch.rand(BATCH, 2, generator=rng) ** 3 * sizes).int()
@@ -37,37 +37,37 @@ def make_batch(step: int, rank: int, num_ranks: int) -> Batch:
 
 
 class Net(nn.Module):
-    """Runs on this rank's rows; independent of tables and ranks."""
+    """A network on this rank's rows, independent of tables and ranks."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(width, 32), nn.ReLU(), nn.Linear(32, 1))
 
     def forward(self, vectors: dict[str, Tensor], dense: Tensor) -> Tensor:
-        """{"fields": [rows, 2 x dim]}, [rows, 1] -> logits [rows, 1]."""
+        """Map {"fields": [rows, 2 x dim]} and dense [rows, 1] to logits [rows, 1]."""
         return self.layers(torch.cat([vectors["fields"], dense], 1))
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnModel:
-    """The keys of the configuration's ``model`` group, if it names this class."""
+    """The keys of the ``model`` group if ``model.name`` is this class."""
 
     name: str = "own"
     dim: int = 8
 
     def spec(self, fields: sbpflow.Fields) -> sbpflow.TorchModel:
-        """One table per field, and the module over their vectors."""
+        """Return one table per field, and the module that uses their vectors."""
         output = sbpflow.embedding_output("fields", fields.sparse, dim=self.dim)
         width = output.width + len(fields.dense)
         return sbpflow.TorchModel(outputs=(output,), make=lambda: Net(width))
 
 
 def main() -> None:
-    """Train 60 steps; rank 0 prints the loss over all ranks' rows."""
+    """Train 60 steps. Rank 0 prints the loss over the rows of all ranks."""
     config = sbpflow.Config(
         model=OwnModel(),
         data=sbpflow.DataConfig(batch_size=BATCH),
-        parallel=sbpflow.ParallelConfig(scheme="3"),  # rows of every table split over the ranks
+        parallel=sbpflow.ParallelConfig(scheme="3"),  # splits the rows of every table
     )
     with sbpflow.World.start(config.parallel.device) as world:
         job = sbpflow.start_job(config, FIELDS, sbpflow.Boxing(world))

@@ -1,14 +1,14 @@
 #!/bin/sh
-# Restarts a job until it succeeds: supervise.sh torchrun ... train.py --config ...
+# Restart a job until it succeeds: supervise.sh torchrun ... train_wdl.py --config ...
 #
-# For failures that torchrun cannot survive: loss of the rendezvous host, or a link that is down for
-# longer than the timeouts. Run it on every machine; the job resumes from its last checkpoint. Ctrl-C
-# and SIGTERM are forwarded to the job and end the supervision. Environment variables:
+# torchrun cannot survive the loss of the rendezvous host, or a link that is down for longer than
+# the timeouts. Run this script on every machine; the job resumes from its last checkpoint. The
+# script forwards Ctrl-C and SIGTERM to the job and then ends. Environment variables:
 #   RESTARTS=20  give up after this many restarts in a row that last less than SHORT_S
 #   SHORT_S=60   a restart that lasts this many seconds resets the count
 #   WAIT_S=5     seconds between an exit and the next start
-#   STUCK_S=60   kill a torchrun whose ranks have been gone for this many seconds: it may wait
-#                forever for a store that it has lost
+#   STUCK_S=60   kill torchrun this many seconds after its ranks have ended: torchrun may wait
+#                forever for a lost store
 
 restarts=${RESTARTS:-20} short_s=${SHORT_S:-60} wait_s=${WAIT_S:-5} stuck_s=${STUCK_S:-60}
 left=$restarts stopped='' child=''
@@ -45,7 +45,7 @@ watch() { # returns when the job has ended
             now=$(date +%s)
             alone_since=${alone_since:-$now}
             if [ $((now - alone_since)) -ge "$stuck_s" ] && alive "$child"; then
-                echo "supervise: its ranks have been gone for $stuck_s s, killing it" >&2
+                echo "supervise: torchrun still runs $stuck_s s after its ranks ended; killing it" >&2
                 kill -KILL "$child" 2>/dev/null
                 return
             fi
@@ -68,11 +68,11 @@ while :; do
         left=$restarts
     fi
     if [ "$left" -le 0 ]; then
-        echo "supervise: ended with code $code, giving up after $restarts restarts" >&2
+        echo "supervise: ended with code $code; giving up after $restarts restarts" >&2
         exit "$code"
     fi
     left=$((left - 1))
-    echo "supervise: ended with code $code, restarting in $wait_s s ($left restarts left)" >&2
+    echo "supervise: ended with code $code; restarting in $wait_s s ($left restarts left)" >&2
     pause "$wait_s"
     [ -n "$stopped" ] && exit "$code"
 done

@@ -1,1 +1,1 @@
-"""The models, each in a module with its configuration; ``registry`` lists them."""
+"""The models with their configurations, one module per model; ``registry`` lists the models."""

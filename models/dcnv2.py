@@ -1,9 +1,9 @@
-"""DCN-V2: explicit crosses of all vectors, x <- x0 * (W x + b) + x, and an MLP.
+"""Define DCN-V2: explicit crosses of all vectors, x <- x0 * (W x + b) + x, and an MLP.
 
-Wang et al., DCN V2, WWW 2021, in its two forms with published results: cross layers next to the
-MLP, with one linear over both (``structure: parallel``; FuxiCTR's DCNv2 at 0245987), and cross
-layers before the MLP (``structure: stacked``; TorchRec's DLRM_DCN in MLPerf). W is a full matrix
-or the product of two matrices of rank r.
+The model follows Wang et al., DCN V2, WWW 2021, in the two structures with published results. With
+``structure: parallel`` (FuxiCTR's DCNv2 at 0245987), cross layers and MLP are parallel and share a
+final linear layer. With ``structure: stacked`` (TorchRec's DLRM_DCN in MLPerf), cross layers come
+before the MLP. W is a full matrix or the product of two matrices of rank r.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from sbpflow.runtime.fields.ranges import Range
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DcnV2Config(ModelOptions):
-    """DCN-V2."""
+    """Configuration of DCN-V2."""
 
     name: Literal["dcnv2"] = "dcnv2"
     embedding_dim: EmbeddingDim = 16
@@ -30,17 +30,17 @@ class DcnV2Config(ModelOptions):
     cross_rank: Annotated[
         Count | None,
         Example(512),
-        Key("results", "Rank of the product that is W in cross layers; a full W by default."),
+        Key("results", "Rank of W in cross layers; W is a full matrix by default."),
     ] = None
     structure: Annotated[
         Literal["parallel", "stacked"],
-        Key("results", "The MLP is next to the cross layers, or after them."),
+        Key("results", "Run the MLP in parallel to the cross layers, or after the cross layers."),
     ] = "parallel"
     hidden: Hidden = (500, 500, 500)
     numeric: Annotated[
         Literal["vectors", "bottom", "values"],
         Key(
-            "results", "Dense fields enter as a vector each, through the bottom MLP, or as values."
+            "results", "Dense fields enter as vectors, through the bottom MLP, or as plain values."
         ),
     ] = "vectors"
     bottom: Bottom = ()
@@ -48,7 +48,7 @@ class DcnV2Config(ModelOptions):
     def __post_init__(self) -> None:
         self.check_options()
         if not self.hidden:
-            raise ConfigError("model.hidden: [] has no layers; for example hidden: [500, 500]")
+            raise ConfigError("model.hidden: [] has no layers; use, for example, [500, 500]")
         if self.bottom and self.numeric != "bottom":
             raise ConfigError(
                 f"model.bottom: {list(self.bottom)} has no effect with numeric: {self.numeric}; "
@@ -56,7 +56,7 @@ class DcnV2Config(ModelOptions):
             )
 
     def spec(self, fields: Fields) -> "DcnV2Spec":
-        """The shapes for these fields; ConfigError without sparse fields."""
+        """Return the model's shapes for these fields. Raise ConfigError without sparse fields."""
         if not fields.sparse:
             raise ConfigError(
                 "model.name: dcnv2 crosses embeddings, but the data has no sparse fields; use "
@@ -98,9 +98,9 @@ class DcnV2Config(ModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DcnV2Spec(LayeredSpec):
-    """The shapes of a DCN-V2 for some data; a ``ModelSpec``.
+    """The ``ModelSpec`` of a DCN-V2 for given data fields.
 
-    ``bottom`` and ``vectors`` are set if dense fields enter through them.
+    ``bottom`` and ``vectors`` are None if dense fields do not use the bottom MLP or vectors.
     """
 
     bottom: MlpShape | None
@@ -113,7 +113,11 @@ class DcnV2Spec(LayeredSpec):
 
     @cached_property
     def parameters(self) -> Mapping[str, ParameterSpec]:
-        """``cross.N.weight`` [n, n] or ``cross.N.v.weight`` [r, n] and ``cross.N.w.weight``."""
+        """Return the specs of all dense parameters by name.
+
+        Cross layers have ``cross.N.weight`` [n, n], or ``cross.N.v.weight`` [r, n] and
+        ``cross.N.w.weight`` [n, r].
+        """
         width = self.mlp.inputs
         specs = {**self.vectors}
         if self.bottom is not None:
@@ -130,7 +134,7 @@ class DcnV2Spec(LayeredSpec):
         return specs
 
     def logits(self, layers: Layers[T], vectors: Mapping[str, T], dense: T) -> T:
-        """{"deep": [b, fields x dim]}, dense [b, fields] -> [b, 1]."""
+        """Compute logits: {"deep": [b, fields x dim]}, dense [b, fields] -> [b, 1]."""
         start = self._inputs(layers, vectors["deep"], dense)
         crossed = layers.cross([f"cross.{index}" for index in range(self.cross_layers)], start)
         if self.stacked:
@@ -138,9 +142,9 @@ class DcnV2Spec(LayeredSpec):
         return layers.linear("output", [crossed, layers.mlp(self.mlp, [start])], whole=True)
 
     def _inputs(self, layers: Layers[T], deep: T, dense: T) -> T:
-        """The concatenated inputs of the cross layers, in the dtype of the weights: [b, n].
+        """Return the concatenated inputs of the cross layers in the weights' dtype: [b, n].
 
-        The vector of the bottom MLP comes first, as in MLPerf; vectors or values of dense fields
+        The vector of the bottom MLP comes first, as in MLPerf. Vectors or values of dense fields
         come last.
         """
         concat = layers.functions.concat

@@ -1,10 +1,9 @@
-"""DeepFM: first order, pairs of vectors, and an MLP over the same vectors.
+"""Define DeepFM: a first-order term, pairs of vectors, and an MLP over the same vectors.
 
 logit = sum of a weight per value + sum over pairs of <v_i, v_j> + MLP(v_1 .. v_F), as in Guo et
-al., DeepFM, IJCAI 2017, and FuxiCTR's DeepFM at 0245987. A dense field has a vector, multiplied by
-its value, which is used in all three terms. Only the MLP has biases. This differs from TorchRec's
-FactorizationMachine, which sums over all columns of all vectors, and so also pairs different
-dimensions.
+al., DeepFM, IJCAI 2017, and FuxiCTR's DeepFM at 0245987. A dense field has a weight and a vector,
+both multiplied by its value. Only the MLP has biases. TorchRec's FactorizationMachine is different:
+it sums over all columns of all vectors, so it also pairs different dimensions.
 """
 
 from collections.abc import Mapping
@@ -20,7 +19,7 @@ from sbpflow.run.model.spec import Fields, ParameterSpec, embedding_output
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeepFmConfig(ModelOptions):
-    """DeepFM; ``hidden: []`` is a factorization machine without the MLP."""
+    """Configuration of DeepFM; ``hidden: []`` is a factorization machine without an MLP."""
 
     name: Literal["deepfm"] = "deepfm"
     embedding_dim: EmbeddingDim = 16
@@ -30,7 +29,7 @@ class DeepFmConfig(ModelOptions):
         self.check_options()
 
     def spec(self, fields: Fields) -> "DeepFmSpec":
-        """The shapes for these fields; ConfigError if there are no pairs of fields."""
+        """Return the model's shapes for these fields. Raise ConfigError if no pair exists."""
         numbers, dim = len(fields.dense), self.embedding_dim
         count = len(fields.sparse) + numbers
         if not fields.sparse or count < 2:
@@ -75,7 +74,7 @@ class DeepFmConfig(ModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DeepFmSpec(LayeredSpec):
-    """The shapes of a DeepFM for some data; a ``ModelSpec``."""
+    """The ``ModelSpec`` of a DeepFM for given data fields."""
 
     mlp: MlpShape | None
     num_sparse: int
@@ -84,14 +83,14 @@ class DeepFmSpec(LayeredSpec):
 
     @cached_property
     def parameters(self) -> Mapping[str, ParameterSpec]:
-        """The vectors and weights of dense fields, and the MLP."""
+        """Return the specs of the dense fields' vectors and weights, and of the MLP."""
         specs = vector_specs(self.numbers, self.dim)
         if self.numbers:
             specs |= linear_specs("wide_numeric", self.numbers, 1, bias=False)
         return specs | (self.mlp.parameters() if self.mlp is not None else {})
 
     def logits(self, layers: Layers[T], vectors: Mapping[str, T], dense: T) -> T:
-        """{"wide": [b, 1], "deep": [b, fields x dim]}, dense [b, fields] -> [b, 1]."""
+        """Compute logits: {"wide": [b, 1], "deep": [b, fields x dim]}, dense -> [b, 1]."""
         f = layers.functions
         parts, terms = [vectors["deep"]], [vectors["wide"]]
         if self.numbers:

@@ -1,9 +1,9 @@
-"""DLRM: an MLP for the dense fields, dot products of all pairs of vectors, an MLP over them.
+"""Define DLRM: an MLP for dense fields, dot products of all vector pairs, and a top MLP.
 
-logit = top([bottom(dense), <v_i, v_j> for i > j]) with v_0 = bottom(dense) and v_1 .. v_F the
-embeddings, as in Naumov et al., Deep Learning Recommendation Model, arXiv:1906.00091, and
-facebookresearch/dlrm, dlrm_s_pytorch.py at 090956e: no diagonal, pairs by rows of the lower
-triangle, and a ReLU after the last layer of the bottom MLP but not of the top MLP.
+logit = top([bottom(dense), <v_i, v_j> for i > j]) with v_0 = bottom(dense) and embeddings
+v_1 .. v_F, as in Naumov et al., Deep Learning Recommendation Model, arXiv:1906.00091, and
+facebookresearch/dlrm, dlrm_s_pytorch.py at 090956e. Pairs are the rows of the lower triangle
+without the diagonal. The last layer has a ReLU in the bottom MLP but not in the top MLP.
 """
 
 from collections.abc import Mapping
@@ -20,12 +20,12 @@ from sbpflow.runtime.fields.keys import Key
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DlrmConfig(ModelOptions):
-    """DLRM; ``norm`` applies to the hidden layers of both MLPs, ``dropout`` only to ``top``."""
+    """Configuration of DLRM; ``norm`` applies to both MLPs, and ``dropout`` only to ``top``."""
 
     name: Literal["dlrm"] = "dlrm"
     embedding_dim: EmbeddingDim = 16
     bottom: Bottom = (512, 256)
-    top: Annotated[Widths, Key("results", "Hidden layers of the MLP that gives the logit.")] = (
+    top: Annotated[Widths, Key("results", "Hidden layers of the MLP for the logit.")] = (
         512,
         256,
     )
@@ -34,7 +34,7 @@ class DlrmConfig(ModelOptions):
         self.check_options()
 
     def spec(self, fields: Fields) -> "DlrmSpec":
-        """The shapes for these fields; ConfigError without dense or sparse fields."""
+        """Return the model's shapes. Raise ConfigError without dense or sparse fields."""
         if not fields.sparse or not fields.dense:
             raise ConfigError(
                 "model.name: dlrm needs dense and sparse fields, but the data has "
@@ -69,7 +69,7 @@ class DlrmConfig(ModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DlrmSpec(LayeredSpec):
-    """The shapes of a DLRM for some data; ``num_vectors`` includes the bottom's vector."""
+    """The ``ModelSpec`` of a DLRM; ``num_vectors`` includes the vector of the bottom MLP."""
 
     bottom: MlpShape
     top: MlpShape
@@ -77,11 +77,11 @@ class DlrmSpec(LayeredSpec):
 
     @cached_property
     def parameters(self) -> Mapping[str, ParameterSpec]:
-        """The parameters of the two MLPs."""
+        """Return the parameter specs of the two MLPs."""
         return {**self.bottom.parameters(), **self.top.parameters()}
 
     def logits(self, layers: Layers[T], vectors: Mapping[str, T], dense: T) -> T:
-        """{"deep": [b, fields x dim]}, dense [b, fields] -> [b, 1]."""
+        """Compute logits: {"deep": [b, fields x dim]}, dense [b, fields] -> [b, 1]."""
         f = layers.functions
         first = layers.mlp(self.bottom, [dense])
         rest = layers.narrow(vectors["deep"], "deep")

@@ -1,6 +1,6 @@
-"""The common part of the models: options, and a spec and a dense part made of layers.
+"""Define the common code of the models: options, specs and dense parts made of layers.
 
-A model adds its embedding outputs, its parameters, and ``logits`` on ``Layers``.
+A model defines its embedding outputs, its parameters, and ``logits`` in terms of ``Layers``.
 """
 
 import logging
@@ -43,7 +43,7 @@ Dropout = Annotated[
 ]
 EmbeddingDim = Annotated[Count, Key("results", "Columns of the embedding tables.")]
 Bottom = Annotated[
-    Widths, Key("results", "MLP of the dense fields; a layer of embedding_dim follows.")
+    Widths, Key("results", "MLP of the dense fields before a final layer of embedding_dim.")
 ]
 Hidden = Annotated[Widths, Key("results", "Widths of the hidden layers of the MLP.")]
 HALF = {"bf16": torch.bfloat16}
@@ -64,35 +64,35 @@ class ModelOptions:
         Example("bf16"),
         Key(
             "results",
-            "Linears and dot products in bfloat16, with weights kept in float32; not the last "
-            "linear, norms, the FM term, sums of logits, and the loss.",
+            "Run linear layers and dot products in bfloat16 with float32 weights. The last linear "
+            "layer, norms, the FM term, sums of logits and the loss are not affected.",
         ),
     ] = None
     compile: Annotated[
         bool,
         Key(
             "results",
-            "Run the dense part through torch.compile, with full copies on every rank; not with "
+            "Run the dense part through torch.compile with full copies on every rank, but without "
             "norm: batch or parallel.dense.",
         ),
     ] = False
     fields: Annotated[
         Mapping[str, FieldRule],
         Example({"*_shop": FieldRule(table="shop")}),
-        Key("results", "Which fields share a table, by pattern of field names."),
+        Key("results", "Shared tables by pattern of field names."),
     ] = field(default_factory=dict[str, FieldRule])
     tables: Annotated[
         Mapping[str, TableShape],
         Example({"deep.C1": TableShape(dim=8)}),
-        Key("results", "Shapes of tables by pattern of their names; the last match wins per key."),
+        Key("results", "Table shapes by pattern of table names; the last match wins per key."),
     ] = field(default_factory=dict[str, TableShape])
 
     def check_options(self) -> None:
-        """Raise ConfigError for incompatible options; call it in ``__post_init__``."""
+        """Raise ConfigError for incompatible options; call this method in ``__post_init__``."""
         if self.compile and self.norm == "batch":
             raise ConfigError(
-                "model.compile: true does not work with norm: batch, which communicates within the "
-                "compiled graph; use norm: layer, or compile: false"
+                "model.compile: true does not support norm: batch, because batch norm communicates "
+                "within the compiled graph; use norm: layer, or compile: false"
             )
 
 
@@ -107,48 +107,48 @@ class LayeredSpec(ABC):
     @property
     @abstractmethod
     def parameters(self) -> Mapping[str, ParameterSpec]:
-        """Every dense parameter by name."""
+        """Return the specs of all dense parameters by name."""
         ...
 
     @property
     def buffers(self) -> Mapping[str, ParameterSpec]:
-        """The running statistics of the batch norms of all MLPs."""
+        """Return the running statistics of all batch norms."""
         mlps = [value for value in vars(self).values() if isinstance(value, MlpShape)]
         return {name: spec for mlp in mlps for name, spec in mlp.buffers().items()}
 
     @abstractmethod
     def logits(self, layers: Layers[T], vectors: Mapping[str, T], dense: T) -> T:
-        """Embedding outputs by name [b, width] and dense fields [b, n] -> [b, 1]."""
+        """Compute logits [b, 1] from embedding outputs [b, width] and dense fields [b, n]."""
         ...
 
     @property
     def schemes(self) -> Mapping[Scheme, Mapping[str, TableRule]]:
-        """The table rules of the schemes dp, 1, 2 and 3."""
+        """Return the table rules of the schemes dp, 1, 2 and 3."""
         return schemes_of(self.outputs)
 
     @property
     def splits_parameters(self) -> bool:
-        """Whether parameters may be split; a compiled part needs full copies."""
+        """Return True if parameters may be split; a compiled part needs full copies."""
         return not self.options.compile
 
     @property
     def half(self) -> torch.dtype | None:
-        """The dtype in which linears compute, if it is not that of the weights."""
+        """Return the compute dtype of linear layers if it differs from the weights' dtype."""
         return None if self.options.autocast is None else HALF[self.options.autocast]
 
     def plain(self, *, seed: int = 0) -> nn.Module:
-        """The model as a module for one process, see ``PlainModel``."""
+        """Return the model as a ``PlainModel`` for one process."""
         return PlainModel(self, seed=seed)
 
     def build(
         self, layouts: Mapping[str, Layout], boxing: Boxing, *, seed: int, dtype: torch.dtype
     ) -> DensePart:
-        """The dense part on this rank, with initialized parameters."""
+        """Create the dense part on this rank with initialized parameters."""
         if self.half is not None:
             if dtype != torch.float32:
                 raise ConfigError(
                     f"model.autocast: {self.options.autocast} requires parallel.dtype: float32, "
-                    f"got {str(dtype).removeprefix('torch.')}; change it, or remove autocast"
+                    f"got {str(dtype).removeprefix('torch.')}; use float32, or remove autocast"
                 )
             _log_half_speed(self.half, boxing)
         if self.options.compile:
@@ -167,7 +167,7 @@ class LayeredSpec(ABC):
         if device.type == "meta":
             return ShapesOnly(self.parameters, layouts, boxing, dtype)
         if problem := compiler_problem(device.type):
-            raise ConfigError(f"model.compile: true, but {problem}; or use model.compile: false")
+            raise ConfigError(f"model.compile: true, but {problem}, or use model.compile: false")
         keep_compiled_privately()
         module = PlainModel(self, seed=seed, dtype=dtype).to(device)
         module.compile()
@@ -195,7 +195,7 @@ class LayeredPart:
         training: bool,
         seed: int,
     ) -> GlobalTensor:
-        """Logits [batch, 1]; ``seed`` of the dropout masks must differ at every step."""
+        """Return logits [batch, 1]; each step needs a new ``seed`` for the dropout masks."""
         layers = Layers(
             functions=ops,
             parameters=self.parameters,
@@ -207,7 +207,7 @@ class LayeredPart:
         return self._spec.logits(layers, vectors, dense)
 
     def row_losses(self, logits: GlobalTensor, labels: GlobalTensor) -> GlobalTensor:
-        """The binary cross entropy of each row, [batch, 1]."""
+        """Return the binary cross entropy of each row, [batch, 1]."""
         return ops.bce_with_logits(logits, labels, reduction="none")
 
 
@@ -218,5 +218,5 @@ def _log_half_speed(half: torch.dtype, boxing: Boxing) -> None:
             "model.autocast: linears in %s take %.2f times as long as in float32 on this CPU%s",
             str(half).removeprefix("torch."),
             ratio,
-            "" if ratio < 1 else ", which makes the run slower; remove autocast for speed",
+            "" if ratio < 1 else "; remove autocast for speed",
         )

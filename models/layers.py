@@ -1,7 +1,7 @@
-"""The layers of the models, written once for global tensors and plain tensors.
+"""Define the layers of the models, with the same code for global tensors and plain tensors.
 
-``Layers`` calls ``Functions``: the ops of ``sbpflow.tensor``, or those of ``models.plain`` for one
-process. Shapes (``MlpShape``) list the parameters and buffers of layers, by the same names.
+``Layers`` calls ``Functions``: the ops of ``sbpflow.tensor``, or the functions of ``models.plain``
+for one process. Shapes (``MlpShape``) list the layers' parameters and buffers by the same names.
 """
 
 import math
@@ -22,7 +22,7 @@ Norm = Literal["none", "batch", "layer"]
 
 
 class Functions(Protocol[T]):
-    """The functions that layers call; ``sbpflow.tensor.ops`` has them for global tensors."""
+    """The functions that layers call; ``sbpflow.tensor.ops`` implements them for global tensors."""
 
     def add(self, a: T, b: T, *, id: str | None = None) -> T: ...
     def mul(self, a: T, b: T, *, id: str | None = None) -> T: ...
@@ -63,7 +63,7 @@ class Functions(Protocol[T]):
 def linear_specs(
     name: str, inputs: int, outputs: int, *, bias: bool = True
 ) -> dict[str, ParameterSpec]:
-    """A weight [outputs, inputs], glorot-uniform, and a bias [outputs], zero."""
+    """Return the specs of a glorot-uniform weight [outputs, inputs] and a zero bias [outputs]."""
     bound = math.sqrt(6.0 / (inputs + outputs))
     specs = {f"{name}.weight": ParameterSpec(shape=(outputs, inputs), bound=bound)}
     if bias:
@@ -72,7 +72,7 @@ def linear_specs(
 
 
 def vector_specs(num_fields: int, dim: int) -> dict[str, ParameterSpec]:
-    """A vector per dense field, for ``Layers.numeric_vectors``; empty without dense fields."""
+    """Return the spec of one vector per dense field, if any, for ``Layers.numeric_vectors``."""
     shape = (num_fields, dim)
     if not num_fields:
         return {}
@@ -81,9 +81,9 @@ def vector_specs(num_fields: int, dim: int) -> dict[str, ParameterSpec]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MlpShape:
-    """Hidden layers of linear, norm, ReLU and dropout, then a linear to ``outputs`` if not 0.
+    """Hidden layers of linear, norm, ReLU and dropout, and a last linear to ``outputs`` if not 0.
 
-    ``last_relu`` adds a ReLU after that linear, which has neither norm nor dropout.
+    The last linear has neither norm nor dropout. ``last_relu`` adds a ReLU after the last linear.
     """
 
     name: str
@@ -96,11 +96,11 @@ class MlpShape:
 
     @property
     def width(self) -> int:
-        """The width of the output."""
+        """Return the width of the output."""
         return self.outputs or (self.hidden[-1] if self.hidden else self.inputs)
 
     def parameters(self) -> dict[str, ParameterSpec]:
-        """The parameters: NAME.0.weight, NAME.0.bias, NAME.0.norm.weight and so on."""
+        """Return the specs of NAME.0.weight, NAME.0.bias, NAME.0.norm.weight and so on."""
         specs: dict[str, ParameterSpec] = {}
         widths = (self.inputs, *self.hidden, *((self.outputs,) if self.outputs else ()))
         for index, (inputs, outputs) in enumerate(pairwise(widths)):
@@ -111,7 +111,7 @@ class MlpShape:
         return specs
 
     def buffers(self) -> dict[str, ParameterSpec]:
-        """The running statistics of batch norms."""
+        """Return the specs of the batch norms' running statistics."""
         specs: dict[str, ParameterSpec] = {}
         for index, width in enumerate(self.hidden if self.norm == "batch" else ()):
             norm = f"{self.name}.{index}.norm"
@@ -122,10 +122,10 @@ class MlpShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layers(Generic[T]):
-    """Runs layers on one batch, with parameters and buffers by name.
+    """Runs layers on one batch with parameters and buffers by name.
 
-    ``half`` is the dtype in which linears compute, if it is not that of the weights, which keep
-    theirs; ``whole`` linears ignore it. ``seed`` is that of the dropout masks.
+    ``half`` is the compute dtype of linear layers if it differs from the weights' dtype. Weights
+    keep their dtype, the compute dtype of ``whole`` layers. ``seed`` is the dropout seed.
     """
 
     functions: Functions[T]
@@ -136,9 +136,9 @@ class Layers(Generic[T]):
     seed: int
 
     def linear(self, name: str, inputs: Sequence[T], *, whole: bool = False) -> T:
-        """A linear over the concatenated ``inputs``: [b, widths] -> [b, outputs].
+        """Apply a linear layer to the concatenated ``inputs``: [b, widths] -> [b, outputs].
 
-        ``whole`` computes in the dtype of the weights.
+        A ``whole`` layer computes in the dtype of the weights.
         """
         weight, bias = self.parameters[f"{name}.weight"], self.parameters.get(f"{name}.bias")
         dtype = weight.dtype if whole or self.half is None else self.half
@@ -150,7 +150,7 @@ class Layers(Generic[T]):
         )
 
     def mlp(self, shape: MlpShape, inputs: Sequence[T]) -> T:
-        """[b, widths] -> [b, shape.width]; the linear to ``outputs`` is whole."""
+        """Apply an MLP, [b, widths] -> [b, shape.width]; its last linear layer is whole."""
         f = self.functions
         for index in range(len(shape.hidden)):
             name = f"{shape.name}.{index}"
@@ -165,14 +165,14 @@ class Layers(Generic[T]):
         return inputs[0]
 
     def cross(self, names: Sequence[str], x: T) -> T:
-        """Cross layers, [b, n] -> [b, n], with NAME.weight, or NAME.v.weight and NAME.w.weight."""
+        """Apply the cross layers ``names`` to ``x``: [b, n] -> [b, n]."""
         kinds = (".v.weight", ".w.weight", ".w.bias", ".weight", ".bias")
         tensors = self.parameters
         weights = [[tensors[n + kind] for kind in kinds if n + kind in tensors] for n in names]
         return self.functions.cross_network(x, weights, half=self.half, id="cross")
 
     def numeric_vectors(self, dense: T) -> T:
-        """Each dense field times its vector: [b, fields] -> [b, fields x dim]."""
+        """Multiply each dense field by its vector: [b, fields] -> [b, fields x dim]."""
         weight = self.parameters["numeric.weight"]
         (rows, count), dim = dense.shape, weight.shape[1]
         f = self.functions
@@ -180,18 +180,18 @@ class Layers(Generic[T]):
         return f.reshape(f.mul(column, weight, id="numeric"), (rows, count * dim), id="numeric.row")
 
     def total(self, terms: Sequence[T]) -> T:
-        """The sum of parts of the logit, [b, 1] each, in the dtype of the weights."""
+        """Sum the terms [b, 1] of the logit in the dtype of the weights."""
         total = terms[0]
         for n, term in enumerate(terms[1:]):
             total = self.functions.add(total, term, id=f"logit.{n}")
         return total
 
     def narrow(self, x: T, id: str) -> T:
-        """``x`` in the dtype of linears, cast once for several linears that read it."""
+        """Cast ``x`` to the compute dtype once for several linear layers."""
         return x if self.half is None else self._cast(x, self.half, id)
 
     def widen(self, x: T, id: str) -> T:
-        """``x`` in the dtype of the weights."""
+        """Cast ``x`` to the dtype of the weights."""
         return self._cast(x, next(iter(self.parameters.values())).dtype, id)
 
     def _norm(self, kind: Norm, name: str, x: T) -> T:

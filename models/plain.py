@@ -1,7 +1,7 @@
-"""A model as an ordinary ``nn.Module``: the same layers on plain tensors in one process.
+"""Run a model as an ordinary ``nn.Module``: the same layers on plain tensors in one process.
 
-For export, for ``torch.compile``, and for inspecting a model without ranks. Parameters and buffers
-have the same names and shapes as in a run, so that the values of a run can be loaded.
+``PlainModel`` is for export, for ``torch.compile``, and for inspecting a model without ranks.
+Parameters and buffers have the same names and shapes as in a run, so a run's values can be loaded.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from sbpflow.tensor.ops.interactions import pair_sum
 
 
 class PlainFunctions:
-    """``Functions`` for plain tensors, which ignore ``id``."""
+    """``Functions`` for plain tensors; the functions ignore ``id``."""
 
     def add(self, a: Tensor, b: Tensor, *, id: str | None = None) -> Tensor:
         return a + b
@@ -97,7 +97,7 @@ class PlainFunctions:
 
 
 class Model(Protocol):
-    """The part of a spec that ``PlainModel`` uses."""
+    """The members of a spec that ``PlainModel`` uses."""
 
     @property
     def parameters(self) -> Mapping[str, ParameterSpec]: ...
@@ -111,10 +111,10 @@ class Model(Protocol):
 
 
 class PlainModel(nn.Module):
-    """``forward(vectors, dense)`` returns logits [b, 1].
+    """A module whose ``forward(vectors, dense)`` returns logits [b, 1].
 
-    ``vectors`` are the embedding outputs by name [b, width], ``dense`` the dense fields [b, n].
-    Initial values are those of a run with the same ``seed``.
+    ``vectors`` are the embedding outputs by name [b, width], and ``dense`` are the dense fields
+    [b, n]. The initial values equal the values of a run with the same ``seed``.
     """
 
     def __init__(self, spec: Model, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
@@ -130,7 +130,7 @@ class PlainModel(nn.Module):
             owner.register_buffer(leaf, initial_values(name, buffer, seed=seed, dtype=dtype))
 
     def _owner(self, name: str) -> tuple[nn.Module, str]:
-        """The nested module for a dotted name, made if needed, and the last part of the name."""
+        """Return or create the nested module for a dotted name, and return the name's last part."""
         *path, leaf = name.split(".")
         owner: nn.Module = self
         for part in path:

@@ -1,6 +1,6 @@
-"""The models that ``model.name`` can select; the first is the default.
+"""List the models that ``model.name`` can select; the first model is the default.
 
-A user's model needs no entry here: set ``model.name: package.module:Class`` to its configuration
+A user's model does not need an entry: set ``model.name: package.module:Class`` to the configuration
 class.
 """
 

@@ -1,9 +1,9 @@
-"""Wide & Deep for click-through rate, written on logical tensors.
+"""Define Wide & Deep for click-through rates on logical tensors.
 
 logit = sum of the crosses' weights + MLP(embeddings ++ dense fields). The code does not depend on
-layouts: tensors have theirs, and ops insert the conversions. Architecture and initial values follow
+layouts, because ops insert the conversions. Architecture and initial values follow
 OneFlow-Benchmark, wdl_train_eval.py at de4698a7: no wide bias, ReLU and dropout after every hidden
-layer, glorot-uniform weights, zero biases, tables U(-0.05, 0.05).
+layer, glorot-uniform weights, zero biases, and tables U(-0.05, 0.05).
 """
 
 from collections import Counter
@@ -25,24 +25,24 @@ from sbpflow.runtime.fields.ranges import Range
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WideConfig:
-    """The wide part of wdl: a sum of weights."""
+    """Configuration of wdl's wide part, a sum of weights."""
 
     columns: Annotated[
         tuple[str, ...], Example(("C1",)), Key("results", "Columns with one weight per value.")
     ] = ()
-    numeric: Annotated[bool, Key("results", "Also one weight per dense field.")] = False
+    numeric: Annotated[bool, Key("results", "Add one weight per dense field.")] = False
     crosses: Annotated[
         tuple[tuple[str, ...], ...],
         Example((("C1", "C2"),)),
         Key(
             "results",
-            "Crosses of columns with one weight per value: pairs that the data was prepared with, "
-            "or with hash_size any pairs or triples.",
+            "Crosses of columns with one weight per value: pairs from data preparation, or any "
+            "pairs or triples with hash_size.",
         ),
     ] = (("C1", "C2"), ("C3", "C4"))
     hash_size: Annotated[
         Annotated[int, Range(low=3, below=2**31)] | None,
-        Key("results", "Hash each cross into this many rows; by default use prepared crosses."),
+        Key("results", "Number of rows to hash crosses into; the default is prepared crosses."),
     ] = None
 
     def __post_init__(self) -> None:
@@ -53,8 +53,8 @@ class WideConfig:
             if len(cross) not in sizes or len(set(cross)) != len(cross):
                 three = ", or three with model.wide.hash_size" if self.hash_size is None else ""
                 raise ConfigError(
-                    f"{key}: {list(cross)} is not a cross; list two different columns{three}, "
-                    "for example [C1, C2]"
+                    f"{key}: {list(cross)} is not a cross; list two different columns{three} "
+                    "(for example, [C1, C2])"
                 )
             if cross in seen:
                 raise ConfigError(f"{key}: {list(cross)} is listed twice; remove one of them")
@@ -66,16 +66,16 @@ class WideConfig:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no wide part."""
+        """Return True if the model has no wide part."""
         return not (self.columns or self.crosses or self.numeric)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WdlConfig(ModelOptions):
-    """Wide & Deep."""
+    """Configuration of Wide & Deep."""
 
     name: Literal["wdl"] = "wdl"
-    deep: Annotated[bool, Key("results", "false trains only the wide part.")] = True
+    deep: Annotated[bool, Key("results", "Use the deep part as well as the wide part.")] = True
     embedding_dim: EmbeddingDim = 16
     hidden: Hidden = (1024, 1024)
     dropout: Dropout = 0.5
@@ -89,14 +89,14 @@ class WdlConfig(ModelOptions):
         self.check_options()
         if not self.deep and self.wide.is_empty:
             raise ConfigError(
-                "model.deep: false leaves nothing to train, since model.wide is empty; for example "
-                "model.wide.crosses: [[C1, C2]]"
+                "model.deep: false leaves nothing to train because model.wide is empty; add, for "
+                "example, model.wide.crosses: [[C1, C2]]"
             )
         if self.deep and not self.hidden:
-            raise ConfigError("model.hidden: [] has no layers; for example hidden: [400, 400]")
+            raise ConfigError("model.hidden: [] has no layers; use, for example, [400, 400]")
 
     def spec(self, fields: Fields) -> "WdlSpec":
-        """The shapes for these fields; ConfigError for a cross that the data does not have."""
+        """Return the model's shapes. Raise ConfigError for a cross that the data does not have."""
         hashed = _hashed_columns(self.wide, fields)
         crosses = [cross.field() for cross in hashed] or _prepared_crosses(self.wide, fields)
         outputs: list[OutputConfig] = []
@@ -135,7 +135,7 @@ def _columns(names: Sequence[str], fields: Fields) -> list[IdField]:
     for name in names:
         if name not in by_name:
             raise ConfigError(
-                f"model.wide.columns: {name} is not a sparse column of the data; use some of "
+                f"model.wide.columns: {name} is not a sparse column of the data; choose from "
                 f"{', '.join(by_name)}"
             )
     return [by_name[name] for name in names]
@@ -148,7 +148,7 @@ def _hashed_columns(wide: WideConfig, fields: Fields) -> tuple[HashedColumn, ...
     for name in (name for cross in wide.crosses for name in cross):
         if name not in usable:
             raise ConfigError(
-                f"model.wide.crosses: {name} is not a column with one id per row; use some of "
+                f"model.wide.crosses: {name} is not a column with one id per row; choose from "
                 f"{', '.join(usable)}"
             )
     return tuple(HashedColumn(columns=cross, rows=wide.hash_size) for cross in wide.crosses)
@@ -170,7 +170,7 @@ def _check_crosses(
         if unknown := [column for column in cross if column not in sparse]:
             raise ConfigError(
                 f"model.wide.crosses: {'x'.join(cross)}: {unknown[0]} is not a sparse column of "
-                f"the data; use some of {', '.join(sparse)}, or remove the wide part with "
+                f"the data; choose from {', '.join(sparse)}, or remove the wide part with "
                 "model.wide.crosses: []"
             )
     for cross in missing:
@@ -183,8 +183,8 @@ def _check_crosses(
                 )
         needed = ",".join("x".join(cross) for cross in crosses)
         raise ConfigError(
-            f"model.wide.crosses: {name} is not in the data, which has "
-            f"{', '.join(prepared) or 'none'}; prepare the data again with --crosses {needed}, or "
+            f"model.wide.crosses: {name} is not in the data (crosses in the data: "
+            f"{', '.join(prepared) or 'none'}); prepare the data again with --crosses {needed}, or "
             "let the loader hash crosses with model.wide.hash_size=1000000, or remove the wide "
             "part with model.wide.crosses: []"
         )
@@ -192,9 +192,9 @@ def _check_crosses(
 
 @dataclass(frozen=True, kw_only=True)
 class WdlSpec(LayeredSpec):
-    """The shapes of a Wide & Deep for some data; a ``ModelSpec``.
+    """The ``ModelSpec`` of a Wide & Deep model for given data fields.
 
-    ``mlp`` is the deep part, or None. ``vectors`` are those of dense fields, if they have vectors.
+    ``mlp`` is the deep part, or None. ``vectors`` are the vectors of dense fields, if any.
     ``wide_numbers`` is the number of dense fields with a weight in the wide part.
     """
 
@@ -204,7 +204,7 @@ class WdlSpec(LayeredSpec):
 
     @cached_property
     def parameters(self) -> Mapping[str, ParameterSpec]:
-        """The parameters of the deep part, and the wide part's weights of dense fields."""
+        """Return the specs of the deep part's parameters and the wide weights of dense fields."""
         specs = {**self.vectors}
         if self.mlp is not None:
             specs |= self.mlp.parameters()
@@ -213,7 +213,7 @@ class WdlSpec(LayeredSpec):
         return specs
 
     def logits(self, layers: Layers[T], vectors: Mapping[str, T], dense: T) -> T:
-        """{"wide": [b, 1], "deep": [b, fields x dim]}, dense [b, fields] -> [b, 1]."""
+        """Compute logits: {"wide": [b, 1], "deep": [b, fields x dim]}, dense -> [b, 1]."""
         terms = [vectors["wide"]] if "wide" in vectors else []
         if self.wide_numbers:
             terms.append(layers.linear("wide_numeric", [dense], whole=True))

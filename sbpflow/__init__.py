@@ -1,7 +1,7 @@
-"""SBP-parallel training of click models: layouts, conversions between them, and embeddings.
+"""Trains click-through-rate models with SBP parallelism: layouts, conversions, embeddings.
 
-The names listed here are public; everything else may change without notice. Each name is loaded on
-first use, so ``import sbpflow`` loads neither torch nor FBGEMM.
+The names listed in this module are public; everything else may change without notice. Each name is
+loaded on first use, so ``import sbpflow`` loads neither torch nor FBGEMM.
 """
 
 from importlib import import_module
@@ -43,13 +43,13 @@ if TYPE_CHECKING:
 
 __version__ = SBPFLOW_VERSION
 
-# In a source checkout sbpflow.data, .models and .planner are folders next to this one; in an
-# installed package they are inside it.
+# In a source checkout, sbpflow.data, .models and .planner are folders next to this one. In an
+# installed package, these folders are inside this one.
 _CHECKOUT = Path(__file__).resolve().parents[1]
 if not (_CHECKOUT / "sbpflow" / "data").is_dir() and (_CHECKOUT / "pyproject.toml").is_file():
     __path__.append(str(_CHECKOUT))
 
-# Public names by module: values, ranks and conversions, tensors, embeddings, models and runs.
+# This maps modules to public names: values, ranks, conversions, tensors, embeddings, models, runs.
 _MODULES = {
     "sbp.sbp": ("Split", "Broadcast", "Partial"),
     "sbp.placement": ("Placement",),
@@ -126,7 +126,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'sbpflow' has no attribute {name!r}")
-    if name == "ops":  # a module
+    if name == "ops":  # this public name is a module
         return import_module("sbpflow.tensor.ops")
     return getattr(import_module(f"sbpflow.{_MODULE_OF[name]}"), name)
 

@@ -1,6 +1,6 @@
-"""The ``sbpflow`` command: dispatches to the subcommand that the first argument names.
+"""Runs the ``sbpflow`` command: dispatches to the subcommand that the first argument names.
 
-A composition root: it may import every package.
+As a composition root, this module may import every package.
 """
 
 import sys
@@ -47,16 +47,16 @@ COMMANDS: dict[str, Command] = {
 
 
 def main() -> int:
-    """Dispatch on the first argument."""
-    # So that package.module:Class finds classes in the working folder. It comes last on the path,
-    # so that no file in it shadows an installed module.
+    """Dispatch to the subcommand that the first argument names."""
+    # Users' classes (package.module:Class) are found in the working folder, which is last on the
+    # path, so that none of its files shadows an installed module.
     if "" not in sys.path:
         sys.path.append("")
     return dispatch("sbpflow", COMMANDS, sys.argv[1:])
 
 
 def entry() -> None:
-    """Entry point of the installed command."""
+    """Run the installed command (its entry point)."""
     run_main(main)
 
 

@@ -1,4 +1,4 @@
-"""Exception classes, separated by what a caller should do about them.
+"""Defines exception classes, separated by what a caller should do about them.
 
 A message names the key or row, the given value, the rule and a value that would pass.
 """
@@ -7,10 +7,10 @@ from typing import Never, get_args
 
 
 class _OneLineError(ValueError):
-    """An error whose message is one line, plus one line for each of ``details``.
+    """An error whose message is one line, plus one line for each of its ``details``.
 
-    Newlines and other unprintable characters are escaped, because messages quote keys, values,
-    paths and column names, which may contain anything.
+    Messages quote keys, values, paths and column names, which may contain anything. So newlines
+    and other unprintable characters are escaped.
     """
 
     def __init__(self, message: str = "", *details: str) -> None:
@@ -52,11 +52,11 @@ class CheckpointError(_OneLineError):
 
 
 class ReplicaError(RuntimeError):
-    """Replicas that must be equal differ, which is a bug in the program."""
+    """Replicas differ although they must be equal; this is a bug in the program."""
 
 
 class AbsentError(RuntimeError):
-    """Some ranks did not join at startup; the message names them."""
+    """Some ranks did not join at startup; the message names these ranks."""
 
 
 class PeerLostError(RuntimeError):
@@ -64,7 +64,7 @@ class PeerLostError(RuntimeError):
 
 
 class PeerStoppedError(RuntimeError):
-    """Another rank received a stop signal, and this one ends with it."""
+    """Another rank received a stop signal, so this rank ends, too."""
 
 
 def unknown_value(what: str, value: Never, legal: object) -> ValueError:
@@ -77,8 +77,8 @@ def unknown_value(what: str, value: Never, legal: object) -> ValueError:
     return ValueError(f"{what}: {value!r} is not supported; use {' or '.join(names)}")
 
 
-# Errors shown without a traceback, because the message tells the user everything. SbpError is not
-# among them: it is a mistake in a program, so its line matters.
+# These errors are shown without a traceback, because their messages are complete. An SbpError
+# has a traceback, because it is a mistake in a program, whose line matters.
 MESSAGE_ERRORS = (
     ConfigError,
     DataError,

@@ -1,1 +1,1 @@
-"""The file format of prepared sets: schema, manifest, shards, ids. Only this package knows it."""
+"""Read and write the file format of prepared sets: schema, manifest, shards and ids."""

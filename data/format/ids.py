@@ -1,9 +1,9 @@
-"""Assign ids to values: a seeded permutation, balanced so that contiguous rows carry equal load.
+"""Assign ids to values by a seeded permutation that balances the load over contiguous rows.
 
-Never by frequency: in frequency order the first half of a table receives 95-99 % of all lookups. A
-random order alone is not enough if one id is hot (missing, rare or the top value). So the fewest
-swaps that balance the halves, then the quarters and eighths, are applied to it. If one id carries
-more than half of the lookups, no order can balance them, and its half gets the coldest values.
+In frequency order, the first half of a table would receive 95-99 % of all lookups. A random order
+is not balanced either if one id is hot (missing, rare or the top value). So the minimum number of
+swaps is applied to balance the halves, then the quarters and eighths. If one id has more than half
+of the lookups, no order is balanced, and the half with this id gets the coldest values.
 """
 
 from abc import ABC, abstractmethod
@@ -26,24 +26,24 @@ _LEVELS = 3
 _TOLERANCE = 0.02
 _MAX_SWAPS = 1 << 17
 _BLOCK = 1 << 16
-"""Keys looked up at a time, so that temporary arrays stay in the cache."""
+"""Number of keys per lookup block; temporary arrays of this size stay in the cache"""
 _LARGE = 1 << 20
-"""Number of keys above which a table is filled to two thirds, to save memory."""
+"""Number of keys above which a table is filled to two thirds to save memory"""
 _INSERTED = 1 << 20
-"""Keys inserted into a table at a time."""
+"""Number of keys per insertion block"""
 _MIN_COMPILED_KEYS = 1 << 16
-"""Number of keys in a lookup above which loading numba pays off."""
+"""Minimum number of keys in a lookup for which loading numba saves time"""
 _HOT = 16
-"""Number of lookups above which a key should be found at the first probe."""
+"""Number of lookups above which a key should be found at the first probe"""
 
 
 def assign_ids(
     counts: "Counts | NDArray[np.uint32]", reserved: tuple[int, int], seed: int, name: str
 ) -> NDArray[np.int32]:
-    """Assign each value, which has ``counts`` [n] lookups, an id from 2 up.
+    """Assign ids from 2 up to values with ``counts`` [n] lookups.
 
-    ``reserved`` has the lookups of ids 0 (missing) and 1 (rare). The result depends only on the
-    arguments.
+    ``reserved`` contains the lookups of ids 0 (missing) and 1 (rare). The result depends only on
+    the arguments.
     """
     key = [seed, *name.encode()]
     order = np.random.Generator(np.random.PCG64(key)).permutation(len(counts))
@@ -96,7 +96,7 @@ def _swap(
 
 
 def _first_sorted(values: Counts, count: int) -> NDArray[np.int64]:
-    """Indices of the ``count`` smallest values, in order."""
+    """Return the indices of the ``count`` smallest values in ascending order of the values."""
     if count < len(values):
         chosen = np.sort(np.argpartition(values, count)[:count])
     else:
@@ -108,19 +108,19 @@ class Ids(Protocol):
     """Maps the keys of a column to ids of its table."""
 
     def lookup(self, keys: Keys) -> NDArray[np.int32]:
-        """Ids [n] of ``keys`` [n]."""
+        """Return the ids [n] of ``keys`` [n]."""
         ...
 
 
 class HashedIds:
-    """Ids from 2 up by hashing into ``num_rows`` rows; needs no vocabulary, but values collide."""
+    """Hashes keys to ids from 2 up below ``num_rows`` without a vocabulary; values can collide."""
 
     def __init__(self, num_rows: int, seed: int, name: str) -> None:
         self._size = np.uint64(num_rows - NUM_RESERVED_IDS)
         self._salt = np.random.SeedSequence([seed, *name.encode()]).generate_state(1, np.uint64)
 
     def lookup(self, keys: Keys) -> NDArray[np.int32]:
-        """Ids int32 [n] of ``keys`` [n]: the finalizer of MurmurHash3, then modulo."""
+        """Return ids int32 [n] for ``keys`` [n] by MurmurHash3's finalizer and a modulo."""
         mixed = keys.astype(np.uint64) ^ self._salt
         for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
             mixed ^= mixed >> np.uint64(33)
@@ -130,14 +130,14 @@ class HashedIds:
 
 
 class IdTable(ABC):
-    """Open addressing from keys to ids, for whole columns at once; an unknown key maps to RARE_ID.
+    """Open-addressing table that maps columns of keys to ids, and unknown keys to RARE_ID.
 
-    An empty slot holds key 0 and RARE_ID, which is the right answer for an unknown key 0. Keys with
-    many lookups (``counts``) are inserted first, so that most lookups hit at the first probe.
+    An empty slot contains key 0 and RARE_ID, the correct result for an unknown key 0. Keys with
+    many lookups (``counts``) are inserted first, so most lookups hit at the first probe.
     """
 
     def __init__(self, keys: Keys, ids: NDArray[np.int32], counts: Counts) -> None:
-        # A power of two gives few collisions; for large tables 1.5 slots per key must do.
+        # A power of two causes few collisions; large tables have only 1.5 slots per key.
         self._capacity = 1 << max(4, (2 * len(keys) - 1).bit_length())
         if len(keys) > _LARGE:
             self._capacity = len(keys) + len(keys) // 2
@@ -146,8 +146,8 @@ class IdTable(ABC):
             self._insert(keys, ids, chosen)
 
     def _insert(self, keys: Keys, ids: NDArray[np.int32], left: Slots) -> None:
-        # Write all keys whose slot is free at once; of keys with the same slot one wins, and the
-        # losers try the next slot.
+        # Write all keys with a free slot at once. If several keys have the same slot, one key wins,
+        # and the others try the next slot.
         slots = self._slots(keys[left])
         while len(left):
             free = self._at(slots, keys[left])[0] == RARE_ID
@@ -161,19 +161,19 @@ class IdTable(ABC):
 
     @abstractmethod
     def _put(self, slots: Slots, keys: Keys, ids: NDArray[np.int32]) -> None:
-        """Fill slots; if several entries have the same slot, one of them wins."""
+        """Fill slots; if several entries have the same slot, any one of them is stored."""
 
     @abstractmethod
     def _at(self, slots: Slots, keys: Keys) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """The ids in the slots, and whether the slots hold the given keys."""
+        """Return the ids in the slots, and True for slots that contain the given keys."""
 
     @abstractmethod
     def _by_loop(self, loops: ModuleType, keys: Keys, ids: NDArray[np.int32]) -> None:
-        """``lookup`` in one compiled pass."""
+        """Run ``lookup`` in one compiled pass."""
 
     def _slots(self, keys: Keys) -> NDArray[np.int64]:
-        # Fibonacci hashing: the high half of the product with 2^64 / golden ratio, scaled to the
-        # capacity. For a power of two these are its high bits.
+        # Fibonacci hashing scales the high half of the product with 2^64 / golden ratio to the
+        # capacity. If the capacity is a power of two, the result is the high bits.
         spread = keys.astype(np.uint64) * np.uint64(GAMMA)
         spread >>= np.uint64(32)
         spread *= np.uint64(self._capacity)
@@ -186,7 +186,7 @@ class IdTable(ABC):
         return slots
 
     def lookup(self, keys: Keys) -> NDArray[np.int32]:
-        """Ids int32 [n] of ``keys`` [n]."""
+        """Return the ids int32 [n] of ``keys`` [n]."""
         if (loops := find_loops(len(keys), _MIN_COMPILED_KEYS)) is not None:
             ids = np.empty(len(keys), dtype=np.int32)
             self._by_loop(loops, keys, ids)
@@ -209,7 +209,7 @@ class IdTable(ABC):
 
 
 def _hottest_first(counts: Counts) -> Iterator[Slots]:
-    """Indices of ``counts``: groups of growing size by falling count, then the rest in blocks."""
+    """Yield indices in growing groups by descending count, and then all others in blocks."""
     hot = np.flatnonzero(counts >= _HOT)
     hot = hot[np.argsort(-counts[hot], kind="stable")]
     start, stop = 0, 16
@@ -221,7 +221,7 @@ def _hottest_first(counts: Counts) -> Iterator[Slots]:
 
 
 class NarrowIdTable(IdTable):
-    """32-bit keys: key and id share one word, so a lookup touches one cache line."""
+    """A table for 32-bit keys; key and id share a word, so a lookup touches one cache line."""
 
     def _allocate(self, capacity: int) -> None:
         self._entries = np.full(capacity, RARE_ID, dtype=np.uint64)
@@ -238,14 +238,14 @@ class NarrowIdTable(IdTable):
 
 
 class WideIdTable(IdTable):
-    """64-bit keys, stored next to their ids."""
+    """A table for 64-bit keys with separate arrays of keys and ids."""
 
     def _allocate(self, capacity: int) -> None:
         self._keys = np.zeros(capacity, dtype=np.uint64)
         self._ids = np.full(capacity, RARE_ID, dtype=np.int32)
 
     def _put(self, slots: Slots, keys: Keys, ids: NDArray[np.int32]) -> None:
-        # Numpy does not define which entry of a slot wins, so keep the key of the id that did.
+        # Numpy does not define which entry of a slot wins, so store the key of the winning id.
         self._ids[slots] = ids
         is_inserted = self._ids[slots] == ids
         self._keys[slots[is_inserted]] = keys[is_inserted]

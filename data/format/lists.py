@@ -1,4 +1,4 @@
-"""The id lists of a split and its columns that are not features, mapped across its shards."""
+"""Map the id lists and the non-feature columns of a split across its shards."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from sbpflow.data.format.mapped_rows import (
 
 
 def _open_part(manifest: Manifest, split: str, name: str, limit: int) -> list[Rows]:
-    """The files of a part, one per shard with rows; the first ``limit`` are mapped."""
+    """Open a part's file of each shard with rows; the first ``limit`` files are mapped."""
     kind, folder = manifest.part_types[name], manifest.path
     parts = [(shard, shard.parts[name]) for shard in manifest.shards(split) if shard.rows]
     files = [
@@ -41,26 +41,25 @@ class SplitPart(MappedRows):
 
 @dataclass(frozen=True, slots=True)
 class Extents:
-    """Where the ids of some runs of rows are; a run that crosses shards has several entries."""
+    """Locations of the ids of row runs; a run that crosses shards has several entries."""
 
     rows: tuple[Places, Places]
-    """First rows and lengths of the runs as requested."""
+    """First rows and lengths of the requested runs"""
     maps: Places
     lows: Places
     highs: Places
 
     @property
     def num_values(self) -> int:
-        """Total number of ids."""
+        """Return the total number of ids."""
         return int((self.highs - self.lows).sum())
 
 
 class SplitLists:
-    """The id lists of one split: concatenated, ordered by row and then by field.
+    """The concatenated id lists of one split, ordered by row and then by field as in the engine.
 
-    That is the order in which the engine takes them. Row numbers count from the split's first row,
-    and maps are copy-on-write, as in ``SplitRows``. The set must have ragged fields. The first
-    ``limit`` files of each part are mapped.
+    As in ``SplitRows``, row numbers count from the split's first row, and maps are copy-on-write.
+    The set must have ragged fields. The first ``limit`` files of each part are mapped.
     """
 
     def __init__(self, manifest: Manifest, split: str, limit: int | None = None) -> None:
@@ -78,7 +77,7 @@ class SplitLists:
         self._mapped_starts = MappedItems(mapped_of(self._starts))
 
     def find(self, firsts: Places, lengths: Places) -> Extents:
-        """Where the ids of the given runs of rows are."""
+        """Locate the ids of the given runs of rows."""
         pieces, counts = self._within_maps(firsts, lengths)
         maps, local = self.lengths.maps_of(pieces)
         ends = np.empty((2, len(pieces)), dtype=np.int64)
@@ -96,7 +95,7 @@ class SplitLists:
         return Extents((firsts, lengths), maps, ends[0], ends[1])
 
     def _within_maps(self, firsts: Places, lengths: Places) -> tuple[Places, Places]:
-        """The runs as first rows and lengths, with runs that cross shards divided."""
+        """Return first rows and lengths of the runs, divided at shard boundaries."""
         pieces = [
             piece
             for first, length in zip(firsts.tolist(), lengths.tolist(), strict=True)
@@ -112,14 +111,14 @@ class SplitLists:
         values: NDArray[np.int32],
         weights: NDArray[np.float32] | None,
     ) -> None:
-        """Copy lengths [rows, lists], ids [n] and their weights [n], if the set has any."""
+        """Copy lengths [rows, lists] and ids [n], and also weights [n] if the set has weights."""
         self.lengths.gather(*extents.rows, lengths)
         _copy(self._values, extents, values)
         if weights is not None and self._weights is not None:
             _copy(self._weights, extents, weights)
 
     def close(self) -> None:
-        """Release the maps."""
+        """Release the memory maps."""
         self.lengths.close()
         self._values, self._weights, self._starts = [], None, []
         self._mapped_starts = MappedItems([])

@@ -1,11 +1,11 @@
-"""The manifest of a prepared set: what the shards hold. Only this file reads and writes it.
+"""Read and write the manifest of a prepared set, the description of its shards.
 
 A prepared set is a folder with ``manifest.json`` and ``.npy`` shards of int32 words
 [rows, 1 + dense + fixed ids]: label, dense values (both as float32 bit patterns), and the ids of
-fields with a fixed number of them. Next to each shard are its lists and side columns
-(``data.format.parts``); ``vocabulary/`` has the ids of values. The fingerprint covers the whole
-manifest, including the checksums of all files, and so identifies one set of files. The content ID
-covers the rows, and is equal for the same rows from other inputs, versions or shards.
+fields with a fixed number of ids. Lists and side columns (``data.format.parts``) are stored next to
+each shard, and ``vocabulary/`` has the ids of values. The fingerprint covers the whole manifest,
+including the checksums of all files, so it identifies one set of files. The content ID covers the
+rows, and equal rows from other inputs, versions or shards have the same content ID.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True, slots=True)
 class ShardPart:
-    """A file next to a shard; ``count`` is its length if that does not follow from the rows."""
+    """A file next to a shard; ``count`` is its length if the row count does not determine it."""
 
     file: str
     crc32: int
@@ -50,7 +50,7 @@ class ShardPart:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Consecutive rows of a split: the file of words and the parts next to it.
+    """Consecutive rows of a split, stored as a file of words and optional parts.
 
     ``crc32`` covers the whole file.
     """
@@ -63,9 +63,9 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Bayes:
-    """The best possible AUC and logloss on a generated set, by split.
+    """The best possible AUC and logloss of each split of a generated set.
 
-    ``auc`` and ``logloss`` are those of ``split``: test, or val or train if the former are empty.
+    ``auc`` and ``logloss`` are for ``split``, the first non-empty split of test, val and train.
     """
 
     split: str
@@ -76,7 +76,7 @@ class Bayes:
 
 @dataclass(frozen=True, slots=True)
 class Ancestor:
-    """A vocabulary whose ids have the same meaning in this set: its digest and rows per field."""
+    """Digest and rows per field of a vocabulary with the same ids as this set."""
 
     digest: str
     rows: Mapping[str, int]
@@ -84,25 +84,25 @@ class Ancestor:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A prepared set: ``content`` is the checked JSON; the properties are for readers."""
+    """A prepared set with the checked JSON in ``content`` and properties for readers."""
 
     path: Path
     content: Mapping[str, Any]
 
     @cached_property
     def dense(self) -> tuple[str, ...]:
-        """Names of the dense columns, in the order of ``Batch.dense``."""
+        """Return the dense column names in the order of ``Batch.dense``."""
         return tuple(entry["name"] for entry in self.content["dense"])
 
     @property
     def dense_ranges(self) -> dict[str, tuple[float, float]]:
-        """Smallest and largest value of each dense column that has values."""
+        """Return the smallest and largest value of each dense column that has values."""
         entries = (entry for entry in self.content["dense"] if "range" in entry)
         return {entry["name"]: (entry["range"][0], entry["range"][1]) for entry in entries}
 
     @cached_property
     def fields(self) -> tuple[Field, ...]:
-        """Every embedding table: sparse fields, bucketed dense columns, then crosses."""
+        """Return every embedding table: sparse fields, bucketed dense columns, then crosses."""
         return tuple(
             Field(
                 entry["name"],
@@ -118,86 +118,86 @@ class Manifest:
 
     @property
     def fixed(self) -> tuple[Field, ...]:
-        """The fields whose ids are columns of the words, in order."""
+        """Return the fields stored in columns of the words, in column order."""
         return tuple(field for field in self.fields if not field.ragged)
 
     @property
     def lists(self) -> tuple[Field, ...]:
-        """The ragged fields, in the order of a row's lists."""
+        """Return the ragged fields in the order of a row's lists."""
         return tuple(field for field in self.fields if field.ragged)
 
     @property
     def weighted(self) -> bool:
-        """Whether ids in lists have weights; in a field without weights they are 1."""
+        """Return True if ids in lists have weights; fields without weights have weight 1."""
         return any(field.weighted for field in self.fields)
 
     @cached_property
     def side(self) -> tuple[SideColumn, ...]:
-        """The columns that are not features."""
+        """Return the non-feature columns."""
         return tuple(
             SideColumn(entry["name"], entry["role"], entry["type"])
             for entry in self.content.get("side", ())
         )
 
     def side_column(self, role: Role) -> SideColumn | None:
-        """The column with this role; for labels, the first additional label."""
+        """Return the column with this role, or the first additional label for labels."""
         return next((column for column in self.side if column.role == role), None)
 
     @property
     def labelled(self) -> bool:
-        """Whether rows have labels; unlabeled rows, which can only be scored, have NaN."""
+        """Return True if rows have labels; unlabeled rows have NaN and can only be scored."""
         return bool(self.content.get("labelled", True))
 
     @cached_property
     def part_types(self) -> Mapping[str, PartType]:
-        """The files that every shard has in addition to its words."""
+        """Return the files that every shard has in addition to its words."""
         length_type = self.content.get("length_type", LENGTH_TYPES[0])
         return part_types(len(self.lists), length_type, self.weighted, self.side)
 
     @property
     def vocabulary_digest(self) -> str | None:
-        """A digest of the ids of all values; None for a set without vocabularies."""
+        """Return a digest of all vocabularies, or None for a set without vocabularies."""
         vocabulary = self.content.get("vocabulary")
         return None if vocabulary is None else vocabulary["digest"]
 
     @property
     def ancestors(self) -> tuple[Ancestor, ...]:
-        """The vocabularies that this one grew from, nearest first."""
+        """Return the vocabularies from which this vocabulary grew, nearest first."""
         vocabulary = self.content.get("vocabulary") or {}
         return tuple(Ancestor(**entry) for entry in vocabulary.get("ancestors", ()))
 
     @property
     def sparse(self) -> tuple[Field, ...]:
-        """The fields made of one column."""
+        """Return the fields made of one column."""
         return tuple(field for field in self.fields if len(field.parts) == 1)
 
     @property
     def crosses(self) -> tuple[Field, ...]:
-        """The fields made of a pair of columns."""
+        """Return the fields made of a pair of columns."""
         return tuple(field for field in self.fields if len(field.parts) > 1)
 
     @property
     def num_words(self) -> int:
-        """Number of 32-bit words per row."""
+        """Return the number of 32-bit words per row."""
         return 1 + len(self.dense) + sum(field.hot for field in self.fixed)
 
     @cached_property
     def splits(self) -> Mapping[str, int]:
-        """Number of rows of train, val and test."""
+        """Return the number of rows of train, val and test."""
         return {name: sum(shard.rows for shard in self.shards(name)) for name in SPLITS}
 
     @property
     def fingerprint(self) -> str:
-        """A digest of the manifest, equal only for equal files."""
+        """Return a digest of the manifest; only identical files have equal digests."""
         return cast("str", self.content["fingerprint"])
 
     @cached_property
     def content_id(self) -> str:
-        """A digest of what a run reads: rows, their order, splits and vocabularies.
+        """Return a digest of all data of a run: rows, their order, splits and vocabularies.
 
-        It is computed from the manifest alone, so sets of earlier versions have one too. Inputs,
-        options, versions and shard boundaries do not matter. Text row keys count as one text,
-        regardless of where one key ends and the next begins.
+        The digest is computed only from the manifest, so older sets also have a digest. The digest
+        does not depend on inputs, options, versions or shard boundaries. Text row keys are covered
+        as a concatenation without the boundaries between the keys.
         """
         return digest(
             {
@@ -213,7 +213,7 @@ class Manifest:
         )
 
     def _rows_facts(self, split: str) -> dict[str, int]:
-        """The number of rows of a split, and the crc32 of all its words and of each part."""
+        """Return a split's row count, and the crc32 of its words and of each of its parts."""
         shards = self.shards(split)
         shapes = [(shard.rows, self.num_words) for shard in shards]
         facts = {
@@ -231,7 +231,7 @@ class Manifest:
 
     @property
     def bayes(self) -> Bayes | None:
-        """The known optimum of a generated set; None for real rows."""
+        """Return the known optimum of a generated set, or None for a set of real rows."""
         raw = self.content.get("bayes")
         if raw is None:
             return None
@@ -240,13 +240,13 @@ class Manifest:
         return Bayes(split, *by_split[split], by_split)
 
     def shards(self, split: str) -> tuple[Shard, ...]:
-        """The files of one split, in row order."""
+        """Return the files of one split in row order."""
         if split not in SPLITS:
             raise DataError(f"split {split!r} is not one of {', '.join(SPLITS)}")
         return tuple(shard_from(entry) for entry in self.content["splits"][split])
 
     def field(self, name: str) -> Field:
-        """The field ``name``; if there is none, a DataError that says how to get it."""
+        """Return the field ``name``. Raise DataError with advice if the field does not exist."""
         for field in self.fields:
             if field.name == name:
                 return field
@@ -255,19 +255,19 @@ class Manifest:
             wanted = ",".join([*(cross.name for cross in self.crosses), name])
             raise DataError(
                 f"{self.path}: no cross {name!r} in this set (it has: {known}); "
-                f"prepare it again with --crosses {wanted}"
+                f"prepare the set again with --crosses {wanted}"
             )
         raise DataError(f"{self.path}: no field {name!r} in this set; it has: {known}")
 
 
 def shard_from(entry: Mapping[str, Any]) -> Shard:
-    """A shard from its entry in the manifest or in the record of a piece."""
+    """Return a shard from its manifest entry or from a piece's record."""
     parts = {name: ShardPart(**part) for name, part in entry.get("parts", {}).items()}
     return Shard(entry["file"], entry["rows"], entry["crc32"], parts)
 
 
 def shard_entry(shard: Shard) -> dict[str, Any]:
-    """The manifest's entry of a shard, without keys that have their default."""
+    """Return a shard's manifest entry without keys that have default values."""
     entry: dict[str, Any] = {"file": shard.file, "rows": shard.rows, "crc32": shard.crc32}
     if shard.parts:
         entry["parts"] = {
@@ -278,12 +278,12 @@ def shard_entry(shard: Shard) -> dict[str, Any]:
 
 
 def fingerprint_of(content: Mapping[str, Any]) -> str:
-    """sha256 of the canonical JSON of ``content`` without its own fingerprint."""
+    """Return the sha256 of the canonical JSON of ``content`` without its fingerprint."""
     return digest({key: value for key, value in content.items() if key != "fingerprint"})
 
 
 def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
-    """Write ``manifest.json`` in one step, with format, version and fingerprint added."""
+    """Write ``manifest.json`` atomically, and add the format, version and fingerprint."""
     full = {"format": FORMAT, "version": VERSION, **content}
     full["fingerprint"] = fingerprint_of(full)
     partial = folder / (MANIFEST + ".partial")
@@ -294,7 +294,8 @@ def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
 def load_manifest(path: str | Path, key: str = "data.path") -> Manifest:
     """Read and check the manifest of the set in folder ``path``.
 
-    ``key`` is the option or configuration key that gave ``path``. Raises DataError.
+    ``key`` is the option or configuration key of ``path`` for messages. Raise DataError if the
+    manifest is missing or invalid.
     """
     try:
         folder = local_path(path)
@@ -312,42 +313,42 @@ def load_manifest(path: str | Path, key: str = "data.path") -> Manifest:
 
 
 def check_unchanged(manifest: Manifest) -> None:
-    """DataError unless the folder of ``manifest`` still contains the set that it describes.
+    """Raise DataError unless the folder still contains the set of ``manifest``.
 
-    Shards are opened by name, so without this a set that replaced the old one would be read.
+    Shards are opened by name, so without this check a replaced set would be read.
     """
     file = manifest.path / MANIFEST
     try:
         raw = read_json(file)
     except (FileNotFoundError, JsonError) as error:
         raise DataError(
-            f"{file}: the set was removed or damaged since it was opened ({error}); restore it, "
-            "or start again with another"
+            f"{file}: the set has been removed or damaged since it was opened ({error}); restore "
+            "it, or start again with another set"
         ) from error
     content = cast("dict[str, Any]", raw) if isinstance(raw, dict) else {}
     now = content.get("fingerprint")
     if now == manifest.fingerprint and now != fingerprint_of(content):
         raise DataError(
-            f"{file}: the set was damaged since it was opened: its fingerprint does not match; "
-            "restore it, or start again with another"
+            f"{file}: the set has been damaged since it was opened (its fingerprint does not "
+            "match); restore the set, or start again with another set"
         )
     if now != manifest.fingerprint:
         raise DataError(
-            f"{manifest.path}: the set was replaced since it was opened (fingerprint "
+            f"{manifest.path}: the set has been replaced since it was opened (fingerprint "
             f"{str(now)[:16]}, opened as {manifest.fingerprint[:16]}); load its manifest again and "
-            "start a new read, or put the old set back"
+            "start a new read, or restore the old set"
         )
 
 
 class UnchangedSet:
-    """``check_unchanged`` for frequent use: rereads the manifest only if its file has changed."""
+    """A cheaper ``check_unchanged`` that rereads the manifest only if its file has changed."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
         self._seen: tuple[int, ...] = ()
 
     def check(self) -> None:
-        """DataError unless the folder still contains the set that was opened."""
+        """Raise DataError unless the folder still contains the set that was opened."""
         now: tuple[int, ...] = ()
         with contextlib.suppress(OSError):
             stat = (self._manifest.path / MANIFEST).stat()
@@ -359,16 +360,16 @@ class UnchangedSet:
 
 def _checked(file: Path, raw: object) -> Mapping[str, Any]:
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-        raise DataError(f"{file}: not the manifest of a prepared set; {HOW_TO_MAKE_DATA}")
+        raise DataError(f"{file} is not the manifest of a prepared set; {HOW_TO_MAKE_DATA}")
     content = cast("dict[str, Any]", raw)
     if content.get("version") != VERSION:
         raise DataError(
-            f"{file}: format version {content.get('version')!r}, but this program reads "
-            f"{VERSION}; prepare the set again: {how_to_rebuild(file.parent, content)}"
+            f"{file}: format version {content.get('version')!r}, but this program reads only "
+            f"version {VERSION}; prepare the set again: {how_to_rebuild(file.parent, content)}"
         )
     if content.get("fingerprint") != fingerprint_of(content):
         raise DataError(
-            f"{file}: the fingerprint does not match, the file was edited or damaged; "
+            f"{file}: the fingerprint does not match because the file was edited or damaged; "
             "prepare the set again"
         )
     check_content(file, content)

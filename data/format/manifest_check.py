@@ -1,7 +1,7 @@
-"""Check that the JSON of a manifest has the form that readers rely on.
+"""Check that a manifest's JSON has the form required by readers.
 
-A correct fingerprint is no proof, because anyone can compute one. So every key that is read is
-checked here: a wrong value gives a message, and readers never open a file outside the set's folder.
+A correct fingerprint does not prove that a manifest is valid, because anyone can compute one. So
+this module checks every key, including file names that would point outside the set's folder.
 """
 
 import math
@@ -37,7 +37,7 @@ _BAYES_KEYS = {"auc", "logloss", "ctr"}
 
 
 def check_content(file: Path, content: Mapping[str, Any]) -> None:
-    """Raise DataError for the first problem, with key, value and rule."""
+    """Raise DataError with key, value and rule for the first invalid value."""
     check = _Check(file)
     names = [check.name(f"dense[{i}]", e) for i, e in check.entries(content, "dense")]
     fields = check.entries(content, "fields")
@@ -66,7 +66,7 @@ def check_content(file: Path, content: Mapping[str, Any]) -> None:
 
 
 class _Check:
-    """The checks of one manifest file, whose name starts every message."""
+    """Checks of one manifest file; every message starts with the file name."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -107,11 +107,11 @@ class _Check:
         ragged, weighted = entry.get("ragged", False), entry.get("weighted", False)
         for name, value in (("ragged", ragged), ("weighted", weighted)):
             self.need(isinstance(value, bool), f"{key}.{name}", value, "true or false")
-        self.need(ragged or not weighted, f"{key}.weighted", weighted, "of a ragged field only")
+        self.need(ragged or not weighted, f"{key}.weighted", weighted, "false if not ragged")
         self.integer(f"{key}.hot", entry.get("hot", 1), 1, _MAX_HOT if ragged else _MAX_ROWS)
 
     def side(self, content: Mapping[str, Any]) -> list[str]:
-        """Check the columns that are not features; return their names."""
+        """Check the non-feature columns, and return their names."""
         names: list[str] = []
         roles: list[str] = []
         for i, entry in self.entries({"side": content.get("side", [])}, "side"):
@@ -126,7 +126,7 @@ class _Check:
         return names
 
     def columns(self, content: Mapping[str, Any]) -> None:
-        """Check the facts about all rows: whether they have labels, ranges, the type of lengths."""
+        """Check the properties of all rows: presence of labels, value ranges and length type."""
         labelled = content.get("labelled", True)
         self.need(isinstance(labelled, bool), "labelled", labelled, "true or false")
         kind = content.get("length_type", LENGTH_TYPES[0])
@@ -139,9 +139,9 @@ class _Check:
             self.need(fits, f"dense[{i}].range", span, "the smallest and the largest value")
 
     def shard(self, key: str, shard: Mapping[str, Any], wanted: set[str]) -> list[str]:
-        """Check a shard; return the names of its files."""
+        """Check a shard, and return the names of its files."""
         plain = {name: value for name, value in shard.items() if name != "parts"}
-        self.need(_has_keys(plain, _SHARD_KEYS), key, shard, "file, rows and crc32 of a shard")
+        self.need(_has_keys(plain, _SHARD_KEYS), key, shard, "a mapping with file, rows and crc32")
         self.integer(f"{key}.rows", shard["rows"], 0, _MAX_ROWS)
         files = [self.file(key, plain)]
         parts = shard.get("parts", {})
@@ -203,7 +203,7 @@ class _Check:
 
 
 def _part_names(content: Mapping[str, Any]) -> set[str]:
-    """The parts that every shard must have, from checked fields and side columns."""
+    """Derive the parts that every shard must have from checked fields and side columns."""
     lists = [entry for entry in content["fields"] if entry.get("ragged", False)]
     side = [SideColumn(e["name"], e["role"], e["type"]) for e in content.get("side", [])]
     weighted = any(entry.get("weighted", False) for entry in lists)

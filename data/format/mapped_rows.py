@@ -1,15 +1,14 @@
-"""Rows of arrays that are stored in several files: read as ranges, or as runs from anywhere.
+"""Read rows of an array that is stored in several files, as ranges or as arbitrary runs.
 
-A process may have a limited number of maps (65,530 on Linux unless ``vm.max_map_count`` is set
-otherwise). So for a split with very many files only the first ones are mapped, and rows of the
-others are read from their files. A cache of maps would not hit more often, because an epoch visits
-every row once in random order, and a miss would cost mapping and unmapping instead of one read.
+Linux limits a process to 65,530 maps by default (``vm.max_map_count``). So in a split with very
+many files, only the first files are mapped, and rows of other files are read on request. A cache of
+maps would not have a higher hit rate, because an epoch visits every row once in random order. A
+miss would also cost mapping and unmapping instead of one read.
 
-Calling numpy once per shard or per run takes longer than copying a run of 16 rows, and in a split
-with thousands of shards each batch has about one run per shard. So the items of all maps are
-addressed relative to the lowest map, through one overlapping view in which a row begins at every
-item, and a single torch call copies a list of its rows. The memory between the maps is not ours:
-only offsets inside a map may be passed.
+A numpy call takes longer than copying a run of 16 rows, and with thousands of shards each batch has
+about one run per shard. So all maps are addressed relative to the lowest map, through one
+overlapping view where a row begins at every item, and a single torch call copies a list of rows.
+Memory between the maps may belong to others, so offsets must lie inside a map.
 """
 
 import bisect
@@ -29,17 +28,17 @@ Array = NDArray[Any]
 Places = NDArray[np.int64]
 
 _SAME_SIZE = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
-"""For each item size in bytes, a type whose rows torch can copy."""
+"""Types by item size in bytes that torch can copy by rows"""
 
 
 DEFAULT_MAP_COUNT = 65_530
-"""Linux's default ``vm.max_map_count``; also used if the system does not report its limit."""
+"""Linux's default ``vm.max_map_count``, used if the system does not report its limit"""
 _LOADERS = 4
-"""A run has three loaders (train, val, test); the fourth share is for all other maps."""
+"""Number of shares of the map limit: one for each loader (train, val, test) and one for others"""
 
 
 def map_count_limit() -> int:
-    """The maximum number of maps per process."""
+    """Return the maximum number of memory maps per process."""
     try:
         return int(Path("/proc/sys/vm/max_map_count").read_text(encoding="ascii"))
     except (OSError, ValueError):
@@ -47,12 +46,12 @@ def map_count_limit() -> int:
 
 
 def max_maps() -> int:
-    """The maximum number of files that the reader of one split may map."""
+    """Return the maximum number of files that the reader of one split may map."""
     return max(1, map_count_limit() // _LOADERS)
 
 
 class FileRows:
-    """Rows of a file that is not mapped; each slice is read when it is requested.
+    """Rows of an unmapped file; each slice is read on request.
 
     ``check_set`` is called after each read and raises if the set may have been replaced.
     """
@@ -71,7 +70,7 @@ class FileRows:
         start, stop, _ = rows.indices(len(self))
         try:
             return read_array(self._path, self._dtype, self._shape, start, stop)
-        finally:  # even after an error: that the set was replaced is the better explanation
+        finally:  # check even after an error: a replaced set is the better explanation
             self._check_set()
 
 
@@ -81,18 +80,18 @@ Rows = Array | FileRows
 def open_rows(
     files: Sequence[tuple[Path, str, tuple[int, ...]]], limit: int, check_set: Callable[[], None]
 ) -> list[Rows]:
-    """Open files (path, dtype, shape): map the first ``limit``, read the others on request."""
+    """Map the first ``limit`` files (path, dtype, shape), and read other files on request."""
     mapped: list[Rows] = [map_array(*file) for file in files[:limit]]
     return [*mapped, *(FileRows(*file, check_set) for file in files[limit:])]
 
 
 def mapped_of(rows: Sequence[Rows]) -> list[Array]:
-    """The mapped arrays, which come first."""
+    """Return the mapped arrays, the first elements of ``rows``."""
     return [items for items in rows if not isinstance(items, FileRows)]
 
 
 class MappedItems:
-    """The items of contiguous ``maps`` of one dtype; map i begins at ``offsets[i]``, in items."""
+    """Items of contiguous ``maps`` with one dtype; map i begins at item ``offsets[i]``."""
 
     def __init__(self, maps: Sequence[Array]) -> None:
         self._maps = list(maps)  # keeps their memory alive
@@ -107,10 +106,10 @@ class MappedItems:
 
     def copy(self, offsets: Places, out: Array, num_items: int) -> None:
         """Copy ``num_items`` items from each of ``offsets`` into consecutive parts of ``out``."""
-        import torch  # imported here so that prepare and verify run without it
+        import torch  # torch is imported here because prepare and verify run without it
 
         if self._lowest is None:
-            raise ValueError("copy: the maps were closed")
+            raise ValueError("copy: the maps are closed")
         pieces = as_strided(
             self._lowest,
             shape=(self._num_items - num_items + 1, num_items),
@@ -123,7 +122,7 @@ class MappedItems:
 
 
 class MappedRows:
-    """Rows [rows, ...] of several files, concatenated; no file is empty.
+    """Concatenated rows [rows, ...] of several non-empty files.
 
     ``maps`` comes from ``open_rows``; ``none`` is an empty array with their dtype and row shape.
     """
@@ -141,16 +140,16 @@ class MappedRows:
         self.num_rows = self._starts[-1]
 
     def new(self, num_rows: int) -> Array:
-        """An uninitialized array for ``num_rows`` rows."""
+        """Return an uninitialized array for ``num_rows`` rows."""
         return np.empty((num_rows, *self._none.shape[1:]), dtype=self._none.dtype)
 
     def maps_of(self, rows: Places) -> tuple[Places, Places]:
-        """For each row, the index of its file and its row number there."""
+        """Return each row's file index and row number in the file."""
         index = np.searchsorted(self._first_rows, rows, side="right") - 1
         return index, rows - self._first_rows[index]
 
     def view(self, start: int, stop: int) -> Array | None:
-        """Rows [start, stop) without a copy, paged in; None if they are not in one map."""
+        """Return a paged-in view of rows [start, stop), or None if they are not in one map."""
         index = bisect.bisect_right(self._starts, start) - 1
         if stop > self._starts[index + 1] or index >= self._num_mapped:
             return None
@@ -160,7 +159,7 @@ class MappedRows:
         return rows
 
     def pieces(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Rows [start, stop) as ranges that are each in one file."""
+        """Divide rows [start, stop) into ranges at file boundaries."""
         ranges: list[tuple[int, int]] = []
         index = bisect.bisect_right(self._starts, start)
         while start < stop:
@@ -179,7 +178,7 @@ class MappedRows:
             done, index = done + end - first, index + 1
 
     def gather(self, firsts: Places, lengths: Places, out: Array) -> None:
-        """Copy ``lengths[i]`` rows from ``firsts[i]`` on, for each i in order, into ``out``."""
+        """Copy ``lengths[i]`` rows starting at ``firsts[i]`` into ``out``, for each i in order."""
         if len(firsts) == 1:
             self.read(int(firsts[0]), int(firsts[0] + lengths[0]), out)
         elif len(firsts):
@@ -192,12 +191,12 @@ class MappedRows:
         if self._num_mapped < len(self._maps):
             is_whole &= maps < self._num_mapped
         places = np.cumsum(lengths) - lengths
-        # Runs cut by the batch, across two files, or not mapped are copied one by one.
+        # Runs that are cut by the batch, cross files or are not mapped are copied one by one.
         cut = np.flatnonzero(~is_whole).tolist()
         for index in cut:
             first, rows, place = int(firsts[index]), int(lengths[index]), int(places[index])
             self.read(first, first + rows, out[place : place + rows])
-        # Between two of those, whole runs fill equal consecutive parts of ``out``: one call each.
+        # The whole runs between two such runs have equal lengths and are copied by one call.
         offsets = self._offsets[maps] + local * self._row_items
         for before, after in pairwise([-1, *cut, len(firsts)]):
             if after - before > 1:
@@ -206,5 +205,5 @@ class MappedRows:
                 self._items.copy(offsets[before + 1 : after], target, length * self._row_items)
 
     def close(self) -> None:
-        """Release the maps; views that were handed out keep theirs alive."""
+        """Release the maps; a map with views in use stays until its last view is gone."""
         self._maps, self._items = [], MappedItems([])

@@ -1,4 +1,4 @@
-"""A set without its rows: the manifest and vocabularies that a run keeps to encode new rows."""
+"""Copy a set's manifest and vocabularies, which a run needs to encode new rows."""
 
 import shutil
 from pathlib import Path
@@ -9,7 +9,7 @@ from sbpflow.errors import DataError
 
 
 def copy_metadata(manifest: Manifest, target: Path) -> None:
-    """Copy manifest and vocabularies into ``target`` in one step, unless it already has them."""
+    """Copy manifest and vocabularies to ``target`` atomically, unless they already exist."""
     existing = target / MANIFEST
     if existing.is_file() and existing.read_bytes() == (manifest.path / MANIFEST).read_bytes():
         return

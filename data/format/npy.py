@@ -1,7 +1,7 @@
-"""The .npy files of a set: written in one step, checked against the manifest, mapped.
+"""Write .npy files atomically, check them against the manifest, and map them.
 
-The header is written here rather than by numpy, whose padding differs between versions. So the
-bytes of a file depend only on its array, and a damaged header is found by comparison.
+This module writes the headers because numpy's padding differs between versions. So a file's bytes
+depend only on its array, and a damaged header is found by comparison.
 """
 
 import os
@@ -22,19 +22,19 @@ _AGAIN = "prepare the set again"
 
 
 def header(dtype: str, shape: tuple[int, ...]) -> bytes:
-    """The first 128 bytes of a .npy file (format 1.0) of ``dtype`` (such as ``<i4``)."""
+    """Return the 128-byte header of a .npy file (format 1.0) for a ``dtype`` such as ``<i4``."""
     text = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape!r}, }}"
     head = b"\x93NUMPY\x01\x00" + (HEADER_BYTES - 10).to_bytes(2, "little")
     return head + text.ljust(HEADER_BYTES - 11).encode("ascii") + b"\n"
 
 
 def type_name(dtype: DTypeLike) -> str:
-    """The name of a dtype in headers, such as ``<i4`` or ``|u1``."""
+    """Return the name of a dtype in headers, such as ``<i4`` or ``|u1``."""
     return np.dtype(dtype).newbyteorder("<").str
 
 
 def write_array(path: Path, array: "NDArray[Any]") -> int:
-    """Write ``array`` to ``path`` in one step; returns the crc32 of the file."""
+    """Write ``array`` to ``path`` atomically, and return the crc32 of the file."""
     array = np.ascontiguousarray(array, dtype=type_name(array.dtype))
     head = header(array.dtype.str, array.shape)
     partial = path.with_name(path.name + ".partial")
@@ -47,7 +47,7 @@ def write_array(path: Path, array: "NDArray[Any]") -> int:
 
 
 def file_crc32(path: Path) -> int:
-    """The zlib.crc32 of a whole file."""
+    """Return the zlib.crc32 of a whole file."""
     checksum = 0
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -56,7 +56,7 @@ def file_crc32(path: Path) -> int:
 
 
 def check_array(path: Path, dtype: str, shape: tuple[int, ...]) -> None:
-    """DataError unless the file has the header and size of an array with this dtype and shape."""
+    """Raise DataError unless header and file size match this dtype and shape."""
     try:
         with path.open("rb") as file:
             head = file.read(HEADER_BYTES)
@@ -67,25 +67,25 @@ def check_array(path: Path, dtype: str, shape: tuple[int, ...]) -> None:
     if head != header(dtype, shape) or num_bytes != wanted:
         size = f"{shape[0]} rows x {shape[1]}" if len(shape) == 2 else f"{shape[0]}"
         raise DataError(
-            f"{path}: is not the .npy file of {size} {np.dtype(dtype).name} ({wanted} bytes) in "
-            f"the manifest; it was changed or truncated, {_AGAIN}"
+            f"{path} is not the .npy file of {size} {np.dtype(dtype).name} ({wanted} bytes) in "
+            f"the manifest because it was changed or truncated; {_AGAIN}"
         )
 
 
 def check_file(path: Path, dtype: str, shape: tuple[int, ...], crc32: int) -> None:
-    """DataError unless the file has this dtype, shape and checksum."""
+    """Raise DataError unless the file has this dtype, shape and checksum."""
     check_array(path, dtype, shape)
     if file_crc32(path) != crc32:
         raise DataError(f"{path}: checksum differs from the manifest; {_AGAIN}")
 
 
 def map_array(path: Path, dtype: str, shape: tuple[int, ...]) -> "NDArray[Any]":
-    """A private map of a checked file; writing to it does not change the file.
+    """Return a private map of a checked file; writing to the map does not change the file.
 
-    Mapped by torch, because numpy's maps hold a file descriptor each, and a set may have more
-    files than a process may have open.
+    The file is mapped by torch because each numpy map keeps a file descriptor open, and a set may
+    have more files than a process may have open.
     """
-    import torch  # imported here so that prepare and verify run without it
+    import torch  # torch is imported here because prepare and verify run without it
 
     check_array(path, dtype, shape)
     size = HEADER_BYTES + prod(shape) * np.dtype(dtype).itemsize
@@ -93,7 +93,7 @@ def map_array(path: Path, dtype: str, shape: tuple[int, ...]) -> "NDArray[Any]":
         raw = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8).numpy()
     except (OSError, RuntimeError) as error:
         raise DataError(
-            f"{path}: cannot be mapped into memory ({error}); free some memory, or raise the limit "
+            f"{path} cannot be mapped into memory ({error}); free some memory, or raise the limit "
             "on maps (sysctl vm.max_map_count)"
         ) from error
     return raw[HEADER_BYTES:].view(dtype).reshape(shape)
@@ -102,7 +102,7 @@ def map_array(path: Path, dtype: str, shape: tuple[int, ...]) -> "NDArray[Any]":
 def read_array(
     path: Path, dtype: str, shape: tuple[int, ...], start: int, stop: int
 ) -> "NDArray[Any]":
-    """Rows [start, stop) of a file as a new array; the file does not stay open."""
+    """Return rows [start, stop) of a file as a new array, and close the file."""
     out = np.empty((stop - start, *shape[1:]), dtype=dtype)
     row_bytes = prod(shape[1:]) * out.itemsize
     try:
@@ -112,14 +112,14 @@ def read_array(
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error}); {_AGAIN}") from error
     if num_bytes != out.nbytes:
-        raise DataError(f"{path}: was truncated while it was read; {_AGAIN}")
+        raise DataError(f"{path} was truncated while it was read; {_AGAIN}")
     return out
 
 
 def open_array(path: Path, dtype: str, shape: tuple[int, ...]) -> "NDArray[Any]":
-    """A whole file, read-only; a large file is mapped, so that only used pages are in memory.
+    """Return a file as a read-only array; large files are mapped to load only the pages in use.
 
-    Small files are read, because a numpy map holds a file descriptor, of which there are few.
+    Small files are read because each numpy map would need one of the few file descriptors.
     """
     check_array(path, dtype, shape)
     if prod(shape) * np.dtype(dtype).itemsize < _MAPPED_BYTES:
@@ -128,6 +128,6 @@ def open_array(path: Path, dtype: str, shape: tuple[int, ...]) -> "NDArray[Any]"
 
 
 def touch(array: "NDArray[Any]") -> None:
-    """Page in a contiguous mapped array."""
+    """Page a contiguous mapped array into memory."""
     if array.size:
         array.reshape(-1)[:: max(1, _PAGE_BYTES // array.itemsize)].max()

@@ -1,4 +1,4 @@
-"""The parts of a shard besides its words: lists of ids, and columns that are not features.
+"""Define the parts of a shard other than its words: lists of ids and non-feature columns.
 
 ``words`` [rows, 1 + dense + fixed ids] int32 is the shard's own file. Each part is a separate file
 that exists only if the set has such columns. Row i of a part belongs to row i of the words.
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 Role = Literal["weight", "group", "time", "row_key", "label"]
 Parts = dict[str, "NDArray[Any]"]
-"""Arrays by part name."""
+"""Arrays by part name"""
 SideType = Literal["float32", "int64", "uint64", "string"]
 ROLES: Mapping[Role, tuple[SideType, ...]] = {
     "weight": ("float32",),
@@ -22,19 +22,19 @@ ROLES: Mapping[Role, tuple[SideType, ...]] = {
     "row_key": ("int64", "string"),
     "label": ("float32",),
 }
-"""Roles of columns that are not features, with the types of their values. ``label`` is for
-additional labels, which may be several columns; each other role has at most one."""
+"""Roles of non-feature columns with the types of their values. Several columns may have the role
+``label`` (additional labels); each other role has at most one column."""
 
 LENGTH_TYPES = ("|u1", "<u2")
 COUNTED_PARTS = ("values", "value_weights", "row_key_bytes")
-"""Parts whose length does not follow from the number of rows."""
+"""Parts with a length that does not depend on the number of rows"""
 PLACES_IN_SHARD = ("starts", "row_key_ends")
-"""Parts with offsets from the start of their shard, so equal rows in other shards differ here."""
+"""Parts with offsets from the start of their shard; equal rows have other values in other shards"""
 
 
 @dataclass(frozen=True, slots=True)
 class SideColumn:
-    """A column that is not a feature; ``type`` is the type of its stored values."""
+    """A non-feature column; ``type`` is the type of its stored values."""
 
     name: str
     role: Role
@@ -43,10 +43,10 @@ class SideColumn:
 
 @dataclass(frozen=True, slots=True)
 class PartType:
-    """A file of a shard: its dtype and its shape without the first dimension.
+    """The dtype and shape of a shard's file, where the shape excludes the first dimension.
 
-    The first dimension is the number of rows plus ``extra``, or with ``counted`` the manifest's
-    ``count``.
+    The first dimension is the number of rows plus ``extra``, or the manifest's ``count`` with
+    ``counted``.
     """
 
     dtype: str
@@ -55,7 +55,7 @@ class PartType:
     counted: bool = False
 
     def shape(self, num_rows: int, count: int | None) -> tuple[int, ...]:
-        """The shape of the part in a shard of ``num_rows`` rows."""
+        """Return the shape of the part in a shard of ``num_rows`` rows."""
         first = (count or 0) if self.counted else num_rows + self.extra
         return (first, *self.tail)
 
@@ -63,7 +63,7 @@ class PartType:
 def part_types(
     num_lists: int, length_type: str, weighted: bool, side: Sequence[SideColumn]
 ) -> dict[str, PartType]:
-    """Every part of a set's shards, by name."""
+    """Return every part of a set's shards, by name."""
     types: dict[str, PartType] = {}
     if num_lists:
         types["lengths"] = PartType(length_type, (num_lists,))
@@ -89,7 +89,7 @@ _NUMPY: Mapping[SideType, str] = {"float32": "<f4", "int64": "<i8", "uint64": "<
 
 
 def chosen_parts(parts: Parts, chosen: NDArray[np.bool_]) -> Parts:
-    """The parts of the rows where ``chosen`` [rows] is True."""
+    """Return the parts of the rows where ``chosen`` [rows] is True."""
     selected: Parts = {}
     for name, array in parts.items():
         if name == "starts":
@@ -106,6 +106,6 @@ def chosen_parts(parts: Parts, chosen: NDArray[np.bool_]) -> Parts:
 
 
 def starts_of(lengths: "NDArray[Any]") -> NDArray[np.int64]:
-    """Offsets [rows + 1] at which the values of each row begin, from ``lengths`` [rows, lists]."""
+    """Compute the offsets [rows + 1] of each row's values from ``lengths`` [rows, lists]."""
     ends = np.cumsum(lengths.sum(axis=1, dtype=np.int64))
     return np.concatenate([np.zeros(1, dtype=np.int64), ends])

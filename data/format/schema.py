@@ -1,8 +1,8 @@
-"""The columns of a set: the label, the dense and sparse columns, and the crosses of the wide part.
+"""Define the columns of a set: label, dense and sparse columns, and crosses of the wide part.
 
-Only values; nothing here reads rows. ``CRITEO`` is the layout of both Criteo releases (Kaggle and
-1TB): label, I1..I13 integers, C1..C26 eight hex digits, separated by tabs, empty cells missing, no
-header.
+This module does not read rows. ``CRITEO`` is the layout of both Criteo releases (Kaggle and 1TB),
+which are tab-separated without a header: label, integers I1..I13, and C1..C26 with eight hex
+digits. An empty cell is a missing value.
 """
 
 import re
@@ -21,85 +21,85 @@ NUM_RESERVED_IDS = 2
 
 SPLIT_COLUMN = "__split"
 SEPARATORS = ("\t", ",", ";", "|", " ", ":", "\x01")
-"""Characters that do not occur in numbers; \\x01 is Hive's separator."""
+"""Supported separators, which do not occur in numbers; \\x01 is Hive's separator"""
 
 _FIELD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _PATTERN = re.compile(r"\*|\^.*\$", re.DOTALL)
 KINDS: tuple[Kind, ...] = ("hex", "string", "integer")
 BEYOND: tuple[Beyond, ...] = ("error", "first", "last")
 CHECK = "__check"
-"""Suffix of a staged column with the additional bits of string keys."""
+"""Suffix of a staged column with the additional bits of string keys"""
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One embedding table; ``rows`` includes the reserved ids 0 (missing) and 1 (rare)."""
+    """A field with an embedding table; ``rows`` includes ids 0 (missing) and 1 (rare)."""
 
     name: str
     rows: int
     hot: int = 1
-    """Ids per row of data; for a ragged field the maximum."""
+    """Number of ids per row of data, or the maximum for a ragged field"""
     ragged: bool = False
-    """Rows have 0 to ``hot`` ids, stored as lists rather than as columns of the words."""
+    """Rows have 0 to ``hot`` ids, stored as lists rather than as columns of the words"""
     weighted: bool = False
-    """Every id of a ragged field has a weight."""
+    """Every id of a ragged field has a weight"""
 
     crossed: tuple[str, ...] = ()
-    """The columns of a cross."""
+    """Columns of a cross"""
     vocabulary: str = ""
-    """Name of a vocabulary shared with other fields; "" if the field has its own."""
+    """Name of a vocabulary shared with other fields; "" for the field's own vocabulary"""
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The columns that the field is made of: one, or two for a cross."""
+        """Return the field's columns: one column, or two for a cross."""
         return self.crossed or (self.name,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListColumn:
-    """A sparse column with several values per cell: ``a|b|c``, or a list in Parquet."""
+    """A sparse column with several values per cell, such as ``a|b|c`` or a Parquet list."""
 
     name: str
     separator: str = "|"
-    """Separates the values of a text cell, and their weights."""
+    """Separator of the values or weights in a text cell"""
     most: int = 64
-    """Maximum number of values of a row; with ``fixed`` the exact number of ids."""
+    """Maximum number of values per row, or the exact number of ids with ``fixed``"""
     fixed: bool = False
-    """Every row has ``most`` ids, padded with the missing id; otherwise a list."""
+    """Store ``most`` ids per row, padded with the missing id, instead of a list"""
     beyond: Beyond = "error"
-    """Handling of a row with more values: a bad line, or keep the first or last ``most``."""
+    """Handling of a row with too many values: bad line, or keep the first or last ``most``"""
     weights: str | None = None
-    """The column with one weight per value."""
+    """Column with one weight per value"""
     inline: str | None = None
-    """Separates a value from its weight in the same cell, as in ``a:0.5|b:1``; in Parquet the
-    values may be structs of both."""
+    """Separator of a value and its weight in the same cell, as in ``a:0.5|b:1``; Parquet lists may
+    contain structs of value and weight"""
 
     @property
     def weighted(self) -> bool:
-        """Whether values have weights."""
+        """Return True if values have weights."""
         return self.weights is not None or self.inline is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseColumn:
-    """How a dense column is read and transformed."""
+    """Options for reading and transforming a dense column."""
 
     name: str
     whole: bool = False
-    """Values must be 32-bit integers; otherwise they are real numbers."""
+    """Require 32-bit integers instead of real numbers"""
     transform: str | None = None
-    """A transform of ``data.prepare.transforms``; None for that of ``--dense``."""
+    """Transform of ``data.prepare.transforms``, or None for the transform of ``--dense``"""
     clip: tuple[float, float] | None = None
-    """Limits; values outside are set to the nearer limit and counted."""
+    """Lower and upper limit; values outside are set to the nearer limit and counted"""
     buckets: int = 0
-    """If not 0, the column becomes an id field with this many quantile buckets."""
+    """Number of quantile buckets of an id field, or 0 for a dense column"""
     indicator: bool = False
-    """Adds a dense column ``NAME_missing``, which is 1 where the value is missing."""
+    """Add a dense column ``NAME_missing`` that is 1 where the value is missing"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schema:
-    """The columns of a text or Parquet input in file order, and how they are used."""
+    """The columns of a text or Parquet input in file order, and their use."""
 
     columns: tuple[str, ...]
     label: str
@@ -108,16 +108,16 @@ class Schema:
     kinds: tuple[Kind, ...]
     separator: str = "\t"
     header: bool = False
-    """Every text file starts with a line of column names; ``columns`` then need no order."""
+    """Every text file starts with a line of column names; ``columns`` then need no order"""
     quote: str | None = None
-    """The character that encloses text cells with separators or line ends; None if not used."""
+    """Quote character of text cells that contain separators or line ends, or None"""
     many: tuple[ListColumn, ...] = ()
     vocabularies: tuple[tuple[str, str], ...] = ()
-    """Pairs of a sparse column and the name of a vocabulary that it shares with others."""
+    """Pairs of a sparse column and the name of its shared vocabulary"""
     numbers: tuple[DenseColumn, ...] = ()
-    """Dense columns that differ from the default: integers with the transform of ``--dense``."""
+    """Dense columns other than the default (integers with the transform of ``--dense``)"""
     labels: tuple[str, ...] = ()
-    """Additional labels."""
+    """Additional labels"""
     weight: str | None = None
     group: tuple[str, Kind] | None = None
     time: tuple[str, TimeKind] | None = None
@@ -125,46 +125,46 @@ class Schema:
 
     @property
     def is_plain(self) -> bool:
-        """Only single values, integers and features: the fast text parser can read it."""
+        """Return True if the fast text parser supports all columns of the schema."""
         side = (self.labels, self.weight, self.group, self.time, self.row_key)
         return not (self.header or self.quote or self.many or any(side)) and all(
             self.dense_column(name).whole for name in self.dense
         )
 
     def dense_column(self, name: str) -> DenseColumn:
-        """How dense column ``name`` is read."""
+        """Return the options of dense column ``name``."""
         plain = DenseColumn(name=name, whole=True)
         return next((column for column in self.numbers if column.name == name), plain)
 
     def list_column(self, name: str) -> ListColumn | None:
-        """How the lists of sparse column ``name`` are read; None if it has single values."""
+        """Return the list options of sparse column ``name``, or None for single values."""
         return next((column for column in self.many if column.name == name), None)
 
     @property
     def side(self) -> tuple[str, ...]:
-        """Names of the columns that are neither features nor the label."""
+        """Return the names of the columns that are neither features nor the label."""
         pairs = (self.group, self.time, self.row_key)
         names = (self.weight, *(pair[0] for pair in pairs if pair))
         return (*(name for name in names if name), *self.labels)
 
     @property
     def used(self) -> tuple[str, ...]:
-        """Every column that is read."""
+        """Return the names of all columns that are read."""
         weights = (column.weights for column in self.many if column.weights)
         return (self.label, *self.dense, *self.sparse, *self.side, *weights)
 
     @property
     def buckets(self) -> tuple[DenseColumn, ...]:
-        """The dense columns that become id fields."""
+        """Return the dense columns that become id fields."""
         columns = map(self.dense_column, self.dense)
         return tuple(column for column in columns if column.buckets)
 
     def kind(self, name: str) -> Kind:
-        """The kind of values of sparse column ``name``."""
+        """Return the kind of values of sparse column ``name``."""
         return self.kinds[self.sparse.index(name)]
 
     def vocabulary(self, name: str) -> str:
-        """The vocabulary of field ``name``: a shared one, or its own with the same name."""
+        """Return the vocabulary name of field ``name``: a shared name, or the field's name."""
         return dict(self.vocabularies).get(name, name)
 
     def check(self, key: str) -> None:
@@ -180,17 +180,17 @@ class Schema:
         if invalid := [name for name in fields if not _FIELD_NAME.fullmatch(name)]:
             raise ConfigError(
                 f"{key}: sparse column {invalid[0]!r} may have only letters, digits, '_', '-' and "
-                "'.', and must start with a letter or digit: it is used in file and option names"
+                "'.', and must start with a letter or digit for use in file and option names"
             )
         if patterns := [name for name in used if _PATTERN.fullmatch(name)]:
             raise ConfigError(
-                f"{key}: {patterns[0]!r} is a pattern to Polars, which reads the columns; rename "
-                "it, for example to 'd1'"
+                f"{key}: Polars reads the column name {patterns[0]!r} as a pattern; rename the "
+                "column (for example, to 'd1')"
             )
         if own := [n for n in self.columns if n == SPLIT_COLUMN or n.endswith(CHECK)]:
             raise ConfigError(f"{key}: the name {own[0]!r} is reserved; rename the column")
         if not fields:
-            raise ConfigError(f"{key}: sparse names no column; at least one is needed")
+            raise ConfigError(f"{key}: sparse has no columns; name at least one column")
         self._check_vocabularies(key, fields)
         self._check_text(key)
 
@@ -202,7 +202,7 @@ class Schema:
                 raise ConfigError(f"{own} may have only letters, digits, '_', '-' and '.'")
             if shared in fields and dict(self.vocabularies).get(shared) != shared:
                 raise ConfigError(
-                    f"{own} is the name of a column with another vocabulary; rename it"
+                    f"{own} is the name of a column with another vocabulary; use a new name"
                 )
             other = first.setdefault(shared, name)
             if self.kind(other) != self.kind(name):
@@ -217,7 +217,7 @@ class Schema:
             raise ConfigError(f"{key}: separator {self.separator!r} must be one of {known}")
         if self.quote not in (None, '"', "'"):
             raise ConfigError(
-                f"{key}: quote {self.quote!r} must be '\"' or \"'\"; leave it out for no quotes"
+                f"{key}: quote {self.quote!r} must be '\"' or \"'\"; omit quote for unquoted text"
             )
         for column in self.many:
             self._check_list_column(f"{key}: sparse {column.name}", column)
@@ -233,7 +233,7 @@ class Schema:
     def _check_list_column(self, key: str, column: ListColumn) -> None:
         separator, inline = column.separator, column.inline
         if len(separator) != 1 or separator in "\n\r" or not separator.isascii():
-            raise ConfigError(f"{key}: separator {separator!r} must be one character: '|'")
+            raise ConfigError(f"{key}: separator {separator!r} must be one character, such as '|'")
         if inline is not None and (
             len(inline) != 1
             or not inline.isascii()
@@ -242,13 +242,13 @@ class Schema:
             or (inline == self.separator and self.quote is None)
         ):
             raise ConfigError(
-                f"{key}: weights after {inline!r} must be one character that is not part of "
-                "numbers and not another separator: ':'"
+                f"{key}: weights after {inline!r} must be one character, such as ':', that is not "
+                "part of numbers and not another separator"
             )
         if separator == self.separator and self.quote is None:
             raise ConfigError(
-                f"{key}: separator {separator!r} also separates columns; use another, or set the "
-                "quote that encloses the cells"
+                f"{key}: separator {separator!r} also separates columns; use another separator, or "
+                "set the quote character of the cells"
             )
 
 

@@ -1,4 +1,4 @@
-"""Shards of a split: written in one step, opened as memory maps, read as ranges or rows."""
+"""Write shards atomically, map them into memory, and read them as ranges or rows."""
 
 import bisect
 from itertools import accumulate
@@ -21,8 +21,8 @@ _WORD = "<i4"
 def write_shard(folder: Path, name: str, words: Words, parts: Parts | None = None) -> Shard:
     """Write int32 ``words`` [rows, words] as ``folder/name``, and its parts next to it.
 
-    Readers never see an incomplete file. ``parts`` are arrays by the names of
-    ``data.format.parts``.
+    Readers never see an incomplete file. ``parts`` maps part names (``data.format.parts``) to
+    arrays.
     """
     written: dict[str, ShardPart] = {}
     for part, array in (parts or {}).items():
@@ -35,7 +35,7 @@ def write_shard(folder: Path, name: str, words: Words, parts: Parts | None = Non
 
 
 def shard_files(manifest: Manifest, shard: Shard) -> list[tuple[str, int, str, tuple[int, ...]]]:
-    """Every file of a shard: name, checksum, dtype and shape."""
+    """Return the name, checksum, dtype and shape of every file of a shard."""
     files = [(shard.file, shard.crc32, _WORD, (shard.rows, manifest.num_words))]
     for name, kind in manifest.part_types.items():
         part = shard.parts[name]
@@ -44,12 +44,11 @@ def shard_files(manifest: Manifest, shard: Shard) -> list[tuple[str, int, str, t
 
 
 class SplitRows(MappedRows):
-    """The words of one split across its shards; row numbers count from the split's first row.
+    """Words of one split across its shards; row numbers count from the split's first row.
 
-    Maps are copy-on-write: writing to a view changes no file, but changes what this object reads
-    later. DataError if the set that ``manifest`` describes has been replaced. The first ``limit``
-    shards are mapped (by default, as many as the reader of a split may map); the others are read
-    on request.
+    Maps are copy-on-write, so writing to a view changes later reads of this object but no file.
+    Raise DataError if the set of ``manifest`` has been replaced. The first ``limit`` shards are
+    mapped (by default, the maximum for one split), and other shards are read on request.
     """
 
     def __init__(self, manifest: Manifest, split: str, limit: int | None = None) -> None:
@@ -59,14 +58,14 @@ class SplitRows(MappedRows):
                 max_maps() if limit is None else limit,
                 UnchangedSet(manifest).check,
             )
-        finally:  # even after an error: that the set was replaced is the better explanation
+        finally:  # check even after an error: a replaced set is the better explanation
             check_unchanged(manifest)
         self.num_words = manifest.num_words
         super().__init__(maps, np.empty((0, self.num_words), dtype=np.int32))
 
 
 def check_shards(manifest: Manifest, split: str) -> None:
-    """DataError unless the set is unchanged and its shards of ``split`` have the right sizes."""
+    """Raise DataError if the set has changed or a shard of ``split`` has a wrong size."""
     try:
         for file in _word_files(manifest, split):
             check_array(*file)
@@ -75,7 +74,7 @@ def check_shards(manifest: Manifest, split: str) -> None:
 
 
 def _word_files(manifest: Manifest, split: str) -> list[tuple[Path, str, tuple[int, ...]]]:
-    """Path, dtype and shape of the shards that have rows."""
+    """Return the path, dtype and shape of each shard with rows."""
     return [
         (manifest.path / shard.file, _WORD, (shard.rows, manifest.num_words))
         for shard in manifest.shards(split)
@@ -84,7 +83,7 @@ def _word_files(manifest: Manifest, split: str) -> list[tuple[Path, str, tuple[i
 
 
 class RowFiles:
-    """The rows of one split for sequential reading; no file stays open."""
+    """Rows of one split for sequential reading without open files."""
 
     def __init__(self, manifest: Manifest, split: str) -> None:
         self._manifest = manifest
@@ -97,7 +96,7 @@ class RowFiles:
         self.num_words = manifest.num_words
 
     def read(self, start: int, stop: int) -> Words:
-        """Rows [start, stop) as a new int32 array [stop - start, words]."""
+        """Return rows [start, stop) as a new int32 array [stop - start, words]."""
         shape = (self.num_words,)
         pieces = [
             read_array(self._manifest.path / shard.file, _WORD, (shard.rows, *shape), a, b)
@@ -108,7 +107,7 @@ class RowFiles:
         return np.concatenate([np.empty((0, self.num_words), dtype=np.int32), *pieces])
 
     def lists(self, start: int, stop: int) -> tuple["NDArray[Any]", Words]:
-        """Lengths [stop - start, lists] and values [n] of the lists of rows [start, stop)."""
+        """Return list lengths [stop - start, lists] and values [n] of rows [start, stop)."""
         types, folder = self._manifest.part_types, self._manifest.path
         none = np.empty((0, len(self._manifest.lists)), dtype=types["lengths"].dtype)
         lengths: list[NDArray[Any]] = [none]
@@ -125,7 +124,7 @@ class RowFiles:
         return np.concatenate(lengths), np.concatenate(values)
 
     def part(self, name: str, start: int, stop: int) -> "NDArray[Any]":
-        """Rows [start, stop) of a part with one entry per row."""
+        """Return rows [start, stop) of a part with one entry per row."""
         kind = self._manifest.part_types[name]
         pieces: list[NDArray[Any]] = [np.empty((0, *kind.tail), dtype=kind.dtype)]
         for shard, a, b in self._inside(start, stop):
@@ -134,7 +133,7 @@ class RowFiles:
         return np.concatenate(pieces)
 
     def _inside(self, start: int, stop: int) -> list[tuple[Shard, int, int]]:
-        """Rows [start, stop) by shard: the shard, and the start and stop in it."""
+        """Return each shard of rows [start, stop) with the start and stop inside the shard."""
         ranges: list[tuple[Shard, int, int]] = []
         index = bisect.bisect_right(self._starts, start) - 1
         while start < stop:

@@ -1,4 +1,4 @@
-"""Verify a set against its manifest: the checksum of every file, and the range of every value."""
+"""Verify the checksum of every file and the range of every value of a set."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,10 +15,10 @@ from sbpflow.errors import DataError
 
 
 def verify_set(manifest: Manifest, workers: int) -> None:
-    """Compare every file with its checksum, and its contents with the manifest.
+    """Compare every file with its checksum and with the manifest.
 
-    DataError names the first file that differs, or the first row with an invalid label, dense
-    value or id: a hand-made file can have a correct checksum.
+    Raise DataError for the first file that differs or the first row with an invalid label, dense
+    value or id, because a manually edited set can have correct checksums.
     """
 
     def verify(shard: Shard) -> None:
@@ -34,7 +34,7 @@ def verify_set(manifest: Manifest, workers: int) -> None:
 
 
 def check_rows(manifest: Manifest, shard: Shard) -> None:
-    """DataError for the first row of a shard with a value that the set cannot have."""
+    """Raise DataError for the first row of a shard with an invalid value."""
     path = manifest.path / shard.file
     words = read_array(path, "<i4", (shard.rows, manifest.num_words), 0, shard.rows)
     labels, dense = words[:, 0].view(np.float32), words[:, 1 : 1 + len(manifest.dense)]
@@ -68,12 +68,12 @@ def _refuse(
         row = int(bad.argmax())
         raise DataError(
             f"{path}: row {row} has {name} {values[row].tolist()}, but it must be {rule}; the set "
-            "was changed after it was made, prepare the set again"
+            "was changed after it was made, so prepare the set again"
         )
 
 
 def check_lists(manifest: Manifest, shard: Shard) -> None:
-    """DataError unless lengths, starts and values of a shard agree and all ids are in range."""
+    """Raise DataError if a shard's lengths, starts and values disagree or an id is invalid."""
     types, folder = manifest.part_types, manifest.path
 
     def whole(name: str) -> "NDArray[Any]":
@@ -87,8 +87,8 @@ def check_lists(manifest: Manifest, shard: Shard) -> None:
     _refuse(path, "start", starts, starts != ends, "the sum of the lengths before it")
     if ends[-1] != len(values):
         raise DataError(
-            f"{folder / shard.parts['values'].file}: has {len(values)} ids, but the lengths add "
-            f"up to {ends[-1]}; prepare the set again"
+            f"{folder / shard.parts['values'].file} has {len(values)} ids, but the lengths add up "
+            f"to {ends[-1]}; prepare the set again"
         )
     for number, field in enumerate(manifest.lists):
         _refuse(

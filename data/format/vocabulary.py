@@ -1,8 +1,8 @@
-"""The vocabularies of a set: by field, the values with an id, their ids and their counts in train.
+"""Read and write the vocabularies of a set: each field's values, ids and counts in train.
 
-They are arrays ``vocabulary/FIELD.{keys,ids,counts}.npy`` in the order of the keys, so that they
-can be mapped, searched and merged. A key has 32 or 64 bits: hex and integers are their own keys,
-and strings have a 64-bit blake2b. For strings ``checks`` has 32 more bits of the digest, which
+A vocabulary is stored as arrays ``vocabulary/FIELD.{keys,ids,counts}.npy`` in key order for
+mapping, searching and merging. A key has 32 or 64 bits: hex values and integers are their own keys,
+and a string's key is a 64-bit blake2b hash. For strings, ``checks`` has 32 more bits of the hash to
 distinguish two strings with the same key.
 """
 
@@ -24,31 +24,31 @@ from sbpflow.errors import DataError
 
 _BLOCK = 1 << 20
 HOW_TO_HAVE_VALUES = (
-    "use a set made by `sbpflow prepare`; for generated rows, write them as text "
-    "(`sbpflow synth --format tsv --output rows.tsv`) and then prepare that"
+    "use a set made by `sbpflow prepare`; write generated rows as text "
+    "(`sbpflow synth --format tsv --output rows.tsv`) and then prepare that file"
 )
 _TYPES = {"ids": "<i4", "counts": "<i8", "checks": "<u4"}
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The values of one field in key order; ids that no value has are spare."""
+    """The values of one field in key order; ids without a value are spare."""
 
     name: str
     num_rows: int
-    """Rows of the embedding table."""
+    """Number of rows of the embedding table"""
     keys: Keys
     ids: NDArray[np.int32]
     counts: Counts
     checks: NDArray[np.uint32] | None = None
 
     def table(self) -> IdTable:
-        """The lookup table from keys to ids."""
+        """Return the lookup table from keys to ids."""
         kind = NarrowIdTable if self.keys.dtype == np.uint32 else WideIdTable
         return kind(self.keys, self.ids, self.counts)
 
     def spare_ids(self) -> NDArray[np.int32]:
-        """Ids of the table that no value has yet, in ascending order."""
+        """Return the table's ids without a value in ascending order."""
         is_free = np.ones(self.num_rows, dtype=np.bool_)
         is_free[:NUM_RESERVED_IDS] = False
         is_free[self.ids] = False
@@ -56,7 +56,7 @@ class Vocabulary:
 
 
 def write_vocabulary(folder: Path, vocabulary: Vocabulary) -> dict[str, Any]:
-    """Write the arrays into the set in ``folder``; returns their entry for the manifest."""
+    """Write the arrays to the set in ``folder``, and return their manifest entry."""
     entry: dict[str, Any] = {
         "values": len(vocabulary.keys),
         "key": type_name(vocabulary.keys.dtype),
@@ -71,12 +71,12 @@ def write_vocabulary(folder: Path, vocabulary: Vocabulary) -> dict[str, Any]:
 
 
 def open_vocabularies(manifest: Manifest) -> dict[str, Vocabulary]:
-    """The vocabularies of the fields that have one; DataError for a set without vocabularies."""
+    """Return the vocabularies by name. Raise DataError for a set without vocabularies."""
     content = manifest.content.get("vocabulary")
     if content is None:
         raise DataError(
-            f"{manifest.path}: this set does not store the values of its ids, so new rows cannot "
-            f"get them; {HOW_TO_HAVE_VALUES}"
+            f"{manifest.path}: this set does not store the values of its ids, so new values cannot "
+            f"be mapped to them; {HOW_TO_HAVE_VALUES}"
         )
     return {
         name: read_vocabulary(manifest.path, name, manifest.field(name).rows, entry)
@@ -85,7 +85,7 @@ def open_vocabularies(manifest: Manifest) -> dict[str, Vocabulary]:
 
 
 def read_vocabulary(folder: Path, name: str, num_rows: int, entry: Mapping[str, Any]) -> Vocabulary:
-    """A vocabulary of the set in ``folder`` from its manifest entry; large arrays are mapped."""
+    """Open a vocabulary of the set in ``folder`` by manifest entry; large arrays are mapped."""
     arrays = {
         key: open_array(folder / part["file"], dtype, shape)
         for key, part, dtype, shape in array_files(entry)
@@ -94,7 +94,7 @@ def read_vocabulary(folder: Path, name: str, num_rows: int, entry: Mapping[str, 
 
 
 def array_files(entry: Mapping[str, Any]) -> list[tuple[str, Any, str, tuple[int]]]:
-    """The arrays of a manifest entry: key, file entry, dtype and shape."""
+    """Return the key, file entry, dtype and shape of each array in a manifest entry."""
     return [
         (key, entry[key], _TYPES.get(key, entry["key"]), (entry["values"],))
         for key in ("keys", "ids", "counts", "checks")
@@ -103,7 +103,7 @@ def array_files(entry: Mapping[str, Any]) -> list[tuple[str, Any, str, tuple[int
 
 
 def verify_vocabularies(manifest: Manifest) -> None:
-    """Compare every array with its checksum, and its ids with the table. Raises DataError."""
+    """Raise DataError if an array differs from its checksum or an id is not in the table."""
     content = manifest.content.get("vocabulary") or {"fields": {}}
     for entry in content["fields"].values():
         for _, part, dtype, shape in array_files(entry):
@@ -113,7 +113,7 @@ def verify_vocabularies(manifest: Manifest) -> None:
 
 
 def blocks(folder: Path, entry: Mapping[str, Any], *arrays: str) -> Iterator[list[NDArray[Any]]]:
-    """The named arrays of a vocabulary, one block of values at a time."""
+    """Yield the named arrays of a vocabulary, one block of values at a time."""
     files = {key: (folder / part["file"], dtype) for key, part, dtype, _ in array_files(entry)}
     total = entry["values"]
     for start in range(0, total, _BLOCK):
@@ -122,7 +122,7 @@ def blocks(folder: Path, entry: Mapping[str, Any], *arrays: str) -> Iterator[lis
 
 
 def check_vocabulary(manifest: Manifest, name: str, entry: Mapping[str, Any]) -> None:
-    """DataError unless keys ascend and each id is a row of the table and assigned only once."""
+    """Raise DataError unless keys ascend and ids are unique rows of the table."""
     num_rows = manifest.field(name).rows
     is_assigned = np.zeros(num_rows, dtype=np.bool_)
     last = -1
@@ -135,13 +135,13 @@ def check_vocabulary(manifest: Manifest, name: str, entry: Mapping[str, Any]) ->
         low, high = int(ids.min()), int(ids.max())
         if low < NUM_RESERVED_IDS or high >= num_rows:
             raise DataError(
-                f"{manifest.path}: the vocabulary of {name} has ids {low}..{high}, but values "
-                f"must have rows {NUM_RESERVED_IDS}..{num_rows - 1}; prepare the set again"
+                f"{manifest.path}: the vocabulary of {name} has ids {low}..{high}, but value ids "
+                f"must be {NUM_RESERVED_IDS}..{num_rows - 1}; prepare the set again"
             )
         is_assigned[ids] = True
     if np.count_nonzero(is_assigned) < entry["values"]:
         raise DataError(
-            f"{manifest.path}: the vocabulary of {name} gives two values the same id; prepare the "
+            f"{manifest.path}: the vocabulary of {name} has one id for two values; prepare the "
             "set again"
         )
 
@@ -152,7 +152,7 @@ def vocabulary_content(
     seed: int,
     ancestors: Sequence[Ancestor],
 ) -> dict[str, Any]:
-    """The manifest's ``vocabulary``; its digest covers what decides ids, which excludes counts."""
+    """Return the manifest's ``vocabulary``; its digest covers the ids but not the counts."""
     facts: list[Any] = [seed]
     for field in fields:
         entry = entries.get(field["name"], {})

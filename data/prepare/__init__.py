@@ -1,1 +1,1 @@
-"""Raw rows to a prepared set."""
+"""Convert raw rows to a prepared set."""

@@ -18,27 +18,27 @@ _NOT_HEX = "category is not eight hex digits"
 
 @dataclass(frozen=True, slots=True)
 class StagedPiece:
-    """A piece on disk: its rows, the lines it came from, and what was left out."""
+    """A piece on disk with its rows, its source lines and the counts of skipped lines."""
 
     path: Path
     file: InputPath
     num_rows: int
     num_train: int
-    """Rows assigned to train; for a split by time all rows, because it is decided later."""
+    """Number of rows assigned to train. A split by time is decided later and counts all rows."""
     num_lines: int
     num_names: int
-    """Number of header lines (0 or 1) before the rows."""
+    """Number of header lines (0 or 1) before the rows"""
     bad: BadLines
     cut: Mapping[str, int]
-    """By column: values dropped because a row had more than the maximum."""
+    """Number of values dropped by column because a row had more than the maximum"""
     part: int
-    """Number of the machine that staged it."""
+    """Number of the machine that staged the piece"""
 
 
 def check_bad(staged: Sequence[StagedPiece], options: PrepareOptions, early: float = 0.0) -> None:
     """Raise DataError, with counts and the first bad lines, if too many lines are bad.
 
-    ``early``: while files are still being read, tolerate at least this fraction of bad lines.
+    While files are still being read, tolerate at least the fraction ``early`` of bad lines.
     """
     num_lines = sum(piece.num_lines - piece.bad.blank for piece in staged)
     num_bad = sum(piece.bad.total for piece in staged)
@@ -60,7 +60,7 @@ def check_bad(staged: Sequence[StagedPiece], options: PrepareOptions, early: flo
 
 
 def bad_counts(staged: Sequence[StagedPiece]) -> dict[str, int]:
-    """Bad lines by reason, over all pieces."""
+    """Return the number of bad lines in all pieces by reason."""
     counts: Counter[str] = Counter()
     for piece in staged:
         counts.update(piece.bad.counts)
@@ -68,7 +68,7 @@ def bad_counts(staged: Sequence[StagedPiece]) -> dict[str, int]:
 
 
 def bad_lines(staged: Sequence[StagedPiece], shown: int = 5) -> list[str]:
-    """Counts by reason and the first bad lines with file and line number; empty if none."""
+    """Return the counts by reason and the first bad lines with their files and line numbers."""
     messages = [f"{count} x {reason}" for reason, count in bad_counts(staged).items()]
     line_of_file: dict[InputPath, int] = {}
     for piece in staged:
@@ -81,7 +81,7 @@ def bad_lines(staged: Sequence[StagedPiece], shown: int = 5) -> list[str]:
 
 
 def _advice(staged: Sequence[StagedPiece], options: PrepareOptions) -> list[str]:
-    """One line on what in the schema may not fit the first bad lines; empty if nothing."""
+    """Return a hint about the schema if the first bad lines suggest one, else an empty list."""
     schema = options.schema
     examples = [example for piece in staged for example in piece.bad.examples]
     text = next((line for _, reason, line in examples if _WRONG_NUMBER in reason), None)
@@ -103,13 +103,13 @@ def _advice(staged: Sequence[StagedPiece], options: PrepareOptions) -> list[str]
         if text is None and not settings:
             return []
         columns = f"the columns of {options.like}: {', '.join(schema.columns or schema.used)}"
-        return [f"rows are read with the schema of --like, which has {columns}"]
+        return [f"rows are read with the schema of --like, but it has {columns}"]
     not_hex = any(_NOT_HEX in reason for _, reason, _ in examples)
     if schema == CRITEO and (text is not None or settings or not_hex):
         needs = f", which probably needs {keys}" if settings else ""
         return [
-            "without --schema, lines are read as Criteo's: 40 cells, separated by tabs, without "
-            "column names, categories of eight hex digits; describe any other table in a --schema "
+            "without --schema, lines must have Criteo's format: 40 cells separated by tabs, no "
+            "column names, eight hex digits per category; describe any other table in a --schema "
             f"file{needs} (docs/data.md)"
         ]
     return [f"the --schema file probably needs {keys}"] if settings else []

@@ -1,7 +1,7 @@
-"""Cells to typed columns: the same rules for text and Parquet, with bad rows counted by reason.
+"""Convert cells to typed columns by the same rules for text and Parquet; count bad rows by reason.
 
-The input frame holds strings, or the types of a Parquet file. A row is bad if any of its cells is
-present but does not fit its column. Nothing is guessed.
+The columns of the input frame are strings or have the types of a Parquet file. A row is bad if any
+of its cells is present but does not fit its column. No value is guessed.
 """
 
 from collections.abc import Callable
@@ -16,10 +16,10 @@ from sbpflow.data.prepare.lists import read_list
 from sbpflow.data.prepare.piece import BadLines, Piece
 
 LABELS = ("0", "1")
-"""A label must be exactly one of these: " 1", "01" and "1.0" are bad lines."""
+"""Labels must match exactly: lines with the label " 1", "01" or "1.0" are bad."""
 INTEGER_PATTERN = r" *([+-]?)0*([0-9]{1,10})"
-"""Polars accepts leading blanks and a plus sign, so every parser must. More than ten digits after
-leading zeros cannot fit 32 bits (and Python refuses to convert thousands of digits)."""
+"""All parsers must accept leading blanks and a plus sign because Polars does. More than ten digits
+after leading zeros cannot fit 32 bits (and Python refuses to convert thousands of digits)."""
 REAL_PATTERN = r" *\+?(-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)"
 _NAN = r"(?i)^ *[+-]?nan$"
 _INFINITE = r"(?i)^ *([+-]?)inf(?:inity)?$"
@@ -36,10 +36,10 @@ RawRow = Callable[[int], bytes]
 
 
 def typed_piece(frame: pl.DataFrame, schema: Schema, num_lines: int, raw_row: RawRow) -> Piece:
-    """The rows of ``frame`` as typed columns, without the bad rows.
+    """Return the rows of ``frame`` as typed columns, without the bad rows.
 
-    ``frame`` has the used columns of the schema; if it lacks the label, the rows are unlabeled.
-    ``raw_row`` gives a row as it was read, for messages.
+    ``frame`` has the schema's used columns. Rows are unlabeled if ``frame`` has no label column.
+    ``raw_row`` returns the original text of a row for error messages.
     """
     frame = frame.with_columns(
         pl.col(pl.Float32, pl.Float64).fill_nan(None), pl.col(pl.String).replace("", None)
@@ -61,7 +61,7 @@ def typed_piece(frame: pl.DataFrame, schema: Schema, num_lines: int, raw_row: Ra
         reason = f"category is not {EXPECTED[kind]}"
         _add(faults, reason, frame[name].is_not_null() & keys.is_null())
     columns += _side_columns(frame, schema, faults)
-    if not columns:  # all columns hold lists, but the frame still needs its number of rows
+    if not columns:  # all columns are list columns, but the frame still needs its row count
         columns.append(pl.Series(SPLIT_COLUMN, np.zeros(len(frame), dtype=np.uint8)))
     strings = [n for n in schema.sparse if schema.kind(n) == "string" and n not in lists]
     typed = with_string_keys(pl.DataFrame(columns), strings)
@@ -104,7 +104,7 @@ def _add(faults: Faults, reason: str, flags: pl.Series) -> None:
 
 
 def _label(cells: pl.Series) -> pl.Series:
-    """uint8; null where the cell is not 0 or 1 (text: exactly, as in text files)."""
+    """Return the labels as uint8, with null for cells other than 0 and 1."""
     if cells.dtype == pl.String:
         fits = cells.is_in(LABELS)
     else:
@@ -128,7 +128,7 @@ def _dense(cells: pl.Series, column: DenseColumn, faults: Faults) -> pl.Series:
 
 
 def _integer(cells: pl.Series) -> pl.Expr:
-    """int32; null where the cell is not a 32-bit integer (text: in the form of text files)."""
+    """Return the cells as int32, with null for cells that are not 32-bit integers."""
     cell = pl.col(cells.name)
     if cells.dtype == pl.String:
         pattern = f"^{INTEGER_PATTERN}$"
@@ -141,7 +141,7 @@ def _integer(cells: pl.Series) -> pl.Expr:
 
 
 def _real(cells: pl.Series) -> tuple[pl.Series, pl.Series]:
-    """float32, null if missing or NaN; and a flag: False for a cell that is not a number."""
+    """Return float32 values, null if missing or NaN, and flags that are True for numbers."""
     if cells.dtype != pl.String:
         return cells.cast(pl.Float64).cast(pl.Float32), pl.repeat(True, len(cells), eager=True)
     cell = pl.col(cells.name)
@@ -170,7 +170,7 @@ def _list(
 
 
 def _side_columns(frame: pl.DataFrame, schema: Schema, faults: Faults) -> list[pl.Series]:
-    """The columns that are not features; each must be present, except additional labels."""
+    """Return the non-feature columns; all of them except additional labels must be present."""
     columns: list[pl.Series] = []
     for name in schema.labels:
         if name in frame.columns:
@@ -204,7 +204,7 @@ def _side_columns(frame: pl.DataFrame, schema: Schema, faults: Faults) -> list[p
 
 
 def _time(cells: pl.Series, kind: str) -> pl.Series:
-    """int64: the given number, or microseconds since 1970 (UTC) of a date with or without time."""
+    """Return times as int64: integers unchanged, dates as microseconds since 1970 (UTC)."""
     if kind == "integer":
         return key_of(cells, "integer").reinterpret(signed=True)
     if kind != "date":
@@ -212,7 +212,7 @@ def _time(cells: pl.Series, kind: str) -> pl.Series:
     if cells.dtype == pl.String:
         cell = pl.col(cells.name).str.strip_suffix("Z")
         moments = [cell.str.to_datetime(form, strict=False, time_unit="us") for form in _TIMES]
-        # The parser reads 24-05-01 as a day of the year 24, so four digits are required.
+        # Polars would parse 24-05-01 as a day in the year 24, so years must have four digits.
         moment = pl.when(cell.str.contains(_FULL_YEAR)).then(pl.coalesce(moments))
         return cells.to_frame().select(moment.alias(cells.name)).to_series().cast(pl.Int64)
     if cells.dtype == pl.Date or isinstance(cells.dtype, pl.Datetime):

@@ -1,4 +1,4 @@
-"""The manifest of a prepared set, and the options that a set takes over from another."""
+"""Build the manifest of a prepared set, and copy the options of an existing set."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -29,7 +29,7 @@ def manifest_content(
     fitted: Mapping[str, Any],
     like: Manifest | None,
 ) -> dict[str, Any]:
-    """The content of the manifest, except vocabularies and statistics."""
+    """Return the manifest's content without vocabularies and statistics."""
     schema = options.schema
     columns = columns_of(inputs[0], schema, options.is_encode)
     content = {
@@ -88,7 +88,7 @@ def _range(name: str, records: Sequence[Record]) -> dict[str, list[float]]:
 def _with_rare(
     entry: dict[str, Any], records: Sequence[Record], staged: Sequence[StagedPiece]
 ) -> dict[str, Any]:
-    """Add the number of lookups of the rare id, over all splits, and of dropped values."""
+    """Add the numbers of rare-ID lookups and dropped values over all splits."""
     if entry["name"] in records[0]["rare"] and not entry.get("hashed"):
         entry = {**entry, "rare": sum(record["rare"][entry["name"]] for record in records)}
     cut = sum(piece.cut.get(entry["name"], 0) for piece in staged)
@@ -113,12 +113,12 @@ def _side(options: PrepareOptions, columns: Sequence[str]) -> list[dict[str, str
 
 
 def options_like(manifest: Manifest, options: PrepareOptions) -> PrepareOptions:
-    """``options`` with every option that decides ids and values copied from ``manifest``."""
+    """Return ``options`` with all options that affect ids and values copied from ``manifest``."""
     content = manifest.content
     if content.get("vocabulary") is None or "schema" not in content:
         raise ConfigError(
-            f"--like {manifest.path}: this set does not store the values of its ids, so new rows "
-            f"cannot get them; {HOW_TO_HAVE_VALUES}"
+            f"--like {manifest.path}: this set does not store the values of its ids, so new values "
+            f"cannot be mapped to them; {HOW_TO_HAVE_VALUES}"
         )
     saved = content["options"]
     return replace(

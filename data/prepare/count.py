@@ -1,7 +1,7 @@
-"""Count the train part: build the vocabularies and fit the constants that depend on it.
+"""Count the train part to build the vocabularies and fit the constants that depend on it.
 
-Finished results are recorded, so a resumed run counts nothing twice. With ``--like`` ids and
-constants come from another set; ``--grow`` adds ids to them.
+Finished results are recorded, so a resumed run does not repeat a count. With ``--like``, ids and
+constants come from another set; ``--grow`` adds new ids.
 """
 
 from collections import deque
@@ -35,10 +35,10 @@ def train_rows(
     row: str = "",
     part: int | None = None,
 ) -> list[pl.LazyFrame]:
-    """The train rows of every piece, one lazy frame per piece.
+    """Return one lazy frame per piece with its train rows.
 
-    ``path_of`` maps a piece to the file to read. ``row`` names the column with the row number in
-    the piece, for files with several entries per row. ``part`` selects one machine's pieces.
+    ``path_of`` maps a piece to the file to read. Files with several entries per row have the row
+    number in the column named ``row``. ``part`` selects one machine's pieces.
     """
     frames: list[pl.LazyFrame] = []
     left, _ = options.split.bounds(sum(piece.num_rows for piece in staged))
@@ -62,10 +62,10 @@ def build_vocabularies(
     plan: str,
     like: Manifest | None,
 ) -> dict[str, FilteredVocabulary]:
-    """Count the fields over the train part, assign ids and write them into ``work/set``.
+    """Count the values of the fields in the train part, assign ids and write them to ``work/set``.
 
-    With several machines, each counts its own rows and adds up some of the vocabularies. Raises
-    DamagedWork if files of an earlier run are damaged and the staged rows are gone.
+    With several machines, each counts its own rows and merges the counts of some vocabularies.
+    Raise DamagedWork if files of an earlier run are damaged and the staged rows are gone.
     """
     folder, part = work / "vocabulary", options.part
     folder.mkdir(exist_ok=True)
@@ -82,12 +82,12 @@ def build_vocabularies(
         built = {name: load(path, work / "set", name) for name, path in records.items()}
     vocabularies = {name: vocabulary for name, vocabulary in built.items() if vocabulary}
     if damaged := built.keys() - vocabularies.keys():
-        raise DamagedWork(f"{folder}: the vocabulary {min(damaged)} is damaged")
+        raise DamagedWork(f"{folder}: vocabulary {min(damaged)} is damaged")
     return vocabularies
 
 
 def _builders(options: PrepareOptions) -> dict[str, int]:
-    """The machine that adds up the counts of each vocabulary and assigns its ids."""
+    """Map each vocabulary to the machine that merges its counts and assigns its ids."""
     return {name: 1 + k % options.part.count for k, name in enumerate(options.counted)}
 
 
@@ -113,7 +113,7 @@ def _build(
         for name, counted in counts:
             counted = replace(counted, missing=counted.missing + missing.get(name, 0))
             waiting.append(pool.submit(build, name, counted))
-            if len(waiting) > options.workers:  # bounds the number of counts in memory
+            if len(waiting) > options.workers:  # limit the number of counts in memory
                 built.append(waiting.popleft().result())
         built += [future.result() for future in waiting]
     for file in spilled(folder / _spill(options)):
@@ -126,7 +126,7 @@ def _spill(options: PrepareOptions) -> str:
 
 
 def _parents(options: PrepareOptions, like: Manifest | None) -> dict[str, Vocabulary]:
-    """The vocabularies of ``like`` under the names that this set's vocabularies have."""
+    """Return the vocabularies of ``like``, named as in the new set."""
     if like is None:
         return {}
     known = open_vocabularies(like)
@@ -136,15 +136,13 @@ def _parents(options: PrepareOptions, like: Manifest | None) -> dict[str, Vocabu
 def _check_present(staged: Sequence[StagedPiece], options: PrepareOptions, folder: Path) -> None:
     mine = (piece for piece in staged if piece.part == options.part.number)
     if removed := [piece.path for piece in mine if not piece.path.exists()]:
-        raise DamagedWork(
-            f"{folder}: a file is damaged, and {removed[0]}, from which it was made, was removed"
-        )
+        raise DamagedWork(f"{folder}: a file is damaged, and its source {removed[0]} was removed")
 
 
 def _counts(
     staged: Sequence[StagedPiece], options: PrepareOptions, work: Path, plan: str
 ) -> Iterator[tuple[str, FieldCounts]]:
-    """The counts of the vocabularies that this machine builds; empty counts for ``encode``."""
+    """Yield the counts of this machine's vocabularies; for ``encode`` the counts are empty."""
     builders, part = _builders(options), options.part
     mine = [name for name, builder in builders.items() if builder == part.number]
     if options.is_encode:
@@ -180,7 +178,7 @@ def _counts(
 def _rows_of(
     fields: Sequence[str], staged: Sequence[StagedPiece], options: PrepareOptions
 ) -> pl.LazyFrame:
-    """``key``, and ``check`` for strings, of every value of the fields in the train part."""
+    """Return the ``key`` of every train value of the fields, with ``check`` for strings."""
     return pl.concat([_rows_of_field(name, staged, options) for name in fields])
 
 
@@ -202,7 +200,7 @@ def _rows_of_field(
 
 
 def _padding(staged: Sequence[StagedPiece], options: PrepareOptions) -> dict[str, int]:
-    """Missing ids that pad the train rows of fixed-width fields, by vocabulary."""
+    """Return the number of missing ids that pad fixed-width train fields, by vocabulary."""
     padding: dict[str, int] = {}
     for column in (column for column in options.schema.many if column.fixed):
         rows = pl.concat(train_rows(staged, options))
@@ -220,7 +218,7 @@ def fit_columns(
     plan: str,
     like: Manifest | None,
 ) -> dict[str, Any]:
-    """Constants of transforms and weights by column, fitted on the train part or from ``like``."""
+    """Return transform and weight constants by column, fitted on train or taken from ``like``."""
     if like is not None:
         return dict(like.content["fitted"])
     weight = options.schema.weight
@@ -243,7 +241,7 @@ def fit_columns(
 def _present(
     staged: Sequence[StagedPiece], options: PrepareOptions, names: Sequence[str]
 ) -> Iterator[dict[str, Values]]:
-    """The values in the train part that are not missing, piece by piece."""
+    """Yield the non-missing train values of each piece by column."""
     for rows in train_rows(staged, options):
         frame = rows.select(names).collect()
         yield {name: frame[name].drop_nulls().cast(pl.Float32).to_numpy() for name in frame.columns}
@@ -255,7 +253,7 @@ def field_entry(
     vocabularies: Mapping[str, FilteredVocabulary],
     fitted: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The manifest's entry of a field."""
+    """Return the manifest's entry of a field."""
     hashed, shared = dict(options.hash_sizes), dict(options.schema.vocabularies)
     entry: dict[str, Any] = {"name": name}
     vocabulary = options.schema.vocabulary(name)

@@ -1,4 +1,4 @@
-"""Files with one machine's value counts of a vocabulary, which another machine adds up."""
+"""Write one machine's value counts of a vocabulary to files for another machine to merge."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ COUNTS_KEYS = ("files", "crc32", "values", "missing")
 
 @dataclass(frozen=True)
 class PartCounts:
-    """The values that one machine counted; ``rows`` is an input of ``count_fields``."""
+    """The value counts of one machine; ``count_fields`` accepts ``rows`` as input."""
 
     rows: pl.LazyFrame
     values: int
@@ -22,12 +22,12 @@ class PartCounts:
 
 
 def counts_record(folder: Path, name: str, part: int) -> Path:
-    """The record that ``part`` has counted vocabulary ``name``."""
+    """Return the path of the record that ``part`` has counted vocabulary ``name``."""
     return folder / f"{name}.counted-{part}.json"
 
 
 def write_counts(folder: Path, name: str, part: int, counted: FieldCounts) -> None:
-    """Write the values, one block per file, and then the record."""
+    """Write each block of values to a file, and then write the record."""
     files: list[str] = []
     for number, frame in enumerate(counted.frames()):
         files.append(f"{name}.counted-{part}-{number}.arrow")
@@ -42,10 +42,10 @@ def write_counts(folder: Path, name: str, part: int, counted: FieldCounts) -> No
 
 
 def read_counts(folder: Path, name: str, part: int) -> PartCounts:
-    """Read what ``write_counts`` wrote; DamagedWork if it has changed."""
+    """Read the files of ``write_counts``. Raise DamagedWork if the files have changed."""
     record = require_record(counts_record(folder, name, part), COUNTS_KEYS)
     for file, crc32 in zip(record["files"], record["crc32"], strict=True):
         if not (folder / file).is_file() or file_crc32(folder / file) != crc32:
-            raise DamagedWork(f"{folder / file}: is missing or damaged")
+            raise DamagedWork(f"{folder / file} is missing or damaged")
     rows = pl.concat([pl.scan_ipc(folder / file) for file in record["files"]])
     return PartCounts(rows, record["values"], record["missing"])

@@ -1,7 +1,8 @@
-"""Text that ``data.prepare.parse`` does not read: column names, quotes, several values per cell.
+"""Parse text with column names, quotes or several values per cell.
 
-This file finds the records, strictly; Polars' reader splits them into cells. Inside quotes a
-separator or line end is part of the cell, and a doubled quote stands for one.
+``data.prepare.parse`` parses all other text. This module finds records by strict rules, and the
+Polars reader splits them into cells. Inside quotes, a separator or line end is part of the cell,
+and a doubled quote means one quote.
 """
 
 import io
@@ -18,11 +19,11 @@ from sbpflow.data.prepare.piece import BLANK, BadLines, Piece
 from sbpflow.errors import DataError
 
 _MAX_LINES = 1000
-"""Lines that one record may span."""
+"""Maximum number of lines in a record"""
 
 
 def split_cells(line: str, schema: Schema) -> list[str]:
-    """The cells of one line, such as the line of column names."""
+    """Return the cells of one line, for example the header line."""
     if schema.quote is None or schema.quote not in line:
         return line.split(schema.separator)
     cells = pl.read_csv(
@@ -36,7 +37,7 @@ def split_cells(line: str, schema: Schema) -> list[str]:
 
 
 def count_byte(text: bytes, byte: str) -> int:
-    """How often a byte occurs; blocks that fit the cache make it 10x as fast as bytes.count."""
+    """Count a byte in cache-sized blocks, 10x as fast as ``bytes.count``."""
     raw = np.frombuffer(text, dtype=np.uint8)
     step = 1 << 17
     starts = range(0, len(raw), step)
@@ -44,11 +45,11 @@ def count_byte(text: bytes, byte: str) -> int:
 
 
 def parse_table(text: bytes, columns: tuple[str, ...], schema: Schema, skip: int = 0) -> Piece:
-    """Parse whole records with the given columns in file order, after ``skip`` header lines."""
+    """Parse whole records after ``skip`` header lines; ``columns`` are in file order."""
     for _ in range(skip):
         text = text.partition(b"\n")[2]
     quoted = schema.quote is not None and schema.quote.encode() in text
-    if b"\r" in text and not quoted:  # inside quotes it is part of the cell
+    if b"\r" in text and not quoted:  # inside quotes, \r is part of the cell
         text = text.replace(b"\r\n", b"\n")
     if text and not text.endswith(b"\n"):
         text += b"\n"
@@ -59,9 +60,7 @@ def parse_table(text: bytes, columns: tuple[str, ...], schema: Schema, skip: int
         text, numbers, num_lines = _sort_out(text, len(columns), schema, bad)
     frame = _cells(text, columns, schema)
     if numbers is not None and len(frame) != len(numbers):
-        raise DataError(
-            f"{len(numbers)} records gave {len(frame)} rows; this is a fault of sbpflow"
-        )
+        raise DataError(f"{len(numbers)} records gave {len(frame)} rows; this is a bug in sbpflow")
 
     def raw_row(row: int) -> bytes:
         cells = (cell or "" for cell in frame.row(row))
@@ -77,7 +76,7 @@ def parse_table(text: bytes, columns: tuple[str, ...], schema: Schema, skip: int
 
 
 def _is_clean(text: bytes, num_lines: int, num_columns: int, schema: Schema) -> bool:
-    """Whether every line is a record with the right number of cells; counts bytes and parses."""
+    """Return True if every line is a record with the right number of cells."""
     if schema.quote is not None and schema.quote.encode() in text:
         return False
     if b"\r" in text or text.startswith(b"\n") or b"\n\n" in text:
@@ -86,7 +85,7 @@ def _is_clean(text: bytes, num_lines: int, num_columns: int, schema: Schema) -> 
         return False
     if not is_utf8(text):
         return False
-    # The total can be right and a line wrong; Polars reports a line with too many cells.
+    # A line can have a wrong number of cells although the total is right. Polars reports it.
     try:
         frame = _read(text, tuple(map(str, range(num_columns))), schema)
     except pl.exceptions.PolarsError:
@@ -95,7 +94,7 @@ def _is_clean(text: bytes, num_lines: int, num_columns: int, schema: Schema) -> 
 
 
 def is_utf8(text: bytes) -> bool:
-    """Whether the bytes are valid UTF-8."""
+    """Return True if the bytes are valid UTF-8."""
     try:
         text.decode("utf-8")
     except UnicodeDecodeError:
@@ -106,7 +105,7 @@ def is_utf8(text: bytes) -> bool:
 def _sort_out(
     text: bytes, num_columns: int, schema: Schema, bad: BadLines
 ) -> tuple[bytes, list[int], int]:
-    """The good records joined, the line at which each starts, and the number of records."""
+    """Return the good records joined, their start lines, and the number of records."""
     good: list[str] = []
     numbers: list[int] = []
     fits = _record_pattern(num_columns, schema.separator, schema.quote)
@@ -130,10 +129,10 @@ def _sort_out(
 
 
 def _records(text: bytes, fits: re.Pattern[str], quote: str | None) -> Iterator[tuple[bytes, int]]:
-    """Each record with the number of lines that it spans.
+    """Yield each record and its number of lines.
 
-    A quote without a partner would swallow all lines up to the next quote. So if a record of
-    several lines does not fit, its first line is a record, and the next line starts another.
+    An unclosed quote would swallow all lines up to the next quote. So if a record of several lines
+    does not fit, its first line becomes a record, and the next line starts another record.
     """
     lines = text.split(b"\n")[:-1]
     if quote is None or quote.encode() not in text:
@@ -154,7 +153,7 @@ def _records(text: bytes, fits: re.Pattern[str], quote: str | None) -> Iterator[
 
 
 def _fault(record: str, fits: re.Pattern[str], num_columns: int, schema: Schema) -> str | None:
-    if "\r" in record.replace("\r\n", ""):  # a CR before a line feed is inside quotes here
+    if "\r" in record.replace("\r\n", ""):  # here, any CR before a line feed is inside quotes
         return "stray carriage return"
     if schema.quote is None or schema.quote not in record:
         num_cells = record.count(schema.separator) + 1
@@ -164,7 +163,7 @@ def _fault(record: str, fits: re.Pattern[str], num_columns: int, schema: Schema)
     cell = _cell_pattern(schema.separator, schema.quote)
     whole = re.fullmatch(f"{cell}(?:{re.escape(schema.separator)}{cell})*+", record, re.DOTALL)
     if whole is None:
-        return "a quote that does not enclose a whole cell"
+        return "quote does not enclose a whole cell"
     num_cells = len(re.findall(f"(?:^|{re.escape(schema.separator)}){cell}", record, re.DOTALL))
     return f"{num_cells} fields instead of {num_columns}"
 
@@ -176,7 +175,10 @@ def _record_pattern(num_columns: int, separator: str, quote: str | None) -> re.P
 
 
 def _cell_pattern(separator: str, quote: str | None) -> str:
-    """A quoted or plain cell; possessive quantifiers keep matching linear in the length."""
+    """Return a pattern for a quoted or plain cell.
+
+    Possessive quantifiers keep the matching time linear in the cell length.
+    """
     if quote is None:
         return f"[^{re.escape(separator)}]*+"
     mark, gap = re.escape(quote), re.escape(separator)
@@ -184,7 +186,7 @@ def _cell_pattern(separator: str, quote: str | None) -> str:
 
 
 def _cells(text: bytes, columns: tuple[str, ...], schema: Schema) -> pl.DataFrame:
-    """The used columns as strings."""
+    """Return the used columns as strings."""
     used = [name for name in schema.used if name in columns]
     if not text:
         return pl.DataFrame(schema=dict.fromkeys(used, pl.String))

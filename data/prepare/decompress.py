@@ -1,6 +1,6 @@
-"""Compressed text: gzip, bzip2, xz and zstd files as streams of decompressed bytes.
+"""Read gzip, bzip2, xz and zstd files as streams of decompressed bytes.
 
-A truncated file raises, because nobody can know how many rows were lost.
+A truncated file raises an error because the number of lost rows is unknown.
 """
 
 import bz2
@@ -18,15 +18,15 @@ _READ_BYTES = 1 << 20
 
 
 class _Zstd(io.RawIOBase):
-    """The decompressed bytes of all zstd frames in a file."""
+    """A stream of the decompressed bytes of all zstd frames in a file."""
 
     def __init__(self, compressed: IO[bytes]) -> None:
         try:
             import zstandard
         except ImportError as error:
             raise ConfigError(
-                "a .zst file needs the package zstandard (`pip install zstandard`); or decompress "
-                "it with `zstd -d`"
+                "a .zst file needs the package zstandard; run `pip install zstandard`, or "
+                "decompress the file with `zstd -d`"
             ) from error
         self._compressed, self._zstd = compressed, zstandard
         self._frame = zstandard.ZstdDecompressor().decompressobj()
@@ -45,7 +45,7 @@ class _Zstd(io.RawIOBase):
         return len(taken)
 
     def _decompress_more(self) -> bool:
-        """Decompress the next bytes; False at the end of the last frame."""
+        """Decompress the next bytes. Return False at the end of the last frame."""
         if self._frame.eof:
             compressed = self._frame.unused_data or self._compressed.read(_READ_BYTES)
             if not compressed:
@@ -54,7 +54,7 @@ class _Zstd(io.RawIOBase):
         else:
             compressed = self._compressed.read(_READ_BYTES)
             if not compressed:
-                raise EOFError("it ends inside a frame" if self._has_begun else "it has no bytes")
+                raise EOFError("ends inside a frame" if self._has_begun else "empty file")
         self._has_begun = True
         try:
             self._waiting = self._frame.decompress(compressed)
@@ -69,14 +69,14 @@ DECOMPRESS: Mapping[str, Callable[[IO[bytes]], Any]] = {
     ".xz": lzma.LZMAFile,
     ".zst": lambda raw: io.BufferedReader(_Zstd(raw), _READ_BYTES),
 }
-"""By file name suffix: the file of decompressed bytes."""
+"""Functions by file name suffix that open a stream of decompressed bytes"""
 FORMAT_NAMES = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
 
 
 def decompressed(compressed: IO[bytes], suffix: str) -> IO[bytes]:
-    """The decompressed bytes; EOFError for an empty file, which some decompressors accept."""
+    """Return a decompressed stream. Raise EOFError for an empty file; some codecs accept it."""
     if not compressed.read(1):
-        raise EOFError("it has no bytes")
+        raise EOFError("empty file")
     compressed.seek(0)
     return DECOMPRESS[suffix](compressed)
 
@@ -87,9 +87,9 @@ def decompress_errors(path: object, suffix: str) -> Iterator[None]:
     try:
         yield
     except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # of the system, not of bz2
+        if isinstance(error, OSError) and error.errno is not None:  # bz2 sets no errno
             raise
         raise DataError(
-            f"{path}: the {FORMAT_NAMES[suffix]} file is truncated or damaged ({error}); rows are "
-            "lost, get it again"
+            f"{path}: the {FORMAT_NAMES[suffix]} file is truncated or damaged ({error}); get a "
+            "complete copy of the file"
         ) from error

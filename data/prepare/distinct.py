@@ -1,7 +1,7 @@
 """Count how often each value of a field occurs in the train part, in bounded memory.
 
-Fields with few distinct values are counted together in one pass. A field with more values than one
-pass can hold is counted in ranges of its keys; each range is written to a file before the next.
+Fields with few distinct values are counted together in one pass. A field with too many values for
+one pass is counted in key ranges, and each range is written to a file before the next is counted.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,32 +16,32 @@ from sbpflow.data.format.ids import Keys
 from sbpflow.errors import DataError
 
 PASS_VALUES = 1 << 22
-"""Distinct values counted in one pass, over all fields in it."""
+"""Maximum number of distinct values counted in one pass over all its fields"""
 _STEP = 32
 _BLOCK = 1 << 20
 _MAX_COUNT = 2**32 - 1
 _SAMPLED_ROWS = 1 << 20
 _PARTS = ("k", "c", "h", "m")
-"""Suffixes of the files of spilled keys, counts, smallest checks and largest checks."""
+"""File suffixes of spilled keys, counts, smallest checks and largest checks"""
 
 Rows = Callable[[], pl.LazyFrame]
 
 
 @dataclass(frozen=True)
 class FieldCounts:
-    """Distinct values of a field in the train part, in key order."""
+    """The distinct values of a field in the train part, in key order."""
 
     keys: Keys
     counts: NDArray[np.uint32]
     checks: NDArray[np.uint32] | None
-    """Smallest check of the strings with each key."""
+    """Smallest check among the strings with each key"""
     most: NDArray[np.uint32] | None
-    """Largest check of the strings with each key."""
+    """Largest check among the strings with each key"""
     missing: int
 
     @property
     def collisions(self) -> int:
-        """Number of keys that two strings share."""
+        """Return the number of keys shared by several strings."""
         if self.checks is None or self.most is None:
             return 0
         starts = range(0, len(self.checks), _BLOCK)
@@ -49,7 +49,7 @@ class FieldCounts:
         return sum(int(np.count_nonzero(least != most)) for least, most in pairs)
 
     def frames(self) -> Iterator[pl.DataFrame]:
-        """Keys and counts in blocks of rows, an input that ``count_fields`` can add up."""
+        """Yield keys and counts in blocks of rows that ``count_fields`` can merge."""
         columns = {"key": self.keys, "len": self.counts, "least": self.checks, "most": self.most}
         present = {name: column for name, column in columns.items() if column is not None}
         for start in range(0, max(len(self.keys), 1), _BLOCK):
@@ -59,15 +59,16 @@ class FieldCounts:
 def count_fields(
     rows: Mapping[str, Rows], num_rows: int, spill: Path, pass_values: int = PASS_VALUES
 ) -> Iterator[tuple[str, FieldCounts]]:
-    """The counts of every field; fields come in no fixed order.
+    """Yield the counts of every field in any order.
 
-    ``rows`` gives, by field, a row per value with ``key`` (null if missing) and ``check`` (strings
-    only), or the rows of ``FieldCounts.frames``. ``num_rows`` is roughly how many there are. Counts
-    that exceed memory go to files ``spill``.NAME, which the caller removes afterwards.
+    ``rows`` maps each field to frames with a row per value and the columns ``key`` (null if
+    missing) and ``check`` (strings only), or to the rows of ``FieldCounts.frames``. ``num_rows`` is
+    the approximate number of rows. Counts that exceed the memory limit are written to files
+    ``spill``.NAME; the caller must remove these files.
     """
     estimates = dict.fromkeys(rows, min(num_rows, pass_values // max(len(rows), 1)))
     if num_rows * len(rows) > pass_values:
-        # Every value in the sample counts as many times as rows were skipped: a quick upper bound.
+        # Multiplying the sample's distinct values by the sampling stride gives an upper bound.
         every = [lazy().select(pl.col("key").gather_every(_STEP)) for lazy in rows.values()]
         sampled = pl.collect_all([rows.select(pl.col("key").n_unique()) for rows in every])
         estimates = {
@@ -83,11 +84,11 @@ def count_fields(
             frames = pl.collect_all(queries, engine="streaming")
             for name, frame in zip(names, frames, strict=True):
                 yield name, _from_frame(frame)
-            del frames  # before the next pass allocates its own
+            del frames  # free memory before the next pass
 
 
 def _passes(estimates: Mapping[str, int], pass_values: int) -> Iterator[list[str]]:
-    """Groups of fields to count together."""
+    """Yield groups of fields to count together in one pass."""
     names: list[str] = []
     total = 0
     for name, number in sorted(estimates.items(), key=lambda item: item[1]):
@@ -102,7 +103,7 @@ def _passes(estimates: Mapping[str, int], pass_values: int) -> Iterator[list[str
 
 def _grouped(rows: pl.LazyFrame) -> pl.LazyFrame:
     columns = rows.collect_schema().names()
-    # Polars sums 32-bit integers in 32 bits, which overflows.
+    # Polars sums 32-bit integers in 32 bits, so the sum could overflow.
     number = pl.col("len").cast(pl.UInt64).sum() if "len" in columns else pl.len()
     wanted = [number.alias("len")]
     if "check" in columns:
@@ -117,7 +118,7 @@ def _from_frame(frame: pl.DataFrame) -> FieldCounts:
     values = frame.drop_nulls("key").sort("key")
     if len(values) and int(values["len"].to_numpy().max()) > _MAX_COUNT:
         raise DataError(
-            f"--input: a value occurs {values['len'].max()} times in train, but counts end at "
+            f"--input: a value occurs {values['len'].max()} times in train, but the maximum is "
             f"{_MAX_COUNT}; hash its column (--hash-size), or prepare fewer rows"
         )
     values = values.with_columns(pl.col("len").cast(pl.UInt32))
@@ -129,7 +130,7 @@ def _from_frame(frame: pl.DataFrame) -> FieldCounts:
 
 
 def _by_ranges(rows: Rows, num_rows: int, passes: int, spill: Path, name: str) -> FieldCounts:
-    """Counts of one large field, one range of keys at a time."""
+    """Count a large field, one range of keys after another."""
     bounds = _bounds(rows, num_rows, passes)
     files = {part: spill.with_name(f"{spill.name}.{name}.{part}") for part in _PARTS}
     types: dict[str, np.dtype[np.generic]] = {}
@@ -149,7 +150,7 @@ def _by_ranges(rows: Rows, num_rows: int, passes: int, spill: Path, name: str) -
                 types[part] = array.dtype
                 with files[part].open("ab") as file:
                     file.write(np.ascontiguousarray(array).data)
-        del counted, arrays  # before the next range allocates its own
+        del counted, arrays  # free memory before the next range
     whole = {part: np.memmap(files[part], dtype=types[part], mode="r") for part in types}
     keys, counts, checks, most = (whole.get(part) for part in _PARTS)
     if keys is None or counts is None:
@@ -158,7 +159,7 @@ def _by_ranges(rows: Rows, num_rows: int, passes: int, spill: Path, name: str) -
 
 
 def _bounds(rows: Rows, num_rows: int, passes: int) -> list[int]:
-    """Keys that divide the distinct values into about equal ranges, from a sample of rows."""
+    """Return keys that split the distinct values of a sample into ranges of about equal size."""
     step = max(1, num_rows // _SAMPLED_ROWS)
     sample = rows().select("key").gather_every(step).collect(engine="streaming")["key"]
     distinct = sample.drop_nulls().unique().sort().to_numpy()
@@ -167,5 +168,5 @@ def _bounds(rows: Rows, num_rows: int, passes: int) -> list[int]:
 
 
 def spilled(spill: Path) -> Sequence[Path]:
-    """The files that ``count_fields`` left behind."""
+    """Return the files that ``count_fields`` has spilled."""
     return sorted(spill.parent.glob(spill.name + ".*"))

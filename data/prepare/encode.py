@@ -1,4 +1,4 @@
-"""Staged pieces to shards: transform dense values, look up keys, deal rows to their splits."""
+"""Encode staged pieces: transform dense values, look up keys, and write each split's shards."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +26,7 @@ Record = dict[str, Any]
 
 
 class FieldIds:
-    """Maps the staged keys of a field to ids. Strings must also match the check of their key."""
+    """Maps the staged keys of a field to ids; strings must also match the check of their key."""
 
     def __init__(self, table: Ids, vocabulary: Vocabulary | None = None) -> None:
         self._table = table
@@ -38,7 +38,7 @@ class FieldIds:
     def lookup(
         self, keys: Keys, missing: NDArray[np.bool_] | None, checks: NDArray[np.uint32] | None
     ) -> NDArray[np.int32]:
-        """Ids int32 [n] of ``keys`` uint64 [n]; MISSING_ID where ``missing`` (None: nowhere)."""
+        """Return the ids int32 [n] of ``keys`` uint64 [n], with MISSING_ID where ``missing``."""
         ids = self._table.lookup(keys)
         if self._checks is not None and checks is not None:
             np.copyto(ids, np.int32(RARE_ID), where=self._checks[ids] != checks)
@@ -55,9 +55,9 @@ def encode_all(
     work: Path,
     advance: Callable[[int], None],
 ) -> list[Record]:
-    """Write the shards of this machine's pieces into ``work/set``; return a record of each.
+    """Write the shards of this machine's pieces to ``work/set``, and return their records.
 
-    A piece is done once its record exists; its staged files are then removed.
+    A piece is complete once its record exists, and the staged files are then removed.
     """
     (work / "set").mkdir(exist_ok=True)
     starts = list(accumulate((piece.num_rows for piece in staged), initial=0))
@@ -89,14 +89,14 @@ def encode_all(
 
 
 def all_records(staged: Sequence[StagedPiece]) -> list[Record]:
-    """The records of all pieces, of every machine; DamagedWork if one is damaged."""
+    """Return the records of all machines' pieces. Raise DamagedWork if a record is damaged."""
     return [require_record(encoded_record(piece.path), ENCODED_KEYS) for piece in staged]
 
 
 def _write_splits(
     folder: Path, index: int, piece: "_PieceEncoder", split: NDArray[np.uint8]
 ) -> Record:
-    """Write the rows of each split as a shard; return the manifest entries by split."""
+    """Write the rows of each split as a shard, and return the manifest entries by split."""
     shards: Record = {}
     for number, name in enumerate(SPLITS):
         chosen = split == number
@@ -109,7 +109,7 @@ def _write_splits(
 
 
 class _PieceEncoder:
-    """Encodes a staged piece; holds its words, its parts and the counts for the manifest."""
+    """Encodes a staged piece into words, parts and counts for the manifest."""
 
     def __init__(
         self,
@@ -124,14 +124,14 @@ class _PieceEncoder:
         self._lists = {name: pl.read_ipc(list_file(path, name)) for name in names}
         self.clamped: dict[str, int] = {}
         self.rare: dict[str, int] = {}
-        """Lookups of values that are rare or not in the train part, by field."""
+        """Number of lookups by field of values that are rare or absent from train"""
         self.ranges: dict[str, tuple[float, float]] = {}
-        """Smallest and largest value of each dense column."""
+        """Smallest and largest value of each dense column"""
         self.words: Words = self._words()
         self.parts: Parts = {**self._list_parts(), **self._side_parts()}
 
     def splits(self, start: int, total: int) -> NDArray[np.uint8]:
-        """The split [rows] of each row, if ``start`` of ``total`` rows come before the piece."""
+        """Return each row's split uint8 [rows]; ``start`` of ``total`` rows precede the piece."""
         if self._options.split.kind != "time":
             return self._frame[SPLIT_COLUMN].to_numpy()
         rows = np.arange(start, start + len(self._frame))
@@ -143,7 +143,7 @@ class _PieceEncoder:
         has_label = schema.label in frame.columns
         labels = frame[schema.label].to_numpy() if has_label else np.full(len(frame), np.nan)
         columns = [labels.astype(np.float32).view(np.int32)]
-        # Select all columns at once: each Polars call has the cost of a round trip to its threads.
+        # Select all columns in one call because each Polars call costs a round trip to its threads.
         single = [n for n in options.fields if n in self._tables and n not in self._lists]
         checked = [n + CHECK for n in single if n + CHECK in frame.columns]
         cells = frame.select(needed := [*schema.dense, *single, *checked])
@@ -176,7 +176,7 @@ class _PieceEncoder:
     def _dense_columns(
         self, column: DenseColumn, values: NDArray[np.float32], mask: NDArray[np.bool_]
     ) -> list[NDArray[np.int32]]:
-        """The transformed column, and the indicator of missing values if there is one."""
+        """Return the transformed column, with its missing-value indicator if it has one."""
         name, constants = column.name, self._fitted.get(column.name, {})
         floats, self.clamped[name] = transform(
             column, column.transform or "identity", values, mask, constants
@@ -207,7 +207,7 @@ class _PieceEncoder:
         return self._ids(name, values["key"].fill_null(0).to_numpy(), missing, checks)
 
     def _list_parts(self) -> Parts:
-        """Lengths, starts, values and weights of the ragged fields, ordered by row, then field."""
+        """Return lengths, starts, values and weights of ragged fields, by row and then field."""
         schema = self._options.schema
         ragged = {column.name for column in schema.many if not column.fixed}
         names = [name for name in self._options.fields if name in ragged]
@@ -221,7 +221,7 @@ class _PieceEncoder:
         weights = np.ones(len(values), dtype=np.float32)
         for number, name in enumerate(names):
             table, own = self._lists[name], lengths[:, number]
-            # A field's values are consecutive in its table; shift each row's to its place.
+            # A field's values are consecutive in its frame; move each value to its row's place.
             shift = begin[:, number] - (np.cumsum(own) - own)
             place = np.arange(len(table)) + np.repeat(shift, own)
             values[place] = self._list_ids(name)
@@ -237,7 +237,7 @@ class _PieceEncoder:
         )
 
     def _side_parts(self) -> Parts:
-        """The columns that are not features, as arrays next to the shard."""
+        """Return the non-feature columns as arrays to store next to the shard."""
         frame, schema = self._frame, self._options.schema
         parts: Parts = {}
         if names := [name for name in schema.labels if name in frame.columns]:
@@ -267,7 +267,7 @@ class _PieceEncoder:
 def _matrix(
     values: pl.DataFrame, ids: NDArray[np.int32], num_rows: int, width: int
 ) -> list[NDArray[np.int32]]:
-    """The ``width`` columns of ids int32 [num_rows]; MISSING_ID where a row has fewer values."""
+    """Return ``width`` columns of ids int32 [num_rows], with MISSING_ID for absent values."""
     rows = values["row"].to_numpy()
     lengths = np.bincount(rows, minlength=num_rows)
     place = np.arange(len(rows)) - (np.cumsum(lengths) - lengths)[rows]
@@ -277,6 +277,6 @@ def _matrix(
 
 
 def length_type(options: PrepareOptions) -> str:
-    """The dtype of lengths: one byte if no row can have more than 255 values."""
+    """Return the dtype of lengths, which is uint8 if no row can have more than 255 values."""
     most = max((column.most for column in options.schema.many if not column.fixed), default=0)
     return LENGTH_TYPES[most > np.iinfo(np.uint8).max]

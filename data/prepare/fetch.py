@@ -1,6 +1,6 @@
-"""Download remote table files (Parquet, Arrow) before they are read: Polars needs local files.
+"""Download remote table files (Parquet, Arrow) because Polars reads local files.
 
-The copies are in the work folder and are removed with it.
+The copies are stored in the work folder and removed with the folder.
 """
 
 from dataclasses import replace
@@ -12,7 +12,7 @@ from sbpflow.errors import DataError
 
 
 def fetch_table(source: Input, work: Path) -> Input:
-    """The input as a local copy if it is a remote table file; an existing copy is used again."""
+    """Return the input, or its local copy if it is a remote table file; reuse existing copies."""
     if not source.is_table or not isinstance(source.path, RemotePath):
         return source
     target = work / "fetched" / f"{source.order:05d}" / source.path.name
@@ -20,7 +20,7 @@ def fetch_table(source: Input, work: Path) -> Input:
         source.path.fetch(target)
     if target.stat().st_size != source.num_bytes:
         raise DataError(
-            f"{source.path}: has {target.stat().st_size} bytes now but had {source.num_bytes}; it "
-            "is still being written, start again when it is complete"
+            f"{source.path}: has {target.stat().st_size} bytes now but had {source.num_bytes} "
+            "before; rerun this command after the file has been written completely"
         )
     return replace(source, path=target)

@@ -1,7 +1,7 @@
-"""Constants fitted on the train part: means, deviations, quantiles, the scale of weights.
+"""Fit constants on the train part: means, deviations, quantiles and the scale of weights.
 
-Sums are exact and quantiles are values that occur. So a constant depends only on the rows, not on
-how they were cut into pieces or on the order in which pieces were counted.
+Sums are exact, and every quantile is an input value. So constants depend only on the rows, not on
+their division into pieces or the order of counting.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -25,19 +25,19 @@ _LARGEST = np.finfo(np.float32).max
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Count, mean and standard deviation of values; 0, 0 and 1 if there are none."""
+    """Count, mean and standard deviation of values (0, 0 and 1 without values)."""
 
     count: int
     mean: float
     std: float
-    """1 if all values are equal, so that the standardized column is 0 everywhere."""
+    """1 if all values are equal (a standardized column is then 0 everywhere)"""
 
 
 class ExactSum:
-    """The sums of float32 values and of their squares, without rounding.
+    """Exact sums of float32 values and their squares.
 
-    A float32 is an integer of 24 bits times a power of two. The integers are summed by exponent;
-    for the squares they are split into halves, whose products float64 adds up exactly.
+    A float32 is a 24-bit integer times a power of two. The integers are summed by exponent. To sum
+    squares, each integer is split into halves, because float64 adds products of halves exactly.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class ExactSum:
         self._count += len(values)
 
     def moments(self) -> Moments:
-        """Moments of everything added so far."""
+        """Return the moments of all values added so far."""
         if not self._count:
             return Moments(0, 0.0, 1.0)
         mean = self._first / self._count
@@ -71,10 +71,10 @@ class ExactSum:
 
 
 class Quantiles:
-    """The quantiles that divide values into ``buckets``, in two passes over the values.
+    """Quantiles that divide values into ``buckets``, found in two passes over the values.
 
-    Each float32 maps to a 32-bit integer of the same order. The first pass counts the upper halves;
-    the second counts the lower halves only of the bins that a quantile falls into.
+    Each float32 maps to a 32-bit integer of the same order. The first pass counts the upper halves
+    of the integers. The second pass counts the lower halves in the bins that contain a quantile.
     """
 
     def __init__(self, buckets: int) -> None:
@@ -84,11 +84,11 @@ class Quantiles:
         self._places: list[tuple[int, int]] = []
 
     def add(self, values: Values) -> None:
-        """The first pass."""
+        """Count ``values`` in the first pass."""
         self._upper += np.bincount(_ordered(values) >> 16, minlength=_BINS)
 
     def seek(self) -> None:
-        """Between the passes: find the bins that quantiles fall into."""
+        """Find the bins that contain quantiles; call this method between the two passes."""
         total = int(self._upper.sum())
         ends = np.cumsum(self._upper)
         for number in range(1, self._buckets):
@@ -99,28 +99,28 @@ class Quantiles:
                 self._lower.setdefault(upper, np.zeros(_BINS, dtype=np.int64))
 
     def add_again(self, values: Values) -> None:
-        """The second pass, over the same values in any order."""
+        """Count ``values`` in the second pass, with the same values in any order."""
         keys = _ordered(values)
         upper = keys >> 16
         for bin_, counts in self._lower.items():
             counts += np.bincount(keys[upper == bin_] & 0xFFFF, minlength=_BINS)
 
     def bounds(self) -> list[float]:
-        """The distinct values at which buckets begin, in ascending order; empty for no values."""
+        """Return the distinct lower bounds of the buckets in ascending order."""
         keys: list[int] = []
         for upper, rank in self._places:
             ends = np.cumsum(self._lower[upper])
             keys.append((upper << 16) | int(np.searchsorted(ends, rank, side="right")))
         values = _values(np.array(keys, dtype=np.uint32))
-        # JSON cannot write infinity; infinite values still fall into the outermost buckets.
+        # JSON cannot represent infinity; infinite values still fall into the outermost buckets.
         return [float(value) for value in np.unique(np.clip(values, -_LARGEST, _LARGEST))]
 
 
 def _ordered(values: Values) -> NDArray[np.int64]:
-    """32-bit integers in the order of the values; -0 counts as 0.
+    """Return 32-bit integers in the order of the values, with -0 equal to 0.
 
-    Flipping all bits of negative floats and the sign bit of the others makes their bit patterns
-    sort like the numbers.
+    After all bits of negative floats and the sign bits of other floats are flipped, the bit
+    patterns have the same order as the numbers.
     """
     bits = (values + np.float32(0)).view(np.uint32)
     negative = bits >> np.uint32(31) != 0
@@ -133,7 +133,7 @@ def _values(keys: NDArray[np.uint32]) -> Values:
 
 
 def clipped(values: Values, column: DenseColumn) -> Values:
-    """The values limited to the column's ``clip``; infinite values too."""
+    """Return the values, including infinite ones, limited to the column's ``clip``."""
     if column.clip is None:
         return values
     return np.clip(values, np.float32(column.clip[0]), np.float32(column.clip[1]))
@@ -144,10 +144,10 @@ def fit(
     columns: Sequence[DenseColumn],
     weight: str | None,
 ) -> dict[str, Any]:
-    """Constants by column name.
+    """Return the fitted constants by column name.
 
-    ``pieces()`` iterates over the values of the train part that are not missing, by column name,
-    piece by piece; quantiles need a second iteration.
+    ``pieces()`` yields the non-missing train values of each piece by column name. This function
+    calls ``pieces`` twice if a column needs quantiles.
     """
     sums = {c.name: ExactSum() for c in columns if c.transform == "standardise"}
     if weight is not None:

@@ -1,4 +1,4 @@
-"""Cells to keys: hex digits and integers map to their own bits, strings to a 64-bit blake2b."""
+"""Convert cells to keys: integers keep their bits, and strings become 64-bit blake2b hashes."""
 
 import hashlib
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ KEY_BYTES, CHECK_BYTES = 8, 4
 
 
 def key_expression(cell: pl.Expr, kind: Kind) -> pl.Expr:
-    """The key of a text cell: uint32 for hex, int64 bits for integers; strings stay strings."""
+    """Return a text cell's key: uint32 for hex, int64 bits for integers, strings unchanged."""
     if kind == "hex":
         return cell.str.to_integer(base=16, dtype=pl.UInt32, strict=False)
     if kind == "integer":
@@ -34,10 +34,10 @@ def with_string_keys(frame: pl.DataFrame, names: Sequence[str]) -> pl.DataFrame:
 
 
 def string_keys(cells: pl.Series) -> tuple[pl.Series, pl.Series]:
-    """Key (uint64) and check (uint32) of each string; null for null.
+    """Return the key (uint64) and check (uint32) of each string, and null for null.
 
-    They are the first 64 and the next 32 bits of a 96-bit blake2b, so they do not depend on the
-    version of any library.
+    Key and check are the first 64 and the next 32 bits of a 96-bit blake2b hash, so they do not
+    depend on library versions.
     """
     distinct = cells.drop_nulls().unique()
     size = KEY_BYTES + CHECK_BYTES
@@ -55,7 +55,7 @@ def string_keys(cells: pl.Series) -> tuple[pl.Series, pl.Series]:
 
 
 def key_of(cells: pl.Series, kind: Kind) -> pl.Series:
-    """Keys of cells of any type; null where a cell does not fit ``kind``. Strings stay strings."""
+    """Return the cells' keys, or strings, with null for cells that do not fit ``kind``."""
     return cells.to_frame().select(_key(cells, kind)).to_series().alias(cells.name)
 
 
@@ -69,7 +69,7 @@ def _key(cells: pl.Series, kind: Kind) -> pl.Expr:
         types = {"hex": pl.UInt32, "integer": pl.UInt64, "string": pl.String}
         return pl.repeat(None, pl.len(), dtype=types[kind])
     number = pl.col(cells.name)
-    if cells.dtype.is_float():  # 7.0 is the category 7; 7.5 is not a category
+    if cells.dtype.is_float():  # 7.0 is the category 7, but 7.5 is not a category
         whole = number == number.floor()
         number = pl.when(whole).then(number.cast(pl.Int64, strict=False))
     if kind == "hex":

@@ -1,7 +1,7 @@
-"""Cells with several values: ``a|b|c`` in text, lists in Parquet, with weights if there are any.
+"""Read cells with several values (``a|b|c`` in text, lists in Parquet) and optional weights.
 
-An empty cell, an empty list, and a list with a single empty element all mean no values, because
-text can write only the first. Any other empty element is a missing value.
+An empty cell, an empty list, and a list with one empty element all mean "no values", because text
+cannot distinguish them. Any other empty element is a missing value.
 """
 
 import re
@@ -16,7 +16,7 @@ from sbpflow.errors import unknown_value
 
 
 class ListValues(NamedTuple):
-    """The values of a list column, and flags of the rows with each kind of fault."""
+    """The values of a list column, and flags that mark the rows with each kind of fault."""
 
     values: pl.DataFrame
     """``row`` uint32, ``key``, ``check`` (strings only), ``weight`` (weighted lists only)"""
@@ -29,7 +29,7 @@ class ListValues(NamedTuple):
 
 
 def read_list(frame: pl.DataFrame, column: ListColumn, kind: Kind) -> ListValues:
-    """The values of ``column``, row by row, cut to the maximum length of a row."""
+    """Return the values of ``column`` in row order, with each row cut to the maximum length."""
     cells = _flat(frame[column.name], column.separator)
     if column.inline is not None:
         cells = _split_text(cells, column.inline)
@@ -54,7 +54,7 @@ def read_list(frame: pl.DataFrame, column: ListColumn, kind: Kind) -> ListValues
         values = weights["value"].cast(pl.Float64, strict=False).cast(pl.Float32)
         bad = ~values.is_finite().fill_null(False)
         bad_weights = _rows_of(weights["row"].filter(bad).to_numpy(), total)
-        if differ.any():  # those rows are bad and will be dropped; the rest must pair up
+        if differ.any():  # exclude these bad rows, because values and weights must pair up
             keep = pl.Series(~differ[rows])
             columns = {name: column.filter(keep) for name, column in columns.items()}
             values = values.filter(pl.Series(~differ[weights["row"].to_numpy()]))
@@ -83,7 +83,7 @@ def _rows_of(rows: "np.ndarray[tuple[int], np.dtype[np.uint32]]", total: int) ->
 
 
 def _flat(cells: pl.Series, separator: str) -> pl.DataFrame:
-    """``row`` and ``value`` of every element of every cell; an empty element is null."""
+    """Return the ``row`` and ``value`` of every list element, with null for empty elements."""
     if cells.dtype == pl.String:
         cells = cells.str.split(separator)
     elif isinstance(cells.dtype, pl.Array):
@@ -104,7 +104,7 @@ def _flat(cells: pl.Series, separator: str) -> pl.DataFrame:
 
 
 def _split_text(cells: pl.DataFrame, mark: str) -> pl.DataFrame:
-    """Split each element into its ``value`` and its ``weight``, null if it has none."""
+    """Split each element into its ``value`` and its ``weight`` (null if absent)."""
     elements = cells["value"]
     if isinstance(elements.dtype, pl.Struct):
         first, second = elements.struct.fields

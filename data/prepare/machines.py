@@ -1,8 +1,8 @@
-"""Several machines that prepare one set: which files each one reads, and how they wait.
+"""Coordinate several machines that prepare one set.
 
-All of them run the same command, each with its own ``--part K/N``, into one output on a shared file
-system. They communicate through files in ``OUTPUT.work``, and a file is valid once its record
-exists. So any machine may be killed and restarted at any time.
+All machines run the same command, except for ``--part K/N``, with one output on a shared file
+system. The machines communicate through files in ``OUTPUT.work``, and a file is valid once its
+record exists. So any machine may be killed and restarted at any time.
 """
 
 import logging
@@ -22,28 +22,28 @@ _POLL_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class MachinePart:
-    """One of ``count`` machines, numbered from 1; the first one also completes the set."""
+    """One of ``count`` machines, numbered from 1; machine 1 also completes the set."""
 
     number: int = 1
     count: int = 1
     wait_s: float = 0.0
-    """Longest wait for the files of another part, in seconds."""
+    """Maximum wait for the files of another part in seconds"""
 
     @property
     def is_alone(self) -> bool:
-        """Whether this is the only machine."""
+        """Return True if this is the only machine."""
         return self.count == 1
 
     @property
     def is_first(self) -> bool:
-        """Whether this machine fits constants, writes the manifest and publishes the set."""
+        """Return True if this machine fits constants, writes the manifest and publishes the set."""
         return self.number == 1
 
     def __str__(self) -> str:
         return f"{self.number}/{self.count}"
 
     def owners(self, inputs: Sequence[Input]) -> dict[int, int]:
-        """The part that reads each file, by file order: contiguous files, about equal bytes."""
+        """Map the order of each file to its part; parts get adjacent files of similar size."""
         total = max(sum(source.num_bytes for source in inputs), 1)
         before, owners = 0, dict[int, int]()
         for source in inputs:
@@ -53,10 +53,10 @@ class MachinePart:
         return owners
 
     def wait(self, work: Path, plan: str, files: Mapping[Path, int], contents: str) -> None:
-        """Wait until all ``files`` exist; the values are the parts that write them.
+        """Wait until all ``files`` exist; ``files`` maps each file to the part that writes it.
 
-        DataError after ``wait_s`` seconds, or if another run has replaced the folder ``work``,
-        which was made for ``plan``. ``contents`` describes the files in messages.
+        Raise DataError after ``wait_s`` seconds, or if another run has replaced the folder ``work``
+        of ``plan``. ``contents`` describes the files in messages.
         """
         deadline = time.monotonic() + self.wait_s
         missing, is_logged = dict(files), False
@@ -70,7 +70,7 @@ class MachinePart:
                 raise DataError(
                     f"--part {self}: {contents} of part {others} are missing after "
                     f"{self.wait_s / 60:g} minutes; start those parts and then rerun this "
-                    "command, which resumes here"
+                    "command to resume"
                 )
             if not is_logged:
                 _LOG.info("part %s: waiting for %s of part %s", self, contents, others)
@@ -78,7 +78,7 @@ class MachinePart:
             time.sleep(_POLL_S)
 
     def wait_for_plan(self, work: Path, plan: str) -> None:
-        """Wait until the first part has made the work folder; ConfigError if it has not."""
+        """Raise ConfigError unless the first part creates the work folder within the wait time."""
         deadline = time.monotonic() + self.wait_s
         while read_mark(work) != plan:
             if time.monotonic() >= deadline:
@@ -93,15 +93,15 @@ class MachinePart:
 
 
 def check_mark(work: Path, plan: str) -> None:
-    """DataError unless the work folder still belongs to ``plan``."""
+    """Raise DataError if the work folder no longer belongs to ``plan``."""
     if read_mark(work) != plan:
         raise DataError(
-            f"{work}: was removed or replaced by another run; start all parts with one command"
+            f"{work} was removed or replaced by another run; start all parts with the same command"
         )
 
 
 def read_mark(work: Path) -> str:
-    """The plan that a work folder belongs to; empty if there is none."""
+    """Return the plan of a work folder, or an empty string if it has no mark."""
     try:
         return (work / MARK).read_text(encoding="ascii")
     except OSError:
@@ -114,6 +114,6 @@ def parse_part(text: str, wait_minutes: float) -> MachinePart:
     fits = slash == "/" and number.isdecimal() and count.isdecimal()
     if not fits or not 1 <= int(number) <= int(count) <= _MAX_PARTS:
         raise ConfigError(
-            f"--part: {text!r} is not valid; write K/N with K from 1 to N, for example 1/3"
+            f"--part: {text!r} is not valid; write K/N with K from 1 to N (for example, 1/3)"
         )
     return MachinePart(int(number), int(count), 60.0 * wait_minutes)

@@ -1,4 +1,4 @@
-"""Encode new rows with the ids of an existing set: all are test rows, with or without labels."""
+"""Encode new rows, with or without labels, as test rows with the ids of an existing set."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,15 +26,15 @@ def encode(
 ) -> Manifest | None:
     """Write the rows of ``inputs`` into ``output`` with the ids and constants of the set ``like``.
 
-    Reads the manifest and the vocabularies of ``like``, but no rows. ``part`` is this machine's
-    share of the work. Raises and returns the same as ``prepare``.
+    The rows of ``like`` are not read. ``part`` is this machine's share of the work. Return values
+    and errors are the same as for ``prepare``.
     """
     if output.resolve() == like.resolve():
         raise ConfigError(
-            f"--output {output}: is the set of --like, which the new rows would replace; choose "
+            f"--output {output}: this is the set of --like, and new rows would replace it; choose "
             "another folder"
         )
-    check_exists(inputs)  # before the vocabularies of ``like``, which the user may not have named
+    check_exists(inputs)  # check first: a missing input must not be reported as a fault of ``like``
     options = PrepareOptions(
         inputs=tuple(inputs),
         output=output,

@@ -1,4 +1,4 @@
-"""The options of ``prepare`` as one value; equal values give byte-identical sets."""
+"""Define the options of ``prepare``; equal options produce byte-identical sets."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,15 +12,15 @@ from sbpflow.data.prepare.transforms import TRANSFORMS
 from sbpflow.errors import ConfigError
 
 MAX_PIECES = 8192
-"""Each piece becomes a shard per split. A loader maps up to 8,191 shards of words under the usual
-limit of 65,530 maps per process, and reads further shards from their files, which is slower."""
+"""Each piece becomes one shard per split. Under the usual limit of 65,530 maps per process, a
+loader maps up to 8,191 shards of words. It reads further shards more slowly from their files."""
 _LARGEST_PIECE_BYTES = 128 << 20
-"""Bounds a worker's memory, which grows with its piece."""
+"""Limits a worker's memory, because the memory grows with the piece size."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareOptions:
-    """The options of ``sbpflow prepare``; its help explains each of them."""
+    """The options of ``sbpflow prepare``; ``sbpflow prepare --help`` explains each option."""
 
     inputs: tuple[InputPath, ...]
     output: Path
@@ -30,33 +30,33 @@ class PrepareOptions:
     min_count: int = 2
     transform: str = "log3"
     hash_sizes: tuple[tuple[str, int], ...] = ()
-    """Table rows of the fields that are hashed and have no vocabulary."""
+    """Number of table rows of each hashed field (hashed fields have no vocabulary)"""
     seed: int = 7
     piece_bytes: int = 32 << 20
-    """Bytes of text; doubled, up to 128 MiB, until there are at most ``MAX_PIECES`` pieces."""
+    """Bytes of text per piece; doubled up to 128 MiB until at most ``MAX_PIECES`` pieces remain"""
     max_bad_fraction: float = 0.001
     overwrite: bool = False
     workers: int = 2
     like: Path | None = None
-    """An existing set that decides the ids, transforms and constants of the new one."""
+    """Existing set that provides the ids, transforms and constants of the new set"""
     grow: bool = False
-    """Assign new ids to values that ``like`` does not have."""
+    """Assign new ids to values without an id in ``like``"""
     spare: float = 0.0
-    """Unused ids for later growth, as a fraction of the number of values."""
+    """Number of unused ids for later growth, as a fraction of the number of values"""
     part: MachinePart = field(default_factory=MachinePart)
-    """This machine's share of the work."""
+    """Share of this machine in the work"""
     is_encode: bool = False
-    """All rows are test rows, which need no label."""
+    """Make all rows test rows; test rows need no label"""
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Names of the fields: sparse columns, bucketed dense columns, then crosses."""
+        """Return the field names: sparse columns, bucketed dense columns, then crosses."""
         buckets = (number.name for number in self.schema.buckets)
         return (*self.schema.sparse, *buckets, *("x".join(pair) for pair in self.crosses))
 
     @property
     def numbers(self) -> tuple[DenseColumn, ...]:
-        """Every dense column of the input, with its transform filled in."""
+        """Return every dense column of the input with its transform set."""
         columns = (self.schema.dense_column(name) for name in self.schema.dense)
         return tuple(
             replace(c, transform=None if c.buckets else c.transform or self.transform)
@@ -65,7 +65,7 @@ class PrepareOptions:
 
     @property
     def counted(self) -> dict[str, list[str]]:
-        """The vocabularies by name, with their fields: all fields not hashed and not bucketed."""
+        """Map vocabulary names to their fields; hashed and bucketed fields have no vocabulary."""
         others = {name for name, _ in self.hash_sizes} | {c.name for c in self.schema.buckets}
         vocabularies: dict[str, list[str]] = {}
         for name in self.fields:
@@ -74,19 +74,19 @@ class PrepareOptions:
         return vocabularies
 
     def kind(self, field_name: str) -> Kind | None:
-        """The kind of values of a field; None for a cross or a bucketed column."""
+        """Return a field's value kind, or None for a cross or a bucketed column."""
         names = self.schema.sparse
         return self.schema.kind(field_name) if field_name in names else None
 
     def sized_for(self, num_bytes: int) -> "PrepareOptions":
-        """These options with pieces large enough for ``num_bytes`` of text."""
+        """Return these options with pieces large enough for ``num_bytes`` of text."""
         size = self.piece_bytes
         while size * MAX_PIECES < num_bytes and size < _LARGEST_PIECE_BYTES:
             size *= 2
         return replace(self, piece_bytes=size)
 
     def check(self) -> None:
-        """Raise ConfigError for values that cannot work, before any input is read."""
+        """Raise ConfigError for invalid values, before any input is read."""
         if self.transform not in TRANSFORMS:
             known = ", ".join(TRANSFORMS)
             raise ConfigError(f"--dense: {self.transform!r} is unknown; choose from {known}")
@@ -127,7 +127,7 @@ class PrepareOptions:
             if sizes.get(name) != sizes.get(other):
                 raise ConfigError(
                     f"--hash-size: {other} and {name} share the vocabulary {vocabulary} and need "
-                    f"the same size, for example {other}=1000000,{name}=1000000"
+                    f"the same size (for example, {other}=1000000,{name}=1000000)"
                 )
         if same := [pair for pair in self.crosses if "x".join(pair) in first]:
             raise ConfigError(
@@ -137,5 +137,5 @@ class PrepareOptions:
 
 def parse_hash_sizes(text: str, fields: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
     """Parse ``1000000`` (for every field) or ``C3=1000000,C12=500000``."""
-    example = "a number of table rows or like C3=1000000,C12=500000"
+    example = "a number of table rows, or a list such as C3=1000000,C12=500000"
     return by_column("--hash-size", text, int, example, fields)

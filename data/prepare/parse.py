@@ -1,8 +1,8 @@
-"""Text lines to typed columns with Polars: fast for clean pieces, line by line for the others.
+"""Parse text lines to typed columns: clean pieces quickly with Polars, others line by line.
 
-A piece is a number of whole lines of the input. Bad lines are removed and counted by reason;
-nothing is repaired or guessed. Hex categories become uint32, other kinds 64-bit keys, and empty
-cells null.
+A piece consists of whole lines of the input. Bad lines are removed and counted by reason, and no
+value is repaired or guessed. Hex categories become uint32 values, other categories become 64-bit
+keys, and empty cells become null.
 """
 
 import io
@@ -21,11 +21,11 @@ from sbpflow.errors import DataError
 
 _BLOCK_LINES = 1000
 _MIN_COMPILED_BYTES = 1 << 22
-"""Size of a piece above which loading numba pays off."""
+"""Minimum bytes of a piece for which loading numba saves time"""
 
 
 def parse_piece(text: bytes, schema: Schema) -> Piece:
-    """Parse whole lines; the last line may lack its line end."""
+    """Parse whole lines; the last line may have no line end."""
     if text and not text.endswith(b"\n"):
         text += b"\n"
     if b"\r" in text:
@@ -44,7 +44,7 @@ def parse_piece(text: bytes, schema: Schema) -> Piece:
 
 
 def _by_loop(text: bytes, num_lines: int, schema: Schema) -> pl.DataFrame | None:
-    """Parse integers and hex digits in one compiled pass; None if the piece has anything else."""
+    """Parse integers and hex digits in one compiled pass. Return None for any other content."""
     loops = find_loops(len(text), _MIN_COMPILED_BYTES)
     uses_all = len(schema.columns) == 1 + len(schema.dense) + len(schema.sparse)
     if loops is None or not uses_all or set(schema.kinds) != {"hex"}:
@@ -74,7 +74,7 @@ def _by_loop(text: bytes, num_lines: int, schema: Schema) -> pl.DataFrame | None
 def _parse_clean(
     text: bytes, num_lines: int, schema: Schema, checked: bool = False
 ) -> pl.DataFrame | None:
-    """Parse a piece that has no bad line; None if it has, or may have, one."""
+    """Parse a clean piece. Return None if the piece has or may have a bad line."""
     if not text:
         return _typed(pl.DataFrame(schema=_text_types(schema)), schema)
     if not checked and not _shape_fits(text, num_lines, schema):
@@ -93,7 +93,7 @@ def _parse_clean(
         return None
     if not checked and not _dense_fits(text, schema):
         return None
-    # Evaluate all columns in one call: each Polars call costs a round trip to its threads.
+    # Evaluate all columns in one call because each Polars call costs a round trip to its threads.
     hexes = [n for n, kind in zip(schema.sparse, schema.kinds, strict=True) if kind == "hex"]
     checks = [pl.col(schema.label).is_in(LABELS), pl.col(hexes).str.len_bytes() == 8]
     if not all(frame.select(check.all() for check in checks).row(0)):
@@ -105,20 +105,20 @@ def _parse_clean(
 
 
 def _shape_fits(text: bytes, num_lines: int, schema: Schema) -> bool:
-    """Whether the separators add up and no byte is one that the fast parser is lenient about."""
+    """Return True if the separator count is right and no byte needs the strict parser."""
     if count_byte(text, schema.separator) != num_lines * (len(schema.columns) - 1):
         return False
     if b"\r" in text:
-        return False  # Polars drops it at the end of any cell
+        return False  # Polars drops \r at the end of any cell
     if any(kind in PATTERNS for kind in schema.kinds) and b"+" in text:
-        return False  # to_integer reads +1234567 as a number
+        return False  # to_integer would parse +1234567 as a number
     return text.isascii() or is_utf8(text)
 
 
 def _dense_fits(text: bytes, schema: Schema) -> bool:
-    """Whether no dense cell is blank or has a tab, which Polars accepts and this project does not.
+    """Return True if no dense cell is blank or has a tab; Polars wrongly accepts such cells.
 
-    Cells are read as text only if a blank or tab occurs that is not a separator, which is rare.
+    Cells are read as text only in the rare case of a blank or tab that is not a separator.
     """
     odd = [blank for blank in " \t" if blank != schema.separator and blank.encode() in text]
     if not odd or not schema.dense:
@@ -142,7 +142,7 @@ def _text_types(schema: Schema) -> dict[str, type[pl.DataType]]:
 
 
 def _typed(frame: pl.DataFrame, schema: Schema) -> pl.DataFrame:
-    """Label uint8, dense int32, categories as keys; null for empty and unconverted cells."""
+    """Convert cells to uint8 labels, int32 dense values and keys; other cells become null."""
     columns = [pl.col(schema.label).cast(pl.UInt8), *(pl.col(name) for name in schema.dense)]
     columns += [
         key_expression(pl.col(n), k) for n, k in zip(schema.sparse, schema.kinds, strict=True)
@@ -152,7 +152,7 @@ def _typed(frame: pl.DataFrame, schema: Schema) -> pl.DataFrame:
 
 
 def _sort_out(lines: list[bytes], schema: Schema) -> tuple[bytes, BadLines]:
-    """Divide lines into good ones, joined, and bad ones, each with its first reason."""
+    """Return the good lines joined, and the bad lines with the first reason for each."""
     bad = BadLines()
     good: list[bytes] = []
     for start in range(0, len(lines), _BLOCK_LINES):
@@ -171,7 +171,7 @@ def _sort_out(lines: list[bytes], schema: Schema) -> tuple[bytes, BadLines]:
 
 
 def _fault(line: bytes, schema: Schema) -> str | None:
-    """Why a line is bad, or None; slow but strict."""
+    """Return the reason why a line is bad, or None (slow but strict)."""
     if not line:
         return BLANK
     try:
@@ -195,7 +195,7 @@ def _fault(line: bytes, schema: Schema) -> str | None:
 
 
 def _fits(kind: Kind, cell: str) -> bool:
-    """Whether a cell is a category of its kind; integers have 64 bits, as in the fast parser."""
+    """Return True if a cell is a category of ``kind``; integers must fit 64 bits."""
     if kind not in PATTERNS:
         return True
     if not re.fullmatch(PATTERNS[kind], cell):

@@ -1,34 +1,34 @@
-"""A parsed piece of the input: its good rows, their lists, and the bad lines."""
+"""Define a parsed piece of the input: its good rows, their lists and its bad lines."""
 
 from dataclasses import dataclass, field
 
 import polars as pl
 
 BLANK = "blank line"
-"""Counted as a reason, but blank lines are not bad lines: no row is lost."""
+"""Reason for skipped blank lines; they are not bad lines because no row is lost"""
 _SHOWN_CHARS = 80
 _SHOWN_LINES = 5
 
 
 @dataclass
 class BadLines:
-    """How many lines of a piece were left out, by reason, and the first few of them."""
+    """Counts of the skipped lines of a piece by reason, and the first few skipped lines."""
 
     counts: dict[str, int] = field(default_factory=dict)
     examples: list[tuple[int, str, str]] = field(default_factory=list)
 
     @property
     def total(self) -> int:
-        """Number of lines that were left out and may have been rows."""
+        """Return the number of skipped lines without blank lines."""
         return sum(self.counts.values()) - self.blank
 
     @property
     def blank(self) -> int:
-        """Number of blank lines."""
+        """Return the number of blank lines."""
         return self.counts.get(BLANK, 0)
 
     def add(self, number: int, reason: str, line: bytes) -> None:
-        """Count line ``number`` of the piece."""
+        """Count line ``number`` of the piece as skipped for ``reason``."""
         self.counts[reason] = self.counts.get(reason, 0) + 1
         if reason != BLANK and len(self.examples) < _SHOWN_LINES:
             shown = line[:_SHOWN_CHARS].decode("ascii", "backslashreplace")
@@ -37,13 +37,13 @@ class BadLines:
 
 @dataclass(frozen=True)
 class Piece:
-    """The good rows of a number of lines, how many lines there were, and the bad lines."""
+    """The good rows of consecutive lines, the number of lines, and the bad lines."""
 
     frame: pl.DataFrame
     num_lines: int
     bad: BadLines
     lists: dict[str, pl.DataFrame] = field(default_factory=dict)
-    """By list column: rows of ``row`` uint32, ``key`` (null for an empty element), and ``check``
-    and ``weight`` if any. The column of that name in the frame has the number of values per row."""
+    """Frames by list column with ``row`` uint32, ``key`` (null for an empty element), and optional
+    ``check`` and ``weight``. In ``frame``, the column of that name has the values per row."""
     cut: dict[str, int] = field(default_factory=dict)
-    """By list column: values dropped because a row had more than the maximum."""
+    """Number of values dropped by list column because a row had more than the maximum"""

@@ -1,7 +1,7 @@
-"""Find the columns of a file, and read the pieces of files that must be read in order.
+"""Find the columns of a file, and read pieces of files that must be read in order.
 
-Piece k of a plain file is located by its offset (``data.prepare.source``). Compressed text, and
-text with quotes, where a line end may be inside a cell, must be read from the beginning.
+``data.prepare.source`` locates piece k of a plain file by its offset. Compressed text must be read
+from the beginning, and so must text with quotes, because a line end may be inside a cell.
 """
 
 import json
@@ -17,24 +17,25 @@ from sbpflow.errors import DataError
 
 _SHOWN_COLUMNS = 8
 _MAX_QUOTED_BYTES = 1 << 16
-"""A quote that is not closed within so many bytes after the end of a piece has no partner."""
+"""A quote that is still open this many bytes after the end of a piece is never closed."""
 
 
 def columns_of(source: Input, schema: Schema, may_lack_labels: bool) -> tuple[str, ...]:
-    """The columns of a file, in its order; DataError if a required column is not among them.
+    """Return a file's columns in file order. Raise DataError if a required column is missing.
 
-    With ``may_lack_labels`` labels are optional; a text file without column names then lacks them
-    if its first line has that many fewer cells.
+    With ``may_lack_labels``, labels are optional. A text file without column names then has no
+    labels if the first line has fewer cells by the number of labels.
     """
     if source.is_table:
         columns = table_columns(source.path)
     elif schema.header:
         line = _first_line(source.path)
         if not line:
-            problem = "its first line is empty" if source.num_bytes else "is empty"
+            problem = "the first line is empty" if source.num_bytes else "the file is empty"
             raise DataError(
                 f"{source.path}: {problem}; with `header: true` in the --schema file the first "
-                f"line must name the columns, such as {schema.separator.join(schema.used[:4])!r}"
+                f"line must name the columns (for example, "
+                f"{schema.separator.join(schema.used[:4])!r})"
             )
         columns = tuple(split_cells(line, schema))
     else:
@@ -45,7 +46,7 @@ def columns_of(source: Input, schema: Schema, may_lack_labels: bool) -> tuple[st
             if len(split_cells(_first_line(source.path), schema)) == len(other_columns):
                 columns = other_columns
     if twice := [name for name in columns if columns.count(name) > 1]:
-        raise DataError(f"{source.path}: its first line names {twice[0]!r} twice; rename one")
+        raise DataError(f"{source.path}: the header names {twice[0]!r} twice; rename one column")
     labels = (schema.label, *schema.labels) if may_lack_labels else ()
     wanted = [name for name in schema.used if name not in labels]
     if absent := [name for name in wanted if name not in columns]:
@@ -59,7 +60,7 @@ def columns_of(source: Input, schema: Schema, may_lack_labels: bool) -> tuple[st
 
 
 def _how_to_find(name: str, columns: Sequence[str], schema: Schema) -> str:
-    """What to write in the schema so that a column is found."""
+    """Return advice on how to change the schema so that the column is found."""
     for mark in SEPARATORS:
         cells = [cell.strip('"') for column in columns for cell in column.split(mark)]
         if mark != schema.separator and len(columns) == 1 and name in cells:
@@ -75,11 +76,11 @@ def _first_line(path: InputPath) -> str:
     try:
         return line.decode("utf-8").rstrip("\r\n")
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: its first line is not UTF-8 text ({error.reason})") from error
+        raise DataError(f"{path}: the first line is not UTF-8 text ({error.reason})") from error
 
 
 def pieces_in_order(path: InputPath, size: int, quote: str | None) -> Iterator[tuple[bytes, int]]:
-    """Pieces of whole records in order, each with the number of file bytes it used."""
+    """Yield pieces of whole records in order, each with its number of file bytes."""
     with open_text(path) as (file, raw):
         taken = 0
         while head := file.read(size):
@@ -92,7 +93,7 @@ def pieces_in_order(path: InputPath, size: int, quote: str | None) -> Iterator[t
 
 
 def _to_quote(file: IO[bytes], path: InputPath, quote: str) -> bytes:
-    """The lines up to the one that closes a quote, within ``_MAX_QUOTED_BYTES``."""
+    """Return the lines through the end of an open quote, at most ``_MAX_QUOTED_BYTES`` bytes."""
     more, is_open = b"", True
     while is_open and len(more) < _MAX_QUOTED_BYTES and (line := _line(file, path)):
         more += line

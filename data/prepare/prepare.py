@@ -1,7 +1,7 @@
-"""Raw rows to a prepared set: stage all pieces, count the train part, assign ids, encode, publish.
+"""Prepare a set: stage all pieces, count the train part, assign ids, encode and publish.
 
-Memory holds a few pieces and the vocabularies, never all rows. Each result is a file under
-``OUTPUT.work`` that appears in one step, so a killed run resumes from the files that exist.
+Only a few pieces and the vocabularies are in memory at once. Each result is a file that is created
+atomically in ``OUTPUT.work``, so a killed run resumes from the existing files.
 """
 
 import hashlib
@@ -41,14 +41,14 @@ from sbpflow.errors import ConfigError, DataError
 _LOG = logging.getLogger(__name__)
 _PUBLISHING = "publishing"
 _SHARE = {"parse": 0.55, "count": 0.10, "encode": 0.35}
-"""Fraction of the time that each phase takes; used only for the ETA."""
+"""Fraction of the total time for each phase, used only for the ETA"""
 
 
 def prepare(options: PrepareOptions) -> Manifest | None:
     """Prepare ``options.inputs`` into ``options.output`` and return its verified manifest.
 
-    With several machines (``options.part``), only the first returns the manifest; the others
-    return None when their share is done. Raises ConfigError and DataError.
+    With several machines (``options.part``), only the first machine returns the manifest, and other
+    machines return None when their share is done. Raise ConfigError or DataError for bad input.
     """
     options.check()
     like = None if options.like is None else load_manifest(options.like, "--like")
@@ -93,9 +93,9 @@ def _prepare(
 def _build(
     options: PrepareOptions, inputs: Sequence[Input], work: Path, plan: str, like: Manifest | None
 ) -> None:
-    """Make the finished set as ``work/set``, using all results that already exist.
+    """Build the finished set in ``work/set`` from existing and new results.
 
-    With several machines, each does its share and the first completes the set.
+    With several machines, each machine does its share, and the first one completes the set.
     """
     part = options.part
     owners = part.owners(inputs)
@@ -130,7 +130,7 @@ def _build(
         part.wait(work, plan, {work / _done(number): number for number in others}, "encoded rows")
         records = all_records(staged)
     if bad := bad_lines(staged):
-        _LOG.warning("\n  ".join(["bad lines were left out:", *bad]))
+        _LOG.warning("\n  ".join(["bad lines were skipped:", *bad]))
     fields = [field_entry(name, options, vocabularies, fitted) for name in options.fields]
     content = manifest_content(options, inputs, staged, records, fields, fitted, like)
     report_values(content, has_own_ids=like is None)
@@ -147,24 +147,25 @@ def _build(
 
 
 def _check_unwritten(inputs: Sequence[Input], states: Sequence[tuple[int, object]]) -> None:
-    """DataError if a file was written while it was read: rows may be missing or duplicated.
+    """Raise DataError if a file changed during the run, since rows may be missing or duplicated.
 
-    ``states`` has the results of ``written`` before reading began.
+    ``states`` contains the results of ``written`` from before reading began.
     """
     for source, state in zip(inputs, states, strict=True):
         if written(source.path) != state or state[0] != source.num_bytes:
             raise DataError(
-                f"{source.path}: was written while it was read; start again when it is complete"
+                f"{source.path} changed while it was read; rerun this command after the file has "
+                "been written completely"
             )
 
 
 def _done(number: int) -> str:
-    """The file in the work folder that marks a machine's share as done."""
+    """Return the name of the file in the work folder that marks a machine's share as done."""
     return f"done-{number}"
 
 
 def _ancestors(like: Manifest | None) -> list[Ancestor]:
-    """The vocabularies whose ids a set made like ``like`` shares, nearest first."""
+    """Return the vocabularies with the same ids as a set made from ``like``, nearest first."""
     if like is None or like.vocabulary_digest is None:
         return []
     rows = {field.name: field.rows for field in like.fields}
@@ -175,8 +176,8 @@ def _check_weights(fitted: Mapping[str, Any], options: PrepareOptions) -> None:
     weight = options.schema.weight
     if weight is not None and not fitted[weight]["mean"] > 0:
         raise DataError(
-            f"--schema: the weights {weight!r} of the train part are all 0, but they are scaled to "
-            "mean 1; leave the column out"
+            f"--schema: the weights {weight!r} of the train part are all 0 and cannot be scaled to "
+            "mean 1; remove `weight` from the schema"
         )
 
 
@@ -187,7 +188,7 @@ def _advance(bar: "tqdm[NoReturn]", num_bytes: float) -> None:
 def _tables(
     vocabularies: Mapping[str, FilteredVocabulary], options: PrepareOptions
 ) -> dict[str, FieldIds]:
-    """By field: the table that maps its keys to ids."""
+    """Return a table for each field that maps keys to ids."""
     tables: dict[str, FieldIds] = {}
     for name, fields in options.counted.items():
         vocabulary = vocabularies[name].vocabulary()
@@ -203,13 +204,13 @@ def _check_output(options: PrepareOptions) -> None:
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
     if not (output / MANIFEST).exists():
-        raise ConfigError(f"--output {output}: exists but is not a prepared set; choose another")
+        raise ConfigError(f"--output {output} exists but is not a prepared set; use a new folder")
     if not options.overwrite:
-        raise ConfigError(f"--output {output}: a set already exists; --overwrite replaces it")
+        raise ConfigError(f"--output {output}: a set already exists; use --overwrite to replace it")
 
 
 def _plan(options: PrepareOptions, inputs: Sequence[Input], like: Manifest | None) -> str:
-    """A digest of everything that decides the result."""
+    """Return a digest of everything that affects the result."""
     sources = [(*version(source.path), source.num_bytes) for source in inputs]
     settings = {key: value for key, value in asdict(options).items() if key not in _NOT_IN_RESULT}
     versions = (__version__, pl.__version__, np.__version__)
@@ -240,7 +241,7 @@ def _finish(
 
 
 def _was_published(options: PrepareOptions, plan: str) -> bool:
-    """Whether a run of this plan was killed between publishing its set and cleaning up."""
+    """Return True if a run of this plan published its set but was killed before cleaning up."""
     work = work_folder(options.output)
     if read_mark(work) != plan or not (work / _PUBLISHING).exists():
         return False
@@ -248,7 +249,7 @@ def _was_published(options: PrepareOptions, plan: str) -> bool:
 
 
 def _publish(work: Path, options: PrepareOptions) -> Manifest:
-    """Move the finished set to its place; an existing set stays until the new one is complete."""
+    """Move the finished set to the output; an existing set stays until the new set is complete."""
     if (work / "set").exists():
         (work / _PUBLISHING).touch()
         if options.output.exists():

@@ -1,6 +1,6 @@
-"""Inputs on other file systems, by the URLs that fsspec knows: s3://, gs://, hdfs://, memory://.
+"""Access inputs on other file systems by fsspec URLs: s3://, gs://, hdfs://, memory://.
 
-Text is read directly from there; ``fetch`` downloads table files.
+Text is read directly from the URL, and ``fetch`` downloads table files.
 """
 
 import os
@@ -19,7 +19,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z].*)?://")
 
 @dataclass(frozen=True, slots=True)
 class RemotePath:
-    """A file or folder given by URL, with the part of pathlib.Path's interface that inputs need."""
+    """A URL of a file or folder with the methods of pathlib.Path that inputs need."""
 
     url: str
 
@@ -28,30 +28,30 @@ class RemotePath:
 
     @property
     def name(self) -> str:
-        """The last part of the URL."""
+        """Return the last part of the URL."""
         return PurePosixPath(self.url).name
 
     @property
     def suffix(self) -> str:
-        """The suffix of the name, with its dot."""
+        """Return the suffix of the name, including the dot."""
         return PurePosixPath(self.url).suffix
 
     @property
     def stem(self) -> str:
-        """The name without its suffix."""
+        """Return the name without its suffix."""
         return PurePosixPath(self.url).stem
 
     def _find(self) -> tuple[Any, str]:
-        """The file system and the path on it."""
+        """Return the file system of the URL and the path on the file system."""
         try:
             from fsspec.core import url_to_fs
         except ImportError as error:
             raise ConfigError(
-                f"--input {self.url}: needs the package fsspec (`pip install fsspec`)"
+                f"--input {self.url} needs the package fsspec; run `pip install fsspec`"
             ) from error
         try:
             return url_to_fs(self.url)
-        except ImportError as error:  # fsspec names the package that this kind of URL needs
+        except ImportError as error:  # fsspec's message names the package for the URL scheme
             raise ConfigError(f"--input {self.url}: {error}") from error
         except ValueError as error:
             raise ConfigError(
@@ -59,41 +59,41 @@ class RemotePath:
             ) from error
 
     def is_dir(self) -> bool:
-        """Whether it is a folder."""
+        """Return True if the path is a folder."""
         system, path = self._find()
         return system.isdir(path)
 
     def is_file(self) -> bool:
-        """Whether it is a file."""
+        """Return True if the path is a file."""
         system, path = self._find()
         return system.isfile(path)
 
     def iterdir(self) -> Iterator["RemotePath"]:
-        """The entries of the folder."""
+        """Yield the entries of the folder as paths."""
         system, path = self._find()
         for inside in system.ls(path, detail=False):
             yield RemotePath(system.unstrip_protocol(inside))
 
     def open(self, mode: str) -> IO[bytes]:
-        """Open the file."""
+        """Open the file in the given mode."""
         system, path = self._find()
         return system.open(path, mode)
 
     @property
     def num_bytes(self) -> int:
-        """Size of the file in bytes."""
+        """Return the size of the file in bytes."""
         system, path = self._find()
         return system.size(path)
 
     @property
     def version(self) -> str:
-        """A value that changes with the file, if its file system can tell."""
+        """Return a value that changes with the file if its file system supports this."""
         system, path = self._find()
         return system.ukey(path)
 
     @property
     def written(self) -> object:
-        """When the file was last written; None if its file system does not say."""
+        """Return the file's modification time, or None if its file system does not report it."""
         system, path = self._find()
         system.invalidate_cache()
         try:
@@ -102,7 +102,7 @@ class RemotePath:
             return None
 
     def fetch(self, target: Path) -> None:
-        """Download the file; ``target`` appears only when it is complete."""
+        """Download the file; ``target`` exists only after a complete download."""
         system, path = self._find()
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(target.name + ".partial")
@@ -114,9 +114,9 @@ InputPath = Path | RemotePath
 
 
 def input_path(text: str) -> InputPath:
-    """Parse a path or URL; a ``file://`` URL is a path on this machine.
+    """Parse a path or URL; a ``file://`` URL becomes a local path.
 
-    PathError for text that is not a valid path.
+    Raise PathError for text that is not a valid path.
     """
     if not _URL.match(text):
         return plain_path(text)
@@ -127,7 +127,7 @@ def input_path(text: str) -> InputPath:
 
 
 def identity(path: InputPath) -> tuple[object, ...]:
-    """A value that is equal for two names of the same file."""
+    """Return a value that is equal for two names of the same file."""
     if isinstance(path, RemotePath):
         return (path.url,)
     stat = path.stat()
@@ -135,24 +135,24 @@ def identity(path: InputPath) -> tuple[object, ...]:
 
 
 def version(path: InputPath) -> tuple[object, ...]:
-    """The file and its state, which changes when the file is written."""
+    """Return the file's identity and state; the state changes when the file is written."""
     if isinstance(path, RemotePath):
         return (path.url, path.version)
     return (str(path.resolve()), path.stat().st_mtime_ns)
 
 
 def written(path: InputPath) -> tuple[int, object]:
-    """Size and modification time, which change when the file is written but not when it is read.
+    """Return size and modification time; they change on writes but not on reads.
 
-    ``version`` cannot promise the latter on every file system.
+    On some file systems, ``version`` may also change when the file is read.
     """
     if isinstance(path, RemotePath):
-        time = path.written  # drops cached metadata, so it comes before the size
+        time = path.written  # must precede the size, because ``written`` drops cached metadata
         return path.num_bytes, time
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns
 
 
 def size_of(path: InputPath) -> int:
-    """Size of the file in bytes."""
+    """Return the size of the file in bytes."""
     return path.num_bytes if isinstance(path, RemotePath) else path.stat().st_size

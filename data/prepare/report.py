@@ -1,4 +1,4 @@
-"""The report at the end of a run: values that the set does not hold as the input had them."""
+"""Report how many input values were changed or dropped."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -7,20 +7,20 @@ from typing import Any
 _LOG = logging.getLogger(__name__)
 
 _COUNTED = (
-    ("dense", "clamped", "values clamped to the range of their transform"),
-    ("fields", "cut", "values dropped beyond the maximum of a row"),
-    ("fields", "collisions", "strings that share the 64-bit key of another and get the rare id"),
+    ("dense", "clamped", "values clamped to the input range of their transform"),
+    ("fields", "cut", "values dropped because a row had more than the maximum"),
+    ("fields", "collisions", "strings with the same 64-bit key as another string, now the rare id"),
 )
 
 
 def report_values(content: Mapping[str, Any], *, has_own_ids: bool) -> None:
-    """Log the counts in a manifest's ``content``, and how vocabularies have grown.
+    """Log the counts in a manifest's ``content`` and the growth of the vocabularies.
 
-    For a set with the ids of another set, also log the lookups of values without an id.
+    For a set with the ids of another set, also log the number of lookups of values without an id.
     """
     counted = list(_COUNTED)
     if not has_own_ids:
-        counted.append(("fields", "rare", "lookups of values without an id of their own"))
+        counted.append(("fields", "rare", "lookups of values without their own id"))
     for entries, key, text in counted:
         counts = {entry["name"]: entry[key] for entry in content[entries] if entry.get(key)}
         if counts:
@@ -33,8 +33,8 @@ def _report_growth(fields: Sequence[Mapping[str, Any]]) -> None:
     for entry in fields:
         if grown := entry.get("grown"):
             _LOG.info(
-                "%s: %d new values, %d with spare ids, %d with ids after the old rows; the most "
-                "loaded eighth of the table now has %.2f times the mean lookups",
+                "%s: %d new values, %d with spare ids, %d with ids after the old rows; the eighth "
+                "of the table with the most lookups now has %.2f times the mean",
                 entry["name"], grown["values"], grown["spare"], grown["behind"],
                 grown["load_percent"] / 100,
             )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Read a schema from YAML: the columns of an input, and what each of them is."""
+"""Read a schema, the description of the input columns, from a YAML file."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -26,15 +26,15 @@ _LARGEST = float(np.finfo(np.float32).max)
 def read_schema(path: Path) -> Schema:
     """Read a YAML schema; docs/data.md documents the keys.
 
-    ``columns`` is the order in the file. By default it is the columns used, in the order label,
-    dense, sparse, others; unused columns are skipped. ConfigError names key, value and rule.
+    ``columns`` lists the columns in file order; unused columns are skipped. The default is label,
+    dense, sparse and then other columns. Raise ConfigError with the key, value and rule.
     """
     try:
         raw: object = load_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ConfigError) as error:
-        raise ConfigError(f"--schema {path}: cannot be read as YAML: {error}") from error
+        raise ConfigError(f"--schema {path} cannot be parsed as YAML: {error}") from error
     if not isinstance(raw, dict):
-        raise ConfigError(f"--schema {path}: must be a mapping with keys {', '.join(_KEYS)}")
+        raise ConfigError(f"--schema {path} must be a mapping with keys {', '.join(_KEYS)}")
     reader = _Reader(f"--schema {path}")
     schema = reader.schema(cast("dict[str, Any]", raw))
     schema.check(reader.key)
@@ -42,7 +42,7 @@ def read_schema(path: Path) -> Schema:
 
 
 class _Reader:
-    """Checks the values of one schema file; ``key`` starts every message."""
+    """Checks the values of a schema file; every message starts with ``key``."""
 
     def __init__(self, key: str) -> None:
         self.key = key
@@ -87,11 +87,11 @@ class _Reader:
 
     def names(self, key: str, values: Collection[object]) -> None:
         if nested := [entry for entry in values if not isinstance(entry, str | int)]:
-            raise ConfigError(f"{self.key}: {key} has {nested[0]!r}; write names of columns")
+            raise ConfigError(f"{self.key}: {key} has {nested[0]!r}; write column names")
 
     def name(self, key: str, value: object) -> str:
         fits = isinstance(value, str | int) and not isinstance(value, bool)
-        self.need(fits, key, value, "the name of a column")
+        self.need(fits, key, value, "a column name")
         return str(value)
 
     def flag(self, key: str, value: object) -> bool:
@@ -111,7 +111,7 @@ class _Reader:
     def pair(
         self, raw: Mapping[str, Any], key: str, kinds: Collection[str], default: str
     ) -> tuple[str, str] | None:
-        """``NAME`` or ``{NAME: KIND}`` as a pair, where KIND is one of ``kinds``."""
+        """Parse a name or ``{NAME: KIND}`` to a pair, where KIND must be in ``kinds``."""
         value = raw.get(key)
         if value is None:
             return None
@@ -122,7 +122,7 @@ class _Reader:
         return self.name(key, value), default
 
     def dense(self, raw: object) -> tuple[DenseColumn, ...]:
-        self.need(isinstance(raw, dict | list), "dense", raw, "a list of names, or name: how")
+        self.need(isinstance(raw, dict | list), "dense", raw, "names, or name: transform")
         self.names("dense", raw)
         settings = raw.items() if isinstance(raw, dict) else ((name, None) for name in raw)
         return tuple(self.dense_column(str(name), how) for name, how in settings)
@@ -148,8 +148,8 @@ class _Reader:
             self.count(f"{place}buckets", buckets, 2, _MAX_BUCKETS)
             if transform is not None:
                 raise ConfigError(
-                    f"{self.key}: {place}has both transform and buckets; quantiles need no "
-                    "transform, remove it"
+                    f"{self.key}: {place}has both transform and buckets; remove transform, "
+                    "because buckets use the original values"
                 )
         kind = self.choice(f"{place}kind", how.get("kind", "real"), ("real", "integer"))
         missing = self.choice(f"{place}missing", how.get("missing", "zero"), ("zero", "indicator"))
@@ -197,7 +197,7 @@ class _Reader:
         key = "width" if "width" in how else "max"
         weights, inline = how.get("weights"), None
         if isinstance(weights, dict):
-            rule = "the name of a column, or {after: ':'} if values and weights share a cell, "
+            rule = "a column name, or {after: ':'} if values and weights share a cell, "
             self.need(
                 set(weights) == {"after"}, f"{place}weights", weights, rule + "like a:0.5|b:1"
             )
@@ -220,7 +220,7 @@ def _is_float32(value: object) -> bool:
 
 
 def schema_from(content: Mapping[str, Any]) -> Schema:
-    """The schema in a manifest, as ``asdict`` wrote it."""
+    """Return the schema from a manifest, where ``asdict`` wrote it."""
     raw = dict(content)
     many = tuple(ListColumn(**entry) for entry in raw.pop("many", ()))
     numbers = tuple(
@@ -240,9 +240,7 @@ def parse_crosses(text: str, sparse: tuple[str, ...]) -> tuple[tuple[str, str], 
     pairs = [_pair(item.strip(), sparse) for item in text.split(",")]
     for pair in pairs:
         if len(pair) != 2 or pair[0] == pair[1]:
-            raise ConfigError(
-                f"--crosses: {'x'.join(pair)!r} must be two different columns, such as C1xC2"
-            )
+            raise ConfigError(f"--crosses: {'x'.join(pair)!r} must name two columns, such as C1xC2")
         if absent := [name for name in pair if name not in sparse]:
             raise ConfigError(
                 f"--crosses: {absent[0]!r} is not a sparse column; use {', '.join(sparse)}"
@@ -253,7 +251,7 @@ def parse_crosses(text: str, sparse: tuple[str, ...]) -> tuple[tuple[str, str], 
 
 
 def _pair(text: str, sparse: tuple[str, ...]) -> tuple[str, ...]:
-    """The two columns that ``AxB`` names; column names may contain an x."""
+    """Return the two columns named by ``AxB``; column names may contain an x."""
     known = [(left, right) for left in sparse for right in sparse if f"{left}x{right}" == text]
     if len(known) > 1:
         ways = " or ".join(f"{left} with {right}" for left, right in known)

@@ -1,8 +1,8 @@
-"""The input files, their order, and their bytes in pieces of whole lines.
+"""Find and order the input files, and read their bytes in pieces of whole lines.
 
-Piece k of a plain file has the lines that start in [k * size, (k + 1) * size). A compressed file is
-read in order, ``size`` bytes and the rest of the line at a time. So pieces depend on the input
-alone.
+Piece k of a plain file has the lines that start in [k * size, (k + 1) * size). A piece of a
+compressed file has the next ``size`` bytes and the rest of the last line. So pieces depend only on
+the input and ``size``.
 """
 
 import logging
@@ -25,11 +25,11 @@ _LOG = logging.getLogger(__name__)
 MAX_LINE_BYTES = 1 << 24
 _MAX_SHOWN = 8
 _COMPRESSION_RATIO = 3
-"""Size of Criteo's text relative to its .gz files."""
+"""Ratio of the size of Criteo's text to the size of its .gz files"""
 TABLE_SUFFIXES = (".parquet", ".arrow", ".feather", ".ipc")
 SUFFIXES = (".tsv", ".txt", ".csv", *DECOMPRESS, *TABLE_SUFFIXES)
 _PARTS = re.compile(r"(day|part)[-_]\d+")
-"""Data files without a suffix in a folder: the 1TB logs unpack to day_0 ... day_23."""
+"""Pattern of data files without a suffix; the 1TB logs unpack to day_0 ... day_23"""
 
 _FORMATS = {
     b"PAR1": "is Parquet; name it .parquet",
@@ -43,15 +43,15 @@ _FORMATS = {
     b"\xfe\xff": "is UTF-16 text; convert it with `iconv -f UTF-16 -t UTF-8`",
     b"\xef\xbb\xbf": "starts with a byte order mark; remove it with `tail -c +4`",
 }
-"""First bytes of files that are not plain text tables, and what to do about each."""
+"""First bytes of files that are not plain text tables, with the advice for each format"""
 
 _MAGIC = {".gz": b"\x1f\x8b", ".bz2": b"BZh", ".xz": b"\xfd7zXZ"}
-"""First bytes by suffix; .zst is not listed because it may start with a skippable frame."""
+"""First bytes by suffix; .zst is omitted because the first frame may be a skippable frame"""
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """An input file; ``order`` is its position among the inputs."""
+    """An input file; ``order`` is the file's position among the inputs."""
 
     order: int
     path: InputPath
@@ -59,24 +59,24 @@ class Input:
 
     @property
     def is_compressed(self) -> bool:
-        """Whether the suffix is that of compressed text."""
+        """Return True if the suffix denotes compressed text."""
         return self.path.suffix.lower() in DECOMPRESS
 
     @property
     def text_bytes(self) -> int:
-        """Approximate size of its text in bytes."""
+        """Return the approximate size of the file's text in bytes."""
         return self.num_bytes * (_COMPRESSION_RATIO if self.is_compressed else 1)
 
     @property
     def is_table(self) -> bool:
-        """Whether the suffix is that of Parquet or Arrow."""
+        """Return True if the suffix denotes Parquet or Arrow."""
         return self.path.suffix.lower() in TABLE_SUFFIXES
 
 
 def find_inputs(paths: Sequence[InputPath]) -> tuple[Input, ...]:
-    """The given files, and the data files of given folders in natural order.
+    """Return the given files and, in natural order, the data files in the given folders.
 
-    Raises ConfigError if there are none, one is given twice, or one starts like another format.
+    Raise ConfigError if no file is found, a file is given twice, or a file has another format.
     """
     check_exists(paths)
     files: list[InputPath] = []
@@ -98,8 +98,8 @@ def find_inputs(paths: Sequence[InputPath]) -> tuple[Input, ...]:
         other = known.setdefault(identity(source.path), source)
         if other is not source:
             raise ConfigError(
-                f"--input {source.path}: is the same file as {other.path}, so its rows would count "
-                "twice; name each file once"
+                f"--input {source.path} is the same file as {other.path}, so its rows would be "
+                "duplicated; name each file once"
             )
         _check_start(source)
     return inputs
@@ -118,7 +118,7 @@ def _is_data(path: InputPath) -> bool:
 
 
 def _log_skipped(folder: InputPath, taken: Sequence[InputPath]) -> None:
-    """Log the entries of a folder that are not read, because they may hold rows."""
+    """Log the unread entries of a folder, because these files may contain rows."""
     skipped = sorted(path.name for path in folder.iterdir() if path not in taken)
     if skipped:
         more = f" and {len(skipped) - _MAX_SHOWN} more" if len(skipped) > _MAX_SHOWN else ""
@@ -129,7 +129,7 @@ def _log_skipped(folder: InputPath, taken: Sequence[InputPath]) -> None:
 
 
 def _check_start(source: Input) -> None:
-    """Refuse a file whose first bytes, once decompressed, are not those of a text table."""
+    """Refuse a file if its (decompressed) first bytes indicate a format other than text."""
     if source.is_table:
         return
     suffix = source.path.suffix.lower()
@@ -138,8 +138,8 @@ def _check_start(source: Input) -> None:
             start = raw.read(len(_MAGIC[suffix]))
         if start and not _MAGIC[suffix].startswith(start):
             raise ConfigError(
-                f"--input {source.path}: is named {suffix} but is not a {FORMAT_NAMES[suffix]} "
-                f"file (it starts with {start!r}); if it is plain text, rename it to "
+                f"--input {source.path}: the suffix is {suffix}, but this is not a "
+                f"{FORMAT_NAMES[suffix]} file (it starts with {start!r}); rename plain text to "
                 f"{source.path.stem}"
             )
     with open_text(source.path) as text:
@@ -156,7 +156,7 @@ def _natural(path: InputPath) -> list[tuple[int, str]]:
 
 
 def read_piece(path: InputPath, index: int, size: int) -> bytes:
-    """Piece ``index`` of a plain file."""
+    """Return the bytes of piece ``index`` of a plain file."""
     with path.open("rb") as file:
         start = _line_start(file, path, index * size)
         stop = _line_start(file, path, (index + 1) * size)
@@ -165,7 +165,7 @@ def read_piece(path: InputPath, index: int, size: int) -> bytes:
 
 
 def _line_start(file: IO[bytes], path: InputPath, offset: int) -> int:
-    """The offset of the first line that starts at ``offset`` or later."""
+    """Return the start of the first line that begins at ``offset`` or later."""
     if offset == 0:
         return 0
     file.seek(offset - 1)
@@ -176,14 +176,14 @@ def _line_start(file: IO[bytes], path: InputPath, offset: int) -> int:
 
 
 def no_line_end(path: InputPath) -> DataError:
-    """The error for a line without an end."""
+    """Return the error for a line that does not end."""
     return DataError(
-        f"{path}: no line end within {MAX_LINE_BYTES >> 20} MiB; this is not a text table"
+        f"{path}: no line end within {MAX_LINE_BYTES >> 20} MiB; use a text table with line ends"
     )
 
 
 class Text(NamedTuple):
-    """The decompressed bytes, and the file, whose position tells how much was read."""
+    """A stream of decompressed bytes, and its file for measuring progress by position."""
 
     file: IO[bytes]
     raw: IO[bytes]
@@ -191,7 +191,7 @@ class Text(NamedTuple):
 
 @contextmanager
 def open_text(path: InputPath) -> Iterator[Text]:
-    """The text of a file, decompressed if its suffix says that it is compressed."""
+    """Open the text of a file, and decompress it if the suffix requires this."""
     suffix = path.suffix.lower()
     if suffix not in DECOMPRESS:
         with path.open("rb") as file:

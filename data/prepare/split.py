@@ -24,10 +24,11 @@ SplitKind = Literal["time", "date", "ratio", "file", "test"]
 
 @dataclass(frozen=True, slots=True)
 class SplitRule:
-    """``time`` and ``ratio`` use fractions of train, val and test; ``file`` uses name patterns.
+    """A rule that assigns rows to splits.
 
-    ``date`` uses a column and two times: rows before the first are train, rows before the second
-    are val. ``test`` takes all rows.
+    ``time`` and ``ratio`` use the fractions of train, val and test, and ``file`` uses file name
+    patterns. ``date`` uses a column and two times: rows before the first time are train rows, and
+    rows between the two times are val rows. With ``test``, all rows are test rows.
     """
 
     kind: SplitKind
@@ -35,7 +36,7 @@ class SplitRule:
     patterns: tuple[tuple[str, str], ...] = ()
     column: str = ""
     times: tuple[str, str] = ("", "")
-    """As the user wrote them: ``2024-05-01``, ``2024-05-01 12:00:00`` or an integer."""
+    """Times as strings: ``2024-05-01``, ``2024-05-01 12:00:00`` or an integer"""
 
     def check_column(self, time: tuple[str, str] | None) -> None:
         """Raise ConfigError unless the column is the schema's time and the times fit its kind."""
@@ -52,7 +53,7 @@ class SplitRule:
             raise ConfigError(f"--split: {self.times[0]} is after {self.times[1]}; swap them")
 
     def of_times(self, times: NDArray[np.int64], kind: str) -> NDArray[np.uint8]:
-        """uint8 [n]: 0 train, 1 val, 2 test for rows with the given times, int64 [n]."""
+        """Return splits uint8 [n] (0 train, 1 val, 2 test) for ``times`` int64 [n]."""
         return np.searchsorted(self._moments(kind), times, side="right").astype(np.uint8)
 
     def _moments(self, kind: str) -> tuple[int, int]:
@@ -60,7 +61,7 @@ class SplitRule:
         return train, val
 
     def bounds(self, num_rows: int) -> tuple[int, int]:
-        """Rows at which val and test start if ``num_rows`` rows are split in order."""
+        """Return the first rows of val and test when ``num_rows`` rows are split in order."""
         train, val, _ = self.fractions
         return round(num_rows * train), round(num_rows * (train + val))
 
@@ -70,8 +71,8 @@ class SplitRule:
         if idle := [f"{split}={pattern}" for split, pattern in self.patterns
                     if (split, pattern) not in used]:  # fmt: skip
             raise ConfigError(
-                f"--split: {idle[0]} gets none of the files {', '.join(names[:8])} (the first "
-                f"pattern that matches a name wins); write {_EXAMPLES}"
+                f"--split: {idle[0]} gets none of the files {', '.join(names[:8])} (a file goes to "
+                f"the first matching pattern); write {_EXAMPLES}"
             )
         if self.patterns and None not in used:
             raise ConfigError(
@@ -79,15 +80,15 @@ class SplitRule:
             )
 
     def check_train(self, num_rows: int, num_train: int | None = None) -> None:
-        """Raise ConfigError if train is empty; ``num_train`` is needed except for ``time``."""
+        """Raise ConfigError if train is empty; only ``time`` works without ``num_train``."""
         if (self.bounds(num_rows)[0] if num_train is None else num_train) == 0:
             raise ConfigError(
-                f"--split: train gets none of the {num_rows} rows, but ids and vocabularies are "
-                "made from it; for example time:1,0,0"
+                f"--split: train gets none of the {num_rows} rows, but ids and vocabularies need "
+                "train rows; write, for example, time:1,0,0"
             )
 
     def of_piece(self, file_name: str, key: tuple[int, ...], num_rows: int) -> NDArray[np.uint8]:
-        """uint8 [num_rows]: 0 train, 1 val, 2 test for a piece; 0 for ``time``, decided later."""
+        """Return a piece's splits uint8 [num_rows]: 0 train (or undecided time), 1 val, 2 test."""
         if self.kind == "ratio":
             draws = np.random.PCG64(np.random.SeedSequence(key)).random_raw(num_rows) / 2.0**64
             bounds = np.cumsum(self.fractions)[:2]
@@ -100,11 +101,11 @@ class SplitRule:
             place = self._pattern_of(file_name)
             return np.full(num_rows, SPLITS.index(place[0]) if place else 0, dtype=np.uint8)
         if self.kind == "date":
-            raise RuntimeError("rows split by date are split by of_times")
+            raise RuntimeError("rows that are split by date need of_times")
         raise unknown_value("--split", self.kind, SplitKind)
 
     def _pattern_of(self, file_name: str) -> tuple[str, str] | None:
-        """The first split and pattern that match a file; None if it goes to train."""
+        """Return the split of a file and the first matching pattern, or None for train."""
         fits = (place for place in self.patterns if fnmatch(file_name, place[1]))
         return next(fits, None)
 
@@ -123,12 +124,12 @@ def parse_split(text: str) -> SplitRule:
     except ValueError as error:
         raise ConfigError(f"--split: {text!r} needs three fractions; write {_EXAMPLES}") from error
     if not (train > 0 and val >= 0 and test >= 0 and abs(train + val + test - 1) < 1e-6):
-        raise ConfigError(f"--split: the fractions of {text!r} must add up to 1, train above 0")
+        raise ConfigError(f"--split: {text!r} needs fractions that add up to 1, with train above 0")
     return SplitRule(cast("SplitKind", kind), (train, val, test))
 
 
 def _by_date(text: str, rest: str) -> SplitRule:
-    """Parse ``ts<A,ts<B``, with the name at least once; with one time, later rows are test."""
+    """Parse ``ts<A,ts<B``; with only one time, rows from that time on are test rows."""
     pairs = [item.strip().rpartition("<") for item in rest.split(",")]
     names = {name.strip() for name, _, _ in pairs if name}
     times = tuple(time.strip() for _, _, time in pairs)
@@ -144,10 +145,10 @@ def _by_date(text: str, rest: str) -> SplitRule:
 
 
 def _moment(text: str, kind: str) -> int:
-    """A time in stored form: an integer as given, or microseconds since 1970 (UTC)."""
+    """Return a stored time: an integer unchanged, or a date as microseconds since 1970 (UTC)."""
     if kind == "integer":
         if not text.lstrip("-").isdecimal():
-            raise ConfigError(f"--split: {text!r} must be an integer, like the column's values")
+            raise ConfigError(f"--split: {text!r} must be an integer like the values of the column")
         return int(text)
     if kind != "date":
         raise ValueError(f"time: kind {kind!r}; use date or integer")
@@ -155,7 +156,7 @@ def _moment(text: str, kind: str) -> int:
         moment = datetime.fromisoformat(text)
     except ValueError as error:
         raise ConfigError(
-            f"--split: {text!r} must be a date like 2024-05-01 or 2024-05-01T12:00:00"
+            f"--split: {text!r} must be a date (for example, 2024-05-01 or 2024-05-01T12:00:00)"
         ) from error
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=UTC)
@@ -165,5 +166,5 @@ def _moment(text: str, kind: str) -> int:
 def _patterns(text: str, rest: str) -> tuple[tuple[str, str], ...]:
     pairs = [item.partition("=") for item in rest.split(",")]
     if any(split not in ("val", "test") or not pattern for split, _, pattern in pairs):
-        raise ConfigError(f"--split: {text!r} must give files of val and test; write {_EXAMPLES}")
+        raise ConfigError(f"--split: {text!r} must name val or test files; write {_EXAMPLES}")
     return tuple((split, pattern) for split, _, pattern in pairs)

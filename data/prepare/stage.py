@@ -1,7 +1,7 @@
-"""Staging: parse every input piece once into an uncompressed Arrow file of typed columns.
+"""Stage the input: parse every piece once into an uncompressed Arrow file of typed columns.
 
-Columns: label uint8, dense int32 or float32, one key per sparse column and cross (null means
-missing), split uint8. A piece is done once its ``.json`` exists, which is written last.
+The columns are label uint8, dense int32 or float32, one key per sparse column and cross (null
+means missing), and split uint8. A piece is complete once its ``.json`` record has been written.
 """
 
 from collections import deque
@@ -37,7 +37,7 @@ _STAGED_KEYS = ("rows", "train", "lines", "names", "crc32", "counts", "examples"
 
 _EARLY_LINES = 10_000
 _EARLY_BAD = 0.5
-"""Refuse a file in another format after its first lines rather than after its last."""
+"""Minimum fraction of bad lines to refuse a file early, after ``_EARLY_LINES`` lines"""
 
 
 def stage_inputs(
@@ -45,7 +45,7 @@ def stage_inputs(
 ) -> tuple[StagedPiece, ...]:
     """Stage all pieces, ``options.workers`` at a time; check bad rows and the train part.
 
-    With several machines, each stages its own files and then waits for the others.
+    With several machines, each machine stages its own files and then waits for the others.
     """
     for name in ("stage", "encoded"):
         (work / name).mkdir(exist_ok=True)
@@ -94,7 +94,7 @@ def stage_inputs(
 
 
 def _source_record(work: Path, source: Input) -> Path:
-    """The record that all of a file is staged, with the number of its pieces."""
+    """Return the path of the record that a file is fully staged."""
     return work / "stage" / f"{source.order:05d}.json"
 
 
@@ -105,7 +105,7 @@ def _all_staged(
     own_pieces: Sequence[StagedPiece],
     work: Path,
 ) -> list[StagedPiece]:
-    """The pieces of all machines, in order; adds the other machines' labels to ``has_labels``."""
+    """Return all machines' pieces in order, and update ``has_labels`` from other machines."""
     own = {piece.path: piece for piece in own_pieces}
     staged: list[StagedPiece] = []
     for source in inputs:
@@ -126,13 +126,13 @@ def _target(work: Path, source: Input, index: int) -> Path:
 
 
 def encoded_record(target: Path) -> Path:
-    """The record that a staged piece is encoded; its staged files are then not needed."""
+    """Return the path of the record that a staged piece has been encoded."""
     return target.parent.with_name("encoded") / f"{target.stem}.json"
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A piece to stage; ``text`` is given only for files that must be read in order."""
+    """A piece to stage; only files that must be read in order have ``text``."""
 
     target: Path
     source: Input
@@ -166,7 +166,7 @@ def _jobs(
 def _check_labels(
     inputs: Sequence[Input], has_labels: Mapping[int, Sequence[str]], schema: Schema
 ) -> None:
-    """DataError if some files have a label and others do not."""
+    """Raise DataError if some files have a label and others do not."""
     for name in (schema.label, *schema.labels):
         has = [name in has_labels[source.order] for source in inputs]
         if any(has) and not all(has):
@@ -219,7 +219,7 @@ def _staged(target: Path, source: InputPath, record: Mapping[str, Any], part: in
 def _with_split(
     job: _Job, piece: Piece, options: PrepareOptions
 ) -> tuple[pl.DataFrame, NDArray[np.uint8]]:
-    """The rows with their crosses and splits, and the splits alone."""
+    """Return the rows with their crosses and splits, and the splits as a separate array."""
     frame, rule, schema = piece.frame, options.split, options.schema
     if rule.kind == "date" and schema.time is not None:
         split = rule.of_times(frame[schema.time[0]].to_numpy(), schema.time[1])
@@ -231,12 +231,12 @@ def _with_split(
 
 
 def list_file(target: Path, name: str) -> Path:
-    """The file next to a staged piece with the values of a list column."""
+    """Return the path of the file with a piece's values of a list column."""
     return target.with_suffix(f".{name}.list")
 
 
 def staged_files(target: Path, options: PrepareOptions) -> list[Path]:
-    """All staged files of a piece except its record."""
+    """Return the paths of a piece's staged files except its record."""
     names = (column.name for column in options.schema.many)
     return [target, *(list_file(target, name) for name in names)]
 
@@ -262,7 +262,7 @@ def _num_names(job: _Job, schema: Schema) -> int:
 
 
 def _is_whole(job: _Job, record: Mapping[str, Any], options: PrepareOptions) -> bool:
-    """Whether the staged files are what an earlier run wrote, or are not needed any more."""
+    """Return True if the staged files are unchanged or no longer needed."""
     if read_record(encoded_record(job.target), ENCODED_KEYS) is not None:
         return True
     files = staged_files(job.target, options)
@@ -270,7 +270,7 @@ def _is_whole(job: _Job, record: Mapping[str, Any], options: PrepareOptions) -> 
 
 
 def cross_key(frame: pl.DataFrame, pair: tuple[str, str], schema: Schema) -> pl.Series:
-    """64-bit keys of a pair of columns, null if either is missing; collision-free for hex."""
+    """Return 64-bit keys of a column pair, null if a value is missing; hex keys never collide."""
     left, right = (frame[name].cast(pl.UInt64) for name in pair)
     a, b = (column.fill_null(0).to_numpy() for column in (left, right))
     if schema.kind(pair[0]) == schema.kind(pair[1]) == "hex":

@@ -1,4 +1,4 @@
-"""Rows of Parquet and Arrow files as the columns of text; bad rows have the same reasons."""
+"""Read rows of Parquet and Arrow files into the same typed columns as rows of text files."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def _scan(path: Path) -> pl.LazyFrame:
 
 
 def count_rows(path: Path) -> int:
-    """Number of rows of a file, from its footer; DataError if it is damaged."""
+    """Return a file's row count from its footer. Raise DataError if the file is damaged."""
     try:
         return int(_scan(path).select(pl.len()).collect().item())
     except BaseException as error:
@@ -31,7 +31,7 @@ def count_rows(path: Path) -> int:
 
 
 def table_columns(path: Path) -> tuple[str, ...]:
-    """Names of the columns of a file; DataError if it is damaged."""
+    """Return the column names of a file. Raise DataError if the file is damaged."""
     try:
         return tuple(_scan(path).collect_schema().names())
     except BaseException as error:
@@ -39,21 +39,21 @@ def table_columns(path: Path) -> tuple[str, ...]:
 
 
 def _unreadable(path: Path, error: BaseException) -> BaseException:
-    """A DataError for the errors that a damaged file causes; any other error unchanged.
+    """Return a DataError for errors caused by a damaged file, and return other errors unchanged.
 
-    On some damage Polars' Rust code panics. PanicException derives from BaseException and has no
-    public name, so it is recognized by the name of its type.
+    Some damage causes a panic in Polars' Rust code. PanicException derives from BaseException and
+    is not public, so it is recognized by its type name.
     """
     panicked = type(error).__name__ == "PanicException"
     if panicked or isinstance(error, (pl.exceptions.PolarsError, OSError)):
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         kind = "Parquet" if path.suffix.lower() == ".parquet" else "an Arrow file (not a stream)"
-        return DataError(f"{path}: cannot be read as {kind}: {first}")
+        return DataError(f"{path} cannot be read as {kind}: {first}")
     return error
 
 
 def table_piece(path: Path, index: int, schema: Schema) -> Piece:
-    """Rows [index, index + 1) * PIECE_ROWS of a file."""
+    """Return piece ``index``, the rows [index, index + 1) * PIECE_ROWS of a file."""
     wanted = [name for name in schema.used if name in table_columns(path)]
     try:
         lazy = _scan(path).select(wanted)
@@ -65,9 +65,9 @@ def table_piece(path: Path, index: int, schema: Schema) -> Piece:
         f"{name} ({frame[name].dtype})" for name in wanted if not _fits(frame, name, schema)
     ]:
         raise DataError(
-            f"{path}: columns {', '.join(unsupported)} have types that cannot be read; write "
-            "strings or whole numbers (dates need `time: NAME` in the schema; structs in lists "
-            "must be a value and then its weight)"
+            f"{path}: columns {', '.join(unsupported)} have unsupported types; use strings or "
+            "integers (dates need `time: NAME` in the schema, and structs in lists must contain a "
+            "value and then its weight)"
         )
 
     def raw_row(row: int) -> bytes:
@@ -77,7 +77,7 @@ def table_piece(path: Path, index: int, schema: Schema) -> Piece:
 
 
 def _fits(frame: pl.DataFrame, name: str, schema: Schema) -> bool:
-    """Whether the column can hold cells of this type."""
+    """Return True if the schema accepts this column's type."""
     kind = frame[name].dtype
     if isinstance(kind, pl.List | pl.Array):
         column = schema.list_column(name)
@@ -89,7 +89,7 @@ def _fits(frame: pl.DataFrame, name: str, schema: Schema) -> bool:
         lists = {name for column in schema.many for name in (column.name, column.weights)}
         return name in lists and kind.inner in _COLUMN_TYPES
     if schema.time is not None and name == schema.time[0]:
-        # Read as integers, dates would be in days or whatever unit the file uses.
+        # Dates read as integers would be in days or another unit of the file.
         is_date = kind == pl.Date or isinstance(kind, pl.Datetime)
         return kind in _COLUMN_TYPES or (is_date and schema.time[1] == "date")
     return kind in _COLUMN_TYPES

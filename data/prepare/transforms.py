@@ -1,8 +1,8 @@
-"""Transforms of dense values: one named function per convention, missing values included.
+"""Transform dense values, including missing values; each convention has its own function.
 
-Each takes the values of a column as float32 [n] (integers are exact below 2^24) and a mask [n] of
-the missing ones. It returns float32 [n] and the number of values it clamped, so that nothing is
-clamped silently.
+Each function accepts a column's values as float32 [n] (integers are exact below 2^24) and a mask
+[n] of missing values. A function returns float32 [n] and the number of clamped values for the
+report.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ Transform = Callable[[Values, Mask], tuple[NDArray[np.float32], int]]
 
 
 def _log_shifted(values: Values, missing: Mask, shift: float, lowest: float) -> tuple[Values, int]:
-    """ln(x + shift); ``missing`` values become ln 1 = 0, the same as ``1 - shift``."""
+    """Return ln(x + shift); ``missing`` values become 0, like the value ``1 - shift``."""
     values = np.where(missing, np.float32(1.0 - shift), values)
     clamped = int(np.count_nonzero(values < lowest))
     np.maximum(values, np.float32(lowest), out=values)
@@ -27,7 +27,7 @@ def _log_shifted(values: Values, missing: Mask, shift: float, lowest: float) -> 
 
 
 def log3(values: Values, missing: Mask) -> tuple[NDArray[np.float32], int]:
-    """ln(x + 3), missing -> 0; x below -2 is taken as -2 and counted.
+    """Return ln(max(x, -2) + 3), 0 for missing values, and the number of values below -2.
 
     Criteo's smallest value is -2 (column I2), which becomes ln 1 = 0 like a missing cell.
     Source: NVIDIA DeepLearningExamples DLRM, preproc_NVTabular.py at 729963dd.
@@ -36,7 +36,7 @@ def log3(values: Values, missing: Mask) -> tuple[NDArray[np.float32], int]:
 
 
 def log1(values: Values, missing: Mask) -> tuple[NDArray[np.float32], int]:
-    """ln(max(x, 0) + 1), missing -> 0; negative values are counted.
+    """Return ln(max(x, 0) + 1), 0 for missing values, and the number of negative values.
 
     Source: facebookresearch/dlrm, dlrm_data_pytorch.py at 090956ee.
     """
@@ -44,7 +44,7 @@ def log1(values: Values, missing: Mask) -> tuple[NDArray[np.float32], int]:
 
 
 def squared_log(values: Values, missing: Mask) -> tuple[NDArray[np.float32], int]:
-    """floor(ln(x)^2) above 2, x itself otherwise, missing -> 0.
+    """Return floor(ln(x)^2) for x above 2, other values unchanged, and 0 for missing values.
 
     Source: FuxiCTR, fuxictr/datasets/criteo.py at 0245987f (there a category, here a number).
     """
@@ -56,14 +56,14 @@ def squared_log(values: Values, missing: Mask) -> tuple[NDArray[np.float32], int
 
 
 def identity(values: Values, missing: Mask) -> tuple[NDArray[np.float32], int]:
-    """The value unchanged, missing -> 0."""
+    """Return the values unchanged, and 0 for missing values."""
     return np.where(missing, 0.0, values).astype(np.float32), 0
 
 
 def standardise(
     values: Values, missing: Mask, mean: float, std: float
 ) -> tuple[NDArray[np.float32], int]:
-    """(x - mean) / std of the train part; missing -> 0, which is the mean."""
+    """Return (x - mean) / std with the train part's mean and std, and 0 for missing values."""
     out = np.where(missing, 0.0, (values.astype(np.float64) - mean) / std)
     limit = float(np.finfo(np.float32).max)
     clamped = int(np.count_nonzero(np.abs(out) > limit))
@@ -73,7 +73,7 @@ def standardise(
 def transform(
     column: DenseColumn, name: str, values: Values, missing: Mask, fitted: Mapping[str, float]
 ) -> tuple[NDArray[np.float32], int]:
-    """The values of a column, clipped and transformed, and how many were clamped."""
+    """Return a column's clipped and transformed values and the number of clamped values."""
     clamped = 0
     if column.clip is not None:
         low, high = (np.float32(end) for end in column.clip)
@@ -87,7 +87,7 @@ def transform(
 
 
 def bucket_ids(values: Values, missing: Mask, bounds: Sequence[float]) -> NDArray[np.int32]:
-    """Ids of the quantile buckets of the values, from 2 up; MISSING_ID where missing."""
+    """Return the values' quantile bucket ids, which start at 2, and MISSING_ID where missing."""
     edges = np.array(bounds, dtype=np.float32)
     ids = np.searchsorted(edges, values, side="right").astype(np.int32)
     return np.where(missing, np.int32(MISSING_ID), ids + np.int32(NUM_RESERVED_IDS))

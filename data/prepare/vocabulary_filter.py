@@ -1,7 +1,6 @@
-"""Decide which counted values get an id of their own, and which id: new ids, or a parent's.
+"""Decide which counted values get their own ids, and assign new ids or a parent's ids.
 
-Each vocabulary is written into the set in one step and recorded, so a resumed run writes nothing
-twice.
+Each vocabulary is written to the set atomically and recorded, so a resumed run does not repeat it.
 """
 
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ _LOAD_PARTS = 8
 
 @dataclass(frozen=True)
 class FilteredVocabulary:
-    """A vocabulary of one or more fields, with counts from the train part."""
+    """A vocabulary of one or more fields with counts from the train part."""
 
     name: str
     num_rows: int
@@ -41,17 +40,17 @@ class FilteredVocabulary:
     rare: int
     rare_values: int
     collisions: int
-    """Keys that two strings of the train part share; the second string gets the rare id."""
+    """Number of keys shared by several train strings; later strings get the rare id"""
     grown: dict[str, int]
-    """Number of values added to the parent's, and how many got a spare id; empty if not grown."""
+    """Numbers of added values and of spare ids used for them; empty if the set has not grown"""
     spare: int
 
     def vocabulary(self) -> Vocabulary:
-        """The vocabulary, mapped from its files so that it uses memory only while it is used."""
+        """Return the vocabulary mapped from its files, so it needs memory only while in use."""
         return read_vocabulary(self.folder, self.name, self.num_rows, self.entry)
 
     def counts(self, is_shared: bool) -> dict[str, Any]:
-        """The manifest's counts of a field; ``missing`` and ``rare`` are sums over its fields."""
+        """Return a field's counts for the manifest, without lookups for a shared vocabulary."""
         counts: dict[str, Any] = {"rare_values": self.rare_values}
         if not is_shared:
             counts |= {"train_missing": self.missing, "train_rare": self.rare}
@@ -59,7 +58,7 @@ class FilteredVocabulary:
         return {**counts, **{key: value for key, value in optional.items() if value}}
 
     def lookups(self) -> Counts:
-        """Lookups int64 [num_rows] in the train part; only for a vocabulary without a parent."""
+        """Return the train lookups int64 [num_rows] for a vocabulary without a parent."""
         out = np.zeros(self.num_rows, dtype=np.int64)
         out[MISSING_ID], out[RARE_ID] = self.missing, self.rare
         for ids, counts in blocks(self.folder, self.entry, "ids", "counts"):
@@ -74,7 +73,7 @@ def filter_values(
     parent: Vocabulary | None,
     folder: Path,
 ) -> FilteredVocabulary:
-    """Assign ids to the values of a field: new ids, or the parent's, with ids added if it grows."""
+    """Assign new ids to a field's values, or use the parent's ids and add ids if it grows."""
     grown: dict[str, int] = {}
     if parent is None:
         has_id = counted.counts >= options.min_count
@@ -101,7 +100,7 @@ def filter_values(
 def _new(
     name: str, counted: FieldCounts, has_id: NDArray[np.bool_], options: PrepareOptions
 ) -> Vocabulary:
-    """A vocabulary without a parent; spare ids are dealt like values without lookups."""
+    """Return a new vocabulary; spare ids are distributed like values without lookups."""
     number = int(np.count_nonzero(has_id))
     num_rare = int(counted.counts[~has_id].sum())
     num_spare = round(options.spare * number)
@@ -117,9 +116,9 @@ def _new(
 def grow(
     parent: Vocabulary, counted: FieldCounts, min_count: int, seed: int
 ) -> tuple[Vocabulary, dict[str, int]]:
-    """Add values with ``min_count`` lookups to a vocabulary: first into spare ids, then new rows.
+    """Add values with ``min_count`` lookups to a vocabulary in spare ids and then in new rows.
 
-    No existing id changes. A seeded permutation assigns the new ids; counts are added up.
+    Existing ids do not change. A seeded permutation assigns the new ids, and counts are summed.
     """
     is_new = (counted.counts >= min_count) & ~np.isin(counted.keys, parent.keys)
     num_new = int(is_new.sum())
@@ -149,7 +148,7 @@ def grow(
 
 
 def _skew(vocabulary: Vocabulary) -> float:
-    """The largest over the mean load of eight equal parts of the rows."""
+    """Return the ratio of the maximum to the mean load over eight equal parts of the rows."""
     loads = np.zeros(vocabulary.num_rows, dtype=np.int64)
     loads[vocabulary.ids] = vocabulary.counts
     parts = [int(part.sum()) for part in np.array_split(loads, _LOAD_PARTS)]
@@ -157,13 +156,13 @@ def _skew(vocabulary: Vocabulary) -> float:
 
 
 def save(path: Path, vocabulary: FilteredVocabulary) -> None:
-    """Write the record of a vocabulary whose files are complete."""
+    """Write the record of a vocabulary after its files are complete."""
     counts = {key: getattr(vocabulary, key) for key in _RECORD_KEYS if key != "rows"}
     write_record(path, {**counts, "rows": vocabulary.num_rows})
 
 
 def load(path: Path, folder: Path, name: str) -> FilteredVocabulary | None:
-    """Read what ``save`` wrote; None if it does not exist or an array file has changed."""
+    """Read a record of ``save``. Return None if the record is absent or an array has changed."""
     record = read_record(path, _RECORD_KEYS)
     if record is None:
         return None

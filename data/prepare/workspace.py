@@ -1,7 +1,7 @@
-"""The folder of unfinished results next to an output: created, recognized and removed here only.
+"""Create, recognize and remove the folder of unfinished results next to an output.
 
-A result is done once its record exists: a JSON file, written last and in one step. Only a folder
-with this program's mark is ever emptied; anything else with that name belongs to the user.
+A result is complete once its record, a JSON file, has been written atomically. This module empties
+only folders with this program's mark; any other folder of that name belongs to the user.
 """
 
 import json
@@ -23,7 +23,7 @@ _NEW_MARK = "plan.partial"
 
 
 class DamagedWork(DataError):
-    """A result of an earlier run is damaged, and the files it was made from are gone."""
+    """A result of an earlier run is damaged, and its source files are gone."""
 
 
 def write_record(path: Path, content: Mapping[str, object]) -> None:
@@ -35,9 +35,7 @@ def write_record(path: Path, content: Mapping[str, object]) -> None:
 
 
 def read_record(path: Path, keys: Collection[str]) -> dict[str, Any] | None:
-    """The record of a result; None if it does not exist, or is not what was written under this
-    name, so that the result counts as unfinished.
-    """
+    """Return the record of a result, or None if it is missing or invalid (an unfinished result)."""
     try:
         raw = read_json(path)
     except (FileNotFoundError, JsonError):
@@ -51,32 +49,33 @@ def read_record(path: Path, keys: Collection[str]) -> dict[str, Any] | None:
 
 
 def require_record(path: Path, keys: Collection[str]) -> dict[str, Any]:
-    """The record of a result that must exist; DamagedWork otherwise."""
+    """Return the record of a result. Raise DamagedWork if the record is missing."""
     record = read_record(path, keys)
     if record is None:
-        raise DamagedWork(f"{path}: is missing or damaged")
+        raise DamagedWork(f"{path} is missing or damaged")
     return record
 
 
 def _record_crc32(path: Path, content: Mapping[str, object]) -> int:
-    """The checksum covers the file name too, so a record is not valid under another name."""
+    """Return a checksum of content and file name, so a renamed record is not valid."""
     return zlib.crc32(json.dumps([path.name, content], sort_keys=True).encode("ascii"))
 
 
 def work_folder(output: Path) -> Path:
-    """``OUTPUT.work``; ConfigError if the output has no name or no usable parent."""
-    local_path(output)  # refuses a URL, which a program may have turned into a Path
+    """Return ``OUTPUT.work``. Raise ConfigError if the output has no name or no usable parent."""
+    local_path(output)  # refuse a URL that a program has turned into a Path
     if not output.name or output.name in (".", ".."):
-        raise ConfigError(f"--output: {output} does not name a folder; for example out/criteo")
+        raise ConfigError(f"--output: {output} has no folder name; use, for example, out/criteo")
     return output.with_name(output.name + ".work")
 
 
 @contextmanager
 def only_run(output: Path, part: str = "") -> Iterator[None]:
-    """Hold ``OUTPUT.work.lock`` (flock) while an output is made; ConfigError if another run does.
+    """Lock ``OUTPUT.work.lock`` (flock) while an output is made.
 
-    Machines other than the first hold their own lock, with ``part`` in its name. The file is
-    removed at the end, so a lock is valid only while the path still names the locked file.
+    Machines other than the first use their own lock file with ``part`` in its name. The file is
+    removed at the end, so a lock is valid only while the path still refers to the locked file.
+    Raise ConfigError if another run has the lock.
     """
     path = work_folder(output).with_name(f"{output.name}.work{part}.lock")
     try:
@@ -85,7 +84,7 @@ def only_run(output: Path, part: str = "") -> Iterator[None]:
     except OSError as error:
         reason = (error.strerror or "cannot be used").lower()
         raise ConfigError(
-            f"--output: {path} cannot be created ({reason}); for example --output out/criteo"
+            f"--output: {path} cannot be created ({reason}); use, for example, out/criteo"
         ) from error
     with file:
         try:
@@ -100,26 +99,26 @@ def _locked(path: Path, output: Path) -> IO[str]:
             file = hold(path)
         except HeldError as error:
             raise ConfigError(
-                f"--output: {output} is being made by another run{error}; wait until it ends, or "
+                f"--output: another run{error} is writing {output}; wait until that run ends, or "
                 "choose another output"
             ) from error
         mine = os.fstat(file.fileno())
         if path.exists() and os.path.samestat(mine, path.stat()):
             break
-        file.close()  # its holder has removed it in the meantime
+        file.close()  # the previous owner has removed the file in the meantime
     sign(file)
     return file
 
 
 def open_work(output: Path, plan: str) -> tuple[Path, bool]:
-    """The work folder, and whether it already holds results of the same ``plan``.
+    """Return the work folder, and whether it already contains results of the same ``plan``.
 
-    Raises ConfigError if its name is taken by something else, or it cannot be created.
+    Raise ConfigError if the folder cannot be created or belongs to something else.
     """
     work = work_folder(output)
     if work.is_dir() and set(os.listdir(work)) <= {_NEW_MARK}:
         (work / _NEW_MARK).unlink(missing_ok=True)
-        work.rmdir()  # a run was killed before it wrote the mark, or after it removed everything
+        work.rmdir()  # a run was killed before it wrote the mark or after it removed all files
     if work.exists():
         if not (work / MARK).is_file():
             raise ConfigError(
@@ -136,7 +135,7 @@ def open_work(output: Path, plan: str) -> tuple[Path, bool]:
     except OSError as error:
         reason = (error.strerror or "cannot be used").lower()
         raise ConfigError(
-            f"--output: {work} cannot be created ({reason}); for example --output out/criteo"
+            f"--output: {work} cannot be created ({reason}); use, for example, out/criteo"
         ) from error
     return work, False
 
@@ -144,8 +143,8 @@ def open_work(output: Path, plan: str) -> tuple[Path, bool]:
 def discard(work: Path) -> None:
     """Remove a work folder.
 
-    The mark is changed first, so that no run resumes from a half-removed folder, and removed last,
-    so that a folder whose removal was interrupted is still recognized.
+    The mark is changed first, so a later run does not resume from a partly removed folder. The mark
+    is removed last, so this program still recognizes the folder after an interrupted removal.
     """
     (work / MARK).write_text("being removed", encoding="ascii")
     for entry in work.iterdir():

@@ -1,4 +1,4 @@
-"""The batches that a loader delivers, and the interface that training needs of a loader."""
+"""Define batches and the loader interface that training needs."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ Ids = Tensor | BatchIds
 
 
 class Cursor(NamedTuple):
-    """A position in a read: epoch, and number of rows before it in the epoch's global order."""
+    """A read position: an epoch, and the number of preceding rows in its global order."""
 
     epoch: int
     row: int
@@ -28,20 +28,20 @@ class Batch:
     dense: Tensor
     """[b, dense] float32"""
     ids: Ids
-    """[b, columns] int32, fields in the order of ``Manifest.fixed``; for a set with ragged fields
-    this matrix and the lists of ``Manifest.lists``, sample by sample, as the engine takes them"""
+    """[b, columns] int32 with the fields in the order of ``Manifest.fixed``. For a set with ragged
+    fields, this matrix and the lists of ``Manifest.lists``, sample by sample, as in the engine"""
     batch_size: int
-    """Rows of the global batch, over all ranks"""
+    """Number of rows of the global batch over all ranks"""
     step: int
     """Number of the step in the epoch"""
     cursor: Cursor
-    """Where the read continues **after** this batch, regardless of read-ahead:
-    ``state_dict(batch.cursor)`` is the state of a run that has trained on it"""
+    """Position **after** this batch regardless of read-ahead: ``state_dict(batch.cursor)`` is the
+    state of a run that has trained on the batch"""
     weights: Tensor | None = None
     """[b] float32 with mean 1 over train, if the set has sample weights"""
     columns: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """Columns that are not features, if the set has them: ``group``, ``time``, ``row_key`` [b]
-    int64 (a uint64 group as its bits) and ``labels`` [b, additional labels] float32"""
+    """Non-feature columns, if the set has any: ``group``, ``time``, ``row_key`` [b] int64 (the bits
+    of a uint64 group) and ``labels`` [b, additional labels] float32"""
 
 
 class Loader(Protocol):
@@ -49,17 +49,17 @@ class Loader(Protocol):
 
     @property
     def num_steps(self) -> int:
-        """Steps of a whole epoch, the same on all ranks."""
+        """Return the number of steps of a whole epoch, which is the same on all ranks."""
         ...
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
-        """Deliver the epoch, or the rest of it after a restored state."""
+        """Yield the batches of the epoch, or the remaining batches after a restored state."""
         ...
 
     def state_dict(self, cursor: Cursor | None = None) -> State:
-        """The position of the read, or that of ``cursor``; valid for any world size."""
+        """Return the state at the current position or at ``cursor``, for any world size."""
         ...
 
     def load_state_dict(self, state: Mapping[str, int | str]) -> None:
-        """Continue from ``state`` at the next call of ``epoch``."""
+        """Make the next call of ``epoch`` continue from ``state``."""
         ...

@@ -1,8 +1,8 @@
-"""A batch's rows of a split in one block of int32, so that a single transfer moves them.
+"""Read a batch's rows into one block of int32 for a single transfer.
 
-A block is a concatenation of sections: 64-bit columns, words (if crosses are computed here: floats,
-then ids), lengths of lists, additional labels, weights of rows, ids in lists, weights of those ids.
-The section sizes follow from the number of rows and the size of the block.
+A block is a concatenation of sections: 64-bit columns, words (floats and then ids if crosses are
+computed here), list lengths, additional labels, row weights, ids in lists, and weights of these
+ids. The row count and the block size determine the section sizes.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,16 +25,16 @@ from sbpflow.run.model.spec import HashedColumn
 
 Words = NDArray[np.int32]
 
-_WIDE_COLUMNS = ("group", "time", "row_key")  # 64 bits each, if the set has them as numbers
+_WIDE_COLUMNS = ("group", "time", "row_key")  # numeric columns with 64 bits per value
 
 
 BLOCK_BYTES = 16 << 20
-"""Batches are read together up to this size: Python's work for a block, and handing it from thread
-to thread, take as long as copying 1 or 2 MB."""
+"""Batches are read together up to this size, because Python code and thread handovers for a block
+take as long as copying 1 or 2 MB."""
 
 
 class Block(NamedTuple):
-    """``words`` [n] of the rows of some consecutive batches; ``sizes`` has the rows of each."""
+    """The ``words`` [n] of consecutive batches; ``sizes`` has the row count of each batch."""
 
     words: Words
     sizes: tuple[int, ...]
@@ -51,14 +51,14 @@ class BatchColumns(NamedTuple):
 
 
 class BlockReader:
-    """Reads rows of a split into blocks, and splits blocks into columns."""
+    """Reads rows of a split into blocks, and divides blocks into columns."""
 
     def __init__(
         self, manifest: Manifest, split: str, crosses: Sequence[HashedColumn] = ()
     ) -> None:
         types = manifest.part_types
         self._manifest, self._split_name = manifest, split
-        # Each kind of file gets a share of the maps; only words may be mapped again, for views.
+        # Each kind of file gets a share of the maps; words may be mapped a second time for views.
         self._max_maps = max(1, max_maps() // (1 + max(1, len(types))))
         self._words = SplitRows(manifest, split, self._max_maps)
         self._crosses = CrossColumns(manifest, crosses)
@@ -89,21 +89,21 @@ class BlockReader:
 
     @property
     def max_rows(self) -> int:
-        """Maximum rows of a block with several batches; 0 with lists, where each block is one."""
+        """Return the maximum row count of a multi-batch block; 0 with lists (one batch each)."""
         return 0 if self._lists else BLOCK_BYTES // (4 * self._row_words)
 
     def new_views(self) -> SplitRows | None:
-        """Separate maps for ``view``; None if blocks cannot be views."""
+        """Return separate maps for ``view``, or None if blocks cannot be views."""
         if not self._only_words:
             return None
         return SplitRows(self._manifest, self._split_name, self._max_maps)
 
     def pieces(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Rows [start, stop) as ranges that are each in one shard."""
+        """Divide rows [start, stop) into ranges at shard boundaries."""
         return self._words.pieces(start, stop)
 
     def view(self, words: SplitRows, runs: Runs) -> Words | None:
-        """The rows of a single run as a view of the maps ``words``; None if there are more runs."""
+        """Return the rows of a single run as a view of ``words``, or None for several runs."""
         if len(runs.firsts) != 1:
             return None
         first, length = int(runs.firsts[0]), int(runs.lengths[0])
@@ -111,7 +111,7 @@ class BlockReader:
         return None if rows is None else rows.reshape(-1)
 
     def read(self, runs: Runs, take: Callable[[int], Words]) -> Words:
-        """The rows of the runs, in order, in an array that ``take`` provides."""
+        """Read the rows of the runs in order into an array from ``take``."""
         num_rows = int(runs.lengths.sum())
         lists = self._lists
         extents = None if lists is None else lists.find(runs.firsts, runs.lengths)
@@ -151,7 +151,7 @@ class BlockReader:
         self._crosses.fill(ids[:, :num_stored], ids[:, num_stored:])
 
     def split(self, words: Tensor, sizes: tuple[int, ...]) -> list[BatchColumns]:
-        """The columns of each batch in a block [n] int32, as views of it."""
+        """Return views of each batch's columns in a block [n] int32."""
         whole = self._split(words, sum(sizes))
         return [whole] if len(sizes) == 1 else _batches(whole, sizes)
 
@@ -193,7 +193,7 @@ class BlockReader:
 
 def _batches(whole: BatchColumns, sizes: tuple[int, ...]) -> list[BatchColumns]:
     if isinstance(whole.ids, BatchIds):
-        raise TypeError("a block with lists is one batch")
+        raise TypeError("a block with lists must contain one batch")
     weights = [None] * len(sizes) if whole.weights is None else whole.weights.split(sizes)
     columns = {name: column.split(sizes) for name, column in whole.columns.items()}
     split = zip(
@@ -207,7 +207,7 @@ def _batches(whole: BatchColumns, sizes: tuple[int, ...]) -> list[BatchColumns]:
 
 
 def id_bounds(manifest: Manifest, crosses: tuple[int, ...]) -> IdBounds:
-    """The bounds of ids in the set: ``prepare`` wrote no others, and checksums cover them."""
+    """Return the bounds of ids in the set, which ``prepare`` and the checksums guarantee."""
     return IdBounds(
         columns=tuple(f.rows for f in manifest.fixed for _ in range(f.hot)) + crosses,
         lists=tuple(field.rows for field in manifest.lists),
@@ -219,7 +219,7 @@ Array = TypeVar("Array", Words, Tensor)
 
 
 class _Sections(Generic[Array]):
-    """The consecutive sections of a block, which is an array or a tensor [n]."""
+    """The consecutive sections of a block, an array or tensor [n]."""
 
     def __init__(self, words: Array) -> None:
         self.words = words
@@ -230,7 +230,7 @@ class _Sections(Generic[Array]):
         return self.words.shape[0] - self._at
 
     def next(self, num_rows: int, columns: int | None = None) -> Array:
-        """The next section: [num_rows], or [num_rows, columns]."""
+        """Return the next section with shape [num_rows] or [num_rows, columns]."""
         begin, self._at = self._at, self._at + num_rows * (1 if columns is None else columns)
         section = self.words[begin : self._at]
         return section if columns is None else section.reshape(num_rows, columns)

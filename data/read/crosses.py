@@ -1,7 +1,7 @@
-"""Crosses of columns that are computed while rows are read, by hashing the ids of other columns.
+"""Compute crosses while rows are read, by hashing the ids of other columns.
 
-The hash uses ids rather than raw values, so it needs only the rows. Values that share an id (such
-as rare ones) share it in the cross too. Equal ids give equal hashes on every machine.
+The hash uses ids rather than raw values, so it needs only the rows. Values with the same id (such
+as rare values) also have the same id in the cross. Equal ids have equal hashes on every machine.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 
 
 def hashed_ids(parts: Sequence[NDArray[np.int32]], rows: int) -> NDArray[np.int32]:
-    """Ids int32 [n] below ``rows`` of a cross of columns [n]: 2 + hash modulo (rows - 2).
+    """Return cross ids int32 [n] below ``rows``: 2 + the hash of ``parts`` modulo (rows - 2).
 
-    The id is 0 (missing) if any part is missing. The order of the parts matters.
+    The id is 0 (missing) if any part is missing. The hash depends on the order of the parts.
     """
     state = np.zeros(len(parts[0]), dtype=np.uint64)
     for ids in parts:

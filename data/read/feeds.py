@@ -1,7 +1,7 @@
-"""Feeds turn blocks from a read function into torch tensors: memory map, or DALI external_source.
+"""Turn blocks from a read function into torch tensors, directly or by DALI's external_source.
 
-Threads of the loader read a few blocks ahead of the consumer, and DALI runs in a separate thread.
-A feed yields the batches in the blocks, on the device. Both feeds yield identical bits.
+Loader threads read a few blocks ahead of the consumer, and DALI runs in a separate thread. A feed
+yields the batches of the blocks on the device. Both feeds yield identical bits.
 """
 
 import ctypes
@@ -28,35 +28,35 @@ Group = TypeVar("Group")
 _AHEAD = 3
 _READERS = 2
 _RUNS_AHEAD = 1
-# Blocks that are read ahead, in a DALI run, finished by it, being delivered, and being consumed.
+# The blocks are read ahead, in a DALI run, finished by DALI, being delivered, or being consumed.
 _MAX_BUFFERS = _AHEAD + _RUNS_AHEAD + 4
 _SPARE_SHARE = 16  # a new buffer gets 1/16 extra room
 
 
 class Buffers:
-    """Arrays for batches, which are reused once nothing refers to them any more.
+    """A pool of arrays for batches; an array is reused when no reference to it remains.
 
-    Page faults of new memory cost as much as the copy into it. Each array is a view of a lease, an
-    object that every further view, of numpy or torch, keeps alive. When the last view is gone, the
-    lease is finalized and returns the memory.
+    Page faults of new memory cost as much as copying data into it. Each array is a view of a lease
+    object, and all numpy or torch views of the array keep the lease alive. When the last view is
+    gone, the lease is finalized and returns the memory to the pool.
     """
 
     def __init__(self) -> None:
-        # Deque operations are atomic: a lease may end in any thread at any time. The memory that
-        # was returned last is reused first, because memory in the cache costs a fifth less.
+        # A lease may end in any thread at any time, and deque operations are atomic. The most
+        # recently returned memory is reused first because cached memory costs a fifth less.
         self._free: deque[Words] = deque()
 
     def take(self, num_words: int) -> Words:
-        """An array [num_words] that nothing else uses."""
+        """Return an unused array [num_words]."""
         for _ in range(len(self._free)):
             try:
                 memory = self._free.pop()
-            except IndexError:  # another reader took it
+            except IndexError:  # another reader took the last array
                 break
             if memory.shape[0] >= num_words:
                 return self._lease(memory)[:num_words]
             self._free.appendleft(memory)
-        # Lists make batches of unequal sizes; with extra room, most of them fit an old buffer.
+        # Batches with lists differ in size. With extra room, most batches fit an old buffer.
         return self._lease(np.empty(num_words + num_words // _SPARE_SHARE, np.int32))[:num_words]
 
     def _lease(self, memory: Words) -> Words:
@@ -71,14 +71,14 @@ def _give_back(free: deque[Words], memory: Words) -> None:
 
 
 class Threads:
-    """The threads of a loader, which end when it is closed or collected."""
+    """Threads that end when their loader is closed or garbage-collected."""
 
     def __init__(self) -> None:
         self.readers = ThreadPoolExecutor(_READERS, thread_name_prefix="read-ahead")
         self.runner = ThreadPoolExecutor(1, thread_name_prefix="dali")
 
     def close(self) -> None:
-        """End the threads; the runner first, because it waits for the readers."""
+        """End the runner thread, which waits for the readers, and then the reader threads."""
         for pool in (self.runner, self.readers):
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -86,9 +86,9 @@ class Threads:
 def read_ahead(
     read: Callable[[Group], Block], groups: Iterator[Group], readers: ThreadPoolExecutor
 ) -> Iterator[Block]:
-    """Yield ``read(group)`` for each group in order, while the next few are read in threads.
+    """Yield ``read(group)`` for each group in order while threads read the next few groups.
 
-    An abandoned iterator never waits when it is collected, which may happen in any thread.
+    Garbage collection of an abandoned iterator, possible in any thread, never waits.
     """
     pending: deque[Future[Block]] = deque()
     try:
@@ -106,7 +106,7 @@ def read_ahead(
 def memmap_feed(
     blocks: Iterator[Block], split: Split, device: torch.device, threads: Threads
 ) -> Iterator[BatchColumns]:
-    """Yield the batches of each block; on a GPU through pinned memory, one copy ahead."""
+    """Yield the batches of each block; GPU copies use pinned memory and run one block ahead."""
     if device.type == "cuda":
         for words, sizes in _to_gpu(blocks, device):
             yield from split(words, sizes)
@@ -125,7 +125,7 @@ def _to_gpu(
             copied = torch.from_numpy(block.words).pin_memory().to(device, non_blocking=True)
         if waiting is not None:
             yield waiting
-        # The consumer's stream waits only for this copy, which overlapped its previous step.
+        # The consumer's stream waits only for this copy, which ran during the previous step.
         torch.cuda.current_stream(device).wait_stream(side)
         copied.record_stream(torch.cuda.current_stream(device))
         waiting = (copied, block.sizes)
@@ -138,28 +138,28 @@ def dali_feed(
 ) -> Iterator[BatchColumns]:
     """Yield each block through a DALI pipeline, where one sample is a whole block of rows.
 
-    A run passes through three of DALI's threads, which costs a consumer that returns from a step
-    about 1 ms. So a thread runs the pipeline ahead.
+    A DALI run passes through three threads, so a consumer would wait about 1 ms after each step. To
+    avoid this delay, a separate thread runs the pipeline ahead.
     """
     try:
         from nvidia.dali import fn, pipeline_def, types
     except ImportError as error:
         raise ConfigError(
-            "data.loader: dali needs nvidia-dali (`pip install nvidia-dali-cuda130`), or use "
+            "data.loader: dali needs nvidia-dali; run `pip install nvidia-dali-cuda130`, or use "
             "data.loader=memmap"
         ) from error
 
     gpu = device.type == "cuda"
 
     sizes: deque[tuple[int, ...]] = deque()
-    """Batch sizes of the blocks that DALI has and that are not yet split."""
+    """Batch sizes of the blocks in DALI"""
     source = [blocks]
-    """Emptied at the end: DALI's operators form a reference cycle that includes this function, so
-    what it reads from would otherwise live until the garbage collector runs."""
+    """The iterator of blocks, removed at the end. DALI's operators form a reference cycle with
+    ``next_block``, so the iterator would otherwise live until garbage collection."""
     del blocks
 
     def next_block() -> list[Words]:
-        """The samples of one DALI batch, which has a single sample."""
+        """Return one DALI batch with a single sample."""
         if not source:
             raise StopIteration
         block = next(source[0])
@@ -181,10 +181,10 @@ def dali_feed(
             block = torch.from_dlpack(output[0])
             return split(block.clone() if gpu else block, sizes.popleft())
 
-        # On a GPU the consumer must convert and copy: converting joins its stream, and DALI reuses
-        # a block's memory in the order of its own stream, which does not wait for the consumer.
-        # On a CPU this thread converts, because a consumer's first torch calls after a step of some
-        # ms take five times as long.
+        # On a GPU, the consumer must convert and copy the block because the conversion joins the
+        # current stream, and DALI reuses a block without waiting for the consumer's stream.
+        # On a CPU, this thread converts the block because a consumer's first torch calls take five
+        # times as long after a step of a few ms.
         if gpu:
             return split_block
         parts = split_block()

@@ -1,4 +1,4 @@
-"""The columns of a prepared set as a model sees them."""
+"""Describe the columns of a prepared set for a model."""
 
 from sbpflow.costs.ids import IdFrequencies
 from sbpflow.data.format.manifest import Manifest
@@ -8,9 +8,10 @@ from sbpflow.run.model.spec import Fields, IdField
 
 
 def fields_of(manifest: Manifest) -> Fields:
-    """Dense columns, id columns and crosses, in the order of a batch.
+    """Return dense columns, id columns and crosses in the order of a batch.
 
-    Includes how often ids repeat, if the set has statistics; encoded rows have none.
+    The fields include id repetition rates if the set has statistics. Encoded rows have no
+    statistics.
     """
     recorded = load_stats(manifest) if manifest.content.get("stats") else []
     stats = {field.name: field for field in recorded}

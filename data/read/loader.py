@@ -1,8 +1,8 @@
-"""Batches of one rank, cut from the global row order; a row cursor is the whole state of a read.
+"""Read one rank's batches in the global row order; a row cursor is the complete state of a read.
 
-Step s of an epoch is rows [sB, (s+1)B) of the order (``data.read.order``), and each rank takes its
-balanced part of each step. So a state fits any world size: after restoring it, a loader delivers
-exactly the rows of the epoch that were not yet delivered.
+Step s of an epoch has rows [sB, (s+1)B) of the order (``data.read.order``), and each rank reads a
+balanced part of each step. So a state works with any world size: a restored loader delivers exactly
+the undelivered rows of the epoch.
 """
 
 import importlib.util
@@ -32,7 +32,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A global batch: its rows in the order, and this rank's part of them."""
+    """A global batch with its rows in the order and this rank's part of the rows."""
 
     number: int
     end: int
@@ -42,7 +42,7 @@ class _Step:
 
 
 class RowLoader:
-    """The loader of one split; ``open_loader`` documents the arguments."""
+    """A loader of one split; ``open_loader`` documents the arguments."""
 
     def __init__(
         self,
@@ -67,20 +67,20 @@ class RowLoader:
         self._tail: Tail = tail
         self._epoch, self._cursor, self._restored = 0, 0, False
         self._read = 0
-        """Number of the current read; iterators with other numbers have been replaced."""
+        """Number of the current read; iterators with other numbers are no longer valid."""
         self._is_closed = False
         self._threads = Threads()
 
     @property
     def num_steps(self) -> int:
-        """Steps of a whole epoch, the same on all ranks."""
+        """Return the number of steps of a whole epoch, which is the same on all ranks."""
         return self._num_steps(0)
 
     @property
     def num_dropped_rows(self) -> int:
-        """Rows at the end of the current or restored epoch that ``tail="drop"`` leaves out.
+        """Return the number of rows that ``tail="drop"`` drops at the end of the epoch.
 
-        After restoring with another batch size, steps are counted from the cursor, not from row 0.
+        After a restore with another batch size, steps start at the cursor instead of row 0.
         """
         left = self._rows.num_rows - self._cursor
         return {"drop": left % self._batch_size, "keep": 0}[self._tail]
@@ -106,16 +106,15 @@ class RowLoader:
         return RowOrder(self._rows.num_rows, self._shuffle, self._seed, epoch)
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
-        """Deliver epoch ``epoch`` from its start, or from the cursor of a state just restored.
+        """Yield the batches of ``epoch`` from its start, or from the cursor of a restored state.
 
-        A loader has one cursor and so one read at a time: this call ends any earlier read, whose
-        iterator then raises DataError. Also raises DataError if the set in the folder is no longer
-        the one that was opened.
+        A loader has only one cursor, so this call ends any earlier read, and the earlier iterator
+        raises DataError. Raise DataError if the set in the folder has been replaced.
         """
         _check_integer("epoch", epoch, 0, MAX_SEED)
         self._check_open("epoch")
-        # In file order a batch may be a view of a map, which the consumer may write to, so these
-        # maps belong to this epoch only. In any other order rows are copied from existing maps.
+        # In file order, a batch may be a view of a map, and the consumer may write to the view. So
+        # these maps are used for this epoch only. In other orders, rows are copied from the maps.
         views = self._rows.new_views() if self._shuffle == "none" else None
         if views is None:
             check_shards(self._manifest, self._split)
@@ -125,13 +124,13 @@ class RowLoader:
 
     def _check_open(self, call: str) -> None:
         if self._is_closed:
-            raise DataError(f"{call}(): this loader is closed; open another one")
+            raise DataError(f"{call}(): this loader is closed; open another loader")
 
     def _check_read(self, number: int) -> None:
         if number != self._read or self._is_closed:
             raise DataError(
                 "this read was ended by a later epoch(), load_state_dict() or close(); open a "
-                "second loader for two reads at a time"
+                "second loader for concurrent reads"
             )
 
     def _deliver(self, epoch: int, number: int, views: SplitRows | None) -> Iterator[Batch]:
@@ -147,8 +146,8 @@ class RowLoader:
                 words = self._rows.read(runs, buffers.take)
             return Block(words, tuple(step.stop - step.start for step in group))
 
-        # DALI has its own thread, and one more hand-over costs more than a view of the map, while
-        # gathering rows keeps both readers busy.
+        # Views need one reader with DALI, because another thread handover costs more than a view.
+        # Gathering rows takes long enough to keep two readers busy.
         if self._backend == "dali" and order.shuffle == "none":
             blocks = map(read, groups)
         else:
@@ -177,9 +176,9 @@ class RowLoader:
             )
 
     def _groups(self, steps: Sequence[_Step]) -> Iterator[list[_Step]]:
-        """The steps in which this rank has rows, grouped into blocks.
+        """Yield the steps with rows of this rank, grouped into blocks.
 
-        In file order a group stays in one shard, so that it can be a view of its map.
+        In file order, a group is in one shard, so it can be a view of the shard's map.
         """
         group: list[_Step] = []
         num_rows, max_rows = 0, self._rows.max_rows
@@ -219,10 +218,10 @@ class RowLoader:
         return {"split": self._split, "shuffle": self._shuffle, "seed": self._seed}
 
     def state_dict(self, cursor: Cursor | None = None) -> State:
-        """Epoch and row cursor, with everything that must be equal for them to mean the same rows.
+        """Return the epoch, the row cursor, and everything that determines the rows.
 
-        Without ``cursor`` this is the state after the last delivered batch. A run that holds
-        batches it has not trained on passes ``batch.cursor`` of the last one it has trained on.
+        Without ``cursor``, return the state after the last delivered batch. A run with read-ahead
+        must pass ``batch.cursor`` of the last batch it has trained on.
         """
         epoch, row = (self._epoch, self._cursor) if cursor is None else cursor
         manifest = self._manifest
@@ -230,28 +229,28 @@ class RowLoader:
         return {"epoch": epoch, "cursor": row, **digests, **self._identity()}
 
     def state_after(self, batch: Batch) -> State:
-        """The state to continue after ``batch``, regardless of later deliveries."""
+        """Return the state after ``batch``, regardless of later deliveries."""
         return self.state_dict(batch.cursor)
 
     def load_state_dict(self, state: Mapping[str, int | str]) -> None:
-        """Continue from ``state``; DataError if its rows, split, seed or shuffle differ."""
+        """Continue from ``state``. Raise DataError if its rows, split, seed or shuffle differ."""
         self._check_open("load_state_dict")
         wanted = self._identity()
         if state.get("fingerprint") != self._manifest.fingerprint:
-            # States of earlier versions have only the fingerprint.
+            # States of earlier versions have a fingerprint instead of a content ID.
             key = "content_id" if "content_id" in state else "fingerprint"
             wanted = {key: getattr(self._manifest, key), **wanted}
         for key, value in wanted.items():
             if state.get(key) != value:
                 raise DataError(
                     f"{self._manifest.path}: the saved read has {key} {state.get(key)!r}, but this "
-                    f"one has {value!r}; a read can only continue with the same rows and order"
+                    f"read has {value!r}; use the same rows and order as the saved read"
                 )
         for key, most in (("epoch", MAX_SEED), ("cursor", self._rows.num_rows)):
             value = state.get(key)
             if type(value) is not int or not 0 <= value <= most:
                 raise DataError(
-                    f"{self._manifest.path}: the saved read has {key} {value!r}; it must be a "
+                    f"{self._manifest.path}: the saved read has {key} {value!r}, but it must be a "
                     f"whole number from 0 to {most}"
                 )
         self._epoch, self._cursor = int(state["epoch"]), int(state["cursor"])
@@ -272,13 +271,15 @@ def _check_integer(key: str, value: object, least: int, most: int) -> None:
 
 
 def choose_backend(wanted: Backend | Literal["auto"]) -> Backend:
-    """The backend for ``data.loader``; the choice for ``auto`` is logged."""
+    """Return the backend for ``data.loader``, and log the choice for ``auto``."""
     if wanted != "auto":
         return wanted
-    # This imports only the parent package, which CUDA's libraries share.
+    # find_spec imports only the parent package, which is shared with CUDA's libraries.
     has_dali = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.dali")
     chosen: Backend = "dali" if has_dali else "memmap"
-    _LOG.info("data.loader: auto is %s%s", chosen, "" if has_dali else ", DALI is not installed")
+    _LOG.info(
+        "data.loader: auto selects %s%s", chosen, "" if has_dali else " (DALI is not installed)"
+    )
     return chosen
     return chosen
 
@@ -299,11 +300,11 @@ def open_loader(
 ) -> RowLoader:
     """Open one split for one rank.
 
-    ``batch_size`` is global. ``tail``: ``keep`` delivers a short last batch with its true size (a
-    rank may get no rows of it), ``drop`` leaves it out and logs how many rows that is. ``crosses``
-    are computed from the set's columns and follow them in ``Batch.ids``. The order is the same for
-    both backends; ``auto`` is DALI if it is installed. Raises ConfigError for an argument out of
-    range, DataError for a damaged set.
+    ``batch_size`` is global. With ``tail`` ``keep``, a short last batch keeps its size (a rank may
+    get no rows). With ``drop``, the loader drops a short last batch and logs its row count.
+    ``crosses`` are computed from the set's columns and follow the columns in ``Batch.ids``. The
+    order is the same for both backends, and ``auto`` selects DALI if it is installed. Raise
+    ConfigError for an invalid argument, and DataError for a damaged set.
     """
     _check_integer("world_size", world_size, 1, MAX_SEED)
     _check_integer("rank", rank, 0, world_size - 1)
@@ -323,7 +324,7 @@ def open_loader(
             raise ConfigError(f"{key}: {value!r} must be one of {', '.join(legal)}")
     if device is not None and not isinstance(device, torch.device):
         raise ConfigError(
-            f"device: {device!r} is {type(device).__name__}, not torch.device; for example "
+            f"device: {device!r} is {type(device).__name__}, not torch.device; use, for example, "
             'device=torch.device("cpu")'
         )
     rows = BlockReader(manifest, split, crosses)

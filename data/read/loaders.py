@@ -1,4 +1,4 @@
-"""The loaders of a run: one for each split that has rows."""
+"""Open the loaders of a run, one for each split with rows."""
 
 from collections.abc import Sequence
 
@@ -21,14 +21,14 @@ def open_loaders(
     device: torch.device,
     crosses: Sequence[HashedColumn] = (),
 ) -> dict[str, RowLoader]:
-    """Loaders by split; only ``train`` is shuffled or may drop its tail.
+    """Open the loaders by split; only ``train`` is shuffled or may drop its tail.
 
-    Raises ConfigError if train has no batch, or if its rows have no labels.
+    Raise ConfigError if train has no batch or no labels.
     """
     if not manifest.labelled:
         raise ConfigError(
-            f"data.path: {manifest.path} has rows without labels, which can only be scored; train "
-            "on a set made by `sbpflow prepare`"
+            f"data.path: {manifest.path} has rows without labels for scoring only; train on a set "
+            "made by `sbpflow prepare`"
         )
     num_rows = manifest.splits["train"]
     if not num_rows or (config.tail == "drop" and num_rows < config.batch_size):

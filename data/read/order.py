@@ -1,9 +1,9 @@
-"""The global row order of an epoch: a function of (rows, shuffle, seed, epoch) and nothing else.
+"""Compute the global row order of an epoch as a function of (rows, shuffle, seed, epoch).
 
-World size, rank, batch size and backend do not affect it, so a row cursor is the whole state of a
-read. Shuffling permutes runs of consecutive rows, of equal length, over the whole split; the kinds
-of shuffling differ in that length. The order is never stored: ``data.read.permutation`` computes
-the positions that are needed.
+World size, rank, batch size and backend do not affect the order, so a row cursor is the complete
+state of a read. Shuffling permutes runs of consecutive rows over the whole split. All runs have the
+same length, which depends on the kind of shuffling. The order is never stored, because
+``data.read.permutation`` computes positions on request.
 """
 
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ Shuffle = Literal["none", "blocks", "runs", "rows"]
 RUN_ROWS: dict[Shuffle, int] = {"blocks": 4096, "runs": 16, "rows": 1}
 SHUFFLES: tuple[Shuffle, ...] = ("none", *RUN_ROWS)
 
-_PLACE_OF_SHORT_RUN = 1  # derives a random stream separate from that of the permutation
+_PLACE_OF_SHORT_RUN = 1  # derive a random stream other than the permutation's stream
 
 
 class Runs(NamedTuple):
-    """Runs of consecutive rows: ``lengths[i]`` rows from row ``firsts[i]`` on; both int64 [n]."""
+    """Runs of ``lengths[i]`` consecutive rows starting at row ``firsts[i]``; both int64 [n]."""
 
     firsts: NDArray[np.int64]
     lengths: NDArray[np.int64]
@@ -33,10 +33,10 @@ class Runs(NamedTuple):
 
 @dataclass(frozen=True)
 class RowOrder:
-    """The order of one epoch: maps a position in the order to a row of the split.
+    """The order of one epoch, which maps a position to a row of the split.
 
-    Rows at the end of the split that do not fill a run form a short run of their own, whose place
-    among the others is random.
+    Rows at the end of the split that do not fill a run form a short run at a random place in the
+    order.
     """
 
     num_rows: int
@@ -54,14 +54,14 @@ class RowOrder:
 
     @cached_property
     def _short(self) -> tuple[int, int]:
-        """Number of whole runs before the short one (all if there is none), and its rows."""
+        """Return the number of whole runs before the short run, and the short run's length."""
         num_runs, rows = divmod(self.num_rows, self._run_rows)
         key = np.random.SeedSequence((self.seed, self.epoch, _PLACE_OF_SHORT_RUN))
         word = int(key.generate_state(1, np.uint64)[0])
         return (word % (num_runs + 1) if rows else num_runs), rows
 
     def _slot(self, position: int) -> int:
-        """Index of the run, in the order, that contains a position."""
+        """Return the index, in the order, of the run that contains ``position``."""
         before, rows = self._short
         first = before * self._run_rows
         if position < first:
@@ -69,7 +69,7 @@ class RowOrder:
         return before if position < first + rows else (position - rows) // self._run_rows + 1
 
     def runs_of(self, ranges: Sequence[tuple[int, int]]) -> Runs:
-        """The rows at these ranges of positions, concatenated."""
+        """Return the concatenated runs of rows at these ranges of positions."""
         joined = [ranges[0]]
         for start, stop in ranges[1:]:
             if start == joined[-1][1]:
@@ -83,7 +83,7 @@ class RowOrder:
         return Runs(np.concatenate(firsts), np.concatenate(lengths))
 
     def runs(self, start: int, stop: int) -> Runs:
-        """The rows at positions [start, stop), in order; the first and last run may be partial."""
+        """Return the rows at positions [start, stop) in order, including partial runs."""
         if start >= stop:
             return Runs(np.empty(0, np.int64), np.empty(0, np.int64))
         if self.shuffle == "none":

@@ -1,8 +1,8 @@
-"""A keyed pseudo-random permutation of range(n) that is computed rather than stored.
+"""Compute a keyed pseudo-random permutation of range(n) without storing it.
 
-A Feistel network on a square with side ceil(sqrt(n)), applied repeatedly to results outside of
-range(n) ("cycle walking": J. Black and P. Rogaway, Ciphers with arbitrary finite domains, CT-RSA
-2002, methods 2 and 3). Computing a part of the order costs the same however many rows there are.
+The permutation is a Feistel network on a square with side ceil(sqrt(n)), applied repeatedly to
+results outside of range(n) ("cycle walking", Black and Rogaway, Ciphers with arbitrary finite
+domains, CT-RSA 2002, methods 2 and 3). The cost per position does not depend on the number of rows.
 """
 
 import math
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from sbpflow.runtime.random.splitmix import MIX_1, MIX_2
 
 _ROUNDS = 4
-_SMALL_SIDE, _SMALL_ROUNDS = 64, 12  # with few bits to mix, more rounds are needed
+_SMALL_SIDE, _SMALL_ROUNDS = 64, 12  # few bits need more rounds to mix well
 _FIRST, _SECOND = np.uint64(MIX_1), np.uint64(MIX_2)
 _HIGH_HALF = np.uint64(32)
 
@@ -21,21 +21,21 @@ Words64 = NDArray[np.uint64]
 
 
 class Permutation:
-    """``permutation(index)``: the image of each index of range(size); equal keys, equal images."""
+    """A permutation of range(size); equal keys produce equal permutations."""
 
     def __init__(self, size: int, *key: int) -> None:
         if not 0 < size < 2**63:
-            raise ValueError(f"a permutation of {size} items; use 1 to 2^63 - 1")
+            raise ValueError(f"a permutation of {size} items is not possible; use 1 to 2^63 - 1")
         self._size = np.uint64(size)
         self._side = np.uint64(math.isqrt(size - 1) + 1)
-        # SeedSequence gives the same words in every numpy version; Generator promises less.
+        # SeedSequence produces the same words in every numpy version, unlike Generator.
         rounds = _SMALL_ROUNDS if self._side < _SMALL_SIDE else _ROUNDS
         self._keys = np.random.SeedSequence(key).generate_state(rounds, np.uint64)
 
     def __call__(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Images [n] of distinct or repeated indices [n] in range(size)."""
+        """Return the images [n] of (possibly repeated) indices [n] in range(size)."""
         image = self._rounds(index.astype(np.uint64))
-        # Fewer than 2 * side + 1 places of the square are outside, so few remain after one pass.
+        # The square has at most 2 * side places outside of range(size), so few remain after a pass.
         while (outside := np.flatnonzero(image >= self._size)).size:
             image[outside] = self._rounds(image[outside])
         return image.astype(np.int64)
@@ -49,7 +49,7 @@ class Permutation:
         return left * self._side + right
 
     def _below_side(self, word: Words64) -> Words64:
-        """A hash of each word in range(side), by multiplication because division is slow."""
+        """Hash each word into range(side); the multiplication is faster than a division."""
         word = word * _FIRST
         word ^= word >> _HIGH_HALF
         word *= _SECOND

@@ -1,7 +1,7 @@
-"""The best possible AUC and logloss for rows with known click probabilities.
+"""Compute the best possible AUC and logloss for rows with known click probabilities.
 
-There is no label noise: a row with probability p counts as p clicks and 1 - p non-clicks. Rows are
-collected in fine bins of the logit, so memory is constant and the order of adding hardly matters.
+To avoid label noise, a row with probability p counts as p clicks and 1 - p non-clicks. Rows are
+summed in fine bins of the logit, so memory is constant and the row order hardly matters.
 """
 
 import numpy as np
@@ -12,7 +12,7 @@ _LIMIT = 16.0
 
 
 class BayesTally:
-    """Sums over rows by bin of the logit, from which AUC and logloss are computed."""
+    """Sums over rows by logit bin for computing AUC and logloss."""
 
     def __init__(self) -> None:
         self._clicks = np.zeros(_BINS)
@@ -20,7 +20,7 @@ class BayesTally:
         self._entropy = 0.0
 
     def add(self, probability: NDArray[np.float64], times: NDArray[np.int64] | None = None) -> None:
-        """Add rows with the given click probabilities [n], each ``times`` [n] (default once)."""
+        """Add rows with click probabilities [n]; row i counts ``times[i]`` times (default 1)."""
         p = np.clip(probability, 1e-7, 1 - 1e-7)
         weight = np.ones(len(p)) if times is None else times
         logit = np.log(p) - np.log1p(-p)
@@ -37,19 +37,19 @@ class BayesTally:
 
     @property
     def rows(self) -> float:
-        """Number of rows added so far."""
+        """Return the number of rows added so far."""
         return float(self._clicks.sum() + self._others.sum())
 
     def auc(self) -> float:
-        """Probability that a click has a higher p than a non-click; ties count half."""
+        """Return the probability that a click has a higher p than a non-click (ties count half)."""
         below = np.cumsum(self._others) - self._others
         wins = float((self._clicks * (below + self._others / 2)).sum())
         return wins / float(self._clicks.sum() * self._others.sum())
 
     def logloss(self) -> float:
-        """Mean entropy of the rows."""
+        """Return the mean entropy of the rows."""
         return self._entropy / self.rows
 
     def ctr(self) -> float:
-        """Mean probability of the rows."""
+        """Return the mean click probability of the rows."""
         return float(self._clicks.sum()) / self.rows

@@ -1,8 +1,8 @@
-"""Criteo-like columns for any row range, as a function of (seed, row): ranks, integers, masks.
+"""Generate Criteo-like ranks, integers and masks for any row range as a function of (seed, row).
 
-Rows are drawn in fixed blocks, each with its own random stream, so a row does not depend on the
-range that was requested. The structure (chains, shared masks, tails, correlated integers) was
-measured on the Kaggle rows; the numbers are in ``criteo_profile.json``.
+Rows are sampled in fixed blocks, each with its own random stream, so a row does not depend on the
+requested range. The structure (chains, shared masks, tails, correlated integers) was measured on
+the Kaggle rows, and ``criteo_profile.json`` contains the measurements.
 """
 
 import heapq
@@ -33,19 +33,19 @@ MASKS = (
     ("I3",), ("I5",), ("I6",), ("I8",), ("I12",), ("C6",), ("C22",),
 )  # fmt: skip
 FOLLOWS = {"I1": ("I5", -0.72), "I10": ("I1", 0.83), "I11": ("I7", 0.89), "I13": ("I4", 0.71)}
-"""Rank correlations: share of rows in which an integer copies (or mirrors) another's quantile."""
+"""Share of rows by integer pair in which one integer copies (or mirrors) the other's quantile"""
 
 _DERIVED = {name for chain in CHAINS for name in chain[1:]} | {"C7"}
 _INTEGERS_IN_ORDER = ("I5", *(name for name in CRITEO.dense if name != "I5"))
 _TABLE_BITS = 16
 _DRIFT_ROWS = 1_000_000
 _FREQUENT_SEGMENTS = 2
-"""Segments of a tail (up to rank 1000 of full Criteo) that carry signal and do not drift."""
+"""Number of tail segments (up to rank 1000 of full Criteo) that carry signal and do not drift"""
 
 
 @cache
 def profile() -> dict[str, Any]:
-    """The measured aggregates that ship with the package."""
+    """Return the measured aggregates from the package's profile file."""
     file = Path(__file__).with_name("criteo_profile.json")
     try:
         return object_of(read_json(file), str(file))
@@ -55,17 +55,17 @@ def profile() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Rows:
-    """Consecutive rows: ranks by sparse column (-1 missing), integers and missing masks by name."""
+    """Consecutive rows with ranks (-1 for missing), integers and missing masks by column name."""
 
     ranks: dict[str, Ranks]
     integers: dict[str, NDArray[np.int32]]
     missing: dict[str, NDArray[np.bool_]]
     label_draw: Floats
-    """Uniform numbers that turn click probabilities into labels."""
+    """Uniform random numbers that turn click probabilities into labels"""
 
 
 class Columns:
-    """Draws rows. Depends only on seed, vocabulary scale, skew per column, and drift."""
+    """Samples rows as a function of seed, vocabulary scale, skew per column, and drift."""
 
     def __init__(
         self, seed: int, vocab_scale: float, skew: Mapping[str, float], drift: float
@@ -87,7 +87,7 @@ class Columns:
         self._num_draws = len(MASKS) + len(self._own) + 1 + num_integers + 1
 
     def block(self, index: int, stream: int = 0) -> Rows:
-        """The BLOCK_ROWS rows of block ``index``; each ``stream`` has independent rows."""
+        """Return the BLOCK_ROWS rows of block ``index``; rows of other streams are independent."""
         bits = np.random.PCG64(np.random.SeedSequence([self._seed, stream, index]))
         draws = iter(bits.random_raw((self._num_draws, BLOCK_ROWS)))
         missing = _missing(draws)
@@ -102,7 +102,7 @@ class Columns:
         return Rows(ranks, self._integer_values(draws), missing, uniform(next(draws)))
 
     def _drifted(self, name: str, ranks: Ranks, block: int) -> Ranks:
-        """Ranks after drift: each rare value is replaced by another at a row of its own."""
+        """Apply drift to ranks; each rare value is replaced by another value at its own row."""
         segments = self.tails[name].segments
         if not self._drift or len(segments) <= _FREQUENT_SEGMENTS:
             return ranks
@@ -141,7 +141,7 @@ def _tail(name: str) -> Tail:
 
 
 def _integer_table(name: str) -> NDArray[np.int32]:
-    """Integers at evenly spaced quantiles, interpolated from the measured ones and the zeros."""
+    """Interpolate integers at evenly spaced quantiles from the profile's quantiles and zeros."""
     column = profile()["int"][name]
     at = [percent / 100 for percent in column["quantile_pct"]]
     values = list(column["quantile"])
@@ -155,9 +155,10 @@ def _integer_table(name: str) -> NDArray[np.int32]:
 
 
 class _Refinement:
-    """A column that determines C13, as C11 does, but is not a function of C11.
+    """A column that determines C13 like C11, but is not a function of C11.
 
-    Each C13 value owns some ranks of the column, dealt so that their masses add up to its own.
+    Each C13 value owns ranks of the column, and the masses of these ranks add up to the value's
+    mass.
     """
 
     def __init__(self, parent: Coarsening, child: Tail) -> None:
@@ -167,7 +168,7 @@ class _Refinement:
         self._order, self._edges, self._before = _deal(mass, child.masses())
 
     def __call__(self, ranks: Ranks, draw: Floats) -> Ranks:
-        """Child ranks for rows with the given fine ranks of the parent."""
+        """Return child ranks for rows with the given fine ranks of the parent."""
         owner = self._parent(ranks)
         low, high = self._before[owner], self._before[owner + 1]
         place = np.searchsorted(self._edges, low + draw * (high - low), side="right")
@@ -175,13 +176,13 @@ class _Refinement:
 
 
 def _deal(owner_mass: Floats, mass: Floats) -> tuple[Ranks, Floats, Floats]:
-    """Deal ranks to the owners that lack most; returns ranks by owner, edges, owners' starts."""
+    """Assign ranks to the owners with the largest deficit; return ranks, edges and starts."""
     lacking = [(-value, owner) for owner, value in enumerate(owner_mass)]
     heapq.heapify(lacking)
     descending = np.argsort(-mass, kind="stable")
     frequent, rarest = np.split(descending, [len(mass) - len(owner_mass)])
     owner_of = np.empty(len(mass), dtype=np.int64)
-    owner_of[rarest] = np.arange(len(owner_mass))  # so that every owner gets one
+    owner_of[rarest] = np.arange(len(owner_mass))  # every owner gets at least one rank
     for rank in frequent:
         wanted, owner = lacking[0]
         owner_of[rank] = owner

@@ -1,7 +1,7 @@
 """Generate a Criteo-like set with a known best AUC, as a prepared set or as TSV.
 
-The rows come from ``data.synth.generator``. This file assigns ids, writes shards, and tallies the
-Bayes AUC and logloss of every split.
+``data.synth.generator`` generates the rows. This module assigns ids, writes shards, and computes
+the Bayes AUC and logloss of every split.
 """
 
 import os
@@ -46,7 +46,7 @@ _TRANSPOSED_ROWS = 1024
 
 
 class IdMaps:
-    """Maps ranks and pairs of ranks to table ids, with the rule of ``data.format.ids``."""
+    """Maps ranks and pairs of ranks to table ids by the rules of ``data.format.ids``."""
 
     def __init__(self, options: SynthOptions, columns: Columns) -> None:
         self.hot = dict(options.hot)
@@ -63,20 +63,20 @@ class IdMaps:
             self._ids[name] = assign_ids(counts, reserved, options.seed, name)
 
     def num_rows(self, name: str) -> int:
-        """Number of rows of a field's table."""
+        """Return the row count of a field's table."""
         return len(self._ids[name]) + NUM_RESERVED_IDS
 
     def hot_of(self, name: str) -> Hot:
-        """Minimum and maximum ids per row; in a list, a missing value has no ids."""
+        """Return the minimum and maximum ids per row; missing values have no ids in lists."""
         return self.hot.get(name, (1, 1))
 
     @property
     def ragged(self) -> tuple[str, ...]:
-        """The fields whose rows differ in their number of ids."""
+        """Return the fields with a variable number of ids per row."""
         return tuple(name for name in self.names if len({*self.hot_of(name)}) > 1)
 
     def lengths(self, rows: Rows, name: str, block: int) -> NDArray[np.int64]:
-        """Number of ids in each row of a block for a ragged field, a function of the row number."""
+        """Return the ids per row of a ragged field in a block as a function of the row number."""
         least, most = self.hot_of(name)
         numbers = np.arange(BLOCK_ROWS, dtype=np.uint64) + np.uint64(block * BLOCK_ROWS)
         salt = np.uint64((1 + self.names.index(name)) * GAMMA % 2**64)
@@ -84,10 +84,10 @@ class IdMaps:
         return np.where(rows.ranks[name] < 0, 0, drawn)
 
     def ids(self, rows: Rows, name: str) -> list[NDArray[np.int32]]:
-        """Ids of a field (``C1`` or ``C1xC2``), an array per hot position up to the maximum.
+        """Return the ids of a field (``C1`` or ``C1xC2``) as one array per hot position.
 
-        Further positions are a fixed function of the first and evenly spread over the table, as in
-        the MLPerf DLRMv2 data.
+        As in the MLPerf DLRMv2 data, ids after the first position are a fixed function of the first
+        id and evenly spread over the table.
         """
         places, table = self._places(rows, name), self._ids[name]
         present = places >= 0
@@ -98,9 +98,9 @@ class IdMaps:
         return out
 
     def _places(self, rows: Rows, name: str) -> Ranks:
-        """The rank of a column or the place of a pair; -1 if missing.
+        """Return the ranks of a column or the places of a pair, and -1 for missing values.
 
-        A pair of two frequent ranks has its own place; other pairs are hashed.
+        A pair of two frequent ranks has its own place, and other pairs are hashed.
         """
         if name in rows.ranks:
             return rows.ranks[name]
@@ -125,10 +125,10 @@ def _mixed(keys: NDArray[np.uint64], size: int) -> Ranks:
 
 
 def synth(options: SynthOptions) -> Manifest | None:
-    """Generate rows; returns the manifest of a prepared set, or None for TSV."""
+    """Generate rows, and return the manifest of a prepared set, or None for TSV."""
     options.check()
     if options.output.exists():
-        raise ConfigError(f"--output {options.output}: already exists; choose another or remove it")
+        raise ConfigError(f"--output {options.output} already exists; remove it or use a new path")
     generator = Generator(options)
     if options.format == "tsv":
         write_tsv(generator, options)
@@ -141,7 +141,7 @@ def synth(options: SynthOptions) -> Manifest | None:
 def _write_prepared(generator: Generator, options: SynthOptions) -> Manifest:
     maps = IdMaps(options, generator.columns)
     work, _ = open_work(options.output, "synth")
-    discard(work)  # generating again is faster than checking existing parts
+    discard(work)  # generating parts again is faster than checking existing parts
     work, _ = open_work(options.output, "synth")
     step = _SHARD_BLOCKS * BLOCK_ROWS
     ranges = [(start, min(start + step, options.rows)) for start in range(0, options.rows, step)]
@@ -204,7 +204,7 @@ def _bayes(tallies: list[dict[str, BayesTally]]) -> dict[str, dict[str, float]]:
 def _write_range(
     shared: tuple[Generator, IdMaps, Path, tuple[int, int]], rows: tuple[int, int]
 ) -> tuple[dict[str, Any], dict[str, BayesTally]]:
-    """Write the shards of rows [start, stop) and tally their Bayes figures, by split."""
+    """Write the shards of rows [start, stop), and return their shards and Bayes sums by split."""
     generator, maps, folder, bounds = shared
     words, parts, probability = make_rows(generator, maps, *rows)
     split = np.searchsorted(bounds, np.arange(*rows), side="right")
@@ -224,7 +224,7 @@ def _write_range(
 def make_rows(
     generator: Generator, maps: IdMaps, start: int, stop: int
 ) -> tuple[Words, Parts, Floats]:
-    """Words [rows, 1 + dense + fixed ids], lists and click probabilities of rows [start, stop)."""
+    """Generate rows [start, stop): words [rows, 1 + dense + fixed ids], lists, probabilities."""
     pieces: list[Words] = []
     probabilities: list[Floats] = []
     lengths: list[NDArray[np.int64]] = []
@@ -254,7 +254,7 @@ def make_rows(
 def _lists(
     maps: IdMaps, rows: Rows, block: int, first: int, last: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Lengths [rows, lists] of rows [first, last) of a block, and their ids, row by row."""
+    """Return list lengths [rows, lists] and ids of rows [first, last) of a block, row by row."""
     names = maps.ragged
     lengths = np.stack([maps.lengths(rows, name, block)[first:last] for name in names], axis=1)
     flat = lengths.reshape(-1)
@@ -279,7 +279,7 @@ def _dense_bits(rows: Rows, name: str) -> NDArray[np.int32]:
 
 
 def _transposed(columns: list[NDArray[np.int32]], first: int, last: int) -> Words:
-    """Rows [first, last) of columns as a row-major matrix, in tiles that fit the cache."""
+    """Copy rows [first, last) of columns to a row-major matrix in cache-sized tiles."""
     words = np.empty((last - first, len(columns)), dtype=np.int32)
     for start in range(first, last, _TRANSPOSED_ROWS):
         stop = min(start + _TRANSPOSED_ROWS, last)

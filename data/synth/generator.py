@@ -1,4 +1,4 @@
-"""Generated rows with labels and click probabilities, block by block."""
+"""Generate rows with labels and click probabilities, block by block."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from sbpflow.data.synth.tails import Floats
 
 
 class Generator:
-    """Rows, labels and click probabilities as a function of the options."""
+    """Generates rows, labels and click probabilities as a function of the options."""
 
     def __init__(self, options: SynthOptions) -> None:
         self.columns = Columns(options.seed, options.vocab_scale, dict(options.skew), options.drift)
@@ -26,14 +26,14 @@ class Generator:
         )
 
     def block(self, index: int) -> tuple[Rows, Floats, NDArray[np.bool_]]:
-        """Rows, click probabilities and labels of one block."""
+        """Return the rows, the click probabilities and the labels of one block."""
         rows = self.columns.block(index)
         probability = self.signal.probability(rows)
         return rows, probability, rows.label_draw < probability
 
 
 def block_ranges(start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """(block, first, last) for each block with rows in [start, stop): its rows in that range."""
+    """Yield (block, first, last) for each block with rows [first, last) in range [start, stop)."""
     for block in range(start // BLOCK_ROWS, -(-stop // BLOCK_ROWS)):
         base = block * BLOCK_ROWS
         yield block, max(start - base, 0), min(stop - base, BLOCK_ROWS)

@@ -1,4 +1,4 @@
-"""The options of ``synth`` as one value; equal values give byte-identical sets."""
+"""Define the options of ``synth``; equal options produce byte-identical sets."""
 
 import os
 from dataclasses import dataclass, field
@@ -15,10 +15,10 @@ CROSSES = (("C1", "C2"), ("C3", "C4"))
 # fmt: off
 MLPERF_HOT = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 # fmt: on
-"""Ids per row of C1..C26 in MLPerf DLRMv2 (facebookresearch/dlrm, torchrec_dlrm README)."""
+"""Ids per row of C1..C26 in MLPerf DLRMv2 (facebookresearch/dlrm, torchrec_dlrm README)"""
 
 Hot = tuple[int, int]
-"""Minimum and maximum ids per row; columns of the words if they are equal, else lists."""
+"""Minimum and maximum ids per row; ids are stored in words if these are equal, else in lists"""
 
 
 Format = Literal["prepared", "tsv"]
@@ -26,7 +26,7 @@ Format = Literal["prepared", "tsv"]
 
 @dataclass(frozen=True, kw_only=True)
 class SynthOptions:
-    """The options of ``sbpflow synth``; its help explains each of them."""
+    """The options of ``sbpflow synth``; ``sbpflow synth --help`` explains each option."""
 
     rows: int
     output: Path
@@ -35,9 +35,9 @@ class SynthOptions:
     ctr: float = 0.2562
     auc: float = 0.80
     min_mass: float = 5e-4
-    """Values and pairs that are less frequent than this carry no signal."""
+    """Minimum frequency of values and pairs with signal"""
     products: float = 0.0
-    """Share of the logit's variance that comes from products of vectors of two columns' values."""
+    """Share of the logit's variance from vector products of two columns' values"""
     skew: tuple[tuple[str, float], ...] = ()
     drift: float = 0.0
     hot: tuple[tuple[str, Hot], ...] = ()
@@ -46,9 +46,9 @@ class SynthOptions:
     workers: int = os.cpu_count() or 1
 
     def check(self) -> None:
-        """Raise ConfigError for values that cannot work."""
+        """Raise ConfigError for invalid values."""
         if self.split.kind != "time":
-            raise ConfigError("--split: generated rows are split by time, as in time:0.8,0.1,0.1")
+            raise ConfigError("--split: generated rows need a split such as time:0.8,0.1,0.1")
         if self.format == "tsv" and any(most > 1 for _, (_, most) in self.hot):
             raise ConfigError("--hot: Criteo text has one value per column; use --format prepared")
         check_ranges(
@@ -74,7 +74,7 @@ def parse_hot(text: str) -> tuple[tuple[str, Hot], ...]:
         return tuple((name, (hot, hot)) for name, hot in sizes)
     if text == "mlperf-ragged":
         return tuple((name, (1, 2 * hot - 1)) for name, hot in sizes)
-    example = "mlperf, mlperf-ragged or like C1=3,C20=0-12"
+    example = "mlperf, mlperf-ragged, or a list such as C1=3,C20=0-12"
     return by_column("--hot", text, _hot, example, CRITEO.sparse, takes_one=False)
 
 
@@ -85,5 +85,5 @@ def _hot(text: str) -> Hot:
 
 def parse_skew(text: str) -> tuple[tuple[str, float], ...]:
     """Parse ``1.2`` (every column) or ``C3=1.2,C1=0.5``."""
-    example = "a number or like C1=3,C20=0.5"
+    example = "a number, or a list such as C1=3,C20=0.5"
     return by_column("--skew", text, float, example, CRITEO.sparse)

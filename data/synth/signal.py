@@ -1,9 +1,9 @@
-"""The planted signal: a logit from ids, a cross, dense values and missing cells, with a known AUC.
+"""Compute a logit with a known AUC from ids, a cross, dense values and missing cells.
 
-Only values frequent enough to be learned have weight, so a model can reach the optimum. Weights are
-normal draws, and every kind of term has a fixed share of the logit's variance. One scale and one
-offset then give the wanted AUC and click rate. A Gaussian logit is a faithful model of Criteo: the
-published pairs of AUC and logloss are within 0.0005 of it.
+Only values frequent enough to learn have weights, so a model can reach the optimum. Weights are
+normally distributed, and every kind of term has a fixed share of the logit's variance. A scale and
+an offset adjust AUC and click rate. A Gaussian logit models Criteo well: the published pairs of AUC
+and logloss differ from it by at most 0.0005.
 """
 
 import numpy as np
@@ -16,11 +16,11 @@ ID_TERMS = ("C2", "C5", "C7", "C10", "C13", "C14", "C17", "C18", "C24", "C26")
 CROSS_TERMS = (("C1", "C2"),)
 DENSE_TERMS = {"I5": -1.0, "I6": -1.0, "I7": 1.0, "I11": 1.0, "I13": -1.0}
 MISSING_TERMS = {"I1": -1.0, "I5": -1.0, "I6": -1.0, "C3": 1.0}
-"""Signs follow the click rates measured on the real rows."""
+"""Weights with the signs of the click rate effects measured on real rows"""
 SHARES = {"ids": 0.55, "crosses": 0.15, "dense": 0.25, "missing": 0.05}
-"""Shares of the variance of the logit, divided equally within a kind."""
+"""Shares of the logit's variance by kind, divided equally within a kind"""
 PRODUCT_TERMS = (("C2", "C14"), ("C5", "C18"), ("C10", "C17"))
-"""In a set with products, values of these columns have vectors; a pair's term is their product."""
+"""Pairs of columns with vectors in a set with products; a pair's term is the vector product"""
 PRODUCT_RANK = 4
 
 _STREAM = 1
@@ -29,7 +29,7 @@ _BINS = 8192
 
 
 class Signal:
-    """The calibrated logit; ``probability`` is a function of the rows alone."""
+    """The calibrated logit; ``probability`` depends only on the rows."""
 
     def __init__(
         self,
@@ -60,28 +60,28 @@ class Signal:
         return np.sqrt(-2 * np.log1p(-u[:size])) * np.cos(2 * np.pi * u[size:])
 
     def _id_table(self, name: str, blocks: list[Rows], min_mass: float) -> Floats:
-        """Weight by rank; 0 for ranks too rare to be learned and for the last entry (missing)."""
+        """Return weights by rank; ranks too rare to learn and the last entry (missing) have 0."""
         ranks = np.concatenate([rows.ranks[name] for rows in blocks])
         counts = np.bincount(ranks[ranks >= 0])
         frequent = counts >= min_mass * len(ranks)
         return np.append(np.where(frequent, self._normal(len(counts)), 0.0), 0.0)
 
     def _vector_table(self, name: str, blocks: list[Rows], min_mass: float) -> Floats:
-        """Vectors by rank [ranks + 1, PRODUCT_RANK]; zero where ``_id_table`` is zero."""
+        """Return vectors by rank [ranks + 1, PRODUCT_RANK], zero where ``_id_table`` is zero."""
         columns = [self._id_table(name, blocks, min_mass) for _ in range(PRODUCT_RANK)]
         return np.stack(columns, axis=1)
 
     def _pair_table(
         self, pair: tuple[str, str], blocks: list[Rows], min_mass: float
     ) -> tuple[Ranks, Floats]:
-        """The frequent pairs in ascending order, and the weight of each."""
+        """Return the frequent pairs in ascending order, and their weights."""
         seen = np.concatenate([pair_rank(rows, pair) for rows in blocks])
         keys, counts = np.unique(seen, return_counts=True)
         keys = keys[(counts >= min_mass * len(seen)) & (keys >= 0)]
         return keys, self._normal(len(keys))
 
     def _raw_terms(self, rows: Rows) -> Floats:
-        """All terms [terms, rows] before weighting: ids, crosses, dense, missing, products."""
+        """Return unweighted terms [terms, rows]: ids, crosses, dense, missing, products."""
         terms = [_by_rank(rows.ranks[name], table) for name, table in self._tables.items()]
         terms += [_by_pair(pair_rank(rows, pair), *known) for pair, known in self._pairs.items()]
         for name, sign in DENSE_TERMS.items():
@@ -94,17 +94,17 @@ class Signal:
         return np.stack(terms)
 
     def features(self, rows: Rows) -> Floats:
-        """The terms of the logit [terms, rows], which a model would have to learn."""
+        """Return the terms of the logit [terms, rows] that a model must learn."""
         return self.scale * self._weights[:, None] * self._raw_terms(rows)
 
     def probability(self, rows: Rows) -> Floats:
-        """Click probability of each row."""
+        """Return the click probability of each row."""
         logit = self.offset + self.scale * (self._weights @ self._raw_terms(rows))
         return 1.0 / (1.0 + np.exp(-logit))
 
 
 def pair_rank(rows: Rows, pair: tuple[str, str]) -> Ranks:
-    """One number per pair of ranks; -1 if either is missing."""
+    """Return one number per pair of ranks, or -1 if either rank is missing."""
     a, b = (rows.ranks[name] for name in pair)
     return np.where((a < 0) | (b < 0), -1, (a << 32) | b)
 
@@ -131,9 +131,9 @@ def _mean_and_std(name: str, blocks: list[Rows]) -> tuple[float, float]:
 
 
 def _weights(raw: Floats, products: float) -> Floats:
-    """A weight per term that gives each kind its share of the variance.
+    """Return the weight of each term for the variance shares of the kinds.
 
-    Products take their share of the total, and the other kinds divide the rest.
+    Products have their share of the total variance, and the other kinds divide the rest.
     """
     sizes = {
         "ids": len(ID_TERMS),
@@ -151,7 +151,7 @@ def _weights(raw: Floats, products: float) -> Floats:
 
 
 def _calibrate(logits: Floats, ctr: float, auc: float) -> tuple[float, float]:
-    """Offset and scale that give the wanted click rate and Bayes AUC, by bisection."""
+    """Find the offset and scale for the wanted click rate and Bayes AUC by bisection."""
     counts, edges = np.histogram(logits, bins=_BINS)
     middles = (edges[1:] + edges[:-1]) / 2
     low, high, offset = 0.0, 20.0, 0.0

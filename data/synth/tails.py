@@ -1,7 +1,7 @@
-"""How often the values of a column occur: masses for the first ranks, power laws for the rest.
+"""Model value frequencies of a column: masses for the first ranks, power laws for the others.
 
-Ranks count from 0, the most frequent value first. Tails are sampled by inverse CDF: a uniform
-number gives a rank without a table as large as the vocabulary.
+Rank 0 is the most frequent value. Tails are sampled by inverse CDF, which maps a uniform number to
+a rank without a table as large as the vocabulary.
 """
 
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ _TABLE_BITS = 16
 
 
 def uniform(bits: Bits) -> Floats:
-    """64 random bits as a number in [0, 1)."""
+    """Convert 64 random bits to a number in [0, 1)."""
     return (bits >> np.uint64(11)) * 2.0**-53
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Ranks [start, stop) with a total ``mass`` that decreases as rank ** -slope."""
+    """Ranks [start, stop) with total ``mass`` and a density proportional to rank ** -slope."""
 
     start: float
     stop: float
@@ -32,19 +32,19 @@ class Segment:
     slope: float
 
     def cdf(self, rank: Floats) -> Floats:
-        """Mass between the segment's start and a (continuous) rank."""
+        """Return the mass between the segment's start and a (continuous) rank."""
         power = 1.0 - self.slope
         low, high = self.start**power, self.stop**power
         return self.mass * (rank**power - low) / (high - low)
 
     def quantile(self, mass: Floats) -> Floats:
-        """The continuous rank below which ``mass`` of the segment lies."""
+        """Return the continuous rank with cumulative ``mass`` in the segment."""
         power = 1.0 - self.slope
         low, high = self.start**power, self.stop**power
         return (low + np.clip(mass / self.mass, 0.0, 1.0) * (high - low)) ** (1.0 / power)
 
     def sharpened(self, skew: float) -> "Segment":
-        """A segment whose density is this one's to the power ``skew``."""
+        """Return a segment with this segment's density to the power ``skew``."""
         power, sharp = 1.0 - self.slope, 1.0 - self.slope * skew + 1e-9
         density = self.mass * power / (self.stop**power - self.start**power)
         mass = density**skew * (self.stop**sharp - self.start**sharp) / sharp
@@ -61,19 +61,19 @@ class Tail:
 
     @cached_property
     def bounds(self) -> Floats:
-        """Cumulative mass after each head rank and after each segment."""
+        """Return the cumulative mass after each head rank and each segment."""
         return np.cumsum([*self.head, *(segment.mass for segment in self.segments)])
 
     @cached_property
     def _places(self) -> NDArray[np.int16]:
-        """Index in ``bounds`` by the first bits of a number; -1 if they do not decide it."""
+        """Map the first bits of a number to its index in ``bounds``, or to -1 if ambiguous."""
         edges = np.arange((1 << _TABLE_BITS) + 1) / (1 << _TABLE_BITS)
         low = np.searchsorted(self.bounds, edges[:-1], side="right")
         high = np.searchsorted(self.bounds, edges[1:], side="left")
         return np.where(low == high, low, -1).astype(np.int16)
 
     def draw(self, bits: Bits) -> Ranks:
-        """Ranks for uniformly random 64-bit numbers."""
+        """Return ranks for uniformly random 64-bit numbers."""
         places = self._places[bits >> np.uint64(64 - _TABLE_BITS)].astype(np.int64)
         undecided = np.flatnonzero(places < 0)
         places[undecided] = np.searchsorted(self.bounds, uniform(bits[undecided]), side="right")
@@ -83,14 +83,14 @@ class Tail:
         return np.minimum(places, self.size - 1, out=places)
 
     def quantile(self, mass: Floats) -> Ranks:
-        """Ranks below which ``mass`` of the column lies."""
+        """Return the ranks with cumulative ``mass`` in the column."""
         places = np.searchsorted(self.bounds, mass, side="right")
         tail = np.flatnonzero(places >= len(self.head))
         self._fill(places, tail, mass[tail])
         return np.minimum(places, self.size - 1, out=places)
 
     def _fill(self, places: Ranks, tail: NDArray[np.int64], mass: Floats) -> None:
-        """Replace places that stand for segments, at the indices ``tail``, by ranks."""
+        """Replace segment places at the indices ``tail`` by ranks."""
         which = np.minimum(places[tail], len(self.bounds) - 1)
         for index, segment in enumerate(self.segments, start=len(self.head)):
             chosen = np.flatnonzero(which == index)
@@ -98,7 +98,7 @@ class Tail:
             places[tail[chosen]] = np.clip(rank, segment.start, segment.stop - 1e-6)
 
     def tail_mass(self, ranks: Ranks) -> Floats:
-        """Mass between the head and the middle of each rank, for ranks beyond the head."""
+        """Return the mass between the head and the middle of each rank beyond the head."""
         out = np.zeros(len(ranks))
         before = 0.0
         for segment in self.segments:
@@ -108,7 +108,7 @@ class Tail:
         return out
 
     def masses(self) -> Floats:
-        """The mass of every rank; for columns of moderate size."""
+        """Return the mass of every rank; the array has one entry per rank."""
         masses = np.zeros(self.size)
         masses[: len(self.head)] = self.head
         for segment in self.segments:
@@ -118,7 +118,7 @@ class Tail:
         return masses
 
     def scaled(self, scale: float) -> "Tail":
-        """The same masses over a smaller vocabulary; up to 1000 values are never removed."""
+        """Return the same masses over a smaller vocabulary of at least 1000 (or all) values."""
         size = max(min(self.size, 1000), round(self.size * scale))
         if size == self.size:
             return self
@@ -132,7 +132,7 @@ class Tail:
         return Tail(size, self.head, tuple(segments))
 
     def sharpened(self, skew: float) -> "Tail":
-        """Masses to the power ``skew``: 1 leaves them unchanged, 0 makes all values equal."""
+        """Return masses to the power ``skew``: 1 changes nothing, 0 makes all masses equal."""
         if skew == 1.0:
             return self
         head = [mass**skew for mass in self.head]
@@ -147,11 +147,11 @@ class Tail:
 
 @dataclass(frozen=True)
 class Coarsening:
-    """A fixed map from the ranks of a fine column to those of a coarser one.
+    """A fixed map from the ranks of a fine column to the ranks of a coarser column.
 
-    It maps the fine distribution (nearly) to the coarse one. Head ranks go where most mass is
-    missing, the next ranks fill up the coarse head, and the others fill the coarse tail in order,
-    so that rare values map to rare values.
+    The mapped fine distribution is nearly equal to the coarse distribution. Head ranks go to the
+    ranks with the largest deficit, and the next ranks fill up the coarse head. All others fill the
+    coarse tail in order, so rare values map to rare values.
     """
 
     fine: Tail
@@ -159,7 +159,7 @@ class Coarsening:
 
     @cached_property
     def _head(self) -> tuple[Ranks, Floats]:
-        """Coarse rank of each fine head rank, and the mass each coarse head rank still lacks."""
+        """Return coarse ranks of fine head ranks, and the mass deficits of coarse head ranks."""
         lacking = np.array(self.coarse.head)
         target = np.empty(len(self.fine.head), dtype=np.int64)
         for rank, mass in enumerate(self.fine.head):
@@ -169,13 +169,13 @@ class Coarsening:
 
     @cached_property
     def _table(self) -> Ranks:
-        """The map of the frequent ranks, which cover most rows."""
+        """Return the map of the frequent ranks, which occur in most rows."""
         ranks = np.arange(min(self.fine.size, 1 << _TABLE_BITS))
         target, _ = self._head
         return np.concatenate([target, self._tail(ranks[len(target) :])])
 
     def __call__(self, ranks: Ranks) -> Ranks:
-        """Coarse ranks of fine ``ranks``."""
+        """Return the coarse ranks of fine ``ranks``."""
         table = self._table
         out = table[np.minimum(ranks, len(table) - 1)]
         rest = np.flatnonzero(ranks >= len(table))
@@ -183,7 +183,7 @@ class Coarsening:
         return out
 
     def _tail(self, ranks: Ranks) -> Ranks:
-        """Coarse ranks of ranks beyond the fine head."""
+        """Return the coarse ranks of ranks beyond the fine head."""
         _, lacking = self._head
         fine_tail, coarse_head = 1.0 - sum(self.fine.head), sum(self.coarse.head)
         coarse_tail = max(1.0 - coarse_head, 0.0)

@@ -1,4 +1,4 @@
-"""Generated rows as Criteo text: label, integers, hex categories; empty cells are missing."""
+"""Write generated rows as Criteo text: label, integers, hex categories; missing cells are empty."""
 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,7 +19,7 @@ _DIGITS = pl.Series([f"{value:04x}" for value in range(1 << 16)])
 
 
 def hex_keys(ranks: Ranks, column: int) -> NDArray[np.uint32]:
-    """A distinct 32-bit value per rank of a column: the finalizer of MurmurHash3."""
+    """Map each rank of a column to a distinct 32-bit value by MurmurHash3's finalizer."""
     key = (np.maximum(ranks, 0) + column * 0x06F0_0001).astype(np.uint32)
     key ^= key >> np.uint32(16)
     key *= np.uint32(0x85EBCA6B)
@@ -29,7 +29,7 @@ def hex_keys(ranks: Ranks, column: int) -> NDArray[np.uint32]:
 
 
 def text_frame(rows: Rows, labels: NDArray[np.bool_], first: int, last: int) -> pl.DataFrame:
-    """Rows [first, last) of a block as columns of text and integers."""
+    """Return the rows [first, last) of a block as columns of text and integers."""
     columns = {"label": pl.Series(labels[first:last]).cast(pl.UInt8)}
     for name in CRITEO.dense:
         values = pl.Series(rows.integers[name][first:last])
@@ -55,7 +55,7 @@ def _block_text(generator: Generator, block: int, first: int, last: int) -> byte
 
 
 def write_tsv(generator: Generator, options: SynthOptions) -> None:
-    """Write all rows to ``options.output``; the file appears when it is complete."""
+    """Write all rows to ``options.output``; the file exists only when it is complete."""
     partial = Path(str(options.output) + ".partial")
     partial.parent.mkdir(parents=True, exist_ok=True)
     waiting: deque[tuple[int, Future[bytes]]] = deque()

@@ -1,1 +1,1 @@
-"""Conversions between layouts: planned as data, then executed. It moves tensors between ranks."""
+"""Plans conversions between layouts as data and executes them by moving tensors between ranks."""

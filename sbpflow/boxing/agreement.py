@@ -1,4 +1,4 @@
-"""Exchanges facts, text and errors between all ranks, on the control channel."""
+"""Exchanges facts, strings, and errors between all ranks on the control channel."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ CHANNEL = "control"
 
 
 def gather_texts(boxing: Boxing, text: str) -> list[str]:
-    """Every rank's text, of any length, in rank order; every rank calls it."""
+    """Return every rank's string, of any length, in rank order; every rank must call this."""
     if boxing.world.size == 1:
         return [text]
     device, raw = boxing.world.device, text.encode()
@@ -31,14 +31,15 @@ def gather_texts(boxing: Boxing, text: str) -> list[str]:
 
 
 def gather_facts(boxing: Boxing, facts: Mapping[str, str]) -> list[dict[str, str]]:
-    """The facts of every rank, in rank order."""
+    """Return the facts of every rank, in rank order."""
     return [json.loads(text) for text in gather_texts(boxing, json.dumps(dict(facts)))]
 
 
 def run_on_all_ranks(boxing: Boxing, attempt: Callable[[], Result]) -> Result:
-    """The result of ``attempt``; a ConfigError on any rank is raised on every rank.
+    """Return the result of ``attempt``; raise a ConfigError of any rank on every rank.
 
-    Every rank calls it. If only one rank raised, the others would wait for it in a collective.
+    Every rank must call this function. If ``attempt`` raised on only one rank, the other ranks
+    would otherwise wait for that rank in a collective.
     """
     result, refused = None, ""
     try:
@@ -53,7 +54,7 @@ def run_on_all_ranks(boxing: Boxing, attempt: Callable[[], Result]) -> Result:
 
 
 def combine_parts(boxing: Boxing, part: Tensor, src: Sbp, id: str) -> Tensor:
-    """Gather (Split) or sum (Partial) parts of equal shape from all ranks, on every rank."""
+    """Gather (Split) or sum (Partial) parts of equal shape from all ranks on every rank."""
     world = boxing.world
     placement = Placement.line(world.device.type, world.size)
     shape = tuple(part.shape)
@@ -69,5 +70,5 @@ def combine_parts(boxing: Boxing, part: Tensor, src: Sbp, id: str) -> Tensor:
     )
     out = boxing.run(steps, part, CHANNEL)
     if out is None:
-        raise RuntimeError(f"{id}: no result on rank {world.rank}")
+        raise RuntimeError(f"{id}: rank {world.rank} got no result from a collective of all ranks")
     return out

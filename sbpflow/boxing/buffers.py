@@ -1,7 +1,7 @@
-"""Reuses the CPU buffers that conversions pack into and receive into.
+"""Reuses the CPU buffers that conversions use for packing and receiving.
 
-A new buffer of some MiB causes page faults, which cost about as much as the copy into it. On CUDA
-nothing is kept, since torch has a caching allocator there.
+A new buffer of several MiB causes page faults that cost about as much as the copy into it. On CUDA,
+buffers are not kept, because torch has a caching allocator there.
 """
 
 import math
@@ -10,12 +10,12 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-MAX_KEPT_BYTES = 256 * 1024 * 1024  # of free buffers; more are freed
-MIN_BYTES = 1024 * 1024  # smaller buffers are as fast to allocate, since their memory stays mapped
+MAX_KEPT_BYTES = 256 * 1024 * 1024  # maximum size of free buffers
+MIN_BYTES = 1024 * 1024  # allocating smaller buffers is fast: their memory stays mapped
 
 
 class Staging:
-    """The free buffers of one executor, at most MAX_KEPT_BYTES; thread-safe."""
+    """Keeps an executor's free buffers, at most MAX_KEPT_BYTES in total; thread-safe."""
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
@@ -23,15 +23,15 @@ class Staging:
 
     @property
     def kept_bytes(self) -> int:
-        """The size of all free buffers."""
+        """Return the size of all free buffers."""
         return sum(buffer.numel() for buffer in self._free)
 
     def loan(self) -> "Loan":
-        """A source of buffers for one step; return them after the step."""
+        """Return a source of buffers for one step; the step gives the buffers back at its end."""
         return Loan(self)
 
     def pop(self, num_bytes: int) -> Tensor:
-        """The smallest free buffer of at least ``num_bytes``, or a new one."""
+        """Return the smallest free buffer of at least ``num_bytes``, or a new buffer."""
         with self._lock:
             fitting = [n for n, buffer in enumerate(self._free) if buffer.numel() >= num_bytes]
             if fitting:
@@ -39,7 +39,7 @@ class Staging:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def push(self, buffers: list[Tensor]) -> None:
-        """Keep buffers for later; beyond the limit, drop the smallest ones."""
+        """Keep buffers for later use; beyond the size limit, drop the smallest buffers."""
         with self._lock:
             self._free += buffers
             while self.kept_bytes > MAX_KEPT_BYTES:
@@ -48,7 +48,7 @@ class Staging:
 
 
 class Loan:
-    """Lends buffers until ``give_back``, after which no view of them may be used."""
+    """Lends buffers until ``give_back``; afterwards, views of the buffers must not be used."""
 
     __slots__ = ("_lent", "_staging")
 
@@ -57,7 +57,7 @@ class Loan:
         self._lent: list[Tensor] = []
 
     def take(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """A contiguous buffer of ``shape``, of the dtype and device of ``like``."""
+        """Return a contiguous buffer of ``shape`` with the dtype and device of ``like``."""
         num_bytes = math.prod(shape) * like.itemsize
         if num_bytes < MIN_BYTES or like.device.type != "cpu":
             return like.new_empty(shape)
@@ -66,13 +66,13 @@ class Loan:
         return buffer[:num_bytes].view(like.dtype).view(shape)
 
     def copy(self, view: Tensor) -> Tensor:
-        """A contiguous tensor equal to ``view``: a lent copy, or itself if it is contiguous."""
+        """Return ``view`` itself if it is contiguous, else a contiguous copy in a lent buffer."""
         if view.numel() * view.itemsize < MIN_BYTES or view.is_contiguous():
             return view.contiguous()
         return self.take(view.shape, view).copy_(view)
 
     def give_back(self) -> None:
-        """Return all buffers taken."""
+        """Give back all buffers that ``take`` returned."""
         if self._lent:
             self._staging.push(self._lent)
             self._lent = []

@@ -1,9 +1,9 @@
-"""Local copies around a collective: boxes of a part to ranges of a flat buffer, and back.
+"""Local copies before and after a collective: boxes of a part to ranges of a flat buffer and back.
 
-Each factory looks at the pieces once and returns the cheapest function for them: no copy if they
-are already in order, one strided copy if they are equal, a loop otherwise. Below some 100 KiB the
-number of tensor calls matters more than the bytes: a call costs 1 us at best, 10 us after a context
-switch.
+Each factory inspects the pieces once and returns the cheapest function for them: no copy if they
+are already in order, one strided copy if they are equal, a loop otherwise. Below about 100 KiB, the
+number of tensor calls matters more than the bytes: a call costs at least 1 us, or 10 us after a
+context switch.
 """
 
 import math
@@ -42,7 +42,7 @@ class Piece:
         return lengths(self.box)
 
     def of(self, flat: Tensor) -> Tensor:
-        """The range of ``flat``, in the shape of the box."""
+        """Return the range of ``flat``, in the shape of the box."""
         return flat[self.offset : self.offset + self.numel].view(self.shape)
 
 
@@ -52,7 +52,7 @@ def keep(part: Tensor) -> Tensor:
 
 
 def as_it_is(part: Tensor, loan: Loan) -> Tensor:
-    """The part itself, or a copy if it is not contiguous, like an expanded gradient."""
+    """Return the part itself, or a copy if it is not contiguous (like an expanded gradient)."""
     return loan.copy(part)
 
 
@@ -68,17 +68,17 @@ def pad_to(total: int) -> Pack:
 
 
 def lengths(box: Box) -> Shape:
-    """The shape of a box."""
+    """Return the shape of a box."""
     return tuple(extent.stop - extent.start for extent in box)
 
 
 def whole(shape: Shape) -> Box:
-    """The box that is all of ``shape``."""
+    """Return the box that covers all of ``shape``."""
     return tuple(slice(0, length) for length in shape)
 
 
 def neutral(op: Reduction, dtype: torch.dtype) -> float | int:
-    """The neutral element of a reduction: 0 for a sum, the lowest value for a max."""
+    """Return the neutral element of a reduction: 0 for a sum, the lowest value for a max."""
     if op == "sum":
         return 0
     floats = dtype.is_floating_point
@@ -90,7 +90,7 @@ def neutral(op: Reduction, dtype: torch.dtype) -> float | int:
 
 
 def cutter(inside: Box, shape: Shape) -> LocalFn:
-    """Take a view of a box of a part of ``shape``."""
+    """Return a function that takes a view of a box of a part of ``shape``."""
     dims = [dim for dim, extent in enumerate(inside) if extent != slice(0, shape[dim])]
     if not dims:
         return keep
@@ -102,13 +102,16 @@ def cutter(inside: Box, shape: Shape) -> LocalFn:
 
 
 def slicer(inside: Box, shape: Shape) -> LocalFn:
-    """Take a contiguous copy of a box of a part of ``shape``."""
+    """Return a function that takes a contiguous copy of a box of a part of ``shape``."""
     cut = cutter(inside, shape)
     return keep if cut is keep else lambda part: cut(part).contiguous()
 
 
 def padder(inside: Box, at: Box, src_shape: Shape, shape: Shape, fill: float | int) -> LocalFn:
-    """Copy a box of a part of ``src_shape`` into a part of ``shape`` that is ``fill`` elsewhere."""
+    """Return a function that copies a box of a part of ``src_shape`` into a larger part.
+
+    The result has ``shape`` and is ``fill`` outside of the box ``at``.
+    """
     take_out, put_in = cutter(inside, src_shape), cutter(at, shape)
 
     def pad(part: Tensor) -> Tensor:
@@ -120,7 +123,7 @@ def padder(inside: Box, at: Box, src_shape: Shape, shape: Shape, fill: float | i
 
 
 def packer(pieces: list[Piece], shape: Shape) -> Pack:
-    """Copy boxes of a part of ``shape`` into one buffer, in the order of ``pieces``."""
+    """Return a function that copies boxes of a part of ``shape`` to a buffer, piece by piece."""
     total = sum(piece.numel for piece in pieces)
     if lie_in_order(pieces, shape, total):
         return as_it_is
@@ -129,9 +132,9 @@ def packer(pieces: list[Piece], shape: Shape) -> Pack:
         return lambda part, loan: loan.copy(cut(part))
     dim = _even_dim(pieces, shape)
     if dim is not None:
-        # Equal pieces along one dim: a strided view [piece, *shape of a piece] has them one after
-        # the other, so a single copy packs all. One copy per piece would be one torch call each,
-        # which costs more than the bytes of small parts.
+        # If the pieces are equal along one dim, a strided view [piece, *shape of a piece] has them
+        # in order, so a single copy packs all of them. One copy per piece would need one torch call
+        # each, and for small parts a call costs more than copying the bytes.
         strides, length = _strides(shape), shape[dim] // len(pieces)
         view = (len(pieces), *shape[:dim], length, *shape[dim + 1 :])
         strides = (length * strides[dim], *strides)
@@ -148,14 +151,15 @@ def packer(pieces: list[Piece], shape: Shape) -> Pack:
 
 
 def _strides(shape: Shape) -> Shape:
-    """The strides of a contiguous tensor."""
+    """Return the strides of a contiguous tensor."""
     return tuple(math.prod(shape[n + 1 :]) for n in range(len(shape)))
 
 
 def assembler(pieces: list[Piece], shape: Shape, total: int) -> Landing:
-    """Assemble a part from a buffer of ``total`` elements, whose pieces cover the part once.
+    """Return a function that assembles a part from a buffer of ``total`` elements.
 
-    If the pieces ``lie_in_order``, the buffer itself is the result.
+    The pieces of the buffer cover the part once. If the pieces ``lie_in_order``, the buffer itself
+    is the result.
     """
     if lie_in_order(pieces, shape, total):
         return shape, keep
@@ -163,8 +167,9 @@ def assembler(pieces: list[Piece], shape: Shape, total: int) -> Landing:
     if dim is None:
         return (total,), _scatterer(pieces, shape)
     if _even_dim(pieces, shape) == dim and total == numel(whole(shape)):
-        # Receive a stack of equal pieces: gloo and NCCL divide the first dim by rank. `cat` of
-        # its slices is one pass; copying each piece to its strided place would be one pass each.
+        # Receive a stack of equal pieces, because gloo and NCCL divide the first dim by rank. `cat`
+        # of its slices needs one pass; copying each piece to its strided place would need one pass
+        # per piece.
         count, (first, *rest) = len(pieces), pieces[0].shape
         each = (count, first, *rest)
         return (count * first, *rest), lambda stack: torch.cat(stack.view(each).unbind(), dim)
@@ -173,7 +178,10 @@ def assembler(pieces: list[Piece], shape: Shape, total: int) -> Landing:
 
 
 def combiner(pieces: list[Piece], shape: Shape, total: int, op: Reduction) -> Landing:
-    """Combine the pieces with ``op``, in list order; half types are combined in float32."""
+    """Return a function that combines the pieces with ``op`` in list order.
+
+    Half-precision values are combined in float32.
+    """
     box = whole(shape)
     if all(piece.box == box for piece in pieces) and len(pieces) > 1:
         # The terms arrive in rank order, but are combined in list order.
@@ -191,7 +199,7 @@ def combiner(pieces: list[Piece], shape: Shape, total: int, op: Reduction) -> La
 
 
 def adder(cut: LocalFn, places: list[int], op: Reduction) -> Callable[[Tensor, Tensor], Tensor]:
-    """As ``combiner``, for the received terms followed by this rank's own, cut from the part."""
+    """Return a ``combiner`` of received terms and this rank's own term, cut from the part."""
     return lambda part, stack: _combine_whole([*stack.unbind(), cut(part)], places, op)
 
 
@@ -228,13 +236,13 @@ def _scatterer(pieces: list[Piece], shape: Shape) -> LocalFn:
 
 
 def closed_up(pieces: list[Piece]) -> list[Piece]:
-    """The same boxes in a buffer without gaps."""
+    """Return the same boxes in a buffer without gaps."""
     offsets = accumulate((piece.numel for piece in pieces), initial=0)
     return [Piece(offset, piece.box) for offset, piece in zip(offsets, pieces, strict=False)]
 
 
 def run_of(pieces: list[Piece], shape: Shape) -> slice | None:
-    """The range of the flat part that consists of the pieces in order; None if there is none."""
+    """Return the range of the flat part that consists of the pieces in order, or None."""
     start = _run_start(pieces[0].box, shape) if pieces else None
     if start is None:
         return None
@@ -245,19 +253,19 @@ def run_of(pieces: list[Piece], shape: Shape) -> slice | None:
 
 
 def run_taker(run: slice) -> Pack:
-    """Take a range of the flat part; does not copy a contiguous part."""
+    """Return a function that takes a range of the flat part; it does not copy a contiguous part."""
     return lambda part, loan: loan.copy(part).view(-1)[run]
 
 
 def lie_in_order(pieces: list[Piece], shape: Shape, total: int) -> bool:
-    """Whether the buffer is the flat part: every piece is a range of it, at its own offset."""
+    """Return True if the buffer is the flat part: each piece is a range at its own offset."""
     return total == numel(whole(shape)) and all(
         _run_start(piece.box, shape) == piece.offset for piece in pieces
     )
 
 
 def _run_start(box: Box, shape: Shape) -> int | None:
-    """Where the box starts in the flat part if it is one contiguous range of it, else None."""
+    """Return where the box starts in the flat part if it is a contiguous range of it, else None."""
     sizes = lengths(box)
     first = next((dim for dim, n in enumerate(sizes) if n != 1), len(shape))
     if sizes[first + 1 :] != shape[first + 1 :]:
@@ -266,7 +274,7 @@ def _run_start(box: Box, shape: Shape) -> int | None:
 
 
 def _joining_dim(pieces: list[Piece], shape: Shape) -> int | None:
-    """The only dim along which the pieces differ, or None."""
+    """Return the only dim along which the pieces differ, or None."""
     dims = [
         dim
         for dim, length in enumerate(shape)
@@ -276,7 +284,7 @@ def _joining_dim(pieces: list[Piece], shape: Shape) -> int | None:
 
 
 def _even_dim(pieces: list[Piece], shape: Shape) -> int | None:
-    """The dim that the pieces divide into equal lengths, in order, or None."""
+    """Return the dim that the pieces divide into equal lengths, in order, or None."""
     dim = _joining_dim(pieces, shape)
     if dim is None or shape[dim] % len(pieces):
         return None

@@ -1,7 +1,7 @@
-"""Boxing without a running world: records the steps of one rank.
+"""Boxing without running ranks: records the steps of one rank.
 
-For ``explain`` and tests: the forward and backward of a model run on meta tensors, and record
-exactly the steps that a real run would execute.
+``explain`` and tests run the forward and backward of a model on meta tensors, and ``DryBoxing``
+records exactly the steps that a real run would execute.
 """
 
 import torch
@@ -15,9 +15,10 @@ from sbpflow.sbp.layout import Layout
 
 
 class DryBoxing(Boxing):
-    """``trace`` has all requested steps in order, also those without communication.
+    """Records requested steps in ``trace`` and requested conversions in ``conversions``.
 
-    ``conversions`` has the conversions that they belong to.
+    ``trace`` has all steps in order, even steps without communication. ``conversions`` has the
+    conversions to which the steps belong.
     """
 
     def __init__(self, size: int, rank: int = 0) -> None:
@@ -28,7 +29,7 @@ class DryBoxing(Boxing):
     def steps_of(
         self, id: str, src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype
     ) -> tuple[BoxingStep, ...]:
-        """As in ``Boxing``, recorded in ``conversions``."""
+        """Return the same steps as ``Boxing``, and record the conversion."""
         steps = super().steps_of(id, src, dst, shape, dtype)
         self.conversions.append(
             Conversion(id=id, src=src, dst=dst, shape=shape, dtype=dtype, steps=steps)

@@ -1,8 +1,8 @@
 """Runs planned conversions on plain local tensors.
 
-Executes the steps of ``plan`` without decisions of its own. Only this module and the embedding
-exchange call collectives of c10d; ``pairs`` sends messages. No autograd: results have no history,
-and ``global_tensor`` pairs each conversion with its adjoint.
+This module executes the steps of ``plan`` without decisions of its own. Only this module and the
+embedding exchange call collectives of c10d; ``pairs`` sends messages. There is no autograd: results
+have no history, and ``global_tensor`` pairs each conversion with its adjoint.
 """
 
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -31,7 +31,7 @@ from sbpflow.runtime.ranks.world import (
 )
 from sbpflow.sbp.layout import Layout
 
-MAX_READY_STEPS = 8192  # compiled programs kept; beyond it all are dropped and compiled again
+MAX_READY_STEPS = 8192  # when more programs are compiled, all are dropped
 
 Finish = Callable[[], Tensor | None]
 Work = dist.Work | pairs.Messages | None
@@ -41,7 +41,7 @@ _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.R
 
 
 class Pending:
-    """A conversion in progress. Call ``wait`` once; until then do not change the input part.
+    """A conversion in progress. Call ``wait`` once; do not change the input part before that.
 
     If the world's ``wait_at_once`` is set, the transfer is already complete.
     """
@@ -55,7 +55,7 @@ class Pending:
             self._finish = lambda: result
 
     def wait(self) -> Tensor | None:
-        """Wait for the result; ``None`` outside the destination."""
+        """Wait for the result and return it; return ``None`` outside the destination."""
         if self._finish is None:
             raise SbpError("wait() was already called on this conversion; keep its first result")
         finish, self._finish = self._finish, None
@@ -63,26 +63,26 @@ class Pending:
 
 
 class Boxing:
-    """Executes steps for one rank. All ranks of the world make the same calls in the same order."""
+    """Executes steps for one rank. All ranks must make the same calls in the same order."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self._staging = Staging()
-        # By id(step), since hashing a step costs more than running its Python part. The program
-        # holds the step, so its id is not reused.
+        # Programs are found by id(step), because hashing a step costs more than running its Python
+        # part. A program refers to its step, so the id is not reused.
         self._ready: dict[tuple[int, str], tuple[Program, dist.ProcessGroup | None]] = {}
         self._planned: dict[ConversionKey, tuple[BoxingStep, ...]] = {}
         self._requested: list[ConversionKey] | None = None
 
     def follow(self, conversions: Iterable[Conversion]) -> None:
-        """From now on use the steps of these conversions, which come from a run's plan."""
+        """From now on, use the steps of ``conversions``, which come from a run's plan."""
         self._planned |= {conversion.key: conversion.steps for conversion in conversions}
 
     @contextmanager
     def expecting(self, conversions: Sequence[Conversion] | None) -> Generator[None]:
-        """Require exactly these conversions, in this order, within the block; else SbpError.
+        """Require exactly these conversions, in this order, within the block.
 
-        ``None`` allows any.
+        Raise SbpError otherwise. ``None`` allows any conversions.
         """
         if conversions is None:
             yield
@@ -98,14 +98,14 @@ class Boxing:
             request, plan = next((a, b) for a, b in pairs_of if a != b)
             raise SbpError(
                 f"the dense part requests {_describe(request)} where the plan of this run has "
-                f"{_describe(plan)}; a forward must make the same conversions at every step, "
-                "whatever its values"
+                f"{_describe(plan)}; make the same conversions in every forward, regardless of "
+                "its values"
             )
 
     def steps_of(
         self, id: str, src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype
     ) -> tuple[BoxingStep, ...]:
-        """The steps of a conversion, from the plan if it has them, else planned now."""
+        """Return a conversion's steps from the plan, or plan them now if the plan lacks them."""
         key = (id, src, dst, shape, dtype)
         if self._requested is not None:
             self._requested.append(key)
@@ -115,7 +115,7 @@ class Boxing:
         return plan_boxing(src, dst, shape, dtype, id=id, backend=self.world.backend_of(dst))
 
     def prepare(self, steps: Sequence[BoxingStep], channel: str = "main") -> None:
-        """Compile ``steps`` and make their process groups now instead of on first use."""
+        """Compile ``steps`` and create their process groups now instead of on first use."""
         for step in steps:
             self.world.check(step.id, f"prepare, channel {channel}")
             self._get_ready(step, channel)
@@ -130,10 +130,10 @@ class Boxing:
     ) -> Tensor | None:
         """Convert this rank's part, a plain tensor (``None`` outside the source placement).
 
-        Returns the new part, detached, or ``None`` outside the destination. The result shares
-        memory with ``part`` if nothing had to be copied. ``donate`` allows overwriting ``part``,
-        which saves the copy of an all-reduce. Raises SbpError if ``part`` does not have the shape
-        or dtype of the first step.
+        Return the new part, detached, or ``None`` outside the destination. The result shares memory
+        with ``part`` if no copy was necessary. ``donate`` allows overwriting ``part``, which saves
+        the copy of an all-reduce. Raise SbpError if ``part`` does not have the shape or dtype of
+        the first step.
         """
         part = _without_history(part)
         for index, step in enumerate(steps):
@@ -148,7 +148,7 @@ class Boxing:
         *,
         donate: bool = False,
     ) -> Pending:
-        """As ``run``, but returns after starting the first transfer."""
+        """Start the conversion that ``run`` executes; return after starting the first transfer."""
         part = _without_history(part)
         for index, step in enumerate(steps):
             finish = self._issue(step, _between(index, part), channel, donate)
@@ -164,7 +164,7 @@ class Boxing:
     def _get_ready(
         self, step: BoxingStep, channel: str
     ) -> tuple[Program, dist.ProcessGroup | None]:
-        """The step compiled for this rank, and this rank's process group."""
+        """Return the step compiled for this rank, and this rank's process group."""
         if len(self._ready) >= MAX_READY_STEPS:
             self._ready.clear()
         world, own_group = self.world, None
@@ -177,9 +177,9 @@ class Boxing:
         return ready
 
     def _issue(self, step: BoxingStep, part: Tensor | None, channel: str, donate: bool) -> Finish:
-        """Start one step; the function returned waits for it and returns the new part."""
+        """Start one step; return a function that waits for it and returns the new part."""
         world = self.world
-        if world.checked and step.groups:  # before making groups, in which all ranks take part
+        if world.checked and step.groups:  # check before all ranks create groups
             self._check(step, part, channel)
         ready = self._ready.get((id(step), channel))
         program, group = ready or self._get_ready(step, channel)
@@ -211,7 +211,7 @@ class Boxing:
         return partial(_finish, work, program, finish, received, loan)
 
     def _check(self, step: BoxingStep, part: Tensor | None, channel: str) -> None:
-        """Compare the step with the other ranks', and tell them if this rank refuses its part."""
+        """Compare the step with other ranks' steps; notify them if this rank rejects its part."""
         fault: SbpError | None = None
         try:
             self._accept(step, step.src.part_shape(step.shape, self.world.rank), part)
@@ -224,13 +224,16 @@ class Boxing:
             f"{step.dtype}{list(step.shape)}, channel {channel}",
             "" if fault is None else str(fault),
         )
-        if fault is not None:  # in a world of one rank, where check() compares nothing
+        if fault is not None:  # in a world of one rank, check() compares nothing
             raise fault
 
     def _accept(
         self, step: BoxingStep, part_shape: tuple[int, ...] | None, part: Tensor | None
     ) -> Tensor:
-        """The part, on the device of the destination; SbpError if its shape or dtype is wrong."""
+        """Return the part on the device of the destination.
+
+        Raise SbpError if the shape or the dtype of the part is wrong.
+        """
         if part_shape is None:
             if part is not None and part.numel():
                 raise SbpError(
@@ -249,17 +252,17 @@ class Boxing:
 
 
 def _without_history(part: Tensor | None) -> Tensor | None:
-    """The part, detached. Within an autograd function it has no graph, and detach is not needed."""
+    """Detach the part. Within an autograd function, a part has no graph and needs no detach."""
     if part is not None and part.requires_grad and torch.is_grad_enabled():
         return part.detach()
     return part
 
 
 def _between(index: int, part: Tensor | None) -> Tensor | None:
-    """The input of the step at ``index``, which after the first step does not require grad.
+    """Return the input of the step at ``index``; after the first step, it must not require grad.
 
-    A first step without communication may return the part itself. Ranks outside that step have a
-    new tensor, and the checked mode compares whether inputs require grad.
+    A first step without communication may return the part itself, while ranks outside that step
+    have a new tensor. Checked mode compares whether inputs require grad.
     """
     return part.detach() if index and part is not None and part.requires_grad else part
 
@@ -296,7 +299,7 @@ def _wait(work: Work, program: Program) -> None:
 def _exchange_apart(
     program: Program, stays: Stays, part: Tensor, group: dist.ProcessGroup, loan: Loan
 ) -> Finish:
-    """An all-to-all during which this rank copies the piece that stays on it."""
+    """Run an all-to-all; meanwhile, copy the piece that stays on this rank."""
     packed = program.pack(part, loan)
     out = part.new_empty(stays.shape)
     if stays.run is None:
@@ -325,8 +328,8 @@ def _run_all_gather(program: Program, part: Tensor, group: dist.ProcessGroup, lo
     packed = program.pack(part, loan)
     gathered = _receive_buffer(program, part, loan)
     sent, into = _as_sent(program, packed), _as_sent(program, gathered)
-    # gloo gathers along the first dim only, and parts without elements, such as [6, 0] and [7, 0],
-    # may differ in shape.
+    # gloo gathers only along the first dim, and empty parts such as [6, 0] and [7, 0] may differ in
+    # shape.
     if sent.ndim == 0 or sent.shape[1:] != into.shape[1:] or not into.numel():
         sent, into = sent.view(-1), into.view(-1)
     return gathered, all_gather_single(into, sent, group=group, async_op=True)
@@ -369,7 +372,7 @@ def _flat(buffer: Tensor) -> Tensor:
 
 
 def _by_rank(buffer: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """A view whose first dim is divisible by the number of ranks, as c10d requires."""
+    """Return a view whose first dim is divisible by the number of ranks, as c10d requires."""
     if buffer.ndim and buffer.shape[0] % group.size() == 0:
         return buffer
     return buffer.view(-1)

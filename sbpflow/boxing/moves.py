@@ -1,19 +1,19 @@
 """Computes which rank sends which box of a logical tensor to which rank, for any two layouts.
 
 A conversion is a set of transfers (from rank, to rank, box); ``plan`` chooses the collective. The
-same rules cover all layouts, placements and numbers of axes:
+same rules apply to all layouts, placements, and numbers of axes:
 
-* Source ranks that differ only along B axes hold the same data: one of them sends it.
-* Source ranks that differ only along P axes hold terms: each term is sent, and the receiver adds
-  them up.
-* Destination ranks that differ only along P axes hold terms of the result: exactly one of them gets
-  each source term, and the others fill in the neutral element. It is the same rank for all copies
-  along B.
+* Source ranks that differ only along B axes have the same data: one of them sends it.
+* Source ranks that differ only along P axes have terms: each term is sent, and the receiver adds
+  the terms up.
+* Destination ranks that differ only along P axes have terms of the result: exactly one of them gets
+  each source term, and the others fill in the neutral element. The receiving rank is the same for
+  all copies along B.
 * If source and destination reduce differently, as in P -> P(max), that rank gets all terms of a
-  box, since it must add them up. No single step does both, so ``plan`` uses several; but the
-  transfers here tell whether anything must be sent.
+  box, because it must add them up. No single step does both, so ``plan`` uses several steps; this
+  module's transfers only show whether anything must be sent.
 
-A rank that already has its data sends it to itself, which costs nothing. Pure arithmetic.
+A rank that already has its data sends it to itself at no cost. This is pure arithmetic.
 """
 
 from bisect import bisect_left, bisect_right
@@ -44,11 +44,11 @@ class BoxTransfer:
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """The ranks that hold the same box, in ``rows``.
+    """The ranks that have the same box, in ``rows``.
 
     A source cell has one row, and any of its ranks may send. A destination cell has one row per
-    coordinate along the P axes; one row is chosen, and all of its ranks (the copies along the B
-    axes) receive.
+    coordinate along the P axes. Only one row of a destination cell receives; its ranks are copies
+    along the B axes.
     """
 
     rows: tuple[tuple[int, ...], ...]
@@ -56,22 +56,22 @@ class _Cell:
 
 
 def numel(box: Box) -> int:
-    """Number of elements in a box; 1 for a 0-d tensor."""
-    count = 1  # a plain loop: called for every pair of parts, and half the calls of math.prod
+    """Return the number of elements in a box; 1 for a 0-d tensor."""
+    count = 1  # called for every pair of parts; a loop is twice as fast as math.prod
     for extent in box:
         count *= extent.stop - extent.start
     return count
 
 
 def shift(box: Box, origin: Box) -> Box:
-    """``box`` in coordinates relative to the start of ``origin``."""
+    """Return ``box`` in coordinates relative to the start of ``origin``."""
     return tuple(
         slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, origin, strict=True)
     )
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The intersection of two boxes; ``None`` if it is empty."""
+    """Return the intersection of two boxes, or ``None`` if it is empty."""
     both: list[slice] = []
     for x, y in zip(a, b, strict=True):
         start, stop = max(x.start, y.start), min(x.stop, y.stop)
@@ -83,13 +83,13 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 @lru_cache(maxsize=4096)
 def find_moves(src: Layout, dst: Layout, shape: tuple[int, ...]) -> tuple[BoxTransfer, ...]:
-    """All transfers of ``src -> dst``, at most one per pair of ranks, by (dst, src) cells."""
+    """Return all transfers of ``src -> dst``, at most one per rank pair, by (dst, src) cells."""
     sources = _Sources(_cells(src, shape, _Role.SOURCE))
     together = not one_step_legal(src, dst)
     moves: list[BoxTransfer] = []
     for target in _cells(dst, shape, _Role.TARGET):
         # The source cells of a bundle must send to the same row of the target. If terms must be
-        # combined, that is all cells with the same box; otherwise each cell is its own bundle.
+        # combined, a bundle has all cells with the same box; otherwise each cell is its own bundle.
         bundles: dict[object, tuple[Box, list[_Cell]]] = {}
         for number, source in enumerate(sources.near(target.box)):
             box = intersect(source.box, target.box)
@@ -111,17 +111,21 @@ def find_moves(src: Layout, dst: Layout, shape: tuple[int, ...]) -> tuple[BoxTra
 
 
 def one_step_legal(src: Layout, dst: Layout) -> bool:
-    """Whether one step can do it: it has a single reduction, so P(max) -> P needs two steps."""
+    """Return True if one step can do the conversion.
+
+    A step has a single reduction, so P(max) -> P needs two steps.
+    """
     ops = {sbp.op for sbp in (*src.nd_sbp, *dst.nd_sbp) if isinstance(sbp, Partial)}
     return len(ops) <= 1
 
 
 def elements_sent(src: Layout, dst: Layout, shape: tuple[int, ...]) -> dict[int, int]:
-    """The elements that each rank sends to other ranks; ranks that send nothing may be missing.
+    """Return the elements that each rank sends to others; ranks that send nothing may be missing.
 
-    The same numbers as the sums over ``find_moves``. On one axis they are computed without listing
-    the transfers, whose number is quadratic in the ranks: a rank sends everything it holds once (or
-    once to every rank if the destination is B), except what its own part needs.
+    The numbers equal the sums over ``find_moves``. For one axis, the numbers are computed without
+    listing the transfers, because the number of transfers is quadratic in the ranks. A rank sends
+    everything it has once (or once to every rank if the destination is B), except what its own part
+    needs.
     """
     if src.placement != dst.placement or src.placement.ndim != 1:
         sent: dict[int, int] = {}
@@ -149,8 +153,8 @@ def elements_sent(src: Layout, dst: Layout, shape: tuple[int, ...]) -> dict[int,
 class _Sources:
     """Finds source cells by their range along one dim, instead of comparing every pair of cells.
 
-    The boxes of a layout are either equal or disjoint along a dim, so the cells that meet a target
-    are neighbors in the order of their starts. Uses the dim that is split most.
+    The boxes of a layout are either equal or disjoint along a dim, so the cells that overlap a
+    target are neighbors in the order of their starts. The dim with the most splits is used.
     """
 
     def __init__(self, cells: list[_Cell]) -> None:
@@ -165,7 +169,7 @@ class _Sources:
             self._stops = [cell.box[dim].stop for cell, _ in self._cells]
 
     def near(self, box: Box) -> list[_Cell]:
-        """The cells that may meet ``box``, in their original order."""
+        """Return the cells that may overlap ``box``, in their original order."""
         if self._dim < 0:
             return [cell for cell, _ in self._cells]
         first = bisect_right(self._stops, box[self._dim].start)
@@ -179,8 +183,8 @@ class _Role(Enum):
 
 
 def _cells(layout: Layout, shape: tuple[int, ...], role: _Role) -> list[_Cell]:
-    """The ranks grouped by the box that they hold; source ranks also by the term."""
-    # Each term of a source is sent; of a destination, one coordinate along the P axes receives.
+    """Group the ranks by the box that they have, and source ranks also by the term."""
+    # A source sends each of its terms; in a destination, one coordinate along the P axes receives.
     together = Broadcast if role is _Role.SOURCE else (Broadcast, Partial)
     cells: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = {}
     for rank in layout.placement.ranks:
@@ -200,10 +204,10 @@ def _cells(layout: Layout, shape: tuple[int, ...], role: _Role) -> list[_Cell]:
 def _meet(
     senders: tuple[int, ...], receiver: int, origin: Placement, target: Placement
 ) -> tuple[int, int]:
-    """(sender, receiver): the sender is the receiver itself if it is among ``senders``.
+    """Return (sender, receiver); the sender is the receiver itself if it is among ``senders``.
 
-    Otherwise, on one placement, it is the rank that differs along the fewest axes, so that one-axis
-    steps stay on their axis. Between placements, senders take turns.
+    Otherwise, on one placement, the sender is the rank that differs along the fewest axes, so that
+    one-axis steps stay on their axis. Between placements, senders alternate.
     """
     if receiver in senders:
         return receiver, receiver
@@ -215,7 +219,7 @@ def _meet(
 
 
 def _effort(pairs: list[tuple[int, int]], origin: Placement, target: Placement) -> tuple[int, int]:
-    """The number of transfers between different ranks, and how many axes they cross in total."""
+    """Return how many transfers are between different ranks, and how many axes they cross."""
     far = sum(_axes_between(origin, *pair) for pair in pairs) if origin == target else 0
     return sum(sender != receiver for sender, receiver in pairs), far
 

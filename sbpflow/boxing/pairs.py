@@ -1,10 +1,10 @@
-"""Messages between pairs of ranks, and an all-to-all made of them, for links between hosts.
+"""Messages between pairs of ranks, and an all-to-all built from them, for links between hosts.
 
 gloo's own all-to-all posts its sends before its receives. A rank signals that it is ready to
 receive in the same stream as its data, so the slower of two ranks signals after all its data. The
-two directions of their link are then used one after the other, which takes twice as long as posting
-the receives first (measurements: ``docs/decisions/engine.md``). Within one host there is no gain,
-and a collective needs fewer calls.
+two directions of the link between them are then used one after the other. Posting the receives
+first takes half as long (``docs/decisions/engine.md`` has measurements). Within one host there is
+no gain, and a collective needs fewer calls.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,18 +15,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 _MAX_TAG = 2**31 - 1
-# The number of transfers so far by group: its ranks make the same transfers in the same order.
+# The transfers of each group are counted; a group's ranks make the same transfers in the same
+# order.
 _transfers: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """Messages in flight; do not use the buffers, sent or receiving, before ``wait``."""
+    """Messages in flight; do not use the send or receive buffers before ``wait``."""
 
     works: Sequence[dist.Work]
 
     def wait(self) -> None:
-        """Wait for all messages. RuntimeError from c10d if a peer is gone."""
+        """Wait for all messages. c10d raises RuntimeError if a peer is gone."""
         for work in self.works:
             work.wait()
 
@@ -34,14 +35,15 @@ class Messages:
 def pass_messages(
     sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], group: dist.ProcessGroup
 ) -> Messages:
-    """Send to and receive from ranks of ``group``, by global rank; skips empty tensors.
+    """Send to and receive from ranks of ``group``, by global rank; skip empty tensors.
 
     Every rank of the group makes the same calls in the same order, and both ends of a message use
-    the same size. Each call has its own tag in gloo, so if ranks disagree on a size, messages of
-    one call cannot be received by the next; ``wait`` raises RuntimeError for the missing ones.
+    the same size. Each call has its own tag in gloo. If ranks disagree on a size, messages of one
+    call therefore cannot be received by the next call, and ``wait`` raises RuntimeError for the
+    missing messages.
     """
     tag = _transfers.get(group, 0)
-    _transfers[group] = (tag + 1) & _MAX_TAG  # also if this rank has nothing to send or receive
+    _transfers[group] = (tag + 1) & _MAX_TAG  # count even if this rank sends and receives nothing
     operations = [
         dist.P2POp(dist.irecv, t, r, group, tag) for r, t in receives.items() if t.numel()
     ]
@@ -57,14 +59,14 @@ def all_to_all(
     rank: int,
     group: dist.ProcessGroup,
 ) -> Messages:
-    """As ``all_to_all_single`` on the first dim.
+    """Do the same as ``all_to_all_single`` on the first dim.
 
-    ``sizes`` are those received from and sent to each of the group's ``ranks``, in ascending order;
-    ``rank`` is this rank. Both tensors must be contiguous.
+    ``sizes`` are the sizes received from and sent to each of the group's ``ranks``, in ascending
+    order. ``rank`` is this rank. ``received`` and ``sent`` must be contiguous.
     """
     receives = dict(zip(ranks, received.split(list(sizes[0])), strict=True))
     sends = dict(zip(ranks, sent.split(list(sizes[1])), strict=True))
     own_target, own_source = receives.pop(rank), sends.pop(rank)
     messages = pass_messages(sends, receives, group)
-    own_target.copy_(own_source)  # during the transfer
+    own_target.copy_(own_source)  # overlaps the transfer
     return messages

@@ -1,8 +1,8 @@
 """Plans conversions: a printable list of steps, each with at most one collective and its bytes.
 
-Pure functions without tensors or running ranks, so ``explain`` and the planner can call them for
-any world. The executor runs exactly these steps. n-D layouts, and partial sums that change
-placement, may need several steps, which ``search`` finds.
+The functions are pure and need no tensors or running ranks, so ``explain`` and the planner can call
+them for any world. The executor runs exactly these steps. n-D layouts, and partial sums that change
+placement, may need several steps. ``search`` finds these steps.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class Conversion:
 
     @property
     def key(self) -> "ConversionKey":
-        """The fields that identify the conversion."""
+        """Return the fields that identify the conversion."""
         return (self.id, self.src, self.dst, self.shape, self.dtype)
 
 
@@ -49,11 +49,11 @@ def plan_boxing(
     id: str,
     backend: str,
 ) -> tuple[BoxingStep, ...]:
-    """The cheapest steps that convert ``src`` to ``dst`` without changing the full value.
+    """Return the cheapest steps that convert ``src`` to ``dst`` without changing the full value.
 
-    Empty if the layouts are equal. If there are several steps, their ids are numbered: "<id>.0",
-    "<id>.1". ``backend`` is "gloo" or "nccl". Raises SbpError if a split does not fit ``shape``, or
-    for P with a dtype that cannot be added.
+    The result is empty if the layouts are equal. If there are several steps, their ids are
+    numbered: "<id>.0", "<id>.1". ``backend`` is "gloo" or "nccl". Raise SbpError if a split does
+    not fit ``shape``, or for P with a dtype that cannot be added.
     """
     if backend not in ("gloo", "nccl"):
         raise SbpError(f"backend {backend!r} is unknown; use gloo or nccl")
@@ -79,7 +79,7 @@ def _plan(
 
 
 def is_direct(src: Layout, dst: Layout, shape: tuple[int, ...]) -> bool:
-    """Whether one step is certainly the best plan, so that no search is needed."""
+    """Return True if one step is certainly the best plan and no search is needed."""
     if not one_step_legal(src, dst):
         return False
     if src.placement == dst.placement and src.placement.ndim == 1:
@@ -91,12 +91,12 @@ def is_direct(src: Layout, dst: Layout, shape: tuple[int, ...]) -> bool:
 def last_linear_layout(
     src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype, backend: str
 ) -> Layout:
-    """The layout without P(max) or P(min) from which ``dst``, which has them, is made locally.
+    """Return the layout without P(max) or P(min) from which ``dst`` can be made locally.
 
-    That is ``src`` itself if possible. Otherwise it is the layout on the placement of ``dst`` with
-    S or B instead of P(max) that costs the fewest bytes to reach. The backward of the conversion
-    passes through this layout, because each element of ``dst`` is then either neutral or a copy of
-    an element on the same rank.
+    The result is ``src`` itself if possible. Otherwise, the result is the layout on the placement
+    of ``dst`` with S or B instead of P(max) that costs the fewest bytes to reach. The backward of
+    the conversion passes through this layout, because each element of ``dst`` is then either
+    neutral or a copy of an element on the same rank.
     """
     if not src.has_extremum and not any(elements_sent(src, dst, shape).values()):
         return src
@@ -111,5 +111,5 @@ def last_linear_layout(
 
 
 def format_steps(steps: Sequence[BoxingStep]) -> str:
-    """One line per step, or one line if there are no steps."""
+    """Return one line per step, or one line if there are no steps."""
     return "\n".join(str(step) for step in steps) or "nothing to do: the layouts are equal"

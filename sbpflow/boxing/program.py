@@ -1,6 +1,7 @@
-"""One rank's share of one step, compiled once: how to pack, sizes to exchange, how to unpack.
+"""Compiles one rank's share of one step: how to pack, the sizes to exchange, and how to unpack.
 
-Handles local tensors only; ``executor`` runs the collective between ``pack`` and ``unpack``.
+A program handles only local tensors; ``executor`` runs the collective between ``pack`` and
+``unpack``.
 """
 
 from collections.abc import Callable
@@ -39,25 +40,25 @@ from sbpflow.boxing.step import WIRE_DTYPES, BoxingStep, Collective, padded_part
 from sbpflow.errors import unknown_value
 from sbpflow.sbp.sbp import Partial, Reduction
 
-# A piece that stays on its rank skips the buffers if it has at least this size. For smaller ones
-# the extra calls cost more than the saved copies (benchmarks.boxing, gloo, 2 ranks).
+# A piece of at least this size that stays on its rank skips the buffers. For smaller pieces, the
+# extra calls cost more than the saved copies (benchmarks.boxing, gloo, 2 ranks).
 APART_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """``pack`` makes the send buffer from the part; ``unpack`` makes the result from the received.
+    """``pack`` makes the send buffer from the part; ``unpack`` makes the result from received data.
 
-    * ``group``: None if nothing is exchanged; then ``unpack`` takes the part itself. Otherwise it
-      takes a buffer of ``receive_shape``.
-    * ``keeps_received``: the receive buffer becomes the result, so it must not be a lent buffer.
-    * ``sizes``: the elements that an all-to-all receives from and sends to each rank of the group;
-      None if all are equal.
-    * ``comm_dtype``: the dtype as which buffers are sent, if not their own.
-    * ``stays``, ``add_own``: for an exchange that leaves out what this rank would send to itself.
-      ``stays`` copies that piece; if it is a term, ``add_own``, (part, received) -> result,
-      replaces ``unpack``.
-    * ``in_pairs``: this rank, if an all-to-all consists of messages between pairs of ranks.
+    * ``group`` is None if nothing is exchanged; then ``unpack`` gets the part itself. Otherwise,
+      ``unpack`` gets a buffer of ``receive_shape``.
+    * ``keeps_received`` means that the receive buffer becomes the result and must not be lent.
+    * ``sizes`` are the elements that an all-to-all receives from and sends to each rank of the
+      group; None if all are equal.
+    * ``comm_dtype`` is the dtype in which buffers are sent, or None for their own dtype.
+    * ``stays`` and ``add_own`` are for an exchange without the piece that this rank would send to
+      itself. ``stays`` copies that piece; if it is a term, ``add_own``, (part, received) ->
+      result, replaces ``unpack``.
+    * ``in_pairs`` is this rank if an all-to-all consists of messages between pairs of ranks.
     """
 
     step: BoxingStep
@@ -79,21 +80,21 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Stays:
-    """The box of the part that stays on its rank, copied straight into the result.
+    """The box of the part that stays on its rank and is copied directly into the result.
 
-    This saves the copies to the send buffer, from the backend to itself, and from the receive
-    buffer. The data of other ranks is received into ``run`` of the flat result, or copied from the
-    receive buffer by ``pieces``.
+    A direct copy saves the copies to the send buffer, from the backend to itself, and from the
+    receive buffer. The data of other ranks is received into ``run`` of the flat result, or copied
+    from the receive buffer by ``pieces``.
     """
 
     shape: Shape
-    cut: LocalFn  # takes the box from the part
-    put: LocalFn  # takes its place in the result
+    cut: LocalFn  # returns the box of the part
+    put: LocalFn  # returns the box's place in the result
     run: slice | None
     pieces: tuple[tuple[LocalFn, Piece], ...]
 
     def place(self, out: Tensor, received: Tensor) -> Tensor:
-        """``out``, with the received pieces copied into it."""
+        """Copy the received pieces into ``out`` and return it."""
         if self.run is None:
             for put, piece in self.pieces:
                 put(out).copy_(piece.of(received))
@@ -101,7 +102,10 @@ class Stays:
 
 
 def compile_step(step: BoxingStep, rank: int, *, in_pairs: bool = False) -> Program:
-    """The program of ``rank`` in ``step``; ``in_pairs``: all-to-alls as messages between pairs."""
+    """Return the program of ``rank`` in ``step``.
+
+    If ``in_pairs``, all-to-alls are messages between pairs of ranks.
+    """
     group = step.group_of(rank)
     base = Program(
         step=step,
@@ -123,14 +127,14 @@ def compile_step(step: BoxingStep, rank: int, *, in_pairs: bool = False) -> Prog
     if step.collective in ("all_to_all", "reduce_scatter"):
         return _exchange(base, rank, group)
     if step.collective == "none":
-        raise RuntimeError(f"{step.id}: ranks talk in groups without a collective")
+        raise RuntimeError(f"{step.id}: the step has groups but no collective")
     raise unknown_value("collective", step.collective, Collective)
 
 
 def _comm_dtype(dtype: torch.dtype) -> torch.dtype | None:
-    """A dtype of the same size that the backends support; None if they support ``dtype`` itself.
+    """Return a dtype of the same size that the backends support; None if they support ``dtype``.
 
-    Only for transfers that add nothing up, for which the bits are enough.
+    Only transfers without additions can use such a dtype, because they need only the bits.
     """
     if dtype in WIRE_DTYPES or dtype == torch.bool:
         return None
@@ -143,7 +147,7 @@ def _landed(base: Program, landing: Landing) -> Program:
 
 
 def reduction_of(step: BoxingStep) -> Reduction:
-    """The reduction of this step; sum if it has no terms."""
+    """Return the reduction of this step; sum if it has no terms."""
     ops: list[Reduction] = [
         s.op for s in (*step.src.nd_sbp, *step.dst.nd_sbp) if isinstance(s, Partial)
     ]
@@ -151,7 +155,7 @@ def reduction_of(step: BoxingStep) -> Reduction:
 
 
 def _nothing(part: Tensor) -> None:
-    """The result of a rank outside the destination."""
+    """Return None, the result of a rank outside the destination."""
     del part
 
 
@@ -184,7 +188,7 @@ def _all_gather(base: Program, rank: int, group: tuple[int, ...]) -> Program:
 
 
 def _exchange(base: Program, rank: int, group: tuple[int, ...]) -> Program:
-    """Send each rank of the group the box that it needs; terms are combined in rank order."""
+    """Send each rank of the group the box that it needs; combine terms in rank order."""
     step = base.step
     leaving = {move.dst: move for move in step.moves if move.src == rank}
     coming = {move.src: move for move in step.moves if move.dst == rank}
@@ -217,10 +221,10 @@ def _exchange(base: Program, rank: int, group: tuple[int, ...]) -> Program:
 
 
 def _all_equal(step: BoxingStep, group: tuple[int, ...]) -> bool:
-    """Whether every rank of the group sends every rank the same size, below ``APART_BYTES``.
+    """Return True if all ranks of the group send equal sizes below ``APART_BYTES`` to all ranks.
 
-    Then no sizes need to be passed to the collective. All ranks must decide alike, so this looks at
-    the whole group.
+    The collective then needs no sizes. All ranks must decide in the same way, so this function
+    checks the whole group.
     """
     inside = [move.numel for move in step.moves if move.src in group]
     return (
@@ -233,9 +237,10 @@ def _all_equal(step: BoxingStep, group: tuple[int, ...]) -> bool:
 def _leave_out_own(
     base: Program, rank: int, group: tuple[int, ...], sent: dict[int, Piece]
 ) -> Program | None:
-    """The exchange without this rank's own piece; None if that would cost an extra copy.
+    """Return the exchange without this rank's own piece; None if that would cost an extra copy.
 
-    It does not if the other pieces are still one range of the part, or must be packed anyway.
+    There is no extra copy if the other pieces are still one range of the part, or must be packed
+    anyway.
     """
     if rank not in sent or base.sizes is None or len(sent) < 2:
         return None
@@ -260,9 +265,10 @@ def _leave_out_own(
 def _staying_apart(
     base: Program, rank: int, own: Piece, received: dict[int, Piece], shape: Shape
 ) -> Program | None:
-    """Copy the own piece during the exchange; None if that would cost the others an extra copy.
+    """Copy the own piece during the exchange; return None if the others would need an extra copy.
 
-    It does not if they are received into one range of the result, or must be copied anyway.
+    The other pieces need no extra copy if they are received into one range of the result or must be
+    copied anyway.
     """
     coming = [piece for peer, piece in received.items() if peer != rank]
     run = run_of(coming, shape)
@@ -299,7 +305,7 @@ def _in_order(pieces: dict[int, Piece], shape: Shape) -> bool:
 def _pieces(
     moves: dict[int, BoxTransfer], group: tuple[int, ...], origin: Box | None
 ) -> tuple[dict[int, Piece], list[int]]:
-    """The pieces of a buffer with one range per rank of the group, and the size of each range."""
+    """Return the pieces of a buffer with one range per rank of the group, and the range sizes."""
     pieces: dict[int, Piece] = {}
     sizes: list[int] = []
     for rank in group:

@@ -1,7 +1,8 @@
-"""Finds the cheapest route between two layouts: a shortest path over steps, by bytes. Pure.
+"""Finds the cheapest route between two layouts: a shortest path over steps, by bytes sent.
 
-A step changes one axis, or goes directly to the destination. Its cost is the bytes of its
-collective plus a constant per collective, so that small tensors take fewer steps.
+A step changes one axis, or goes directly to the destination. The cost of a step is the bytes of its
+collective plus a constant per collective, so small tensors take fewer steps. The search is a pure
+function.
 """
 
 import heapq
@@ -17,7 +18,7 @@ from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, NdSbp, Partial, Sbp, Split
 
-# The fixed cost of a collective, in bytes: OneFlow's constant per transfer
+# The fixed cost of a collective in bytes is OneFlow's constant per transfer
 # (AUTO_PARALLEL_TRANSFER_COST, oneflow/core/framework/sbp_infer_util.cpp at 25c8978, 2025-08).
 COLLECTIVE_COST_BYTES = 16500
 
@@ -25,11 +26,11 @@ COLLECTIVE_COST_BYTES = 16500
 def cheapest_route(
     src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype, backend: str
 ) -> tuple[Layout, ...]:
-    """The layouts on the route, ends included. Ties go to fewer steps, then to listing order."""
-    # Dijkstra's algorithm: nodes are layouts, edges are steps, lengths are the bytes of the steps.
-    # A fixed table of routes is not enough, since the cheapest route depends on sizes:
-    # (P, S(0)) -> (B, B) may gather or reduce first. Queue entries are (cost, number of steps,
-    # listing order, route), so that all ranks, which plan independently, break ties alike.
+    """Return the layouts on the route, ends included. Ties go to fewer steps, then list order."""
+    # Use Dijkstra's algorithm: nodes are layouts, edges are steps, and lengths are the bytes of the
+    # steps. A fixed table of routes is not enough, because the cheapest route depends on sizes: (P,
+    # S(0)) -> (B, B) may gather or reduce first. Queue entries are (cost, number of steps, listing
+    # order, route), because all ranks plan independently and must break ties in the same way.
     values = _values(src, dst, shape)
     best: dict[Layout, float] = {}
     queue: list[tuple[int, int, int, tuple[Layout, ...]]] = [(0, 0, 0, (src,))]
@@ -47,11 +48,11 @@ def cheapest_route(
             price = step.total_bytes + COLLECTIVE_COST_BYTES * bool(step.groups)
             pushed += 1
             heapq.heappush(queue, (cost + price, len(route), pushed, (*route, after)))
-    raise SbpError(f"no route from {src} to {dst} for shape {list(shape)}")
+    raise SbpError(f"found no route from {src} to {dst} for shape {list(shape)}")
 
 
 def _values(src: Layout, dst: Layout, shape: tuple[int, ...]) -> tuple[Sbp, ...]:
-    """The sbps of an axis on the way: those of both ends, B, and a split of the longest dim."""
+    """Return sbps to try for an axis: the sbps of both ends, B, and a split of the longest dim."""
     longest = [Split(max(range(len(shape)), key=shape.__getitem__))] if shape else []
     return tuple(dict.fromkeys((*src.nd_sbp, *dst.nd_sbp, *longest, Broadcast())))
 
@@ -73,7 +74,7 @@ def _next_layouts(
 
 
 def layouts_before(src: Layout, dst: Layout, shape: tuple[int, ...]) -> Iterator[Layout]:
-    """Layouts that become ``dst`` without a transfer, with S or B for its P(max) and P(min)."""
+    """Yield layouts that become ``dst`` without a transfer; S or B replaces P(max) and P(min)."""
     linear = [v for v in _values(src, dst, shape) if not isinstance(v, Partial)]
     options = [
         linear if isinstance(sbp, Partial) and sbp.op != "sum" else [sbp] for sbp in dst.nd_sbp
@@ -81,14 +82,14 @@ def layouts_before(src: Layout, dst: Layout, shape: tuple[int, ...]) -> Iterator
     for layout in _legal(dst.placement, list(product(*options))):
         try:
             layout.check_user(shape)
-        except SbpError:  # a user's tensor must not leave ranks empty, on the way either
+        except SbpError:  # a user's tensor must not leave ranks empty, even in between
             continue
         if not any(elements_sent(layout, dst, shape).values()):
             yield layout
 
 
 def _arrivals(dst: Layout, values: tuple[Sbp, ...]) -> Iterator[NdSbp]:
-    """Layouts to arrive in on another placement: the destination, or with its B axes split."""
+    """Yield layouts to arrive in on another placement: the destination, or with B axes split."""
     options = [
         [sbp, *(v for v in values if isinstance(v, Split))] if isinstance(sbp, Broadcast) else [sbp]
         for sbp in dst.nd_sbp
@@ -105,12 +106,12 @@ def _legal(placement: Placement, candidates: list[NdSbp]) -> Iterator[Layout]:
     for nd_sbp in candidates:
         try:
             yield Layout(placement, nd_sbp)
-        except SbpError:  # explicit sizes for another axis
+        except SbpError:  # the explicit sizes are for another axis
             continue
 
 
 def _fits(layout: Layout, shape: tuple[int, ...]) -> bool:
-    """Whether every rank has a part; explicit sizes of nested splits may not add up."""
+    """Return True if every rank has a part; explicit sizes of nested splits may not add up."""
     try:
         for rank in layout.placement.ranks:
             layout.part_slices(shape, rank)

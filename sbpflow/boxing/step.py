@@ -1,6 +1,6 @@
 """One step of a conversion: its collective, the groups of ranks, and the bytes sent.
 
-Pure values. ``plan`` makes lists of steps, and ``executor`` runs them.
+Steps are pure values. ``plan`` makes lists of steps, and ``executor`` runs them.
 """
 
 from dataclasses import dataclass
@@ -17,12 +17,13 @@ from sbpflow.sbp.sbp import Broadcast, Partial, Sbp, Split, balanced_sizes
 Collective = Literal["none", "all_gather", "all_to_all", "reduce_scatter", "all_reduce"]
 Groups = tuple[tuple[int, ...], ...]
 
-# An all-gather pads all parts to the largest. With more padding than this, an all-to-all, which
-# sends exact sizes, is used instead. Balanced splits, whose parts differ by at most one, are always
-# padded.
+# An all-gather pads all parts to the size of the largest. If padding would exceed this share, an
+# all-to-all sends exact sizes instead. The parts of balanced splits differ by at most one and are
+# always padded.
 MAX_PADDING = 0.25
 
-# The dtypes of gloo and NCCL (torch 2.13); terms of other dtypes are exchanged and added locally.
+# gloo and NCCL support these dtypes (torch 2.13); terms of other dtypes are exchanged and then
+# added locally.
 WIRE_DTYPES = frozenset(
     {
         torch.float64,
@@ -35,18 +36,19 @@ WIRE_DTYPES = frozenset(
         torch.uint8,
     }
 )
-# The dtypes that torch can add and compare on all devices; P requires one of these.
+# torch can add and compare these dtypes on all devices; P requires one of these dtypes.
 TERM_DTYPES = WIRE_DTYPES | {torch.int16}
-# For a dtype without addition, a dtype with addition that can represent all its values.
+# ``_WIDER`` maps a dtype without addition to a dtype with addition that can represent all its
+# values.
 _WIDER = {torch.bool: torch.int8, torch.uint16: torch.int32, torch.uint32: torch.int64}
 
 
 @dataclass(frozen=True, kw_only=True)
 class BoxingStep:
-    """One step; ``shape`` and ``dtype`` are those of the full tensor.
+    """One step of a conversion; ``shape`` and ``dtype`` describe the full tensor.
 
     ``groups`` are disjoint, each in rank order; ranks communicate only within their group.
-    ``collective`` is the one that runs on the backend of the plan. ``id`` is
+    ``collective`` is the collective that runs on the backend of the plan. ``id`` is
     "<owner>/<fwd|bwd>/<n>".
     """
 
@@ -59,21 +61,21 @@ class BoxingStep:
     groups: Groups
 
     def bytes_sent(self, rank: int) -> int:
-        """The bytes that ``rank`` sends to other ranks; 0 for a rank outside the step."""
+        """Return the bytes that ``rank`` sends to other ranks; 0 for a rank outside the step."""
         return self._bytes_by_rank.get(rank, 0)
 
     @property
     def total_bytes(self) -> int:
-        """The bytes sent by all ranks."""
+        """Return the bytes sent by all ranks."""
         return sum(self._bytes_by_rank.values())
 
     @cached_property
     def moves(self) -> tuple[BoxTransfer, ...]:
-        """All transfers of boxes, including those from a rank to itself."""
+        """Return all transfers of boxes, including transfers from a rank to itself."""
         return find_moves(self.src, self.dst, self.shape)
 
     def group_of(self, rank: int) -> tuple[int, ...] | None:
-        """The group of ``rank``, or None if it does not communicate."""
+        """Return the group of ``rank``, or None if it does not communicate."""
         return next((group for group in self.groups if rank in group), None)
 
     @cached_property
@@ -92,7 +94,7 @@ class BoxingStep:
         if self.collective == "all_gather":
             return ((size - 1) * padded_part(self.src, self.shape, group),) * size
         if self.collective in ("reduce_scatter", "all_reduce"):
-            # In a ring a rank sends all but 1/size of the part, once to reduce, once to gather.
+            # In a ring, a rank sends all but 1/size of the part, once to reduce and once to gather.
             rounds = 2 if self.collective == "all_reduce" else 1
             whole = numel(self.src.part_slices(self.shape, group[0]) or ())
             return balanced_sizes(rounds * (size - 1) * whole, size)
@@ -122,7 +124,7 @@ def check_dtype(layout: Layout, dtype: torch.dtype) -> None:
 def make_step(
     id: str, src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype, backend: str
 ) -> BoxingStep:
-    """One step, with the collective that suits ``backend``."""
+    """Return one step with the collective that suits ``backend``."""
     collective: Collective = "none"
     groups: Groups = ()
     if any(elements_sent(src, dst, shape).values()):
@@ -147,11 +149,11 @@ def make_step(
 def _groups_of(
     src: Layout, dst: Layout, shape: tuple[int, ...]
 ) -> tuple[Groups, set[tuple[Sbp, Sbp]]]:
-    """The groups, and the (src, dst) sbps of the axes within them; empty across placements.
+    """Return the groups, and the (src, dst) sbps of the axes within them; empty across placements.
 
-    On one placement the groups are the lines (or planes) along the axes that change, or the whole
-    placement if a transfer would leave them. They do not depend on sizes if that can be avoided, so
-    a short batch does not need new process groups.
+    On one placement, the groups are the lines (or planes) along the axes that change, or the whole
+    placement if a transfer would leave them. If possible, the groups do not depend on sizes, so
+    that a short batch does not need new process groups.
     """
     if src.placement != dst.placement:
         return (tuple(sorted({*src.placement.ranks, *dst.placement.ranks})),), set()
@@ -191,7 +193,7 @@ def _choose_collective(
 
 
 def padded_part(layout: Layout, shape: tuple[int, ...], group: tuple[int, ...]) -> int:
-    """Elements of the largest part in ``group``."""
+    """Return the number of elements of the largest part in ``group``."""
     return max(numel(layout.part_slices(shape, rank) or ()) for rank in group)
 
 

@@ -1,1 +1,1 @@
-"""Checkpoints without layout: bytes and JSON by logical name, for any number of ranks."""
+"""Checkpoints that any number of ranks can load: bytes and JSON by logical tensor name."""

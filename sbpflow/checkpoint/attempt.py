@@ -1,6 +1,7 @@
-"""Writing one checkpoint on all ranks: each rank reports what it wrote, and rank 0 completes it.
+"""Writes one checkpoint on all ranks: each rank reports what it wrote, and rank 0 completes it.
 
-Reports go through a store, with a deadline. There are no collectives here, so any thread may save.
+Reports go through a key-value store, with a deadline. This module issues no collectives, so any
+thread may save.
 """
 
 import json
@@ -20,14 +21,14 @@ from sbpflow.checkpoint.write import named
 from sbpflow.errors import CheckpointError
 from sbpflow.runtime.processes.store import TimedStore
 
-_FIRST_POLL_S, _LAST_POLL_S = 0.001, 0.1  # a small checkpoint is written in milliseconds
+_FIRST_POLL_S, _LAST_POLL_S = 0.001, 0.1  # a small checkpoint takes milliseconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """A logical tensor without its values; the same on all ranks.
+    """Describes a logical tensor without its values; the same on all ranks.
 
-    If ``by_key``, the number of rows is known only when all ranks have reported theirs; the rows
+    If ``by_key``, the number of rows is known only when all ranks have reported theirs. The rows
     are saved in rank order.
     """
 
@@ -37,7 +38,7 @@ class TensorSpec:
     by_key: bool = False
 
     def saved(self, pieces: Sequence[Piece]) -> SavedTensor:
-        """The tensor with the pieces of all ranks, in rank order."""
+        """Return the tensor with the pieces of all ranks, in rank order."""
         shape = self.shape
         if self.by_key:
             ends = list(accumulate((piece.place.num_rows for piece in pieces), initial=0))
@@ -56,9 +57,9 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """The checkpoint of ``step`` in ``folder``, as seen by one of ``size`` ranks.
+    """Writes the checkpoint of ``step`` in ``folder`` as one of ``size`` ranks.
 
-    ``nonce``, hexadecimal, is unique among all attempts in the folder.
+    The hexadecimal ``nonce`` is unique among all attempts in the folder.
     """
 
     folder: Path
@@ -73,7 +74,7 @@ class Attempt:
     documents: Mapping[str, Any]
 
     def file(self) -> Path:
-        """The file that this rank writes; makes its folder."""
+        """Create the folder of the file that this rank writes, and return the file's path."""
         with named(self._partial):
             self._partial.mkdir(exist_ok=True)
         return self._partial / f"rank-{self.rank}.bin"
@@ -87,14 +88,14 @@ class Attempt:
         self._post(self._key(self.rank), {"pieces": listed, "size": size})
 
     def give_up(self, reason: str) -> None:
-        """Report that this rank could not write."""
+        """Report that this rank could not write its file."""
         self._post(self._key(self.rank), {"refused": reason})
 
     def finish(self) -> Path:
-        """Wait until the checkpoint is complete; returns its folder.
+        """Wait until the checkpoint is complete; return its folder.
 
-        CheckpointError, on every rank, with the reason of a rank that could not write, or naming
-        the ranks that did not report in time.
+        Raise CheckpointError on every rank if a rank could not write or did not report in time. The
+        message gives the reason or names the missing ranks.
         """
         if self.rank == 0:
             try:
@@ -105,7 +106,7 @@ class Attempt:
                 shutil.rmtree(self._partial, ignore_errors=True)
             self._post(self._done, {"refused": reason})
         elif self._await([self._done], self.deadline_s + 5.0):
-            raise CheckpointError(f"{self._target}: rank 0 did not complete it in time")
+            raise CheckpointError(f"{self._target}: rank 0 did not complete the checkpoint in time")
         else:
             reason = self._read(self._done)["refused"]
         if reason:
@@ -113,7 +114,7 @@ class Attempt:
         return self._target
 
     def _complete(self) -> str:
-        """On rank 0, write the index from all reports; returns "" or why it could not."""
+        """Write the index from all reports on rank 0; return "" or why the index is not written."""
         keys = [self._key(rank) for rank in range(self.size)]
         if missing := self._await(keys, self.deadline_s):
             ranks = [rank for rank in range(self.size) if self._key(rank) in missing]
@@ -122,7 +123,7 @@ class Attempt:
                 "(parallel.timeout_s); earlier checkpoints are unchanged"
             )
         reports = [self._read(key) for key in keys]
-        self.store.forget(keys)  # a long run has thousands of reports, with a CRC per block each
+        self.store.forget(keys)  # the thousands of reports of a long run would fill the store
         for rank, report in enumerate(reports):
             if "refused" in report:
                 return f"rank {rank}: {report['refused']}"
@@ -164,7 +165,7 @@ class Attempt:
         return json.loads(self.store.get(key))
 
     def _await(self, keys: Sequence[str], limit_s: float) -> list[str]:
-        """Wait for keys; returns those that are still missing after ``limit_s``."""
+        """Wait for keys; return the keys that are still missing after ``limit_s``."""
         end, pause_s = time.monotonic() + limit_s, _FIRST_POLL_S
         missing = list(keys)
         while missing := [key for key in missing if not self.store.check([key])]:

@@ -1,6 +1,6 @@
-"""The text of ``sbpflow checkpoint ls | verify | diff | prune``.
+"""Produces the text of ``sbpflow checkpoint ls | verify | diff | prune``.
 
-Reads and removes checkpoints; does not load them into a job.
+The commands read and remove checkpoints, but do not load them into a job.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,15 +19,15 @@ from sbpflow.runtime.files.run_folder import CHECKPOINTS_FOLDER, LOCK_FILE
 
 
 def checkpoint_folder(path: Path) -> Path:
-    """The folder of checkpoints of ``path``, which is that folder or a run folder."""
+    """Return ``path`` if it is a folder of checkpoints, else the checkpoint folder of that run."""
     inside = path / CHECKPOINTS_FOLDER
     return inside if inside.is_dir() and not list_checkpoints(path) else path
 
 
 def checkpoints_of(path: Path) -> list[Path]:
-    """``path`` if it is a checkpoint, else the checkpoints in it or in a run folder, newest first.
+    """Return [``path``] if it is a checkpoint, else the checkpoints in the folder, newest first.
 
-    CheckpointError if there are none.
+    The folder can be a run folder. Raise CheckpointError if the folder has no checkpoints.
     """
     paths = list_checkpoints(checkpoint_folder(path))
     if not paths and (path / INDEX_FILE).exists():
@@ -41,7 +41,7 @@ def checkpoints_of(path: Path) -> list[Path]:
 
 
 def list_text(path: Path) -> str:
-    """One line per checkpoint, newest first: step, size, tensors, or what is wrong with it."""
+    """Return a line per checkpoint, newest first: step, size, and tensors, or its fault."""
     lines = [f"{'checkpoint':<16} {'written':<16} {'size':>12} {'tensors':>8}  state"]
     for folder in checkpoints_of(path):
         try:
@@ -59,7 +59,7 @@ def list_text(path: Path) -> str:
 
 
 def _describe(checkpoint: Checkpoint) -> str:
-    """The run, the number of ranks that wrote it, and whether it has the best score so far."""
+    """Describe the run, the number of ranks that wrote it, and its score if it is the best."""
     text = f"run {checkpoint.run}, written by {len(checkpoint.index.files)} ranks"
     best = checkpoint.documents.get("best")
     if isinstance(best, dict) and best.get("step") == checkpoint.step:
@@ -68,14 +68,14 @@ def _describe(checkpoint: Checkpoint) -> str:
 
 
 def verify_text(path: Path) -> tuple[str, bool]:
-    """Read every byte of every checkpoint; returns a line for each, and whether all are intact."""
+    """Read every byte of every checkpoint; return a line for each and whether all are intact."""
     lines: list[str] = []
     intact = True
     for folder in checkpoints_of(path):
         try:
             checkpoint = checked(folder)
             checkpoint.verify()
-            lines.append(f"ok      {folder}: {checkpoint.num_bytes:,} bytes are intact")
+            lines.append(f"ok      {folder}: all {checkpoint.num_bytes:,} bytes are intact")
         except CheckpointError as error:
             intact = False
             lines.append(f"DAMAGED {error}")
@@ -83,7 +83,7 @@ def verify_text(path: Path) -> tuple[str, bool]:
 
 
 def diff_text(left_path: Path, right_path: Path) -> tuple[str, bool]:
-    """The differences of two checkpoints, by tensor and document, and whether there are none."""
+    """Return two checkpoints' differences by tensor and document, and True if there are none."""
     left, right = checked(checkpoints_of(left_path)[0]), checked(checkpoints_of(right_path)[0])
     lines = [f"{left.path} (step {left.step}) and {right.path} (step {right.step})"]
     lines += _missing(left, right) + _missing(right, left)
@@ -104,7 +104,7 @@ def _missing(left: Checkpoint, right: Checkpoint) -> list[str]:
 
 
 def _tensor_diff(left: Checkpoint, right: Checkpoint, name: str) -> str:
-    """How the tensor differs; "" if it is equal. NaN equals NaN."""
+    """Describe how the tensor differs; return "" if it is equal. NaN equals NaN."""
     saved, other = left.saved(name), right.saved(name)
     if (saved.shape, saved.dtype) != (other.shape, other.dtype):
         return f"{saved.dtype} {list(saved.shape)} and {other.dtype} {list(other.shape)}"
@@ -133,7 +133,7 @@ def _row_blocks(saved: SavedTensor) -> Iterator[slice]:
 
 
 def _document_diff(key: str, left: object, right: object) -> Iterator[str]:
-    """``key: value -> value`` for every difference, with long values shortened."""
+    """Yield ``key: value -> value`` for every difference, with long values shortened."""
     if isinstance(left, dict) and isinstance(right, dict):
         old, new = cast("Mapping[str, Any]", left), cast("Mapping[str, Any]", right)
         for name in dict.fromkeys([*old, *new]):
@@ -148,13 +148,13 @@ def _document_diff(key: str, left: object, right: object) -> Iterator[str]:
 
 
 def prune(path: Path, keep: int, *, dry_run: bool) -> list[str]:
-    """Remove all but the ``keep`` newest good checkpoints; returns one line per checkpoint.
+    """Remove all but the ``keep`` newest good checkpoints; return one line per checkpoint.
 
-    Damaged checkpoints are listed but neither removed nor counted. ConfigError if ``keep`` is less
-    than 1, or a run is saving to the folder.
+    Damaged checkpoints are listed but neither removed nor counted. Raise ConfigError if ``keep`` is
+    less than 1, or if a run is saving to the folder.
     """
     if keep < 1:
-        raise ConfigError(f"--keep: must be 1 or more, got {keep}; for example --keep 3")
+        raise ConfigError(f"--keep: must be 1 or more, got {keep}; use, for example, --keep 3")
     paths = checkpoints_of(path)
     try:
         with hold(paths[0].parent / LOCK_FILE):
@@ -162,7 +162,7 @@ def prune(path: Path, keep: int, *, dry_run: bool) -> list[str]:
     except HeldError as error:
         raise ConfigError(
             f"{paths[0].parent}: a run is saving there{error} and applies checkpoint.keep itself; "
-            "prune after it has ended"
+            "wait until the run has ended, then prune"
         ) from error
 
 

@@ -1,6 +1,7 @@
-"""The folder of a run's checkpoints ``step-N``, each written under another name until complete.
+"""Manages the folder of a run's checkpoints ``step-N``.
 
-Lists the checkpoints, finds the newest good one, and removes old ones.
+A checkpoint has another name until it is complete. This module lists the checkpoints, finds the
+newest good one, and removes old ones.
 """
 
 import logging
@@ -17,29 +18,29 @@ from sbpflow.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-DATA_FOLDER = "data"  # the run's data set without its rows, to predict new raw rows
+DATA_FOLDER = "data"  # data set metadata without rows, used to predict raw rows
 _STEP = re.compile(r"step-(\d+)")
 _REPLACED = re.compile(r"\.replaced-(step-\d+)")
 _PARTIAL = re.compile(r"\.step-\d+\.partial-[0-9a-f]+|\.removed-step-\d+|\.run\.json\.new")
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """The folder of the checkpoint of ``step``."""
+    """Return the folder of the checkpoint of ``step``."""
     return folder / f"step-{step}"
 
 
 def data_folder(checkpoint: Path) -> Path:
-    """The folder next to a checkpoint with the manifest and vocabularies of its training data."""
+    """Return the folder next to a checkpoint that has its data's manifest and vocabularies."""
     return checkpoint.parent / DATA_FOLDER
 
 
 def partial_folder(folder: Path, step: int, nonce: str) -> Path:
-    """The folder of an incomplete checkpoint; the hexadecimal ``nonce`` identifies the attempt."""
+    """Return the folder of an incomplete checkpoint; the hexadecimal ``nonce`` makes it unique."""
     return folder / f".step-{step}.partial-{nonce}"
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The folders ``step-N`` in ``folder``, complete or damaged, newest first."""
+    """Return the folders ``step-N`` in ``folder``, complete or damaged, newest first."""
     if not folder.is_dir():
         return []
     paths = [path for path in folder.iterdir() if _STEP.fullmatch(path.name)]
@@ -47,10 +48,11 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def good_checkpoints(folder: Path, *, run: str | None = None) -> Iterator[Checkpoint]:
-    """The checkpoints whose index is valid and whose files are complete, newest first.
+    """Yield the checkpoints with a valid index and complete files, newest first.
 
-    Logs a warning for, and skips, a checkpoint that is damaged, belongs to a run other than
-    ``run``, or has a step that differs from its name. Its bytes are checked only when read.
+    Skip checkpoints that are damaged, belong to a run other than ``run``, or have a step that
+    differs from their names; log a warning for each. The checksums are verified only when tensors
+    are read.
     """
     for path in list_checkpoints(folder):
         try:
@@ -60,12 +62,12 @@ def good_checkpoints(folder: Path, *, run: str | None = None) -> Iterator[Checkp
 
 
 def checked(path: Path, *, run: str | None = None) -> Checkpoint:
-    """Open the checkpoint at ``path``; it must have the step in its name and belong to ``run``."""
+    """Open the checkpoint at ``path``; verify that its step matches its name, and its run."""
     checkpoint = open_checkpoint(path)
     if _STEP.fullmatch(path.name) and step_of(path) != checkpoint.step:
         raise CheckpointError(
-            f"{path}: has the checkpoint of step {checkpoint.step}; put the right files there, or "
-            f"rename it to step-{checkpoint.step}"
+            f"{path}: contains the checkpoint of step {checkpoint.step}; put the right files there "
+            f"or rename it to step-{checkpoint.step}"
         )
     if run is not None and checkpoint.run != run:
         raise CheckpointError(
@@ -78,7 +80,7 @@ def checked(path: Path, *, run: str | None = None) -> Checkpoint:
 def publish(folder: Path, partial: Path, index: Index) -> Path:
     """Write the index into ``partial``, whose files are on disk, and rename it to ``step-N``.
 
-    A crash leaves either a complete checkpoint or none. An existing one of the same step is
+    A crash leaves either a complete checkpoint or none. An existing checkpoint of the same step is
     replaced.
     """
     target = step_folder(folder, index.step)
@@ -86,7 +88,7 @@ def publish(folder: Path, partial: Path, index: Index) -> Path:
         write_synced(partial / INDEX_FILE, to_json(index))
         sync_folder(partial)
         if target.exists():
-            aside = folder / f".replaced-step-{index.step}"  # ``tidy`` knows that it is complete
+            aside = folder / f".replaced-step-{index.step}"  # ``tidy`` recognizes it as complete
             target.rename(aside)
             partial.rename(target)
             _remove(aside)
@@ -99,7 +101,7 @@ def publish(folder: Path, partial: Path, index: Index) -> Path:
 
 
 def keep_only(folder: Path, *, newest: int, step: int, and_step: int | None) -> None:
-    """Remove checkpoints up to ``step``, except the ``newest`` ones and that of ``and_step``."""
+    """Remove checkpoints up to ``step``, except the ``newest`` ones and step ``and_step``."""
     paths = [path for path in list_checkpoints(folder) if step_of(path) <= step]
     for path in paths[newest:]:
         if step_of(path) != and_step:
@@ -107,12 +109,12 @@ def keep_only(folder: Path, *, newest: int, step: int, and_step: int | None) -> 
 
 
 def step_of(path: Path) -> int:
-    """The step in the name of a checkpoint's folder."""
+    """Return the step in the name of a checkpoint's folder."""
     return int(path.name.removeprefix("step-"))
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Rename, then remove, so that a crash does not leave a partial checkpoint under ``path``."""
+    """Rename, then remove, so that a crash does not leave a partial checkpoint at ``path``."""
     aside = path.with_name(f".removed-{path.name}")
     _remove(aside)
     path.rename(aside)
@@ -120,10 +122,10 @@ def remove_checkpoint(path: Path) -> None:
 
 
 def tidy(folder: Path) -> list[str]:
-    """Clean up after a killed run; returns the names of the removed entries.
+    """Clean up after a killed run; return the names of the removed entries.
 
-    Removes incomplete files, and restores a checkpoint that was being replaced. No run may be
-    writing to the folder.
+    Remove incomplete files, and restore a checkpoint whose replacement was interrupted. A run must
+    not be writing to the folder.
     """
     removed: list[str] = []
     for path in sorted(folder.iterdir()):
@@ -148,7 +150,7 @@ def write_synced(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """fsync ``folder`` itself, so that its entries survive a crash."""
+    """Call fsync on ``folder`` itself, so that its entries survive a crash."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

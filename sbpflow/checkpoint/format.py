@@ -1,9 +1,10 @@
-"""The format of a checkpoint: writes and reads its index. Does not handle tensor data.
+"""Writes and reads the index of a checkpoint, without tensor data.
 
-A checkpoint is a folder with ``index.json`` and binary files. For every logical tensor the index
+A checkpoint is a folder with ``index.json`` and binary files. For every logical tensor, the index
 has the full shape and the pieces that cover it: the rectangle of each piece, its file and offset,
-and a CRC32 per block. The index does not depend on ranks or layouts, and has a digest of itself.
-Reading is safe for untrusted files: JSON and bytes only, nothing is executed or imported.
+and a CRC32 per block. The index does not depend on ranks or layouts, and includes a digest of its
+own content. Reading untrusted files is safe: they contain only JSON and bytes, and nothing is
+executed or imported.
 """
 
 import hashlib
@@ -24,7 +25,7 @@ from sbpflow.runtime.files.json_file import is_count, object_of, parse_json, why
 FORMAT = "sbpflow-checkpoint"
 VERSION = 1
 INDEX_FILE = "index.json"
-BLOCK_BYTES = 8 * 2**20  # bytes of a piece per CRC; a multiple of every item size
+BLOCK_BYTES = 8 * 2**20  # size of the blocks with one CRC; a multiple of every item size
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -43,7 +44,7 @@ _FILE_NAME = re.compile(r"rank-\d+\.bin")
 class Place:
     """A rectangle [row_start:row_stop, col_start:col_stop] of a logical tensor.
 
-    Columns are all dims after the first, flattened; a tensor of one dim has one column.
+    The columns are all dims after the first, flattened. A 1-d tensor has one column.
     """
 
     row_start: int
@@ -64,7 +65,7 @@ class Place:
         return self.num_rows * self.num_columns
 
     def common(self, other: "Place") -> "Place | None":
-        """The intersection; ``None`` if it is empty."""
+        """Return the intersection, or ``None`` if it is empty."""
         both = Place(
             max(self.row_start, other.row_start),
             min(self.row_stop, other.row_stop),
@@ -76,7 +77,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """The bytes of ``place``, row by row, which start at byte ``offset`` of ``file``.
+    """Refers to the bytes of ``place``, row by row, from byte ``offset`` of ``file`` on.
 
     ``crc32`` has one checksum per ``BLOCK_BYTES``; the last block may be shorter.
     """
@@ -91,8 +92,8 @@ class Piece:
 class SavedTensor:
     """A logical tensor: its full ``shape``, and pieces that cover it without gaps or overlaps.
 
-    ``column_starts`` is set for state with one value per row and column shard: the first column of
-    each shard in the table.
+    ``column_starts`` has the first table column of each shard; it is set only for state with one
+    value per row and column shard.
     """
 
     shape: tuple[int, ...]
@@ -110,7 +111,7 @@ class Index:
     """Everything in a checkpoint except the bytes of its tensors.
 
     ``run`` is the ID of the run that wrote it, ``files`` has the size of every file in bytes, and
-    ``documents`` has further JSON values: configuration, plan, cursor and so on.
+    ``documents`` has further JSON values, such as configuration, plan, and cursor.
     """
 
     step: int
@@ -121,12 +122,12 @@ class Index:
 
 
 def whole_of(shape: Sequence[int]) -> Place:
-    """The rectangle that is a whole tensor of this shape."""
+    """Return the rectangle that covers a whole tensor of this shape."""
     return Place(0, shape[0] if shape else 1, 0, math.prod(shape[1:]))
 
 
 def to_json(index: Index) -> str:
-    """The text of the index file, which ``from_json`` reads back."""
+    """Return the text of the index file; ``from_json`` reads it."""
     content = {
         "step": index.step,
         "run": index.run,
@@ -141,7 +142,7 @@ def to_json(index: Index) -> str:
 
 
 def from_json(text: str, path: Path) -> Index:
-    """The index from the text of ``to_json``; CheckpointError, naming ``path``, for other text."""
+    """Parse the text of ``to_json``; for other text, raise CheckpointError with ``path``."""
     try:
         return _parse(text)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -152,12 +153,12 @@ def from_json(text: str, path: Path) -> Index:
 
 
 def piece_to_json(piece: Piece) -> list[Any]:
-    """[file, offset, row start, row stop, column start, column stop, CRCs]."""
+    """Return [file, offset, row start, row stop, column start, column stop, CRCs]."""
     return [piece.file, piece.offset, *astuple(piece.place), list(piece.crc32)]
 
 
 def piece_from_json(value: Sequence[Any]) -> Piece:
-    """The inverse of ``piece_to_json``; ValueError for a value of another form."""
+    """Invert ``piece_to_json``; raise ValueError for a malformed value."""
     file, *numbers, crc32 = value
     if not isinstance(file, str) or not _FILE_NAME.fullmatch(file):
         _wrong(f"{file!r} is not a file name of the form rank-N.bin")
@@ -168,26 +169,27 @@ def piece_from_json(value: Sequence[Any]) -> Piece:
 
 
 def _parse(text: str) -> Index:
-    # A document may contain infinity, such as a watched loss; its reader checks that.
+    # A document may contain infinity, such as an infinite loss; the code that reads the document
+    # checks its values.
     tree = object_of(parse_json(text, finite=False), "the file")
     if tree["format"] != FORMAT:
         _wrong(f"its format is {tree['format']!r}, not {FORMAT}")
     if type(tree["version"]) is not int or tree["version"] != VERSION:
-        _wrong(f"its version is {tree['version']!r}, this program reads version {VERSION}")
+        _wrong(f"its version is {tree['version']!r}, but this program reads {VERSION}")
     content = tree["content"]
     if _digest(content) != tree["sha256"]:
         _wrong("its checksum does not match: it was changed after it was written")
     if content["byte_order"] != sys.byteorder:
-        _wrong(f"it was written on a {content['byte_order']}-endian machine")
+        _wrong(f"its byte order is {content['byte_order']}, not {sys.byteorder} as on this machine")
     if content["block_bytes"] != BLOCK_BYTES:
-        _wrong(f"its block_bytes is {content['block_bytes']!r}, this program reads {BLOCK_BYTES}")
+        _wrong(f"its block_bytes is {content['block_bytes']!r}, not {BLOCK_BYTES}")
     files = {name: _count(size) for name, size in content["files"].items()}
     tensors = {
         name: _tensor_from_json(name, value, files) for name, value in content["tensors"].items()
     }
     documents = object_of(content["documents"], "documents")
     if not isinstance(content["run"], str):
-        _wrong(f"run {content['run']!r} is not a name")
+        _wrong(f"its run is {content['run']!r}, not a string")
     return Index(
         step=_count(content["step"]),
         run=content["run"],
@@ -229,15 +231,15 @@ def _tensor_from_json(name: str, value: Mapping[str, Any], files: Mapping[str, i
 
 
 def cover_fault(whole: Place, places: Sequence[Place]) -> str:
-    """Why ``places`` do not tile ``whole``; "" if they do."""
+    """Return why ``places`` do not tile ``whole``, or "" if they do."""
     area = sum(place.num_elements for place in places)
     if area != whole.num_elements:
-        return f"its pieces have {area} elements of {whole.num_elements}"
+        return f"its pieces have {area} elements, but the tensor has {whole.num_elements}"
     for place in places:
         if place.common(whole) != place and place.num_elements:
             return f"{place} lies outside {whole}"
-    # Sweep down the rows, comparing each place only with those that reach its first row: comparing
-    # all pairs would be quadratic in the number of pieces.
+    # Sweep down the rows and compare each place only with the places that reach its first row.
+    # Comparing all pairs would be quadratic in the number of pieces.
     reaching: list[Place] = []
     for place in sorted(places):
         reaching = [other for other in reaching if other.row_stop > place.row_start]

@@ -1,4 +1,4 @@
-"""Compiled loop over the marks of an undo log; imported only if numba is installed."""
+"""Compiled loop over the marks of an undo log. Import this module only if numba is installed."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from sbpflow.runtime.compute.compiled import Array, compiled
 
 @compiled
 def take_marked(rows: Array, marks: Array, taken: Array) -> int:
-    """As ``marks.take_marked_by_numpy``, in one pass."""
+    """Do the same as ``marks.take_marked_by_numpy``, in one pass."""
     count = 0
     for i in range(rows.size):
         row = np.uint64(rows[i])

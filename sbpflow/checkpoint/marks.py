@@ -1,4 +1,4 @@
-"""Marks for the rows of a storage that still have to be written, cleared as they are logged."""
+"""Marks the rows of a store that are not yet written, and clears the marks of logged rows."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -13,9 +13,9 @@ TakeMarked = Callable[[Rows, NDArray[np.bool], NDArray[np.int64]], int]
 
 
 def take_marked_by_numpy(rows: Rows, marks: NDArray[np.bool], taken: NDArray[np.int64]) -> int:
-    """Write the marked ones of ``rows`` to ``taken``, each once, and clear their marks.
+    """Write the marked rows among ``rows`` to ``taken``, each once, and clear their marks.
 
-    Returns their number. Rows beyond the last mark are not marked.
+    Return their number. Row numbers beyond the last mark have no mark.
     """
     rows = rows[rows < marks.size]
     rows = np.unique(rows[marks[rows]])
@@ -25,10 +25,10 @@ def take_marked_by_numpy(rows: Rows, marks: NDArray[np.bool], taken: NDArray[np.
 
 
 def choose_take_marked() -> TakeMarked:
-    """The loop compiled by numba if it is installed, else the numpy version.
+    """Return the loop compiled by numba if numba is installed, else the NumPy version.
 
-    Compiled, it takes 0.1 ms for 16,000 rows where numpy takes 0.8, which is most of what a log
-    costs during a step. The compilation is done when this returns.
+    For 16,000 rows, the compiled loop takes 0.1 ms and NumPy takes 0.8 ms. The 0.8 ms are most of
+    the cost of logging during a step. The loop is already compiled when this function returns.
     """
     if find_spec("numba") is None:
         return take_marked_by_numpy

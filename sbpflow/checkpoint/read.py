@@ -1,7 +1,7 @@
-"""Reads a checkpoint: whole tensors or rectangles of them, every block checked before it is used.
+"""Reads a checkpoint: whole tensors or rectangles of them; every block is verified before use.
 
-Reading converts to the requested dtype, and needs the memory of one block in addition to the
-result. JSON and bytes only: nothing in a checkpoint is imported or executed.
+Reading converts to the requested dtype and needs the memory of one block in addition to the result.
+A checkpoint contains only JSON and bytes; nothing in it is imported or executed.
 """
 
 import os
@@ -27,9 +27,9 @@ from sbpflow.runtime.files.json_file import JsonError, read_text
 
 
 def open_checkpoint(path: str | Path) -> "Checkpoint":
-    """Open the checkpoint in folder ``path``; checks its index and the sizes of its files.
+    """Open the checkpoint in folder ``path``; check its index and the sizes of its files.
 
-    Raises CheckpointError, which names the file, what is wrong with it, and what to do.
+    Raise CheckpointError with the name of the file, its fault, and a remedy.
     """
     folder = Path(path)
     file = folder / INDEX_FILE
@@ -40,7 +40,7 @@ def open_checkpoint(path: str | Path) -> "Checkpoint":
         fault = f"has no {INDEX_FILE}" if exists else "does not exist"
         example = folder / "step-1000" if exists else "runs/train/checkpoints/step-1000"
         raise CheckpointError(
-            f"{folder}: {fault}; give the folder of one checkpoint, for example {example}"
+            f"{folder}: {fault}; give the folder of one checkpoint (for example, {example})"
         ) from error
     except JsonError as error:
         raise CheckpointError(f"{error}; use another checkpoint") from error
@@ -58,27 +58,27 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """The number of steps trained at the time of the checkpoint."""
+        """Return the number of trained steps at the time of the checkpoint."""
         return self.index.step
 
     @property
     def run(self) -> str:
-        """The ID of the run that wrote it."""
+        """Return the ID of the run that wrote the checkpoint."""
         return self.index.run
 
     @property
     def tensors(self) -> Mapping[str, SavedTensor]:
-        """Shape, dtype and pieces of every logical tensor."""
+        """Return the shape, dtype, and pieces of every logical tensor."""
         return self.index.tensors
 
     @property
     def documents(self) -> Mapping[str, Any]:
-        """Further JSON values, such as the configuration."""
+        """Return the other JSON values of the checkpoint, such as the configuration."""
         return self.index.documents
 
     @property
     def num_bytes(self) -> int:
-        """The total size of its files, without the index."""
+        """Return the total size of the checkpoint's files without the index."""
         return sum(self.index.files.values())
 
     def tensor(
@@ -88,10 +88,10 @@ class Checkpoint:
         columns: slice | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """The tensor ``name`` on the CPU, or some of its rows: [rows, ...].
+        """Return the tensor ``name`` on the CPU, or some of its rows: [rows, ...].
 
-        With ``columns``, the result is [rows, columns], with all dims after the first flattened.
-        The step of a slice is ignored.
+        If ``columns`` is given, flatten all dims after the first and return [rows, columns]. The
+        step of a slice is ignored.
         """
         saved = self.saved(name)
         whole = saved.whole
@@ -106,7 +106,7 @@ class Checkpoint:
         return out.reshape((place.num_rows, *saved.shape[1:]) if saved.shape else ())
 
     def saved(self, name: str) -> SavedTensor:
-        """The entry of ``name`` in the index; CheckpointError if there is none."""
+        """Return the entry of ``name`` in the index; raise CheckpointError if there is none."""
         if name not in self.tensors:
             raise CheckpointError(f"{self.path}: has no tensor {name}")
         return self.tensors[name]
@@ -125,14 +125,14 @@ class Checkpoint:
                     _put(target, place, piece.place, first, values)
 
     def verify(self) -> None:
-        """Read every byte; CheckpointError at the first damaged block."""
+        """Read every byte; raise CheckpointError at the first damaged block."""
         for name, saved in self.tensors.items():
             for piece in saved.pieces:
                 for _ in self._values(name, piece, saved.dtype, piece.place):
                     pass
 
     def check_files(self) -> None:
-        """CheckpointError unless every file exists and has the right size."""
+        """Raise CheckpointError unless every file exists and has the right size."""
         for name, size in self.index.files.items():
             path = self.path / name
             try:
@@ -141,13 +141,13 @@ class Checkpoint:
                 raise _unreadable(path, error) from error
             if actual != size:
                 raise CheckpointError(
-                    f"{path}: has {actual:,} bytes of {size:,}; use another checkpoint"
+                    f"{path}: has {actual:,} bytes instead of {size:,}; use another checkpoint"
                 )
 
     def _values(
         self, name: str, piece: Piece, dtype: torch.dtype, wanted: Place
     ) -> Iterator[tuple[int, Tensor]]:
-        """(index of the first element in the piece, elements) of the blocks with ``wanted`` rows.
+        """Yield (index of the first element in the piece, elements) of blocks with ``wanted`` rows.
 
         Blocks come in order; each is valid until the next one is read.
         """
@@ -176,13 +176,13 @@ class Checkpoint:
 
 
 def _read_ahead(file: int, offset: int) -> None:
-    """Let the system fetch the next block while this one is checked and copied."""
+    """Make the system fetch the next block while this one is checked and copied."""
     if hasattr(os, "posix_fadvise"):  # not on macOS
         os.posix_fadvise(file, offset, BLOCK_BYTES, os.POSIX_FADV_WILLNEED)
 
 
 def _read(file: int, data: memoryview, offset: int) -> bool:
-    """Fill ``data``; returns False if the file ends first."""
+    """Fill ``data``; return False if the file ends first."""
     while data:
         count = os.preadv(file, [data], offset)
         if not count:
@@ -194,8 +194,8 @@ def _read(file: int, data: memoryview, offset: int) -> bool:
 def _put(target: Tensor, place: Place, at: Place, first: int, values: Tensor) -> None:
     """Copy elements of the piece at ``at``, from index ``first`` on, into ``target`` at ``place``.
 
-    A block may start and end within a row, so it is up to three rectangles: the end of a row, full
-    rows, the start of a row.
+    A block may start and end within a row, so it consists of up to three rectangles: the end of a
+    row, full rows, and the start of a row.
     """
     width = at.num_columns
     row, column = divmod(first, width)
@@ -212,7 +212,7 @@ def _put(target: Tensor, place: Place, at: Place, first: int, values: Tensor) ->
 def _put_rows(
     target: Tensor, place: Place, at: Place, row: int, column: int, values: Tensor
 ) -> None:
-    """Copy ``values`` [rows, columns], which start at (row, column) of the piece."""
+    """Copy ``values`` [rows, columns] of the piece, starting at (row, column)."""
     top, left = at.row_start + row, at.col_start + column
     source = Place(top, top + values.shape[0], left, left + values.shape[1])
     if both := source.common(place):

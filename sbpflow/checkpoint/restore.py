@@ -1,8 +1,8 @@
-"""Restores a checkpoint into a job of any layout: each rank reads the rectangles that it holds.
+"""Restores a checkpoint into a job of any layout: each rank reads the rectangles that it stores.
 
-Conversion to half precision rounds to nearest; widening is exact. Rows that a table has beyond the
-saved ones keep their initial values. Rows by key are saved in the order of their addresses, so the
-rows of a rank are one range for any number of ranks, found by binary search.
+Conversion to half precision rounds to nearest; widening is exact. If a table has more rows than
+were saved, the additional rows keep their initial values. ``by_key`` rows are saved in address
+order, so a rank's rows form one range for any number of ranks. A binary search finds the range.
 """
 
 from bisect import bisect_left, bisect_right
@@ -25,19 +25,19 @@ TABLES = "tables/"
 def check_fits(
     checkpoint: Checkpoint, state: Mapping[str, LogicalTensor], *, grown: bool = False
 ) -> None:
-    """CheckpointError unless the checkpoint has exactly the tensors of ``state``.
+    """Raise CheckpointError unless the checkpoint has exactly the tensors of ``state``.
 
-    Shapes must be equal, but layouts may differ; if ``grown``, tables may have more rows than were
+    Shapes must be equal, but layouts may differ. If ``grown``, tables may have more rows than were
     saved.
     """
     missing = sorted(state.keys() - checkpoint.tensors)
     extra = sorted(checkpoint.tensors.keys() - state)
     if missing or extra:
         faults = [f"it lacks {_some(missing)}"] if missing else []
-        faults += [f"it has {_some(extra)}, which this run does not have"] if extra else []
+        faults += [f"it has {_some(extra)}, but this run does not"] if extra else []
         raise CheckpointError(
-            f"{checkpoint.path}: does not fit this run: {'; '.join(faults)}; use the model, fields "
-            "and optimizers that it was trained with"
+            f"{checkpoint.path}: does not fit this run: {'; '.join(faults)}; use the model, "
+            "fields, and optimizers that it was trained with"
         )
     for name, tensor in state.items():
         _check_shape(checkpoint, checkpoint.tensors[name], tensor, grown=grown)
@@ -47,14 +47,14 @@ def _check_shape(
     checkpoint: Checkpoint, saved: SavedTensor, tensor: LogicalTensor, *, grown: bool
 ) -> None:
     name, shape = tensor.name, tensor.shape
-    if tensor.by_key:  # has as many rows as were saved
+    if tensor.by_key:  # use the saved number of rows
         shape = (*saved.shape[:1], *shape[1:])
     if saved.column_starts != tensor.column_starts:
         raise CheckpointError(
-            f"{checkpoint.path}: {name}: was saved as {_shards(saved.column_starts)}, this run has "
+            f"{checkpoint.path}: {name}: saved as {_shards(saved.column_starts)}, but this run has "
             f"{_shards(tensor.column_starts)}; state per row and column shard is valid only for "
-            "the same column shards: use the same layout and row_state, or train with row_state: "
-            "logical"
+            "the same column shards; use the same layout and row_state, or train with "
+            "row_state: logical"
         )
     if saved.shape == shape:
         return
@@ -68,15 +68,15 @@ def _check_shape(
             else "use the model that it was trained with"
         )
         raise CheckpointError(
-            f"{checkpoint.path}: {name}: saved as {list(saved.shape)}, this run has {list(shape)}; "
-            f"{fix}"
+            f"{checkpoint.path}: {name}: saved as {list(saved.shape)}, but this run has "
+            f"{list(shape)}; {fix}"
         )
 
 
 def restore(checkpoint: Checkpoint, state: Mapping[str, LogicalTensor]) -> None:
     """Fill this rank's rectangles of ``state``, after ``check_fits``; not a collective.
 
-    CheckpointError at a damaged block; part of the state is already overwritten then.
+    Raise CheckpointError at a damaged block; by then, part of the state is already overwritten.
     """
     with torch.no_grad():
         keyed_rows: dict[KeyedStore, slice] = {}
@@ -87,7 +87,7 @@ def restore(checkpoint: Checkpoint, state: Mapping[str, LogicalTensor]) -> None:
                 if tensor.keyed is None:
                     _fill(checkpoint, name, saved, rectangle)
                 elif not isinstance(values, StoredRows):
-                    raise TypeError(f"{name}: rows by key must be StoredRows")
+                    raise TypeError(f"{name}: by_key rows must be StoredRows, not {type(values)}")
                 elif values.key == KEYS:  # the first tensor of its table
                     rows = keyed_rows[tensor.keyed] = _rows_in(checkpoint, name, tensor.keyed.span)
                     tensor.keyed.load(checkpoint.tensor(name, rows))
@@ -99,7 +99,7 @@ def restore(checkpoint: Checkpoint, state: Mapping[str, LogicalTensor]) -> None:
 
 
 def _rows_in(checkpoint: Checkpoint, keys: str, span: tuple[int, int]) -> slice:
-    """The saved rows whose addresses lie within ``span``, both ends included."""
+    """Return the range of saved rows whose addresses lie within ``span``, both ends included."""
 
     def address(row: int) -> int:
         return int(NUMBERINGS[True].addresses(checkpoint.tensor(keys, slice(row, row + 1))))
@@ -125,7 +125,7 @@ def _fill(checkpoint: Checkpoint, name: str, saved: Place, rectangle: Rectangle)
 
 
 def _write(checkpoint: Checkpoint, name: str, place: Place, values: StoredRows) -> None:
-    """Read and write about a block of rows at a time."""
+    """Read and write the rows in portions of about one block."""
     row_bytes = max(1, values[:1].numel() * values.itemsize)
     start = place.row_start
     for part in values.split(max(1, BLOCK_BYTES // row_bytes)):

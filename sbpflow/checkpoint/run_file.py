@@ -1,4 +1,4 @@
-"""``run.json`` in the folder of a run's checkpoints: which run they belong to, and its status.
+"""Reads and writes ``run.json``, the ID and the status of a run, in its checkpoint folder.
 
 This file decides whether a run resumes or starts over, so a single changed byte is an error.
 """
@@ -44,7 +44,10 @@ def write_run(folder: Path, facts: RunFacts) -> None:
 
 
 def read_run(folder: Path) -> RunFacts | None:
-    """Read ``run.json``; None if there is no file, CheckpointError if it is damaged."""
+    """Read ``run.json``; return ``None`` if the file does not exist.
+
+    Raise CheckpointError if the file is damaged.
+    """
     path = folder / RUN_FILE
     try:
         return _from_text(read_text(path, max_bytes=MAX_BYTES))
@@ -72,16 +75,16 @@ def _to_text(facts: RunFacts) -> str:
 
 
 def _from_text(text: str) -> RunFacts:
-    """Read either version; the text must be byte for byte what that version writes.
+    """Read either version; the text must be byte-identical to what that version writes.
 
-    Files of version 1 have the bare content, without format and checksum.
+    Files of version 1 have only the content, without format and checksum.
     """
     tree = object_of(parse_json(text), "the file")
     is_first = "format" not in tree and "status" in tree
     if not is_first and tree["format"] != FORMAT:
         raise ValueError(f"its format is {tree['format']!r}, not {FORMAT}")
     if not is_first and tree["version"] != VERSION:
-        raise ValueError(f"its version is {tree['version']!r}, this program reads {VERSION}")
+        raise ValueError(f"its version is {tree['version']!r}, but this program reads {VERSION}")
     content = cast("dict[str, Any]", tree if is_first else tree["content"])
     run = RunFacts(run=content["run"], facts=content["facts"], status=content["status"])
     if run.status not in get_args(Status):
@@ -90,7 +93,7 @@ def _from_text(text: str) -> RunFacts:
         raise ValueError(f"run: {run.run!r} is not 12 hexadecimal digits")
     facts: dict[str, object] = content["facts"]
     if not facts or not all(isinstance(value, str) for value in facts.values()):
-        raise ValueError("facts: must map keys to texts")
+        raise ValueError("facts: must map strings to strings")
     if text != (json.dumps(_content(run)) + "\n" if is_first else _to_text(run)):
         raise ValueError("its checksum does not match: it was changed after it was written")
     return run

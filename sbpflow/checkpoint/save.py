@@ -1,4 +1,4 @@
-"""Saving on all ranks: they agree once on who writes what, then each rank writes its share."""
+"""Saves a job's state on all ranks: they agree once on their shares, then each writes its own."""
 
 import json
 import os
@@ -30,10 +30,10 @@ _NICENESS = 10  # scheduling weight 110 instead of 1024 (kernel/sched/core.c, sc
 
 
 class Saver:
-    """Saves a job's ``state`` into the existing ``folder``; every rank makes one.
+    """Saves a job's ``state`` into the existing ``folder``; every rank creates a Saver.
 
-    ``run`` is the ID of the run. All ranks must have written within ``deadline_s``. ``stores``
-    returns the stores of the tables in ``state``, which ``start`` needs.
+    ``run`` is the ID of the run. All ranks must finish writing within ``deadline_s``. ``start``
+    calls ``stores`` to get the stores of the tables in ``state``.
     """
 
     def __init__(
@@ -56,17 +56,17 @@ class Saver:
         self._stores = stores
         self._under_way: Future[None] | None = None
         self._hurry: Callable[[], None] | None = None
-        self.last_cost: SaveCost | None = None  # of the last save in the background
+        self.last_cost: SaveCost | None = None  # the cost of the last background save
         self._count = 0
-        self._names: list[str] = []  # of the tensors that the ranks have agreed on
+        self._names: list[str] = []  # names of the tensors that the ranks have agreed on
         self._tensors: dict[str, TensorSpec] = {}
         self._share: dict[str, list[Place]] = {}
 
     def save(self, step: int, documents: Mapping[str, Any]) -> Path:
-        """Save the state after ``step`` steps; returns, on every rank, when it is complete.
+        """Save the state after ``step`` steps; return when the checkpoint is complete on all ranks.
 
-        Every rank calls it; the ``documents`` of rank 0 are used. CheckpointError on every rank if
-        a rank could not write; earlier checkpoints are unchanged.
+        Every rank must call this method; the ``documents`` of rank 0 are used. If a rank cannot
+        write, raise CheckpointError on every rank; earlier checkpoints are unchanged.
         """
         self.wait()
         attempt, parts = self._begin(step, documents)
@@ -79,10 +79,11 @@ class Saver:
     def start(
         self, step: int, documents: Mapping[str, Any], done: Callable[[], None] | None = None
     ) -> None:
-        """Save the current state in the background, while training continues; every rank calls it.
+        """Save the current state in the background during training; every rank must call this.
 
-        Waits for the previous save first. The saving thread calls ``done`` when the checkpoint is
-        complete. An error is raised by the next call of ``check``, ``start`` or ``wait``.
+        Wait for the previous save first. The saving thread calls ``done`` when the checkpoint is
+        complete. The next call of ``check``, ``start``, or ``wait`` raises the error of a failed
+        save.
         """
         self.wait()
         attempt, parts = self._begin(step, documents)
@@ -105,11 +106,11 @@ class Saver:
         self._under_way = in_background(work, "checkpoint")
 
     def wait(self) -> None:
-        """Wait for the background save, if any; raises its error."""
+        """Wait for the background save, if any; raise its error."""
         if self._under_way is not None:
             if self._hurry is not None:
                 self._hurry()
-            self._hurry = None  # it refers to the snapshot, and would keep its memory alive
+            self._hurry = None  # the reference would keep the snapshot's memory alive
             save, self._under_way = self._under_way, None
             save.result()
 
@@ -139,12 +140,13 @@ class Saver:
         return attempt, parts_of(state, {**self._share, **keyed})
 
     def _agree(self, state: State) -> None:
-        """Agree on the tensors, and on what each rank writes of them; every rank calls it.
+        """Agree on the tensors and on what each rank writes of them; every rank must call this.
 
-        Repeated if the set of tensors changes, as by the first step of an optimizer.
+        The agreement is repeated if the set of tensors changes, as after an optimizer's first step.
         """
         world = self._boxing.world
-        # The number of rows by key changes from save to save, and each row is on one rank only.
+        # Exclude ``by_key`` rows: their number changes from save to save, and each is on only one
+        # rank.
         mine = {
             name: [astuple(place) for place in _places(tensor) if not tensor.by_key]
             for name, tensor in state.items()
@@ -168,7 +170,7 @@ class Saver:
             shared = [place for share in shares for place in share.get(name, ())]
             fault = "" if tensor.by_key else cover_fault(whole_of(tensor.shape), shared)
             if fault:
-                raise RuntimeError(f"{name}: the parts of the ranks do not cover it: {fault}")
+                raise RuntimeError(f"{name}: the ranks' parts do not cover the tensor: {fault}")
         self._names, self._share = list(state), shares[world.rank]
         self._tensors = {
             name: TensorSpec(
@@ -182,7 +184,7 @@ class Saver:
 
 
 def _lower_priority() -> None:
-    """Let training threads go first: on a core shared with one, this thread gets a tenth.
+    """Lower this thread's priority: it gets a tenth of a core that it shares with training.
 
     Only Linux has a niceness per thread.
     """
@@ -192,7 +194,7 @@ def _lower_priority() -> None:
 
 
 def parts_of(state: State, share: Mapping[str, list[Place]]) -> list[Part]:
-    """The parts of the state that ``share`` names."""
+    """Return the parts of the state that ``share`` names."""
     return [
         Part(name=name, place=place, values=_view(state[name], place))
         for name, places in share.items()
@@ -201,14 +203,14 @@ def parts_of(state: State, share: Mapping[str, list[Place]]) -> list[Part]:
 
 
 def _view(tensor: LogicalTensor, place: Place) -> Values:
-    """The rows of ``place``, which has all columns of one of the tensor's rectangles."""
+    """Return the rows of ``place``; it must have all columns of one of the tensor's rectangles."""
     for rectangle in tensor.rectangles:
         if rectangle_place(rectangle).common(place) == place:
             if rectangle.values.ndim == 0:
                 return rectangle.values
             top = rectangle.row_start
             return rectangle.values[place.row_start - top : place.row_stop - top]
-    raise RuntimeError(f"{tensor.name}: {place} is not on this rank")
+    raise RuntimeError(f"{tensor.name}: no rectangle of this rank contains {place}")
 
 
 def _places(tensor: LogicalTensor) -> list[Place]:

@@ -1,6 +1,7 @@
-"""Distributes the writing: each rectangle of the state once, copies shared among their holders.
+"""Distributes the writing: each rectangle of the state is written once; holders of copies share it.
 
-Pure: every rank computes the same result from the places that all ranks hold.
+The distribution is a pure function: every rank computes the same result from the places of all
+ranks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,15 +12,16 @@ from sbpflow.checkpoint.format import Place
 
 Places = Mapping[str, Sequence[Place]]
 
-# Copies of this many elements or more are split among their holders; one rank writes a smaller one.
+# Copies with at least this many elements are split among their holders; one rank writes a smaller
+# copy.
 MIN_SHARED = 2**16
 
 
 def share_out(held: Sequence[Places]) -> list[dict[str, list[Place]]]:
-    """The places that each rank writes, by name, from the places that each rank holds.
+    """Return the places that each rank writes, by name, from the places that each rank has.
 
-    Large copies are split by rows; a small one goes to the holder with the least to write so far.
-    Empty places are left out.
+    Large copies are split by rows. A small copy goes to the holder that has the least to write so
+    far. The result has no empty places.
     """
     load = [0] * len(held)
     shares: list[dict[str, list[Place]]] = [{} for _ in held]
@@ -45,6 +47,6 @@ def share_out(held: Sequence[Places]) -> list[dict[str, list[Place]]]:
 
 
 def _rows_of(place: Place, count: int) -> list[Place]:
-    """``place`` split by rows into ``count`` parts."""
+    """Split ``place`` by rows into ``count`` parts."""
     ends = [place.row_start + place.num_rows * part // count for part in range(count + 1)]
     return [replace(place, row_start=start, row_stop=stop) for start, stop in pairwise(ends)]

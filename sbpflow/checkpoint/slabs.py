@@ -1,6 +1,7 @@
-"""Places for the rows of an undo log, in slabs of a few rows that each belong to one row range.
+"""Allocates places for the rows of an undo log.
 
-A range is read as a whole, which frees its slabs. Bookkeeping only, without values; for one thread.
+Places are grouped into slabs of a few rows, and each slab belongs to one range of rows. Taking a
+range frees its slabs. This module does only bookkeeping, without values, and is not thread-safe.
 """
 
 import numpy as np
@@ -8,24 +9,24 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 
-# 64 rows: on average half a slab per range is unused, but there is no list entry per row.
+# A slab has 64 rows. On average, half a slab per range is unused, but rows need no list entries.
 SLAB_BITS = 6
 _FREE = -1
 
 
 class Slabs:
-    """At least ``places`` places for rows of ``num_ranges`` ranges of ``range_rows`` rows each."""
+    """Allocates at least ``places`` rows in ``num_ranges`` ranges of ``range_rows`` rows each."""
 
     def __init__(self, places: int, num_ranges: int, range_rows: int) -> None:
         self._bits = SLAB_BITS
-        self._rows = 1 << SLAB_BITS  # of a slab
-        # Each range may have a slab that is not full, and some more slabs must be available.
+        self._rows = 1 << SLAB_BITS  # rows per slab
+        # Each range may have a slab that is not full, and two more slabs must be available.
         self.num_slabs = max(-(-places // self._rows), num_ranges + 2)
-        # This many rows fit if all slabs are free, however the rows are distributed over ranges.
+        # If all slabs are free, this many rows fit, regardless of their distribution over ranges.
         self.sure_rows = (self.num_slabs - num_ranges) * self._rows // 2
         self._free = np.empty(self.num_slabs, np.int64)  # a stack of slabs used before
         self._num_free = 0
-        self._touched = 0  # number of slabs ever used; they are the first ones
+        self._touched = 0  # number of slabs used so far; these come first
         self._owner = np.full(self.num_slabs, _FREE, np.int32)
         self._starts = np.arange(num_ranges + 1) * range_rows
         self._open = np.full(num_ranges, _FREE)  # by range: its slab with room, if any,
@@ -44,9 +45,9 @@ class Slabs:
         return (self._touched - self._num_free) / self.num_slabs
 
     def place(self, rows: Ints) -> Ints | None:
-        """The places [n] of these rows, which must ascend.
+        """Return the places [n] of these rows, which must ascend.
 
-        ``None``, without any change, if there is no room for all of them.
+        If there is not enough room for all rows, return ``None`` and change nothing.
         """
         bounds = np.searchsorted(rows, self._starts)
         counts = np.diff(bounds)
@@ -62,8 +63,8 @@ class Slabs:
         slabs = self._free[self._num_free : self._num_free + num_added][::-1]
         numbers = np.arange(counts.size)
         self._owner[slabs] = np.repeat(numbers, added)
-        # The slabs of all ranges in a chain: for each range the open slab, then those added. The
-        # rows of a range fill its slabs from the first free row of the open one, so the place of
+        # Chain the slabs of all ranges: for each range the open slab, then the added slabs. The
+        # rows of a range fill its slabs from the first free row of the open slab. Thus the place of
         # every row is its number plus a shift per range, without a loop over ranges.
         opened = np.cumsum(added) - added + numbers
         chain = np.empty(counts.size + num_added, np.int64)
@@ -77,7 +78,7 @@ class Slabs:
         return (chain[at >> self._bits] << self._bits) + (at & (self._rows - 1))
 
     def take(self, number: int) -> Ints:
-        """The places of the rows of range ``number``; frees them."""
+        """Return and free the places of the rows of range ``number``."""
         slabs = np.flatnonzero(self._owner == number)
         places = ((slabs << self._bits)[:, None] + np.arange(self._rows)).reshape(-1)
         if self._open[number] != _FREE:
@@ -89,7 +90,7 @@ class Slabs:
         return places
 
     def fullest(self) -> int:
-        """The range with the most slabs; at least one slab must be in use."""
+        """Return the range with the most slabs; at least one slab must be in use."""
         return int(np.bincount(self._owner[self._owner >= 0]).argmax())
 
     def _set_free(self, slabs: Ints) -> None:

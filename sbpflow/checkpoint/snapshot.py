@@ -1,6 +1,6 @@
-"""A snapshot of one rank's share of a state that keeps changing.
+"""Takes a snapshot of one rank's share of a state that keeps changing.
 
-Tables are saved through an undo log; everything else is copied at once.
+Tables are saved through an undo log; everything else is copied at construction.
 """
 
 import threading
@@ -21,20 +21,20 @@ from sbpflow.embedding.storage.keyed import TrainedRows
 from sbpflow.embedding.storage.store import WEIGHTS, RowStore
 
 Stores = Callable[[], Iterable[tuple[RowStore, Sequence[Shard]]]]
-RANGE_BYTES = BLOCK_BYTES  # bytes of a tensor copied and written at a time
-# After each range the thread sleeps REST times as long as the range took, so that it slows training
-# less; it sleeps _REST_S at a time, to return segments of the log soon.
+RANGE_BYTES = BLOCK_BYTES  # bytes copied and written per range of a tensor
+# After each range, the writing thread sleeps REST times as long as the range took, which slows
+# training less. The thread wakes up every _REST_S to return segments of the log.
 REST = 2.0
 _REST_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class SaveCost:
-    """What a background save cost training on one rank; memory is the peak.
+    """What a background save cost training on one rank; memory values are peaks.
 
-    * ``log_bytes``: rows that changed before they were written.
+    * ``log_bytes``: size of the rows that changed before they were written.
     * ``extra_bytes``: all memory of the save, including ``log_bytes``.
-    * ``spilled_bytes``: rows that went through a file.
+    * ``spilled_bytes``: size of the rows that went through a file.
     * ``logging_s``: seconds that the training thread spent on logging.
     """
 
@@ -46,7 +46,7 @@ class SaveCost:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Rows [start, stop) of one of a store's tensors, which are one part."""
+    """Rows [start, stop) of one of a store's tensors, written as one part."""
 
     key: str
     start: int
@@ -65,9 +65,9 @@ class _Logged:
 
 
 class Snapshot:
-    """``parts`` as they are at construction; another thread may call ``write``.
+    """Keeps ``parts`` as they are at construction; another thread may call ``write``.
 
-    Until ``end``, the stores report to it the rows that are about to change.
+    Until ``end``, the stores notify the snapshot of rows that are about to change.
     """
 
     def __init__(self, parts: Sequence[Part], stores: Stores) -> None:
@@ -83,7 +83,7 @@ class Snapshot:
             if part.name not in places:
                 if not isinstance(
                     part.values, StoredRows
-                ):  # StoredRows are keys: they don't change
+                ):  # StoredRows are keys, which do not change
                     part = replace(part, values=part.values.detach().clone())
                 self._rest.append(part)
                 continue
@@ -99,7 +99,7 @@ class Snapshot:
 
     @property
     def cost(self) -> SaveCost:
-        """The cost so far."""
+        """Return the cost so far."""
         logs = [logged.log for logged in self._logged]
         copies = sum(part.num_bytes for part in self._rest)
         return SaveCost(
@@ -110,7 +110,7 @@ class Snapshot:
         )
 
     def write(self, path: Path) -> list[tuple[str, Piece]]:
-        """Write all parts into a new file, and fsync it."""
+        """Write all parts into a new file, and call fsync on it."""
         file, spill = PieceFile(path), SpillFile(path.parent)
         try:
             pieces = [pair for logged in self._logged for pair in self._write(file, logged, spill)]
@@ -154,7 +154,7 @@ class Snapshot:
             logged.log.drain(spill, spare_last=spare_last)
 
     def hurry(self) -> None:
-        """Stop pausing, because someone waits for the save."""
+        """Stop pausing, because a thread waits for the save."""
         self._hurried.set()
 
     def end(self) -> None:

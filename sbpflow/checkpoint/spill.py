@@ -1,4 +1,4 @@
-"""A temporary file for rows of an undo log that do not fit in memory; removed with the process."""
+"""A temporary file for undo-log rows that do not fit in memory; it disappears with the process."""
 
 import os
 import tempfile
@@ -13,7 +13,7 @@ from sbpflow.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A range of bytes in the file."""
+    """A range of bytes in the spill file."""
 
     offset: int
     num_bytes: int
@@ -21,9 +21,10 @@ class Extent:
 
 
 class SpillFile:
-    """An unnamed file in ``folder``, made by the first ``append`` and removed by ``close``.
+    """An unnamed file in ``folder``, created by the first ``append`` and removed by ``close``.
 
-    Space is not reused, since each row is spilled at most once. OSError becomes a CheckpointError.
+    Space is not reused, because each row is spilled at most once. An OSError becomes a
+    CheckpointError.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -32,10 +33,10 @@ class SpillFile:
         self._file = -1
 
     def append(self, parts: Sequence[memoryview]) -> Extent:
-        """Write ``parts`` one after the other."""
+        """Append ``parts`` in order; return their extent."""
         with named(self._path):
             if self._file < 0:
-                # Without a name, the file disappears when the process ends, however it ends.
+                # The file has no name, so it disappears when the process ends for any reason.
                 with tempfile.TemporaryFile(dir=self._path.parent, buffering=0) as file:
                     self._file = os.dup(file.fileno())
             offset, crc = self.num_bytes, 0
@@ -46,7 +47,7 @@ class SpillFile:
         return Extent(offset, self.num_bytes - offset, crc)
 
     def read(self, extent: Extent) -> bytearray:
-        """The bytes of an ``append``; CheckpointError if the file returns other bytes."""
+        """Return the bytes of an ``append``; raise CheckpointError if the file has other bytes."""
         data = bytearray(extent.num_bytes)
         with named(self._path):
             count = os.preadv(self._file, [data], extent.offset)
@@ -58,7 +59,7 @@ class SpillFile:
         return data
 
     def close(self) -> None:
-        """Close the file, which removes it."""
+        """Close the file, which also removes it."""
         file, self._file = self._file, -1
         if file >= 0:
             os.close(file)

@@ -1,12 +1,13 @@
-"""An undo log: the rows of a store as they were at one moment, while training changes them.
+"""An undo log: it reads a store's rows as they were at one moment while training changes them.
 
 Before a row that is not yet written changes for the first time, its old value goes to the log. Two
-threads work here. The training thread appends old rows to segments right before their update, which
-then finds them in the cache. The writing thread copies a range of rows without a lock, so some rows
-of the copy may be half updated; those rows are in the log by then, and are corrected from it.
-(If a store moves rows in the meantime, ``RowStore.read`` still finds them.) The writing thread also
-empties the segments into slabs by range, and spills rows to a file when the slabs are full. If it
-is too slow to return segments, training waits.
+threads work here. The training thread appends old rows to segments right before their update; this
+also brings the rows into the cache for the update. The writing thread copies a range of rows
+without a lock, so some rows of the copy may be half updated. The writing thread corrects these rows
+from the log, which has them by then. (If a store moves rows in the meantime, ``RowStore.read``
+still finds them.) The writing thread also empties the segments into slabs by range, and spills rows
+to a file when the slabs are full. If the writing thread is too slow to return segments, training
+waits.
 """
 
 import threading
@@ -26,19 +27,19 @@ from sbpflow.embedding.storage import huge_pages
 from sbpflow.embedding.storage.keyed import TrainedRows
 from sbpflow.embedding.storage.store import RowStore
 
-# The memory limits, as shares of the storage's rows; docs/decisions/state.md has measurements.
+# These shares of a store's rows limit the log's memory; docs/decisions/state.md has measurements.
 SLAB_SHARE, SEGMENT_SHARE = 0.05, 0.015
-MIN_SLAB_ROWS = 2**14  # whatever the share
-SEGMENT_ROWS, MIN_SEGMENTS = 2**14, 3  # segments of a small storage have fewer rows
-PIECE_ROWS = 2**12  # rows that are logged together, in one segment
-READY_SEGMENTS = 2  # with pages mapped: the first write to a page costs several times a copy
+MIN_SLAB_ROWS = 2**14  # overrides a smaller share
+SEGMENT_ROWS, MIN_SEGMENTS = 2**14, 3  # segments of a small store have fewer rows
+PIECE_ROWS = 2**12  # number of rows logged together in one segment
+READY_SEGMENTS = 2  # free segments whose pages are already mapped
 
 _CPU = torch.device("cpu")
 
 
 @dataclass(slots=True)
 class _Segment:
-    """Row numbers, and old values by key; the first ``num_rows`` entries are in use."""
+    """Row numbers and old values by key; the first ``num_rows`` entries are in use."""
 
     rows: Tensor
     values: dict[str, Tensor]
@@ -51,12 +52,12 @@ class _Segment:
 
 
 class RowLog:
-    """The rows of ``store`` as they are at construction.
+    """Keeps the rows of ``store`` as they are at construction.
 
-    ``pending`` [rows] bool, on the CPU, marks the rows that will be read; the log takes it over.
-    Rows are read in ranges of ``range_rows``, permuted by ``order`` if given; only the reading
-    thread uses the order. On CUDA, copies are made in the stream current at construction, which is
-    that of training; the log is in host memory.
+    ``pending`` [rows] bool, on the CPU, marks the rows that will be read; the log takes ownership
+    of it. Rows are read in ranges of ``range_rows``. If ``order`` is given, it permutes the rows;
+    only the reading thread uses it. On CUDA, copies run on the stream that is current at
+    construction, which is the training stream. The log is in host memory.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class RowLog:
         order: TrainedRows | None = None,
     ) -> None:
         self._store, self._order = store, order
-        # Empty tensors for their shapes, by falling item size: spilled one after the other, each
+        # Order the tensors by decreasing item size: when they are spilled in this order, each
         # starts at a multiple of its item size.
         empty = store.read(slice(0, 0)).items()
         self._like = dict(sorted(empty, key=lambda item: -item[1].itemsize))
@@ -79,37 +80,38 @@ class RowLog:
         )
         places = min(num_rows, max(MIN_SLAB_ROWS, int(SLAB_SHARE * num_rows)))
         self._slabs = Slabs(places, -(-num_rows // range_rows), range_rows)
-        self._sorted = self._new_segment(self._slabs.num_places)  # the rows in the slabs
+        self._sorted = self._new_segment(self._slabs.num_places)  # the rows stored in the slabs
         self._spilled: dict[int, list[Extent]] = {}
         self._copies: dict[str, Tensor] = {}
         device = next(iter(self._like.values())).device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        # Protects what both threads use: the marks (_pending) and the lists of segments.
+        # The lock protects the data that both threads use: the marks (_pending) and the segment
+        # lists.
         self._lock = threading.Condition()
-        self._full: list[_Segment] = []  # the last one may have room
+        self._full: list[_Segment] = []  # the last segment may have room
         self._free: list[_Segment] = []
         self._num_segments = 0
-        # A job may have many small storages, so those get small segments.
+        # Small stores get small segments, because a job may have many of them.
         self._segment_rows = min(SEGMENT_ROWS, max(num_rows // 16, min(PIECE_ROWS, num_rows)))
         self._max_segments = max(MIN_SEGMENTS, int(SEGMENT_SHARE * num_rows) // SEGMENT_ROWS)
         self._closed = False
         self._take_marked = choose_take_marked()
-        self.logging_s = 0.0  # of the training thread
+        self.logging_s = 0.0  # time spent by the training thread
 
     @property
     def kept_bytes(self) -> int:
-        """The peak memory of logged rows."""
+        """Return the peak memory of logged rows."""
         rows = self._num_segments * self._segment_rows + self._slabs.touched_places
         return rows * self._row_bytes
 
     @property
     def has_room(self) -> bool:
-        """Whether the slabs have enough room for the writer to pause."""
+        """Return True if the slabs have enough room for the writer to pause."""
         return self._slabs.used_share < 0.8
 
     @property
     def extra_bytes(self) -> int:
-        """``kept_bytes``, plus the marks and the writer's copies."""
+        """Return ``kept_bytes`` plus the size of the marks and the writer's copies."""
         copies = sum(copy.numel() * copy.itemsize for copy in self._copies.values())
         return self.kept_bytes + self._pending.size + copies
 
@@ -123,12 +125,12 @@ class RowLog:
 
     def _log(self, rows: Ints) -> None:
         with self._lock:
-            count = min(rows.size, self._pending.size)  # each marked row is taken once
+            count = min(rows.size, self._pending.size)  # duplicate rows are taken once
             while (segment := self._with_room(count)) is None:
                 self._lock.wait()
             if self._closed:
                 return
-            # ``rows`` may have a padding row after the last one, which has no mark.
+            # ``rows`` may contain a padding row beyond the last row; the padding row has no mark.
             start = segment.num_rows
             count = self._take_marked(rows, self._pending, segment.rows.numpy()[start:])
             segment.num_rows = stop = start + count
@@ -137,7 +139,7 @@ class RowLog:
                 self._store.read(segment.rows[start:stop], into)
 
     def _with_room(self, count: int) -> _Segment | None:
-        """A segment with room for ``count`` rows; ``None`` if the writer must return one first."""
+        """Return a segment with room for ``count`` rows, or ``None`` until the writer frees one."""
         if self._full and self._full[-1].num_rows + count <= self._segment_rows:
             return self._full[-1]
         if not self._free:
@@ -156,9 +158,9 @@ class RowLog:
         return _Segment(huge_pages.zeros((count,), torch.int64, _CPU), values)
 
     def read(self, number: int, spill: SpillFile) -> dict[str, Tensor]:
-        """The old rows of range ``number``, on the CPU, valid until the next call.
+        """Return the old rows of range ``number`` on the CPU; they are valid until the next call.
 
-        Each range is read once, by one thread.
+        Each range must be read exactly once; only one thread may read.
         """
         start = number * self._range_rows
         stop = min(start + self._range_rows, self._pending.size)
@@ -177,10 +179,10 @@ class RowLog:
         return copies
 
     def drain(self, spill: SpillFile, *, spare_last: bool = False) -> None:
-        """Empty the segments into the slabs; the reading thread calls it often.
+        """Empty the segments into the slabs; the reading thread calls this often.
 
-        Also allocates free segments in advance. ``spare_last`` skips the segment that may have
-        room.
+        The method also allocates free segments in advance. If ``spare_last``, skip the segment that
+        may have room.
         """
         with self._lock:
             count = max(len(self._full) - spare_last, 0)
@@ -198,10 +200,10 @@ class RowLog:
             self._release(segment)
 
     def close(self) -> None:
-        """Stop logging, and wake a waiting training thread."""
+        """Stop logging, and wake up a waiting training thread."""
         with self._lock:
             self._closed = True
-            self._max_segments += 1  # so that a waiting thread gets a segment and goes on
+            self._max_segments += 1  # gives a waiting thread a segment
             self._lock.notify_all()
 
     def _release(self, segment: _Segment) -> None:
@@ -215,7 +217,7 @@ class RowLog:
         rows, values = segment.filled()
         if self._order is not None:
             rows = self._order.places(rows)
-        order = rows.numpy().argsort(kind="stable")  # fast, since rows are in ascending runs
+        order = rows.numpy().argsort(kind="stable")  # fast, because rows come in ascending runs
         for first in range(0, order.size, self._slabs.sure_rows):
             part = order[first : first + self._slabs.sure_rows]
             ascending = rows.numpy()[part]
@@ -256,7 +258,7 @@ class RowLog:
         return flat[: 8 * count].view(torch.int64), values
 
     def _copy(self, numbers: slice | Tensor, count: int) -> dict[str, Tensor]:
-        """Copy rows of the store into memory that is reused."""
+        """Copy rows of the store into reusable buffers."""
         if not self._copies:
             rows = min(self._range_rows, self._pending.size)
             self._copies = {

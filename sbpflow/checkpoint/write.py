@@ -1,7 +1,7 @@
 """Writes one rank's pieces into a file, block by block, with a CRC32 of each block.
 
 A piece is written in portions, so its bytes may come from rows that keep changing (``undo.py``).
-No communication with other ranks.
+This module does not communicate with other ranks.
 """
 
 import os
@@ -19,13 +19,13 @@ from sbpflow.checkpoint.format import BLOCK_BYTES, Piece, Place
 from sbpflow.embedding.state import Rectangle, Values, read_values
 from sbpflow.errors import CheckpointError
 
-_STILL_CACHED_BYTES = 4 * BLOCK_BYTES  # pages farther back are on disk by now, and can be dropped
-_advise = getattr(os, "posix_fadvise", None)  # Linux and FreeBSD
+_STILL_CACHED_BYTES = 4 * BLOCK_BYTES  # earlier pages are on disk and can be dropped
+_advise = getattr(os, "posix_fadvise", None)  # available on Linux and FreeBSD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One rank's part of the logical tensor ``name``: ``values`` [rows, columns] or [rows]."""
+    """One rank's part of the logical tensor ``name``; ``values`` are [rows, columns] or [rows]."""
 
     name: str
     place: Place
@@ -37,25 +37,25 @@ class Part:
 
 
 def rectangle_place(rectangle: Rectangle) -> Place:
-    """The place of a rectangle of the state."""
+    """Return the place of a rectangle of the state."""
     return Place(rectangle.row_start, rectangle.row_stop, rectangle.col_start, rectangle.col_stop)
 
 
 def bytes_of(values: Tensor) -> memoryview:
-    """The bytes of a tensor, row by row; does not copy a contiguous CPU tensor."""
+    """Return the bytes of a tensor, row by row; do not copy a contiguous CPU tensor."""
     flat = values.detach().cpu().contiguous().reshape(-1)
     return memoryview(cast("bytearray", flat.view(torch.uint8).numpy()))
 
 
 def write_at(file: int, data: memoryview, offset: int) -> None:
-    """Write all of ``data`` into an open file, at ``offset``."""
+    """Write all of ``data`` into an open file at ``offset``."""
     while data:
         written = os.pwrite(file, data, offset)
         data, offset = data[written:], offset + written
 
 
 class PieceFile:
-    """A new file of pieces. OSError becomes a CheckpointError that names the file."""
+    """Creates a file of pieces. An OSError becomes a CheckpointError that names the file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -64,23 +64,23 @@ class PieceFile:
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def reserve(self, num_bytes: int) -> int:
-        """Reserve space for a piece; returns its offset."""
+        """Reserve space for a piece; return its offset."""
         offset, self.size = self.size, self.size + num_bytes
         return offset
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Write ``data`` at ``offset``, and start to flush it."""
+        """Write ``data`` at ``offset`` and start to flush it."""
         with named(self.path):
             write_at(self._file, data, offset)
-            # Linux starts writing these pages, and drops earlier pages that are on disk. Without
-            # this a save fills the page cache with new pages, which cost far more than reused ones,
-            # and ends in one long fsync (docs/decisions/state.md).
+            # This call makes Linux start writing these pages and drop earlier pages that are on
+            # disk. Without this call, a save fills the page cache with new pages, which cost far
+            # more than reused pages, and ends with one long fsync (docs/decisions/state.md).
             if _advise is not None:
                 start = max(0, offset - _STILL_CACHED_BYTES)
                 _advise(self._file, start, offset + len(data) - start, os.POSIX_FADV_DONTNEED)
 
     def close(self, *, sync: bool = True) -> None:
-        """Close the file, after an fsync if ``sync``."""
+        """Close the file; if ``sync``, call fsync first."""
         file, self._file = self._file, -1
         if file < 0:
             return
@@ -114,7 +114,7 @@ class PieceWriter:
             self._written += len(now)
 
     def done(self) -> Piece:
-        """The piece, for the index; all of its bytes must have been written."""
+        """Return the piece for the index; all of its bytes must have been written."""
         if self._written != self._num_bytes:
             raise RuntimeError(f"{self._file.path}: {self._written} bytes of {self._num_bytes}")
         return Piece(
@@ -126,7 +126,7 @@ class PieceWriter:
 
 
 def write_parts(path: Path, parts: Sequence[Part]) -> list[tuple[str, Piece]]:
-    """Write all parts into a new file, and fsync it."""
+    """Write all parts into a new file, and call fsync on it."""
     file = PieceFile(path)
     try:
         pieces = [(part.name, write_part(file, part)) for part in parts]
@@ -137,7 +137,7 @@ def write_parts(path: Path, parts: Sequence[Part]) -> list[tuple[str, Piece]]:
 
 
 def write_part(file: PieceFile, part: Part) -> Piece:
-    """Write a part as one piece, about a block at a time, which limits the memory of copies."""
+    """Write a part as one piece, in portions of about one block to limit the memory of copies."""
     writer, values = PieceWriter(file, part.place, part.num_bytes), part.values
     row_bytes = values[:1].numel() * values.itemsize if values.ndim else 0
     chunks = values.split(max(1, BLOCK_BYTES // row_bytes)) if row_bytes else [values]
@@ -148,7 +148,7 @@ def write_part(file: PieceFile, part: Part) -> Piece:
 
 @contextmanager
 def named(path: Path) -> Generator[None]:
-    """Turn an OSError into a CheckpointError that names the file and what to do."""
+    """Turn an OSError into a CheckpointError that names the file and a remedy."""
     try:
         yield
     except OSError as error:
@@ -156,7 +156,7 @@ def named(path: Path) -> Generator[None]:
 
 
 def failed(path: Path, error: OSError) -> CheckpointError:
-    """The error for a file that cannot be written."""
+    """Return the error for a file that cannot be written."""
     reason = (error.strerror or str(error)).lower()
     return CheckpointError(
         f"{path}: cannot be written ({reason}); earlier checkpoints are unchanged; free disk "

@@ -1,1 +1,1 @@
-"""The commands of ``sbpflow``, one file each. As composition roots they may import any package."""
+"""Implements the ``sbpflow`` commands, one file each, which may import any package."""

@@ -10,7 +10,7 @@ def checkpoint(argv: Sequence[str]) -> int:
     """List, verify, compare and remove checkpoints."""
     parser = ArgumentParser(prog="sbpflow checkpoint", description=checkpoint.__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, text in (("ls", "one line per checkpoint"), ("verify", "read and check every byte")):
+    for name, text in (("ls", "show one line per checkpoint"), ("verify", "check every byte")):
         command = commands.add_parser(name, help=text)
         path_help = "a checkpoint, a folder of checkpoints, or a run folder"
         command.add_argument("path", type=local_path, help=path_help)

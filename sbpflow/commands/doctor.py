@@ -13,7 +13,8 @@ def doctor(argv: Sequence[str]) -> int:
     from sbpflow.runtime.compute import doctor
 
     def data_checks(folder: Path) -> "Sequence[Finding]":
-        from sbpflow.run.execution.machine_checks import checks  # imports torch: may be broken
+        # This module imports torch, which may be broken.
+        from sbpflow.run.execution.machine_checks import checks
 
         return checks(folder)
 

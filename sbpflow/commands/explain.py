@@ -1,4 +1,4 @@
-"""``sbpflow explain``: show what a run would do."""
+"""``sbpflow explain``: show what a run would do, without starting the run."""
 
 import json
 import sys
@@ -33,7 +33,7 @@ def explain(argv: Sequence[str]) -> int:
     check_world_size(args.world_size)
     config = load_config(args.config, args.overrides, models=MODELS)
     manifest = load_manifest(data_path(config))
-    device = config.parallel.device  # cuda as given: a plan for GPUs needs no GPU
+    device = config.parallel.device  # "cuda" is kept: a plan for GPUs does not need a GPU
     device_type = device_type_of(device) if device == "auto" else device
     planned = run_planner(config, manifest, args.world_size, device_type)
     spec, plan = plan_run(

@@ -26,7 +26,7 @@ def _arguments(argv: Sequence[str]) -> Namespace:
     add("--output", type=local_path, required=True, metavar="DIR", help="a new folder")
     add("--forms", default=_FORMS, help=f"comma-separated file formats (default {_FORMS})")
     add("--rows", default="as_trained", help="table row format: as_trained, float16 or int8")
-    text = "labelled set to score, also with the rows as trained (default: the run's set)"
+    text = "labelled set to score, also with the original rows (default: the run's set)"
     add("--score", type=local_path, metavar="SET", help=text)
     add("--split", default="test", choices=("train", "val", "test"), help="split of --score")
     return parser.parse_intermixed_args(argv)

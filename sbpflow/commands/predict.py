@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def predict(argv: Sequence[str]) -> int:
-    """Score rows with a trained model; under torchrun on several ranks."""
+    """Score rows with a trained model; under torchrun, score on several ranks."""
     parser = ArgumentParser(
         prog="sbpflow predict",
         description="Score raw rows or a prepared set and write a Parquet file.",

@@ -1,4 +1,4 @@
-"""``sbpflow report``: compare runs on one page."""
+"""``sbpflow report``: compare several runs on one page."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Arguments of the commands that start from a checkpoint, and the run that they name."""
+"""Adds the arguments of commands that start from a checkpoint, and finds the run they name."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -12,18 +12,18 @@ if TYPE_CHECKING:
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    text = "a checkpoint, or a run folder, whose newest good checkpoint is used"
+    text = "a checkpoint, or a run folder to use its newest good checkpoint"
     add("--checkpoint", type=local_path, required=True, metavar="DIR", help=text)
-    text = "class of a custom model; it is imported only if named here"
+    text = "class of a custom model, which is imported only if this option names it"
     add("--model", metavar="package.module:Class", help=text)
-    text = "class of a custom table optimizer, imported likewise; repeat for each class"
+    text = "class of a custom table optimizer, imported only if named; repeat for each class"
     add("--optimizer", metavar="package.module:Class", action="append", default=[], help=text)
-    text = "overrides a key of the run, such as data.batch_size=4096"
+    text = "override of a key of the run, such as data.batch_size=4096"
     add("overrides", nargs="*", metavar="key=value", help=text)
 
 
 def saved_run(args: argparse.Namespace) -> "tuple[Checkpoint, Config]":
-    """Return the checkpoint that a command names, and the configuration of its run."""
+    """Return the checkpoint that a command names, and the configuration of the checkpoint's run."""
     from sbpflow.models.registry import MODELS
     from sbpflow.run.saved.saved_model import find_checkpoint, saved_config
 

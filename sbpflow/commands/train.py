@@ -1,6 +1,6 @@
 """``sbpflow train``: train a model on a prepared set.
 
-Composes configuration, data, model and training loop; contains no logic of its own.
+This command composes configuration, data, model and training loop, without logic of its own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -59,7 +59,7 @@ def run_rank(
 
     ``tracker(rank)`` returns an additional reporter, which gets the run's events on every rank.
     """
-    # Imported here so that --help is fast and run_main reports a broken torch.
+    # torch is imported here so that --help is fast and run_main reports a broken torch.
     from sbpflow.checkpoint.read import open_checkpoint
     from sbpflow.config.checks import check_rows, data_path
     from sbpflow.config.load import load_config
@@ -164,7 +164,7 @@ def _fit(
     planned: "PlannedRun | None",
     tracker: "Callable[[int], Reporter] | None",
 ) -> None:
-    """Train, score and report, starting from the job's present state."""
+    """Train, score and report, starting from the current state of the job."""
     from sbpflow.checkpoint.folder import DATA_FOLDER
     from sbpflow.data.format.metadata import copy_metadata
     from sbpflow.run.planning.explain import format_plan

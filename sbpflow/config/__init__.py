@@ -1,1 +1,1 @@
-"""The configuration: its classes, how it is read, and its error messages. Knows no model."""
+"""Defines, reads and checks the configuration. No code in this package depends on a model."""

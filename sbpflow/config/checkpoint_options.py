@@ -1,4 +1,4 @@
-"""The ``checkpoint`` group: where and how often a run is saved, and how it resumes."""
+"""Defines the ``checkpoint`` group: where and how often a run is saved, and how it resumes."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +11,12 @@ from sbpflow.runtime.fields.ranges import Count, Range
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
-    """When a run is saved, which checkpoints are kept, and where it resumes from.
+    """Says when a run is saved, which checkpoints are kept, and where the run resumes from.
 
     ``resume: auto`` resumes from the newest valid checkpoint of an unfinished run in ``dir`` if
     all keys that affect the results are equal; otherwise the run is refused. ``never`` starts from
-    the beginning and moves existing checkpoints aside. A path resumes from that checkpoint,
-    whichever run wrote it.
+    the beginning and moves existing checkpoints aside. A path resumes from the checkpoint at that
+    path, even if another run wrote it.
     """
 
     dir: Annotated[
@@ -24,13 +24,13 @@ class CheckpointConfig:
         Example("runs/train/checkpoints"),
         Key(
             "execution",
-            "Checkpoint folder, shared by all ranks; checkpoints/ in run.dir if not given.",
+            "Checkpoint folder, shared by all ranks. The default is checkpoints/ in run.dir.",
         ),
     ] = None
     every: Annotated[
         int,
         Range(low=0),
-        Key("execution", "Steps between checkpoints; the last step is saved too. 0 disables them."),
+        Key("execution", "Steps between checkpoints; 0 disables them. The last step is saved too."),
     ] = 1000
     keep: Annotated[Count, Key("execution", "Number of newest checkpoints to keep.")] = 3
     keep_best: Annotated[
@@ -45,9 +45,14 @@ class CheckpointConfig:
         bool, Key("execution", "Continue training while a checkpoint is written.")
     ] = True
     resume: Annotated[
-        str, PathOr(("auto", "never")), Key("execution", "Checkpoint to resume from; see above.")
+        str,
+        PathOr(("auto", "never")),
+        Key("execution", "Checkpoint to resume from, auto or never."),
     ] = "auto"
     on_signal: Annotated[
         Literal["save", "end"],
-        Key("execution", "Action on the first Ctrl-C or SIGTERM; a second one ends at once."),
+        Key(
+            "execution",
+            "Action on the first Ctrl-C or SIGTERM. A second signal ends the run.",
+        ),
     ] = "save"

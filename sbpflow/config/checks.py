@@ -1,4 +1,4 @@
-"""Checks of a configuration before a run: world size, tables, row counts, folders."""
+"""Checks a configuration before a run: world size, tables, row counts, folders."""
 
 import tempfile
 from collections.abc import Mapping
@@ -23,14 +23,14 @@ def check(
 ) -> dict[str, TableLayout]:
     """Check everything that needs the world size or the tables; return the table layouts.
 
-    ``tables`` maps a name to (rows, dim); ``planned`` has the rules of ``parallel.plan``. Call
-    this on every rank before any process group exists. Raises ConfigError.
+    ``tables`` maps a name to (rows, dim); ``planned`` has the rules of ``parallel.plan``. Every
+    rank must call this before any process group exists. Raises ConfigError.
     """
     parallel = config.parallel
     if config.data.batch_size < world_size:
         raise ConfigError(
             f"data.batch_size: {config.data.batch_size} is less than the {world_size} ranks, so "
-            f"some would get no rows; for example data.batch_size: {world_size}"
+            f"some ranks would get no rows; use, for example, data.batch_size: {world_size}"
         )
     for key, value, reason in (
         ("tf32", parallel.tf32, "which has no TF32"),
@@ -46,7 +46,7 @@ def check(
 
 
 def check_rows(config: Config, rows: Mapping[str, int], *, batch_norm: bool) -> None:
-    """Check what depends on the row count of each split, before a run rather than at its end."""
+    """Check settings that depend on each split's row count before a run, not at its end."""
     train, size = config.train, config.data.batch_size
     if batch_norm and config.data.tail == "keep" and rows["train"] % size == 1:
         raise ConfigError(
@@ -57,19 +57,19 @@ def check_rows(config: Config, rows: Mapping[str, int], *, batch_norm: bool) -> 
     for name, watch in (("stop", train.stop), ("plateau", train.plateau)):
         if watch is not None and watch.metric == "gauc" and scored > train.exact_auc_rows:
             raise ConfigError(
-                f"train.{name}.metric: gauc needs all scored rows at once, and evaluations of val "
-                f"score {scored:,}, more than train.exact_auc_rows {train.exact_auc_rows:,}; for "
-                f"example train.exact_auc_rows={scored}"
+                f"train.{name}.metric: gauc needs all scored rows at once, but evaluations of val "
+                f"score {scored:,}, more than train.exact_auc_rows {train.exact_auc_rows:,}; use, "
+                f"for example, train.exact_auc_rows={scored}"
             )
 
 
 def run_dir(config: Config) -> Path:
-    """``run.dir``, created if missing; ConfigError if it is not writable."""
+    """Return ``run.dir``, created if missing; raise ConfigError if the folder is not writable."""
     return writable_folder("run.dir", config.run.dir, "run.dir=runs/train")
 
 
 def writable_folder(key: str, folder: Path, example: str) -> Path:
-    """``folder``, created if missing; a ConfigError that names ``key`` if it is not writable."""
+    """Return ``folder``, created if missing; ConfigError, naming ``key``, if not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -77,16 +77,16 @@ def writable_folder(key: str, folder: Path, example: str) -> Path:
     except OSError as error:
         reason = (error.strerror or "cannot be used").lower()
         raise ConfigError(
-            f"{key}: {folder} is not writable ({reason}); for example {example}"
+            f"{key}: {folder} is not writable ({reason}); use, for example, {example}"
         ) from error
     return folder
 
 
 def data_path(config: Config) -> Path:
-    """``data.path``; ConfigError if it is not given or is not a folder."""
+    """Return ``data.path``; raise ConfigError unless the key is given and names a folder."""
     path = config.data.path
     if path is None:
-        raise ConfigError(f"data.path: not given, for example data.path=DIR; {HOW_TO_MAKE_DATA}")
+        raise ConfigError(f"data.path: not given; use data.path=DIR; {HOW_TO_MAKE_DATA}")
     if problem := data_folder_problem(path):
         raise ConfigError(problem)
     return path

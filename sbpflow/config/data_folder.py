@@ -1,4 +1,4 @@
-"""The message for a missing prepared set. A light module: ``data`` imports it too."""
+"""Builds the message for a missing prepared set; ``data`` also imports this light module."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ HOW_TO_MAKE_DATA = (
 
 
 def data_folder_problem(folder: Path, key: str = "data.path") -> str | None:
-    """The message for a ``folder``, named by ``key``, that is not there; None if it is a folder."""
+    """Return a message, naming ``key``, if ``folder`` is not a folder; None if it is a folder."""
     if folder.is_dir():
         return None
     problem = "is not a folder" if folder.exists() else "does not exist"

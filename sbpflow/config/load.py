@@ -1,6 +1,6 @@
-"""Read a configuration (YAML and ``key=value`` overrides) into one frozen value, and write it.
+"""Reads a configuration (YAML and ``key=value`` overrides) into one frozen value, and writes it.
 
-``parse.build`` checks keys and values; the classes are in ``schema``.
+``parse.build`` checks keys and values; ``schema`` defines the classes.
 """
 
 import copy
@@ -56,11 +56,11 @@ def config_from_tree(
     own_model: str | None = None,
     own_optimizers: Collection[str] = (),
 ) -> Config:
-    """The config whose ``plain`` form was saved as ``tree``, with ``key=value`` overrides.
+    """Return the config whose ``plain`` form was saved as ``tree``, with ``key=value`` overrides.
 
     Saved data never causes an import: a model ``package.module:Class`` is imported only if the
-    user's command names it as ``own_model``, and an optimizer of tables only if it is in
-    ``own_optimizers``. ConfigError otherwise.
+    user's command names it as ``own_model``, and a table optimizer only if
+    ``own_optimizers`` contains it. For others, ConfigError is raised.
     """
     saved: dict[str, Any] = copy.deepcopy(dict(tree))
     _apply_all(saved, overrides, lambda tree: _import_optimizers(tree, own_optimizers))
@@ -70,8 +70,8 @@ def config_from_tree(
     if isinstance(name, str) and name not in known:
         if own_model != name:
             raise ConfigError(
-                f"--model: the saved model is {name!r}, which is imported only on your request; if "
-                f"you trust that module, add --model {name}"
+                f"--model: the saved model is {name!r}, which is imported only on request; if you "
+                f"trust this module, add --model {name}"
             )
         known[name] = import_model(name)
     elif own_model is not None:
@@ -80,12 +80,12 @@ def config_from_tree(
 
 
 def _mapping(value: object) -> dict[str, Any]:
-    """``value`` if it is a mapping, else an empty one: ``build`` reports a wrong type later."""
+    """Return ``value`` if it is a mapping, else {}: ``build`` reports a wrong type later."""
     return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
 def _with_own(models: Mapping[str, type[Any]], group: object) -> dict[str, type[Any]]:
-    """The known models, the default first, and the user's own class if the group names one."""
+    """Return the known models, the default first, with the user's own class if given."""
     known, name = dict(models), _mapping(group).get("name")
     if isinstance(name, str) and ":" in name:
         known[name] = import_model(name)
@@ -99,7 +99,7 @@ def _with_own(models: Mapping[str, type[Any]], group: object) -> dict[str, type[
 
 
 def import_model(name: str) -> type[Any]:
-    """The class named ``package.module:Class``; ConfigError if it is not a model configuration."""
+    """Return the class ``package.module:Class``; ConfigError if it does not configure a model."""
     kind = import_own_class("model.name", name, "my_package.my_module:MyModel")
     tagged = dataclasses.is_dataclass(kind) and "name" in kind.__dataclass_fields__
     if not tagged or not callable(getattr(kind, "spec", None)):
@@ -111,7 +111,7 @@ def import_model(name: str) -> type[Any]:
 
 
 def _own_optimizers(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Key and name of each table optimizer that names a user's own class, well formed or not."""
+    """Yield the key and name of each user's own table optimizer, even if malformed."""
     groups = _mapping(tree.get("optimizer"))
     entries = _mapping(groups.get("tables"))
     tables = groups.get("tables")
@@ -128,25 +128,25 @@ def _import_optimizers(tree: Mapping[str, Any], allowed: Collection[str] | None 
     for key, name in _own_optimizers(tree):
         if allowed is not None and name not in allowed:
             raise ConfigError(
-                f"--optimizer: {key} is {name!r}, which is imported only on your request; if you "
-                f"trust that module, add --optimizer {name}"
+                f"--optimizer: {key} is {name!r}, which is imported only on request; if you trust "
+                f"this module, add --optimizer {name}"
             )
         import_rule(key, name)
 
 
 def dump_config(config: Config) -> str:
-    """The resolved config as YAML; ``load_config`` of that text gives an equal value."""
+    """Return the resolved config as YAML; ``load_config`` of this text gives an equal value."""
     return yaml.safe_dump(plain(config), sort_keys=False, default_flow_style=None, width=100)
 
 
 def config_facts(
     config: Config, affecting: Collection[Affects] = get_args(Affects)
 ) -> dict[str, str]:
-    """Dotted keys and their values as one-line YAML; the ranks compare these.
+    """Return dotted keys and their values as one-line YAML, which the ranks compare.
 
-    Only keys that affect one of ``affecting``, which is everything by default. Each entry of a
-    group of patterns (``parallel.tables``, ``model.tables``, ...) has a key. So has the order of
-    the patterns, because it decides between two that match.
+    Only keys that affect one of ``affecting`` (by default, anything) are returned. Each entry of a
+    group of patterns (``parallel.tables``, ``model.tables``, ...) has a key. The order of the
+    patterns has a key, too, because the order decides between two patterns that match.
     """
     facts = {key: text for key, text, affects in _flat("", config) if affects in affecting}
     for group, name in (
@@ -167,7 +167,7 @@ def _affects(owner: object, name: str, by_default: Affects = "results") -> Affec
 def _flat(
     key: str, value: object, affects: Affects = "results"
 ) -> Iterator[tuple[str, str, Affects]]:
-    """Every leaf under ``value``: its dotted key, its value, and what it affects."""
+    """Yield each leaf under ``value``: its dotted key, its value, and what it affects."""
     items: Mapping[str, object] | None = None
     if dataclasses.is_dataclass(value):
         items = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
@@ -189,7 +189,7 @@ _EXAMPLE_FILES = {
 
 
 def read_yaml(path: Path, key: str = "--config") -> dict[str, Any]:
-    """The mapping in a YAML file; a ConfigError that names ``key`` if there is no such file."""
+    """Return the mapping in a YAML file; ConfigError, naming ``key``, if the file is missing."""
     if not path.is_file():
         problem = "is a folder" if path.is_dir() else "does not exist"
         folder = path if path.is_dir() else path.parent
@@ -217,12 +217,11 @@ def _apply_all(
     overrides: Sequence[str],
     import_optimizers: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Write every ``key=value`` into the raw tree.
+    """Write all ``key=value`` overrides into the raw tree.
 
     ``import_optimizers`` runs before each override, because an imported optimizer class defines
     keys that the override may set. ``parallel.plan`` and ``parallel.scheme`` both lay out all
-    tables, so either of them on the command line replaces the other in the file; rank 0 logs a
-    warning.
+    tables, so either key on the command line replaces the other in the file; rank 0 logs a warning.
     """
     for override in overrides:
         import_optimizers(tree)
@@ -243,7 +242,7 @@ def _apply_all(
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:
-    """Write one ``key=value`` into the raw tree; ``build`` checks key and value later."""
+    """Write one ``key=value`` into the raw tree; ``build`` checks the key and value later."""
     key, equals, text = override.partition("=")
     if not equals or not key.strip(". "):
         raise ConfigError(f"{brief(override)}: write key=value, such as run.seed=7")
@@ -261,12 +260,12 @@ def _apply(tree: dict[str, Any], override: str) -> None:
             owner = ".".join(path[: depth + 1])
             raise ConfigError(f"{key}: {owner} is the value {brief(child)} and has no keys")
         node = child
-    node.pop(path[-1], None)  # a new pattern of parallel.tables must come last to win
+    node.pop(path[-1], None)  # a new pattern of parallel.tables must be last to take precedence
     node[path[-1]] = value
 
 
 def _split_key(key: str, tree: Mapping[str, Any]) -> list[str]:
-    """The parts of a dotted key, where patterns such as ``parallel.tables.*.C1`` contain dots."""
+    """Split a dotted key; patterns such as ``parallel.tables.*.C1`` may contain dots."""
     kinds = dict(table_optimizers())
     for _, own in _own_optimizers(tree):
         kinds |= table_optimizers(own)

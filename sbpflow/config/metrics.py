@@ -1,26 +1,26 @@
-"""The metrics of an evaluation: what stopping, logs, and reports need to know about each.
+"""Describes the metrics of an evaluation, for early stopping, logs, and reports.
 
-A new metric is an entry here, a field of ``training.metrics.Evaluation``, and its computation in
-``training.metrics.evaluate`` (and in ``histogram_auc`` if a histogram suffices for it).
+A new metric needs an entry here, a field of ``training.metrics.Evaluation``, and its computation in
+``training.metrics.evaluate`` (and in ``histogram_auc`` if a histogram suffices for the metric).
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
 Metric = Literal["auc", "gauc", "logloss", "normalised_entropy"]
-ONE_CLASS = "val has rows of one class only"
+ONE_CLASS = "all rows of val have the same class"
 
 
 @dataclass(frozen=True, slots=True)
 class MetricKind:
-    """``absent`` is why an evaluation of val may not have the metric."""
+    """Describes a metric; ``absent`` is why an evaluation of val may lack the metric."""
 
     label: str
     higher_is_better: bool
     absent: str
 
     def is_better(self, value: float, best: float, min_delta: float) -> bool:
-        """Whether ``value`` is more than ``min_delta`` better than ``best``."""
+        """Return whether ``value`` is more than ``min_delta`` better than ``best``."""
         return value > best + min_delta if self.higher_is_better else value < best - min_delta
 
 

@@ -1,7 +1,7 @@
-"""Table settings of a model in the configuration: ``model.fields`` and ``model.tables``.
+"""Defines a model's table settings in the configuration: ``model.fields`` and ``model.tables``.
 
-Both map patterns to rules, as ``parallel.tables`` does, but they combine key by key: the last
-matching pattern that gives a key sets it. A key that no pattern gives keeps the model's value.
+Both groups map patterns to rules, like ``parallel.tables``, but rules combine key by key: the last
+matching pattern with a key sets the key. A key that no pattern has keeps the model's value.
 """
 
 import difflib
@@ -24,9 +24,9 @@ InitialRange = Annotated[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FieldRule:
-    """Fields that a pattern matches share one table, named ``table``, in each output.
+    """Lets the fields that a pattern matches share one table, named ``table``, in each output.
 
-    The fields must share a vocabulary: otherwise one id would mean a different value in each.
+    The fields must share a vocabulary: otherwise one id would mean a different value in each field.
     """
 
     table: Annotated[str, Example("shop"), Key("results", "Name of the shared table.")]
@@ -34,38 +34,38 @@ class FieldRule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableShape:
-    """Dimension, pooling, and initial values of the tables that a pattern matches."""
+    """Sets dimension, pooling, and initial values of the tables that a pattern matches."""
 
     dim: Annotated[
         Annotated[int, Range(low=1, below=2**24)] | None,
         Example(8),
-        Key("results", "Columns of the table; the model's value if not given."),
+        Key("results", "Columns of the table. The default is the model's value."),
     ] = None
     pooling: Annotated[
         Literal["sum", "mean"] | None,
         Example("mean"),
-        Key("results", "How the rows of one sample are pooled; sum if not given."),
+        Key("results", "How the rows of one sample are pooled. The default is sum."),
     ] = None
     initial_range: InitialRange = None
 
 
 @runtime_checkable
 class TableRules(Protocol):
-    """A model configuration whose tables can be set by pattern."""
+    """Describes a model configuration whose tables can be set by pattern."""
 
     @property
     def fields(self) -> Mapping[str, FieldRule]:
-        """Rules by pattern of field names."""
+        """Return rules by pattern of field names."""
         ...
 
     @property
     def tables(self) -> Mapping[str, TableShape]:
-        """Shapes by pattern of table names, which are OUTPUT.FIELD or OUTPUT.TABLE."""
+        """Return shapes by pattern of table names, which are OUTPUT.FIELD or OUTPUT.TABLE."""
         ...
 
 
 def shape_of(rules: TableRules, name: str) -> tuple[TableShape, str]:
-    """The settings that the patterns give table ``name``, and the last pattern that set ``dim``."""
+    """Return the settings of table ``name`` by its patterns, and the last one that set ``dim``."""
     settings: dict[str, object] = {}
     dim_pattern = ""
     for pattern, shape in rules.tables.items():
@@ -77,13 +77,13 @@ def shape_of(rules: TableRules, name: str) -> tuple[TableShape, str]:
 
 
 def table_of(rules: TableRules, field: str) -> str | None:
-    """The shared table of a field, from the last matching pattern; None if it has its own."""
+    """Return a field's shared table, from the last matching pattern; None without one."""
     tables = [rule.table for pattern, rule in rules.fields.items() if fnmatchcase(field, pattern)]
     return tables[-1] if tables else None
 
 
 def check_matches(key: str, patterns: Iterable[str], names: Iterable[str], kind: str) -> None:
-    """ConfigError for a pattern that matches none of ``names``, which are names of a ``kind``."""
+    """Raise ConfigError for a pattern that matches none of ``names`` (each a ``kind``)."""
     known = list(names)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in known):

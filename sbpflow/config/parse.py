@@ -1,7 +1,7 @@
-"""Turn a YAML tree into frozen dataclasses and refuse everything that does not fit.
+"""Turns a YAML tree into frozen dataclasses and refuses everything that does not fit.
 
-Knows types, ranges and near matches, but no key of sbpflow: the classes in ``schema`` define the
-keys, and this file reads their annotations, defaults, and ``Range`` and ``Example`` marks.
+This module knows types, ranges and near matches, but no key of sbpflow: the classes in ``schema``
+define the keys, and this module reads their annotations, defaults, and marks (``Range``, ...).
 """
 
 import dataclasses
@@ -28,58 +28,58 @@ Tree = Mapping[str, Any]
 Choices = Mapping[str, Mapping[str, type[Any]]]
 C = TypeVar("C")
 MAX_INT = 2**63 - 1
-MAX_ENTRIES = 10_000  # in a list or a group
-_MAX_SHOWN = 200  # characters of a value in a message
+MAX_ENTRIES = 10_000  # maximum number of entries in a list or group
+_MAX_SHOWN = 200  # maximum length of a value in a message
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A valid value, for keys whose default cannot serve as an example."""
+    """Gives a valid value, for keys whose default is not a useful example."""
 
     value: Any
 
 
 @dataclass(frozen=True, slots=True)
 class PathOr:
-    """Text that is a local path unless it is one of ``words``."""
+    """Marks text that is either one of ``words`` or a local path."""
 
     words: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Aliases:
-    """Other words for some values: {word: value}."""
+    """Gives other words for some values: {word: value}."""
 
     words: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Tagged:
-    """The dataclasses that a group may be, by ``name``; called with the name the user gave."""
+    """Returns the dataclasses that a group may be, by ``name``, given the user's name."""
 
     kinds: Callable[[object], Mapping[str, type[Any]]]
 
 
 @dataclass(frozen=True, slots=True)
 class MaxEntries:
-    """The maximum number of entries in a list."""
+    """Sets the maximum number of entries in a list."""
 
     count: int
 
 
 @dataclass(frozen=True, slots=True)
 class Untagged:
-    """The ``name`` of an entry of a mapping that gives none, where ``name`` selects the class."""
+    """Sets the ``name`` (which selects the class) of mapping entries that do not give one."""
 
     name: str
 
 
 def build(cls: type[C], tree: object, choices: Choices = MappingProxyType({})) -> C:
-    """An instance of the dataclass ``cls`` from a mapping; its groups are dataclasses too.
+    """Return an instance of the dataclass ``cls`` from a mapping; groups are dataclasses, too.
 
-    ``choices`` is for fields of ``cls`` whose annotation names no class: it maps the field to the
-    dataclasses that its group may be, by the value of the key ``name``. The first is the default.
-    Raises ConfigError.
+    ``choices`` is for fields of ``cls`` whose annotation does not name a class: it maps such a
+    field to the dataclasses that its group may be, by the value of the key ``name``. The first
+    dataclass is the default. Raises ConfigError.
     """
     try:
         return _build(cls, tree, "", choices)
@@ -96,7 +96,7 @@ class _UnknownKeyError(ConfigError):
         self.key, self.siblings = key, siblings
 
     def message(self, all_keys: list[str]) -> str:
-        """A hint with near matches in the same group, else with the same key in other groups."""
+        """Return a hint with near matches in the same group, else the same key in other groups."""
         group, _, name = self.key.rpartition(".")
         if (current := RENAMED.get(name)) in self.siblings:
             return f"{self.key}: is called {current} now; write {_join(group, current)}"
@@ -131,12 +131,12 @@ def _build(cls: type[C], tree: object, key: str, choices: Choices = MappingProxy
     for name, field in fields.items():
         if name not in values and field.default is MISSING and field.default_factory is MISSING:
             example = show(_example(field, hints[name]))
-            raise ConfigError(f"{_join(key, name)}: not given; for example {name}: {example}")
+            raise ConfigError(f"{_join(key, name)}: not given; use, for example, {name}: {example}")
     return cls(**values)
 
 
 def parse(value: object, kind: Any, key: str, example: object) -> Any:
-    """``value`` as the annotated type ``kind``; otherwise a ConfigError that shows ``example``."""
+    """Return ``value`` as type ``kind``; otherwise raise a ConfigError with ``example``."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Annotated:
         return _parse_marked(value, args, key, example)
@@ -182,14 +182,14 @@ def _parse_marked(value: object, args: tuple[Any, ...], key: str, example: objec
 
 
 def _tagged(item: object, name: str) -> object:
-    """``item``, with ``name`` added if it is a group that does not give one."""
+    """Return ``item``; a group without ``name`` gets ``name`` added."""
     if isinstance(item, Mapping) and "name" not in item:
         return {"name": name, **typing.cast("Mapping[str, object]", item)}
     return item
 
 
 def _parse_union(value: object, args: tuple[Any, ...], key: str, example: object) -> Any:
-    """``T | None``, ``int | tuple``, ``int | Literal``, or dataclasses selected by ``name``."""
+    """Parse ``T | None``, ``int | tuple``, ``int | Literal``, or classes selected by ``name``."""
     kinds = [arg for arg in args if arg is not types.NoneType]
     if value is None and len(kinds) < len(args):
         return None
@@ -211,14 +211,14 @@ def _parse_union(value: object, args: tuple[Any, ...], key: str, example: object
 def _parse_tagged(
     value: object, by_name: Mapping[str, type[Any]], key: str, default: str | None
 ) -> Any:
-    """The dataclass that the key ``name`` selects; ``default`` if it is not given."""
+    """Return the dataclass that the key ``name`` selects, or else ``default``."""
     if not isinstance(value, Mapping):
         _refuse(key, value, "a group of keys", by_name[default or next(iter(by_name))]())
     name: object = value.get("name", default)
     if name is None:
         raise ConfigError(
-            f"{key}.name: not given; use one of {', '.join(by_name)}, for example name: "
-            f"{next(iter(by_name))}"
+            f"{key}.name: not given; use one of {', '.join(by_name)} (for example, name: "
+            f"{next(iter(by_name))})"
         )
     if not isinstance(name, str) or name not in by_name:
         near = difflib.get_close_matches(str(_head(name)), by_name, 1)
@@ -231,7 +231,7 @@ def _parse_tagged(
         if users and name not in users:
             raise ConfigError(
                 f"{key}.{other}: {name} has no such setting ({', '.join(users)} has); remove it, "
-                f"or give the whole group, for example {key}: {show(by_name[name]())}"
+                f"or give the whole group (for example, {key}: {show(by_name[name]())})"
             )
     kind = by_name[name]
     if name == _tag(kind):
@@ -273,7 +273,7 @@ def _parse_mapping(value: object, kind: Any, key: str, example: object) -> dict[
         _refuse(key, value, "a group of keys", example)
     if len(value) > MAX_ENTRIES:
         raise ConfigError(
-            f"{key}: a group of {len(value):,} keys; use at most {MAX_ENTRIES:,}, with patterns "
+            f"{key}: a group of {len(value):,} keys; use at most {MAX_ENTRIES:,}, and patterns "
             "that match several names"
         )
     return {str(name): parse(item, kind, f"{key}.{name}", None) for name, item in value.items()}
@@ -298,7 +298,7 @@ def _parse_int(value: object, key: str, example: object) -> int:
 
 
 def _parse_float(value: object, key: str, example: object) -> float:
-    """Text is accepted: YAML 1.1 reads ``1e-3``, which has no dot, as text."""
+    """Accept text, too: YAML 1.1 reads ``1e-3``, which has no dot, as text."""
     if isinstance(value, int | float | str) and not isinstance(value, bool):
         try:
             number = float(value)
@@ -351,12 +351,14 @@ def _refuse(key: str, value: object, expected: str, example: object) -> NoReturn
 
 
 def _eg(key: str, example: object) -> str:
-    return "" if example is None else f"; for example {key.rpartition('.')[2]}: {show(example)}"
+    if example is None:
+        return ""
+    return f" (for example, {key.rpartition('.')[2]}: {show(example)})"
 
 
 @functools.cache
 def _hints(cls: type[Any]) -> dict[str, Any]:
-    """Annotations with their marks; cached, because resolving them is slow."""
+    """Return annotations with their marks, from a cache, because resolving annotations is slow."""
     return typing.get_type_hints(cls, include_extras=True)
 
 
@@ -366,7 +368,7 @@ def _fields(cls: Any) -> "dict[str, dataclasses.Field[Any]]":
 
 
 def _all_keys(kind: Any, prefix: str) -> list[str]:
-    """Every dotted key under ``kind``, including those of alternative classes."""
+    """Return every dotted key under ``kind``, including keys of alternative classes."""
     if typing.get_origin(kind) is typing.Annotated:
         inside, *marks = typing.get_args(kind)
         tagged = [each for m in marks if isinstance(m, Tagged) for each in m.kinds(None).values()]
@@ -412,7 +414,7 @@ def _join(key: str, name: str) -> str:
 
 
 def plain(value: Any) -> Any:
-    """The YAML form of a config value: only dicts, lists, text and numbers."""
+    """Return the YAML form of a config value: only dicts, lists, text and numbers."""
     if dataclasses.is_dataclass(value):
         return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -423,19 +425,19 @@ def plain(value: Any) -> Any:
 
 
 def show(value: object) -> str:
-    """``value`` as one line of YAML."""
+    """Return ``value`` as one line of YAML."""
     text = yaml.safe_dump(plain(value), default_flow_style=True, width=10_000, sort_keys=False)
     return text.removesuffix("...\n").strip()
 
 
 def brief(value: object) -> str:
-    """``repr`` of a value, cut to a length that fits in a message."""
+    """Return the ``repr`` of a value, cut to a length that fits in a message."""
     text = repr(_head(value))
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}.. ({len(text):,} characters)"
 
 
 def _head(value: object, depth: int = 4) -> object:
-    """``value`` cut to its first entries, levels and characters."""
+    """Return ``value``, cut to its first entries, levels and characters."""
     if isinstance(value, str) and len(value) > _MAX_SHOWN:
         return f"{value[:_MAX_SHOWN]}.. ({len(value):,} characters)"
     if not isinstance(value, Mapping | list | tuple):

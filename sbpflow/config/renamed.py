@@ -1,21 +1,21 @@
-"""Keys that had another name in earlier versions: refused from users, read from saved files."""
+"""Lists renamed keys: users' old names are refused, but saved files may have them."""
 
 from collections.abc import Mapping
 from typing import Any, cast
 
 RENAMED = {"exchange_dtype": "comm_dtype", "row_capacity": "row_buffer_fraction"}
-"""Old to new names: the last part of a key in ``parallel`` or in a rule of ``parallel.tables``."""
+"""Maps old names to new: the last part of a key in ``parallel`` or a ``parallel.tables`` rule."""
 
 
 def current_key(key: str) -> str:
-    """The current name of a dotted key of a saved run."""
+    """Return the current name of a dotted key of a saved run."""
     group, _, name = key.rpartition(".")
     is_renamed = group.startswith("parallel") and name in RENAMED
     return f"{group}.{RENAMED[name]}" if is_renamed else key
 
 
 def with_current_keys(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration tree of a saved run with its keys under their current names."""
+    """Return the configuration tree of a saved run, with current key names."""
     parallel: object = tree.get("parallel")
     if not isinstance(parallel, Mapping):
         return dict(tree)

@@ -1,6 +1,6 @@
-"""The configuration: every key, its default, and the checks that need no other facts.
+"""Defines the configuration: every key, its default, and checks that need no other facts.
 
-Checks that need the tables or the world size are in ``config.checks``. Values are never clamped
+``config.checks`` has the checks that need the tables or the world size. Values are never clamped
 and keys are never ignored.
 """
 
@@ -44,7 +44,7 @@ from sbpflow.runtime.fields.ranges import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    """Where a run writes its files, and the seed of everything random."""
+    """Says where a run writes its files, and sets the seed of everything random."""
 
     dir: Annotated[Path, Key("execution", "Run folder: metrics, report, checkpoints.")] = Path(
         "runs/train"
@@ -58,18 +58,21 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """The prepared set and how it is read."""
+    """Selects the prepared set, and how the set is read."""
 
     path: Annotated[
         Path | None,
         Example("out/criteo"),
-        Key("execution", "Folder of the prepared set. It may move, but its rows may not change."),
+        Key(
+            "execution",
+            "Folder of the prepared set. The folder may move, but its rows may not change.",
+        ),
     ] = None
     loader: Annotated[
         Literal["auto", "dali", "memmap"],
         Key(
             "execution",
-            "What reads the set. auto uses DALI if it is installed, else memmap; both give "
+            "Loader of the set. auto uses DALI if DALI is installed, else memmap; both give "
             "identical batches.",
         ),
     ] = "auto"
@@ -84,33 +87,33 @@ class DataConfig:
         ),
     ] = "runs"
     tail: Annotated[
-        Literal["keep", "drop"], Key("results", "Whether to train on a last batch that is short.")
+        Literal["keep", "drop"], Key("results", "Whether to train on a short last batch.")
     ] = "keep"
     out_of_range: Annotated[
         OutOfRange,
         Key(
             "results",
             "Handling of an id without a row: raise an error, use the nearest row, or use a row "
-            "chosen by a hash of the id. Replaced ids are counted.",
+            "that a hash of the id selects. Replaced ids are counted.",
         ),
     ] = "error"
 
 
 class ModelGroup(Protocol):
-    """The ``model`` group: a frozen dataclass, selected by ``name``, from a model's own module.
+    """Describes the ``model`` group: a frozen dataclass, selected by ``name``, in a model's module.
 
-    ``run.model.ModelConfig`` describes the rest of it; ``load_config`` takes the known models.
+    ``run.model.ModelConfig`` describes the other attributes; ``load_config`` gets the known models.
     """
 
     @property
     def name(self) -> str:
-        """The tag."""
+        """Return the value of ``name`` that selects the class."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableChanges:
-    """An entry without ``name``: changes to what earlier patterns or ``optimizer.sparse`` set."""
+    """Changes what earlier patterns or ``optimizer.sparse`` set (an entry without ``name``)."""
 
     name: Literal["same"] = "same"
     lr: Annotated[Rate | None, Example(0.01), Key("results", "Learning rate.")] = None
@@ -120,13 +123,15 @@ class TableChanges:
     initial_range: InitialRange = None
 
 
-L2 = Annotated[NonNegative, Key("results", "L2 penalty: adds weight_decay * weight to gradients.")]
-Momentum = Annotated[Beta, Key("results", "Fraction of the previous step added to the next.")]
+L2 = Annotated[
+    NonNegative, Key("results", "L2 penalty, which adds weight_decay * weight to gradients.")
+]
+Momentum = Annotated[Beta, Key("results", "Fraction of the previous step to add to the next.")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DenseSgd:
-    """Same as torch.optim.SGD."""
+    """Configures torch.optim.SGD with the same arguments."""
 
     name: Literal["sgd"] = "sgd"
     lr: LearningRate = 0.1
@@ -137,14 +142,14 @@ class DenseSgd:
     def __post_init__(self) -> None:
         if self.nesterov and not self.momentum:
             raise ConfigError(
-                "optimizer.dense.nesterov: true has no effect without momentum; for example "
+                "optimizer.dense.nesterov: true has no effect without momentum; use, for example, "
                 "momentum: 0.9"
             )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DenseAdagrad:
-    """Same as torch.optim.Adagrad."""
+    """Configures torch.optim.Adagrad with the same arguments."""
 
     name: Literal["adagrad"] = "adagrad"
     lr: LearningRate = 0.01
@@ -155,7 +160,7 @@ class DenseAdagrad:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RmsProp:
-    """Same as torch.optim.RMSprop."""
+    """Configures torch.optim.RMSprop with the same arguments."""
 
     name: Literal["rmsprop"] = "rmsprop"
     lr: LearningRate = 1e-3
@@ -167,7 +172,7 @@ class RmsProp:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adam:
-    """Same as torch.optim.Adam."""
+    """Configures torch.optim.Adam with the same arguments."""
 
     name: Literal["adam"] = "adam"
     lr: LearningRate = 1e-3
@@ -178,14 +183,14 @@ class Adam:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamW:
-    """Same as torch.optim.AdamW."""
+    """Configures torch.optim.AdamW with the same arguments."""
 
     name: Literal["adamw"] = "adamw"
     lr: LearningRate = 1e-3
     betas: Betas = (0.9, 0.999)
     eps: Epsilon = 1e-8
     weight_decay: Annotated[
-        NonNegative, Key("results", "Weights are multiplied by 1 - lr * weight_decay each step.")
+        NonNegative, Key("results", "Each step multiplies weights by 1 - lr * weight_decay.")
     ] = 0.01
 
 
@@ -194,18 +199,18 @@ DenseOptimizer = DenseSgd | Adam | AdamW | DenseAdagrad | RmsProp
 
 
 def table_optimizers(name: object = None) -> Mapping[str, type[TableOptimizer]]:
-    """The classes of an entry of ``optimizer.tables`` by name, as in ``known_rules``."""
+    """Return the classes of an ``optimizer.tables`` entry by name, as in ``known_rules``."""
     return {"same": TableChanges, **known_rules(name)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
-    """Optimizers of the tables and of the dense part, their schedules, and gradient clipping."""
+    """Sets the optimizers of the tables and the dense part, their schedules, and clipping."""
 
     sparse: Annotated[
         SparseOptimizer,
         Tagged(known_rules),
-        Key("results", "Updates the rows used by a batch: one of these, or package.module:Class."),
+        Key("results", "Optimizer of the rows used by a batch, or package.module:Class."),
     ] = field(default_factory=RowwiseAdagrad)
     tables: Annotated[
         Mapping[str, Annotated[TableOptimizer, Tagged(table_optimizers)]],
@@ -213,12 +218,12 @@ class OptimizerConfig:
         Untagged("same"),
         Key(
             "results",
-            "Optimizers by pattern of table names, replacing optimizer.sparse; the last match "
+            "Optimizers by pattern of table names, instead of optimizer.sparse; the last match "
             "wins.",
         ),
     ] = field(default_factory=dict[str, TableOptimizer])
     dense: Annotated[
-        DenseOptimizer, Key("results", "Updates the parameters of the dense part.")
+        DenseOptimizer, Key("results", "Optimizer of the parameters of the dense part.")
     ] = field(default_factory=Adam)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     dense_schedule: Annotated[DenseScheduleConfig | None, Example({"warmup_steps": 1000})] = None
@@ -227,12 +232,12 @@ class OptimizerConfig:
 
     @property
     def of_dense(self) -> ScheduleConfig:
-        """The schedule of the dense part."""
+        """Return the schedule of the dense part."""
         return self.dense_schedule or self.schedule
 
     @property
     def of_tables(self) -> ScheduleConfig:
-        """The schedule of the tables."""
+        """Return the schedule of the tables."""
         return self.sparse_schedule or self.schedule
 
     def __post_init__(self) -> None:
@@ -240,24 +245,24 @@ class OptimizerConfig:
             self.refuse_one_rate(self.of_tables.key)
 
     def refuse_one_rate(self, key: str) -> None:
-        """ConfigError if ``key`` changes the learning rate of a rule with a fixed rate."""
+        """Raise ConfigError if ``key`` changes the learning rate of a rule with a fixed rate."""
         by_table = {f"tables.{pattern}": chosen for pattern, chosen in self.tables.items()}
         for owner, chosen in {"sparse": self.sparse, **by_table}.items():
             if isinstance(chosen, SparseOptimizer) and chosen.one_rate:
                 raise ConfigError(
-                    f"{key}: {chosen.name} {chosen.one_rate}, so it takes no schedule; remove "
+                    f"{key}: {chosen.name} {chosen.one_rate}, so it cannot have a schedule; remove "
                     f"{key}, or use another optimizer such as optimizer.{owner}.name: adagrad"
                 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """Length of a run, its evaluations, and its logging."""
+    """Sets the length of a run, its evaluations, and its logging."""
 
     epochs: Annotated[Count, Key("execution", "Passes over the training rows.")] = 1
     accumulate: Annotated[
         Count,
-        Key("results", "Batches per step; gradients equal those of one batch with all their rows."),
+        Key("results", "Batches per step; the gradients equal those of one large batch."),
     ] = 1
     lookahead: Annotated[
         Annotated[int, Range(low=0, high=1024)] | Literal["auto"],
@@ -271,22 +276,27 @@ class TrainConfig:
         Count | None, Example(100), Key("execution", "Number of steps after which the run ends.")
     ] = None
     eval_every: Annotated[
-        int, Range(low=0), Key("scores", "Steps between evaluations of val; 0 for only at the end.")
+        int,
+        Range(low=0),
+        Key("scores", "Steps between evaluations of val; 0 scores at the end only."),
     ] = 1000
     eval_rows: Annotated[
         Count | None,
         Example(1_000_000),
-        Key("scores", "Rows of val to score, from the first, during training; the end scores all."),
+        Key("scores", "First rows of val to score during training; the end of a run scores all."),
     ] = None
     exact_auc_rows: Annotated[
         int,
         Range(low=0),
-        Key("scores", "AUC is exact up to this many rows; above, from a histogram with a bound."),
+        Key(
+            "scores",
+            "Maximum number of rows for an exact AUC; a histogram is used for more rows.",
+        ),
     ] = 20_000_000
     slices: Annotated[
         tuple[str, ...],
         Example(("C1",)),
-        Key("scores", "Id columns whose values each get an AUC of their own."),
+        Key("scores", "Id columns to slice by; an AUC is reported for each value."),
     ] = ()
     stop: Annotated[StopConfig | None, Example({"metric": "auc", "patience": 2})] = None
     plateau: Annotated[PlateauConfig | None, Example({"factor": 0.1})] = None
@@ -294,7 +304,7 @@ class TrainConfig:
     profile: Annotated[
         tuple[Count, Count] | None,
         Example((10, 15)),
-        Key("execution", "First and last step recorded in a Chrome trace."),
+        Key("execution", "First and last step to record in a Chrome trace."),
     ] = None
     log_every: Annotated[Count, Key("execution", "Steps between log lines.")] = 100
     progress: Annotated[bool, Key("execution", "Show a progress bar.")] = True
@@ -304,24 +314,22 @@ class TrainConfig:
             if given is not None and not self.eval_every:
                 raise ConfigError(
                     f"train.{key}: needs evaluations of val during training, but eval_every is 0; "
-                    "for example train.eval_every: 1000"
+                    "use, for example, train.eval_every: 1000"
                 )
         if self.profile is not None and self.profile[1] < self.profile[0]:
             raise ConfigError(
-                f"train.profile: {list(self.profile)} ends before it begins; for example "
+                f"train.profile: {list(self.profile)} ends before it begins; use, for example, "
                 f"[{self.profile[1]}, {self.profile[0]}]"
             )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """One run, fully resolved; the same value on every rank."""
+    """Describes one run, fully resolved; every rank has the same value."""
 
     run: RunConfig = field(default_factory=RunConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    model: Annotated[
-        ModelGroup, Key("results", "The model: one of these, or package.module:Class.")
-    ]
+    model: Annotated[ModelGroup, Key("results", "Model to train, or package.module:Class.")]
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -334,13 +342,13 @@ class Config:
             raise ConfigError(
                 f"checkpoint.keep_best: val is scored every {scored} steps (train.eval_every) and "
                 f"checkpoints are saved every {every} (checkpoint.every), but every scored step "
-                f"must be saved; for example train.eval_every: {fit}"
+                f"must be saved; use, for example, train.eval_every: {fit}"
                 + ("" if every else " and checkpoint.every: 1000")
             )
         if self.parallel.cuda_graph and self.train.accumulate > 1:
             raise ConfigError(
                 f"parallel.cuda_graph: true with train.accumulate: {self.train.accumulate}, but a "
-                "graph holds the gradients of one batch; use train.accumulate=1 and a larger "
+                "graph has the gradients of one batch only; use train.accumulate=1 and a larger "
                 "data.batch_size, or remove cuda_graph"
             )
         if self.train.plateau is not None:

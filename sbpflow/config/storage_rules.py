@@ -16,7 +16,7 @@ _EXAMPLES = 'for example 10% or "4 GB"'
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StorageRule:
-    """Storage of the tables that a pattern matches."""
+    """Sets the storage of the tables that a pattern matches."""
 
     kind: Annotated[
         Literal["device", "host", "file"],
@@ -58,7 +58,7 @@ class StorageRule:
             )
 
     def share(self, key: str, num_bytes: float) -> float:
-        """The share of the rows in slots; ``num_bytes`` is the size of all rows of a rank."""
+        """Return the share of rows in slots; ``num_bytes`` is the size of all rows of a rank."""
         number, unit = self._parsed(key)
         return number / 100 if unit == "%" else min(1.0, number * _UNITS[unit] / num_bytes)
 

@@ -1,6 +1,7 @@
-"""Resolve the ``parallel`` group to the layout of each table and each dense parameter.
+"""Resolves the ``parallel`` group to the layout of each table and each dense parameter.
 
-``table_rules`` defines the group. A rule that does not fit a table or the world is refused here.
+``table_rules`` defines the group. This module refuses a rule that does not fit a table or the
+world.
 """
 
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ def resolve_dense_layouts(
     device_type: str,
     world_size: int,
 ) -> dict[str, Layout]:
-    """The layout of every dense parameter (name -> shape), over all ranks.
+    """Return the layout of every dense parameter (name -> shape), over all ranks.
 
     ConfigError if a pattern matches nothing, is not a layout, or splits a dim that is too short.
     """
@@ -50,7 +51,7 @@ def _dense_layout(
             f"{key}: {brief(text)} does not fit {name} {list(shape)}: {error}"
         ) from error
     if isinstance(layout.nd_sbp[0], Partial):
-        raise ConfigError(f"{key}: {text} is not a parameter layout; {name} takes {legal}")
+        raise ConfigError(f"{key}: {text} is not a parameter layout; {name} supports {legal}")
     return layout
 
 
@@ -62,11 +63,11 @@ def resolve_table_layouts(
     device_type: str = "cpu",
     planned: Mapping[str, TableRule] | None = None,
 ) -> dict[str, TableLayout]:
-    """The layout of every table, in the order of ``tables`` (name -> (rows, dim)).
+    """Return the layout of every table, in the order of ``tables`` (name -> (rows, dim)).
 
-    ``planned`` has the rules of ``parallel.plan``, which replace those of a scheme. ConfigError if
-    a rule does not fit a table or the world, a pattern matches nothing, or no pattern matches a
-    table.
+    ``planned`` has the rules of ``parallel.plan``, which replace the rules of a scheme. Raises
+    ConfigError if a rule does not fit a table or the world, a pattern matches nothing, or no
+    pattern matches a table.
     """
     check_matches("parallel.tables", parallel.tables, tables, "table")
     check_matches(f"parallel.plan {parallel.plan}", planned or {}, tables, "table")
@@ -86,7 +87,7 @@ def resolve_table_layouts(
 def _rule_of(
     parallel: ParallelConfig, schemes: Schemes, planned: Mapping[str, TableRule] | None, name: str
 ) -> tuple[str, TableRule]:
-    """The key and the rule that apply: the last match, those of plan or scheme coming first."""
+    """Return the key and rule of the last match; rules of a plan or scheme come first."""
     plan_key, scheme = f"parallel.plan {parallel.plan}", parallel.scheme
     candidates = [(pattern, plan_key, rule) for pattern, rule in (planned or {}).items()]
     if scheme is not None:
@@ -98,7 +99,7 @@ def _rule_of(
             return key, rule
     if parallel.plan is not None:
         raise ConfigError(
-            f"{plan_key}: none of its patterns matches {name}; add one to the plan, or "
+            f"{plan_key}: no pattern of the plan matches {name}; add a pattern, or "
             f"parallel.tables: {{{name}: {{sbp: S(0)}}}}"
         )
     raise ConfigError(
@@ -154,18 +155,18 @@ def _fit(
 def _fit_axis(
     key: str, rule: TableRule, axis: int, sbp: Sbp, name: str, shape: Shape, placement: Placement
 ) -> Sbp:
-    """The sbp along one axis of the placement, with its explicit sizes if any."""
+    """Return the sbp along one axis of the placement, with its explicit sizes if any."""
     if not isinstance(sbp, Split):
         return sbp
     num_ranks, length = placement.shape[axis], shape[sbp.dim]
     sizes = rule.axis_sizes(axis)
     if sbp.dim == 1 and sizes is None and length < num_ranks:
         raise ConfigError(
-            f"{key} ({name}): S(1) needs a column for each of {num_ranks} ranks, {name} has "
+            f"{key} ({name}): S(1) needs a column for each of {num_ranks} ranks, but {name} has "
             f"{length}; use S(0), {length} rank{'s' * (length > 1)}, explicit sizes, or a "
             f"table with at least {num_ranks} columns"
         )
-    fit = f"for example {list(balanced_sizes(length, num_ranks))}"
+    fit = f"use, for example, {list(balanced_sizes(length, num_ranks))}"
     if sizes is None:
         return sbp
     if len(sizes) != num_ranks:

@@ -1,7 +1,7 @@
-"""Files of table rules: read by ``parallel.plan: FILE`` and written by the planner.
+"""Reads files of table rules for ``parallel.plan: FILE``, and writes them for the planner.
 
-A mapping ``tables`` in the form of ``parallel.tables``, and optional ``notes`` for people, of
-which only ``world_size``, the number of ranks planned for, is read.
+A file has a mapping ``tables``, in the form of ``parallel.tables``, and optional ``notes`` for
+people. From the notes, only ``world_size``, the planned number of ranks, is read.
 """
 
 import logging
@@ -25,7 +25,7 @@ class _TablePlan:
 
 
 def read_table_plan(path: Path, *, world_size: int | None = None) -> dict[str, TableRule]:
-    """Rules by pattern, where the last match wins; ConfigError if the file is not a plan.
+    """Return rules by pattern, where the last match wins; ConfigError if the file is not a plan.
 
     A plan whose ``notes`` give another ``world_size`` is legal, but logs a warning.
     """
@@ -40,8 +40,8 @@ def read_table_plan(path: Path, *, world_size: int | None = None) -> dict[str, T
     planned_for = notes.get("world_size", world_size) if isinstance(notes, Mapping) else world_size
     if world_size is not None and planned_for != world_size and env_int("RANK", 0) == 0:
         _LOG.warning(
-            "%s was planned for %s ranks, but this run has %d: following it may leave ranks idle "
-            "or out of memory; plan again",
+            "%s was planned for %s ranks, but this run has %d, so ranks may be idle or run out of "
+            "memory; plan again",
             path,
             planned_for,
             world_size,

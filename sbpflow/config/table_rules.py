@@ -1,8 +1,8 @@
-"""The ``parallel`` group, which decides the layout of each embedding table.
+"""Defines the ``parallel`` group, which decides the layout of each embedding table.
 
-A scheme is a list of patterns from the model. ``parallel.tables`` adds patterns after them, and
-the last pattern that matches a table's name wins. ``table_layouts`` turns this into one
-``TableLayout`` per table; the rest of sbpflow sees only those and knows no schemes.
+A scheme is a list of patterns from the model. ``parallel.tables`` appends patterns to this list;
+the last pattern that matches a table's name wins. ``table_layouts`` turns the patterns into one
+``TableLayout`` per table. The rest of sbpflow uses only these layouts, not schemes.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ Size = Annotated[int, Range(low=0)]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableRule:
-    """Layout of the tables that a pattern matches."""
+    """Sets the layout of the tables that a pattern matches."""
 
     sbp: Annotated[
         str, Example("S(0)"), Key("execution", "B, S(0), S(1), or (S(0), S(1)) on a grid of ranks.")
@@ -42,17 +42,22 @@ class TableRule:
     ranks: Annotated[
         tuple[int | tuple[int, ...], ...] | None,
         Example((0, 1)),
-        Key("execution", "Ranks that hold the table, nested for a grid; all if not given."),
+        Key(
+            "execution",
+            "List of ranks that have the table, nested for a grid; all ranks by default.",
+        ),
     ] = None
     sizes: Annotated[
         tuple[Size | tuple[Size, ...], ...] | None,
         Example((60, 40)),
-        Key("execution", "Rows or columns per rank; 0 means none. Balanced if not given."),
+        Key(
+            "execution", "Number of rows or columns per rank, which may be 0; balanced by default."
+        ),
     ] = None
     exchange: Annotated[
         str | None,
         Example("unique"),
-        Key("execution", "How ids and vectors travel; by default the first one the layout allows."),
+        Key("execution", "How ids and vectors are exchanged. The default depends on the layout."),
     ] = None
     comm_dtype: Annotated[
         CommDtype | None,
@@ -61,7 +66,7 @@ class TableRule:
     ] = None
 
     def check(self, key: str) -> None:
-        """Check what needs neither a table nor the world size. Raises ConfigError."""
+        """Check settings that need neither a table nor the world size. Raises ConfigError."""
         sbps = self.parsed(key)
         if self.exchange not in (None, *exchange_names()):
             raise ConfigError(
@@ -73,11 +78,13 @@ class TableRule:
         if not isinstance(sbps[0], Split):
             raise ConfigError(f"{key}.sizes: {sbps[0]} has no parts; remove sizes, or use S(0)")
         if len(sbps) == 1 and any(isinstance(size, tuple) for size in self.sizes):
-            raise ConfigError(f"{key}.sizes: {self.sbp} has one axis; for example sizes: [60, 40]")
+            raise ConfigError(
+                f"{key}.sizes: {self.sbp} has one axis; use, for example, sizes: [60, 40]"
+            )
         lists = [size for size in self.sizes if isinstance(size, tuple)]
         if len(sbps) == 2 and (len(lists) != 2 or len(self.sizes) != 2):
             raise ConfigError(
-                f"{key}.sizes: {self.sbp} takes row sizes and column sizes; for example "
+                f"{key}.sizes: {self.sbp} takes row sizes and column sizes; use, for example, "
                 "sizes: [[60, 40], [8, 8]]"
             )
         for axis, num_ranks in enumerate(placement.shape):
@@ -89,8 +96,8 @@ class TableRule:
                 )
 
     def parsed(self, key: str) -> NdSbp:
-        """The layout as sbps: B, S(0) or S(1) on a list of ranks, (S(0), S(1)) on a grid."""
-        accepted = "a table takes B, S(0) or S(1), or (S(0), S(1)) on a grid of ranks"
+        """Return the sbps: B, S(0) or S(1) on a list of ranks, (S(0), S(1)) on a grid."""
+        accepted = "use B, S(0) or S(1) for a table, or (S(0), S(1)) on a grid of ranks"
         try:
             nd_sbp = parse_nd_sbp(self.sbp)
         except SbpError as error:
@@ -102,7 +109,7 @@ class TableRule:
         return nd_sbp
 
     def placement(self, key: str, device_type: str, world_size: int) -> Placement:
-        """The ranks, by default all, with as many axes as the sbp."""
+        """Return the ranks, by default all, with as many axes as the sbp."""
         axes = len(self.parsed(key))
         ranks = self.ranks
         if ranks is None and axes == 1:
@@ -114,17 +121,17 @@ class TableRule:
             placement = Placement.of(device_type, ranks)
         except SbpError as error:
             raise ConfigError(
-                f"{key}.ranks: {list(ranks)}: {error}; for example ranks: {example}"
+                f"{key}.ranks: {list(ranks)}: {error}; use, for example, ranks: {example}"
             ) from error
         if placement.ndim != axes:
             raise ConfigError(
-                f"{key}.ranks: {placement} has {placement.ndim} axes, {self.sbp} has {axes}; "
-                f"for example ranks: {example}"
+                f"{key}.ranks: {placement} has {placement.ndim} axes, but {self.sbp} has {axes}; "
+                f"use, for example, ranks: {example}"
             )
         return placement
 
     def axis_sizes(self, axis: int) -> tuple[int, ...] | None:
-        """Explicit sizes of the parts along one axis; None if not given."""
+        """Return the explicit sizes of the parts along one axis; None if not given."""
         if self.sizes is None:
             return None
         sizes = self.sizes[axis] if len(parse_nd_sbp(self.sbp)) > 1 else self.sizes
@@ -134,14 +141,14 @@ class TableRule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
-    """Where tables and dense parameters live, number formats, and how steps are executed.
+    """Says where tables and dense parameters are, their number formats, and how steps run.
 
     A scheme or a plan lays out all tables; ``tables`` changes the layout by pattern.
     """
 
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
-        Key("execution", "auto is cuda with NCCL if there is a GPU, else cpu with gloo."),
+        Key("execution", "Device type; auto is cuda (NCCL) if there is a GPU, else cpu (gloo)."),
     ] = "auto"
     scheme: Annotated[
         Scheme | None,
@@ -155,7 +162,7 @@ class ParallelConfig:
         Example("auto"),
         Key(
             "execution",
-            "Instead of a scheme: a file of table rules, or auto to run the planner at startup.",
+            "File of table rules to use instead of a scheme; auto runs the planner at startup.",
         ),
     ] = None
     link_gb_per_s: Annotated[
@@ -164,8 +171,8 @@ class ParallelConfig:
         Example(0.125),
         Key(
             "execution",
-            "Bandwidth at which a rank can send, in GB/s, for scheme: auto; that of a single "
-            "machine if not given. 1 Gbit/s is 0.125.",
+            "Bandwidth in GB/s at which a rank can send, for scheme: auto. The default is the "
+            "bandwidth inside a single machine. 1 Gbit/s is 0.125.",
         ),
     ] = None
     topology: Annotated[
@@ -173,8 +180,8 @@ class ParallelConfig:
         Example("hosts.yaml"),
         Key(
             "execution",
-            "File that describes hosts and links, instead of what ranks detect at startup; "
-            "link_gb_per_s overrides its link between hosts.",
+            "File that describes hosts and links, which ranks otherwise detect at startup. "
+            "link_gb_per_s overrides the file's link between hosts.",
         ),
     ] = None
     tables: Annotated[
@@ -212,15 +219,15 @@ class ParallelConfig:
     table_dtype: Annotated[
         RowDtype | None,
         Example("bfloat16"),
-        Key("results", "Number format of stored rows; dtype if not given."),
+        Key("results", "Number format of stored rows. The default is dtype."),
     ] = None
     comm_dtype: Annotated[
         CommDtype | None,
         Example("bfloat16"),
-        Key("results", "Number format of vectors in transfers; dtype if not given."),
+        Key("results", "Number format of vectors in transfers. The default is dtype."),
     ] = None
     overlap: Annotated[
-        bool, Key("execution", "Overlap computation with transfers; false also sends no ids ahead.")
+        bool, Key("execution", "Overlap computation with transfers; false disables lookahead, too.")
     ] = True
     cuda_graph: Annotated[
         bool,
@@ -232,18 +239,19 @@ class ParallelConfig:
         Example(0.25),
         Key(
             "execution",
-            "CUDA only: the exchanges unique and local send rows in buffers of this fraction of "
-            "the maximum number of rows, so the host needs no counts. A batch with more rows is "
-            "sent again.",
+            "CUDA only: the exchanges unique and local send rows in buffers with this fraction of "
+            "the maximum number of rows, so the host does not need counts. A batch with more rows "
+            "is sent again.",
         ),
     ] = None
     timeout_s: Annotated[
         float,
         Range(above=0, high=1e6),
-        Key("execution", "Seconds that a rank waits for others before it fails."),
+        Key("execution", "Seconds that a rank waits for other ranks before it fails."),
     ] = 300.0
     checked: Annotated[
-        bool, Key("execution", "Before each transfer, compare the ranks' next operations; slow.")
+        bool,
+        Key("execution", "Compare the ranks' next operations before each transfer, which is slow."),
     ] = False
 
     def __post_init__(self) -> None:
@@ -254,12 +262,12 @@ class ParallelConfig:
         if self.plan is not None and self.scheme is not None:
             raise ConfigError(
                 f"parallel.plan: {self.plan} with parallel.scheme: {self.scheme}; both lay out all "
-                "tables: remove one, for example parallel.scheme=null"
+                "tables: remove one (for example, parallel.scheme=null)"
             )
         if self.cuda_graph and self.checked:
             raise ConfigError(
                 "parallel.cuda_graph: true with parallel.checked: true, which compares the ranks "
-                "on the host at every transfer; remove one, for example parallel.checked=false"
+                "on the host at every transfer; remove one (for example, parallel.checked=false)"
             )
         named = {"table_dtype": self.table_dtype, "comm_dtype": self.comm_dtype}
         named |= {f"tables.{p}.comm_dtype": r.comm_dtype for p, r in self.tables.items()}
@@ -279,12 +287,12 @@ DTYPES: dict[CommDtype, torch.dtype] = {
 }
 
 
-# What each scheme means for a model: rules by pattern of table names, where the last match wins.
+# Maps each scheme to a model's rules by pattern of table names; the last match wins.
 Schemes = Mapping[Scheme, Mapping[str, TableRule]]
 
 
 def rule_of(given: TableLayout) -> TableRule:
-    """The rule that gives a table this layout; the inverse of ``resolve_table_layouts``."""
+    """Return the rule that gives a table this layout, the inverse of ``resolve_table_layouts``."""
     placement, axes = given.layout.placement, given.layout.nd_sbp
     sizes = [sbp.sizes for sbp in axes if isinstance(sbp, Split) and sbp.sizes is not None]
     plain = tuple(Split(sbp.dim) if isinstance(sbp, Split) else sbp for sbp in axes)

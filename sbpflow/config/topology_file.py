@@ -1,7 +1,7 @@
-"""Descriptions of hosts and links: the files that ``parallel.topology: FILE`` reads.
+"""Reads descriptions of hosts and links from the files that ``parallel.topology: FILE`` names.
 
-Used to plan for machines that are not available, and on systems where ranks cannot detect which of
-them share a host.
+Descriptions are used to plan for machines that are not available, and on systems where ranks cannot
+detect which of them share a host.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class _Link:
 class _Description:
     """``hosts`` is a list of lists of ranks, or a number of hosts with ``ranks_per_host`` each.
 
-    Memory and speed are per rank: one number for all ranks, or a list with one per rank.
+    Memory and speed are per rank: one number for all ranks, or a list with one number per rank.
     """
 
     hosts: Annotated[int | tuple[tuple[int, ...], ...], Example([[0, 1], [2, 3]])]
@@ -41,7 +41,7 @@ class _Description:
 
     @property
     def size(self) -> int:
-        """The number of ranks; ConfigError if ``hosts`` and ``ranks_per_host`` do not fit."""
+        """Return the number of ranks; ConfigError if the keys of hosts do not agree."""
         each = self.ranks_per_host
         if isinstance(self.hosts, int) and self.hosts > 0 and each is not None:
             return self.hosts * each
@@ -73,14 +73,14 @@ def _by_rank(given: float | tuple[float, ...] | None, size: int) -> tuple[float,
 
 
 def read_topology(path: Path, *, world_size: int) -> Topology:
-    """The topology of ``world_size`` ranks that a file describes. Raises ConfigError."""
+    """Return the topology of ``world_size`` ranks that a file describes. Raises ConfigError."""
     tree = read_yaml(path, "parallel.topology")
     try:
         described = build(_Description, tree)
         if described.size != world_size:
             raise ConfigError(
                 f"hosts: {described.size} ranks, but this run has {world_size}; describe "
-                f"{world_size} ranks, or start {described.size}"
+                f"{world_size} ranks, or start {described.size} ranks"
             )
         return described.topology()
     except ConfigError as error:

@@ -1,6 +1,6 @@
-"""Training options: early stopping, plateaus, the loss, clipping, and learning-rate schedules.
+"""Defines options for early stopping, plateaus, the loss, clipping, and learning rates.
 
-Each class checks its own values; ``schema`` has the groups that they belong to.
+Each class checks its own values; ``schema`` has the groups that use these classes.
 """
 
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from sbpflow.runtime.fields.ranges import Count, NonNegative, Range, Rate
 DecayShape = Literal["polynomial", "cosine"]
 Watched = Annotated[Metric, Key("results", "Metric of val to watch.")]
 Patience = Annotated[Count, Key("results", "Number of evaluations to wait for a better value.")]
-MinDelta = Annotated[NonNegative, Key("results", "Smallest change that counts as better.")]
+MinDelta = Annotated[NonNegative, Key("results", "Minimum change that makes a value better.")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StopConfig:
-    """Early stopping: end the run when val stops improving."""
+    """Ends the run early when val stops improving."""
 
     metric: Watched = "auc"
     patience: Patience = 2
@@ -29,7 +29,7 @@ class StopConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlateauConfig:
-    """Reduce learning rates, in addition to the schedule, when val stops improving."""
+    """Reduces learning rates, in addition to the schedule, when val stops improving."""
 
     metric: Watched = "auc"
     patience: Patience = 1
@@ -44,7 +44,7 @@ class PlateauConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossConfig:
-    """Changes to the loss of each row; evaluations report the plain logloss.
+    """Changes the loss of each row; evaluations report the plain logloss.
 
     The focal loss follows T.-Y. Lin et al., Focal loss for dense object detection, 2017.
     """
@@ -57,29 +57,32 @@ class LossConfig:
     ] = 0.0
     focal_gamma: Annotated[
         NonNegative,
-        Key("results", "g multiplies a row's loss by (1 - p) ** g; p is its label's probability."),
+        Key(
+            "results",
+            "g multiplies a row's loss by (1 - p) ** g, with p for the right label.",
+        ),
     ] = 0.0
 
     def __post_init__(self) -> None:
         if self.focal_gamma and self.label_smoothing:
             raise ConfigError(
                 f"train.loss.focal_gamma: {self.focal_gamma} with label_smoothing "
-                f"{self.label_smoothing}, but the focal loss needs labels 0 and 1; remove one, "
-                "for example label_smoothing: 0.0"
+                f"{self.label_smoothing}, but the focal loss needs labels 0 and 1; remove one "
+                "(for example, label_smoothing: 0.0)"
             )
 
     @property
     def is_plain(self) -> bool:
-        """True if the loss is not changed."""
+        """Return whether the loss is unchanged."""
         return self.positive_weight == 1.0 and not (self.label_smoothing or self.focal_gamma)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipConfig:
-    """Scale gradients so that their joint norm is at most ``norm``.
+    """Scales gradients so that their joint norm is at most ``norm``.
 
-    The norm is over all dense parameters and, with ``rows``, over the summed gradients of the
-    batch's embedding rows. Gradients that are not part of the norm are not scaled.
+    The norm includes all dense parameters and, with ``rows``, the summed gradients of the batch's
+    embedding rows. Gradients that are not part of the norm are not scaled.
     """
 
     norm: Annotated[Rate, Key("results", "Maximum joint norm of the gradients.")] = 10.0
@@ -90,9 +93,9 @@ class ClipConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleConfig:
-    """A factor on every ``lr`` by optimizer step: a linear warm-up, then a decay.
+    """Multiplies every ``lr`` by a factor per optimizer step: a linear warm-up, then a decay.
 
-    Without ``decay_steps`` there is no decay.
+    Without ``decay_steps`` the factor does not decay.
     """
 
     key: ClassVar[str] = "optimizer.schedule"
@@ -107,7 +110,8 @@ class ScheduleConfig:
         Count | None, Example(10000), Key("results", "Length of the decay in steps.")
     ] = None
     shape: Annotated[
-        DecayShape, Key("results", "Decay as (1 - progress) ** power, or as half a cosine wave.")
+        DecayShape,
+        Key("results", "Decay shape: (1 - progress) ** power, or half a cosine wave."),
     ] = "polynomial"
     power: Annotated[Rate, Key("results", "Exponent of the polynomial decay.")] = 1.0
     end_factor: Annotated[
@@ -117,7 +121,7 @@ class ScheduleConfig:
     def __post_init__(self) -> None:
         if not 0.0 <= self.end_factor <= 1.0:
             raise ConfigError(
-                f"{self.key}.end_factor: {self.end_factor} must be from 0 to 1; for example "
+                f"{self.key}.end_factor: {self.end_factor} must be from 0 to 1; use, for example, "
                 "end_factor: 0.1"
             )
         decay = {"decay_start": 0, "power": 1.0, "end_factor": 0.0, "shape": "polynomial"}
@@ -125,7 +129,7 @@ class ScheduleConfig:
             if self.decay_steps is None and getattr(self, key) != default:
                 raise ConfigError(
                     f"{self.key}.{key}: {getattr(self, key)} has no effect without decay_steps; "
-                    "for example decay_steps: 10000"
+                    "use, for example, decay_steps: 10000"
                 )
         if self.shape == "cosine" and self.power != 1.0:
             raise ConfigError(
@@ -140,19 +144,19 @@ class ScheduleConfig:
 
     @property
     def changes(self) -> bool:
-        """True if any step has a rate other than the configured one."""
+        """Return whether any step has a rate other than the configured rate."""
         return bool(self.warmup_steps) or self.decay_steps is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DenseScheduleConfig(ScheduleConfig):
-    """The schedule of the dense part, replacing ``optimizer.schedule``."""
+    """Sets the schedule of the dense part, replacing ``optimizer.schedule``."""
 
     key: ClassVar[str] = "optimizer.dense_schedule"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SparseScheduleConfig(ScheduleConfig):
-    """The schedule of the tables, replacing ``optimizer.schedule``."""
+    """Sets the schedule of the tables, replacing ``optimizer.schedule``."""
 
     key: ClassVar[str] = "optimizer.sparse_schedule"

@@ -1,8 +1,8 @@
-"""Read YAML that may be hostile or damaged: plain values only, each key once, within stated limits.
+"""Reads YAML that may be hostile or damaged: plain values, each key once, within fixed limits.
 
 In YAML a few lines can expand to billions of values (aliases), and scalars call constructors that
-raise arbitrary exceptions. Here every refusal is a ConfigError, raised before anything large is
-built.
+raise arbitrary exceptions. This module raises ConfigError for all refused text, before building
+anything large.
 """
 
 from collections.abc import Hashable
@@ -20,11 +20,11 @@ MAX_DIGITS = 40
 
 
 def load_yaml(text: str) -> Any:  # noqa: ANN401 (whatever the text says)
-    """The value of YAML text; a one-line ConfigError for any text that is refused."""
+    """Return the value of YAML text; raise a one-line ConfigError for any refused text."""
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(f"{len(text):,} characters of YAML; use at most {MAX_CHARACTERS:,}")
     try:
-        # Aliases share one object; copies keep an override of one from changing the others.
+        # Aliases share one object; with copies, overriding one does not change the others.
         return unshared(yaml.load(text, _Loader))
     except ConfigError:
         raise
@@ -36,7 +36,7 @@ def load_yaml(text: str) -> Any:  # noqa: ANN401 (whatever the text says)
 
 
 def unshared(value: Any) -> Any:  # noqa: ANN401
-    """A deep copy in which no list or mapping appears twice."""
+    """Return a deep copy in which no list or mapping appears twice."""
     if isinstance(value, dict):
         return {name: unshared(item) for name, item in cast("dict[Any, Any]", value).items()}
     if isinstance(value, list):
@@ -90,7 +90,7 @@ class _Loader(yaml.SafeLoader):
             line = key_node.start_mark.line + 1
             if key_node.tag == "tag:yaml.org,2002:merge":
                 raise ConfigError(
-                    f"line {line}: merge keys (<<) are not supported; write the merged keys out"
+                    f"line {line}: merge keys (<<) are not supported; write out the merged keys"
                 )
             key: object = self.construct_object(key_node, deep=True)
             if not isinstance(key, str | int | float | None):

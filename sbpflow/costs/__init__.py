@@ -1,1 +1,1 @@
-"""Predicted costs of a step: how often ids repeat, counts of work, and prices. NumPy only."""
+"""Predicts the costs of a step from id repetition, work counts, and prices. Uses only NumPy."""

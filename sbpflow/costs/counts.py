@@ -1,9 +1,9 @@
-"""Counts of the work that a table causes on the ranks: rows, elements, bytes (not time).
+"""Counts the work that a table causes on the ranks: rows, elements, and bytes (not time).
 
-An exchange derives them from ``Facts``: ``part`` is what a shard adds to the rank that holds it,
-``home`` is what a table adds to every rank for the rank's own samples. Both are summed over
-tables. Work that tables share (a group, a stack, a transfer) is identified by a ``Key``; the count
-of such a feature on a rank is its number of distinct keys.
+An exchange derives the counts from ``Facts``: ``part`` is the work that a shard adds to the rank
+that stores it, and ``home`` is the work that a table adds to every rank for the rank's own samples.
+The counts are summed over tables. If tables share work (a group, a stack, a transfer), a ``Key``
+identifies it; a rank counts such a feature by its number of distinct keys.
 """
 
 from collections.abc import Mapping
@@ -20,16 +20,16 @@ FEATURES = (
     "buffer_bytes",  # ids, vectors, gradients in flight
     "always",
     "dense_macs",  # of this rank's samples
-    "dense_elements",  # read and written by dense layers, for this rank's samples
+    "dense_elements",  # elements that dense layers read and write for this rank's samples
     "dense_parameters",
-    "batch_ids",  # of this rank's samples, of all features
-    "home_sort",  # ids deduplicated before they are sent
+    "batch_ids",  # ids of this rank's samples for all features
+    "home_sort",  # ids deduplicated before sending
     "home_unique",
-    "seen_ids",  # of the global batch, scanned for those of this rank
-    "searched_ids",  # the part of seen_ids that belongs to row-split tables
+    "seen_ids",  # ids of the global batch, scanned for this rank's ids
+    "searched_ids",  # the subset of seen_ids for row-split tables
     "read_rows",
     "read_elements",
-    "read_touched",  # elements of distinct rows: the first use of each row misses the caches
+    "read_touched",  # elements of distinct rows; the first use of each misses the caches
     "out_elements",  # looked-up vectors sent by owners
     "home_elements",  # vectors or partial sums received for the samples
     "expand_rows",
@@ -40,19 +40,20 @@ FEATURES = (
     "update_elements",
     "step_rows",  # rows that the optimizer changes
     "step_elements",
-    "step_passes",  # step_elements times the numbers of state per element
+    "step_passes",  # step_elements times the state numbers per element
     "copied_bytes",  # into and out of transfer buffers
-    "square_bytes",  # squared gradients summed over the ranks that share rows
-    "ids_bytes",  # sent by this rank, as are the next three
-    "counted_bytes",
-    "vector_bytes",
-    "gradient_bytes",
-    "vector_in_bytes",  # received by this rank
-    "gradient_in_bytes",
-    "num_dense_groups",  # owners send vectors; from here on, numbers of distinct keys
-    "num_summed_groups",  # partial sums of vectors are added in transit
+    "square_bytes",  # squared gradients, summed over ranks that share rows
+    "ids_bytes",  # bytes of ids that this rank sends
+    "counted_bytes",  # bytes of row ids that this rank sends after their counts
+    "vector_bytes",  # bytes of vectors that this rank sends
+    "gradient_bytes",  # bytes of gradients that this rank sends
+    "vector_in_bytes",  # bytes of vectors that this rank receives
+    "gradient_in_bytes",  # bytes of gradients that this rank receives
+    # The following features are numbers of distinct keys.
+    "num_dense_groups",  # groups whose owners send vectors
+    "num_summed_groups",  # groups whose partial sums are added in transit
     "num_whole_groups",  # dense gradients are all-reduced
-    "num_row_transfers",  # single rows between owners and requesting ranks, both directions
+    "num_row_transfers",  # single rows between owners and requesters, both directions
     "num_row_gathers",  # single rows gathered by all ranks
     "num_stacks",
     "num_squares",
@@ -63,20 +64,20 @@ NUM_FEATURES = len(FEATURES)
 MEMORY, BUFFERS = INDEX["memory_bytes"], INDEX["buffer_bytes"]
 SENT = [INDEX[name] for name in ("ids_bytes", "counted_bytes", "vector_bytes", "gradient_bytes")]
 
-Counts = Mapping[str, float]  # by feature; missing ones are 0
-Key = tuple[Any, ...]  # the index of a feature, then what distinguishes the key
+Counts = Mapping[str, float]  # by feature; missing features count 0
+Key = tuple[Any, ...]  # the index of a feature, then the distinguishing values
 Cut = tuple[float, int]  # (row parts, column parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What the counts of an exchange depend on, other than the cut: one table in one step.
+    """Describes one table in one step: the inputs of an exchange's counts other than the cut.
 
-    The global batch has ``lookups`` ids, of which ``touched`` are distinct; ``wanted`` are distinct
-    on a single rank. ``vectors`` are sent per sample. The ``item`` fields are bytes per element: of
-    the arithmetic (``item``), stored rows, and vectors and gradients in transit. ``window`` is the
-    number of batches whose ids are in memory. ``state`` is (numbers per row, numbers per element)
-    of optimizer state.
+    The global batch has ``lookups`` ids, ``touched`` of which are distinct. On a single rank,
+    ``wanted`` ids are distinct. ``vectors`` is the number of vectors sent per sample. The ``item``
+    fields are bytes per element: of the arithmetic (``item``), of stored rows, and of sent vectors
+    and gradients. ``window`` is the number of batches whose ids are in memory. ``state`` is
+    (numbers per row, numbers per element) of optimizer state.
     """
 
     world_size: int
@@ -87,7 +88,7 @@ class Facts:
     lookups: float
     touched: float
     wanted: float
-    sent_ids: float  # lookups not already sent for another table, if owners look up all ids
+    sent_ids: float  # lookups not sent for another table, if owners look up all ids
     item: float = 4.0
     row_item: float = 4.0
     vector_item: float = 4.0
@@ -99,38 +100,38 @@ class Facts:
 
     @property
     def samples(self) -> float:
-        """Samples per rank."""
+        """Return the number of samples per rank."""
         return self.batch_size / self.world_size
 
     @property
     def local_lookups(self) -> float:
-        """Lookups of one rank's samples."""
+        """Return the number of lookups of one rank's samples."""
         return self.lookups / self.world_size
 
     def stored(self, rows: float, width: float) -> float:
-        """Bytes of a shard and its optimizer state on the device."""
+        """Return the bytes of a shard and its optimizer state on the device."""
         by_row, by_element = self.state
         rows *= self.slot_share
         return rows * (width * self.row_item + (by_row + by_element * width) * self.item)
 
     def steps(self, rows: float, width: float) -> dict[str, float]:
-        """An optimizer step on ``rows``."""
+        """Return the counts of an optimizer step on ``rows``."""
         elements = rows * width
         passes = elements * max(1, sum(self.state))
         return {"step_rows": rows, "step_elements": elements, "step_passes": passes}
 
     @property
     def both_ways(self) -> float:
-        """Bytes in transit per element of a vector and its gradient."""
+        """Return the sent bytes per element of a vector and its gradient."""
         return self.vector_item + self.gradient_item
 
     def squares(self, rows: float, cut: Cut) -> dict[str, float]:
-        """The sums over the ranks that share ``rows``, in both directions."""
+        """Return the counts of the sums over ranks that share ``rows``, in both directions."""
         return {"square_bytes": 8.0 * rows if cut[1] > 1 and self.shares_state else 0.0}
 
 
 class Counted(Protocol):
-    """The part of an exchange that costs need. With ``copies`` there are no parts."""
+    """The part of an exchange that costs need. If ``copies`` is true, there are no parts."""
 
     copies: ClassVar[bool]
 
@@ -139,7 +140,7 @@ class Counted(Protocol):
 
 
 def vector_of(counts: Counts) -> Floats:
-    """[F]: one element per feature, 0 if missing."""
+    """Return [F] with one element per feature, 0 if missing."""
     values = np.zeros(NUM_FEATURES)
     for name, value in counts.items():
         values[INDEX[name]] = value
@@ -147,9 +148,10 @@ def vector_of(counts: Counts) -> Floats:
 
 
 def work_of(exchange: Counted, facts: Facts, cut: tuple[int, int]) -> tuple[Floats, Floats]:
-    """The counts of an evenly cut table: ([S, F] of shards in row-major order, [F] of every rank).
+    """Return the counts of an evenly cut table: [S, F] of its shards, [F] of every rank.
 
-    Shards of equal size are counted once: there are at most two sizes per dimension.
+    Shards are in row-major order. The work of equal shards is computed only once: there are at most
+    two sizes per dimension.
     """
     home = vector_of(exchange.home(facts, cut))
     if exchange.copies:

@@ -1,7 +1,8 @@
 """Curves of the number of distinct rows that a number of lookups touches.
 
 Costs depend on how often ids repeat. An ``IdCurve`` can come from the statistics of a data set,
-from a distribution, from a sample, or from a default; all counts and prices use its ``touched``.
+from a distribution, from a sample, or from a default. All counts and prices use
+``IdCurve.touched``.
 """
 
 import math
@@ -17,18 +18,19 @@ from sbpflow.errors import ConfigError
 
 Floats = NDArray[np.float64]
 CLICKS = 3.0
-"""Default exponent of the id distribution: the smallest id of n has a share of n ** (-1/3)."""
+"""The default exponent of the id distribution: the smallest of n ids has share n ** (-1/3)."""
 _SLICES = 40
 _MOST = 16.0
-# Two points per octave: log-log interpolation between them is within 0.65 % of the curve.
+# The curve has two points per octave. Log-log interpolation between them is accurate to 0.65 %.
 _DRAWS = tuple(2.0 ** (n / 2) for n in range(1, 69))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdCurve:
-    """``draws[i]`` lookups touch ``unique[i]`` distinct rows; both are ascending.
+    """A curve: ``draws[i]`` lookups touch ``unique[i]`` distinct rows; both are ascending.
 
-    ``distinct`` rows are ever looked up. Raises ConfigError for impossible curves.
+    The total number of rows that are ever looked up is ``distinct``. Impossible curves raise
+    ConfigError.
     """
 
     draws: tuple[float, ...]
@@ -38,18 +40,18 @@ class IdCurve:
     def __post_init__(self) -> None:
         if len(self.draws) != len(self.unique) or not self.draws:
             raise ConfigError(
-                f"ids: {len(self.draws)} draws and {len(self.unique)} unique counts; give equally "
-                "many, for example draws [1000], unique [400]"
+                f"ids: got {len(self.draws)} draws and {len(self.unique)} unique counts; use "
+                "equally many (for example, draws [1000] and unique [400])"
             )
         for name, values in (("draws", self.draws), ("unique", self.unique)):
             if min(values) <= 0 or any(b < a for a, b in pairwise(values)):
                 raise ConfigError(
-                    f"ids: {name} {list(values)} must be positive and ascending, for example "
-                    "[100, 200]"
+                    f"ids: {name} {list(values)} must be positive and ascending (for example, "
+                    "[100, 200])"
                 )
 
     def touched(self, draws: float) -> float:
-        """The mean number of distinct rows in ``draws`` lookups, interpolated in log-log space."""
+        """Return the mean number of distinct rows in ``draws`` lookups by log-log interpolation."""
         if draws <= 0:
             return 0.0
         x = math.log(draws)
@@ -70,9 +72,10 @@ def _logarithms(values: tuple[float, ...]) -> Floats:
 def curve_of(
     rows: Sequence[float] | Floats, mass: Sequence[float] | Floats, draws: Sequence[float] = _DRAWS
 ) -> IdCurve:
-    """The curve of groups of equally frequent rows: ``rows[i]`` rows have ``mass[i]`` in total.
+    """Return the curve of groups of equally frequent rows.
 
-    Draws are independent, so n lookups touch a row of frequency p with probability 1 - exp(-n p).
+    Group i has ``rows[i]`` rows with a total mass of ``mass[i]``. Draws are independent, so n
+    lookups touch a row of frequency p with probability 1 - exp(-n p).
     """
     count, share = np.asarray(rows, dtype=np.float64), np.asarray(mass, dtype=np.float64)
     valid = (count > 0) & (share > 0)
@@ -90,11 +93,12 @@ def curve_of(
 
 @lru_cache(1024)
 def click_curve(num_rows: int, exponent: float = CLICKS) -> IdCurve:
-    """The curve of ids drawn as floor(num_rows * u ** exponent), with u uniform in [0, 1).
+    """Return the curve of random ids floor(num_rows * u ** exponent), with u uniform in [0, 1).
 
-    With exponent 1 all rows are equally frequent.
+    With exponent 1, all rows are equally frequent.
     """
-    edges = (np.arange(_SLICES + 1) / _SLICES) ** exponent  # narrower where ids are frequent
+    # Slices are narrower where ids are frequent.
+    edges = (np.arange(_SLICES + 1) / _SLICES) ** exponent
     return curve_of(np.diff(edges) * num_rows, np.full(_SLICES, 1.0 / _SLICES))
 
 
@@ -102,8 +106,8 @@ def click_curve(num_rows: int, exponent: float = CLICKS) -> IdCurve:
 class IdFrequencies:
     """The id statistics of one field.
 
-    ``bins`` are (rows, lookups); rows of a bin are assumed equally frequent. ``per_sample`` is the
-    mean number of ids.
+    ``bins`` are (rows, lookups); the rows of a bin are assumed to be equally frequent.
+    ``per_sample`` is the mean number of ids.
     """
 
     bins: tuple[tuple[int, int], ...]
@@ -120,7 +124,7 @@ def _curve_of_bins(bins: tuple[tuple[int, int], ...]) -> IdCurve:
 
 
 def exponent_of(curve: IdCurve, num_rows: int, draws: float) -> float:
-    """The exponent, rounded to halves, whose ``click_curve`` matches ``curve`` at ``draws`` ids."""
+    """Return the exponent, rounded to halves, with which ``click_curve`` matches ``curve``."""
     wanted = curve.touched(draws)
     low, high = 1.0, _MOST
     while high - low > 0.05:

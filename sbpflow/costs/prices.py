@@ -1,10 +1,11 @@
-"""Built-in weights of work counts, used without a calibration.
+"""Built-in weights of work counts for use without a calibration.
 
-Units are nanoseconds on one core and milliseconds per call. The weights of indexing, reading,
-summing, and stepping are rounded measurements: compiled kernels, rowwise Adagrad, 60,000 ids on 1M
-rows of 8 to 64 columns, Intel Xeon (AMX), 2026-11. The others were chosen so that plans of eight
-tasks are ranked as measured on loopback (``benchmarks.schemes``; docs/decisions/engine.md has the
-held-out tasks). Only the ratios of the weights, and to the link, affect the ranking.
+The units of the weights are nanoseconds on one core and milliseconds per call. The weights of
+indexing, reading, summing, and stepping are rounded measurements: compiled kernels, rowwise
+Adagrad, 60,000 ids on 1M rows of 8 to 64 columns, Intel Xeon (AMX), 2026-11. The other weights were
+chosen so that they rank plans of eight tasks as measured on loopback (``benchmarks.schemes``;
+docs/decisions/engine.md has the held-out tasks). Only the ratios of the weights to each other and
+to the link's speed affect the ranking.
 """
 
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ WORK_NS = vector_of(
         "copied_bytes": COPY_NS_PER_BYTE,
     }
 )
-# Transfers per group, round of rows, or stack.
+# ``_CALLS`` are the numbers of transfers per group, round of rows, or stack.
 _CALLS = {
     "num_dense_groups": 2,
     "num_summed_groups": 2,
@@ -48,7 +49,7 @@ _GROUPS = [INDEX[name] for name in _CALLS if name not in ("num_squares", "num_id
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Milliseconds of the busiest rank's work and of transfers; the most bytes one rank sends."""
+    """Milliseconds of transfers and the busiest rank's work, and the maximum bytes a rank sends."""
 
     work_ms: float
     transfer_ms: float
@@ -60,7 +61,7 @@ class Price:
 
 
 def price_of(totals: Floats, gb_per_s: float, latency_ms: float) -> Price:
-    """The price of a step with the counts ``totals`` [ranks, F] of its ranks.
+    """Return the price of a step with the counts ``totals`` [ranks, F] of its ranks.
 
     The link has ``gb_per_s`` of bandwidth and costs ``latency_ms`` per call.
     """

@@ -1,1 +1,1 @@
-"""Embedding tables under any layout: plan, ids, storages, exchanges, and their collection."""
+"""Embedding tables for any layout: plans, ids, stores, exchanges, and collections."""

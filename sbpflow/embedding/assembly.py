@@ -11,7 +11,8 @@ from sbpflow.embedding.plan.tables import OutputConfig
 class Assembly:
     """Joins the groups' parts of one output, and splits its gradient.
 
-    A group's part has its tables in the group's order; ``places`` are their columns in the output.
+    A part contains the tables of its group in the group's order; ``places`` has the columns of
+    these tables in the output.
     """
 
     def __init__(self, plan: EmbeddingPlan, output: OutputConfig, device: torch.device) -> None:
@@ -33,7 +34,7 @@ class Assembly:
         self._places = {index: torch.tensor(p, device=device) for index, p in places.items()}
 
     def join(self, parts: list[Tensor]) -> Tensor:
-        """[local batch, output width] from the parts of all groups."""
+        """Return [local batch, output width], joined from the parts of all groups."""
         parts = [self._summed(group, parts[index]) for index, group in self._groups.items()]
         if self._sum:
             return torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
@@ -41,7 +42,7 @@ class Assembly:
         return joined if self._in_order else joined.index_select(1, self._to_output)
 
     def gradient_of(self, index: int, grad: Tensor) -> Tensor:
-        """The gradient of group ``index``'s part."""
+        """Return the gradient of group ``index``'s part."""
         group = self._groups[index]
         if self._sum:
             return grad if group.pooled else grad.repeat(1, len(group.uses))

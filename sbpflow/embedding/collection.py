@@ -58,7 +58,7 @@ from sbpflow.sbp.sbp import balanced_sizes
 class Copies:
     """Tensors that must be bit-equal within each of several sets of ranks.
 
-    ``tensors`` are this rank's; empty on a rank outside the sets.
+    ``tensors`` are this rank's copies; the list is empty on a rank outside the sets.
     """
 
     name: str
@@ -82,7 +82,7 @@ class EmbeddingCollection:
         """Allocate the stores and fill them with initial values.
 
         ``kernel`` is a request, or the choice per table if it has been made already. On CUDA,
-        ``row_buffer_fraction`` makes training batches send rows in fixed-size buffers: this
+        ``row_buffer_fraction`` makes training batches send rows in fixed-size buffers of this
         fraction of the maximum size. ``stores`` creates the row store of each stack.
         """
         world = boxing.world
@@ -120,8 +120,8 @@ class EmbeddingCollection:
     def start_id_exchange(self, ids: Ids, batch_size: int, *, training: bool) -> EmbeddingsInFlight:
         """Check the ids of this rank's samples and start their exchange.
 
-        ``ids`` has any form that ``IdReader.read`` accepts; ``batch_size`` is global. Raises
-        DataError for malformed ids. Out-of-range ids of a training batch raise it later: in
+        ``ids`` has any form that ``IdReader.read`` accepts; ``batch_size`` is global. Raise
+        DataError for malformed ids. Out-of-range ids of a training batch raise DataError later: in
         ``lookup``, or on CUDA in the next ``update``, before anything changes.
         """
         check = IdCheck() if training else None
@@ -131,7 +131,7 @@ class EmbeddingCollection:
             if local.num_samples != share:
                 raise DataError(
                     f"rank {self._world.rank}: got ids of {local.num_samples} samples; pass "
-                    f"{share}, its share of a batch of {batch_size}"
+                    f"{share} samples, the rank's share of a batch of {batch_size}"
                 )
             transfer = IdsUnderWay(self._transfer, local, batch_size)
             self._num_begun += training
@@ -144,19 +144,19 @@ class EmbeddingCollection:
                 at_once=self._world.device.type == "cuda",
             )
             batch = EmbeddingsInFlight(transfer, parts, counts, check)
-            if counts.are_known:  # all sizes are fixed, so the exchange need not wait for the host
+            if counts.are_known:  # all sizes are fixed, so the host need not wait for them
                 self._exchange_ids(batch)
         return batch
 
     def exchange_ids(self, batch: EmbeddingsInFlight) -> None:
-        """Start the transfers whose sizes had to be exchanged first."""
+        """Start the transfers that had to wait for the exchange of their sizes."""
         if not batch.ids_exchanged:
             with self._stream.section():
                 self._exchange_ids(batch)
 
     def _exchange_ids(self, batch: EmbeddingsInFlight) -> None:
-        # In every move, all groups start their transfers before any group waits for its own; all
-        # ranks start them in the same order.
+        # In every move, all groups start their transfers before any group waits. All ranks start
+        # the transfers in the same order.
         batch.counts.finish()
         batch.ids.exchange_ids()
         for group, part in self._parts(batch):
@@ -176,7 +176,7 @@ class EmbeddingCollection:
     def _counts(
         self, parts: list[GroupInFlight], rounds: int = 1
     ) -> list[tuple[GroupInFlight, Callable[[], Tensor | None]]]:
-        """The sources of counts: groups with at least this many rounds of ids."""
+        """Return the sources of counts: groups with at least this many rounds of ids."""
         return [
             (part, partial(group.counts, part))
             for group, part in zip(self._groups, parts, strict=True)
@@ -184,7 +184,7 @@ class EmbeddingCollection:
         ]
 
     def _next_round(self, batch: EmbeddingsInFlight, number: int) -> None:
-        """Run a round of ids after the first. The host waits for its counts."""
+        """Run a round of ids after the first round. The host waits for the counts of the round."""
         parts = [pair for pair in self._parts(batch) if pair[0].plan.num_rounds > number]
         for group, part in parts:
             part.round = number
@@ -202,7 +202,7 @@ class EmbeddingCollection:
             group.receive_ids(part)
 
     def receive_ids(self, batch: EmbeddingsInFlight) -> None:
-        """Wait for the ids. Afterwards the rows that are looked up on this rank are final."""
+        """Wait for the ids. Afterwards, the row numbers looked up on this rank are final."""
         self.exchange_ids(batch)
         if batch.received:
             return
@@ -214,17 +214,18 @@ class EmbeddingCollection:
         if not self._stream.exists:
             self._receive_ids(batch)
         batch.received = True
-        for group, part in self._parts(batch):
-            group.announce(part)
+        with self._stream.section():
+            for group, part in self._parts(batch):
+                group.announce(part)
 
     def cancel(self, batch: EmbeddingsInFlight) -> None:
-        """Discard a started batch that will not be looked up. Every rank must call this."""
+        """Discard a started batch that will not be looked up. Every rank must call this method."""
         self.receive_ids(batch)
         for group, part in self._parts(batch):
             group.cancel(part)
 
     def lookup(self, batch: EmbeddingsInFlight) -> None:
-        """Read the rows and start sending vectors. Raises DataError for an out-of-range id."""
+        """Read the rows and start sending vectors. Raise DataError for an out-of-range id."""
         self.arrive(batch)
         self.read(batch)
 
@@ -243,7 +244,7 @@ class EmbeddingCollection:
             group.lookup(part)
 
     def gather_outputs(self, batch: EmbeddingsInFlight) -> dict[str, Tensor]:
-        """{output: [local batch, width]}; in training, leaf tensors that require a gradient."""
+        """Return {output: [local batch, width]}; in training, the tensors require gradients."""
         parts = [group.gather_outputs(part) for group, part in self._parts(batch)]
         training = any(part.training for part in batch.groups)
         batch.outputs = {
@@ -274,7 +275,7 @@ class EmbeddingCollection:
         SbpError. A row touched by several collected batches takes one step with the sum.
         """
         if step < 1:
-            raise SbpError(f"update: step {step}; use 1 or more, counted over the whole job")
+            raise SbpError(f"update: step {step}; use 1 or more, because steps count from 1")
         self.check_late()
         self.apply(step)
 
@@ -290,22 +291,22 @@ class EmbeddingCollection:
             group.update(step)
 
     def describe_buffers(self) -> list[str]:
-        """One line for each group with fixed-size buffers."""
+        """Return a line for each group with fixed-size buffers."""
         return self._padded.describe()
 
     def why_not_captured(self) -> str:
-        """Why a CUDA graph cannot hold the moves from ``read`` to ``apply``; "" if it can."""
+        """Return why a CUDA graph cannot contain the moves from ``read`` to ``apply``, or ""."""
         if self._world.size > 1:
             return "vectors and gradients are exchanged between ranks"
         for stack, store in self._stores():
             table = stack.tables[0].name
             if stack.ragged:
-                return f"table {table} has lists of ids, whose number varies between batches"
+                return f"table {table} has lists of ids, and their number varies between batches"
             if not isinstance(store, DeviceStore):
                 return f"table {table} has rows outside device memory"
             if not isinstance(store.kernel, TorchStorage):
                 return (
-                    f"table {table}: kernel {store.kernel.name} has its learning rate on the host"
+                    f"table {table}: kernel {store.kernel.name} reads its learning rate on the host"
                 )
         return ""
 
@@ -315,19 +316,19 @@ class EmbeddingCollection:
             kernel.keep_numbers()
 
     def write_numbers(self, step: int) -> None:
-        """Set the numbers of ``keep_numbers`` before a graph with ``apply`` is replayed."""
+        """Set the learning rate and step before replaying a graph that includes ``apply``."""
         for (stack, _), kernel in zip(self._stores(), self._graph_kernels(), strict=True):
             kernel.write_numbers(stack.optimizer.lr * self._lr_factor, step)
 
     @property
     def is_watched(self) -> bool:
-        """True if a before-update hook is installed (CUDA graphs cannot run hooks)."""
+        """Return True if a before-update hook is installed (CUDA graphs cannot run hooks)."""
         return any(store.listeners for _, store in self._stores())
 
     def gradient_squares(self) -> Tensor:
-        """Squared norm of the collected gradients, after summing each row's: 0-d float64.
+        """Return the squared norm of the collected gradients, summed per row first: 0-d float64.
 
-        Safe to sum over all ranks: every row is counted once in any layout.
+        Summing the results of all ranks is safe: every row is counted once in any layout.
         """
         return torch.stack([group.gradient_squares() for group in self._groups]).sum()
 
@@ -337,10 +338,9 @@ class EmbeddingCollection:
             group.scale_gradients(factor)
 
     def forward(self, ids: Ids, batch_size: int, *, training: bool) -> dict[str, Tensor]:
-        """Run all moves of a lookup: ids of this rank's samples -> ``gather_outputs``.
+        """Run all moves of a lookup for the ids of this rank's samples; return ``gather_outputs``.
 
-        Raises SbpError if the previous training batch has not been followed by
-        ``apply_gradients``.
+        Raise SbpError if the previous training batch has not been followed by ``apply_gradients``.
         """
         if training and self._last is not None:
             raise SbpError(
@@ -358,41 +358,44 @@ class EmbeddingCollection:
     def apply_gradients(self, step: int) -> None:
         """Update the rows touched by the last training ``forward`` from its outputs' ``.grad``.
 
-        ``step`` is that of ``update``.
+        ``step`` has the same meaning as in ``update``.
         """
         batch, self._last = self._last, None
         if batch is None:
-            raise RuntimeError("apply_gradients: there was no training forward")
+            raise RuntimeError(
+                "apply_gradients: no batch to train; call forward(training=True) first"
+            )
         self.send_grads(batch)
         self.receive_grads(batch)
         self.update(step)
 
     @property
     def out_of_range(self) -> Tensor:
-        """[features] int64: ids replaced on this rank by the policy clamp or hash so far."""
+        """Return how many ids clamp or hash has replaced on this rank so far, [features] int64."""
         self._stream.join()
         return self._reader.out_of_range
 
     def stored(self) -> Iterator[StoredShard]:
-        """Every shard on this rank."""
+        """Iterate over the shards on this rank."""
         for store, shards in self.stores():
             yield from (StoredShard(shard, store) for shard in shards)
 
     def stores(self) -> list[tuple[RowStore, tuple[Shard, ...]]]:
-        """Every store of this rank with its shards, whose rows start at their ``base``."""
+        """Return every store of this rank with its shards; a shard's rows start at its ``base``."""
         return [(store, stack.shards(self._world.rank)) for stack, store in self._stores()]
 
     def state(self) -> dict[str, LogicalTensor]:
-        """Rows and optimizer state by logical name, the same names on all ranks.
+        """Return rows and optimizer state by logical name, with the same names on all ranks.
 
         Names are ``tables/T`` and ``tables/T/STATE``.
         """
         return logical_state(self.plan, list(self.stored()))
 
     def copies(self) -> list[Copies]:
-        """The state that several ranks hold identically, in the same order on all ranks.
+        """Return the state that several ranks hold identically, in the same order on all ranks.
 
-        B tables with their state, and the row state of tables whose columns are spread over ranks.
+        This state consists of B tables with their optimizer state, and the row state of tables
+        whose columns are distributed over ranks.
         """
         stored_by_table = {stored.shard.table.name: stored for stored in self.stored()}
         copies: list[Copies] = []
@@ -411,16 +414,16 @@ class EmbeddingCollection:
         return copies
 
     def cache_counts(self) -> CacheCounts | None:
-        """What the caches of this rank have done so far; ``None`` if it has none."""
+        """Return the counts of this rank's caches; ``None`` if it has no caches."""
         stores = [store for _, store in self._stores() if isinstance(store, CachedStore)]
         return CacheCounts.total([store.counts for store in stores]) if stores else None
 
     def memory_bytes(self) -> int:
-        """Bytes of rows and optimizer state on this rank."""
+        """Return the bytes of rows and optimizer state on this rank."""
         return sum(store.memory_bytes for _, store in self._stores())
 
     def _graph_kernels(self) -> list[TorchStorage]:
-        """The kernels that can read their numbers from device memory."""
+        """Return the kernels that can read their step-dependent numbers from device memory."""
         kernels = [store.kernel for _, store in self._stores()]
         return [kernel for kernel in kernels if isinstance(kernel, TorchStorage)]
 
@@ -473,15 +476,15 @@ class EmbeddingCollection:
         )
         if shards and table.by_key != isinstance(store, KeyedStore):
             raise ConfigError(
-                f"table {table.name}: by_key={table.by_key} does not go with "
-                f"{type(store).__name__}; the stores function must return a KeyedStore for "
-                "by_key=True, and another store otherwise"
+                f"table {table.name}: by_key={table.by_key} does not work with "
+                f"{type(store).__name__}; the stores function must return a KeyedStore if and "
+                "only if by_key=True"
             )
         is_copied = group.kind.copies and self._world.size > 1
         if is_copied and not isinstance(store, DeviceStore):
             raise ConfigError(
-                f"table {table.name}: {type(store).__name__} cannot hold a B table of "
-                "several ranks, which update rows that they did not look up; use the device store "
-                "or another layout, for example S(0)"
+                f"table {table.name}: {type(store).__name__} cannot store a B table on "
+                "several ranks, because each rank updates rows that it did not look up; use "
+                "DeviceStore or another layout such as S(0)"
             )
         return store

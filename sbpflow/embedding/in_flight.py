@@ -30,12 +30,15 @@ class EmbeddingsInFlight:
         self.outputs: dict[str, Tensor] = {}
 
     def lookup_tensors(self) -> list[Tensor | None]:
-        """Addresses, bags, and segments of all lookups; call after the collection's ``arrive``."""
+        """Return the addresses, bags, and segments of all lookups.
+
+        Call this method after the collection's ``arrive``.
+        """
         lookups = [lookup for part in self.groups for lookup in part.lookups]
         return [tensor for lookup in lookups for tensor in lookup.tensors()]
 
     def new_like(self) -> "EmbeddingsInFlight":
-        """A batch with uninitialized lookups of the same sizes."""
+        """Return a batch with uninitialized lookups of the same sizes."""
         groups = [
             replace(part, lookups=[lookup.new_like() for lookup in part.lookups])
             for part in self.groups

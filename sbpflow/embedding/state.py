@@ -1,8 +1,8 @@
-"""The logical state of a collection: the named tensors of a checkpoint, independent of the layout.
+"""The logical state of a collection: a checkpoint's named tensors, independent of the layout.
 
-``tables/T`` are the rows of table T, ``tables/T/STATE`` its optimizer state. Each tensor has a full
-shape, of which ranks hold rectangles. A ``by_key`` table also has ``tables/T/keys``; its rows are
-sorted by the addresses of their keys.
+``tables/T`` has the rows of table T, and ``tables/T/STATE`` has its optimizer state. Each tensor
+has a full shape, and each rank stores rectangles of the tensor. A ``by_key`` table also has
+``tables/T/keys``; its rows are sorted by the addresses of their keys.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ from sbpflow.embedding.storage.store import WEIGHTS, RowStore
 class StoredRows:
     """Rows [start, stop) of one tensor of a store without views, read and written on demand.
 
-    ``is_column``: treat one number per row as a column [rows, 1] of a logical tensor.
+    ``is_column`` makes one number per row a column [rows, 1] of a logical tensor.
     """
 
     store: RowStore | TrainedRows | TrainedKeys
@@ -55,16 +55,16 @@ class StoredRows:
         return self._like().itemsize
 
     def numel(self) -> int:
-        """The number of elements."""
+        """Return the number of elements."""
         return self.shape.numel()
 
     def split(self, count: int) -> Iterator["StoredRows"]:
-        """Chunks of up to ``count`` rows."""
+        """Yield chunks of up to ``count`` rows."""
         for first in range(0, self.stop - self.start, count):
             yield self[first : first + count]
 
     def read(self) -> Tensor:
-        """A copy of the rows."""
+        """Return a copy of the rows."""
         like = self._like()
         into = torch.empty(self.stop - self.start, *like.shape[1:], dtype=like.dtype)
         self.store.read(slice(self.start, self.stop), {self.key: into})
@@ -73,7 +73,7 @@ class StoredRows:
     def write(self, values: Tensor) -> None:
         """Set the rows."""
         if isinstance(self.store, TrainedRows | TrainedKeys):
-            raise TypeError(f"{type(self.store).__name__} is a read-only snapshot")
+            raise TypeError(f"{type(self.store).__name__} is read-only; write to the store")
         shape = (self.stop - self.start, *self._like().shape[1:])
         self.store.write(slice(self.start, self.stop), {self.key: values.view(shape)})
 
@@ -85,35 +85,35 @@ Values = Tensor | StoredRows
 
 
 def read_values(values: Values) -> Tensor:
-    """A tensor unchanged, or the rows of a store; read large ones in chunks."""
+    """Return a tensor unchanged, or the rows of a store; split large values into chunks first."""
     return values if isinstance(values, Tensor) else values.read()
 
 
 @dataclass(frozen=True, slots=True)
 class StoredShard:
-    """One shard on this rank, with its store."""
+    """A shard on this rank, with its store."""
 
     shard: Shard
     store: RowStore | TrainedRows
 
     @property
     def rows(self) -> slice:
-        """Its rows in the store."""
+        """Return the rows of the shard in the store."""
         return slice(self.shard.base, self.shard.base + self.shard.num_rows)
 
     @property
     def weights(self) -> Tensor:
-        """[rows, columns]: a view if the store is in place, else a copy."""
+        """Return the weights [rows, columns]: a view if the store is in place, else a copy."""
         return self.store.read(self.rows)[WEIGHTS]
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """{name: [rows] or [rows, columns]} of optimizer state, like ``weights``."""
+        """Return optimizer state by name, [rows] or [rows, columns], as views or copies."""
         tensors = self.store.read(self.rows)
         return {name: values for name, values in tensors.items() if name != WEIGHTS}
 
     def values(self) -> dict[str, Values]:
-        """All tensors by name, ``WEIGHTS`` first: views, or rows read on demand."""
+        """Return all tensors by name, ``WEIGHTS`` first: views, or rows to read on demand."""
         if self.store.is_in_place:
             return {**self.store.read(self.rows)}
         start, stop = self.rows.start, self.rows.stop
@@ -125,7 +125,7 @@ class StoredShard:
 class Rectangle:
     """Part [row_start:row_stop, col_start:col_stop] of a logical tensor: a view or ``StoredRows``.
 
-    A tensor with one number per row has no columns: ``values`` are [row_start:row_stop].
+    If a tensor has one number per row, ``values`` are [row_start:row_stop], without columns.
     """
 
     row_start: int
@@ -139,12 +139,13 @@ class Rectangle:
 class LogicalTensor:
     """A named tensor of full ``shape``, and this rank's rectangles of it.
 
-    Several ranks can hold equal rectangles: copies of B tables, and the state of rows whose columns
-    are spread over ranks. ``column_starts`` is set for state with one number per row and column
-    shard: the first table column of each shard.
+    Several ranks can have equal rectangles: copies of B tables, and the state of rows whose columns
+    are distributed over ranks. ``column_starts`` is set for state with one number per row and
+    column shard; it has the first table column of each shard.
 
-    No rank knows the full shape of a ``by_key`` table: ``shape`` and rectangle cover the rows of
-    this rank, which those of the next rank follow. ``keyed`` is the store.
+    No rank knows the full shape of a ``by_key`` table: ``shape`` and the rectangle cover only the
+    rows of this rank. The rows of the next rank follow the rows of this rank. ``keyed`` is the
+    store.
     """
 
     name: str
@@ -156,11 +157,11 @@ class LogicalTensor:
 
 
 def logical_state(plan: EmbeddingPlan, stored: list[StoredShard]) -> dict[str, LogicalTensor]:
-    """The collection's state by name, with the same names on all ranks.
+    """Return the collection's state by name, with the same names on all ranks.
 
     With ``row_state: per_shard``, the state of rowwise Adagrad is [rows, column shards]. A
-    ``by_key`` table has the rows of trained batches; its keys come first, because a restore
-    needs them first.
+    ``by_key`` table has the rows of trained batches. The keys come first, because a restore needs
+    them first.
     """
     stored_by_table = {shard.shard.table.name: shard for shard in stored}
     tensors: list[LogicalTensor] = []
@@ -201,7 +202,7 @@ def logical_state(plan: EmbeddingPlan, stored: list[StoredShard]) -> dict[str, L
 def _trained(
     held: StoredShard | None, keyed: KeyedStore | None
 ) -> tuple[StoredShard | None, tuple[Rectangle, ...]]:
-    """(the trained rows of a ``by_key`` table as one shard, their keys)."""
+    """Return the trained rows of a ``by_key`` table as one shard, and their keys."""
     if held is None or keyed is None:
         return None, ()
     rows = keyed.trained()
@@ -214,7 +215,7 @@ def _trained(
 def _rectangle(
     held: StoredShard, values: Values, columns: tuple[int, int] | None = None
 ) -> Rectangle:
-    """The rows of a shard, with the columns of the logical tensor that ``values`` are."""
+    """Return the rows of a shard, with the logical tensor's columns that ``values`` represents."""
     shard = held.shard
     col_start, col_stop = columns or (shard.col_start, shard.col_stop)
     return Rectangle(

@@ -1,1 +1,1 @@
-"""Runs as a whole: the model interface, planning, execution, checkpoints, export, reports."""
+"""Plans and executes whole runs: model interface, checkpoints, export, reports."""

@@ -1,1 +1,1 @@
-"""The ranks of a run and their machines: startup, shutdown, devices, files, random numbers."""
+"""Manages the ranks of a run and their machines: startup, shutdown, devices, files, randomness."""

@@ -1,1 +1,1 @@
-"""Values for layouts: sbps, placements, and layouts, which combine both. No communication."""
+"""Define sbps, placements, and layouts, their combination, without communication."""

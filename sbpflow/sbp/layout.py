@@ -1,6 +1,6 @@
-"""A layout: where a logical tensor lives (placement) and how (one sbp per placement axis).
+"""Define layouts: the ranks of a logical tensor (placement) and one sbp per placement axis.
 
-The only place that computes the shapes and slices of parts.
+Only this module computes the shapes and slices of parts.
 """
 
 from dataclasses import dataclass
@@ -23,10 +23,10 @@ from sbpflow.sbp.sbp import (
 
 @dataclass(frozen=True, init=False)
 class Layout:
-    """``nd_sbp`` has one entry per axis of ``placement``; it may also be text such as "(S(0), B)".
+    """A placement and ``nd_sbp`` with one entry per axis, or a string such as "(S(0), B)".
 
-    Axes that split the same dim apply in order: axis 0 splits the dim, then axis 1 splits the
-    resulting pieces.
+    If several axes split the same dim, axis 0 splits the dim, and then axis 1 splits the resulting
+    pieces.
     """
 
     placement: Placement
@@ -37,37 +37,37 @@ class Layout:
         object.__setattr__(self, "nd_sbp", as_nd_sbp(nd_sbp))
         if len(self.nd_sbp) != self.placement.ndim:
             raise SbpError(
-                f"{format_nd_sbp(self.nd_sbp)} has {len(self.nd_sbp)} entries, "
+                f"{format_nd_sbp(self.nd_sbp)} has {len(self.nd_sbp)} entries, but "
                 f"the placement has {self.placement.ndim} axes {self.placement.shape}"
             )
         for axis, sbp in enumerate(self.nd_sbp):
             if isinstance(sbp, Split) and sbp.sizes is not None:
                 if len(sbp.sizes) != self.placement.shape[axis]:
                     raise SbpError(
-                        f"{sbp} has {len(sbp.sizes)} sizes; axis {axis} of the placement needs "
-                        f"{self.placement.shape[axis]} of them"
+                        f"{sbp} has {len(sbp.sizes)} sizes, but axis {axis} of the placement needs "
+                        f"{self.placement.shape[axis]} sizes"
                     )
         if len({sbp.op for sbp in self.nd_sbp if isinstance(sbp, Partial)}) > 1:
             raise SbpError(
                 f"{format_nd_sbp(self.nd_sbp)} mixes reductions, so the result would depend on "
-                "their order; convert one of them to B or S first"
+                "their order; convert one of the reductions to B or S first"
             )
 
     def __str__(self) -> str:
-        """``S(0)@[0, 1]``, or ``S(0)[3, 5]@[0, 1]`` with explicit sizes."""
+        """Format as ``S(0)@[0, 1]``, or as ``S(0)[3, 5]@[0, 1]`` with explicit sizes."""
         return f"{format_nd_sbp(self.nd_sbp)}@{self.placement}"
 
     def __hash__(self) -> int:
-        return self._hash  # cached, because every lookup of a plan hashes layouts
+        return self._hash  # The hash is cached because every plan lookup hashes layouts.
 
     @cached_property
     def _hash(self) -> int:
         return hash((self.placement, self.nd_sbp))
 
     def part_slices(self, shape: tuple[int, ...], rank: int) -> tuple[slice, ...] | None:
-        """The part of a tensor of ``shape`` that ``rank`` holds; ``None`` outside the placement.
+        """Return the slices of a rank's part of a tensor, or ``None`` outside the placement.
 
-        B and P do not split: the part has the full extent that the other axes leave.
+        B and P do not split, so the part is divided only by the other axes.
         """
         coord = self.placement.coord(rank)
         if coord is None:
@@ -86,16 +86,16 @@ class Layout:
         return tuple(slice(s, s + n) for s, n in zip(starts, lengths, strict=True))
 
     def part_shape(self, shape: tuple[int, ...], rank: int) -> tuple[int, ...] | None:
-        """The shape of the part of ``rank``; ``None`` outside the placement."""
+        """Return the shape of a rank's part, or ``None`` outside the placement."""
         slices = self.part_slices(shape, rank)
         return None if slices is None else tuple(s.stop - s.start for s in slices)
 
     def check_user(self, shape: tuple[int, ...]) -> None:
-        """Raise SbpError, on every rank, if a user's tensor of ``shape`` cannot have this layout.
+        """Raise SbpError on every rank if a user's tensor of ``shape`` cannot have this layout.
 
-        That is the case if a split dim does not exist, if explicit sizes do not add up to the
-        length that they split, or if a balanced split would leave ranks empty. A dim of length 0
-        and explicit sizes of 0 are legal.
+        A layout is not possible if a split dim does not exist, if explicit sizes do not add up to
+        the length of the dim, or if a balanced split would leave ranks empty. A dim of length 0 and
+        explicit sizes of 0 are legal.
         """
         lengths = [{length} for length in shape]
         for axis, sbp in enumerate(self.nd_sbp):
@@ -110,7 +110,7 @@ class Layout:
                     else f"{self} splits a tensor without dims; use B or P"
                 )
             parts = self.placement.shape[axis]
-            to_split = lengths[sbp.dim]  # of the pieces that earlier axes made of the dim
+            to_split = lengths[sbp.dim]  # lengths of the dim's pieces from earlier axes
             if short := [n for n in to_split if sbp.sizes is None and 0 < n < parts]:
                 raise SbpError(
                     f"{self} splits dim {sbp.dim} of {list(shape)} into {parts} parts, but the "
@@ -121,16 +121,16 @@ class Layout:
 
     @cached_property
     def has_extremum(self) -> bool:
-        """Whether an axis is P(max) or P(min), which are not linear and have no dual."""
+        """Return True if an axis has P(max) or P(min), which are not linear and have no dual."""
         return any(isinstance(sbp, Partial) and sbp.op != "sum" for sbp in self.nd_sbp)
 
     def dual(self) -> "Layout":
-        """The layout of the gradient: S stays S, B becomes P, and P becomes B."""
+        """Return the gradient's layout, in which S stays S, B becomes P, and P becomes B."""
         return Layout(self.placement, tuple(dual(sbp) for sbp in self.nd_sbp))
 
 
 def split_sizes(sbp: Split, size: int, parts: int) -> tuple[int, ...]:
-    """The lengths of the pieces into which ``sbp`` splits a dim of ``size``."""
+    """Return the lengths of the pieces when ``sbp`` splits a dim of ``size``."""
     if sbp.sizes is None:
         return balanced_sizes(size, parts)
     if sum(sbp.sizes) != size:
@@ -140,8 +140,8 @@ def split_sizes(sbp: Split, size: int, parts: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def split_bounds(sbp: Split, size: int, parts: int) -> tuple[int, ...]:
-    """The starts of the pieces of ``split_sizes``, and the end of the last piece.
+    """Return the start of each piece of ``split_sizes``, and the end of the last piece.
 
-    Cached, since it is called for every rank.
+    The result is cached because this function is called for every rank.
     """
     return (0, *accumulate(split_sizes(sbp, size, parts)))

@@ -1,6 +1,6 @@
-"""A placement: the global ranks that hold a tensor, as an n-D grid.
+"""Define placements: n-D grids of the global ranks that store a tensor.
 
-A value without process groups (``sbpflow.runtime.ranks.world.World`` has those), so that
+A placement has no process groups (``sbpflow.runtime.ranks.world.World`` creates groups), so
 ``explain`` and the planner can use placements of worlds that are not running.
 """
 
@@ -18,10 +18,10 @@ DEVICE_TYPES = ("cpu", "cuda")
 
 
 class RankArray(Protocol):
-    """An array of ranks, of numpy or torch."""
+    """A numpy or torch array of ranks."""
 
     def tolist(self) -> object:
-        """The ranks as nested lists."""
+        """Return the ranks as nested lists."""
         ...
 
 
@@ -30,7 +30,7 @@ NestedRanks = int | Sequence["NestedRanks"] | RankArray
 
 @dataclass(frozen=True)
 class Placement:
-    """``ranks`` are global ranks in row-major order over ``shape``; any subset of the world."""
+    """A grid of ``shape`` with the global ``ranks`` in row-major order; any subset is allowed."""
 
     device_type: str
     ranks: tuple[int, ...]
@@ -42,19 +42,19 @@ class Placement:
                 f"device type {self.device_type!r} is unknown; use {' or '.join(DEVICE_TYPES)}"
             )
         if not self.ranks:
-            raise SbpError("a placement needs at least one rank")
+            raise SbpError("ranks []: a placement needs at least one rank, such as [0]")
         if math.prod(self.shape) != len(self.ranks):
             raise SbpError(f"{len(self.ranks)} ranks do not fill a grid of shape {self.shape}")
         if len(set(self.ranks)) != len(self.ranks):
-            raise SbpError(f"ranks {self.ranks} repeat; each rank may appear once")
+            raise SbpError(f"ranks {self.ranks} contain a rank twice; list each rank once")
         if min(self.ranks) < 0:
             raise SbpError(f"ranks {self.ranks} must be 0 or more")
 
     @staticmethod
     def of(device_type: str, ranks: NestedRanks) -> "Placement":
-        """Build from a nested list: ``[0, 1]`` is a line, ``[[0, 1], [2, 3]]`` a 2 x 2 grid.
+        """Build a placement from ``[0, 1]`` (a line) or ``[[0, 1], [2, 3]]`` (a grid).
 
-        An array of numpy or torch, or a single rank, is accepted too.
+        Numpy or torch arrays and single ranks are also accepted.
         """
         single = whole(_plain(ranks))
         if single is not None:
@@ -66,7 +66,7 @@ class Placement:
 
     @staticmethod
     def line(device_type: str, num_ranks: int) -> "Placement":
-        """Ranks 0 .. num_ranks-1 along one axis."""
+        """Return a placement of ranks 0 .. num_ranks-1 along one axis."""
         return Placement(device_type, tuple(range(num_ranks)), (num_ranks,))
 
     @property
@@ -83,41 +83,41 @@ class Placement:
 
     @cached_property
     def _coords(self) -> dict[int, tuple[int, ...]]:
-        grid = product(*(range(size) for size in self.shape))  # row-major, as the ranks are
+        grid = product(*(range(size) for size in self.shape))  # row-major like the ranks
         return dict(zip(self.ranks, grid, strict=True))
 
     def __contains__(self, rank: int) -> bool:
         return rank in self._index
 
     def index(self, rank: int) -> int:
-        """The position of a global rank in row-major order; -1 outside the placement."""
+        """Return a global rank's row-major position, or -1 outside the placement."""
         return self._index.get(rank, -1)
 
     def coord(self, rank: int) -> tuple[int, ...] | None:
-        """The grid coordinates of a global rank; ``None`` outside the placement."""
+        """Return a global rank's grid coordinates, or ``None`` outside the placement."""
         return self._coords.get(rank)
 
     def __str__(self) -> str:
-        """The ranks as nested lists: ``[0, 1]`` or ``[[0, 1], [2, 3]]``."""
+        """Format the ranks as nested lists, such as ``[0, 1]`` or ``[[0, 1], [2, 3]]``."""
         return str(self.nested())
 
     def nested(self) -> list[Any]:
-        """The ranks as nested lists, as ``of`` takes them."""
+        """Return the ranks as nested lists, an input that ``of`` accepts."""
         return _nest(list(self.ranks), self.shape)
 
     def __hash__(self) -> int:
-        return self._hash  # cached, because every lookup of a plan hashes placements
+        return self._hash  # The hash is cached because every plan lookup hashes placements.
 
     @cached_property
     def _hash(self) -> int:
         return hash((self.device_type, self.ranks, self.shape))
 
     def axis_groups(self, axis: int) -> tuple[tuple[int, ...], ...]:
-        """The lines of ranks that differ only along ``axis``, each in coordinate order."""
+        """Return groups of ranks that differ only along ``axis``, each in coordinate order."""
         return self.plane_groups({axis})
 
     def plane_groups(self, axes: Collection[int]) -> tuple[tuple[int, ...], ...]:
-        """The sets of ranks that differ only along ``axes``, each in coordinate order."""
+        """Return groups of ranks that differ only along ``axes``, each in coordinate order."""
         planes: dict[tuple[int, ...], list[int]] = {}
         for rank in self.ranks:
             coord = self.coord(rank) or ()
@@ -134,13 +134,13 @@ def _nest(ranks: list[int], shape: tuple[int, ...]) -> list[Any]:
 
 
 def _plain(ranks: object) -> object:
-    """An array as nested lists; any other value unchanged."""
+    """Convert an array to nested lists, and return other values unchanged."""
     to_list = getattr(ranks, "tolist", None)
     return ranks if to_list is None else to_list()
 
 
 def _flatten(nested: object, depth: int, flat: list[int], shape: list[int]) -> None:
-    """Append all ranks to ``flat`` in order, and to ``shape`` the length of each new depth."""
+    """Append all ranks to ``flat`` in order, and the length of each new depth to ``shape``."""
     ranks = _plain(nested)
     if not isinstance(ranks, Sequence) or isinstance(ranks, str):
         raise SbpError(f"ranks {ranks!r} are not whole numbers; write [0, 1] or [[0, 1], [2, 3]]")

@@ -1,7 +1,7 @@
-"""The three ways to distribute a tensor along one axis of a placement: Split, Broadcast, Partial.
+"""Define the distributions Split, Broadcast and Partial of a tensor along a placement axis.
 
-Values only, without ranks, devices or communication. The terms and the balanced rule follow OneFlow
-(oneflow/core/job/sbp_parallel.proto, oneflow/core/common/balanced_splitter.h at 25c8978).
+This module does not use ranks, devices or communication. The terms and the balanced rule follow
+OneFlow (oneflow/core/job/sbp_parallel.proto, oneflow/core/common/balanced_splitter.h at 25c8978).
 """
 
 import operator
@@ -17,10 +17,10 @@ Reduction = Literal["sum", "max", "min"]
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Each coordinate holds a consecutive piece of ``dim``.
+    """Each coordinate stores a consecutive piece of ``dim``.
 
-    ``sizes``, a tuple or list, has the length of the piece of each coordinate, which may be 0.
-    ``None`` means balanced: the first ``n % parts`` pieces get one more element.
+    ``sizes``, a tuple or list, has the length (0 or more) of each coordinate's piece. ``None``
+    means balanced: the first ``n % parts`` pieces get one more element.
     """
 
     dim: int
@@ -43,13 +43,13 @@ class Split:
         object.__setattr__(self, "sizes", tuple(sizes))
 
     def __str__(self) -> str:
-        """``S(0)``, or ``S(0)[3, 5]`` with explicit sizes."""
+        """Format as ``S(0)``, or as ``S(0)[3, 5]`` with explicit sizes."""
         return f"S({self.dim})" if self.sizes is None else f"S({self.dim}){list(self.sizes)}"
 
 
 @dataclass(frozen=True, slots=True)
 class Broadcast:
-    """Every coordinate holds the whole tensor."""
+    """Every coordinate stores the whole tensor."""
 
     def __str__(self) -> str:
         return "B"
@@ -57,7 +57,7 @@ class Broadcast:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Every coordinate holds a term of the full shape; the value is their sum (or max, or min)."""
+    """Every coordinate stores a term of the full shape; the value is the terms' sum, max or min."""
 
     op: Reduction = "sum"
 
@@ -83,7 +83,7 @@ _FORMS = "write S(0), S(1), S(0)[3, 5] with sizes, B, P, P(max) or P(min)"
 
 
 def parse_sbp(text: str) -> Sbp:
-    """Parse ``S(0)``, ``S(0)[3, 5]``, ``B``, ``P`` or ``P(max)``; SbpError for other text."""
+    """Parse ``S(0)``, ``S(0)[3, 5]``, ``B``, ``P`` or ``P(max)``. Raise SbpError for other text."""
     if len(text) > MAX_CHARACTERS or re.search(r"\d{19}", text):
         raise SbpError(
             f"{text[:40]!r}.. of {len(text):,} characters is not a layout; {_FORMS}, in at most "
@@ -92,7 +92,7 @@ def parse_sbp(text: str) -> Sbp:
     match = _SBP.fullmatch(text.strip())
     if match is None:
         is_negative = re.search(r"S\(\s*-", text)
-        hint = "dims count from the front, so the last of two is S(1); " if is_negative else ""
+        hint = "count dims from the front, so that S(1) is the last of two; " if is_negative else ""
         raise SbpError(f"{text!r} is not a layout; {hint}{_FORMS}")
     if match["dim"] is not None:
         return Split(int(match["dim"]), _parse_sizes(text, match["sizes"]))
@@ -111,18 +111,18 @@ def _parse_sizes(text: str, listed: str | None) -> tuple[int, ...] | None:
 
 
 def parse_nd_sbp(text: str) -> NdSbp:
-    """Parse one sbp, ``S(0)``, or one per axis, ``(S(0), B)``; SbpError for other text."""
+    """Parse ``S(0)`` (one sbp) or ``(S(0), B)`` (one per axis). Raise SbpError for other text."""
     stripped = text.strip()
     if not (stripped.startswith("(") and stripped.endswith(")")):
         return (parse_sbp(stripped),)
-    entries = re.split(r",(?![^\[]*\])", stripped[1:-1])  # commas between sizes do not count
+    entries = re.split(r",(?![^\[]*\])", stripped[1:-1])  # ignore commas between sizes
     if len(entries) > 1 and not entries[-1].strip():
-        entries.pop()  # "(S(0),)" as Python writes it
+        entries.pop()  # Python formats a tuple with one entry as "(S(0),)"
     return tuple(parse_sbp(entry) for entry in entries)
 
 
 def as_nd_sbp(value: NdSbp | Sbp | str) -> NdSbp:
-    """One sbp per placement axis from a sequence of sbps or their texts, one sbp, or a text."""
+    """Convert a sequence of sbps or strings, one sbp, or a string to one sbp per placement axis."""
     if isinstance(value, str):
         return parse_nd_sbp(value)
     if isinstance(value, Split | Broadcast | Partial):
@@ -136,7 +136,7 @@ def as_nd_sbp(value: NdSbp | Sbp | str) -> NdSbp:
 
 
 def whole(value: object) -> int | None:
-    """The value as an int if it has an integer type, including numpy's, else None."""
+    """Convert a value of any integer type, including numpy's, to int; return None for others."""
     try:
         return operator.index(value)  # pyright: ignore[reportArgumentType] -- this is the check
     except TypeError:
@@ -144,20 +144,20 @@ def whole(value: object) -> int | None:
 
 
 def format_nd_sbp(nd_sbp: NdSbp) -> str:
-    """The text that ``parse_nd_sbp`` reads."""
+    """Format an nd-sbp as a string that ``parse_nd_sbp`` accepts."""
     if len(nd_sbp) == 1:
         return str(nd_sbp[0])
     return "(" + ", ".join(str(sbp) for sbp in nd_sbp) + ")"
 
 
 def balanced_sizes(size: int, parts: int) -> tuple[int, ...]:
-    """The lengths of consecutive pieces of ``size``; the first ``size % parts`` get one more."""
+    """Return the lengths of consecutive pieces; the first ``size % parts`` pieces get one more."""
     quotient, remainder = divmod(size, parts)
     return tuple(quotient + (part < remainder) for part in range(parts))
 
 
 def dual(sbp: Sbp) -> Sbp:
-    """The sbp of the gradient of a tensor with ``sbp``: S <-> S, B <-> P."""
+    """Return the gradient's sbp for a tensor with ``sbp`` (S for S, P for B, and B for P)."""
     if isinstance(sbp, Broadcast):
         return Partial()
     if isinstance(sbp, Partial):

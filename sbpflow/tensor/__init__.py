@@ -1,1 +1,1 @@
-"""Global tensors: logical tensors of which a rank holds a part, with autograd and operators."""
+"""Global tensors with autograd and operators; each rank stores a part of a logical tensor."""

@@ -1,7 +1,7 @@
-"""Conversions with autograd: planned steps, and the steps of the adjoint in the backward.
+"""Run conversions with autograd: planned steps, and the adjoint's steps in the backward.
 
-A rank outside a placement has an empty part here instead of None, so that it is part of the graph
-and joins the collectives of the backward. Conversions are differentiable once.
+A rank outside a placement has an empty part here instead of None, so the rank is part of the graph
+and joins the collectives of the backward. Conversions have first derivatives only.
 """
 # pyright: reportIncompatibleMethodOverride=false
 # (torch's base class declares forward and backward with any arguments)
@@ -19,12 +19,12 @@ from sbpflow.errors import SbpError
 from sbpflow.sbp.layout import Layout
 
 Steps = tuple[BoxingStep, ...]
-Context = Any  # the ctx of an autograd function, for which torch has no public type
+Context = Any  # the ctx of an autograd function; torch has no public type for it
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """``forward`` converts src -> dst; ``backward`` converts the gradient of dst to that of src."""
+    """Steps of src -> dst in ``forward``, and of the gradient's dual(dst) -> dual(src)."""
 
     src: Layout
     forward: Steps
@@ -34,10 +34,10 @@ class Way:
 
 
 def run_part(boxing: Boxing, steps: Steps, part: Tensor, channel: str) -> Tensor:
-    """``boxing.run`` with empty parts in place of None."""
+    """Call ``boxing.run`` with empty parts in place of None."""
     if not steps:
         return part
-    # Empty parts are passed too, since checked mode compares whether parts require grad.
+    # Empty parts are also passed, because checked mode compares requires_grad of all parts.
     out = boxing.run(steps, part, channel)
     if out is None:
         return torch.empty(0, dtype=part.dtype, device=boxing.world.device_of(steps[-1].dst))
@@ -45,12 +45,12 @@ def run_part(boxing: Boxing, steps: Steps, part: Tensor, channel: str) -> Tensor
 
 
 def convert(part: Tensor, boxing: Boxing, way: Way) -> Tensor:
-    """Run ``way.forward`` on ``part``; autograd will run ``way.backward``."""
+    """Run ``way.forward`` on ``part``, and make autograd run ``way.backward``."""
     return _Convert.apply(part, boxing, way)  # pyright: ignore[reportReturnType]
 
 
 class _Convert(torch.autograd.Function):
-    """Forward: part in src -> part in dst; backward: in dual(dst) -> in dual(src)."""
+    """Convert a part from src to dst, and the gradient from dual(dst) to dual(src)."""
 
     @staticmethod
     def forward(ctx: Context, part: Tensor, boxing: Boxing, way: Way) -> Tensor:
@@ -71,14 +71,14 @@ Adjoint = Callable[[Tensor], Tensor]
 
 
 def once(name: str, adjoint: Adjoint, gradient: Tensor) -> Tensor:
-    """``adjoint(gradient)``; a second derivative through it raises SbpError."""
-    if gradient.requires_grad and torch.is_grad_enabled():  # with create_graph only
+    """Return ``adjoint(gradient)``; a second derivative through the adjoint raises SbpError."""
+    if gradient.requires_grad and torch.is_grad_enabled():  # only with create_graph
         return _Once.apply(gradient, adjoint, name)  # pyright: ignore[reportReturnType]
     return adjoint(gradient)
 
 
 class _Once(torch.autograd.Function):
-    """An adjoint in the graph of a first derivative, which create_graph makes."""
+    """An adjoint in the graph that create_graph makes for a first derivative."""
 
     @staticmethod
     def forward(ctx: Context, gradient: Tensor, adjoint: Adjoint, name: str) -> Tensor:
@@ -88,6 +88,6 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, *_: Tensor) -> None:
         raise SbpError(
-            f"{ctx.name} has no second derivative; compute second derivatives without conversions, "
+            f"{ctx.name} has no second derivative; compute second derivatives without conversions "
             "on a plain tensor or within one part"
         )

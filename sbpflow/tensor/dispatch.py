@@ -1,4 +1,4 @@
-"""Runs ops on global tensors: choose a signature, box the operands, run a kernel on the parts."""
+"""Run ops on global tensors: choose a signature, box the operands, run a kernel on the parts."""
 
 import string
 from collections.abc import Callable, Iterable, Sequence
@@ -31,10 +31,10 @@ def apply(
 ) -> GlobalTensor:
     """Run ``kernel`` on parts boxed to the chosen signature.
 
-    ``kernel(choice, parts)`` runs only inside the placement. ``shape`` is that of the full output;
-    ``dtype`` is its dtype, by default that of the first operand. ``refuses(choice, parts)`` returns
-    what is wrong with the values on this rank, or "". A fault raises SbpError on this rank, and in
-    checked mode on all ranks.
+    ``kernel(choice, parts)`` runs only inside the placement. ``shape`` and ``dtype`` describe the
+    full output; the default dtype is the first operand's dtype. ``refuses(choice, parts)`` returns
+    a message about invalid values on this rank, or "". A message raises SbpError on this rank, and
+    in checked mode on all ranks.
     """
     wanted = parse_nd_sbp(out) if isinstance(out, str) else out
     choice = choose(op_rule, operands, wanted, dtype)
@@ -55,8 +55,8 @@ def apply(
     part = kernel(choice, parts) if inside else _absent(parts, expected)
     if part.dtype != expected:
         raise SbpError(
-            f"{op_rule.op}: the function returned {part.dtype}, but an op must keep the dtype of "
-            f"its operands, {expected}; use ops.cast to change it"
+            f"{op_rule.op}: the function returned {part.dtype}, but an op must keep its operands' "
+            f"dtype {expected}; use ops.cast to change the dtype"
         )
     return GlobalTensor(part, choice.output, shape, boxing)
 
@@ -67,21 +67,21 @@ def choose(
     out: NdSbp | None = None,
     dtype: torch.dtype | None = None,
 ) -> Choice:
-    """The signature that ``apply`` would take."""
+    """Return the signature that ``apply`` would choose."""
     facts = tuple(Operand(x.layout, x.shape, x.dtype) for x in operands)
     backend = operands[0].boxing.world.backend_of(operands[0].layout)
     return deduce(op_rule, facts, backend, out, dtype)
 
 
 def _absent(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """The empty part of a rank outside the placement, connected to its inputs for the backward."""
+    """Return an empty part connected to its inputs for a rank outside the placement."""
     floating = [part for part in parts if part.is_floating_point()] or parts
     return torch.cat(floating).to(dtype)
 
 
 @lru_cache(maxsize=1024)
 def letters_for(count: int, taken: str = "") -> tuple[str, ...]:
-    """Names for ``count`` dims, different from those in ``taken`` and from B and P."""
+    """Return ``count`` dim names other than B, P and the letters in ``taken``."""
     free = [letter for letter in string.ascii_letters if letter not in (*taken, "B", "P")]
     free += [f"d{number}" for number in range(len(free), count)]  # for a concat of many tensors
     return tuple(free[:count])
@@ -95,7 +95,7 @@ def cached_rule(
     signatures: str,
     scales: tuple[tuple[str, int, int], ...] = (),
 ) -> Rule:
-    """``make_rule``, cached."""
+    """Return the cached result of ``make_rule``."""
     return make_rule(op, inputs, output, signatures, scales)
 
 
@@ -117,7 +117,7 @@ def check_tensor(op: str, name: str, x: object) -> None:
     elif isinstance(x, int | float):
         kind = f"the number {x}"
         fix = (
-            f"to multiply, use ops.scale(x, {x}); otherwise make it a tensor: "
+            f"to multiply, use ops.scale(x, {x}); otherwise pass "
             f"GlobalTensor.from_full(torch.tensor({x}), layout, boxing)"
         )
     raise SbpError(f"{op}: {name} is {kind}, not a GlobalTensor; {fix}")
@@ -134,7 +134,7 @@ def check_list(op: str, tensors: object, rest: str) -> None:
 
 
 def checked_dim(x: GlobalTensor, dim: int, op: str) -> int:
-    """``dim`` counted from the front; raises SbpError naming ``op`` if ``x`` has no such dim."""
+    """Return ``dim`` counted from the front. Raise SbpError with ``op`` if the dim is invalid."""
     check_tensors(op, x)
     try:
         dim = index(dim)
@@ -147,9 +147,9 @@ def checked_dim(x: GlobalTensor, dim: int, op: str) -> int:
 
 
 def checked_dims(x: GlobalTensor, dims: int | Sequence[int] | None, op: str) -> list[int]:
-    """``dims`` sorted, counted from the front; all if None.
+    """Return sorted ``dims`` counted from the front, or all dims for None.
 
-    Raises SbpError for a dim that does not exist or is repeated.
+    Raise SbpError for a dim that does not exist or is repeated.
     """
     check_tensors(op, x)
     listed = range(x.ndim) if dims is None else whole_numbers(op, "dims", dims)
@@ -160,23 +160,23 @@ def checked_dims(x: GlobalTensor, dims: int | Sequence[int] | None, op: str) -> 
 
 
 def whole_numbers(op: str, name: str, value: object) -> tuple[int, ...]:
-    """One or several whole numbers as a tuple; raises SbpError for any other value."""
+    """Return one or several whole numbers as a tuple. Raise SbpError for any other value."""
     try:
         numbers = [value] if isinstance(value, int) else cast("Iterable[SupportsIndex]", value)
         return tuple(map(index, numbers))
     except TypeError as error:
         raise SbpError(
-            f"{op}: {name} {value!r} must be a whole number or several, such as 0 or (0, 1)"
+            f"{op}: {name} {value!r} must be one or more whole numbers, such as 0 or (0, 1)"
         ) from error
 
 
 def check_ndim(op: str, name: str, x: GlobalTensor, ndim: int, at_least: bool = False) -> None:
-    """Raise SbpError unless ``x`` has ``ndim`` dims, or more if ``at_least``."""
+    """Raise SbpError unless ``x`` has ``ndim`` dims, or more dims if ``at_least``."""
     check_tensor(op, name, x)
     if x.ndim != ndim and not (at_least and x.ndim > ndim):
         dims = "1 dim" if x.ndim == 1 else f"{x.ndim} dims"
         more = " or more" if at_least else ""
-        raise SbpError(f"{op}: {name} has {dims}, {x!r}; it needs {ndim}{more}: use ops.reshape")
+        raise SbpError(f"{op}: {name} has {dims}, but needs {ndim}{more}: {x!r}; use ops.reshape")
 
 
 def check_same_dtype(op: str, operands: Sequence[GlobalTensor]) -> None:
@@ -186,8 +186,8 @@ def check_same_dtype(op: str, operands: Sequence[GlobalTensor]) -> None:
     if other := next((x.dtype for x in operands if x.dtype != first), None):
         dtypes = ", ".join(str(x.dtype).removeprefix("torch.") for x in operands)
         raise SbpError(
-            f"{op}: operands are {dtypes}; they must have the same dtype, since it determines what "
-            f"a conversion sends: use ops.cast(x, {torch.promote_types(first, other)})"
+            f"{op}: operands are {dtypes}, but all operands must have the same dtype; use "
+            f"ops.cast(x, {torch.promote_types(first, other)})"
         )
 
 

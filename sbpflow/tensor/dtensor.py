@@ -1,8 +1,8 @@
-"""Conversion to and from torch's DTensor and DeviceMesh.
+"""Convert to and from torch's DTensor and DeviceMesh.
 
-Placement <-> DeviceMesh, S(i) <-> Shard(i), B <-> Replicate, P <-> Partial. DTensor splits a dim as
-``torch.chunk`` does, whereas S(i) is balanced. If the two differ, ``to_dtensor`` boxes the parts,
-and ``from_dtensor`` uses explicit sizes. Data only: gradients do not pass.
+Placement <-> DeviceMesh, S(i) <-> Shard(i), B <-> Replicate, P <-> Partial. DTensor splits a dim
+like ``torch.chunk``, whereas S(i) is balanced. If the splits differ, ``to_dtensor`` boxes the
+parts, and ``from_dtensor`` uses explicit sizes. Gradients do not pass through the conversions.
 """
 
 from collections.abc import Sequence
@@ -22,27 +22,27 @@ from sbpflow.tensor.global_tensor import GlobalTensor
 
 
 def to_mesh(placement: Placement) -> DeviceMesh:
-    """A DeviceMesh with the same grid; every rank of the world calls it, to make process groups."""
+    """Return a DeviceMesh of the same grid; all ranks must call this to create process groups."""
     ranks = torch.tensor(placement.ranks).view(placement.shape)
     return DeviceMesh(placement.device_type, ranks)
 
 
 def from_mesh(mesh: DeviceMesh) -> Placement:
-    """The placement with the same grid of ranks."""
+    """Return the placement with the same grid of ranks."""
     grid = mesh.mesh
     return Placement(mesh.device_type, tuple(grid.flatten().tolist()), tuple(grid.shape))
 
 
 def to_dtensor(x: GlobalTensor, mesh: DeviceMesh | None = None) -> DTensor:
-    """The same value as a DTensor on ``mesh``, by default a new one, without history.
+    """Return the same value as a DTensor without history on ``mesh`` (by default, a new mesh).
 
-    Communicates only if the chunks differ from the parts. Raises SbpError for two splits of one dim
-    that DTensor would make unequal.
+    Communication occurs only if the chunks differ from the parts. Raise SbpError if DTensor would
+    split a dim unequally along two axes.
     """
     mesh = mesh or to_mesh(x.layout.placement)
     if from_mesh(mesh) != x.layout.placement:
         raise SbpError(
-            f"the mesh has grid {mesh.mesh.tolist()}, but {x!r} has another; convert it first with "
+            f"the mesh has another grid {mesh.mesh.tolist()} than {x!r}; convert the tensor with "
             "x.to(layout)"
         )
     chunked = x.detach().to(chunk_layout(x.layout, x.shape), id="to_dtensor")
@@ -57,7 +57,7 @@ def to_dtensor(x: GlobalTensor, mesh: DeviceMesh | None = None) -> DTensor:
 
 
 def from_dtensor(tensor: DTensor, boxing: Boxing) -> GlobalTensor:
-    """The same parts as a GlobalTensor, without history or communication."""
+    """Return the same parts as a GlobalTensor without history or communication."""
     placement = from_mesh(tensor.device_mesh)
     shape = tuple(tensor.shape)
     layout = chunk_layout(Layout(placement, _to_ours(tensor.placements)), shape)
@@ -69,14 +69,14 @@ def from_dtensor(tensor: DTensor, boxing: Boxing) -> GlobalTensor:
 
 
 def chunk_layout(layout: Layout, shape: tuple[int, ...]) -> Layout:
-    """``layout`` with the splits of torch.chunk, with explicit sizes unless they are balanced."""
+    """Return ``layout`` with torch.chunk's splits, as explicit sizes if they are not balanced."""
     lengths = list(shape)
     nd_sbp: list[Sbp] = []
     for axis, sbp in enumerate(layout.nd_sbp):
         if isinstance(sbp, Split):
             parts = layout.placement.shape[axis]
             sizes = chunk_sizes(lengths[sbp.dim], parts)
-            # Sizes with empty parts stay explicit: a user's balanced split must not have any.
+            # Sizes with empty parts stay explicit because a balanced split must have no empty part.
             even = sizes == balanced_sizes(lengths[sbp.dim], parts)
             even = even and (all(sizes) or not any(sizes))
             nested = any(
@@ -85,7 +85,7 @@ def chunk_layout(layout: Layout, shape: tuple[int, ...]) -> Layout:
             if nested and len(set(sizes)) > 1:
                 raise SbpError(
                     f"{layout} splits dim {sbp.dim} of {list(shape)} twice, and torch.chunk would "
-                    f"split it into {sizes}; convert to one split of that dim, or to B, first"
+                    f"split the dim into {sizes}; convert to one split of that dim, or to B, first"
                 )
             lengths[sbp.dim] = sizes[0] if nested else lengths[sbp.dim]
             nd_sbp.append(Split(sbp.dim, None if even else sizes))
@@ -95,13 +95,13 @@ def chunk_layout(layout: Layout, shape: tuple[int, ...]) -> Layout:
 
 
 def chunk_sizes(size: int, parts: int) -> tuple[int, ...]:
-    """The lengths of torch.chunk's pieces, with zeros for missing ones."""
+    """Return the lengths of torch.chunk's pieces, with zeros for missing pieces."""
     step = -(-size // parts)
     return tuple(max(0, min(step, size - step * part)) for part in range(parts))
 
 
 def to_theirs(sbp: Sbp) -> DPlacement:
-    """The DTensor placement of an sbp; explicit sizes are lost."""
+    """Convert an sbp to a DTensor placement without explicit sizes."""
     if isinstance(sbp, Split):
         return Shard(sbp.dim)
     return Replicate() if isinstance(sbp, Broadcast) else DPartial(sbp.op)

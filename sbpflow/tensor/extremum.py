@@ -1,10 +1,10 @@
-"""Gradients through P(max) and P(min), which are not linear.
+"""Compute gradients through P(max) and P(min), which are not linear.
 
-From P(max): the gradient of an element goes to the rank whose term is the extremum; if several are
-equal, to the first in coordinate order; if none is (NaN), to no rank. To P(max), from S or B on the
-same placement: each gradient goes back to the element that the term came from, without
+In a conversion from P(max), an element's gradient goes to the rank with the extremum: to the first
+rank in coordinate order if several terms are equal, and to no rank for NaN. In a conversion from S
+or B to P(max) on the same placement, each gradient returns to the term's element without
 communication. Every other conversion to P(max) passes through such a layout
-(``boxing.plan.last_linear_layout``). Gradients of copies along B axes add up, as everywhere.
+(``boxing.plan.last_linear_layout``). As usual, gradients of copies along B axes add up.
 """
 # pyright: reportIncompatibleMethodOverride=false
 # (torch's base class declares forward and backward with any arguments)
@@ -24,10 +24,10 @@ from sbpflow.tensor.autograd import Context, Steps, once, run_part
 
 @dataclass(frozen=True, slots=True)
 class ExtremumWay:
-    """The conversion src -> dst of a tensor of ``shape`` by ``forward``.
+    """The steps ``forward`` of the conversion src -> dst of a tensor of ``shape``.
 
-    ``incoming`` is the layout of the gradient of the result, or None if the result is P(max), whose
-    gradient is held by the ranks of its terms.
+    ``incoming`` is the layout of the result's gradient, or None for a P(max) result, because each
+    rank then has the gradient of its term.
     """
 
     src: Layout
@@ -39,20 +39,20 @@ class ExtremumWay:
 
 
 def convert_extremum(part: Tensor, boxing: Boxing, way: ExtremumWay) -> Tensor:
-    """Convert from P(max) or P(min) to a layout without them, or to them without a transfer."""
+    """Convert from P(max) or P(min) to a linear layout, or to P(max) or P(min) without transfer."""
     if way.dst.has_extremum:
         return _Into.apply(part, boxing, way)  # pyright: ignore[reportReturnType]
     return _OutOf.apply(part, boxing, way)  # pyright: ignore[reportReturnType]
 
 
 def _value_home(layout: Layout) -> Layout:
-    """The layout with B instead of P, in which every rank has the reduced value."""
+    """Return the layout with B instead of P, where every rank has the reduced value."""
     nd_sbp = tuple(Broadcast() if isinstance(s, Partial) else s for s in layout.nd_sbp)
     return Layout(layout.placement, nd_sbp)
 
 
 def _gradient_home(layout: Layout) -> Layout:
-    """The layout with B instead of P, and elsewhere the dual: the gradient for all terms."""
+    """Return the gradient layout for all terms, with B instead of P and the dual on other axes."""
     nd_sbp: tuple[Sbp, ...] = tuple(
         Broadcast() if isinstance(s, Partial) else dual(s) for s in layout.nd_sbp
     )
@@ -60,9 +60,9 @@ def _gradient_home(layout: Layout) -> Layout:
 
 
 def _claim(layout: Layout, rank: int) -> tuple[int, int]:
-    """The place of this rank among the terms, by its coordinates along P axes, and their number.
+    """Return this rank's place among the terms by its P coordinates, and the number of terms.
 
-    Copies along B axes have the same place, since they must agree on the holder of the extremum.
+    Copies along B axes have the same place because they must agree on the rank of the extremum.
     """
     coord = layout.placement.coord(rank) or (0,) * layout.placement.ndim
     place, count = 0, 1
@@ -97,8 +97,8 @@ class _OutOf(torch.autograd.Function):
             home = _value_home(src)
             value = redistribute(out, way.dst, home, "value")
             whole = redistribute(gradient, way.incoming, _gradient_home(src), "gradient")
-            # Each rank enters its place for the elements where its term is the extremum; the
-            # minimum over the ranks wins. Outside the placement the part is empty.
+            # Each rank enters its place for elements where its term is the extremum, and the lowest
+            # place over the ranks wins. Outside the placement, the part is empty.
             place, no_place = _claim(src, world.rank)
             claim = torch.where(part == value, place, no_place)
             claims = tuple(Partial("min") if isinstance(s, Partial) else s for s in src.nd_sbp)

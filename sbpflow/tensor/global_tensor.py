@@ -1,7 +1,7 @@
-"""GlobalTensor: a logical tensor of which this rank holds a part.
+"""Define GlobalTensor, a logical tensor with one part on each rank.
 
-The user interface of ``boxing``. The gradient of a tensor with layout x has layout dual(x), so the
-backward of src -> dst is dual(dst) -> dual(src).
+This class is the user interface of ``boxing``. The gradient of a tensor with layout x has layout
+dual(x), so the backward of src -> dst is dual(dst) -> dual(src).
 """
 
 import math
@@ -25,10 +25,10 @@ Where = Layout | NdSbp | Sbp | str
 
 
 class GlobalTensor:
-    """``part`` is this rank's part of a tensor of ``shape`` with ``layout``.
+    """A tensor of ``shape`` with ``layout``; ``part`` is this rank's part.
 
-    A rank outside the placement holds an empty part, so that its autograd graph still includes the
-    conversions in which it takes part. Every rank makes the same calls in the same order.
+    A rank outside the placement has an empty part, so its autograd graph still includes the
+    conversions that involve the rank. All ranks must make the same calls in the same order.
     """
 
     __slots__ = ("boxing", "layout", "part", "shape")
@@ -39,8 +39,8 @@ class GlobalTensor:
         expected = part_shape(layout, shape, boxing.world.rank)
         if part.shape != expected:
             raise SbpError(
-                f"rank {boxing.world.rank} holds a part of shape {list(part.shape)}, but its part "
-                f"of {list(shape)} under {layout} is {list(expected)}"
+                f"rank {boxing.world.rank} has a part of shape {list(part.shape)}, but its part "
+                f"of {list(shape)} with {layout} must be {list(expected)}"
             )
         boxing.world.check_ranks(layout)
         check_dtype(layout, part.dtype)
@@ -63,19 +63,19 @@ class GlobalTensor:
     ) -> "GlobalTensor":
         """Make a global tensor of ``shape`` from local parts.
 
-        ``part`` may be None outside the placement; then ``dtype`` and ``requires_grad`` must be
-        those of the other ranks' parts, since a rank whose empty part does not require grad would
-        not join a backward. Along B axes ``replicas="equal"`` trusts the caller and sends nothing;
-        "first" copies the data of the first coordinate to the others. The gradient of ``part`` has
-        the dual layout: for P the full gradient, for B terms that add up over the ranks. If no rank
-        knows the shape, use ``infer_shape``.
+        ``part`` may be None outside the placement, but ``dtype`` and ``requires_grad`` must match
+        the other ranks' parts, because a rank without a gradient would not join the backward. Along
+        B axes, ``replicas="equal"`` trusts the caller and sends no data, and "first" copies the
+        data of the first coordinate to the others. The gradient of ``part`` has the dual layout:
+        the full gradient for P, and terms that add up over the ranks for B. If no rank knows the
+        shape, use ``infer_shape``.
         """
         if part is None:
             device = boxing.world.device_of(layout)
             part = torch.empty(0, dtype=dtype, device=device, requires_grad=requires_grad)
         elif requires_grad and not part.requires_grad:
             raise SbpError(
-                f"from_local: requires_grad=True applies to ranks without a part, but the part of "
+                f"from_local: requires_grad=True is only for ranks without a part, but the part of "
                 f"rank {boxing.world.rank} does not require grad; call requires_grad_() later"
             )
         x = GlobalTensor(part, layout, tuple(shape), boxing)
@@ -87,9 +87,9 @@ class GlobalTensor:
 
     @staticmethod
     def from_full(full: Tensor, layout: Layout, boxing: Boxing) -> "GlobalTensor":
-        """Make a global tensor from a value that every rank has; each rank keeps its part.
+        """Make a global tensor from a value on every rank; each rank keeps only its part.
 
-        Along P axes the first coordinate has the value, the others the neutral element.
+        Along P axes, the first coordinate keeps the value, and others have the neutral element.
         """
         shape = tuple(full.shape)
         check_user(layout, shape)
@@ -113,12 +113,12 @@ class GlobalTensor:
         return self.part.requires_grad
 
     def requires_grad_(self, flag: bool = True) -> "GlobalTensor":
-        """Make this a leaf; its gradient accumulates in ``part.grad``, with the dual layout."""
+        """Make the tensor a leaf; its gradient accumulates in ``part.grad`` in the dual layout."""
         self.part.requires_grad_(flag)
         return self
 
     def detach(self) -> "GlobalTensor":
-        """The same value without history."""
+        """Return the same value without history."""
         return GlobalTensor(self.part.detach(), self.layout, self.shape, self.boxing)
 
     def __repr__(self) -> str:
@@ -133,14 +133,13 @@ class GlobalTensor:
         id: str = "to",
         channel: str = "main",
     ) -> "GlobalTensor":
-        """Convert to another layout without changing the value.
+        """Convert the tensor to another layout without changing its value.
 
-        ``where`` is a layout, or an nd-sbp on the same placement, also as text: ``"(S(0), B)"``.
-        The backward expects the gradient of the result in dual(dst), or in ``grad_sbp`` if the
-        consumer guarantees that (a B tensor that all ranks use alike has gradient B); it returns
-        the gradient in dual(src). Steps are named "<id>/fwd" and "<id>/bwd". A conversion to P(max)
-        or P(min) that communicates and needs a gradient passes through S or B, with steps
-        "<id>/linear".
+        ``where`` is a layout, or an nd-sbp or string such as ``"(S(0), B)"`` on the same placement.
+        The backward converts the result's gradient from dual(dst) to dual(src). With ``grad_sbp``,
+        the consumer guarantees another layout of this gradient (B for a B tensor that all ranks use
+        the same way). Steps are named "<id>/fwd" and "<id>/bwd". A conversion to P(max) or P(min)
+        that communicates and needs a gradient passes through S or B with steps "<id>/linear".
         """
         dst = where if isinstance(where, Layout) else Layout(self.layout.placement, where)
         if dst == self.layout and grad_sbp is None:
@@ -174,9 +173,9 @@ class GlobalTensor:
         return GlobalTensor(part, dst, shape, boxing)
 
     def full(self) -> Tensor:
-        """The full value as a plain tensor without history, on every rank of the world.
+        """Return the full value as a plain tensor without history on every rank of the world.
 
-        Never a view of the part, so it may be modified.
+        The result is never a view of the part, so the caller may modify it.
         """
         world = self.boxing.world
         everyone = Placement.line(self.layout.placement.device_type, world.size)
@@ -184,7 +183,7 @@ class GlobalTensor:
         return whole.clone() if whole.data_ptr() == self.part.data_ptr() else whole
 
     def item(self) -> int | float:
-        """The value of a tensor with one element, on every rank; int for integer dtypes."""
+        """Return the value of a one-element tensor on every rank, as int for integer dtypes."""
         if math.prod(self.shape) != 1:
             raise SbpError(
                 f"item() needs a tensor with one element, got {self!r}; reduce it with "
@@ -193,11 +192,11 @@ class GlobalTensor:
         return self.full().item()
 
     def backward(self, gradient: "GlobalTensor | None" = None, retain_graph: bool = False) -> None:
-        """Run the backward from a tensor with one element, or from any tensor with ``gradient``.
+        """Run the backward from a one-element tensor, or from any tensor with ``gradient``.
 
-        The backward starts in the dual layout: for a B loss with 1 on the first coordinate and 0
-        elsewhere, so that it counts once. The gradients of leaves have the dual of the layout of
-        the leaf; ``sync_gradients`` converts them to the layout of the leaf.
+        The backward starts in the dual layout: a B loss has gradient 1 on the first coordinate and
+        0 elsewhere, so it counts once. A leaf's gradient has the dual of the leaf's layout, and
+        ``sync_gradients`` converts the gradient to the leaf's layout.
         """
         if gradient is None:
             if any(length != 1 for length in self.shape):
@@ -221,23 +220,23 @@ class GlobalTensor:
 
 
 def _check_device(part: Tensor, layout: Layout, rank: int) -> None:
-    """SbpError unless the part is on the device type of its layout, or meta in a dry run."""
+    """Raise SbpError unless the part is on its layout's device type, or on meta in a dry run."""
     actual, expected = part.device.type, layout.placement.device_type
     if actual not in (expected, "meta") and rank in layout.placement:
         raise SbpError(
-            f"rank {rank} holds a part on {part.device}, but {layout} is on {expected}; pass "
+            f"rank {rank} has a part on {part.device}, but {layout} is on {expected}; pass "
             f'part.to("{expected}"), or use a placement on {actual}'
         )
 
 
 def parameter(part: Tensor, layout: Layout, shape: tuple[int, ...], boxing: Boxing) -> GlobalTensor:
-    """A trainable leaf from this rank's part (outside the placement an empty one, of shape [0])."""
+    """Make a trainable leaf from this rank's part (an empty part [0] outside the placement)."""
     part = part.detach().clone()
     return GlobalTensor(part, layout, tuple(shape), boxing).requires_grad_()
 
 
 def ones_like(x: GlobalTensor) -> GlobalTensor:
-    """Ones of the shape of ``x`` in the layout of its gradient: the start of a backward."""
+    """Return ones in the shape of ``x`` and the layout of its gradient to start a backward."""
     layout = x.layout.dual()
     whole = Layout(layout.placement, (Broadcast(),) * layout.placement.ndim)
     inside = x.boxing.world.rank in layout.placement
@@ -247,7 +246,7 @@ def ones_like(x: GlobalTensor) -> GlobalTensor:
 
 @lru_cache(maxsize=65536)
 def part_shape(layout: Layout, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
-    """The shape of a rank's part, (0,) outside; raises SbpError if the layout does not fit."""
+    """Return a rank's part shape, (0,) outside. Raise SbpError if the layout does not fit."""
     layout.check_user(shape)
     inside = layout.part_shape(shape, rank)
     return (0,) if inside is None else inside
@@ -255,22 +254,22 @@ def part_shape(layout: Layout, shape: tuple[int, ...], rank: int) -> tuple[int, 
 
 @lru_cache(maxsize=65536)
 def check_user(layout: Layout, shape: tuple[int, ...]) -> None:
-    """``layout.check_user``, cached."""
+    """Call ``layout.check_user`` with a cache."""
     layout.check_user(shape)
 
 
 def _grad_layout(dst: Layout, grad_sbp: NdSbp | Sbp | str) -> Layout:
-    """The layout of the gradient that the consumer guarantees; must have the part shapes of dst."""
+    """Return the guaranteed gradient layout. Raise SbpError if its parts and dst's differ."""
     layout = Layout(dst.placement, grad_sbp)
     text, result = format_nd_sbp(layout.nd_sbp), format_nd_sbp(dst.nd_sbp)
     if dst.has_extremum:
         raise SbpError(
-            f"grad_sbp {text}: the gradient of a {result} result is held by the ranks of its "
-            "terms; leave grad_sbp out"
+            f"grad_sbp {text}: the gradient of a {result} result is on the ranks of its terms; "
+            "omit grad_sbp"
         )
     if layout.has_extremum:
         raise SbpError(
-            f"grad_sbp {text}: a gradient is a sum, not a max or min; along B and P axes use B "
+            f"grad_sbp {text}: a gradient is a sum, not a max or min; along B and P axes, use B "
             "(equal on all ranks) or P (terms that add up)"
         )
     for sbp, grad in zip(dst.nd_sbp, layout.nd_sbp, strict=True):
@@ -283,7 +282,7 @@ def _grad_layout(dst: Layout, grad_sbp: NdSbp | Sbp | str) -> Layout:
 
 
 def _spread_first(x: GlobalTensor) -> GlobalTensor:
-    """Copy the first coordinate's data along B axes; its gradient is the sum of all copies'."""
+    """Copy the first coordinate's data along B axes; the backward sums all copies' gradients."""
     placement, world = x.layout.placement, x.boxing.world
     copies = [isinstance(sbp, Broadcast) for sbp in x.layout.nd_sbp]
     ranks = tuple(
@@ -293,6 +292,6 @@ def _spread_first(x: GlobalTensor) -> GlobalTensor:
     )
     sizes = tuple(1 if b else size for size, b in zip(placement.shape, copies, strict=True))
     source = Layout(Placement(placement.device_type, ranks, sizes), x.layout.nd_sbp)
-    # The data of other ranks is not used, but an empty slice keeps them in the graph.
+    # The data of other ranks is unused, but an empty slice keeps these ranks in the graph.
     part = x.part if world.rank in ranks else x.part.reshape(-1)[:0]
     return GlobalTensor(part, source, x.shape, x.boxing).to(x.layout, id="from_local")

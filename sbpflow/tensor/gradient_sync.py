@@ -1,7 +1,8 @@
-"""Converts gradients of leaves from the dual layout to the leaf's own, many in one collective.
+"""Convert leaf gradients from the dual layout to the leaf's layout, many in one collective.
 
-The gradient of a B parameter is P, so this is the all-reduce of data parallelism; an S parameter
-needs nothing. Parameters with the same conversion share a flat bucket.
+The gradient of a B parameter is P, so its conversion is the all-reduce of data parallelism. The
+gradient of an S parameter needs no conversion. Parameters with the same conversion share a flat
+bucket.
 """
 
 import math
@@ -25,7 +26,7 @@ DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
 
 
 class LaidOut(Protocol):
-    """The properties of a parameter that planning needs; a GlobalTensor has them."""
+    """The properties of a parameter for planning; a GlobalTensor has these properties."""
 
     @property
     def layout(self) -> Layout: ...
@@ -39,7 +40,7 @@ class LaidOut(Protocol):
 class GradientBucket:
     """Gradients that are converted as one flat tensor; ``members`` are positions of the leaves.
 
-    The position after the last leaf stands for the ``Total``.
+    The position after the last leaf denotes the ``Total``.
     """
 
     members: tuple[int, ...]
@@ -49,20 +50,20 @@ class GradientBucket:
 
 @dataclass(frozen=True, slots=True)
 class GradientPlan:
-    """The buckets that a ``GradientSync`` of ``num_leaves`` leaves runs; pure data."""
+    """The buckets of a ``GradientSync`` of ``num_leaves`` leaves, as pure data."""
 
     num_leaves: int
     buckets: tuple[GradientBucket, ...]
 
     @property
     def steps(self) -> tuple[BoxingStep, ...]:
-        """The steps of all buckets, in order."""
+        """Return the steps of all buckets in order."""
         return tuple(step for bucket in self.buckets for step in bucket.steps)
 
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """A number, such as a loss, that is summed over the ranks together with the gradients."""
+    """A number, such as a loss, that is summed over the ranks with the gradients."""
 
     layout: Layout
     dtype: torch.dtype
@@ -70,7 +71,7 @@ class Total:
 
     @staticmethod
     def over(world: Placement, dtype: torch.dtype) -> "Total":
-        """A sum over all ranks of ``world``, returned to all of them."""
+        """Return a ``Total`` over all ranks of ``world``; every rank gets the sum."""
         return Total(Layout(world, (Broadcast(),)), dtype)
 
 
@@ -82,7 +83,7 @@ def plan_gradients(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     id: str = "dense",
 ) -> GradientPlan:
-    """The buckets for the gradients of ``leaves``, and for ``total`` if given."""
+    """Plan the buckets for the gradients of ``leaves``, and for ``total`` if given."""
     items = [*leaves, *(() if total is None else (total,))]
     buckets = _fill_buckets(items, bucket_bytes)
     return GradientPlan(
@@ -99,12 +100,13 @@ def plan_gradients(
 
 
 class GradientSync:
-    """Made once for a list of parameters; call ``run`` after each backward, before the optimizer.
+    """Converts the gradients of a fixed list of parameters after each backward.
 
-    ``plan`` is made by ``plan_gradients`` for these parameters, by default here. After ``run``,
-    ``part.grad`` of each parameter has the layout of the parameter; clear it before the next
-    backward. Raises SbpError for tensors without a gradient of their own (results of ops, frozen or
-    integer tensors), for a tensor listed twice, and for a plan of other parameters.
+    ``plan`` is the result of ``plan_gradients`` for these parameters. Call ``run`` after each
+    backward and before the optimizer. ``run`` converts each parameter's ``part.grad`` to the
+    parameter's layout; clear ``part.grad`` before the next backward. Raise SbpError for tensors
+    without their own gradient (results of ops, frozen or integer tensors), duplicate tensors, or
+    another list's plan.
     """
 
     def __init__(
@@ -121,7 +123,7 @@ class GradientSync:
         self.channel = channel
         self._parameters = list(parameters)
         if boxing is None and not parameters:
-            raise SbpError("gradients: without parameters, pass boxing=")
+            raise SbpError("gradients: the list of parameters is empty; pass boxing=")
         self._boxing = boxing or parameters[0].boxing
         if plan is None:
             backend = "gloo"
@@ -131,13 +133,13 @@ class GradientSync:
         elif plan.num_leaves != len(parameters):
             raise SbpError(
                 f"gradients: the plan has {plan.num_leaves} leaves, but there are "
-                f"{len(parameters)} parameters; make a plan for them with plan_gradients"
+                f"{len(parameters)} parameters; call plan_gradients with these parameters"
             )
         self.plan = plan
 
     @property
     def steps(self) -> tuple[BoxingStep, ...]:
-        """The steps of all buckets, in order."""
+        """Return the steps of all buckets in order."""
         return self.plan.steps
 
     def run(self) -> None:
@@ -147,7 +149,7 @@ class GradientSync:
     def start(self, term: Tensor | None = None) -> "PendingSync":
         """Start all buckets; do not use the gradients before ``wait``.
 
-        ``term`` [1] is this rank's term of the plan's ``Total``, if it has one.
+        ``term`` [1] is this rank's term of the plan's ``Total``, if the plan has a total.
         """
         return PendingSync(
             [
@@ -190,7 +192,7 @@ class PendingSync:
         self._num_leaves = num_leaves
 
     def wait(self) -> Tensor | None:
-        """Set ``part.grad`` of every parameter; returns the total [1], if the plan has one."""
+        """Set ``part.grad`` of every parameter, and return the total [1] of a plan with a total."""
         total: Tensor | None = None
         for bucket, pending, parameters in self._buckets:
             flat = pending.wait()
@@ -207,7 +209,7 @@ class PendingSync:
 
 
 def sync_gradients(parameters: Sequence[GlobalTensor], *, id: str = "dense") -> None:
-    """``GradientSync(parameters).run()``, for scripts that call it once."""
+    """Run ``GradientSync(parameters).run()`` once."""
     GradientSync(parameters, id=id).run()
 
 
@@ -231,9 +233,9 @@ def _check_leaves(parameters: Sequence[GlobalTensor]) -> None:
 
 
 def _fill_buckets(parameters: Sequence[LaidOut], bucket_bytes: int) -> list[list[int]]:
-    """Groups of positions with the same pattern, each group up to ``bucket_bytes``.
+    """Group positions with the same pattern into buckets of at most ``bucket_bytes``.
 
-    The last parameters come first, since the backward computes their gradients first.
+    The last parameters come first because the backward computes their gradients first.
     """
     full: list[list[int]] = []
     open_: dict[object, list[int]] = {}
@@ -253,7 +255,7 @@ def _fill_buckets(parameters: Sequence[LaidOut], bucket_bytes: int) -> list[list
 
 
 def _pattern(parameter: LaidOut) -> object:
-    """Parameters with equal patterns may share a bucket.
+    """Return a parameter's pattern; parameters with equal patterns may share a bucket.
 
     With P or several splits, flat parts have no common layout, so the pattern is unique.
     """
@@ -266,7 +268,7 @@ def _pattern(parameter: LaidOut) -> object:
 
 
 def _bucket_steps(parameters: Sequence[LaidOut], id: str, backend: str) -> tuple[BoxingStep, ...]:
-    """The steps of one parameter, or of the parts of several parameters laid end to end."""
+    """Return the steps of one parameter, or of several parameters' concatenated parts."""
     first = parameters[0]
     shape, layout = first.shape, first.layout
     if len(parameters) > 1:
@@ -276,7 +278,7 @@ def _bucket_steps(parameters: Sequence[LaidOut], id: str, backend: str) -> tuple
             parts = [part_shape(p.layout, p.shape, rank) for p in parameters]
             return sum(map(math.prod, parts))
 
-        # Of the concatenated parts, a split has the sizes that the ranks of an axis hold.
+        # The split sizes of the concatenated parts are the sums of the part sizes along the axis.
         length, nd_sbp = numel(placement.ranks[0]), list(layout.nd_sbp)
         for axis, sbp in enumerate(layout.nd_sbp):
             if isinstance(sbp, Split):
@@ -287,6 +289,6 @@ def _bucket_steps(parameters: Sequence[LaidOut], id: str, backend: str) -> tuple
 
 
 def _gradient(parameter: GlobalTensor) -> Tensor:
-    """The gradient so far; zeros if this rank's part did not contribute to the loss."""
+    """Return the gradient so far, or zeros if this rank's part did not affect the loss."""
     gradient = parameter.part.grad
     return torch.zeros_like(parameter.part) if gradient is None else gradient

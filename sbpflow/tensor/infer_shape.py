@@ -1,4 +1,4 @@
-"""Infers the full shape of a tensor if each rank knows only the shape of its own part."""
+"""Infer the full shape of a tensor if each rank knows only the shape of its own part."""
 
 import torch
 from torch import Tensor
@@ -13,10 +13,10 @@ MAX_DIMS = 8
 
 
 def infer_shape(part: Tensor | None, layout: Layout, boxing: Boxing) -> tuple[int, ...]:
-    """The full shape of the tensor with these parts; every rank of the world calls it.
+    """Return the full shape of the tensor with these parts; all ranks must call this function.
 
-    Gathers the shapes of the parts, with at most MAX_DIMS dims. Raises SbpError on all ranks if
-    they do not fit ``layout``.
+    The shapes of all parts, with at most MAX_DIMS dims, are gathered. Raise SbpError on all ranks
+    if the shapes do not fit ``layout``.
     """
     world = boxing.world
     world.check_ranks(layout)
@@ -28,14 +28,14 @@ def infer_shape(part: Tensor | None, layout: Layout, boxing: Boxing) -> tuple[in
         if ndim > MAX_DIMS:
             raise SbpError(
                 f"infer_shape: the part of rank {rank} has {ndim} dims, but at most {MAX_DIMS} are "
-                "supported; reshape it, or pass the shape to from_local"
+                "supported; reshape the part, or pass the shape to from_local"
             )
     parts = {rank: tuple(rows[rank][1 : 1 + rows[rank][0]]) for rank in layout.placement.ranks}
     return full_shape(parts, layout)
 
 
 def full_shape(parts: dict[int, tuple[int, ...]], layout: Layout) -> tuple[int, ...]:
-    """The full shape from the part shapes by rank; SbpError, naming a rank, if they do not fit."""
+    """Return the full shape for part shapes by rank. Raise SbpError if a part does not fit."""
     first = parts[layout.placement.ranks[0]]
     lengths = list(first)
     for dim in range(len(first)):
@@ -46,13 +46,13 @@ def full_shape(parts: dict[int, tuple[int, ...]], layout: Layout) -> tuple[int, 
     for rank, part in parts.items():
         try:
             expected = layout.part_shape(shape, rank)
-        except SbpError:  # a missing dim, or sizes that do not add up
+        except SbpError:  # a dim is missing, or sizes do not add up
             expected = None
         if part != expected:
             shown = {r: list(sizes) for r, sizes in parts.items()}
             raise SbpError(
-                f"parts of shapes {shown} do not fit layout {layout}: rank {rank} would hold "
+                f"parts of shapes {shown} do not fit layout {layout}: rank {rank} would have "
                 f"{list(expected or ())} of {list(shape)}. A split without sizes is balanced, with "
-                "the longer parts first; for other sizes use Split(dim, sizes=(..))"
+                "the longer parts first; for other sizes, use Split(dim, sizes=(..))"
             )
     return shape

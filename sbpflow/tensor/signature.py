@@ -1,8 +1,8 @@
-"""The layouts that an op accepts and produces: rules as text, and the choice among them.
+"""Define the layouts that an op accepts and produces, and choose among these signatures.
 
-A rule names the dims of each operand by letters, like einsum, and lists 1-D signatures: per operand
-a letter (split along that dim), B or P. On n-D placements each axis has its own signature, so the
-candidates are a product. Does not handle tensors.
+A rule names the dims of each operand by letters, like einsum, and lists 1-D signatures. A signature
+has a letter (split along that dim), B or P for each operand. On n-D placements, each axis has its
+own signature, so the candidates are a product. This module does not handle tensors.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,12 +19,12 @@ from sbpflow.sbp.layout import Layout, split_sizes
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, NdSbp, Partial, Sbp, Split, balanced_sizes, format_nd_sbp
 
-Dims = tuple[str, ...]  # one letter per dim; "" for a dim of size 1 that other operands do not have
+Dims = tuple[str, ...]  # one letter per dim; "" for a dim of size 1 that other operands lack
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """For one placement axis: a letter, "B" or "P" for each operand and for the output."""
+    """A letter, "B" or "P" for each operand and for the output on one placement axis."""
 
     inputs: tuple[str, ...]
     output: str
@@ -34,8 +34,8 @@ class Signature:
 class Rule:
     """The dims of an op's operands and output, and its legal signatures, including all-B.
 
-    ``scales`` has (letter, numerator, denominator) for each dim whose length differs between output
-    and input by that factor, as in a reshape.
+    ``scales`` has (letter, numerator, denominator) for each dim with an output length that differs
+    from the input length by this factor, as in a reshape.
     """
 
     op: str
@@ -47,7 +47,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """The properties of a global tensor that deduction needs."""
+    """The properties of a global tensor for choosing a signature."""
 
     layout: Layout
     shape: tuple[int, ...]
@@ -56,7 +56,7 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The layouts to convert the operands to, the output layout, and the bytes of conversions."""
+    """The operands' layouts after conversion, the output layout, and the conversions' bytes."""
 
     inputs: tuple[Layout, ...]
     output: Layout
@@ -70,7 +70,7 @@ def make_rule(
     signatures: str,
     scales: tuple[tuple[str, int, int], ...] = (),
 ) -> Rule:
-    """Parse signatures such as "m,B->m; B,n->n; k,k->P"; all-B is always appended."""
+    """Parse signatures such as "m,B->m; B,n->n; k,k->P", and append all-B."""
     listed = [_signature(text) for text in signatures.split(";") if text.strip()]
     everywhere_b = Signature(("B",) * len(inputs), "B")
     return Rule(op, tuple(inputs), output, (*listed, everywhere_b), scales)
@@ -89,18 +89,18 @@ def deduce(
     out: NdSbp | None = None,
     dtype: torch.dtype | None = None,
 ) -> Choice:
-    """The legal signature whose conversions send the fewest bytes.
+    """Choose the legal signature with the fewest bytes of conversions.
 
-    Ties go to the signature that more operands already match, then to the rule's order. Operands
-    are never converted to P. ``out`` requests an output layout. ``dtype`` is that of the output, by
-    default that of the first operand; P is not an output for dtypes without addition. Raises
-    SbpError if the operands have different placements, if their shapes do not fit, if ``out`` does
-    not have one entry per axis, or if no legal signature produces it.
+    In a tie, the signature with more matching operands wins, and then the first in the rule.
+    Operands are never converted to P. ``out`` requests an output layout. ``dtype`` is the output
+    dtype, by default the first operand's dtype; dtypes without addition do not support P. Raise
+    SbpError if operands have different placements or unsuitable shapes, if ``out`` does not have
+    one entry per axis, or if no legal signature produces ``out``.
     """
     placement = _common_placement(op_rule, operands)
     _check_shapes(op_rule, operands)
     if out is not None:
-        Layout(placement, out)  # raises unless it has one entry per axis
+        Layout(placement, out)  # raises an error unless ``out`` has one entry per axis
     no_partial = (dtype or operands[0].dtype) not in TERM_DTYPES
     best: tuple[int, int, int] | None = None
     chosen: Choice | None = None
@@ -122,7 +122,7 @@ def deduce(
 
 
 def _matches(output: NdSbp, requested: NdSbp) -> bool:
-    """Whether an output is the requested one; a requested split without sizes matches any sizes."""
+    """Return True if an output matches the request; a split without sizes matches any sizes."""
     return all(
         sbp == request or (isinstance(sbp, Split) and request == Split(sbp.dim))
         for sbp, request in zip(output, requested, strict=True)
@@ -139,7 +139,7 @@ def _price(operand: Operand, layout: Layout, backend: str) -> int:
 def _candidates(
     op_rule: Rule, operands: tuple[Operand, ...], placement: Placement
 ) -> Iterator[tuple[tuple[Layout, ...], Layout]]:
-    """Every product of signatures, one per axis, that fits the shapes of the operands."""
+    """Yield all combinations of one signature per axis that fit the operands' shapes."""
     per_axis = [list(_axis_options(op_rule, operands, axis)) for axis in range(placement.ndim)]
     for combination in product(*per_axis):
         layouts = [
@@ -163,7 +163,7 @@ def _candidates(
 def _axis_options(
     op_rule: Rule, operands: tuple[Operand, ...], axis: int
 ) -> Iterator[tuple[tuple[Sbp, ...], Sbp]]:
-    """The signatures that are legal along one axis, with the explicit split sizes of operands."""
+    """Yield the legal signatures of one axis with the operands' explicit split sizes."""
     for signature in op_rule.signatures:
         sizes = {
             letter: _sizes_of(letter, op_rule, operands, axis)
@@ -189,7 +189,7 @@ def _sbp(token: str, dims: Dims, sizes: tuple[int, ...] | None) -> Sbp:
 def _sizes_of(
     letter: str, op_rule: Rule, operands: tuple[Operand, ...], axis: int
 ) -> tuple[int, ...] | None:
-    """The explicit sizes of the first operand that is split along ``letter`` on this axis."""
+    """Return the explicit sizes of the first operand split along ``letter`` on this axis."""
     for dims, operand in zip(op_rule.inputs, operands, strict=True):
         sbp = operand.layout.nd_sbp[axis]
         if isinstance(sbp, Split) and sbp.dim < len(dims) and dims[sbp.dim] == letter:
@@ -200,17 +200,17 @@ def _sizes_of(
 def _scaled(
     output: NdSbp, op_rule: Rule, scale: tuple[str, int, int], src: Layout, shape: tuple[int, ...]
 ) -> NdSbp | None:
-    """``output`` split at the same places as the input, along a dim whose length is scaled.
+    """Return ``output`` with the input's split points, scaled along a dim with another length.
 
-    ``None`` if a piece does not scale to a whole number, or if several axes split the dim into
-    pieces of different sizes, which a layout cannot express.
+    Return ``None`` if a piece does not scale to a whole number, or if several axes split the dim
+    into pieces of different sizes, because a layout cannot express such splits.
     """
     letter, num, den = scale
     if letter not in op_rule.output:
         return output
     src_dim, dst_dim = op_rule.inputs[0].index(letter), op_rule.output.index(letter)
     scaled = list(output)
-    lengths = {shape[src_dim]}  # of the pieces after the axes so far
+    lengths = {shape[src_dim]}  # lengths of the pieces after the previous axes
     for axis, (before, after) in enumerate(zip(src.nd_sbp, output, strict=True)):
         if not (isinstance(before, Split) and after == Split(dst_dim, before.sizes)):
             continue
@@ -230,7 +230,7 @@ def _scaled(
 
 
 def _is_balanced(sizes: tuple[int, ...]) -> bool:
-    """Whether these are the sizes of a legal balanced split, which leaves no rank empty."""
+    """Return True if the sizes form a balanced split without empty ranks."""
     return sizes == balanced_sizes(sum(sizes), len(sizes)) and (all(sizes) or not any(sizes))
 
 
@@ -247,7 +247,7 @@ def _common_placement(op_rule: Rule, operands: tuple[Operand, ...]) -> Placement
     if len(placements) > 1:
         raise SbpError(
             f"{op_rule.op}: operands have different placements: {_describe(operands)}; "
-            "convert one with x.to(layout) first"
+            "convert one operand with x.to(layout) first"
         )
     return operands[0].layout.placement
 
@@ -275,12 +275,12 @@ def _no_signature(op_rule: Rule, operands: tuple[Operand, ...], out: NdSbp | Non
     requested = "" if out is None else f" and output {format_nd_sbp(out)}"
     return (
         f"{op_rule.op}: no legal signature for operands {_describe(operands)}{requested}; "
-        f"legal per axis: {describe(op_rule)}. An operand can be P only if it is P already"
+        f"legal per axis: {describe(op_rule)}. Operands are never converted to P"
     )
 
 
 def describe(op_rule: Rule) -> str:
-    """The signatures in sbp notation: "S(0), B -> S(0); ..."."""
+    """Format the signatures in sbp notation, such as "S(0), B -> S(0); ..."."""
     return "; ".join(
         ", ".join(
             str(_sbp(token, dims, None))

@@ -1,1 +1,1 @@
-"""The training loop and what it measures and reports."""
+"""Runs the training loop, and measures and reports its progress."""

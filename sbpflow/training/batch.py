@@ -1,4 +1,4 @@
-"""The input of training and evaluation: batches, and the loaders that yield them."""
+"""Defines the batches that training and evaluation use, and the loaders that yield them."""
 
 from collections.abc import Iterator
 from typing import Protocol
@@ -9,43 +9,43 @@ from sbpflow.embedding.ids.batch_ids import BatchIds
 
 
 class Batch(Protocol):
-    """This rank's rows of a global batch of ``batch_size`` rows.
+    """Contains this rank's rows of a global batch of ``batch_size`` rows.
 
-    A batch may also have ``weights`` [local batch], with mean 1 over all rows of the data set,
-    which multiply the losses of the rows. The loss of a step is sum(weight * loss) / rows. Dividing
-    by the sum of the weights instead would need a collective before the backward, and would give
-    steps with small weights as much influence as those with large ones.
+    A batch may also have ``weights`` [local batch], which multiply the row losses and have a mean
+    of 1 over the data set. The loss of a step is sum(weight * loss) / rows. Dividing by the sum of
+    the weights instead would need a collective before the backward pass, and would give a step with
+    small weights as much influence as a step with large weights.
     """
 
     @property
     def labels(self) -> Tensor:
-        """[local batch] float32."""
+        """Return float32 labels [local batch]."""
         ...
 
     @property
     def dense(self) -> Tensor:
-        """[local batch, dense fields] float32."""
+        """Return float32 values [local batch, dense fields]."""
         ...
 
     @property
     def ids(self) -> Tensor | BatchIds:
-        """[local batch, id columns] int32, or a ``BatchIds`` if fields have lists of ids."""
+        """Return int32 ids [local batch, id columns], or a ``BatchIds`` if fields have id lists."""
         ...
 
     @property
     def batch_size(self) -> int:
-        """Rows of the global batch, over all ranks."""
+        """Return the number of rows in the global batch, over all ranks."""
         ...
 
 
 class Loader(Protocol):
-    """Batches of one split, the same number on every rank."""
+    """Yields the batches of one split; every rank gets the same number of batches."""
 
     @property
     def num_steps(self) -> int:
-        """Batches per epoch."""
+        """Return the number of batches per epoch."""
         ...
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
-        """The batches of one pass over the split."""
+        """Yield the batches of one pass over the split."""
         ...

@@ -1,9 +1,9 @@
-"""Clipping by the global norm of gradients in any layout.
+"""Clips gradients in any layout by their global norm.
 
-The norm is that of the gradient of the mean loss over the whole batch. Every element counts once,
-however many ranks hold copies: rows of tables with their gradients summed over the batch, dense
-parameters after their gradients are reduced. So the norm does not depend on the layout or the
-number of ranks, up to the order of a float64 sum. The factor is that of
+The gradients are derivatives of the mean loss over the whole batch. Each element counts once in the
+norm, even if several ranks have copies: row gradients are first summed over the batch, and dense
+gradients are first reduced. The norm does not depend on the layout or the number of ranks,
+except for the rounding of a float64 sum. The scale factor is the same as in
 torch.nn.utils.clip_grad_norm_.
 """
 
@@ -29,9 +29,10 @@ _EPSILON = 1e-6  # added to the norm, as in torch
 def clip_steps(
     config: ClipConfig, layouts: Sequence[Layout], world: Placement, backend: str
 ) -> tuple[BoxingStep, ...]:
-    """The steps that add up the squares of all ranks, P -> B over the world, for one float64.
+    """Return the steps that sum the squares, one float64 per rank, over the world (P -> B).
 
-    ``layouts`` are those of the dense parameters. No steps if every rank has all gradients.
+    ``layouts`` are the layouts of the dense parameters. If every rank has all gradients, there are
+    no steps.
     """
     whole = Layout(world, (Broadcast(),))
     if not config.rows and all(layout == whole for layout in layouts):
@@ -41,7 +42,7 @@ def clip_steps(
 
 
 def _counts_part(layout: Layout, rank: int) -> bool:
-    """Whether ``rank`` counts its part: the first of the ranks that hold equal parts does."""
+    """Return whether ``rank`` counts its part; of ranks with equal parts, only the first does."""
     coordinates = layout.placement.coord(rank)
     return coordinates is not None and all(
         coordinate == 0
@@ -51,7 +52,7 @@ def _counts_part(layout: Layout, rank: int) -> bool:
 
 
 class Clipper:
-    """Scales the gradients of a step; ``steps`` are those of ``clip_steps``."""
+    """Scales the gradients of a step; ``steps`` is the result of ``clip_steps``."""
 
     def __init__(
         self,
@@ -74,7 +75,7 @@ class Clipper:
         ]
 
     def clip(self) -> Tensor:
-        """Scale the gradients; returns the norm before scaling, 0-d float64, on every rank."""
+        """Scale the gradients; return the norm before scaling, 0-d float64, on every rank."""
         norm = self._squares().sqrt()
         factor = (self._config.norm / (norm + _EPSILON)).clamp(max=1.0)
         if not norm.is_cuda and float(factor) == 1.0:
@@ -97,6 +98,6 @@ class Clipper:
         if self._steps:
             summed = self._boxing.run(self._steps, total, CHANNEL)
             if summed is None:
-                raise RuntimeError("no sum of the squared gradients on this rank")
+                raise RuntimeError("this rank did not receive the sum of the squared gradients")
             total = summed
         return total.squeeze(0)

@@ -1,10 +1,10 @@
 """Captures a region of a training step as one CUDA graph per batch shape, and replays it.
 
-The first steps of a shape run op by op on the stream that later captures, so that everything made
-once (optimizer state, library workspaces, compiled code) is made there. The next step is captured,
-which computes nothing, and then replayed, as are all later steps. A graph reads and writes the same
-memory each time: a batch is copied into it, gradients and the loss are read from it.
-``graphed_step`` defines the regions.
+The first steps with a batch shape run op by op on the capture stream, so that optimizer state,
+library workspaces and compiled code are created there. The next step is captured, without computing
+anything, and then replayed. All later steps are replayed. Every replay uses the same memory: each
+batch is copied into this memory, and gradients and the loss are read from it. ``graphed_step``
+defines the regions.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -19,22 +19,22 @@ from sbpflow.errors import ConfigError
 from sbpflow.runtime.random.draws import KeptDraws
 from sbpflow.runtime.ranks.world import World
 
-WARM_UP_STEPS = 3  # a TorchModel checks its module's buffers during as many steps
+WARM_UP_STEPS = 3  # a TorchModel checks its module's buffers during the same number of steps
 
 
 class Inputs(Protocol):
-    """The inputs of a region for one batch."""
+    """Contains a region's inputs for one batch."""
 
     def tensors(self) -> list[Tensor | None]:
-        """All tensors in device memory, always in the same order."""
+        """Return all tensors in device memory, always in the same order."""
         ...
 
     def new_like(self) -> Self:
-        """Uninitialized inputs of the same shapes."""
+        """Return uninitialized inputs of the same shapes."""
         ...
 
     def take_gradients(self, source: Self) -> None:
-        """Take over the gradients that the region left on ``source``."""
+        """Take the gradients that the region computed for ``source``."""
         ...
 
 
@@ -43,9 +43,9 @@ InputsT = TypeVar("InputsT", bound=Inputs)
 
 @dataclass(slots=True, kw_only=True)
 class DenseInputs:
-    """This rank's inputs of the dense part, for a global batch of ``batch_size`` rows.
+    """Contains this rank's dense part inputs for a global batch of ``batch_size`` rows.
 
-    ``vectors`` are the outputs of the embeddings by name: leaves that require a gradient.
+    ``vectors`` are the embedding outputs by name: leaf tensors that require gradients.
     """
 
     batch_size: int
@@ -85,8 +85,8 @@ class _Captured(Generic[InputsT]):
 class Graphs(Generic[InputsT]):
     """Runs ``work``, a function (inputs, random seed) -> results, as CUDA graphs.
 
-    ``leaves`` are the tensors other than the inputs that get gradients. ``prepare`` is called
-    before each replay, to write the host numbers that ``work`` uses into device memory.
+    ``leaves`` are the tensors other than the inputs that get gradients. Before each replay,
+    ``prepare`` is called to copy the host numbers that ``work`` uses to the device.
     """
 
     def __init__(
@@ -106,9 +106,9 @@ class Graphs(Generic[InputsT]):
         self._runs: dict[object, int] = {}
 
     def run(self, inputs: InputsT, seed: int) -> tuple[Tensor, ...]:
-        """The results of ``work``; leaves and inputs then have gradients, as after ``work``.
+        """Return the results of ``work``; leaves and inputs get their gradients as in ``work``.
 
-        Gradients are valid until the next run. ConfigError if the region cannot be captured.
+        Gradients are valid until the next run. Raises ConfigError if capturing the region fails.
         """
         shapes = tuple(t if t is None else (t.shape, t.dtype) for t in inputs.tensors())
         runs = self._runs[shapes] = self._runs.get(shapes, 0) + 1
@@ -116,16 +116,16 @@ class Graphs(Generic[InputsT]):
             return self._run_uncaptured(inputs, seed)
         if shapes not in self._captured:
             static = inputs.new_like()
-            _copy(static, inputs)  # addresses in uninitialized memory could be out of range
+            _copy(static, inputs)  # row addresses in uninitialized memory could be out of range
             self._captured[shapes] = self._capture(static, seed)
         return self._replay(self._captured[shapes], inputs, seed)
 
     def forget(self) -> None:
-        """Drop all graphs, since parameters or optimizer state were replaced by other tensors."""
+        """Drop all graphs, because other tensors replaced parameters or optimizer state."""
         self._captured, self._runs = {}, {}
 
     def _run_uncaptured(self, inputs: InputsT, seed: int) -> tuple[Tensor, ...]:
-        """Run op by op on the capturing stream; the current stream waits for it."""
+        """Run op by op on the capture stream; the current stream waits for this stream."""
         current = torch.cuda.current_stream(self._world.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream), self._drawing():
@@ -140,7 +140,7 @@ class Graphs(Generic[InputsT]):
         try:
             with (
                 self._drawing(capturing=True),
-                # thread_local, because NCCL's own threads query events during the capture.
+                # Use thread_local, because NCCL's own threads query events during the capture.
                 torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
             ):
                 results = self._work(inputs, seed)
@@ -169,7 +169,7 @@ class Graphs(Generic[InputsT]):
 
     @contextmanager
     def _drawing(self, *, capturing: bool = False) -> Generator[None]:
-        """Draw random numbers from keys at a fixed device address, which a replay reads again."""
+        """Use random keys at a fixed device address, so that a replay reads the keys again."""
         world, before = self._world, self._world.draws
         world.draws, self._draws.capturing = self._draws, capturing
         try:
@@ -179,7 +179,7 @@ class Graphs(Generic[InputsT]):
 
 
 def _copy(target: Inputs, source: Inputs) -> None:
-    """Copy all tensors in one call, for which torch has no public name."""
+    """Copy all tensors in one call, for which torch has no public function."""
     targets = [tensor for tensor in target.tensors() if tensor is not None]
     sources = [tensor for tensor in source.tensors() if tensor is not None]
     with torch.no_grad():
@@ -187,7 +187,7 @@ def _copy(target: Inputs, source: Inputs) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    """The first line of the original error: ending a broken capture raises a less specific one."""
+    """Return the original error's first line; ending a broken capture raises a vaguer error."""
     while isinstance(error.__context__, RuntimeError):
         error = error.__context__
     return str(error).splitlines()[0]

@@ -16,7 +16,7 @@ _CLASSES: dict[type[DenseOptimizer], Any] = {
     DenseSgd: torch.optim.SGD,
     RmsProp: torch.optim.RMSprop,
 }
-# Torch has no capturable SGD or Adagrad: their learning rate can only be a number.
+# torch has no capturable SGD or Adagrad, so their learning rates are always Python floats.
 _CAPTURABLE: dict[type[DenseOptimizer], dict[str, bool]] = {
     Adam: {"capturable": True, "fused": True},
     AdamW: {"capturable": True, "fused": True},
@@ -27,16 +27,16 @@ _CAPTURABLE: dict[type[DenseOptimizer], dict[str, bool]] = {
 def make_dense_optimizer(
     config: DenseOptimizer, parameters: Iterable[Tensor], *, capturable: bool = False
 ) -> torch.optim.Optimizer | None:
-    """The optimizer over local parts; ``None`` if there are no parameters.
+    """Return the optimizer over local parts; ``None`` if there are no parameters.
 
-    ``capturable`` asks for an optimizer whose step a CUDA graph can contain, with a tensor as its
-    learning rate, if torch has one of this kind.
+    With ``capturable``, a CUDA graph can contain the optimizer's step and the learning rate is a
+    tensor, if torch supports this for the optimizer's class.
     """
     listed = list(parameters)
     if not listed:
         return None
     make = _CLASSES[type(config)]
-    # The fields of a configuration class are the arguments of its torch class, but for these two.
+    # All fields of a configuration class except these two are arguments of its torch class.
     options = dataclasses.asdict(config)
     del options["name"]
     if isinstance(config, DenseAdagrad):
@@ -48,7 +48,7 @@ def make_dense_optimizer(
 
 
 def state_per_element(config: DenseOptimizer) -> int:
-    """Numbers of optimizer state per parameter element."""
+    """Return the number of optimizer state values per parameter element."""
     if isinstance(config, DenseSgd):
         return 1 if config.momentum else 0
     if isinstance(config, DenseAdagrad):

@@ -1,4 +1,4 @@
-"""The interface of a model's dense part: parameters, a forward, and a loss per row."""
+"""Defines the interface of a model's dense part: parameters, forward, and a loss per row."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -7,19 +7,19 @@ from sbpflow.tensor.global_tensor import GlobalTensor
 
 
 class DensePart(Protocol):
-    """A model without its tables, written on global tensors.
+    """Computes logits from embedding outputs and dense fields, all as global tensors.
 
     Inputs over the batch are [batch, width] with layout S(0); results may have any layout.
     """
 
     @property
     def parameters(self) -> Mapping[str, GlobalTensor]:
-        """Leaf tensors by name, in the layouts that the part was built with."""
+        """Return the leaf tensors by name, in the layouts that the part was built with."""
         ...
 
     @property
     def buffers(self) -> Mapping[str, GlobalTensor]:
-        """State that the forward updates, such as the running statistics of a batch norm; B."""
+        """Return state with layout B that forward updates, such as batch norm statistics."""
         ...
 
     def forward(
@@ -30,7 +30,7 @@ class DensePart(Protocol):
         training: bool,
         seed: int,
     ) -> GlobalTensor:
-        """Logits [batch, 1] from the outputs of the embeddings by name and the dense fields.
+        """Return logits [batch, 1] from the embedding outputs by name and the dense fields.
 
         ``seed`` differs for every batch of every step. Random numbers depend only on the seed, a
         name, and the position in the tensor.
@@ -38,5 +38,5 @@ class DensePart(Protocol):
         ...
 
     def row_losses(self, logits: GlobalTensor, labels: GlobalTensor) -> GlobalTensor:
-        """The loss of each row, [batch, 1]; the trainer takes the mean over the batch."""
+        """Return the loss of each row, [batch, 1]; the trainer takes the mean over the batch."""
         ...

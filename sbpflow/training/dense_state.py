@@ -1,7 +1,8 @@
-"""The logical tensors of the dense part, by which it is saved independent of the layout.
+"""Names the tensors of the dense part, so that checkpoints do not depend on the layout.
 
-``dense/P`` is parameter or buffer P; ``dense/P/STATE`` is the optimizer state of a parameter,
-element by element. The optimizer's own step count is left out, since a job has a single step count.
+``dense/P`` is the parameter or buffer P; ``dense/P/STATE`` is an optimizer state of the parameter,
+with one value per element. The optimizer's own step count is not saved, because a job has a single
+step count.
 """
 
 import copy
@@ -23,7 +24,7 @@ def dense_state(
     buffers: Mapping[str, GlobalTensor],
     optimizer: torch.optim.Optimizer | None,
 ) -> dict[str, LogicalTensor]:
-    """Every tensor of the dense part by name; all ranks have the same names after a first step.
+    """Return all tensors of the dense part by name; after one step, all ranks have equal names.
 
     Rectangles are over [first dim, all other dims flattened].
     """
@@ -37,9 +38,9 @@ def dense_state(
 
 
 def begin_state(optimizer: torch.optim.Optimizer | None, step: int) -> None:
-    """Allocate the state that the optimizer creates in its first step, to be filled by a restore.
+    """Allocate the state that the optimizer creates in its first step, for a restore to fill.
 
-    Tensors are zero, and the step count of each parameter is ``step``.
+    All tensors are zero, and the step count of each parameter is ``step``.
     """
     if optimizer is None:
         return
@@ -58,9 +59,9 @@ def begin_state(optimizer: torch.optim.Optimizer | None, step: int) -> None:
 def _first_state(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], part: Tensor
 ) -> dict[str, Any]:
-    """The state of a one-element parameter after one step of a copy of the optimizer.
+    """Step a copy of the optimizer; return the resulting state of a one-element parameter.
 
-    Torch has no call that says which state an optimizer keeps.
+    torch has no function that lists the state of an optimizer.
     """
     probe = torch.zeros(1, dtype=part.dtype, device=part.device, requires_grad=True)
     probe.grad = torch.zeros_like(probe)
@@ -89,7 +90,7 @@ def _logical(name: str, parameter: GlobalTensor, values: Tensor) -> LogicalTenso
         if len(slices) > 2 and lengths != parameter.shape[1:]:
             raise SbpError(
                 f"{name}: {parameter!r} is split along a dim other than 0, so its parts are not "
-                "rectangles; state of more than two dims can only be split along dim 0: use S(0)"
+                "rectangles; state of more than two dims can be split along dim 0 only: use S(0)"
             )
         mine = (
             Rectangle(

@@ -1,7 +1,7 @@
-"""Metrics over a whole split: every rank predicts its rows, and rank 0 computes the metrics.
+"""Evaluates a whole split: every rank predicts its rows, and rank 0 computes the metrics.
 
-Up to a configured number of rows, rank 0 gathers all predictions first, so the metrics do not
-depend on the number of ranks. For more rows, counts and sums are added up over the ranks.
+If the split has at most ``exact_rows`` rows, rank 0 gathers all predictions first, so the metrics
+do not depend on the number of ranks. For larger splits, all ranks add up their counts and sums.
 """
 
 import difflib
@@ -32,11 +32,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreOptions:
-    """How to score a split.
+    """Options of a scoring pass.
 
     * ``exact_rows``: gather up to this many rows for exact metrics.
     * ``max_rows``: stop after the batch that reaches this number of rows.
-    * ``slices``: also score by the values of these id columns, {name: column}.
+    * ``slices``: score by the values of these id columns, too: {name: column}.
     """
 
     exact_rows: int = 20_000_000
@@ -46,7 +46,7 @@ class ScoreOptions:
 
 @dataclass(slots=True)
 class _Rows:
-    """This rank's rows and the sizes of all ranks; a histogram once there are too many rows."""
+    """Collects this rank's rows and all ranks' sizes; too many rows become a histogram."""
 
     boxing: Boxing
     options: ScoreOptions
@@ -102,7 +102,7 @@ class _Rows:
             return None
         if self.grouped or self.options.slices:
             logger.warning(
-                "no GAUC and no slices: they need gathered rows, and %d rows are more than "
+                "GAUC and slices are omitted: they need gathered rows, and %d rows exceed "
                 "train.exact_auc_rows %d",
                 self.total,
                 self.options.exact_rows,
@@ -111,9 +111,9 @@ class _Rows:
 
 
 def slice_columns(names: Sequence[str], plan: EmbeddingPlan) -> dict[str, int]:
-    """The id column of each field in ``train.slices``.
+    """Return the id column of each field in ``train.slices``.
 
-    ConfigError, listing the valid fields, for a name that is not a field with one id per row.
+    Raises ConfigError, listing the valid fields, for a name that is not a field with one id.
     """
     if not names:
         return {}
@@ -127,7 +127,7 @@ def slice_columns(names: Sequence[str], plan: EmbeddingPlan) -> dict[str, int]:
             near = difflib.get_close_matches(name, columns, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(
-                f"train.slices: {name} is not a field with one id per row; those of the data are "
+                f"train.slices: {name} is not a field with one id per row; valid fields are "
                 f"{', '.join(columns) or 'none'}{hint}"
             )
     if repeated := [name for name, count in Counter(names).items() if count > 1]:
@@ -138,9 +138,9 @@ def slice_columns(names: Sequence[str], plan: EmbeddingPlan) -> dict[str, int]:
 def score_split(
     trainer: Trainer, loader: Loader, boxing: Boxing, options: ScoreOptions | None = None
 ) -> Evaluation | None:
-    """Score the split; the result is on rank 0, ``None`` on other ranks.
+    """Score the split; return the result on rank 0, and ``None`` on other ranks.
 
-    It includes GAUC if batches have ``columns["group"]`` [local batch] int64.
+    The result includes GAUC if batches have ``columns["group"]`` [local batch] int64.
     """
     options = options or ScoreOptions()
     rows = _Rows(boxing, options)
@@ -152,7 +152,7 @@ def score_split(
 
 
 def gather_rows(part: Tensor, sizes: tuple[int, ...], boxing: Boxing) -> Tensor | None:
-    """Gather every rank's [sizes[rank], columns] to [sum(sizes), columns] on rank 0."""
+    """Gather each rank's [sizes[rank], columns] rows into [sum(sizes), columns] on rank 0."""
     world = boxing.world
     device_type = world.device.type
     steps = plan_boxing(

@@ -1,8 +1,8 @@
 """Runs a training step as a CUDA graph: everything after the id exchange, or only the dense part.
 
 On one rank, everything after sorting the ids has fixed sizes and stays on the device: reading rows,
-forward, backward, clipping, and the updates of the tables and of a dense optimizer that torch can
-capture. If vectors are exchanged, or a table has lists of ids, only the dense part is captured.
+forward, backward, clipping, table updates, and the step of a dense optimizer that torch can
+capture. If vectors are exchanged, or a table has id lists, only the dense part is captured.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,15 +18,15 @@ from sbpflow.training.clipping import Clipper
 from sbpflow.training.cuda_graph import DenseInputs, Graphs
 from sbpflow.training.step_schedule import CLIP, GATHER_OUTPUTS, RECEIVE_GRADS, SEND_GRADS, UPDATE
 
-# (inputs, random seed) -> [1], this rank's term of the loss; leaves gradients on the leaf tensors
+# Maps (inputs, random seed) to this rank's loss term [1]; leaves gradients on the leaf tensors.
 DensePass = Callable[[DenseInputs, int], Tensor]
 
 
 @dataclass(slots=True, kw_only=True)
 class StepInputs:
-    """A batch after ``EmbeddingCollection.arrive``; ``dense`` has no vectors yet.
+    """Contains a batch after ``EmbeddingCollection.arrive``; ``dense`` has no vectors yet.
 
-    ``step`` is the step number of the job, from 1.
+    ``step`` is the job's step number, counted from 1.
     """
 
     dense: DenseInputs
@@ -40,11 +40,11 @@ class StepInputs:
         return StepInputs(dense=self.dense.new_like(), rows=self.rows.new_like(), step=self.step)
 
     def take_gradients(self, source: "StepInputs") -> None:
-        """Nothing to do: the gradients of the vectors were applied to the rows."""
+        """Do nothing: the gradients of the vectors were already applied to the rows."""
 
 
 class GraphedStep:
-    """Runs batches as CUDA graphs; ``work`` is the dense forward, loss and backward of a batch.
+    """Runs batches as CUDA graphs; ``work`` computes the dense forward, loss and backward.
 
     ``optimizer`` is the optimizer of the dense part, and ``leaves`` are its parameters.
     """
@@ -76,25 +76,26 @@ class GraphedStep:
 
     @property
     def updates_dense(self) -> bool:
-        """Whether the step of the dense optimizer is part of the graph."""
+        """Return whether the graph contains the step of the dense optimizer."""
         return self._optimizer is not None
 
     @property
     def takes_rows(self) -> bool:
-        """Whether the graph of the next batch starts at its rows.
+        """Return whether the graph of the next batch starts by reading rows.
 
-        False while a before-update hook is installed, since a graph cannot call it.
+        The result is False while a before-update hook is installed, because graphs cannot call
+        hooks.
         """
         return self._all is not None and not self._embeddings.is_watched
 
     @property
     def takes_vectors(self) -> bool:
-        """Whether graphs start at the vectors."""
+        """Return whether graphs start with the embedding vectors."""
         return self._dense is not None
 
     @property
     def warm_up_steps(self) -> int:
-        """The number of batches of a shape that run op by op before one is captured."""
+        """Return the number of batches of a shape that run op by op before a capture."""
         return self._graphs.warm_up_steps
 
     @warm_up_steps.setter
@@ -102,29 +103,29 @@ class GraphedStep:
         self._graphs.warm_up_steps = count
 
     def forget(self) -> None:
-        """Drop all graphs, since parameters or optimizer state were replaced by other tensors."""
+        """Drop all graphs, because other tensors replaced parameters or optimizer state."""
         self._graphs.forget()
 
     def describe(self) -> str:
-        """One line for the log: what is replayed."""
+        """Return one line for the log that says what is replayed."""
         optimizer = "" if self.updates_dense else ", without the dense optimizer"
         if self.why_not_all:
-            return f"the dense part is replayed{optimizer}; tables op by op: {self.why_not_all}"
-        return f"all of a step after sorting the ids is replayed{optimizer}"
+            return f"the dense part is replayed{optimizer}; tables run op by op: {self.why_not_all}"
+        return f"the whole step after sorting the ids is replayed{optimizer}"
 
     def run_dense(self, inputs: DenseInputs, seed: int) -> Tensor:
-        """The loss term [1]; sets the gradients of the vectors.
+        """Return the loss term [1], and set the gradients of the vectors.
 
-        Also sets the gradients of the leaves, unless ``updates_dense``.
+        Unless ``updates_dense`` is true, the gradients of the leaves are set, too.
         """
         if self._dense is None:
             raise RuntimeError("run_dense needs graphs that start at the vectors")
         return self._dense.run(inputs, seed)[0]
 
     def run_all(self, inputs: StepInputs, seed: int) -> tuple[Tensor, Tensor | None]:
-        """Run a whole step; returns the loss term [1], and the gradient norm if it clips.
+        """Run a whole step; return the loss term [1], and the gradient norm if the step clips.
 
-        DataError for ids out of range, before anything changes.
+        Raises DataError for out-of-range ids before anything changes.
         """
         if self._all is None:
             raise RuntimeError("run_all needs graphs that start at the rows")
@@ -162,6 +163,6 @@ class GraphedStep:
         self._embeddings.write_numbers(inputs.step)
 
 
-# The moves of a batch, and of a step, that ``run_all`` includes.
+# ``run_all`` includes these moves of a batch and of a step.
 OF_BATCH = frozenset({GATHER_OUTPUTS.name, SEND_GRADS.name, RECEIVE_GRADS.name})
 OF_STEP = frozenset({CLIP.name, UPDATE.name})

@@ -1,4 +1,4 @@
-"""Checks that end a broken run: a loss that is not finite, or replicas that differ."""
+"""Ends broken runs: checks for a loss that is not finite, or for replicas that differ."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,14 +19,14 @@ from sbpflow.tensor.global_tensor import GlobalTensor
 from sbpflow.training.batch import Batch
 from sbpflow.training.move_times import peak_memory_of
 
-_ROWS_READ = 1 << 16  # rows of a store read at a time
+_ROWS_READ = 1 << 16  # number of rows per read of a store
 
 
 class LossWatch:
-    """Stops the run if the loss is NaN or infinite, naming the step and the fields at fault.
+    """Stops the run if the loss is NaN or infinite, naming the step and the faulty fields.
 
-    On CPU the loss is checked at once. On CUDA it is copied to the host during the next step and
-    checked one step later, so the check never waits for the device.
+    On CPU the loss is checked at once. On CUDA the loss is copied to the host during the next step
+    and checked one step later, so the check never waits for the device.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class LossWatch:
         dense_names: Sequence[str],
         dense_ranges: Mapping[str, tuple[float, float]] | None = None,
     ) -> None:
-        """``dense_ranges``: minimum and maximum by column, from the manifest of the data set."""
+        """``dense_ranges`` has each column's minimum and maximum in the data set's manifest."""
         self._boxing = boxing
         self._names = tuple(dense_names)
         ranges = [(dense_ranges or {}).get(name, (-math.inf, math.inf)) for name in self._names]
@@ -58,9 +58,10 @@ class LossWatch:
         self._pending = (step, AsyncScalarRead(values), batches)
 
     def _check_values(self, step: int, batches: Sequence[Batch]) -> None:
-        """TrainingError if a label or a dense value is outside the range in the manifest.
+        """Raise TrainingError if a label or a dense value is outside the range in the manifest.
 
-        Then a file has changed since the data was prepared, which the loss may not show. CPU only.
+        Such a value means that a file has changed since the data was prepared; the loss may not
+        show it. The check runs on CPU only.
         """
         for batch in batches:
             dense = batch.dense
@@ -71,7 +72,7 @@ class LossWatch:
             if is_outside.any():
                 column = int(is_outside.any(0).nonzero()[0])
                 low, high = float(self._minimum[column]), float(self._maximum[column])
-                rule = f"the data set has {low:g} to {high:g}"
+                rule = f"its values in the data set are {low:g} to {high:g}"
                 values, is_wrong = dense[:, column], is_outside[:, column]
                 self._refuse(step, self._names[column], values, is_wrong, rule)
 
@@ -82,11 +83,11 @@ class LossWatch:
         raise TrainingError(
             f"step {step}: {name} in row {row} of rank {self._boxing.world.rank}'s part of the "
             f"batch is {float(values[row]):g}; {rule}, so a file has changed since the data was "
-            "prepared: `sbpflow verify` finds it"
+            "prepared; run `sbpflow verify` to find the file"
         )
 
     def figures(self) -> dict[str, float]:
-        """The gradient norm before clipping, if gradients are clipped."""
+        """Return the gradient norm before clipping, if gradients are clipped."""
         return {} if self._norm is None else {"grad_norm": self._norm}
 
     def flush(self) -> None:
@@ -117,13 +118,13 @@ class LossWatch:
         cause = (
             f"the batch has values that are not finite in {named}"
             if named
-            else "all dense fields of the batch are finite: try a smaller learning rate"
+            else "all dense fields of the batch are finite; try a smaller learning rate"
         )
         raise TrainingError(f"step {step}: the loss is {loss}; {cause}")
 
 
 def out_of_range_note(embeddings: EmbeddingCollection, boxing: Boxing) -> str:
-    """The number of out-of-range ids per field over all ranks; every rank calls it."""
+    """Count out-of-range ids per field over all ranks; every rank must call this function."""
     policy = embeddings.plan.out_of_range
     if policy == "error":
         return "none (an out-of-range id ends the run)"
@@ -139,12 +140,12 @@ def out_of_range_note(embeddings: EmbeddingCollection, boxing: Boxing) -> str:
 
 
 def device_names(boxing: Boxing) -> list[str]:
-    """The device of every rank, in rank order; every rank calls it."""
+    """Return the device of every rank in rank order; every rank must call this function."""
     return gather_texts(boxing, device_name(boxing.world.device))
 
 
 def peak_memory_bytes(boxing: Boxing) -> list[int]:
-    """The peak memory of every rank in bytes, in rank order; every rank calls it."""
+    """Return every rank's peak memory in bytes; every rank must call this function."""
     peaks = gather_texts(boxing, str(peak_memory_of(boxing.world.device)))
     return [int(peak) for peak in peaks]
 
@@ -154,7 +155,7 @@ def check_replicas(
 ) -> None:
     """Raise ReplicaError on every rank if the copies on several ranks are not bitwise equal.
 
-    Copies are tensors with layout B, and the optimizer state of rows whose columns are split.
+    Tensors with layout B have copies, and so does the optimizer state of rows with split columns.
     """
     copies = [*_copies_of(parameters, boxing.world.size), *embeddings.copies()]
     if difference := _first_difference(copies, boxing):
@@ -166,7 +167,7 @@ def check_replicas(
 
 
 def check_initial(parameters: Mapping[str, GlobalTensor], boxing: Boxing) -> None:
-    """Raise SbpError on every rank if B parameters start with different values."""
+    """Raise SbpError on every rank if a parameter with layout B differs between ranks."""
     if difference := _first_difference(_copies_of(parameters, boxing.world.size), boxing):
         raise SbpError(
             f"parameter {difference[0]}: its initial values differ between ranks; a model's make() "
@@ -186,7 +187,7 @@ def _copies_of(parameters: Mapping[str, GlobalTensor], size: int) -> list[Copies
 def _first_difference(
     copies: Sequence[Copies], boxing: Boxing
 ) -> tuple[str, tuple[int, ...]] | None:
-    """The first copies that are not bitwise equal, and their ranks; every rank calls it."""
+    """Return the first unequal copies and their ranks; every rank must call this function."""
     if not copies or boxing.world.size == 1:
         return None
     mine = torch.stack([_checksum(copy.tensors, boxing.world.device) for copy in copies])
@@ -199,7 +200,7 @@ def _first_difference(
 
 
 def _checksum(tensors: Sequence[Values], device: torch.device) -> Tensor:
-    """The sum of the bits as integers, with wrap-around: independent of order, and NaN is equal."""
+    """Add up the bits as integers that wrap around, so that order and NaN do not matter."""
     total = torch.zeros((), dtype=torch.int64, device=device)
     for tensor in tensors:
         bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.itemsize]

@@ -1,8 +1,8 @@
-"""Metrics of predictions that are too many to gather, from a histogram and sums.
+"""Computes metrics from a histogram and sums when there are too many predictions to gather.
 
 Each rank counts its rows in bins of equal width over the predicted probability p. Integer counts
 add up exactly, so the AUC and its error bound depend on neither the order nor the number of ranks.
-The sums (logloss, p) are float64, and their last bits do depend on it.
+The last bits of the float64 sums of logloss and p depend on order and number of ranks.
 """
 
 import math
@@ -28,13 +28,13 @@ class ScoreHistogram:
     """Counts the rows of this rank by bin and label, and sums logloss and p."""
 
     def __init__(self, device: torch.device) -> None:
-        # Negatives by bin, positives by bin, NaN predictions, wrong labels.
+        # In order: negatives by bin, positives by bin, NaN predictions, wrong labels.
         self.counts = torch.zeros(2 * NUM_BINS + 2, dtype=torch.int64, device=device)
-        # The logloss, then p by bin.
+        # The first sum is the logloss, and the others are p by bin.
         self.sums = torch.zeros(NUM_BINS + 1, dtype=torch.float64, device=device)
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
-        """Count rows: ``logits``, ``labels`` [n]; ``evaluation`` reports NaN and wrong labels."""
+        """Count rows by ``logits``, ``labels`` [n]; ``evaluation`` reports NaN and wrong labels."""
         is_nan = logits.isnan()
         self.counts[-2] += is_nan.sum()
         self.counts[-1] += ((labels != 0) & (labels != 1)).sum()
@@ -48,12 +48,12 @@ class ScoreHistogram:
         self.sums[0] += torch.logaddexp(margins, torch.zeros_like(margins)).sum()
 
     def over_ranks(self, boxing: Boxing) -> None:
-        """Add up the counts and sums of all ranks, on every rank; two all-reduces."""
+        """Replace counts and sums by their totals over all ranks, with two all-reduces."""
         self.counts = combine_parts(boxing, self.counts, Partial(), "evaluate/fwd/counts")
         self.sums = combine_parts(boxing, self.sums, Partial(), "evaluate/fwd/sums")
 
     def evaluation(self) -> Evaluation:
-        """The metrics; MetricError for NaN, labels other than 0 and 1, and no rows."""
+        """Return the metrics; raise MetricError for NaN, labels other than 0 and 1, or no rows."""
         counts, (nans, wrong) = self.counts[:-2].cpu().view(2, -1), self.counts[-2:].tolist()
         if nans or wrong:
             raise MetricError(
@@ -83,10 +83,10 @@ class ScoreHistogram:
 
 
 def auc_of_counts(positives: list[int], negatives: list[int]) -> tuple[float, float]:
-    """(AUC, its error bound) from the number of rows of each label, by bins of ascending score.
+    """Return (AUC, its error bound) from the number of rows per label and bin, by ascending score.
 
-    Pairs within a bin count one half. If all of them were ordered wrongly, the error would be
-    sum(positives * negatives) / (2 P N), which is the bound.
+    Pairs within a bin count one half. The bound is the error that results if all of these pairs are
+    ordered wrongly: sum(positives * negatives) / (2 P N).
     """
     below, in_order, within_bins = 0, 0, 0
     for positive, negative in zip(positives, negatives, strict=True):

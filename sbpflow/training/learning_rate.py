@@ -1,4 +1,4 @@
-"""Learning rate schedules (warm-up, constant, decay) as factors of the configured rate."""
+"""Computes learning rate schedules (warm-up, constant, decay) as factors of the given rate."""
 
 import math
 from collections.abc import Callable
@@ -10,18 +10,18 @@ RateFactor = Callable[[int], float]
 
 
 def constant(step: int) -> float:
-    """The configured rate at every step."""
+    """Return the factor 1 at every step."""
     del step
     return 1.0
 
 
 def rate_factor(config: ScheduleConfig) -> RateFactor:
-    """A function from the step, counted from 1, to the factor.
+    """Return a function that maps the step, counted from 1, to the factor.
 
-    The factor rises linearly to 1 over ``warmup_steps``. From ``decay_start`` it falls to
-    ``end_factor`` over ``decay_steps`` and stays there: as (1 - progress) ** power (MLPerf's DLRM
-    uses power 2), or as half a cosine wave (I. Loshchilov and F. Hutter, SGDR, 2017, equation 5,
-    without restarts).
+    The factor rises linearly to 1 over ``warmup_steps``. From ``decay_start`` on, the factor falls
+    to ``end_factor`` over ``decay_steps`` and then stays constant. The fall follows
+    (1 - progress) ** power (MLPerf's DLRM uses power 2), or half a cosine wave (I. Loshchilov and
+    F. Hutter, SGDR, 2017, equation 5, without restarts).
     """
 
     def factor(step: int) -> float:
@@ -31,11 +31,11 @@ def rate_factor(config: ScheduleConfig) -> RateFactor:
             return 1.0
         progress = min(1.0, (step - config.decay_start) / config.decay_steps)
         if config.shape == "cosine":
-            left = (1.0 + math.cos(math.pi * progress)) / 2.0
+            remaining = (1.0 + math.cos(math.pi * progress)) / 2.0
         elif config.shape == "polynomial":
-            left = (1.0 - progress) ** config.power
+            remaining = (1.0 - progress) ** config.power
         else:
             raise unknown_value("optimizer.schedule.shape", config.shape, DecayShape)
-        return config.end_factor + (1.0 - config.end_factor) * left
+        return config.end_factor + (1.0 - config.end_factor) * remaining
 
     return factor

@@ -1,4 +1,4 @@
-"""The training loop: epochs, evaluations, and progress reports. It does not handle tensors."""
+"""Runs the training loop: epochs, evaluations, and progress reports. It handles no tensors."""
 
 import logging
 import time
@@ -27,26 +27,26 @@ logger = logging.getLogger(__name__)
 
 
 class Reporter(Protocol):
-    """Receives the progress of a run; rank 0 displays and writes it, other ranks ignore it."""
+    """Receives the progress of a run; only the reporter of rank 0 displays and writes progress."""
 
     def step(
         self, step: int, loss: float, samples_per_s: float, extra: Mapping[str, float]
     ) -> None:
-        """Called after a log interval; ``extra`` has further figures, such as ``data_ms``."""
+        """Report a log interval; ``extra`` has further figures, such as ``data_ms``."""
         ...
 
     def advance(self, step: int, loss: float) -> None:
-        """Called after every step."""
+        """Report the end of a step."""
         ...
 
     def evaluation(self, split: str, step: int, evaluation: Evaluation) -> None:
-        """Called on rank 0 after an evaluation."""
+        """Report an evaluation; only rank 0 calls this method."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """The result of a run; ``samples_per_s`` is over all ranks, evaluations are on rank 0 only."""
+    """Contains a run's result; ``samples_per_s`` is for all ranks, evaluations are on rank 0."""
 
     steps: int
     samples_per_s: float
@@ -59,7 +59,7 @@ class Result:
 
     @property
     def notes(self) -> dict[str, str]:
-        """Further lines of the end summary, by title."""
+        """Return further lines of the end summary, by title."""
         lines = {"stopped": self.stopped, "best val": self.best, "overlap": self.overlap}
         return {title: line for title, line in lines.items() if line}
 
@@ -67,7 +67,7 @@ class Result:
 class Pace:
     """Counts rows and seconds of training, and separately the seconds spent waiting for data.
 
-    Excludes evaluations and the first step, which allocates memory and opens connections.
+    Evaluations and the first step, which allocates memory and opens connections, do not count.
     """
 
     def __init__(self) -> None:
@@ -79,11 +79,11 @@ class Pace:
         self._warm = False
 
     def got_batch(self) -> None:
-        """The batch of the next step has arrived."""
+        """Record that the batch of the next step has arrived."""
         self._data_seconds = time.perf_counter() - self._begin
 
     def stepped(self, batch_size: int) -> None:
-        """The step has ended."""
+        """Record the end of a step."""
         now = time.perf_counter()
         if self._warm:
             seconds = now - self._begin
@@ -95,13 +95,13 @@ class Pace:
         self._begin = now
 
     def resume(self) -> None:
-        """Do not count the time since the last step."""
+        """Ignore the time since the last step."""
         self._begin = time.perf_counter()
 
     def interval(self, moves: Mapping[str, float]) -> tuple[float, dict[str, float]]:
-        """Samples/s since the last call, and ms per step in total, for data, and for each move.
+        """Return samples/s since the last call, and ms per step: total, data, and each move.
 
-        ``moves`` has the seconds of each move. NaN if only the first step has run.
+        ``moves`` has the seconds of each move. The rate is NaN if only the first step has run.
         """
         steps, rows, seconds, data = self._interval
         self._interval = [0, 0, 0.0, 0.0]
@@ -112,16 +112,16 @@ class Pace:
 
 
 def num_train_steps(train: TrainConfig, steps_per_epoch: int) -> int:
-    """The number of steps of a run; the last step of an epoch may have fewer batches."""
+    """Return the number of steps of a run; an epoch's last step may have fewer batches."""
     total = train.epochs * -(-steps_per_epoch // train.accumulate)
     return total if train.max_steps is None else min(total, train.max_steps)
 
 
 def is_logged(step: int, log_every: int) -> bool:
-    """Whether ``step`` ends a log interval: every ``log_every`` steps.
+    """Return whether ``step`` ends a log interval of ``log_every`` steps.
 
-    Before the first one also at steps 2, 5, 10, 20, 50 and so on, so that short runs show whether
-    they learn. Step 1 is left out because it is not timed.
+    Steps 2, 5, 10, 20, 50 and so on before the end of the first interval also count, to show in
+    short runs whether the model learns. Step 1 does not count because it is not timed.
     """
     if step >= log_every:
         return step % log_every == 0
@@ -140,11 +140,11 @@ def fit(
     profiler: StepProfiler | None = None,
     checkpoints: Checkpoints | None = None,
 ) -> Result:
-    """Train on ``loaders["train"]``; score ``val`` during the run, ``val`` and ``test`` at the end.
+    """Train on ``loaders["train"]``; score ``val`` during the run, then ``val`` and ``test``.
 
-    ``profiler`` traces some of the steps. ``checkpoints`` decides where the run starts and when it
-    is saved. Raises TrainingError if the loss is not finite, and ConfigError if early stopping or
-    the plateau schedule watches ``val`` and it has no rows.
+    ``profiler`` traces some of the steps. ``checkpoints`` decides where the run starts and when the
+    run is saved. Raises TrainingError if the loss is not finite, and ConfigError if early stopping
+    or the plateau schedule watches a ``val`` split that has no rows.
     """
     checkpoints = checkpoints or NoCheckpoints()
     watchers = Watchers.of(train)
@@ -154,9 +154,8 @@ def fit(
     last = checkpoints.steps_of_before + num_train_steps(train, loaders["train"].num_steps)
     _check_val(train, watchers, loaders, last)
     _check_profile(profiler, last)
-    pace, times, step = Pace(), MoveTimes(), checkpoints.step
+    pace, times, caches, step = Pace(), MoveTimes(), CacheWatch(trainer), checkpoints.step
     every = train.eval_every or last
-    caches = CacheWatch(trainer)
     overlap = OverlapWatch(trainer, boxing.world.size, last, boxing.world.device)
     steps = _read_steps(loaders["train"], range(checkpoints.epoch, train.epochs), train.accumulate)
     steps_left = 0 if watchers.stops else max(last - step, 0)
@@ -165,7 +164,7 @@ def fit(
         batches = current.batches
         pace.got_batch()
         step += 1
-        # The end of the run scores all of val; count that as an evaluation if those do the same.
+        # The final scoring of val counts as an evaluation if evaluations use all rows, too.
         due = step % every == 0 if step < last else train.eval_rows is None
         scored = bool(train.eval_every) and due
         with overlap.step(step), _named(step), _watched(trainer, times, profiler, step):
@@ -175,7 +174,7 @@ def fit(
         if logged:
             watch.flush()
         pace.stepped(sum(batch.batch_size for batch in batches))
-        if step == checkpoints.step + 1:  # the first step allocates and connects: do not count it
+        if step == checkpoints.step + 1:  # the first step allocates memory and connects
             times.take()
         reporter.advance(step, watch.last)
         if logged:
@@ -199,7 +198,7 @@ def fit(
         if is_last:
             break
         pace.resume()
-    trainer.drain()  # a run that stops early has announced more batches
+    trainer.drain()  # a run that stops early has announced batches that it does not train
     _close(profiler, step)
     return Result(
         steps=step,
@@ -216,8 +215,8 @@ def fit(
 def _check_profile(profiler: StepProfiler | None, last: int) -> None:
     if profiler is not None and profiler.first > last:
         raise ConfigError(
-            f"train.profile: starts at step {profiler.first}, but the run has {last} steps; for "
-            f"example [{max(1, last - 2)}, {last}]"
+            f"train.profile: starts at step {profiler.first}, but the run has {last} steps; use, "
+            f"for example, [{max(1, last - 2)}, {last}]"
         )
 
 
@@ -226,7 +225,8 @@ def _close(profiler: StepProfiler | None, step: int) -> None:
         profiler.close()
         if step < profiler.first:
             logger.warning(
-                "train.profile: no trace, the run stopped before step %d", profiler.first
+                "train.profile: no trace was written; the run stopped before step %d",
+                profiler.first,
             )
 
 
@@ -237,11 +237,11 @@ def _check_val(
     key = "stop" if train.stop is not None else "plateau"
     if watchers.active and not rows:
         raise ConfigError(
-            f"train.{key}: watches the split val, but the data has no rows in it; prepare the "
-            f"data with a val split, or remove train.{key}"
+            f"train.{key}: watches the split val, but the data has no val rows; prepare the data "
+            f"with a val split, or remove train.{key}"
         )
     if watchers.active and train.eval_every >= last:
-        text = "train.%s has no effect: train.eval_every is %d, and the run has only %d steps"
+        text = "train.%s has no effect: train.eval_every is %d, but the run has only %d steps"
         logger.warning(text, key, train.eval_every, last)
 
 
@@ -270,14 +270,14 @@ def _named(step: int) -> Generator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The batches of one step, and their epoch, counted from 0."""
+    """Contains the batches of one step and their epoch, counted from 0."""
 
     epoch: int
     batches: list[Batch]
 
 
 def _read_steps(loader: Loader, epochs: Iterable[int], accumulate: int) -> Iterator[Step]:
-    """The steps of several epochs; the last step of an epoch may have fewer batches."""
+    """Yield the steps of several epochs; the last step of an epoch may have fewer batches."""
     for epoch in epochs:
         batches = iter(loader.epoch(epoch))
         while group := list(islice(batches, accumulate)):
@@ -285,10 +285,10 @@ def _read_steps(loader: Loader, epochs: Iterable[int], accumulate: int) -> Itera
 
 
 class _Window:
-    """Reads steps as far ahead as the trainer exchanges ids, and announces their batches.
+    """Reads steps ahead, up to the trainer's lookahead, and announces their batches.
 
-    The window crosses the ends of epochs. All its batches will be trained, unless an evaluation or
-    a signal stops the run.
+    The window can span several epochs. All batches in the window are trained later, unless an
+    evaluation or a signal stops the run.
     """
 
     def __init__(self, steps: Iterator[Step], trainer: Trainer) -> None:
@@ -296,7 +296,7 @@ class _Window:
         self._queue: deque[Step] = deque()
 
     def next_step(self) -> Step | None:
-        """The step to train now; ``None`` when all are trained."""
+        """Return the step to train now; ``None`` when all steps are trained."""
         while not self._queue or self._num_behind < self._trainer.lookahead:
             step = next(self._steps, None)
             if step is None:
@@ -308,12 +308,12 @@ class _Window:
 
     @property
     def _num_behind(self) -> int:
-        """Batches behind those of the next step."""
+        """Return the number of batches in the window that belong to steps after the next one."""
         return sum(len(step.batches) for step in islice(self._queue, 1, None))
 
 
 class _Scores:
-    """Scores splits and reports them; a split fully scored at a step is not scored again."""
+    """Scores and reports splits, but never scores a whole split twice at the same step."""
 
     def __init__(
         self,
@@ -332,7 +332,7 @@ class _Scores:
         self._last: tuple[str, int, Evaluation | None] | None = None
 
     def __call__(self, split: str, step: int, max_rows: int | None = None) -> Evaluation | None:
-        """Score the split after ``step``, or its first ``max_rows``; the result is on rank 0."""
+        """Score ``max_rows`` rows of the split, or all, after ``step``; ``None`` off rank 0."""
         if split not in self._loaders or not self._loaders[split].num_steps:
             return None
         if self._last is not None and self._last[:2] == (split, step):

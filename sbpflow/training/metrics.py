@@ -1,7 +1,7 @@
-"""Exact metrics of predictions, the same for any order of rows and number of ranks.
+"""Computes exact metrics that do not depend on the order of rows or the number of ranks.
 
-Callers gather the scores first. All functions accept numpy arrays or torch tensors. Definitions
-and their sources: docs/metrics.md.
+Callers gather the scores first. All functions accept numpy arrays or torch tensors. docs/metrics.md
+lists definitions and their sources.
 """
 
 import math
@@ -21,7 +21,7 @@ NUM_CALIBRATION_BINS = 20
 
 @dataclass(frozen=True, slots=True)
 class CalibrationBin:
-    """Rows with similar predictions: their number, mean prediction p, and share of label 1."""
+    """Describes rows with similar predictions: number, mean prediction p, share of label 1."""
 
     num_rows: int
     predicted: float
@@ -30,14 +30,14 @@ class CalibrationBin:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Metrics of one split. If ``auc`` is None, ``no_auc`` gives the reason.
+    """Contains the metrics of one split. If ``auc`` is None, ``no_auc`` gives the reason.
 
-    * ``gauc``: None unless the rows have groups and some group has both classes.
+    * ``gauc``: the value is None unless some group of rows has both classes.
     * ``predicted``, ``positives``: the sum of the predictions p, and the number of rows with label
       1.
     * ``auc_error``: bounds the error of an AUC from a histogram; None if the AUC is exact.
 
-    Sample weights are not used.
+    The metrics do not use sample weights.
     """
 
     num_rows: int
@@ -54,7 +54,7 @@ class Evaluation:
 
     @property
     def calibration_ratio(self) -> float | None:
-        """sum of p / rows with label 1; above 1 overestimates. ``None`` without such rows."""
+        """Return sum(p) / positives, or None without positives; above 1, p is overestimated."""
         if self.predicted is None or not self.positives:
             return None
         return self.predicted / self.positives
@@ -62,10 +62,10 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Metrics of the rows with one ``value`` in a column of ids.
+    """Contains the metrics of the rows with one ``value`` in a column of ids.
 
-    If ``value`` is None, they summarize the column: ``auc`` is the GAUC with the column as groups,
-    and ``num_rows`` counts the rows of its groups that have both classes.
+    If ``value`` is None, the metrics summarize the column: ``auc`` is the GAUC with the column's
+    values as groups, and ``num_rows`` counts the rows of the groups that have both classes.
     """
 
     column: str
@@ -77,11 +77,11 @@ class Slice:
 
 
 def evaluate(logits: Values, labels: Values, groups: Values | None = None) -> Evaluation:
-    """All metrics; rows of one class only have a logloss and no AUC."""
+    """Compute all metrics; rows of a single class have a logloss but no AUC."""
     loss = logloss(logits, labels)
     is_positive = _labels(labels)
     rows, positives = len(is_positive), int(is_positive.sum())
-    # The sigmoid in float64, in a form that does not overflow and keeps small values.
+    # This form of the float64 sigmoid does not overflow and keeps small values.
     p = np.exp(-np.logaddexp(0.0, -_scores(logits, labels).astype(np.float64)))
     reason = one_class(positives, rows)
     return Evaluation(
@@ -98,11 +98,11 @@ def evaluate(logits: Values, labels: Values, groups: Values | None = None) -> Ev
 
 
 def normalised_entropy(logloss: float, positives: int, rows: int) -> float | None:
-    """The logloss divided by that of always predicting the share of positives.
+    """Return the logloss divided by the logloss of always predicting the share of positives.
 
-    ``None`` if there is one class only. Source: X. He et al., Practical lessons from predicting
-    clicks on ads at Facebook, ADKDD 2014, equation 1, with the click rate of the evaluated rows.
-    The base of the logarithm cancels.
+    Returns ``None`` if there is only one class. Source: X. He et al., Practical lessons from
+    predicting clicks on ads at Facebook, ADKDD 2014, equation 1, with the click rate of the
+    evaluated rows. The base of the logarithm cancels.
     """
     share = positives / rows
     if not 0.0 < share < 1.0:
@@ -113,7 +113,10 @@ def normalised_entropy(logloss: float, positives: int, rows: int) -> float | Non
 def slice_by(
     logits: Values, labels: Values, values: Values, column: str, *, most: int = 10
 ) -> tuple[Slice, ...]:
-    """The summary of the column, then its ``most`` frequent values; ties go to the smaller id."""
+    """Return the column's summary, then slices of its ``most`` most frequent values.
+
+    In ties, the smaller id goes first.
+    """
     ids, predictions, classes = _flat(values), _flat(logits), _flat(labels)
     unique, counts = np.unique(ids, return_counts=True)
     slices: list[Slice] = []
@@ -141,7 +144,7 @@ def calibration_groups(
 ) -> tuple[CalibrationBin, ...]:
     """Merge neighboring bins of ascending p into ``NUM_CALIBRATION_BINS`` of about equal size.
 
-    Per bin: its rows, the sum of their p, and its rows with label 1.
+    The arguments have, for each bin, the number of rows, the sum of p, and the rows with label 1.
     """
     total, want = sum(rows), 1
     groups: list[CalibrationBin] = []
@@ -159,7 +162,7 @@ def calibration_groups(
 def _calibration(
     p: NDArray[np.float64], is_positive: NDArray[np.bool_]
 ) -> tuple[CalibrationBin, ...]:
-    """Rows by ascending p in ``NUM_CALIBRATION_BINS`` bins of equal size; ties may be separated."""
+    """Sort rows by p into ``NUM_CALIBRATION_BINS`` bins of equal size, which may split ties."""
     order = np.argsort(p, kind="stable")
     parts = np.array_split(order, NUM_CALIBRATION_BINS)
     return tuple(
@@ -170,11 +173,11 @@ def _calibration(
 
 
 def auc(scores: Values, labels: Values) -> float:
-    """The share of (positive, negative) pairs that ``scores`` orders correctly; a tie counts half.
+    """Return the share of (positive, negative) pairs that ``scores`` orders correctly.
 
-    ``scores [n]``: logits or any monotone function of them; ``labels [n]``: 0 or 1. Pairs are
-    counted in integers, so the only rounding is one division. MetricError for NaN, or if there is
-    one class only.
+    A tie counts half. ``scores [n]`` are a monotone function of the logits; ``labels [n]`` are 0
+    or 1. Pairs are counted in integers, so the only rounding is one division. Raises
+    MetricError for NaN, or if there is only one class.
     """
     values, is_positive = _scores(scores, labels), _labels(labels)
     reason = one_class(int(is_positive.sum()), len(is_positive))
@@ -187,16 +190,16 @@ def auc(scores: Values, labels: Values) -> float:
 
 
 def gauc(scores: Values, labels: Values, groups: Values) -> float:
-    """The mean of the AUCs within groups, weighted by rows: sum(n_g AUC_g) / sum(n_g).
+    """Return the mean of the AUCs within groups, weighted by rows: sum(n_g AUC_g) / sum(n_g).
 
     The sums are over the groups that have both classes; n_g counts all rows of a group. Definition:
     G. Zhou et al., Deep interest network for click-through rate prediction, KDD 2018, section 6
-    (equation 8), with impressions as weights. ``groups [n]``: any integers. MetricError if no group
-    has both classes.
+    (equation 8), with impressions as weights. ``groups [n]`` can be any integers. Raises
+    MetricError if no group has both classes.
     """
     mean = _gauc(scores, labels, groups)
     if mean is None:
-        raise MetricError("GAUC: no group has rows of both classes, so there are no pairs")
+        raise MetricError("GAUC: no group has rows of both classes; no pairs to compare")
     return mean
 
 
@@ -214,7 +217,7 @@ def _gauc(scores: Values, labels: Values, groups: Values) -> float | None:
     negatives = np.diff(tied, append=len(values)) - positives
     below = np.cumsum(negatives) - negatives
     below -= below[np.searchsorted(tied, first)][group_of_tied]
-    # Twice the number of pairs in order, a tie counting one: integers, to avoid rounding.
+    # Twice the number of ordered pairs (a tie counts once) is an integer, so it is not rounded.
     in_order = np.add.reduceat(positives * (2 * below + negatives), np.searchsorted(tied, first))
     rows = np.diff(first, append=len(values))
     of_class_1 = np.add.reduceat(is_positive, first, dtype=np.int64)
@@ -227,9 +230,10 @@ def _gauc(scores: Values, labels: Values, groups: Values) -> float | None:
 
 
 def logloss(logits: Values, labels: Values) -> float:
-    """The mean of -log p(label) in float64; ``logits [n]``, ``labels [n]`` 0 or 1; cannot overflow.
+    """Return the mean of -log p(label) in float64, without overflow.
 
-    The sum is correctly rounded (fsum), so it does not depend on order. MetricError for NaN.
+    ``logits [n]`` and ``labels [n]`` (0 or 1) have one value per row. The sum is correctly rounded
+    (fsum), so the order of the rows does not matter. Raises MetricError for NaN.
     """
     values, is_positive = _scores(logits, labels), _labels(labels)
     margins = np.where(is_positive, -values.astype(np.float64), values.astype(np.float64))
@@ -259,15 +263,15 @@ def _labels(labels: Values) -> NDArray[np.bool_]:
 
 
 def one_class(positives: int, rows: int) -> str | None:
-    """Why there is no AUC, or ``None`` if there is one."""
+    """Return why the AUC is undefined, or ``None`` if the AUC is defined."""
     if 0 < positives < rows:
         return None
     only = "positive" if positives else "negative"
-    return f"all {rows} rows are {only}, so there are no pairs"
+    return f"all {rows} rows are {only}, so there are no pairs to compare"
 
 
 def _flat(values: Values) -> NDArray[np.generic]:
-    """One dim, on the host; half types become float32 (exactly), since numpy has no bfloat16."""
+    """Flatten on the host; convert bfloat16, which numpy lacks, and float16 to float32 exactly."""
     if isinstance(values, Tensor):
         tensor = values.detach().cpu()
         half = tensor.is_floating_point() and tensor.itemsize < 4

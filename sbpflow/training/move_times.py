@@ -1,7 +1,7 @@
-"""Times the moves of a step on this rank, and traces some steps with the bytes they sent.
+"""Times the moves of a step on this rank, and traces some steps with their sent bytes.
 
-Times are host times: on CUDA a move may return before the device has finished its work. The trace
-also has the device's own events.
+The times are host times: on CUDA a move may return before the device has finished its work. The
+trace also contains device events.
 """
 
 import json
@@ -28,7 +28,7 @@ class MoveWatch(Protocol):
     """Wraps every move of a step."""
 
     def move(self, name: str) -> AbstractContextManager[None]:
-        """Wraps the move ``name``."""
+        """Wrap the move ``name``."""
         ...
 
 
@@ -40,7 +40,7 @@ class MoveTimes:
 
     @contextmanager
     def move(self, name: str) -> Generator[None]:
-        """Wraps the move ``name``."""
+        """Wrap the move ``name``."""
         start = time.perf_counter()
         try:
             yield
@@ -48,14 +48,14 @@ class MoveTimes:
             self._seconds[name] += time.perf_counter() - start
 
     def take(self) -> dict[str, float]:
-        """Seconds by move since the last call."""
+        """Return the seconds of each move since the last call."""
         seconds, self._seconds = dict(self._seconds), defaultdict(float)
         return seconds
 
 
 @dataclass(slots=True)
 class _MoveTraffic:
-    """What a move of a traced step sent: id, collective, channel and bytes of each transfer."""
+    """Describes what a traced move sent: id, collective, channel and bytes of each transfer."""
 
     move: str
     step: int
@@ -65,9 +65,9 @@ class _MoveTraffic:
 class StepProfiler:
     """Traces steps ``first`` to ``last`` into ``folder``, one file per rank in Chrome's format.
 
-    Each move is an event of category ``user_annotation``, above the events of torch's profiler. Its
-    arguments are the step, and the transfers that started in it with the bytes that this rank sent.
-    Open the file in chrome://tracing or ui.perfetto.dev.
+    Each move is an event of category ``user_annotation``, above the events of torch's profiler. The
+    event's arguments are the step, the transfers that the move started, and the bytes that this
+    rank sent. Open the file in chrome://tracing or ui.perfetto.dev.
     """
 
     def __init__(self, first: int, last: int, folder: Path, world: World) -> None:
@@ -81,12 +81,12 @@ class StepProfiler:
 
     @staticmethod
     def of(steps: tuple[int, int] | None, folder: Path, world: World) -> "StepProfiler | None":
-        """The profiler that ``train.profile`` asks for, if it does."""
+        """Return the profiler for ``train.profile``, or ``None`` if the key is not given."""
         return None if steps is None else StepProfiler(*steps, folder, world)
 
     @contextmanager
     def step(self, step: int, times: MoveWatch) -> Generator[MoveWatch]:
-        """Wraps training step ``step``; yields the watch to use for its moves."""
+        """Wrap training step ``step``; yield the watch to use for its moves."""
         if not self.first <= step <= self.last:
             yield times
             return
@@ -99,7 +99,7 @@ class StepProfiler:
             self.close()
 
     def close(self) -> None:
-        """Write the trace, also if the run ended before step ``last``."""
+        """Write the trace, even if the run ended before step ``last``."""
         running, self._profile = self._profile, None
         if running is None:
             return
@@ -109,10 +109,8 @@ class StepProfiler:
         running.export_chrome_trace(str(self.path))
         try:
             trace = object_of(read_json(self.path), str(self.path))
-        except (
-            JsonError
-        ) as error:  # larger than the reader's limit, or not what torch usually writes
-            LOG.warning("%s; the trace does not have the transfers of its moves", error)
+        except JsonError as error:  # the file exceeds the reader's limit or has an unusual format
+            LOG.warning("%s; the trace lacks the transfers of its moves", error)
             return
         _add_traffic(trace["traceEvents"], self._traffic)
         trace["rank"], trace["world_size"] = self._world.rank, self._world.size
@@ -128,7 +126,7 @@ class StepProfiler:
 
     @contextmanager
     def traced(self, name: str) -> Generator[None]:
-        """Wraps the move ``name`` of the current step."""
+        """Wrap the move ``name`` of the current step."""
         records = self._world.log.records
         before = len(records)
         with record_function(name):
@@ -160,7 +158,7 @@ class _Traced:
 def _add_traffic(events: list[dict[str, Any]], traffic: list[_MoveTraffic]) -> None:
     """Add each move's step and transfers to its event.
 
-    Events have no identifier of their own, but the n-th event of a name is its n-th move in time.
+    Events have no ids, but the n-th event with a name belongs to the n-th move with that name.
     """
     by_name: dict[str, deque[dict[str, Any]]] = defaultdict(deque)
     for event in sorted(events, key=lambda event: event.get("ts", 0)):
@@ -175,7 +173,7 @@ def _add_traffic(events: list[dict[str, Any]], traffic: list[_MoveTraffic]) -> N
 
 
 def peak_memory_of(device: torch.device) -> int:
-    """Peak memory of this process in bytes: device memory on CUDA, else host memory."""
+    """Return this process's peak memory in bytes: device memory on CUDA, else host memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     import resource

@@ -1,6 +1,6 @@
-"""Measures the time that overlap saves, by running some steps of a run without it.
+"""Measures the time that overlap saves, by running some steps without overlap.
 
-Results do not depend on the schedule, so a run can switch schedules for a few steps and compare.
+Results do not depend on the schedule, so a run can switch schedules for a few steps to compare.
 """
 
 import statistics
@@ -12,17 +12,17 @@ import torch
 
 from sbpflow.training.trainer import Trainer
 
-FIRST_STEP = 11  # by then everything is allocated and connected
-BLOCK_STEPS = 5  # steps in a row with overlap, then without; the first of each is not counted
+FIRST_STEP = 11  # all memory is allocated and all connections are open by then
+BLOCK_STEPS = 5  # blocks run alternately with and without overlap; the first step is not timed
 NUM_BLOCKS = 8
-MIN_RUN_STEPS = 200  # so that the slower steps are at most a tenth of a run
+MIN_RUN_STEPS = 200  # with this minimum, at most a tenth of a run's steps are slower
 
 
-Reading = Callable[[], float]  # ms; called at the end of the run
+Reading = Callable[[], float]  # returns ms, and is called at the end of the run
 
 
 def _host_clock() -> Callable[[], Reading]:
-    """Start a clock; the function returned stops it and returns a function that reads it."""
+    """Start a clock; return a function that stops the clock and returns its reading."""
     start = time.perf_counter()
 
     def stop() -> Reading:
@@ -33,7 +33,7 @@ def _host_clock() -> Callable[[], Reading]:
 
 
 def _device_clock() -> Callable[[], Reading]:
-    """As ``_host_clock``, with device events, since the host runs ahead of the device."""
+    """Start a clock that uses device events, because the host runs ahead of the device."""
     start = torch.cuda.Event(enable_timing=True)
     start.record()
 
@@ -70,7 +70,7 @@ class OverlapWatch:
 
     @contextmanager
     def step(self, step: int) -> Generator[None]:
-        """Wraps training step ``step``, counted from 1."""
+        """Wrap training step ``step``, counted from 1."""
         block, place = divmod(step - FIRST_STEP, BLOCK_STEPS)
         if self._why_not or not 0 <= block < NUM_BLOCKS:
             yield
@@ -86,12 +86,12 @@ class OverlapWatch:
             self._trainer.schedule = self._overlapped
 
     def summary(self) -> str:
-        """One line for the end of a run."""
+        """Return one line for the end of a run."""
         on, off = ([read() for read in self._readings[overlaps]] for overlaps in (True, False))
         if not off:
-            return self._why_not or "on; the run ended before it was measured"
+            return self._why_not or "on; the run ended before overlap was measured"
         on_ms, off_ms = statistics.median(on), statistics.median(off)
         return (
-            f"hides {off_ms - on_ms:.2f} ms of a step of {off_ms:.2f} ms (medians of {len(on)} "
-            f"steps with and {len(off)} without)"
+            f"saves {off_ms - on_ms:.2f} ms of a step of {off_ms:.2f} ms (medians of {len(on)} "
+            f"steps with overlap and {len(off)} without)"
         )

@@ -1,6 +1,6 @@
 """Shows the progress of a run: a bar on a terminal, otherwise one log line per interval.
 
-The figures are measured elsewhere; the clock here is only for the ETA.
+Callers measure the figures; the clock in this module is only for the ETA.
 """
 
 import logging
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class Progress:
-    """``visible`` on rank 0 only; ``bar`` asks for a bar if stderr is a terminal."""
+    """Shows progress if ``visible`` (on rank 0); ``bar`` allows a bar if stderr is a terminal."""
 
     def __init__(
         self,
@@ -38,14 +38,14 @@ class Progress:
             self._bar.close()
 
     def advance(self, step: int) -> None:
-        """Step ``step`` (from 1) has ended."""
+        """Record the end of step ``step``, counted from 1."""
         if self._start is None:  # do not time the first step: it compiles, allocates, connects
             self._start = (step, self._clock())
         if self._bar is not None:
             self._bar.update(1)
 
     def eta_s(self, step: int) -> float | None:
-        """Seconds to the end at the pace so far, evaluations included; None after one step."""
+        """Return the estimated seconds to the end, evaluations included; None after one step."""
         if self._start is None or step <= self._start[0]:
             return None
         pace = (self._clock() - self._start[1]) / (step - self._start[0])
@@ -54,7 +54,7 @@ class Progress:
     def interval(
         self, step: int, loss: float, samples_per_s: float, extra: Mapping[str, float]
     ) -> None:
-        """A log interval has ended; ``extra`` has further figures to show."""
+        """Show a log interval; ``extra`` has further figures to show."""
         if self._bar is not None:
             self._bar.set_postfix_str(", ".join([f"loss {loss:.4f}", *_rate(samples_per_s)]))
         elif self._visible:
@@ -73,5 +73,5 @@ class Progress:
 
 
 def _rate(samples_per_s: float) -> list[str]:
-    """Empty if no step was timed, as in a run of one step."""
+    """Return the rate as text, or an empty list if no step was timed."""
     return [f"{samples_per_s:,.0f} samples/s"] if math.isfinite(samples_per_s) else []

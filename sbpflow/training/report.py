@@ -1,6 +1,6 @@
-"""The output of a run: log lines, metrics.jsonl, start.txt, TensorBoard, and an end summary.
+"""Writes the output of a run: log lines, metrics.jsonl, start.txt, TensorBoard, an end summary.
 
-Only rank 0 writes files; the writers of other ranks do nothing. No training logic here.
+Only rank 0 writes files; the writers of other ranks do nothing.
 """
 
 import io
@@ -52,7 +52,7 @@ class _ProgressBarHandler(logging.Handler):
 
 
 def setup_logging(rank: int) -> None:
-    """Log with the rank in every line; sbpflow's packages at INFO on rank 0, all else at WARNING.
+    """Log with the rank in every line; only project packages on rank 0 log below WARNING.
 
     The root logger stays at WARNING because FBGEMM logs its constructor arguments there at INFO.
     """
@@ -71,7 +71,8 @@ class MetricsWriter:
     """Writes ``run.dir/metrics.jsonl``, one JSON object per line, and TensorBoard if installed.
 
     Files of an earlier run are moved to a folder ``previous-N``. If the run resumes, ``resumed`` is
-    the step and the length of metrics.jsonl at the checkpoint: the file is cut there and appended.
+    the step and the length of metrics.jsonl at the checkpoint: the file is truncated to this length
+    and appended.
     """
 
     def __init__(self, folder: Path, *, rank: int, resumed: tuple[int, int] | None = None) -> None:
@@ -91,7 +92,7 @@ class MetricsWriter:
 
     @property
     def length(self) -> int:
-        """Bytes of metrics.jsonl so far; 0 on ranks that do not write it."""
+        """Return the bytes of metrics.jsonl so far, or 0 on ranks that do not write the file."""
         return self._file.tell() if self._file is not None else 0
 
     def close(self) -> None:
@@ -101,9 +102,9 @@ class MetricsWriter:
             self._board.close()
 
     def write(self, event: Event, values: Mapping[str, Value]) -> None:
-        """Write one line, with the time, and flush it; NaN and infinity become null.
+        """Write and flush one line with the current time; NaN and infinity become null.
 
-        ``values`` has ``step`` (``steps`` in the final event), the x axis of TensorBoard.
+        ``values`` contains ``step`` (``steps`` in the final event), TensorBoard's x axis.
         """
         if self._file is None:
             return
@@ -123,11 +124,11 @@ class MetricsWriter:
 
 
 def _cut(file: TextIOWrapper, length: int) -> None:
-    """Cut off the lines that were written after the checkpoint."""
+    """Remove the lines that were written after the checkpoint."""
     size = file.seek(0, io.SEEK_END)
     if size < length:
         logger.warning(
-            "%s: has %d bytes, but had %d at the checkpoint: lines are missing",
+            "%s: has %d bytes, but had %d at the checkpoint; lines are missing",
             file.name,
             size,
             length,
@@ -142,19 +143,20 @@ def _finite(value: Value) -> Value:
 
 
 def _tensorboard(folder: Path, step: int | None) -> "SummaryWriter | None":
-    """The writer, if TensorBoard is installed; values after ``step`` are dropped on resume."""
+    """Return the writer if TensorBoard is installed; resuming drops values after ``step``."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        logger.info("TensorBoard is not installed; metrics go to %s only", METRICS_FILE)
+        logger.info("TensorBoard is not installed; metrics are only in %s", METRICS_FILE)
         return None
     return SummaryWriter(str(folder), purge_step=None if step is None else step + 1)
 
 
 class Report:
-    """The ``Reporter`` of a run: log, metrics.jsonl, TensorBoard, progress. A context manager.
+    """Reports a run to the log, metrics.jsonl, TensorBoard and the terminal (a ``Reporter``).
 
-    On ranks other than 0 it does nothing, so callers need not check their rank.
+    A report is a context manager. On ranks other than 0, a report does nothing, so callers need not
+    check their rank.
     """
 
     def __init__(
@@ -168,11 +170,11 @@ class Report:
         best: tuple[float, float] | None = None,
         resumed: tuple[int, int] | None = None,
     ) -> None:
-        """Log a short start summary and write the full one to START_FILE.
+        """Log a short start summary and write the full summary to START_FILE.
 
         * ``devices``: one name per rank.
         * ``sections``: lines of text by title, such as layouts, kernels, memory per rank.
-        * ``best``: the best possible (AUC, logloss), known for generated data.
+        * ``best``: the best possible (AUC, logloss), which is known for generated data.
         * ``resumed``: see ``MetricsWriter``.
         """
         self._folder, self._rank, self._best = config.run.dir, rank, best
@@ -202,7 +204,7 @@ class Report:
 
     @property
     def metrics_bytes(self) -> int:
-        """The length of metrics.jsonl so far, which a checkpoint saves."""
+        """Return the length of metrics.jsonl so far, which a checkpoint saves."""
         return self._metrics.length
 
     def keep(self, name: str, text: str) -> None:
@@ -211,7 +213,7 @@ class Report:
             (self._folder / name).write_text(text, encoding="ascii")
 
     def advance(self, step: int, loss: float) -> None:
-        """A step has ended."""
+        """Record the end of a step."""
         self._progress.advance(step)
 
     def step(
@@ -221,7 +223,7 @@ class Report:
         samples_per_s: float,
         extra: Mapping[str, float],
     ) -> None:
-        """A log interval has ended; times in ``extra`` have names that end in ``_ms``.
+        """Report a log interval; the names of times in ``extra`` end in ``_ms``.
 
         The times of the moves (``move_*``) are written to the file but not shown.
         """
@@ -233,7 +235,7 @@ class Report:
         self._metrics.write("step", {**values, "eta_s": self._progress.eta_s(step)})
 
     def evaluation(self, split: str, step: int, evaluation: Evaluation) -> None:
-        """A split was scored."""
+        """Report a scored split."""
         logger.info("step %d, %s: %s", step, split, describe_evaluation(evaluation))
         rows = {"step": step, "split": split, "num_rows": evaluation.num_rows}
         self._metrics.write("eval", {**rows, **figures_of(evaluation)})
@@ -283,7 +285,7 @@ class Report:
 
 
 def figures_of(evaluation: Evaluation) -> dict[str, float | int | None]:
-    """The metrics by name; those that are None are left out, except for AUC and logloss."""
+    """Return the metrics by name, without None values except for AUC and logloss."""
     values = {name: getattr(evaluation, name) for name in METRICS}
     values |= {
         "calibration": evaluation.calibration_ratio,
@@ -296,7 +298,7 @@ def figures_of(evaluation: Evaluation) -> dict[str, float | int | None]:
 
 
 def describe_evaluation(evaluation: Evaluation) -> str:
-    """One line, and another one for each sliced column."""
+    """Return a line for the evaluation, and another line for each sliced column."""
     figures, parts = figures_of(evaluation), list[str]()
     for name, kind in METRICS.items():
         if name in figures:
@@ -314,7 +316,7 @@ def describe_evaluation(evaluation: Evaluation) -> str:
     parts.append(f"{evaluation.num_rows} rows")
     within = "".join(
         f"\n  AUC within {part.column}: {_show(part.auc)}, mean over {part.num_rows:,} rows of "
-        "values with both classes"
+        "the values with both classes"
         for part in evaluation.slices
         if part.value is None
     )
@@ -322,7 +324,7 @@ def describe_evaluation(evaluation: Evaluation) -> str:
 
 
 def _start_lines(config: Config, devices: Sequence[str], num_steps: int) -> str:
-    """A start summary of four lines, short enough that the first step shows on the same screen."""
+    """Return four lines, so that the summary and the first step fit on the same screen."""
     kinds = "; ".join(f"{count} x {name}" for name, count in Counter(devices).items())
     several = "s" if len(devices) > 1 else ""
     versions = version_summary()
@@ -336,7 +338,7 @@ def _start_lines(config: Config, devices: Sequence[str], num_steps: int) -> str:
 
 
 def _start_summary(config: Config, devices: Sequence[str], sections: Mapping[str, str]) -> str:
-    """The resolved configuration, versions, devices, then the caller's sections."""
+    """Return the resolved configuration, versions, devices, then the caller's sections."""
     blocks = {
         "config": dump_config(config),
         "versions": "\n".join(f"{name} {version}" for name, version in version_summary().items()),
@@ -349,7 +351,7 @@ def _start_summary(config: Config, devices: Sequence[str], sections: Mapping[str
 def _end_summary(
     values: Mapping[str, Value], files: Sequence[str], notes: Mapping[str, str]
 ) -> str:
-    """The figures of the ``final`` event, further notes, and the files of the run."""
+    """Return the figures of the ``final`` event, further notes, and the files of the run."""
     width = max(len(name) for name in values)
     figures = "\n".join(f"{name:<{width}}  {_show(value)}" for name, value in values.items())
     blocks = {"result": figures, **notes, "files": "\n".join(files)}

@@ -1,4 +1,4 @@
-"""Combines several reporters into one: the run's own and those of the user."""
+"""Combines the run's own reporter and the user's reporters into one."""
 
 from collections.abc import Mapping, Sequence
 
@@ -15,16 +15,16 @@ class Reporters:
     def step(
         self, step: int, loss: float, samples_per_s: float, extra: Mapping[str, float]
     ) -> None:
-        """A log interval has ended."""
+        """Report a log interval."""
         for reporter in self._reporters:
             reporter.step(step, loss, samples_per_s, extra)
 
     def advance(self, step: int, loss: float) -> None:
-        """A step has ended."""
+        """Report the end of a step."""
         for reporter in self._reporters:
             reporter.advance(step, loss)
 
     def evaluation(self, split: str, step: int, evaluation: Evaluation) -> None:
-        """A split was scored; called on rank 0 only."""
+        """Report a scored split; only rank 0 calls this method."""
         for reporter in self._reporters:
             reporter.evaluation(split, step, evaluation)

@@ -1,4 +1,4 @@
-"""The interface between the training loop and checkpoints: where a run starts, when it saves."""
+"""Defines how the training loop uses checkpoints: where a run starts and when it saves."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -8,38 +8,38 @@ from sbpflow.training.metrics import Evaluation
 
 
 class Checkpoints(Protocol):
-    """Every rank has one and makes the same calls."""
+    """Decides where a run starts and when it saves; every rank makes the same calls."""
 
     @property
     def step(self) -> int:
-        """The number of steps already trained."""
+        """Return the number of steps already trained."""
         ...
 
     @property
     def epoch(self) -> int:
-        """The epoch in which reading resumes, counted from 0."""
+        """Return the epoch in which reading resumes, counted from 0."""
         ...
 
     @property
     def steps_of_before(self) -> int:
-        """How many of ``step`` were on another data set and so do not count for the epochs."""
+        """Return how many steps used another data set; epochs do not count these steps."""
         ...
 
     @property
     def loop(self) -> Mapping[str, Any]:
-        """The saved ``loop`` of ``save``; empty at the start of a run."""
+        """Return the saved ``loop`` of ``save``, which is empty at the start of a run."""
         ...
 
     def scored(self, step: int, evaluation: Evaluation | None) -> None:
-        """Called after val was scored at ``step``; ``None`` on ranks other than 0."""
+        """Take the evaluation of val after ``step``; ``None`` on ranks other than 0."""
         ...
 
     def is_due(self, step: int, *, last: bool) -> bool:
-        """Whether to call ``save`` after this step."""
+        """Return whether to call ``save`` after this step."""
         ...
 
     def save(self, step: int, batch: Batch, loop: Mapping[str, Any]) -> None:
-        """Save the job after ``step``, whose last batch was ``batch``; every rank calls it.
+        """Save the job after ``step``, which ended with ``batch``; every rank must call this.
 
         ``loop`` is the state of the loop itself, as JSON values.
         """
@@ -47,23 +47,23 @@ class Checkpoints(Protocol):
 
     @property
     def stops(self) -> bool:
-        """Whether the run was asked to stop by the last ``is_due`` call; equal on all ranks."""
+        """Return whether the last ``is_due`` call asked the run to stop; equal on all ranks."""
         ...
 
     def leave(self) -> None:
-        """End a run that was asked to stop, after its last transfers."""
+        """End a run that was asked to stop, after the run's last transfers."""
         ...
 
 
 class NoCheckpoints:
-    """A run that starts at its first step and is not saved."""
+    """Starts a run at its first step and never saves it."""
 
     step = epoch = steps_of_before = 0
     stops = False
     loop: Mapping[str, Any] = {}
 
     def leave(self) -> None:
-        raise RuntimeError("leave() without checkpoints, which cannot be asked to stop")
+        raise RuntimeError("leave() was called, but a run without checkpoints cannot be stopped")
 
     def scored(self, step: int, evaluation: Evaluation | None) -> None:
         pass

@@ -1,10 +1,10 @@
-"""The order of the moves of a training step, as data: which transfers overlap which computation.
+"""Describes the order of a training step's moves, and so which transfers overlap computation.
 
 A step trains one batch, or several accumulated batches, and updates the parameters once. Every
-batch goes through the same moves, from its ids to its row gradients; a schedule is their order.
-The moves that depend on ids alone run K batches ahead, where K is the lookahead of the run;
-``StepSchedule.distance`` gives the batch that such a move belongs to. ``print(OVERLAPPED)`` shows
-the transfers in flight during each move.
+batch goes through the same moves, from its ids to its row gradients; a schedule orders these moves.
+Moves that depend only on ids run K batches ahead, where K is the lookahead of the run;
+``StepSchedule.distance`` returns how far ahead a move runs. ``print(OVERLAPPED)`` shows the
+transfers in flight during each move.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,7 +19,7 @@ from sbpflow.runtime.ranks.world import World
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Move:
-    """Waits for transfers, computes, starts transfers. Moves are compared by identity."""
+    """Waits for transfers, computes, and starts transfers. Moves are compared by identity."""
 
     name: str
     says: str
@@ -27,10 +27,10 @@ class Move:
     starts: tuple[str, ...] = ()
 
     def __reduce__(self) -> tuple[Callable[[str, str], "Move"], tuple[str, str]]:
-        return saved_move, (self.name, self.says)  # another process gets its own constant
+        return saved_move, (self.name, self.says)  # unpickling returns this process's constant
 
 
-# Ids are sent at once if their number is known; for lists and unique rows, counts are sent first.
+# Ids are sent at once if their number is known. For lists and unique rows, counts are sent first.
 IDS, COUNTS, COUNTED_IDS = "ids", "counts", "counted ids"
 VECTORS, ROW_GRADIENTS, DENSE_GRADIENTS = "vectors", "row gradients", "dense gradients"
 TRANSFERS = (IDS, COUNTS, COUNTED_IDS, VECTORS, ROW_GRADIENTS, DENSE_GRADIENTS)
@@ -51,11 +51,11 @@ UPDATE = Move("update", "one optimizer step on the rows")
 RECEIVE_DENSE = Move("receive_dense", "buckets back to gradients", waits=(DENSE_GRADIENTS,))
 UPDATE_DENSE = Move("update_dense", "dense optimizer step")
 
-# Part of a schedule only if gradients are clipped; the norm waits for every gradient it includes.
+# A schedule has a clip move only if gradients are clipped. The move needs all these gradients.
 CLIP = Move("clip", "dense gradients scaled to a norm")
 CLIP_ROWS = Move("clip", "all gradients scaled to a norm")
 
-# These depend on nothing that training changes, so they may run ahead.
+# These moves need nothing that training changes, so they may run ahead.
 OF_IDS = (START_ID_EXCHANGE, EXCHANGE_IDS, RECEIVE_IDS)
 OF_A_BATCH = (*OF_IDS, LOOKUP, GATHER_OUTPUTS, FORWARD, BACKWARD, SEND_GRADS, RECEIVE_GRADS)
 OF_A_STEP = (SEND_DENSE, RECEIVE_DENSE, UPDATE, UPDATE_DENSE)
@@ -83,12 +83,12 @@ _FORMER_NAMES = {
 
 
 def current_name(name: str) -> str:
-    """The current name of a move in a file that an earlier version wrote."""
+    """Return the current name of a move from a file that an earlier version wrote."""
     return _FORMER_NAMES.get(name, name)
 
 
 def saved_move(name: str, says: str) -> Move:
-    """The move that a file names; ``says`` tells the two moves called ``clip`` apart.
+    """Return the move that a file names; ``says`` distinguishes the two moves called ``clip``.
 
     Raises ValueError for an unknown name.
     """
@@ -99,7 +99,7 @@ def saved_move(name: str, says: str) -> Move:
 
 
 def _after(move: Move, moves: Collection[Move]) -> tuple[str, ...]:
-    """Names of the moves that must come before ``move`` in a schedule of ``moves``."""
+    """Return the names of the moves that must precede ``move`` in a schedule of ``moves``."""
     waits_for_clip = (move is UPDATE_DENSE and CLIP in moves) or (
         move in (UPDATE, UPDATE_DENSE) and CLIP_ROWS in moves
     )
@@ -108,7 +108,7 @@ def _after(move: Move, moves: Collection[Move]) -> tuple[str, ...]:
 
 @dataclass(slots=True, eq=False)
 class BatchInFlight:
-    """One batch on its way through a step; ``done`` names the moves already made for it."""
+    """Tracks one batch during a step; ``done`` names the moves already made for the batch."""
 
     done: set[str] = field(default_factory=set[str], init=False)
 
@@ -118,14 +118,14 @@ BatchT = TypeVar("BatchT", bound=BatchInFlight)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSchedule:
-    """``each_batch`` runs for each batch in turn; then ``each_step`` runs once.
+    """Runs ``each_batch`` for each batch in turn, and then ``each_step`` once.
 
-    A move of ``OF_A_BATCH`` within ``each_step`` runs for every batch of the step.
-    ``wait_at_once`` waits for every transfer right after starting it.
+    A move of ``OF_A_BATCH`` within ``each_step`` runs for every batch of the step. With
+    ``wait_at_once``, the schedule waits for every transfer right after starting the transfer.
 
-    Moves of ``OF_IDS`` may come before or after ``LOOKUP``. In both cases they prepare the batch
-    that is ``distance`` behind the one being trained; the three moves of one batch may start in
-    one step and end in the next. Raises ValueError if a move uses a result before it exists.
+    Moves of ``OF_IDS`` may come before or after ``LOOKUP``. In both cases these moves prepare the
+    batch that is ``distance`` batches after the trained batch. The three moves of a batch may start
+    in one step and end in the next. Raises ValueError if a move uses a result before it exists.
     """
 
     each_batch: tuple[Move, ...]
@@ -137,7 +137,7 @@ class StepSchedule:
         names = [move.name for move in moves]
         required = [*OF_A_BATCH, *OF_A_STEP, *([CLIP] if CLIP.name in names else [])]
         if sorted(names) != sorted(move.name for move in required):
-            raise ValueError(f"a schedule makes every move once, got {', '.join(names)}")
+            raise ValueError(f"a schedule must make every move once, got {', '.join(names)}")
         for place, move in enumerate(moves):
             if move not in KNOWN:
                 raise ValueError(f"{move} is not defined in step_schedule; use {move.name.upper()}")
@@ -147,7 +147,7 @@ class StepSchedule:
             if move in (*OF_A_STEP, CLIP, CLIP_ROWS) and in_batch:
                 raise ValueError(f"{move.name} is a move of a step, not of each batch")
             if move in (*OF_IDS, LOOKUP):
-                continue  # they may belong to different batches; checked below
+                continue  # these moves, checked below, may belong to different batches
             for before in _after(move, moves):
                 if names.index(before) > place:
                     raise ValueError(f"{move.name} must come after {before}")
@@ -161,18 +161,18 @@ class StepSchedule:
             )
 
     def _cycle(self, move: Move) -> int:
-        """Steps between START_ID_EXCHANGE of a batch and this move of ``OF_IDS``."""
+        """Return the steps between a batch's START_ID_EXCHANGE and this move of ``OF_IDS``."""
         places = [self.each_batch.index(earlier) for earlier in OF_IDS[: OF_IDS.index(move) + 1]]
         return sum(later < earlier for earlier, later in pairwise(places))
 
     def moves(self, lookahead: int) -> tuple[Move, ...]:
-        """``each_batch`` in the order of a step: without lookahead the ids come first."""
+        """Return ``each_batch`` in the order of a step; without lookahead, id moves come first."""
         if lookahead:
             return self.each_batch
         return (*OF_IDS, *(move for move in self.each_batch if move not in OF_IDS))
 
     def distance(self, move: Move, lookahead: int) -> int:
-        """How many batches behind the one being trained the batch of ``move`` is."""
+        """Return how many batches after the trained batch the batch of ``move`` comes."""
         return lookahead - self._cycle(move) if move in OF_IDS and lookahead else 0
 
     def run(
@@ -187,10 +187,10 @@ class StepSchedule:
     ) -> None:
         """Make the moves of one step over ``batches``; ``window`` has the batches announced next.
 
-        Up to ``lookahead`` batches behind the one being trained make moves of ``OF_IDS``. The
-        functions, keyed by move name, make the moves; ``watch(name)`` wraps each. No move is made
-        twice for a batch. A batch announced late first catches up on its overdue moves, so that
-        transfers start in batch order on every channel, whatever the lookahead.
+        Up to ``lookahead`` batches after the trained batch make moves of ``OF_IDS``. The functions,
+        keyed by move name, make the moves; ``watch(name)`` wraps each move. No move is made twice
+        for a batch. A batch announced late first catches up on its overdue moves, so that transfers
+        start in batch order on every channel with any lookahead.
         """
         world.wait_at_once = self.wait_at_once
 
@@ -218,24 +218,24 @@ class StepSchedule:
 
     @property
     def clips(self) -> Move | None:
-        """The move that clips, or ``None``."""
+        """Return the clip move, or ``None``."""
         return next((move for move in self.each_step if move in (CLIP, CLIP_ROWS)), None)
 
     def serial(self) -> "StepSchedule":
-        """The same moves one after the other."""
+        """Return a schedule that makes the same moves without overlap."""
         return SERIAL if self.clips is None else clipped(SERIAL, rows=self.clips is CLIP_ROWS)
 
     def in_flight(
         self, transfers: Collection[str] = TRANSFERS, lookahead: int = 1
     ) -> list[tuple[Move, tuple[str, ...]]]:
-        """Every move of a step of one batch, and the transfers in flight while it computes.
+        """Return every move of a one-batch step, and the transfers in flight during the move.
 
-        ``transfers`` are those that the run makes; a run on a single rank makes none.
+        ``transfers`` are the transfers of the run; a run on a single rank has none.
         """
         moves = (*self.moves(lookahead), *self.each_step)
         during: list[tuple[Move, tuple[str, ...]]] = []
         flying: list[tuple[int, str]] = []  # (distance of the batch, transfer)
-        for _ in range(2):  # the second pass starts with what the first left in flight
+        for _ in range(2):  # the transfers in flight after the first pass start the second pass
             during = []
             flying = [(distance - 1, name) for distance, name in flying]
             for move in moves:
@@ -248,7 +248,7 @@ class StepSchedule:
         return during
 
     def describe(self, transfers: Collection[str] = TRANSFERS, lookahead: int = 1) -> str:
-        """``in_flight`` as a table."""
+        """Return ``in_flight`` as a table."""
         lines = [f"{'move':<18} {'of':<11} {'what it does':<30} in flight during it"]
         for move, in_flight in self.in_flight(transfers, lookahead):
             of_step = move in self.each_step and move not in OF_A_BATCH
@@ -266,10 +266,10 @@ class StepSchedule:
 def _order_of_step(
     schedule: StepSchedule, lookahead: int
 ) -> tuple[tuple[tuple[Move, int], ...], tuple[tuple[Move, ...], ...]]:
-    """The moves of a step with the distance of their batch, and by distance the overdue ones.
+    """Return a step's moves with the distances of their batches, and overdue moves by distance.
 
-    Overdue are the moves that a batch at this distance should have made in an earlier step. Both
-    are fixed for a run, and computing them in each step took some 100 Python calls.
+    Overdue moves should have been made in an earlier step for a batch at this distance. Both
+    results are fixed for a run, and computing them in each step took some 100 Python calls.
     """
     order = tuple((move, schedule.distance(move, lookahead)) for move in schedule.moves(lookahead))
     overdue = tuple(
@@ -280,7 +280,7 @@ def _order_of_step(
 
 
 def _of(distance: int, name: str) -> str:
-    """``name`` of the batch that is ``distance`` behind the one being trained."""
+    """Label a transfer or batch by the distance of its batch from the trained batch."""
     if distance == 0:
         return name
     return f"next {name}" if distance == 1 else f"{name} +{distance}"
@@ -332,7 +332,7 @@ SERIAL = StepSchedule(
 
 
 def clipped(schedule: StepSchedule, *, rows: bool) -> StepSchedule:
-    """``schedule`` with a move that clips; with ``rows`` the update of the tables waits for it."""
+    """Return ``schedule`` with a clip move; with ``rows``, table updates wait for this move."""
     last = (UPDATE, UPDATE_DENSE) if rows else (UPDATE_DENSE,)
     first = tuple(move for move in schedule.each_step if move not in last)
     return replace(schedule, each_step=(*first, CLIP_ROWS if rows else CLIP, *last))

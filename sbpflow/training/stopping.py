@@ -1,7 +1,7 @@
-"""Early stopping, and learning rate reduction on plateaus, from evaluations of val.
+"""Stops runs early, and reduces learning rates on plateaus, based on evaluations of val.
 
-Every rank holds the same objects and gets the same metrics, so all ranks decide alike. ``state()``
-and ``load()`` are for checkpoints; states are JSON values.
+Every rank has the same objects and gets the same metrics, so all ranks make the same decisions.
+Checkpoints use ``state()`` and ``load()``; states are JSON values.
 """
 
 import math
@@ -24,7 +24,7 @@ State = Mapping[str, float | int | None]
 
 @dataclass
 class Best:
-    """The best value of a metric so far and its step, and the ``waited`` evaluations since."""
+    """Tracks a metric's best value, its step, and the number of evaluations since (``waited``)."""
 
     metric: Metric
     min_delta: float
@@ -33,7 +33,7 @@ class Best:
     waited: int = 0
 
     def push(self, step: int, value: float) -> None:
-        """Take the value at ``step``."""
+        """Record the value of the metric at ``step``."""
         kind = METRICS[self.metric]
         if self.value is not None and not kind.is_better(value, self.value, self.min_delta):
             self.waited += 1
@@ -41,7 +41,7 @@ class Best:
             self.value, self.step, self.waited = value, step, 0
 
     def state(self) -> dict[str, float | int | None]:
-        """The state, for ``load``."""
+        """Return the state for ``load``."""
         return {"value": self.value, "step": self.step, "waited": self.waited}
 
     def load(self, state: State) -> None:
@@ -54,7 +54,7 @@ class Best:
 
 
 class Stopper(Best):
-    """Early stopping: ``stops`` after ``patience`` evaluations in a row without a better value."""
+    """Stops a run after ``patience`` evaluations in a row without a better value."""
 
     def __init__(self, config: StopConfig) -> None:
         super().__init__(config.metric, config.min_delta)
@@ -62,11 +62,11 @@ class Stopper(Best):
 
     @property
     def stops(self) -> bool:
-        """Whether to stop the run."""
+        """Return whether to stop the run."""
         return self.waited >= self.config.patience
 
     def why(self, step: int) -> str:
-        """The reason for stopping, one line."""
+        """Return the reason for stopping, in one line."""
         delta = f" by more than {self.min_delta:g}" if self.min_delta else ""
         return (
             f"at step {step}, after {self.waited} evaluations of val in a row without a "
@@ -75,7 +75,7 @@ class Stopper(Best):
 
 
 class Plateau(Best):
-    """Reduce on plateau: a ``factor`` of all learning rates that shrinks after each plateau."""
+    """Multiplies all learning rates by a ``factor`` that shrinks after each plateau."""
 
     def __init__(self, config: PlateauConfig) -> None:
         super().__init__(config.metric, config.min_delta)
@@ -83,14 +83,14 @@ class Plateau(Best):
         self.factor = 1.0
 
     def push(self, step: int, value: float) -> None:
-        """Take the value at ``step``."""
+        """Record the value of the metric at ``step``."""
         super().push(step, value)
         if self.waited >= self.config.patience:
             self.factor = max(self.factor * self.config.factor, self.config.min_factor)
             self.waited = 0
 
     def state(self) -> dict[str, float | int | None]:
-        """The state, for ``load``."""
+        """Return the state for ``load``."""
         return {**super().state(), "factor": self.factor}
 
     def load(self, state: State) -> None:
@@ -100,14 +100,14 @@ class Plateau(Best):
 
 
 class Watchers:
-    """The watchers of val during a run: a ``Stopper``, a ``Plateau``, both or neither."""
+    """Combines the watchers of val in a run: a ``Stopper``, a ``Plateau``, both or neither."""
 
     def __init__(self, stop: Stopper | None = None, plateau: Plateau | None = None) -> None:
         self.stop, self.plateau = stop, plateau
 
     @staticmethod
     def of(config: TrainConfig) -> "Watchers":
-        """The watchers that ``train.stop`` and ``train.plateau`` configure."""
+        """Return the watchers that ``train.stop`` and ``train.plateau`` configure."""
         return Watchers(
             None if config.stop is None else Stopper(config.stop),
             None if config.plateau is None else Plateau(config.plateau),
@@ -120,29 +120,29 @@ class Watchers:
 
     @property
     def active(self) -> bool:
-        """Whether there are any watchers."""
+        """Return whether there are any watchers."""
         return bool(self._all)
 
     @property
     def stops(self) -> bool:
-        """Whether to stop the run."""
+        """Return whether to stop the run."""
         return self.stop is not None and self.stop.stops
 
     @property
     def rate_scale(self) -> float:
-        """The factor of all learning rates."""
+        """Return the factor of all learning rates."""
         return 1.0 if self.plateau is None else self.plateau.factor
 
     def push(self, step: int, evaluation: Evaluation | None, boxing: Boxing) -> None:
-        """Take an evaluation of val, which only rank 0 has; every rank calls it.
+        """Record an evaluation of val (only rank 0 has one); every rank must call this method.
 
-        TrainingError on every rank if the evaluation does not have the watched metric.
+        Raises TrainingError on every rank if the evaluation does not have the watched metric.
         """
         watchers = self._all
         if not watchers:
             return
         metrics: list[Metric] = [watcher.config.metric for watcher in watchers.values()]
-        # Rank 0's values on every rank: the sum with the zeros of the others.
+        # Other ranks contribute zeros, so the sum gives every rank the values of rank 0.
         mine = [_value(evaluation, metric) if boxing.world.rank == 0 else 0.0 for metric in metrics]
         part = torch.tensor(mine, dtype=torch.float64, device=boxing.world.device)
         values = combine_parts(boxing, part, Partial(), "evaluate/fwd/watched").tolist()
@@ -152,22 +152,22 @@ class Watchers:
             watcher.push(step, value)
 
     def figures(self) -> dict[str, float]:
-        """``lr_scale``, the factor of the learning rates, if there is a ``Plateau``."""
+        """Return ``lr_scale``, the factor of the learning rates, if there is a ``Plateau``."""
         return {} if self.plateau is None else {"lr_scale": self.rate_scale}
 
     def state(self) -> dict[str, dict[str, float | int | None]]:
-        """The state, for ``load``."""
+        """Return the state for ``load``."""
         return {name: watcher.state() for name, watcher in self._all.items()}
 
     def load(self, state: Mapping[str, State]) -> None:
-        """Restore a saved state; a watcher that it does not have starts fresh."""
+        """Restore a saved state; a watcher without saved state starts fresh."""
         for name, watcher in self._all.items():
             if name in state:
                 watcher.load(state[name])
 
 
 def _value(evaluation: Evaluation | None, metric: Metric) -> float:
-    """The metric; NaN if the evaluation does not have it."""
+    """Return the metric, or NaN if the evaluation does not have it."""
     value = None if evaluation is None else getattr(evaluation, metric)
     return math.nan if value is None else float(value)
 

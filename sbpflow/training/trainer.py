@@ -1,9 +1,9 @@
-"""One training step, or one prediction, on the ranks of a world.
+"""Runs one training step, or one prediction, on the ranks of a world.
 
-This module implements the moves of a step; a ``StepSchedule`` defines their order and so what
-overlaps. Every order computes the same numbers, because no result is used before the update it
-depends on. Announced batches form the window: their ids are exchanged during earlier steps.
-The loss is reduced together with the dense gradients.
+This module implements the moves of a step; a ``StepSchedule`` defines their order and thereby what
+overlaps. Every order computes the same numbers, because no move reads a value before the updates
+that the value depends on. Announced batches form the window: their ids are exchanged during earlier
+steps. The loss is reduced together with the dense gradients.
 """
 
 from collections import deque
@@ -56,7 +56,7 @@ from sbpflow.training.step_schedule import (
 
 @dataclass(slots=True, eq=False)
 class _BatchInFlight(BatchInFlight):
-    """A batch in flight, with the results that its moves leave for later moves."""
+    """Adds the results that a batch's moves leave for later moves."""
 
     batch: Batch
     share: float = 1.0  # of the step's rows
@@ -68,7 +68,7 @@ class _BatchInFlight(BatchInFlight):
 
     @property
     def started(self) -> EmbeddingsInFlight:
-        """The embeddings after the move ``start_id_exchange``."""
+        """Return the embeddings after the move ``start_id_exchange``."""
         if self.embeddings is None:
             raise RuntimeError("the id exchange of this batch has not started")
         return self.embeddings
@@ -84,14 +84,14 @@ def _check_batch(batch: object) -> None:
 
 
 class Trainer:
-    """Trains a dense part and its embeddings; ``optimizer`` holds this rank's parameter parts.
+    """Trains a dense part and its embeddings; ``optimizer`` updates this rank's parameter parts.
 
-    * ``schedule``: the order of a step's moves; may be changed between steps.
+    * ``schedule``: the order of a step's moves, which may be changed between steps.
     * ``rate_factor``: the factor of the learning rates by step; ``table_rate_factor`` overrides it
       for the tables. ``rate_scale``, which may be set between steps, multiplies both.
-    * ``clipper``: makes the clip move of a schedule that has one. ``loss``: changes row losses.
-    * ``gradients``: how dense gradients and the loss are exchanged (``plan_gradients`` with a
-      ``total``), from the plan of the run.
+    * ``clipper``: makes the clip move, if the schedule has one. ``loss``: changes row losses.
+    * ``gradients``: the run plan's exchange of dense gradients and loss (``plan_gradients`` with
+      a ``total``).
     * ``planned``: a batch size and the only conversions that its forward may make.
     * ``cuda_graph``: run batches of the planned size with a ``GraphedStep``.
     * ``lookahead``: the number of announced batches that exchange ids before their turn; may be
@@ -133,13 +133,13 @@ class Trainer:
         self.move_watch: MoveWatch = MoveTimes()
         self._line = Placement.line(boxing.world.device.type, boxing.world.size)
         leaves = list(model.parameters.values())
-        # The loss is P, as the gradients are: reduced in one bucket with them, it costs no
-        # collective of its own.
+        # The loss is P, like the gradients. Reducing the loss in a gradient bucket saves a
+        # collective.
         plan = gradients or plan_gradients(
             leaves, total=Total.over(self._line, dtype), backend=boxing.world.backend
         )
         self.gradients = GradientSync(leaves, plan=plan, boxing=boxing)
-        self._loss_terms: Tensor | None = None  # [1], this rank's, of the batches of the step
+        self._loss_terms: Tensor | None = None  # [1], this rank's part of the step's loss
         self._loss: Tensor | None = None  # [1], of all ranks
         self._pending_gradients: PendingSync | None = None
         self._planned_size, self._conversions = planned or (None, ())
@@ -155,7 +155,7 @@ class Trainer:
                 optimizer=optimizer,
                 clipper=clipper,
             )
-        # What the CUDA graph of this step did already: the dense update, and moves of the step.
+        # These say whether this step's CUDA graph made the dense update, and which moves it made.
         self._updated = False
         self._done: frozenset[str] = frozenset()
         self.lookahead = lookahead
@@ -165,7 +165,7 @@ class Trainer:
 
     @property
     def embedding_plan(self) -> EmbeddingPlan:
-        """The plan of the tables, which maps fields to the id columns of a batch."""
+        """Return the plan of the tables, which maps fields to the id columns of a batch."""
         return self._embeddings.plan
 
     def cache_counts(self) -> CacheCounts | None:
@@ -173,11 +173,11 @@ class Trainer:
         return self._embeddings.cache_counts()
 
     def announce(self, batch: Batch) -> None:
-        """Queue ``batch`` behind those announced so far. Every rank announces the same batches.
+        """Queue ``batch`` after the batches announced so far, which are the same on every rank.
 
-        The first ``lookahead`` of them exchange their ids during earlier steps. Nothing is sent
-        here. A batch without rows is ignored. Raises SbpError if ``batch`` is not a batch, and
-        TrainingError after a failed step.
+        The first ``lookahead`` announced batches exchange their ids during earlier steps. This call
+        sends nothing. A batch without rows is ignored. Raises SbpError if ``batch`` is not a batch,
+        and TrainingError after a failed step.
         """
         _check_batch(batch)
         self._check_usable("announce")
@@ -185,14 +185,14 @@ class Trainer:
             self._window.append(_BatchInFlight(batch))
 
     def step(self, batches: Batch | list[Batch]) -> Tensor:
-        """Train on one batch, or on several as if they were one; returns the mean loss over all
-        their rows, 0-d, on every rank.
+        """Train on one batch, or on several as if they were one batch.
 
-        Several batches make one optimizer step with the mean gradient over all rows. Announced
-        batches must be passed in the order of their announcement, before any others. Batches
-        without rows are skipped. Raises SbpError, without any effect, if no batch has rows, an
-        argument is not a batch, or a batch differs from the announced one; DataError for an id out
-        of range. After a step that failed in any other way, further steps raise TrainingError.
+        Returns the mean loss over all rows, 0-d, on every rank. Several batches make one optimizer
+        step with the mean gradient over all rows. Announced batches must be passed in the order of
+        their announcement, before any others. Batches without rows are skipped. Raises SbpError,
+        without any effect, if no batch has rows, an argument is not a batch, or a batch differs
+        from the announced one. Raises DataError for an out-of-range id. After any error other
+        than these SbpErrors, further steps raise TrainingError.
         """
         given = batches if isinstance(batches, list) else [batches]
         for batch in given:
@@ -204,7 +204,7 @@ class Trainer:
             self._updated, self._done = False, frozenset()
             self._set_learning_rates()
             self.schedule.run(
-                # Not attributes: with such a cycle, only the garbage collector would free tables.
+                # As attributes, these would form a reference cycle and delay the freeing of tables.
                 {move.name: self._of_batch(move) for move in OF_A_BATCH},
                 {move.name: self._of_step(move) for move in (*OF_A_STEP, CLIP)},
                 in_flight,
@@ -218,11 +218,11 @@ class Trainer:
             raise
         loss, self._loss = self._loss, None
         if loss is None:
-            raise RuntimeError("the schedule ended without the loss")
+            raise RuntimeError("the schedule ended without computing the loss")
         return loss.squeeze(0)
 
     def train_on(self, batches: Iterable[Batch]) -> Iterator[Tensor]:
-        """Train on each batch, announcing ``lookahead`` batches ahead; yields the losses."""
+        """Train on each batch, announcing ``lookahead`` batches ahead; yield the losses."""
         source = iter(batches)
         queue: deque[Batch] = deque()
         while True:
@@ -234,10 +234,10 @@ class Trainer:
             yield self.step(queue.popleft())
 
     def drain(self) -> None:
-        """Cancel all announced batches; every rank calls it.
+        """Cancel all announced batches; every rank must call this.
 
-        First completes the id exchanges in flight, so that all ranks make the same transfers.
-        After a failed step there is nothing to wait for.
+        Id exchanges in flight are completed first, so that all ranks make the same transfers.
+        After a failed step, nothing is completed.
         """
         window, self._window = self._window, deque()
         if self._failure:
@@ -251,18 +251,18 @@ class Trainer:
 
     @property
     def num_announced(self) -> int:
-        """The number of batches announced and not yet trained."""
+        """Return the number of batches that were announced but not trained."""
         return len(self._window)
 
     def _check_usable(self, call: str) -> None:
         if self._failure:
             raise TrainingError(
-                f"{call}: an earlier step failed ({self._failure}) and left its results half "
-                "applied; build a new trainer and new tables"
+                f"{call}: an earlier step failed ({self._failure}) and was applied in part; "
+                "build a new trainer and new tables"
             )
 
     def _of_batch(self, move: Move) -> Callable[[_BatchInFlight], None]:
-        """The function that makes a move: this class's method of that name, else the tables'."""
+        """Return the method that makes a move: this class's, or else the tables' method."""
         own: Callable[[_BatchInFlight], None] | None = getattr(self, f"_{move.name}", None)
         if own is not None:
             return own
@@ -270,7 +270,7 @@ class Trainer:
         return lambda flight: make(flight.started)
 
     def _of_step(self, move: Move) -> Callable[[], None]:
-        """The function that makes a move of the step, unless a CUDA graph already did."""
+        """Return the function that makes a move, unless this step's CUDA graph made it already."""
         make: Callable[[], None] = getattr(self, f"_{move.name}")
 
         def unless_done() -> None:
@@ -280,9 +280,9 @@ class Trainer:
         return unless_done
 
     def _take(self, batches: list[Batch]) -> list[_BatchInFlight]:
-        """Take the batches out of the window; those not announced are new."""
+        """Remove the batches from the window; batches that were not announced are new."""
         if not batches:
-            raise SbpError("step: no batch with rows; pass one, or a list with at least one")
+            raise SbpError("step: no batch has rows; pass at least one batch with rows")
         for place, (flight, batch) in enumerate(zip(self._window, batches, strict=False)):
             if flight.batch is not batch:
                 raise SbpError(
@@ -312,7 +312,7 @@ class Trainer:
             ) from error
 
     def _is_planned(self, flight: _BatchInFlight) -> bool:
-        """Whether the batch makes a step alone and has the size that the plan was made for."""
+        """Return whether the batch makes a whole step and has the batch size of the plan."""
         return flight.batch.batch_size == self._planned_size and flight.share == 1.0
 
     def _lookup(self, flight: _BatchInFlight) -> None:
@@ -410,7 +410,7 @@ class Trainer:
 
     @torch.no_grad()
     def predict(self, batch: Batch) -> Tensor:
-        """Logits [local batch] of this rank's rows."""
+        """Return the logits [local batch] of this rank's rows."""
         batch_size = batch.batch_size
         vectors = self._embeddings.forward(batch.ids, batch_size, training=False)
         logits = self._dense_logits(batch.dense, vectors, batch_size, training=False, seed=0)
@@ -433,23 +433,23 @@ class Trainer:
         )
 
     def _mask_seed(self, number: int) -> int:
-        """The seed of the dropout masks of batch ``number`` of this step."""
+        """Return the seed of the dropout masks for batch ``number`` of this step."""
         within = f"/{number}" if number else ""
         return stream_key(self._seed, f"dropout/{self.num_steps}{within}")
 
     def _home(self, part: Tensor, batch_size: int) -> GlobalTensor:
-        """This rank's rows of the batch as a global tensor, S(0)."""
+        """Return this rank's rows of the batch as a global tensor, S(0)."""
         layout, shape = self._home_layout(batch_size), (batch_size, *part.shape[1:])
         return GlobalTensor.from_local(part.to(self._dtype), layout, shape, self._boxing)
 
     def _home_layout(self, batch_size: int) -> Layout:
-        """S(0) over all ranks, with explicit sizes if some rank has no rows."""
+        """Return S(0) over all ranks, with explicit sizes if some rank has no rows."""
         size = self._boxing.world.size
         sizes = balanced_sizes(batch_size, size) if batch_size < size else None
         return Layout(self._line, (Split(0, sizes),))
 
 
 def _terms_after_backward(loss: GlobalTensor) -> Tensor:
-    """Run the backward; returns [1], this rank's term of the loss."""
+    """Run the backward pass; return this rank's loss term [1]."""
     loss.backward()
     return loss.detach().to("P", id="loss").part.reshape(1)

@@ -1,4 +1,4 @@
-"""Listing, verifying, comparing and pruning checkpoints from the command line."""
+"""Tests listing, verifying, comparing and pruning checkpoints from the command line."""
 
 import pytest
 import torch
@@ -12,7 +12,9 @@ from tests.checkpoint.test_format import save
 
 @pytest.fixture
 def folder(tmp_path):
-    """A run with checkpoints of steps 3, 5 and 8; that of 5 has lost a bit."""
+    """Return a run with checkpoints of steps 3, 5 and 8; the checkpoint of step 5 has a flipped
+    bit.
+    """
     kept = tmp_path / "checkpoints"
     for step in (3, 5, 8):
         save(kept, step=step, documents={"config": {"train": {"epochs": step}}})
@@ -87,7 +89,7 @@ def test_prune_keeps_good_ones_and_never_counts_a_damaged_one(folder, capsys):
     assert names(folder) == ["step-8", "step-5", "step-3"]
     told = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in told] == ["skipped,", "skipped,", "kept", "removed"]
-    with pytest.raises(ConfigError, match="--keep: must be 1 or more, got 0; for example --keep 3"):
+    with pytest.raises(ConfigError, match="--keep: must be 1 or more, got 0"):
         checkpoint(["prune", str(folder), "--keep", "0"])
 
 

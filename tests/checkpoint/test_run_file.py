@@ -1,4 +1,4 @@
-"""``run.json`` with any changed, missing or added byte is refused."""
+"""Tests that ``run.json`` with any changed, missing or added byte is refused."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ FIRST = '{"run": "0123456789ab", "facts": {"run.seed": "7"}, "status": "training
 
 
 def damaged(raw):
-    """Copies of the file: truncated, or with a byte flipped, swapped, missing or doubled."""
+    """Yield copies of the file: truncated, or with a byte flipped, swapped, missing or doubled."""
     for at in range(len(raw)):
         yield raw[:at]
         yield raw[:at] + raw[at + 1 :]
@@ -47,8 +47,8 @@ def test_no_damaged_copy_is_accepted(tmp_path):
             messages.add(str(error))
     assert tried > 4000
     assert accepted == []
-    assert all(one.startswith(f"{file}: cannot be used (") for one in messages)
-    assert all("checkpoint.resume=never" in one for one in messages)
+    assert all(message.startswith(f"{file}: cannot be used (") for message in messages)
+    assert all("checkpoint.resume=never" in message for message in messages)
 
 
 def test_a_missing_run_file_means_no_run(tmp_path):
@@ -69,9 +69,9 @@ def test_version_1_files_are_read_in_their_exact_form(tmp_path):
         ("training", "traininh", "status: 'traininh' is not one of training, finished"),
         ('"status"', '"stat"', "cannot be used"),
         ("0123", "012", "12 hexadecimal digits"),
-        ('"7"', "7", "facts: must map keys to texts"),
-        ('{"run.seed": "7"}', "{}", "facts: must map keys to texts"),
-        ('{"run.seed": "7"}', "[]", "facts: must map keys to texts"),
+        ('"7"', "7", "facts: must map strings to strings"),
+        ('{"run.seed": "7"}', "{}", "facts: must map strings to strings"),
+        ('{"run.seed": "7"}', "[]", "facts: must map strings to strings"),
         ("}\n", "}", "it was changed"),
         (": ", ":", "it was changed"),
         ('"status": "training"', '"status": "training", "more": 1', "it was changed"),

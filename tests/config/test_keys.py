@@ -1,4 +1,4 @@
-"""What each key affects, and so which keys must be equal for a run to resume, written out."""
+"""Tests the effects of each key, and therefore which keys must be equal for a run to resume."""
 
 import re
 import runpy
@@ -40,9 +40,9 @@ EXECUTION += [
     "parallel.kernels (order)",
     "parallel.dense (order)",
 ]
-# So may these, unless train.stop or train.plateau acts on scores.
+# These keys may also change, unless train.stop or train.plateau depends on scores.
 SCORES = ["train.eval_every", "train.eval_rows", "train.exact_auc_rows", "train.slices"]
-# These, prefixed with "parallel.", must be equal, like all keys that are in neither list.
+# These keys, prefixed with "parallel.", must be equal, like all keys that are in neither list.
 RESULTS_OF_PARALLEL = ["dtype", "table_dtype", "comm_dtype", "tables.deep.C1.comm_dtype"]
 
 EVERYTHING = (
@@ -119,5 +119,5 @@ def test_a_key_without_a_mark_is_named():
         size: Annotated[int, Key("results", "Size of the group.")] = 1
         depth: Annotated[int, Range(low=0)] | None = None
 
-    with pytest.raises(LookupError, match=r"Group.depth: mark it with Key\(affects, line\)"):
+    with pytest.raises(LookupError, match=r"Group\.depth: add Annotated"):
         SCRIPT["rows_of"](Group)

@@ -1,4 +1,4 @@
-"""The layout of each table: schemes, patterns, and combinations that are refused."""
+"""Tests the layout of each table: schemes, patterns, and combinations that are refused."""
 
 from dataclasses import replace
 
@@ -27,7 +27,9 @@ def layouts_of(config, world_size, tables=TABLES):
 
 @pytest.fixture
 def resolve(tmp_path):
-    """A function from a ``parallel`` group in YAML and a world size to the table layouts."""
+    """Return a function that computes table layouts from a ``parallel`` group in YAML and a world
+    size.
+    """
 
     def resolve(text, world_size, tables=TABLES):
         path = tmp_path / "config.yaml"
@@ -202,13 +204,13 @@ def test_explicit_sizes_may_leave_a_rank_without_columns(resolve):
     ("rule", "expected"),
     [
         ('{sbp: "(S(0), S(1))"}', "deep.C1.ranks: not given; (S(0), S(1)) needs a grid"),
-        ('{sbp: "(S(0), S(1))", ranks: [0, 1]}', "[0, 1] has 1 axes, (S(0), S(1)) has 2"),
-        ('{sbp: "(S(0), S(1))", ranks: [[0, 1], [2]]}', "for example ranks: [[0, 1], [2, 3]]"),
+        ('{sbp: "(S(0), S(1))", ranks: [0, 1]}', "[0, 1] has 1 axes, but (S(0), S(1)) has 2"),
+        ('{sbp: "(S(0), S(1))", ranks: [[0, 1], [2]]}', "for example, ranks: [[0, 1], [2, 3]]"),
         ('{sbp: "(S(1), S(0))", ranks: [[0, 1], [2, 3]]}', "deep.C1.sbp: (S(1), S(0)) is not a"),
-        ("{sbp: S(0), ranks: [[0, 1], [2, 3]]}", "has 2 axes, S(0) has 1"),
+        ("{sbp: S(0), ranks: [[0, 1], [2, 3]]}", "has 2 axes, but S(0) has 1"),
         (f"{{{GRID}, sizes: [25, 25]}}", "takes row sizes and column sizes"),
         (f"{{{GRID}, sizes: [[25, 25]]}}", "takes row sizes and column sizes"),
-        (f"{{{GRID}, sizes: [[25, 25], [8, 8], [1]]}}", "for example sizes: [[60, 40], [8, 8]]"),
+        (f"{{{GRID}, sizes: [[25, 25], [8, 8], [1]]}}", "for example, sizes: [[60, 40], [8, 8]]"),
         (f"{{{GRID}, sizes: []}}", "takes row sizes and column sizes"),
         (f"{{{GRID}, sizes: [[25, 26], [8, 8]]}}", "[25, 26] sum to 51, but deep.C1 has 50 rows"),
         (f"{{{GRID}, exchange: columns}}", "columns does not support (S(0), S(1))"),

@@ -1,4 +1,4 @@
-"""Cells that could silently change: each is a bad line, refused, or stored exactly."""
+"""Tests cells that could silently change: each is a bad line, refused, or stored exactly."""
 
 import errno
 import json
@@ -47,7 +47,7 @@ def prepared(folder, schema, text):
 
 
 def test_a_year_has_four_digits(tmp_path):
-    """24-05-01 is the year 24 to many parsers, and 01-05-24 the year 1."""
+    """Many parsers read 24-05-01 as the year 24, and 01-05-24 as the year 1."""
     cells = ("2024-05-01", "24-05-01", "01-05-24", "01-05-24 10:00:00", " 2024-05-01T00:00:00Z")
     text = "".join(f"1,a,{cell}\n" for cell in cells)
     piece = parsed(tmp_path, "sparse: {C1: string}\ntime: ts\n", text)
@@ -66,7 +66,7 @@ def test_dates_are_not_read_as_integers_of_the_files_unit(tmp_path, kind):
 
 
 def test_line_ends_in_quotes_are_kept(tmp_path):
-    """Line ends of the rows may be of either kind."""
+    """The rows may have either kind of line end."""
     cells = ["p\r\nq", "p\nq", "p\n\r\nq", "\r\n", "p"]
     text = "".join(f'1,"{cell}"\r\n' for cell in cells) + "\r\n" + '0,"p\rq"\r\n0,"p","q"\r\n'
     piece = parsed(tmp_path, "sparse: {C1: string}\n", text)
@@ -127,9 +127,9 @@ def test_a_run_reports_values_that_differ_from_the_input(tmp_path, caplog):
     manifest = prepared(
         tmp_path, schema, "1,5,a,p|q|r\n0,1,b,p\n\n1,-3,a,q\n0,1,b,p|q|r|s\n1,1,a,\n"
     )
-    assert "bad lines were left out:\n  1 x blank line" in caplog.messages
-    assert "values clamped to the range of their transform: d 2" in caplog.messages
-    assert "values dropped beyond the maximum of a row: t 3" in caplog.messages
+    assert "bad lines were skipped:\n  1 x blank line" in caplog.messages
+    assert "values clamped to the input range of their transform: d 2" in caplog.messages
+    assert "values dropped because a row had more than the maximum: t 3" in caplog.messages
     assert not any("without an id" in message for message in caplog.messages)
     caplog.clear()
     (tmp_path / "new.csv").write_text("1,1,new,p|new\n0,1,a,\n0,1,other,x\n")
@@ -137,7 +137,7 @@ def test_a_run_reports_values_that_differ_from_the_input(tmp_path, caplog):
         [tmp_path / "new.csv"], tmp_path / "new", like=manifest.path, workers=1, max_bad_fraction=0
     )
     assert new is not None
-    assert "lookups of values without an id of their own: C1 2, t 2" in caplog.messages
+    assert "lookups of values without their own id: C1 2, t 2" in caplog.messages
 
 
 def test_encoded_rows_cannot_replace_the_set_of_like(tmp_path, capsys):
@@ -145,7 +145,7 @@ def test_encoded_rows_cannot_replace_the_set_of_like(tmp_path, capsys):
     manifest = prepared(tmp_path, "sparse: {C1: string}\n", rows)
     arguments = ["encode", "--like", manifest.path, "--input", tmp_path / "t.csv", "--overwrite"]
     assert main([*map(str, arguments), "--output", str(tmp_path / "." / "set")]) == 2
-    assert "is the set of --like" in capsys.readouterr().err
+    assert "this is the set of --like" in capsys.readouterr().err
     assert load_manifest(manifest.path).fingerprint == manifest.fingerprint
 
 
@@ -161,7 +161,7 @@ def test_a_file_written_while_it_is_read_is_refused(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(stage, "parse_table", parse_and_append)
-        with pytest.raises(DataError, match=r"t\.csv: was written while it was read"):
+        with pytest.raises(DataError, match=r"t\.csv changed while it was read"):
             prepared(tmp_path, "sparse: {C1: string}\n", text)
     rows = prepared(tmp_path, "sparse: {C1: string}\n", text).splits
     assert sum(rows.values()) == 200
@@ -180,7 +180,7 @@ def test_a_remote_file_written_while_it_is_read_is_refused(tmp_path, monkeypatch
     options = {"schema": schema_of(tmp_path, "sparse: {C1: string}\n"), "crosses": ()}
     with monkeypatch.context() as patch:
         patch.setattr(stage, "parse_table", parse_and_replace)
-        with pytest.raises(DataError, match=r"late/t\.csv: was written while it was read"):
+        with pytest.raises(DataError, match=r"late/t\.csv changed while it was read"):
             run_prepare(tmp_path / "set", input_path("memory://late/t.csv"), **options)
     assert run_prepare(tmp_path / "set", input_path("memory://late/t.csv"), **options).splits
 

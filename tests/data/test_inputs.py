@@ -1,4 +1,6 @@
-"""Inputs that prepare accepts and refuses: file formats, labels, Parquet, splits, a full disk."""
+"""Tests the inputs that prepare accepts and refuses: file formats, labels, Parquet, splits, a full
+disk.
+"""
 
 import gzip
 import lzma
@@ -35,7 +37,7 @@ def source(tmp_path_factory):
 
 
 def refused(capsys, output, *arguments):
-    """The single error line of prepare."""
+    """Return prepare's single error line."""
     assert main(["prepare", "--output", str(output), *map(str, arguments)]) == 2
     captured = capsys.readouterr()
     errors = [line for line in captured.err.splitlines() if "error: " in line]
@@ -60,7 +62,7 @@ OTHER_FORMATS = {
     "marked.tsv.xz": (lzma.compress(b"\xef\xbb\xbf" + TEXT), "decompress it; its content starts"),
     "cut.tsv.gz": (gzip.compress(TEXT)[:8], "truncated or damaged"),
     "plain.tsv.gz": (TEXT, "is not a gzip file"),
-    "empty.tsv.gz": (b"", "truncated or damaged (it has no bytes)"),
+    "empty.tsv.gz": (b"", "truncated or damaged (empty file)"),
 }
 
 
@@ -97,7 +99,7 @@ def test_the_same_file_twice_is_refused(tmp_path, capsys, source, link):
         again = tmp_path / "again.tsv"
         link(source, again)
     error = refused(capsys, tmp_path / "set", "--input", source, again)
-    assert "would count twice" in error
+    assert "would be duplicated" in error
 
 
 @pytest.mark.parametrize("label", [" 1", "01", "+1", "1 ", "1.0", "-0", "", "true"])
@@ -115,7 +117,7 @@ SMALL_SCHEMA = "dense: {I1: {kind: integer}}\nsparse: {C1: string, C2: integer}\
 
 
 def small_parquet(tmp_path, label, dense, first, second):
-    """A piece of Parquet rows with the given columns."""
+    """Write a piece of Parquet rows with the given columns."""
     from sbpflow.data.prepare.schema_file import read_schema
 
     (tmp_path / "schema.yaml").write_text(SMALL_SCHEMA)
@@ -288,11 +290,11 @@ def test_the_message_after_an_interrupt_says_what_a_rerun_does(
         ('sparse: [C1]\nseparator: "\\n"\n', "must be one of"),
         ("sparse: [C1]\nseparator: '\"'\n", "must be one of"),
         ("sparse: [C1]\ndense: [__split]\n", "the name '__split' is reserved"),
-        ('dense: ["*"]\nsparse: [C1]\n', "'*' is a pattern to Polars"),
-        ('dense: ["^d.*$"]\nsparse: [C1]\n', "'^d.*$' is a pattern to Polars"),
-        ('label: "^.*$"\nsparse: [C1]\n', "'^.*$' is a pattern to Polars"),
+        ('dense: ["*"]\nsparse: [C1]\n', "the column name '*' as a pattern"),
+        ('dense: ["^d.*$"]\nsparse: [C1]\n', "the column name '^d.*$' as a pattern"),
+        ('label: "^.*$"\nsparse: [C1]\n', "the column name '^.*$' as a pattern"),
         ("sparse: [a/b]\n", "'a/b' may have only letters"),
-        ("sparse: [[C1]]\n", "sparse has ['C1']; write names of columns"),
+        ("sparse: [[C1]]\n", "sparse has ['C1']; write column names"),
         ("sparse: [C1, C2]\ndense: [C1xC2]\n", "--crosses: 'C1xC2' is also the name of a column"),
     ],
 )
@@ -351,8 +353,8 @@ def test_plain_text_named_gz_is_refused(tmp_path, capsys):
     path = tmp_path / "rows.tsv.gz"
     path.write_bytes(write_rows(tmp_path / "rows.tsv", ROWS[:5]).read_bytes())
     message = refused(capsys, tmp_path / "set", "--input", path)
-    assert "is named .gz but is not a gzip file" in message
-    assert "rename it to rows.tsv" in message
+    assert "this is not a gzip file" in message
+    assert "rename plain text to rows.tsv" in message
 
 
 def test_files_of_a_folder_that_are_not_read_are_logged(tmp_path, caplog):

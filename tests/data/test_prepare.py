@@ -1,4 +1,4 @@
-"""prepare against plain Python: counts, ids and values, input formats, and bad lines."""
+"""Tests prepare against plain Python: counts, ids and values, input formats, and bad lines."""
 
 import gzip
 
@@ -35,7 +35,9 @@ def source(tmp_path_factory):
 
 
 def check_ids(manifest, rows, train_rows, name, min_count):
-    """Each frequent value of the train part has its own id; missing is 0, anything else 1."""
+    """Check ids: each frequent value of the train part has its own id, missing is 0, any other
+    value is 1.
+    """
     counts = counts_of(rows[:train_rows], name)
     frequent = {value for value, count in counts.items() if count >= min_count}
     places = [CRITEO.columns.index(part) for part in name.split("x")]
@@ -298,16 +300,16 @@ def test_workers_and_pieces_do_not_change_the_rows(tmp_path, source):
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        ("dense: I1\nsparse: [C1]\n", "write a list of names"),
+        ("dense: I1\nsparse: [C1]\n", "write names, or name: transform"),
         ("sparse: 5\n", "name: kind"),
-        ("dense: [I1]\n", "at least one is needed"),
+        ("dense: [I1]\n", "name at least one column"),
         ("sparse: {C1: text}\n", "hex, string, integer"),
         ("spares: [C1]\n", "unknown key 'spares'"),
         ("[1, 2]\n", "must be a mapping"),
         ("sparse: [C1, label]\n", "used twice"),
         ("columns: [label]\nsparse: [C1]\n", "not one of columns"),
         ("sparse: [C1]\nseparator: '::'\n", "must be one of '\\t' ','"),
-        ("sparse: {C1: [\n", "cannot be read"),
+        ("sparse: {C1: [\n", "cannot be parsed as YAML"),
     ],
 )
 def test_a_wrong_schema_gives_one_readable_message(tmp_path, source, capsys, schema, message):

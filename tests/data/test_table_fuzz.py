@@ -1,4 +1,6 @@
-"""Any schemas and cells: no traceback, no lost rows, and the same result for text and Parquet."""
+"""Tests any schemas and cells: no traceback, no lost rows, and equal results for text and
+Parquet.
+"""
 
 import csv
 import io
@@ -145,10 +147,10 @@ QUOTES = [
     (b'1,"a,b",x\n', 1, {}),
     (b'1,"a""b",x\n', 1, {}),
     (b'1,"a\nb",x\n', 1, {}),
-    (b'1,a"b,x\n0,c,d\n', 1, {"a quote that does not enclose a whole cell": 1}),
-    (b'1,"a,x\n0,c,d\n0,c,d\n', 2, {"a quote that does not enclose a whole cell": 1}),
-    (b'1,a"b,x\n0,c,d\n0,c"d,e\n', 1, {"a quote that does not enclose a whole cell": 2}),
-    (b'1,"a"b,x\n', 0, {"a quote that does not enclose a whole cell": 1}),
+    (b'1,a"b,x\n0,c,d\n', 1, {"quote does not enclose a whole cell": 1}),
+    (b'1,"a,x\n0,c,d\n0,c,d\n', 2, {"quote does not enclose a whole cell": 1}),
+    (b'1,a"b,x\n0,c,d\n0,c"d,e\n', 1, {"quote does not enclose a whole cell": 2}),
+    (b'1,"a"b,x\n', 0, {"quote does not enclose a whole cell": 1}),
     (b'1,"a",x,"y"\n', 0, {"4 fields instead of 3": 1}),
     (b'1,"a"\n', 0, {"2 fields instead of 3": 1}),
     (b'1,"",x\n\n0,b,x\n', 2, {"blank line": 1}),

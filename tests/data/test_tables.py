@@ -1,4 +1,4 @@
-"""Tables with every kind of column: read from CSV and Parquet, encoded, and grown."""
+"""Tests tables with every kind of column: read from CSV and Parquet, encoded, and grown."""
 
 import json
 import shlex
@@ -172,7 +172,7 @@ def test_encoding_the_test_rows_gives_identical_files(tmp_path, as_csv):
 
 
 def shops(first, count):
-    """Rows with shops from ``first`` up, three rows of each."""
+    """Return rows with shops numbered from ``first``, three rows of each shop."""
     base = table(60, seed=5)
     return [{**row, "price": 1.0, "shop": first + n % count} for n, row in enumerate(base)]
 
@@ -213,13 +213,13 @@ def test_growth_changes_no_id_and_fills_spare_ids_first(tmp_path, capsys):
     (shop,) = (entry for entry in json.loads(report)["growth"] if entry["table"] == "deep.shop")
     assert (shop["new_values"], shop["in_spare_ids"], shop["behind_the_old"]) == (12, 5, 7)
     assert shop["max_over_mean"] == pytest.approx(max(parts) / np.mean(parts), abs=1e-3)
-    line = "deep.shop: 12 new values, 5 with spare ids and 7 after the old rows; the most loaded of"
-    assert f"{line} 4" in explained(capsys, big.path)
+    line = "deep.shop: 12 new values, 5 with spare ids and 7 after the old rows; the maximum load"
+    assert f"{line} of the 4 parts" in explained(capsys, big.path)
     assert "grown" not in explained(capsys, same.path)
 
 
 def explained(capsys, folder, *more):
-    """The output of explain for scheme 2 on four ranks."""
+    """Return the output of explain for scheme 2 on four ranks."""
     capsys.readouterr()
     words = ["--config", "configs/scheme2.yaml", "--world-size", "4", f"data.path={folder}"]
     assert explain([*words, "model.wide.crosses=[]", "parallel.kernel=torch", *more]) == 0
@@ -235,9 +235,9 @@ def test_like_refuses_options_that_the_set_decides(tmp_path, as_csv, capsys):
     source = write_csv(tmp_path / "t.csv", ROWS[:20])
     words = ["--input", source, "--output", tmp_path / "new", "--like", as_csv.path]
     assert main(["prepare", *map(str, words), "--min-count", "3"]) == 2
-    assert "--min-count: the set of --like decides this" in capsys.readouterr().err
+    assert "--min-count: the set of --like" in capsys.readouterr().err
     assert main(["prepare", *map(str, words[:4]), "--grow"]) == 2
-    assert "--grow: needs a set to grow from" in capsys.readouterr().err
+    assert "--grow needs a set to grow from" in capsys.readouterr().err
 
 
 def test_a_changed_bit_in_a_vocabulary_is_found(tmp_path, as_csv, capsys):
@@ -261,7 +261,7 @@ def test_a_set_of_format_1_is_refused_with_the_command_to_rebuild_it(tmp_path, c
     (tmp_path / MANIFEST).write_text(json.dumps(old))
     assert main(["stats", str(tmp_path)]) == 2
     error = capsys.readouterr().err
-    assert "format version 1, but this program reads 2" in error
+    assert "format version 1, but this program reads only version 2" in error
     assert (
         "sbpflow prepare --input FOLDER/train.tsv --split time:0.8,0.1,0.1 --crosses C1xC2 "
         f"--hash-size C1xC2=9 --min-count 3 --seed 9 --dense log1 --output {tmp_path}"
@@ -286,7 +286,7 @@ def test_a_second_run_with_the_same_output_is_refused(tmp_path, capsys):
     words = ["--input", source, "--schema", tmp_path / "schema.yaml", "--output", tmp_path / "s"]
     with only_run(tmp_path / "s"):
         assert main(["prepare", *map(str, words)]) == 2
-        assert "is being made by another run (process" in capsys.readouterr().err
+        assert "another run (process" in capsys.readouterr().err
     assert not (tmp_path / "s.work.lock").exists()
 
 
@@ -305,7 +305,7 @@ def test_columns_with_an_x_are_crossed_and_ambiguous_names_refused(tmp_path, cap
 
 
 class Stopped(BaseException):
-    """Ends a run as suddenly as a kill."""
+    """Ends a run as suddenly as a kill does."""
 
 
 def _stop(*_, **__):
@@ -315,7 +315,7 @@ def _stop(*_, **__):
 def _half(*arguments):
     encode_all(*arguments)
     for record in sorted((arguments[4] / "encoded").iterdir())[1::2]:
-        record.unlink()  # as if these were not encoded yet; their staged files are gone
+        record.unlink()  # simulate pieces that are not encoded yet: remove their staged files
     raise Stopped
 
 
@@ -329,7 +329,7 @@ STAGED, READY = ["*.list", "*.arrow"], ["fitted.json", "*.ids.npy", "*.starts.np
      (("encode_all", _half), READY), (("_publish", _stop), READY)],
 )  # fmt: skip
 def test_a_stopped_run_resumes_to_the_same_bytes(tmp_path, monkeypatch, place, kinds):
-    """Also if one of its files is damaged, for each kind of file that exists at that point."""
+    """The test also damages one file of each kind that exists when the run stops."""
     source = write_csv(tmp_path / "t.csv", table(200))
     (tmp_path / "schema.yaml").write_text(SCHEMA)
     settings = {"schema": read_schema(tmp_path / "schema.yaml"), "crosses": (),
@@ -355,8 +355,8 @@ def test_a_stopped_run_resumes_to_the_same_bytes(tmp_path, monkeypatch, place, k
 
 @pytest.mark.parametrize(
     ("array", "place", "value", "message"),
-    [("ids", 0, 1, "has ids 1.."), ("ids", 0, 999, "..999, but values must have rows 2..10"),
-     ("ids", 1, None, "gives two values the same id"), ("keys", 3, 0, "do not ascend")],
+    [("ids", 0, 1, "has ids 1.."), ("ids", 0, 999, "..999, but value ids must be 2..10"),
+     ("ids", 1, None, "has one id for two values"), ("keys", 3, 0, "do not ascend")],
 )  # fmt: skip
 def test_a_hand_made_vocabulary_is_refused(tmp_path, as_csv, capsys, array, place, value, message):
     """Its checksums and fingerprint are correct."""

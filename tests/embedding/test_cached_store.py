@@ -136,6 +136,48 @@ def test_values_are_exact_under_any_timing(seed):
     assert store.counts.fetched > store.counts.new > 0
 
 
+class BlockedRecords(MappedRecords):
+    """Records whose writes wait for ``opens``."""
+
+    def __init__(self, inner):
+        self._records = inner._records
+        self.opens, self.waits = threading.Event(), threading.Event()
+
+    def write(self, rows, records):
+        self.waits.set()
+        assert self.opens.wait(30)
+        MappedRecords.write(self, rows, records)
+
+
+def test_reads_do_not_wait_for_a_slow_write_and_a_row_that_returns_is_exact():
+    made = []
+
+    def records(rows, layout):
+        made.append(BlockedRecords(host_records(rows, layout, pinned=False)))
+        return made[-1]
+
+    store = CachedStore(REQUEST, records, 4, ahead=0, key="key")
+    given = [torch.tensor(rows) for rows in ([0, 1, 2, 3], [4, 5], [0, 1])]
+    for number, batch in enumerate(given):
+        store.announce(number, batch)
+    slots = store.admit(0)
+    store.kernel.weights[slots] += 1000
+    store.release(0)
+    slots = store.admit(1)  # two rows leave; those that batch 2 uses stay
+    assert made[0].waits.wait(30)
+    found = store.read(torch.arange(6))[WEIGHTS][:, 0]  # in slots, and on their way
+    assert found.tolist() == [1000, 1001, 1002, 1003, 4, 5]
+    store.kernel.weights[slots] += 1000
+    store.release(1)
+    made[0].opens.set()
+    store.admit(2)
+    store.release(2)
+    store.announce(3, torch.tensor([2, 3, 9, 8]))  # written and read again
+    slots = store.admit(3)
+    assert store.kernel.weights[slots, 0].tolist() == [1002, 1003, 9, 8]
+    assert store.read(torch.tensor([4, 5]))[WEIGHTS][:, 0].tolist() == [1004, 1005]
+
+
 def test_evaluation_reads_without_moving_rows():
     store = make_store(60)
     expected = initial(torch.arange(ROWS))[WEIGHTS]

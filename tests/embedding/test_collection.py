@@ -1,4 +1,4 @@
-"""The collection and its optimizers, used through the public API."""
+"""Tests the collection and its optimizers through the public API."""
 
 from ast import literal_eval
 
@@ -34,7 +34,7 @@ def forward_twice(world: World) -> None:
 
     first = forward()
     first.sum().backward()
-    forward(training=False)  # an evaluation between the two does not lose anything
+    forward(training=False)  # an evaluation between the two steps does not lose anything
     with pytest.raises(
         SbpError,
         match=r"apply_gradients\(step\).*start_id_exchange.*receive_grads.*update\(step\)",
@@ -91,9 +91,9 @@ def test_out_of_range_constant_is_reported_with_a_valid_one(key, value):
     with pytest.raises(ConfigError) as error:
         sparse_optimizer(name, **{"lr": 0.1, key: value})
     start, _, passes = str(error.value).partition("; use ")
-    assert start == f"sparse optimizer {name}: {key} {value}"
+    assert start == f"sparse optimizer {name}: got {key} {value}"
     assert "0" in passes
-    example = passes.partition(f"for example {key}=")[2]
+    example = passes.partition(f"for example, {key}=")[2].removesuffix(")")
     sparse_optimizer(name, **{"lr": 0.1, key: literal_eval(example)})
 
 

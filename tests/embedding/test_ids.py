@@ -1,4 +1,4 @@
-"""Ids passed by callers: validation and error messages, and replacement of out-of-range ids."""
+"""Tests ids passed by callers: validation, error messages, and replacement of out-of-range ids."""
 
 import pytest
 import torch
@@ -79,7 +79,7 @@ CHANGES = {
     "feature x is unknown": {"x": torch.tensor([1, 2])},
     "differ in the number of samples": {"a": torch.tensor([1, 2, 3])},
     "feature a: got Bags for 1 ids per sample": {"a": Bags(torch.ones(2).int(), torch.arange(3))},
-    "feature c: .* must be passed as Bags": {"c": torch.tensor([1, 2])},
+    "feature c: .* pass Bags": {"c": torch.tensor([1, 2])},
     r"feature b: ids are torch.int64\[2\]; use": {"b": torch.tensor([1, 2])},
     r"feature a: ids are torch.float32\[2\]; use": {"a": torch.tensor([1.0, 2.0])},
     "feature c: values are torch.float32": {"c": Bags(torch.ones(3), torch.tensor([0, 0, 3]))},
@@ -212,14 +212,14 @@ def test_hashed_ids_spread_over_the_table():
     plan = make_plan("hash", features=FEATURES[:1])
     ids = torch.arange(10, 10_010).unsqueeze(1)
     counts = torch.bincount(reader(plan).read(ids).matrix[:, 0].long(), minlength=10)
-    # 10,000 over 10 rows: five standard deviations of 30
+    # 10,000 ids over 10 rows; the limit is five standard deviations of 30
     assert (counts - 1000).abs().max() < 150
 
 
 def test_invalid_plans_are_rejected():
-    with pytest.raises(ConfigError, match="feature a: hotness 0; use 1 or more"):
+    with pytest.raises(ConfigError, match="feature a: got hotness 0; use 1 or more"):
         FeatureConfig(name="a", hotness=0)
-    with pytest.raises(ConfigError, match=r"table t: features \[\]; name one or more"):
+    with pytest.raises(ConfigError, match=r"table t: got features \[\]; list 1 or more"):
         TableConfig(name="t", features=(), num_rows=1, dim=1)
     table = TableConfig(name="t", features=("nowhere",), num_rows=1, dim=1)
     world = Placement.line("cpu", 1)
@@ -228,7 +228,7 @@ def test_invalid_plans_are_rejected():
     def plan(outputs):
         return plan_tables(outputs, layouts, size=1)
 
-    with pytest.raises(ConfigError, match="table t: feature 'nowhere' is not in the data"):
+    with pytest.raises(ConfigError, match="table t: the data has no feature 'nowhere'"):
         plan([OutputConfig(name="o", tables=(table,))])
     twice = [OutputConfig(name=name, tables=(table,)) for name in "op"]
     with pytest.raises(ConfigError, match="table t: the name is used twice"):
@@ -273,7 +273,7 @@ BOUNDS = IdBounds(columns=(10, 20, 20), lists=(30, 40), lengths=(3, 2))
 
 
 def as_batch(bounds=BOUNDS):
-    """The ids of ``good`` as a loader delivers them."""
+    """Return the ids of ``good`` as a loader delivers them."""
     return BatchIds(
         torch.tensor([[1, 3, 4], [2, 5, 6]], dtype=torch.int32),
         Lists(
@@ -332,7 +332,7 @@ def test_lists_of_unused_features_are_dropped():
 
 
 def test_matrix_features_of_a_ragged_table_become_lists():
-    """Features a and c share a table, which is looked up by lists."""
+    """Features a and c share a table with lookups by lists."""
     layout = TableLayout(layout=Layout(Placement.line("cpu", 2), (Split(0),)), exchange="unique")
     features = FEATURES[:1] + FEATURES[2:3]
     table = TableConfig(name="t", features=("a", "c"), num_rows=30, dim=4)

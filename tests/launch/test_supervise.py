@@ -1,4 +1,4 @@
-"""The restart loop: it restarts a failed job, forwards signals, and finally gives up."""
+"""Tests the restart loop: it restarts a failed job, forwards signals, and finally gives up."""
 
 import signal
 import subprocess
@@ -29,8 +29,8 @@ def test_a_failing_job_is_restarted_until_it_succeeds(tmp_path):
     assert process.returncode == 0
     assert (tmp_path / "starts").read_text().split() == ["x"] * 3
     assert stderr.splitlines() == [
-        "supervise: ended with code 3, restarting in 0 s (19 restarts left)",
-        "supervise: ended with code 3, restarting in 0 s (18 restarts left)",
+        "supervise: ended with code 3; restarting in 0 s (19 restarts left)",
+        "supervise: ended with code 3; restarting in 0 s (18 restarts left)",
     ]
 
 
@@ -39,7 +39,7 @@ def test_the_loop_gives_up_after_repeated_short_runs(tmp_path):
     _, stderr = outputs_of(process, 30)
     assert process.returncode == 2
     assert (tmp_path / "starts").read_text().split() == ["x"] * 3
-    assert stderr.endswith("supervise: ended with code 2, giving up after 2 restarts\n")
+    assert stderr.endswith("supervise: ended with code 2; giving up after 2 restarts\n")
 
 
 def test_long_runs_do_not_count_as_failures(tmp_path):
@@ -74,8 +74,8 @@ def test_a_launcher_that_hangs_after_its_ranks_is_killed(tmp_path):
     process = start(tmp_path, f"exec {sys.executable} hang.py", STUCK_S="1")
     _, stderr = outputs_of(process, 30)
     assert process.returncode == 0
-    # The shell may say "Killed" in between.
+    # The shell may print "Killed" in between.
     assert [line for line in stderr.splitlines() if line.startswith("supervise")] == [
-        "supervise: its ranks have been gone for 1 s, killing it",
-        "supervise: ended with code 137, restarting in 0 s (19 restarts left)",
+        "supervise: torchrun still runs 1 s after its ranks ended; killing it",
+        "supervise: ended with code 137; restarting in 0 s (19 restarts left)",
     ]

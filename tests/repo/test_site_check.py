@@ -1,4 +1,4 @@
-"""What .ci/check_site.py finds in a built site."""
+"""Tests the errors that .ci/check_site.py finds in a built site."""
 
 import runpy
 from pathlib import Path
@@ -35,12 +35,12 @@ def test_a_site_that_needs_no_network_passes(site):
         ('<link rel="preload" href="http://fonts.invalid/f">', "loads http://fonts.invalid/f"),
         ('<img src="https://badge.invalid/b.svg">', "loads https://badge.invalid/b.svg"),
         ("<style>@import 'https://css.invalid/c.css'</style>", "loads https://css.invalid/c.css"),
-        ('<a href="gone.html">x</a>', "gone.html is not in the site"),
-        ('<img src="gone.svg">', "gone.svg is not in the site"),
-        ('<a href="#gone">x</a>', "#gone names a place that its page does not have"),
+        ('<a href="gone.html">x</a>', "gone.html is not a file of the site"),
+        ('<img src="gone.svg">', "gone.svg is not a file of the site"),
+        ('<a href="#gone">x</a>', "#gone is a link to a missing anchor"),
         (
             '<a href="index.html#gone">x</a>',
-            "index.html#gone names a place that its page does not have",
+            "index.html#gone is a link to a missing anchor",
         ),
     ],
 )
@@ -57,4 +57,4 @@ def test_a_font_in_a_style_sheet_is_found(site):
 def test_a_site_without_search_or_pages_is_found(site):
     (site / "searchindex.js").unlink()
     (site / "index.html").unlink()
-    assert faults(site) == ["searchindex.js: not there", "no page"]
+    assert faults(site) == ["searchindex.js is missing", "no page"]

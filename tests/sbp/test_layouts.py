@@ -1,4 +1,4 @@
-"""Layout values without ranks: parsing, printing, splits, placements, parts."""
+"""Tests layout values without ranks: parsing, printing, splits, placements, parts."""
 
 import itertools
 import json
@@ -77,7 +77,7 @@ def test_parse_refuses_and_shows_the_forms(text):
 
 
 def test_a_dim_from_the_back_is_explained():
-    with pytest.raises(SbpError, match=r"dims count from the front, so the last of two is S\(1\)"):
+    with pytest.raises(SbpError, match=r"count dims from the front, so that S\(1\) is the last"):
         parse_sbp("S(-1)")
     for text in ("S(0)[1,]", "S(0)[1 2]"):
         with pytest.raises(SbpError, match="whole numbers separated by commas"):
@@ -98,7 +98,7 @@ SBPS = st.one_of(
 @settings(deadline=None, derandomize=True)
 @given(nd_sbp=st.lists(SBPS, min_size=1, max_size=4).map(tuple), spaces=st.booleans())
 def test_printed_layouts_parse_back(nd_sbp, spaces):
-    """Explicit sizes included, on any number of axes, with or without blanks."""
+    """The layouts include explicit sizes, any number of axes, and optional blanks."""
     text = format_nd_sbp(nd_sbp)
     assert parse_nd_sbp(text if spaces else text.replace(" ", "")) == nd_sbp
     assert all(parse_sbp(str(sbp)) == sbp for sbp in nd_sbp)
@@ -139,7 +139,7 @@ def test_different_layouts_print_differently():
     ids=repr,
 )
 def test_a_layout_may_be_written(written, nd_sbp):
-    """A text, one sbp or a list equals the tuple and has the same hash."""
+    """A string, one sbp or a list equals the tuple and has the same hash."""
     line = Placement.line("cpu", 2)
     layout = Layout(line, written)
     assert layout == Layout(line, nd_sbp)
@@ -199,7 +199,7 @@ def test_parts_cover_and_do_not_overlap(grid):
 
 
 def test_moves_deliver_each_element_once():
-    """The boxes that a destination rank receives cover its part once per source term."""
+    """The boxes that a destination rank receives cover its part exactly once per source term."""
     placements = [Placement.of("cpu", r) for r in ([0, 1], [1, 2, 0], [[0, 1], [2, 3]])]
     for src_at, dst_at in itertools.product(placements, repeat=2):
         for a in itertools.product([S0, S1, B, P], repeat=src_at.ndim):
@@ -230,7 +230,7 @@ def test_placement_groups():
     ("make", "message"),
     [
         (lambda: Placement.of("cpu", []), "at least one rank"),
-        (lambda: Placement.of("cpu", [0, 0]), "repeat; each rank may appear once"),
+        (lambda: Placement.of("cpu", [0, 0]), "contain a rank twice; list each rank once"),
         (lambda: Placement.of("cpu", [[0, 1], [2]]), "ragged; every row"),
         (lambda: Placement.of("cpu", [0, [1]]), "mix depths"),
         (lambda: Placement.of("cpu", [[0], 1]), "mix depths"),
@@ -247,11 +247,17 @@ def test_placement_groups():
         (lambda: Placement.of("cpu", [0, 1.5]), "ranks 1.5 are not whole numbers"),
         (lambda: Placement.of("cpu", np.ones(2)), "ranks 1.0 are not whole numbers"),
         (lambda: Layout(Placement.line("cpu", 2), "SP"), "'SP' is not a layout; write"),
-        (lambda: Layout(Placement.line("cpu", 2), "(B, B)"), "2 entries, the placement has 1 axes"),
+        (
+            lambda: Layout(Placement.line("cpu", 2), "(B, B)"),
+            "2 entries, but the placement has 1 axes",
+        ),
         (lambda: Layout(Placement.line("cpu", 2), (0,)), r"\(0,\) is not a layout; write S\(0\)"),
         (lambda: Layout(Placement.line("cpu", 2), None), "None is not a layout; write"),
-        (lambda: line_layout("cpu", 3, Split(0, (1, 2))), "needs 3 of them"),
-        (lambda: Layout(Placement.line("cpu", 2), (S0, B)), "2 entries, the placement has 1 axes"),
+        (lambda: line_layout("cpu", 3, Split(0, (1, 2))), "needs 3 sizes"),
+        (
+            lambda: Layout(Placement.line("cpu", 2), (S0, B)),
+            "2 entries, but the placement has 1 axes",
+        ),
         (lambda: Layout(Placement.of("cpu", [[0, 1]]), (P, Partial("max"))), "mixes reductions"),
         (
             lambda: line_layout("cpu", 2, Split(0, (1, 2))).part_shape((4,), 0),
@@ -306,5 +312,5 @@ def test_full_shape_from_parts():
         parts | {3: (2,)},
         parts | {0: (4, 2)},
     ):
-        with pytest.raises(SbpError, match=r"parts of shapes .* would hold .*sizes=\(\.\.\)"):
+        with pytest.raises(SbpError, match=r"parts of shapes .* would have .*sizes=\(\.\.\)"):
             full_shape(parts | wrong, layout)

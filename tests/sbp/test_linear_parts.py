@@ -1,4 +1,6 @@
-"""linear_of_parts equals concat and linear, forward and backward, under any dense layout."""
+"""Tests that linear_of_parts equals concat and linear, forward and backward, under any dense
+layout.
+"""
 
 import re
 
@@ -86,13 +88,13 @@ REFUSED = {
     "inputs of widths [3, 8] need a weight of 11 columns": lambda xs, w, b: (xs[:2], w, b),
     "the list of tensors is empty": lambda xs, w, b: ([], w, b),
     "needs a list of tensors, got GlobalTensor(float64[7, 3]": lambda xs, w, b: (xs[0], w, b),
-    "input 1 has 1 dim, GlobalTensor(float64[5]": lambda xs, w, b: ([xs[0], b], w, b),
+    "input 1 has 1 dim, but needs 2: GlobalTensor(float64[5]": lambda xs, w, b: ([xs[0], b], w, b),
     "operand 1 is a plain tensor of shape [7]": lambda xs, w, b: ([xs[0], torch.ones(7)], w, b),
     "weight has 1 dim": lambda xs, w, b: (xs, b, b),
     "weight is None, not a GlobalTensor": lambda xs, w, b: (xs, None, b),
     "operand 4 is a plain tensor of shape [5]": lambda xs, w, b: (xs, w, torch.ones(5)),
     "shapes [[7, 3], [7, 8], [7, 1], [5, 12], [5, 12]] do not fit": lambda xs, w, b: (xs, w, w),
-    "operands are float32, float64, float64, float64, float64; they must have the same dtype": (
+    "operands are float32, float64, float64, float64, float64, but all operands must have": (
         lambda xs, w, b: ([ops.cast(xs[0], torch.float32), *xs[1:]], w, b)
     ),
 }

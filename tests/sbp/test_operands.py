@@ -1,4 +1,4 @@
-"""Invalid operands and dims are refused by name."""
+"""Tests that invalid operands and dims are refused by name."""
 
 import re
 
@@ -18,7 +18,7 @@ LAY_OUT = "lay it out first: GlobalTensor.from_full(x, layout, boxing)"
     [
         wrong(
             "add: operand 1 is the number 1.0, not a GlobalTensor; to multiply, use "
-            "ops.scale(x, 1.0); otherwise make it a tensor: "
+            "ops.scale(x, 1.0); otherwise pass "
             "GlobalTensor.from_full(torch.tensor(1.0), layout, boxing)",
             lambda: ops.add(dry(5, 7), 1.0),
         ),
@@ -30,7 +30,7 @@ LAY_OUT = "lay it out first: GlobalTensor.from_full(x, layout, boxing)"
         wrong("relu: operand 0 is None, not a GlobalTensor; pass", lambda: ops.relu(None)),
         wrong("cast: operand 0 is a plain", lambda: ops.cast(PLAIN, torch.float64)),
         wrong(
-            "cast: dtype 'float32' is not a torch.dtype, such as torch.float64",
+            "cast: dtype 'float32' must be a torch.dtype, such as torch.float64",
             lambda: ops.cast(dry(5, 7), "float32"),
         ),
         wrong(

@@ -1,7 +1,6 @@
 """Cached tables train, save, and resume bit-equal to tables on the device."""
 
 import random
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,6 @@ from typing import Any
 import pytest
 
 from sbpflow.checkpoint.read import open_checkpoint
-from sbpflow.checkpoint.write import PieceWriter
 from sbpflow.embedding.cache.records import file_records
 from sbpflow.embedding.cache.store import CachedStore
 from sbpflow.embedding.storage.store import StoreRequest, device_store
@@ -20,9 +18,11 @@ from tests.training.test_stores import (
     STEPS,
     UNIQUE_COLUMNS,
     Case,
+    check_checkpoints,
     make_job,
     saver_of,
     train,
+    train_and_save,
 )
 
 
@@ -48,30 +48,13 @@ class FileStores:
 def whole_run(world: World, case: Case, folder: Path) -> list[dict[str, Any]]:
     """Train, save during training, and continue; then resume from the other's checkpoint."""
     found: list[dict[str, Any]] = []
-    real = PieceWriter.write
-
-    def slow(self: PieceWriter, data: memoryview) -> None:
-        time.sleep(0.001)
-        real(self, data)
-
     slots = 2 * 4 * BATCH  # the rows of the two batches of a step
     cached = FileStores(folder / "scratch", slots)
     kinds = {"device": device_store, "file": cached}
     for name, stores in kinds.items():
         job = make_job(world, case, stores)
-        at = folder / name
-        losses = train(job, 1, 4, case.lookahead) + train(job, 5, SAVED_AT, case.lookahead)
-        saver = saver_of(job, at)
-        PieceWriter.write = slow
-        try:
-            saver.start(SAVED_AT, {})
-            losses += train(job, SAVED_AT + 1, STEPS, case.lookahead)
-            saver.wait()
-        finally:
-            PieceWriter.write = real
-        saver.save(STEPS, {})
+        losses, log_bytes = train_and_save(job, case, folder / name)
         job.trainer.drain()
-        log_bytes = 0 if saver.last_cost is None else saver.last_cost.log_bytes
         found.append({"losses": losses, "log_bytes": log_bytes})
     for name, stores in kinds.items():
         other = "device" if name == "file" else "file"
@@ -97,14 +80,7 @@ def check(ranks, size: int, case: Case, folder: Path) -> None:
         assert cached["leased"] == 0
         assert cached["log_bytes"] > 0
     assert sum(cached["evicted"] for _, cached, *_ in found) > 20
-    names = (f"device/step-{SAVED_AT}", f"device/step-{STEPS}", f"device-resumed/step-{STEPS}")
-    for name in names:
-        one, two = (open_checkpoint(folder / n) for n in (name, name.replace("device", "file")))
-        assert one.tensors.keys() == two.tensors.keys()
-        for tensor in one.tensors:
-            assert one.tensor(tensor).equal(two.tensor(tensor)), (name, tensor)
-    before, after = (open_checkpoint(folder / name) for name in names[:2])
-    assert not before.tensor("tables/deep.C1").equal(after.tensor("tables/deep.C1"))
+    check_checkpoints(folder, "file")
 
 
 KERNELS = ("torch", "numba", "fbgemm")

@@ -1,4 +1,6 @@
-"""``sbpflow train -n N`` starts ranks, and ends with their exit code and a single message."""
+"""Tests that ``sbpflow train -n N`` starts ranks and ends with their exit code and a single
+message.
+"""
 
 import json
 import os
@@ -20,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def started(synth_set, tmp_path) -> Iterator:
-    """Starts two ranks with further arguments, in a new process group."""
+    """Start two ranks with further arguments, in a new process group."""
     processes = []
 
     def start(*words: str) -> subprocess.Popen[str]:
@@ -56,7 +58,7 @@ def wait_for_steps(folder: Path, limit_s: float = 60) -> None:
 
 
 def rank_pids(launcher: int) -> list[int]:
-    """The processes of the launcher, rank 0 first."""
+    """Return the process IDs of the launcher's ranks, rank 0 first."""
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
     words = {int(pid): Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in children}
     ranks = {
@@ -111,7 +113,7 @@ def test_an_interrupt_saves_and_ends_with_130(started, tmp_path, to):
 
 
 def test_impossible_numbers_of_ranks_are_refused(monkeypatch):
-    with pytest.raises(ConfigError, match=r"^-n: 0 ranks; use 1 or more, for example -n 2$"):
+    with pytest.raises(ConfigError, match=r"^-n: 0 ranks; use 1 or more .for example, -n 2.$"):
         start_ranks(["train"], 0, "-n")
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(ConfigError, match=r"^-n: 2, but this process is already rank 1 of"):

@@ -1,8 +1,7 @@
-"""The order of a step's moves: results do not depend on it; overlap is shown and measured."""
+"""Tests the order of a step's moves: it does not affect results; overlap is shown and measured."""
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +25,7 @@ from tests.training.wdl_case import (
     pieces_of,
 )
 
-# The next ids sorted before anything else, gradients waited for where they start.
+# The next ids are sorted before anything else, and gradients are waited for where they start.
 ANOTHER = StepSchedule(
     each_batch=(
         moves.START_ID_EXCHANGE,
@@ -44,7 +43,9 @@ ANOTHER = StepSchedule(
 
 
 def train(world: World, config: Any, schedules: list[StepSchedule], announce: bool) -> Any:
-    """12 batches as 6 steps, the schedules taking turns; losses, pieces and dense parameters."""
+    """Train 12 batches as 6 steps with alternating schedules; return losses, pieces and dense
+    parameters.
+    """
     job = make_job(world, config)
     batches = [b.part(world.rank, world.size) for b in make_batches(12, 30)]
     losses = []
@@ -79,8 +80,8 @@ def test_no_schedule_changes_a_bit(ranks, scheme):
 
 
 def order_of(schedule: StepSchedule, batches: int, window: int, lookahead: int = 1) -> list[str]:
-    """The moves as they are made, with the batch's number, for a step of that many batches with
-    ``window`` announced behind them.
+    """Return the moves in order, with the batch's number, for a step of that many batches with
+    ``window`` batches announced after them.
     """
     made: list[str] = []
 
@@ -191,11 +192,6 @@ def test_what_is_in_flight_during_a_move():
     )
 
 
-def test_the_architecture_page_shows_the_schedule():
-    page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
-    assert str(OVERLAPPED) in page
-
-
 @pytest.mark.parametrize(
     ("scheme", "world_size", "made"),
     [
@@ -213,7 +209,7 @@ def test_a_run_knows_which_transfers_it_makes(scheme, world_size, made):
 
 
 def fails_and_goes_on(world: World, config: Any) -> list[str]:
-    """The messages of a step that fails in the middle, and of the next step."""
+    """Return the messages of a step that fails in the middle, and of the next step."""
     job = make_job(world, config)
     good, bad = (b.part(world.rank, world.size) for b in make_batches(4, 30)[:2])
     messages = []
@@ -319,9 +315,7 @@ def test_batches_without_rows_are_left_out(ranks):
     want = ranks(2, train_two, config)
     for (losses, messages), expected in zip(ranks(2, steps_with_empty, config), want, strict=True):
         assert losses == expected
-        assert (
-            messages[:3] == ["step: no batch with rows; pass one, or a list with at least one"] * 3
-        )
+        assert messages[:3] == ["step: no batch has rows; pass at least one batch with rows"] * 3
         assert messages[3].startswith("step: tuple is not a batch: it has no attribute labels")
         assert messages[4].startswith("step: NoneType is not a batch")
 
@@ -397,7 +391,7 @@ def test_orders_that_use_missing_results_are_refused(each_batch, each_step, mess
 
 
 class Switch:
-    """The attribute of a trainer that the watch uses."""
+    """Contains the trainer attribute that the watch uses."""
 
     schedule = OVERLAPPED
 
@@ -413,7 +407,7 @@ def test_the_overlap_watch_alternates_and_reports(monkeypatch):
     assert seen[:10] == [True] * 10
     assert seen[10:50] == ([True] * 5 + [False] * 5) * 4
     assert seen[50:] == [True] * 10
-    assert watch.summary().startswith("hides 3.00 ms of a step of 5.00 ms (medians of 16 steps")
+    assert watch.summary().startswith("saves 3.00 ms of a step of 5.00 ms (medians of 16 steps")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Tables in a store with few slots train, save and resume bit-equal to tables on the device."""
+"""Tests that tables in a store with few slots train, save and resume bit-equal to tables on the
+device.
+"""
 
 import itertools
 import time
@@ -37,7 +39,9 @@ UNIQUE_COLUMNS = {"deep.*": TableRule(sbp="S(1)", exchange="unique")}
 
 @dataclass(frozen=True)
 class Case:
-    """A job; ``lookahead`` is how many batches are announced before their own step begins."""
+    """Describes a job; ``lookahead`` is the number of batches announced before their own step
+    begins.
+    """
 
     scheme: str
     kernel: str
@@ -48,9 +52,10 @@ class Case:
     lookahead: int = 1
 
     def slots(self, size: int) -> int:
-        """Room for the rows of all batches in flight: up to two in a step, plus the announced ones.
+        """Return the room for the rows of all batches in flight: up to two in a step, plus the
+        announced ones.
 
-        Of four ranks none owns more than two thirds of a batch's rows.
+        Each of four ranks owns at most two thirds of a batch's rows.
         """
         rows = 4 * BATCH * (2 + self.lookahead)
         return 2 * rows // 3 if size == 4 else rows
@@ -71,25 +76,25 @@ class Case:
 
 
 def batch_of(number: int) -> Rows:
-    """Skewed ids with duplicates; every fifth batch is short."""
+    """Return skewed ids with duplicates; every fifth batch is short."""
     generator = torch.Generator().manual_seed(number)
     n = BATCH - 7 if number % 5 == 4 else BATCH
-    ids = [(torch.rand(n, generator=generator) ** 2 * one.rows).int() for one in FIELDS.ids]
+    ids = [(torch.rand(n, generator=generator) ** 2 * field.rows).int() for field in FIELDS.ids]
     dense = torch.randn(n, len(FIELDS.dense), generator=generator)
     labels = (torch.rand(n, generator=generator) < 0.5).float()
     return Rows(labels, dense, torch.stack(ids, 1), n)
 
 
 def batches_of(step: int, world: World) -> list[Rows]:
-    """One batch, or two in every third step."""
+    """Return one batch, or two batches in every third step."""
     numbers = [2 * step, 2 * step + 1] if step % 3 == 0 else [2 * step]
     return [batch_of(number).part(world.rank, world.size) for number in numbers]
 
 
 def train(job: Job, first: int, last: int, lookahead: int) -> list[float]:
-    """Steps ``first`` to ``last``, and predictions for a batch in the middle."""
+    """Run steps ``first`` to ``last``, and predict a batch in the middle."""
     world, found = job.boxing.world, []
-    job.trainer.drain()  # what was announced behind the last step, when a state was saved
+    job.trainer.drain()  # the batches were announced after the last step, when a state was saved
     job.trainer.lookahead = lookahead
     steps = {step: batches_of(step, world) for step in range(first, last + 1 + lookahead)}
     coming = (batch for batches in steps.values() for batch in batches)
@@ -97,7 +102,7 @@ def train(job: Job, first: int, last: int, lookahead: int) -> list[float]:
         while job.trainer.num_announced < len(steps[step]) + lookahead:
             job.trainer.announce(next(coming))
         found.append(float(job.trainer.step(steps[step])))
-        if step % 4 == 0:  # with the batches ahead in flight
+        if step % 4 == 0:  # the announced batches are in flight
             found += job.trainer.predict(batch_of(999).part(world.rank, world.size)).tolist()
     return found
 
@@ -114,38 +119,43 @@ def saver_of(job: Job, folder: Path) -> Saver:
     )
 
 
-def whole_run(world: World, case: Case, folder: Path) -> list[dict[str, Any]]:
-    """Train, save during training, and continue; then resume from the checkpoint.
-
-    Done twice: with rows on the device, and with stores of few slots.
-    """
-    found: list[dict[str, Any]] = []
+def train_and_save(job: Job, case: Case, at: Path) -> tuple[list[float], int]:
+    """Losses, and bytes logged by a slow save during training; then save again."""
     real = PieceWriter.write
 
     def slow(self: PieceWriter, data: memoryview) -> None:
         time.sleep(0.001)
         real(self, data)
 
+    losses = train(job, 1, 4, case.lookahead) + train(job, 5, SAVED_AT, case.lookahead)
+    saver = saver_of(job, at)
+    PieceWriter.write = slow
+    try:
+        saver.start(SAVED_AT, {})
+        losses += train(job, SAVED_AT + 1, STEPS, case.lookahead)
+        saver.wait()
+    finally:
+        PieceWriter.write = real
+    saver.save(STEPS, {})
+    return losses, 0 if saver.last_cost is None else saver.last_cost.log_bytes
+
+
+def whole_run(world: World, case: Case, folder: Path) -> list[dict[str, Any]]:
+    """Train, save during training, and continue; then resume from the checkpoint.
+
+    Done twice: with rows on the device, and with stores of few slots.
+    """
+    found: list[dict[str, Any]] = []
     for name, stores in (("device", device_store), ("slots", DictStores(case.slots(world.size)))):
         job = make_job(world, case, stores)
         at = folder / name
-        losses = train(job, 1, 4, case.lookahead) + train(job, 5, SAVED_AT, case.lookahead)
-        saver = saver_of(job, at)
-        PieceWriter.write = slow
-        try:
-            saver.start(SAVED_AT, {})
-            losses += train(job, SAVED_AT + 1, STEPS, case.lookahead)
-            saver.wait()
-        finally:
-            PieceWriter.write = real
-        saver.save(STEPS, {})
+        losses, log_bytes = train_and_save(job, case, at)
         resumed = make_job(world, case, stores)
         resumed.restore(open_checkpoint(at / f"step-{SAVED_AT}"))
         again = train(resumed, SAVED_AT + 1, STEPS, case.lookahead)
         saver_of(resumed, folder / f"{name}-resumed").save(STEPS, {})
         for one in (job, resumed):
             one.trainer.drain()
-        log_bytes = 0 if saver.last_cost is None else saver.last_cost.log_bytes
         made = stores.made if isinstance(stores, DictStores) else []
         found.append(
             {
@@ -161,17 +171,22 @@ def whole_run(world: World, case: Case, folder: Path) -> list[dict[str, Any]]:
 
 
 def check(ranks, size: int, case: Case, folder: Path) -> None:
-    found = ranks(size, whole_run, case, folder)
-    for device, slots in found:
+    results = ranks(size, whole_run, case, folder)
+    for device, slots in results:
         assert slots["losses"] == device["losses"]
         assert device["again"] == slots["again"] == device["losses"][-len(device["again"]) :]
         assert slots["leased"] == 0
         assert slots["announced"] >= 2, "the batches of a step are leased together"
         assert slots["log_bytes"] > 0
-    assert sum(slots["evicted"] for _, slots in found) > 20
+    assert sum(slots["evicted"] for _, slots in results) > 20
+    check_checkpoints(folder, "slots")
+
+
+def check_checkpoints(folder: Path, other: str) -> None:
+    """Those of the device and of the ``other`` stores are equal, and steps changed the rows."""
     names = (f"device/step-{SAVED_AT}", f"device/step-{STEPS}", f"device-resumed/step-{STEPS}")
     for name in names:
-        one, two = (open_checkpoint(folder / n) for n in (name, name.replace("device", "slots")))
+        one, two = (open_checkpoint(folder / n) for n in (name, name.replace("device", other)))
         assert one.tensors.keys() == two.tensors.keys()
         for tensor in one.tensors:
             assert one.tensor(tensor).equal(two.tensor(tensor)), (name, tensor)
@@ -214,7 +229,7 @@ def test_other_kernels_exchanges_and_clipping_work(ranks, memory, size, case):
 
 
 def refused(world: World, case: Case) -> str:
-    with pytest.raises(ValueError, match="cannot hold a B table") as error:
+    with pytest.raises(ValueError, match="cannot store a B table") as error:
         make_job(world, case, DictStores(case.slots(world.size)))
     return str(error.value)
 
@@ -222,4 +237,4 @@ def refused(world: World, case: Case) -> str:
 def test_copies_on_several_ranks_are_refused(ranks):
     case = Case("3", "torch", "lazy_adam", tables={"deep.C2": TableRule(sbp="B")})
     for message in ranks(2, refused, case):
-        assert message.startswith("table deep.C2: DictStore cannot hold")
+        assert message.startswith("table deep.C2: DictStore cannot store")

@@ -12,7 +12,7 @@ from sbpflow.embedding.storage.store import RowStore, StoreFactory, StoreRequest
 
 
 def stores_of(folder_of: Callable[[str], Path], device: torch.device) -> StoreFactory:
-    """A factory that follows ``TableConfig.storage``; ``folder_of(key)`` is where files go."""
+    """Return a factory that follows ``TableConfig.storage``; files go to ``folder_of(key)``."""
 
     def make(request: StoreRequest) -> RowStore:
         storage = request.shards[0].table.storage if request.shards else None

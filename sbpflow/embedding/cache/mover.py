@@ -17,11 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sbpflow.embedding.cache.block import SlotBlock
 from sbpflow.embedding.cache.records import RecordLayout, RecordStore
 from sbpflow.embedding.cache.slot_layout import NEW, SLOT, STORED, Array
 from sbpflow.embedding.cache.slot_planner import Admission, SlotPlanner, cache_for
 from sbpflow.embedding.storage.base import RowKernel
-from sbpflow.embedding.storage.store import WEIGHTS, StoreRequest
+from sbpflow.embedding.storage.store import StoreRequest
 from sbpflow.errors import ConfigError, TrainingError
 
 MakeRecords = Callable[[int, RecordLayout], RecordStore]
@@ -38,7 +39,7 @@ _Task = tuple[Callable[[], None], threading.Event | None]  # (work, whom a failu
 
 @dataclass(slots=True)
 class CacheCounts:
-    """What a store has done so far: rows moved, and seconds that training waited for them."""
+    """Counts the rows that a store has moved, and the seconds that training waited for rows."""
 
     fetched: int = 0  # rows that came into a slot
     new: int = 0  # of these, rows that had never been written
@@ -47,7 +48,7 @@ class CacheCounts:
 
     @staticmethod
     def total(counts: Sequence["CacheCounts"]) -> "CacheCounts":
-        """The sums over several stores."""
+        """Return the sums over several stores."""
         return CacheCounts(
             sum(one.fetched for one in counts),
             sum(one.new for one in counts),
@@ -61,8 +62,10 @@ class _Flight:
     """A batch between its announcement and its release."""
 
     addresses: Tensor
+    known: torch.cuda.Event | None  # after the addresses
     ready: threading.Event = field(default_factory=threading.Event)
     slots: Tensor | None = None
+    filled: torch.cuda.Event | None = None  # after the rows
 
 
 class Mover:
@@ -81,9 +84,8 @@ class Mover:
         ahead: int,
         key: str,
     ) -> None:
-        self._tensors = {WEIGHTS: kernel.weights, **kernel.state}
-        self.layout = RecordLayout({name: one[:0] for name, one in self._tensors.items()})
-        self._words = {name: self.layout.words(one).numpy() for name, one in self._tensors.items()}
+        self._block = SlotBlock(kernel)
+        self.layout = self._block.layout
         self.records = records(request.num_rows, self.layout)
         self.planner = SlotPlanner(request.num_rows, num_slots)
         self.counts = CacheCounts()
@@ -98,13 +100,14 @@ class Mover:
         self._leaving = np.empty(0, np.int64)  # rows between slots and records, ascending
         self._leaving_records = self.layout.empty(0)
         self._buffers = [self.layout.empty(0), self.layout.empty(0)]
+        self._filled = self._block.mark()  # after the last change of slots
         self._failure: BaseException | None = None
 
     # The training thread.
 
     def announce(self, number: int, addresses: Tensor) -> None:
         """See ``RowStore.announce``."""
-        flight = self._flights[number] = _Flight(addresses)
+        flight = self._flights[number] = _Flight(addresses, self._block.mark())
         self.tasks.put((partial(self._announce, flight), None))
 
     def admit(self, number: int) -> Tensor:
@@ -117,6 +120,7 @@ class Mover:
         self.check()
         if flight.slots is None:
             raise RuntimeError(f"batch {number} has no slots")
+        self._block.wait(flight.filled, flight.slots)
         return flight.slots
 
     def release(self, number: int) -> None:
@@ -126,22 +130,22 @@ class Mover:
                 f"batch {number} is released before batch {next(iter(self._flights))}"
             )
         del self._flights[number]
-        self.tasks.put((self._release, None))
+        self.tasks.put((partial(self._release, self._block.mark()), None))
 
     def check(self) -> None:
-        """Raise what ended the thread's work, if anything did."""
+        """Raise the error that ended the thread's work, if there was one."""
         if self._failure is not None:
             raise self._failure
 
     def wait_idle(self) -> None:
-        """Wait until all work so far is done."""
+        """Wait until all tasks so far are done."""
         done = threading.Event()
         self.tasks.put((done.set, done))
         done.wait()
         self.check()
 
     def read(self, rows: Array) -> Array:
-        """The newest records of ``rows``, wherever they are; any thread can call this."""
+        """Return the newest records of ``rows``, wherever they are; any thread can call this."""
         self.check()
         out = self.layout.empty(rows.size)
         with self._lock:
@@ -150,7 +154,8 @@ class Mover:
             here = (slots >= 0) & (pending == _FILLED)
             is_new = (slots == NEW) | ((slots >= 0) & (pending == _STARTING))
             resident = self.layout.empty(int(here.sum()))
-            self._take(slots[here], resident)
+            self._block.wait(self._filled)
+            self._block.take(slots[here], resident)
             out[here] = resident
             away = np.flatnonzero(~here & ~is_new)
             place = np.searchsorted(self._leaving, rows[away])
@@ -171,13 +176,16 @@ class Mover:
         return out
 
     def write(self, rows: Array, values: Mapping[str, Tensor]) -> None:
-        """Set values of rows. Rows that keep their initial values are not stored."""
+        """Set values of rows. Rows that still have their initial values are not stored."""
         with self._lock, torch.no_grad():
             slots = self.planner.records[rows, SLOT]
             here = torch.from_numpy(slots >= 0)
-            at = torch.from_numpy(slots[slots >= 0]).to(torch.int64)
-            for name, value in values.items():
-                self._tensors[name].index_copy_(0, at, value[here])
+            self._block.wait(self._filled)
+            self._block.put_values(
+                slots[slots >= 0], {name: value[here] for name, value in values.items()}
+            )
+            self._filled = self._block.mark()
+            self.tasks.put((partial(self._block.wait, self._filled), None))
             away = np.flatnonzero(slots < 0)
             if not away.size:
                 return
@@ -200,8 +208,9 @@ class Mover:
     # The mover's thread.
 
     def run(self) -> None:
-        """Work until the store is freed. After a failure, only wake those who wait."""
-        with torch.no_grad():
+        """Run tasks until the store is freed. After a failure, only wake waiting threads."""
+        with torch.no_grad(), self._block.section():
+            self._block.wait(self._filled)
             while (task := self.tasks.get()) is not None:
                 work, wakes = task
                 if self._failure is None:
@@ -220,6 +229,8 @@ class Mover:
 
     def _announce(self, flight: _Flight) -> None:
         self._by_batch[self.planner.num_announced] = flight
+        self._block.wait(flight.known)
+        flight.addresses = flight.addresses.cpu()
         self.planner.announce(flight.addresses.numpy())
         self._admit_ready()
 
@@ -227,7 +238,8 @@ class Mover:
         self._demanded = max(self._demanded + 1, self.planner.num_released)
         self._admit_ready()
 
-    def _release(self) -> None:
+    def _release(self, updated: torch.cuda.Event | None) -> None:
+        self._block.wait(updated)
         del self._by_batch[self.planner.num_released]
         self.planner.release()
         self._admit_ready()
@@ -253,7 +265,8 @@ class Mover:
         if misses := self.planner.translate(flight.addresses.numpy(), slots.numpy()):
             raise RuntimeError(f"{misses} rows of batch {batch} have no slot after its admission")
         self._fill(found)
-        flight.slots = slots
+        flight.slots = self._block.to_device(slots)
+        flight.filled = self._block.mark()
         flight.ready.set()
         if self._leaving.size:
             self.records.write(self._leaving, self._leaving_records)
@@ -269,7 +282,7 @@ class Mover:
         order = found.evicted.argsort()
         self._leaving = found.evicted[order]
         self._leaving_records = self._buffer(0, order.size)
-        self._take(found.evicted_slots[order], self._leaving_records)
+        self._block.take(found.evicted_slots[order], self._leaving_records)
         self._pending[found.slots] = np.where(found.is_new, _STARTING, _READING)
 
     def _fill(self, found: Admission) -> None:
@@ -281,26 +294,16 @@ class Mover:
             self.records.read(old, records)
         values = self._initial_values(new) if new.size else {}
         with self._lock:
-            self._put(found.slots[is_old], records)
-            at = torch.from_numpy(found.slots[found.is_new]).to(torch.int64)
-            for name, value in values.items():
-                self._tensors[name].index_copy_(0, at, value)
+            self._block.put(found.slots[is_old], records)
+            self._block.put_values(found.slots[found.is_new], values)
+            self._filled = self._block.mark()
             self._pending[found.slots] = _FILLED
-
-    def _take(self, slots: Array, out: Array) -> None:
-        """Copy the records of slots to ``out`` [n, words]."""
-        for name, words in self._words.items():
-            out[:, self.layout.columns[name]] = words[slots]
-
-    def _put(self, slots: Array, records: Array) -> None:
-        for name, words in self._words.items():
-            words[slots] = records[:, self.layout.columns[name]]
 
     def _initial_values(self, rows: Array) -> Mapping[str, Tensor]:
         return self._initial(torch.from_numpy(rows).to(torch.int64))
 
     def _buffer(self, number: int, num_rows: int) -> Array:
-        """Reused memory for records [num_rows, words]."""
+        """Return reused memory for records [num_rows, words]."""
         if len(self._buffers[number]) < num_rows:
             self._buffers[number] = self.layout.empty(num_rows * 5 // 4)
         return self._buffers[number][:num_rows]

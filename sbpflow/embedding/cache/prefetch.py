@@ -9,8 +9,7 @@ from numba.extending import intrinsic
 DISTANCE = 16  # rows between a prefetch and its use
 
 
-@intrinsic
-def prefetch(typing: Any, array: Any, row: Any) -> Any:  # noqa: ANN401 (types of numba)
+def _prefetch(typing: Any, array: Any, row: Any) -> Any:  # noqa: ANN401 (types of numba)
     """Load the cache line of ``array[row, 0]`` without waiting for it."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ANN401
@@ -25,3 +24,6 @@ def prefetch(typing: Any, array: Any, row: Any) -> Any:  # noqa: ANN401 (types o
         return context.get_dummy_value()
 
     return types.void(array, types.intp), generate
+
+
+prefetch: Any = intrinsic(_prefetch)

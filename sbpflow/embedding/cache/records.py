@@ -21,7 +21,7 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 class RecordLayout:
-    """Where the tensors of a row are in its record; ``tensors`` [n, ..] are of any length."""
+    """Describes where the tensors of a row are in its record; ``tensors`` have any length."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         # By falling item size, every tensor starts at a multiple of its item size.
@@ -38,15 +38,15 @@ class RecordLayout:
         self.num_bytes = start * word
 
     def empty(self, num_rows: int) -> Array:
-        """Memory for records [num_rows, words]."""
+        """Return memory for records [num_rows, words]."""
         return torch.empty(num_rows, self.num_words, dtype=self.word).numpy()
 
     def words(self, tensor: Tensor) -> Tensor:
-        """A contiguous tensor of rows as words [rows, words of a row]."""
+        """View a contiguous tensor of rows as words [rows, words of a row]."""
         return tensor.view(tensor.shape[0], -1).view(self.word)
 
     def values(self, records: Array, name: str) -> Tensor:
-        """A tensor of rows [n, ..] as a view of their records."""
+        """Return a tensor of rows [n, ..] from their records."""
         like = self.like[name]
         view = torch.from_numpy(records)[:, self.columns[name]]
         return view.contiguous().view(like.dtype).view(len(records), *like.shape[1:])
@@ -55,7 +55,7 @@ class RecordLayout:
         """Write tensors of rows into their records."""
         target = torch.from_numpy(records)
         for name, value in values.items():
-            target[:, self.columns[name]] = self.words(value.contiguous())
+            target[:, self.columns[name]] = self.words(value.cpu().contiguous())
 
 
 def _row_bytes(tensor: Tensor) -> int:
@@ -63,11 +63,11 @@ def _row_bytes(tensor: Tensor) -> int:
 
 
 class RecordStore(Protocol):
-    """The records of all rows in slower memory. Different threads can use it at a time."""
+    """Keeps the records of all rows in slower memory. Different threads can use it at a time."""
 
     @property
     def num_bytes(self) -> int:
-        """Size of all records."""
+        """Return the size of all records."""
         ...
 
     def read(self, rows: Array, out: Array) -> None:
@@ -78,7 +78,7 @@ class RecordStore(Protocol):
 
 
 class MappedRecords:
-    """Records in memory, or in a file that is mapped into memory."""
+    """Keeps records in memory, or in a file that is mapped into memory."""
 
     def __init__(self, records: Array) -> None:
         self._records = records
@@ -95,13 +95,13 @@ class MappedRecords:
 
 
 def host_records(num_rows: int, layout: RecordLayout, *, pinned: bool) -> MappedRecords:
-    """Records in host memory, which a GPU can read directly if it is ``pinned``."""
+    """Allocate records in host memory, which a GPU can read directly if it is ``pinned``."""
     shape = (num_rows, layout.num_words)
     return MappedRecords(torch.empty(shape, dtype=layout.word, pin_memory=pinned).numpy())
 
 
 def file_records(num_rows: int, layout: RecordLayout, folder: Path, key: str) -> MappedRecords:
-    """Records in a file of ``folder`` without a name, which ends with the process in any case.
+    """Create records in a file of ``folder`` without a name; the file ends with the process.
 
     All its blocks are allocated here, since writing to a mapped file on a full disk would kill the
     process. Raises ConfigError with ``key`` if that fails.

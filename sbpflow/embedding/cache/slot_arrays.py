@@ -100,18 +100,16 @@ def _victims(
     queue: Array,
     state: Array,
 ) -> Array:
-    """The ``count`` rows to evict: without a next use, oldest first; then furthest next use."""
-    found: list[Array] = []
-    head = int(state[HEAD])
-    entries = queue[head : int(state[TAIL])]
-    valid = np.flatnonzero(_is_idle(records, entries))
-    if count < valid.size:
-        valid = valid[:count]
-        state[HEAD] = head + (int(valid[-1]) + 1 if count else 0)
-    else:
-        state[HEAD] = state[TAIL]
-    found.append(entries[valid, 0])
-    count -= valid.size
+    """Return ``count`` rows to evict: without a next use, oldest first; then furthest use."""
+    found: list[Array] = [np.empty(0, np.int32)]
+    while count and state[HEAD] < state[TAIL]:
+        head = int(state[HEAD])
+        stop = min(head + 2 * count, int(state[TAIL]))
+        entries = queue[head:stop]
+        valid = np.flatnonzero(_is_idle(records, entries))[:count]
+        found.append(entries[valid, 0])
+        count -= valid.size
+        state[HEAD] = stop if count else head + int(valid[-1]) + 1
     for use in range(newest, batch, -1):
         if not count:
             break

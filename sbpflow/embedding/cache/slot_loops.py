@@ -35,8 +35,8 @@ def announce(
 ) -> tuple[int, int]:
     """List the unique rows of a batch, and note it as the next use of each.
 
-    Starts at address ``start`` with ``count`` rows listed. Returns both as they are at the end, or
-    when the list is full.
+    Start at address ``start`` with ``count`` rows listed. Return both at the end, or when the list
+    is full.
     """
     ring, num_rows = rows.shape[0], records.shape[0] - 1
     at = batch % ring
@@ -75,7 +75,7 @@ def _next_victim(
     queue: Array,
     state: Array,
 ) -> tuple[int, int]:
-    """The row to evict next, and the batch from which to continue the search of next uses."""
+    """Return the row to evict next, and the batch where the search of next uses continues."""
     while state[HEAD] < state[TAIL]:
         head = state[HEAD]
         if head + DISTANCE < state[TAIL]:
@@ -84,7 +84,7 @@ def _next_victim(
         state[HEAD] = head + 1
         entry = records[row]
         if entry[SLOT] >= 0 and entry[NEXT] == NEVER and entry[LAST] == last:
-            return row, use
+            return int(row), use
     while use > batch:
         at = use % candidates.shape[0]
         while num_candidates[at] > 0:
@@ -93,7 +93,7 @@ def _next_victim(
                 prefetch(records, candidates[at, num_candidates[at] - DISTANCE])
             row = candidates[at, num_candidates[at]]
             if records[row, SLOT] >= 0 and records[row, NEXT] == use:
-                return row, use
+                return int(row), use
         use -= 1
     return -1, use  # impossible: the caller has counted the rows that can leave
 
@@ -115,10 +115,10 @@ def admit(
     slots: Array,
     evicted: Array,
 ) -> tuple[int, int]:
-    """Give every row of a batch a slot: (missing rows, evicted rows).
+    """Give every row of a batch a slot; return the numbers of missing and evicted rows.
 
-    The evicted rows leave the last of ``slots``. (-1, slots needed), without any change, if the
-    rows of the batches in flight do not fit.
+    The evicted rows leave the last of ``slots``. If the rows of the batches in flight do not fit,
+    change nothing and return -1 and the number of slots that would do.
     """
     num_missing, added = 0, 0
     for i in range(wanted.size):
@@ -203,7 +203,7 @@ def compact(records: Array, queue: Array, state: Array) -> None:
 
 @compiled
 def translate(addresses: Array, records: Array, slots: Array) -> int:
-    """Write the slot of each address; returns how many have none."""
+    """Write the slot of each address; return how many have none."""
     misses = 0
     for i in range(addresses.size):
         slot = records[addresses[i], SLOT]

@@ -24,18 +24,19 @@ from sbpflow.embedding.cache.slot_layout import (
     TAIL,
     Array,
 )
+from sbpflow.errors import ConfigError
 
 _LEAST_RING, _LEAST_ROWS = 4, 64
 _QUEUE_ENTRIES = 3  # for each slot
 
 
 def planning_bytes(num_rows: int, num_slots: int) -> int:
-    """Memory of a planner, without the lists of the batches in flight."""
+    """Return the memory of a planner, without the lists of the batches in flight."""
     return RECORD_BYTES * (num_rows + 1) + (4 + 8 * _QUEUE_ENTRIES) * num_slots
 
 
 def cache_for(num_slots: int, num_rows: int) -> str:
-    """A value of ``cache`` that gives at least ``num_slots`` slots, with a margin of a quarter."""
+    """Return a value of ``cache`` that gives ``num_slots`` slots and a quarter more."""
     return f"{min(100.0, math.ceil(1250 * num_slots / num_rows) / 10):g}%"
 
 
@@ -68,6 +69,10 @@ class SlotPlanner:
     def __init__(self, num_rows: int, num_slots: int, *, compiled: bool | None = None) -> None:
         if compiled is None:
             compiled = find_spec("numba") is not None
+        if num_rows >= NEVER:
+            raise ConfigError(
+                f"{num_rows:,} cached rows on a rank are more than {NEVER - 1:,}; use more ranks"
+            )
         name = "slot_loops" if compiled else "slot_arrays"
         self._loops: Any = import_module(f"sbpflow.embedding.cache.{name}")
         self.num_rows, self.num_slots = num_rows, num_slots
@@ -84,17 +89,17 @@ class SlotPlanner:
 
     @property
     def num_leased(self) -> int:
-        """Rows of the admitted batches that are not released."""
+        """Return the number of rows of admitted batches that are not released."""
         return int(self._state[LEASED])
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all arrays."""
+        """Return the memory of all arrays."""
         arrays = (self.records, self._free, self._queue, self._rows, self._nexts, self._candidates)
         return sum(array.nbytes for array in arrays)
 
     def announce(self, addresses: Array) -> int:
-        """The next batch uses ``addresses``, with duplicates; returns its number of unique rows."""
+        """Announce ``addresses`` of the next batch, with duplicates; return the number of rows."""
         batch, start, count = self.num_announced, 0, 0
         ring, width = self._rows.shape
         if batch - self.num_released >= ring - 1:
@@ -124,8 +129,8 @@ class SlotPlanner:
     def admit(self) -> Admission | int:
         """Admit the oldest announced batch that is not admitted.
 
-        Returns the number of slots that would suffice, without any change, if the rows of this
-        batch and of those in flight do not fit.
+        If the rows of this batch and of those in flight do not fit, change nothing and return the
+        number of slots that would do.
         """
         batch = self.num_admitted
         if self._refused[:2] == (batch, self.num_released):  # until a release, nothing changes
@@ -179,7 +184,7 @@ class SlotPlanner:
         self.num_admitted = max(self.num_admitted, self.num_released)
 
     def translate(self, addresses: Array, slots: Array) -> int:
-        """Write the slot of each address of an admitted batch; returns how many have none."""
+        """Write the slot of each address of an admitted batch; return how many have none."""
         return self._loops.translate(addresses, self.records, slots)
 
     def _wanted(self, batch: int) -> Array:

@@ -20,7 +20,7 @@ _READ_ROWS = 4096  # read while the mover waits
 
 
 class CachedStore:
-    """``num_slots`` slots for the rows of a stack, and ``records`` for all of them."""
+    """Keeps some rows of a stack in ``num_slots`` slots, and all rows in ``records``."""
 
     is_in_place = False
     starts_initial = True

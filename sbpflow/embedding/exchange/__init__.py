@@ -1,1 +1,1 @@
-"""How ids, vectors, and gradients of a group travel: one class per exchange."""
+"""Exchanges the ids, vectors, and gradients of groups, with one class per exchange."""

@@ -1,7 +1,7 @@
-"""Transfers whose sizes depend on the batch: single rows, and ids in lists.
+"""Transfers whose sizes depend on the batch: single rows and ids in lists.
 
 This is the only module outside ``boxing`` that calls a collective. OneFlow's distributed gather
-(its scheme 3) and EMBark's unique-based groups move rows this way.
+(its scheme 3) and EMBark's unique-based groups exchange rows in this way.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from sbpflow.runtime.ranks.world import World, broken, refused
 
 
 class RowTransfer:
-    """Transfers rows on one channel. Counts are per rank of a step's group."""
+    """Transfers rows on one channel. All lists of counts have one element per rank of the group."""
 
     def __init__(self, world: World, channel: str) -> None:
         self._world = world
@@ -29,7 +29,7 @@ class RowTransfer:
     def start_counts(self, step: ExchangeStep, counts: Tensor) -> Pending:
         """Send one count to every rank of the group; ``counts`` is [ranks] int64.
 
-        ``wait()`` returns the counts received, in the same order.
+        ``wait()`` returns the received counts in the same order.
         """
         ones = [1] * counts.numel()
         return self.start(step, counts, ones, ones)
@@ -39,12 +39,12 @@ class RowTransfer:
     ) -> Pending:
         """Send consecutive blocks of ``out[r]`` rows to rank r; receive ``into[r]`` rows from it.
 
-        ``wait()`` returns the received rows. ``send`` must not change until then. Raises SbpError
-        if the dtype is not the one planned for the step.
+        ``wait()`` returns the received rows. ``send`` must not change before ``wait`` returns.
+        Raise SbpError if the dtype differs from the planned dtype of the step.
         """
         world = self._world
         if send.dtype != step.dtype and send.dtype != torch.int64:
-            raise SbpError(f"{step.id}: got {send.dtype}, but the plan has {step.dtype}")
+            raise SbpError(f"{step.id}: got {send.dtype}; use {step.dtype} as planned")
         world.check(step.id, step.collective)
         received = send.new_empty(sum(into), *send.shape[1:])
         ranks, group = self._group(step)
@@ -65,13 +65,13 @@ class RowTransfer:
     def start_for_all(self, step: ExchangeStep, send: Tensor, into: Sequence[int]) -> Pending:
         """Send all of ``send`` to every other rank; receive ``into[r]`` rows from rank r.
 
-        This is an all-gather of parts with unequal lengths. c10d supports that only with padding,
-        and an all-to-all would need a copy of ``send`` for every rank, so each pair of ranks
-        exchanges the rows directly.
+        The transfer is an all-gather of parts with unequal lengths. c10d supports that only with
+        padding, and an all-to-all would need a copy of ``send`` for every rank. Therefore each pair
+        of ranks exchanges the rows directly.
         """
         world = self._world
         if send.dtype != step.dtype:
-            raise SbpError(f"{step.id}: got {send.dtype}, but the plan has {step.dtype}")
+            raise SbpError(f"{step.id}: got {send.dtype}; use {step.dtype} as planned")
         world.check(step.id, step.collective)
         send, (ranks, group) = send.contiguous(), self._group(step)
         received = send.new_empty(sum(into), *send.shape[1:])
@@ -87,10 +87,10 @@ class RowTransfer:
         return Pending(partial(_arrived, step, messages, received, send), world)
 
     def _group(self, step: ExchangeStep) -> tuple[tuple[int, ...], dist.ProcessGroup]:
-        """The group of ``step`` that contains this rank, and its process group.
+        """Return the group of ``step`` that contains this rank, and its process group.
 
-        Creating a process group is collective, so every rank creates all groups of the step, in
-        the same order.
+        Creating a process group is collective, so every rank creates all groups of the step in the
+        same order.
         """
         own = step.group_of(self._world.rank)
         groups = {r: self._world.group(r, self._channel, step.id) for r in step.groups}
@@ -117,7 +117,7 @@ def _arrived(
 
 
 def received(step: ExchangeStep, pending: Pending, count: int) -> Tensor:
-    """Wait for ``count`` rows. Raises SbpError if another number arrives."""
+    """Wait for ``count`` rows. Raise SbpError if a different number of rows arrives."""
     out = pending.wait()
     if out is None or out.shape[0] != count:
         actual = "nothing" if out is None else f"{out.shape[0]} rows"

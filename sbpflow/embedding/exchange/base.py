@@ -1,19 +1,20 @@
-"""The base class of groups, which carry out the moves of a batch in this order.
+"""The base class of groups. A group runs the moves of a batch in this order.
 
     start_id_exchange  compute addresses, deduplicate them, start the first transfer
     exchange_ids       send the ids, now that the transfer sizes are known
-    next_round         in exchanges with several id rounds: take the received ids, deduplicate and
-                       count the ids to forward; ``exchange_ids`` follows again
-    receive_ids        take the ids that are looked up on this rank; addresses are final
-    announce           tell the stores which rows a training batch needs
+    next_round         in exchanges with several id rounds: receive ids, deduplicate and count the
+                       ids to forward; ``exchange_ids`` follows again
+    receive_ids        receive the ids that this rank looks up; addresses are final
+    announce           notify the stores of the rows that a training batch needs
     lookup             read the rows and start sending vectors
     gather_outputs     receive the vectors of this rank's samples
     send_grads         start sending gradients
     receive_grads      receive the gradients on the ranks that store the rows
     update             take one optimizer step
 
-Between two moves the caller computes or runs a move of another group, so transfers overlap with
-that work. The moves up to ``receive_ids`` depend only on ids, so they can run batches ahead.
+Between two moves, the caller computes or runs a move of another group. Transfers overlap with the
+work between moves. The moves up to ``receive_ids`` depend only on ids, so they can run batches
+ahead.
 """
 
 from abc import ABC, abstractmethod
@@ -36,11 +37,13 @@ from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.store import RowStore
 from sbpflow.errors import SbpError
 
-# (collected batches, their total number of samples, one merged (lookup, gradients) per store)
+# ``Collected`` has the collected batches, their total number of samples, and one merged (lookup,
+# gradients) per store.
 Collected = tuple[list["GroupInFlight"], int, list[tuple[Lookup, Tensor]]]
 VECTORS = "vectors"
 GRADIENTS = "gradients"
-# (group, index of the stack, function that sums squares over the ranks sharing a row) -> store
+# ``MakeStore`` gets the group, the index of the stack, and a function that sums squares over the
+# ranks that share a row.
 MakeStore = Callable[[GroupPlan, int, SumOverColumns | None], RowStore]
 
 
@@ -55,7 +58,7 @@ class GroupInFlight:
     batch_size: int  # global
     local: BatchIds
     number: int | None
-    lr_factor: float = 1.0  # of the optimizers' learning rates, fixed at the lookup
+    lr_factor: float = 1.0  # factor of the learning rates, fixed at the lookup
     everywhere: BatchIds | None = None  # ids of the global batch, if this rank looks them up
     lookups: list[Lookup] = field(default_factory=list[Lookup])
     pending: Pending | None = None
@@ -70,7 +73,7 @@ class GroupInFlight:
     def lookup(self, store: RowStore, lookup: Lookup, lr: float) -> Tensor:
         """Read rows of a store.
 
-        In training the store keeps the rows in their slots until ``release``. ``lr`` is the
+        In training, the store keeps the rows in their slots until ``release``. ``lr`` is the
         learning rate of the store's optimizer.
         """
         if self.number is None:
@@ -79,18 +82,18 @@ class GroupInFlight:
         return store.kernel.lookup(lookup, lr * self.lr_factor)
 
     def update(self, store: RowStore, lookup: Lookup, grads: Tensor, lr: float, step: int) -> None:
-        """Take an optimizer step on rows looked up by this batch or an earlier one."""
+        """Take an optimizer step on rows that this batch or an earlier batch looked up."""
         store.kernel.update(lookup, grads, lr * self.lr_factor, step)
 
     def take_pending(self) -> Pending:
-        """The transfer that an earlier move started. It can be taken only once."""
+        """Return the transfer that an earlier move started, and forget it."""
         pending, self.pending = self.pending, None
         if pending is None:
             raise RuntimeError("no transfer is pending: a move was skipped or repeated")
         return pending
 
     def take_rows(self) -> Tensor:
-        """The looked-up rows. They can be taken only once."""
+        """Return the looked-up rows, and forget them."""
         rows, self.rows = self.rows, None
         if rows is None:
             raise RuntimeError("no rows were looked up: a move was skipped or repeated")
@@ -99,10 +102,11 @@ class GroupInFlight:
 
 @dataclass(frozen=True, slots=True)
 class GroupContext:
-    """What a collection provides to its groups.
+    """The objects that a collection provides to its groups.
 
-    ``columns`` and ``places`` map a feature's columns and lists in the global batch to those that
-    this rank receives. ``row_buffer_fraction`` is the ``share`` of ``padded.Capacity``.
+    ``columns`` and ``places`` map a feature's columns and lists in the global batch to the columns
+    and lists that this rank receives. ``row_buffer_fraction`` is the ``share`` of
+    ``padded.Capacity``.
     """
 
     make_store: MakeStore
@@ -124,19 +128,19 @@ class Group(ABC, Generic[BatchT]):
 
     @abstractmethod
     def stores(self) -> list[tuple[TableBatch, RowStore]]:
-        """The stacks stored on this rank, with their stores."""
+        """Return the stacks stored on this rank, with their stores."""
 
     @abstractmethod
     def start_id_exchange(self, local: BatchIds, batch_size: int, *, number: int | None) -> BatchT:
-        """Sort and count the ids of this rank's samples and start sending what others need first.
+        """Sort and count the ids of this rank's samples, and start the first transfer.
 
-        ``batch_size`` is global; ``number`` is that of ``GroupInFlight``.
+        ``batch_size`` is global. ``number`` has the same meaning as in ``GroupInFlight``.
         """
 
     def counts(self, batch: BatchT) -> Tensor | None:
-        """Counts [n] int64 that the host needs before ``exchange_ids``; ``None`` if it needs none.
+        """Return counts [n] int64 that the host needs before ``exchange_ids``, or ``None``.
 
-        Takes the transfer that ``start_id_exchange`` started.
+        This method takes the transfer that ``start_id_exchange`` started.
         """
         return None
 
@@ -145,23 +149,23 @@ class Group(ABC, Generic[BatchT]):
         """Use ``batch.counts`` to start sending the ids, if the exchange sends any."""
 
     def next_round(self, batch: BatchT) -> None:
-        """Take the ids of the previous round and count the ids to forward in ``batch.round``."""
+        """Receive the ids of the previous round and count the ids to forward in ``batch.round``."""
         raise NotImplementedError(f"{self.plan.name}: has only one round of ids")
 
     @abstractmethod
     def receive_ids(self, batch: BatchT) -> None:
         """Set ``batch.lookups`` to the rows that are looked up on this rank.
 
-        ``batch.everywhere`` is set before the call if this rank needs it.
+        The caller must set ``batch.everywhere`` before the call if this rank needs it.
         """
 
     def sort_ahead(self, batch: BatchT) -> None:
-        """Sort the lookups of a training batch for its update. Follows ``receive_ids``."""
+        """Sort the lookups of a training batch for its update; call this after ``receive_ids``."""
         for lookup, (_, store) in zip(batch.lookups, self.stores(), strict=True):
             store.kernel.sort_ahead(lookup)
 
     def announce(self, batch: BatchT) -> None:
-        """Announce a training batch to the stores, once, after ``receive_ids``."""
+        """Announce a training batch to the stores; call this once, after ``receive_ids``."""
         if batch.number is not None:
             for lookup, (_, store) in zip(batch.lookups, self.stores(), strict=True):
                 rows = store.announce(batch.number, lookup.addresses)
@@ -177,7 +181,7 @@ class Group(ABC, Generic[BatchT]):
 
     @abstractmethod
     def gather_outputs(self, batch: BatchT) -> Tensor:
-        """The vectors of this rank's samples: [local batch, plan.width]."""
+        """Return the vectors of this rank's samples: [local batch, plan.width]."""
 
     @abstractmethod
     def send_grads(self, batch: BatchT, grad: Tensor) -> None:
@@ -196,9 +200,10 @@ class Group(ABC, Generic[BatchT]):
         self._collected.append((batch, lookups, grads))
 
     def gradient_squares(self) -> Tensor:
-        """The sum of squared gradients, after summing duplicates of each row: 0-d float64.
+        """Return the sum of squared gradients, after summing duplicates of each row: 0-d float64.
 
-        It is safe to sum over ranks: replicated rows are counted only on the first rank.
+        Summing the results of all ranks is safe: replicated rows are counted only on the first
+        rank.
         """
         _, _, merged = self._merged = self._merged or self._merge()
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
@@ -215,7 +220,7 @@ class Group(ABC, Generic[BatchT]):
         self._merged = (batches, batch_size, scaled)
 
     def take_collected(self) -> "Collected":
-        """The merged gradients of all collected batches. They can be taken only once."""
+        """Return the merged gradients of all collected batches, and forget them."""
         taken, self._merged = self._merged or self._merge(), None
         return taken
 
@@ -229,7 +234,9 @@ class Group(ABC, Generic[BatchT]):
     def _merge(self) -> "Collected":
         collected, self._collected = self._collected, []
         if not collected:
-            raise RuntimeError(f"{self.plan.name}: update called without collected gradients")
+            raise RuntimeError(
+                f"{self.plan.name}: update has no gradients; call receive_grads first"
+            )
         batches = [batch for batch, _, _ in collected]
         merged: list[tuple[Lookup, Tensor]] = []
         for index in range(len(collected[0][1])):
@@ -245,7 +252,10 @@ class Group(ABC, Generic[BatchT]):
         return self.boxing.start(steps, part, channel)
 
     def arrived(self, steps: tuple[BoxingStep, ...], pending: Pending) -> Tensor:
-        """Wait for this rank's part, as ``plan.dtype``. Raises SbpError for a wrong shape."""
+        """Wait for this rank's part and return it as ``plan.dtype``.
+
+        Raise SbpError if the shape is wrong.
+        """
         out = pending.wait()
         expected = steps[-1].dst.part_shape(steps[-1].shape, self.world.rank) if steps else None
         if out is None or (expected is not None and out.shape != expected):
@@ -256,11 +266,14 @@ class Group(ABC, Generic[BatchT]):
         return out.to(self.plan.dtype)
 
 
-AnyGroup = Group[Any]  # batches of a group are of the type that its ``start_id_exchange`` returns
+AnyGroup = Group[Any]  # each group has its own type of batches
 
 
 def make_group(plan: GroupPlan, boxing: Boxing, context: GroupContext) -> AnyGroup:
-    """The group that runs the exchange of ``plan``. Raises SbpError if ``runs`` is not a Group."""
+    """Return the group that runs the exchange of ``plan``.
+
+    Raise SbpError if ``runs`` is not a Group.
+    """
     kind: object = resolve_name(plan.kind.runs)
     if not (isinstance(kind, type) and issubclass(kind, Group)):
         raise SbpError(

@@ -1,4 +1,4 @@
-"""Groups whose transfers have known sizes, for the exchanges of ``plan/boxed_exchanges.py``."""
+"""Groups with transfers of known sizes; they run the exchanges of ``plan/boxed_exchanges.py``."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -62,7 +62,7 @@ class AddressedGroup(Group[GroupInFlight]):
         return GroupInFlight(local=local, batch_size=batch_size, number=number)
 
     def exchange_ids(self, batch: GroupInFlight) -> None:
-        """Do nothing: these groups send no ids of their own."""
+        """Do nothing: the collection sends the ids of these groups."""
 
     def receive_ids(self, batch: GroupInFlight) -> None:
         if not self.members:
@@ -83,7 +83,7 @@ class AddressedGroup(Group[GroupInFlight]):
         return ids
 
     def rows_of(self, batch: GroupInFlight) -> Tensor:
-        """[samples, sum of widths], or [samples, dim] in pooled groups."""
+        """Return looked-up rows [samples, sum of widths], or [samples, dim] in pooled groups."""
         samples, pooled = self._ids_of(batch).num_samples, self.plan.pooled
         parts = [
             batch.lookup(member.store, lookup, member.stack.optimizer.lr).view(
@@ -107,7 +107,7 @@ class AddressedGroup(Group[GroupInFlight]):
 
     def update(self, step: int) -> None:
         batches, self._state.batch_size, merged = self.take_collected()
-        # In the plan's order, so that all ranks run the same collectives in the same order.
+        # Follow the plan's order, so that all ranks run the same collectives in the same order.
         position = {member.index: n for n, member in enumerate(self.members)}
         for index in range(len(self.plan.stacks)):
             if index in position:
@@ -120,16 +120,16 @@ class AddressedGroup(Group[GroupInFlight]):
         self._release(batches)
 
     def _width(self, member: Member) -> int:
-        """Columns of a member in ``rows_of``. ``view`` cannot infer them from an empty batch."""
+        """Return a member's columns in ``rows_of``; ``view`` cannot infer them without samples."""
         width = member.store.width
         return width if self.plan.pooled else width * member.addresses.num_uses
 
 
 class LocalGroup(AddressedGroup):
-    """B tables with an all-reduce of dense gradients, and all tables in a world of one rank.
+    """Runs B tables with an all-reduce of dense gradients, and all tables in a world of one rank.
 
-    The number of uses of each row is sent with its gradient, because only touched rows may take a
-    step: an untouched row must not decay, for example.
+    The use count of each row is sent with its gradient, because only touched rows may take a step.
+    For example, weight decay must not shrink an untouched row.
     """
 
     @cached_property
@@ -156,7 +156,7 @@ class LocalGroup(AddressedGroup):
         batch.pending = self.start(self._steps, torch.cat(tables), GRADIENTS)
 
     def receive_grads(self, batch: GroupInFlight) -> None:
-        if self.world.size == 1:  # ``send_grads`` has collected them
+        if self.world.size == 1:  # ``send_grads`` has collected the gradients
             return
         flat = self.arrived(self._steps, batch.take_pending())
         lookups: list[Lookup] = []
@@ -171,10 +171,10 @@ class LocalGroup(AddressedGroup):
 
 
 def _touched(table: Tensor, absent: int | None) -> tuple[Tensor, Tensor]:
-    """(addresses, gradients) of the rows that any rank touched.
+    """Return (addresses, gradients) of the rows that any rank touched.
 
     ``table`` is [rows, width + 1], with the number of uses in the last column. If the kernel has an
-    ``absent`` address, all rows are returned and untouched ones have that address.
+    ``absent`` address, all rows are returned, and untouched rows have that address.
     """
     counts, sums = table[:, -1], table[:, :-1]
     if absent is not None:
@@ -185,15 +185,16 @@ def _touched(table: Tensor, absent: int | None) -> tuple[Tensor, Tensor]:
 
 
 class BoxedGroup(AddressedGroup):
-    """Owners look up the global batch; boxing sends the vectors and brings the gradients back.
+    """Runs exchanges in which owners look up the global batch.
 
-    ``columns`` (whole tables and S(1)): the vectors are an uneven S(1) in rank order. ``reduce``
-    (S(0)): the vectors are a partial sum, P, and a grid of ranks gives (P, S(1)).
+    Boxing sends the vectors and returns the gradients. With ``columns`` (whole tables and S(1)),
+    the vectors are an uneven S(1) in rank order. With ``reduce`` (S(0)), the vectors are a partial
+    sum, P; a grid of ranks gives (P, S(1)).
     """
 
     def __init__(self, plan: GroupPlan, boxing: Boxing, context: GroupContext) -> None:
         super().__init__(plan, boxing, context)
-        order = plan.column_order()  # of the vectors in rank order, in that of the group's uses
+        order = plan.column_order()  # from rank order to group order
         self._in_order = order == tuple(range(len(order)))
         self._order = torch.tensor(order, dtype=torch.int64, device=self.world.device)
         self._inverse = torch.argsort(self._order)
@@ -202,7 +203,9 @@ class BoxedGroup(AddressedGroup):
         steps, part = self.plan.conversion(batch.batch_size, "vectors"), None
         if self.members:
             part = self.rows_of(batch)
-        elif self.world.rank in steps[0].src.placement:  # part of the placement, with no columns
+        elif (
+            self.world.rank in steps[0].src.placement
+        ):  # the rank is in the placement, but stores no columns
             part = torch.empty(
                 batch.batch_size, 0, dtype=self.plan.comm_dtype, device=self.world.device
             )
@@ -219,7 +222,7 @@ class BoxedGroup(AddressedGroup):
 
     def receive_grads(self, batch: GroupInFlight) -> None:
         pending = batch.take_pending()
-        if not self.members:  # no rows here, but every rank takes part in the collective
+        if not self.members:  # without rows, the rank still joins the collective
             pending.wait()
             self.keep(batch, [], [])
             return

@@ -1,8 +1,8 @@
-"""Counts that the host needs before rows can travel, read from the device at once.
+"""Reads the counts that the host needs before rows can be sent, all at once from the device.
 
-They are the sizes of the lists for each rank and the counts of all groups. On CUDA they are copied
-on the id stream as soon as they are available, so that neither the host nor the previous batch
-waits. On CPU they are read when they are needed, because waiting for a transfer blocks the host.
+The counts are the list sizes for each rank and the counts of all groups. On CUDA, the id stream
+copies the counts as soon as they are available, and neither the host nor the previous batch waits.
+On CPU, the host reads the counts when it needs them, because waiting for a transfer blocks it.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ class Counted(Protocol):
 
 
 class CountsUnderWay:
-    """The counts of one batch: for each source, a function that returns its counts as a tensor."""
+    """The counts of one batch; each source has a function that returns its counts as a tensor."""
 
     def __init__(
         self, sources: Sequence[tuple[Counted, Callable[[], Tensor | None]]], *, at_once: bool
@@ -34,7 +34,7 @@ class CountsUnderWay:
 
     @property
     def are_known(self) -> bool:
-        """True if the host has nothing to wait for."""
+        """Return True if the host need not wait for any count."""
         return self._counts is not None and self._read is None
 
     def copy(self) -> None:

@@ -1,7 +1,7 @@
 """Sends ids to the ranks that look them up for the global batch.
 
-``start_id_exchange`` sends the matrix and the lengths of the lists, ``exchange_ids`` sends the
-contents of the lists, whose sizes follow from the lengths, and ``finish`` waits. The host reads the
+``start_id_exchange`` sends the matrix and the lengths of the lists. ``exchange_ids`` sends the
+contents of the lists; their sizes follow from the lengths. ``finish`` waits. The host reads the
 sizes together with the other counts of the batch (``counts``).
 """
 
@@ -21,7 +21,7 @@ IDS = "ids"
 
 
 class IdTransfer:
-    """The id transfers of a plan, batch after batch."""
+    """Runs the id transfers of a plan for all batches."""
 
     def __init__(self, plan: EmbeddingPlan, boxing: Boxing) -> None:
         self.plan, self.world, self.boxing = plan, boxing.world, boxing
@@ -44,7 +44,7 @@ class IdTransfer:
 
 
 class IdsUnderWay:
-    """The id transfers of one batch. Every rank starts those of the same batches in order."""
+    """The id transfers of one batch. All ranks start the transfers of the same batches in order."""
 
     def __init__(self, transfer: IdTransfer, ids: BatchIds, batch_size: int) -> None:
         self._transfer, self._ids, self._batch_size = transfer, ids, batch_size
@@ -63,9 +63,10 @@ class IdsUnderWay:
             self._lengths = boxing.start(transfer.length_steps(batch_size), lengths, IDS)
 
     def sizes(self) -> Tensor | None:
-        """Number of list ids to each rank, then from each rank: [2 x ranks] int64.
+        """Return the number of list ids to each rank, then from each rank: [2 x ranks] int64.
 
-        ``None`` if no lists travel. Takes the lengths that ``start_id_exchange`` sent.
+        Return ``None`` if no lists are sent. This method takes the lengths that
+        ``start_id_exchange`` sent.
         """
         transfer, lists = self._transfer, self._ids.lists
         if self._lengths is None:
@@ -94,7 +95,7 @@ class IdsUnderWay:
         ]
 
     def finish(self) -> BatchIds | None:
-        """The ids of the global batch that this rank looks up; ``None`` if it needs none."""
+        """Return the ids of the global batch that this rank looks up, or ``None`` without any."""
         transfer, rank = self._transfer, self._transfer.world.rank
         matrix = None if self._matrix is None else self._matrix.wait()
         columns, lists = transfer.plan.needed[rank], transfer.plan.needed_lists[rank]
@@ -116,12 +117,13 @@ class IdsUnderWay:
         return BatchIds(matrix, Lists(self._received, values[0], weights))
 
     def _incoming(self) -> Tensor:
-        """[ranks] int64: how many list ids each rank sends here, from its samples' lengths."""
+        """Return [ranks] int64: how many list ids each rank sends to this rank."""
         world = self._transfer.world
         if not self._transfer.plan.needed_lists[world.rank] or self._received is None:
             return torch.zeros(world.size, dtype=torch.int64, device=world.device)
         samples = self._received.sum(1, dtype=torch.int64)
-        # A sum per rank of samples of unequal numbers: the first ``longer`` ranks have one more.
+        # Sum the samples of each rank; the first ``longer`` ranks have one more sample than the
+        # others.
         each, longer = divmod(self._batch_size, world.size)  # the split of ``balanced_sizes``
         first, rest = samples.split([longer * (each + 1), samples.shape[0] - longer * (each + 1)])
         return torch.cat(
@@ -131,5 +133,5 @@ class IdsUnderWay:
 
 def _weights(lists: Lists) -> Tensor:
     if lists.weights is None:
-        raise SbpError("lists of weighted features have no weights")
+        raise SbpError("the lists of weighted features have no weights; pass Bags with weights")
     return lists.weights

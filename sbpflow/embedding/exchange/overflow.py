@@ -1,7 +1,8 @@
 """Handles batches whose rows do not fit in the fixed-size buffers of ``padded``.
 
-All ranks learn the same counts, so either all of them repeat the exchange or none does. They
-repeat it before any row is read, with transfers of the required sizes; the host waits for these.
+All ranks learn the same counts, so either all ranks repeat the exchange or no rank does. The ranks
+repeat the exchange before any row is read, with transfers of the required sizes. The host waits for
+the repeated transfers.
 """
 
 import logging
@@ -25,19 +26,20 @@ class PaddedGroups:
             for index, group in enumerate(groups)
             if isinstance(group, RowGroup) and group.capacity is not None
         }
-        self._warned: dict[int, int] = {}  # group -> largest number of rows in a warning
+        self._warned: dict[int, int] = {}  # group -> largest number of rows in a warning so far
 
     def ask(self, parts: Sequence[GroupInFlight]) -> AsyncScalarRead | None:
-        """Start reading, for each group, the most rows that any rank requests from another.
+        """Start reading the maximum number of rows that any rank requests from another, per group.
 
-        Follows ``receive_ids``. ``None`` if the buffers are large enough for any batch.
+        Call this after ``receive_ids``. Return ``None`` if the buffers are large enough for any
+        batch.
         """
         limited = self._limited(parts).values()
         most = [part.most_requested for part in limited if part.most_requested is not None]
         return AsyncScalarRead(torch.cat(most)) if most else None
 
     def overflowing(self, parts: Sequence[GroupInFlight], read: AsyncScalarRead) -> list[int]:
-        """The groups whose buffers were too small. ``read`` comes from ``ask``."""
+        """Return the groups whose buffers were too small. ``read`` comes from ``ask``."""
         groups = list[int]()
         limited = self._limited(parts).items()
         for (index, part), most in zip(limited, read.wait().tolist(), strict=True):
@@ -54,16 +56,16 @@ class PaddedGroups:
             parts[index] = self._again(self._groups[index], limited[index])
 
     def describe(self) -> list[str]:
-        """One line per group, with its tables and its buffer size."""
+        """Return one line per group, with its tables and its buffer size."""
         return [
-            f"rows of {', '.join(table.name for table in group.plan.stacks[0].tables)} travel in "
-            f"buffers of {group.capacity.share:g} of the maximum size"
+            f"rows of {', '.join(table.name for table in group.plan.stacks[0].tables)} are sent "
+            f"in buffers of {group.capacity.share:g} of the maximum size"
             for group in self._groups.values()
             if group.capacity is not None
         ]
 
     def _limited(self, parts: Sequence[GroupInFlight]) -> dict[int, RowsInFlight]:
-        """The parts whose buffers may have been too small."""
+        """Return the parts whose buffers may have been too small."""
         return {
             index: part
             for index in self._groups
@@ -74,7 +76,9 @@ class PaddedGroups:
         again = group.begin_again(part)
         counts = group.counts(again)
         if counts is None:
-            raise RuntimeError(f"{group.plan.name}: a repeated exchange has no counts")
+            raise RuntimeError(
+                f"{group.plan.name}: the repeated exchange has no counts, but it needs them"
+            )
         again.counts = AsyncScalarRead(counts).wait().tolist()
         group.exchange_ids(again)
         group.receive_ids(again)
@@ -82,14 +86,14 @@ class PaddedGroups:
         return again
 
     def _warn(self, index: int, part: RowsInFlight, most: int, room: int) -> None:
-        """Log a warning, and another when twice as many rows are needed."""
+        """Log a warning; log another when twice as many rows are needed."""
         group = self._groups[index]
         if group.capacity is None or group.world.rank != 0 or most < 2 * self._warned.get(index, 0):
             return
         self._warned[index] = most
         logger.warning(
             "parallel.row_buffer_fraction: %g leaves room for %d rows of %s between two ranks, but "
-            "a batch of %d requests %d: the exchange was repeated with that size, which makes the "
+            "a batch of %d requests %d: the exchange was repeated with that size and made the "
             "host wait; use %g",
             group.capacity.share,
             room,

@@ -1,8 +1,8 @@
-"""Fixed-size buffers for rows, so that the host does not need to know their number.
+"""Fixed-size buffers for rows; with these, the host need not know the number of rows.
 
-The room between two ranks depends only on the batch size. Unused places hold an address behind the
-stored rows that reads as zeros. Batches that do not fit are detected on the device: each rank sends
-the number of rows that it would have requested, and all ranks learn the maximum.
+The room between two ranks depends only on the batch size. Unused places contain the address of a
+row of zeros after the stored rows. The device detects batches that do not fit: each rank sends the
+number of rows that it would have requested, and all ranks learn the maximum.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Slots:
     """The positions of a batch's unique rows in the buffers.
 
     ``of_ids`` [n] int64 is the position of each address. ``of_rows`` [n] int64 is the position of
-    each unique row, followed by repetitions of the last one. ``size`` is the total number of
+    each unique row, followed by repetitions of the last position. ``size`` is the total number of
     positions.
     """
 
@@ -29,14 +29,14 @@ class Slots:
     size: int
 
     def spread(self, lookup: Lookup, grads: Tensor) -> Tensor:
-        """[size, width]: the gradients of each row, summed, at its position; zeros elsewhere."""
+        """Sum each row's gradients at its position in [size, width]; other positions are zero."""
         _, sums = lookup.spread_gradients(grads)
         out = sums.new_zeros(self.size, sums.shape[1])
         return out.index_copy_(0, self.of_rows, sums)
 
 
 class Capacity:
-    """Buffers that hold ``share``, in (0, 1], of the most rows that a rank can request."""
+    """Buffers with room for a ``share``, in (0, 1], of the rows that a rank can request."""
 
     def __init__(self, share: float, plan: GroupPlan) -> None:
         (stack,) = plan.stacks
@@ -45,19 +45,19 @@ class Capacity:
         self._stored = max(stack.num_rows(rank) for rank in plan.world.ranks)
 
     def most(self, batch_size: int) -> int:
-        """The most rows that one rank can request from another in a batch of ``batch_size``."""
+        """Return how many rows a rank can request from another in a batch of ``batch_size``."""
         return max(1, min(-(-batch_size // self._size) * self._lookups, self._stored))
 
     def rows(self, batch_size: int) -> int:
-        """The number of rows in a buffer."""
+        """Return the number of rows in a buffer."""
         return ceil(self.share * self.most(batch_size))
 
     def is_enough(self, batch_size: int) -> bool:
-        """True if the buffers are large enough for any batch."""
+        """Return True if the buffers are large enough for any batch."""
         return self.rows(batch_size) >= self.most(batch_size)
 
     def share_of(self, rows: int, batch_size: int) -> float:
-        """The smallest share, to three digits, whose buffers hold ``rows``."""
+        """Return the smallest share, to three digits, whose buffers have room for ``rows``."""
         return min(1.0, ceil(1000 * rows / self.most(batch_size)) / 1000)
 
 
@@ -69,13 +69,13 @@ class Layout:
 
     def __init__(self, bases: Tensor, lasts: Tensor) -> None:
         self._bases, self._lasts, self._before = bases, lasts, bases - 1
-        self._absent = lasts + 1 - bases  # the first address behind each part's rows
+        self._absent = lasts + 1 - bases  # the first address after each part's rows
 
     def lay_out(self, wanted: Lookup, room: int) -> tuple[Slots, Tensor]:
-        """The slots, and the buffers to send, [parts, 1 + room].
+        """Return the slots, and the buffers to send, [parts, 1 + room].
 
-        The first element of a buffer is the most rows of any part; the rows follow, relative to
-        their part's base. Rows that do not fit are left out.
+        The first element of a buffer is the maximum number of rows of any part. The row addresses
+        follow, relative to their part's base. The buffers omit rows that do not fit.
         """
         parts, count = self._absent.numel(), wanted.addresses.numel()
         send = self._absent.unsqueeze(1).repeat(1, room + 1)
@@ -83,9 +83,9 @@ class Layout:
         if not count:  # a rank without samples
             empty = torch.empty(0, dtype=torch.int64, device=send.device)
             return Slots(empty, empty, parts * room), send
-        # A row's place is its index among the unique rows, minus those of preceding parts. Rows
-        # that do not fit share the last place: which of them is sent does not matter, since all
-        # ranks learn of the overflow and the exchange is repeated.
+        # A row's place is its index among the unique rows minus the number of rows in preceding
+        # parts. Rows that do not fit share the last place. Any of the overflowing rows may be sent,
+        # because all ranks learn of the overflow and repeat the exchange.
         runs = wanted.runs()
         before = wanted.unique_up_to(self._before)
         part = torch.searchsorted(self._lasts, runs.keys)

@@ -1,4 +1,4 @@
-"""Groups that exchange deduplicated single rows, for the exchanges of ``plan/row_exchanges.py``."""
+"""Groups that exchange deduplicated single rows; they run ``plan/row_exchanges.py``."""
 
 from abc import abstractmethod
 from dataclasses import dataclass, field
@@ -23,25 +23,27 @@ from sbpflow.embedding.storage.store import RowStore
 
 @dataclass(slots=True, kw_only=True)
 class RowsInFlight(GroupInFlight):
-    """``requested`` is how many rows this rank requests from each rank, ``incoming`` the reverse.
+    """A batch in a group that exchanges rows.
 
-    They come from ``counts``, or are the buffer size if buffers have a fixed size.
+    ``requested`` is how many rows this rank requests from each rank; ``incoming`` is how many rows
+    each rank requests from this rank. With fixed-size buffers, ``requested`` and ``incoming`` are
+    the buffer size; otherwise ``counts`` sets them.
     """
 
-    wanted: Lookup  # of the local samples
+    wanted: Lookup  # the lookup of the local samples
     request_counts: Tensor | None = None  # [ranks] int64: rows requested from each rank
-    slots: Slots | None = None  # with fixed-size buffers only
+    slots: Slots | None = None  # set only with fixed-size buffers
     sent_addresses: Tensor | None = None  # the addresses that were sent in buffers
-    most_requested: Tensor | None = None  # [1] int64: by any rank, from any other rank
+    most_requested: Tensor | None = None  # [1] int64: the maximum between any two ranks
     requested: list[int] = field(default_factory=list[int])
     incoming: list[int] = field(default_factory=list[int])
 
 
 class RowGroup(Group[RowsInFlight]):
-    """One stack whose rows have job-wide addresses.
+    """A group of one stack, whose rows have job-wide addresses.
 
-    The ranks exchange once per batch which rows they need. Training batches use fixed-size buffers
-    if ``GroupContext.row_buffer_fraction`` is set.
+    For each batch, the ranks exchange once which rows they need. Training batches use fixed-size
+    buffers if ``GroupContext.row_buffer_fraction`` is set.
     """
 
     def __init__(self, plan: GroupPlan, boxing: Boxing, context: GroupContext) -> None:
@@ -75,7 +77,7 @@ class RowGroup(Group[RowsInFlight]):
     @property
     @abstractmethod
     def num_parts(self) -> int:
-        """The number of parts of the address space; each belongs to one rank."""
+        """Return the number of parts of the address space; each belongs to one rank."""
 
     @abstractmethod
     def begin_counted(self, batch: RowsInFlight) -> None:
@@ -87,7 +89,7 @@ class RowGroup(Group[RowsInFlight]):
 
     @abstractmethod
     def send_ids(self, batch: RowsInFlight) -> None:
-        """Start sending the ids of the requested rows; their numbers are known."""
+        """Start sending the ids of the requested rows, after the counts are known."""
 
     def start_id_exchange(
         self, local: BatchIds, batch_size: int, *, number: int | None
@@ -105,7 +107,7 @@ class RowGroup(Group[RowsInFlight]):
         return batch
 
     def begin_again(self, batch: RowsInFlight) -> RowsInFlight:
-        """The same batch without buffers, after ``receive_ids`` found that they are too small."""
+        """Return the same batch without buffers, after its buffers were found to be too small."""
         again = RowsInFlight(
             local=batch.local, batch_size=batch.batch_size, number=batch.number, wanted=batch.wanted
         )
@@ -113,23 +115,24 @@ class RowGroup(Group[RowsInFlight]):
         return again
 
     def step(self, batch: RowsInFlight, purpose: Purpose) -> ExchangeStep:
-        """The transfer for ``purpose`` in the current round."""
+        """Return the transfer for ``purpose`` in the current round."""
         for stage in self.plan.stages(batch.batch_size):
             if (stage.purpose, stage.round) == (purpose, batch.round):
                 return stage.rows
         raise RuntimeError(f"{self.plan.name}: the plan has no transfer for {purpose}")
 
     def take(self, batch: RowsInFlight, purpose: Purpose, count: int) -> Tensor:
-        """The ``count`` rows of the pending transfer for ``purpose``."""
+        """Return the ``count`` rows of the pending transfer for ``purpose``."""
         return received(self.step(batch, purpose), batch.take_pending(), count)
 
     def stores(self) -> list[tuple[TableBatch, RowStore]]:
         return [(self._stack, self._store)]
 
     def counts(self, batch: RowsInFlight) -> Tensor | None:
-        """[ranks] requested from each rank, then [ranks] requested by each rank if it was sent.
+        """Return [ranks] rows requested from each rank, then [ranks] requested by each rank.
 
-        ``None`` with fixed-size buffers.
+        The second part exists only if the ranks sent their counts. Return ``None`` with fixed-size
+        buffers.
         """
         if batch.pending is None or batch.request_counts is None:
             return batch.request_counts
@@ -151,9 +154,9 @@ class RowGroup(Group[RowsInFlight]):
         return vectors.view(samples, self.plan.width)
 
     def row_gradients(self, batch: RowsInFlight, grad: Tensor) -> Tensor:
-        """[unique rows, dim] gradients summed over this rank's samples, in the comm dtype.
+        """Return [unique rows, dim] gradients summed over this rank's samples, in the comm dtype.
 
-        With fixed-size buffers, [positions, dim].
+        With fixed-size buffers, the gradients are [positions, dim].
         """
         if self.plan.pooled:
             grad = grad.repeat(1, len(self._stack.uses))
@@ -185,7 +188,7 @@ class RowGroup(Group[RowsInFlight]):
 
 
 class UniqueGroup(RowGroup):
-    """S(0), skewed ids: unique rows are requested from owners and expanded where samples are."""
+    """Runs S(0) tables with skewed ids: ranks request unique rows from owners and expand them."""
 
     @property
     def num_parts(self) -> int:
@@ -227,9 +230,9 @@ class UniqueGroup(RowGroup):
 
 
 class AllGatherRowsGroup(RowGroup):
-    """Every rank stores the same rows, or some columns of each row.
+    """A group for which every rank stores the same rows, or some columns of each row.
 
-    All ranks learn which rows the others request, so addresses are local row numbers everywhere.
+    All ranks learn which rows the others request, so addresses are local row numbers on every rank.
     """
 
     @property
@@ -237,7 +240,7 @@ class AllGatherRowsGroup(RowGroup):
         return 1
 
     def sends_ids(self, batch: RowsInFlight) -> bool:
-        """True if the other ranks need to know which rows this rank requests."""
+        """Return True if the other ranks need to know which rows this rank requests."""
         return True
 
     def begin_counted(self, batch: RowsInFlight) -> None:
@@ -263,10 +266,10 @@ class AllGatherRowsGroup(RowGroup):
 
 
 class UniqueColumnsGroup(AllGatherRowsGroup):
-    """S(1), skewed ids: unique rows are requested from all ranks, since each holds some columns.
+    """Runs S(1) tables with skewed ids: each rank sends its columns of the requested rows.
 
-    A block [rows, columns of the sender] is sent flattened to one dimension, because ranks may hold
-    different widths.
+    A block [rows, columns of the sender] is flattened to one dimension and then sent, because ranks
+    may store different widths.
     """
 
     def __init__(self, plan: GroupPlan, boxing: Boxing, context: GroupContext) -> None:
@@ -308,14 +311,14 @@ class UniqueColumnsGroup(AllGatherRowsGroup):
         self.keep(batch, batch.lookups, [sums.to(self.plan.dtype)])
 
     def _sizes(self, batch: RowsInFlight) -> tuple[list[int], list[int]]:
-        """(elements requested here by storing rank, elements stored here by requesting rank)."""
+        """Return element counts (requested here by storing rank, stored here by requester)."""
         requested, own_width = batch.requested[0], self._widths[self.world.rank]
         wanted = [requested * width for width in self._widths]
         return wanted, [count * own_width for count in batch.incoming]
 
 
 class LocalRowsGroup(AllGatherRowsGroup):
-    """B tables: each rank looks up its own samples, and all ranks gather the touched rows."""
+    """Runs B tables: each rank looks up its own samples; all ranks gather the touched rows."""
 
     def sends_ids(self, batch: RowsInFlight) -> bool:
         return batch.training

@@ -1,4 +1,4 @@
-"""Sums of squared gradients over the ranks that hold different columns of the same rows."""
+"""Sums squared gradients over the ranks that store different columns of the same rows."""
 
 from functools import lru_cache
 
@@ -12,7 +12,7 @@ from sbpflow.embedding.rules.base import SumOverColumns
 
 
 class SharedState:
-    """The collectives of a group's row state. ``batch_size`` covers all batches of an update."""
+    """Runs the collectives of a group's row state in updates of up to ``batch_size`` samples."""
 
     def __init__(self, plan: GroupPlan, boxing: Boxing) -> None:
         self._plan, self._boxing = plan, boxing
@@ -20,13 +20,13 @@ class SharedState:
         self.batch_size = 0
 
     def sum_of(self, index: int) -> SumOverColumns | None:
-        """The function that sums a stack's squares over ranks; ``None`` if they share no rows."""
+        """Return a function that sums a stack's squares over ranks sharing rows, or ``None``."""
         if index not in self._plan.shared_state:
             return None
 
         def add_up(squares: Tensor) -> Tensor:
             size = self._plan.squares_sent(index, squares.shape[0], self.batch_size)
-            size = max(size, squares.shape[0])  # buffers can hold more rows than a batch requests
+            size = max(size, squares.shape[0])  # buffers can be larger than a batch requests
             padded = F.pad(squares, (0, size - squares.shape[0]))
             total = self._boxing.run(self._steps(index, size), padded, GRADIENTS, donate=True)
             if total is None:
@@ -36,7 +36,7 @@ class SharedState:
         return add_up
 
     def stand_by(self, index: int) -> None:
-        """Take part in the collectives of a stack that has no rows on this rank."""
+        """Run the collectives of a stack that has no rows on this rank."""
         if index in self._plan.shared_state:
             size = self._plan.squares_sent(index, 0, self.batch_size)
             self._boxing.run(self._steps(index, size), None, GRADIENTS)

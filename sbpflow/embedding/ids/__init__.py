@@ -1,1 +1,1 @@
-"""Checks a batch's ids and converts them to rows of stores."""
+"""Checks a batch's ids and converts them to row numbers of stores."""

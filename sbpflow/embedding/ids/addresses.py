@@ -1,9 +1,9 @@
 """Converts table ids to row addresses.
 
 ``LocalAddresses`` is for ranks that look ids up in their own shards. ``OwnerAddresses`` is for
-exchanges of single rows; its addresses also identify the rank that owns the row. Both return a
-``Lookup``: addresses, the bags they form, and a weight per address for weighted sums. For
-``by_key`` tables these are int64 addresses of keys, which the store converts to rows.
+exchanges of single rows; its addresses also identify the rank that owns the row. Both classes
+return a ``Lookup``: addresses, the bags they form, and a weight per address for weighted sums. For
+``by_key`` tables, the addresses are int64 addresses of keys, which the store converts to rows.
 """
 
 from collections.abc import Mapping
@@ -19,14 +19,14 @@ from sbpflow.embedding.plan.table_batch import FeatureLookup, TableBatch, column
 from sbpflow.embedding.storage.lookup import Lookup
 
 _NO_WEIGHTS = torch.empty(0)
-_MOST_COMPARED = 8  # row parts of a table up to which comparisons are faster than binary search
+_MOST_COMPARED = 8  # with more row parts per table, binary search is faster than comparing
 
 
 class BagShape:
-    """How the ids of some uses form bags, and the weight of each id in its bag.
+    """Describes how the ids of some uses form bags, and the weight of each id in its bag.
 
-    ``columns`` and ``places`` map the columns and lists of the uses to those of the batch, if the
-    batch has only a subset.
+    If the batch has only a subset of columns and lists, ``columns`` and ``places`` map the columns
+    and lists of the uses to positions in the batch.
     """
 
     def __init__(
@@ -63,21 +63,21 @@ class BagShape:
         self._shares = torch.tensor(shares, dtype=dtype, device=device)
 
     def matrix(self, ids: BatchIds) -> Tensor:
-        """The columns of the uses: [samples, columns]."""
+        """Return the columns of the uses: [samples, columns]."""
         if self._slice is not None:
             return ids.matrix[:, self._slice]
         return ids.matrix.index_select(1, self._columns)
 
     def lists(self, ids: BatchIds) -> Lists:
-        """The lists of the uses, for every sample."""
+        """Return the lists of the uses for every sample."""
         if ids.lists is None:
-            raise RuntimeError("the batch has no lists, but some uses need lists")
+            raise RuntimeError("the batch has no lists, but some lookups need lists; pass Bags")
         if self._in_order and ids.lists.lengths.shape[1] == len(self._places):
             return ids.lists
         return ids.lists.take(self._places)
 
     def offsets(self, samples: int, *, pooled: bool) -> Tensor | None:
-        """The offsets of the bags of a matrix; ``None`` for one id per bag."""
+        """Return the offsets of a matrix's bags, or ``None`` if each bag has one id."""
         total = samples * self._per_sample
         if pooled:
             if self._per_sample == 1:
@@ -90,13 +90,13 @@ class BagShape:
         return torch.cat([inner, inner.new_full((1,), total)])
 
     def shares(self, samples: int) -> Tensor | None:
-        """[ids of a matrix]: the weight of each id in its mean; ``None`` without means."""
+        """Return the weight of each id in its mean, [ids of a matrix]; ``None`` without means."""
         if not self._mean:
             return None
         return self._shares.expand(samples, -1).reshape(-1)
 
     def list_weights(self, lists: Lists) -> Tensor | None:
-        """The weights of ids in lists, divided by the list length for means."""
+        """Return the weights of ids in lists; for means, they are divided by the list length."""
         if not self._mean:
             return lists.weights
         lengths = lists.lengths.to(self._dtype).clamp(min=1)
@@ -107,12 +107,12 @@ class BagShape:
         return shares if lists.weights is None else shares * lists.weights
 
     def list_offsets(self, lists: Lists, *, pooled: bool) -> Tensor:
-        """The offsets of the bags of lists: one bag per list, or per sample if ``pooled``."""
+        """Return the offsets of lists' bags: one bag per list, or per sample if ``pooled``."""
         lengths = lists.lengths.sum(1) if pooled else lists.lengths.reshape(-1)
         return _ends(lengths)
 
     def use_of(self, lists: Lists) -> Tensor:
-        """[ids in lists]: the use of each id."""
+        """Return the use of each id, [ids in lists]."""
         samples, uses = lists.lengths.shape
         place = torch.arange(uses, device=self._device).repeat(samples)
         flat = lists.lengths.reshape(-1)
@@ -160,13 +160,13 @@ class LocalAddresses:
 
     @property
     def num_uses(self) -> int:
-        """Vectors per sample that are looked up on this rank."""
+        """Return the number of vectors per sample that are looked up on this rank."""
         return len(self.bags.uses)
 
     def make_lookup(self, ids: BatchIds, *, pooled: bool, absent: int | None = None) -> Lookup:
-        """One bag per (sample, use), or per sample if ``pooled``.
+        """Return a lookup with one bag per (sample, use), or per sample if ``pooled``.
 
-        Rows of other ranks are left out, or get the address ``absent``.
+        The lookup omits rows of other ranks, or gives them the address ``absent`` if it is set.
         """
         bags = self.bags
         if self._loops is not None and absent is None:
@@ -195,7 +195,7 @@ class LocalAddresses:
         return Lookup(addresses[is_local], offsets, weights)
 
     def _by_loop(self, loops: ModuleType, lists: Lists, *, pooled: bool) -> Lookup:
-        """Like ``make_lookup`` for lists, in one compiled pass."""
+        """Do the same as ``make_lookup`` for lists, in one compiled pass."""
         samples, uses = lists.lengths.shape
         total = lists.values.numel()
         weights = self.bags.list_weights(lists)
@@ -211,11 +211,12 @@ class LocalAddresses:
 
 
 class OwnerAddresses:
-    """Converts the ids of a stack's uses to job-wide addresses, ascending with the owning rank.
+    """Converts the ids of a stack's uses to job-wide addresses, in ascending order of owning ranks.
 
-    Rank r owns the addresses after ``lasts[r - 1]`` up to ``lasts[r]`` and is sent them relative to
-    ``bases[r]``. For row numbers, each rank's addresses are consecutive in the order of its store,
-    and ``num_addresses`` is their number; for keys it is ``None``.
+    Rank r owns the addresses after ``lasts[r - 1]`` up to ``lasts[r]`` and receives them relative
+    to ``bases[r]``. For row numbers, each rank's addresses are consecutive in the order of its
+    store, and ``num_addresses`` is the number of addresses. For keys, ``num_addresses`` is
+    ``None``.
     """
 
     def __init__(
@@ -268,7 +269,7 @@ class OwnerAddresses:
         self._by_use = [table.t().contiguous() for table in (self._firsts, self._totals)]
 
     def make_lookup(self, ids: BatchIds) -> Lookup:
-        """One bag per (sample, use), with addresses in the address dtype."""
+        """Return a lookup with one bag per (sample, use), with addresses in the address dtype."""
         bags = self.bags
         if self._loops is not None:
             return self._by_loop(self._loops, bags.lists(ids))
@@ -283,7 +284,7 @@ class OwnerAddresses:
         return Lookup(addresses, bags.offsets(samples, pooled=False), bags.shares(samples))
 
     def _by_loop(self, loops: ModuleType, lists: Lists) -> Lookup:
-        """Like ``make_lookup`` for lists, in one compiled pass."""
+        """Do the same as ``make_lookup`` for lists, in one compiled pass."""
         addresses = torch.empty(lists.values.shape, dtype=self._dtype)
         offsets = torch.empty(lists.lengths.numel() + 1, dtype=torch.int64)
         values = self._addresses(lists.values)
@@ -292,7 +293,7 @@ class OwnerAddresses:
         return Lookup(addresses, offsets, self.bags.list_weights(lists))
 
     def _address(self, ids: Tensor, column: Tensor | None) -> Tensor:
-        """The addresses of ``ids`` [samples, columns], or of [n] ids in the given columns."""
+        """Return addresses of ``ids`` [samples, columns], or of [n] ids in the given columns."""
         ids = ids.to(self._dtype)
 
         def of(table: Tensor) -> Tensor:
@@ -305,7 +306,7 @@ class OwnerAddresses:
             for first, step in zip(self._firsts, self._steps, strict=True):
                 addresses += (ids >= of(first)) * of(step)
             return addresses
-        # One binary search per column, whose first rows are sorted.
+        # Use one binary search per column; the first rows of its parts are sorted.
         if column is None:
             part = torch.searchsorted(
                 self._firsts.t().contiguous(), ids.t().contiguous(), right=True
@@ -316,7 +317,7 @@ class OwnerAddresses:
 
 
 def _row_parts(stack: TableBatch, bases: list[int]) -> dict[str, list[tuple[int, int]]]:
-    """Per table, (first row, address minus row) of each non-empty part, sorted by first row."""
+    """Return (first row, address minus row) of non-empty parts by table, sorted by first row."""
     parts: dict[str, list[tuple[int, int]]] = {table.name: [] for table in stack.tables}
     for rank, base in enumerate(bases):
         for shard in stack.shards(rank):
@@ -325,14 +326,14 @@ def _row_parts(stack: TableBatch, bases: list[int]) -> dict[str, list[tuple[int,
 
 
 def _ends(lengths: Tensor) -> Tensor:
-    """[n + 1] int64 offsets of bags of these lengths, or of one element where true."""
+    """Return [n + 1] int64 offsets of bags with these ``lengths``; a bool length is 0 or 1."""
     ends = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device=lengths.device)
     torch.cumsum(lengths, 0, out=ends[1:])
     return ends
 
 
 def _as_slice(columns: list[int]) -> slice | None:
-    """The columns as a slice if they are consecutive, else ``None``."""
+    """Return the columns as a slice if they are consecutive, else ``None``."""
     if not columns or columns != list(range(columns[0], columns[0] + len(columns))):
         return None
     return slice(columns[0], columns[0] + len(columns))

@@ -1,7 +1,7 @@
-"""A CUDA stream for ids, so that they are checked, sent, and sorted during the dense part.
+"""Runs id work in a CUDA stream, so that ids are checked, sent, and sorted during the dense part.
 
 docs/decisions/gpu.md explains the synchronization and the lifetime of the memory. On CPU there is
-no stream: everything runs at once, in program order.
+no stream: all work runs immediately, in program order.
 """
 
 from collections.abc import Generator, Iterator, Mapping
@@ -17,8 +17,8 @@ from sbpflow.embedding.ids.batch_ids import Bags, BatchIds, Ids, Lists
 class IdStream:
     """Runs sections of id work; the current stream can use their results after ``join``.
 
-    A section starts after all work submitted to the current stream so far. Therefore memory that a
-    section allocated and that was freed outside is safe to reuse in a later section.
+    A section starts after all work that was submitted to the current stream before it. A later
+    section can therefore safely reuse memory that a section allocated and that was freed elsewhere.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -27,33 +27,33 @@ class IdStream:
 
     @property
     def exists(self) -> bool:
-        """True if sections run concurrently with the current stream."""
+        """Return True if sections run concurrently with the current stream."""
         return self._stream is not None
 
     @contextmanager
     def section(self, ids: Ids | None = None) -> Generator[None]:
-        """A section that works on ``ids``, which were created outside."""
+        """Open a section that works on ``ids``, which were created outside of it."""
         if self._stream is None:
             yield
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         for tensor in () if ids is None else _tensors(ids):
-            if tensor.is_cuda:  # ids on another device are about to be rejected
+            if tensor.is_cuda:  # ids on another device will be rejected
                 tensor.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
             yield
 
     def join(self) -> None:
-        """Make the current stream wait for all sections so far."""
+        """Make the current stream wait for all earlier sections."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
 def _tensors(ids: Ids) -> Iterator[Tensor]:
-    """All tensors in a batch's ids."""
+    """Yield all tensors in a batch's ids."""
     parts = (ids.matrix, ids.lists) if isinstance(ids, BatchIds) else (ids,)
     for part in ids.values() if isinstance(ids, Mapping) else parts:
         is_nested = isinstance(part, Bags | Lists)
         for value in [getattr(part, f.name) for f in fields(part)] if is_nested else [part]:
-            if isinstance(value, Tensor):  # a caller's mapping can hold anything until checked
+            if isinstance(value, Tensor):  # the values of a mapping are not checked yet
                 yield value

@@ -1,4 +1,4 @@
-"""The ids of a batch as values: a matrix and lists.
+"""Value types for the ids of a batch: a matrix and lists.
 
 Features with a fixed number of ids per sample form a matrix, the fast path. Ragged or weighted ids
 form lists, sample by sample, so that parts of a batch can be concatenated.
@@ -13,10 +13,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Bags:
-    """The ids of one feature: those of sample i are ``values[offsets[i] : offsets[i + 1]]``.
+    """The ids of one feature: sample i has ``values[offsets[i] : offsets[i + 1]]``.
 
-    ``values`` [n] int32 or int64, ``offsets`` [samples + 1], ``weights`` [n] floats or ``None``.
-    Weights are data: they get no gradient and must not require one.
+    ``values`` is [n] int32 or int64, ``offsets`` is [samples + 1], and ``weights`` is [n] floats or
+    ``None``. Weights are data: they get no gradient and must not require one.
     """
 
     values: Tensor
@@ -26,9 +26,10 @@ class Bags:
 
 @dataclass(frozen=True, slots=True)
 class Lists:
-    """Ids of several features, list by list, sample by sample.
+    """Ids of several features, list by list and sample by sample.
 
-    ``lengths`` [samples, lists] int32, ``values`` [sum of lengths], ``weights`` like values.
+    ``lengths`` is [samples, lists] int32 and ``values`` is [sum of lengths]; ``weights`` has the
+    shape of ``values``.
     """
 
     lengths: Tensor
@@ -36,14 +37,15 @@ class Lists:
     weights: Tensor | None
 
     def starts(self) -> Tensor:
-        """[samples, lists] int64: the position of each list in ``values``."""
+        """Return the position of each list in ``values``, [samples, lists] int64."""
         flat = self.lengths.reshape(-1).to(torch.int64)
         return (torch.cumsum(flat, 0) - flat).view(self.lengths.shape)
 
     def take(self, places: Tensor, total: int | None = None) -> "Lists":
-        """The lists at these places, in this order, for every sample.
+        """Return the lists at these places, in this order, for every sample.
 
-        ``total`` is the number of ids in them; without it the host waits for the device.
+        ``total`` is the number of ids in these lists. Without ``total``, the host waits for the
+        device.
         """
         lengths = self.lengths.index_select(1, places)
         source = positions(self.starts().index_select(1, places), lengths, total)
@@ -52,7 +54,7 @@ class Lists:
 
 
 def positions(starts: Tensor, lengths: Tensor, total: int | None = None) -> Tensor:
-    """[total] positions of all elements of the segments that begin at ``starts``."""
+    """Return the positions [total] of all elements of the segments that begin at ``starts``."""
     flat = lengths.reshape(-1).to(torch.int64)
     ends = torch.cumsum(flat, 0)
     shift = starts.reshape(-1) - (ends - flat)
@@ -66,8 +68,8 @@ def positions(starts: Tensor, lengths: Tensor, total: int | None = None) -> Tens
 class IdBounds:
     """Bounds that the creator of some ids guarantees, so that each id need not be checked.
 
-    Ids in column c of the matrix are in range(columns[c]) and ids in list p in range(lists[p]);
-    list p has at most lengths[p] ids.
+    Ids in column c of the matrix are in range(columns[c]), and ids in list p are in
+    range(lists[p]). List p has at most lengths[p] ids.
     """
 
     columns: tuple[int, ...]
@@ -77,11 +79,11 @@ class IdBounds:
 
 @dataclass(frozen=True, slots=True)
 class BatchIds:
-    """The ids of some samples: a matrix [samples, columns], and lists if there are any.
+    """The ids of some samples: a matrix [samples, columns], and lists if any feature has them.
 
-    From a caller, the matrix has the columns of all fixed-length features and the lists are those
-    of all other features, both in the plan's order. After checking, the lists are those that the
-    plan looks up.
+    If a caller passes ``BatchIds``, the matrix has the columns of all fixed-length features and the
+    lists belong to all other features, both in the plan's order. Checked ``BatchIds`` have only the
+    lists that the plan looks up.
     """
 
     matrix: Tensor

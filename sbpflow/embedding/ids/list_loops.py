@@ -1,4 +1,4 @@
-"""Selects compiled loops for lists of ids: on CPU, if numba is installed."""
+"""Selects compiled loops for lists of ids on CPU, if numba is installed."""
 
 from importlib.util import find_spec
 from types import ModuleType
@@ -9,7 +9,7 @@ from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 
 
 def find_loops(device: torch.device) -> ModuleType | None:
-    """The module ``ids.loops``, or ``None`` to use torch. Loads numba, which takes 0.5 s."""
+    """Return the module ``ids.loops``, or ``None`` to use torch. Loading numba takes 0.5 s."""
     if device.type != "cpu" or find_spec("numba") is None:
         return None
     from sbpflow.embedding.ids import loops

@@ -1,7 +1,7 @@
-"""Loops over lists of ids, compiled by numba: one pass where torch takes ten.
+"""Loops over lists of ids, compiled by numba: one pass where torch makes ten passes.
 
-Imported only if numba is installed. Results equal those of the torch code next to each call, id by
-id. Arrays must be C-contiguous.
+Import this module only if numba is installed. Results equal the results of the torch code that is
+next to each call, id by id. Arrays must be C-contiguous.
 """
 
 import numpy as np
@@ -9,7 +9,7 @@ import torch
 
 from sbpflow.runtime.compute.compiled import Array, compiled
 
-_MOST_COMPARED = 32  # row parts of a table up to which comparisons are faster than binary search
+_MOST_COMPARED = 32  # with more row parts per table, binary search is faster than comparing
 
 
 @compiled
@@ -27,9 +27,10 @@ def join_lists(
     """Interleave lists stored feature by feature into lists stored sample by sample.
 
     Sample i of feature f has ``values[bases[f] + offsets[f, i] : bases[f] + offsets[f, i + 1]]``:
-    at most ``most[f]`` ids, each in ``range(limits[f])``. Returns False if this does not hold;
-    outputs are then undefined. The outputs are ``lengths`` [samples, features], and ``out`` and
-    ``out_weights`` in the shape of ``values``; without weights, the latter has size 0.
+    at most ``most[f]`` ids, each in ``range(limits[f])``. If the input breaks this rule, return
+    False; the outputs are then undefined. The outputs are ``lengths`` [samples, features], and
+    ``out`` and ``out_weights`` in the shape of ``values``. Without weights, ``out_weights`` has
+    size 0.
     """
     features, samples = offsets.shape[0], offsets.shape[1] - 1
     for f in range(features):
@@ -57,7 +58,7 @@ def join_lists(
 
 @compiled
 def _part_of(value: int, firsts: Array, use: int) -> int:
-    """How many elements of the ascending ``firsts[use]`` are at most ``value``."""
+    """Return how many elements of the ascending ``firsts[use]`` are at most ``value``."""
     part, stop = 0, firsts.shape[1]
     while part < stop:
         middle = (part + stop) >> 1
@@ -119,8 +120,9 @@ def local_addresses(
 ) -> int:
     """Write ids from ``firsts[use]`` to ``lasts[use]``, plus ``shift[use]``, to ``out``.
 
-    Returns how many were written. ``offsets`` gets the end of each list, or of each sample if it
-    has only [samples + 1] elements. ``out_weights`` gets the weights of the ids unless it is empty.
+    Return how many were written. ``offsets`` gets the end of each list, or the end of each sample
+    if it has only [samples + 1] elements. ``out_weights`` gets the weights of the ids unless it is
+    empty.
     """
     samples, uses = lengths.shape
     pooled, has_weights = offsets.size == samples + 1 and uses != 1, out_weights.size > 0
@@ -130,7 +132,7 @@ def local_addresses(
         for u in range(uses):
             low, high, more = firsts[u], lasts[u], shift[u]
             stop = at + lengths[i, u]
-            # Every id is written, and only the position advances conditionally: a branch would be
+            # Write every id and advance the position only for owned ids: a branch would be
             # mispredicted half of the time.
             for k in range(at, stop):
                 value = values[k]

@@ -26,12 +26,12 @@ class IdCheck:
     until that step and replaced by row 0, because other ranks are already waiting for these ids.
     """
 
-    error: DataError | None = None  # for the first bad id
+    error: DataError | None = None  # the error for the first bad id
     flagged: list[AsyncScalarRead] = field(default_factory=list[AsyncScalarRead])  # CUDA only
     replaced: Tensor | None = None  # [features] int64, with the policies clamp and hash
 
     def fail(self, error: DataError) -> None:
-        """Store ``error`` if it is the first."""
+        """Store ``error`` unless there is an earlier error."""
         self.error = self.error or error
 
     def count(self, features: Tensor, bad: Tensor, num_features: int) -> None:
@@ -44,15 +44,15 @@ class IdCheck:
 class IdReader:
     """Checks the ids of a batch and applies the policy for out-of-range ids.
 
-    An id must be a row of every table that uses its feature, so the smallest table decides. With
-    clamp and hash these tables have equal sizes, which ``plan_embeddings`` checks.
+    An id must be a row of every table that uses its feature, so the smallest table determines the
+    limit. With clamp and hash, these tables must have equal sizes; ``plan_embeddings`` checks this.
     ``out_of_range`` counts the replaced ids per feature on this rank, in batches passed to
     ``account``.
     """
 
     def __init__(self, plan: EmbeddingPlan, rank: int, device: torch.device) -> None:
         self._plan, self._rank, self._device = plan, rank, device
-        rows = [ANY_ID] * len(plan.features)  # the value of a feature that no table uses
+        rows = [ANY_ID] * len(plan.features)  # the default for unused features
         by_name = {feature.name: n for n, feature in enumerate(plan.features)}
         for table in (table for out in plan.outputs for table in out.tables):
             for name in table.features:
@@ -81,11 +81,11 @@ class IdReader:
     def read(self, ids: Ids, check: IdCheck | None = None) -> BatchIds:
         """Read ids in one of three forms.
 
-        A tensor [samples, columns] in the plan's order; ``BatchIds``, such a matrix with lists;
-        or a mapping from feature to [samples], [samples, hotness], or Bags. ``BatchIds`` whose
-        bounds fit the tables are not checked again.
+        The forms are a tensor [samples, columns] in the plan's order, ``BatchIds`` (such a matrix
+        with lists), and a mapping from feature to [samples], [samples, hotness], or Bags.
+        ``BatchIds`` are not checked again if their bounds fit the tables.
 
-        Raises DataError, naming the feature, for missing or misshapen ids. Out-of-range ids are
+        Raise DataError with the feature's name for missing or misshapen ids. Out-of-range ids are
         recorded in ``check``; without ``check`` they raise DataError at once.
         """
         result = check or IdCheck()
@@ -104,7 +104,7 @@ class IdReader:
             if self._ragged:
                 names = [self._plan.features[n].name for n in self._plan.ids.lists]
                 raise DataError(
-                    f"ids: a matrix cannot hold lists; pass a dictionary with Bags for {names}"
+                    f"ids: a matrix cannot contain lists; pass a dictionary with Bags for {names}"
                 )
             matrix, bags = ids, {}
         else:
@@ -122,7 +122,7 @@ class IdReader:
         return BatchIds(matrix, lists)
 
     def _fits(self, ids: BatchIds) -> bool:
-        """True if bounds and shapes guarantee that every id is a row of its tables."""
+        """Return True if bounds and shapes guarantee that every id is a row of its tables."""
         plan, bounds, lists = self._plan, ids.bounds, ids.lists
         if bounds is None or not set(plan.ids.lists) <= set(self._ragged):
             return False
@@ -148,7 +148,7 @@ class IdReader:
         )
 
     def _looked_up(self, lists: Lists | None) -> Lists | None:
-        """The lists that tables look up, usually all of them."""
+        """Return the lists that tables look up, usually all of them."""
         wanted = self._plan.ids.lists
         if lists is None or not wanted:
             return None
@@ -159,13 +159,13 @@ class IdReader:
         return Lists(lists.lengths, lists.values, weights if self._plan.weighted else None)
 
     def _as_mapping(self, ids: BatchIds) -> Mapping[str, "Tensor | Bags"]:
-        """The same ids by feature, to be checked individually."""
+        """Return the same ids by feature, to be checked individually."""
         features, by_feature = self._plan.features, dict[str, Tensor | Bags]()
         columns = sum(features[n].hotness for n in self._matrix)
         num_lists = 0 if ids.lists is None else ids.lists.lengths.shape[1]
         if ids.matrix.shape[1:] != (columns,) or num_lists != len(self._ragged):
             raise DataError(
-                f"ids: a matrix {list(ids.matrix.shape)} and {num_lists} lists; use [samples, "
+                f"ids: got a matrix {list(ids.matrix.shape)} and {num_lists} lists; use [samples, "
                 f"{columns}] for {[features[n].name for n in self._matrix]} and one list each for "
                 f"{[features[n].name for n in self._ragged]}"
             )
@@ -184,7 +184,7 @@ class IdReader:
         for tensor in tensors:
             if tensor is not None and tensor.device.type != self._device.type:
                 raise DataError(
-                    f"{name}: on {tensor.device}, but the tables are on {self._device}; pass "
+                    f"{name}: is on {tensor.device}, but the tables are on {self._device}; pass "
                     f'.to("{self._device}")'
                 )
 
@@ -202,7 +202,9 @@ class IdReader:
         samples = {self._samples(name, value) for name, value in ids.items()}
         if len(samples) > 1:
             counts = {name: self._samples(name, value) for name, value in ids.items()}
-            raise DataError(f"ids: features differ in the number of samples: {counts}")
+            raise DataError(
+                f"ids: features differ in the number of samples: {counts}; use one number"
+            )
         (count,) = samples
         for number, feature in enumerate(self._plan.features):
             value, name = ids.get(feature.name), f"feature {feature.name}"
@@ -216,7 +218,7 @@ class IdReader:
                     )
                 bags[number] = value
             elif self._plan.ids.first[number] is None:
-                raise DataError(f"{name}: ragged or weighted ids must be passed as Bags")
+                raise DataError(f"{name}: got a tensor for ragged or weighted ids; pass Bags")
             else:
                 wide = value.unsqueeze(1) if value.ndim == 1 else value
                 if wide.shape[1:] != (feature.hotness,) or not _is_integer(wide):
@@ -247,7 +249,7 @@ class IdReader:
         return value.shape[0]
 
     def _checked(self, bags: Bags, number: int) -> Bags:
-        """The same bags, checked, with int64 offsets on the device."""
+        """Check ``bags``, and return them with int64 offsets on the device."""
         feature = self._plan.features[number]
         name = f"feature {feature.name}"
         self._check_device(f"{name}: bags", bags.values, bags.offsets, bags.weights)
@@ -274,23 +276,23 @@ class IdReader:
             actual = "none" if bags.weights is None else list(bags.weights.shape)
             raise DataError(f"{name}: weights are {actual}; use one for each of {total} ids")
         if not feature.weighted and bags.weights is not None:
-            raise DataError(f"{name}: got weights; declare the feature weighted")
+            raise DataError(f"{name}: got weights for an unweighted feature; declare it weighted")
         if bags.weights is not None and bags.weights.requires_grad:
             raise DataError(
-                f"{name}: weights require a gradient but receive none; pass weights.detach()"
+                f"{name}: weights require a gradient, but they get none; pass weights.detach()"
             )
         return Bags(bags.values, offsets, bags.weights)
 
     def account(self, check: IdCheck) -> None:
         """Raise the error of a bad id, or add the replaced ids to ``out_of_range``.
 
-        Called when the batch is looked up. On CUDA a bad id in a matrix may not have reached the
-        host yet; ``raise_flagged`` reports it.
+        Call this method when the batch is looked up. On CUDA, the result of a matrix check may not
+        have reached the host yet; ``raise_flagged`` reports it.
         """
         if check.error is not None:
             raise check.error
         if check.replaced is not None:
-            if check.replaced.is_cuda:  # allocated on the id stream
+            if check.replaced.is_cuda:  # the id stream allocated this tensor
                 check.replaced.record_stream(torch.cuda.current_stream(self._device))
             self.out_of_range += check.replaced
             check.replaced = None
@@ -298,8 +300,8 @@ class IdReader:
     def raise_flagged(self, check: IdCheck) -> None:
         """Raise DataError for an out-of-range id in a matrix on CUDA.
 
-        The host does not wait for the device when ids are read, so call this before the results of
-        the lookup are used.
+        When ids are read, the host does not wait for the device. Therefore call ``raise_flagged``
+        before the results of the lookup are used.
         """
         flagged, check.flagged = check.flagged, []
         for read in flagged:
@@ -309,7 +311,7 @@ class IdReader:
                 raise self._bad_id(self._owners[column], id, row)
 
     def _in_range(self, matrix: Tensor, check: IdCheck) -> Tensor:
-        """The matrix in the plan's dtype, with out-of-range ids recorded and replaced."""
+        """Return the matrix in the plan's dtype; record and replace out-of-range ids."""
         if matrix.numel() == 0:
             return matrix.to(self._plan.ids_dtype)
         if matrix.dtype == self._plan.ids_dtype and not matrix.is_cuda:
@@ -332,7 +334,7 @@ class IdReader:
 
     def _flag(self, wide: Tensor, bad: Tensor, check: IdCheck) -> None:
         """Start copying the first bad id to the host."""
-        # argmax finds the first bad position without the wait that nonzero would cause.
+        # argmax finds the first bad position without the host wait that nonzero would cause.
         first = bad.reshape(-1).to(torch.int8).argmax().unsqueeze(0)
         id = wide.reshape(-1).index_select(0, first)
         check.flagged.append(
@@ -340,7 +342,7 @@ class IdReader:
         )
 
     def _lists(self, matrix: Tensor, bags: Mapping[int, Bags], check: IdCheck) -> Lists:
-        """All lists of this rank's samples, sample by sample."""
+        """Return all lists of this rank's samples, sample by sample."""
         plan = self._plan
         if self._loops is not None and (lists := self._by_loop(self._loops, matrix, bags)):
             return lists
@@ -349,7 +351,7 @@ class IdReader:
         lengths = torch.stack([bag.offsets.diff() for bag in all_bags], 1)
         values = torch.cat([bag.values.to(torch.int64) for bag in all_bags])
         by_feature = Lists(lengths.t().contiguous(), values, None)
-        # The position of each list of the result in ``values``, which is ordered by feature.
+        # Find the position of each list of the result in ``values``, which are ordered by feature.
         source = positions(by_feature.starts().t(), lengths)
         weights = None
         if plan.weighted:
@@ -365,10 +367,10 @@ class IdReader:
         )
 
     def _by_loop(self, loops: ModuleType, matrix: Tensor, bags: Mapping[int, Bags]) -> Lists | None:
-        """Like ``_lists``, in one compiled pass.
+        """Do the same as ``_lists``, in one compiled pass.
 
-        ``None`` if the input is irregular or invalid: ``_lists`` then converts it, replaces ids, or
-        reports the error.
+        Return ``None`` if the input is irregular or invalid: ``_lists`` then converts the input,
+        replaces ids, or reports the error.
         """
         plan, unused = self._plan, set(bags) - set(self._plan.ids.lists)
         all_bags = [bags.get(n) or self._as_bags(matrix, n) for n in plan.ids.lists]
@@ -444,7 +446,7 @@ def _is_integer(tensor: Tensor) -> bool:
 
 
 def _is_plain(weights: Tensor, values: Tensor) -> bool:
-    """True if the weights match the values, are on CPU, and need no gradient."""
+    """Return True if the weights match the values, are on CPU, and need no gradient."""
     return not (weights.is_cuda or weights.requires_grad) and weights.shape == values.shape
 
 

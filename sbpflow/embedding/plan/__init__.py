@@ -1,1 +1,1 @@
-"""Turns table layouts into groups, stacks, and transfers. Pure data and pure functions."""
+"""Turns table layouts into groups, stacks, and transfers with pure data and pure functions."""

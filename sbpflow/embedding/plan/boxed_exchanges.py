@@ -1,4 +1,4 @@
-"""Exchanges with transfers of known sizes: dense vectors, or all-reduced dense gradients.
+"""Exchanges with transfers of known sizes: they send dense vectors or all-reduce dense gradients.
 
 ``exchange/boxed.py`` runs them.
 """
@@ -13,11 +13,11 @@ from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Partial, Split
 
-LEAST_COLUMNS = 4  # per column shard: 16 bytes of float32, a quarter of a cache line
+LEAST_COLUMNS = 4  # minimum per column shard: 16 bytes of float32, a quarter cache line
 
 
 class Alone(Exchange):
-    """All tables in a world of one rank, without transfers."""
+    """Handles all tables in a world of one rank, without transfers."""
 
     name = ALONE
     runs = "sbpflow.embedding.exchange.boxed:LocalGroup"
@@ -42,7 +42,7 @@ class Alone(Exchange):
 
 
 class DenseAllreduce(Exchange):
-    """B tables so small that an all-reduce of dense gradients sends less than touched rows."""
+    """Handles small B tables, where an all-reduce of dense gradients is the cheapest exchange."""
 
     name = "local"
     runs = "sbpflow.embedding.exchange.boxed:LocalGroup"
@@ -53,10 +53,11 @@ class DenseAllreduce(Exchange):
         return is_copied(layout, world_size)
 
     def suits(self, table: TableConfig, lookups: int, world_size: int) -> bool:
-        """Compare the rows sent by P ranks for a table of R rows.
+        """Return True if an all-reduce sends fewer rows than the alternative.
 
-        An all-reduce sends 2 (P - 1) R rows. The alternative sends each rank's touched rows, at
-        most min(R, lookups / P), to P - 1 others: P (P - 1) min(R, lookups / P).
+        For P ranks and a table of R rows, an all-reduce sends 2 (P - 1) R rows. The alternative
+        sends each rank's touched rows, at most min(R, lookups / P), to P - 1 other ranks, or P (P -
+        1) min(R, lookups / P) rows in total.
         """
         return 2 * table.num_rows <= min(world_size * table.num_rows, lookups)
 
@@ -76,7 +77,7 @@ class DenseAllreduce(Exchange):
             **_looked_up(facts.local_lookups, facts.dim, facts.wanted, out),
             "home_elements": out,
             "whole_elements": numbers,
-            # Passes: zero, fill, concatenate, all-reduce, search for touched rows.
+            # The passes are zero, fill, concatenate, all-reduce, and a search for touched rows.
             "copied_bytes": 25 * numbers * facts.gradient_item,
             "gradient_bytes": sent,
             "gradient_in_bytes": sent,
@@ -87,7 +88,7 @@ class DenseAllreduce(Exchange):
 
 
 class _Boxed(Exchange):
-    """Owners look up the global batch; boxing sends vectors and brings gradients back."""
+    """Owners look up the global batch; boxing sends vectors and returns gradients."""
 
     runs = "sbpflow.embedding.exchange.boxed:BoxedGroup"
     looks_up_all = True
@@ -128,7 +129,7 @@ class _Boxed(Exchange):
             "copied_bytes": 2 * facts.both_ways * out,
             "vector_bytes": others * out * facts.vector_item,
             "gradient_in_bytes": others * out * facts.gradient_item,
-            # The gradients of this rank's own samples do not leave it.
+            # A rank does not send the gradients of its own samples.
             "gradient_bytes": -facts.samples * width * facts.vectors * facts.gradient_item,
             "vector_in_bytes": -facts.samples * width * facts.vectors * facts.vector_item,
             "ids_bytes": -4.0 * facts.sent_ids / size,
@@ -138,7 +139,7 @@ class _Boxed(Exchange):
 
 
 class Columns(_Boxed):
-    """Whole tables and S(1): the vectors are an uneven S(1) in rank order."""
+    """Handles whole tables and S(1) tables; the vectors are an uneven S(1) in rank order."""
 
     name = "columns"
     calls = ("num_dense_groups",)
@@ -159,7 +160,7 @@ class Columns(_Boxed):
 
 
 class Reduce(_Boxed):
-    """S(0): owners compute partial sums of the vectors, P; a grid of ranks gives (P, S(1))."""
+    """Handles S(0) tables; owners compute partial sums of vectors, P, or (P, S(1)) on a grid."""
 
     name = "reduce"
     calls = ("num_summed_groups",)
@@ -194,23 +195,26 @@ class Reduce(_Boxed):
 
 
 def is_copied(layout: Layout, world_size: int) -> bool:
-    """True for B on all ranks."""
+    """Return True for B on all ranks."""
     return layout.nd_sbp == (Broadcast(),) and layout.placement.size == world_size
 
 
 def is_column_split(layout: Layout) -> bool:
-    """True for S(1), even or uneven."""
+    """Return True for S(1), even or uneven."""
     kind = layout.nd_sbp[0]
     return len(layout.nd_sbp) == 1 and isinstance(kind, Split) and kind.dim == 1
 
 
 def powers(size: int) -> list[int]:
-    """2, 4, 8, ... below ``size``, followed by ``size``."""
+    """Return 2, 4, 8, ... below ``size``, followed by ``size``."""
     return [*(2**n for n in range(1, size.bit_length()) if 2**n < size), size]
 
 
 def _looked_up(ids: float, width: float, touched: float, out: float) -> dict[str, float]:
-    """Work of the rank that stores the rows: ``ids`` lookups, ``out`` elements of vectors."""
+    """Return the work of a rank that stores rows and looks up ``ids`` ids.
+
+    The rank sends ``out`` elements of vectors.
+    """
     return {
         "read_rows": ids,
         "read_elements": ids * width,

@@ -1,7 +1,7 @@
 """Turns table layouts into the groups, stores, and transfers of an embedding collection.
 
-Pure data and pure functions: ``explain`` prints the plan without running any rank, and
-``EmbeddingCollection`` executes it. Nothing in this module allocates or communicates.
+The module has only pure data and pure functions: ``explain`` prints the plan without starting any
+rank, and ``EmbeddingCollection`` executes it. This module neither allocates nor communicates.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,10 +39,10 @@ IDS: tuple[Purpose, ...] = ("counts", "ids")
 class EmbeddingPlan:
     """All groups of a collection, and the id transfers that precede the lookups.
 
-    The ids of a batch are a matrix, whose columns ``ids`` assigns to features, and lists.
-    ``needed`` and ``needed_lists`` are, per rank, the columns and lists that it looks up for the
-    global batch. Rows are stored as ``row_dtype``; arithmetic uses ``dtype``. ``out_of_range`` is
-    the policy for ids beyond a table's rows: raise an error, or replace them (clamp, hash).
+    The ids of a batch consist of a matrix and lists; ``ids`` assigns the matrix columns to
+    features. ``needed`` and ``needed_lists`` give the columns and lists that each rank looks up for
+    the global batch. Rows are stored as ``row_dtype``; arithmetic uses ``dtype``. ``out_of_range``
+    is the policy for ids beyond a table's rows: raise an error, or replace the ids (clamp, hash).
     """
 
     outputs: tuple[OutputConfig, ...]
@@ -61,40 +61,41 @@ class EmbeddingPlan:
 
     @property
     def sent_columns(self) -> tuple[int, ...]:
-        """The columns that are sent: once if all ranks need the same, else per rank."""
+        """Return the sent columns: once if all ranks need the same columns, else per rank."""
         return _sent(self.needed)
 
     @property
     def sent_lists(self) -> tuple[int, ...]:
-        """The lists whose lengths are sent, like ``sent_columns``."""
+        """Return the lists whose lengths are sent, arranged as in ``sent_columns``."""
         return _sent(self.needed_lists)
 
     @property
     def weighted(self) -> bool:
-        """True if any id in a list has a weight."""
+        """Return True if any id in a list has a weight."""
         return any(self.features[feature].weighted for feature in self.ids.lists)
 
     def id_steps(self, batch_size: int) -> tuple[BoxingStep, ...]:
-        """Send the matrix of ids to the ranks that look them up for the global batch.
+        """Return the steps that send the id matrix to ranks that look it up for the global batch.
 
-        S(0) -> B if these ranks need the same columns. Otherwise S(0) -> S(1), with the columns
-        arranged by rank, so that each rank receives only those it needs.
+        The transfer is S(0) -> B if these ranks need the same columns. Otherwise, the transfer is
+        S(0) -> S(1), with the columns arranged by rank, so that each rank receives only the columns
+        it needs.
         """
         return self._spread(batch_size, self.needed, self.ids_dtype, "ids/fwd")
 
     def length_steps(self, batch_size: int) -> tuple[BoxingStep, ...]:
-        """Send the lengths of the lists, like ``id_steps``."""
+        """Return the steps that send the lists' lengths, as ``id_steps`` does for the matrix."""
         return self._spread(batch_size, self.needed_lists, torch.int32, "ids/fwd/lengths")
 
     def list_steps(self, batch_size: int) -> tuple[ExchangeStep, ...]:
-        """Send the contents of the lists: ids, and weights if any feature has them."""
+        """Return the steps that send the contents of the lists: ids, and weights if they exist."""
         if not self.sent_lists or self.world.size == 1:
             return ()
         needs = [
             sum(self.features[self.ids.lists[place]].hotness for place in needed)
             for needed in self.needed_lists
         ]
-        # A rank sends to every other rank, so the one that needs least sends most.
+        # A rank sends to every other rank, so the rank that needs the fewest lists sends the most.
         per_rank = -(-batch_size // self.world.size) * (sum(needs) - min(needs))
         payloads = [("ids/fwd/lists", self.ids_dtype, "ids in lists")]
         if self.weighted:
@@ -113,7 +114,7 @@ class EmbeddingPlan:
         )
 
     def ahead_steps(self, batch_size: int) -> tuple[Step, ...]:
-        """All id transfers of a training batch. None of them depends on an update."""
+        """Return all id transfers of a training batch. No id transfer depends on an update."""
         later = [
             step
             for number in range(1, max((group.num_rounds for group in self.groups), default=1))
@@ -130,19 +131,19 @@ class EmbeddingPlan:
         )
 
     def forward_steps(self, batch_size: int) -> tuple[Step, ...]:
-        """The transfers of a lookup after those of the ids, in the order they start."""
+        """Return a lookup's transfers, except the id transfers, in the order they start."""
         return self._steps(batch_size, "vectors", None)
 
     def push_steps(self, batch_size: int) -> tuple[Step, ...]:
-        """The transfers of gradients, in the order they start."""
+        """Return the transfers of gradients in the order they start."""
         return self._steps(batch_size, "gradients", None)
 
     def count_steps(self, batch_size: int) -> tuple[Step, ...]:
-        """The transfers of row counts and row ids, a subset of ``ahead_steps``."""
+        """Return the transfers of row counts and row ids, a subset of ``ahead_steps``."""
         return tuple(step for group in self.groups for step in group.steps(batch_size, *IDS))
 
     def _steps(self, batch_size: int, purpose: Purpose, number: int | None = 0) -> tuple[Step, ...]:
-        """The steps of all groups in round ``number``, or in all rounds if it is ``None``."""
+        """Return the steps of all groups in round ``number``; ``None`` means all rounds."""
         return tuple(
             step
             for group in self.groups
@@ -152,7 +153,7 @@ class EmbeddingPlan:
         )
 
     def update_steps(self, batch_size: int) -> tuple[Step, ...]:
-        """The transfers of the row update itself, in the order they run."""
+        """Return the transfers of the row update itself in the order they run."""
         steps: list[Step] = []
         for group in self.groups:
             for index in group.shared_state:
@@ -193,11 +194,11 @@ def plan_embeddings(
 ) -> EmbeddingPlan:
     """Group the tables and derive their transfers from the layouts.
 
-    ``layouts`` has an entry per table. ``features`` are those of a batch, used or not, in the order
-    of its id matrix. ``batch_size`` is the usual global batch size; it decides which B tables
-    all-reduce dense gradients. ``dtype`` is float32 or float64, ``backend`` gloo or nccl.
+    ``layouts`` has an entry per table. ``features`` are all features of a batch, used or not, in
+    the order of its id matrix. ``batch_size`` is the usual global batch size; it decides which B
+    tables all-reduce dense gradients. ``dtype`` is float32 or float64; ``backend`` is gloo or nccl.
 
-    Raises ConfigError if an argument has another value, a table's feature is missing, shards do not
+    Raise ConfigError if an argument has another value, a table's feature is missing, shards do not
     tile a table, a name occurs twice, or ``out_of_range`` replaces ids of a feature whose tables
     differ in ``num_rows``.
     """
@@ -209,7 +210,7 @@ def plan_embeddings(
     _check_arguments(dtype, row_dtype, backend, out_of_range)
     for table in tables:
         if table.name not in layouts:
-            raise ConfigError(f"table {table.name}: no layout given; every table needs one")
+            raise ConfigError(f"table {table.name}: has no layout; add one, such as S(0)")
         comm_dtype = layouts[table.name].comm_dtype
         if comm_dtype not in (None, dtype, *HALF_DTYPES):
             raise ConfigError(
@@ -279,7 +280,7 @@ def _check_names(kind: str, names: list[str]) -> None:
 def _check_substitutes(
     tables: Sequence[TableConfig], features: Sequence[FeatureConfig], policy: OutOfRange
 ) -> None:
-    """Ids are replaced once, before any lookup, so the new id must suit all tables of a feature."""
+    """Check that replaced ids suit all tables of a feature, because ids are replaced only once."""
     for feature in features:
         sharing = [table for table in tables if feature.name in table.features]
         if len({table.num_ids for table in sharing}) > 1:
@@ -297,7 +298,7 @@ def _check_substitutes(
 def _looked_up_everywhere(
     groups: tuple[GroupPlan, ...], rank: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(columns, lists) that ``rank`` looks up for the global batch."""
+    """Return (columns, lists) that ``rank`` looks up for the global batch."""
     uses = [use for group in groups for use in group.looks_up_everything(rank)]
     columns = {column for use in uses for column in use.columns}
     return tuple(sorted(columns)), tuple(sorted({u.place for u in uses if u.place is not None}))

@@ -1,4 +1,4 @@
-"""The built-in exchanges, and which of them a table's layout can use."""
+"""Registers the built-in exchanges and finds the exchanges that a table's layout can use."""
 
 from sbpflow.embedding.plan.boxed_exchanges import Alone, Columns, DenseAllreduce, Reduce
 from sbpflow.embedding.plan.group_plan import ALONE, EXCHANGES, Exchange, exchange_of, register
@@ -8,26 +8,26 @@ from sbpflow.errors import ConfigError
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 
-# Simplest first, the order in which a planner tries them. Of several with one name, the first that
-# suits a table is used.
+# A planner tries the exchanges in this order, simplest first. If several exchanges have the same
+# name, the first one that suits a table is used.
 register(Alone(), DenseAllreduce(), CopiedRows(), Columns(), UniqueColumns(), Unique(), Reduce())
 
 
 def exchange_names() -> tuple[str, ...]:
-    """The values of ``exchange`` in a configuration."""
+    """Return the values that ``exchange`` can have in a configuration."""
     return tuple(sorted({exchange.name for exchange in EXCHANGES} - {ALONE}))
 
 
 def copies(name: str) -> bool:
-    """True if this exchange keeps a full copy of a table on every rank."""
+    """Return True if this exchange keeps a full copy of a table on every rank."""
     return any(exchange.copies for exchange in EXCHANGES if exchange.name == name)
 
 
 def legal_exchanges(layout: Layout, world_size: int) -> tuple[str, ...]:
-    """The names of the exchanges for a table's layout, default first; empty if there are none.
+    """Return the names of the exchanges for a table's layout, default first; may be empty.
 
-    A whole table on one rank can be B or S(0). B must be on all ranks or on one. The exchange
-    ``unique`` of S(1) requires all ranks.
+    A whole table on one rank can be B or S(0). B must be on all ranks or on one rank. The exchange
+    ``unique`` requires all ranks for S(1).
     """
     legal = [e for e in EXCHANGES if e.name != ALONE and e.accepts(layout, world_size)]
     legal.sort(key=lambda exchange: not exchange.is_default)
@@ -37,7 +37,7 @@ def legal_exchanges(layout: Layout, world_size: int) -> tuple[str, ...]:
 def exchange_for(
     table: TableConfig, layout: Layout, name: str, lookups: int, world_size: int
 ) -> Exchange:
-    """The exchange that a table uses if a batch has ``lookups`` ids for it."""
+    """Return the exchange that a table uses if a batch has ``lookups`` ids for it."""
     actual = ALONE if world_size == 1 else name
     for exchange in EXCHANGES:
         fits = exchange.name == actual and exchange.accepts(layout, world_size)
@@ -50,7 +50,10 @@ def check_exchange(table: TableConfig, config: TableLayout, world: Placement) ->
     """Raise ConfigError unless the layout is within ``world`` and allows its exchange."""
     layout = config.layout
     if outside := [rank for rank in layout.placement.ranks if rank not in world]:
-        raise ConfigError(f"table {table.name}: {layout} has ranks {outside}; use ranks of {world}")
+        raise ConfigError(
+            f"table {table.name}: {layout} has ranks {outside} outside the world; use ranks of "
+            f"{world}"
+        )
     legal = legal_exchanges(layout, world.size)
     if config.exchange not in legal:
         use = f"use {' or '.join(legal)}" if legal else "use B, S(0), S(1), or (S(0), S(1))"

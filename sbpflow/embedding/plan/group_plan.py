@@ -1,8 +1,9 @@
-"""Groups of tables, the interface of exchanges, and the transfers that follow from them.
+"""Groups of tables, the interface of exchanges, and the resulting transfers.
 
 A group is the set of tables of one output that share an exchange, with one transfer in each
-direction per batch. Pure data and pure functions: an ``Exchange`` describes the transfers
-(``boxed_exchanges``, ``row_exchanges``), and the class named by its ``runs`` executes them.
+direction per batch. This module has only pure data and pure functions. An ``Exchange`` describes
+the transfers (``boxed_exchanges``, ``row_exchanges``), and the class named by its ``runs`` executes
+them.
 """
 
 from abc import ABC, abstractmethod
@@ -23,7 +24,7 @@ from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Partial, Split
 
-Cuts = Sequence[tuple[str, tuple[int, int]]]  # (sbp, parts of rows and of columns)
+Cuts = Sequence[tuple[str, tuple[int, int]]]  # (sbp, (row parts, column parts))
 Purpose = Literal["counts", "ids", "vectors", "gradients"]
 
 
@@ -31,8 +32,8 @@ Purpose = Literal["counts", "ids", "vectors", "gradients"]
 class ExchangeStep:
     """A transfer whose size depends on the batch, within each of ``groups`` (disjoint rank sets).
 
-    ``bound_bytes`` is the most that one rank sends, ``total_bound_bytes`` the most that all ranks
-    send together; not every rank can own all rows.
+    ``bound_bytes`` is the maximum for one rank, and ``total_bound_bytes`` is the maximum for all
+    ranks: not every rank can own all rows.
     """
 
     id: str
@@ -44,12 +45,12 @@ class ExchangeStep:
     what: str
 
     def group_of(self, rank: int) -> tuple[int, ...]:
-        """The ranks that exchange rows with ``rank``, including itself."""
+        """Return the ranks that exchange rows with ``rank``, including ``rank``."""
         return next(ranks for ranks in self.groups if rank in ranks)
 
 
 Step = BoxingStep | ExchangeStep
-MAX_BATCH_SIZES = 64  # batch sizes whose steps are cached
+MAX_BATCH_SIZES = 64  # number of batch sizes whose steps are cached
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +67,10 @@ class Stage:
 
     @property
     def rows(self) -> ExchangeStep:
-        """The step of a stage that transfers rows."""
+        """Return the step of a stage that transfers rows."""
         (step,) = self.steps
         if not isinstance(step, ExchangeStep):
-            raise TypeError(f"{step.id}: transfers parts of known sizes, not rows")
+            raise TypeError(f"{step.id}: expected a transfer of rows, but its sizes are known")
         return step
 
 
@@ -78,7 +79,7 @@ class Member:
     """The properties of a table that decide its group and its stack.
 
     ``columns`` is equal for two tables if and only if every rank stores equally many columns of
-    both; ``None`` means whole rows. ``stored`` has the other properties that tables of a stack
+    both; ``None`` means whole rows. ``stored`` has the other properties that all tables of a stack
     share.
     """
 
@@ -94,12 +95,11 @@ class Member:
 
 
 class Exchange(ABC):
-    """How ids, vectors, and gradients of a group travel: a stateless description.
+    """Describes how a group exchanges ids, vectors, and gradients; without state.
 
-    Several exchanges can have the same ``name``, the one used in a configuration; the layout and
-    the world size then select one. ``runs`` is the class that executes it, as
-    ``package.module:Class``. ``calls`` are the features of ``costs.counts`` that count one per
-    group and round.
+    Several exchanges can have one ``name`` in a configuration; the layout and the world size then
+    select one. ``runs`` names the class that executes it as ``package.module:Class``. ``calls`` are
+    the features of ``costs.counts`` that count one call per group and round.
     """
 
     name: ClassVar[str]
@@ -108,57 +108,57 @@ class Exchange(ABC):
     pools: ClassVar[bool] = False  # vectors of a sample can be summed before they are sent
     copies: ClassVar[bool] = False  # every rank stores and updates the whole table
     looks_up_all: ClassVar[bool] = False  # owners look up the global batch and need all its ids
-    adds_terms: ClassVar[bool] = False  # all owners look up partial sums, which are added
+    adds_terms: ClassVar[bool] = False  # owners look up partial sums, which are then added
     shares_lookups: ClassVar[bool] = False  # an owner reads only its share of the lookups
     is_default: ClassVar[bool] = False  # preferred if several exchanges accept a layout
     dense_allreduce: ClassVar[bool] = False  # gradients of whole tables are all-reduced
 
     @abstractmethod
     def accepts(self, layout: Layout, world_size: int) -> bool:
-        """True if a table can have this layout."""
+        """Return True if a table can have this layout."""
 
     def refusal(self, table: TableConfig, layout: Layout, world: Placement) -> str:
-        """Why this table cannot have an otherwise accepted layout; "" if it can."""
+        """Return why this table cannot have a layout that the exchange accepts, or "" if it can."""
         return ""
 
     def suits(self, table: TableConfig, lookups: int, world_size: int) -> bool:
-        """True to prefer it, among those of its name, for ``lookups`` ids per batch."""
+        """Return True if, for ``lookups`` ids, this exchange is the preferred one of its name."""
         return True
 
     def cuts(self, num_rows: int, dim: int, world_size: int) -> Cuts:
-        """Layouts that a planner tries: (sbp, (row parts, column parts))."""
+        """Return the layouts that a planner tries as (sbp, (row parts, column parts))."""
         return ()
 
     def group_key(self, member: Member) -> tuple[Hashable, ...]:
-        """Tables of an output with equal keys share a group."""
+        """Return a key; tables of an output with equal keys share a group."""
         return ()
 
     @abstractmethod
     def stages(self, group: "GroupPlan", batch_size: int) -> tuple[Stage, ...]:
-        """All transfers of a group for a batch, in the order they start."""
+        """Return all transfers of a group for a batch in the order they start."""
 
     @abstractmethod
     def home(self, facts: Facts, cut: Cut) -> Counts:
-        """The work that a table adds to every rank, for the rank's samples."""
+        """Return the work that a table adds to every rank for the rank's samples."""
 
     def part(self, facts: Facts, cut: Cut, rows: float, width: float) -> Counts:
-        """The work that a shard of ``rows`` x ``width`` adds to the rank that stores it."""
+        """Return the work that a shard of ``rows`` x ``width`` adds to the rank that stores it."""
         return {}
 
 
 ALONE = "alone"  # the exchange of every table in a world of one rank
-EXCHANGES: list[Exchange] = []  # all registered ones, in the order in which they are tried
+EXCHANGES: list[Exchange] = []  # all registered exchanges, in the order they are tried
 
 
 def register(*exchanges: Exchange) -> None:
-    """Register exchanges; ``exchanges`` registers the built-in ones."""
+    """Register exchanges; the module ``exchanges`` registers the built-in ones."""
     EXCHANGES.extend(exchange for exchange in exchanges if exchange not in EXCHANGES)
 
 
 def exchange_of(
     name: str, layout: Layout, world_size: int, *, dense_allreduce: bool = False
 ) -> Exchange:
-    """The exchange with this name that accepts the layout; ConfigError if there is none."""
+    """Return the exchange with this name that accepts the layout; raise ConfigError without one."""
     for exchange in EXCHANGES:
         fits = exchange.name == name and exchange.accepts(layout, world_size)
         if fits and exchange.dense_allreduce == dense_allreduce:
@@ -168,11 +168,11 @@ def exchange_of(
 
 @dataclass(frozen=True, kw_only=True)
 class GroupPlan:
-    """The tables of one output that travel together.
+    """The tables of one output that share their transfers.
 
-    ``shared_state`` are the indices of stacks whose row state is shared by several ranks, which sum
-    the squares of their gradients. ``dense_allreduce`` groups all-reduce dense gradients. Vectors
-    are sent as ``comm_dtype``, gradients as ``grad_comm_dtype``.
+    Several ranks share the row state of the stacks in ``shared_state`` and sum the squares of their
+    gradients. ``dense_allreduce`` groups all-reduce dense gradients. Vectors are sent as
+    ``comm_dtype``, and gradients as ``grad_comm_dtype``.
     """
 
     name: str
@@ -188,7 +188,7 @@ class GroupPlan:
 
     @cached_property
     def kind(self) -> Exchange:
-        """The exchange that runs for these layouts in this world."""
+        """Return the exchange that runs for these layouts in this world."""
         layout, size = self.stacks[0].layouts[0], self.world.size
         name = ALONE if size == 1 else self.exchange
         return exchange_of(name, layout, size, dense_allreduce=self.dense_allreduce)
@@ -199,41 +199,41 @@ class GroupPlan:
 
     @property
     def grad_comm_dtype(self) -> torch.dtype:
-        """bf16 instead of fp16: gradients of a mean over a large batch underflow in fp16."""
+        """Return bf16 instead of fp16, in which mean gradients of large batches underflow."""
         return torch.bfloat16 if self.comm_dtype == torch.float16 else self.comm_dtype
 
     @property
     def uses(self) -> tuple[FeatureLookup, ...]:
-        """The table lookups of a sample, in the group's order: one vector each."""
+        """Return the table lookups of a sample in the group's order; each gives one vector."""
         return tuple(use for stack in self.stacks for use in stack.uses)
 
     @property
     def pooled(self) -> bool:
-        """True if the vectors of a sample are summed before they are sent."""
+        """Return True if the vectors of a sample are summed before they are sent."""
         return self.output.sums and self.kind.pools
 
     @property
     def width(self) -> int:
-        """Columns of this group's part of the output, before a sum over tables."""
+        """Return the number of columns of this group's output part, before a sum over tables."""
         if self.pooled:
             return self.stacks[0].dim
         return sum(stack.dim * len(stack.uses) for stack in self.stacks)
 
     @property
     def owners(self) -> tuple[int, ...]:
-        """Ranks that store rows of this group, ascending."""
+        """Return the ranks that store rows of this group, ascending."""
         layouts = [layout for stack in self.stacks for layout in stack.layouts]
         ranks = {rank for layout in layouts for rank in layout.placement.ranks}
         return tuple(sorted(ranks))
 
     @property
     def grid(self) -> Placement | None:
-        """The rows x columns grid of ranks that stores the tables, if they are on a grid."""
+        """Return the rows x columns grid of ranks that stores the tables, or ``None``."""
         placement = self.stacks[0].layouts[0].placement
         return placement if placement.ndim == 2 else None
 
     def copy_ranks(self, index: int) -> tuple[tuple[int, ...], ...]:
-        """Sets of ranks that must hold bit-equal copies of a stack or of its row state."""
+        """Return sets of ranks that must have bit-equal copies of a stack or of its row state."""
         if self.kind.copies:
             return (self.world.ranks,)
         if index not in self.shared_state:
@@ -245,27 +245,27 @@ class GroupPlan:
         return tuple(ranks for ranks in rows if ranks)
 
     def looks_up_everything(self, rank: int) -> tuple[FeatureLookup, ...]:
-        """The uses that ``rank`` looks up for the global batch, whose ids it needs."""
+        """Return the uses that ``rank`` looks up for the global batch; it needs all their ids."""
         if not self.kind.looks_up_all:
             return ()
         return tuple(use for stack in self.stacks for use in stack.uses_on(rank))
 
     def takes_part(self, index: int, rank: int) -> bool:
-        """True if ``rank`` looks up ids of a stack; for partial sums, even without rows."""
+        """Return True if ``rank`` looks up ids of a stack; for partial sums, even without rows."""
         holds = bool(self.stacks[index].shards(rank))
         return rank in self.owners if self.kind.adds_terms else holds
 
     def rank_width(self, rank: int) -> int:
-        """Columns that ``rank`` computes per sample."""
+        """Return the number of columns that ``rank`` computes per sample."""
         if self.pooled:
             return self.stacks[0].width(rank)
         return sum(stack.width(rank) * len(stack.uses_on(rank)) for stack in self.stacks)
 
     def column_order(self) -> tuple[int, ...]:
-        """For each column of the vectors in rank order, its column in the group's order.
+        """Return the index in the group's order of each vector column in rank order.
 
-        Only ranks with different columns count: all ranks, or the first row of a grid. The result
-        is the identity if columns are not split, or are summed over the tables.
+        Only ranks with different columns are included: all ranks, or the first row of a grid. The
+        result is the identity if columns are not split or are summed over the tables.
         """
         if self.pooled or (self.kind.adds_terms and self.grid is None):
             return tuple(range(self.width))
@@ -289,7 +289,7 @@ class GroupPlan:
         return tuple(order)
 
     def stages(self, batch_size: int) -> tuple[Stage, ...]:
-        """All transfers for a global batch of ``batch_size``, in the order they start."""
+        """Return all transfers for a global batch of ``batch_size`` in the order they start."""
         if batch_size not in self._stages:
             if len(self._stages) == MAX_BATCH_SIZES:
                 self._stages.clear()
@@ -301,56 +301,56 @@ class GroupPlan:
         return {}
 
     def steps(self, batch_size: int, *purposes: Purpose) -> tuple[Step, ...]:
-        """The steps of the stages for these purposes."""
+        """Return the steps of the stages for these purposes."""
         stages = self.stages(batch_size)
         return tuple(s for stage in stages if stage.purpose in purposes for s in stage.steps)
 
     def conversion(self, batch_size: int, purpose: Purpose) -> tuple[BoxingStep, ...]:
-        """The steps for ``purpose`` whose sizes follow from the batch size."""
+        """Return the steps for ``purpose`` whose sizes follow from the batch size."""
         return tuple(s for s in self.steps(batch_size, purpose) if isinstance(s, BoxingStep))
 
     def last_ids(self, batch_size: int) -> ExchangeStep | None:
-        """The transfer of row ids that reaches the stores; ``None`` if there is none."""
+        """Return the transfer of row ids that reaches the stores, or ``None`` if there is none."""
         rows = [stage.rows for stage in self.stages(batch_size) if stage.purpose == "ids"]
         return rows[-1] if rows else None
 
     @cached_property
     def num_rounds(self) -> int:
-        """How many times ids are sent before a lookup."""
+        """Return how many times ids are sent before a lookup."""
         return 1 + max((stage.round for stage in self.stages(1)), default=0)
 
     def whole_numel(self) -> int:
-        """Elements of the dense gradients, including the number of uses of each row."""
+        """Return the number of elements of dense gradients, including the use count of each row."""
         return sum(table.num_rows * (table.dim + 1) for table in self.tables)
 
     def boxing(
         self, src: Layout, dst: Layout, shape: tuple[int, ...], name: str, dtype: torch.dtype
     ) -> tuple[BoxingStep, ...]:
-        """The steps of a conversion whose size follows from the batch size."""
+        """Return the steps of a conversion whose size follows from the batch size."""
         id = f"{self.name}/{name}"
         return plan_boxing(src, dst, shape, dtype, id=id, backend=self.backend)
 
     def row_state_steps(self, index: int, num_squares: int) -> tuple[BoxingStep, ...]:
-        """Sum the squares of stack ``index``'s touched rows over the ranks that share them."""
+        """Sum squares of stack ``index``'s touched rows over the ranks that share them."""
         stack, most = self.stacks[index], num_squares
         if self.grid is None:
             placement = Placement.of(self.world.device_type, stack.holders())
             src, dst = Layout(placement, (Partial(),)), Layout(placement, (Broadcast(),))
-        else:  # each row of the grid stores rows of its own
+        else:  # each row of the grid stores different table rows
             most *= self.grid.shape[0]
             src = Layout(self.grid, (Split(0), Partial()))
             dst = Layout(self.grid, (Split(0), Broadcast()))
         return self.boxing(src, dst, (most,), f"bwd/row_state.{index}", self.dtype)
 
     def most_squares(self, index: int, batch_size: int) -> int:
-        """The most rows of stack ``index`` that a batch can touch."""
+        """Return the maximum number of rows of stack ``index`` that a batch can touch."""
         return batch_size * self.stacks[index].lookups()
 
     def squares_sent(self, index: int, num_touched: int, batch_size: int) -> int:
-        """The number of elements that are sent for the squares of ``num_touched`` rows.
+        """Return how many elements are sent for the squares of ``num_touched`` rows.
 
-        If all ranks share all rows of a stack, they touch the same rows and know their number,
-        rounded up to a 32nd of the maximum for few distinct sizes. Otherwise the maximum is sent.
+        Ranks that share all rows of a stack know this number and send it rounded up to a 32nd of
+        the maximum, for few distinct sizes. Other ranks send the maximum.
         """
         most = self.most_squares(index, batch_size)
         if not self._all_touch_alike(index):
@@ -362,7 +362,7 @@ class GroupPlan:
         return self.grid is None and self.stacks[index].holders() == self.world.ranks
 
     def row_state_bounds(self, index: int, batch_size: int) -> tuple[Step, ...]:
-        """``row_state_steps`` with bounds where the size depends on the batch."""
+        """Return ``row_state_steps`` with bounds where the size depends on the batch."""
         steps = self.row_state_steps(index, self.most_squares(index, batch_size))
         if not self._all_touch_alike(index):
             return steps
@@ -381,14 +381,14 @@ class GroupPlan:
         )
 
     def address_dtype(self) -> torch.dtype:
-        """int32 if the addresses of all rows fit, else int64."""
+        """Return int32 if the addresses of all rows fit, else int64."""
         total = sum(table.num_ids + 1 for table in self.tables)
         return torch.int32 if total < 2**31 else torch.int64
 
     def row_step(
         self, name: str, collective: str, dtype: torch.dtype, per_rank: int, total: int, what: str
     ) -> ExchangeStep:
-        """A transfer of rows among all ranks: at most ``per_rank`` and ``total`` elements."""
+        """Return a transfer of rows among all ranks with these maximum numbers of elements."""
         return ExchangeStep(
             id=f"{self.name}/{name}",
             collective=collective,

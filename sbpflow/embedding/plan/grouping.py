@@ -1,7 +1,7 @@
-"""Decides which tables travel together (groups) and which are stored together (stacks).
+"""Decides which tables share transfers (groups) and which share a store (stacks).
 
-Few groups and stacks are fast: a group is one collective in each direction, a stack is one kernel
-call. Tables are separated only if they differ in a relevant property.
+Few groups and stacks are fast: a group needs one collective in each direction, and a stack needs
+one kernel call. Tables are separated only if they differ in a relevant property.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -22,10 +22,10 @@ from sbpflow.sbp.sbp import Split
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdColumns:
-    """Where the ids of each feature are in a batch.
+    """Locates the ids of each feature in a batch.
 
-    ``first`` is each feature's first column in the matrix, ``None`` if it comes only as lists.
-    ``lists`` are the features that are sent as lists; some can also be in the matrix.
+    ``first`` is each feature's first column in the matrix, or ``None`` if the feature has only
+    lists. ``lists`` are the features that are sent as lists; some can also be in the matrix.
     """
 
     first: tuple[int | None, ...]
@@ -39,7 +39,7 @@ class _Context:
 
     layouts: Mapping[str, TableLayout]
     features: tuple[FeatureConfig, ...]
-    ragged: frozenset[str]  # names of tables looked up by lists
+    ragged: frozenset[str]  # names of tables whose ids are lists
     ids: IdColumns
     optimizer: SparseOptimizer
     dtype: torch.dtype
@@ -58,14 +58,17 @@ def make_groups(
     backend: str,
     batch_size: int,
 ) -> tuple[tuple[GroupPlan, ...], IdColumns]:
-    """All groups in the order of the outputs, and the id columns. Raises like plan_embeddings."""
+    """Return all groups in the order of the outputs, and the id columns.
+
+    Raise the errors of ``plan_embeddings``.
+    """
     by_name = {feature.name: feature for feature in features}
     tables = [table for output in outputs for table in output.tables]
     for table in tables:
         for name in table.features:
             if name not in by_name:
                 raise ConfigError(
-                    f"table {table.name}: feature {name!r} is not in the data; use "
+                    f"table {table.name}: the data has no feature {name!r}; use "
                     f"{', '.join(by_name)}"
                 )
     ragged = frozenset(
@@ -121,8 +124,8 @@ def _groups_of(output: OutputConfig, context: _Context) -> list[GroupPlan]:
     return groups
 
 
-# (configured exchange, exchange that runs, dtype of vectors in transfers, key of the exchange):
-# tables of one output with equal keys share a group.
+# Tables of one output with equal keys share a group. A key consists of the configured exchange, the
+# exchange that runs, the dtype of sent vectors, and the key of the exchange.
 _GroupKey = tuple[str, Exchange, torch.dtype, tuple[Hashable, ...]]
 
 
@@ -133,7 +136,7 @@ def _group_key(table: TableConfig, output: OutputConfig, context: _Context) -> _
     )
     kind = exchange_for(table, config.layout, config.exchange, lookups, size)
     key = kind.group_key(_member(table, output, context))
-    if size == 1:  # nothing travels
+    if size == 1:  # no transfers
         return "local", kind, context.dtype, key
     return config.exchange, kind, config.comm_dtype or context.dtype, key
 
@@ -141,7 +144,7 @@ def _group_key(table: TableConfig, output: OutputConfig, context: _Context) -> _
 def _member(table: TableConfig, output: OutputConfig, context: _Context) -> Member:
     layout = context.layouts[table.name].layout
     ragged, rule = table.name in context.ragged, table.optimizer or context.optimizer
-    keyed = table.by_key and table.name  # a store has one key map, so the table is stored alone
+    keyed = table.by_key and table.name  # a store has one key map, so it stores only this table
     return Member(
         ranks=layout.placement.ranks,
         grid=layout.placement.shape,
@@ -172,7 +175,7 @@ def _stacks_of(
 
 
 def _column_split(layout: Layout) -> Hashable:
-    """Equal for two layouts if and only if every rank stores equally many columns of both."""
+    """Return equal keys if and only if each rank stores equally many columns of two layouts."""
     for axis, sbp in enumerate(layout.nd_sbp):
         if isinstance(sbp, Split) and sbp.dim == 1:
             return (layout.placement, axis, sbp)

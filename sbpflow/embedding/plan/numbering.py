@@ -1,9 +1,9 @@
-"""How ids identify the rows of a table: by row number or by 64-bit key.
+"""Defines how ids identify the rows of a table: by row number or by 64-bit key.
 
-Ids are converted to addresses, and ranks own ranges of addresses. For row numbers, the address is
-the id itself. The address of a key is an invertible mix of its bits, so that equal address ranges
-hold about equal numbers of keys, whatever the distribution of the keys. Which row a key has is
-known only to a map on the owner (``storage/keyed.py``).
+Ids are converted to addresses, and each rank owns a range of addresses. For row numbers, the
+address is the id itself. The address of a key is an invertible mix of its bits, so that equal
+address ranges contain about equal numbers of keys for any distribution of the keys. Only a map on
+the owner knows which row a key has (``storage/keyed.py``).
 """
 
 import torch
@@ -11,42 +11,43 @@ from torch import Tensor
 
 from sbpflow.runtime.random.streams import GAMMA, mix, unmix
 
-ANY_ID = 2**63 - 1  # as ``num_ids``: every 64-bit id is valid
-_FIRST, _COUNT = -(2**63), 2**64  # of the addresses of keys
+ANY_ID = 2**63 - 1  # as ``num_ids``, it makes every 64-bit id valid
+_FIRST, _COUNT = -(2**63), 2**64  # range of key addresses
 
 
 class Numbering:
-    """The id-dependent operations of a table; in this class, ids are row numbers."""
+    """The id-dependent operations of a table; in this base class, ids are row numbers."""
 
     def num_ids(self, num_rows: int) -> int:
-        """Ids must be in ``range(num_ids)``; all ids are valid if it is ``ANY_ID``."""
+        """Return the limit of ids: ids must be in ``range(num_ids)``, unless it is ``ANY_ID``."""
         return num_rows
 
     def addresses(self, ids: Tensor) -> Tensor:
-        """The address of each id."""
+        """Return the address of each id."""
         return ids
 
     def span(self, start: int, stop: int, num_rows: int) -> tuple[int, int]:
-        """First and last address of rows [start, stop) of ``num_rows``.
+        """Return the first and last address of rows [start, stop) of ``num_rows``.
 
-        Inclusive, because the last address can be the largest int64.
+        The span is inclusive, because the last address can be the largest int64.
         """
         return start, stop - 1
 
     def shift(self, base: int, start: int) -> int:
-        """Row minus address in a store that has row ``start`` at ``base``."""
+        """Return row minus address in a store that has row ``start`` at ``base``."""
         return base - start
 
-    def counters(self, addresses: Tensor, dim: int, stream: int) -> Tensor:
-        """[n] int64: the position in a random stream where each row's initial values start."""
+    def counters(self, addresses: Tensor, dim: int, stream: int | Tensor) -> Tensor:
+        """Return the position [n] int64 in a random stream where rows' initial values start."""
         return addresses.to(torch.int64) * dim * GAMMA + stream
 
 
 class Keys(Numbering):
-    """Ids are keys. A store numbers its rows itself, so addresses are not shifted.
+    """Identifies rows by key. A store of keys numbers its rows itself, so addresses are not
+    shifted.
 
-    A range of rows has the same share of the address space as of the table's rows, whichever rank
-    holds it, so the ranges of all shards cover the address space.
+    A range of n % of the table's rows has n % of the address space on any rank, so the ranges of
+    all shards cover the address space.
     """
 
     def num_ids(self, num_rows: int) -> int:
@@ -61,13 +62,13 @@ class Keys(Numbering):
     def shift(self, base: int, start: int) -> int:
         return 0
 
-    def counters(self, addresses: Tensor, dim: int, stream: int) -> Tensor:
-        # Mixed again, because multiplying by ``dim`` would lose the upper bits of the address.
+    def counters(self, addresses: Tensor, dim: int, stream: int | Tensor) -> Tensor:
+        # Mix again, because multiplying by ``dim`` would lose the upper bits of the address.
         return mix(addresses + stream)
 
 
 def keys_of(addresses: Tensor) -> Tensor:
-    """The keys that have these addresses: the inverse of ``Keys.addresses``."""
+    """Return the keys that have these addresses: the inverse of ``Keys.addresses``."""
     return unmix(addresses)
 
 

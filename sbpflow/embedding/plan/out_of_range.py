@@ -1,6 +1,7 @@
 """Policies for ids that are not rows of their table.
 
-A policy that replaces ids is a function here and a name in ``OutOfRange``; ``error`` replaces none.
+A policy that replaces ids is a function in this module and a name in ``OutOfRange``. The policy
+``error`` replaces no ids.
 """
 
 from collections.abc import Callable

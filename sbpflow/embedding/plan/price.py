@@ -1,7 +1,8 @@
 """Predicts the cost of a plan's training step with the built-in weights of ``sbpflow/costs``.
 
-Used to rank plans before anything runs, without calibration. How often ids repeat is taken from the
-statistics of the data, or assumed to be typical of click data (``costs.ids``).
+The prediction ranks plans before anything runs, without calibration. The statistics of the data
+determine how often ids repeat; without statistics, ids repeat as in typical click data
+(``costs.ids``).
 """
 
 from collections import Counter
@@ -19,8 +20,8 @@ from sbpflow.runtime.ranks.topology import Topology
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.sbp import Split
 
-# Passes over an output with parts from several groups: join the parts, reorder the columns, split
-# the gradient.
+# Joining the parts of several groups, reordering the columns, and splitting the gradient take this
+# many passes over an output.
 JOIN_PASSES = 5
 
 
@@ -30,10 +31,10 @@ def price_plan(
     topology: Topology | None = None,
     frequencies: Mapping[str, IdFrequencies] | None = None,
 ) -> Price:
-    """The price of a step with a global batch of ``batch_size``; ``frequencies`` are by feature.
+    """Return the price of a step with a global batch of ``batch_size``.
 
-    All transfers involve all ranks, so with several hosts the slower link determines the price.
-    Without a ``topology``, all ranks are on one host.
+    ``frequencies`` are by feature. All transfers involve all ranks, so with several hosts the
+    slower link determines the price. Without a ``topology``, all ranks are on one host.
     """
     link = (topology or Topology.one_host(plan.world.size)).link(plan.world.ranks)
     return price_of(
@@ -44,10 +45,10 @@ def price_plan(
 def plan_totals(
     plan: EmbeddingPlan, batch_size: int, frequencies: Mapping[str, IdFrequencies]
 ) -> Floats:
-    """[ranks, features]: the work of each rank."""
+    """Return the work of each rank, [ranks, features]."""
     totals = np.zeros((plan.world.size, NUM_FEATURES))
     ids = {f.name: batch_size * ids_per_sample(f, frequencies) for f in plan.features}
-    # How many tables share an id transfer: owners receive the ids of a feature once.
+    # Count the tables that share an id transfer: owners receive the ids of a feature once.
     sharing = Counter(
         name
         for group in plan.groups
@@ -105,7 +106,7 @@ def _add_table(
         if isinstance(sbp, Split):
             rows, columns = (parts, columns) if sbp.dim == 0 else (rows, parts)
     totals += vector_of(exchange.home(facts, (rows, columns)))
-    # Shards of equal size are counted once, because large worlds have few distinct sizes.
+    # Compute the work of equal-sized shards only once: large worlds have few distinct sizes.
     by_size: dict[tuple[int, int], list[int]] = {}
     for rank, size in () if exchange.copies else held.items():
         by_size.setdefault(size, []).append(rank_index[rank])
@@ -115,12 +116,15 @@ def _add_table(
 
 
 def ids_per_sample(feature: FeatureConfig, known: Mapping[str, IdFrequencies]) -> float:
-    """The mean number of ids by the statistics, or the maximum if there are none."""
+    """Return the mean number of ids from the statistics, or the maximum if there are none."""
     frequencies = known.get(feature.name)
     return float(feature.hotness) if frequencies is None else frequencies.per_sample
 
 
 def curve_of_table(table: TableConfig, known: Mapping[str, IdFrequencies]) -> IdCurve:
-    """The curve of the feature with the most distinct ids; others are assumed to repeat them."""
+    """Return the curve of the feature with the most distinct ids.
+
+    The table's other features are assumed to repeat these ids.
+    """
     curves = [known[name].curve for name in table.features if name in known]
     return max(curves, key=lambda curve: curve.distinct, default=click_curve(table.num_rows))

@@ -1,4 +1,4 @@
-"""Exchanges that deduplicate ids first, so that each requested row is sent once.
+"""Exchanges that deduplicate ids first and then send each requested row once.
 
 ``exchange/rows.py`` runs them.
 """
@@ -21,19 +21,19 @@ Stages = tuple[Stage, ...]
 
 
 class RowExchange(Exchange):
-    """One stack per group: its rows share one numbering, so one optimizer and one width."""
+    """Each group has one stack, so that all its rows share numbering, optimizer, and width."""
 
-    to_all: ClassVar[bool]  # each rank sends its ids to all other ranks
+    to_all: ClassVar[bool]  # True if each rank sends its ids to all other ranks
 
     def group_key(self, member: Member) -> tuple[Hashable, ...]:
         return member.stack_key
 
     @abstractmethod
     def row_stages(self, group: GroupPlan, most: int, rows: int, others: int) -> Stages:
-        """The stages of vectors and gradients.
+        """Return the stages of vectors and gradients.
 
-        A rank requests at most ``most`` rows, all ranks together ``rows``, and all ranks but one
-        ``others``.
+        A rank requests at most ``most`` rows, all ranks together request at most ``rows``, and all
+        ranks but one request at most ``others``.
         """
 
     def stages(self, group: GroupPlan, batch_size: int) -> Stages:
@@ -53,7 +53,7 @@ class RowExchange(Exchange):
 
 
 def _vectors(group: GroupPlan, per_rank: int, total: int) -> Stage:
-    what = "the rows others asked for"
+    what = "the rows that others requested"
     step = group.row_step("fwd/vectors", "all_to_all", group.comm_dtype, per_rank, total, what)
     return Stage(purpose="vectors", steps=(step,))
 
@@ -65,7 +65,7 @@ def _gradients(group: GroupPlan, collective: str, per_rank: int, total: int) -> 
 
 
 class CopiedRows(RowExchange):
-    """B tables: each rank looks up its own samples, and all ranks gather the touched rows."""
+    """Handles B tables: each rank looks up its own samples; all ranks gather the touched rows."""
 
     name = "local"
     runs = "sbpflow.embedding.exchange.rows:LocalRowsGroup"
@@ -106,7 +106,7 @@ class CopiedRows(RowExchange):
 
 
 class Unique(RowExchange):
-    """S(0), skewed ids: unique rows are requested from owners and expanded where samples are."""
+    """Handles S(0) tables and skewed ids: ranks request unique rows from owners and expand them."""
 
     name = "unique"
     runs = "sbpflow.embedding.exchange.rows:UniqueGroup"
@@ -122,9 +122,8 @@ class Unique(RowExchange):
         if not table.by_key or held == world.size:
             return ""
         return (
-            f"of a by_key table requests rows from every rank, but {world.size - held} of "
-            f"{world.size} ranks store none; use all ranks and num_rows of {world.size} or more, "
-            "or exchange reduce"
+            f"does not support this by_key table: {world.size - held} of {world.size} ranks store "
+            f"no rows; use all ranks and num_rows of {world.size} or more, or exchange reduce"
         )
 
     def cuts(self, num_rows: int, dim: int, world_size: int) -> Cuts:
@@ -134,7 +133,7 @@ class Unique(RowExchange):
     def row_stages(self, group: GroupPlan, most: int, rows: int, others: int) -> Stages:
         dim = group.stacks[0].dim
         return (
-            _vectors(group, others * dim, rows * dim),  # if one rank owns all rows
+            _vectors(group, others * dim, rows * dim),  # the maximum, if one rank owns all rows
             _gradients(group, "all_to_all", most * dim, rows * dim),
         )
 
@@ -157,7 +156,7 @@ class Unique(RowExchange):
 
 
 class UniqueColumns(RowExchange):
-    """S(1), skewed ids: unique rows are requested from all ranks, since each holds some columns."""
+    """Handles S(1) tables and skewed ids: every rank sends its columns of the requested rows."""
 
     name = "unique"
     runs = "sbpflow.embedding.exchange.rows:UniqueColumnsGroup"
@@ -171,8 +170,8 @@ class UniqueColumns(RowExchange):
         if len(shards_of(table, layout)) == world.size:
             return ""
         return (
-            f"needs columns on every rank, but a dim of {table.dim} leaves some rank without; use "
-            f"columns, or a dim of {world.size} or more"
+            f"needs columns on every rank, but the dim is {table.dim} for {world.size} ranks; "
+            f"use columns, or a dim of {world.size} or more"
         )
 
     def cuts(self, num_rows: int, dim: int, world_size: int) -> Cuts:
@@ -180,14 +179,14 @@ class UniqueColumns(RowExchange):
 
     def row_stages(self, group: GroupPlan, most: int, rows: int, others: int) -> Stages:
         dim, widths = group.stacks[0].dim, [group.stacks[0].width(r) for r in group.world.ranks]
-        leaving = dim - min(widths)  # columns of a row that come from other ranks
+        leaving = dim - min(widths)  # number of columns of a row that other ranks send
         return (
             _vectors(group, others * max(widths), rows * leaving),
             _gradients(group, "all_to_all", most * leaving, rows * leaving),
         )
 
     def home(self, facts: Facts, cut: Cut) -> Counts:
-        sides = facts.wanted * facts.dim  # columns of all ranks are joined to rows
+        sides = facts.wanted * facts.dim  # joins the columns of all ranks to rows
         received = _received(facts)
         return {
             **_expanded(facts),
@@ -204,7 +203,7 @@ class UniqueColumns(RowExchange):
             **_served(facts, size * wanted, facts.touched, rows, width),
             "vector_bytes": (size - 1) * wanted * width * facts.vector_item,
             "gradient_in_bytes": (size - 1) * wanted * width * facts.gradient_item,
-            # A rank's own columns of its own rows are not sent.
+            # A rank does not send its own columns of the rows that it requests.
             "gradient_bytes": -wanted * width * facts.gradient_item,
             "vector_in_bytes": -wanted * width * facts.vector_item,
             **facts.squares(facts.touched, cut),
@@ -212,7 +211,7 @@ class UniqueColumns(RowExchange):
 
 
 def _expanded(facts: Facts) -> dict[str, float]:
-    """Deduplicate a rank's own ids, and expand rows to the vectors of its samples."""
+    """Return the work of deduplicating a rank's ids and expanding rows to its samples' vectors."""
     return {
         "home_sort": facts.local_lookups,
         "home_unique": facts.wanted,
@@ -222,7 +221,7 @@ def _expanded(facts: Facts) -> dict[str, float]:
 
 
 def _received(facts: Facts) -> dict[str, float]:
-    """Receive the requested rows, and send their gradients."""
+    """Return the work of receiving the requested rows and sending their gradients."""
     elements = facts.wanted * facts.dim
     return {
         "gradient_bytes": elements * facts.gradient_item,
@@ -237,7 +236,7 @@ def _received(facts: Facts) -> dict[str, float]:
 def _served(
     facts: Facts, requested: float, touched: float, rows: float, width: float
 ) -> dict[str, float]:
-    """Read and update ``requested`` rows of a shard, ``touched`` of them distinct."""
+    """Return the work of reading and updating ``requested`` rows, ``touched`` of them distinct."""
     return {
         "memory_bytes": facts.stored(rows, width),
         "buffer_bytes": requested * (12 + width * (facts.both_ways + 2 * facts.item)),

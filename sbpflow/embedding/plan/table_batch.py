@@ -33,8 +33,8 @@ class FeatureLookup:
 class TableBatch:
     """A stack: tables of equal dim that every rank stores as one block of rows of equal width.
 
-    ``optimizer`` updates all of them. ``ragged`` stacks take ids as lists, other stacks as columns
-    of a matrix. A ``by_key`` table has a stack of its own.
+    ``optimizer`` updates all tables of the stack. ``ragged`` stacks get ids as lists, and other
+    stacks get ids as columns of a matrix. A ``by_key`` table has its own stack.
     """
 
     tables: tuple[TableConfig, ...]
@@ -49,18 +49,18 @@ class TableBatch:
 
     @property
     def numbering(self) -> Numbering:
-        """How ids identify the rows of its tables."""
+        """Return how ids identify the rows of the stack's tables."""
         return self.tables[0].numbering
 
     def shards(self, rank: int) -> tuple[Shard, ...]:
-        """The shards of this rank, in storage order; empty shards are left out."""
+        """Return the shards of this rank in storage order, without empty shards."""
         return self.shards_by_rank.get(rank, ())
 
     @cached_property
     def shards_by_rank(self) -> Mapping[int, tuple[Shard, ...]]:
-        """``shards`` of all ``holders``, by rank in ascending order.
+        """Return the ``shards`` of all ``holders``, by rank in ascending order.
 
-        Cached, because planning a stack needs the shards of all ranks.
+        The result is cached, because planning a stack needs the shards of all ranks.
         """
         by_rank: dict[int, list[Shard]] = {}
         for table, layout in zip(self.tables, self.layouts, strict=True):
@@ -73,7 +73,7 @@ class TableBatch:
         return {rank: tuple(by_rank[rank]) for rank in sorted(by_rank) if by_rank[rank]}
 
     def held(self, table: TableConfig) -> Mapping[int, tuple[int, int]]:
-        """(rows, columns) of a table by rank, for the ranks that store part of it."""
+        """Return (rows, columns) of a table by rank, for the ranks that store part of it."""
         return self._held.get(table.name, {})
 
     @cached_property
@@ -88,7 +88,7 @@ class TableBatch:
         return sum(shard.num_rows for shard in self.shards(rank))
 
     def width(self, rank: int) -> int:
-        """Columns of the store, even if it has no rows; 0 on a rank outside the layouts."""
+        """Return the columns of the store, even without rows; 0 on a rank outside the layouts."""
         for table, layout in zip(self.tables, self.layouts, strict=True):
             slices = layout.part_slices(table.shape, rank)
             if slices is not None:
@@ -96,13 +96,13 @@ class TableBatch:
         return 0
 
     def columns_by_rank(self) -> list[slice]:
-        """The columns that each rank stores, of a stack stored by all ranks."""
+        """Return the columns that each rank stores; all ranks must store the stack."""
         table, layout = self.tables[0], self.layouts[0]
         shards = (shard_on(table, layout, rank) for rank in sorted(layout.placement.ranks))
         return [slice(s.col_start, s.col_stop) for s in shards if s is not None]
 
     def uses_on(self, rank: int) -> tuple[FeatureLookup, ...]:
-        """Uses of the tables that are placed on ``rank``, even without rows."""
+        """Return uses of the tables whose layouts include ``rank``, even if it stores no rows."""
         placed = {
             table.name
             for table, layout in zip(self.tables, self.layouts, strict=True)
@@ -111,19 +111,19 @@ class TableBatch:
         return tuple(use for use in self.uses if use.table.name in placed)
 
     def lookups(self) -> int:
-        """The most ids of one sample, over all uses."""
+        """Return the maximum number of ids of one sample over all uses."""
         return sum(use.hotness for use in self.uses)
 
     def holders(self) -> tuple[int, ...]:
-        """The ranks that store rows, ascending."""
+        """Return the ranks that store rows, ascending."""
         return tuple(self.shards_by_rank)
 
     @cached_property
     def is_column_split(self) -> bool:
-        """True if the columns of a row are spread over several ranks."""
+        """Return True if the columns of a row are distributed over several ranks."""
         return any(shards[0].width < self.dim for shards in self.shards_by_rank.values())
 
 
 def columns_of(uses: Sequence[FeatureLookup]) -> list[int]:
-    """Columns of the id matrix, use by use."""
+    """Return the columns of the id matrix, use by use."""
     return [column for use in uses for column in use.columns]

@@ -1,7 +1,7 @@
 """Features, embedding tables, their layouts, and the shards that follow from a layout.
 
-Values only. The list of shards (EMBark: (table, row shard, column shard) -> rank) is derived from
-the layout, and only in this module.
+Only this module derives the list of shards, (table, row shard, column shard) -> rank in EMBark,
+from the layout. All types are plain values.
 """
 
 import math
@@ -20,7 +20,7 @@ from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Partial
 
-HALF_DTYPES = (torch.bfloat16, torch.float16)  # narrower dtypes for rows and for vectors in transit
+HALF_DTYPES = (torch.bfloat16, torch.float16)  # half-precision dtypes of rows and sent vectors
 Combine = Literal["concat", "sum"]
 Pooling = Literal["sum", "mean"]
 INITIAL_RANGE = 0.05  # U(-0.05, 0.05), as OneFlow-Benchmark's wdl_train_eval.py at de4698a7
@@ -30,9 +30,9 @@ INITIAL_RANGE = 0.05  # U(-0.05, 0.05), as OneFlow-Benchmark's wdl_train_eval.py
 class FeatureConfig:
     """A categorical feature with ``hotness`` ids per sample, or 0 to ``hotness`` if ``ragged``.
 
-    ``weighted``: each id has a weight that multiplies its row. If several tables use the feature,
-    each id must be a row of all of them; the policies clamp and hash, which replace ids, require
-    tables of equal ``num_rows``.
+    If ``weighted``, each id has a weight that multiplies its row. If several tables use the
+    feature, each id must be a valid row of all these tables. The policies clamp and hash, which
+    replace ids, require tables of equal ``num_rows``.
     """
 
     name: str
@@ -42,18 +42,18 @@ class FeatureConfig:
 
     def __post_init__(self) -> None:
         if self.hotness < 1:
-            raise ConfigError(f"feature {self.name}: hotness {self.hotness}; use 1 or more")
+            raise ConfigError(f"feature {self.name}: got hotness {self.hotness}; use 1 or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableConfig:
-    """One logical table: ``num_rows`` x ``dim``, looked up by the ids of each of ``features``.
+    """A logical table of ``num_rows`` x ``dim``, looked up by the ids of each of ``features``.
 
     ``pooling`` combines a sample's rows into one vector by their sum or mean. ``optimizer`` and
-    ``kernel`` override those of the plan and the run. Initial values are
+    ``kernel`` override the settings of the plan and the run. Initial values have the distribution
     U(-initial_range, initial_range). With ``by_key``, ids are arbitrary 64-bit keys, and each key
-    gets one of the ``num_rows`` rows when it is first trained. ``storage`` is set if only some rows
-    are on the device.
+    gets one of the ``num_rows`` rows in its first training batch. If only some
+    rows are on the device, ``storage`` is set.
     """
 
     name: str
@@ -70,18 +70,18 @@ class TableConfig:
     def __post_init__(self) -> None:
         if self.num_rows < 1 or self.dim < 1:
             raise ConfigError(
-                f"table {self.name}: {self.num_rows} rows x {self.dim} columns; both must be >= 1"
+                f"table {self.name}: {self.num_rows} rows x {self.dim} columns; use 1 or more"
             )
         if self.pooling not in ("sum", "mean"):
-            raise ConfigError(f"table {self.name}: pooling {self.pooling!r}; use sum or mean")
+            raise ConfigError(f"table {self.name}: got pooling {self.pooling!r}; use sum or mean")
         if not 0.0 <= self.initial_range < math.inf:
             raise ConfigError(
-                f"table {self.name}: initial_range {self.initial_range}; use a finite number of 0 "
-                "or more, for example 0.05"
+                f"table {self.name}: got initial_range {self.initial_range}; use a finite number "
+                "of 0 or more (for example, 0.05)"
             )
         if not self.features or len(set(self.features)) != len(self.features):
             raise ConfigError(
-                f"table {self.name}: features {list(self.features)}; name one or more, each once"
+                f"table {self.name}: got features {list(self.features)}; list 1 or more, once each"
             )
 
     @property
@@ -90,26 +90,26 @@ class TableConfig:
 
     @property
     def numbering(self) -> Numbering:
-        """How ids identify its rows."""
+        """Return how ids identify the table's rows."""
         return NUMBERINGS[self.by_key]
 
     @property
     def num_ids(self) -> int:
-        """See ``Numbering.num_ids``."""
+        """Return the limit of valid ids; see ``Numbering.num_ids``."""
         return self.numbering.num_ids(self.num_rows)
 
     @property
     def averages(self) -> bool:
-        """True if a bag is the mean of its rows rather than their sum."""
+        """Return True if a bag is the mean of its rows rather than their sum."""
         return self.pooling == "mean"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableLayout:
-    """The ``layout`` of a [num_rows, dim] table and the way its ids and vectors travel.
+    """The ``layout`` of a [num_rows, dim] table and the exchange of its ids and vectors.
 
-    ``comm_dtype`` is the dtype of vectors and gradients in transit; ``None`` keeps the dtype of
-    the arithmetic. ``key`` is the configuration key that set the layout, "" if none did.
+    ``comm_dtype`` is the dtype of sent vectors and gradients; ``None`` keeps the compute dtype.
+    ``key`` is the configuration key that set the layout, or "" if no key did.
     """
 
     layout: Layout
@@ -125,8 +125,8 @@ class TableLayout:
 class OutputConfig:
     """One output of a collection, laid out S(0) over the batch.
 
-    It combines one vector per table and feature, in that order: ``concat`` gives
-    [batch, sum of dims], ``sum`` adds them to [batch, dim] and requires equal dims.
+    An output combines one vector per table and feature, in that order. ``concat`` gives [batch, sum
+    of dims]; ``sum`` adds the vectors to [batch, dim] and requires equal dims.
     """
 
     name: str
@@ -135,18 +135,20 @@ class OutputConfig:
 
     def __post_init__(self) -> None:
         if not self.tables:
-            raise ConfigError(f"output {self.name}: tables is empty; name one or more")
+            raise ConfigError(f"output {self.name}: tables is empty; list at least one table")
         if self.combine not in ("concat", "sum"):
-            raise ConfigError(f"output {self.name}: combine {self.combine!r}; use concat or sum")
+            raise ConfigError(
+                f"output {self.name}: got combine {self.combine!r}; use concat or sum"
+            )
         dims = {table.dim for table in self.tables}
         if self.combine == "sum" and len(dims) > 1:
             raise ConfigError(
-                f"output {self.name}: combine sum needs equal dims, got {sorted(dims)}"
+                f"output {self.name}: combine sum needs equal dims, got {sorted(dims)}; use concat"
             )
 
     @property
     def sums(self) -> bool:
-        """True if vectors are added rather than concatenated."""
+        """Return True if vectors are added rather than concatenated."""
         return self.combine == "sum"
 
     @property
@@ -156,7 +158,7 @@ class OutputConfig:
         return sum(table.dim * len(table.features) for table in self.tables)
 
     def starts(self) -> dict[tuple[str, str], int]:
-        """(table, feature) -> first column of its vector, before any sum."""
+        """Return (table, feature) -> first column of its vector, before any sum."""
         starts: dict[tuple[str, str], int] = {}
         column = 0
         for table in self.tables:
@@ -170,7 +172,8 @@ class OutputConfig:
 class Shard:
     """The rectangle table[row_start:row_stop, col_start:col_stop] that one rank stores.
 
-    ``base`` is its first row in the rank's store, which can hold shards of several tables.
+    ``base`` is the shard's first row in the rank's store; a store can contain shards of several
+    tables.
     """
 
     table: TableConfig
@@ -195,17 +198,17 @@ class Shard:
 
     @property
     def span(self) -> tuple[int, int]:
-        """First and last address of its rows, inclusive."""
+        """Return the first and last address of the shard's rows, both included."""
         return self.table.numbering.span(self.row_start, self.row_stop, self.table.num_rows)
 
     @property
     def shift(self) -> int:
-        """Row in the store minus address; 0 for a ``by_key`` table."""
+        """Return row in the store minus address, or 0 for a ``by_key`` table."""
         return self.table.numbering.shift(self.base, self.row_start)
 
 
 def shard_on(table: TableConfig, layout: Layout, rank: int, base: int = 0) -> Shard | None:
-    """The part of the table on ``rank``; ``None`` if it is empty."""
+    """Return the part of the table on ``rank``, or ``None`` if it is empty."""
     slices = layout.part_slices(table.shape, rank)
     if slices is None:
         return None
@@ -223,13 +226,13 @@ def shard_on(table: TableConfig, layout: Layout, rank: int, base: int = 0) -> Sh
 
 
 def shards_of(table: TableConfig, layout: Layout) -> tuple[Shard, ...]:
-    """All non-empty shards of the table, in placement order."""
+    """Return all non-empty shards of the table in placement order."""
     shards = (shard_on(table, layout, rank) for rank in layout.placement.ranks)
     return tuple(shard for shard in shards if shard is not None)
 
 
 def check_cover(table: TableConfig, layout: Layout, shards: tuple[Shard, ...]) -> None:
-    """Raise ConfigError unless the shards tile the table exactly, apart from replicas of B."""
+    """Raise ConfigError unless the shards tile the table exactly, not counting replicas of B."""
     replicas = 1
     for axis, sbp in enumerate(layout.nd_sbp):
         if isinstance(sbp, Broadcast):
@@ -241,7 +244,7 @@ def check_cover(table: TableConfig, layout: Layout, shards: tuple[Shard, ...]) -
     stored = sum(shard.num_elements for shard in shards)
     if stored != replicas * table.num_rows * table.dim:
         raise ConfigError(
-            f"table {table.name}: shards of {layout} hold {stored} elements, but the table has "
+            f"table {table.name}: shards of {layout} have {stored} elements, but the table has "
             f"{table.num_rows} x {table.dim} (x {replicas} replicas)"
         )
     distinct = {(s.row_start, s.row_stop, s.col_start, s.col_stop): s for s in shards}
@@ -268,10 +271,10 @@ def check_by_key(table: TableConfig, layout: Layout, world: Placement) -> None:
 
 
 def _overlap(shards: Sequence[Shard]) -> tuple[Shard, Shard] | None:
-    """Two non-empty shards that share an element, if there are any.
+    """Return two non-empty shards that share an element, or ``None``.
 
-    A sweep over the rows keeps the shards at the current row sorted by column, so a new shard can
-    overlap only its neighbors in that order. Comparing all pairs takes seconds for 1024 ranks.
+    Sweep over the rows and keep the shards at the current row sorted by column, so that a new shard
+    can overlap only its neighbors in that order. Comparing all pairs takes seconds for 1024 ranks.
     """
     stops = [(shard.row_stop, False, number) for number, shard in enumerate(shards)]
     starts = [(shard.row_start, True, number) for number, shard in enumerate(shards)]

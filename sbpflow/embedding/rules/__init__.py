@@ -1,1 +1,1 @@
-"""The sparse optimizers, one module each: constants, state, and the step in torch."""
+"""The sparse optimizers; each module has the constants, the state, and the step in torch."""

@@ -1,8 +1,8 @@
 """The interface of sparse optimizers: a frozen dataclass of constants with a ``step`` method.
 
-To add one, write a module in this package and one function per kernel that supports it. A step
-changes only the rows of a batch. State belongs to the logical row, even if a rank stores only some
-of its columns.
+To add an optimizer, write a module in this package and one function per kernel that supports it. A
+step changes only the rows of a batch. State belongs to the logical row, even if a rank stores only
+some of its columns.
 """
 
 from abc import ABC, abstractmethod
@@ -29,21 +29,21 @@ RowDecay = Annotated[
 class StepNumbers(NamedTuple):
     """The step-dependent numbers of an optimizer: host numbers, or 0-d tensors for CUDA graphs.
 
-    The tensors are on the device, in the dtype of the arithmetic (``step``: int64).
+    The tensors for CUDA graphs are on the device, in the compute dtype (``step`` is int64).
     """
 
     rate: float | Tensor  # multiplies the step
     decay: float | Tensor  # multiplies the weights before the step
-    step: int | Tensor  # training step, counted from 1 over the job
-    correction: float | Tensor = 1.0  # any other step-dependent factor, as in lazy Adam
+    step: int | Tensor  # training step within the job, starting at 1
+    correction: float | Tensor = 1.0  # another step-dependent factor (lazy Adam)
 
 
 @dataclass(slots=True, kw_only=True)
 class RowBlock:
-    """The rows of one step, each row once: this rank's columns of them."""
+    """The rows of one step, each row once, with the columns that this rank stores."""
 
-    weights: Tensor  # [touched, width] in the dtype of the arithmetic; a step changes it in place
-    state: dict[str, Tensor]  # of all slots; use ``take`` and ``put`` for those of the block
+    weights: Tensor  # [touched, width] in the compute dtype; changed in place
+    state: dict[str, Tensor]  # for all slots; use ``take`` and ``put`` for the block
     rows: Tensor  # [touched] int64: the slots of the rows in ``state``
     grads: Tensor  # [touched, width], summed over the batch
     numbers: StepNumbers
@@ -51,16 +51,18 @@ class RowBlock:
 
     @property
     def mean_squares(self) -> Tensor:
-        """[touched]: the mean square of each row's gradient, over the table's full width.
+        """Return the mean square of each row's gradient over the table's full width, [touched].
 
-        Only for optimizers with row state: ranks that share a row sum their squares.
+        Only optimizers with row state have mean squares: ranks that share a row sum their squares.
         """
         if self.squares is None:
-            raise RuntimeError("mean_squares: the optimizer has no row state")
+            raise RuntimeError(
+                "mean_squares: needs row state, but the optimizer has none; use grads"
+            )
         return self.squares
 
     def take(self, name: str) -> Tensor:
-        """A copy of the rows' state: [touched], or [touched, width]."""
+        """Return a copy of the rows' state: [touched], or [touched, width]."""
         return self.state[name].index_select(0, self.rows)
 
     def put(self, name: str, values: Tensor) -> None:
@@ -68,7 +70,7 @@ class RowBlock:
         self.state[name].index_copy_(0, self.rows, values)
 
     def subtract(self, values: Tensor) -> None:
-        """weights -= rate * values."""
+        """Compute weights -= rate * values."""
         rate = self.numbers.rate
         if isinstance(rate, Tensor):
             self.weights.addcmul_(values, rate, value=-1.0)
@@ -76,7 +78,7 @@ class RowBlock:
             self.weights.add_(values, alpha=-rate)
 
     def subtract_quotient(self, values: Tensor, divisors: Tensor) -> None:
-        """weights -= rate * (values / divisors)."""
+        """Compute weights -= rate * (values / divisors)."""
         rate = self.numbers.rate
         if isinstance(rate, Tensor):
             self.weights.addcmul_(values / divisors, rate, value=-1.0)
@@ -89,24 +91,27 @@ class SparseOptimizer(ABC):
     """Updates the rows that a batch touches; the fields are the constants of a configuration.
 
     A subclass declares its ``state`` and the ``kernels`` that support it, and implements ``step``
-    in torch. If it has a field ``weight_decay``, each touched row shrinks by lr * weight_decay
-    before the step (decoupled, as in AdamW). Raises ConfigError for an out-of-range constant.
+    in torch. If a subclass has a field ``weight_decay``, each touched row shrinks by lr *
+    weight_decay before the step (decoupled, as in AdamW). An out-of-range constant raises
+    ConfigError.
     """
 
     name: str
     lr: LearningRate = 0.05
 
-    # The state to keep: one number per row, or one per element.
+    # ``state`` says which state to keep: one number per row, or one per element.
     state: ClassVar[Mapping[str, StateSize]] = {}
-    # The function of each kernel that supports it, as "package.module:function".
+    # ``kernels`` maps each supported kernel to the optimizer's function, as
+    # "package.module:function".
     kernels: ClassVar[Mapping[CompiledKernel, str]] = {}
-    # Why the learning rate must not change during a run, if so.
+    # ``one_rate`` says why the learning rate must not change during a run; ``None`` means that it
+    # can.
     one_rate: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         own = self.__dataclass_fields__["name"].default
         if self.name != own and ":" not in self.name:
-            raise ConfigError(f"sparse optimizer: name {self.name!r}; leave it out, or use {own!r}")
+            raise ConfigError(f"sparse optimizer: got name {self.name!r}; use {own!r}")
         if unknown := set(self.kernels) - set(get_args(CompiledKernel)):
             known = ", ".join(get_args(CompiledKernel))
             raise ConfigError(
@@ -117,45 +122,45 @@ class SparseOptimizer(ABC):
             value = getattr(self, field.name)
             if field.name != "name" and (rule := broken_rule(value, hints[field.name])):
                 raise ConfigError(
-                    f"sparse optimizer {self.name}: {field.name} {value}; use {rule}, for example "
-                    f"{field.name}={field.default!r}"
+                    f"sparse optimizer {self.name}: got {field.name} {value}; use {rule} (for "
+                    f"example, {field.name}={field.default!r})"
                 )
 
     @abstractmethod
     def step(self, block: RowBlock) -> None:
-        """Update the weights and state of a block. Every kernel must compute the same."""
+        """Update the weights and state of a block. All kernels must compute the same result."""
 
     @property
     def decay(self) -> float:
-        """``weight_decay``, or 0 if there is none."""
+        """Return ``weight_decay``, or 0 if the optimizer does not have it."""
         return getattr(self, "weight_decay", 0.0)
 
     @property
     def has_row_state(self) -> bool:
-        """True if there is state per row; a step then gets the rows' mean squares."""
+        """Return True if there is state per row; a step then gets the rows' mean squares."""
         return "row" in self.state.values()
 
     @property
     def shares_row_state(self) -> bool:
-        """True if ranks that hold different columns of a row must sum their squares."""
+        """Return True if ranks that store different columns of a row must sum their squares."""
         return self.has_row_state
 
     def state_shape(self, name: str, rows: int, width: int) -> tuple[int, ...]:
-        """[rows] or [rows, width]."""
+        """Return the shape [rows] or [rows, width]."""
         return (rows,) if self.state[name] == "row" else (rows, width)
 
     @property
     def state_counts(self) -> tuple[int, int]:
-        """(numbers kept per row, numbers kept per element)."""
+        """Return (numbers kept per row, numbers kept per element)."""
         sizes = list(self.state.values())
         return sizes.count("row"), sizes.count("element")
 
     def initial_state(self, name: str) -> float:
-        """The initial value of a state."""
+        """Return the initial value of a state."""
         return 0.0
 
     def numbers(self, lr: float, step: int) -> StepNumbers:
-        """The host numbers for learning rate ``lr`` and training step ``step``."""
+        """Return the host numbers for learning rate ``lr`` and training step ``step``."""
         return StepNumbers(lr, 1.0 - lr * self.decay, step)
 
     def apply(self, block: RowBlock) -> None:

@@ -1,4 +1,4 @@
-"""FTRL-Proximal per coordinate: McMahan et al., KDD 2013, algorithm 1."""
+"""Per-coordinate FTRL-Proximal (McMahan et al., KDD 2013, algorithm 1)."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
@@ -12,13 +12,15 @@ from sbpflow.runtime.fields.ranges import Accumulator, NonNegative
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ftrl(SparseOptimizer):
-    """FTRL-Proximal, for sparse weights.
+    """FTRL-Proximal, an optimizer that gives sparse weights.
 
     A row keeps its initial values until it is touched, as in TensorFlow's Ftrl.
     """
 
     name: Literal["ftrl"] = "ftrl"
-    beta: Annotated[NonNegative, Key("results", "Added to the root of the sum of squares.")] = 1.0
+    beta: Annotated[
+        NonNegative, Key("results", "Value that is added to the square root of the sum of squares.")
+    ] = 1.0
     l1: Annotated[NonNegative, Key("results", "Sets small weights to 0.")] = 0.0
     l2: Annotated[NonNegative, Key("results", "Shrinks all weights.")] = 0.0
     initial_accumulator: Accumulator = 0.0
@@ -28,8 +30,8 @@ class Ftrl(SparseOptimizer):
         "numba": "sbpflow.embedding.storage.numba_rules:ftrl",
         "triton": "sbpflow.embedding.storage.triton_rules:ftrl",
     }
-    # Weights are computed from ``linear``, a sum that contains the learning rate.
-    one_rate: ClassVar = "accumulates sums that assume a constant rate"
+    # The weights are a function of ``linear``, a sum that contains the learning rate.
+    one_rate: ClassVar = "accumulates sums that assume a constant learning rate"
 
     def initial_state(self, name: str) -> float:
         return self.initial_accumulator if name == "sum" else 0.0
@@ -44,5 +46,5 @@ class Ftrl(SparseOptimizer):
         block.put("linear", linear)
         beyond = linear - linear.clamp(-self.l1, self.l1)
         curvature = root.add_(self.beta).div_(self.lr).add_(self.l2)
-        # Without gradients so far and with l1 = 0, this would be 0 / 0.
+        # Without earlier gradients and with l1 = 0, the quotient would be 0 / 0.
         block.weights.copy_(torch.where(beyond == 0, 0.0, -beyond / curvature))

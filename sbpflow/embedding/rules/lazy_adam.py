@@ -1,4 +1,4 @@
-"""Adam on the rows of a batch only, as in TensorFlow's LazyAdam and torch's SparseAdam."""
+"""Adam for only the rows of a batch, as in TensorFlow's LazyAdam and torch's SparseAdam."""
 
 import math
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from sbpflow.runtime.fields.ranges import Betas, Epsilon, LearningRate
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LazyAdam(SparseOptimizer):
-    """Adam on the rows of a batch only; other rows keep their weights and state."""
+    """Applies Adam to only the rows of a batch; other rows keep their weights and state."""
 
     name: Literal["lazy_adam"] = "lazy_adam"
     lr: LearningRate = 1e-3
@@ -25,7 +25,10 @@ class LazyAdam(SparseOptimizer):
     }
 
     def numbers(self, lr: float, step: int) -> StepNumbers:
-        """The bias corrections use the job's step; the one of the mean is part of the rate."""
+        """Return the numbers of a step; the rate includes the bias correction of the mean.
+
+        Bias corrections use the step number of the job.
+        """
         beta1, beta2 = self.betas
         rate, correction = lr / (1.0 - beta1**step), math.sqrt(1.0 - beta2**step)
         return StepNumbers(rate, 1.0 - lr * self.weight_decay, step, correction)

@@ -24,7 +24,7 @@ RULES: dict[str, type[SparseOptimizer]] = {
 
 
 def known_rules(name: object = None) -> Mapping[str, type[SparseOptimizer]]:
-    """The classes by name, including ``package.module:Class`` if its module is imported."""
+    """Return the classes by name, including ``package.module:Class`` if its module is imported."""
     if not isinstance(name, str) or ":" not in name:
         return RULES
     module, _, own = name.partition(":")
@@ -33,7 +33,7 @@ def known_rules(name: object = None) -> Mapping[str, type[SparseOptimizer]]:
 
 
 def import_rule(key: str, name: str) -> None:
-    """Import the user class given for ``key``. Raises ConfigError if it is not an optimizer."""
+    """Import the user class given for ``key``; raise ConfigError if it is not an optimizer."""
     kind = import_own_class(key, name, "my_package.my_module:MyOptimizer")
     if not _is_rule(kind):
         raise ConfigError(
@@ -45,16 +45,19 @@ def import_rule(key: str, name: str) -> None:
 def _is_rule(kind: object) -> TypeGuard[type[SparseOptimizer]]:
     if not (isinstance(kind, type) and issubclass(kind, SparseOptimizer)) or isabstract(kind):
         return False
-    own_fields = vars(kind).get("__dataclass_fields__", {})  # empty if it is not a dataclass
+    own_fields = vars(kind).get("__dataclass_fields__", {})  # {} if the class is not a dataclass
     return "name" in own_fields and isinstance(own_fields["name"].default, str)
 
 
 def rule_class(name: str) -> type[SparseOptimizer]:
-    """The class of a name. Raises ConfigError with the nearest match for an unknown name."""
+    """Return the class with this name.
+
+    Raise ConfigError with the nearest match for an unknown name.
+    """
     kinds = known_rules(name)
     if name not in kinds and ":" in name:
         raise ConfigError(
-            f"sparse optimizer {name!r}: the class is not imported; import its module first"
+            f"sparse optimizer {name!r}: its class is not imported; import its module first"
         )
     if name not in kinds:
         near = get_close_matches(name, kinds, 1)
@@ -66,7 +69,7 @@ def rule_class(name: str) -> type[SparseOptimizer]:
 def sparse_optimizer(name: str, **constants: object) -> SparseOptimizer:
     """Create an optimizer by name: ``sparse_optimizer("adagrad", lr=0.1)``.
 
-    ``name`` can be ``package.module:Class`` if the module is imported. Raises ConfigError for an
+    ``name`` can be ``package.module:Class`` if the module is imported. Raise ConfigError for an
     unknown name, an unknown constant, or an out-of-range constant.
     """
     kind = rule_class(name)
@@ -76,7 +79,7 @@ def sparse_optimizer(name: str, **constants: object) -> SparseOptimizer:
 
 
 def with_constants(optimizer: SparseOptimizer, constants: Mapping[str, object]) -> SparseOptimizer:
-    """A copy with some constants changed. Raises ConfigError like ``sparse_optimizer``."""
+    """Return a copy with some constants changed; raise ConfigError as ``sparse_optimizer`` does."""
     _check_constants(optimizer.name, type(optimizer), constants)
     changes: Mapping[str, Any] = constants
     return replace(optimizer, **changes)
@@ -93,7 +96,7 @@ def _check_constants(
 
 
 def kernel_function(optimizer: SparseOptimizer, kernel: CompiledKernel) -> Callable[..., Any]:
-    """The function of an optimizer for a kernel. Raises SbpError if there is none."""
+    """Return the function of an optimizer for a kernel; raise SbpError if it does not exist."""
     path = optimizer.kernels.get(kernel)
     if path is None:
         raise SbpError(
@@ -103,7 +106,7 @@ def kernel_function(optimizer: SparseOptimizer, kernel: CompiledKernel) -> Calla
     function = getattr(import_module(module), name, None)
     if not callable(function):
         raise SbpError(
-            f"sparse optimizer {optimizer.name}: kernels[{kernel!r}] is {path!r}, which does not "
-            "exist; use package.module:function"
+            f"sparse optimizer {optimizer.name}: kernels[{kernel!r}] is {path!r}, but that "
+            "function does not exist; use package.module:function"
         )
     return function

@@ -1,4 +1,4 @@
-"""Adagrad with one number per row, the mean of squares over the table's full width."""
+"""Adagrad with one number of state per row: the mean of squares over the table's full width."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
@@ -12,7 +12,7 @@ from sbpflow.runtime.fields.ranges import Accumulator, Epsilon
 class RowwiseAdagrad(SparseOptimizer):
     """Adagrad with one number of state per row.
 
-    With ``row_state: per_shard`` ranks do not sum their squares, so results depend on the layout.
+    With ``row_state: per_shard``, ranks do not sum their squares, so results depend on the layout.
     """
 
     name: Literal["rowwise_adagrad"] = "rowwise_adagrad"

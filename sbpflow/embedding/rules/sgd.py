@@ -1,4 +1,4 @@
-"""Stochastic gradient descent: no state."""
+"""Stochastic gradient descent without state."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal

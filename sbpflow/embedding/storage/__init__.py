@@ -1,1 +1,1 @@
-"""Stores and kernels of table rows and their optimizer state."""
+"""Stores and kernels for table rows and their optimizer state."""

@@ -1,9 +1,9 @@
-"""Row kernels, each of which allocates, reads, and updates a block of slots.
+"""Row kernels allocate, read, and update a block of slots.
 
-The row store (``store.py``) decides which row is in which slot. Reading (``lookup``) and writing
-(``update``) are separate, so an update need not happen in the backward pass. There are four kernels
-with equal results: plain torch, FBGEMM's table-batched embedding (TBE), CPU loops compiled by
-numba, and Triton for GPUs.
+The row store (``store.py``) assigns rows to slots. Reading (``lookup``) and writing (``update``)
+are separate, so an update need not happen in the backward pass. There are four kernels with equal
+results: plain torch, FBGEMM's table-batched embedding (TBE), CPU loops compiled by numba, and
+Triton for GPUs.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,64 +21,68 @@ class RowKernel(Protocol):
     """A block [slots, width] of rows with their optimizer state.
 
     A ``Lookup`` has the row numbers, which determine the sorting order and the rounding noise, and
-    the slots of these rows in the block. ``listeners`` are called with the row numbers right before
-    an ``update`` changes the rows; other threads may remove a listener at any time.
+    the rows' slots in the block. Each of the ``listeners`` is called with the row numbers right
+    before an ``update`` changes the rows. Other threads may remove a listener at any time.
     """
 
     listeners: list[RowListener]
 
     @property
     def name(self) -> str:
-        """The name of the kernel."""
+        """Return the name of the kernel."""
         ...
 
     @property
     def weights(self) -> Tensor:
-        """[slots, width]; writes are visible to the next lookup."""
+        """Return the rows [slots, width]; writes to them are visible to the next lookup."""
         ...
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """Optimizer state by name, [slots] or [slots, width], writable like ``weights``."""
+        """Return optimizer state by name, [slots] or [slots, width]; writes change the state."""
         ...
 
     @property
     def absent(self) -> int | None:
-        """The address of a row that is stored elsewhere: its slot, behind all others, reads as
-        zeros and is never trained. ``None`` if such addresses must be left out of lookups.
+        """Return the address that represents rows stored elsewhere, or ``None`` if there is none.
+
+        The slot of this address comes after all others, reads as zeros, and is never trained.
+        Without such an address, lookups must leave out rows that are stored elsewhere.
         """
         ...
 
     def sort_ahead(self, lookup: Lookup) -> None:
-        """Sort the lookup for a later ``update``, if this does not make the host wait."""
+        """Sort the lookup for a later ``update``, unless sorting would make the host wait."""
 
     def lookup(self, lookup: Lookup, lr: float | None = None) -> Tensor:
-        """[bags, width]: the weighted sum of each bag's rows, zeros if empty; no autograd.
+        """Return the weighted sum of each bag's rows [bags, width] without autograd.
 
-        ``lr`` is the learning rate of an ``update`` that will follow for this lookup.
+        Empty bags give zeros. ``lr`` is the learning rate of the ``update`` that will follow this
+        lookup, if there is one.
         """
         ...
 
     def pool(self, block: Tensor, lookup: Lookup) -> Tensor:
-        """Like ``lookup`` without an update, for rows in ``block`` [.., width].
+        """Return weighted sums as ``lookup`` does, but of rows in ``block`` [.., width], without an
+        update.
 
-        The slots of ``lookup`` are positions in ``block``, whose dtype is that of ``weights``.
+        The slots of ``lookup`` are positions in ``block``. ``block`` has the dtype of ``weights``.
         """
         ...
 
     def row_gradients(self, lookup: Lookup, grads: Tensor) -> tuple[Tensor, Tensor]:
-        """(unique rows, the bags' ``grads`` summed per row [unique, width]).
+        """Return unique rows and the bags' ``grads`` summed per row [unique, width].
 
-        If the kernel has an ``absent`` address, both have the length of the batch, and the last row
-        is repeated.
+        If the kernel has an ``absent`` address, both tensors have the length of the batch, and the
+        last row is repeated.
         """
         ...
 
     def update(self, lookup: Lookup, grads: Tensor, lr: float, step: int) -> None:
         """Take one optimizer step on the rows of ``lookup`` with the gradients [bags, width].
 
-        Duplicates are summed first, so each row takes one step. ``step`` counts from 1 over the
-        job.
+        Duplicates are summed first, so each row takes one step. ``step`` is the step number within
+        the job, starting at 1.
         """
 
 
@@ -89,9 +93,9 @@ def notify(listeners: Sequence[RowListener], rows: Tensor) -> None:
 
 
 def sum_of_squares(kernel: RowKernel, lookup: Lookup, grads: Tensor) -> Tensor:
-    """The sum of squared gradients of the rows stored here: 0-d float64.
+    """Return the sum of squared gradients of the rows stored here as a 0-d float64 tensor.
 
-    Duplicates of a row are summed before squaring, as in an update.
+    The gradients of duplicate rows are summed before squaring, as in an update.
     """
     rows, sums = kernel.row_gradients(lookup, grads)
     squares = sums.to(torch.float64).square().sum(1)

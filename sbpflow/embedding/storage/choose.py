@@ -1,7 +1,8 @@
-"""Chooses the kernel of a stack among those with equal results; plain torch supports everything.
+"""Choose a kernel for each stack among kernels with equal results.
 
-The facts about FBGEMM were measured with fbgemm-gpu-cpu 1.8.0: it rejects widths that are not a
-multiple of 4, does not support bf16 or float64 rows on CPU, and keeps rowwise state per store.
+Plain torch supports everything. The limits of FBGEMM were measured with fbgemm-gpu-cpu 1.8.0.
+FBGEMM rejects widths that are not a multiple of 4, does not support bf16 or float64 rows on CPU,
+and keeps rowwise state per store.
 """
 
 import logging
@@ -31,14 +32,14 @@ from sbpflow.errors import ConfigError
 from sbpflow.runtime.compute.versions import import_fbgemm
 
 LOG = logging.getLogger(__name__)
-_NOTICE_AFTER_S = 2.0  # a longer compilation is announced in the log
+_NOTICE_AFTER_S = 2.0  # a compilation that takes longer is logged
 
 KERNEL_NAMES: tuple[KernelName, ...] = ("torch", "fbgemm", "numba", "triton")
 
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """A kernel, and the ``reason`` as a clause for the start-up summary."""
+    """A kernel and the ``reason`` for it, shown in the start-up summary."""
 
     name: KernelName
     reason: str
@@ -48,7 +49,7 @@ class KernelChoice:
 class StackFacts:
     """The properties of a stack that decide which kernels support it."""
 
-    width: int  # of a rank's part; a width that is not a multiple of 4, if there is one
+    width: int  # width per rank; prefers one that is not a multiple of 4
     optimizer: SparseOptimizer
     dtype: torch.dtype
     row_dtype: torch.dtype
@@ -57,7 +58,7 @@ class StackFacts:
 
     @staticmethod
     def of(plan: EmbeddingPlan, stack: TableBatch) -> "StackFacts":
-        """The facts of a stack in a plan, equal on every rank."""
+        """Return the facts of a stack in a plan; they are equal on every rank."""
         widths = {stack.width(rank) for rank in stack.holders()}
         return StackFacts(
             width=next((w for w in sorted(widths) if w % 4), min(widths)),
@@ -70,29 +71,30 @@ class StackFacts:
 
 
 def _fbgemm_fault(stack: StackFacts) -> str | None:
-    """Why FBGEMM cannot give equal results for a stack, or ``None``."""
+    """Return why FBGEMM cannot give equal results for a stack, or ``None`` if it can."""
     if stack.dtype != torch.float32:
         return f"FBGEMM does not support {str(stack.dtype).removeprefix('torch.')} rows here"
     if stack.row_dtype in HALF_DTYPES:
-        # On CPU it has no bf16 rows, and its fp16 rounds to nearest and is 5 times slower.
+        # On CPU, FBGEMM does not support bf16 rows, rounds fp16 rows to nearest, and is 5 times
+        # slower with them.
         return "FBGEMM does not round half-precision rows stochastically here"
     if stack.optimizer.decay:
         return "FBGEMM ignores weight decay in some modes"
     if stack.width % 4:
         return f"width {stack.width} is not a multiple of 4"
     if stack.column_split and stack.optimizer.shares_row_state:
-        return "ranks share the state of a row"
+        return "FBGEMM cannot share a row's state among ranks"
     return None
 
 
 def _numba_fault(stack: StackFacts) -> str | None:
-    return None if stack.device_type == "cpu" else "numba compiles for CPUs"
+    return None if stack.device_type == "cpu" else "numba compiles only for CPUs"
 
 
 def _triton_fault(stack: StackFacts) -> str | None:
-    """Why Triton cannot run a stack, or ``None``."""
+    """Return why Triton cannot run a stack, or ``None`` if it can."""
     if stack.device_type != "cuda":
-        return "Triton compiles for GPUs"
+        return "Triton compiles only for GPUs"
     if stack.dtype != torch.float32:
         return f"Triton does not support {str(stack.dtype).removeprefix('torch.')} arithmetic here"
     return None
@@ -112,10 +114,10 @@ def _triton_class() -> type[TorchStorage]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Compiled:
-    """What choosing and allocating a compiled kernel requires.
+    """Describes how to choose and allocate a compiled kernel.
 
-    ``fault`` returns why the kernel cannot run a stack. ``storage`` returns its class, which is
-    imported on demand if it needs a compiler.
+    ``fault`` returns why the kernel cannot run a stack. ``storage`` imports and returns the
+    kernel's class, because some classes need a compiler.
     """
 
     label: str
@@ -138,23 +140,23 @@ COMPILED: dict[CompiledKernel, _Compiled] = {
         is_installed=lambda: import_fbgemm() is not None,
         fault=_fbgemm_fault,
         reason="equal results, fused update",
-        storage=lambda: TorchStorage,  # of an empty block, which TBE does not support
+        storage=lambda: TorchStorage,  # only for an empty block, because TBE cannot be empty
     ),
     "triton": _Compiled(
         label="Triton",
         is_installed=lambda: find_spec("triton") is not None,
         fault=_triton_fault,
-        reason="sort, sum, and update in launches of fixed size",
+        reason="sorts, sums, and updates rows in launches of fixed size",
         storage=_triton_class,
     ),
 }
-"""The compiled kernels, in the order in which ``auto`` tries them."""
+"""The compiled kernels in the order that ``auto`` tries them."""
 
 
 def missing_kernels(request: KernelRequest) -> dict[KernelName, str]:
-    """Kernels that are not installed or not requested, with the reason.
+    """Return the kernels that are not installed or not requested, each with the reason.
 
-    Raises ConfigError if the installed FBGEMM does not match the installed torch.
+    Raise ConfigError if the installed FBGEMM does not match the installed torch.
     """
     missing: dict[KernelName, str] = {}
     for name, kernel in COMPILED.items():
@@ -168,7 +170,7 @@ def missing_kernels(request: KernelRequest) -> dict[KernelName, str]:
 def kernel_faults(
     stack: StackFacts, missing: Mapping[KernelName, str]
 ) -> dict[KernelName, str | None]:
-    """Why each kernel cannot run a stack; ``None`` for kernels that can."""
+    """Return why each kernel cannot run a stack, or ``None`` for kernels that can."""
     faults: dict[KernelName, str | None] = {"torch": None}
     for name, kernel in COMPILED.items():
         lacks = None
@@ -181,10 +183,10 @@ def kernel_faults(
 def choose_kernel(
     request: KernelRequest, stack: StackFacts, missing: Mapping[KernelName, str]
 ) -> KernelChoice:
-    """Choose a kernel without measuring; ``missing`` is ``missing_kernels(request)``.
+    """Choose a kernel without measuring; ``missing`` is the result of ``missing_kernels(request)``.
 
-    Raises ConfigError if the requested kernel is not installed. If it is installed but does not
-    support the stack, torch is chosen, with the reason.
+    Raise ConfigError if the requested kernel is not installed. If the kernel is installed but does
+    not support the stack, choose torch and give the reason.
     """
     if request not in ("auto", "torch") and request in missing:
         raise ConfigError(
@@ -204,12 +206,12 @@ def choose_kernel(
 
 
 def request_of(stack: TableBatch, request: KernelRequest) -> KernelRequest:
-    """The kernel request of a stack: that of its tables, else that of the run."""
+    """Return the kernel that the stack's tables request, or else ``request`` of the run."""
     return stack.tables[0].kernel or request
 
 
 def choose_kernels(plan: EmbeddingPlan, request: KernelRequest) -> dict[str, KernelChoice]:
-    """The kernel of every table by name, equal on every rank."""
+    """Choose the kernel of every table; return the choices by table name, equal on every rank."""
     choices: dict[str, KernelChoice] = {}
     for group in plan.groups:
         for stack in group.stacks:
@@ -248,10 +250,10 @@ def warm_up_kernels(plan: EmbeddingPlan, kernels: Mapping[str, KernelChoice]) ->
 
 
 def deduplicator(kernel: str, num_addresses: int | None) -> Callable[[Lookup], Lookup]:
-    """A function that makes lookups deduplicate with the method of a kernel.
+    """Return a function that makes lookups deduplicate with the method of a kernel.
 
-    Addresses are below ``num_addresses``. It is ``None`` for addresses of keys, which can be
-    negative and therefore cannot use the compiled loops.
+    Addresses must be below ``num_addresses``. Pass ``None`` for addresses of keys: they can be
+    negative, so they cannot use the compiled loops.
     """
     if kernel != "numba" or num_addresses is None:
         return lambda lookup: lookup
@@ -277,9 +279,9 @@ def make_kernel(
     noise: RowNoise | None = None,
     slots: int | None = None,
 ) -> RowKernel:
-    """Allocate a kernel's block for ``slots`` of the ``rows``, by default for all.
+    """Allocate a kernel's block for ``slots`` of the ``rows``, by default for all rows.
 
-    A block without slots always uses torch, because FBGEMM cannot be empty.
+    An empty block always uses torch, because FBGEMM's table cannot be empty.
     """
     slots = rows if slots is None else slots
     if choice.name == "fbgemm" and slots > 0:

@@ -1,10 +1,10 @@
-"""Loops over rows and ids, compiled for the CPU by numba. Imported only if numba is installed.
+"""Loops over rows and ids that numba compiles for the CPU. Import this module only with numba.
 
 Terms are added in batch order, with fused multiply-add (fma) where torch's kernels use it.
-Therefore sums, root-free state, and SGD are bit-equal to ``TorchStorage``. Results with a root are
-within one unit in the last place, because torch's vector math library does not round roots
-correctly. Arrays must be C-contiguous. Functions are compiled on first use for their argument types
-and cached in the user's cache directory.
+Therefore sums, SGD, and state without square roots are bit-equal to ``TorchStorage``. Results that
+involve a square root differ by at most one unit in the last place, because torch's vector math
+library does not round square roots correctly. Arrays must be C-contiguous. Each function is
+compiled on first use for its argument types and cached in the user's cache directory.
 """
 
 from collections.abc import Callable
@@ -22,13 +22,13 @@ _DIGIT_BITS, _DIGITS = 11, 1 << 11
 
 
 class _Builder(Protocol):
-    """The part of llvmlite's builder that is used."""
+    """The part of llvmlite's builder that this module uses."""
 
     def fma(self, a: object, b: object, c: object) -> object: ...
 
 
 def _type_of_fma(_: object, a: Callable[..., object], b: object, c: object) -> object:
-    """The typing function of ``fma`` for numba: its signature and code generator."""
+    """Return the signature and the code generator of ``fma``, as numba requires."""
 
     def generate(
         _context: object, builder: _Builder, _signature: object, values: tuple[object, ...]
@@ -38,7 +38,7 @@ def _type_of_fma(_: object, a: Callable[..., object], b: object, c: object) -> o
     return a(a, b, c), generate
 
 
-# a * b + c in the floating-point type of the arguments, rounded once.
+# ``fma`` returns a * b + c in the arguments' floating-point type and rounds once.
 fma = cast("Callable[[float, float, float], float]", intrinsic(_type_of_fma))
 
 
@@ -56,9 +56,9 @@ def index_by_bits(
 ) -> int:
     """Write unique ``addresses`` to ``rows``, ascending, and each address's index to ``inverse``.
 
-    Returns the number of unique addresses. ``words`` (uint64) has one bit per possible address; all
-    bits must be 0, and are 0 again on return. ``before`` (int32) is scratch memory for the number
-    of bits set in preceding words.
+    Return the number of unique addresses. ``words`` (uint64) has one bit per possible address. All
+    bits must be 0 and are 0 again on return. ``before`` (int32) is scratch memory for the number of
+    bits set in preceding words.
     """
     # A bitmap sorts and deduplicates at once: set one bit per address, then scan the set bits.
     for i in range(addresses.size):
@@ -84,7 +84,7 @@ def index_by_bits(
 
 @compiled
 def _sort_by_digits(keys: Array, places: Array) -> None:
-    """Radix sort of non-negative ``keys``, with ``places`` permuted alike."""
+    """Radix-sort non-negative ``keys`` and apply the same permutation to ``places``."""
     other_keys, other_places = np.empty_like(keys), np.empty_like(places)
     highest = keys.max() if keys.size else 0
     shift = 0
@@ -104,8 +104,9 @@ def _sort_by_digits(keys: Array, places: Array) -> None:
 
 @compiled
 def index_by_hash(addresses: Array, rows: Array, inverse: Array) -> int:
-    """Like ``index_by_bits``, with memory proportional to the batch instead of the table."""
-    # Open addressing with linear probing, at most half full; ``shift`` keeps log2(size) hash bits.
+    """Do the same as ``index_by_bits``, with memory proportional to the batch, not the table."""
+    # The hash table uses linear probing and is at most half full; ``shift`` keeps log2(size) hash
+    # bits.
     size, shift = 2, U64(63)
     while size < 2 * addresses.size:
         size, shift = 2 * size, shift - U64(1)
@@ -147,8 +148,10 @@ def sum_rows(grads: Array, inverse: Array, sums: Array) -> None:
 
 @compiled
 def sum_bags(grads: Array, inverse: Array, ends: Array, weights: Array, sums: Array) -> None:
-    """Like ``sum_rows``, with ``grads`` [bags, width]: address i is in bag b if
-    ``ends[b] <= i < ends[b + 1]``. ``weights`` is [n], or [0] without weights.
+    """Sum ``grads`` [bags, width] by row, in order, into ``sums`` [unique, width].
+
+    Address i belongs to bag b if ``ends[b] <= i < ends[b + 1]``. ``weights`` is [n], or [0] without
+    weights.
     """
     sums[:] = 0
     width = grads.shape[1]
@@ -176,7 +179,7 @@ def add_squares(grads: Array, squares: Array) -> None:
 
 @compiled
 def mixed(z: np.uint64) -> np.uint64:
-    """The finalizer of SplitMix64, as in ``streams.mix``."""
+    """Apply the finalizer of SplitMix64, as ``streams.mix`` does."""
     z = (z ^ (z >> U64(30))) * _MIX_1
     z = (z ^ (z >> U64(27))) * _MIX_2
     return z ^ (z >> U64(31))
@@ -186,7 +189,7 @@ def mixed(z: np.uint64) -> np.uint64:
 def fill_uniform(
     out: Array, key: int, bound: float, num_columns: int, first_row: int, first_column: int
 ) -> None:
-    """Like ``streams.fill_uniform``, with equal results."""
+    """Fill ``out`` with the same values as ``streams.fill_uniform``."""
     scale = 2.0 * bound / 9007199254740992.0
     for r in range(out.shape[0]):
         first = (first_row + r) * num_columns + first_column

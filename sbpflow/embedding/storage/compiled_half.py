@@ -1,7 +1,7 @@
 """Loops over half-precision rows, compiled by numba: pooled reads and rounded writes.
 
-The properties of ``compiled`` hold, and results are bit-equal to ``TorchStorage``. Rows are passed
-as int16 bits, because NumPy has no bfloat16.
+The properties of the module ``compiled`` apply to this module too, and results are bit-equal to
+``TorchStorage``. Rows are passed as int16 bits, because NumPy has no bfloat16 type.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from sbpflow.runtime.compute.compiled import Array, compiled
 
 
 class _Builder(Protocol):
-    """The part of llvmlite's builder that is used."""
+    """The part of llvmlite's builder that this module uses."""
 
     def zext(self, value: object, kind: object) -> object: ...
     def shl(self, value: object, by: object) -> object: ...
@@ -25,11 +25,11 @@ class _Builder(Protocol):
     def fpext(self, value: object, kind: object) -> object: ...
 
 
-_FLOAT = cast("Callable[[object], object]", types.float32)  # called to make a signature
+_FLOAT = cast("Callable[[object], object]", types.float32)  # numba calls it to make a signature
 
 
 def _type_of_from_bfloat16(_: object, a: object) -> object:
-    """The typing function of ``_from_bfloat16`` for numba: its signature and code generator."""
+    """Return the signature and the code generator of ``_from_bfloat16``, as numba requires."""
 
     def generate(
         _context: object, builder: _Builder, _signature: object, values: tuple[object, ...]
@@ -42,7 +42,7 @@ def _type_of_from_bfloat16(_: object, a: object) -> object:
 
 
 def _type_of_from_float16(_: object, a: object) -> object:
-    """Like ``_type_of_from_bfloat16``."""
+    """Return the signature and the code generator of ``_from_float16``, as numba requires."""
 
     def generate(
         _context: object, builder: _Builder, _signature: object, values: tuple[object, ...]
@@ -52,14 +52,14 @@ def _type_of_from_float16(_: object, a: object) -> object:
     return _FLOAT(a), generate
 
 
-# From int16 bits of a half-precision number to float32, exactly.
+# These functions convert the int16 bits of a half-precision number exactly to float32.
 _from_bfloat16 = cast("Callable[[int], float]", intrinsic(_type_of_from_bfloat16))
 _from_float16 = cast("Callable[[int], float]", intrinsic(_type_of_from_float16))
 
 
 @compiled
 def _as_float16(bits: np.int64) -> np.int64:
-    """Bits of the float16 nearest to a float32 (as bits) of magnitude up to 65504."""
+    """Return the bits of the float16 nearest to a float32 (as bits) of magnitude up to 65504."""
     sign, exponent, mantissa = (bits >> 16) & 0x8000, (bits >> 23) & 0xFF, bits & 0x7FFFFF
     if exponent == 255:
         return sign | 0x7C00 | (0x200 if mantissa else 0)
@@ -91,9 +91,9 @@ def store_rounded(
 ) -> None:
     """Round ``values`` [n, width] (float32 as int32 bits) into ``slots`` of ``out`` (int16).
 
-    ``dropped`` is the number of mantissa bits to drop: 16 gives bfloat16, 13 float16. Rounding is
-    that of ``rounding.RowNoise`` and ``round_randomly`` for ``rows`` (ascending); ``keys`` (uint64)
-    are those of the step.
+    ``dropped`` is the number of mantissa bits to drop: 16 gives bfloat16, 13 float16. The result
+    equals ``round_randomly`` with the noise of ``rounding.RowNoise`` for ``rows`` (ascending).
+    ``keys`` (uint64) are the noise keys of the step.
     """
     top = 0x7F7F0000 if dropped == 16 else 0x477FE000  # largest finite value, as float32 bits
     mask = (1 << dropped) - 1
@@ -141,8 +141,8 @@ def pool(
 ) -> None:
     """Sum rows, converted as by ``widen``, into ``out`` [bags, width] float32, in bag order.
 
-    Bag b has addresses ``ends[b]`` to ``ends[b + 1] - 1``. ``shares`` are their weights, [n]
-    float32, or [0] without weights.
+    Bag b has addresses ``ends[b]`` to ``ends[b + 1] - 1``. ``shares`` are the weights of the rows,
+    [n] float32, or [0] without weights.
     """
     out[:] = 0
     for b in range(ends.size - 1):

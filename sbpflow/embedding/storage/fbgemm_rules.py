@@ -1,4 +1,4 @@
-"""The sparse optimizers that FBGEMM supports, as arguments of its table-batched embedding."""
+"""Describes the sparse optimizers that FBGEMM supports by arguments of its TBE module."""
 
 from typing import Any
 

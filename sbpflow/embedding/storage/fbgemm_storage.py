@@ -1,4 +1,4 @@
-"""Rows in FBGEMM's table-batched embedding (TBE), whose backward contains the update."""
+"""Rows in FBGEMM's table-batched embedding (TBE), where the backward pass includes the update."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -15,10 +15,10 @@ from sbpflow.embedding.storage.lookup import Lookup, sum_bags
 
 
 class FbgemmStorage:
-    """Float32 rows in one TBE table, with the update fused into its backward.
+    """Stores float32 rows in one TBE table and updates them in its backward pass.
 
-    Supports the cases that ``choose.choose_kernel`` selects: rules and widths for which TBE gives
-    the same results as ``TorchStorage``.
+    The class supports the cases that ``choose.choose_kernel`` selects: optimizers and widths for
+    which TBE gives the same results as ``TorchStorage``.
     """
 
     name = "fbgemm"
@@ -37,12 +37,13 @@ class FbgemmStorage:
 
     @property
     def absent(self) -> None:
-        """Unsupported: TBE would train such a row."""
+        """Return ``None``: TBE would train such a row."""
         return None
 
     @property
     def weights(self) -> Tensor:
-        # .data: a write through the view itself would invalidate a graph that awaits its backward.
+        # Return ``.data``: a write through the view itself would invalidate a graph before its
+        # backward.
         return self._tbe.split_embedding_weights()[0].data
 
     @property
@@ -53,7 +54,7 @@ class FbgemmStorage:
         return {self._state_names[0]: state.data}
 
     def sort_ahead(self, lookup: Lookup) -> None:
-        """Do nothing: TBE sorts in its backward."""
+        """Do nothing: TBE sorts in its backward pass."""
 
     def lookup(self, lookup: Lookup, lr: float | None = None) -> Tensor:
         if lr is None:
@@ -71,23 +72,23 @@ class FbgemmStorage:
         if self.listeners:
             notify(self.listeners, lookup.rows())
         graph, lookup.graph = lookup.graph, None
-        if graph is None:  # the rows were not looked up here, so TBE needs its own forward
+        if graph is None:  # the kernel did not look up the rows, so TBE needs a forward pass
             graph = self._run(lookup, lr)
         torch.autograd.backward([graph], [grads.contiguous()])
 
     def _run(self, lookup: Lookup, lr: float) -> Tensor:
-        if lr != self._lr:  # TBE's backward uses the learning rate set at its forward
+        if lr != self._lr:  # TBE uses the learning rate set at the forward pass
             self._tbe.set_learning_rate(lr)
             self._lr = lr
         slots = lookup.slots
-        if slots.is_cuda:  # its CUDA kernels require ids and offsets of equal dtype
+        if slots.is_cuda:  # TBE's CUDA kernels require equal dtypes of ids and offsets
             slots = slots.to(torch.int64)
         with torch.enable_grad():
             return self._tbe(slots, lookup.explicit_offsets(), per_sample_weights=lookup.weights)
 
 
 class Tbe(Protocol):
-    """The part of FBGEMM's module that is used; it is imported late and has no stubs."""
+    """The part of FBGEMM's module that is used. FBGEMM is imported late and has no type stubs."""
 
     def split_embedding_weights(self) -> list[Tensor]: ...
     def split_optimizer_states(self) -> Sequence[Sequence[Tensor]]: ...
@@ -114,8 +115,8 @@ def _make_tbe(rows: int, width: int, optimizer: SparseOptimizer, device: torch.d
         **kernel_function(optimizer, "fbgemm")(optimizer),
         learning_rate=optimizer.lr,
         pooling_mode=PoolingMode.SUM,
-        # Ids are checked once per batch, with field and row in the error; TBE's default would
-        # train row 0 for a bad id. NONE also leaves the caller's tensors unchanged.
+        # The id reader already reports the field and row of a bad id, whereas TBE's default would
+        # train row 0. NONE also leaves the caller's tensors unchanged.
         bounds_check_mode=BoundsCheckMode.NONE,
         device=device if on_cuda else None,
         **({} if on_cuda else _host_buffers(make, rows, width, optimizer, device)),
@@ -129,7 +130,9 @@ def _host_buffers(
     optimizer: SparseOptimizer,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Preallocated huge-page memory for TBE on CPU, if this version of FBGEMM accepts it."""
+    """Return huge-page memory for TBE on CPU, if this version of FBGEMM accepts preallocated
+    memory.
+    """
     argument = "preallocated_host_buffers"
     if argument not in inspect.signature(make).parameters:
         return {}

@@ -1,8 +1,8 @@
 """Memory for table rows: huge pages on Linux CPUs, if the system grants them.
 
-Rows are read at random, so with 4 KiB pages nearly every row of a large table costs a TLB miss in
-addition to a cache miss. Activations use torch's allocator: for them, clearing huge pages costs
-more than it saves.
+Lookups access rows at random, so with 4 KiB pages nearly every row of a large table costs a TLB
+miss in addition to a cache miss. Activations use torch's allocator, because clearing huge pages for
+them costs more than it saves.
 """
 
 import mmap
@@ -12,16 +12,20 @@ from torch import Tensor
 
 from sbpflow.errors import ConfigError
 
-LEAST_BYTES = 4 << 20  # two huge pages; smaller blocks do not justify a separate mapping
+LEAST_BYTES = 4 << 20  # two huge pages; a smaller block does not justify a separate mapping
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that are not moved during the lifetime of a table; ConfigError if they do not fit."""
+    """Return zeros at an address that is fixed for the lifetime of a table.
+
+    Raises ConfigError if they do not fit in memory.
+    """
     numel = torch.Size(shape).numel()
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if device.type != "cpu" or advice is None or numel * dtype.itemsize < LEAST_BYTES:
         return torch.zeros(shape, dtype=dtype, device=device)
-    # Private mapping: Python's default is shared, which gets no huge pages. Paged in on first use.
+    # The mapping must be private: Python's default is a shared mapping, for which Linux does not
+    # use huge pages. Pages are allocated on first use.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     try:
         block = mmap.mmap(-1, numel * dtype.itemsize, flags=flags)

@@ -1,4 +1,4 @@
-"""Initial values of shards and single rows, equal whether computed by numba or torch."""
+"""Initial values of shards and single rows; numba and torch compute equal values."""
 
 import sys
 from collections.abc import Sequence
@@ -10,10 +10,11 @@ from torch import Tensor
 from sbpflow.embedding.plan.tables import Shard
 from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.state import StoredShard
+from sbpflow.embedding.storage.keyed import TrainedRows
 from sbpflow.embedding.storage.store import WEIGHTS
 from sbpflow.runtime.random.streams import fill_uniform, stream_key, uniform_rows
 
-# Above this size the torch loop takes longer than loading numba (0.5 s).
+# Above this number of elements, the torch loop takes longer than loading numba (0.5 s).
 LEAST_ELEMENTS = 1 << 20
 _ROWS_AT_A_TIME = 1 << 16
 
@@ -21,7 +22,7 @@ _ROWS_AT_A_TIME = 1 << 16
 def fill_shard(stored: StoredShard, *, seed: int) -> None:
     """Fill with U(-initial_range, initial_range) as a function of (seed, table, row, column)."""
     store, rows = stored.store, stored.rows
-    if store.starts_initial:
+    if isinstance(store, TrainedRows) or store.starts_initial:
         return
     if store.is_in_place:
         _fill(stored.weights, stored.shard, seed)
@@ -43,23 +44,26 @@ def initial_rows(
     dtype: torch.dtype,
     row_dtype: torch.dtype,
 ) -> dict[str, Tensor]:
-    """The values that ``fill_shard`` writes to ``rows`` [n] of a rank's shards, with their state.
+    """Return the values that ``fill_shard`` writes to ``rows`` [n] of a rank's shards, with their
+    state.
 
-    ``rows`` are numbered over all shards of the store. In a ``by_key`` table they are addresses,
-    and values are a function of (seed, table, key, column).
+    ``rows`` are numbered over all shards of the store. In a ``by_key`` table, ``rows`` are
+    addresses, and values are a function of (seed, table, key, column).
     """
     rows = rows.to(torch.int64)
-    weights = torch.empty(rows.numel(), width, dtype=row_dtype, device=rows.device)
-    bases = torch.tensor([shard.base for shard in shards], dtype=torch.int64, device=rows.device)
+    first = shards[0]  # all shards of a store have equal columns
+    bases = torch.tensor([shard.base for shard in shards], device=rows.device)
     shard_of = torch.searchsorted(bases[1:], rows, right=True)
-    for number, shard in enumerate(shards):
-        indices = (shard_of == number).nonzero().squeeze(1)
-        table = shard.table
-        counters = table.numbering.counters(
-            rows[indices] - shard.shift, table.dim, stream_key(seed, table.name)
-        )
-        values = uniform_rows(counters, width, table.initial_range, shard.col_start)
-        weights[indices] = values.to(row_dtype)
+    shifts = torch.tensor([shard.shift for shard in shards], device=rows.device)
+    streams = [stream_key(seed, shard.table.name) for shard in shards]
+    ranges = torch.tensor([shard.table.initial_range for shard in shards], dtype=torch.float64)
+    counters = first.table.numbering.counters(
+        rows - shifts[shard_of],
+        first.table.dim,
+        torch.tensor(streams, device=rows.device)[shard_of],
+    )
+    bounds = ranges.to(rows.device)[shard_of].unsqueeze(1)
+    weights = uniform_rows(counters, width, bounds, first.col_start).to(row_dtype)
     state = {
         name: torch.full(
             optimizer.state_shape(name, rows.numel(), width),
@@ -73,7 +77,7 @@ def initial_rows(
 
 
 def _fill(out: Tensor, shard: Shard, seed: int, skipped: int = 0) -> None:
-    """Fill ``out``, the shard's rows after the first ``skipped``."""
+    """Fill ``out``, the rows of the shard that follow the first ``skipped`` rows."""
     bound, first_row, dim = shard.table.initial_range, shard.row_start + skipped, shard.table.dim
     worth_compiling = "numba" in sys.modules or out.numel() >= LEAST_ELEMENTS
     if out.device.type != "cpu" or not worth_compiling or find_spec("numba") is None:

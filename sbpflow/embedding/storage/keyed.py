@@ -1,8 +1,8 @@
-"""Stores of ``by_key`` tables, which assign rows to keys.
+"""Stores of ``by_key`` tables; these stores assign rows to keys.
 
-A key gets a row when the first training batch with it is announced, before the batch is trained.
-Saves and evaluations must see only the rows of trained batches. Rows of announced batches come
-after these, so that they can be left out, or discarded if the run ends early.
+A key gets a row when the first training batch with the key is announced, before the batch is
+trained. Saves and evaluations must see only the rows of trained batches. Rows of announced batches
+come last, so that readers can skip them and a run that ends early can discard them.
 """
 
 from collections.abc import Mapping
@@ -18,30 +18,31 @@ from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.store import WEIGHTS, RowStore, StoreRequest
 from sbpflow.errors import CheckpointError, ConfigError, DataError
 
-KEYS = "keys"  # the name of the keys within a table's state
-NO_ROWS = slice(0, 0)  # used to read only names, shapes, and dtypes; must not trigger a sort
+KEYS = "keys"  # the name of the keys in a table's state
+NO_ROWS = slice(0, 0)  # for reading names, shapes, and dtypes without triggering a sort
 
 
 class RowMap(Protocol):
-    """Maps addresses to rows, both int64 on CPU. Used only by the training thread."""
+    """Maps addresses to rows, both int64 on CPU. Only the training thread may use the map."""
 
     def find(self, addresses: Tensor) -> Tensor:
-        """[n]: the row of each address, or -1; addresses can repeat."""
+        """Return the row [n] of each address, or -1 if it has none; addresses can repeat."""
         ...
 
     def add(self, addresses: Tensor, rows: Tensor) -> None:
-        """Assign rows to new addresses, each given once."""
+        """Assign rows to new addresses, which must be unique."""
 
     def remove(self, addresses: Tensor) -> None:
         """Remove existing addresses."""
 
 
 class KeyedStore:
-    """A ``RowStore`` of one ``by_key`` table; another store has the rows, ``row_map`` finds them.
+    """A ``RowStore`` of one ``by_key`` table, with its rows in another store.
 
-    Batches are announced and looked up by address; all other operations use row numbers, as in the
-    inner store, whose slots and listeners are used. A trained key never loses its row. If a batch
-    has more new keys than there are free rows, its own step raises DataError.
+    ``row_map`` finds the row of a key. Batches are announced and looked up by address. All other
+    operations use the row numbers, slots, and listeners of the inner store. A trained key never
+    loses its row. If a batch has more new keys than there are free rows, the step of that batch
+    raises DataError.
     """
 
     is_in_place = False
@@ -58,7 +59,7 @@ class KeyedStore:
         self._rows, self._map, self._initial = rows, row_map, request.initial
         self.kernel, self.num_rows, self.width = rows.kernel, rows.num_rows, rows.width
         self._addresses = torch.empty(self.num_rows, dtype=torch.int64)  # by row
-        self.num_live = 0  # rows with keys: those of trained batches come first
+        self.num_live = 0  # number of rows with keys; trained batches have the first rows
         self.num_trained = 0
         self._live_after: dict[int, int] = {}  # announced batch -> ``num_live`` after it
         self._admitted: set[int] = set()
@@ -66,7 +67,7 @@ class KeyedStore:
 
     @property
     def span(self) -> tuple[int, int]:
-        """First and last address of the keys that belong to this rank."""
+        """Return the first and last address of the keys that belong to this rank."""
         return self._shard.span
 
     @property
@@ -104,7 +105,7 @@ class KeyedStore:
             self._forget(self.num_trained)
 
     def peek(self, lookup: Lookup) -> Tensor:
-        """Keys without a row read their initial values."""
+        """Look up rows without a lease; keys without a row read their initial values."""
         unique, inverse = torch.unique(lookup.addresses, return_inverse=True)
         rows = self._map.find(unique)
         known, unknown = (rows >= 0).nonzero().squeeze(1), (rows < 0).nonzero().squeeze(1)
@@ -124,13 +125,13 @@ class KeyedStore:
         self._rows.write(rows, values)
 
     def trained(self) -> "TrainedRows":
-        """A snapshot of the rows of all trained batches."""
+        """Return a snapshot of the rows of all trained batches."""
         return TrainedRows(self._rows, self._addresses[: self.num_trained])
 
     def load(self, keys: Tensor) -> None:
-        """Replace all keys by these, with rows from 0 on, which the caller must write."""
+        """Replace all keys; the new keys get rows 0, 1, ..., which the caller must then write."""
         if self._live_after:
-            raise RuntimeError(f"{self._name}: keys loaded while batches are in flight")
+            raise RuntimeError(f"{self._name}: cannot load keys while batches are in flight")
         if keys.numel() > self.num_rows:
             raise CheckpointError(
                 f"{self._name}: rank {self._shard.rank} has {self.num_rows:,} rows for "
@@ -161,25 +162,25 @@ class KeyedStore:
         self._map.add(addresses, torch.arange(first, self.num_live))
 
     def _forget(self, rows: int) -> None:
-        """Remove all keys with rows from ``rows`` on."""
+        """Remove all keys with row numbers ``rows`` and above."""
         if self.num_live > rows:
             self._map.remove(self._addresses[rows : self.num_live])
             self.num_live = self.num_trained = rows
 
     def _rows_for(self, count: int) -> int:
-        """A ``num_rows`` that gives this rank room for ``count`` rows, with a margin."""
+        """Return a ``num_rows`` that gives this rank room for ``count`` rows, with a margin."""
         return -(-count * self._shard.table.num_rows // self.num_rows) * 5 // 4
 
 
 class TrainedRows:
     """A snapshot of the first rows of ``store``, numbered by ascending address.
 
-    ``addresses`` [n] are those of the store's rows, from row 0 on. They are sorted on first use,
-    which takes a second or two for ten million rows; in a save, the writer thread does that.
+    ``addresses`` [n] are the addresses of the store's rows from row 0 on. Sorting the addresses
+    takes a second or two for ten million rows, so the first use sorts them; in a save, this is the
+    writer thread.
     """
 
     is_in_place = False
-    starts_initial = True
 
     def __init__(self, store: RowStore, addresses: Tensor) -> None:
         self.store, self.num_rows, self.width = store, addresses.numel(), store.width
@@ -195,24 +196,24 @@ class TrainedRows:
         return torch.empty_like(order).scatter_(0, order, torch.arange(self.num_rows))
 
     def numbers(self, rows: slice) -> slice | Tensor:
-        """The store's numbers of these rows."""
+        """Return the store's numbers of these rows."""
         return rows if rows == NO_ROWS else self._sorted[1][rows]
 
     def places(self, numbers: Tensor) -> Tensor:
-        """The inverse of ``numbers``."""
+        """Return the inverse of ``numbers``."""
         return self._places[numbers]
 
     def keys(self, rows: slice) -> Tensor:
-        """The keys of these rows."""
+        """Return the keys of these rows."""
         return self._addresses[rows] if rows == NO_ROWS else keys_of(self._sorted[0][rows])
 
     def read(self, rows: slice, into: Mapping[str, Tensor] | None = None) -> Mapping[str, Tensor]:
-        """See ``RowStore.read``."""
+        """Read rows as ``RowStore.read`` does."""
         return self.store.read(self.numbers(rows), into)
 
 
 class TrainedKeys:
-    """The keys of trained rows, with the read interface of a store."""
+    """Gives access to the keys of trained rows through the read interface of a store."""
 
     is_in_place = False
 
@@ -220,7 +221,7 @@ class TrainedKeys:
         self._rows = rows
 
     def read(self, rows: slice, into: Mapping[str, Tensor] | None = None) -> Mapping[str, Tensor]:
-        """See ``RowStore.read``; the only name is ``KEYS``."""
+        """Read keys as ``RowStore.read`` does; the only name is ``KEYS``."""
         keys = self._rows.keys(rows)
         if into is None:
             return {KEYS: keys}

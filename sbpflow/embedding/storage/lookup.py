@@ -1,4 +1,4 @@
-"""The use of stored rows by one batch: addresses, bags, and the data derived from them."""
+"""The rows that one batch uses: addresses, bags, and data derived from them."""
 
 from collections.abc import Sequence
 from typing import Self
@@ -13,11 +13,11 @@ from sbpflow.embedding.storage.sorted_segments import SortedSegments
 class Lookup:
     """Addresses, the bags they form, and their weights; sorted and deduplicated once, on demand.
 
-    ``addresses`` [n] int32 or int64; ``offsets`` [bags + 1] int64, or ``None`` for one address per
-    bag; ``weights`` [n], or ``None`` for ones. On CUDA, deduplication makes the host wait for the
-    number of unique rows unless ``num_unique`` is set. Addresses are local row numbers, which
-    determine the order in which rows are sorted and summed, and how they are rounded. A row store
-    can place each row in another slot.
+    ``addresses`` is [n] int32 or int64. ``offsets`` is [bags + 1] int64, or ``None`` for one
+    address per bag. ``weights`` is [n], or ``None`` if all weights are 1. On CUDA, deduplication
+    makes the host wait for the number of unique rows unless ``num_unique`` is set. Addresses are
+    local row numbers; they determine the order in which rows are sorted and summed, and how rows
+    are rounded. A row store can place each row in a different slot.
     """
 
     def __init__(
@@ -26,15 +26,15 @@ class Lookup:
         self.addresses = addresses
         self.offsets = offsets
         self.weights = weights
-        self.placed: Tensor | None = None  # [n], ``RowStore.admit``; ``None``: slots are rows
-        self.graph: Tensor | None = None  # TBE output whose backward is the fused update
+        self.placed: Tensor | None = None  # [n] from ``RowStore.admit``; ``None``: slots equal rows
+        self.graph: Tensor | None = None  # TBE output; its backward is the fused update
         self.num_unique: int | None = None
         self._sorted: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
         self._runs: SortedSegments | None = None
 
     @staticmethod
     def merge(lookups: Sequence["Lookup"]) -> "Lookup":
-        """Join the lookups of several batches, with their bags in sequence."""
+        """Join the lookups of several batches; keep the order of their bags."""
         if len(lookups) == 1:
             return lookups[0]
         addresses = torch.cat([lookup.addresses for lookup in lookups])
@@ -56,13 +56,13 @@ class Lookup:
         return Lookup(addresses, offsets, weights).place(placed)
 
     def tensors(self) -> list[Tensor | None]:
-        """The tensors of the lookup, including the sorted ones if there are any."""
+        """Return the tensors of the lookup, including the sorted ones if they exist."""
         runs = self._runs
         ordered = [] if runs is None else [runs.keys, runs.order, runs.start, runs.stop]
         return [self.addresses, self.offsets, self.weights, *ordered]
 
     def new_like(self) -> "Lookup":
-        """A lookup of the same sizes with uninitialized tensors."""
+        """Return a lookup of the same sizes with uninitialized tensors."""
         offsets, weights = (
             None if tensor is None else torch.empty_like(tensor)
             for tensor in (self.offsets, self.weights)
@@ -74,13 +74,13 @@ class Lookup:
         return lookup
 
     def place(self, slots: Tensor | None) -> Self:
-        """Set the slots [n] of the rows; ``None`` if they equal the addresses."""
+        """Set the slots [n] of the rows; pass ``None`` if slots equal addresses."""
         self.placed = slots
         return self
 
     @property
     def slots(self) -> Tensor:
-        """[n]: the slots of the rows in a kernel's block."""
+        """Return the slots [n] of the rows in a kernel's block."""
         return self.addresses if self.placed is None else self.placed
 
     @property
@@ -90,39 +90,39 @@ class Lookup:
         return self.offsets.numel() - 1
 
     def explicit_offsets(self) -> Tensor:
-        """[bags + 1] int64."""
+        """Return offsets [bags + 1] int64, even with one address per bag."""
         if self.offsets is not None:
             return self.offsets
         return torch.arange(self.addresses.numel() + 1, device=self.addresses.device)
 
     def rows(self) -> Tensor:
-        """Unique addresses, ascending."""
+        """Return the unique addresses in ascending order."""
         return self._dedup()[0]
 
     def row_slots(self) -> Tensor:
-        """The slots of ``rows``."""
+        """Return the slots of ``rows``."""
         rows, order, starts, _ = self._dedup()
         if self.placed is None:
             return rows
         return self.placed.index_select(0, order.index_select(0, starts))
 
     def inverse(self) -> Tensor:
-        """[n]: the index of each address among the unique ones."""
+        """Return the index [n] of each address among the unique addresses."""
         _, order, _, run = self._dedup()
         return torch.empty_like(order).scatter_(0, order, run)
 
     def row_gradients(self, grads: Tensor) -> tuple[Tensor, Tensor]:
-        """(unique rows, the bags' ``grads`` summed per row [unique, width]), in batch order."""
+        """Return unique rows and the bags' ``grads`` summed per row [unique, width], in order."""
         rows, order, starts, _ = self._dedup()
         if rows.numel() == 0:
             return rows, grads.new_zeros(0, grads.shape[1])
         return rows, self._segment_sums(grads, order, starts)
 
     def spread_gradients(self, grads: Tensor) -> tuple[Tensor, Tensor]:
-        """Like ``row_gradients``, but padded to [n] and [n, width] with copies of the last row.
+        """Return ``row_gradients`` padded to [n] and [n, width] with copies of the last row.
 
-        Writing the same row and sum again has no effect, so the number of unique rows is not
-        needed on the host.
+        Writing the same row and sum again has no effect, so the host need not know the number of
+        unique rows.
         """
         if self.addresses.numel() == 0:
             return self.addresses, grads.new_zeros(0, grads.shape[1])
@@ -132,7 +132,7 @@ class Lookup:
         return rows, sums.index_select(0, runs.slots)
 
     def spread_slots(self, rows: Tensor) -> Tensor:
-        """The slots of the rows returned by ``spread_gradients``."""
+        """Return the slots of the rows returned by ``spread_gradients``."""
         if self.placed is None or self.addresses.numel() == 0:
             return rows
         runs = self.runs()
@@ -140,7 +140,7 @@ class Lookup:
         return self.placed.index_select(0, runs.order.index_select(0, heads))
 
     def unique_up_to(self, lasts: Tensor) -> Tensor:
-        """[lasts] int64: the number of unique rows up to each of ``lasts`` (ascending)."""
+        """Return the number of unique rows up to each of ``lasts`` (ascending), [lasts] int64."""
         if self.addresses.numel() == 0:
             return torch.zeros(lasts.shape, dtype=torch.int64, device=lasts.device)
         if not self.addresses.is_cuda:
@@ -150,7 +150,7 @@ class Lookup:
         return numbers.index_select(0, torch.searchsorted(runs.keys, lasts, right=True))
 
     def bags_of(self, order: Tensor) -> Tensor:
-        """[n] int64: the bag of each address, in the given order of addresses."""
+        """Return the bag [n] int64 of each address, in the given order of addresses."""
         if self.offsets is None:
             return order
         total = self.addresses.numel()
@@ -159,20 +159,23 @@ class Lookup:
         return bag.index_select(0, order)
 
     def runs(self) -> SortedSegments:
-        """The sorted addresses (at least one), computed without making the host wait."""
+        """Return the sorted addresses (at least one), computed without making the host wait."""
         if self._runs is None:
             self._runs = SortedSegments.of(self.addresses)
         return self._runs
 
     def _segment_sums(self, grads: Tensor, order: Tensor, starts: Tensor) -> Tensor:
         weights = None if self.weights is None else self.weights.index_select(0, order)
-        # 5 to 10 times faster than index_add_ on CPU, bitwise equal to it.
+        # On CPU, embedding_bag is 5 to 10 times faster than index_add_, and the results are
+        # bit-equal.
         return F.embedding_bag(
             self.bags_of(order), grads, starts, mode="sum", per_sample_weights=weights
         )
 
     def _dedup(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(unique rows, sorting order, start of each row's run, run of each sorted position)."""
+        """Return (unique rows, sorting order, start of each row's run, run of each sorted
+        position).
+        """
         if self._sorted is None and self.num_unique is not None and self.addresses.numel():
             runs = self.runs()
             starts = runs.starts[: self.num_unique]
@@ -189,9 +192,9 @@ class Lookup:
 
 
 def sum_bags(rows: Tensor, lookup: Lookup, positions: Tensor | None = None) -> Tensor:
-    """[bags, width]: the weighted sum of each bag's ``rows`` [m, width], in their dtype.
+    """Return the weighted sum [bags, width] of each bag's ``rows`` [m, width], in their dtype.
 
-    ``positions`` [n] are the positions of the addresses in ``rows``; by default their slots.
+    ``positions`` [n] are the positions of the addresses in ``rows``; the default is their slots.
     """
     at = lookup.slots if positions is None else positions
     if lookup.offsets is None:

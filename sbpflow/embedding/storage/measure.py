@@ -1,8 +1,8 @@
-"""Measures the fastest kernel of a stack on this machine, and caches the result.
+"""Find the fastest kernel of a stack on this machine by measuring, and cache the result.
 
-The measured work is that of a rank for one batch: deduplication if the exchange needs it, lookup,
-and update. Ids repeat as in the statistics of the data, or as in click data by default
-(``costs.ids``). Kernels are timed in turns, and the minimum of each counts.
+The benchmark does a rank's work for one batch: deduplication (if the exchange needs it), lookup,
+and update. Ids repeat as in the statistics of the data, or by default as in click data
+(``costs.ids``). The kernels run alternately, and each kernel's minimum time is used.
 """
 
 import json
@@ -40,20 +40,20 @@ from sbpflow.runtime.files.json_file import JsonError, is_number, object_of, rea
 
 LOG = logging.getLogger(__name__)
 
-BAND = 0.05  # how much faster a kernel must be to replace the one chosen without measuring
-MOST_ELEMENTS = 1 << 25  # of the table used for measuring
+BAND = 0.05  # a faster kernel is chosen only if it gains more than this share
+MOST_ELEMENTS = 1 << 25  # maximum size of the benchmark's table
 LEAST_ROUNDS, MOST_ROUNDS, SECONDS = 3, 40, 0.1
-MOST_BYTES = 2**24  # of the cache file
-MOST_MS = 1e9  # plausible time of a batch
+MOST_BYTES = 2**24  # maximum size of the cache file
+MOST_MS = 1e9  # cached batch times above this are invalid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackShape:
-    """The properties of a stack that determine its time on a rank.
+    """The properties of a stack that determine how long its work takes on a rank.
 
-    ``ids`` are looked up in bags of ``per_bag``. If unique rows are exchanged, they come from
-    ``lists`` ranks, and each rank first deduplicates ``home_ids``; otherwise both are 0. ``skew``
-    describes how ids repeat (``costs.ids``).
+    ``ids`` is the number of ids looked up, in bags of ``per_bag``. If unique rows are exchanged,
+    they come from ``lists`` ranks, and each rank first deduplicates ``home_ids``; otherwise
+    ``lists`` and ``home_ids`` are 0. ``skew`` describes how ids repeat (``costs.ids``).
     """
 
     rows: int
@@ -78,7 +78,9 @@ class StackShape:
         skew: Mapping[str, float] | None = None,
         device: str = "cpu",
     ) -> "StackShape | None":
-        """The shape on the rank with the most rows; ``None`` if it looks nothing up."""
+        """Return the shape on the rank with the most rows, or ``None`` if that rank looks nothing
+        up.
+        """
         rank = max(stack.holders(), key=stack.num_rows)
         size = group.world.size
         whole = batch_size * sum(use.hotness for use in stack.uses_on(rank))
@@ -105,30 +107,31 @@ class StackShape:
         )
 
     def key(self) -> str:
-        """A string that is equal for equal shapes, software, and number of threads."""
+        """Return a string that is equal for equal shapes, software versions, and thread counts."""
         facts = asdict(self) | {"threads": torch.get_num_threads(), **_software()}
         if self.device == "cpu":
-            del facts["device"]  # files of versions that measured only CPUs do not have it
+            del facts["device"]  # older cache files, of CPUs only, lack this field
         return json.dumps(facts, default=str, sort_keys=True)
 
 
 def _mean_skew(stack: TableBatch, rank: int, skew: Mapping[str, float]) -> float:
-    """The mean skew of a rank's lookups, rounded to halves."""
+    """Return the mean skew of a rank's lookups, rounded to the nearest half."""
     uses = [(use.hotness, skew.get(use.table.name, CLICKS)) for use in stack.uses_on(rank)]
     return round(2 * sum(n * e for n, e in uses) / sum(n for n, _ in uses)) / 2
 
 
 class Profile:
-    """Times by shape, in one file per machine that several processes can write."""
+    """Stores measured times by shape in one file per machine; several processes can write it."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path or cache_dir() / f"kernels-{machine_key()}.json"
         self._warned = False
 
     def find(self, shape: StackShape) -> dict[str, float] | None:
-        """Measured milliseconds by kernel, or ``None``, with a warning for an invalid entry.
+        """Return measured milliseconds by kernel, or ``None`` if there is no valid entry.
 
-        An entry can contain kernels that this version does not have.
+        Log a warning for an invalid entry. An entry can contain kernels that this version does not
+        have.
         """
         entry = self._entries().get(shape.key())
         if entry is None:
@@ -140,7 +143,7 @@ class Profile:
         return None
 
     def keep(self, shape: StackShape, times_ms: Mapping[str, float]) -> None:
-        """Add an entry and replace the file. Logs a warning if it cannot be written."""
+        """Add an entry and replace the file. Log a warning if the file cannot be written."""
         entries = self._entries()
         taken = datetime.now(UTC).isoformat(timespec="seconds")
         entries[shape.key()] = {"ms": dict(times_ms), "taken": taken, "cpu": cpu_name()}
@@ -157,7 +160,7 @@ class Profile:
             )
 
     def _entries(self) -> dict[str, Any]:
-        """All entries; empty if there is no file, or with a warning if it is invalid."""
+        """Return all entries, or {} if there is no file. Log a warning if the file is invalid."""
         try:
             return object_of(read_json(self.path, max_bytes=MOST_BYTES), str(self.path))
         except FileNotFoundError:
@@ -180,7 +183,9 @@ def _are_times(value: object) -> TypeGuard[dict[str, float]]:
 
 
 def choose_by_times(unmeasured: KernelChoice, times_ms: Mapping[str, float]) -> KernelChoice:
-    """The fastest kernel, or the one chosen without measuring if it is within ``BAND``."""
+    """Choose the fastest kernel, but keep ``unmeasured`` if its time is within ``BAND`` of the
+    fastest.
+    """
     fastest = min(times_ms, key=times_ms.__getitem__)
     name = fastest
     if times_ms.get(unmeasured.name, float("inf")) <= (1.0 + BAND) * times_ms[fastest]:
@@ -191,7 +196,7 @@ def choose_by_times(unmeasured: KernelChoice, times_ms: Mapping[str, float]) -> 
 
 
 def measure(shape: StackShape, kernels: Sequence[KernelName]) -> dict[str, float]:
-    """Milliseconds of one batch by kernel on the current device: the minimum of several turns."""
+    """Return the minimum time of one batch by kernel, in milliseconds, on the current device."""
     device = torch.device("cpu")
     if shape.device != "cpu":
         device = torch.device("cuda", torch.cuda.current_device())
@@ -209,7 +214,7 @@ def measure(shape: StackShape, kernels: Sequence[KernelName]) -> dict[str, float
     }
     times: dict[str, float] = dict.fromkeys(kernels, float("inf"))
     for turn in turns.values():
-        turn()  # compiles, and touches all pages
+        turn()  # the first run compiles and touches all pages
     end = time.perf_counter() + SECONDS * len(kernels)
     for number in range(MOST_ROUNDS):
         for name, turn in turns.items():
@@ -220,7 +225,7 @@ def measure(shape: StackShape, kernels: Sequence[KernelName]) -> dict[str, float
 
 
 def _timed_ms(turn: Callable[[], None], device: torch.device) -> float:
-    """The time of a turn; on CUDA the device time, because the host runs ahead."""
+    """Measure a run; on CUDA, measure device time, because the host runs ahead."""
     if device.type == "cpu":
         start = time.perf_counter()
         turn()
@@ -236,7 +241,7 @@ def _timed_ms(turn: Callable[[], None], device: torch.device) -> float:
 def _turn(
     storage: RowKernel, lookup: Lookup, grads: Tensor, home: Tensor, home_grads: Tensor, rows: int
 ) -> Callable[[], None]:
-    """A function that runs one batch. It makes new lookups, because lookups cache results."""
+    """Return a function that runs one batch with new lookups, because lookups cache results."""
     lr, deduplicated = 0.01, deduplicator(storage.name, rows)
 
     def turn() -> None:
@@ -295,7 +300,7 @@ def _software() -> dict[str, str]:
 
 
 def cpu_name() -> str:
-    """The CPU model on Linux; elsewhere, the name that Python reports."""
+    """Return the CPU model on Linux; elsewhere, return the processor name that Python reports."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -305,6 +310,6 @@ def cpu_name() -> str:
 
 
 def machine_key() -> str:
-    """A file name for this kind of machine, because machines can share a home directory."""
+    """Return a file name for this kind of machine, because machines can share a home directory."""
     words = f"{cpu_name()} {os.cpu_count()}".split()
     return "-".join("".join(c for c in word if c.isalnum()) for word in words).lower()

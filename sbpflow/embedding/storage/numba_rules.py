@@ -1,8 +1,9 @@
-"""The sparse optimizers as loops compiled by numba: one function each, called for every step.
+"""The sparse optimizers as loops compiled by numba, with one function per optimizer.
 
-They compute what ``SparseOptimizer.step`` does, including weight decay; ``compiled`` says when
-results are bit-equal. ``weights[at[j]]`` and the states of ``rows[j]`` take a step with
-``grads[j]``. ``keep`` is the factor of weight decay. Numbers have the dtype of the arrays.
+The functions compute the same as ``SparseOptimizer.step``, including weight decay; the docstring of
+``compiled`` says when results are bit-equal. The functions update ``weights[at[j]]`` and the states
+of ``rows[j]`` with ``grads[j]``. ``keep`` is the factor of weight decay. Numbers have the dtype of
+the arrays.
 """
 
 from collections.abc import Callable
@@ -28,7 +29,7 @@ class RowArrays(NamedTuple):
     rows: Array  # [touched] int: the positions of the rows in the states
     grads: Array  # [touched, width]
     state: list[Array]  # [.., width] or [..], in the order of ``SparseOptimizer.state``
-    squares: Array  # [touched] as ``RowBlock.mean_squares``; [0] without row state
+    squares: Array  # [touched], see ``RowBlock.mean_squares``; [0] without row state
     numbers: StepNumbers  # on the host
     number: Callable[[float | Tensor], float]  # converts to the dtype of the arrays
 
@@ -115,13 +116,16 @@ def _step_lazy_adam(
     give2: float,
     correction: float,
 ) -> None:
-    """``take`` is 1 - beta1, ``give2`` is 1 - beta2, ``move`` is -lr / the mean's correction."""
+    """Update weights with lazy Adam.
+
+    ``take`` is 1 - beta1, ``give2`` is 1 - beta2, and ``move`` is -lr / the mean's bias correction.
+    """
     half, one = take / (take + take), take / take
     for j in range(at.size):
         a, r = at[j], rows[j]
         for k in range(grads.shape[1]):
             g, m = grads[j, k], mean[r, k]
-            if take < half:  # like torch.lerp, exact at both ends
+            if take < half:  # exact at both ends, like torch.lerp
                 m = fma(take, g - m, m)
             else:
                 m = fma(-(g - m), one - take, g)

@@ -1,7 +1,7 @@
-"""The numba kernel: compiled CPU loops that need one pass where torch needs several.
+"""The numba kernel: CPU loops that make one pass over the rows where torch makes several.
 
-Lookups and updates give the results of ``TorchStorage``; ``compiled`` says when they are bit-equal.
-Imported only if numba is installed.
+Lookups and updates give the results of ``TorchStorage``; the docstring of ``compiled`` says when
+they are bit-equal. Import this module only if numba is installed.
 """
 
 import logging
@@ -25,15 +25,15 @@ from sbpflow.runtime.files.cache_dir import code_cache
 from sbpflow.runtime.random.streams import step_keys, stream_key
 
 LOG = logging.getLogger(__name__)
-# Above this many addresses per id of a batch, ids are hashed; below, a bitmap of all addresses is
-# scanned.
+# With more possible addresses per id of a batch than this, deduplication hashes the ids; otherwise
+# it scans a bitmap of all addresses.
 MOST_BITS_PER_ID = 512
-# Convert to the floating-point types of numba's array elements.
+# These functions convert to the floating-point types of numba's array elements.
 _NUMBERS = cast(
     "dict[torch.dtype, Callable[[float | Tensor], float]]",
     {torch.float32: np.float32, torch.float64: np.float64},
 )
-_DROPPED = {torch.bfloat16: 16, torch.float16: 13}  # mantissa bits that float32 has in addition
+_DROPPED = {torch.bfloat16: 16, torch.float16: 13}  # extra mantissa bits of float32
 _EMPTY = {torch.float32: np.empty(0, np.float32), torch.float64: np.empty(0, np.float64)}
 
 
@@ -45,7 +45,7 @@ class Indexer:
         self._words = self._before = np.empty(0)
 
     def index(self, addresses: Tensor) -> tuple[Tensor, Tensor]:
-        """(unique addresses ascending, [n] int32 index of each address among them)."""
+        """Return unique addresses (ascending) and each address's index among them ([n] int32)."""
         array = addresses.contiguous().numpy()
         rows, inverse = np.empty_like(array), np.empty(array.size, np.int32)
         if self._num_addresses > MOST_BITS_PER_ID * array.size:
@@ -80,7 +80,7 @@ class CompiledLookup(Lookup):
         rows, inverse = self._index()
         if self.placed is None:
             return rows
-        # All addresses of a row have the same slot, so the order of the writes does not matter.
+        # All addresses of a row map to the same slot, so the order of the writes does not matter.
         return torch.empty_like(rows).scatter_(
             0, inverse.to(torch.int64), self.placed.to(rows.dtype)
         )
@@ -109,7 +109,7 @@ class CompiledLookup(Lookup):
 
 
 class NumbaStorage(TorchStorage):
-    """``TorchStorage`` with compiled updates, with the same arguments, on CPU."""
+    """``TorchStorage`` with compiled updates; it has the same arguments and runs on CPU."""
 
     name = "numba"
     _indexer: Indexer | None = None
@@ -127,9 +127,10 @@ class NumbaStorage(TorchStorage):
         return CompiledLookup(*uses, indexer=self._indexer).place(lookup.placed)
 
     def pool(self, block: Tensor, lookup: Lookup) -> Tensor:
-        """Like ``TorchStorage``, but read half-precision rows in one pass without widening them.
+        """Pool as ``TorchStorage`` does, but read half-precision rows in one pass without widening
+        them.
 
-        Rows in the dtype of the arithmetic are read by torch, which is up to three times faster.
+        For rows in the compute dtype, use torch, which is up to three times faster.
         """
         if block.dtype == self.dtype or self.dtype != torch.float32:
             return super().pool(block, lookup)
@@ -210,7 +211,7 @@ class NumbaStorage(TorchStorage):
 
 
 def warm_up(optimizer: SparseOptimizer, *, dtype: torch.dtype, row_dtype: torch.dtype) -> float:
-    """Compile the loops of this optimizer, or load them from the cache. Returns seconds."""
+    """Compile the loops of this optimizer or load them from the cache; return the seconds taken."""
     from sbpflow.embedding.plan.tables import Shard, TableConfig
     from sbpflow.embedding.storage.rounding import RowNoise
 

@@ -1,7 +1,7 @@
-"""Stochastic rounding to half precision, so that updates below the precision still accumulate.
+"""Stochastic rounding to half precision; updates smaller than the precision still accumulate.
 
-The direction is a pure function of (seed, step, table, row, column). It does not depend on which
-rank holds a row or which tables share its store.
+The rounding direction is a pure function of (seed, step, table, row, column). The direction does
+not depend on which rank stores a row or which tables share its store.
 """
 
 from collections.abc import Sequence
@@ -12,17 +12,17 @@ from torch import Tensor
 from sbpflow.embedding.plan.tables import Shard
 from sbpflow.runtime.random.streams import GAMMA, mix, step_keys, stream_key
 
-# Mantissa bits that float32 has in addition to those of the narrow dtype.
+# ``_DROPPED_BITS`` is the number of mantissa bits that float32 has beyond the narrow dtype.
 _DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
-# Columns that share a 64-bit word of random bits, 16 bits each.
+# ``COLUMNS_PER_WORD`` columns share a 64-bit word of random bits and use 16 bits each.
 COLUMNS_PER_WORD = 4
 
 
 class RowNoise:
     """The random bits of a store's rows, numbered over its shards.
 
-    The bits of (table, row, column) at a step are 16 bits of word
-    row * ceil(dim / 4) + column // 4 in the table's random stream of that step.
+    The element (table, row, column) uses 16 bits of word row * ceil(dim / 4) + column // 4. This
+    word of random bits comes from the table's random stream of the step.
     """
 
     def __init__(self, shards: Sequence[Shard], seed: int, device: torch.device) -> None:
@@ -36,7 +36,7 @@ class RowNoise:
         self.words_per_row = -(-dim // COLUMNS_PER_WORD)
 
     def draw(self, rows: Tensor, width: int, step: int | Tensor) -> Tensor:
-        """[rows, width] int32 in 0..65535 for ``rows`` [rows] int64 of the store at ``step``."""
+        """Return noise for ``rows`` [rows] int64 at ``step``: [rows, width] int32 in 0..65535."""
         keys = step_keys(self.keys, step)
         shard = torch.searchsorted(self.bases, rows, right=True).sub_(1)
         first, skipped = divmod(self.first_column, COLUMNS_PER_WORD)
@@ -53,14 +53,14 @@ def round_randomly(values: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor:
 
     ``noise`` is int32 in 0..65535, in the shape of ``values``. The expected value is exact in the
     normal range of ``dtype``; float16 subnormals (below 6.1e-5) are then rounded to nearest.
-    Infinity and NaN are kept; a finite value never becomes infinite.
+    Infinity and NaN are kept, and a finite value never becomes infinite.
     """
     bits = _DROPPED_BITS[dtype]
     narrow = values.to(torch.float32)
     raw = narrow.view(torch.int32)
     finite = torch.isfinite(narrow)
-    # Adding uniform noise to the dropped bits and truncating carries into the last kept bit with
-    # exactly the probability of rounding away from zero.
+    # Add uniform noise to the dropped bits, then truncate. A carry into the last kept bit occurs
+    # with exactly the probability of rounding away from zero.
     moved = (raw + (noise & ((1 << bits) - 1))) & -(1 << bits)
     rounded = torch.where(finite, moved, raw).view(torch.float32)
     top = torch.finfo(dtype).max

@@ -1,6 +1,6 @@
-"""Sorted addresses of a batch and the runs of equal ones, in tensors of the batch's length.
+"""Sorted addresses of a batch and the runs of equal addresses, in tensors of the batch's length.
 
-No size depends on the values of the addresses, so the host does not wait for the device.
+No tensor's size depends on the values of the addresses, so the host does not wait for the device.
 """
 
 from dataclasses import dataclass
@@ -12,9 +12,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SortedSegments:
-    """``keys`` [n >= 1] are sorted, ``order`` [n] int64 are their original positions (stable).
+    """The sorted addresses ``keys`` [n >= 1], their original positions, and their runs.
 
-    ``start`` and ``stop`` [n] int32 are the bounds of the run that contains each position.
+    ``order`` [n] int64 has the original positions (stable sort). ``start`` and ``stop`` [n] int32
+    are the bounds of the run that contains each position.
     """
 
     keys: Tensor
@@ -29,8 +30,8 @@ class SortedSegments:
         count = keys.numel()
         at = torch.arange(count, dtype=torch.int32, device=keys.device)
         changes = keys[1:] != keys[:-1]
-        # A running maximum of the run starts, and a reversed running minimum of the run ends:
-        # unique_consecutive would make the host wait for the number of runs.
+        # Take a running maximum of the run starts and a reversed running minimum of the run ends,
+        # because unique_consecutive would make the host wait for the number of runs.
         begins = torch.where(changes, at[1:], 0)
         ends = torch.where(changes, at[1:], count)
         start = torch.cummax(torch.cat([begins.new_zeros(1), begins]), 0).values
@@ -39,20 +40,20 @@ class SortedSegments:
 
     @cached_property
     def number(self) -> Tensor:
-        """[n] int64: the index of the run that contains each position."""
+        """Return the index [n] int64 of the run that contains each position."""
         changes = (self.keys[1:] != self.keys[:-1]).to(torch.int64)
         return torch.cumsum(torch.cat([changes.new_zeros(1), changes]), 0)
 
     @cached_property
     def starts(self) -> Tensor:
-        """[n] int64: the first position of each run, padded with n."""
+        """Return the first position of each run, padded with n to [n] int64."""
         count = self.keys.numel()
         none = self.order.new_full((count,), count)
         return none.scatter_(0, self.number, self.start.to(torch.int64))
 
     @cached_property
     def slots(self) -> Tensor:
-        """[n] int64: the indices of all runs, padded with the last one."""
+        """Return the indices of all runs, padded with the last one to [n] int64."""
         return torch.minimum(
             torch.arange(self.keys.numel(), device=self.keys.device), self.number[-1:]
         )

@@ -1,6 +1,6 @@
-"""Row stores, which decide where the rows of a rank live, and in which slot of a kernel's block.
+"""Row stores choose where a rank's rows are kept and which slot of a kernel's block each row uses.
 
-A rank has one store per stack. Its rows are those of the stack's shards on this rank, numbered
+A rank has one store per stack. The store numbers the rows of the stack's shards on this rank
 consecutively from 0. ``DeviceStore`` has a slot for every row. A store with fewer slots than rows
 learns from ``announce`` which rows the next batches need, and can load them before ``admit``.
 """
@@ -17,21 +17,21 @@ from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.storage.base import RowKernel, RowListener
 from sbpflow.embedding.storage.lookup import Lookup
 
-WEIGHTS = ""  # the name of the rows themselves, next to the names of optimizer state
+WEIGHTS = ""  # the key of the rows in the dicts of rows and optimizer state
 
 
 class RowStore(Protocol):
-    """``num_rows`` rows with their optimizer state; training batches lease the rows they use.
+    """Stores ``num_rows`` rows with optimizer state; training batches lease the rows they use.
 
-    The lease of batch n begins with ``announce(n, ..)`` and ends with ``release(n)``; from
-    ``admit(n)`` on, each row has a fixed slot. Every training batch is announced once, in order and
-    any number of batches before it is admitted. Several batches can be announced or admitted at a
-    time, and can share rows. ``listeners`` are those of the kernel.
+    The lease of batch n begins with ``announce(n, ..)`` and ends with ``release(n)``. From
+    ``admit(n)`` on, each row has a fixed slot. Every training batch is announced exactly once and
+    in order, possibly several batches before it is admitted. Several batches can be announced or
+    admitted at the same time, and they can share rows. ``listeners`` are the kernel's listeners.
 
     Other threads can call ``read`` at any time, and it must return the newest values. A store that
-    moves rows between slots and other memory must therefore lock both; listeners call ``read``
-    while holding locks of their own. A row can be read in the middle of its ``update``; code that
-    needs consistent rows must listen, like the undo log of checkpoints.
+    moves rows between slots and other memory must therefore lock both memories. Listeners call
+    ``read`` while holding locks of their own. ``read`` can return a row in the middle of an
+    ``update``; code that needs consistent rows must listen, as the undo log of checkpoints does.
     """
 
     kernel: RowKernel
@@ -39,64 +39,68 @@ class RowStore(Protocol):
 
     @property
     def width(self) -> int:
-        """Columns of a row."""
+        """Return the number of columns of a row."""
         ...
 
     @property
     def memory_bytes(self) -> int:
-        """Size of the rows and their optimizer state in all memories of this rank."""
+        """Return the size of the rows and their optimizer state in all memories of this rank."""
         ...
 
     @property
     def is_in_place(self) -> bool:
-        """True if ``read`` of a slice returns views, so that writing to them changes the rows."""
+        """Return True if ``read`` of a slice returns views, so that writing to them changes the
+        rows.
+        """
         ...
 
     @property
     def starts_initial(self) -> bool:
-        """True if rows that were never written read as their initial values."""
+        """Return True if rows that were never written read as their initial values."""
         ...
 
     @property
     def listeners(self) -> list[RowListener]: ...
 
     def announce(self, number: int, addresses: Tensor) -> Tensor | None:
-        """Training batch ``number`` will look up ``addresses`` [n], with duplicates.
+        """Announce that training batch ``number`` will look up ``addresses`` [n] (duplicates
+        allowed).
 
-        The kernel's ``absent`` address can be among them. For a ``by_key`` table these are
-        addresses of keys; returns the row numbers that replace them from then on.
+        The addresses can include the kernel's ``absent`` address. A ``by_key`` table expects
+        addresses of keys and returns row numbers, which the caller must use from then on.
         """
         ...
 
     def admit(self, number: int) -> Tensor | None:
-        """[n]: the slot of each address of an announced batch, fixed until its release.
+        """Return the slot [n] of each address of an announced batch, fixed until its release.
 
-        In the dtype of the addresses; ``None`` if slots equal rows.
+        The slots have the dtype of the addresses. A result of ``None`` means that slots equal rows.
         """
         ...
 
     def release(self, number: int) -> None:
-        """End the lease of an announced batch, after its update or without one."""
+        """End the lease of an announced batch, whether or not it was used in an update."""
 
     def peek(self, lookup: Lookup) -> Tensor:
-        """[bags, width]: a lookup for a batch that is not trained, without a lease."""
+        """Look up the rows of an evaluation batch without a lease; return [bags, width]."""
         ...
 
     def read(
         self, rows: slice | Tensor, into: Mapping[str, Tensor] | None = None
     ) -> Mapping[str, Tensor]:
-        """Rows and their optimizer state by name: ``WEIGHTS`` and the names of state.
+        """Return rows under the key ``WEIGHTS`` and each optimizer state under its name.
 
-        A slice can return views. With ``into``, only its names are read, and copied into it.
+        A slice can return views. If ``into`` is given, only its names are read, and the values are
+        copied into it.
         """
         ...
 
     def write(self, rows: slice | Tensor, values: Mapping[str, Tensor]) -> None:
-        """Set ``values`` of these rows by name. The rows must not be in an update meanwhile."""
+        """Set ``values`` of these rows by name; no update may touch the rows at the same time."""
 
 
 class DeviceStore:
-    """All rows in the kernel's block, with row r in slot r."""
+    """Keeps all rows in the kernel's block, with row r in slot r."""
 
     is_in_place = True
     starts_initial = False
@@ -117,7 +121,7 @@ class DeviceStore:
         """Do nothing: every row has a slot."""
 
     def admit(self, number: int) -> None:
-        """Slots equal rows."""
+        """Return ``None``: slots equal rows."""
 
     def release(self, number: int) -> None:
         """Do nothing: every row keeps its slot."""
@@ -134,7 +138,7 @@ class DeviceStore:
             if into is None:
                 return views
             sources = [views[name] for name in into]
-            # One call for all tensors, because each call releases and reacquires Python's lock.
+            # Copy all tensors in one call: each call releases and reacquires the GIL.
             torch._foreach_copy_(list(into.values()), sources)  # pyright: ignore[reportPrivateUsage]
             return into
         if into is None:
@@ -166,12 +170,12 @@ def _rows_of(tensor: Tensor, rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreRequest:
-    """The arguments for creating a store: the rows of a stack on this rank, in order of ``shards``.
+    """The arguments for creating a store for the rows of a stack on this rank, in ``shards`` order.
 
-    ``make_kernel`` allocates a kernel's block with a number of slots, all in the optimizer's
-    initial state; a store calls it once. ``initial`` returns the initial values and state of rows
-    [n] by name, so that a store need not store rows that were never written; in a ``by_key`` table
-    its argument is addresses.
+    ``make_kernel`` allocates a kernel's block with the given number of slots, all in the
+    optimizer's initial state; a store calls it once. ``initial`` returns the initial values and
+    state of rows [n] by name, so a store need not keep rows that were never written. In a
+    ``by_key`` table, the argument of ``initial`` is addresses.
     """
 
     shards: tuple[Shard, ...]
@@ -186,5 +190,5 @@ StoreFactory = Callable[[StoreRequest], RowStore]
 
 
 def device_store(request: StoreRequest) -> DeviceStore:
-    """The default store factory."""
+    """Create a ``DeviceStore``; this is the default store factory."""
     return DeviceStore(request.make_kernel(request.num_rows))

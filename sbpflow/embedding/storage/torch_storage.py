@@ -10,23 +10,24 @@ from sbpflow.embedding.storage.lookup import Lookup, sum_bags
 from sbpflow.embedding.storage.rounding import RowNoise, round_randomly
 from sbpflow.embedding.storage.step_numbers import DeviceNumbers
 
-# Rows per pass of an update: gradients, state, and weights of a pass stay in cache (4096 rows of
-# 16 columns are 256 KiB each), which makes Adam 2.4 times faster on 200,000 rows.
+# An update processes this many rows per pass, so that the gradients, state, and weights of a pass
+# stay in cache (each is 256 KiB for 4096 rows of 16 columns). Chunking makes Adam 2.4 times faster
+# on 200,000 rows.
 CHUNK_ROWS = 4096
 
 
 class TorchStorage:
     """A block of slots in plain torch, for any width, dtype, and optimizer.
 
-    ``dtype`` is that of the arithmetic and the state; ``dim`` is the width of the logical table.
-    Half-precision rows (``row_dtype``) are widened to ``dtype`` on reading and rounded
-    stochastically on writing, with ``noise``. With ``fixed_size``, the default on CUDA, no
-    operation has a size that depends on the addresses. The block has ``slots`` for some of the
-    ``rows``, by default for all.
+    ``dtype`` is the dtype of the arithmetic and the state; ``dim`` is the width of the logical
+    table. Half-precision rows (``row_dtype``) are widened to ``dtype`` on reading and rounded
+    stochastically on writing, with ``noise``. With ``fixed_size``, the default on CUDA, tensor
+    sizes do not depend on the addresses. The block has ``slots`` for some of the ``rows``, by
+    default for all.
     """
 
     name = "torch"
-    always_fixed = False  # ``fixed_size`` is the default on every device
+    always_fixed = False  # if True, ``fixed_size`` is the default on every device
 
     def __init__(
         self,
@@ -46,7 +47,8 @@ class TorchStorage:
         slots = rows if slots is None else slots
         if fixed_size is None:
             fixed_size = self.always_fixed or device.type == "cuda"
-        # With fixed sizes, rows of other ranks are not left out but use an extra slot of zeros.
+        # With fixed sizes, lookups include the rows of other ranks and read an extra slot of zeros
+        # for them.
         self.absent = rows if fixed_size else None
         block_slots = slots if self.absent is None else slots + 1
         self._weights = huge_pages.zeros((block_slots, width), row_dtype or dtype, device)
@@ -95,14 +97,14 @@ class TorchStorage:
         return lookup.spread_gradients(grads)
 
     def _indexed(self, lookup: Lookup) -> Lookup:
-        """The lookup with this kernel's method of deduplication."""
+        """Return the lookup with this kernel's method of deduplication."""
         return lookup
 
     def row_squares(self, grads: Tensor) -> Tensor:
-        """[touched]: each row's sum of squares over the columns of this rank.
+        """Return each row's sum of squares [touched] over the columns of this rank.
 
         A product with ones would be faster, but BLAS works on blocks of rows, so the last bit of a
-        row would depend on the rows next to it.
+        row's result would depend on the neighboring rows.
         """
         return (grads * grads).sum(1)
 
@@ -115,7 +117,9 @@ class TorchStorage:
         lr: float,
         step: int,
     ) -> None:
-        """Take a step on unique ``rows`` in ``slots``; ``squares`` are means, for row state."""
+        """Take a step on unique ``rows`` in ``slots``; ``squares`` are the mean squares for row
+        state.
+        """
         in_place = slots is rows
         rows = rows.to(torch.int64)
         slots = rows if in_place else slots.to(torch.int64)
@@ -140,20 +144,21 @@ class TorchStorage:
             self._weights[-1:].zero_()
 
     def keep_numbers(self) -> None:
-        """Make updates read their numbers from device memory from now on, for CUDA graphs.
+        """Make updates read the step-dependent numbers from device memory from now on, for CUDA
+        graphs.
 
         A replayed update uses the numbers of the last ``write_numbers``.
         """
         self.device_numbers = self.device_numbers or DeviceNumbers(self.weights.device, self.dtype)
 
     def write_numbers(self, lr: float, step: int) -> None:
-        """Set the numbers for a replay at this learning rate and training step."""
+        """Set the step-dependent numbers of a replay for this learning rate and training step."""
         if self.device_numbers is None:
-            raise RuntimeError("write_numbers: call keep_numbers first")
+            raise RuntimeError("write_numbers: numbers are on the host; call keep_numbers first")
         self.device_numbers.write(self.optimizer.numbers(lr, step))
 
     def numbers(self, lr: float, step: int) -> StepNumbers:
-        """The numbers of an update; written to device memory unless a graph is being captured."""
+        """Return an update's numbers; write them to device memory except during a graph capture."""
         if self.device_numbers is None:
             return self.optimizer.numbers(lr, step)
         if not (self.weights.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -161,9 +166,9 @@ class TorchStorage:
         return self.device_numbers.read()
 
     def noise_of_rows(self) -> RowNoise:
-        """The noise for rounding half-precision rows."""
+        """Return the noise for rounding half-precision rows."""
         if self._noise is None:
-            raise RuntimeError("noise: half-precision rows need one; pass a RowNoise")
+            raise RuntimeError("noise: got None, but half-precision rows need a RowNoise; pass one")
         return self._noise
 
     def _as_stored(self, weights: Tensor, rows: Tensor, numbers: StepNumbers) -> Tensor:
@@ -173,7 +178,7 @@ class TorchStorage:
         return round_randomly(weights, self.weights.dtype, noise)
 
     def _squares(self, grads: Tensor) -> Tensor | None:
-        """Mean squares of each row with state, summed over all ranks that share the row."""
+        """Return each row's mean squares over all ranks sharing it; ``None`` without row state."""
         if not self.optimizer.has_row_state:
             return None
         squares = self.row_squares(grads)

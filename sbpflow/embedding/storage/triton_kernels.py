@@ -1,31 +1,31 @@
 # pyright: basic, reportMissingImports=false, reportAssignmentType=false, reportOperatorIssue=false
 # pyright: reportGeneralTypeIssues=false
-"""Triton kernels of a store: pooled lookup; and segment sum, optimizer step, and rounding in one.
+"""Triton kernels: pooled lookup, and a fused segment sum, optimizer step, and rounding.
 
-Imported only if Triton is installed. Each kernel is launched once per step, with a size that
-depends only on the batch's shape: nothing is counted or deduplicated on the host.
+Import this module only if Triton is installed. Each kernel is launched once per step, with a size
+that depends only on the batch's shape, so the host counts and deduplicates nothing.
 ``docs/decisions/gpu.md`` has the bytes that each kernel moves.
 """
 
 import triton
 import triton.language as tl
 
-# Positions per program, and rows of gradients that a program sums sequentially. The remaining rows
-# of a longer run are summed first by other programs (``sum_long_runs``).
+# A program handles BLOCK positions and sums up to SPLIT gradient rows of a run sequentially. If a
+# run is longer, ``sum_long_runs`` first sums its remaining rows in other programs.
 BLOCK = 32
 SPLIT = 64
 
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 
 
-# Packed signatures: one line per argument would double the length of this file.
+# Signatures are packed: one line per argument would double the length of this file.
 # fmt: off
 @triton.jit
 def _sum_rows(
     grads, source, scale, first, count, column, width,
     HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):
-    """[BLOCK, COLUMNS] float32: sums of ``count`` rows from sorted position ``first``, in order."""
+    """Sum ``count`` rows from sorted position ``first``, in order, to [BLOCK, COLUMNS] float32."""
     total = tl.zeros([BLOCK, COLUMNS], tl.float32)
     longest = tl.max(count, 0)
     step = longest * 0
@@ -70,9 +70,11 @@ def sum_long_runs(
     start, stop, source, scale, grads, partial, n, width,
     HAS_SCALE: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):
-    """Sum the second, third, ... SPLIT positions of each run to partial [n // SPLIT + 1, width].
+    """Sum every chunk of SPLIT positions of a run except the first to partial [n // SPLIT + 1,
+    width].
 
-    These chunks begin at least SPLIT apart, so the first position over SPLIT identifies a chunk.
+    These chunks begin at least SPLIT positions apart, so the first position divided by SPLIT
+    identifies a chunk.
     """
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
@@ -91,7 +93,7 @@ def _sum_run(
     start, stop, source, scale, grads, partial, at, inside, column, width,
     HAS_SCALE: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):
-    """(true where a run begins, the sum of that run)."""
+    """Return a mask of positions where a run begins, and the sum of each run."""
     begin = tl.load(start + at, mask=inside, other=-1)
     end = tl.load(stop + at, mask=inside, other=0)
     heads = inside & (at == begin)
@@ -114,7 +116,7 @@ def sum_runs(
     start, stop, source, scale, grads, partial, out, n, width,
     HAS_SCALE: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):
-    """Write the sum of each run to its first position of out [n, width], zeros elsewhere."""
+    """Write each run's sum to its first position in out [n, width], and zeros elsewhere."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     column = tl.arange(0, COLUMNS)
@@ -128,7 +130,7 @@ def sum_runs(
 
 @triton.jit
 def _mixed(z):
-    """The finalizer of SplitMix64 on int64, as in ``streams.mix``."""
+    """Apply the finalizer of SplitMix64 to int64, as ``streams.mix`` does."""
     z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
     return z ^ ((z >> 31) & 0x1FFFFFFFF)
@@ -139,7 +141,7 @@ def _noise(
     keys, bases, shift, row, column, words_per_row, first_column,
     SHARDS: tl.constexpr, HALVINGS: tl.constexpr,
 ):
-    """[BLOCK, COLUMNS] int32 in 0..65535, equal to ``RowNoise.draw``."""
+    """Return the same noise as ``RowNoise.draw``: [BLOCK, COLUMNS] int32 in 0..65535."""
     low = row * 0
     high = low + SHARDS
     for _ in range(HALVINGS):  # binary search for the shard that contains the row
@@ -158,7 +160,7 @@ def _noise(
 
 @triton.jit
 def _rounded(value, noise, ROWS_AS: tl.constexpr):
-    """``rounding.round_randomly`` to bfloat16 or float16, with the result still in float32."""
+    """Round to bfloat16 or float16 as ``rounding.round_randomly`` does, but return float32."""
     BITS: tl.constexpr = 16 if ROWS_AS == 1 else 13
     TOP: tl.constexpr = 3.3895313892515355e38 if ROWS_AS == 1 else 65504.0
     raw = value.to(tl.int32, bitcast=True)
@@ -179,13 +181,13 @@ def update(
     SHARDS: tl.constexpr, HALVINGS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Take one optimizer step on each row of ``keys`` (sorted), where its run begins.
+    """Take one optimizer step on each row of ``keys`` (sorted), at the first position of its run.
 
-    ``HAS_SUMS``: ``grads`` [n, width] are the sums of the runs already, and ``squares`` [n] is set.
-    Keys of ``num_rows`` and above are not rows. ``STEP`` is a function of ``triton_rules`` with the
-    constants ``a`` to ``d``. ``IN_SLOTS``: ``slots`` [n] are the slots of rows. ``ON_DEVICE``: the
-    step-dependent ``rate``, ``decay``, and ``correction`` are in ``numbers`` [3] float64.
-    ``ROWWISE``: the optimizer has row state.
+    With ``HAS_SUMS``, ``grads`` [n, width] already has the sums of the runs, and ``squares`` [n] is
+    set. Keys of ``num_rows`` and above are not rows. ``STEP`` is a function of ``triton_rules``
+    with the constants ``a`` to ``d``. With ``IN_SLOTS``, ``slots`` [n] has the slots of the rows.
+    With ``ON_DEVICE``, the step-dependent ``rate``, ``decay``, and ``correction`` are in
+    ``numbers`` [3] float64. With ``ROWWISE``, the optimizer has row state.
     """
     if ON_DEVICE:
         rate = tl.load(numbers).to(tl.float32)

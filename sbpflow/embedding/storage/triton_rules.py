@@ -1,10 +1,11 @@
 # pyright: basic, reportMissingImports=false
-"""The sparse optimizers for Triton: a jitted step function and its constants for each.
+"""The sparse optimizers for Triton: each has a jitted step function and its constants.
 
-A step takes a tile: ``weight`` (after weight decay) and ``grad`` [rows, columns], and ``square``
-[rows], the mean squares (used only with row state). It returns the new weight and stores the state
-``first`` and ``second``: at ``place`` where ``shown``, or for row state at ``row`` where ``heads``.
-``rate`` and ``correction`` are those of ``StepNumbers``; ``a`` to ``d`` are up to four constants.
+A step function gets a tile: ``weight`` (after weight decay) and ``grad`` [rows, columns], and
+``square`` [rows], the mean squares (used only with row state). A step function returns the new
+weight and stores the states ``first`` and ``second``. Element state is stored at ``place`` where
+``shown``, and row state at ``row`` where ``heads``. ``rate`` and ``correction`` come from
+``StepNumbers``; ``a`` to ``d`` are up to four constants.
 """
 
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from sbpflow.embedding.rules.rowwise_adagrad import RowwiseAdagrad
 
 TritonRule = tuple[Callable[..., Any], tuple[float, ...]]
 
-# Packed signatures: one line per argument would double the length of this file.
+# Signatures are packed: one line per argument would double the length of this file.
 # fmt: off
 
 

@@ -1,7 +1,7 @@
 """The Triton kernel: the operations of ``TorchStorage`` in few launches of fixed size.
 
-Arithmetic is float32, as in ``triton_kernels``. It has not run on a GPU so far; it is tested for
-equality with the torch kernel in Triton's interpreter.
+The kernel computes in float32, as ``triton_kernels`` does. The kernel has not run on a GPU so far;
+tests in Triton's interpreter compare it with the torch kernel.
 """
 
 import math
@@ -20,8 +20,8 @@ from sbpflow.embedding.storage.torch_storage import TorchStorage
 from sbpflow.errors import SbpError
 from sbpflow.runtime.random.streams import step_keys
 
-_launch: Any = kernels  # stubs do not know that a jitted function takes its grid in brackets
-MOST_CONSTANTS, MOST_STATES = 4, 2  # of a step; see ``triton_rules``
+_launch: Any = kernels  # type stubs lack ``function[grid]`` for jitted functions
+MOST_CONSTANTS, MOST_STATES = 4, 2  # limits of a step function, see ``triton_rules``
 _ROWS_AS = {
     torch.float32: kernels.FLOAT32,
     torch.bfloat16: kernels.BFLOAT16,
@@ -37,17 +37,17 @@ class TritonStorage(TorchStorage):
 
     @cached_property
     def _columns(self) -> int:
-        """Columns of a tile, a power of two."""
+        """Return the number of columns of a tile, a power of two."""
         return 1 << max(self.weights.shape[1] - 1, 0).bit_length()
 
     @cached_property
     def _block(self) -> int:
-        """Positions of a tile: fewer for wide rows, so that a tile fits in registers."""
+        """Return the number of positions of a tile, reduced for wide rows to fit in registers."""
         return max(1, min(kernels.BLOCK, 2048 // self._columns))
 
     @cached_property
     def _step(self) -> tuple[Any, tuple[float, ...]]:
-        """The step function of the optimizer and its constants, padded with zeros."""
+        """Return the optimizer's step function and its constants, padded with zeros."""
         step, constants = kernel_function(self.optimizer, "triton")(self.optimizer)
         if len(constants) > MOST_CONSTANTS or len(self.state) > MOST_STATES:
             raise SbpError(
@@ -85,7 +85,7 @@ class TritonStorage(TorchStorage):
     def update(self, lookup: Lookup, grads: Tensor, lr: float, step: int) -> None:
         if lookup.addresses.numel() == 0:
             if self.optimizer.has_row_state:
-                self._squares(grads.new_zeros(0, grads.shape[1]))  # a collective of all ranks
+                self._squares(grads.new_zeros(0, grads.shape[1]))  # a collective call of all ranks
             return
         if self.listeners:
             notify(self.listeners, lookup.addresses.unique())
@@ -106,7 +106,7 @@ class TritonStorage(TorchStorage):
         )
         squares = grads
         if self._sum_over_columns is not None:
-            # Ranks that share the rows sum their squares, so the gradients are summed first.
+            # Ranks that share rows also sum the squares, so the gradients must be summed first.
             sums = grads.new_empty(count, width, dtype=torch.float32)
             _launch.sum_runs[grid](
                 **where, grads=grads, partial=partial, out=sums, n=count, width=width, **flags
@@ -135,7 +135,7 @@ class TritonStorage(TorchStorage):
         return (-(-positions // self._block),)
 
     def _rule(self, numbers: StepNumbers) -> dict[str, Any]:
-        """The kernel arguments for the optimizer and its numbers."""
+        """Return the kernel arguments for the optimizer and its step-dependent numbers."""
         optimizer, states = self.optimizer, list(self.state.values())
         on_device = self.device_numbers
         step, constants = self._step
@@ -156,9 +156,9 @@ class TritonStorage(TorchStorage):
         }
 
     def _rounding(self, numbers: StepNumbers) -> dict[str, Any]:
-        """The kernel arguments for rounding."""
+        """Return the kernel arguments for rounding."""
         rows_as = _ROWS_AS[self.weights.dtype]
-        if rows_as == kernels.FLOAT32:  # unused, so any tensor and number will do
+        if rows_as == kernels.FLOAT32:  # unused arguments can have any value
             noise = dict.fromkeys(("noise_keys", "noise_bases", "noise_shift"), self.weights)
             ones = dict.fromkeys(("words_per_row", "SHARDS", "HALVINGS"), 1)
             return {**noise, **ones, "first_column": 0, "ROWS_AS": rows_as}

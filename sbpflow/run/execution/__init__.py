@@ -1,1 +1,1 @@
-"""Execute a run on its ranks: start, warm-up, training job, prediction, and machine checks."""
+"""Executes a run on its ranks: start, warm-up, training job, prediction, and machine checks."""

@@ -1,4 +1,4 @@
-"""Build one rank's part of a run from its plan: tables, dense part, optimizers, trainer."""
+"""Builds one rank's part of a run from its plan: tables, dense part, optimizers, trainer."""
 
 import logging
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Everything one rank needs to train, predict and be inspected."""
+    """Contains everything that one rank needs to train, predict and be inspected."""
 
     trainer: Trainer
     model: DensePart
@@ -45,11 +45,11 @@ class Job:
 
     @property
     def copies(self) -> dict[str, GlobalTensor]:
-        """Dense parameters and buffers, for ``check_replicas``."""
+        """Return dense parameters and buffers, for ``check_replicas``."""
         return {**self.model.parameters, **self.model.buffers}
 
     def state(self) -> dict[str, LogicalTensor]:
-        """Return everything that training changes, by logical name.
+        """Return all state that training changes, by logical name.
 
         The names are ``tables/T``, ``tables/T/STATE``, ``dense/P`` and ``dense/P/STATE``, where P
         is a parameter or a buffer, such as the running mean of a batch norm. Each value has the
@@ -62,9 +62,9 @@ class Job:
     def restore(self, checkpoint: Checkpoint, *, grown: bool = False) -> None:
         """Restore all state and the step number from a checkpoint of any layout.
 
-        With ``grown``, tables may have more rows than were saved; new rows keep their initial
-        values. Raises CheckpointError if the checkpoint is damaged or does not fit; the job is then
-        partly restored, and another checkpoint must be restored before it is used.
+        With ``grown``, tables may have more rows than the checkpoint; new rows keep their initial
+        values. Raises CheckpointError if the checkpoint is damaged or does not fit. The job is then
+        partly restored and cannot be used before another checkpoint is restored.
         """
         begin_state(self.trainer.optimizer, checkpoint.step)
         state = self.state()
@@ -85,7 +85,7 @@ def build_job(
 ) -> Job:
     """Allocate and initialize this rank's part of the run; ``boxing`` then follows the plan.
 
-    ``stores`` is passed to ``EmbeddingCollection``; by default it follows ``parallel.storage``.
+    ``EmbeddingCollection`` describes ``stores``; by default they follow ``parallel.storage``.
     """
     boxing.follow(plan.dense_conversions)
     if boxing.world.backend == "nccl":
@@ -106,7 +106,7 @@ def build_job(
     if not hasattr(model, "buffers"):
         raise SbpError(
             f"model {config.model.name}: its dense part {type(model).__name__} has no attribute "
-            "buffers (state that no optimizer changes); if there is none, set self.buffers = {}"
+            "buffers (state that no optimizer changes); without such state, set self.buffers = {}"
         )
     parts = [parameter.part for parameter in model.parameters.values()]
     use_graph = config.parallel.cuda_graph
@@ -144,7 +144,7 @@ def _row_folder(config: Config, key: str) -> Path:
 
 
 def _log_fixed_sizes(config: Config, trainer: Trainer, embeddings: EmbeddingCollection) -> None:
-    """Log what is captured in CUDA graphs, and which transfers use fixed-size buffers."""
+    """Log which parts CUDA graphs capture, and which transfers use fixed-size buffers."""
     if trainer.graphs is not None:
         logger.info("parallel.cuda_graph: %s", trainer.graphs.describe())
     if config.parallel.row_buffer_fraction is not None:
@@ -154,7 +154,7 @@ def _log_fixed_sizes(config: Config, trainer: Trainer, embeddings: EmbeddingColl
 
 
 def _check_no_transfers(plan: RunPlan) -> None:
-    """Raise ConfigError if the dense part communicates, which a CUDA graph cannot capture."""
+    """Raise ConfigError if the dense part communicates, because CUDA graphs cannot do this."""
     steps = [*plan.dense_forward, *plan.dense_backward]
     if steps:
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""The checks of ``doctor`` that move data: links between its ranks, and the disk for runs.
+"""Runs the checks of ``doctor`` that move data: links between ranks, and the disk for runs.
 
 Under torchrun every rank takes part and rank 0 reports. Each figure is the best of a few repeats,
-so it shows what the machines can do and not the average.
+so it shows what the machines can reach, not the average.
 """
 
 import shutil
@@ -26,16 +26,16 @@ from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast
 
-_SMALL, _LARGE = 1 << 10, 1 << 24  # elements of a message: 4 KiB, and 64 MiB
-_LARGE_WITHIN_S = 0.25  # send the large message only if a tenth of it took less than this
+_SMALL, _LARGE = 1 << 10, 1 << 24  # numbers of elements in a message: 4 KiB and 64 MiB
+_LARGE_WITHIN_S = 0.25  # if a tenth of the large message takes longer, the rest is not sent
 _REPEATS = 3
 _SAVED_BYTES = 32 << 20
 
 
 def link(boxing: Boxing, *, large: int = _LARGE) -> Finding:
-    """Measure from each rank to the next, in a ring; every rank calls it.
+    """Measure the link from each rank to the next, in a ring; every rank must call this.
 
-    Reports the slowest and, if it differs much, the fastest of these links.
+    The finding has the slowest link and, if the difference is large, the fastest link.
     """
     world = boxing.world
     if world.size == 1:
@@ -63,7 +63,7 @@ def link(boxing: Boxing, *, large: int = _LARGE) -> Finding:
 def _seconds(boxing: Boxing, src: int, dst: int, size: int) -> float:
     """Return the shortest time to send ``size`` float32 values from one rank to another.
 
-    Every rank calls it and gets the same result.
+    Every rank must call this function and gets the same result.
     """
     world = boxing.world
     steps = plan_boxing(
@@ -88,7 +88,7 @@ def _seconds(boxing: Boxing, src: int, dst: int, size: int) -> float:
 
 
 def disk(folder: Path) -> Finding:
-    """Report the free space of the disk for runs, and whether it is writable."""
+    """Report the free space of the disk for runs, and whether the disk is writable."""
     parent = _nearest_folder(folder)
     usage = shutil.disk_usage(parent)
     text = f"{usage.free / 1e9:.1f} GB of {usage.total / 1e9:.1f} GB free in {parent}"
@@ -107,7 +107,7 @@ def _nearest_folder(folder: Path) -> Path:
 
 
 def checkpoint(folder: Path, boxing: Boxing) -> Finding:
-    """Write a small checkpoint on rank 0, read and compare it on every rank; all ranks call it."""
+    """Write a small checkpoint on rank 0; read and compare the checkpoint on every rank."""
     parent = _nearest_folder(folder)
     values = torch.arange(_SAVED_BYTES // 4, dtype=torch.int32).view(-1, 16)
     work: tempfile.TemporaryDirectory[str] | None = None
@@ -151,16 +151,16 @@ def _save(folder: Path, values: torch.Tensor) -> Path:
 
 
 def _read_back(path: Path, values: torch.Tensor) -> str:
-    """Return what is wrong with the checkpoint, or ""."""
+    """Return what is wrong with the checkpoint, or "" if it is correct."""
     try:
         read = open_checkpoint(path).tensor("tables/t")
     except CheckpointError as error:
         return str(error)
-    return "" if torch.equal(read, values) else "the values read differ from those written"
+    return "" if torch.equal(read, values) else "the values read differ from the written values"
 
 
 def checks(folder: Path) -> Sequence[Finding]:
-    """Run all checks; every rank calls it and gets the same list."""
+    """Run all checks; every rank must call this function and gets the same list."""
     from sbpflow.runtime.ranks.world import World
 
     with World.start("cpu" if not torch.cuda.is_available() else "auto") as world:

@@ -1,4 +1,4 @@
-"""Predictions of a trained job over a split, batch by batch, gathered on rank 0."""
+"""Predicts a split with a trained job, batch by batch, and gathers the results on rank 0."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
@@ -26,7 +26,7 @@ def predictions(
 ) -> Iterator[tuple[Floats, Floats]]:
     """Yield (probabilities, labels) of each batch on rank 0, in the order of the split.
 
-    Every rank must iterate; on the others nothing is yielded. The logits equal an evaluation's.
+    Every rank must iterate; other ranks yield nothing. An evaluation computes the same logits.
     """
     world = boxing.world
     for batch in loader.epoch(0):
@@ -41,7 +41,7 @@ def predictions(
 def probabilities(logits: NDArray[np.floating]) -> Floats:
     """Return the sigmoids, computed in float64 so that they do not depend on the batch size.
 
-    torch's float32 sigmoid rounds the vectorized part and the remainder of an array differently.
+    torch's float32 sigmoid rounds an array's vectorized part and its remainder differently.
     """
     with np.errstate(over="ignore"):  # a large negative logit overflows exp; 1 / inf is 0
         return (1.0 / (1.0 + np.exp(-logits.astype(np.float64)))).astype(np.float32)
@@ -50,9 +50,9 @@ def probabilities(logits: NDArray[np.floating]) -> Floats:
 def on_rank_0(boxing: Boxing, work: Callable[[], Result], *, ask_s: float = 2.0) -> Result | None:
     """Run ``work`` on rank 0 and return its result there; None on the other ranks.
 
-    Every rank calls it. Rank 0 reports to the others every ``ask_s`` seconds, so that no collective
-    times out however long the work takes. A user's mistake raised by ``work`` is raised on
-    all ranks.
+    Every rank must call this function. Rank 0 reports to the others every ``ask_s`` seconds, so
+    that collectives do not time out during long work. All ranks raise the errors of
+    ``work`` that are a user's mistakes.
     """
     if boxing.world.size == 1:
         return work()

@@ -1,4 +1,4 @@
-"""Start the world of a run: plan for its hosts, join the ranks, lock the run folder."""
+"""Starts a run: plans for its hosts, joins its ranks, and locks its folder."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,9 +26,9 @@ def plan_for_ranks(
 ) -> tuple[RunPlan, T]:
     """Plan with ``make`` for ``parallel.topology``, or for the hosts that the ranks discover.
 
-    To discover their hosts all ranks must join, which takes minutes if one is missing. So that a
-    mistake in the configuration is reported at once, a plan for one host is made first, and is
-    kept if all ranks turn out to share a host. ``run_main`` keeps the ranks' store open.
+    All ranks must join to discover their hosts, which takes minutes if a rank is missing. So a plan
+    for one host is made first, to report mistakes in the configuration at once. This plan is used
+    if all ranks turn out to share a host. ``run_main`` keeps the ranks' store open.
     """
     world_size = world_size_of_environment()
     if given := given_topology(config, world_size):
@@ -48,9 +48,9 @@ def plan_for_ranks(
 def join_ranks(config: Config, plan: RunPlan, *, data_set: str) -> Boxing:
     """Join the other ranks, which must have the same configuration, plan and data set.
 
-    ``data_set`` describes the set: its fingerprint and this rank's path to it. The returned boxing
-    carries the transfers of the run. Raises ConfigError with the differences between ranks, and
-    whatever else ``World.start`` raises.
+    ``data_set`` describes the set: its fingerprint and this rank's path to it. The run's transfers
+    use the returned boxing. Raises ConfigError with the differences between ranks, and all errors
+    of ``World.start``.
     """
     return Boxing(
         World.start(
@@ -64,5 +64,5 @@ def join_ranks(config: Config, plan: RunPlan, *, data_set: str) -> Boxing:
 
 
 def lock_run_folder(config: Config, boxing: Boxing) -> RunLock:
-    """Lock ``run.dir`` for this run; ConfigError on all ranks if another run holds it."""
+    """Lock ``run.dir`` for this run; ConfigError on all ranks if another run has locked it."""
     return run_on_all_ranks(boxing, lambda: RunLock(run_dir(config), rank=boxing.world.rank))

@@ -1,8 +1,8 @@
-"""Create and connect the process groups of a run before its first step.
+"""Creates and connects the process groups of a run before its first step.
 
-NCCL connects at a group's first collective. Inside a step, that would block every rank amid other
-transfers. And where pairs of ranks exchange rows directly, a rank without rows would skip the first
-call, which all ranks of the group must make.
+NCCL connects at a group's first collective. Connecting inside a step would block every rank between
+other transfers. In addition, all ranks of a group must make the first call, but a rank without rows
+to exchange would skip the call.
 """
 
 from collections.abc import Sequence
@@ -27,9 +27,9 @@ CONVERSIONS = "main"  # the channel of conversions inside a model
 
 @dataclass(frozen=True, slots=True)
 class GroupUse:
-    """Ranks that communicate on a channel; ``pairs`` if each sends directly to every other.
+    """Names ranks that communicate on a channel.
 
-    Otherwise they use a ring or a tree.
+    With ``pairs``, each rank sends directly to every other; otherwise ranks use a ring or a tree.
     """
 
     ranks: tuple[int, ...]
@@ -62,9 +62,9 @@ def groups_of(plan: RunPlan) -> tuple[GroupUse, ...]:
 
 
 def warm_up(plan: RunPlan, boxing: Boxing) -> None:
-    """Run one small collective of each kind on every group of the plan, and wait for them.
+    """Run one small collective of each kind on every group of the plan; wait for all of them.
 
-    Every rank of the world calls it; PeerLostError if one does not respond.
+    Every rank of the world must call this; PeerLostError if a rank does not respond.
     """
     world = boxing.world
     for use in groups_of(plan):

@@ -1,1 +1,1 @@
-"""Export of trained models to programs without sbpflow."""
+"""Exports trained models to programs without sbpflow."""

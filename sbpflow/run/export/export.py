@@ -1,9 +1,9 @@
-"""Write a trained model to a folder that does not need sbpflow: torch.export and safetensors.
+"""Writes a trained model to a folder that does not need sbpflow: torch.export and safetensors.
 
 ``model.pt2`` contains code and values: ``torch.export.load(FILE).module()`` returns an ordinary
-module with only torch installed. ``model.safetensors`` contains the values by logical name, for
-other programs. ``model.json`` describes the inputs, the tables, and the origin of the model. The
-choice of formats is explained in docs/decisions/export.md.
+module and needs only torch. ``model.safetensors`` contains the values by logical name, for other
+programs. ``model.json`` describes the inputs, the tables, and the origin of the model.
+docs/decisions/export.md explains the choice of formats.
 """
 
 import json
@@ -30,7 +30,7 @@ _EXAMPLE_ROWS = 2  # torch.export treats sizes 0 and 1 as constants
 
 
 class LabelledBatch(Protocol):
-    """The attributes of a batch that scoring uses."""
+    """Defines the attributes of a batch that scoring uses."""
 
     @property
     def labels(self) -> Tensor: ...
@@ -45,8 +45,8 @@ def write_model(
 ) -> list[Path]:
     """Write the model to a new ``folder`` and return the files; ``facts`` go to model.json.
 
-    The folder is written under another name and then renamed, so it is never incomplete. Raises
-    ConfigError if it exists.
+    The folder is written under another name and then renamed, so a reader never sees it
+    incomplete. Raises ConfigError if the folder exists.
     """
     if folder.exists():
         raise ConfigError(f"--output {folder}: already exists; use a new folder")
@@ -73,7 +73,7 @@ def write_model(
 
 
 def exported(model: PlainModel) -> torch.export.ExportedProgram:
-    """Trace the model for any number of rows and of ids in bags."""
+    """Trace the model for any number of rows, and any number of ids in bags."""
     ids, dense, bags = example_inputs(model)
     rows = torch.export.Dim("rows")
     sizes = {
@@ -120,7 +120,7 @@ def describe_model(model: PlainModel) -> dict[str, Any]:
                 if feature.name not in model.columns
             },
         },
-        "output": "logits [rows]; the probability of a click is their sigmoid",
+        "output": "logits [rows]; the sigmoid of a logit is the probability of a click",
         "tables": {
             table.name: {
                 "rows": table.num_rows,
@@ -136,7 +136,7 @@ def describe_model(model: PlainModel) -> dict[str, Any]:
 
 
 def parse_forms(text: str) -> tuple[Form, ...]:
-    """Parse ``--forms``; ConfigError for an unknown one."""
+    """Parse ``--forms``; raise ConfigError for an unknown form."""
     names = [name.strip() for name in text.split(",")]
     if unknown := [name for name in names if name not in FORMS]:
         raise ConfigError(f"--forms: {unknown[0]!r} is not supported; use {' or '.join(FORMS)}")
@@ -152,11 +152,11 @@ def parse_rows(text: str) -> RowFormat:
 
 
 def check_unscored(rows: RowFormat, path: Path | None) -> None:
-    """Raise ConfigError if ``rows`` loses precision and there is no set to measure the loss on."""
+    """Raise ConfigError if ``rows`` loses precision and no set is given to measure the loss."""
     if rows != "as_trained":
         raise ConfigError(
-            f"--score: rows in {rows} cost some AUC, but {path} is not a set to measure it on; use "
-            "--score with a labelled set"
+            f"--score: rows in {rows} cost some AUC, but {path} is not a set to measure this on; "
+            "use --score with a labelled set"
         )
 
 

@@ -1,8 +1,8 @@
-"""A trained model as one ordinary torch module: its tables and its dense part in one process.
+"""Defines a trained model as one ordinary torch module with its tables and its dense part.
 
-It maps a batch of a prepared set to logits. It computes the same as a job
-(``EmbeddingCollection``, then the dense part), using operators that ``torch.export`` can trace. The
-caller provides the values.
+The module maps a batch of a prepared set to logits in one process. The logits are the same as in a
+job (``EmbeddingCollection``, then the dense part), but computed with operators that
+``torch.export`` can trace. The caller provides the values.
 """
 
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -20,20 +20,20 @@ from sbpflow.run.model.spec import ExportableSpec, HashedColumn, ModelSpec
 from sbpflow.runtime.random.splitmix import signed
 from sbpflow.runtime.random.streams import GAMMA, MIX_1, MIX_2
 
-NUM_RESERVED_IDS = 2  # of a hashed column: 0 means missing, and hashes never give 1
+NUM_RESERVED_IDS = 2  # in a hashed column, 0 means missing, and hashes are never 1
 Bag = tuple[Tensor, ...]  # values [n], lengths [rows], and weights [n] of a weighted feature
 Bags = dict[str, Bag]
 ReadState = Callable[[str], Tensor]
 
 
 class PlainModel(nn.Module):
-    """Tables and dense part of a trained model.
+    """Computes logits from the tables and the dense part of a trained model.
 
     ``forward(ids, dense, bags)`` returns logits [rows]. ``ids`` [rows, columns] int32 or int64 are
     the columns of all features with a fixed number of ids, in order. ``dense`` is [rows, fields].
     ``bags`` is {ragged feature: (values [n], lengths [rows])}, with weights [n] as a third entry
-    for weighted features. Columns that a loader hashes are computed here. Out-of-range ids are
-    treated as in the run; if it refused them, IndexError is raised.
+    for weighted features. The model computes the columns that a loader hashes. Out-of-range ids are
+    treated as in the run, but raise IndexError if the run refused them.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class PlainModel(nn.Module):
         self._outputs = plan.outputs
         self._out_of_range: OutOfRange = plan.out_of_range
         features = plan.features[: len(plan.features) - len(hashed)]
-        self.features: tuple[FeatureConfig, ...] = features  # those in a batch
+        self.features: tuple[FeatureConfig, ...] = features  # the features in a batch
         self.columns: dict[str, slice] = _columns(features)
         self._hashed = {
             column.name: ([self.columns[name].start for name in column.columns], column.rows)
@@ -62,14 +62,14 @@ class PlainModel(nn.Module):
 
     @property
     def tables(self) -> tuple[TableConfig, ...]:
-        """The tables of all outputs, in order."""
+        """Return the tables of all outputs, in order."""
         return tuple(table for output in self._outputs for table in output.tables)
 
     def rows_of(self, table: str) -> Rows:
         """Return the rows of a table by name."""
         rows = self.get_submodule(_module_name(table))
         if not isinstance(rows, Rows):
-            raise RuntimeError(f"{table} is not a table of this model")
+            raise RuntimeError(f"{table} is not the name of a table of this model")
         return rows
 
     def stored(self) -> dict[str, Tensor]:
@@ -101,15 +101,15 @@ class PlainModel(nn.Module):
     def _pooled(
         self, table: TableConfig, name: str, ids: Tensor, bags: Mapping[str, Bag]
     ) -> Tensor:
-        """Look up one feature in one table and pool it: [rows, dim]."""
+        """Look up one feature in one table; return the pooled vectors [rows, dim]."""
         rows = self.rows_of(table.name)
         if name in bags:
             values, lengths, *weights = bags[name]
             vectors = rows(self._in_range(values, table.num_rows))
             if weights:
                 vectors = vectors * weights[0].to(self._dtype).unsqueeze(1)
-            # The sample of each value. repeat_interleave would be simpler, but the size of its
-            # result depends on the data, which torch.export does not support well.
+            # This gives the sample of each value. repeat_interleave would be simpler, but its
+            # result's size depends on the data, which torch.export does not support well.
             ends = torch.cumsum(lengths.to(torch.int64), 0)
             places = torch.arange(values.shape[0], device=values.device)
             sample = torch.searchsorted(ends, places, right=True)
@@ -124,14 +124,14 @@ class PlainModel(nn.Module):
         return vectors.mean(1) if table.averages else vectors.sum(1)
 
     def _ids(self, name: str, ids: Tensor) -> Tensor:
-        """Return ids [rows, hotness] of a feature in the matrix, or hashed from its columns."""
+        """Return a feature's ids [rows, hotness] from the matrix, or hash them from its columns."""
         if name in self._hashed:
             columns, rows = self._hashed[name]
             return hashed_ids([ids[:, column] for column in columns], rows).unsqueeze(1)
         return ids[:, self.columns[name]]
 
     def _in_range(self, ids: Tensor, num_rows: int) -> Tensor:
-        """Replace out-of-range ids by the same policy as ``IdReader``."""
+        """Replace out-of-range ids according to the policy that ``IdReader`` follows."""
         ids = ids.to(torch.int64)
         if self._out_of_range == "error":  # the lookup raises
             return ids
@@ -169,9 +169,9 @@ def plain_model(
 ) -> PlainModel:
     """Build the model over ``num_dense`` dense fields, with values from ``read``.
 
-    ``read`` takes a logical name, ``tables/T`` or ``dense/P``, and returns the whole tensor;
-    tables are [rows, dim]. ``saved`` contains all names; buffers of the dense part that are not in
-    it keep their values. Each table is read once and released after conversion to
+    ``read`` returns the whole tensor with a logical name, ``tables/T`` or ``dense/P``; tables are
+    [rows, dim]. ``saved`` contains all names; buffers of the dense part that ``saved`` does not
+    contain keep their values. Each table is read once and released after conversion to
     ``row_format``. Raises ConfigError for a model without a plain form.
     """
     for table in (table for output in plan.outputs for table in output.tables if table.by_key):
@@ -221,9 +221,9 @@ def _dense_part(
 def hashed_ids(parts: Sequence[Tensor], rows: int) -> Tensor:
     """Hash ids [n] of several columns to those of a ``HashedColumn``, like ``data.read.crosses``.
 
-    That function uses numpy's unsigned integers, which torch lacks. int64 arithmetic wraps
-    identically, but the remainder must be computed from the signed one: a negative number stands
-    for itself plus 2**64.
+    ``data.read.crosses`` uses numpy's unsigned integers, which torch lacks. int64 arithmetic wraps
+    identically, but the remainder must be computed from a signed number: a negative number
+    represents itself plus 2**64.
     """
     state = torch.zeros_like(parts[0], dtype=torch.int64)
     for part in parts:
@@ -243,7 +243,7 @@ def _shift_right(values: Tensor, bits: int) -> Tensor:
 
 
 def _columns(features: Sequence[FeatureConfig]) -> dict[str, slice]:
-    """Return the columns of each feature in the matrix of a batch, without ragged features."""
+    """Return each feature's columns in the matrix of a batch, without ragged features."""
     columns: dict[str, slice] = {}
     start = 0
     for feature in features:
@@ -254,5 +254,5 @@ def _columns(features: Sequence[FeatureConfig]) -> dict[str, slice]:
 
 
 def _module_name(table: str) -> str:
-    """Return a submodule name: "/" avoids clashes with attributes, and "." is not allowed."""
+    """Return a submodule name; "/" avoids clashes with attributes, and "." is not allowed."""
     return "tables/" + table.replace(".", "/")

@@ -1,7 +1,7 @@
-"""Storage formats for the rows of an exported table: floating point or 8 bits.
+"""Stores the rows of an exported table in floating point or in 8 bits.
 
-An 8-bit row is low + scale * q with q in 0..255 and float32 ``low`` and ``scale`` per row, so its
-values are 256 even steps from its minimum to its maximum (as in FBGEMM's rowwise 8-bit format).
+An 8-bit row is low + scale * q with q in 0..255 and float32 ``low`` and ``scale`` per row. So its
+values are 256 even steps from its minimum to its maximum, as in FBGEMM's rowwise 8-bit format.
 """
 
 from typing import Literal, get_args
@@ -14,12 +14,12 @@ from sbpflow.errors import DataError, unknown_value
 
 RowFormat = Literal["as_trained", "float16", "int8"]
 ROW_FORMATS: tuple[RowFormat, ...] = get_args(RowFormat)
-_BLOCK = 1 << 16  # rows converted at a time, to keep the float32 copy small
+_BLOCK = 1 << 16  # the number of rows converted together; keeps the float32 copy small
 _STEPS = 255
 
 
 class FloatRows(nn.Module):
-    """Floating-point rows."""
+    """Stores rows in floating point."""
 
     def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class FloatRows(nn.Module):
         self.format = str(weight.dtype).removeprefix("torch.")
 
     def stored(self) -> dict[str, Tensor]:
-        """Return the tensors of a file, by their suffix to the table name."""
+        """Return the tensors of a file, keyed by the suffix that follows the table name."""
         return {"": self.weight}
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ class FloatRows(nn.Module):
 
 
 class ByteRows(nn.Module):
-    """8-bit rows with a scale and a minimum each."""
+    """Stores rows in 8 bits, with a scale and a minimum per row."""
 
     def __init__(self, values: Tensor, scale: Tensor, low: Tensor, dtype: torch.dtype) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class ByteRows(nn.Module):
         self.format = "int8"
 
     def stored(self) -> dict[str, Tensor]:
-        """Return the tensors of a file, by their suffix to the table name."""
+        """Return the tensors of a file, keyed by the suffix that follows the table name."""
         return {"/int8": self.values, "/scale": self.scale, "/low": self.low}
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -66,10 +66,12 @@ Rows = FloatRows | ByteRows
 
 
 def make_rows(name: str, weight: Tensor, row_format: RowFormat, dtype: torch.dtype) -> Rows:
-    """Convert table ``name`` [rows, dim] to ``row_format``; ``dtype`` is that of the dense part.
+    """Convert table ``name`` [rows, dim] to ``row_format``; lookups return ``dtype``.
 
-    ``int8`` needs dim + 8 bytes per row, so narrow tables for which float16 takes no more are
-    stored as float16. Raises DataError for a value that the format cannot represent.
+    ``int8`` needs dim + 8 bytes per row. Narrow tables that need no more in float16 are stored as
+    float16. Raises DataError for a value that the format cannot represent.
+    """
+    """
     """
     if row_format == "as_trained":
         return FloatRows(weight.contiguous(), dtype)
@@ -90,7 +92,7 @@ def make_rows(name: str, weight: Tensor, row_format: RowFormat, dtype: torch.dty
 
 
 def to_bytes(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize [n, dim] float32 to uint8 [n, dim], scale [n] and low [n], to half a step."""
+    """Quantize [n, dim] float32 to uint8 [n, dim], scale [n] and low [n], within half a step."""
     low, high = rows.aminmax(dim=1)
     scale = (high - low) / _STEPS
     step = torch.where(scale > 0, scale, 1.0).unsqueeze(1)

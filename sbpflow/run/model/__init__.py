@@ -1,1 +1,1 @@
-"""The model interface of a run, and ordinary torch modules as models."""
+"""Defines the model interface of a run, and adapts ordinary torch modules to this interface."""

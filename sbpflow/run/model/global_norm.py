@@ -1,7 +1,7 @@
-"""Batch norms of torch modules, computed over the rows of all ranks.
+"""Computes the batch norms of torch modules over the rows of all ranks.
 
-torch's own would normalize over the rows of one rank, so the trained weights would depend on the
-number of ranks.
+torch's own batch norm would normalize over the rows of one rank, so the trained weights would
+depend on the number of ranks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,11 +43,11 @@ class GlobalBatchNorm(nn.Module):
         self._bound_to = 0
 
     def take_rows(self, batch: GlobalTensor) -> None:
-        """Set the layout of the next forward's rows; ``batch`` is S(0) over them."""
+        """Set the layout of the next forward's rows; ``batch`` is S(0) over these rows."""
         self._batch = batch
-        if self._bound_to != id(self):  # not bound yet, or a copy of a module that was
-            # Transfers must stay out of compiled graphs. This is done per instance, because a
-            # decorator on the class would load the compiler on import.
+        if self._bound_to != id(self):  # this module is not bound, or a copy of a bound module
+            # Transfers must stay out of compiled graphs. A decorator on the class
+            # would load the compiler on import, so each instance is decorated.
             forward = partial(type(self).forward, self)
             self.__dict__["forward"] = torch.compiler.disable(forward)
             self._bound_to = id(self)
@@ -55,7 +55,7 @@ class GlobalBatchNorm(nn.Module):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, x: Tensor
     ) -> Tensor:
-        """Normalize [rows of this rank, n]; in training over the rows of all ranks."""
+        """Normalize this rank's rows [rows, n], with statistics of all ranks in training."""
         x = x.to(self.running_mean.dtype)
         if not self.training:
             mean, var = self.running_mean, self.running_var
@@ -84,7 +84,7 @@ class GlobalBatchNorm(nn.Module):
 
     @property
     def running(self) -> tuple[Tensor, Tensor]:
-        """Running mean and variance, [n] each."""
+        """Return the running mean and the running variance, [n] each."""
         return self.running_mean, self.running_var
 
     def _everywhere(self, value: Tensor, batch: GlobalTensor) -> GlobalTensor:
@@ -131,19 +131,19 @@ def replace_norms(module: nn.Module) -> nn.Module:
 
 
 def plain_name(name: str) -> str:
-    """Return the name that a submodule or parameter has without ``torch.compile``."""
+    """Return a submodule's or parameter's name without the prefixes of ``torch.compile``."""
     return name.replace("_orig_mod.", "")
 
 
 def norms_of(module: nn.Module) -> dict[str, GlobalBatchNorm]:
-    """Return the norms over all ranks, by name."""
+    """Return the batch norms over all ranks, by name."""
     return {part.name: part for part in module.modules() if isinstance(part, GlobalBatchNorm)}
 
 
 def buffers_of(
     norms: Mapping[str, GlobalBatchNorm], everywhere: Layout, boxing: Boxing
 ) -> dict[str, GlobalTensor]:
-    """Return the running statistics by name, B; they share storage with the norms."""
+    """Return the running statistics by name, with layout B and the storage of the norms."""
     return {
         f"{name}.{statistic}": GlobalTensor(value, everywhere, tuple(value.shape), boxing)
         for name, norm in norms.items()
@@ -180,7 +180,7 @@ def calls_of_norms(
 
 
 def dry_norms(calls: Sequence[tuple[str, int]], carry: GlobalTensor) -> GlobalTensor:
-    """Run the transfers of these norms on the meta device, where each depends on the previous one.
+    """Run the transfers of these norms on the meta device, each after the previous one.
 
     ``carry`` [b, 1] -> [b, 1].
     """

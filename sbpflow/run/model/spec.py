@@ -1,8 +1,8 @@
-"""The model interface: embedding outputs over given fields, dense parameters, a dense part.
+"""Defines the model interface: embedding outputs over given fields, and a dense part.
 
 A model is one module with a frozen configuration class, tagged by its field ``name``, whose
 ``spec(fields)`` returns a ``ModelSpec``. Everything except ``build`` is pure, without ranks or
-devices, so that planning and ``explain`` can use it. No specific model is known here.
+devices, so that planning and ``explain`` can use it. This module refers to no specific model.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -35,10 +35,10 @@ from sbpflow.training.dense_part import DensePart
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdField:
-    """A column of ids, each below ``rows``; ``hotness`` is defined in ``FeatureConfig``.
+    """Describes a column of ids, each below ``rows``; ``FeatureConfig`` defines ``hotness``.
 
     Fields with the same ``vocabulary`` have the same id for a value; "" is a private vocabulary.
-    ``frequencies`` describes how ids repeat, if known; it is used to estimate the cost of a step.
+    ``frequencies`` describes how ids repeat, if known; cost estimates of a step use it.
     """
 
     name: str
@@ -58,7 +58,7 @@ class IdField:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fields:
-    """The columns of a data set; a batch has the ids of ``sparse``, then of ``crosses``.
+    """Describes a data set's columns; a batch has the ids of ``sparse``, then of ``crosses``.
 
     ``grouped`` is set if rows have a group, which GAUC needs.
     """
@@ -70,7 +70,7 @@ class Fields:
 
     @property
     def ids(self) -> tuple[IdField, ...]:
-        """All columns of ids, in the order of a batch."""
+        """Return all columns of ids, in the order of a batch."""
         return self.sparse + self.crosses
 
     @staticmethod
@@ -89,14 +89,14 @@ class Fields:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HashedColumn:
-    """A column of ids that the loader computes by hashing the ids of other columns together."""
+    """Describes a column that the loader computes by hashing ids of other columns together."""
 
     columns: tuple[str, ...]
     rows: int
 
     @property
     def name(self) -> str:
-        """The column's name, which differs from those of crosses stored in the set."""
+        """Return the column's name, which differs from those of crosses stored in the set."""
         return f"hashed.{'x'.join(self.columns)}"
 
     def field(self) -> IdField:
@@ -106,7 +106,7 @@ class HashedColumn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSpec:
-    """A dense parameter: its full shape and its initial values, U(-bound, bound) or ``value``.
+    """Describes a dense parameter: its shape and initial values, U(-bound, bound) or ``value``.
 
     Raises ConfigError if both are given, or if ``bound`` is given for more than 2 dims.
     """
@@ -119,41 +119,41 @@ class ParameterSpec:
         if self.bound and self.value:
             raise ConfigError(
                 f"parameter of shape {list(self.shape)}: bound {self.bound} and value {self.value} "
-                "are both given; give one of them"
+                "are both given; give only one"
             )
         if self.bound and len(self.shape) not in (1, 2):
             raise ConfigError(
                 f"parameter of shape {list(self.shape)}: bound supports 1 or 2 dims; use value, or "
-                "a shape of 2 dims and ops.reshape"
+                "a 2-dim shape with ops.reshape"
             )
 
 
 class ModelSpec(Protocol):
-    """The shapes of a model over given fields, before anything is allocated."""
+    """Gives the shapes of a model over given fields, before anything is allocated."""
 
     @property
     def outputs(self) -> tuple[OutputConfig, ...]:
-        """The embedding outputs that the dense part uses, with their tables."""
+        """Return the embedding outputs that the dense part uses, with their tables."""
         ...
 
     @property
     def parameters(self) -> Mapping[str, ParameterSpec]:
-        """All dense parameters by name."""
+        """Return all dense parameters by name."""
         ...
 
     @property
     def schemes(self) -> Mapping[Scheme, Mapping[str, TableRule]]:
-        """The rules of each ``parallel.scheme``, by pattern of table names; see ``schemes_of``."""
+        """Return the rules of each ``parallel.scheme`` (``schemes_of``), by table name pattern."""
         ...
 
     @property
     def hashed_columns(self) -> tuple[HashedColumn, ...]:
-        """Columns that the loader computes; they come last in a batch's matrix of ids."""
+        """Return the columns that the loader computes, which come last in a batch's ids."""
         ...
 
     @property
     def splits_parameters(self) -> bool:
-        """True if ``parallel.dense`` may split dense parameters."""
+        """Return whether ``parallel.dense`` may split dense parameters."""
         ...
 
     def build(
@@ -169,24 +169,24 @@ class ExportableSpec(ModelSpec, Protocol):
     def plain(self, *, seed: int) -> nn.Module:
         """Return a new module with the parameters of ``parameters`` under the same names.
 
-        ``forward(vectors, dense)``: {output: [rows, width]}, [rows, fields] -> logits [rows] or
-        [rows, 1], equal to those of the part that ``build`` returns. It uses only torch and can be
-        traced by ``torch.export``. The caller fills the parameters; other tensors may depend on
-        ``seed`` only.
+        ``forward(vectors, dense)`` takes {output: [rows, width]} and [rows, fields], and returns
+        the logits [rows] or [rows, 1] that the result of ``build`` computes. The module uses only
+        torch, and ``torch.export`` can trace the module. The caller fills the parameters;
+        other tensors may depend on ``seed`` only.
         """
         ...
 
 
 class ModelConfig(Protocol):
-    """The ``model`` group of a configuration: a frozen dataclass tagged by ``name``."""
+    """Describes the ``model`` group of a configuration: a frozen dataclass tagged by ``name``."""
 
     @property
     def name(self) -> str:
-        """The value of ``model.name`` that selects this class."""
+        """Return the value of ``model.name`` that selects this class."""
         ...
 
     def spec(self, fields: Fields) -> ModelSpec:
-        """Return the model over these columns; ConfigError, with a fix, for what does not fit."""
+        """Return the model over these columns; raise ConfigError, with a fix, for bad columns."""
         ...
 
 
@@ -202,9 +202,9 @@ def embedding_output(
 ) -> OutputConfig:
     """Return an output with one table ``<name>.<field>`` of ``dim`` columns per field.
 
-    ``rules``, a model's configuration with ``fields`` and ``tables``, may override this by pattern.
+    ``rules``, a model's configuration with ``fields`` and ``tables``, may change this by pattern.
     ``fixed_dim`` is the reason why rules must not set the dim, or "". Raises ConfigError for rules
-    that do, and for fields that cannot share a table.
+    that set a fixed dim, and for fields that cannot share a table.
     """
     tables: list[TableConfig] = []
     for suffix, members in _tables_of(fields, rules).items():
@@ -212,8 +212,8 @@ def embedding_output(
         shape, pattern = shape_of(rules, table) if rules is not None else (TableShape(), "")
         if fixed_dim and shape.dim not in (None, dim):
             raise ConfigError(
-                f"model.tables.{pattern}: dim {shape.dim} for {table}, whose dim must be {dim}: "
-                f"{fixed_dim}; use a pattern that does not match it"
+                f"model.tables.{pattern}: dim {shape.dim} for {table}, but its dim must be {dim}: "
+                f"{fixed_dim}; use a pattern that does not match {table}"
             )
         initial = INITIAL_RANGE if shape.initial_range is None else shape.initial_range
         tables.append(
@@ -244,7 +244,7 @@ def _tables_of(fields: Sequence[IdField], rules: TableRules | None) -> dict[str,
 
 
 def _check_shared(table: str, members: Sequence[IdField], shared: Collection[str]) -> None:
-    """Raise ConfigError if the fields cannot share a table; ``shared`` were assigned by a rule."""
+    """Raise ConfigError if the fields cannot share a table; a rule assigned ``shared``."""
     first = members[0]
     for other in members[1:]:
         pair = f"{first.name} and {other.name} share table {table}"
@@ -252,7 +252,7 @@ def _check_shared(table: str, members: Sequence[IdField], shared: Collection[str
             alone = first.name if first.name not in shared else other.name
             raise ConfigError(
                 f"model.fields: {pair}, which is the default table of {alone}; use a pattern that "
-                f"matches both, or another name, for example table: {table}_shared"
+                f"matches both, or another name (for example, table: {table}_shared)"
             )
         if first.vocabulary != other.vocabulary or not first.vocabulary:
             raise ConfigError(
@@ -261,7 +261,7 @@ def _check_shared(table: str, members: Sequence[IdField], shared: Collection[str
             )
         if first.rows != other.rows:
             raise ConfigError(
-                f"model.fields: {pair}, but have {first.rows} and {other.rows} rows; fields "
+                f"model.fields: {pair}, but they have {first.rows} and {other.rows} rows; fields "
                 "of one table must have equal numbers of rows"
             )
 
@@ -271,8 +271,9 @@ def schemes_of(
 ) -> dict[Scheme, dict[str, TableRule]]:
     """Return the rules of the four schemes: OneFlow's three and data parallelism.
 
-    dp: B. 1: S(1), exchanging whole vectors; tables with one column cannot be split by columns and
-    are S(0). 2: S(0), summing partial results. 3: S(0), fetching unique rows from their owners.
+    Scheme dp is B. Scheme 1 is S(1) and exchanges whole vectors; tables with one column, which
+    cannot be split by columns, are S(0). Scheme 2 is S(0) and sums partial results. Scheme 3 is
+    S(0) and fetches unique rows from their owners.
     """
     narrow = TableRule(sbp="S(0)", exchange="reduce")
     by_columns = TableRule(sbp="S(1)", exchange="columns")

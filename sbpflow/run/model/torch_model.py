@@ -1,8 +1,8 @@
-"""Use an ordinary ``nn.Module`` as the dense part of a model.
+"""Uses an ordinary ``nn.Module`` as the dense part of a model.
 
-Its parameters are B leaves that share storage with the module. Every rank runs it on its own rows,
-and the trainer sums the gradients in buckets, overlapped with the embedding backward. DDP is not
-used, because it would average gradients that the engine already scales by rows.
+The module's parameters share storage with B leaves. Every rank runs the module on its own rows, and
+the trainer sums the gradients in buckets, overlapped with the embedding backward. DDP is not used,
+because it would average gradients that the engine already scales by rows.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -37,12 +37,12 @@ from sbpflow.sbp.sbp import Broadcast
 from sbpflow.tensor.global_tensor import GlobalTensor, parameter
 from sbpflow.training.health import check_initial
 
-LOOKED_AT = 3  # number of first batches after which the values of buffers are compared
+LOOKED_AT = 3  # number of batches, from the first, for which buffer values are compared
 RowLoss = Callable[[Tensor, Tensor], Tensor]
 
 
 def bce_rows(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the binary cross entropy of each row: [rows], [rows] -> [rows]."""
+    """Return the binary cross entropy of each row [rows] from logits and labels [rows]."""
     return F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
 
 
@@ -53,10 +53,10 @@ class TorchModel:
     ``make`` must build a new module at each call: it is called once for the shapes, and once on
     every rank with the same seed, so that initial values are equal. The module's
     ``forward(vectors, dense)`` gets this rank's rows: the ``outputs`` by name, [rows, width] each,
-    and the dense fields [rows, fields]. A short last batch may have 0 rows. It returns logits
-    [rows] or [rows, 1], each computed from its own row only. ``row_loss(logits, labels)`` with
-    [rows] each returns the loss of each row; the trainer averages over the whole batch. The module
-    may be compiled (``torch.compile``), and may run under ``torch.autocast`` with a dtype. A
+    and the dense fields [rows, fields]. A short last batch may have 0 rows. ``forward`` returns
+    logits [rows] or [rows, 1], each computed from its own row only. ``row_loss(logits, labels)``
+    with [rows] each returns the loss of each row; the trainer averages over the whole batch. The
+    module may be compiled (``torch.compile``), and may run under ``torch.autocast`` with a dtype. A
     ``BatchNorm1d`` is computed over the rows of all ranks.
     """
 
@@ -69,25 +69,25 @@ class TorchModel:
 
     @cached_property
     def _first(self) -> nn.Module:
-        """The module built for its shapes."""
+        """Return the module that was built for its shapes."""
         module = self._make(0, torch.device("cpu"))
         _check_module(module)
         return module
 
     def _make(self, seed: int, device: torch.device) -> nn.Module:
-        keep_compiled_privately()  # must precede the user's code, which may compile
+        keep_compiled_privately()  # this must precede the user's code, which may compile
         with seeded(seed, device):
             module = self.make()
         if not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise SbpError(
-                f"make: returned a {type(module).__name__}, not a torch.nn.Module; use for example "
-                "make=lambda: nn.Linear(width, 1)"
+                f"make: returned a {type(module).__name__}, not a torch.nn.Module; use, for "
+                "example, make=lambda: nn.Linear(width, 1)"
             )
         return module
 
     @cached_property
     def parameters(self) -> Mapping[str, ParameterSpec]:
-        """Names and shapes of the trained parameters; the module initializes them itself.
+        """Return names and shapes of the trained parameters; the module sets initial values.
 
         Raises SbpError for norms over the rows of one rank, lazy modules and sparse gradients.
         """
@@ -97,7 +97,7 @@ class TorchModel:
 
     @property
     def schemes(self) -> Mapping[Scheme, Mapping[str, TableRule]]:
-        """Rules of schemes dp, 1, 2 and 3 for the outputs; they do not involve the module."""
+        """Return the rules of schemes dp, 1, 2 and 3 for the outputs; the module is irrelevant."""
         return schemes_of(self.outputs)
 
     def build(
@@ -135,7 +135,7 @@ class TorchModel:
 
 
 class TorchPart:
-    """The module on one rank, with the trainer's ``DensePart`` interface."""
+    """Runs the module on one rank, with the trainer's ``DensePart`` interface."""
 
     def __init__(
         self,
@@ -155,8 +155,8 @@ class TorchPart:
         for name, value in _leaves(module):
             if layouts[name].nd_sbp != (Broadcast(),):
                 raise SbpError(
-                    f"parameter {name}: has layout {layouts[name]}, but a torch module runs whole "
-                    "on every rank; use B"
+                    f"parameter {name}: has layout {layouts[name]}, but a torch module needs whole "
+                    "parameters on every rank; use B"
                 )
             self.parameters[name] = GlobalTensor(value, layouts[name], tuple(value.shape), boxing)
         self._norms = norms_of(module)
@@ -173,8 +173,8 @@ class TorchPart:
     ) -> GlobalTensor:
         """Compute logits [batch, 1], S(0), from this rank's rows.
 
-        In training, torch's random numbers inside the module depend on ``seed`` and the rank, and
-        the generators' state outside is preserved.
+        In training, torch's random numbers inside the module depend on ``seed`` and the rank. The
+        generators' state outside the module is preserved.
         """
         parts = {name: vector.part for name, vector in vectors.items()}
         self.module.train(training)
@@ -198,8 +198,8 @@ class TorchPart:
         losses = self._row_loss(logits.part.squeeze(1), labels.part.squeeze(1))
         if losses.shape != (logits.part.shape[0],):
             raise SbpError(
-                f"row_loss: returned {list(losses.shape)} for {logits.part.shape[0]} rows; it must "
-                "return one loss per row, as with reduction='none', and not their mean"
+                f"row_loss: returned {list(losses.shape)} for {logits.part.shape[0]} rows; return "
+                "one loss per row, as with reduction='none', instead of the mean loss"
             )
         return _over_batch(losses.unsqueeze(1), logits)
 
@@ -223,8 +223,8 @@ class TorchPart:
     def _buffers(self) -> dict[str, tuple[int, int, Tensor | None]]:
         """Return identity, version and, in the first batches, values of the module's buffers.
 
-        A write through ``.data`` does not change the version, so values are compared as well. A
-        module that writes this way does so from the start, so the first batches suffice.
+        Values are compared because a write through ``.data`` does not change the version. A module
+        that writes this way does so from the start, so comparing the first batches suffices.
         """
         self._batches += 1
         compare = self._batches <= LOOKED_AT
@@ -257,8 +257,8 @@ class TorchPart:
 class ShapesOnly:
     """Replaces a module in a dry run, where only its batch norms communicate.
 
-    ``calls`` returns the batch norms in order of their calls, given the widths of the vectors and
-    the number of dense fields.
+    ``calls`` returns the batch norms in the order of their calls, given the widths of the vectors
+    and the number of dense fields.
     """
 
     def __init__(
@@ -321,16 +321,16 @@ def _check_module(module: nn.Module) -> None:
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
             raise SbpError(
                 f"module {where}: {kind} with sparse=True has sparse gradients, which gradient "
-                "buckets do not support; use sparse=False, or make it a table of an output"
+                "buckets do not support; use sparse=False, or make the module a table of an output"
             )
     for name, value in module.named_parameters():
         if isinstance(value, nn.parameter.UninitializedParameter):
             raise SbpError(
-                f"parameter {name}: belongs to a lazy module and has no shape yet; give its sizes, "
-                "for example nn.Linear(64, 1)"
+                f"parameter {name}: belongs to a lazy module and has no shape yet; give its sizes "
+                "(for example, nn.Linear(64, 1))"
             )
         if not value.is_floating_point():
             raise SbpError(
-                f"parameter {name}: has dtype {value.dtype}; use a floating-point one such as "
+                f"parameter {name}: has dtype {value.dtype}; use a floating-point dtype such as "
                 "float32"
             )

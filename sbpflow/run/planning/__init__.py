@@ -1,1 +1,1 @@
-"""From a configuration to a plan: layouts, kernels, transfers, and ``explain``."""
+"""Turns a configuration into a plan: layouts, kernels, transfers, and ``explain``."""

@@ -1,7 +1,7 @@
-"""``parallel.scheme: auto``: price complete plans and take the cheapest.
+"""Chooses the cheapest of several complete plans for ``parallel.scheme: auto``.
 
 A candidate places every table. Only whole plans are priced, because tables that are exchanged
-together share their calls. The prices are from ``embedding/plan/price.py``.
+together share their calls. ``embedding/plan/price.py`` computes the prices.
 """
 
 import math
@@ -23,7 +23,7 @@ Rules = dict[str, TableRule]
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A complete plan with its name and price."""
+    """Contains a complete plan with its name and price."""
 
     name: str
     rules: Rules
@@ -40,8 +40,8 @@ def candidates(
 ) -> dict[str, Rules]:
     """Return rules per table for each candidate plan, by name.
 
-    In some candidates all tables have the same layout, or whole tables are balanced over the ranks;
-    the others combine one of these with copies of small tables on every rank.
+    In some candidates all tables have the same layout, or whole tables are balanced over the ranks.
+    The other candidates combine one of these with copies of small tables on every rank.
     """
     alike: dict[str, Callable[[TableConfig], TableRule]] = {
         "all B": lambda _: TableRule(sbp="B", exchange="local"),
@@ -83,7 +83,7 @@ def _balanced(
     batch_size: int,
     known: Mapping[str, IdFrequencies],
 ) -> dict[str, TableRule]:
-    """Place each table whole on one rank: heaviest first, each on the least loaded rank."""
+    """Place each table whole on one rank: the heaviest first, on the least loaded rank."""
     by_name = {feature.name: feature for feature in features}
 
     def weight(table: TableConfig) -> float:
@@ -112,7 +112,7 @@ def rank_candidates(
     limit = math.inf if topology.memory_bytes is None else sum(topology.memory_bytes)
     fitting: list[Candidate] = []
     smallest = math.inf
-    equal: dict[tuple[tuple[str, TableRule], ...], list[str]] = {}  # planned and priced once
+    equal: dict[tuple[tuple[str, TableRule], ...], list[str]] = {}  # each plan is priced only once
     for name, chosen in rules.items():
         equal.setdefault(tuple(chosen.items()), []).append(name)
     for names in equal.values():

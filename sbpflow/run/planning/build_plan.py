@@ -1,6 +1,6 @@
-"""Plan a run: from a configuration and the columns of a data set to everything static about it.
+"""Plans a run: computes all its static properties from a configuration and a set's columns.
 
-``run.execution.job`` executes the result and ``sbpflow explain`` prints it.
+``run.execution.job`` executes the plan, and ``sbpflow explain`` prints it.
 """
 
 from collections.abc import Mapping
@@ -42,8 +42,8 @@ from sbpflow.training.step_schedule import OVERLAPPED, SERIAL, clipped
 def _with_patterns(outputs: tuple[OutputConfig, ...], config: Config) -> tuple[OutputConfig, ...]:
     """Apply ``optimizer.tables`` and ``parallel.kernels`` to the tables whose names match.
 
-    Patterns apply in order, so a later optimizer or kernel replaces an earlier one, and
-    ``TableChanges`` modify the optimizer so far.
+    Patterns apply in order: a later optimizer or kernel replaces an earlier one, and
+    ``TableChanges`` modify the optimizer that earlier patterns set.
     """
     optimizers, kernels = config.optimizer.tables, config.parallel.kernels
     names = [table.name for output in outputs for table in output.tables]
@@ -66,7 +66,7 @@ def _with_patterns(outputs: tuple[OutputConfig, ...], config: Config) -> tuple[O
 def _with_optimizer(
     table: TableConfig, key: str, given: TableOptimizer, sparse: SparseOptimizer
 ) -> TableConfig:
-    """Apply what one pattern gives; ``sparse`` is the optimizer of tables without a pattern."""
+    """Apply one pattern's settings; ``sparse`` is the optimizer of tables without a pattern."""
     if not isinstance(given, TableChanges):
         return replace(table, optimizer=given)
     rule = table.optimizer or sparse
@@ -89,11 +89,11 @@ def plan_run(
     planned: Mapping[str, TableRule] | None = None,
     topology: Topology | None = None,
 ) -> tuple[ModelSpec, RunPlan]:
-    """Return the model's shapes and the plan of the run; ConfigError for what does not fit.
+    """Return the model's shapes and the plan of the run; ConfigError if settings do not fit.
 
-    ``planned`` are the rules to use for ``parallel.plan``: the planner's for ``auto``, or those of
-    a saved run. If omitted, the file that it names is read. If ``topology`` is omitted, it is that
-    of ``parallel.topology``, or else one host like this machine.
+    ``planned`` are the rules to use for ``parallel.plan``: the planner's rules for ``auto``, or the
+    rules of a saved run. By default, the file that ``parallel.plan`` names is read. ``topology`` is
+    by default the file of ``parallel.topology``, or else one host like this machine.
     """
     spec = cast("ModelConfig", config.model).spec(fields)
     parts = ("outputs", "parameters", "schemes", "hashed_columns", "splits_parameters", "build")
@@ -154,7 +154,7 @@ def plan_run(
 
 
 def given_topology(config: Config, world_size: int) -> Topology | None:
-    """Read ``parallel.topology`` if it is given."""
+    """Read the file of ``parallel.topology``, if given."""
     path = config.parallel.topology
     return None if path is None else read_topology(path, world_size=world_size)
 
@@ -181,7 +181,7 @@ def _check_metrics(train: TrainConfig, fields: Fields) -> None:
 def _planned_rules(
     config: Config, chosen: Mapping[str, TableRule] | None, world_size: int
 ) -> Mapping[str, TableRule] | None:
-    """Return the rules of ``parallel.plan`` if it is given."""
+    """Return the rules of ``parallel.plan``, if given."""
     plan = config.parallel.plan
     if plan is None or chosen is not None:
         return None if plan is None else chosen
@@ -202,7 +202,7 @@ def _plan_tables(
     planned: Mapping[str, TableRule] | None,
     topology: Topology,
 ) -> tuple[dict[str, TableLayout], EmbeddingPlan, tuple[PricedPlan, ...]]:
-    """Return the layouts and plan of the tables, and with ``scheme: auto`` all priced plans."""
+    """Return the layouts and plan of the tables, and all priced plans for ``scheme: auto``."""
     tables = [table for output in spec.outputs for table in output.tables]
     shapes = {table.name: table.shape for table in tables}
     features = [

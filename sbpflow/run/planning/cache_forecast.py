@@ -11,7 +11,7 @@ from torch import Tensor
 from sbpflow.embedding.cache.mover import AHEAD
 from sbpflow.embedding.cache.slot_planner import SlotPlanner, cache_for
 from sbpflow.embedding.ids.batch_ids import BatchIds
-from sbpflow.embedding.plan.group_plan import GroupPlan
+from sbpflow.embedding.plan.row_storage import RowStorage
 from sbpflow.embedding.plan.table_batch import TableBatch
 from sbpflow.errors import ConfigError
 from sbpflow.run.planning.plan import RunPlan
@@ -21,40 +21,38 @@ Ids = NDArray[np.integer[Any]]
 Forecast = Mapping[str, Mapping[int, Mapping[str, float]]]  # table, rank, name -> rows per step
 
 
-def cached_stacks(plan: RunPlan) -> Iterator[tuple[GroupPlan, TableBatch]]:
-    """The stacks whose rows are not all on the device."""
+def cached_stacks(plan: RunPlan) -> Iterator[tuple[TableBatch, RowStorage]]:
+    """Yield the stacks whose rows are not all on the device."""
     for group in plan.embeddings.groups:
         for stack in group.stacks:
-            if stack.tables[0].storage is not None:
-                yield group, stack
+            if (storage := stack.tables[0].storage) is not None:
+                yield stack, storage
 
 
 def forecast(plan: RunPlan, batches: Iterable[Tensor | BatchIds]) -> Forecast:
-    """{first table of a stack: {rank: rows per step}} over the second half of the first batches.
+    """Return rows per step by the first table of a stack and by rank, for the first batches.
 
-    ``batches`` are the ids of whole batches. Rows are ``unique``, ``fetched``, ``read``,
-    and ``written``. Stacks with lists of ids are left out. Raises ConfigError if the rows of one
-    step do not fit.
+    Means are over the second half. ``batches`` are the ids of whole batches. Rows are ``unique``,
+    ``fetched``, ``read``, and ``written``. Stacks with lists of ids are left out. Raises
+    ConfigError if the rows of one step do not fit.
     """
     matrices: list[Ids] = [
         (ids.matrix if isinstance(ids, BatchIds) else ids).numpy()
         for ids in islice(batches, BATCHES)
     ]
     found: dict[str, dict[int, Mapping[str, float]]] = {}
-    for _, stack in cached_stacks(plan):
+    for stack, storage in cached_stacks(plan):
         if not stack.ragged and matrices:
             found[stack.tables[0].name] = {
-                rank: _dry_run(plan, stack, rank, matrices) for rank in stack.holders()
+                rank: _dry_run(plan, stack, storage, rank, matrices) for rank in stack.holders()
             }
     return found
 
 
 def _dry_run(
-    plan: RunPlan, stack: TableBatch, rank: int, matrices: list[Ids]
+    plan: RunPlan, stack: TableBatch, storage: RowStorage, rank: int, matrices: list[Ids]
 ) -> Mapping[str, float]:
-    storage, num_rows = stack.tables[0].storage, stack.num_rows(rank)
-    if storage is None:
-        raise ValueError(f"table {stack.tables[0].name} is not cached")
+    num_rows = stack.num_rows(rank)
     planner = SlotPlanner(num_rows, storage.num_slots(num_rows))
     counts = np.zeros((len(matrices), 4), np.int64)
     for step in range(len(matrices)):
@@ -86,7 +84,7 @@ def _dry_run(
 
 
 def _rows(stack: TableBatch, rank: int, ids: Ids) -> Ids:
-    """The rows of a rank's store that a batch looks up, with duplicates."""
+    """Return the rows of a rank's store that a batch looks up, with duplicates."""
     shards = {shard.table.name: shard for shard in stack.shards(rank)}
     parts: list[Ids] = []
     for use in stack.uses:

@@ -1,4 +1,4 @@
-"""Find the conversions that the dense part of a model makes, by running it without data.
+"""Finds the conversions of a model's dense part by running the dense part without data.
 
 Ops choose their signatures when they run, so the steps are recorded from a real forward and
 backward over tensors without storage (torch's meta device), on a single process.
@@ -24,9 +24,9 @@ from sbpflow.training.losses import PLAIN, row_losses
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseSteps:
-    """``forward`` and ``backward`` steps that communicate, in order.
+    """Contains the ``forward`` and ``backward`` steps that communicate, in order.
 
-    ``conversions`` are those requested by the forward and the row losses, each with its adjoint.
+    ``conversions`` are those that the forward and the row losses request, each with its adjoint.
     """
 
     forward: tuple[BoxingStep, ...]

@@ -1,7 +1,7 @@
-"""Describe what a run will do without starting a rank: tables, shards, steps, bytes, memory.
+"""Describes a run without starting a rank: tables, shards, steps, bytes, memory.
 
-Renders the plan objects that a run executes, so that the two cannot differ: as text for people,
-or with the same facts as a dictionary for programs.
+The description is rendered from the plan objects that a run executes, so that the two cannot
+differ. Output is text for people, or a dictionary with the same facts for programs.
 """
 
 import hashlib
@@ -27,7 +27,9 @@ _MAX_RANKS = 65_536
 def check_world_size(world_size: int) -> None:
     """Raise ConfigError if ``--world-size`` is out of range."""
     if not 1 <= world_size <= _MAX_RANKS:
-        raise ConfigError(f"--world-size: {world_size} ranks; use 1 to {_MAX_RANKS}, for example 2")
+        raise ConfigError(
+            f"--world-size: {world_size} ranks; use 1 to {_MAX_RANKS} (for example, 2)"
+        )
 
 
 def describe(plan: RunPlan, forecast: Forecast | None = None) -> dict[str, Any]:
@@ -140,7 +142,7 @@ def _describe_ranks(plan: RunPlan, tables: Sequence[Mapping[str, Any]]) -> list[
     for rank in plan.embeddings.world.ranks:
         dense = sum(p.num_elements(rank) for p in plan.dense)
         dense_state = sum(p.num_elements(rank) * p.state_per_element for p in plan.dense)
-        ranks[rank] = {  # in the order of the columns of _rank_lines
+        ranks[rank] = {  # the order matches the columns of _rank_lines
             "rank": rank,
             "table_bytes": 0,
             "table_state_bytes": 0,
@@ -254,7 +256,7 @@ def _table_lines(tables: Sequence[Mapping[str, Any]], *, shards: bool) -> list[s
 
 
 def _extents(shards: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a line per shard, or with many ranks a line per run of shards of equal size."""
+    """Return a line per shard or, with many ranks, a line per run of equally large shards."""
     runs: list[list[Mapping[str, Any]]] = []
     for shard in shards:
         last = runs[-1][-1] if runs else None
@@ -270,7 +272,7 @@ def _amount(shard: Mapping[str, Any]) -> tuple[int, int, int]:
 
 
 def _extent(run: Sequence[Mapping[str, Any]]) -> str:
-    """Describe shards of equal size: adjacent ones, or one shard copied on several ranks."""
+    """Describe shards of equal size: adjacent shards, or one shard copied on several ranks."""
     (r0, _), (c0, _) = run[0]["rows"], run[0]["columns"]
     (_, r1), (_, c1) = run[-1]["rows"], run[-1]["columns"]
     num_rows, num_columns, size = _amount(run[0])

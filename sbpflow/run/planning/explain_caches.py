@@ -17,9 +17,8 @@ def describe_caches(plan: RunPlan, forecast: Forecast | None = None) -> list[dic
     ``forecast`` is that of ``cache_forecast``; its figures are rows and bytes per step.
     """
     found: list[dict[str, Any]] = []
-    for _, stack in cached_stacks(plan):
-        storage = stack.tables[0].storage
-        for rank in stack.holders() if storage else ():
+    for stack, storage in cached_stacks(plan):
+        for rank in stack.holders():
             rows, width = stack.num_rows(rank), stack.width(rank)
             slots = storage.num_slots(rows)
             by_row, by_element = stack.optimizer.state_counts
@@ -45,10 +44,12 @@ def describe_caches(plan: RunPlan, forecast: Forecast | None = None) -> list[dic
 
 
 def cache_lines(caches: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The facts of ``describe_caches`` as text; no lines without caches."""
+    """Return the facts of ``describe_caches`` as text; no lines without caches."""
     if not caches:
         return []
-    rows = [("cached on rank", "tables", "slots", "of rows", "memory", "planning", "stored in")]
+    rows: list[tuple[str, ...]] = [
+        ("cached on rank", "tables", "slots", "of rows", "memory", "planning", "stored in")
+    ]
     lines: list[str] = []
     for cache in caches:
         first, *others = cache["tables"]

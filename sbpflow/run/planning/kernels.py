@@ -1,4 +1,4 @@
-"""Choose the kernels of a run: rank 0 measures them, and all ranks use the same.
+"""Chooses the kernels of a run: rank 0 measures them, and all ranks use the same kernels.
 
 ``explain`` uses the times that runs on this machine have measured, but does not measure.
 """
@@ -39,10 +39,10 @@ def with_known_kernels(plan: RunPlan, request: KernelRequest) -> RunPlan:
 
 
 def with_measured_kernels(plan: RunPlan, request: KernelRequest, boxing: Boxing) -> RunPlan:
-    """Return the plan with the fastest kernel of each stack; every rank calls it.
+    """Return the plan with the fastest kernel of each stack; every rank must call this function.
 
-    Rank 0 measures what its machine's profile lacks, a few hundred milliseconds per kind of stack,
-    while the others wait.
+    Rank 0 measures the times that its machine's profile lacks, while the other ranks wait.
+    Measuring takes a few hundred milliseconds per kind of stack.
     """
     stacks = list(_measurable(plan, request))
     if not stacks:
@@ -74,10 +74,10 @@ def _take(kernels: dict[str, KernelChoice], stack: TableBatch, times: dict[str, 
 def _measurable(
     run: RunPlan, request: KernelRequest
 ) -> Iterator[tuple[TableBatch, StackShape, list[KernelName]]]:
-    """Yield each stack for which several kernels are possible and none is requested.
+    """Yield each stack that has several possible kernels and no requested kernel.
 
-    In the plan's order, with the kernels that support it. Yields nothing for a plan for CUDA on a
-    machine without it.
+    Stacks come in the plan's order, with the kernels that support them. A plan for CUDA yields
+    nothing on a machine without CUDA.
     """
     plan, missing = run.embeddings, missing_kernels("auto")
     device = "cpu"

@@ -1,4 +1,4 @@
-"""``RunPlan``: everything static about a run, which ``explain`` prints and the trainer executes."""
+"""Defines ``RunPlan``, which has all static properties of a run."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ from sbpflow.training.step_schedule import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseParameter:
-    """A parameter of the dense part; ``state_per_element`` counts optimizer values per element."""
+    """Describes a dense parameter; ``state_per_element`` counts optimizer values per element."""
 
     name: str
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ class DenseParameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedPlan:
-    """A plan that ``scheme: auto`` compared, with its price in milliseconds."""
+    """Contains a plan that ``scheme: auto`` compared, with its price in milliseconds."""
 
     name: str
     ms: float
@@ -53,11 +53,11 @@ class PricedPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """Everything static about a run.
+    """Contains all static properties of a run.
 
     ``dense_conversions`` are the conversions of the dense part for a batch of ``batch_size`` rows;
-    ``dense_forward`` and ``dense_backward`` are their steps that communicate. All are in order.
-    ``clip`` are the steps that sum the gradient norm over ranks, if any.
+    ``dense_forward`` and ``dense_backward`` are the steps of these conversions that communicate, in
+    order. ``clip`` are the steps that sum the gradient norm over ranks, if any.
     """
 
     embeddings: EmbeddingPlan
@@ -73,9 +73,9 @@ class RunPlan:
     topology: Topology
     batch_size: int
     accumulate: int
-    lookahead: int = 1  # batches whose ids are exchanged ahead of the batch being trained
-    priced: tuple[PricedPlan, ...] = ()  # with scheme: auto; this plan is the first
-    # How ids repeat, by table where known: the exponent that ``costs.ids.click_curve`` takes.
+    lookahead: int = 1  # the number of batches whose ids are exchanged ahead of training
+    priced: tuple[PricedPlan, ...] = ()  # set by scheme: auto; this plan is the first
+    # The exponents of ``costs.ids.click_curve`` say how ids repeat, by table, if known.
     skew: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
@@ -106,7 +106,7 @@ class RunPlan:
     def window_bytes(self) -> list[int]:
         """Return each rank's memory for the ids of the batches in the lookahead window.
 
-        Counts the ids of the rank's own samples and the upper bound of those it receives.
+        This includes the ids of the rank's own samples and an upper bound of the received ids.
         """
         tables, rows = self.embeddings, self.batch_size
         steps = tables.ahead_steps(rows)
@@ -123,7 +123,7 @@ class RunPlan:
         return by_rank
 
     def transfers(self) -> frozenset[str]:
-        """Return which of ``step_schedule.TRANSFERS`` a step of this run makes."""
+        """Return the subset of ``step_schedule.TRANSFERS`` that a step of this run makes."""
         tables, rows = self.embeddings, self.batch_size
         counted = tables.count_steps(rows)
         by_kind: dict[str, Sequence[Step]] = {

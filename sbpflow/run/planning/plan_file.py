@@ -1,8 +1,8 @@
-"""Read and write the plan of a run as JSON; only classes of ``RunPlan``'s fields are constructed.
+"""Reads and writes the plan of a run as JSON; reading constructs only ``RunPlan``'s field classes.
 
 A dataclass is an object with its class name under "is", a dtype is {"dtype": name}, a mapping is
 {"map": [[key, value], ...]}, and a tuple is a list. A sparse optimizer is identified by its name,
-or by "class" if it is a user's own.
+or by "class" if the optimizer is a user's own.
 """
 
 import dataclasses
@@ -35,14 +35,14 @@ from sbpflow.training.step_schedule import (
 )
 
 FORMAT, WITHOUT_LOOKAHEAD = 3, 2  # in format 2, moves of the next batch are marked "ahead"
-# Fields and classes of older files.
+# Older files have these fields and classes.
 _RENAMED = {"wire": "comm_dtype", "whole_gradients": "dense_allreduce"}
 _RENAMED_CLASSES = {"Stack": "TableBatch", "Use": "FeatureLookup"}
 
 
 @cache
 def _classes() -> dict[str, type[Any]]:
-    """Return the dataclasses in the field types of ``RunPlan`` and, recursively, of these."""
+    """Return the dataclasses in the field types of ``RunPlan`` and, recursively, of its fields."""
     classes: dict[str, type[Any]] = {}
 
     def add(hint: Any) -> None:  # noqa: ANN401 (an annotation)
@@ -55,12 +55,12 @@ def _classes() -> dict[str, type[Any]]:
             add(argument)
 
     add(RunPlan)
-    del classes[SparseOptimizer.__name__]  # optimizers have a form of their own
+    del classes[SparseOptimizer.__name__]  # optimizers are encoded in their own way
     return classes
 
 
 def plan_to_json(plan: RunPlan) -> str:
-    """Encode the plan; ``plan_from_json`` returns an equal one."""
+    """Encode the plan; ``plan_from_json`` decodes the text into an equal plan."""
     content = _encode(plan)
     return json.dumps({"format": FORMAT, "sha256": _digest(content), "plan": content})
 
@@ -70,12 +70,12 @@ def _digest(content: object) -> str:
 
 
 def plan_from_json(text: str) -> RunPlan:
-    """Decode the text of ``plan_to_json``; DataError for anything else. Imports nothing."""
+    """Decode the text of ``plan_to_json`` without imports; raise DataError for other text."""
     try:
         content = object_of(parse_json(text), "the file")
         version = content["format"]
         if _digest(content["plan"]) != content["sha256"]:
-            raise ValueError("its checksum is wrong, so it was changed")
+            raise ValueError("its checksum is wrong, so the file was changed")
         known = version is not True and version in (FORMAT, WITHOUT_LOOKAHEAD)
         plan = _decode(content["plan"]) if known else None
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
@@ -84,7 +84,7 @@ def plan_from_json(text: str) -> RunPlan:
             "run wrote"
         ) from error
     if not isinstance(plan, RunPlan):
-        raise DataError(f"plan: format {version!r}; this version reads {FORMAT}")
+        raise DataError(f"plan: has format {version!r}, but this version reads {FORMAT}")
     return plan
 
 
@@ -115,14 +115,14 @@ def _encode_rule(rule: SparseOptimizer) -> object:
 
 
 def _decode_rule(content: dict[str, Any]) -> SparseOptimizer:
-    """Decode an optimizer; older files have the constants of all optimizers, so take its own."""
+    """Decode an optimizer; ignore constants of other optimizers, which older files contain."""
     kind: type[Any] = rule_class(content.get("class", content["name"]))
     names = [field.name for field in dataclasses.fields(kind)]
     return kind(**{key: _decode(content[key]) for key in names})
 
 
 def _decode_older_schedule(content: dict[str, Any]) -> StepSchedule:
-    """Decode a schedule of format 2: one of two orders, with or without a clipping move."""
+    """Decode a schedule of format 2, which has two orders, with or without a clip move."""
     schedule = SERIAL if content["wait_at_once"] else OVERLAPPED
     moves = {move["says"] for move in content["each_step"]}
     for clip in (CLIP, CLIP_ROWS):

@@ -53,7 +53,7 @@ def with_storage(
 
 
 def row_bytes(table: TableConfig, config: Config) -> int:
-    """Bytes of a whole row with its optimizer state."""
+    """Return the bytes of a whole row with its optimizer state."""
     parallel = config.parallel
     by_row, by_element = (table.optimizer or config.optimizer.sparse).state_counts
     state = (by_row + by_element * table.dim) * DTYPES[parallel.dtype].itemsize
@@ -85,7 +85,7 @@ def check_storage(plan: EmbeddingPlan) -> None:
 
 
 def lookahead_of(config: Config, plan: EmbeddingPlan) -> int:
-    """Batches whose ids are exchanged ahead; ConfigError if too few for the cached tables."""
+    """Return the lookahead; raise ConfigError if it is too short for the cached tables."""
     given = config.train.lookahead
     key = next((t.storage.key for g in plan.groups for t in g.tables if t.storage), None)
     if given == "auto":

@@ -1,15 +1,15 @@
-"""Text of plans: aligned columns, short lists of ranks, and sizes."""
+"""Format plans as text: aligned columns, short lists of ranks, and sizes."""
 
 import re
 from collections.abc import Sequence
 
-MANY = 8  # lists of more ranks are shown as ranges
+MANY = 8  # longer lists of ranks are shown as ranges
 
 
 def short_lists(text: str) -> str:
     """Shorten lists of more than eight numbers to ranges and repeats: [0..255], [64 x 4].
 
-    Otherwise a plan for many ranks would list all of them on each line.
+    Otherwise, each line of a plan for many ranks would list all ranks.
     """
 
     def shorten(match: "re.Match[str]") -> str:
@@ -20,7 +20,7 @@ def short_lists(text: str) -> str:
 
 
 def _runs(numbers: Sequence[int]) -> list[str]:
-    """Show three or more consecutive numbers as ``a..b``, three or more equal ones as ``n x a``."""
+    """Shorten three or more consecutive numbers to ``a..b``, and equal ones to ``n x a``."""
     shown: list[str] = []
     start = 0
     while start < len(numbers):
@@ -42,7 +42,7 @@ def _runs(numbers: Sequence[int]) -> list[str]:
 
 
 def columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Left-align columns; a row with an empty first cell is a line of text in its second cell."""
+    """Left-align columns; if a row's first cell is empty, its second cell is a line of text."""
     rows = [tuple(short_lists(cell) for cell in row) for row in rows]
     full = [row for row in rows if row[0]]
     widths = [max(map(len, column)) for column in zip(*full, strict=True)]

@@ -1,1 +1,1 @@
-"""``sbpflow report``: a page of charts for one or more runs."""
+"""Creates a page of charts for one or more runs (``sbpflow report``)."""

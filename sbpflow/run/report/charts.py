@@ -1,4 +1,4 @@
-"""Charts as inline SVG: line charts, stacked bars and calibration charts. Independent of runs."""
+"""Draws inline SVG charts, independent of runs: line charts, stacked bars and calibration."""
 
 import math
 from collections.abc import Sequence
@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from html import escape
 
 Point = tuple[float, float]
-# The palette of Okabe and Ito, which most color-blind readers can distinguish.
+# Most color-blind readers can distinguish the colors of this palette by Okabe and Ito.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31")
 WIDTH, HEIGHT = 460, 260
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 10, 36
-_MIN_RANGE = 1e-100  # smaller ranges are treated as a point
+_MIN_RANGE = 1e-100  # smaller ranges are drawn as a point
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A named line; ``number`` selects its color, ``dashed`` distinguishes two lines of a run."""
+    """Describes a line; ``number`` selects its color, ``dashed`` separates two lines of a run."""
 
     name: str
     points: Sequence[Point]
@@ -29,7 +29,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """Data ranges and their position on the page."""
+    """Maps data ranges to a position on the page."""
 
     x: tuple[float, float]
     y: tuple[float, float]
@@ -64,7 +64,7 @@ def show_number(value: float) -> str:
 
 
 def line_chart(title: str, x_label: str, series: Sequence[Series], *, zero: bool = False) -> str:
-    """Draw all series that have points, single points as dots; "" if there are none."""
+    """Draw all series that have points; "" if no series has any."""
     drawn = [line for line in series if line.points]
     if not drawn:
         return ""
@@ -75,7 +75,7 @@ def line_chart(title: str, x_label: str, series: Sequence[Series], *, zero: bool
 
 
 def calibration_chart(title: str, series: Sequence[Series]) -> str:
-    """Draw points (predicted probability, observed rate) and a diagonal where they are equal."""
+    """Draw points (predicted probability, observed rate) and a diagonal for equal values."""
     drawn = [line for line in series if line.points]
     if not drawn:
         return ""

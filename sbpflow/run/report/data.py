@@ -1,4 +1,4 @@
-"""Read what a report page shows of a run from the files in its folder."""
+"""Reads the data of a run's report page from the files in the run's folder."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,9 +21,9 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One run: its events in order of time, its plan as described by ``explain``, its settings.
+    """Contains a run's events in order of time, its plan as ``explain`` describes it, its settings.
 
-    ``plan`` is empty if there is no plan of this version; ``notes`` then says so.
+    If the folder has no plan of this version, ``plan`` is empty and ``notes`` says so.
     """
 
     name: str
@@ -38,11 +38,11 @@ class Run:
 
     @property
     def final(self) -> Event:
-        """The final event, or an empty one if the run did not finish."""
+        """Return the final event, or an empty event if the run did not finish."""
         return next(iter(self.of("final")), {})
 
     def minutes(self, event: Event) -> float:
-        """Return the minutes since the first event, which is the first log of steps."""
+        """Return the minutes since the first event."""
         return (time_of(event) - time_of(self.events[0])).total_seconds() / 60
 
     def curve(self, key: str, *, split: str | None = None, by: str = "step") -> list[Point]:
@@ -63,7 +63,7 @@ class Run:
 
 
 def read_runs(folders: list[Path]) -> list[Run]:
-    """Read runs and name each by the shortest end of its path that is unique.
+    """Read runs and name each run by the shortest unique end of its path.
 
     Raises ConfigError or DataError for a folder that is given twice or is not a run.
     """
@@ -109,16 +109,16 @@ def _events(file: Path) -> tuple[tuple[Event, ...], list[str]]:
             events.append(check_event(parse_json(line)))
         except JsonError as error:
             raise DataError(
-                f"{file}: line {number} is not an event of a run ({error}), so it was changed or "
-                "written by another program; restore the file, or report another run"
+                f"{file}: line {number} is not an event of a run ({error}); the file was changed "
+                "or another program wrote it; restore the file, or report another run"
             ) from error
-    if last:  # it does not end in a newline
+    if last:  # the file does not end in a newline
         try:
             events.append(check_event(parse_json(last)))
         except JsonError:
             notes.append(f"the last line of {METRICS_FILE}, line {len(lines) + 1}, is truncated")
     if not events:
-        raise ConfigError(f"report: {file} has no events yet; wait for step 2 of the run")
+        raise ConfigError(f"report: {file} has no events yet; wait until step 2 of the run")
     if events[-1]["event"] != "final":
         notes.append("the run has not finished")
     return tuple(events), notes
@@ -134,7 +134,7 @@ def _plan(file: Path) -> tuple[dict[str, Any], str]:
 
 
 def _settings(file: Path) -> tuple[dict[str, str], str]:
-    """Read {dotted key: value} of the configuration that the run started with, and a note."""
+    """Return {dotted key: value} of the run's original configuration, and a note."""
     try:
         text = read_text(file)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Validate the events of ``metrics.jsonl`` for a report page."""
+"""Validates the events of ``metrics.jsonl`` for a report page."""
 
 from collections.abc import Callable, Mapping
 from datetime import datetime
@@ -8,7 +8,7 @@ from sbpflow.config.parse import brief
 from sbpflow.runtime.files.json_file import JsonError, is_count, is_number, object_of
 
 Event = Mapping[str, Any]
-MAX_VALUE = 1e100  # charts compute differences and products of values, which must not overflow
+MAX_VALUE = 1e100  # limits chart values so that their differences and products are finite
 
 
 def is_value(value: object) -> bool:
@@ -68,7 +68,7 @@ def check_event(given: object) -> Event:
     time_of(event)
     if missing := [key for key in _KEYS[kind] if key not in event]:
         raise JsonError(f"it has no {missing[0]}")
-    dependent: list[str] = []  # numbers that are required because of another one
+    dependent: list[str] = []  # keys that another key requires to be numbers
     if kind == "step" and event.get("move_forward_ms") is not None:
         dependent = ["step_ms", "data_ms", *(key for key in event if key.startswith("move_"))]
     if kind == "final" and event.get("predicted") is not None:
@@ -88,7 +88,7 @@ def check_event(given: object) -> Event:
 
 
 def time_of(event: Event) -> datetime:
-    """Return the time of an event; JsonError unless it is a time with a zone."""
+    """Return the time of an event; JsonError unless it is a time with a time zone."""
     given: object = event.get("time")
     try:
         time = datetime.fromisoformat(given) if isinstance(given, str) else None

@@ -1,4 +1,4 @@
-"""``sbpflow report``: compare runs on one self-contained HTML page."""
+"""Compares runs on one self-contained HTML page (``sbpflow report``)."""
 
 from collections.abc import Callable, Sequence
 from html import escape
@@ -109,7 +109,7 @@ def _results(runs: Sequence[Run]) -> str:
 
 
 def _pair(runs: Sequence[Run], title: str, key: str, *, split: str | None = None) -> str:
-    """Draw the same curves over steps and over time."""
+    """Draw the same curves over steps, and over time."""
     charts = [
         line_chart(
             f"{title}, {text}",
@@ -152,9 +152,9 @@ def _speed(runs: Sequence[Run]) -> str:
 
 
 def _moves(run: Run) -> list[tuple[str, float]]:
-    """Return (move, ms) in the order of the schedule, with waiting for data and the loop.
+    """Return (move, ms) in the order of the schedule, with data waits and the loop's own time.
 
-    All values are of one interval, so that they add up to the step.
+    All values are from one interval, so that they add up to the step time.
     """
     steps = [event for event in run.of("step") if event.get("move_forward_ms") is not None]
     if not steps:
@@ -263,7 +263,7 @@ def _differences(runs: Sequence[Run]) -> str:
 
 
 def _each(runs: Sequence[Run], section: Callable[[Run], str]) -> str:
-    """Return a section of every run for which it is not empty, with names if there are several."""
+    """Return the sections of all runs that are not empty, with names if there are several."""
     parts = [(run.name, section(run)) for run in runs]
     title = len(runs) > 1
     return "".join(

@@ -1,1 +1,1 @@
-"""Checkpoints of a run: saving, resuming and loading."""
+"""Saves, resumes and loads the checkpoints of a run."""

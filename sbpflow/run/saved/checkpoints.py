@@ -1,4 +1,4 @@
-"""When a run is saved, which documents go with its tensors, and which checkpoints are kept."""
+"""Decides when a run is saved, with which documents, and which checkpoints are kept."""
 
 import json
 import uuid
@@ -28,10 +28,10 @@ from sbpflow.training.metrics import Evaluation
 
 
 class Read(Protocol):
-    """A loader that can resume: ``data.read.loader.RowLoader``."""
+    """A loader that can resume, such as ``data.read.loader.RowLoader``."""
 
     def state_after(self, batch: Any) -> dict[str, int | str]:  # noqa: ANN401 (of the loader)
-        """Return the position after ``batch``."""
+        """Return the position in the data after ``batch``."""
         ...
 
     def load_state_dict(self, state: Mapping[str, int | str]) -> None:
@@ -40,10 +40,10 @@ class Read(Protocol):
 
 
 class Checkpoints:
-    """Save a run as ``config.checkpoint`` says; ``training/saving.py`` documents the calls.
+    """Saves a run as ``config.checkpoint`` says; ``training/saving.py`` documents the calls.
 
     Every rank creates one. ``read`` is the loader of the train split. ``metrics_bytes`` returns the
-    present length of metrics.jsonl. ``keep_set`` copies the set's metadata to a folder.
+    current length of metrics.jsonl. ``keep_set`` copies the set's metadata to a folder.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Checkpoints:
             return
         documents = self._documents(batch, loop)
         if self._config.checkpoint.background and not self._stopping:
-            # When this save has finished, a better step may be known that is not saved yet.
+            # While this save runs, training may reach a better step that is not saved yet.
             best = self._best
             self._saver.start(step, documents, lambda: self._prune(step, best))
         else:
@@ -154,7 +154,7 @@ class Checkpoints:
             self._lock.close()
 
     def _documents(self, batch: Batch, loop: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the documents of a checkpoint; empty except on rank 0, which writes them."""
+        """Return a checkpoint's documents, or {} on ranks other than 0, which do not write."""
         if self._world.rank:
             return {}
         names = ("path", "fingerprint", "content_id", "vocabulary_digest")
@@ -179,7 +179,7 @@ def _folder(folder: Path) -> Path:
 def check_shared(folder: Path, boxing: Boxing) -> None:
     """Raise ConfigError on every rank, naming the ranks that do not see rank 0's folder.
 
-    Rank 0 writes a random number to a file there, and the others read it.
+    Rank 0 writes a random number to a file in the folder, and the others read the number.
     """
     if boxing.world.size == 1:
         return

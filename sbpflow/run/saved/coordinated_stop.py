@@ -1,7 +1,7 @@
-"""Agree on the step after which all ranks save and exit, once any rank received a stop signal.
+"""Lets all ranks agree on a last step, to save and exit after any rank gets a stop signal.
 
-A preemption signals a single machine. Without an agreement the others would keep training until
-that machine is gone, and nothing would be saved.
+A preemption signals a single machine. Without an agreement, the other machines would train until
+this machine is gone, and nothing would be saved.
 """
 
 import time
@@ -11,7 +11,7 @@ from sbpflow.errors import PeerStoppedError
 from sbpflow.runtime.processes.store import TimedStore
 from sbpflow.runtime.ranks.world import World
 
-_LOOK_S = 1.0  # between checks for another rank's signal, each a round trip to the store
+_LOOK_S = 1.0  # seconds between checks for other ranks' signals; a check is a store round trip
 
 
 class StopSignal(Protocol):
@@ -25,9 +25,9 @@ class StopSignal(Protocol):
 
 
 class CoordinatedStop:
-    """Every rank creates one and calls ``after`` between its steps.
+    """Decides the step after which a run ends; each rank calls ``after`` between its steps.
 
-    ``timeout_s`` limits each store operation. It is long, so that a slow link does not end the run.
+    ``timeout_s`` limits each store operation. A long limit keeps slow links from ending the run.
     """
 
     def __init__(self, stop: StopSignal, world: World, *, timeout_s: float) -> None:
@@ -39,9 +39,9 @@ class CoordinatedStop:
     def after(self, step: int) -> bool:
         """Return whether the run ends after ``step``.
 
-        A rank that learns of the signal writes ``knows/RANK`` and from then on reads ``at`` between
-        its steps. Once all ranks have written, rank 0 sets ``at`` to the next step. No rank
-        can complete that step without rank 0, so all of them read ``at`` in time.
+        A rank that learns of the signal writes ``knows/RANK``, and then reads ``at`` after each
+        step. Once all ranks have written, rank 0 sets ``at`` to the next step. No rank can
+        complete that step without rank 0, so all ranks read ``at`` in time.
         """
         size, rank = self._world.size, self._world.rank
         if size == 1:
@@ -59,7 +59,7 @@ class CoordinatedStop:
         return store.check(["at"]) and step >= int(store.get("at"))
 
     def leave(self) -> None:
-        """End this rank after saving: raise what the signal raises, or PeerStoppedError."""
+        """End this rank after the save: raise the signal's exception, or PeerStoppedError."""
         if not self._stop.signum:
             raise PeerStoppedError("another rank received a stop signal; the run was saved")
         self._stop.leave()

@@ -1,6 +1,6 @@
-"""Decide whether a run resumes, and from which checkpoint; rank 0 decides for all ranks.
+"""Decides whether a run resumes, and from which checkpoint; rank 0 decides for all ranks.
 
-An unfinished run resumes if every key that affects results has the same value; otherwise it is
+An unfinished run resumes if every key that affects results has the same value. Otherwise the run is
 refused with the differences. Checkpoints of any other run are moved aside.
 """
 
@@ -38,9 +38,9 @@ _SET = "the set in data.path"  # a key of run.json
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFacts:
-    """Identity of a prepared set: digests of its files, its rows and its vocabulary.
+    """Identifies a prepared set by digests of its files, its rows and its vocabulary.
 
-    ``ancestors`` are the vocabulary digests of the sets that it was grown from.
+    ``ancestors`` are the vocabulary digests of the sets that this set was grown from.
     """
 
     path: str
@@ -50,10 +50,10 @@ class DataFacts:
     ancestors: tuple[str, ...] = ()
 
     def relation(self, saved: Mapping[str, Any]) -> str:
-        """Compare this set with the ``saved`` one: "same", "grown" or "other".
+        """Compare this set with the ``saved`` set: "same", "grown" or "other".
 
-        The same rows in other files are the same set. A set with the same vocabulary but other rows
-        counts as "grown", because its ids have the same meaning.
+        The same rows in other files are "same". Other rows with the same vocabulary are "grown",
+        because the ids have the same meaning.
         """
         if self.content_id == saved.get("content_id") or self.fingerprint == saved.get(
             "fingerprint"
@@ -66,10 +66,10 @@ class DataFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """How a run starts: ``newest`` is the checkpoint to try first, None to start from scratch.
+    """Describes how a run starts; ``newest`` is the first checkpoint to try, None for a fresh run.
 
-    ``run`` is the run's ID. With ``resumes`` it is the run that was saved, and its files are
-    appended to; otherwise it is a new run, perhaps initialized from another run's checkpoint.
+    ``run`` is the run's id. With ``resumes``, this is the id of the saved run, and the saved run's
+    files are appended to. Otherwise the run is new, and may start from another run's checkpoint.
     """
 
     folder: Path
@@ -80,7 +80,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Position a run starts at; ``training/loop.py`` defines step, epoch and steps_of_before."""
+    """Describes where a run starts; ``training/loop.py`` defines step, epoch, steps_of_before."""
 
     step: int = 0
     epoch: int = 0
@@ -93,7 +93,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """A decision, the position it led to, and the set that the run reads."""
+    """Contains a decision, the resulting start, and the set that the run reads."""
 
     decision: Decision
     start: Start
@@ -106,7 +106,7 @@ def checkpoint_dir(config: Config) -> Path:
 
 
 def relevant_facts(config: Config, data: DataFacts) -> dict[str, str]:
-    """Return the keys and values that results depend on, including the set."""
+    """Return the keys and values that results depend on, including the set's identity."""
     scores_matter = config.train.stop is not None or config.train.plateau is not None
     facts = config_facts(config, ("results", "scores") if scores_matter else ("results",))
     return {**facts, _SET: data.content_id[:16]}
@@ -115,7 +115,7 @@ def relevant_facts(config: Config, data: DataFacts) -> dict[str, str]:
 def decide(config: Config, data: DataFacts, boxing: Boxing) -> Decision:
     """Decide how the run starts, equally on all ranks, and move older checkpoints aside.
 
-    Every rank calls it. Raises ConfigError on every rank if the user has to decide.
+    Every rank must call this. Raises ConfigError on every rank if the user must decide.
     """
     folder = checkpoint_dir(config)
     decision = Decision(folder=folder, run="")
@@ -147,9 +147,9 @@ def _decide(config: Config, data: DataFacts, folder: Path) -> Decision:
         newest = _checkpoint_at(Path(resume))
         if newest.parent.resolve() == folder.resolve():
             raise ConfigError(
-                f"checkpoint.resume: {resume} is in checkpoint.dir, {folder}, whose checkpoints a "
-                "new run moves aside; use checkpoint.resume=auto to resume that run, or another "
-                "run.dir to start a new run from its checkpoint"
+                f"checkpoint.resume: {resume} is in checkpoint.dir, {folder}, but a new run moves "
+                "the checkpoints there aside; use checkpoint.resume=auto to resume that run, or "
+                "another run.dir to start a new run from its checkpoint"
             )
         _move_aside(config)
         return replace(new_run, newest=newest)
@@ -163,37 +163,37 @@ def _decide(config: Config, data: DataFacts, folder: Path) -> Decision:
         return new_run
     newest = next(good_checkpoints(folder, run=saved.run), None)
     if newest is None and not list_checkpoints(folder):
-        _move_aside(config)  # it ended before its first checkpoint
+        _move_aside(config)  # the earlier run ended before its first checkpoint
         return new_run
     _check_same(saved.facts, config, data, folder)
     if newest is None:
         raise ConfigError(
             f"checkpoint.resume: no checkpoint in {folder} is usable (see the warnings above); use "
-            "checkpoint.resume=never to start from scratch (they are moved aside), or another "
-            "run.dir"
+            "checkpoint.resume=never to move the checkpoints aside and start from scratch, or "
+            "another run.dir"
         )
     tidy(folder)
     return Decision(folder=folder, run=saved.run, newest=newest.path, resumes=True)
 
 
 def _check_no_checkpoints(folder: Path) -> None:
-    """Raise ConfigError for checkpoints without run.json: their run cannot be identified."""
+    """Raise ConfigError for checkpoints without run.json, because their run is unknown."""
     if checkpoints := list_checkpoints(folder):
         raise ConfigError(
-            f"checkpoint.resume: auto, but {folder} contains checkpoints and no {RUN_FILE}, which "
+            f"checkpoint.resume: auto, but {folder} contains checkpoints without {RUN_FILE}, which "
             "identifies their run; restore that file, or use another run.dir with "
             f"checkpoint.resume={checkpoints[0]} to start from the newest, or "
-            "checkpoint.resume=never to start from scratch (they are moved aside)"
+            "checkpoint.resume=never to move the checkpoints aside and start from scratch"
         )
 
 
 def _checkpoint_at(path: Path) -> Path:
-    """Return the checkpoint at ``path``, or the newest good one of a folder of checkpoints."""
+    """Return the checkpoint at ``path``, or a folder's newest good checkpoint."""
     if not list_checkpoints(path):
         return checked(path).path
     for checkpoint in good_checkpoints(path):
         return checkpoint.path
-    raise CheckpointError(f"{path}: none of its checkpoints is usable (see the warnings above)")
+    raise CheckpointError(f"{path}: contains no usable checkpoint (see the warnings above)")
 
 
 def _check_same(saved: Mapping[str, str], config: Config, data: DataFacts, folder: Path) -> None:
@@ -208,14 +208,14 @@ def _check_same(saved: Mapping[str, str], config: Config, data: DataFacts, folde
     ]
     if differences:
         raise ConfigError(
-            f"checkpoint.resume: the unfinished run in {folder} has other settings: "
-            f"{'; '.join(differences)}. Restore these values to resume it, or start from scratch "
-            "with checkpoint.resume=never (it is moved aside) or another run.dir"
+            f"checkpoint.resume: the unfinished run in {folder} has different settings: "
+            f"{'; '.join(differences)}. Restore these values to resume the run; or, to start from "
+            "scratch, use checkpoint.resume=never, which moves that run aside, or another run.dir"
         )
 
 
 def _move_aside(config: Config) -> None:
-    """Move another run's files in checkpoint.dir aside; in run.dir the report does it."""
+    """Move another run's files in checkpoint.dir aside; the report does this in run.dir."""
     folder = checkpoint_dir(config)
     if not folder.is_dir():
         return
@@ -229,10 +229,11 @@ def _move_aside(config: Config) -> None:
 
 
 def load(decision: Decision, job: Job, data: DataFacts, boxing: Boxing) -> Start:
-    """Restore the job from the newest checkpoint that every rank can read; every rank calls it.
+    """Restore the job from the newest checkpoint that every rank can read.
 
-    A run that resumes logs and skips damaged checkpoints. Raises ConfigError on every rank if no
-    checkpoint is left, or if one does not fit the job or the set.
+    Every rank must call this. A run that resumes logs and skips damaged checkpoints. Raises
+    ConfigError on every rank if no checkpoint is usable, or if a checkpoint does not fit the job or
+    the set.
     """
     newest = decision.newest
     if newest is None:
@@ -241,7 +242,7 @@ def load(decision: Decision, job: Job, data: DataFacts, boxing: Boxing) -> Start
         previous = _previous(decision, newest, boxing) if decision.resumes else None
         if previous is None:
             raise ConfigError(f"checkpoint.resume: {reason}")
-        logger.warning("skipped a checkpoint: %s", reason)
+        logger.warning("skipped an unusable checkpoint: %s", reason)
         newest = previous
     start = _start(open_checkpoint(newest), decision, data)
     logger.info("resuming after step %d from %s", start.step, newest)
@@ -249,7 +250,7 @@ def load(decision: Decision, job: Job, data: DataFacts, boxing: Boxing) -> Start
 
 
 def _restore(path: Path, job: Job, data: DataFacts) -> str:
-    """Restore the job; return why this rank could not, or ""."""
+    """Restore the job; return why this rank failed, or "" on success."""
     try:
         checkpoint = open_checkpoint(path)
         saved = saved_set(checkpoint)
@@ -257,8 +258,8 @@ def _restore(path: Path, job: Job, data: DataFacts) -> str:
         if relation == "other":
             raise CheckpointError(
                 f"{path}: was trained on the set {saved['path']}, whose vocabulary differs from "
-                f"that of {data.path}; use that set, or one that was grown from it (sbpflow "
-                "prepare --like OLD --grow)"
+                f"that of {data.path}; use the training set, or a set that was grown from it "
+                "(sbpflow prepare --like OLD --grow)"
             )
         check_loop(checkpoint) if relation == "grown" else check_start(checkpoint)
         job.restore(checkpoint, grown=relation == "grown")
@@ -268,13 +269,13 @@ def _restore(path: Path, job: Job, data: DataFacts) -> str:
 
 
 def _first(boxing: Boxing, text: str) -> str:
-    """Return the text of the lowest rank that has one, or "", on every rank."""
+    """Return the first rank's text that is not "", on every rank; "" if there is none."""
     texts = [facts["text"] for facts in gather_facts(boxing, {"text": text})]
     return next(filter(None, texts), "")
 
 
 def _previous(decision: Decision, newest: Path, boxing: Boxing) -> Path | None:
-    """Return the good checkpoint before ``newest`` that rank 0 finds."""
+    """Return the newest good checkpoint before ``newest``, as rank 0 finds it."""
     path = ""
     if boxing.world.rank == 0:
         good = good_checkpoints(decision.folder, run=decision.run)

@@ -1,4 +1,4 @@
-"""Validate the documents that a run stores in a checkpoint with its tensors.
+"""Validates the documents that a run stores in a checkpoint with its tensors.
 
 The index has a digest, but a valid digest does not prove that sbpflow wrote the documents.
 """
@@ -14,7 +14,7 @@ from sbpflow.runtime.files.json_file import is_count, is_number
 
 
 def saved_set(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """Return path and digests of the training set; CheckpointError names an invalid key."""
+    """Return path and digests of the training set; raise CheckpointError for an invalid key."""
     data = _object(checkpoint, "data", checkpoint.documents.get("data"))
     for key in ("path", "fingerprint"):
         _need(checkpoint, f"data.{key}", data.get(key), _is_text, "text")
@@ -38,7 +38,7 @@ def check_start(checkpoint: Checkpoint) -> None:
 
 
 def check_loop(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError unless ``loop`` holds ``Watchers`` states; losses may be infinite."""
+    """Raise CheckpointError unless ``loop`` contains valid states; losses may be infinite."""
     loop = _object(checkpoint, "loop", checkpoint.documents.get("loop"))
     for name, given in loop.items():
         state = _object(checkpoint, f"loop.{name}", given)
@@ -60,7 +60,7 @@ def _need(
     if not fits(value):
         given = "missing" if value is None else brief(value)
         raise CheckpointError(
-            f"{checkpoint.path}: its {key} is {given} and must be {rule}; use another checkpoint"
+            f"{checkpoint.path}: its {key} is {given} but must be {rule}; use another checkpoint"
         )
 
 

@@ -1,4 +1,4 @@
-"""Load a trained model: find its checkpoint, rebuild its configuration and plan, fill a job."""
+"""Loads a trained model: finds its checkpoint, rebuilds configuration and plan, fills a job."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -27,16 +27,16 @@ from sbpflow.run.planning.plan_file import plan_from_json
 
 
 def find_checkpoint(path: Path) -> Checkpoint:
-    """Return the checkpoint at ``path``, or the newest good one of a run or checkpoint folder.
+    """Return the checkpoint at ``path``, or a folder's newest good checkpoint.
 
-    Damaged checkpoints are skipped with a warning. Raises CheckpointError if none is left.
+    Damaged checkpoints are skipped with a warning. Raises CheckpointError if all are damaged.
     """
     if (path / INDEX_FILE).exists():
         return checked(path)
     folder = checkpoint_folder(path)
     if not list_checkpoints(folder):
         raise CheckpointError(
-            f"--checkpoint {path}: contains no checkpoint; use a run folder or a folder step-N"
+            f"--checkpoint {path}: contains no checkpoint; use a run folder, or a folder step-N"
         )
     for checkpoint in good_checkpoints(folder):
         return checkpoint
@@ -72,9 +72,9 @@ def saved_layouts(
     """Adapt the saved configuration to ``world_size`` ranks; also return rules for ``plan_run``.
 
     The rules replace ``parallel.plan``: the saved layouts on the same number of ranks, S(0) on any
-    other. So the planner does not run again, and the plan file may be gone. Rules of
+    other number. So the planner does not run again, and the plan file is not needed. Rules of
     ``parallel.tables`` that name missing ranks become S(0), and the saved ``parallel.topology`` is
-    dropped. Keys given as overrides are kept as they are.
+    dropped. Keys given as overrides keep their values.
     """
     given: Any = plain(config.parallel)
     saved = _group(with_current_keys(_group(checkpoint.documents, "config")), "parallel")
@@ -93,7 +93,7 @@ def saved_layouts(
 
 
 def _group(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return a group of keys, or an empty one."""
+    """Return a group of keys, or an empty group if there is none."""
     group = tree.get(key)
     return cast("Mapping[str, Any]", group) if isinstance(group, Mapping) else {}
 
@@ -123,9 +123,10 @@ def _plan_of(checkpoint: Checkpoint) -> RunPlan | None:
 def saved_plan(checkpoint: Checkpoint, plan: RunPlan, request: KernelRequest) -> RunPlan | None:
     """Return the saved plan with its kernels if ``plan`` equals it except for the kernels.
 
-    Kernels are chosen by measured times, which vary between starts, and their results differ in the
-    last bits. So where ``request`` (``parallel.kernel``) is auto, resumed runs and predictions keep
-    the saved kernels. Returns None if one of them is unavailable here, or the plans differ.
+    Measured times, which vary between starts, decide the kernels, and kernels differ in the last
+    bits of their results. So if ``request`` (``parallel.kernel``) is auto, resumed runs and
+    predictions keep the saved kernels. Returns None if a saved kernel is unavailable, or the plans
+    differ.
     """
     saved = _plan_of(checkpoint)
     if saved is None:
@@ -164,9 +165,8 @@ def load_values(job: Job, checkpoint: Checkpoint) -> None:
     state = {name: tensor for name, tensor in job.state().items() if name in wanted}
     for name, tensor in state.items():
         saved = checkpoint.saved(name)
-        if (
-            saved.shape[tensor.by_key :] != tensor.shape[tensor.by_key :]
-        ):  # keys: any number of rows
+        skip = tensor.by_key  # a table by key may have any number of rows
+        if saved.shape[skip:] != tensor.shape[skip:]:
             raise CheckpointError(
                 f"{checkpoint.path}: {name} has shape {list(saved.shape)}, but this model has "
                 f"{list(tensor.shape)}; use the model and the set of the training run"

@@ -1,1 +1,1 @@
-"""The computing resources of this machine: devices, compilers, memory, package versions."""
+"""Finds the computing resources of this machine: devices, compilers, memory, packages."""

@@ -1,7 +1,7 @@
-"""Read small device tensors on the host without blocking the device.
+"""Reads small device tensors on the host without blocking the device.
 
-They are copied to pinned memory, overlapped with subsequent work, and read later. On CPU no copy is
-needed.
+The tensors are copied to pinned memory, overlapped with subsequent work, and read later. On CPU no
+copy is needed.
 """
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class AsyncScalarRead:
-    """A copy of ``values`` on the current stream; holds a reference to them until it is deleted."""
+    """Copies ``values`` on the current stream, and keeps a reference to ``values``."""
 
     def __init__(self, values: Tensor) -> None:
         self._event: torch.cuda.Event | None = None

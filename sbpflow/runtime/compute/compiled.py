@@ -1,4 +1,4 @@
-"""Compile functions with numba. This module must be imported only if numba is installed."""
+"""Compiles functions with numba. Import this module only if numba is installed."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar, cast

@@ -1,4 +1,4 @@
-"""Find compilers for torch.compile, set its cache folder, and measure half-precision speed."""
+"""Finds compilers for torch.compile, sets its cache folder, and times half-precision math."""
 
 import atexit
 import os
@@ -19,7 +19,7 @@ C_COMPILERS = ("gcc", "clang", "cc")
 
 
 def compiler_problem(device_type: str) -> str:
-    """Return why torch.compile has no compiler for a device, and what to install; or ""."""
+    """Return why torch.compile has no compiler for a device, and what to install; else ""."""
     if device_type == "cuda":
         if find_spec("triton") is None:
             return "triton, which compiles for CUDA, is not installed: pip install triton"
@@ -31,18 +31,18 @@ def compiler_problem(device_type: str) -> str:
     wanted = (given,) if given else names
     if any(shutil.which(name) for name in wanted):
         return ""
-    return f"there is no {kind} compiler (looked for {', '.join(wanted)}): install {names[0]}"
+    return f"no {kind} compiler was found (tried {', '.join(wanted)}); install {names[0]}"
 
 
 def keep_compiled_privately() -> None:
     """Let torch.compile cache code in the user's cache, unless TORCHINDUCTOR_CACHE_DIR is set.
 
-    torch's default folder has a predictable name in the shared temporary folder, so any local user
-    can create it first, and torch executes its contents. Precompiled headers are disabled, because
-    they are always stored there. Call this before anything is compiled.
+    torch's default folder has a predictable name in the shared temporary folder. Any local user can
+    create this folder first, and torch executes its contents. Precompiled headers are always stored
+    there, so they are disabled. Call this function before anything is compiled.
     """
     given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    # torch sets the variable to its default when it loads its tracer, perhaps before this call.
+    # Loading torch's tracer, perhaps before this call, sets the variable to a default.
     shared = Path(tempfile.gettempdir()).absolute()
     if given is not None and (
         Path(given).parent != shared or not Path(given).name.startswith("torchinductor_")
@@ -50,19 +50,19 @@ def keep_compiled_privately() -> None:
         return
     os.environ["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
     inductor: Any = sys.modules.get("torch._inductor.config")
-    if inductor is not None:  # it has already read the variable
+    if inductor is not None:  # torch has already read the variable
         inductor.cpp_cache_precompile_headers = False
     folder = code_cache("inductor")
-    if folder is None:  # torch.compile needs files, so use a private folder for this process
+    if folder is None:  # torch.compile needs files; create a private folder for this process
         folder = Path(tempfile.mkdtemp(prefix="sbpflow-inductor-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
 
 def half_time(half: torch.dtype, *, rows: int = 512, width: int = 512, repeats: int = 5) -> float:
-    """Return the time of a matrix product on this CPU in ``half``, with casts, over float32.
+    """Return this CPU's time of a matrix product in ``half``, with casts, divided by float32's.
 
-    The best of ``repeats`` of each; takes a few milliseconds.
+    The function takes the best of ``repeats`` runs of each, a few milliseconds in all.
     """
     x, weight = torch.ones(rows, width), torch.ones(width, width)
     products = (lambda: x.to(half) @ weight.to(half), lambda: x @ weight)

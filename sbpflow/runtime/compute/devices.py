@@ -1,4 +1,4 @@
-"""Choose the device of a rank, and explain why it is not a GPU where one is expected."""
+"""Chooses the device of a rank, and explains why a GPU is not used where one is expected."""
 
 import os
 import platform
@@ -10,7 +10,7 @@ import torch
 from sbpflow.errors import ConfigError
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "meta": "gloo"}
-"""c10d backends by device type; the meta tensors of a dry run are never sent."""
+"""Maps device types to c10d backends; the meta tensors of a dry run are never sent."""
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -35,8 +35,8 @@ def choose_device(device: str, local_rank: int) -> torch.device:
     if local_rank >= count:
         raise ConfigError(
             f"LOCAL_RANK is {local_rank}, but this host has {count} CUDA device(s), and NCCL needs "
-            f"one per rank; start at most {count} ranks here, for example torchrun "
-            f"--nproc-per-node {count}, or use parallel.device=cpu"
+            f"one per rank; start at most {count} ranks here (for example, torchrun "
+            f"--nproc-per-node {count}), or use parallel.device=cpu"
         )
     chosen = torch.device("cuda", local_rank)
     torch.cuda.set_device(chosen)
@@ -44,7 +44,7 @@ def choose_device(device: str, local_rank: int) -> torch.device:
 
 
 def why_no_cuda() -> str:
-    """Return why torch cannot use CUDA although the machine or the build supports it; or ""."""
+    """Return why torch cannot use CUDA although the machine or build supports it; else ""."""
     driver = _DRIVER.exists()
     if torch.version.cuda is None:
         if not driver:
@@ -65,7 +65,7 @@ def why_no_cuda() -> str:
 
 
 def memory_bytes(device_type: str) -> int | None:
-    """Return the memory of this rank's GPU, or of this machine; ``None`` if unknown."""
+    """Return the memory of this rank's GPU, or of this machine, in bytes; ``None`` if unknown."""
     if device_type == "cuda":
         if not torch.cuda.is_available():
             return None
@@ -77,6 +77,6 @@ def memory_bytes(device_type: str) -> int | None:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the device, its model and its host, for summaries."""
+    """Return a summary of the device: its name, model and host."""
     model = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return f"{device} ({model}) on {platform.node()}"

@@ -1,4 +1,4 @@
-"""``sbpflow doctor``: check which parts of this environment work, and how to fix the others.
+"""Checks which parts of this environment work, and how to fix the others (``sbpflow doctor``).
 
 Each check runs an operator or a collective, because an installed package may fail to load.
 """
@@ -29,7 +29,7 @@ _MARKS: dict[State, str] = {"ok": "ok    ", "absent": "absent", "broken": "BROKE
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report; ``broken`` makes the exit code 1."""
+    """Contains one line of the report; ``broken`` makes the exit code 1."""
 
     name: str
     state: State
@@ -42,10 +42,10 @@ DataChecks = Callable[[Path], Sequence[Finding]]
 def main(argv: Sequence[str] = (), data_checks: DataChecks | None = None) -> int:
     """Write the report to stdout on rank 0; return 0 if nothing is broken, else 1.
 
-    ``data_checks`` runs further checks in which every rank takes part; it gets ``--dir``.
+    Every rank takes part in ``data_checks``, which get the value of ``--dir``.
     """
     parser = argparse.ArgumentParser(prog="sbpflow doctor", description=__doc__)
-    text = "folder of runs, to check its free space and a test checkpoint (default runs)"
+    text = "folder of runs; doctor checks its space and a test checkpoint (default: runs)"
     parser.add_argument("--dir", type=local_path, default=Path("runs"), help=text)
     args = parser.parse_args(argv)
     rank, _ = rank_and_world_size()
@@ -65,14 +65,14 @@ def main(argv: Sequence[str] = (), data_checks: DataChecks | None = None) -> int
 def _run_data_checks(data_checks: DataChecks, folder: Path) -> Sequence[Finding]:
     try:
         return data_checks(folder)
-    except PeerLostError:  # reported once by all ranks together
+    except PeerLostError:  # all ranks together report this error once
         raise
     except Exception as error:  # noqa: BLE001  (the other findings must still be reported)
         return [_broken("ranks", error)]
 
 
 def _run(check: Callable[[], Finding]) -> Finding:
-    """Run a check; any exception means that its subject is broken."""
+    """Run a check; report any exception as a broken subject."""
     try:
         return check()
     except Exception as error:  # noqa: BLE001  (the other checks must still run)
@@ -110,13 +110,13 @@ def _torch() -> Finding:
 
 
 def _fbgemm() -> Finding:
-    """Run one operator, which needs the compiled library."""
+    """Run an operator that needs the compiled library."""
     try:
         module = import_fbgemm()
     except ConfigError as error:
         return Finding("fbgemm", "broken", str(error))
     if module is None:
-        hint = "to install it: pip install 'sbpflow[cpu]' or 'sbpflow[cuda]'"
+        hint = "to install FBGEMM, run pip install 'sbpflow[cpu]' or 'sbpflow[cuda]'"
         return Finding("fbgemm", "absent", f"lookups use the plain torch kernel; {hint}")
     import torch
 
@@ -128,8 +128,8 @@ def _fbgemm() -> Finding:
 
 
 def _numba() -> Finding:
-    """Compile one function."""
-    hint = "for faster ones: pip install 'sbpflow[numba]'"
+    """Compile one function with numba."""
+    hint = "for faster kernels, run pip install 'sbpflow[numba]'"
     finding = _optional("numba", "numba", f"tables on CPUs use other kernels; {hint}")
     if finding.state == "absent":
         return finding
@@ -144,12 +144,12 @@ def _numba() -> Finding:
 
 
 def _triton() -> Finding:
-    """Only look for the package, because it compiles only for GPUs."""
+    """Look for the package without running its code, because triton compiles only for GPUs."""
     return _optional("triton", "triton", "tables on CUDA use other kernels")
 
 
 def _dali() -> Finding:
-    finding = _optional("dali", "nvidia-dali-cuda130", "data.loader=auto reads without it")
+    finding = _optional("dali", "nvidia-dali-cuda130", "data.loader=auto does not need it")
     if finding.state == "ok":
         import_module("nvidia.dali")
     return finding
@@ -161,7 +161,7 @@ def _gloo() -> Finding:
     from torch import distributed
 
     if not distributed.is_gloo_available():
-        return Finding("gloo", "broken", "this torch is built without it; CPU ranks need it")
+        return Finding("gloo", "broken", "this torch build lacks gloo, which CPU ranks need")
     group = distributed.ProcessGroupGloo(distributed.HashStore(), 0, 1, timedelta(seconds=20))
     value = torch.ones(1)
     group.allreduce([value]).wait()  # pyright: ignore[reportAttributeAccessIssue]  (stub lacks it)
@@ -189,7 +189,7 @@ def _nccl() -> Finding:
     if not torch.cuda.is_available():
         return Finding("nccl", "absent", "needs CUDA")
     if not distributed.is_nccl_available():
-        return Finding("nccl", "broken", "this torch is built without it; CUDA ranks need it")
+        return Finding("nccl", "broken", "this torch build lacks NCCL, which CUDA ranks need")
     return Finding("nccl", "ok", ".".join(str(part) for part in nccl.version()))
 
 

@@ -1,23 +1,23 @@
-"""Keep freed memory in the process, for commands that allocate the same sizes repeatedly.
+"""Keeps freed memory in processes that allocate the same sizes repeatedly.
 
-The GNU C library returns large freed blocks to the system, which zeroes every page at its next use.
+The GNU C library returns large freed blocks to the system, which zeroes each page at its next use.
 docs/decisions/engine.md and data.md have measurements of the cost.
 """
 
 import ctypes
 
-# From malloc.h of glibc: parameters of mallopt.
+# These parameters of mallopt are defined in glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 
 def keep_freed_memory() -> None:
     """Reuse freed memory instead of returning it to the system; no effect without glibc.
 
-    Call it before the process starts threads. Memory use then stays at its peak, so only a command
-    should call it for its own process, and never a library.
+    Call this function before the process starts threads. Memory use then stays at its peak, so only
+    a command should call this for its own process, never a library.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_M_ARENA_MAX, 1)  # the heaps of other arenas are returned to the system
+        mallopt(_M_ARENA_MAX, 1)  # other arenas return their heaps to the system
         mallopt(_M_MMAP_THRESHOLD, 1 << 30)  # blocks above the threshold are mapped separately
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)

@@ -1,7 +1,7 @@
-"""Check which versions of torch and FBGEMM are compatible, and what to install if they are not.
+"""Checks which versions of torch and FBGEMM are compatible, and what to install otherwise.
 
 This module imports neither torch nor FBGEMM. The pairs follow FBGEMM's releases. On CPU, FBGEMM
-1.8.0 was run with torch 2.13.0 (2026), and 1.9.0 failed to load with it.
+1.8.0 was run with torch 2.13.0 (2026), and 1.9.0 failed to load with that torch.
 """
 
 import importlib
@@ -13,14 +13,14 @@ from types import ModuleType
 from sbpflow.errors import ConfigError
 
 SBPFLOW_VERSION = "0.1.0"
-# FBGEMM is compiled against one torch version and does not load with any other.
+# Each FBGEMM release is compiled against one torch version and loads with no other version.
 FBGEMM_OF_TORCH = {"2.11": "1.6", "2.12": "1.7", "2.13": "1.8"}
 _FBGEMM_DISTS = ("fbgemm-gpu-cpu", "fbgemm-gpu")
 
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """Versions in this environment; None if a package is not installed."""
+    """Contains the versions in this environment; None if a package is not installed."""
 
     torch: str | None
     fbgemm: str | None
@@ -28,7 +28,7 @@ class Installed:
 
     @staticmethod
     def find() -> "Installed":
-        """Read package metadata only, which works even if the packages do not load."""
+        """Read package metadata only, even if the packages do not load."""
         dists = [(name, version) for name in _FBGEMM_DISTS if (version := dist_version(name))]
         if len(dists) > 1:
             names = " and ".join(f"{name} {version}" for name, version in dists)
@@ -63,7 +63,7 @@ def check_pair(installed: Installed) -> None:
 
 
 def import_fbgemm() -> ModuleType | None:
-    """Import ``fbgemm_gpu``; None if not installed, ConfigError if it does not match torch."""
+    """Import ``fbgemm_gpu``; None if not installed, ConfigError if torch does not match."""
     installed = Installed.find()
     if installed.fbgemm is None:
         return None
@@ -77,7 +77,7 @@ def import_fbgemm() -> ModuleType | None:
 
 
 def install_command(torch: str | None, fbgemm_dist: str) -> str:
-    """Return the pip command for an FBGEMM that matches ``torch``, or for the newest known pair."""
+    """Return the pip command for an FBGEMM that matches ``torch``, or for the newest pair."""
     known = minor(torch) if torch is not None and minor(torch) in FBGEMM_OF_TORCH else None
     pair = known or list(FBGEMM_OF_TORCH)[-1]
     torch_pin = (torch or "").split("+")[0] if known else f"{pair}.0"

@@ -1,1 +1,1 @@
-"""Annotations of configuration fields, and the import of users' classes."""
+"""Annotates configuration fields, and imports users' classes."""

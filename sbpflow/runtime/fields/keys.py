@@ -1,4 +1,4 @@
-"""``Key``: an annotation of a configuration field with what it affects and its description."""
+"""Defines ``Key``, which annotates a configuration field with its effect and description."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,14 +8,15 @@ Affects = Literal["results", "scores", "execution"]
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """An annotation: what a key affects, and its description in docs/configuration.md.
+    """Annotates a key with what it affects, and its description in docs/configuration.md.
 
     * ``results``: the loss of some step. The value must not change when a run resumes.
-    * ``scores``: evaluations only. May change unless ``train.stop`` or ``train.plateau`` is set.
-    * ``execution``: where, how or how long a run executes. May change: losses differ at most by
-      the rounding of sums in another order.
+    * ``scores``: evaluations only. The value may change unless ``train.stop`` or ``train.plateau``
+      is set.
+    * ``execution``: where, how or how long a run executes. The value may change: losses differ at
+      most by the rounding of sums in another order.
 
-    A field without a Key affects the same as its group; a user's own class affects results.
+    A field without a Key has the effect of its group; a user's own class affects results.
     """
 
     affects: Affects
@@ -23,7 +24,7 @@ class Key:
 
 
 def key_of(kind: type, name: str) -> Key | None:
-    """Return a dataclass field's Key; None if it has none, or its annotation is a string."""
+    """Return a dataclass field's Key; None without a Key, or if the annotation is a string."""
     field = getattr(kind, "__dataclass_fields__", {}).get(name)
     marks = getattr(field.type, "__metadata__", ()) if field is not None else ()
     return next((mark for mark in marks if isinstance(mark, Key)), None)

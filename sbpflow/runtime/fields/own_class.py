@@ -1,4 +1,4 @@
-"""Import users' classes, which a configuration names as ``package.module:Class``."""
+"""Imports users' classes, which a configuration names as ``package.module:Class``."""
 
 import difflib
 from importlib import import_module
@@ -7,19 +7,19 @@ from sbpflow.errors import ConfigError
 
 
 def import_own_class(key: str, name: str, example: str) -> type:
-    """Import the class ``package.module:Class``; ConfigError, naming ``key``, if it is missing."""
+    """Import ``package.module:Class``; ConfigError, naming ``key``, if the class is missing."""
     module_name, _, class_name = name.partition(":")
-    example = f"for example {key}={example}"
+    example = f"use, for example, {key}={example}"
     if not all(part.isidentifier() for part in [*module_name.split("."), class_name]):
         raise ConfigError(f"{key}: {name!r} is not package.module:Class; {example}")
     try:
         module = import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the user's module exists, but imports a missing one
+            raise  # the user's module exists, but imports a missing module
         raise ConfigError(
-            f"{key}: {name}: there is no module {error.name}; put its folder on PYTHONPATH, "
-            f"such as PYTHONPATH=. for the current folder; {example}"
+            f"{key}: {name}: there is no module {error.name}; put its folder on PYTHONPATH "
+            f"(PYTHONPATH=. is the current folder); {example}"
         ) from error
     kind = getattr(module, class_name, None)
     if kind is None:

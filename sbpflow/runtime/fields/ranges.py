@@ -1,4 +1,4 @@
-"""``Range``: an annotation of a configuration field with the bounds of its number."""
+"""Defines ``Range``, which annotates a configuration field with the bounds of its number."""
 
 import math
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from sbpflow.runtime.fields.keys import Key
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Bounds of a number, for ``Annotated``; ``above`` and ``below`` exclude the bound itself."""
+    """Bounds a number, in ``Annotated``; ``above`` and ``below`` exclude the bound itself."""
 
     low: float | None = None
     high: float | None = None
@@ -36,13 +36,13 @@ Beta = Annotated[float, Range(low=0, below=1)]
 Count = Annotated[int, Range(low=1)]
 LearningRate = Annotated[Rate, Key("results", "Learning rate.")]
 Epsilon = Annotated[
-    Rate, Key("results", "Added to the denominator of a step, to avoid dividing by 0.")
+    Rate, Key("results", "Constant in a step's denominator, to avoid division by 0.")
 ]
 Betas = Annotated[
     tuple[Beta, Beta], Key("results", "Decay rates of the averages of gradients and their squares.")
 ]
 Accumulator = Annotated[
-    NonNegative, Key("results", "Value that the sums of squared gradients start from.")
+    NonNegative, Key("results", "Initial value of the sums of squared gradients.")
 ]
 
 

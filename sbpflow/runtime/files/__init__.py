@@ -1,1 +1,1 @@
-"""Files and folders: paths, locks, JSON and caches."""
+"""Reads and writes files and folders: paths, locks, JSON and caches."""

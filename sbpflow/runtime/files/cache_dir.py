@@ -1,7 +1,7 @@
-"""The user's cache folder: compiled code and measurements of this machine.
+"""Finds the user's cache folder for compiled code and measurements of this machine.
 
 Loading compiled code executes it (numba's and torch.compile's caches are pickles and shared
-libraries), so no other user must be able to write to its folder; ``code_cache`` checks that.
+libraries), so no other user may be able to write to its folder; ``code_cache`` checks this.
 Measurements and plans are JSON, which can affect choices but is never executed.
 """
 
@@ -34,10 +34,10 @@ def make_private(folder: Path) -> None:
 
 
 def code_cache(name: str) -> Path | None:
-    """Return the folder ``name`` of the user's cache, created if needed, for compiled code.
+    """Return the folder ``name`` of the user's cache for compiled code, created if needed.
 
-    Returns None if it cannot be created or another user could have written to it; the first rank of
-    each machine then warns once.
+    Returns None if the folder cannot be created, or another user could have written to it. The
+    first rank of each machine then warns once.
     """
     return _checked(cache_dir() / name)
 
@@ -45,7 +45,7 @@ def code_cache(name: str) -> Path | None:
 @functools.cache
 def _checked(folder: Path) -> Path | None:
     try:
-        # Resolve links before the check, because their owner could change them afterwards.
+        # Resolve links before the check, because their owners could change them afterwards.
         folder = folder.resolve()
         make_private(folder)
         problem = _other_writer(folder)
@@ -67,16 +67,16 @@ def _checked(folder: Path) -> Path | None:
 def _other_writer(folder: Path) -> str:
     """Describe how another user could have written to ``folder``; "" if only root could.
 
-    Parent folders count as well: a user who can write to one can replace this folder, unless the
-    sticky bit restricts that to the owner, as in /tmp.
+    Parent folders matter, too: a user who can write to a parent can replace this folder, unless the
+    sticky bit restricts this to the owner, as in /tmp.
     """
     user = os.geteuid()
 
     def problem(path: Path, facts: os.stat_result, owners: tuple[int, ...], forbidden: int) -> str:
         if facts.st_uid not in owners:
-            return f"{path} belongs to user {facts.st_uid}, you are user {user}"
+            return f"{path} belongs to user {facts.st_uid}, but you are user {user}"
         if facts.st_mode & forbidden:
-            return f"{path} may be written by others (mode {stat.S_IMODE(facts.st_mode):04o})"
+            return f"{path} is writable by other users (mode {stat.S_IMODE(facts.st_mode):04o})"
         return ""
 
     top = folder.stat()
@@ -87,13 +87,13 @@ def _other_writer(folder: Path) -> str:
         forbidden = 0 if facts.st_mode & stat.S_ISVTX else _OTHERS_WRITE
         if text := problem(parent, facts, (user, 0), forbidden):
             return text
-    # Existing files keep their owners, so check them too. If others cannot enter the folder, the
-    # modes inside do not matter; a umask of 002 makes them 0664.
+    # Check existing files too, because they keep their owners. If others cannot enter the folder,
+    # the modes of its files (0664 with a umask of 002) do not matter.
     forbidden = _OTHERS_WRITE if top.st_mode & _OTHERS_ENTER else 0
     for path in folder.rglob("*"):
         try:
             facts = path.lstat()
-        except FileNotFoundError:  # another rank has just replaced it
+        except FileNotFoundError:  # another rank has just replaced the file
             continue
         is_link = stat.S_ISLNK(facts.st_mode)
         if text := problem(path, facts, (user,), 0 if is_link else forbidden):

@@ -1,6 +1,6 @@
-"""Lock files, for folders to which only one run may write at a time.
+"""Locks files, for folders to which only one run may write at a time.
 
-They use advisory locks (flock), which end with the process in any case. The file names the last
+The locks are advisory (flock), and end with the process in any case. A lock file names its last
 holder.
 """
 
@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import IO
 
 _LOG = logging.getLogger(__name__)
-_MAX_CHARACTERS = 200  # read of the holder's name
+_MAX_CHARACTERS = 200  # maximum length of a holder's name
 
 
 class HeldError(Exception):
-    """Another process holds the file; its ``str`` is " (holder)", or "" if that is unknown."""
+    """Another process has locked the file; ``str`` gives " (holder)", or "" if unknown."""
 
 
 def hold(path: Path, *, wait: bool = False) -> IO[str]:
-    """Open and lock a file until it is closed; HeldError, or OSError if it cannot be opened.
+    """Open a file and lock it until the file is closed; raise HeldError, or OSError.
 
-    With ``wait`` it waits for the lock instead of raising HeldError. On a file system without locks
-    it warns and returns the file unlocked.
+    With ``wait``, the function waits for the lock instead of raising HeldError. On a file system
+    without locks, the function warns and returns the file unlocked.
     """
     file = path.open("a+", encoding="utf-8", errors="replace")
     try:
@@ -34,13 +34,13 @@ def hold(path: Path, *, wait: bool = False) -> IO[str]:
         file.close()
         raise HeldError(f" ({holder})" if holder else "") from error
     except OSError as error:
-        advice = "processes will not wait for each other" if wait else "start no second run there"
+        advice = "processes will not wait for each other" if wait else "do not start a second run"
         _LOG.warning("%s cannot be locked (%s); %s", path, error, advice)
     return file
 
 
 def sign(file: IO[str]) -> None:
-    """Write this process's name to a file that it holds."""
+    """Write this process's name to a file that this process has locked."""
     file.truncate(0)
     file.write(f"process {os.getpid()} on {platform.node()}\n")
     file.flush()

@@ -1,8 +1,8 @@
-"""Read JSON from disk: any file gives either a value within limits or a JsonError.
+"""Reads JSON from disk: a file gives either a value within limits or a JsonError.
 
-``json.loads`` alone accepts NaN, overflows to infinity, recurses without limit, and returns numbers
-and texts that fail only when they are used. Callers check the structure of the values.
-``read_text`` is for files with a JSON value per line.
+``json.loads`` accepts NaN, overflows to infinity, recurses without limit, and returns numbers and
+strings that fail only when they are used. Callers check the structure of the values.
+``read_text`` is for files with one JSON value per line.
 """
 
 import json
@@ -16,7 +16,7 @@ MAX_BYTES = 2**30
 MAX_DEPTH = 64
 _MAX_INT = 2**64 - 1
 _MAX_DIGITS = 20
-_MAX_SHOWN = 400  # characters of a reason
+_MAX_SHOWN = 400  # maximum length of a reason
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
 
 
@@ -30,7 +30,7 @@ def read_json(path: Path, *, max_bytes: int = MAX_BYTES) -> object:
 
 
 def read_text(path: Path, *, max_bytes: int = MAX_BYTES, keep_bad_bytes: bool = False) -> str:
-    """Return the UTF-8 text of a file of at most ``max_bytes``; raises the errors of ``read_json``.
+    """Return the UTF-8 text of a file of at most ``max_bytes``; errors are as in ``read_json``.
 
     With ``keep_bad_bytes``, invalid bytes become characters that ``parse_json`` refuses, so that
     the other lines remain usable.
@@ -55,10 +55,10 @@ def read_text(path: Path, *, max_bytes: int = MAX_BYTES, keep_bad_bytes: bool = 
 
 
 def parse_json(text: str, where: str = "", *, finite: bool = True) -> object:
-    """Return the value of JSON text; JsonError, beginning with ``where``, for anything else.
+    """Return the value of JSON text; raise JsonError, beginning with ``where``, for other text.
 
-    Refuses more than MAX_DEPTH levels, integers beyond 64 bits, invalid Unicode and, with
-    ``finite``, numbers that are not finite.
+    JsonError is also raised for more than MAX_DEPTH levels, integers beyond 64 bits, invalid
+    Unicode and, with ``finite``, NaN and infinity.
     """
     hooks: dict[str, Any] = {"parse_constant": _refuse_constant, "parse_float": _float}
     try:
@@ -70,7 +70,7 @@ def parse_json(text: str, where: str = "", *, finite: bool = True) -> object:
     except json.JSONDecodeError as error:
         why = f"not JSON ({error.msg} at line {error.lineno}, column {error.colno})"
     except UnicodeEncodeError:
-        why = "not JSON (a text contains half of a surrogate pair)"
+        why = "not JSON (a string contains half of a surrogate pair)"
     except RecursionError:
         why = f"more than {MAX_DEPTH} levels of nesting"
     except JsonError as error:
@@ -96,7 +96,7 @@ def list_of(value: object, where: str) -> list[Any]:
 
 def kind_name(value: object) -> str:
     """Return the name of a JSON value's kind, with its article."""
-    kinds = {bool: "true or false", str: "a text", list: "a list", dict: "an object"}
+    kinds = {bool: "true or false", str: "a string", list: "a list", dict: "an object"}
     other = "null" if value is None else "a number"
     return next((name for kind, name in kinds.items() if isinstance(value, kind)), other)
 
@@ -108,17 +108,17 @@ def why_not(error: Exception) -> str:
 
 
 def is_number(value: object) -> bool:
-    """Return whether a value is a finite number; bools are not."""
+    """Return whether a value is a finite number, which a bool is not."""
     return type(value) in (int, float) and math.isfinite(cast("float", value))
 
 
 def is_count(value: object) -> bool:
-    """Return whether a value is an integer from 0 to 2**63 - 1; bools are not."""
+    """Return whether a value is an integer from 0 to 2**63 - 1; bools are not integers here."""
     return type(value) is int and 0 <= value < 2**63
 
 
 def _is_deep(value: object) -> bool:
-    """Return whether a value has too many levels; iterative, so that it cannot recurse too deep."""
+    """Return whether a value has too many levels, by iteration, which cannot recurse too deep."""
     level: list[object] = [value]
     for _ in range(MAX_DEPTH + 1):
         inner: list[object] = []

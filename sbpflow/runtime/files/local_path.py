@@ -1,4 +1,4 @@
-"""Convert text to a path of this machine, for configuration keys and command-line options.
+"""Converts text to a path of this machine, for configuration keys and command-line options.
 
 ``Path`` would accept a URL as a folder: ``Path("s3://bucket/set")`` is ``s3:/bucket/set`` below the
 working folder, and files written there are lost when a container ends.
@@ -11,16 +11,16 @@ from pathlib import Path
 
 from sbpflow.errors import ConfigError
 
-# Also matches a single slash, which is what Path makes of "//". fsspec chains are "a::b://".
+# The pattern also matches the single slash that Path makes of "//". fsspec chains are "a::b://".
 _URL = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z][A-Za-z0-9+.-]*)*:/")
 
-# Below Linux's limits of 4096 and 255, to leave room for file names and suffixes.
+# Linux's limits are 4096 and 255; smaller limits leave room for file names and suffixes.
 MAX_BYTES, MAX_NAME_BYTES = 3800, 240
 _MAX_SHOWN = 200
 
 
 class PathError(ConfigError, ArgumentTypeError):
-    """Text is not a local path. argparse prints the message after the option's name."""
+    """Text is not a local path; argparse prints this message after the option's name."""
 
 
 def local_path(given: str | Path) -> Path:
@@ -30,7 +30,7 @@ def local_path(given: str | Path) -> Path:
         raise PathError(
             f"{text!r} is a URL, but only files and folders of this machine are supported here; "
             "use a local path such as out/criteo, or mount the store and use the path of the mount "
-            "(a local folder with such a name needs its absolute path)"
+            "(write a local folder with such a name as an absolute path)"
         )
     return plain_path(text)
 
@@ -44,7 +44,7 @@ def plain_path(text: str) -> Path:
     if fault := _fault(text):
         shown = text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}.."
         raise PathError(f"{shown!r} {fault}; use a local path such as out/criteo")
-    expanded = os.path.expanduser(text)  # unlike Path.expanduser it leaves "./~" alone
+    expanded = os.path.expanduser(text)  # unlike Path.expanduser, this keeps "./~"
     if text.startswith("~") and expanded == text:
         raise PathError(
             f"{text!r}: the home folder of {Path(text).parts[0]} cannot be found; use an absolute "
@@ -54,7 +54,7 @@ def plain_path(text: str) -> Path:
 
 
 def _fault(text: str) -> str:
-    """Return why no file can have this path, or ""."""
+    """Return why no file can have this path, or "" if a file can."""
     if not text:
         return "is empty"
     if "\0" in text:

@@ -1,4 +1,4 @@
-"""The folder of a run: one run may use it at a time, and earlier runs are never overwritten."""
+"""Manages the folder of a run: one run may use it at a time, and no run is overwritten."""
 
 import logging
 import re
@@ -17,7 +17,7 @@ BOARD_FOLDER = "tensorboard"
 START_FILE = "start.txt"
 PLAN_FILE = "plan.json"  # the plan of the run, as run/planning/plan_file.py writes it
 TABLE_PLAN_FILE = "tables.yaml"  # the result of parallel.plan: auto, which parallel.plan accepts
-TRACE_FILE = "trace-rank{rank}.json"  # of the steps in train.profile
+TRACE_FILE = "trace-rank{rank}.json"  # the trace of the steps in train.profile
 REPORT_FILE = "report.html"  # written by `sbpflow report`
 CHECKPOINTS_FOLDER = "checkpoints"
 RUN_FILES = (
@@ -32,10 +32,11 @@ RUN_FILES = (
 
 
 class RunLock:
-    """Lock ``folder`` on rank 0 until ``close`` or the end of the process.
+    """Locks ``folder`` on rank 0 until ``close`` or the end of the process.
 
-    Uses an advisory lock (flock) on run.lock, which is not deleted and names the last holder.
-    Raises ConfigError if another run holds it. Does nothing on the other ranks.
+    The lock is an advisory lock (flock) on run.lock, which is not deleted and names the last
+    holder. Raises ConfigError if another run has locked the folder. On other ranks, the lock has no
+    effect.
     """
 
     def __init__(self, folder: Path, *, rank: int, key: str = "run.dir") -> None:
@@ -46,8 +47,8 @@ class RunLock:
             file = hold(folder / LOCK_FILE)
         except HeldError as error:
             raise ConfigError(
-                f"{key}: {folder} is in use by another run{error}; use a different folder, for "
-                f"example {_another(key, folder)}, or wait until that run ends"
+                f"{key}: {folder} is in use by another run{error}; use a different folder (for "
+                f"example, {_another(key, folder)}), or wait until that run ends"
             ) from error
         except OSError as error:
             reason = (error.strerror or "cannot be opened").lower()
@@ -73,9 +74,9 @@ def _another(key: str, folder: Path) -> str:
 
 
 def set_aside(folder: Path, names: Sequence[str]) -> Path | None:
-    """Move an earlier run's files ``names`` to ``previous-N``; return None if there are none.
+    """Move an earlier run's files ``names`` to ``previous-N``; return None without such files.
 
-    N is one above the highest existing number, so that the files of all earlier runs are kept.
+    N is the highest existing number plus 1, so that the files of all earlier runs are kept.
     """
     paths = [folder / name for name in names if (folder / name).exists()]
     if not paths:

@@ -1,1 +1,1 @@
-"""How the ranks of a job start, find each other, and exit with one message."""
+"""Lets the ranks of a job start, find each other, and exit with one message."""

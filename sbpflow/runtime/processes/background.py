@@ -1,4 +1,4 @@
-"""Run work in a daemon thread and get its result or error."""
+"""Runs work in a daemon thread and returns its result or error."""
 
 import threading
 from collections.abc import Callable
@@ -9,10 +9,10 @@ Result = TypeVar("Result")
 
 
 def in_background(work: Callable[[], Result], name: str) -> Future[Result]:
-    """Start ``work`` in a daemon thread; the future gets its result or its error.
+    """Start ``work`` in a daemon thread; the future gets the result or error of ``work``.
 
-    An executor is not used because the interpreter waits for its threads at exit, which would keep
-    a rank that leaves early alive.
+    An executor is not used because the interpreter waits for executor threads at exit, which would
+    keep a rank that leaves early alive.
     """
     ended: Future[Result] = Future()
 

@@ -1,14 +1,14 @@
-"""Describe differences between ranks that must agree."""
+"""Describes differences between ranks that must agree."""
 
 from collections.abc import Mapping, Sequence
 
-_MAX_KEYS = 5  # listed of those that differ
-_MAX_CHARACTERS = 60  # shown of a value
+_MAX_KEYS = 5  # maximum number of differing keys to list
+_MAX_CHARACTERS = 60  # maximum length of a value to show
 _NOT_GIVEN = "not given"
 
 
 def differences(facts: Sequence[Mapping[str, str]], others: Sequence[int]) -> str:
-    """List the facts of the ranks ``others`` that differ from rank 0, by key; "" if none does.
+    """List the facts, by key, in which the ranks ``others`` differ from rank 0; "" if all agree.
 
     ``facts`` has one mapping per rank.
     """
@@ -27,7 +27,7 @@ def differences(facts: Sequence[Mapping[str, str]], others: Sequence[int]) -> st
 
 
 def _shorten(first: str, second: str) -> tuple[str, str]:
-    """Cut two long values to the characters around their first difference."""
+    """Shorten two long values to the characters around their first difference."""
     if max(len(first), len(second)) <= _MAX_CHARACTERS:
         return first, second
     shorter = min(len(first), len(second))

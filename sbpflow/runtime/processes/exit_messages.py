@@ -1,11 +1,11 @@
-"""Combine the errors of ranks that exit early into one message per machine, through the store.
+"""Combines the errors of ranks that exit early into one message per machine, through the store.
 
-A rank that exits posts its reason, and the first rank to exit wakes the others. The first rank
-of each machine waits briefly for more reasons and prints the message; the others print nothing. A
-rank that posts nothing has died or hangs, so the survivors can name it. In each rank a thread waits
-for the first exit and saves the posted reasons, because the store may be gone by the time the main
-thread notices. Process groups are not used, because they may be what failed. ``launch.py`` decides
-when to exit.
+A rank that exits posts its reason, and the first rank to exit wakes the others. The first rank of
+each machine waits briefly for more reasons and prints the message; the others print nothing. A rank
+that posts nothing has died or hangs, so the surviving ranks can name it. In each rank, a thread
+waits for the first exit and saves the posted reasons, because the store may be gone before the main
+thread notices. Process groups are not used, because they may have failed themselves. ``launch.py``
+decides when to exit.
 """
 
 import contextlib
@@ -27,17 +27,17 @@ from sbpflow.runtime.processes.store import TimedStore, open_store, polls
 
 Kind = Literal["mistake", "crash", "absent", "lost_peer", "peer_stopped", "interrupt", "terminated"]
 
-_GRACE_S = 3.0  # for the other ranks to post; all of it passes only if one is dead or hangs
-_LATER_S = 0.3  # after the rank that printed, so that torchrun sees that one fail first
+_GRACE_S = 3.0  # time for the other ranks to post; runs out only if a rank is dead or hangs
+_LATER_S = 0.3  # delay of other ranks, so that torchrun sees the printing rank fail first
 _POLL_S = 0.2
-_LONGEST_POLL_S = 5.0  # while ranks are still starting
+_LONGEST_POLL_S = 5.0  # longest pause while ranks are still starting
 _LISTEN_S = 3600.0 * 24 * 365  # longer than any run
 _MAX_CHARACTERS = 20_000  # of a traceback
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a rank exits; ``text`` is the message for the user, or the traceback of a crash.
+    """Describes why a rank exits; ``text`` is a message for the user, or a crash's traceback.
 
     ``order`` is the rank's position in the order of exits, from 1; 0 without a store.
     """
@@ -49,7 +49,7 @@ class Reason:
 
 @dataclass(slots=True)
 class Meeting:
-    """This process's connection to the other ranks in the launcher's environment."""
+    """Connects this process to the other ranks in the launcher's environment."""
 
     rank: int
     world_size: int
@@ -64,15 +64,15 @@ class Meeting:
 
     @property
     def serves(self) -> bool:
-        """True if this process serves the store."""
+        """Return whether this process serves the store."""
         return self.by_hand and self.rank == 0
 
     @staticmethod
     def connect() -> "Meeting":
         """Join torchrun's store or, if ranks were started by hand, the store that rank 0 serves.
 
-        ConfigError if the environment is invalid or the port is taken, AbsentError if rank 0 does
-        not answer.
+        Raises ConfigError if the environment is invalid or the port is taken, and AbsentError if
+        rank 0 does not answer.
         """
         rank, world_size = rank_and_world_size()
         if world_size == 1:
@@ -93,13 +93,13 @@ class Meeting:
     def listen(self, on_exit: Callable[[], None]) -> None:
         """Register this rank's machine, and call ``on_exit`` in a thread once a rank exits early.
 
-        From then on ``posts`` collects the reasons of all ranks that exit. ``machines`` is filled
+        From then on, ``posts`` collects the reasons of all ranks that exit. ``machines`` is filled
         once all ranks have registered.
         """
         if self.store is None:
             return
         self.store.set(f"machine/{self.rank}", machine_name())
-        # A wait blocks its connection, so the listener uses one of its own.
+        # A wait blocks its connection, so the listener uses a connection of its own.
         clone = self.store.torch_store.clone()  # pyright: ignore[reportAttributeAccessIssue]  (stub)
         clone.set_timeout(timedelta(seconds=_LISTEN_S))
         own = TimedStore(clone, self.store.where)
@@ -122,7 +122,7 @@ class Meeting:
                 self._read_posts(store)
 
     def over(self) -> None:
-        """End the listener after success; it must not be in C++ code when Python shuts down."""
+        """End the listener after success; a thread in C++ code would disturb Python's shutdown."""
         if self.store is not None and self._listener is not None:
             with contextlib.suppress(RuntimeError):
                 self.store.set(f"wake/{self.rank}", "over")
@@ -138,7 +138,8 @@ class Meeting:
     def _read_posts(self, store: TimedStore) -> bool:
         """Read new reasons; return whether all ranks have posted.
 
-        Reasons are numbered in the order of exits, so that a few store operations read many.
+        Reasons are numbered in the order of exits, so that a few store operations read many
+        reasons.
         """
         count = store.add("order", 0)
         unread = [f"reason/{n}" for n in range(1, count + 1) if n not in self._read]
@@ -150,9 +151,10 @@ class Meeting:
         return len(self.posts) == self.world_size
 
     def post(self, reason: Reason) -> None:
-        """Post why this rank will exit, which also shows that it is alive.
+        """Post why this rank will exit, which also shows that this rank is alive.
 
-        A later post replaces it, but not a received signal: errors after that are consequences.
+        A later post replaces an earlier one, except for a received signal: errors after a signal
+        are its consequences.
         """
         earlier = self.posts.get(self.rank)
         if earlier is not None and earlier.kind in ("terminated", "interrupt"):
@@ -173,11 +175,11 @@ class Meeting:
     def leave(self, reason: Reason) -> None:
         """Post ``reason``; return once a rank of this machine has printed the message.
 
-        Returns without that after a few seconds.
+        After a few seconds, the function returns even if no rank has printed the message.
         """
         try:
             self._leave_with_store(reason)
-        except PeerLostError as error:  # the store is gone: use what was read before
+        except PeerLostError as error:  # the store is gone; use the reasons read before
             self._leave_without_store(error)
 
     def _leave_with_store(self, reason: Reason) -> None:
@@ -199,14 +201,14 @@ class Meeting:
             _wait(lambda: store.check([f"printed/{machine}"]), 2 * _GRACE_S)
             time.sleep(_LATER_S)
         store.add("gone", 1)
-        if self.serves:  # the store ends with this process, but others still read "printed"
+        if self.serves:  # the store ends with this process, but other ranks still read "printed"
             _wait(lambda: store.add("gone", 0) >= self.world_size, _GRACE_S)
 
     def _leave_without_store(self, error: PeerLostError) -> None:
-        """Print from the one rank of this machine that can bind a socket name."""
+        """Print from one rank of this machine: the one that can bind a socket name."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as name:
             with contextlib.suppress(OSError):
-                # Linux's abstract namespace: creates no file and is freed when the process ends.
+                # Names in Linux's abstract namespace create no file and are freed with the process.
                 name.bind(f"\0{self.name}/{machine_name()}")
                 here = [rank for rank, where in self.machines.items() if where == machine_name()]
                 _print(self.message(alive=here or [self.rank], store_lost=str(error)))
@@ -229,8 +231,8 @@ def compose(
 ) -> str:
     """Return one message with the causes but not their consequences.
 
-    ``machines`` names each rank's machine; without it all are on one. ``alive`` are ranks known to
-    be alive although they posted nothing.
+    ``machines`` names each rank's machine; by default all ranks are on one machine. ``alive`` are
+    ranks known to be alive although they posted nothing.
     """
     causes = [*_crashes(posts), *_mistakes(posts, world_size)]
     crashed = any(reason.kind == "crash" for reason in posts.values())
@@ -249,7 +251,7 @@ def compose(
 
 
 def _crashes(posts: Mapping[int, Reason]) -> list[str]:
-    """Return the traceback of the first crash, and the last lines of different later ones."""
+    """Return the first crash's traceback, and the last lines of later crashes that differ."""
     crashes = [(r.order, rank) for rank, r in posts.items() if r.kind == "crash" and r.text]
     texts = [(rank, posts[rank].text.rstrip()) for _, rank in sorted(crashes)]
     lines: list[str] = []
@@ -263,7 +265,7 @@ def _crashes(posts: Mapping[int, Reason]) -> list[str]:
 
 
 def _mistakes(posts: Mapping[int, Reason], world_size: int) -> list[str]:
-    """Return the users' mistakes, each with the ranks that have it unless all do."""
+    """Return the users' mistakes, with the ranks that made each mistake unless all ranks did."""
     ranks_by_text: dict[str, list[int]] = {}
     for rank, reason in sorted(posts.items()):
         if reason.kind == "mistake":
@@ -277,11 +279,11 @@ def _mistakes(posts: Mapping[int, Reason], world_size: int) -> list[str]:
 def _terminated(
     posts: Mapping[int, Reason], silent: list[int], machines: Mapping[int, str]
 ) -> list[int]:
-    """Return the ranks of machines that received a stop signal, as before a preemption.
+    """Return the ranks of machines that received a stop signal, for example before a preemption.
 
-    torchrun also sends SIGTERM, to the ranks of a machine on which one has exited. So a machine
-    counts only if its first rank to exit was terminated, not counting ranks that stopped because
-    of another rank, and if none of its ranks is silent.
+    After a rank exits, torchrun also sends SIGTERM to the other ranks of its machine. So a machine
+    counts only if none of its ranks is silent, and its first rank to exit was terminated. Ranks
+    that stopped because of another rank do not count as the first.
     """
     terminated: list[int] = []
     for machine in dict.fromkeys(machines.values()):

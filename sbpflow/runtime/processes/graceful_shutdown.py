@@ -1,6 +1,6 @@
-"""Save and exit between two steps on the first Ctrl-C or SIGTERM; exit at once on the second.
+"""Saves and exits between two steps after the first Ctrl-C or SIGTERM; exits at once on the second.
 
-Takes signal handling over from ``launch.py``, and hands it back on a second signal or after a
+This module takes over signal handling from ``launch.py`` until a second signal or the end of a
 grace period, even if the main thread is stuck.
 """
 
@@ -10,13 +10,13 @@ import signal
 import threading
 from types import FrameType
 
-# Time to finish a step and save. The exit message takes up to 5 s more, and torchrun kills a rank
-# 30 s after forwarding SIGTERM.
+# Seconds for a shutdown to finish a step and save. The exit message takes up to 5 s more, and
+# torchrun kills a rank 30 s after forwarding SIGTERM.
 GRACE_S = 20.0
 
 
 class GracefulShutdown:
-    """``signum`` is the first signal received, or 0; created and ended by the main thread."""
+    """Records the first signal in ``signum`` (else 0); for use in the main thread."""
 
     def __init__(self, grace_s: float = GRACE_S) -> None:
         self.signum = 0
@@ -31,7 +31,7 @@ class GracefulShutdown:
 
     @staticmethod
     def where_watched() -> "GracefulShutdown | None":
-        """Create one if ``run_main`` handles this process's signals; it ends the process later."""
+        """Return an instance if ``run_main`` handles this process's signals, else None."""
         return GracefulShutdown() if callable(signal.getsignal(signal.SIGTERM)) else None
 
     def end(self) -> None:
@@ -41,7 +41,7 @@ class GracefulShutdown:
             signal.signal(number, handler)
 
     def leave(self) -> None:
-        """Raise the received signal again with the previous handler."""
+        """Raise the received signal again, with the previous handler."""
         self.end()
         signal.raise_signal(self.signum)
 
@@ -51,9 +51,9 @@ class GracefulShutdown:
             self.leave()
 
     def _watch(self, reader: int) -> None:
-        """Forward the signal after a second one or the grace period.
+        """Forward the signal after a second signal, or after the grace period.
 
-        Python handlers do not run while the main thread is in C++ code, so a thread watches the
+        Python handlers do not run while the main thread is in C++ code. So a thread watches the
         wake-up pipe, which the C handler writes to at once.
         """
         ours = {int(number) for number in self._handlers}

@@ -1,9 +1,10 @@
-"""Wrap entry points so that every way a rank can end becomes an exit code and one message.
+"""Wraps entry points so that every way a rank can end becomes an exit code and one message.
 
-Imports nothing heavy, so that a broken torch or Ctrl-C during imports is handled as well. For the
-same reason an entry point should import torch inside ``main``. ``run_main`` closes the process
-groups after success, within a time limit, but not after a failure. So ``main`` need not close them,
-and should not do so in a ``finally``, where a dead peer would cost the whole limit.
+This module imports nothing heavy, so that it can report a broken torch, or Ctrl-C during imports.
+For the same reason an entry point should import torch inside ``main``. After success, ``run_main``
+closes the process groups within a time limit; after a failure, ``run_main`` does not close the
+groups. So ``main`` need not close process groups. ``main`` should not close them in a ``finally``,
+where a dead peer would block the process for the whole limit.
 """
 
 import argparse
@@ -37,7 +38,7 @@ EXIT_CRASH = 1
 EXIT_MISTAKE = 2
 EXIT_LOST_PEER = 3
 EXIT_INTERRUPT = 130
-EXIT_PIPE = 141  # as for a program killed by SIGPIPE
+EXIT_PIPE = 141  # the exit code of a program killed by SIGPIPE
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _MAKE_ROOM = (
@@ -50,15 +51,15 @@ _NEED_LESS = (
     "tables, half-precision rows (parallel.table_dtype: bfloat16), or a smaller data.batch_size"
 )
 _STUCK_S = 2.0  # time for the main thread to return from a collective after a signal
-_PEER_EXIT_S = 5.0  # and after another rank has exited
+_PEER_EXIT_S = 5.0  # time for the main thread to fail after another rank has exited
 
 
 class Terminated(BaseException):
-    """SIGTERM, raised in the main thread; not an Exception, so that no handler swallows it."""
+    """SIGTERM was received; ``except Exception`` in the program does not catch this class."""
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """Raise usage mistakes as ConfigError, so that N ranks print one message instead of N."""
+    """Raises usage mistakes as ConfigError, so that N ranks print one message instead of N."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; usage: {' '.join(self.format_usage().split()[1:])}")
@@ -92,7 +93,7 @@ def until_nobody_reads(command: Callable[[], int]) -> int:
 
 
 def _stdout_is_closed() -> bool:
-    """Return whether the reader of standard output, a pipe, has closed it."""
+    """Return whether the reader of standard output, a pipe, has closed the pipe."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return bool(poll.poll(0))
@@ -101,10 +102,10 @@ def _stdout_is_closed() -> bool:
 def run_main(main: Callable[[], int | None]) -> NoReturn:
     """Run ``main`` as the whole work of this process, and exit.
 
-    The exit code is 0 or what ``main`` returns; 2 with one message over all ranks for a user's
-    mistake; 3 with one message if a peer was lost or never joined; 130 for Ctrl-C and SIGTERM; 1
-    with the traceback of one rank for anything else. After a failure all ranks exit within seconds,
-    whatever their threads are doing.
+    The exit code is 0 or the result of ``main``. After a user's mistake the code is 2; the ranks
+    together print one message. After the loss or absence of a peer the code is 3, with one message.
+    After Ctrl-C or SIGTERM the code is 130. Any other failure exits with 1 and one rank's
+    traceback. After a failure, all ranks exit within seconds, even if their threads are blocked.
     """
     exits = _Exits()
     exits.watch_signals()
@@ -120,7 +121,7 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
         exits.leave(Reason("interrupt"), EXIT_INTERRUPT)
     except Terminated:
         exits.leave(Reason("terminated"), EXIT_INTERRUPT)
-    except BaseException as error:  # all other errors of a rank
+    except BaseException as error:  # any error ends the rank
         reason, code = classify(error)
         logger.debug("ending with exit code %d", code, exc_info=True)
         exits.leave(reason, code)
@@ -153,11 +154,11 @@ def classify(error: BaseException) -> tuple[Reason, int]:
 
 
 def _exit_of_program(error: SystemExit) -> tuple[Reason, int]:
-    """Return one line with the exit code that the program requested, and from which line."""
-    # The system keeps 8 bits of the code; if they are all 0, it would look like success.
+    """Return one line with the exit code that the program requested, and the requesting line."""
+    # The system keeps 8 bits of the code; a code whose 8 bits are 0 would look like success.
     code = error.code & 0xFF or EXIT_CRASH if isinstance(error.code, int) else EXIT_CRASH
     frames = traceback.extract_tb(error.__traceback__)
-    # exit() and quit() raise inside a frozen module; report the line that called them.
+    # exit() and quit() raise inside a frozen module; report the line that called these functions.
     own = [frame for frame in frames if not frame.filename.startswith("<frozen ")] or frames
     where = f"{own[-1].filename}:{own[-1].lineno}"
     call = f"sys.exit({error.code!r}) at {where}, in {own[-1].name}"
@@ -165,11 +166,11 @@ def _exit_of_program(error: SystemExit) -> tuple[Reason, int]:
 
 
 def _out_of_memory(error: BaseException) -> str:
-    """Return the failed allocation, or "" for other errors."""
+    """Return the failed allocation, or "" for errors other than a lack of memory."""
     kinds = (MemoryError, vars(sys.modules.get("torch", argparse)).get("OutOfMemoryError"))
     text = str(error).strip().split("\n", 1)[0]
     if isinstance(error, tuple(kind for kind in kinds if kind is not None)):
-        return text or "the system has no more"
+        return text or "the system has no more memory"
     # torch's CPU allocator raises a plain RuntimeError.
     if isinstance(error, RuntimeError) and _CPU_ALLOCATOR in text:
         return text.partition(_CPU_ALLOCATOR)[2].strip(" :.")
@@ -177,14 +178,14 @@ def _out_of_memory(error: BaseException) -> str:
 
 
 def _torch_peer_errors() -> tuple[type[BaseException], ...]:
-    """Return torch's error types for a lost network, store or NCCL peer; () if it is not loaded."""
+    """Return torch's errors for a lost network, store or NCCL peer; () if torch is not loaded."""
     names = vars(sys.modules.get("torch.distributed", argparse))
     kinds = (names.get(name) for name in ("DistNetworkError", "DistStoreError", "DistBackendError"))
     return tuple(kind for kind in kinds if kind is not None)
 
 
 class _Exits:
-    """Exit from the main thread or from a watcher thread, whichever comes first."""
+    """Exits from the main thread or from a watcher thread, whichever is first."""
 
     def __init__(self) -> None:
         self.meeting: Meeting | None = None
@@ -192,17 +193,17 @@ class _Exits:
         self._main_left = threading.Event()
 
     def meet(self, meeting: Meeting) -> None:
-        """Connect to the other ranks, and exit soon after any of them exits early."""
+        """Connect to the other ranks, and exit soon after any other rank exits early."""
         self.meeting = meeting
         meeting.listen(self._on_peer_exit)
 
     def _on_peer_exit(self) -> None:
-        """Exit after a while; usually the main thread fails before that, unless it is waiting."""
+        """Exit after a while; before that, the main thread usually fails unless it is waiting."""
         if not self._main_left.wait(_PEER_EXIT_S):
             self._end(Reason("lost_peer", "another rank exited"), EXIT_LOST_PEER)
 
     def watch_signals(self) -> None:
-        """Raise on SIGTERM; if the main thread is stuck in C++ code, exit without it."""
+        """Raise on SIGTERM; exit from another thread if the main thread is stuck in C++ code."""
         signal.signal(signal.SIGTERM, _raise_terminated)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         reader, writer = os.pipe()
@@ -211,7 +212,7 @@ class _Exits:
         threading.Thread(target=self._watch, args=(reader,), daemon=True).start()
 
     def _watch(self, reader: int) -> None:
-        """Read the wake-up pipe: unlike Python handlers it does not wait for the main thread."""
+        """Read the wake-up pipe, which, unlike Python handlers, does not need the main thread."""
         while True:
             received = os.read(reader, 1)
             if received[0] not in (signal.SIGTERM, signal.SIGINT):
@@ -238,7 +239,7 @@ class _Exits:
         self._end(reason, code)
 
     def _end(self, reason: Reason, code: int) -> NoReturn:
-        with self._lock:  # never released, because the process exits inside
+        with self._lock:  # this lock is never released, because the process exits inside
             if self.meeting is not None:
                 self.meeting.leave(reason)
             elif reason.text:
@@ -247,9 +248,9 @@ class _Exits:
                     sys.stderr.write(f"\n{mark}{reason.text}\n")
             logging.shutdown()
             for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(OSError):  # the reader may be gone
+                with contextlib.suppress(OSError):  # the reader may have closed the pipe
                     stream.flush()
-            # Not sys.exit: gloo's and NCCL's threads could abort or hang the interpreter's exit.
+            # sys.exit is not used: gloo's and NCCL's threads could abort or hang Python's exit.
             os._exit(code)
 
 

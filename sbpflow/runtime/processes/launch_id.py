@@ -1,9 +1,9 @@
-"""A unique ID per launch, agreed on by all its ranks.
+"""Creates a unique id per launch, on which all ranks of the launch agree.
 
 torchrun keeps one store through all restarts, including the keys of earlier launches, and passes
 nothing to the ranks that differs between launches: TORCHELASTIC_RESTART_COUNT counts only the
-failures seen on one machine. So rank 0 creates an ID, and each other rank requests it under a
-unique ID of its own process. Stale requests from an earlier launch are answered and ignored.
+failures seen on one machine. So rank 0 creates an id, and each other rank requests it under a
+unique id of its own process. Stale requests from an earlier launch are answered and ignored.
 """
 
 import threading
@@ -13,15 +13,16 @@ import uuid
 from sbpflow.errors import AbsentError, PeerLostError
 from sbpflow.runtime.processes.store import TimedStore, polls
 
-_PROCESS = uuid.uuid4().hex  # unique among all processes that ever belonged to the job
+_PROCESS = uuid.uuid4().hex  # unique among all processes of the job, including earlier launches
 _ANSWER_S = 600.0  # allows rank 0 to import torch; torchrun has started all ranks by then
 _POLL_S, _LONGEST_POLL_S = 0.05, 1.0
 
 
 def launch_id(store: TimedStore, rank: int, size: int) -> str:
-    """Return the ID of the launch in which this process is ``rank``; the same at every call.
+    """Return the id of the launch in which this process is ``rank``; all calls return the same id.
 
-    Rank 0 returns at once and answers the others from a thread. AbsentError if it does not answer.
+    Rank 0 returns at once and answers the others from a thread. Raises AbsentError if rank 0 does
+    not answer.
     """
     answer = f"answer/{_PROCESS}"
     if store.check([answer]):
@@ -41,7 +42,7 @@ def launch_id(store: TimedStore, rank: int, size: int) -> str:
         if time.monotonic() > end:
             raise AbsentError(
                 f"rank 0 did not answer through the store at {store.where} within {_ANSWER_S:g} s; "
-                "check that it was started and what it printed"
+                "check that rank 0 was started and what it printed"
             )
     launch = store.get(answer)
     store.set(f"heard/{launch}/{rank}", "yes")
@@ -63,5 +64,5 @@ def _answer_all(store: TimedStore, launch: str, size: int) -> None:
                 if answered.get(rank) != process:
                     answered[rank] = process
                     store.set(f"answer/{process}", launch)
-    except PeerLostError:  # the main thread reports a lost store when it next uses it
+    except PeerLostError:  # the main thread reports a lost store when it next uses the store
         return

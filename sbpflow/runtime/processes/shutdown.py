@@ -1,6 +1,6 @@
-"""Close the process groups within a time limit, because a dead peer can block it forever.
+"""Closes the process groups with a time limit, because a dead peer can block closing forever.
 
-Imports torch only if it was imported before, because ``launch`` must not depend on it.
+This module imports torch only if torch is loaded already, because ``launch`` must not need torch.
 """
 
 import sys
@@ -14,7 +14,7 @@ _CLOSE_S = 10.0
 def close_process_groups() -> None:
     """Destroy all process groups, if any; RuntimeError if they do not close in 10 s.
 
-    If they stay open, gloo aborts about every second exit.
+    Without this, gloo aborts about every second process at exit.
     """
     if "torch" not in sys.modules:
         return

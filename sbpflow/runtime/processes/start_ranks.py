@@ -1,4 +1,4 @@
-"""Start the ranks of one command on this machine, through torch's launcher."""
+"""Starts the ranks of one command on this machine, through torch's launcher."""
 
 import logging
 import os
@@ -14,11 +14,11 @@ _EXIT_INTERRUPT = 130
 def start_ranks(words: Sequence[str], ranks: int, option: str) -> int:
     """Run ``sbpflow WORDS`` on each rank; return 0, or the exit code of a rank that failed.
 
-    The ranks print their own errors, so the launcher's report is disabled. ConfigError, naming
-    ``option``, if ``ranks`` is not positive or this process is a rank itself.
+    The ranks print their own errors, so the launcher's report is disabled. Raises ConfigError,
+    naming ``option``, if ``ranks`` is not positive or this process is itself a rank.
     """
     if ranks < 1:
-        raise ConfigError(f"{option}: {ranks} ranks; use 1 or more, for example {option} 2")
+        raise ConfigError(f"{option}: {ranks} ranks; use 1 or more (for example, {option} 2)")
     if "RANK" in os.environ:
         raise ConfigError(
             f"{option}: {ranks}, but this process is already rank {os.environ['RANK']} of another "
@@ -53,7 +53,7 @@ def start_ranks(words: Sequence[str], ranks: int, option: str) -> int:
 def _exit_code(codes: Mapping[int, int]) -> int:
     """Return one exit code for the failed ranks; a rank killed by signal n has code -n.
 
-    Ranks that exited by themselves take precedence over those that were killed.
+    Ranks that exited by themselves take precedence over ranks that were killed.
     """
     exited = [code for code in codes.values() if code > 0]
     return exited[0] if exited else 128 - next(iter(codes.values()))

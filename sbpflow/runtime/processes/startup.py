@@ -1,8 +1,8 @@
-"""Check before the first process group that all ranks are present, unique and in agreement.
+"""Checks before the first process group that all ranks are present, unique and in agreement.
 
-torch's own rendezvous times out with a count on rank 0 and with store keys elsewhere, and ranks
-that disagree would hang in their first collective. Here each rank writes its number and its facts
-to the run's store, and the first rank that times out reports to the others through the store.
+torch's own rendezvous times out with a count on rank 0 and with store keys elsewhere. Ranks that
+disagree would hang in their first collective. So each rank writes its number and its facts to the
+run's store, and the first rank that times out reports to the others through the store.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from sbpflow.runtime.processes.exit_messages import Meeting, name_ranks
 from sbpflow.runtime.processes.store import TimedStore, polls
 
 _POLL_S = 0.005
-_LONGEST_POLL_S = 0.5  # each poll is one store operation per rank
+_LONGEST_POLL_S = 0.5  # a poll costs one store operation per rank
 
 
 def await_ranks(timeout_s: float, facts: Mapping[str, str] | None = None) -> Meeting:
@@ -26,8 +26,8 @@ def await_ranks(timeout_s: float, facts: Mapping[str, str] | None = None) -> Mee
 
     Raises AbsentError on all ranks when the first rank has waited ``timeout_s`` since its call.
     Raises ConfigError on every rank for facts that differ, for a rank number used by two processes,
-    and for an invalid address. The returned ``Meeting`` keeps rank 0's store open, which torch
-    joins next.
+    and for an invalid address. The returned ``Meeting`` keeps rank 0's store open, because torch
+    joins this store next.
     """
     meeting = Meeting.connect()
     store, size = meeting.store, meeting.world_size
@@ -47,7 +47,7 @@ def gather(
 ) -> list[str]:
     """Return the ``text`` of each of ``size`` ranks, by rank; ``name`` identifies this exchange.
 
-    Raises AbsentError, naming the missing ranks, on every rank when the first one times out.
+    Raises AbsentError, naming the missing ranks, on every rank when the first rank times out.
     """
     keys, given_up = [f"{name}/{other}" for other in range(size)], f"{name}/missing"
     store.set(keys[rank], text)
@@ -57,7 +57,7 @@ def gather(
             missing = [other for other, key in enumerate(keys) if not store.check([key])]
             if missing:
                 store.set(given_up, json.dumps([missing, timeout_s]))
-        # Checked before the keys, so that no rank continues after another has timed out.
+        # Check this before the keys, so that no rank continues after another rank has timed out.
         if store.check([given_up]):
             missing, waited_s = json.loads(store.get(given_up))
             raise AbsentError(_message(missing, waited_s, size))
@@ -71,8 +71,8 @@ def _claim_rank(store: TimedStore, rank: int) -> None:
     holder = store.claim(f"process/{rank}", process)
     if holder != process:
         raise ConfigError(
-            f"RANK={rank}: {holder} already has this number, and so does {process}; give each "
-            "process a different one, starting with RANK=0"
+            f"RANK={rank}: both {holder} and {process} have this number; give each "
+            "process a different number, starting with RANK=0"
         )
 
 
@@ -95,8 +95,8 @@ def _compare(store: TimedStore, digests: list[str]) -> None:
 
 def _message(missing: list[int], timeout_s: float, size: int) -> str:
     return (
-        f"{name_ranks(missing)} did not join: {size - len(missing)} of {size} ranks were there "
+        f"{name_ranks(missing)} did not join: {size - len(missing)} of {size} ranks joined "
         f"within {timeout_s:g} s; check that all ranks were started and what they printed, that "
-        f"RANK is 0 to {size - 1}, each once, that WORLD_SIZE, MASTER_ADDR and MASTER_PORT are "
-        "equal, and that parallel.timeout_s is longer than the slowest start"
+        f"each RANK of 0 to {size - 1} is used once, that WORLD_SIZE, MASTER_ADDR and MASTER_PORT "
+        "are equal, and that parallel.timeout_s is longer than the slowest start"
     )

@@ -1,7 +1,7 @@
-"""The key-value store through which ranks find each other, with a time limit on each operation.
+"""Provides the key-value store through which ranks find each other; each operation times out.
 
 torch's store listens on all interfaces without authentication. If ranks are started by hand, rank 0
-serves it on the interface of MASTER_ADDR only.
+serves the store on the interface of MASTER_ADDR only.
 
 torch's client blocks forever if the store's host has left the network, because its sends and
 receives have no timeout. So each operation runs in its own thread, which is abandoned at the limit.
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 
-CONNECT_S = 60.0  # for rank 0 to listen: the ranks of a run start within this time of each other
-ANSWER_S = 5.0  # for one operation, which takes about 1 ms, and 100 ms on a busy machine
+CONNECT_S = 60.0  # time for rank 0 to listen; the ranks of a run start within this time
+ANSWER_S = 5.0  # limit of one operation, which takes about 1 ms, and 100 ms on a busy machine
 _GREET_S = 5.0  # minimum time for the listening process to prove that it is rank 0
 _POLL_S = 0.2
-_BACKLOG = 4096  # as in torch: all ranks connect at once
+_BACKLOG = 4096  # the same value as in torch, because all ranks connect at once
 
 Result = TypeVar("Result")
 
 
 def within(limit_s: float, call: Callable[[], Result], what: str) -> Result:
-    """Return or raise what ``call`` does; PeerLostError if it takes longer than ``limit_s``.
+    """Return or raise what ``call`` does; PeerLostError if ``call`` exceeds ``limit_s``.
 
-    It runs in a thread, which is abandoned in that case.
+    ``call`` runs in a thread, which is abandoned at the limit.
     """
     future = in_background(call, what)
     wait([future], limit_s)
@@ -61,9 +61,9 @@ def polls(first_s: float, longest_s: float) -> Generator[None]:
 
 
 class TimedStore:
-    """A store whose operations raise PeerLostError if it fails or does not answer in time.
+    """Wraps a store so that operations raise PeerLostError if they fail or time out.
 
-    After the first such failure every operation fails at once. Values are text.
+    After the first failure, every operation fails at once. Values are text.
     """
 
     def __init__(self, store: "Store", where: str, *, answer_s: float = ANSWER_S) -> None:
@@ -79,7 +79,7 @@ class TimedStore:
     def set_all(self, values: dict[str, str]) -> None:
         """Write several values."""
         keys, texts = list(values), list(values.values())
-        store = cast("Any", self.torch_store)  # the stub lacks it
+        store = cast("Any", self.torch_store)  # torch's type stub lacks multi_set
         self._talk("set", partial(store.multi_set, keys, texts))
 
     def get_all(self, keys: Sequence[str]) -> list[str]:
@@ -94,7 +94,7 @@ class TimedStore:
         return self.get_all([key])[0]
 
     def claim(self, key: str, value: str) -> str:
-        """Write ``value`` if the key does not exist; return the value it then has."""
+        """Write ``value`` if the key does not exist; return the key's value after that."""
         raw = self._talk("claim", lambda: self.torch_store.compare_set(key, "", value))
         return raw.decode()
 
@@ -120,7 +120,7 @@ class TimedStore:
         except PeerLostError as error:
             self._lost = error
             raise
-        except RuntimeError as error:  # the only error class of torch's stores
+        except RuntimeError as error:  # torch's stores raise no other error class
             self._lost = PeerLostError(f"{what}: {first_line(error)}")
             raise self._lost from error
 
@@ -128,8 +128,8 @@ class TimedStore:
 def open_store(serves: bool) -> TimedStore:
     """Open the store of the launcher's environment, which this process ``serves`` or joins.
 
-    ConfigError if the environment is invalid or the port is taken, AbsentError if rank 0 does not
-    answer.
+    Raises ConfigError if the environment is invalid or the port is taken, and AbsentError if rank 0
+    does not answer.
     """
     from torch.distributed import TCPStore
 
@@ -137,19 +137,19 @@ def open_store(serves: bool) -> TimedStore:
     if not host or not 0 <= port < 2**16:
         raise ConfigError(
             f"MASTER_ADDR={host!r} MASTER_PORT={port}: WORLD_SIZE is above 1, so the ranks need "
-            "the address of rank 0; start with torchrun, or set for example MASTER_ADDR=127.0.0.1 "
-            "MASTER_PORT=29501"
+            "the address of rank 0; start with torchrun, or set, for example, "
+            "MASTER_ADDR=127.0.0.1 MASTER_PORT=29501"
         )
     try:
         address = _address_of(host, port)
     except (OSError, UnicodeError) as error:
         raise ConfigError(
             f"MASTER_ADDR={host!r}: this name does not resolve ({first_line(error)}); use "
-            "the name or address of rank 0's machine, for example MASTER_ADDR=127.0.0.1 if "
-            "all ranks are on this machine"
+            "the name or address of rank 0's machine (MASTER_ADDR=127.0.0.1 works if all ranks "
+            "are on this machine)"
         ) from error
     if address and ipaddress.ip_address(address).is_loopback:
-        host = address  # if a name has both, torch tries IPv6 first and waits there
+        host = address  # for a name with both kinds, torch tries IPv6 first and waits there
     end = time.monotonic() + CONNECT_S
     listener = _listener(host, address, port) if serves else None
     if not serves:
@@ -174,7 +174,7 @@ def open_store(serves: bool) -> TimedStore:
     try:
         # If the listener is not a TCPStore, the constructor ignores its timeout.
         store = within(left_s, serve_or_join, "the listener there is not a rank of this run")
-    except RuntimeError as error:  # DistNetworkError among them
+    except RuntimeError as error:  # includes torch's DistNetworkError
         raise no_store(host, port, serves, error) from error
     return TimedStore(store, f"{host}:{port}")
 
@@ -190,8 +190,8 @@ def loopback_name(host: str) -> bool:
 def _address_of(host: str, port: int) -> str:
     """Return the address that ``host`` has on all ranks; "" if ranks may see different ones.
 
-    They may for a name with several addresses, and for the machine's own name, which resolves to
-    127.0.1.1 on Debian, if the run may include other machines.
+    Ranks may see different addresses for a name with several addresses, and, if the run includes
+    other machines, for the machine's own name, which resolves to 127.0.1.1 on Debian.
     """
     infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     addresses = list(dict.fromkeys(str(info[4][0]).partition("%")[0] for info in infos))
@@ -208,12 +208,12 @@ def all_ranks_here() -> bool:
 
 
 def _listener(host: str, address: str, port: int) -> socket.socket | None:
-    """Return a socket that listens only at ``address``; None to let torch create one.
+    """Return a socket that listens only at ``address``; None to let torch create a socket.
 
     torch's socket listens on all interfaces, which is logged as a warning. If the port is in use,
     torch either reuses its own socket in this process, or raises an error that names the port.
     """
-    why = "the name does not have one address on all machines"
+    why = "the name may have different addresses on different machines"
     if address:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)
@@ -232,7 +232,7 @@ def _listener(host: str, address: str, port: int) -> socket.socket | None:
     return None
 
 
-@functools.cache  # a process opens its store more than once
+@functools.cache  # a process may open its store several times
 def _warn_of_all_interfaces(host: str, port: int, why: str) -> None:
     LOG.warning(
         "MASTER_ADDR=%s: rank 0 listens on all interfaces at port %d, because %s; see SECURITY.md",
@@ -262,7 +262,7 @@ def _await_listener(host: str, port: int, end: float) -> None:
 
 
 def no_store(host: str, port: int, serves: bool, error: BaseException) -> Exception:
-    """Return the error to raise if the store could not be served or joined."""
+    """Return the error to raise if this process could not serve or join the store."""
     if is_port_in_use(error):
         return port_in_use(port)
     if serves:
@@ -272,8 +272,8 @@ def no_store(host: str, port: int, serves: bool, error: BaseException) -> Except
         )
     return AbsentError(
         f"rank 0 did not answer at MASTER_ADDR, MASTER_PORT {host}:{port} within {CONNECT_S:g} s "
-        f"({first_line(error)}); check that it was started and what it printed, that its address "
-        "and port are right, and that no firewall blocks the connection"
+        f"({first_line(error)}); check that rank 0 was started and what it printed, that its "
+        "address and port are right, and that no firewall blocks the connection"
     )
 
 
@@ -286,7 +286,7 @@ def port_in_use(port: int | str) -> ConfigError:
     """Return the error for a port in use."""
     return ConfigError(
         f"MASTER_PORT: port {port} is in use, probably by another run; start with torchrun "
-        f"--standalone, or give a free port such as --master-port {int(port) % 60000 + 1101}"
+        f"--standalone, or use a free port such as --master-port {int(port) % 60000 + 1101}"
     )
 
 

@@ -1,1 +1,1 @@
-"""Random numbers as pure functions of a seed, a name and a position."""
+"""Computes random numbers as pure functions of a seed, a name and a position."""

@@ -1,4 +1,4 @@
-"""The source of random numbers in a forward; they depend only on a seed and a name.
+"""Provides the random numbers of a forward, which depend only on a seed and a name.
 
 A captured CUDA graph replays host values unchanged and cannot seed a generator. So ``KeptDraws``
 stores keys in device memory and seeds torch's generator before each replay.
@@ -14,7 +14,7 @@ from sbpflow.runtime.random.streams import stream_key
 
 
 class Draws:
-    """Random numbers outside CUDA graphs."""
+    """Draws random numbers outside CUDA graphs."""
 
     def key(self, device: torch.device, seed: int, name: str) -> Tensor:
         """Return the key of the stream ``name`` of ``seed``, a 0-d int64 tensor on ``device``."""
@@ -28,7 +28,7 @@ class Draws:
 
 
 class KeptDraws(Draws):
-    """Random numbers in a captured region that is replayed with different seeds."""
+    """Draws random numbers in a captured region that is replayed with different seeds."""
 
     def __init__(self) -> None:
         self.capturing = False
@@ -36,7 +36,7 @@ class KeptDraws(Draws):
         self._of_torch = ""
 
     def key(self, device: torch.device, seed: int, name: str) -> Tensor:
-        """Return the same tensor each time, with a new value except while a graph is captured."""
+        """Return the same tensor each time, with a new value unless a graph is captured."""
         if name not in self._keys:
             self._keys[name] = super().key(device, seed, name)
         elif not self.capturing:
@@ -45,7 +45,7 @@ class KeptDraws(Draws):
 
     @contextmanager
     def of_torch(self, device: torch.device, seed: int, name: str) -> Generator[None]:
-        """As in ``Draws``, but while a graph is captured the generators are not seeded."""
+        """Seed torch's generators as ``Draws`` does, but not during the capture of a graph."""
         self._of_torch = name
         if self.capturing:
             yield
@@ -67,7 +67,7 @@ class KeptDraws(Draws):
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Generator[None]:
-    """Seed torch's generators, including that of a CUDA ``device``, and restore them on exit."""
+    """Seed torch's generators, including a CUDA ``device``'s, and restore them on exit."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)

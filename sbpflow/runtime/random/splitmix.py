@@ -1,7 +1,7 @@
-"""The unsigned constants of SplitMix64, for all code that mixes bits.
+"""Defines SplitMix64's unsigned constants, for all code that mixes bits.
 
-Steele, Lea, Flood, Fast splittable pseudorandom number generators, OOPSLA 2014; Vigna's finalizer.
-This module does not import torch, so that the data plane can use it.
+Source: Steele, Lea, Flood, Fast splittable pseudorandom number generators, OOPSLA 2014, with
+Vigna's finalizer. This module does not import torch, so that the data plane can use the constants.
 """
 
 GAMMA = 0x9E3779B97F4A7C15

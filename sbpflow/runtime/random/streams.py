@@ -1,8 +1,8 @@
-"""Streams of random numbers: pure functions of a seed, a name, a step and an element.
+"""Computes streams of random numbers as functions of a seed, a name, a step and an element.
 
 There is no generator state, so a number does not depend on the rank, the time, or the layout of a
-tensor, and a shard can be initialized without the rest of its table. The mixing function is the
-64-bit finalizer of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), in int64 arithmetic, which wraps
+tensor, and a shard can be initialized without the rest of its table. The mixing function is
+SplitMix64's 64-bit finalizer (Steele, Lea, Flood, OOPSLA 2014) in int64 arithmetic, which wraps
 equally on CPU and CUDA.
 """
 
@@ -16,7 +16,7 @@ from sbpflow.runtime.random.splitmix import signed
 
 GAMMA, MIX_1, MIX_2 = (signed(c) for c in (splitmix.GAMMA, splitmix.MIX_1, splitmix.MIX_2))
 _INVERSE_1, _INVERSE_2 = (signed(pow(c, -1, 1 << 64)) for c in (splitmix.MIX_1, splitmix.MIX_2))
-_CHUNK_ELEMENTS = 1 << 16  # of 8 bytes, so that two or three blocks fit in a core's cache
+_CHUNK_ELEMENTS = 1 << 16  # each has 8 bytes, so two or three blocks fit in a core's cache
 
 
 def stream_key(seed: int, name: str) -> int:
@@ -26,7 +26,7 @@ def stream_key(seed: int, name: str) -> int:
 
 
 def step_keys(keys: Tensor, step: int | Tensor) -> Tensor:
-    """Return the keys of streams ``keys`` (int64) at a step; ``step`` may be a 0-d int64 tensor."""
+    """Return the keys (int64) of streams ``keys`` at ``step``, an int or a 0-d int64 tensor."""
     if isinstance(step, Tensor):
         return mix(keys + step * GAMMA)
     half = 1 << 63  # wraps the Python integer like int64
@@ -43,12 +43,12 @@ def fill_uniform(
     first_row: int = 0,
     first_column: int = 0,
 ) -> None:
-    """Fill ``out`` [rows, columns], a part of a logical tensor, with that part's U(-bound, bound).
+    """Fill ``out`` [rows, columns], a part of a logical tensor, with values in U(-bound, bound).
 
     ``num_columns`` is the logical width; ``first_row`` and ``first_column`` are the part's offset.
     """
     rows, columns = out.shape
-    if rows == 0 or columns == 0 or out.is_meta:  # a dry run holds no values
+    if rows == 0 or columns == 0 or out.is_meta:  # tensors of a dry run have no values
         return
     key = stream_key(seed, name)
     step = max(1, _CHUNK_ELEMENTS // columns)
@@ -59,15 +59,20 @@ def fill_uniform(
         out[start:stop].copy_(uniform_rows(counters, columns, bound, first_column))
 
 
-def uniform_rows(counters: Tensor, columns: int, bound: float, first_column: int = 0) -> Tensor:
-    """Return [rows, columns] float64 in U(-bound, bound); ``counters`` has each row's first."""
+def uniform_rows(
+    counters: Tensor, columns: int, bound: float | Tensor, first_column: int = 0
+) -> Tensor:
+    """Return [rows, columns] float64 in U(-bound, bound); ``counters`` has each row's first.
+
+    ``bound`` can be a tensor [rows, 1] float64.
+    """
     column = torch.arange(first_column, first_column + columns, device=counters.device).mul_(GAMMA)
     unit = mix(counters.unsqueeze(1) + column).bitwise_and_((1 << 53) - 1).to(torch.float64)
     return unit.mul_(2.0 * bound / (1 << 53)).sub_(bound)
 
 
 def mix(counters: Tensor) -> Tensor:
-    """Return 64 random bits for each int64 counter, key + GAMMA * number of the element."""
+    """Return 64 random bits for each int64 counter, which is key + GAMMA * element number."""
     z = (_shift_right(counters, 30) ^ counters).mul_(MIX_1)
     z = _shift_right(z, 27).bitwise_xor_(z).mul_(MIX_2)
     return _shift_right(z, 31).bitwise_xor_(z)

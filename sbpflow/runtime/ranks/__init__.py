@@ -1,1 +1,1 @@
-"""The ranks of a run: their process groups, their hosts, and a log of what they sent."""
+"""Connects the ranks of a run: process groups, hosts, and a log of sent data."""

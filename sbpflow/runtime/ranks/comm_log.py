@@ -1,7 +1,7 @@
-"""A log of what a rank sent: one record per collective, in the order of execution.
+"""Logs what a rank sent: one record per collective, in the order of execution.
 
-It is filled by ``boxing`` and the embedding exchanges. ``explain`` predicts its contents, and tests
-compare the two.
+``boxing`` and the embedding exchanges fill the log. ``explain`` predicts the log, and tests
+compare the prediction with the log.
 """
 
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class CommRecord:
-    """One collective of this rank; ``bytes_sent`` is what this rank sent to other ranks."""
+    """Describes one collective of this rank; ``bytes_sent`` counts bytes to other ranks."""
 
     step_id: str
     collective: str
@@ -20,7 +20,7 @@ class CommRecord:
 
 @dataclass(slots=True)
 class CommLog:
-    """Records only while ``enabled``, so that otherwise it costs one attribute test per call."""
+    """Records collectives while ``enabled``; otherwise a call costs one attribute test."""
 
     enabled: bool = False
     records: list[CommRecord] = field(default_factory=list)
@@ -31,5 +31,5 @@ class CommLog:
             self.records.append(record)
 
     def clear(self) -> None:
-        """Delete the records; ``enabled`` is unchanged."""
+        """Delete the records, but do not change ``enabled``."""
         self.records.clear()

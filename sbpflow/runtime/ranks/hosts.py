@@ -1,11 +1,11 @@
-"""Discover which ranks share a host, once, when they start.
+"""Discovers which ranks share a host, once, when the ranks start.
 
-A host is a network namespace: inside it ranks reach each other without a link. Names cannot
+A host is a network namespace: inside it, ranks reach each other without a link. Names cannot
 distinguish hosts, because containers on one machine share its boot ID and may share its host name
 and /dev/shm although a limited link connects them. So the ranks of a host find each other through
-an abstract Unix socket. All try to bind the same name, which the kernel gives to a single process
-per namespace; the others connect to that process and read its rank. This takes one connection per
-rank, creates no file, and frees the name when the process ends.
+an abstract Unix socket. All ranks try to bind the same name, which the kernel gives to a single
+process per namespace; the others connect to that process and read its rank. This method
+needs one connection per rank, creates no file, and frees the name when the process ends.
 """
 
 import contextlib
@@ -35,17 +35,17 @@ _MAX_ANSWER_BYTES = 64
 def find_topology(
     store: TimedStore | None, rank: int, size: int, device_type: str, timeout_s: float
 ) -> Topology:
-    """Return the hosts of all ranks and the memory of each rank; the same value on all ranks.
+    """Return the hosts of all ranks and the memory of each rank; all ranks get the same value.
 
-    Every rank of ``store`` must call it; a second call returns the same. AbsentError, naming the
-    missing ranks, if some do not call it within ``timeout_s``.
+    Every rank of ``store`` must call this function; a second call returns the same value. Raises
+    AbsentError, naming the missing ranks, if some do not call it within ``timeout_s``.
     """
     if store is None or size == 1:
         return assumed_topology(size, device_type)
     store.answer_s = max(timeout_s, store.answer_s)
     key, end = f"host/{rank}", time.monotonic() + timeout_s
     with contextlib.ExitStack() as until_all_ranks_know:
-        if store.check([key]):  # a second call
+        if store.check([key]):  # this is a second call
             text = store.get(key)
         else:
             secret = store.claim("host secret", uuid.uuid4().hex)
@@ -65,9 +65,10 @@ def assumed_topology(size: int, device_type: str) -> Topology:
 def _topology(
     leaders: Sequence[int], source: HostsSource, memory: Sequence[int | None], device_type: str
 ) -> Topology:
-    """Build the topology from the leader of each rank's host and the memory that the rank sees.
+    """Build the topology from each rank's leader (of its host) and visible memory.
 
-    On CUDA that is the memory of the rank's GPU; on CPU that of the host, which its ranks share.
+    On CUDA, a rank's memory is its GPU's memory. On CPU, the ranks of a host share the host's
+    memory.
     """
     by_leader: dict[int, list[int]] = {}
     for rank, leader in enumerate(leaders):
@@ -85,11 +86,11 @@ def _topology(
 
 @contextlib.contextmanager
 def _leader(secret: str, rank: int, size: int, end: float) -> Generator[tuple[int, HostsSource]]:
-    """Find the leading rank of this rank's host, and how it was found.
+    """Find the leading rank of this rank's host, and report how the leader was found.
 
     A leader answers the other ranks inside the context. ``secret`` is unique per launch: one half
     is in the socket's name, and the other half proves that the answer is from this launch. Raises
-    AbsentError if the leader does not answer until ``end``.
+    AbsentError if the leader does not answer before ``end``.
     """
     name, token = f"\0sbpflow/{secret[:16]}", secret[16:]
     with contextlib.ExitStack() as stack:
@@ -111,14 +112,14 @@ def _leader(secret: str, rank: int, size: int, end: float) -> Generator[tuple[in
                 if error.errno != errno.EADDRINUSE:
                     yield _leader_by_environment(rank, size, error), "assumed"
                     return
-                time.sleep(_RETRY_S)  # another rank took the name meanwhile, so ask that one
+                time.sleep(_RETRY_S)  # another rank took the name meanwhile, so ask that rank
             else:
                 yield leader, "handshake"
                 return
 
 
 def _ask(name: str, token: str, end: float) -> int | None:
-    """Return the rank that holds ``name`` in this namespace; None if none does."""
+    """Return the rank that holds ``name`` in this namespace; None if no rank holds it."""
     if not sys.platform.startswith("linux"):
         raise OSError(errno.EAFNOSUPPORT, f"{sys.platform} has no abstract Unix sockets")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
@@ -127,14 +128,14 @@ def _ask(name: str, token: str, end: float) -> int | None:
             peer.connect(name)
             with peer.makefile("rb") as answer:
                 words = answer.read(_MAX_ANSWER_BYTES).decode(errors="replace").split()
-        except (ConnectionError, BlockingIOError):  # no listener, or its backlog is full
+        except (ConnectionError, BlockingIOError):  # nobody listens, or the backlog is full
             return None
     return int(words[1]) if len(words) == 2 and words[0] == token else None
 
 
 @contextlib.contextmanager
 def _answering(name: str, answer: str) -> Generator[None]:
-    """Hold ``name`` and send ``answer`` to every peer; EADDRINUSE if another process holds it."""
+    """Hold ``name`` and send ``answer`` to every peer; EADDRINUSE if the name is taken."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(name)
         listener.listen(socket.SOMAXCONN)
@@ -158,7 +159,7 @@ def _answering(name: str, answer: str) -> Generator[None]:
 def _leader_by_environment(rank: int, size: int, error: OSError) -> int:
     """Derive the leader from LOCAL_WORLD_SIZE, assuming consecutive ranks; else ConfigError.
 
-    For systems without abstract Unix sockets.
+    This is for systems without abstract Unix sockets.
     """
     local = size if all_ranks_here() else env_int("LOCAL_WORLD_SIZE", 0)
     if local < 1 or size % local:

@@ -1,7 +1,8 @@
-"""``Topology``: the hosts, memory, speeds and links of a run's ranks, as one value.
+"""Defines ``Topology``: the hosts, memory, speeds and links of a run's ranks, as one value.
 
-``hosts`` discovers it when ranks start; ``config.topology_file`` reads one that describes other
-machines. Plans, prices and ``explain`` use ``RunPlan.topology``, collectives ``World.topology``.
+``hosts`` discovers the topology when ranks start. ``config.topology_file`` reads a file that
+describes other machines. Plans, prices and ``explain`` use ``RunPlan.topology``; collectives use
+``World.topology``.
 """
 
 from collections.abc import Sequence
@@ -16,9 +17,9 @@ HostsSource = Literal["handshake", "given", "assumed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A link between ranks: the GB/s that one rank sends, and the latency of a call in ms.
+    """Describes a link: the GB/s that one rank sends, and the latency of a call in ms.
 
-    With the defaults, plans rank as they were measured on loopback (``embedding/plan/price.py``).
+    With the defaults, prices rank plans as loopback measurements do (``embedding/plan/price.py``).
     """
 
     gb_per_s: float = 2.0
@@ -28,7 +29,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """Hosts as tuples of ascending ranks, in the order of their first ranks.
+    """Describes hosts as tuples of ascending ranks, in the order of their first ranks.
 
     ``memory_bytes`` and ``speeds`` have a value per rank; ``None`` means unknown memory or equal
     speeds. Speeds are relative: a rank with speed 2 takes half the time. Raises ConfigError unless
@@ -47,8 +48,8 @@ class Topology:
         ranks = [rank for host in self.hosts for rank in host]
         if not all(self.hosts) or sorted(ranks) != list(range(len(ranks))) or not ranks:
             raise ConfigError(
-                f"topology: hosts: {_short(self.hosts)}; each host must have at least one rank, "
-                "and each of the ranks 0, 1, .. one host, for example [[0, 1], [2, 3]]"
+                f"topology: hosts: {_short(self.hosts)}; each host needs at least one rank, and "
+                "each of the ranks 0, 1, .. needs one host (for example, [[0, 1], [2, 3]])"
             )
         ordered = tuple(sorted(tuple(sorted(host)) for host in self.hosts))
         object.__setattr__(self, "hosts", ordered)
@@ -56,13 +57,13 @@ class Topology:
             if values is not None and (len(values) != self.size or min(values) <= 0):
                 raise ConfigError(
                     f"topology: {name}: {_short(values)}; give a number above 0 for each of the "
-                    f"{self.size} ranks, for example {[1] * min(self.size, 4)}"
+                    f"{self.size} ranks (for example, {[1] * min(self.size, 4)})"
                 )
         for name, link in (("host_link", self.host_link), ("network_link", self.network_link)):
             if link.gb_per_s <= 0 or link.latency_ms < 0:
                 raise ConfigError(
                     f"topology: {name}: {link.gb_per_s} GB/s, {link.latency_ms} ms; gb_per_s must "
-                    "be above 0 and latency_ms 0 or more, for example 0.125 and 0.25"
+                    "be above 0 and latency_ms 0 or more (for example, 0.125 and 0.25)"
                 )
 
     @staticmethod
@@ -72,18 +73,18 @@ class Topology:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
+        """Return the number of ranks."""
         return sum(map(len, self.hosts))
 
     @property
     def ranks_per_host(self) -> int | None:
-        """The number of ranks on each host; ``None`` if hosts differ."""
+        """Return the number of ranks on each host; ``None`` if hosts differ."""
         counts = set(map(len, self.hosts))
         return counts.pop() if len(counts) == 1 else None
 
     @property
     def most_ranks_per_host(self) -> int:
-        """The largest number of ranks on a host."""
+        """Return the largest number of ranks on a host."""
         return max(map(len, self.hosts))
 
     def host_of(self, rank: int) -> int:
@@ -95,7 +96,7 @@ class Topology:
         return len(self.hosts) == 1 or set(ranks) <= set(self.hosts[self.host_of(ranks[0])])
 
     def link(self, ranks: Sequence[int]) -> Link:
-        """Return the link that limits a transfer among ``ranks``: across hosts the slower one."""
+        """Return the link that limits a transfer among ``ranks``: the slower link across hosts."""
         if self.same_host(*ranks):
             return self.host_link
         return min(self.network_link, self.host_link, key=lambda link: link.gb_per_s)

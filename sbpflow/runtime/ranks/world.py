@@ -1,6 +1,6 @@
-"""``World``: this process's rank, device and process groups, and the checked mode.
+"""Defines ``World``: this process's rank, device and process groups, and the checked mode.
 
-A World is created once and passed as an argument. User tensors are transferred by ``boxing``.
+A World is created once and passed as an argument. ``boxing`` transfers user tensors.
 """
 
 import hashlib
@@ -35,13 +35,13 @@ from sbpflow.sbp.layout import Layout
 logger = logging.getLogger(__name__)
 
 HEADER_BYTES = 512
-LENGTH_BYTES = 8  # at the end of a header: the length of this rank's refusal, or 0
+LENGTH_BYTES = 8  # the end of a header; contains the length of this rank's refusal, or 0
 DEFAULT_TIMEOUT_S = 600.0
-_SLACK_S = 5.0  # so that torch's own timeout, whose message says more, comes first
+_SLACK_S = 5.0  # lets torch's own timeout, whose message is more specific, fire first
 
 Made = TypeVar("Made")
 
-# torch 2.13 renamed these and warns about the old names; 2.11 has only the old ones.
+# torch 2.13 renamed these variables and warns about the old names; 2.11 has only the old names.
 _names = vars(dist)
 all_gather_single: Callable[..., dist.Work | None] = (
     _names.get("all_gather_single") or _names["all_gather_into_tensor"]
@@ -53,9 +53,9 @@ reduce_scatter_single: Callable[..., dist.Work | None] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """How the ranks find each other, as arguments of torch's ``init_process_group``.
+    """Tells torch's ``init_process_group`` how the ranks find each other.
 
-    ``init_method=None`` is a world of one rank, which needs no address.
+    ``init_method=None`` is a world of one rank, which does not need an address.
     """
 
     init_method: str | None
@@ -65,9 +65,10 @@ class Rendezvous:
 
 
 class World:
-    """All ranks of one run. Create it with ``World.start``; ``close`` it before the process ends.
+    """Connects all ranks of one run.
 
-    Each pair of ranks and ``channel`` has its own process group, which separates their traffic.
+    Create a world with ``World.start``, and ``close`` the world before the process ends. Each pair
+    of ranks and ``channel`` has its own process group, which separates their traffic.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class World:
         self.wait_at_once = False  # wait for each transfer where it starts, without overlap
         self.log = CommLog()
         self.draws = Draws()  # the source of random numbers for ops
-        # If set, it is called with the function that waits for a transfer, to measure the wait.
+        # If set, this is called with the function that waits for a transfer, to measure the wait.
         self.on_wait: Callable[[Callable[[], Any]], Any] | None = None
         self._timeout = timedelta(seconds=timeout_s)
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
@@ -113,11 +114,11 @@ class World:
         ``device`` is "auto", "cpu" or "cuda". ``rendezvous`` replaces the environment variables
         RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT that torchrun sets. An existing
         default process group is used, and ``close`` does not destroy it. ``facts`` maps keys to
-        values that must be equal on all ranks, such as the configuration; they are compared
+        values that must be equal on all ranks, such as the configuration. The values are compared
         together with device, backend and versions before torch connects the ranks. Without a
         ``topology`` the ranks discover which of them share a host. Raises ConfigError if facts
-        differ, the device is unavailable or the environment is incomplete, and AbsentError if
-        some ranks do not join in time.
+        differ, the device is unavailable or the environment is incomplete, and AbsentError if some
+        ranks do not join in time.
         """
         meeting = rendezvous or _meeting_from_environment()
         chosen = choose_device(device, meeting.local_rank)
@@ -127,8 +128,8 @@ class World:
         owns, served = not dist.is_initialized(), None
         if owns:
             if chosen.type == "cuda":
-                # Run the transfers of different groups in the order of issue, which is equal on
-                # all ranks; otherwise they could deadlock. Needs NCCL 2.26.
+                # This setting (NCCL 2.26 or later) runs transfers of different groups in the order
+                # of issue, which is equal on all ranks; in other orders, ranks could deadlock.
                 os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
             alone = meeting.init_method is None
             backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
@@ -152,7 +153,7 @@ class World:
                 timeout=timedelta(seconds=timeout_s),
             )
             _connect(start, chosen, timeout_s, "startup", "connecting all ranks")
-            served = met  # keeps rank 0's store alive: creating groups needs it
+            served = met  # keeps rank 0's store alive, because creating groups needs the store
         world = World(
             dist.get_rank(),
             dist.get_world_size(),
@@ -172,9 +173,9 @@ class World:
     def group(self, ranks: Sequence[int], channel: str, step_id: str = "") -> dist.ProcessGroup:
         """Return the process group of ``ranks`` (in any order) on ``channel``.
 
-        Created on first use, which must therefore happen on all ranks of the world in the same
-        order; ``Boxing`` and the engine ensure it by executing the same steps everywhere. Ranks
-        outside the group get c10d's non-member value. ``step_id`` is for error messages.
+        The group is created on first use. So the first use must happen on all ranks of the world in
+        the same order; ``Boxing`` and the engine execute the same steps everywhere to ensure this.
+        Ranks outside the group get c10d's non-member value. ``step_id`` is for error messages.
         """
         key = (tuple(sorted(ranks)), channel)
         group = self._groups.get(key)
@@ -191,7 +192,7 @@ class World:
         return group
 
     def device_of(self, layout: Layout) -> torch.device:
-        """Return the device of this rank's part of a layout; SbpError if it has no such device."""
+        """Return the device of this rank's part of a layout; SbpError for another device type."""
         wanted = layout.placement.device_type
         if self.device.type in (wanted, "meta"):
             return self.device
@@ -216,7 +217,7 @@ class World:
     def check(self, step_id: str, operation: str, refused: str = "") -> None:
         """In checked mode, compare the next step of all ranks; otherwise do nothing.
 
-        All ranks of the world must call it. ``refused`` is the reason why this rank cannot
+        All ranks of the world must call this. ``refused`` is the reason why this rank cannot
         continue, or "". Raises SbpError on every rank if their steps differ or any rank refused.
         """
         if not self.checked or self.size == 1:
@@ -229,7 +230,7 @@ class World:
             lines = "; ".join(f"rank {rank} is at {text}" for rank, text in enumerate(steps))
             raise SbpError(
                 f"ranks take different steps: {lines}. Every rank must call the same conversions "
-                "in the same order, and requires_grad_() on the same tensors, also outside a "
+                "in the same order, and requires_grad_() on the same tensors, even outside a "
                 "placement"
             )
         longest = max(int.from_bytes(header[-LENGTH_BYTES:], "little") for header in headers)
@@ -256,15 +257,15 @@ class World:
     def store(self, name: str) -> TimedStore:
         """Return a key-value store shared by all ranks, with a separate set of keys per ``name``.
 
-        It has its own connection, because a connection handles one operation at a time. So one
-        additional thread may use it while the main thread trains.
+        The store has its own connection, because a connection handles one operation at a time. So
+        one additional thread may use the store while the main thread trains.
         """
-        # torch has no public function for this, and its stub lacks clone.
+        # torch has no public function to get the default store, and torch's stub lacks clone.
         store = cast("Any", dist.distributed_c10d._get_default_store())  # pyright: ignore[reportPrivateUsage]
         return TimedStore(dist.PrefixStore(name, store.clone()), "the ranks' rendezvous address")
 
     def barrier(self) -> None:
-        """Wait until every rank has called this."""
+        """Wait until every rank has called this method."""
         if self.size > 1:
             group = self.group(range(self.size), "control")
             try:
@@ -275,7 +276,7 @@ class World:
     def close(self) -> None:
         """Destroy the process groups; otherwise gloo aborts some processes at exit.
 
-        RuntimeError if it takes longer than 10 s, which can happen if a peer has just died.
+        Raises RuntimeError if closing takes longer than 10 s, such as when a peer has just died.
         """
         if self._closed:
             return
@@ -298,14 +299,15 @@ class World:
         except RuntimeError as failed:
             if error is None:
                 raise
-            error.add_note(f"then {failed}")  # most likely a consequence of the first error
+            error.add_note(f"then {failed}")  # this error is most likely a consequence of the first
 
 
 def broken(error: RuntimeError, step_id: str, collective: str) -> RuntimeError:
-    """Convert an error of a collective in flight; the message begins with its step.
+    """Convert an error of a collective in flight; the message begins with the step.
 
-    Returns PeerLostError, because the arguments were valid when it was issued, except for a device
-    failure, and for ranks that disagree on sizes, which only gloo detects (as "enforce fail").
+    Returns PeerLostError, because the arguments were valid when the collective was issued. A device
+    failure, and ranks that disagree on sizes (which only gloo detects, as "enforce fail"), give
+    other errors.
     """
     words = re.sub(r"^\[/\S+\]\s*", "", str(error))
     device_failed = isinstance(error, vars(torch).get("AcceleratorError", ()))
@@ -314,7 +316,7 @@ def broken(error: RuntimeError, step_id: str, collective: str) -> RuntimeError:
 
 
 def refused(error: RuntimeError, step_id: str, collective: str) -> RuntimeError:
-    """Convert an error raised when a collective was issued; the message begins with its step.
+    """Convert an error raised when a collective was issued; the message begins with the step.
 
     Returns PeerLostError only for torch's types for a lost peer, which occur because NCCL connects
     at the first collective.
@@ -351,7 +353,7 @@ def _store_of_start(met: Meeting | None, timeout_s: float) -> dist.Store | None:
     """
     if met is None or met.store is None:
         return None
-    store = cast("Any", met.store.torch_store).clone()  # the stub lacks it
+    store = cast("Any", met.store.torch_store).clone()  # torch's stub lacks clone
     store.set_timeout(timedelta(seconds=timeout_s))
     return dist.PrefixStore("torch", store)
 
@@ -360,7 +362,7 @@ def _meeting_from_environment() -> Rendezvous:
     rank, size = rank_and_world_size()
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return Rendezvous(init_method=None, rank=0, size=1)
-    if size == 1:  # no other ranks, so MASTER_ADDR is irrelevant
+    if size == 1:  # without other ranks, MASTER_ADDR is irrelevant
         return Rendezvous(init_method=None, rank=0, size=1, local_rank=_local_rank())
     missing = [key for key in ("MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
     if missing:
@@ -379,17 +381,17 @@ def _local_rank() -> int:
 
 
 def world_size_of_environment() -> int:
-    """Return the number of ranks that the launcher started, 1 without one; needs no group."""
+    """Return the number of ranks that the launcher started; 1 without a launcher."""
     return _meeting_from_environment().size
 
 
 def device_type_of(device: str) -> str:
-    """Resolve "auto", "cpu" or "cuda" to "cpu" or "cuda"; ConfigError if it is unavailable."""
+    """Resolve "auto", "cpu" or "cuda" to "cpu" or "cuda"; ConfigError if not available."""
     return choose_device(device, _local_rank()).type
 
 
 def _cut(raw: bytes, length: int) -> bytes:
-    """Pad or cut to ``length`` bytes; a digest keeps different long texts different."""
+    """Pad or cut to ``length`` bytes; a digest keeps long texts distinct."""
     if len(raw) > length:
         digest = f"... {hashlib.sha256(raw).hexdigest()[:16]}".encode()
         raw = raw[: length - len(digest)] + digest

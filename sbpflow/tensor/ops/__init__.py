@@ -1,7 +1,7 @@
-"""Operators on global tensors: each picks its cheapest legal signature, boxes, and runs locally.
+"""Operators on global tensors that choose the cheapest legal signature, box, and run locally.
 
-Kernels are plain torch on local parts, so autograd gives gradients in the dual layouts without
-further code.
+Kernels are plain torch code on local parts, so autograd computes gradients in the dual layouts
+without further code.
 """
 
 from sbpflow.tensor.ops.cross import cross_network

@@ -1,4 +1,4 @@
-"""The cross network of DCN-V2: every layer is ``start * (W x + b) + x``."""
+"""Compute the cross network of DCN-V2 with layers ``start * (W x + b) + x``."""
 
 # pyright: reportIncompatibleMethodOverride=false
 # (torch's base class declares forward and backward with any arguments)
@@ -18,8 +18,8 @@ from sbpflow.tensor.ops.elementwise import add, cast, mul
 from sbpflow.tensor.ops.matmul import linear
 from sbpflow.tensor.signature import Choice
 
-# The size of a block of rows that goes through all layers, so that its tensors stay in a core's
-# cache of 2 MB. With fewer rows than the minimum, the weights would be read too often.
+# Size of a block of rows that passes through all layers. At this size, the block's tensors stay in
+# a core's 2 MB cache. With fewer rows than the minimum, the weights would be read too often.
 _BLOCK_BYTES, _MIN_ROWS = 1 << 19, 256
 
 
@@ -30,15 +30,15 @@ def cross_network(
     half: torch.dtype | None = None,
     id: str = "cross",
 ) -> GlobalTensor:
-    """``start * (W x + b) + x`` for each of ``layers``, with ``start`` the first x: [b, n].
+    """Compute ``start * (W x + b) + x`` for each layer, where ``start`` is the first x: [b, n].
 
     ``x x weights: S(0) x B -> S(0), B x B -> B``
 
-    A layer is W [n, n], b [n]; or V [r, n], W [n, r], b [n] for a product with W V of rank r (Wang
-    et al., DCN V2, WWW 2021). ``half`` is the dtype of the products, if it is not that of ``x``. On
-    CPU a block of rows goes through all layers before the next, also in the backward; layer by
-    layer, half of the time would be spent reading and writing [b, n]. If a weight is not B, the
-    layers are separate products and sums, each with its own conversions.
+    A layer has W [n, n] and b [n], or V [r, n], W [n, r] and b [n] for a product W V of rank r
+    (Wang et al., DCN V2, WWW 2021). ``half`` is the dtype of the products if it differs from the
+    dtype of ``x``. On CPU, a block of rows passes through all layers before the next block, even in
+    the backward; layer by layer, reading and writing [b, n] would take half of the time. If a
+    weight is not B, the layers are separate products and sums with their own conversions.
     """
     check_ndim("cross_network", "x", x, 2)
     weights = [weight for layer in layers for weight in layer]
@@ -70,8 +70,8 @@ def _check_layers(x: GlobalTensor, layers: Sequence[Sequence[GlobalTensor]]) -> 
         full, low = [[width, width], [width]], [[rank, width], [width, rank], [width]]
         if shapes not in (full, low):
             raise SbpError(
-                f"cross_network: layer {number} has weights of shapes {shapes}; x has {width} "
-                f"columns, so they must be {full}, or {low} with any rank in place of {rank}"
+                f"cross_network: layer {number} has weights of shapes {shapes}, but x has {width} "
+                f"columns; use shapes {full}, or {low} with any rank in place of {rank}"
             )
 
 
@@ -96,7 +96,7 @@ def _layer_by_layer(
 
 
 class _Cross(torch.autograd.Function):
-    """All layers of a local [b, n], by blocks of rows; ``counts``: number of weights per layer."""
+    """All layers of a local [b, n] by blocks of rows; ``counts`` are the weights per layer."""
 
     @staticmethod
     def forward(
@@ -158,14 +158,14 @@ def _by_layer(counts: Sequence[int], weights: Sequence[Tensor]) -> list[Sequence
 
 
 def _blocks(x: Tensor) -> list[slice]:
-    """Blocks of rows; a single block on CUDA, where every kernel uses the whole device."""
+    """Return blocks of rows, or a single block on CUDA, where a kernel uses the whole device."""
     size = max(_MIN_ROWS, _BLOCK_BYTES // (x.shape[1] * x.itemsize))
     size = size if x.device.type == "cpu" else len(x)
     return [slice(first, first + size) for first in range(0, len(x), max(size, 1))]
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """``total += a @ b``, in the dtype of ``total`` even if that of the product is narrower."""
+    """Compute ``total += a @ b`` in the dtype of ``total``, even for a narrower product dtype."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     else:

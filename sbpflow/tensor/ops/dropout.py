@@ -1,8 +1,9 @@
-"""Dropout on global tensors; masks depend only on a seed, a name and the position of an element.
+"""Apply dropout to global tensors, with masks that depend only on seed, name and element position.
 
-On CPU masks are drawn block by block from torch's generator, which is fastest there. On CUDA they
-are computed from the element's number: 53 bits of SplitMix64. So one kernel makes and applies them,
-the backward recomputes them, and a CUDA graph needs only the key in memory, not a generator.
+On CPU, torch's generator samples masks block by block, the fastest method there. On CUDA, an
+element's mask is computed from 53 bits of SplitMix64 of the element's number. So one kernel
+computes and applies a mask, the backward recomputes the mask, and a CUDA graph needs a key in
+memory instead of a generator.
 """
 # pyright: reportIncompatibleMethodOverride=false
 # (torch's base class declares forward and backward with any arguments)
@@ -24,8 +25,8 @@ from sbpflow.tensor.global_tensor import GlobalTensor
 from sbpflow.tensor.ops.elementwise import elementwise_rule
 from sbpflow.tensor.signature import Choice
 
-# The blocks of a drawn mask (see _draw): more blocks are more small draws, fewer blocks are more
-# unused rows.
+# Number of blocks of a sampled mask (see _draw). More blocks need more small samples, and fewer
+# blocks cause more unused rows.
 _BLOCKS, _MIN_ROWS = 16, 32
 _BITS = 53
 Held = tuple[slice, ...]  # the position of a part in its tensor
@@ -34,7 +35,7 @@ Held = tuple[slice, ...]  # the position of a part in its tensor
 def dropout(
     x: GlobalTensor, p: float, seed: int, *, training: bool = True, id: str | None = None
 ) -> GlobalTensor:
-    """Zero elements with probability ``p`` and scale the rest by 1 / (1 - p).
+    """Zero elements with probability ``p``, and scale the others by 1 / (1 - p).
 
     ``S(i) -> S(i), B -> B``
 
@@ -43,7 +44,7 @@ def dropout(
     different ``id`` at every call within a step.
     """
     if not 0.0 <= p < 1.0:
-        raise SbpError(f"dropout: p is {p}; it must be at least 0 and less than 1")
+        raise SbpError(f"dropout: p is {p}, but p must be at least 0 and less than 1")
     check_floating("dropout", x)
     name = id or "dropout"
     if not training or p == 0.0:
@@ -51,7 +52,7 @@ def dropout(
 
     def kernel(choice: Choice, parts: list[Tensor]) -> Tensor:
         part, world = parts[0], x.boxing.world
-        if part.is_meta:  # a dry run has no values to drop
+        if part.is_meta:  # a dry run has no values
             return part * 1.0
         held = choice.output.part_slices(x.shape, world.rank) or ()
         if part.is_cuda:
@@ -65,11 +66,11 @@ def dropout(
 def _draw(
     part: Tensor, shape: tuple[int, ...], held: Held, share: float, key: Callable[[int], int]
 ) -> Tensor:
-    """1 with probability ``share``, else 0, for the part ``held`` of a tensor of ``shape``.
+    """Sample 1 with probability ``share``, else 0, for part ``held`` of a tensor of ``shape``.
 
-    torch's generator cannot skip ahead to a part within one stream for the whole tensor. So the
-    tensor is divided into some 16 blocks of rows, block n with the seed ``key(n)``. The blocks that
-    overlap the part are drawn completely, and cut to the part.
+    Torch's generator cannot skip ahead to a part within one stream for the whole tensor. So the
+    tensor is divided into about 16 blocks of rows, and block n has the seed ``key(n)``. Blocks that
+    overlap the part are sampled completely and cut to the part.
     """
     if not held or not part.numel():
         return torch.empty_like(part)
@@ -85,7 +86,7 @@ def _draw(
 
 
 class _Counted(torch.autograd.Function):
-    """Dropout with computed masks; the backward is the same function."""
+    """Dropout with computed masks; the backward is the same function as the forward."""
 
     @staticmethod
     def forward(
@@ -102,7 +103,7 @@ class _Counted(torch.autograd.Function):
 
 
 def _drop(part: Tensor, key: Tensor, shape: tuple[int, ...], held: Held, p: float) -> Tensor:
-    """``part`` with elements zeroed and the others scaled; one Triton kernel if possible."""
+    """Zero elements of ``part`` and scale the others, in one Triton kernel if possible."""
     if not part.numel():
         return torch.empty_like(part)
     kernels = find_kernels()
@@ -119,12 +120,12 @@ def _drop(part: Tensor, key: Tensor, shape: tuple[int, ...], held: Held, p: floa
 
 
 def threshold_of(p: float) -> int:
-    """An element is kept if its number from ``counted`` is below this."""
+    """Return the threshold below which an element's number from ``counted`` keeps the element."""
     return round((1.0 - p) * (1 << _BITS))
 
 
 def counted(key: Tensor, shape: tuple[int, ...], held: Held) -> Tensor:
-    """53 random bits per element, int64, for the part ``held`` of a tensor of ``shape``."""
+    """Compute 53 random bits per element, int64, for part ``held`` of a tensor of ``shape``."""
     number = torch.zeros((1,) * len(shape), dtype=torch.int64, device=key.device)
     for dim, extent in enumerate(held):
         stride = torch.Size(shape[dim + 1 :]).numel()
@@ -134,9 +135,9 @@ def counted(key: Tensor, shape: tuple[int, ...], held: Held) -> Tensor:
 
 
 def _rows_in(shape: tuple[int, ...], held: Held) -> tuple[int, int, int] | None:
-    """(columns of the part, columns of the tensor, number of the part's first element).
+    """Return the part's columns, the tensor's columns, and the number of the first element.
 
-    ``None`` if the part is not a rectangle of rows and columns.
+    Return ``None`` if the part is not a rectangle of rows and columns.
     """
     inner = [(extent.start, extent.stop) for extent in held[1:]]
     whole = torch.Size(shape[1:]).numel()
@@ -150,7 +151,7 @@ def _rows_in(shape: tuple[int, ...], held: Held) -> tuple[int, int, int] | None:
 
 @lru_cache(maxsize=1)
 def find_kernels() -> ModuleType | None:
-    """The module with the Triton kernel; ``None`` if Triton is not installed."""
+    """Return the module with the Triton kernel, or ``None`` if Triton is not installed."""
     if find_spec("triton") is None:
         return None
     return import_module("sbpflow.tensor.ops.triton_dropout")

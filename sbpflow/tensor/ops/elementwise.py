@@ -1,4 +1,4 @@
-"""Elementwise operators on global tensors: activations, casts, sums and products."""
+"""Define elementwise operators on global tensors: activations, casts, sums and products."""
 
 from collections.abc import Callable
 
@@ -22,7 +22,7 @@ Kernel = Callable[..., Tensor]
 
 
 def relu(x: GlobalTensor, *, out: Out = None, id: str | None = None) -> GlobalTensor:
-    """Elementwise; not linear, so P is not legal.
+    """Apply ReLU elementwise; ReLU is not linear, so P is not legal.
 
     ``S(i) -> S(i), B -> B``
     """
@@ -37,7 +37,7 @@ def nonlinear(
     out: Out = None,
     id: str | None = None,
 ) -> GlobalTensor:
-    """Any elementwise function of one tensor.
+    """Apply any elementwise function to one tensor.
 
     ``S(i) -> S(i), B -> B``
     """
@@ -48,13 +48,13 @@ def nonlinear(
 
 
 def elementwise_rule(op: str, ndim: int, more: str = "") -> Rule:
-    """The signatures S(i) -> S(i) and B -> B, and ``more``."""
+    """Return the signatures S(i) -> S(i), B -> B, and ``more``."""
     dims = letters_for(ndim)
     return cached_rule(op, (dims,), dims, "".join(f"{a}->{a};" for a in dims) + more)
 
 
 def elementwise_rule_of_two(op: str, ndim: int) -> Rule:
-    """The signatures S(i) x S(i) -> S(i) and B x B -> B, for operands of equal shapes."""
+    """Return the signatures S(i) x S(i) -> S(i) and B x B -> B for operands of equal shapes."""
     dims = letters_for(ndim)
     return cached_rule(op, (dims, dims), dims, "".join(f"{a},{a}->{a};" for a in dims))
 
@@ -62,13 +62,13 @@ def elementwise_rule_of_two(op: str, ndim: int) -> Rule:
 def cast(
     x: GlobalTensor, dtype: torch.dtype, *, out: Out = None, id: str | None = None
 ) -> GlobalTensor:
-    """``x`` as ``dtype``. P is legal if all terms are exact, as from float32 to float64.
+    """Convert ``x`` to ``dtype``; P is legal if the conversion is exact (float32 to float64).
 
     ``S(i) -> S(i), B -> B; widening also P -> P``
     """
     check_tensors("cast", x)
     if not isinstance(dtype, torch.dtype):  # pyright: ignore[reportUnnecessaryIsInstance] -- users
-        raise SbpError(f"cast: dtype {dtype!r} is not a torch.dtype, such as torch.float64")
+        raise SbpError(f"cast: dtype {dtype!r} must be a torch.dtype, such as torch.float64")
     widens = x.dtype.is_floating_point and torch.promote_types(x.dtype, dtype) == dtype
     op_rule = elementwise_rule("cast", x.ndim, "P->P" if widens else "")
     return apply(op_rule, [x], x.shape, lambda _, p: p[0].to(dtype), out=out, id=id, dtype=dtype)
@@ -77,7 +77,7 @@ def cast(
 def add(
     a: GlobalTensor, b: GlobalTensor, *, out: Out = None, id: str | None = None
 ) -> GlobalTensor:
-    """``a + b``, of the same dtype; dims of size 1 broadcast. Linear in both, so P + P -> P.
+    """Add ``a + b`` of the same dtype; dims of size 1 broadcast, and P + P -> P.
 
     ``S(i) x S(i) -> S(i), B x B -> B, P x P -> P; with a dim of size 1 also S(i) x B -> S(i)``
     """
@@ -87,7 +87,7 @@ def add(
 def mul(
     a: GlobalTensor, b: GlobalTensor, *, out: Out = None, id: str | None = None
 ) -> GlobalTensor:
-    """``a * b``, of the same dtype; dims of size 1 broadcast. Linear in each, so P x B -> P.
+    """Multiply ``a * b`` of the same dtype; dims of size 1 broadcast, and P x B -> P.
 
     ``S(i) x S(i) -> S(i), B x B -> B, P x B -> P, B x P -> P``
     """
@@ -130,13 +130,13 @@ def _broadcast(op: str, a: GlobalTensor, b: GlobalTensor) -> tuple[int, ...]:
         if m != n and 1 not in (m, n):
             raise SbpError(
                 f"{op}: {list(a.shape)} and {list(b.shape)} do not broadcast: dim {dim - ndim} has "
-                f"lengths {m} and {n}; they must be equal, or one of them 1"
+                f"lengths {m} and {n}; the lengths must be equal, or one length must be 1"
             )
     return tuple(n if m == 1 else m for m, n in pairs)
 
 
 def scale(x: GlobalTensor, factor: float, *, id: str | None = None) -> GlobalTensor:
-    """``x * factor``; linear, so every layout is legal. A float needs a floating dtype.
+    """Return ``x * factor`` in any layout; a float factor needs a floating dtype.
 
     ``S(i) -> S(i), B -> B, P -> P``
     """

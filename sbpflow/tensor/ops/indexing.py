@@ -1,4 +1,4 @@
-"""Gathers rows of a table by id, for any layouts of both; checks every id."""
+"""Gather rows of a table by id for any layouts of table and ids, and check every id."""
 
 import torch
 import torch.nn.functional as F
@@ -15,19 +15,19 @@ _ID_DTYPES = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch
 def gather(
     table: GlobalTensor, ids: GlobalTensor, *, out: Out = None, id: str | None = None
 ) -> GlobalTensor:
-    """The rows of ``table [r, d]`` at ``ids [..]``, of an integer dtype: ``[.., d]``.
+    """Return the rows ``[.., d]`` of ``table [r, d]`` at integer ``ids [..]``.
 
     ``table x ids: B x S(i) -> S(i), S(0) x B -> P, S(1) x B -> S(last), P x B -> P``
 
-    A rank that holds some of the rows returns zeros for the others, so a row split gives P. Every
-    rank checks the ids that it looks up, and raises SbpError with the first one outside 0..r-1: all
-    ranks if ids are B; the rank that has it if they are split, and in checked mode all. The check
-    reads the ids once more, and on CUDA waits for the device.
+    A rank with only some of the rows returns zeros for the others, so a row split produces P. Every
+    rank checks its ids, and raises SbpError with the first id outside 0..r-1. If ids are split,
+    only the rank with the bad id raises, or all ranks in checked mode. The check reads the ids once
+    more and waits for a CUDA device.
     """
     check_ndim("gather", "the table", table, 2)
     check_tensors("gather", table, ids)
     if ids.dtype not in _ID_DTYPES:
-        raise SbpError(f"gather: ids are {ids!r}; they need an integer dtype such as torch.int64")
+        raise SbpError(f"gather: ids {ids!r} must have an integer dtype, such as torch.int64")
     dims = letters_for(ids.ndim, "rd")
     signatures = "".join(f"B,{a}->{a};" for a in dims) + "r,B->P; d,B->d; P,B->P"
     op_rule = cached_rule("gather", (("r", "d"), dims), (*dims, "d"), signatures)
@@ -54,7 +54,7 @@ def gather(
 
 
 def _bad_id(ids: Tensor, start: tuple[int, ...], num_rows: int) -> str:
-    """The message for the first id that is out of range, or "".
+    """Return the message for the first out-of-range id, or "".
 
     ``start`` is the position of the part in the full tensor of ids.
     """

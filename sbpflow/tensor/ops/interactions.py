@@ -1,4 +1,4 @@
-"""Second-order interactions of the vectors of a row: dot products of pairs, and their sum."""
+"""Compute second-order interactions of a row's vectors: dot products of pairs, and their sum."""
 # pyright: reportIncompatibleMethodOverride=false
 # (torch's base class declares forward and backward with any arguments)
 
@@ -13,12 +13,12 @@ from sbpflow.tensor.global_tensor import GlobalTensor
 
 
 def dot_interaction(x: GlobalTensor, *, out: Out = None, id: str | None = None) -> GlobalTensor:
-    """The dot products of all pairs of different vectors: x [b, f, d] -> [b, f (f - 1) / 2].
+    """Compute dot products of all pairs of different vectors: [b, f, d] -> [b, f (f - 1) / 2].
 
     ``S(0) -> S(0), S(2) -> P, B -> B``
 
-    Pairs are in the order of the lower triangle by rows, (1, 0), (2, 0), (2, 1), (3, 0) and so on,
-    as in DLRM (facebookresearch/dlrm, dlrm_s_pytorch.py at 090956e).
+    Pairs have the order of the lower triangle's rows, (1, 0), (2, 0), (2, 1), (3, 0) and so on, as
+    in DLRM (facebookresearch/dlrm, dlrm_s_pytorch.py at 090956e).
     """
     _check("dot_interaction", x)
     rule = cached_rule("dot_interaction", (("b", "f", "d"),), ("b", "p"), "b->b; d->P")
@@ -28,13 +28,13 @@ def dot_interaction(x: GlobalTensor, *, out: Out = None, id: str | None = None) 
 
 
 def fm_interaction(x: GlobalTensor, *, out: Out = None, id: str | None = None) -> GlobalTensor:
-    """The sum of the dot products of all pairs of different vectors: x [b, f, d] -> [b, 1].
+    """Sum the dot products of all pairs of different vectors: x [b, f, d] -> [b, 1].
 
     ``S(0) -> S(0), S(2) -> P, B -> B``
 
-    Computed as half of (the square of the sum - the sum of the squares), summed over d (Rendle,
-    Factorization Machines, ICDM 2010, lemma 3.1). Because of cancellation in the difference, half
-    types are widened to float32, and the result is float32.
+    The result is half of (the square of the sum - the sum of the squares), summed over d (Rendle,
+    Factorization Machines, ICDM 2010, lemma 3.1). Because of cancellation in the difference,
+    half-precision inputs are widened to float32, and the result is float32.
     """
     _check("fm_interaction", x)
     rule = cached_rule("fm_interaction", (("b", "f", "d"),), ("b", "o"), "b->b; d->P")
@@ -51,17 +51,17 @@ def _check(op: str, x: GlobalTensor) -> None:
 
 
 def pair_sum(x: Tensor) -> Tensor:
-    """[b, f, d] -> [b, 1], in the dtype of ``x``."""
+    """Compute ``fm_interaction`` of a plain tensor, [b, f, d] -> [b, 1], in the dtype of ``x``."""
     return 0.5 * (x.sum(1).square() - x.square().sum(1)).sum(1, keepdim=True)
 
 
 def pair_products(x: Tensor) -> Tensor:
-    """[b, f, d] -> [b, f (f - 1) / 2], the lower triangle of x x' by rows."""
+    """Compute the lower triangle of x x' by rows: [b, f, d] -> [b, f (f - 1) / 2]."""
     return _PairProducts.apply(x)  # pyright: ignore[reportReturnType]
 
 
 class _PairProducts(torch.autograd.Function):
-    """One product in the backward, as x x' is symmetric; autograd uses two, and a scatter."""
+    """Pair products with one product in the backward; autograd would use two and a scatter."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor) -> Tensor:
@@ -80,9 +80,9 @@ class _PairProducts(torch.autograd.Function):
 
 @lru_cache(maxsize=64)
 def _triangle(fields: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The positions of the pairs in a flat [f, f], and the number of the pair of each position.
+    """Return the pairs' positions in a flat [f, f], and the pair number of each position.
 
-    The diagonal has the number after the last pair.
+    Positions on the diagonal have the number after the last pair.
     """
     row, column = torch.tril_indices(fields, fields, -1, device=device)
     below = row * fields + column

@@ -1,4 +1,4 @@
-"""Losses of global tensors, and the weights and labels that training may change."""
+"""Compute losses of global tensors, row weights, and smoothed labels."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,12 +18,12 @@ def bce_with_logits(
     reduction: str = "mean",
     id: str = "bce",
 ) -> GlobalTensor:
-    """Binary cross entropy; ``reduction`` is "none", "sum" or "mean" over the full tensor.
+    """Compute binary cross entropy; ``reduction`` over the full tensor is none, sum or mean.
 
     ``S(i) x S(i) -> S(i), B x B -> B; reduced, S(i) -> P and B -> B``
 
-    The mean divides by the global count, so uneven parts have the right weights; it is P if the
-    logits are split. Labels are converted to the dtype of the logits.
+    The mean is divided by the global count, so uneven parts have the right weights. The mean is P
+    if the logits are split. Labels are converted to the dtype of the logits.
     """
     if reduction not in ("none", "sum", "mean"):
         raise SbpError(f"bce_with_logits: reduction {reduction!r}; use none, sum or mean")
@@ -53,7 +53,7 @@ def smooth_labels(labels: GlobalTensor, smoothing: float) -> GlobalTensor:
 
 
 def class_weights(labels: GlobalTensor, positive: float) -> GlobalTensor:
-    """``positive`` for label 1, and 1 for label 0.
+    """Return the weight ``positive`` for label 1, and 1 for label 0.
 
     ``S(i) -> S(i), B -> B``
     """
@@ -65,12 +65,12 @@ def class_weights(labels: GlobalTensor, positive: float) -> GlobalTensor:
 def focal_weights(
     logits: GlobalTensor, labels: GlobalTensor, gamma: float, *, id: str = "focal"
 ) -> GlobalTensor:
-    """(1 - p) ** gamma, where p is the predicted probability of the label, which is 0 or 1.
+    """Return (1 - p) ** gamma, where p is the predicted probability of the label (0 or 1).
 
     ``S(i) x S(i) -> S(i), B x B -> B``
 
-    The factor of the focal loss: T.-Y. Lin et al., Focal loss for dense object detection, 2017,
-    equation 4. It is differentiable.
+    The result is the differentiable factor of the focal loss (Lin et al., Focal loss for dense
+    object detection, 2017, equation 4).
     """
     check_tensors("focal_weights", logits, labels)
     check_floating("focal_weights", logits)

@@ -1,4 +1,4 @@
-"""Matrix products: matmul, linear layers of one input or several concatenated ones, and bias."""
+"""Compute matrix products, bias sums, and linear layers of one or several inputs."""
 
 from collections.abc import Sequence
 
@@ -22,7 +22,7 @@ from sbpflow.tensor.global_tensor import GlobalTensor
 from sbpflow.tensor.ops.shapes import concat
 from sbpflow.tensor.signature import Choice, Operand, Rule, deduce
 
-ALIGNED_COLUMNS = 8  # cuBLAS needs rows of whole 16 bytes to use tensor cores well
+ALIGNED_COLUMNS = 8  # cuBLAS needs rows of a multiple of 16 bytes to use tensor cores well
 
 
 def linear_of_parts(
@@ -32,15 +32,15 @@ def linear_of_parts(
     *,
     id: str = "linear",
 ) -> GlobalTensor:
-    """``concat(xs, 1) @ weight.T + bias``: each ``xs`` [b, k_i], weight [n, sum of k_i], bias [n].
+    """Compute ``concat(xs, 1) @ weight.T + bias`` for x_i [b, k_i], weight [n, sum k_i], bias [n].
 
     ``xs x weight x bias: S(0) x B x B -> S(0), B x S(0) x S(0) -> S(1)``
 
-    On CPU this avoids the concatenation, which costs a copy in each direction; also, a width such
-    as 429 makes the product of its gradient twice as slow as 416 does. On CUDA it concatenates and
-    pads to a multiple of 8 columns, because narrow products and unaligned rows do not use the
-    tensor cores. If the weight is split along its inputs, or there is no bias (so that the result
-    may be P), it runs ``concat`` and ``linear``.
+    On CPU, this op avoids the concatenation, which would cost a copy in each direction. A width
+    such as 429 would also make the product for the gradient twice as slow as 416. On CUDA, this op
+    concatenates and pads to a multiple of 8 columns, because narrow products and unaligned rows do
+    not use the tensor cores. If the weight is split along its inputs or there is no bias (the
+    result may then be P), this op runs ``concat`` and ``linear``.
     """
     check_list("linear_of_parts", xs, "weight, bias")
     for n, x in enumerate(xs):
@@ -71,9 +71,9 @@ def linear_of_parts(
         *inputs, rows, offset = parts
         if rows.is_cuda:
             return _aligned_linear(inputs, rows, offset)
-        # Copied, because a row stride such as 429 makes every product a fifth slower.
+        # The copy avoids a row stride such as 429, which would make every product a fifth slower.
         columns = [part.contiguous() for part in rows.split(widths, 1)]
-        # The widest input last, so that its product adds to the sum of the others in place.
+        # The widest input comes last, because its product is added in place to the other products.
         order = sorted(range(count), key=lambda n: widths[n])
         total = F.linear(inputs[order[0]], columns[order[0]], offset)
         for n in order[1:]:
@@ -85,7 +85,7 @@ def linear_of_parts(
 
 
 def _aligned_linear(inputs: list[Tensor], rows: Tensor, offset: Tensor) -> Tensor:
-    """One product of the concatenated inputs, padded to whole 16 bytes of half precision."""
+    """Compute one product of the concatenated inputs, padded to 16 bytes of half precision."""
     missing = -rows.shape[1] % ALIGNED_COLUMNS
     if missing:
         inputs = [*inputs, inputs[0].new_zeros(inputs[0].shape[0], missing)]
@@ -96,7 +96,7 @@ def _aligned_linear(inputs: list[Tensor], rows: Tensor, offset: Tensor) -> Tenso
 def matmul(
     a: GlobalTensor, b: GlobalTensor, *, out: Out = None, id: str | None = None
 ) -> GlobalTensor:
-    """``a [.., k] @ b [k, n]``, of the same dtype.
+    """Compute ``a [.., k] @ b [k, n]`` for operands of the same dtype.
 
     ``S(i) x B -> S(i), B x S(1) -> S(last), S(last) x S(0) -> P, P x B -> P, B x P -> P``
     """
@@ -118,12 +118,12 @@ def linear(
     out: Out = None,
     id: str = "linear",
 ) -> GlobalTensor:
-    """``x [.., k] @ weight [n, k].T + bias [n]``, of the same dtype.
+    """Compute ``x [.., k] @ weight [n, k].T + bias [n]`` for operands of the same dtype.
 
     ``S(i) x B -> S(i), B x S(0) -> S(last), S(last) x S(1) -> P, P x B -> P, B x P -> P``
 
     The result can be P only without a bias. With a bias, either the product is converted to S or B
-    before adding it, or the operands are converted before the product, whichever sends less.
+    before the sum, or the operands are converted before the product, whichever sends less.
     """
     check_ndim("linear", "x", x, 1, at_least=True)
     check_ndim("linear", "weight", weight, 2)
@@ -155,7 +155,7 @@ def linear(
 def _separate_bytes(
     plain: Rule, operands: list[GlobalTensor], shape: tuple[int, ...], out: NdSbp | None
 ) -> int:
-    """The bytes of conversions if the product comes first, and the bias is added to it."""
+    """Return the bytes of conversions for a product followed by a bias sum."""
     x, weight, bias = operands
     product = choose(plain, [x, weight])
     addition = deduce(
@@ -170,7 +170,7 @@ def _separate_bytes(
 def bias_add(
     x: GlobalTensor, bias: GlobalTensor, *, out: Out = None, id: str | None = None
 ) -> GlobalTensor:
-    """``x [.., n] + bias [n]``; P is not legal, because every term would add the bias again.
+    """Compute ``x [.., n] + bias [n]``; P is not legal because every term would add the bias.
 
     ``S(i) x B -> S(i), S(last) x S(0) -> S(last), B x B -> B``
     """

@@ -1,4 +1,4 @@
-"""Normalization over the global batch or over a row, with the same result on any ranks."""
+"""Normalize over the global batch or over a row, with the same result on any ranks."""
 
 import torch
 import torch.nn.functional as F
@@ -64,25 +64,26 @@ def batch_norm(
 
     ``S(0) x B x B -> P [2, n] -> B -> S(0), S(1) x S(0) x S(0) -> S(1), B x B x B -> B``
 
-    In training, statistics are over all b rows of the global batch: under S(0) one all-reduce of
-    2 n numbers adds up sums and squares, and another one their gradients. ``running_mean`` and
-    ``running_var`` [n], both B, are updated in place by ``momentum`` (the variance with divisor
-    b - 1). In evaluation they replace the statistics, and nothing is sent. Equal to torch's
-    BatchNorm1d in one process. Raises SbpError for a training batch of one row.
+    In training, statistics are over all b rows of the global batch. Under S(0), one all-reduce of
+    2 n numbers adds up sums and squares, and another all-reduce adds up their gradients.
+    ``running_mean`` and ``running_var`` [n], both B, are updated in place by ``momentum`` (the
+    variance with divisor b - 1). Evaluation uses these running statistics without communication.
+    The result equals torch's BatchNorm1d in one process. Raise SbpError for a training batch of one
+    row.
     """
     check_ndim("batch_norm", "x", x, 2)
     _check_operands("batch_norm", x, weight, bias, running_mean, running_var)
     for name, buffer in (("running_mean", running_mean), ("running_var", running_var)):
         if any(sbp != Broadcast() for sbp in buffer.layout.nd_sbp):
-            raise SbpError(f"batch_norm: {name} is {buffer!r}; its layout must be B")
+            raise SbpError(f"batch_norm: {name} {buffer!r} must have layout B")
     if not training:
         return _by_running(x, weight, bias, running_mean, running_var, eps, id)
     if x.shape[0] == 1:
         raise SbpError(
-            "batch_norm: a batch of one row has no variance; train on batches of two rows or more, "
-            "for example with data.tail: drop, which skips a short last batch"
+            "batch_norm: a batch of one row has no variance; train on batches of two rows or more "
+            "(for example, with data.tail: drop to skip a short last batch)"
         )
-    # Sums are of x minus the running mean, so that the difference of squares cancels little.
+    # Subtracting the running mean from x before the sums reduces cancellation in the variance.
     center = GlobalTensor(
         running_mean.part.clone(), running_mean.layout, running_mean.shape, x.boxing
     )
@@ -119,13 +120,13 @@ def _check_operands(op: str, x: GlobalTensor, *vectors: GlobalTensor) -> None:
 
 
 def _sums(_: Choice, parts: list[Tensor]) -> Tensor:
-    """[b, n], [n] -> [2, n]: the sums of x - center and of its square."""
+    """Sum x - center and its square over rows: [b, n], [n] -> [2, n]."""
     centered = parts[0] - parts[1]
     return torch.stack([centered.sum(0), centered.square().sum(0)])
 
 
 def _moments(sums: Tensor, center: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """The mean and variance [n] from the sums of ``_sums``."""
+    """Return the mean and variance [n] from the sums of ``_sums``."""
     offset = sums[0] / rows
     return center + offset, (sums[1] / rows - offset.square()).clamp_min(0.0)
 
@@ -146,7 +147,7 @@ def _by_running(
     eps: float,
     id: str,
 ) -> GlobalTensor:
-    """S(0) x B .. -> S(0), S(1) x S(0) .. -> S(1), B .. -> B"""
+    """Apply ``kernel`` with S(0) x B .. -> S(0), S(1) x S(0) .. -> S(1), B .. -> B."""
     rule = cached_rule(
         "batch_norm.running",
         (("b", "n"), *((("n",),) * 4)),

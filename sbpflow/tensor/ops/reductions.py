@@ -1,4 +1,4 @@
-"""Sum, maximum and mean over dims of a global tensor; reducing a split dim gives terms."""
+"""Compute sum, maximum and mean over dims of a global tensor; a split dim produces terms."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ def reduce_sum(
     out: Out = None,
     id: str | None = None,
 ) -> GlobalTensor:
-    """Sum over ``dims``, by default all; over a split dim each rank sums its piece: P.
+    """Sum over ``dims`` (default all); along a split dim, each rank sums its piece (P).
 
     ``S(kept) -> S(kept), S(summed) -> P, B -> B, P -> P``
 
@@ -51,15 +51,15 @@ def reduce_max(
     out: Out = None,
     id: str | None = None,
 ) -> GlobalTensor:
-    """Maximum over ``dims``, by default all; over a split dim each rank has its own: P(max).
+    """Compute the maximum over ``dims`` (default all); a split dim produces P(max).
 
     ``S(kept) -> S(kept), S(reduced) -> P(max), B -> B``
 
-    A dtype that P does not support, such as bool, is first converted to B, or to S along a dim that
-    is kept.
+    A tensor of a dtype that P does not support, such as bool, is first converted to B, or to S
+    along a kept dim.
 
-    Gradient: equal maxima within a part share it evenly, as in torch's ``amax``; of equal maxima in
-    several parts, the first part gets it.
+    Equal maxima within a part share the gradient evenly, as in torch's ``amax``. If several parts
+    have equal maxima, the first part gets the gradient.
     """
     check_tensors("reduce_max", x)
     if x.dtype.is_complex:
@@ -72,7 +72,7 @@ def reduce_max(
             return part
         if part.numel() or all(part.shape[n] for n in chosen):
             return part.amax(chosen, keepdim=keepdim)
-        # An empty piece gives the lowest value, connected to the part for the backward.
+        # An empty piece produces the lowest value, connected to the part for the backward.
         return part.sum(chosen, keepdim=keepdim).to(part.dtype) + neutral("max", part.dtype)
 
     return _reduce("reduce_max", "P(max)", "", kernel, x, dims, keepdim, out, id)
@@ -86,12 +86,12 @@ def reduce_mean(
     out: Out = None,
     id: str | None = None,
 ) -> GlobalTensor:
-    """Mean over ``dims`` of the full tensor: the sum divided by the global count.
+    """Compute the mean over ``dims``: the sum divided by the global count.
 
     ``S(kept) -> S(kept), S(averaged) -> P, B -> B, P -> P``
 
-    So uneven parts have the right weights. Half types are summed and divided in float32, and then
-    rounded, so that sums do not overflow; the terms have the dtype of ``x``.
+    Uneven parts have the right weights. Half-precision inputs are summed and divided in float32 to
+    avoid overflow, and then rounded. The terms have the dtype of ``x``.
     """
     check_floating("reduce_mean", x)
     count = math.prod(x.shape[dim] for dim in checked_dims(x, dims, "reduce_mean"))
@@ -117,7 +117,7 @@ def _reduce(
     id: str | None,
     dtype: torch.dtype | None = None,
 ) -> GlobalTensor:
-    """S(i) -> S(i) for a dim that is kept, S(i) -> ``reduced`` for a reduced dim."""
+    """Return the rule S(i) -> S(i) for kept dims, and S(i) -> ``reduced`` for reduced dims."""
     chosen = checked_dims(x, dims, op)
     letters = letters_for(x.ndim)
     signatures = "".join(f"{a}->{reduced if n in chosen else a};" for n, a in enumerate(letters))

@@ -1,4 +1,4 @@
-"""Reshape, flatten and concat of global tensors, and which splits they keep."""
+"""Reshape, flatten and concatenate global tensors, and keep splits where possible."""
 
 import math
 from collections.abc import Sequence
@@ -24,14 +24,14 @@ from sbpflow.tensor.signature import Choice
 
 
 def reshape(x: GlobalTensor, shape: int | Sequence[int], *, id: str | None = None) -> GlobalTensor:
-    """Reshape to ``shape``; one entry may be -1, and an int is the only dim.
+    """Reshape to ``shape``; one entry may be -1, and an int is a 1-D shape.
 
     ``S(i) -> S(j) where dim i begins dim j, B -> B, P -> P``
 
-    A split is kept if its dim is the first of a group of dims that are merged or divided: [b, f, d]
-    split along b or f becomes [b, f * d] split along b or, in pieces of d, along the second dim.
-    Other splits are converted first, as are pieces that do not divide, and dims split by two axes
-    into pieces that sizes cannot express.
+    A split is kept if its dim is the first dim of a merged or divided group. For example, [b, f, d]
+    split along b or f becomes [b, f * d] split along b or, in multiples of d, along the second dim.
+    Other splits are converted first. Pieces that do not divide evenly are also converted first, and
+    so are dims split by two axes into pieces that sizes cannot express.
     """
     check_tensors("reshape", x)
     full = _resolve(x.shape, whole_numbers("reshape", "shape", shape))
@@ -69,15 +69,16 @@ def _resolve(old: tuple[int, ...], new: tuple[int, ...]) -> tuple[int, ...]:
 def _reshape_groups(
     old: tuple[int, ...], new: tuple[int, ...]
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[tuple[str, int, int], ...]]:
-    """The letters of both sides, equal at the start of a group of dims, and the length ratios.
+    """Return the dim letters of both sides and the length ratios of groups.
 
-    A group is the shortest run of dims on both sides with the same product.
+    A group is the shortest run of dims on both sides with the same product. The first dims of a
+    group have the same letter on both sides.
     """
     names = iter(letters_for(len(old) + len(new)))
     letters: list[str] = [next(names) for _ in old]
     output: list[str] = [next(names) for _ in new]
     scales: list[tuple[str, int, int]] = []
-    if not math.prod(old):  # no elements, so products do not define groups: match leading dims
+    if not math.prod(old):  # products do not define groups without elements, so match leading dims
         for n, _ in takewhile(lambda pair: old[pair[0]] == pair[1], enumerate(new[: len(old)])):
             output[n] = letters[n]
         return tuple(letters), tuple(output), ()
@@ -113,14 +114,14 @@ def concat(
     for n, x in enumerate(tensors):
         if x.ndim != first.ndim or _without(x.shape, dim) != _without(first.shape, dim):
             raise SbpError(
-                f"concat: tensor {n} is {list(x.shape)}, tensor 0 is {list(first.shape)}; they may "
-                f"differ only along dim {dim}"
+                f"concat: tensor {n} has shape {list(x.shape)}, but tensor 0 has shape "
+                f"{list(first.shape)}; shapes may differ only along dim {dim}"
             )
     letters = letters_for(first.ndim)
     free = [letter for n, letter in enumerate(letters) if n != dim]
     signatures = "".join(",".join([a] * len(tensors)) + f"->{a};" for a in free)
     signatures += ",".join(["P"] * len(tensors)) + "->P"
-    # The operands have different lengths along ``dim``, so each has its own letter there.
+    # The operands have different lengths along ``dim``, so each operand has its own letter there.
     others = letters_for(len(tensors), "".join(letters))
     dims = tuple((*letters[:dim], others[n], *letters[dim + 1 :]) for n in range(len(tensors)))
     op_rule = cached_rule("concat", dims, letters, signatures)

@@ -1,7 +1,8 @@
 # pyright: basic, reportMissingImports=false
-"""A Triton kernel for dropout, which computes the mask on the fly instead of storing it.
+"""Define a Triton kernel for dropout that computes the mask on the fly instead of storing it.
 
-Imported only if Triton is installed. Applied to a gradient, the kernel is its own backward.
+This module is imported only if Triton is installed. The same kernel, applied to the gradient, is
+the backward.
 """
 
 import triton
@@ -12,10 +13,10 @@ BLOCK = 1024
 
 @triton.jit
 def drop(x, y, key, n, columns, whole_columns, first, threshold, scale, BLOCK: tl.constexpr):
-    """y = x * scale where ``dropout.counted`` keeps an element, else 0.
+    """Compute y = x * scale where ``dropout.counted`` keeps an element, else 0.
 
-    The part has ``columns`` columns; the full tensor has ``whole_columns``, and the part starts at
-    its element ``first``.
+    The part has ``columns`` columns and starts at element ``first`` of the full tensor. The full
+    tensor has ``whole_columns`` columns.
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
