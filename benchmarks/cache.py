@@ -85,7 +85,7 @@ def fetches(results: Results, folder: Path | None) -> None:
         for epochs in (1, 3):
             trace, num_rows = genuine_trace(folder, epochs)
             for capacity in (22_000, 45_000):
-                name = f"genuine, {epochs} epochs"
+                name = f"genuine, {epochs} epoch{'s' * (epochs > 1)}"
                 _compare_policies(results, name, trace, num_rows, capacity)
     trace, num_rows = generated_trace(zipf)
     for capacity in (45_000, 100_000):
