@@ -172,6 +172,8 @@ class DemandStore:
             self.wait_s += time.perf_counter() - begin
 
     def _write_back(self, slots: Array) -> None:
+        if not slots.size:
+            return
         records = self._layout.empty(slots.size)
         for name, words in self._words.items():
             records[:, self._layout.columns[name]] = words[slots]
