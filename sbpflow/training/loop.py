@@ -13,6 +13,7 @@ from sbpflow.boxing.executor import Boxing
 from sbpflow.config.schema import TrainConfig
 from sbpflow.errors import ConfigError
 from sbpflow.training.batch import Batch, Loader
+from sbpflow.training.cache_watch import CacheWatch
 from sbpflow.training.evaluate import ScoreOptions, score_split, slice_columns
 from sbpflow.training.health import LossWatch
 from sbpflow.training.metrics import Evaluation
@@ -166,7 +167,7 @@ def fit(
     last = checkpoints.steps_of_before + num_train_steps(train, loaders["train"].num_steps)
     _check_val(train, watchers, loaders, last)
     _check_profile(profiler, last)
-    pace, times, step = Pace(), MoveTimes(), checkpoints.step
+    pace, times, caches, step = Pace(), MoveTimes(), CacheWatch(trainer), checkpoints.step
     every = train.eval_every or last
     overlap = OverlapWatch(trainer, boxing.world.size, last, boxing.world.device)
     steps = _read_steps(loaders["train"], range(checkpoints.epoch, train.epochs), train.accumulate)
@@ -192,6 +193,7 @@ def fit(
         if logged:
             rate, split = pace.interval(times.take())
             extra = {"epoch": current.epoch + 1, **split, **watch.figures(), **watchers.figures()}
+            extra |= caches.figures(step)
             reporter.step(step, watch.last, rate, extra)
         if scored:
             watch.flush()

@@ -234,6 +234,7 @@ def test_rooms_import_downwards_only():
         "rules",
         "plan",
         "storage",
+        "cache",
         "ids",
         "exchange",
     ]
