@@ -353,7 +353,9 @@ def test_embeddings_of_all_values_and_of_some(run):
         ConfigError, match=r"pass the strings \(for example, values=frame\['city'\]"
     ):
         run.embeddings("deep.city")
-    with pytest.raises(ConfigError, match=r"^table: 'deep.items' is not .* \(for example, deep.item\)$"):
+    with pytest.raises(
+        ConfigError, match=r"^table: 'deep.items' is not .* \(for example, deep.item\)$"
+    ):
         run.embeddings("deep.items")
 
 
