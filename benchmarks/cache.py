@@ -1,490 +1,243 @@
-"""Tables larger than memory: rows fetched, the cost of planning, a slow store, and a memory limit.
+"""Tables larger than memory: what caching costs and saves. See ``sbpflow/embedding/cache``.
 
-    python -m benchmarks.cache fetches --input train.txt.gz   rows fetched by several policies
-    python -m benchmarks.cache planning                       CPU time of slot planning
-    python -m benchmarks.cache paced --input train.txt.gz     a store behind 100 Mbit/s
-    python -m benchmarks.cache limit --folder DISK            tables of 4 times a memory limit
+    python -m benchmarks.cache fetches    rows fetched per step, against MIN, LRU, LFU, Bagpipe
+    python -m benchmarks.cache planning   CPU time of slot planning, and on which thread it runs
+    python -m benchmarks.cache store      training on a storage of limited rate
+    python -m benchmarks.cache limit      a model of four times a limit on memory, on 2 ranks
+    python -m benchmarks.cache matrix     cached tables equal uncached ones, over 1, 2, 4 ranks
 
-``fetches`` also uses generated rows (Zipf 1.1). Without ``--input``, ``paced`` uses them alone, and
-prints without recording. The paced store is in memory; reads and writes wait as they would for a
-full-duplex link. The baselines keep all rows in memory and wait for the link to carry every row of
-the batch in and out, so their losses are those of a run without a cache.
+Values are compared before anything is timed. ``fetches`` and ``store`` use genuine rows as well:
+``--input train.txt``, or the file named by SBPFLOW_CRITEO_ROWS.
 """
 
 import argparse
-import csv
-import gzip
-import heapq
-import resource
-import statistics
+import os
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from unittest.mock import patch
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 
+from benchmarks import cache_limit, cache_matrix, cache_store
+from benchmarks.cache_policies import Array, Fetches, Trace, bagpipe, belady, lfu, lru, planned
+from benchmarks.click_model import Shape, zipf_ids
 from benchmarks.record import Results
-from sbpflow.boxing.executor import Boxing
-from sbpflow.config.schema import Config, DataConfig, OptimizerConfig, TrainConfig
-from sbpflow.config.storage_rules import StorageRule
-from sbpflow.config.table_rules import ParallelConfig
-from sbpflow.embedding.cache.records import MappedRecords, RecordLayout, host_records
-from sbpflow.embedding.cache.slot_layout import Array
+from sbpflow.data import load_manifest
+from sbpflow.data.read.loader import open_loader
 from sbpflow.embedding.cache.slot_planner import SlotPlanner
-from sbpflow.embedding.cache.store import CachedStore
-from sbpflow.embedding.rules.lazy_adam import LazyAdam
-from sbpflow.embedding.storage.store import (
-    DeviceStore,
-    RowStore,
-    StoreFactory,
-    StoreRequest,
-    device_store,
-)
-from sbpflow.errors import ConfigError
-from sbpflow.models.wdl import WdlConfig, WideConfig
-from sbpflow.run.execution.job import Job, build_job
-from sbpflow.run.model.spec import Fields
-from sbpflow.run.planning.build_plan import plan_run
-from sbpflow.runtime.ranks.world import World
 
-Ids = NDArray[np.int32]
-COLUMNS, BATCH, DIM = 26, 1024, 16
-KNOWN = 64
-SLOTS, RATE = 22_000, 100e6 / 8  # bytes per second of the paced link
-WARM, STEPS = 20, 60
+Result = TypeVar("Result")
+BATCH = 1024
+KNOWN = (1, 4, 16, 64)
 
 
-@dataclass
-class Batch:
-    """A batch as the trainer takes it."""
-
-    labels: torch.Tensor
-    dense: torch.Tensor
-    ids: torch.Tensor
-    batch_size: int
-
-
-@dataclass
-class Rows:
-    """Id matrices of whole batches, and the number of ids of each column."""
-
-    name: str
-    batches: list[Ids]
-    sizes: list[int]
-    labels: NDArray[np.float32]
-
-    def unique(self) -> list[Ids]:
-        """The rows of each batch, numbered over all columns."""
-        bases = np.concatenate([[0], np.cumsum(self.sizes)[:-1]]).astype(np.int32)
-        return [np.unique(ids + bases).astype(np.int32) for ids in self.batches]
-
-    def batch(self, number: int) -> Batch:
-        labels = self.labels[number * BATCH : (number + 1) * BATCH]
-        ids = torch.from_numpy(self.batches[number])
-        return Batch(torch.from_numpy(labels), torch.zeros(BATCH, 1), ids, BATCH)
+@contextmanager
+def prepared(given: str | None) -> Iterator[Path | None]:
+    """The folder of genuine rows as a prepared set, all of them in train, with every id."""
+    if given is None:
+        yield None
+        return
+    if Path(given).is_dir():
+        yield Path(given)
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        words = ["prepare", "--input", given, "--output", f"{scratch}/set", "--min-count", "1"]
+        words += ["--split", "time:1,0,0"]
+        subprocess.run([sys.executable, "-m", "data", *words], check=True, stdout=sys.stderr)
+        yield Path(scratch) / "set"
 
 
-def genuine(path: Path) -> Rows:
-    """Rows of a Criteo file: every value of a column is an id."""
-    opener: Any = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt") as file:
-        rows = list(csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
-    labels = np.array([float(row[0]) for row in rows], np.float32)
-    columns = []
-    for column in range(14, 40):
-        _, ids = np.unique([row[column] for row in rows], return_inverse=True)
-        columns.append(ids.astype(np.int32))
-    return cut("genuine", np.stack(columns, 1), labels)
+def genuine_trace(folder: Path, epochs: int) -> tuple[list[Array], int]:
+    """The unique rows of each batch of ``BATCH`` genuine rows, shuffled as a run shuffles them."""
+    manifest = load_manifest(folder)
+    loader = open_loader(manifest, batch_size=BATCH, shuffle="runs", tail="drop")
+    counts = [field.rows for field in manifest.sparse]
+    starts = np.cumsum([0, *counts[:-1]])
+    batches = (batch for epoch in range(epochs) for batch in loader.epoch(epoch))
+    return [np.unique(batch.ids.numpy()[:, : len(counts)] + starts) for batch in batches], sum(
+        counts
+    )
 
 
-def generated(num_batches: int = 100, rows: int = 200_000) -> Rows:
-    """Ids by Zipf 1.1, in a random order for each column."""
-    draw = np.random.default_rng(30)
-    weights = np.arange(1, rows + 1) ** -1.1
-    bounds = np.cumsum(weights / weights.sum())
-    count = num_batches * BATCH
-    columns = [
-        draw.permutation(rows).astype(np.int32)[np.searchsorted(bounds, draw.random(count))]
-        for _ in range(COLUMNS)
+def generated_trace(shape: Shape) -> tuple[list[Array], int]:
+    """Unique rows of batches with ids by Zipf's law."""
+    starts = np.arange(shape.num_tables, dtype=np.int64) * shape.table_rows
+    generator = np.random.default_rng(1)
+    trace = [
+        np.unique(zipf_ids(shape, shape.rows_per_rank, generator) + starts)
+        for _ in range(shape.num_batches)
     ]
-    return cut("zipf 1.1", np.stack(columns, 1), (draw.random(count) < 0.3).astype(np.float32))
+    return trace, shape.num_tables * shape.table_rows
 
 
-def cut(name: str, ids: Ids, labels: NDArray[np.float32]) -> Rows:
-    whole = len(ids) // BATCH
-    batches = [ids[n * BATCH : (n + 1) * BATCH] for n in range(whole)]
-    return Rows(name, batches, [int(size) + 1 for size in ids.max(0)], labels)
+def fetches(results: Results, folder: Path | None) -> None:
+    """Rows fetched per step by each policy; SystemExit if the planner misses its bounds."""
+    zipf = Shape(table_rows=100_000, zipf=1.1, rows_per_rank=BATCH, num_batches=200)
+    if folder is not None:
+        for epochs in (1, 3):
+            trace, num_rows = genuine_trace(folder, epochs)
+            for capacity in (22_000, 45_000):
+                name = f"genuine, {epochs} epoch{'s' * (epochs > 1)}"
+                _compare_policies(results, name, trace, num_rows, capacity)
+    trace, num_rows = generated_trace(zipf)
+    for capacity in (45_000, 100_000):
+        _compare_policies(results, "generated, Zipf 1.1", trace, num_rows, capacity)
 
 
-def planned(batches: list[Ids], slots: int, known: int, ahead: int) -> dict[str, int]:
-    """Rows that the planner fetches, reads (touched before), and writes."""
-    top = 1 + max(int(rows.max()) for rows in batches)
-    planner, found = SlotPlanner(top, slots), {"fetched": 0, "read": 0, "written": 0}
-    for step in range(len(batches)):
-        while planner.num_announced < min(step + known, len(batches)):
-            planner.announce(batches[planner.num_announced])
-        while planner.num_admitted < min(step + ahead + 1, planner.num_announced):
-            result = planner.admit()
-            if isinstance(result, int):
-                assert planner.num_admitted > step, f"one batch needs {result} slots"
-                break
-            found["fetched"] += result.missing.size
-            found["read"] += int((~result.is_new).sum())
-            found["written"] += result.evicted.size
-        planner.release()
-    return found
+def _compare_policies(
+    results: Results, name: str, trace: Trace, num_rows: int, capacity: int
+) -> None:
+    best = belady(trace, num_rows, capacity)
+    unique = float(np.mean([rows.size for rows in trace]))
 
-
-def lfu(batches: list[Ids], slots: int) -> int:
-    """Rows fetched if the least frequently used row leaves, the older of two."""
-    uses: dict[int, int] = {}
-    cached: set[int] = set()
-    heap: list[tuple[int, int, int]] = []
-    fetched = 0
-    for number, batch in enumerate(batches):
-        wanted = set(batch.tolist())
-        fetched += len(wanted - cached)
-        cached |= wanted
-        kept = []
-        while len(cached) > slots:
-            entry = heapq.heappop(heap)
-            if entry[0] != uses[entry[2]] or entry[2] not in cached:
-                continue
-            if entry[2] in wanted:
-                kept.append(entry)
-            else:
-                cached.remove(entry[2])
-        for row in wanted:
-            uses[row] = uses.get(row, 0) + 1
-            heapq.heappush(heap, (uses[row], number, row))
-    return fetched
-
-
-def ttl(batches: list[Ids], slots: int) -> tuple[int, int]:
-    """(rows fetched, lookahead) of Bagpipe's rule with the largest lookahead that fits.
-
-    A row stays until its last use within the next L batches.
-    """
-    numbers = np.concatenate([np.full(rows.size, n) for n, rows in enumerate(batches)])
-    rows = np.concatenate(batches)
-    order = np.lexsort((numbers, rows))
-    rows, numbers = rows[order], numbers[order]
-    again = np.append(rows[1:] == rows[:-1], False)
-    gaps = np.append(np.diff(numbers), 0)
-    best = (rows.size, 0)
-    for lookahead in range(1, len(batches)):
-        stays = again & (gaps <= lookahead)
-        change = np.zeros(len(batches) + 1, np.int64)
-        np.add.at(change, numbers, 1)  # in use
-        np.add.at(change, numbers + 1, -1)
-        np.add.at(change, numbers[stays] + 1, 1)  # until its next use
-        np.add.at(change, numbers[stays] + gaps[stays], -1)
-        if np.cumsum(change).max() > slots:
-            break
-        best = (int(rows.size - stays.sum()), lookahead)
-    return best
-
-
-def fetches(options: argparse.Namespace) -> None:
-    sources = [genuine(options.input)] if options.input else []
-    results = Results("cache", "fetches", recorded=bool(options.input))
-    for source in (*sources, generated()):
-        batches = source.unique()
-        for slots in (22_000, 45_000, 100_000):
-            least = planned(batches, slots, len(batches), 0)["fetched"]
-            ours = {known: planned(batches, slots, known, 1) for known in (8, 16, 32, KNOWN)}
-            at_once = planned(batches, slots, KNOWN, 0)["fetched"]
-            bagpipe, lookahead = ttl(batches, slots)
-            others = {"lru": planned(batches, slots, 1, 0)["fetched"], "lfu": lfu(batches, slots)}
-            count = len(batches)
-            results.add(
-                rows=source.name,
-                slots=slots,
-                unique_per_step=round(sum(map(len, batches)) / count),
-                min_per_step=round(least / count),
-                lookahead_0_ahead=round(at_once / least, 4),
-                **{f"lookahead_{k}": round(o["fetched"] / least, 4) for k, o in ours.items()},
-                read_per_step=round(ours[KNOWN]["read"] / count),
-                written_per_step=round(ours[KNOWN]["written"] / count),
-                lru=round(others["lru"] / least, 4),
-                lfu=round(others["lfu"] / least, 4),
-                bagpipe=round(bagpipe / least, 4),
-                bagpipe_lookahead=lookahead,
-            )
-
-
-def planning(options: argparse.Namespace) -> None:
-    """CPU time per unique row at the size of a large table."""
-    num_rows, unique, known = 25_000_000, 38_000, 16
-    draw = np.random.default_rng(1)
-
-    def batch() -> Ids:
-        ids = np.exp(draw.random(2 * unique) * np.log(num_rows)).astype(np.int64) % num_rows
-        ids = np.unique(ids * 2_654_435_761 % num_rows)
-        return draw.permutation(ids)[:unique].astype(np.int32)
-
-    batches = [batch() for _ in range(60)]
-    results = Results("cache", "planning")
-    for slots in (1_000_000, 300_000, 120_000):
-        planner, seconds, count = SlotPlanner(num_rows, slots), 0.0, 0
-        for step in range(len(batches) - known):
-            start = time.thread_time()
-            while planner.num_announced < step + known:
-                planner.announce(batches[planner.num_announced])
-            while planner.num_admitted < step + 2 and not isinstance(planner.admit(), int):
-                pass
-            planner.release()
-            if step > known + 4:
-                seconds += time.thread_time() - start
-                count += batches[step].size
+    def add(policy: str, found: Fetches, **more: object) -> None:
         results.add(
-            rows=num_rows, slots=slots, unique=unique, ns_per_unique_row=1e9 * seconds / count
-        )
+            trace=name, batches=len(trace), rows=num_rows, unique_per_step=unique,
+            capacity=capacity, policy=policy, fetched_per_step=found.fetched,
+            read_per_step=found.read, times_min=found.fetched / best.fetched, **more,
+        )  # fmt: skip
+
+    add("MIN", best)
+    add("LRU", lru(trace, num_rows, capacity))
+    add("LFU", lfu(trace, num_rows, capacity))
+    ttl, lookahead = bagpipe(trace, num_rows, capacity)
+    add("Bagpipe", ttl, lookahead=lookahead)
+    everything, _ = planned(trace, num_rows, capacity, known=len(trace), ahead=0)
+    if everything.fetched != best.fetched:
+        raise SystemExit(f"{name}: {everything} with all batches known, but MIN is {best}")
+    add("ours", everything, known=len(trace), ahead=0)
+    for ahead in (0, 1):
+        for known in KNOWN:
+            found, shrunk = planned(trace, num_rows, capacity, known=known, ahead=ahead)
+            add("ours", found, known=known, ahead=ahead, batches_not_ahead=shrunk)
+    if capacity >= 5 * unique:
+        enough = int(np.ceil(3 * capacity / best.fetched))
+        found, shrunk = planned(trace, num_rows, capacity, known=enough, ahead=1)
+        add("ours", found, known=enough, ahead=1, batches_not_ahead=shrunk)
+        if found.fetched > 1.03 * best.fetched:
+            raise SystemExit(f"{name}: {found}, more than 1.03 times {best}")
 
 
-class Link:
-    """A full-duplex link with a send buffer."""
-
-    def __init__(self, rate: float, buffer_bytes: float = 4e6) -> None:
-        self.rate, self._buffer_s = rate, buffer_bytes / rate
-        self._free = {"read": 0.0, "write": 0.0}
-
-    def carry(self, direction: str, num_bytes: int) -> None:
-        """Wait until the bytes have arrived, or until they are in the send buffer."""
-        now = time.perf_counter()
-        end = self._free[direction] = max(now, self._free[direction]) + num_bytes / self.rate
-        wait = end - now - (self._buffer_s if direction == "write" else 0.0)
-        if wait > 0:
-            time.sleep(wait)
-
-
-class PacedRecords(MappedRecords):
-    """Records behind a link."""
-
-    def __init__(self, inner: MappedRecords, link: Link) -> None:
-        self._records, self._link = inner._records, link
-
-    def read(self, rows: Array, out: Array) -> None:
-        super().read(rows, out)
-        self._link.carry("read", out.nbytes)
-
-    def write(self, rows: Array, records: Array) -> None:
-        super().write(rows, records)
-        self._link.carry("write", records.nbytes)
+def planning(results: Results) -> None:
+    """CPU time of slot planning per unique row, for batches as they arrive with and without
+    duplicates; SystemExit if it runs on the training thread.
+    """
+    small = Shape(rows_per_rank=1024, num_batches=140)
+    large = replace(small, table_rows=1_000_000, rows_per_rank=16_384, num_batches=104)
+    for shape, capacity in ((small, 45_000), (large, 1_000_000), (large, 200_000)):
+        starts = np.arange(shape.num_tables, dtype=np.int64) * shape.table_rows
+        generator = np.random.default_rng(1)
+        drawn = [
+            (zipf_ids(shape, shape.rows_per_rank, generator) + starts).reshape(-1)
+            for _ in range(shape.num_batches)
+        ]
+        for duplicates in (False, True):
+            trace = drawn if duplicates else [np.unique(rows) for rows in drawn]
+            for known in (16, 64):
+                times = _planning_times(trace, shape.num_tables * shape.table_rows, capacity, known)
+                results.add(
+                    rows=shape.num_tables * shape.table_rows, capacity=capacity, known=known,
+                    ahead=1, lookups_per_batch=trace[0].size, **times,
+                )  # fmt: skip
+    with tempfile.TemporaryDirectory() as scratch:
+        results.add(threads=_planning_threads(Path(scratch)))
 
 
-class FetchingStore(DeviceStore):
-    """Waits for a link to carry the rows of each batch in, and after its update out again."""
+def _planning_times(trace: Trace, num_rows: int, capacity: int, known: int) -> dict[str, float]:
+    """CPU us per unique row of each part, after as many steps as fill the cache."""
+    planner = SlotPlanner(num_rows, capacity)
+    spent = dict.fromkeys(("announce", "admit", "release", "translate"), 0.0)
+    unique, first = 0, 0
+    slots = np.empty(max(rows.size for rows in trace), np.int64)
 
-    def __init__(self, request: StoreRequest, rate: float, *, overlapped: bool) -> None:
-        super().__init__(request.make_kernel(request.num_rows))
-        self._record = self.memory_bytes // request.num_rows
-        self._link = Link(rate, 1e12 if overlapped else 0.0)
-        self._counts: dict[int, int] = {}
-        self.wait_s = 0.0
+    def timed(name: str, call: Callable[[], Result]) -> Result:
+        start = time.thread_time()
+        value = call()
+        spent[name] += time.thread_time() - start
+        return value
 
-    def announce(self, number: int, addresses: torch.Tensor) -> None:
-        self._counts[number] = self._record * addresses.unique().numel()
-
-    def _carry(self, direction: str, num_bytes: int) -> None:
-        start = time.perf_counter()
-        self._link.carry(direction, num_bytes)
-        self.wait_s += time.perf_counter() - start
-
-    def admit(self, number: int) -> None:
-        self._carry("read", self._counts[number])
-
-    def release(self, number: int) -> None:
-        self._carry("write", self._counts.pop(number))
-
-
-def job_of(world: World, source: Rows, stores: StoreFactory, lookahead: int) -> Job:
-    fields = Fields.of(("I1",), {f"C{n}": size for n, size in enumerate(source.sizes)}, {})
-    config = Config(
-        data=DataConfig(batch_size=BATCH),
-        model=WdlConfig(embedding_dim=DIM, hidden=(64,), dropout=0.0, wide=WideConfig(crosses=())),
-        parallel=ParallelConfig(device="cpu", scheme="3", kernel="numba"),
-        optimizer=OptimizerConfig(sparse=LazyAdam(lr=1e-3)),
-        train=TrainConfig(lookahead=lookahead),
-    )
-    spec, plan = plan_run(config, fields, world_size=world.size, device_type="cpu")
-
-    def chosen(request: StoreRequest) -> RowStore:
-        return stores(request) if request.width == DIM else device_store(request)
-
-    return build_job(config, spec, plan, Boxing(world), stores=chosen)
-
-
-def timed(world: World, source: Rows, make: StoreFactory, lookahead: int = 1) -> dict[str, Any]:
-    """Losses, ms and CPU ms per step, and what the store did, after some steps."""
-    made: list[Any] = []
-
-    def stores(request: StoreRequest) -> RowStore:
-        made.append(make(request))
-        return made[-1]
-
-    job = job_of(world, source, stores, lookahead)
-    losses, times, marks = [], [], []
-    batches = (source.batch(n) for n in range(WARM + STEPS))
-    start = time.perf_counter()
-    for loss in job.trainer.train_on(batches):
-        losses.append(float(loss))
-        times.append(time.perf_counter() - start)
-        start = time.perf_counter()
-        (store,) = made
-        counts = getattr(store, "counts", store)
-        read = getattr(counts, "fetched", 0) - getattr(counts, "new", 0)
-        marks.append((getattr(counts, "wait_s", 0.0), time.process_time(), read,
-                      getattr(counts, "written", 0)))  # fmt: skip
-    wait, cpu, read, written = (
-        (b - a) / STEPS for a, b in zip(marks[WARM - 1], marks[-1], strict=True)
-    )
+    steps = len(trace) - known
+    for step in range(steps):
+        if step == steps // 4:  # compiled loops are loaded, the cache is full
+            spent, unique, first = dict.fromkeys(spent, 0.0), 0, step
+        while planner.num_announced < min(step + known + 1, len(trace)):
+            rows = trace[planner.num_announced]
+            count = timed("announce", lambda rows=rows: planner.announce(rows))
+            unique += count if step > first else 0
+        while planner.num_admitted <= step + 1:
+            if isinstance(timed("admit", planner.admit), int):
+                raise SystemExit(f"{capacity} slots are too few for two batches")
+        rows = trace[step]
+        timed("translate", lambda rows=rows: planner.translate(rows, slots[: rows.size]))
+        timed("release", planner.release)
+    per_batch = unique / (steps - first - 1)
+    micros = {name: 1e6 * s / (steps - first) / per_batch for name, s in spent.items()}
+    plan = sum(micros[name] for name in ("announce", "admit", "release"))
     return {
-        "losses": losses,
-        "step_ms": 1e3 * statistics.mean(times[WARM:]),
-        "cpu_ms": 1e3 * cpu,
-        "wait_ms": 1e3 * wait,
-        "read": read,
-        "written": written,
+        "unique_per_batch": per_batch,
+        "plan_us_per_row": plan,
+        **{f"{name}_us_per_row": value for name, value in micros.items()},
+        "bytes_per_row": planner.num_bytes / num_rows,
     }
 
 
-def cached(slots: int, rate: float, ahead: int = 1) -> StoreFactory:
-    def make(request: StoreRequest) -> CachedStore:
-        def records(rows: int, layout: RecordLayout) -> PacedRecords:
-            return PacedRecords(host_records(rows, layout, pinned=False), Link(rate))
+def _planning_threads(folder: Path) -> int:
+    """The number of threads that planned slots in a training run; never the training thread."""
+    threads: set[int] = set()
+    with ExitStack() as patches:
+        for name in ("announce", "admit", "release"):
+            method: Callable[..., Any] = getattr(SlotPlanner, name)
 
-        return CachedStore(request, records, slots, ahead=ahead)
+            def recorded(*args: object, method: Callable[..., object] = method) -> object:
+                threads.add(threading.get_ident())
+                return method(*args)
 
-    return make
-
-
-def paced(options: argparse.Namespace) -> None:
-    """Steps with a store behind a link, against fetching in the step."""
-    torch.set_num_threads(1)
-    source = genuine(options.input) if options.input else generated()
-    record = 3 * 4 * DIM
-    with World.start("cpu") as world:
-        results = Results("cache", "paced", recorded=bool(options.input))
-        plain = timed(world, source, device_store)
-        unique = statistics.mean(map(len, source.unique()[WARM : WARM + STEPS]))
-
-        def add(name: str, found: dict[str, Any], rate: float, **more: float) -> None:
-            assert found["losses"] == plain["losses"], f"{name}: other losses"
-            store_ms = 1e3 * record * max(found["read"], found["written"]) / rate
-            results.add(
-                store=name,
-                mbit_per_s=8 * rate / 1e6,
-                **more,
-                **{key: round(value, 2) for key, value in found.items() if key != "losses"},
-                store_ms=round(store_ms, 2),
-                extra_cpu_ms=round(found["cpu_ms"] - plain["cpu_ms"], 2),
-                equal_losses=True,
-            )
-
-        add("all rows in memory", plain, RATE)
-        for overlapped in (False, True):
-            name = "fetched in the step" + ", written behind" * overlapped
-            make = lambda request, o=overlapped: FetchingStore(request, RATE, overlapped=o)  # noqa: E731
-            add(
-                name,
-                timed(world, source, make),
-                RATE,
-                sync_ms=round(2e3 * record * unique / RATE, 2),
-            )
-        add("lru", timed(world, source, cached(SLOTS, RATE, 0)), RATE, slots=SLOTS, known=1)
-        for slots, known, rate in (
-            (SLOTS, KNOWN, RATE), (45_000, KNOWN, RATE), (100_000, KNOWN, RATE), (SLOTS, 4, RATE),
-            (SLOTS, 16, RATE), (SLOTS, KNOWN, 4 * RATE), (SLOTS, KNOWN, RATE / 2),
-        ):  # fmt: skip
-            found = timed(world, source, cached(slots, rate), known)
-            add("lookahead", found, rate, slots=slots, known=known)
-
-
-LIMIT_BYTES, LIMIT_DIM = 1 << 30, 64
-
-
-def limit(options: argparse.Namespace) -> None:
-    """Two ranks, each with a limit of its memory, and tables of 4 times both limits."""
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words += ["-m", "benchmarks.cache", "limited", "--folder", str(options.folder)]
-    results = Results("cache", "limit")
-    for kind in ("device", "file"):
-        done = subprocess.run([*words, "--kind", kind], capture_output=True, text=True)
-        told = [line for line in (done.stdout + done.stderr).splitlines() if "LIMIT " in line]
-        if not told:
-            sys.exit(done.stderr[-4000:])
-        results.add(kind=kind, limit_bytes=LIMIT_BYTES, ranks=2, says=told[0].split("LIMIT ")[1])
-
-
-def limited(options: argparse.Namespace) -> None:
-    """One rank of ``limit``."""
-    torch.set_num_threads(1)
-    record = 3 * 4 * LIMIT_DIM
-    rows = 4 * 2 * LIMIT_BYTES // record // COLUMNS
-    fields = Fields.of(("I1",), {f"C{n}": rows for n in range(COLUMNS)}, {})
-    rule = {"device": {}, "file": {"*": StorageRule(kind="file", cache="2%", path=options.folder)}}
-    config = Config(
-        data=DataConfig(batch_size=BATCH),
-        model=WdlConfig(embedding_dim=LIMIT_DIM, hidden=(64,), wide=None),
-        parallel=ParallelConfig(
-            device="cpu", scheme="3", kernel="torch", storage=rule[options.kind]
-        ),
-        optimizer=OptimizerConfig(sparse=LazyAdam(lr=1e-3)),
-        train=TrainConfig(lookahead=8 if options.kind == "file" else 1),
-    )
-    with World.start("cpu") as world:
-        resource.setrlimit(resource.RLIMIT_DATA, (LIMIT_BYTES, LIMIT_BYTES))
-        spec, plan = plan_run(config, fields, world_size=world.size, device_type="cpu")
-        try:
-            job = build_job(config, spec, plan, Boxing(world))
-        except ConfigError as error:
-            print(f"LIMIT refused: {error}")
-            return
-        draw = np.random.default_rng(world.rank)
-
-        def batches() -> Iterator[Batch]:
-            for _ in range(30):
-                size = BATCH // world.size
-                ids = torch.from_numpy((draw.random((size, COLUMNS)) ** 4 * rows).astype(np.int32))
-                labels = torch.from_numpy((draw.random(size) < 0.3).astype(np.float32))
-                yield Batch(labels, torch.zeros(size, 1), ids, BATCH)
-
-        losses = [float(loss) for loss in job.trainer.train_on(batches())]
-        counts = job.trainer.cache_counts()
-        status = Path("/proc/self/status").read_text()
-        data = next(line.split()[1] for line in status.splitlines() if line.startswith("VmData"))
-        if world.rank == 0:
-            print(
-                f"LIMIT trained {len(losses)} steps, last loss {losses[-1]:.4f}; rank 0 has "
-                f"{4 * LIMIT_BYTES / 1e9:.2f} GB of rows in a file, {int(data) / 1e6:.2f} GB of "
-                f"data memory, fetched {counts.fetched}, written {counts.written}"
-            )
+            patches.enter_context(patch.object(SlotPlanner, name, recorded))
+        cache_store.train_generated(folder, steps=12)
+    if not threads or threading.get_ident() in threads:
+        raise SystemExit(f"slots are planned on the training thread, or nowhere: {threads}")
+    return len(threads)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument(
+        "question", nargs="?", choices=("fetches", "planning", "store", "limit", "matrix")
     )
-    parts = {
-        "fetches": fetches,
-        "planning": planning,
-        "paced": paced,
-        "limit": limit,
-        "limited": limited,
-    }
-    parser.add_argument("part", choices=parts)
-    parser.add_argument("--input", type=Path, help="a file in Criteo's text format")
-    parser.add_argument("--folder", type=Path, help="for the files of limit")
-    parser.add_argument("--kind", choices=("device", "file"), default="file", help="for limited")
-    options = parser.parse_args()
-    parts[options.part](options)
+    parser.add_argument(
+        "--input", default=os.environ.get("SBPFLOW_CRITEO_ROWS"), help="rows, or a prepared set"
+    )
+    parser.add_argument("--part", choices=cache_store.PARTS, help="store: measure one part")
+    parser.add_argument("--count", type=int, default=0, help="matrix: a sample; 0 for all cases")
+    parser.add_argument("--seed", type=int, default=1, help="matrix: of the sample")
+    parser.add_argument("--folder", type=Path, help="limit, matrix: disk; matrix: kept work")
+    args = parser.parse_args()
+    if args.question == "fetches":
+        with prepared(args.input) as folder:
+            fetches(Results("cache_fetches", recorded=folder is not None), folder)
+    elif args.question == "planning":
+        planning(Results("cache_planning"))
+    elif args.question == "store":
+        with prepared(args.input) as folder:
+            if folder is None:
+                print("skipped: no genuine rows; use --input or set SBPFLOW_CRITEO_ROWS")
+                return
+            for part in (args.part,) if args.part else cache_store.PARTS:
+                cache_store.measure(Results("cache_store", part), folder, part)
+    elif args.question == "limit":
+        cache_limit.measure(Results("cache_limit"), args.folder)
+    elif args.question == "matrix":
+        cache_matrix.measure(args.count, args.seed, args.folder)
+    else:
+        parser.error("name what to measure")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ import errno
 import gc
 import os
 import random
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -288,6 +290,30 @@ def test_canceled_batches_can_be_followed_by_others():
         store.release(number)
     store._mover.wait_idle()
     assert store._mover.planner.num_leased == 0
+
+
+EXIT = """
+import time
+from tests.embedding.test_cached_store import *
+
+store = make_store(40)
+records, write = store._mover.records, store._mover.records.write
+
+def slow(rows, values):
+    time.sleep(0.3)
+    write(rows, values)
+    print("written")
+
+train(store, batches(1, 6), 2, initial(torch.arange(ROWS))[WEIGHTS])
+store._mover.wait_idle()
+records.write = slow
+store._mover.tasks.put((lambda: records.write(batches(1)[0].numpy(), records._records[:30]), None))
+"""
+
+
+def test_a_process_ends_after_the_last_write():
+    done = subprocess.run([sys.executable, "-c", EXIT], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.split()) == (0, ["written"]), done.stderr
 
 
 def test_a_freed_store_ends_its_thread():

@@ -6,6 +6,8 @@ Batches are announced well before their lookup, so ``Mover`` has their rows in s
 import threading
 import weakref
 from collections.abc import Mapping
+from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -17,6 +19,13 @@ from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.store import WEIGHTS, StoreRequest
 
 _READ_ROWS = 4096  # read while the mover waits
+
+
+def _end(tasks: "SimpleQueue[Any]", thread: threading.Thread) -> None:
+    """End the mover's thread; if it were in C++ code, Python's exit would abort the process."""
+    tasks.put(None)
+    if thread is not threading.current_thread():  # the garbage collector can run in any thread
+        thread.join()
 
 
 class CachedStore:
@@ -40,7 +49,7 @@ class CachedStore:
         self.counts = self._mover.counts
         self._thread = threading.Thread(target=self._mover.run, name="row mover", daemon=True)
         self._thread.start()
-        weakref.finalize(self, self._mover.tasks.put, None)
+        weakref.finalize(self, _end, self._mover.tasks, self._thread)
 
     @property
     def memory_bytes(self) -> int:
