@@ -48,10 +48,11 @@ def export(argv: Sequence[str]) -> int:
     )
     from sbpflow.run.export.plain_model import plain_model
     from sbpflow.run.planning.build_plan import plan_run
-    from sbpflow.run.saved.saved_model import saved_layouts
+    from sbpflow.run.saved.saved_model import saved_layouts, weights_text
 
     forms, row_format = parse_forms(args.forms), parse_rows(args.rows)
     checkpoint, config = saved_run(args)
+    print(weights_text(checkpoint))
     like = load_manifest(data_folder(checkpoint.path))
     fields = fields_of(like)
     config, planned = saved_layouts(checkpoint, config, 1)

@@ -1,5 +1,6 @@
 """``sbpflow predict``: score rows with a trained model."""
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -17,12 +18,13 @@ def predict(argv: Sequence[str]) -> int:
     """Score rows with a trained model; under torchrun, score on several ranks."""
     parser = ArgumentParser(
         prog="sbpflow predict",
-        description="Score raw rows or a prepared set and write a Parquet file.",
+        description="Score raw rows or a prepared set; write Parquet, CSV, or TSV.",
     )
     add_model(parser)
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="PATH", help="raw rows, or one prepared set")
-    add("--output", type=local_path, required=True, metavar="FILE", help="such as scores.parquet")
+    text = "a .parquet, .csv or .tsv file"
+    add("--output", type=local_path, required=True, metavar="FILE", help=text)
     add("--split", default="test", choices=("train", "val", "test"), help="split of a prepared set")
     add("--max-bad-fraction", type=float, default=0.0, help="share of raw rows that may be skipped")
     add("--overwrite", action="store_true", help="replace an existing file")
@@ -36,7 +38,7 @@ def predict(argv: Sequence[str]) -> int:
     from sbpflow.run.execution.start import join_ranks, plan_for_ranks
     from sbpflow.run.planning.build_plan import plan_run
     from sbpflow.run.planning.kernels import with_measured_kernels
-    from sbpflow.run.saved.saved_model import load_values, saved_layouts, saved_plan
+    from sbpflow.run.saved.saved_model import load_values, saved_layouts, saved_plan, weights_text
     from sbpflow.runtime.ranks.world import device_type_of, world_size_of_environment
     from sbpflow.training.report import setup_logging
 
@@ -62,6 +64,7 @@ def predict(argv: Sequence[str]) -> int:
     boxing = join_ranks(config, plan, data_set=f"{scoring} by {checkpoint.path.name}")
     world = boxing.world
     setup_logging(world.rank)
+    logging.getLogger(__name__).info("%s", weights_text(checkpoint))
     on_rank_0(boxing, scoring.open)
     request = config.parallel.kernel
     plan = saved_plan(checkpoint, plan, request) or with_measured_kernels(plan, request, boxing)

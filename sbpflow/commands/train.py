@@ -222,6 +222,8 @@ def _fit(
             samples_per_s=result.samples_per_s,
             val=result.val,
             test=result.test,
+            best_step=result.best_step,
+            last=(result.last_val, result.last_test),
             notes={**result.notes, **notes},
             peak_memory_bytes=health.peak_memory_bytes(boxing),
         )

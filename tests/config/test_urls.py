@@ -31,6 +31,7 @@ URLS += ("simplecache::s3://bucket/x", "memory://x")
 # These keys and options have text that is not a path: names, numbers and patterns.
 NAMES = {"model.wide.columns", "model.wide.crosses", "train.slices", "model.fields.*.table"}
 NAMES |= {"parallel.tables.*.sbp", "parallel.tables.*.exchange", "parallel.dense.*"}
+NAMES |= {"parallel.storage.*.cache"}
 OTHER_OPTIONS = {
     *("--model", "--forms", "--rows", "--part", "key=value"),
     *("--split", "--crosses", "--hash-size", "--dense", "--skew", "--hot"),

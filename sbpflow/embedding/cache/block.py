@@ -1,11 +1,11 @@
 """The slots of a kernel, read and written as records.
 
-On CUDA the mover has a stream of its own. Events order its work with that of training: it waits
-for the update of a batch before it moves rows that the batch used, and training waits for the rows
-of a batch before their lookup.
+On CUDA, slots are read and written in the stream of training, so that these operations follow each
+other in the order in which the host submits them. Copies between host and device take longer; they
+run in a stream of the mover.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -18,35 +18,36 @@ from sbpflow.embedding.storage.store import WEIGHTS
 
 
 class SlotBlock:
-    """Wraps the tensors of a kernel. ``take`` and ``put`` work in the current stream."""
+    """Wraps the tensors of a kernel. Copies from and to the host use the current stream."""
 
     def __init__(self, kernel: RowKernel) -> None:
         self._tensors = {WEIGHTS: kernel.weights, **kernel.state}
         self.layout = RecordLayout({name: one[:0] for name, one in self._tensors.items()})
         self._words = {name: self.layout.words(one) for name, one in self._tensors.items()}
         self._device = kernel.weights.device
-        is_cuda = self._device.type == "cuda"
-        self._stream = torch.cuda.Stream(self._device) if is_cuda else None
+        self._is_cuda = self._device.type == "cuda"
+        self._mover = torch.cuda.Stream(self._device) if self._is_cuda else None
+        self._training = torch.cuda.current_stream(self._device) if self._is_cuda else None
 
     def section(self) -> AbstractContextManager[None]:
         """Return a context in which the mover's stream is the current one."""
-        return torch.cuda.stream(self._stream)
+        return torch.cuda.stream(self._mover)
 
     def mark(self) -> torch.cuda.Event | None:
         """Return an event after all work submitted to the current stream so far; None on CPU."""
-        if self._stream is None:
+        if not self._is_cuda:
             return None
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def wait(self, event: torch.cuda.Event | None, used: Tensor | None = None) -> None:
+    def wait(self, event: torch.cuda.Event | None, *used: Tensor) -> None:
         """Make the current stream wait for ``event``; keep ``used`` alive for this stream."""
         if event is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(event)
-            if used is not None:
-                used.record_stream(stream)
+            for tensor in used:
+                tensor.record_stream(stream)
 
     def to_device(self, values: Tensor) -> Tensor:
         """Copy a host tensor to the kernel's device."""
@@ -54,27 +55,38 @@ class SlotBlock:
 
     def take(self, slots: Array, out: Array) -> None:
         """Copy the records of ``slots`` to ``out`` [n, words]; on CUDA the host waits for it."""
-        if self._stream is None:
+        if not self._is_cuda:
             for name, words in self._words.items():
                 out[:, self.layout.columns[name]] = words.numpy()[slots]
         elif slots.size:
             at = self.to_device(torch.from_numpy(slots))
-            parts = [self._words[name].index_select(0, at) for name in self.layout.columns]
-            torch.from_numpy(out).copy_(torch.cat(parts, 1))
+            copied = self.mark()
+            with torch.cuda.stream(self._training):
+                self.wait(copied, at)
+                parts = [self._words[name].index_select(0, at) for name in self.layout.columns]
+                records, taken = torch.cat(parts, 1), self.mark()
+            self.wait(taken, records)
+            torch.from_numpy(out).copy_(records)
 
     def put(self, slots: Array, records: Array) -> None:
         """Write records to their slots."""
-        if self._stream is None:
+        if not self._is_cuda:
             for name, words in self._words.items():
                 words.numpy()[slots] = records[:, self.layout.columns[name]]
         elif slots.size:
-            at = self.to_device(torch.from_numpy(slots).to(torch.int64))
             found = self.to_device(torch.from_numpy(records))
-            for name, columns in self.layout.columns.items():
-                self._words[name].index_copy_(0, at, found[:, columns])
+            columns = self.layout.columns.items()
+            self._put(slots, [(self._words[name], found[:, at]) for name, at in columns])
 
     def put_values(self, slots: Array, values: Mapping[str, Tensor]) -> None:
         """Write values by name to their slots."""
+        found = [(self._tensors[name], self.to_device(value)) for name, value in values.items()]
+        self._put(slots, found)
+
+    def _put(self, slots: Array, values: Sequence[tuple[Tensor, Tensor]]) -> None:
         at = self.to_device(torch.from_numpy(slots).to(torch.int64))
-        for name, value in values.items():
-            self._tensors[name].index_copy_(0, at, self.to_device(value))
+        copied = self.mark()
+        with torch.cuda.stream(self._training):
+            self.wait(copied, at, *(value for _, value in values))
+            for target, value in values:
+                target.index_copy_(0, at, value)

@@ -65,7 +65,7 @@ class _Flight:
     known: torch.cuda.Event | None  # after the addresses
     ready: threading.Event = field(default_factory=threading.Event)
     slots: Tensor | None = None
-    filled: torch.cuda.Event | None = None  # after the rows
+    placed: torch.cuda.Event | None = None  # after the slots
 
 
 class Mover:
@@ -100,7 +100,6 @@ class Mover:
         self._leaving = np.empty(0, np.int64)  # rows between slots and records, ascending
         self._leaving_records = self.layout.empty(0)
         self._buffers = [self.layout.empty(0), self.layout.empty(0)]
-        self._filled = self._block.mark()  # after the last change of slots
         self._failure: BaseException | None = None
 
     # The training thread.
@@ -120,7 +119,7 @@ class Mover:
         self.check()
         if flight.slots is None:
             raise RuntimeError(f"batch {number} has no slots")
-        self._block.wait(flight.filled, flight.slots)
+        self._block.wait(flight.placed, flight.slots)
         return flight.slots
 
     def release(self, number: int) -> None:
@@ -130,7 +129,7 @@ class Mover:
                 f"batch {number} is released before batch {next(iter(self._flights))}"
             )
         del self._flights[number]
-        self.tasks.put((partial(self._release, self._block.mark()), None))
+        self.tasks.put((self._release, None))
 
     def check(self) -> None:
         """Raise the error that ended the thread's work, if there was one."""
@@ -154,7 +153,6 @@ class Mover:
             here = (slots >= 0) & (pending == _FILLED)
             is_new = (slots == NEW) | ((slots >= 0) & (pending == _STARTING))
             resident = self.layout.empty(int(here.sum()))
-            self._block.wait(self._filled)
             self._block.take(slots[here], resident)
             out[here] = resident
             away = np.flatnonzero(~here & ~is_new)
@@ -180,12 +178,9 @@ class Mover:
         with self._lock, torch.no_grad():
             slots = self.planner.records[rows, SLOT]
             here = torch.from_numpy(slots >= 0)
-            self._block.wait(self._filled)
             self._block.put_values(
                 slots[slots >= 0], {name: value[here] for name, value in values.items()}
             )
-            self._filled = self._block.mark()
-            self.tasks.put((partial(self._block.wait, self._filled), None))
             away = np.flatnonzero(slots < 0)
             if not away.size:
                 return
@@ -210,7 +205,6 @@ class Mover:
     def run(self) -> None:
         """Run tasks until the store is freed. After a failure, only wake waiting threads."""
         with torch.no_grad(), self._block.section():
-            self._block.wait(self._filled)
             while (task := self.tasks.get()) is not None:
                 work, wakes = task
                 if self._failure is None:
@@ -229,7 +223,7 @@ class Mover:
 
     def _announce(self, flight: _Flight) -> None:
         self._by_batch[self.planner.num_announced] = flight
-        self._block.wait(flight.known)
+        self._block.wait(flight.known, flight.addresses)
         flight.addresses = flight.addresses.cpu()
         self.planner.announce(flight.addresses.numpy())
         self._admit_ready()
@@ -238,8 +232,7 @@ class Mover:
         self._demanded = max(self._demanded + 1, self.planner.num_released)
         self._admit_ready()
 
-    def _release(self, updated: torch.cuda.Event | None) -> None:
-        self._block.wait(updated)
+    def _release(self) -> None:
         del self._by_batch[self.planner.num_released]
         self.planner.release()
         self._admit_ready()
@@ -266,7 +259,7 @@ class Mover:
             raise RuntimeError(f"{misses} rows of batch {batch} have no slot after its admission")
         self._fill(found)
         flight.slots = self._block.to_device(slots)
-        flight.filled = self._block.mark()
+        flight.placed = self._block.mark()
         flight.ready.set()
         if self._leaving.size:
             self.records.write(self._leaving, self._leaving_records)
@@ -296,7 +289,6 @@ class Mover:
         with self._lock:
             self._block.put(found.slots[is_old], records)
             self._block.put_values(found.slots[found.is_new], values)
-            self._filled = self._block.mark()
             self._pending[found.slots] = _FILLED
 
     def _initial_values(self, rows: Array) -> Mapping[str, Tensor]:

@@ -68,8 +68,8 @@ def _forecast_line(cache: Mapping[str, Any], name: str) -> str:
     read, written = (cache[f"{key}_bytes_per_step"] for key in ("read", "written"))
     rate = _STEPS_PER_S * max(read, written)
     return (
-        f"rank {cache['rank']}, {name}: of {rows['unique']:,.0f} rows of a batch, "
-        f"{rows['fetched']:,.0f} are fetched, {rows['read']:,.0f} of them read "
-        f"({format_size(read)}), and {rows['written']:,.0f} written ({format_size(written)}): "
-        f"{_STEPS_PER_S} steps/s need {format_size(rate)}/s in one direction"
+        f"rank {cache['rank']}, {name}: a batch has {rows['unique']:,.0f} rows, "
+        f"{rows['fetched']:,.0f} fetched, {rows['read']:,.0f} read ({format_size(read)}), "
+        f"{rows['written']:,.0f} written ({format_size(written)}); "
+        f"{_STEPS_PER_S} steps/s need {format_size(rate)}/s"
     )
