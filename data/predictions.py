@@ -49,7 +49,7 @@ class Scoring:
                 f"--output {output}: must end in {', '.join(_WRITERS)}, which is the format of the "
                 "file; for example --output scores.parquet"
             )
-        self._inputs, self._output, self._like = tuple(inputs), output, like
+        self._inputs, self._output, self.like = tuple(inputs), output, like
         self._overwrite = overwrite
         first, prepared = input_path(self._inputs[0]), None
         if len(self._inputs) == 1 and isinstance(first, Path) and (first / MANIFEST).is_file():
@@ -88,7 +88,7 @@ class Scoring:
         encode(
             [input_path(text) for text in self._inputs],
             self._folder,
-            like=self._like.path,
+            like=self.like.path,
             workers=os.cpu_count() or 1,
             max_bad_fraction=max_bad_fraction,
             overwrite=True,

@@ -16,7 +16,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from sbpflow.config.load import dump_config
 from sbpflow.config.metrics import METRICS
@@ -51,8 +51,8 @@ class _ProgressBarHandler(logging.Handler):
         tqdm.write(self.format(record), file=sys.stderr)
 
 
-def setup_logging(rank: int) -> None:
-    """Log with the rank in every line; only project packages on rank 0 log below WARNING.
+def setup_logging(rank: int, level: int = logging.INFO) -> None:
+    """Log with the rank in every line; project packages on rank 0 at ``level``, others at WARNING.
 
     The root logger stays at WARNING because FBGEMM logs its constructor arguments there at INFO.
     """
@@ -64,7 +64,7 @@ def setup_logging(rank: int) -> None:
     root.handlers = [handler]
     root.setLevel(logging.WARNING)
     for package in ("sbpflow", "models", "data", "planner"):
-        logging.getLogger(package).setLevel(logging.INFO if rank == 0 else logging.WARNING)
+        logging.getLogger(package).setLevel(level if rank == 0 else logging.WARNING)
 
 
 class MetricsWriter:
@@ -114,7 +114,7 @@ class MetricsWriter:
             json.dumps({"event": event, "time": now, **finite}, allow_nan=False) + "\n"
         )
         self._file.flush()
-        if event in ("slice", "calibration"):  # tables, not curves
+        if event in ("slice", "calibration"):  # these events fill tables, not curves
             return
         step = finite.get("step", finite.get("steps"))
         tag = finite.get("split", event)

@@ -143,7 +143,7 @@ def test_every_key_that_takes_a_path_refuses_a_url(url, tmp_path, monkeypatch):
         assert message.startswith(f"{name}: {url!r} is a URL"), message
         refused.add(name)
     paths = {"run.dir", "data.path", "checkpoint.dir", "checkpoint.resume"}
-    paths |= {"parallel.plan", "parallel.topology"}
+    paths |= {"parallel.plan", "parallel.topology", "parallel.storage.*.path"}
     assert refused == paths
     assert NAMES < set(KEYS)
     assert list(tmp_path.iterdir()) == []

@@ -24,7 +24,11 @@ from sbpflow.run.saved.resume import Resumed, relevant_facts
 from sbpflow.run.saved.saved_model import load_values
 from sbpflow.runtime.compute.versions import summary as version_summary
 from sbpflow.runtime.files.run_folder import RunLock
-from sbpflow.runtime.processes.graceful_shutdown import GracefulShutdown
+from sbpflow.runtime.processes.graceful_shutdown import (
+    GracefulInterrupt,
+    GracefulShutdown,
+    watch_signals,
+)
 from sbpflow.training.batch import Batch
 
 
@@ -65,7 +69,7 @@ class Checkpoints:
         self._world = job.boxing.world
         self.best_metric: Metric | None = config.best_metric
         self._saver: Saver | None = None
-        self._signals: GracefulShutdown | None = None
+        self._signals: GracefulShutdown | GracefulInterrupt | None = None
         self._stop: CoordinatedStop | None = None
         self._stopping = False
         self._lock: RunLock | None = None
@@ -93,7 +97,7 @@ class Checkpoints:
             stores=job.embeddings.stores,
         )
         if {"save": True, "end": False}[config.checkpoint.on_signal]:
-            self._signals = GracefulShutdown.where_watched()
+            self._signals = watch_signals()
         if self._signals is not None:
             timeout_s = config.parallel.timeout_s
             self._stop = CoordinatedStop(self._signals, self._world, timeout_s=timeout_s)
@@ -148,14 +152,25 @@ class Checkpoints:
 
     def finished(self) -> None:
         """Mark the run as finished, so that it is not resumed automatically."""
-        if self._signals is not None:
-            self._signals.end()
+        self._end_signals()
         if self._saver is not None:
             self._saver.wait()
         if self._saver is not None and self._world.rank == 0:
             write_run(self._saver.folder, replace(self._facts, status="finished"))
+        self.close()
+
+    def close(self) -> None:
+        """Release the signals and the folder, after a save under way has ended."""
+        self._end_signals()
+        if self._saver is not None:
+            self._saver.wait()
         if self._lock is not None:
             self._lock.close()
+
+    def _end_signals(self) -> None:
+        signals, self._signals = self._signals, None
+        if signals is not None:
+            signals.end()
 
     def _documents(self, batch: Batch, loop: Mapping[str, Any]) -> dict[str, Any]:
         """Return a checkpoint's documents, or {} on ranks other than 0, which do not write."""
