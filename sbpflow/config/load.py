@@ -49,7 +49,7 @@ def load_config(
 def config_of(
     tree: Mapping[str, Any], overrides: Sequence[str] = (), *, models: Mapping[str, type[Any]]
 ) -> Config:
-    """The config of a mapping in the form of a YAML file; ``load_config`` describes the rest.
+    """Return the config of a mapping in the form of a YAML file; see ``load_config``.
 
     Values may also be paths, tuples, and configuration dataclasses.
     """

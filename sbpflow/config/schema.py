@@ -338,7 +338,7 @@ class Config:
 
     @property
     def best_metric(self) -> Metric | None:
-        """Return the metric of val that selects the final weights; ``None`` for the last ones."""
+        """Return the metric of val that selects the final weights, or ``None`` for the last."""
         keep = self.checkpoint.keep_best
         if self.train.stop is not None:
             return self.train.stop.metric

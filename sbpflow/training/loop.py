@@ -51,8 +51,8 @@ class Result:
     """Contains a run's result; ``samples_per_s`` is for all ranks, evaluations are on rank 0.
 
     ``val`` and ``test`` use the weights of ``best_step`` if the run has best weights, or else the
-    last weights. ``last_val`` and ``last_test`` are the scores of the last step if it is not the
-    best one.
+    last weights. ``last_val`` and ``last_test`` are the scores of the last step if another step is
+    the best.
     """
 
     steps: int
@@ -157,7 +157,7 @@ def fit(
 
     ``profiler`` traces some of the steps. ``checkpoints`` decides where the run starts, when it is
     saved, and whether it ends with the weights of the best step or the last. Raises TrainingError
-    if the loss is not finite, and ConfigError if a key watches ``val`` and it has no rows.
+    if the loss is not finite, and ConfigError if a key watches ``val``, but ``val`` has no rows.
     """
     checkpoints = checkpoints or NoCheckpoints()
     watchers = Watchers.of(train, checkpoints.best_metric)
@@ -227,7 +227,7 @@ def fit(
 def _with_best_weights(
     result: Result, best_step: int, checkpoints: Checkpoints, score: "_Scores"
 ) -> Result:
-    """Load the best weights unless they are the last ones, and score them."""
+    """Load the best weights unless these are the last weights, and score the weights."""
     if best_step == result.steps:
         return replace(result, best_step=best_step)
     checkpoints.load_weights(best_step)

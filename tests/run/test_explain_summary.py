@@ -1,4 +1,4 @@
-"""``explain`` and ``plan`` fit a screen, and their totals are those of all transfers."""
+"""Tests that ``explain`` and ``plan`` fit a screen and their totals cover all transfers."""
 
 from dataclasses import replace
 

@@ -246,7 +246,7 @@ def _plan_tables(
 
 
 def frequencies_of(fields: Fields) -> dict[str, IdFrequencies]:
-    """Return how often the ids of each column repeat, where the set has statistics."""
+    """Return how often the ids of each column repeat, if the set has statistics."""
     return {field.name: field.frequencies for field in fields.ids if field.frequencies is not None}
 
 

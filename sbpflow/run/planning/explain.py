@@ -138,9 +138,9 @@ def _describe_move(plan: RunPlan, move: Move, in_flight: Sequence[str]) -> dict[
 def _describe_links(
     plan: RunPlan, steps: Sequence[Mapping[str, Any]]
 ) -> dict[str, dict[str, float]]:
-    """Return the transfers by link; one whose ranks are on several hosts is between hosts.
+    """Return the transfers by link; a transfer among ranks on several hosts is between hosts.
 
-    ``ms`` is the time of the transfers one after another, by the link's speed and latency.
+    ``ms`` is the time of consecutive transfers, from the link's speed and latency.
     """
     links: dict[str, dict[str, float]] = {}
     for step in steps:
@@ -161,7 +161,7 @@ def _describe_links(
 def _describe_ranks(
     plan: RunPlan, tables: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return the memory of each rank, and the most bytes that it sends in an iteration."""
+    """Return the memory of each rank, and the maximum bytes that the rank sends in an iteration."""
     itemsize = plan.embeddings.dtype.itemsize
     window_bytes = plan.window_bytes()
     ranks: dict[int, dict[str, Any]] = {}
@@ -337,7 +337,7 @@ def _step_lines(steps: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def rank_lines(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the memory of each rank and what it sends, with many ranks as ranges of equal ones."""
+    """Return the memory and sent bytes of each rank; with many ranks, equal ranks form ranges."""
     rows: list[tuple[str, ...]] = [
         ("rank", "tables", "their state", "dense", "gradients", "their state", "ids", "sum", "sent")
     ]

@@ -1,4 +1,4 @@
-"""What ``explain`` prints: a plan on one screen, with the changes of settings that would help.
+"""Summarizes a plan on one screen for ``explain``, with changes of settings that would help.
 
 ``explain.format_plan`` has every transfer and the order of a step.
 """
@@ -25,9 +25,9 @@ from sbpflow.run.planning.explain_caches import cache_lines
 from sbpflow.run.planning.plan import RunPlan
 from sbpflow.run.planning.text import columns, format_size
 
-WIDTH = 120  # of the lines of a plan whose names are short
+WIDTH = 120  # width of the lines of a plan with short names
 NUM_LARGEST = 3
-_HELPS = 0.95  # a change that leaves more than this share of every cost is not shown
+_HELPS = 0.95  # a change is not shown if every cost stays above this share
 _CHANGES = {"scheme": "auto", "comm_dtype": "bfloat16", "table_dtype": "bfloat16"}
 
 
