@@ -24,7 +24,10 @@ from sbpflow.runtime.processes.launch import until_nobody_reads
 _DISK_FACTOR = {".gz": 4.5, ".parquet": 4.5}
 """Peak disk use in bytes per byte of input (1.4 for text)"""
 
-_SHARED = ("schema", "crosses", "min_count", "hash_size", "dense", "seed", "spare")
+_SHARED = (
+    *("schema", "crosses", "min_count", "hash_size", "dense", "seed", "spare"),
+    "keep_strings",
+)
 """Options of prepare that come from the set of ``--like``"""
 
 
@@ -63,6 +66,7 @@ def _prepare(args: argparse.Namespace) -> Manifest | None:
         overwrite=args.overwrite,
         grow=args.grow,
         spare=args.spare or 0.0,
+        keep_strings=bool(args.keep_strings),
         part=parse_part(args.part, args.wait),
     )
     if args.like is not None:
@@ -154,6 +158,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--grow", action="store_true", help="assign ids to values without an id in --like")
     add("--spare", type=float, help="unused ids for growth, as a fraction of the values (default "
         "0)")  # fmt: skip
+    add("--keep-strings", action="store_true", default=None, help="store the original value of "
+        "every id of string columns")  # fmt: skip
     _add_common(prepare)
     prepare.set_defaults(run=_prepare)
     encode = commands.add_parser("encode", help="encode new test rows with the ids of a set")
