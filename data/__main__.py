@@ -1,4 +1,4 @@
-"""Command line of the data plane: prepare, encode, synth, stats, verify."""
+"""Command line of the data plane: schema, prepare, encode, synth, stats, verify."""
 
 import argparse
 import errno
@@ -12,15 +12,16 @@ from functools import partial
 from pathlib import Path
 
 from sbpflow.data.format.manifest import Manifest, load_manifest
-from sbpflow.data.format.schema import CRITEO
+from sbpflow.data.format.schema import CRITEO, Schema
 from sbpflow.data.format.verify import verify_set
 from sbpflow.data.prepare.remote import input_path, size_of
-from sbpflow.data.prepare.schema_file import parse_crosses, read_schema
+from sbpflow.data.prepare.schema_file import parse_crosses, parse_schema, read_schema
 from sbpflow.data.prepare.split import parse_split
 from sbpflow.errors import ConfigError, DataError
 from sbpflow.runtime.files.local_path import local_path
 from sbpflow.runtime.processes.launch import until_nobody_reads
 
+_LOG = logging.getLogger(__name__)
 _DISK_FACTOR = {".gz": 4.5, ".parquet": 4.5}
 """Peak disk use in bytes per byte of input (1.4 for text)"""
 
@@ -47,7 +48,7 @@ def _prepare(args: argparse.Namespace) -> Manifest | None:
         )
     if args.grow and args.like is None:
         raise ConfigError("--grow needs a set to grow from; use, for example, --like OLD --grow")
-    schema = read_schema(args.schema) if args.schema else CRITEO
+    schema = _schema_of(args)
     default = "C1xC2,C3xC4" if schema is CRITEO else "none"
     crosses = parse_crosses(args.crosses or default, schema.sparse)
     hashable = (*schema.sparse, *("x".join(pair) for pair in crosses))
@@ -72,6 +73,35 @@ def _prepare(args: argparse.Namespace) -> Manifest | None:
     if args.like is not None:
         options = options_like(load_manifest(args.like, "--like"), options)
     return prepare(options)
+
+
+def _schema_of(args: argparse.Namespace) -> Schema:
+    """Return the schema of the options: a file, an accepted proposal, or Criteo's."""
+    if args.schema == Path("auto"):
+        from sbpflow.data.prepare.propose import propose
+
+        proposal = propose(args.input)
+        if not proposal.has_label:
+            raise ConfigError(
+                "--schema auto: no column is likely to be the label; write the schema to a file "
+                "with `sbpflow schema` and name the label there",
+                *proposal.text.splitlines(),
+            )
+        _LOG.info("%s", proposal.text)
+        return parse_schema(proposal.text, "--schema auto")
+    if args.schema:
+        return read_schema(args.schema)
+    if args.like is None:
+        from sbpflow.data.prepare.propose import refuse_guess
+
+        refuse_guess(args.input)
+    return CRITEO
+
+
+def _schema(args: argparse.Namespace) -> None:
+    from sbpflow.data.prepare.propose import propose
+
+    print(propose(args.input).text, end="")
 
 
 def _encode(args: argparse.Namespace) -> Manifest | None:
@@ -151,8 +181,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--crosses", help="pairs of columns for the wide part (default C1xC2,C3xC4; or none)")
     add("--hash-size", help="table rows of hashed fields: N for all, or C3=N,C12=N")
     add("--dense", help="transform of the dense values (default log3)")
-    add("--schema", type=local_path, help="YAML with label, dense, sparse, columns (default: "
-        "Criteo)")  # fmt: skip
+    add("--schema", type=local_path, metavar="FILE|auto", help="YAML with label, dense, sparse, "
+        "columns (default: Criteo); auto accepts the proposal of `sbpflow schema`")  # fmt: skip
     add("--seed", type=int, help="seed of the ids and of a ratio split (default 7)")
     add("--like", type=local_path, metavar="SET", help="use ids, schema and constants of this set")
     add("--grow", action="store_true", help="assign ids to values without an id in --like")
@@ -162,6 +192,10 @@ def _parser() -> argparse.ArgumentParser:
         "every id of string columns")  # fmt: skip
     _add_common(prepare)
     prepare.set_defaults(run=_prepare)
+    schema = commands.add_parser("schema", help="propose the schema of a table with column names")
+    schema.add_argument("input", nargs="+", type=input_path, metavar="PATH", help="files or "
+        "folders as in prepare, with column names")  # fmt: skip
+    schema.set_defaults(run=_schema)
     encode = commands.add_parser("encode", help="encode new test rows with the ids of a set")
     add = encode.add_argument
     add("--like", type=local_path, required=True, metavar="SET", help="set that provides the ids")

@@ -24,8 +24,8 @@ SPLIT_COLUMN = "__split"
 SEPARATORS = ("\t", ",", ";", "|", " ", ":", "\x01")
 """Supported separators, which do not occur in numbers; \\x01 is Hive's separator"""
 
-_FIELD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-_PATTERN = re.compile(r"\*|\^.*\$", re.DOTALL)
+FIELD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+PATTERN = re.compile(r"\*|\^.*\$", re.DOTALL)
 KINDS: tuple[Kind, ...] = ("hex", "string", "integer")
 BEYOND: tuple[Beyond, ...] = ("error", "first", "last")
 CHECK = "__check"
@@ -222,12 +222,12 @@ class Schema:
         if unknown := [name for name in used if name not in self.columns]:
             raise ConfigError(f"{key}: {unknown[0]!r} is not one of columns {list(self.columns)}")
         fields = (*self.sparse, *(column.name for column in self.buckets))
-        if invalid := [name for name in fields if not _FIELD_NAME.fullmatch(name)]:
+        if invalid := [name for name in fields if not FIELD_NAME.fullmatch(name)]:
             raise ConfigError(
                 f"{key}: sparse column {invalid[0]!r} may have only letters, digits, '_', '-' and "
                 "'.', and must start with a letter or digit for use in file and option names"
             )
-        if patterns := [name for name in used if _PATTERN.fullmatch(name)]:
+        if patterns := [name for name in used if PATTERN.fullmatch(name)]:
             raise ConfigError(
                 f"{key}: Polars reads the column name {patterns[0]!r} as a pattern; rename the "
                 "column (for example, to 'd1')"
@@ -243,7 +243,7 @@ class Schema:
         first: dict[str, str] = {}
         for name, shared in self.vocabularies:
             own = f"{key}: sparse {name}: vocabulary {shared!r}"
-            if not _FIELD_NAME.fullmatch(shared):
+            if not FIELD_NAME.fullmatch(shared):
                 raise ConfigError(f"{own} may have only letters, digits, '_', '-' and '.'")
             if shared in fields and dict(self.vocabularies).get(shared) != shared:
                 raise ConfigError(

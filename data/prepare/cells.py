@@ -259,7 +259,7 @@ def _side_columns(frame: pl.DataFrame, schema: Schema, faults: Faults) -> list[p
         _add(faults, f"{name} is not a group ({kind})", cells.is_null())
     if schema.time:
         name, kind = schema.time
-        columns.append(time := _time(frame[name], kind).alias(TIME))
+        columns.append(time := times(frame[name], kind).alias(TIME))
         _add(faults, f"{name} is not a time ({kind})", time.is_null())
     if schema.row_key:
         name, kind = schema.row_key
@@ -271,7 +271,7 @@ def _side_columns(frame: pl.DataFrame, schema: Schema, faults: Faults) -> list[p
     return columns
 
 
-def _time(cells: pl.Series, kind: str) -> pl.Series:
+def times(cells: pl.Series, kind: str) -> pl.Series:
     """Return times as int64: integers unchanged, dates as microseconds since 1970 (UTC)."""
     if kind == "integer":
         return key_of(cells, "integer").reinterpret(signed=True)

@@ -39,12 +39,21 @@ def read_schema(path: Path) -> Schema:
     dense, sparse and then other columns. Raise ConfigError with the key, value and rule.
     """
     try:
-        raw: object = load_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ConfigError) as error:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--schema {path} cannot be parsed as YAML: {error}") from error
+    return parse_schema(text, f"--schema {path}")
+
+
+def parse_schema(text: str, key: str) -> Schema:
+    """Parse the text of a schema file; messages start with ``key``."""
+    try:
+        raw: object = load_yaml(text)
+    except ConfigError as error:
+        raise ConfigError(f"{key} cannot be parsed as YAML: {error}") from error
     if not isinstance(raw, dict):
-        raise ConfigError(f"--schema {path} must be a mapping with keys {', '.join(_KEYS)}")
-    reader = _Reader(f"--schema {path}")
+        raise ConfigError(f"{key} must be a mapping with keys {', '.join(_KEYS)}")
+    reader = _Reader(key)
     schema = reader.schema(cast("dict[str, Any]", raw))
     schema.check(reader.key)
     return schema

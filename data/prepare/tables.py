@@ -38,6 +38,14 @@ def table_columns(path: Path) -> tuple[str, ...]:
         raise _unreadable(path, error) from error
 
 
+def table_head(path: Path, num_rows: int) -> pl.DataFrame:
+    """Return a file's first rows. Raise DataError if the file is damaged."""
+    try:
+        return _scan(path).head(num_rows).collect()
+    except BaseException as error:
+        raise _unreadable(path, error) from error
+
+
 def _unreadable(path: Path, error: BaseException) -> BaseException:
     """Return a DataError for errors caused by a damaged file, and return other errors unchanged.
 
