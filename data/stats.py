@@ -133,10 +133,15 @@ def unique_ratios(manifest: Manifest) -> dict[str, dict[int, float]]:
 
 def field_ids(manifest: Manifest, rows: RowFiles, start: int, stop: int) -> Iterator[Words]:
     """Yield each field's ids in rows [start, stop) as [rows, hot], or [ids] for a ragged field."""
-    words = rows.read(start, stop)
-    lists: Iterator[Words] = iter(())
-    if manifest.lists:
-        lists = list_ids(*rows.lists(start, stop))
+    lists = rows.lists(start, stop) if manifest.lists else None
+    return ids_in(manifest, rows.read(start, stop), lists)
+
+
+def ids_in(
+    manifest: Manifest, words: Words, of_lists: tuple[NDArray[Any], Words] | None
+) -> Iterator[Words]:
+    """Yield each field's ids in ``words`` [rows, words] and in the lengths and values of lists."""
+    lists: Iterator[Words] = iter(()) if of_lists is None else list_ids(*of_lists)
     column = 1 + len(manifest.dense)
     for field in manifest.fields:
         if field.ragged:
@@ -163,16 +168,17 @@ def count_lookups(manifest: Manifest, names: Sequence[str]) -> dict[str, NDArray
             if field.name in counts and ids.size:
                 distinct, times = np.unique(ids, return_counts=True)
                 if distinct[0] < 0 or distinct[-1] >= field.rows:
-                    raise _out_of_range(manifest, field, start, ids)
+                    raise out_of_range(manifest, field, "train", start, ids)
                 counts[field.name][distinct] += times
     return counts
 
 
-def _out_of_range(manifest: Manifest, field: Field, start: int, ids: Words) -> DataError:
+def out_of_range(manifest: Manifest, field: Field, split: str, start: int, ids: Words) -> DataError:
+    """Return the error for ids outside the field's table in the rows from ``start`` on."""
     place = tuple(np.argwhere((ids < 0) | (ids >= field.rows))[0])
     where = f"row {start + int(place[0])}" if ids.ndim == 2 else "a row"
     return DataError(
-        f"{manifest.path}: {where} of train has {field.name} id {ids[place]}, "
+        f"{manifest.path}: {where} of {split} has {field.name} id {ids[place]}, "
         f"but its table has rows 0..{field.rows - 1}; run `sbpflow verify` to find the damaged file"
     )
 
