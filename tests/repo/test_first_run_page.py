@@ -1,4 +1,4 @@
-"""docs/first_run.md: its commands run in order, and print what the page shows."""
+"""Tests that the commands of docs/first_run.md run in order and print the shown output."""
 
 import json
 import re
@@ -41,13 +41,17 @@ def test_the_scores_it_shows_are_recorded():
 
 
 def words(text: str) -> list[str]:
-    """The text without numbers and layout of columns, which depend on the machine and the data."""
+    """Return the text without numbers and column layout, which depend on the machine and the
+    data.
+    """
     return re.sub(r"[\d.,:%|_+-]+", " ", text).split()
 
 
 @pytest.mark.slow
 def test_the_commands_run_and_print_what_the_page_shows(tmp_path):
-    """On fewer rows, so figures differ; lines that say which kernel was taken are not compared."""
+    """The test uses fewer rows, so figures differ; lines about the chosen kernel are not
+    compared.
+    """
     PAGE.save_files(tmp_path)
     losses = []
     for command, shown in PAGE.steps:

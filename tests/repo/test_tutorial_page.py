@@ -1,4 +1,4 @@
-"""docs/tutorial.md: its files and commands work in the order in which a reader meets them."""
+"""Tests that the files and commands of docs/tutorial.md work in the reader's order."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def test_the_page_has_what_the_test_runs():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A folder in which a reader has followed the page to its end."""
+    """Return a folder in which a reader has followed the page to its end."""
     folder = tmp_path_factory.mktemp("tutorial")
     for name, text in FILES.items():
         (folder / name).write_text(text)
