@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import sys
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -137,14 +138,26 @@ def _synth(args: argparse.Namespace) -> Manifest | None:
 
 
 def _stats(args: argparse.Namespace) -> None:
+    from sbpflow.data.concerns import concerns
     from sbpflow.data.plots import write_png
+    from sbpflow.data.profile import profile_set
+    from sbpflow.data.profile_page import profile_page, profile_picture, profile_text
     from sbpflow.data.stats import compute_stats, load_stats, stats_json, stats_table
 
     manifest = load_manifest(args.path, "DIR")
     stats = compute_stats(manifest) if args.recount else load_stats(manifest)
     if args.png:
         write_png(stats, args.png)
-    print(json.dumps(stats_json(stats)) if args.json else stats_table(stats))
+    profile = profile_set(manifest)
+    if args.html:
+        args.html.write_text(profile_page(manifest, profile), encoding="utf-8")
+    if args.picture:
+        args.picture.write_text(profile_picture(manifest, profile), encoding="utf-8")
+    if args.json:
+        content = {**asdict(profile), "warnings": concerns(profile), "tables": stats_json(stats)}
+        print(json.dumps(content))
+    else:
+        print(f"{profile_text(manifest, profile)}\n\n{stats_table(stats)}")
 
 
 def _verify(args: argparse.Namespace) -> Manifest:
@@ -221,11 +234,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=7)
     add("--workers", type=int, default=os.cpu_count() or 1)
     synth.set_defaults(run=_synth)
-    stats = commands.add_parser("stats", help="describe the lookups of each table")
+    stats = commands.add_parser("stats", help="describe the splits and tables of a set")
     add = stats.add_argument
     add("path", type=local_path, metavar="DIR")
     add("--json", action="store_true", help="machine-readable output")
-    add("--png", type=local_path, help="also write two heat maps to this file")
+    add("--html", type=local_path, metavar="FILE", help="also write an HTML page")
+    add("--picture", type=local_path, metavar="FILE", help="also write the charts as an SVG file")
+    add("--png", type=local_path, help="also write two heat maps of lookups to this file")
     add("--recount", action="store_true", help="count the rows instead of reading the manifest")
     stats.set_defaults(run=_stats)
     verify = commands.add_parser("verify", help="check every file and value of a set")

@@ -13,6 +13,7 @@ import polars as pl
 
 from sbpflow.config.yaml_text import load_yaml
 from sbpflow.data.format.schema import FIELD_NAME, PATTERN, comparison
+from sbpflow.data.numbers import epoch_unit
 from sbpflow.data.prepare.facts import ColumnFacts, column_facts, of_words
 from sbpflow.data.prepare.remote import InputPath
 from sbpflow.data.prepare.sample import Sample, needs_schema, read_sample
@@ -34,8 +35,6 @@ _ENTITIES = (
 _MAX_SMALL = 20
 """Maximum number of distinct integers that are categories whatever their name"""
 _SKEW = 20
-_EPOCHS = ((9e8, 2.2e9), (9e11, 2.2e12), (9e14, 2.2e15))
-"""Seconds, milliseconds and microseconds since 1970 in the years 1998 to 2039"""
 _CHOOSE = 'label:  # write the column to predict: NAME, {NAME: VALUE} or {NAME: ">= 4"}'
 
 
@@ -54,7 +53,8 @@ def propose(paths: Sequence[InputPath]) -> Proposal:
 
 def refuse_guess(paths: Sequence[InputPath]) -> None:
     """Raise ConfigError with a proposal if the input is a table with names of its own."""
-    if not needs_schema(find_inputs(paths, log=False)[0]):
+    exists = all(path.is_file() or path.is_dir() for path in paths)  # otherwise, prepare reports it
+    if not exists or not needs_schema(find_inputs(paths, log=False)[0]):
         return
     names = " ".join(map(str, paths))
     raise ConfigError(
@@ -157,9 +157,7 @@ def _time(columns: Sequence[ColumnFacts]) -> ColumnFacts | None:
 
 def _unit(column: ColumnFacts) -> float | None:
     """Return the number of units in a second if the integers may be times since 1970."""
-    low, high = float(column.values.min()), float(column.values.max())  # type: ignore[arg-type]
-    units = zip(_EPOCHS, (1.0, 1e3, 1e6), strict=True)
-    return next((unit for (a, b), unit in units if a <= low and high <= b), None)
+    return epoch_unit(float(column.values.min()), float(column.values.max()))  # type: ignore[arg-type]
 
 
 def _moment(column: ColumnFacts, value: float) -> str:

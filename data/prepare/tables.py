@@ -74,8 +74,8 @@ def table_piece(path: Path, index: int, schema: Schema, keep_strings: bool = Fal
     ]:
         raise DataError(
             f"{path}: columns {', '.join(unsupported)} have unsupported types; use strings or "
-            "integers (a date can only be `time: NAME` in the schema, and structs in lists must "
-            "contain a value and then its weight)"
+            "integers (dates need `time: NAME` in the schema and cannot be features, and structs "
+            "in lists must contain a value and then its weight)"
         )
 
     def raw_row(row: int) -> bytes:
