@@ -134,10 +134,13 @@ class _Feature:
             rates = (self._counts[1] + base) / (counts + 1)
             self._scores = (rates * (_SCORES - 1)).astype(np.int64)
             self._groups = _deciles(counts) if self.is_dense else _top_ids(counts)
-        shares = np.bincount(self._groups, weights=counts, minlength=_REST + 1) / total
+        if len(self._groups):
+            shares = np.bincount(self._groups, weights=counts, minlength=_REST + 1) / total
+        else:  # no row of train to compare with
+            shares = np.zeros(_REST + 1)
         if split == "train":
             self._shares = shares
-        elif counts.any():
+        elif counts.any() and self._shares.any():
             profile.psi[split] = _psi(self._shares, shares)
         self._counts[:] = 0
         self._sums[:] = 0
@@ -166,7 +169,8 @@ def _bins_of(values: NDArray[np.float32]) -> Bins:
 
 
 def _id_bins(ids: NDArray[np.int32], num_bins: int) -> Bins:
-    shared = (ids - NUM_RESERVED_IDS) % (num_bins - NUM_RESERVED_IDS) + NUM_RESERVED_IDS
+    size = max(num_bins - NUM_RESERVED_IDS, 1)
+    shared = (ids - NUM_RESERVED_IDS) % size + NUM_RESERVED_IDS
     return np.where(ids < num_bins, ids, shared).astype(np.int64)
 
 
@@ -214,7 +218,7 @@ def profile_set(manifest: Manifest) -> Profile:
             for start in range(0, rows.num_rows, _BLOCK_ROWS):
                 block = _Block(manifest, rows, split, start)
                 counts += np.bincount(block.labels, minlength=2)
-                scorable = split != "train" and manifest.labelled
+                scorable = split != "train" and manifest.labelled and splits["train"].rows
                 block.count(fields, dense, base if scorable else None)
                 _count_times(own, by_time, block, edges)
                 bar.update(len(block.labels))

@@ -95,7 +95,7 @@ def _times(manifest: Manifest, profile: Profile) -> Table:
         positives = sum(
             sum(profile.splits[n].positives_by_time[start : start + size]) for n in names
         )
-        rate = positives / sum(parts) if sum(parts) and profile.splits["train"].rows else None
+        rate = positives / sum(parts) if sum(parts) and manifest.labelled else None
         moment = _moment(manifest, profile, edges[start])
         rows.append([moment, *(f"{part:,}" for part in parts), _percent(rate)])
     return header, rows

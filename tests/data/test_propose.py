@@ -33,10 +33,10 @@ RATINGS = """\
 separator: ","
 header: true
 quote: '"'
-label: {rating: ">= 2.5"}  # guess: 10 values, 0.5 to 5; 58.8% are 1
-time: {timestamp: integer}  # guess: 2001-09-09 02:45 to 2002-01-02 19:03
+label: {rating: ">= 3"}  # guess: 10 values, 0.5 to 5; 52.2% are 1
+time: {timestamp: integer}  # guess: 2001-09-09 01:55 to 2001-12-31 23:35
 # The rows are not in time order; to split by time, add: --split \
-"time:timestamp<1007979911,timestamp<1008928389"
+"time:timestamp<1008047324,timestamp<1009045973"
 group: {userId: integer}  # guess, for GAUC: 50 values, 0 to 49
 sparse:
   userId: integer  # 50 values, 0 to 49
@@ -62,12 +62,12 @@ def census(path):
 
 CENSUS = """\
 # Proposed from 500 rows of census.parquet. Check each line.
-label: {income: ">50K"}  # guess: '<=50K' or '>50K'; 34.0% are 1
+label: {income: ">50K"}  # guess: '<=50K' or '>50K'; 35.0% are 1
 dense:
   age: standardise  # 73 values, 17 to 89
-  capital-gain: log1  # 50 values, 0 to 99798
+  capital-gain: log1  # 50 values, 0 to 99939
 sparse:
-  workclass: string  # 'Gov' or 'Private', 32.4% missing
+  workclass: string  # 'Gov' or 'Private', 33.8% missing
   sex: string  # 'Female' or 'Male'
 # Not used:
 #   marital status: rename the column; names may have letters, digits, '_', '-' and '.'
