@@ -165,7 +165,9 @@ def picture(title: str, figures: Sequence[str]) -> str:
 
 
 def _shade(place: int, count: int) -> str:
-    return f"hsl({round(360 * place / max(count, 1) + 205) % 360} 50% {48 + 14 * (place % 2)}%)"
+    if count <= len(COLORS):  # the colors of lines, so a part and a line of one name match
+        return COLORS[place]
+    return f"hsl({round(360 * place / count + 205) % 360} 50% {48 + 14 * (place % 2)}%)"
 
 
 def _range(values: Sequence[float], *, tight: bool = False) -> tuple[float, float]:
