@@ -12,11 +12,12 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from sbpflow.config.yaml_text import load_yaml
 from sbpflow.data.format.manifest import Manifest, load_manifest
 from sbpflow.data.format.schema import CRITEO, Schema
 from sbpflow.data.format.verify import verify_set
 from sbpflow.data.prepare.remote import input_path, size_of
-from sbpflow.data.prepare.schema_file import parse_crosses, parse_schema, read_schema
+from sbpflow.data.prepare.schema_file import parse_crosses, read_schema
 from sbpflow.data.prepare.split import parse_split
 from sbpflow.errors import ConfigError, DataError
 from sbpflow.runtime.files.local_path import local_path
@@ -38,9 +39,7 @@ def _prepare(args: argparse.Namespace) -> Manifest | None:
     from sbpflow.data.prepare.machines import parse_part
     from sbpflow.data.prepare.options import PrepareOptions, parse_hash_sizes
     from sbpflow.data.prepare.prepare import prepare
-    from sbpflow.runtime.compute.malloc import keep_freed_memory
 
-    keep_freed_memory()
     given = [key for key in _SHARED if getattr(args, key) is not None]
     if args.like is not None and given:
         raise ConfigError(
@@ -89,7 +88,7 @@ def _schema_of(args: argparse.Namespace) -> Schema:
                 *proposal.text.splitlines(),
             )
         _LOG.info("%s", proposal.text)
-        return parse_schema(proposal.text, "--schema auto")
+        return read_schema(load_yaml(proposal.text))
     if args.schema:
         return read_schema(args.schema)
     if args.like is None:
@@ -108,9 +107,7 @@ def _schema(args: argparse.Namespace) -> None:
 def _encode(args: argparse.Namespace) -> Manifest | None:
     from sbpflow.data.prepare.machines import parse_part
     from sbpflow.data.prepare.new_rows import encode
-    from sbpflow.runtime.compute.malloc import keep_freed_memory
 
-    keep_freed_memory()
     return encode(
         args.input,
         args.output,
@@ -178,8 +175,11 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         "other parts (default %(default)s)")  # fmt: skip
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="sbpflow", description=__doc__)
+def parser(
+    kind: type[argparse.ArgumentParser] = argparse.ArgumentParser,
+) -> argparse.ArgumentParser:
+    """Parse the commands with their options; ``run`` of the result runs the command."""
+    parser = kind(prog="sbpflow", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     prepare = commands.add_parser("prepare", help="turn raw rows into a prepared set")
     add = prepare.add_argument
@@ -271,7 +271,7 @@ def _size(num_bytes: float) -> str:
 
 
 def _disk_space(args: argparse.Namespace, number: int) -> str:
-    """Return the needed and the free space after a full disk, or "" after other errors."""
+    """Return the needed and the free space if the disk is full, or "" for other errors."""
     output: Path | None = getattr(args, "output", None)
     if output is None or number not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return ""
@@ -294,7 +294,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(argv: list[str] | None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    args = _parser().parse_args(argv)
+    args = parser().parse_args(argv)
+    if args.command in ("prepare", "encode"):
+        from sbpflow.runtime.compute.malloc import keep_freed_memory
+
+        keep_freed_memory()
     try:
         manifest = args.run(args)
     except BrokenPipeError:  # until_nobody_reads handles this OSError

@@ -10,11 +10,13 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 from sbpflow.checkpoint.format import INDEX_FILE, Index, to_json
 from sbpflow.checkpoint.read import Checkpoint, open_checkpoint
 from sbpflow.checkpoint.write import failed
 from sbpflow.errors import CheckpointError
+from sbpflow.runtime.files.json_file import is_count, is_number
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +79,17 @@ def checked(path: Path, *, run: str | None = None) -> Checkpoint:
     return checkpoint
 
 
+def best_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """The best validation score so far when it was saved: ``metric``, ``value`` and ``step``.
+
+    ``None`` if the run does not keep its best weights.
+    """
+    loop = checkpoint.documents.get("loop")
+    best = loop.get("best") if isinstance(loop, dict) else None
+    known = isinstance(best, dict) and is_count(best.get("step")) and is_number(best.get("value"))
+    return cast("dict[str, Any]", best) if known else None
+
+
 def publish(folder: Path, partial: Path, index: Index) -> Path:
     """Write the index into ``partial``, whose files are on disk, and rename it to ``step-N``.
 
@@ -101,7 +114,7 @@ def publish(folder: Path, partial: Path, index: Index) -> Path:
 
 
 def keep_only(folder: Path, *, newest: int, step: int, and_step: int | None) -> None:
-    """Remove checkpoints up to ``step``, except the ``newest`` ones and step ``and_step``."""
+    """Remove checkpoints up to ``step``, but keep the ``newest`` last ones and ``and_step``."""
     paths = [path for path in list_checkpoints(folder) if step_of(path) <= step]
     for path in paths[newest:]:
         if step_of(path) != and_step:

@@ -7,10 +7,11 @@ from datetime import datetime, timedelta
 import polars as pl
 import pytest
 
+from sbpflow.config.yaml_text import load_yaml
 from sbpflow.data import load_manifest
 from sbpflow.data.__main__ import main
 from sbpflow.data.prepare.propose import propose
-from sbpflow.data.prepare.schema_file import parse_schema
+from sbpflow.data.prepare.schema_file import read_schema
 from sbpflow.errors import ConfigError, DataError
 
 
@@ -144,7 +145,7 @@ NUMBERS = [f"{n / 7:.3f}" for n in range(60)]
 def test_the_use_of_a_column(tmp_path, column, cells, line):
     _, text = proposed(tmp_path, c=cycle("p", "q", "r"), **{column: cells}, click=cycle("0", "1"))
     assert any(l.strip("# ").startswith(line) for l in text.splitlines()), text  # noqa: E741
-    assert parse_schema(text, "text").label == "click"
+    assert read_schema(load_yaml(text)).label == "click"
 
 
 @pytest.mark.parametrize(
