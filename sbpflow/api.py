@@ -167,7 +167,7 @@ class Run:
         """Return the values [n] of a column, and their vectors [n, columns] in ``table``.
 
         All values with rows of their own, or the distinct ones of ``values``. For a column of
-        strings ``values`` is needed, because sets store only hashes of strings.
+        strings ``values`` is needed unless the set was prepared with ``keep_strings``.
         """
         checkpoint, config = self._checkpoint()
         manifest = load_manifest(data_folder(checkpoint.path))

@@ -116,30 +116,6 @@ def read_vocabulary(folder: Path, name: str, num_rows: int, entry: Mapping[str, 
     return Vocabulary(name, num_rows, **arrays)
 
 
-def original_values(manifest: Manifest, name: str) -> tuple[NDArray[np.int32], list[str | int]]:
-    """Return the ids of field ``name`` that have a value, and the value of each of these ids.
-
-    Integers are ints, and hex values are eight digits. Raise DataError for other fields: crosses,
-    hashed or bucketed columns, and strings that were not kept.
-    """
-    entry = next(entry for entry in manifest.content["fields"] if entry["name"] == name)
-    kind = entry.get("kind")
-    if kind is None or entry.get("hashed"):
-        raise DataError(f"{manifest.path}: the ids of {name} do not belong to single values")
-    vocabulary = open_vocabularies(manifest)[name]
-    if kind == "integer":
-        return vocabulary.ids, vocabulary.keys.view(np.int64).tolist()
-    if kind == "hex":
-        return vocabulary.ids, [f"{key:08x}" for key in vocabulary.keys.tolist()]
-    strings = vocabulary.strings()
-    if strings is None:
-        raise DataError(
-            f"{manifest.path}: the strings of {name} are not in this set; prepare it again with "
-            "--keep-strings"
-        )
-    return vocabulary.ids, list(strings)
-
-
 def array_files(entry: Mapping[str, Any]) -> list[tuple[str, Any, str, tuple[int]]]:
     """Return the key, file entry, dtype and shape of each array in a manifest entry."""
     return [

@@ -12,9 +12,9 @@ from sbpflow.data import load_manifest
 from sbpflow.data.__main__ import main
 from sbpflow.data.format.shards import RowFiles
 from sbpflow.data.format.verify import verify_set
-from sbpflow.data.format.vocabulary import original_values
 from sbpflow.data.prepare.schema_file import read_schema, schema_from
-from sbpflow.errors import ConfigError, DataError
+from sbpflow.data.values import values_and_ids
+from sbpflow.errors import ConfigError
 from tests.data.rows import all_words
 from tests.data.test_tables import data_files, ids_of
 
@@ -218,8 +218,8 @@ def strings_csv(path, first=0):
 
 
 def values_of(manifest, name):
-    ids, values = original_values(manifest, name)
-    return dict(zip(values, ids.tolist(), strict=True))
+    values, ids = values_and_ids(manifest, name, None)
+    return dict(zip(values.tolist(), ids.tolist(), strict=True))
 
 
 @pytest.mark.parametrize("hashed", [False, True])
@@ -236,15 +236,15 @@ def test_kept_strings_name_every_id(tmp_path, hashed):
     ids = ids_of(manifest, "a")
     assert [values_of(manifest, "a")[CITY[n % 3]] for n in range(60)] == ids.tolist()
     if hashed:
-        with pytest.raises(DataError, match="the ids of s do not belong to single values"):
-            original_values(manifest, "s")
+        with pytest.raises(ConfigError, match="s: crosses, buckets, and hashed columns have no"):
+            values_of(manifest, "s")
         return
     assert set(values_of(manifest, "s")) == {"v0", "v1", "v2", "v3"}
     assert run(tmp_path, STRINGS, source, "--overwrite") == 0
     plain = load_manifest(tmp_path / "set")
     assert plain.content_id == manifest.content_id
-    with pytest.raises(DataError, match="strings of a are not in this set; prepare it again with"):
-        original_values(plain, "a")
+    with pytest.raises(ConfigError, match="or prepare the set with --keep-strings"):
+        values_of(plain, "a")
 
 
 def test_strings_grow_and_are_copied(tmp_path, capsys):

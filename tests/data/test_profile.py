@@ -226,7 +226,7 @@ def test_text_page_and_picture_show_the_profile(manifest, profile, tmp_path, cap
     words = ["stats", manifest.path, "--html", page, "--picture", drawn]
     assert main([*map(str, words)]) == 0
     text = capsys.readouterr().out
-    for shown in ("2023-11-14 22:13", "warning: leakage: leak alone", "100.00%", "uniq@1024"):
+    for shown in ("2023-11-14 22:13", "warning: leakage: leak alone", "100.00%", "uniq@1k"):
         assert shown in text
     assert page.read_text() == profile_page(manifest, profile)
     for shown in ("label rate by time", "days since 2023-11-14", "drift: late", "<svg"):
