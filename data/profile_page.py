@@ -206,9 +206,11 @@ def _time_charts(manifest: Manifest, profile: Profile) -> list[str]:
 
 def _unit(manifest: Manifest, profile: Profile) -> float | None:
     """Return the time units per second, or None for numbers that are not times since 1970."""
-    if manifest.content.get("schema", {}).get("time", ("", ""))[1] == "date":
+    if not profile.time_edges:
+        return None
+    if manifest.content["schema"]["time"][1] == "date":
         return 1e6
-    return epoch_unit(profile.time_edges[0], profile.time_edges[-1]) if profile.time_edges else None
+    return epoch_unit(profile.time_edges[0], profile.time_edges[-1])
 
 
 def _moment(manifest: Manifest, profile: Profile, time: int) -> str:

@@ -247,13 +247,14 @@ def stats_json(stats: Sequence[FieldStats]) -> list[dict[str, object]]:
 
 def stats_table(stats: Sequence[FieldStats]) -> str:
     """Return the statistics as text, one line per table."""
-    head = f"{'table':>8} {'rows':>11} {'distinct':>10} {'miss%':>6} {'rare%':>6}"
+    width = max((len(s.name) for s in stats), default=8)
+    head = f"{'table':>{width}} {'rows':>11} {'distinct':>10} {'miss%':>6} {'rare%':>6}"
     head += "".join(f" {'top' + _short(k) + '%':>8}" for k in TOP)
     sizes = [size for size in BATCH_SIZES if all(str(size) in s.unique_ratio for s in stats)]
     head += "".join(f" {'uniq@' + _short(size):>9}" for size in sizes) + f" {'tail':>6}"
     lines = [head]
     for s in stats:
-        line = f"{s.name:>8} {s.rows:>11,} {s.distinct:>10,}"
+        line = f"{s.name:>{width}} {s.rows:>11,} {s.distinct:>10,}"
         missing, rare = (100 * n / max(s.lookups, 1) for n in (s.missing, s.rare))
         line += f" {missing:>6.2f} {rare:>6.2f}"
         line += "".join(f" {100 * s.top_mass[str(k)]:>8.2f}" for k in TOP)
