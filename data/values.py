@@ -12,7 +12,7 @@ from sbpflow.data.format.vocabulary import HOW_TO_HAVE_VALUES, Vocabulary, read_
 from sbpflow.data.prepare.encode import FieldIds
 from sbpflow.data.prepare.keys import key_of, string_keys
 from sbpflow.data.prepare.schema_file import schema_from
-from sbpflow.errors import ConfigError
+from sbpflow.errors import ConfigError, unknown_value
 
 
 def values_and_ids(
@@ -57,6 +57,8 @@ def _decoded(stored: Vocabulary, kind: Kind) -> NDArray[Any]:
         return np.asarray(stored.keys).view(np.int64)
     if kind == "hex":
         return np.array([f"{key:08x}" for key in stored.keys])
+    if kind != "string":
+        raise unknown_value("kind", kind, Kind)
     strings = stored.strings()
     if strings is None:
         raise ConfigError(

@@ -136,7 +136,7 @@ def _text_kind(texts: pl.Series) -> tuple[ColumnKind, pl.Series, str]:
         return "date", moments, ""
     for mark in _LIST_MARKS:
         lists = texts.str.split(mark)
-        shares = float(texts.str.contains(mark, literal=True).mean() or 0)  # type: ignore[arg-type]
+        shares = float(texts.str.contains(mark, literal=True).mean() or 0)
         if shares >= _MIN_LISTS and lists.explode().n_unique() < texts.n_unique():
             return "list", lists, mark
     return "text", texts, ""

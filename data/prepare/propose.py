@@ -34,7 +34,13 @@ _ENTITIES = (
 )
 _MAX_SMALL = 20
 """Maximum number of distinct integers that are categories whatever their name"""
+_UNUSABLE = {
+    "empty": "no values",
+    "date": "a date, which can only be the time",
+    "other": "its type cannot be read",
+}
 _SKEW = 20
+"""Minimum ratio of the 99% quantile to the median of values that get a logarithm"""
 _CHOOSE = 'label:  # write the column to predict: NAME, {NAME: VALUE} or {NAME: ">= 4"}'
 
 
@@ -157,7 +163,7 @@ def _time(columns: Sequence[ColumnFacts]) -> ColumnFacts | None:
 
 def _unit(column: ColumnFacts) -> float | None:
     """Return the number of units in a second if the integers may be times since 1970."""
-    return epoch_unit(float(column.values.min()), float(column.values.max()))  # type: ignore[arg-type]
+    return epoch_unit(float(column.values.min()), float(column.values.max()))
 
 
 def _moment(column: ColumnFacts, value: float) -> str:
@@ -167,7 +173,7 @@ def _moment(column: ColumnFacts, value: float) -> str:
 
 
 def _span(column: ColumnFacts) -> str:
-    low, high = (float(value) for value in (column.values.min(), column.values.max()))  # type: ignore[arg-type]
+    low, high = (float(value) for value in (column.values.min(), column.values.max()))
     return f"{_moment(column, low)} to {_moment(column, high)}"
 
 
@@ -208,12 +214,8 @@ def _features(columns: Sequence[ColumnFacts]) -> list[str]:
 
 
 def _why_unused(column: ColumnFacts) -> str:
-    if column.kind == "empty":
-        return "no values"
-    if column.kind == "date":
-        return "a date, which can only be the time"
-    if column.kind == "other":
-        return f"the type {column.values.dtype} cannot be read"
+    if reason := _UNUSABLE.get(column.kind):
+        return reason
     if column.distinct == 1:
         return f"only the value {column.values[0]!r:.40}"
     if column.kind == "text" and column.is_unique:
@@ -235,7 +237,7 @@ def _transform(column: ColumnFacts) -> str:
     values = column.values.cast(float)
     median, high = values.median(), values.quantile(0.99)
     is_skewed = isinstance(median, float) and high is not None and high > _SKEW * max(median, 1.0)
-    return "log1" if is_skewed and float(values.min()) >= 0 else "standardise"  # type: ignore[arg-type]
+    return "log1" if is_skewed and float(values.min()) >= 0 else "standardise"
 
 
 def _name(name: str) -> str:
