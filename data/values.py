@@ -1,4 +1,4 @@
-"""The values of a field and their ids, from the vocabulary of a set."""
+"""Finds the values of a field and their ids in the vocabulary of a set."""
 
 from typing import Any
 
@@ -18,10 +18,10 @@ from sbpflow.errors import ConfigError, unknown_value
 def values_and_ids(
     manifest: Manifest, field: str, given: pl.Series | None
 ) -> tuple[NDArray[Any], NDArray[np.int32]]:
-    """Values [n] of ``field`` that have ids of their own, and their ids int32 [n].
+    """Return the values [n] of ``field`` that have their own ids, and the ids int32 [n].
 
-    They are the distinct ones of ``given``, or all values in the order of their keys. Strings must
-    be given unless the set keeps them, because a vocabulary has only their hashes. Raises
+    The values are the distinct values of ``given``, or all values in key order. Strings must be
+    given unless the set keeps them, because a vocabulary has only hashes of strings. Raises
     ConfigError.
     """
     vocabulary = manifest.content.get("vocabulary") or {"fields": {}}
@@ -57,13 +57,17 @@ def _decoded(stored: Vocabulary, kind: Kind) -> NDArray[Any]:
         return np.asarray(stored.keys).view(np.int64)
     if kind == "hex":
         return np.array([f"{key:08x}" for key in stored.keys])
-    if kind != "string":
-        raise unknown_value("kind", kind, Kind)
+    if kind == "string":
+        return _strings(stored)
+    raise unknown_value("kind", kind, Kind)
+
+
+def _strings(stored: Vocabulary) -> NDArray[Any]:
     strings = stored.strings()
     if strings is None:
         raise ConfigError(
             f"values: not given, but the vocabulary of {stored.name} has only hashes of its "
-            f"strings; pass the strings, for example values=frame[{stored.name!r}], or prepare the "
-            "set with --keep-strings"
+            f"strings; pass the strings (for example, values=frame[{stored.name!r}]), or prepare "
+            "the set with --keep-strings"
         )
     return np.array(strings, dtype=object)  # a fixed width would be that of the longest

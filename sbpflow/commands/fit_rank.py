@@ -1,4 +1,4 @@
-"""One rank of ``sbpflow.fit``: trains, and leaves its error where the calling process reads it.
+"""Runs one rank of ``sbpflow.fit``, and writes its error to a file for the calling process.
 
 ``python -m sbpflow.commands.fit_rank FOLDER`` trains with ``config.yaml`` of the folder.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sbpflow.runtime.processes.environment import rank_and_world_size
 from sbpflow.runtime.processes.launch import run_main
-from sbpflow.runtime.processes.rank_errors import save_error
+from sbpflow.runtime.ranks.rank_errors import save_error
 
 CONFIG_FILE = "config.yaml"
 
