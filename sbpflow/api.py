@@ -63,7 +63,8 @@ def fit(
     * ``data``: a pandas or Polars DataFrame, an Arrow table, a file, or a prepared set; by default
       ``data.path`` of ``config``. ``{"train": .., "val": .., "test": ..}`` gives each split its
       own rows. Rows are prepared in a temporary folder, which is removed at the end.
-    * ``schema``: describes the columns, as a YAML file or its content; by default Criteo's.
+    * ``schema``: describes the columns, as a YAML file or its content; "auto" accepts the proposal
+      of ``sbpflow schema``. The default is Criteo's.
     * ``prepare``: options of ``sbpflow prepare``, such as ``{"min_count": 1}``.
     * ``ranks``: 1 trains in this process; a larger number starts one process per rank on this
       machine.
