@@ -130,7 +130,7 @@ class _Feature:
         if split == "train":
             low, high = self._range
             used = np.count_nonzero(counts)
-            profile.is_constant = low == high if self.is_dense else used == 1
+            profile.is_constant = low == high if self.is_dense else int(used) == 1
             rates = (self._counts[1] + base) / (counts + 1)
             self._scores = (rates * (_SCORES - 1)).astype(np.int64)
             self._groups = _deciles(counts) if self.is_dense else _top_ids(counts)
