@@ -32,7 +32,7 @@ def test_the_page_has_what_the_test_runs():
     assert list(FILES) == ["make_clicks.py", "schema.yaml", "clicks.yaml"]
     words = [shlex.split(command)[1] for command in COMMANDS]
     assert words == [
-        *("make_clicks.py", "prepare", "stats", "explain", "train", "train"),
+        *("make_clicks.py", "schema", "prepare", "stats", "explain", "train", "train"),
         *("report", "predict", "export"),
     ]
 
@@ -88,3 +88,5 @@ def test_both_layouts_have_the_same_losses(folder):
 def test_the_files_that_the_page_names_are_there(folder):
     assert (folder / "runs/clicks/report.html").is_file()
     assert (folder / "out/model/model.pt2").is_file()
+    assert "label rate by time" not in (folder / "out/stats.html").read_text()
+    assert "Warnings" in (folder / "out/stats.html").read_text()
