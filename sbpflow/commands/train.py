@@ -4,6 +4,7 @@ This command composes configuration, data, model and training loop, without logi
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,11 +76,13 @@ def run_rank(
     from sbpflow.runtime.compute.malloc import keep_freed_memory
     from sbpflow.runtime.ranks.world import device_type_of
     from sbpflow.training.report import setup_logging
+    from sbpflow.training.trackers import check_trackers
 
     keep_freed_memory()
     config = load_config(path, overrides, models=MODELS)
     manifest = load_manifest(data_path(config))
     device_type = device_type_of(config.parallel.device)
+    check_trackers(config.train.trackers)
 
     def make(topology: "Topology") -> "tuple[RunPlan, tuple[ModelSpec, PlannedRun | None]]":
         planned = run_planner(config, manifest, topology.size, device_type, topology)
@@ -176,6 +179,7 @@ def _fit(
     from sbpflow.training.move_times import StepProfiler
     from sbpflow.training.report import Report
     from sbpflow.training.reporters import Reporters
+    from sbpflow.training.trackers import open_trackers
 
     boxing, world = job.boxing, job.boxing.world
     with Report(
@@ -190,6 +194,12 @@ def _fit(
         },
         best=(manifest.bayes.auc, manifest.bayes.logloss) if manifest.bayes else None,
         resumed=run.start.going_on,
+        trackers=partial(
+            open_trackers,
+            config,
+            run.decision.run,
+            run.start.going_on[0] if run.start.going_on else None,
+        ),
     ) as report:
         report.keep(PLAN_FILE, plan_to_json(job.plan))
         if planned is not None:
