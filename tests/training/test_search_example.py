@@ -35,7 +35,7 @@ def test_a_search_runs_prunes_and_continues(synth_set, tmp_path):
         "data": {"path": str(synth_set), "batch_size": 500},
         "model": {"hidden": [8], "embedding_dim": 4, "dropout": 0.0},
         "train": {"eval_every": 2, "max_steps": 8},
-        "parallel": {"device": "cpu", "kernel": "torch"},
+        "parallel": {"device": "cpu", "scheme": 1, "kernel": "torch"},
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
     assert "best: trial 0, AUC on val" in search(tmp_path, 1)
