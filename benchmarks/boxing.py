@@ -1,11 +1,12 @@
-"""Times each conversion, the bare collective that it uses, and DTensor.redistribute.
+"""Times each conversion, the bare collective that it uses, and ``DTensor.redistribute``.
 
     python -m benchmarks.boxing --ranks 2 --output out/boxing.jsonl
     python -m benchmarks.boxing --link 1gbit --sizes "16 MiB" --repeats 5
 
-Every variant allocates its own result. Values are checked first. Variants are timed in turns, so
-drift of the machine affects all of them; results are medians over the repeats, on the slowest rank.
-One JSON line per conversion and size, and one per conversion for the Python part.
+Every variant allocates its own result. Values are checked before the timing. Repeats alternate
+between the variants, so machine drift affects all of them; results are medians over the repeats, on
+the slowest rank. The output has one JSON line per conversion and size, and one per conversion for
+the Python part.
 """
 
 import argparse
@@ -61,7 +62,9 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--sizes", nargs="+", choices=list(SIDES), default=list(SIDES))
     parser.add_argument("--output", type=Path, default=Path("out/boxing.jsonl"))
-    parser.add_argument("--link", choices=["1gbit"], help="join two namespaces by this link")
+    parser.add_argument(
+        "--link", choices=["1gbit"], help="join two namespaces by a link of this rate"
+    )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -128,14 +131,14 @@ def _plan(world: World, layouts: list[Layout], side: int) -> tuple[BoxingStep, .
 
 
 def _part(world: World, full: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """A rank's part, without the code under test; P has the value on the first rank."""
+    """Return a rank's part, without the code under test; P has the value on the first rank."""
     if str(layout.nd_sbp[0]) == "P":
         return full.clone() if world.rank == 0 else torch.zeros_like(full)
     return full[layout.part_slices(tuple(full.shape), world.rank)].contiguous()
 
 
 def _bare(world: World, steps: tuple[BoxingStep, ...], part: torch.Tensor) -> dict[str, Variant]:
-    """The step's collective alone, on buffers of the same size."""
+    """Return the step's collective alone, on buffers of the same size."""
     if not steps or not steps[0].groups:
         return {}
     group = world.group(range(world.size), "bare")
@@ -173,7 +176,7 @@ def _bare(world: World, steps: tuple[BoxingStep, ...], part: torch.Tensor) -> di
         by_columns = "S(1)@" in str(steps[0].dst)
 
         def backend_reduce_scatter() -> torch.Tensor:
-            """The plain way to use the collective: columns must be packed first."""
+            """Return the plain use of the collective: columns must be packed first."""
             pieces = torch.cat([c.reshape(-1) for c in part.chunk(size, 1)]) if by_columns else flat
             out = flat.new_empty(flat.numel() // size)
             reduce_scatter_single(out, pieces, group=group)
@@ -210,10 +213,10 @@ def _check(
 def _time_in_turn(
     world: World, variants: dict[str, Variant], repeats: int
 ) -> dict[str, list[float]]:
-    """Milliseconds per call, on the slowest rank.
+    """Return the ms per call on the slowest rank.
 
-    Variants take turns in a random order, which is the same on all ranks, because each one leaves
-    the caches and the allocator in a different state.
+    Variants run in a random order that is the same on all ranks, because each variant leaves the
+    caches and the allocator in a different state.
     """
     for variant in variants.values():
         for _ in range(WARM_UP):
@@ -233,7 +236,9 @@ def _time_in_turn(
 
 
 def _python_part(world: World, src: str, dst: str) -> dict[str, object]:
-    """CPU microseconds of ``Boxing.run`` with an empty collective, on 16 x 16 elements."""
+    """Measure the CPU microseconds of ``Boxing.run`` with an empty collective, on 16 x 16
+    elements.
+    """
     line = Placement.line(world.device.type, world.size)
     layouts = [Layout(line, parse_nd_sbp(text)) for text in (src, dst)]
     steps = _plan(world, layouts, 16)
@@ -247,7 +252,7 @@ def _python_part(world: World, src: str, dst: str) -> dict[str, object]:
     values: list[float] = []
     try:
         for _ in range(30):
-            start = time.thread_time()  # CPU time, so other processes do not count
+            start = time.thread_time()  # measure CPU time, so other processes do not count
             for _ in range(100):
                 runner.run(steps, part)
             values.append((time.thread_time() - start) * 1e4)
@@ -263,14 +268,14 @@ def _python_part(world: World, src: str, dst: str) -> dict[str, object]:
 
 
 class _Done:
-    """A collective that completes at once."""
+    """Represents a collective that completes at once."""
 
     def wait(self) -> None:
         return None
 
 
 def _spread(values: list[float]) -> float:
-    """Half the distance between the quartiles."""
+    """Return half the distance between the quartiles."""
     low, _, high = statistics.quantiles(values, n=4)
     return (high - low) / 2
 

@@ -1,15 +1,16 @@
-"""The cost of checkpoints: bandwidth compared with dd, and the effect of a save on training.
+"""Measures the cost of checkpoints: bandwidth compared with dd, and the effect of a save on
+training.
 
     python -m benchmarks.checkpoints             tables and state of 4 GB, one rank
     python -m benchmarks.checkpoints --gb 0.5 during
 
-Writing and reading alternate with dd of the same number of bytes on the same disk, both synced, in
-alternating order; files are dropped from the page cache before they are read. A quarter and a half
-of the size are measured as well: the slope, in seconds per GB, predicts 40 GB.
+Writing and reading alternate with dd for the same number of bytes on the same disk. Both are
+synced, and files are dropped from the page cache before they are read. A quarter and a half of the
+size are also measured: their slope, in seconds per GB, predicts the time for 40 GB.
 
-The effect on training is a median over several saves: the time that steps lost while a save was in
-progress, as a share of its duration; the part of it that the training thread spent on the undo log;
-and the extra memory, by the save's own count and by the system's (the peak resident size).
+The effect on training is a median over several saves. It has three parts: the time that steps lost
+during a save, as a share of its duration; the time that the training thread spent on the undo log;
+and the extra memory, by the save's own count and by the system's count (the peak resident size).
 """
 
 import argparse
@@ -36,11 +37,11 @@ from sbpflow.run.model.spec import Fields
 from sbpflow.runtime.ranks.world import World
 
 TABLES, DIM, BATCH = 8, 16, 2048
-ROW_BYTES = 3 * DIM * 4  # lazy Adam stores two more numbers for each
+ROW_BYTES = 3 * DIM * 4  # lazy Adam stores two more numbers for each number
 
 
 class Rows:
-    """A batch of random ids, some of them frequent."""
+    """Contains a batch of random ids, some of them frequent."""
 
     def __init__(self, rows: int, generator: torch.Generator) -> None:
         ids = torch.rand(BATCH, TABLES, generator=generator) ** 3 * rows
@@ -51,7 +52,7 @@ class Rows:
 
 
 def make_job(world: World, rows: int) -> Job:
-    """Tables with ``rows`` rows each."""
+    """Make a job whose tables have ``rows`` rows each."""
     config = Config(
         data=DataConfig(batch_size=BATCH),
         model=WdlConfig(embedding_dim=DIM, hidden=(256, 128), wide=WideConfig(crosses=())),
@@ -63,7 +64,7 @@ def make_job(world: World, rows: int) -> Job:
 
 
 def dd(source: str, target: str, num_bytes: int, *words: str) -> float:
-    """Seconds."""
+    """Return the seconds that dd takes."""
     count = [f"if={source}", f"of={target}", "bs=8M", f"count={num_bytes // 2**23}", *words]
     start = time.perf_counter()
     subprocess.run(["dd", *count], check=True, capture_output=True)
@@ -78,7 +79,7 @@ def forget(path: Path) -> None:
 
 
 def bandwidth(job: Job, folder: Path, repeats: int) -> dict[str, float]:
-    """GB/s of saving, loading and dd, in turns; ratios are of neighboring runs."""
+    """Measure GB/s of saving, loading and dd alternately; ratios compare consecutive runs."""
     saver = Saver(folder, job.boxing, job.state, run="cost", deadline_s=600)
     times: dict[str, list[float]] = {"save": [], "dd_write": [], "load": [], "dd_read": []}
     plain = folder / "plain"
@@ -120,7 +121,9 @@ def bandwidth(job: Job, folder: Path, repeats: int) -> dict[str, float]:
 
 
 def saved_bytes(saver: Saver, step: int) -> int:
-    """Seconds to save a checkpoint, which is deleted; the first save also assigns the writers."""
+    """Return the seconds to save a checkpoint and delete it; the first save also assigns the
+    writers.
+    """
     path = saver.save(step, {})
     size = open_checkpoint(path).num_bytes
     shutil.rmtree(path)
@@ -128,7 +131,7 @@ def saved_bytes(saver: Saver, step: int) -> int:
 
 
 def extrapolated(measured: list[dict[str, float]], gb: float) -> dict[str, float]:
-    """Seconds for a model of ``gb``, by a line through the measured sizes."""
+    """Predict the seconds for a model of ``gb`` from a line through the measured sizes."""
     sizes = [run["bytes"] / 1e9 for run in measured]
     values: dict[str, float] = {"gb": gb}
     for name in ("save", "dd_write", "load", "dd_read"):
@@ -138,7 +141,9 @@ def extrapolated(measured: list[dict[str, float]], gb: float) -> dict[str, float
 
 
 class During:
-    """Saves during training, each between steps without a save, because the speed drifts."""
+    """Measures saves during training; each save is between steps without a save, because speed
+    drifts.
+    """
 
     def __init__(self, job: Job, rows: int, folder: Path) -> None:
         self._job, self._rows, self._folder = job, rows, folder
@@ -164,7 +169,7 @@ class During:
         return [self._step() for _ in range(count)]
 
     def save(self) -> dict[str, float]:
-        """The stall and the memory of one save."""
+        """Measure the stall and the memory of one save."""
         saver, done = self._saver, list[float]()
         resident = resident_bytes(start_anew=True)
         begin = time.perf_counter()
@@ -203,7 +208,7 @@ class During:
 
 
 def during(job: Job, rows: int, folder: Path, repeats: int) -> dict[str, object]:
-    """Medians over several saves, and the stall of each."""
+    """Return medians over several saves, and the stall of each save."""
     runs = During(job, rows, folder)
     saves = [runs.save() for _ in range(repeats)]
     middle = {key: statistics.median(save[key] for save in saves) for key in saves[0]}
@@ -212,7 +217,9 @@ def during(job: Job, rows: int, folder: Path, repeats: int) -> dict[str, object]
 
 
 def resident_bytes(*, highest: bool = False, start_anew: bool = False) -> int:
-    """The present size of this process, or its peak since the last reset; 0 if not on Linux."""
+    """Return the current size of this process, or its peak since the last reset; 0 outside
+    Linux.
+    """
     status = Path("/proc/self/status")
     if not status.exists():
         return 0
@@ -225,11 +232,11 @@ def resident_bytes(*, highest: bool = False, start_anew: bool = False) -> int:
 
 def main() -> None:
     """Run the benchmarks of this module."""
-    parser = argparse.ArgumentParser(description="What a checkpoint costs.")
+    parser = argparse.ArgumentParser(description="Measure the cost of a checkpoint.")
     parser.add_argument("questions", nargs="*", metavar="waiting|during", help="default both")
     parser.add_argument("--gb", type=float, default=4.0)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--dir", type=Path, default=None, help="a folder on the disk to measure")
+    parser.add_argument("--dir", type=Path, default=None, help="the folder on the disk to measure")
     args = parser.parse_args()
     if other := set(args.questions) - {"waiting", "during"}:
         parser.error(f"{', '.join(sorted(other))}: use waiting or during")

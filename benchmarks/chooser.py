@@ -1,10 +1,10 @@
-"""Is the kernel chosen by measuring the fastest? ``python -m benchmarks.chooser``.
+"""Tests whether the kernel chosen by measurement is the fastest: ``python -m benchmarks.chooser``.
 
-Shapes of storages are drawn at random (rows, widths, batch, bags, exchange, rule, skew). Each is
+Shapes of storages are random (rows, widths, batch, bags, exchange, rule, skew). Each shape is
 measured as at the first start of a run, and the kernel is chosen. Then all kernels are measured
-again: the result is how much slower the chosen kernel is than the fastest. Writes
-benchmarks/results/chooser.jsonl, one line per shape and one for all; with another number of shapes
-it only prints.
+again. The result is the relative excess in time of the chosen kernel over the fastest. The program
+writes benchmarks/results/chooser.jsonl, with one line per shape and one for all shapes; with
+another number of shapes it only prints.
 """
 
 import argparse
@@ -28,7 +28,7 @@ SHAPES = 20
 
 
 def draw(generator: random.Random) -> StackShape:
-    """A shape: a batch of up to 65,536 ids on up to 3 million rows."""
+    """Return a random shape: a batch of up to 65,536 ids on up to 3 million rows."""
     dim = generator.choice([1, 4, 8, 16, 32, 64, 128])
     lists = generator.choice([0, 0, 2, 4])
     ids = int(10 ** generator.uniform(3, 4.8))
@@ -48,7 +48,7 @@ def draw(generator: random.Random) -> StackShape:
 
 
 def main() -> None:
-    """Measure, choose, and measure again."""
+    """Measure the kernels, choose one, and measure all kernels again."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", type=int, default=SHAPES)
     args = parser.parse_args()

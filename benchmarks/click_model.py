@@ -1,7 +1,7 @@
-"""The click model that the training benchmarks share: its shape and its batches.
+"""Defines the CTR model that the training benchmarks share: its shape and its batches.
 
-Tables of one width with Zipf ids, dense fields, one hidden layer. Batches are created once and
-reused in turn by every compared system, so all of them see the same rows.
+The model has tables of one width with Zipf ids, dense fields, and one hidden layer. Batches are
+created once and reused by every compared system, so all systems see the same rows.
 """
 
 from dataclasses import dataclass
@@ -10,17 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Ids per sample of the 26 fields of MLPerf's DLRMv2, which expands Criteo's single ids:
-# facebookresearch/dlrm, torchrec_dlrm/README.md, "multi_hot_sizes", at 090956ee.
+# These are the ids per sample of the 26 fields of MLPerf's DLRMv2, which expands Criteo's single
+# ids: facebookresearch/dlrm, torchrec_dlrm/README.md, "multi_hot_sizes", at 090956ee.
 MLPERF_HOTNESS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 HOTNESS = {"one": (1,) * 26, "ten": (10,) * 26, "mlperf": MLPERF_HOTNESS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The work of a run; ``rows_per_rank`` samples on each of ``world_size`` ranks.
+    """Describes the work of a run, with ``rows_per_rank`` samples on each of ``world_size`` ranks.
 
-    ``hotness`` has the ids per sample of each table; a sample's vectors of a table are summed.
+    ``hotness`` contains the ids per sample of each table; a sample's vectors of a table are summed.
     """
 
     num_tables: int = 26
@@ -46,7 +46,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """This rank's rows of a batch of ``batch_size``."""
+    """Contains this rank's rows of a batch of ``batch_size``."""
 
     labels: Tensor  # [b] float32
     dense: Tensor  # [b, num_dense] float32
@@ -65,8 +65,8 @@ SHAPES = {
 
 
 def zipf_ids(shape: Shape, count: int, generator: np.random.Generator) -> np.ndarray:
-    """[count, sum of hotness] int32 ids with weight rank^-zipf, spread over the table by a fixed
-    permutation, as in prepared data.
+    """Return [count, sum of hotness] int32 ids with weight rank^-zipf, spread over the table by a
+    fixed permutation, as in prepared data.
     """
     weights = np.arange(1, shape.table_rows + 1, dtype=np.float64) ** -shape.zipf
     edges = np.cumsum(weights)
@@ -76,7 +76,9 @@ def zipf_ids(shape: Shape, count: int, generator: np.random.Generator) -> np.nda
 
 
 def make_batches(shape: Shape, rank: int, world_size: int) -> list[Rows]:
-    """This rank's part of ``num_batches`` batches; labels depend on a few ids, so loss falls."""
+    """Return this rank's part of ``num_batches`` batches; labels depend on a few ids, so loss
+    falls.
+    """
     batches: list[Rows] = []
     for number in range(shape.num_batches):
         generator = np.random.default_rng((17, number, rank))

@@ -1,6 +1,6 @@
-"""``parallel.plan: auto`` for the click model of the training benchmarks, from a calibration.
+"""Plans the CTR model of the training benchmarks with ``parallel.plan: auto``, from a calibration.
 
-The ids follow a known law, so their statistics come from the law and not from a prepared set.
+The ids follow a known law, so the law provides their statistics instead of a prepared set.
 """
 
 from dataclasses import dataclass, replace
@@ -21,7 +21,9 @@ from sbpflow.run.planning.build_plan import plan_run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LawStats:
-    """The statistics that ``sbpflow stats`` would measure for a field whose ids follow a law."""
+    """Contains the statistics that ``sbpflow stats`` would measure for a field whose ids follow a
+    law.
+    """
 
     name: str
     lookups: int
@@ -34,7 +36,7 @@ class LawStats:
 def planned_rules(
     shape: Shape, config: Config, fields: Fields, world_size: int, profile: str | None
 ) -> tuple[dict[str, TableRule], float]:
-    """The rules of all tables, and the predicted step in ms; the same on every rank."""
+    """Return the rules of all tables and the predicted step in ms; the same on every rank."""
     device = config.parallel.device
     whole = {"*": TableRule(sbp="S(0)")}
     _, draft = plan_run(config, fields, world_size=world_size, device_type=device, planned=whole)

@@ -1,4 +1,4 @@
-"""The click model in sbpflow, built from a configuration in the same way as ``train_wdl.py``."""
+"""Builds the CTR model in sbpflow from a configuration, in the same way as ``train_wdl.py``."""
 
 from collections import Counter
 
@@ -24,7 +24,7 @@ from sbpflow.tensor.global_tensor import GlobalTensor
 
 
 class ClickTrainer:
-    """Trains on this rank's batches; has the interface of a peer's class."""
+    """Trains on this rank's batches, with the interface of a peer's class."""
 
     def __init__(
         self,
@@ -39,7 +39,9 @@ class ClickTrainer:
         model: str = "wdl",
         profile: str | None = None,
     ) -> None:
-        """``layout`` applies to all tables; ``auto`` plans from the calibration in ``profile``."""
+        """Build the trainer: ``layout`` applies to all tables; ``auto`` plans from the calibration
+        ``profile``.
+        """
         rules: dict[str, dict[str, TableRule]] = {
             "auto": {},
             "unique": {"deep.*": TableRule(sbp="S(0)", exchange="unique")},
@@ -82,7 +84,7 @@ class ClickTrainer:
         self.world, self.width = world, shape.num_tables * shape.dim
 
     def plain(self, steps: int) -> list[float]:
-        """Losses over the whole batch, one per step."""
+        """Return the losses over the whole batch, one per step."""
         losses = []
         for _ in range(steps):
             losses.append(self.job.trainer.step(self._batch(self._place)))
@@ -90,13 +92,13 @@ class ClickTrainer:
         return [float(loss) for loss in losses]
 
     def pipelined(self, steps: int) -> list[float]:
-        """As ``plain``, but the next batch's ids are exchanged during the step."""
+        """Train as ``plain`` does, but exchange the next batch's ids during the step."""
         batches = [self._batch(self._place + step) for step in range(steps)]
         self._place += steps
         return [float(loss) for loss in list(self.job.trainer.train_on(batches))]
 
     def dense_alone(self, steps: int) -> None:
-        """Forward and backward of the dense part on this rank's rows."""
+        """Run forward and backward of the dense part on this rank's rows."""
         home = Layout(Placement.line("cpu", self.world.size), (Split(0),))
         part, boxing = self._batches[0], self.job.boxing
 

@@ -1,8 +1,9 @@
-"""Genuine Criteo rows end to end: test AUC compared with plain PyTorch, and drift of float32 runs.
+"""Runs genuine Criteo rows end to end: test AUC compared with plain PyTorch, and drift of float32
+runs.
 
     python -m benchmarks.cpu_criteo --input train.txt.gz [--ranks 2] [--seeds 1 2 3]
 
-Without --input it uses the file in SBPFLOW_CRITEO_ROWS, or reports that it skips. It prepares the
+Without --input, the file in SBPFLOW_CRITEO_ROWS is used, or a skip is reported. It prepares the
 rows (split by time 80/10/10, vocabularies of the train part), then
   auc    trains one epoch per seed, sparse lazy_adam 1e-3 and rowwise_adagrad 0.05, both here and
          with benchmarks/plain_wdl.py, which shares no model or engine code;
@@ -27,7 +28,7 @@ Event = dict[str, float]
 
 
 def run(*words: str) -> str:
-    """Run a command of this checkout and return its output; ends the program if it fails."""
+    """Run a command of this checkout and return its output; exit the program if it fails."""
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{' '.join(words)}\n{done.stdout}\n{done.stderr}")
@@ -35,7 +36,7 @@ def run(*words: str) -> str:
 
 
 def train(config: str, ranks: int, folder: Path, *words: str) -> list[Event]:
-    """The events of one run of train_wdl.py."""
+    """Return the events of one run of train_wdl.py."""
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
     run(*launch, "train_wdl.py", "--config", f"configs/{config}.yaml", f"run.dir={folder}", *words)
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

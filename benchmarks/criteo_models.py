@@ -1,13 +1,14 @@
-"""Genuine Criteo rows: test AUC of each model against plain PyTorch, and of bf16 against float32.
+"""Measures the test AUC of each model on genuine Criteo rows, against plain PyTorch and in bf16.
 
     python -m benchmarks.criteo_models --input train.txt.gz [--models dlrm] [--seeds 1 2 3]
 
-Without --input it uses the file in SBPFLOW_CRITEO_ROWS, or reports that it skips; --data takes a
-prepared set (split by time 80/10/10). It trains one epoch per seed of configs/MODEL.yaml with
-train_wdl.py, with and without model.autocast: bf16, and of the same model in
-benchmarks/plain_models.py (Wide & Deep: plain_wdl.py), which shares no model or engine code. Both
-use the same rows in the same order and the same initial values, because seeds of so few rows differ
-by 0.01; dropout masks are each one's own. --worker runs the plain side.
+Without --input, the file in SBPFLOW_CRITEO_ROWS is used, or a skip is reported; --data accepts a
+prepared set (split by time 80/10/10). For each seed, train_wdl.py trains one epoch of
+configs/MODEL.yaml, with and without model.autocast: bf16. The same model in
+benchmarks/plain_models.py (Wide & Deep: plain_wdl.py), which shares no model or engine code, is
+trained for comparison. Both use the same rows in the same order and the same initial values,
+because the results of different seeds differ by 0.01 on so few rows. Each side has its own dropout
+masks. --worker runs the plain side.
 """
 
 import argparse
@@ -44,7 +45,7 @@ BATCH = 1024
 
 
 def train(model: str, ranks: int, data: Path, folder: Path, *words: str) -> dict[str, float]:
-    """The last event of one run of train_wdl.py."""
+    """Return the last event of one run of train_wdl.py."""
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
     config = ("--config", f"configs/{model}.yaml", f"run.dir={folder}", f"data.path={data}")
     run(*launch, "train_wdl.py", *config, "data.shuffle=rows", "train.progress=false", *words)
@@ -52,15 +53,15 @@ def train(model: str, ranks: int, data: Path, folder: Path, *words: str) -> dict
 
 
 def make_plain(model: str, rows: Rows, names: list[str], seed: int) -> nn.Module:
-    """The model of configs/MODEL.yaml, with the initial values of a run of this seed."""
+    """Build the model of configs/MODEL.yaml with the initial values of a run of this seed."""
     sizes, numbers = rows.sizes[: rows.num_sparse], rows.num_dense
     if model == "wdl":
         net = PlainWideDeep(rows, 16, [400, 400], 0.2)
-        found = named_layers("mlp", net.mlp)
+        parameters = named_layers("mlp", net.mlp)
         tables = zip(names, [*net.deep, *net.wide], strict=True)
         for name, table in tables:
-            found[f"{'wide' if 'x' in name else 'deep'}.{name}"] = table.weight, 0.05
-        start_as_sbpflow(found, seed)
+            parameters[f"{'wide' if 'x' in name else 'deep'}.{name}"] = table.weight, 0.05
+        start_as_sbpflow(parameters, seed)
         return net
     kinds = {
         "dlrm": lambda: PlainDlrm(sizes, numbers, 16, (256, 64), (400, 400), sparse=True),
@@ -73,7 +74,7 @@ def make_plain(model: str, rows: Rows, names: list[str], seed: int) -> nn.Module
 
 
 def train_plain(model: str, data: Path, seed: int) -> dict[str, float]:
-    """Train one epoch in one process over the batches of the run; returns test scores."""
+    """Train one epoch in one process over the run's batches; return test scores."""
     torch.manual_seed(seed)
     manifest = load_manifest(data)
     names = [field.name for field in fields_of(manifest).ids]

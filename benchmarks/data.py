@@ -1,9 +1,10 @@
-"""The speed of the data plane: ``python -m benchmarks.data prepare|vocabulary|synth|loader``.
+"""Measures the speed of the data plane: ``python -m benchmarks.data
+prepare|vocabulary|synth|loader``.
 
-Writes benchmarks/results/data.jsonl. Every line has the machine's load next to the time; CPU
-seconds are more reliable than the clock on a shared machine. ``prepare`` needs 6 GB in
-``--scratch`` and pandas, for a straightforward pandas version of the same job; the results of both
-are compared before the times are written.
+Writes benchmarks/results/data.jsonl. Every line contains the machine's load next to the time; on a
+shared machine, CPU seconds are more reliable than the wall clock. ``prepare`` needs 6 GB in
+``--scratch``, and pandas for a straightforward pandas version of the same job. The results of both
+versions are compared before the times are written.
 """
 
 import argparse
@@ -40,7 +41,7 @@ rows.select(pl.all().null_count()).collect(engine="streaming")
 
 @dataclass(frozen=True)
 class _Cost:
-    """The cost of a command; CPU seconds are more reliable on a shared machine."""
+    """Stores the cost of a command; on a shared machine, CPU seconds are the most reliable part."""
 
     wall_s: float
     cpu_s: float
@@ -69,7 +70,7 @@ def _run(arguments: list[str]) -> _Cost:
 
 
 def _own_bytes(process: int) -> int:
-    """Memory of a process that no file backs; 0 if the system does not report it."""
+    """Return the memory of a process that no file backs; 0 if the system does not report it."""
     try:
         status = Path(f"/proc/{process}/status").read_text(encoding="ascii")
     except OSError:
@@ -79,12 +80,12 @@ def _own_bytes(process: int) -> int:
 
 
 def _load() -> float:
-    """Runnable processes in the last minute."""
+    """Return the number of runnable processes in the last minute."""
     return round(os.getloadavg()[0], 1)
 
 
 def prepare(results: Results, scratch: Path, gigabytes: float, pandas_gigabytes: float) -> None:
-    """MB of TSV per second and peak memory; a smaller file also through pandas."""
+    """Measure MB of TSV per second and peak memory; prepare a smaller file with pandas as well."""
     big = scratch / "big.tsv"
     rows = int(gigabytes * 1e9 / 243)
     if not big.exists():
@@ -132,7 +133,7 @@ def _prepare(source: Path, output: Path) -> _Cost:
 
 
 def vocabulary(results: Results, scratch: Path, values: int) -> None:
-    """Memory and time for one field with many distinct values, each of which gets an id."""
+    """Measure memory and time for one field with many distinct values, each with its own id."""
     source, schema, output = (scratch / name for name in ("many.tsv", "many.yaml", "many-set"))
     if not source.exists():
         _write_distinct(source, values)
@@ -147,7 +148,7 @@ def vocabulary(results: Results, scratch: Path, values: int) -> None:
 
 
 def _write_distinct(target: Path, values: int) -> None:
-    """One row for each of ``values`` keys, in no particular order."""
+    """Write one row for each of ``values`` keys, in no particular order."""
     digits = np.frombuffer(b"0123456789abcdef", dtype=np.uint8)
     with target.open("wb") as file:
         for start in range(0, values, 1 << 20):
@@ -161,7 +162,9 @@ def _write_distinct(target: Path, values: int) -> None:
 
 
 def _assert_same(manifest: Manifest, theirs: "np.ndarray[Any, np.dtype[np.int32]]") -> None:
-    """Equal label and dense bits, and equally many distinct ids per field in the train part."""
+    """Assert equal label and dense bits, and the same number of distinct ids per field in the train
+    part.
+    """
     rows = SplitRows(manifest, "train")
     ours = np.empty((rows.num_rows, rows.num_words), dtype=np.int32)
     rows.read(0, rows.num_rows, ours)
@@ -173,7 +176,7 @@ def _assert_same(manifest: Manifest, theirs: "np.ndarray[Any, np.dtype[np.int32]
 
 
 def with_pandas(scratch: Path) -> None:
-    """The same job as in a notebook: whole columns in memory, factorize, map."""
+    """Do the same job as a notebook would: load whole columns into memory, factorize, map."""
     import pandas as pd
 
     text = dict.fromkeys(CRITEO.sparse, str)
@@ -196,7 +199,9 @@ def with_pandas(scratch: Path) -> None:
 
 
 def synthetic(results: Results, scratch: Path, rows: int) -> None:
-    """Generated rows per second with Criteo's vocabularies, as a prepared set and as text."""
+    """Measure generated rows per second with Criteo's vocabularies, as a prepared set and as
+    text.
+    """
     for form in ("prepared", "tsv"):
         output = scratch / f"synth-{os.getpid()}"
         arguments = ["-m", "data", "synth", "--format", form, "--output", str(output)]
@@ -224,7 +229,9 @@ def _remove(path: Path) -> None:
 
 
 def loader(results: Results, scratch: Path, rows: int) -> None:
-    """Rows per second into torch tensors, page cache warm, and the share of the ideal at 8 ms."""
+    """Measure rows per second into torch tensors with a warm page cache, and the ideal share at 8
+    ms.
+    """
     folder = scratch / f"loader-{rows}"
     if not folder.exists():
         synth(SynthOptions(rows=rows, output=folder, vocab_scale=0.01))
@@ -236,7 +243,7 @@ def loader(results: Results, scratch: Path, rows: int) -> None:
 
 
 def _copy_rate(manifest: Manifest) -> float:
-    """M rows/s of plainly copying a batch from the page cache: the baseline of the loaders."""
+    """Return the M rows/s of plainly copying a batch from the page cache: the loaders' baseline."""
     rows = SplitRows(manifest, "train")
     out = np.empty((BATCH_SIZE, rows.num_words), dtype=np.int32)
     times: list[float] = []
@@ -255,7 +262,7 @@ def _one_loader(
         manifest, batch_size=BATCH_SIZE, backend=backend, shuffle=shuffle, tail="drop"
     )
     # One value per page shows that the whole batch has arrived. Reading every label from memory
-    # takes 0.1 to 0.3 ms, more than the delivery itself, and would dominate the measurement.
+    # would take 0.1 to 0.3 ms and dominate the measurement.
     page = -(-4096 // (4 * manifest.num_words))
     rates: dict[int, list[float]] = {page: [], 1: []}
     cpu = time.process_time()
@@ -287,10 +294,10 @@ def _one_loader(
 
 
 def main() -> None:
-    """Run one benchmark."""
+    """Run the benchmark that the arguments name."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("question", choices=("prepare", "vocabulary", "synth", "loader", "pandas"))
-    parser.add_argument("--scratch", type=Path, default=None, help="if given, kept between runs")
+    parser.add_argument("--scratch", type=Path, default=None, help="a folder to keep between runs")
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--pandas-gigabytes", type=float, default=0.25)
     parser.add_argument("--rows", type=int, help="default 2,000,000 (synth), 8,000,000 (loader)")

@@ -1,4 +1,4 @@
-"""The last lines of ``make demo``: test AUC of both runs against the best possible.
+"""Prints the last lines of ``make demo``: the test AUC of both runs against the best possible AUC.
 
     python -m benchmarks.demo .demo/wdl .demo/wide [--record]
 
@@ -14,7 +14,7 @@ from benchmarks.record import Results
 
 
 def final(folder: Path) -> dict[str, float]:
-    """The ``final`` event of a run."""
+    """Return the ``final`` event of a run."""
     lines = (folder / "metrics.jsonl").read_text(encoding="ascii").splitlines()
     event = json.loads(lines[-1])
     if event["event"] != "final":
@@ -23,7 +23,7 @@ def final(folder: Path) -> dict[str, float]:
 
 
 def lines(wide_deep: dict[str, float], wide: dict[str, float]) -> str:
-    """The three figures, one per line."""
+    """Format the three figures, one per line."""
     rows = {
         "best possible": wide_deep["best_auc"],
         "wide & deep": wide_deep["auc"],
@@ -33,10 +33,10 @@ def lines(wide_deep: dict[str, float], wide: dict[str, float]) -> str:
 
 
 def main() -> None:
-    """Print the figures; record them if asked to."""
+    """Print the figures and, if requested, record them."""
     parser = argparse.ArgumentParser(prog="benchmarks.demo", description=__doc__)
-    parser.add_argument("wide_deep", type=Path, help="folder of the run with both parts")
-    parser.add_argument("wide", type=Path, help="folder of the run with the wide part alone")
+    parser.add_argument("wide_deep", type=Path, help="the folder of the run with both parts")
+    parser.add_argument("wide", type=Path, help="the folder of the run with only the wide part")
     parser.add_argument("--record", action="store_true")
     args = parser.parse_args()
     events = {"wide & deep": final(args.wide_deep), "wide alone": final(args.wide)}

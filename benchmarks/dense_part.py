@@ -1,9 +1,10 @@
-"""The dense part of each model alone: float32, bf16, compiled, and both; one thread of this CPU.
+"""Times the dense part of each model alone: float32, bf16, compiled, and both, on one CPU thread.
 
     python -m benchmarks.dense_part [--rows 4096]
 
-Times forward and backward over random vectors of 26 fields of 16 columns and 13 dense fields, in
-turns; medians. Shows the gain of model.autocast: bf16 and model.compile: true on this machine.
+Forward and backward run alternately over random vectors of 26 fields of 16 columns and 13 dense
+fields; times are medians. The results show the gain of model.autocast: bf16 and model.compile: true
+on this machine.
 """
 
 import argparse
@@ -45,7 +46,7 @@ ROWS = 4096
 
 
 class Part:
-    """One model's dense part and its inputs."""
+    """Contains one model's dense part and its inputs."""
 
     def __init__(self, model: str, kind: str, world: World, rows: int) -> None:
         self.boxing, self.rows = Boxing(world), rows
@@ -62,7 +63,7 @@ class Part:
         self.labels = torch.randint(0, 2, (rows, 1), generator=generator).float()
 
     def step(self) -> float:
-        """Run forward, loss and backward; returns the loss."""
+        """Run forward, loss and backward; return the loss."""
         vectors = {name: self._home(x).requires_grad_() for name, x in self.vectors.items()}
         logits = self.part.forward(vectors, self._home(self.dense), training=True, seed=0)
         loss = ops.reduce_mean(self.part.row_losses(logits, self._home(self.labels)))

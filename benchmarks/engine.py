@@ -1,11 +1,11 @@
-"""The engine alone: compared with its own kernel, plain torch and the floor; growth; many tables.
+"""Measures the engine alone, compared with its own kernel, plain torch and the bandwidth limit.
 
     python -m benchmarks.engine kernel        one rank: bare FBGEMM, EmbeddingBag(sparse), the floor
     python -m benchmarks.engine vocabulary    3.2M to 102.4M rows: ms and bytes per row
     python -m benchmarks.engine tables        510 tables on 4 ranks: start-up and stages of a step
     python -m benchmarks.engine rows          the torch kernel's step on 100k and on 10M rows
 
-Values are compared before anything is timed. Times are medians; ratios are of runs in turns.
+Values are compared before the timing. Times are medians, and ratios are of alternating runs.
 """
 
 import argparse
@@ -48,7 +48,7 @@ SEED = 3
 
 
 def turns(jobs: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """ms of each job, run in turns; the first three rounds warm up."""
+    """Return the ms of each job, run alternately; the first three rounds warm up."""
     times: dict[str, list[float]] = {name: [] for name in jobs}
     for repeat in range(repeats + 3):
         for name, job in jobs.items():
@@ -60,7 +60,7 @@ def turns(jobs: dict[str, Callable[[], object]], repeats: int) -> dict[str, list
 
 
 def halves(jobs: dict[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
-    """As ``turns``, with ms of "NAME, lookup" and "NAME, update" too; each job returns the time
+    """Return ``turns`` plus the ms of "NAME, lookup" and "NAME, update"; each job returns the time
     between the two.
     """
     names = [f"{name}{part}" for name in jobs for part in ("", ", lookup", ", update")]
@@ -78,7 +78,9 @@ def halves(jobs: dict[str, Callable[[], float]], repeats: int) -> dict[str, list
 
 
 def ratio(times: dict[str, list[float]], one: str, other: str) -> list[float]:
-    """[low quartile, median, high quartile] of ``one``'s time over ``other``'s, round by round."""
+    """Return [lower quartile, median, upper quartile] of the time ratio of two jobs, round by
+    round.
+    """
     pairs = sorted(a / b for a, b in zip(times[one], times[other], strict=True))
     at = [len(pairs) // 4, len(pairs) // 2, 3 * len(pairs) // 4]
     return [round(pairs[place], 3) for place in at]
@@ -106,13 +108,13 @@ def collect(
     return EmbeddingCollection(plan, Boxing(world), seed=SEED, kernel=request)
 
 
-STEP = 1  # the step number in every update: no rule here depends on it
+STEP = 1  # the step number in every update; the rules used here do not depend on it
 
 
 def engine_step(
     collection: EmbeddingCollection, ids: Tensor, batch_size: int, grad: Tensor
 ) -> float:
-    """A lookup, and an update with a constant gradient; returns the time between the two."""
+    """Run a lookup, and an update with a constant gradient; return the time between the two."""
     (output,) = collection.forward(ids, batch_size, training=True).values()
     middle = time.perf_counter()
     output.grad = grad
@@ -121,7 +123,7 @@ def engine_step(
 
 
 def copy_bandwidth() -> float:
-    """Bytes per second that a large copy reads and writes in total."""
+    """Return the bytes per second that a large copy reads and writes in total."""
     source = torch.ones(1 << 26)
     target = torch.empty_like(source)
     best = min(turns({"copy": lambda: target.copy_(source)}, 7)["copy"])
@@ -185,13 +187,13 @@ def kernel(results: Results, repeats: int) -> None:
 
 
 def _report_kernel(results: Results, times: dict[str, list[float]], ids: Tensor, dim: int) -> None:
-    """Times and ratios, in total and by stage, and the floor: the bytes that must move, at the
-    bandwidth of a copy.
+    """Report times and ratios, in total and by stage, and the lower limit: the necessary bytes at
+    the bandwidth of a copy.
     """
     lookups, width = ids.numel(), dim * 4
     unique = sum(len(column.unique()) for column in ids.t())
-    # Lookup: ids and unique rows are read, the output is written. Update: ids and gradient are
-    # read, rows and their states are read and written.
+    # A lookup reads ids and unique rows and writes the output. An update reads ids and gradient,
+    # and reads and writes rows and their states.
     floor = {
         "lookup": lookups * 4 + unique * width + lookups * width,
         "update": lookups * 4 + lookups * width + 2 * unique * width + 2 * unique * 4,
@@ -247,7 +249,9 @@ def _bare_fbgemm(shape: Shape) -> Tbe:
 
 
 def _plain_torch(shape: Shape) -> tuple[list[nn.EmbeddingBag], torch.optim.Optimizer]:
-    """SGD, the cheapest sparse rule of torch.optim: it has no state to read and write."""
+    """Return a plain torch job with SGD, the cheapest sparse rule of torch.optim because it has no
+    state.
+    """
     bags = [
         nn.EmbeddingBag(shape.table_rows, shape.dim, mode="sum", sparse=True) for _ in shape.names
     ]
@@ -255,9 +259,10 @@ def _plain_torch(shape: Shape) -> tuple[list[nn.EmbeddingBag], torch.optim.Optim
 
 
 def vocabulary(results: Results, repeats: int, largest: int) -> None:
-    """One table of 26 features and a wide one of the same rows; ids are Zipf 1.2 over all rows.
+    """Time one table of 26 features and a wide table with as many rows; ids are Zipf 1.2 over all
+    rows.
 
-    All sizes are in memory at once and take turns, eight steps at a time, so drift of the machine
+    All sizes are in memory at once and run alternately, eight steps per turn, so machine drift
     affects all of them.
     """
     sizes = [3_200_000]
@@ -267,7 +272,7 @@ def vocabulary(results: Results, repeats: int, largest: int) -> None:
         grown = [_Grown(world, rows) for rows in sizes]
         for one in grown:
             one.time_round()
-        times = {one.rows: list[float]() for one in grown}
+        times = {engine.rows: list[float]() for engine in grown}
         for repeat in range(repeats):
             for one in random.Random(repeat).sample(grown, len(grown)):
                 times[one.rows].append(one.time_round())
@@ -289,7 +294,7 @@ def vocabulary(results: Results, repeats: int, largest: int) -> None:
 
 
 class _Grown:
-    """The engine on tables of ``rows`` rows, with eight batches of ids."""
+    """Runs the engine on tables of ``rows`` rows, with eight batches of ids."""
 
     def __init__(self, world: World, rows: int) -> None:
         self.rows, self._batch = rows, 4096
@@ -312,7 +317,7 @@ class _Grown:
         self._grad = torch.randn(self._batch, 26 * 17) * 1e-3
 
     def time_round(self) -> float:
-        """ms per step, over the eight batches."""
+        """Return the ms per step, over the eight batches."""
         start = time.perf_counter()
         for ids in self._batches:
             engine_step(self.collection, ids, self._batch, self._grad)
@@ -320,8 +325,8 @@ class _Grown:
 
 
 def _whole_table_ids(rows: int, batch: int, seed: int) -> Tensor:
-    """Zipf 1.2 ids by inverting the continuous law, spread by a multiplication that is a
-    permutation of any even number of rows divisible by 5.
+    """Return Zipf 1.2 ids by inverting the continuous law, spread by a multiplication that permutes
+    any even number of rows divisible by 5.
     """
     random = np.random.default_rng(seed).random((batch, 26))
     exponent = -0.2
@@ -337,8 +342,8 @@ def _resident() -> int:
 
 
 def rows(results: Results, repeats: int) -> None:
-    """The torch kernel touches only the rows of a batch, so the size of a table costs only cache
-    misses.
+    """Time the torch kernel on tables of two sizes: it reads only a batch's rows, so a larger table
+    costs only cache misses.
     """
     jobs: dict[str, Callable[[], object]] = {}
     generator = torch.Generator().manual_seed(0)
@@ -366,7 +371,9 @@ def rows(results: Results, repeats: int) -> None:
 
 
 def many_tables(num_tables: int) -> tuple[list[TableConfig], list[FeatureConfig]]:
-    """510 tables as EMBark's T510, scaled: dims by 1/8, rows by 1/1000; 5.2 ids per sample."""
+    """Time 510 tables like EMBark's T510, scaled: dims by 1/8, rows by 1/1000; 5.2 ids per
+    sample.
+    """
     random = np.random.default_rng(510)
     dims = random.choice([4, 8, 16, 32], num_tables)
     sizes = np.exp(random.normal(5.8, 1.8, num_tables)).astype(int) + 2

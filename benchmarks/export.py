@@ -1,9 +1,10 @@
-"""Exports of a trained model: sizes, times, and the AUC lost by rows of fewer bits.
+"""Measures exports of a trained model: sizes, times, and the AUC lost with fewer bits per row.
 
     python -m benchmarks.export --input train.txt.gz [--epochs 1]
 
-Without --input it uses the file in SBPFLOW_CRITEO_ROWS, or generates rows. It prepares them, trains
-Wide & Deep on one rank, exports it in every row format, and predicts the test part.
+Without --input, the file in SBPFLOW_CRITEO_ROWS is used, or rows are generated. The program
+prepares the rows, trains Wide & Deep on one rank, exports the model in every row format, and
+predicts the test part.
 """
 
 import argparse
@@ -54,7 +55,7 @@ def main() -> None:
 
 
 def export(folder: Path, rows: str) -> dict[str, float]:
-    """The measurements of one export."""
+    """Return the measurements of one export."""
     output = folder / rows
     start = time.perf_counter()
     run("-m", "sbpflow", "export", "--checkpoint", str(folder), "--output", str(output),

@@ -1,9 +1,9 @@
-"""Are generated rows as learnable as stated? ``python -m benchmarks.faithful``.
+"""Tests whether generated rows are as learnable as stated: ``python -m benchmarks.faithful``.
 
 Trains Wide & Deep with train_wdl.py on 2,000,000 generated rows for each given vocabulary scale.
-Reports its test AUC with the best possible AUC that the manifest states, and the share of lookups
-in the first half of each large table. Writes benchmarks/results/faithful.jsonl; with other rows,
-scales, ranks or settings than the defaults it only prints.
+Reports its test AUC, the best possible AUC from the manifest, and the share of lookups in the first
+half of each large table. Writes benchmarks/results/faithful.jsonl; with other rows, scales, ranks
+or settings than the defaults, it only prints.
 """
 
 import argparse
@@ -33,7 +33,7 @@ _LARGE_ROWS = 1000
 
 
 def halves(manifest: Manifest) -> tuple[float, float]:
-    """The smallest and largest share of lookups in the first half of a large table."""
+    """Return the smallest and largest share of lookups in the first half of a large table."""
     large = [field for field in manifest.fields if field.rows >= _LARGE_ROWS]
     counts = count_lookups(manifest, [field.name for field in large])
     shares = [
@@ -43,7 +43,7 @@ def halves(manifest: Manifest) -> tuple[float, float]:
 
 
 def train(folder: Path, run: Path, ranks: int, settings: list[str]) -> dict[str, float]:
-    """The ``final`` line of a run on the set in ``folder``."""
+    """Return the ``final`` line of a run on the set in ``folder``."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     command += ["train_wdl.py", "--config", "configs/scheme1.yaml", *_SETTINGS, *settings]
     command += [f"data.path={folder}", f"run.dir={run}"]
@@ -54,7 +54,7 @@ def train(folder: Path, run: Path, ranks: int, settings: list[str]) -> dict[str,
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Generate, train, and compare."""
+    """Generate rows, train on them, and compare the AUC."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=2_000_000)
     parser.add_argument("--vocab-scale", type=float, nargs="+", default=[0.01, 1.0])

@@ -1,15 +1,15 @@
-"""Kills a run at random moments and restarts it until it ends: is it the same run?
+"""Tests that a run killed at random moments and restarted equals an uninterrupted run.
 
     python -m benchmarks.faults                 50 kills of runs on 2 ranks
     python -m benchmarks.faults --kills 8       one of each kind
     python -m benchmarks.faults --folder F --limit-s 400
                                 as many runs as can start in that time; repeat it to continue
 
-Kinds: SIGKILL of one rank, of all, while a checkpoint is written, while one is loaded, while the
-first rows are read, at any moment of the start (imports, rendezvous); SIGTERM and SIGINT to all
-ranks, which save and exit. The losses of every step and the final scores must equal, bit for bit,
-those of an uninterrupted run. No complete checkpoint may be lost, every rank must exit, and a
-finished run leaves neither processes nor temporary files. Each start uses another
+The kinds are: SIGKILL of one rank, of all ranks, while a checkpoint is written, while one is
+loaded, while the first rows are read, or at any moment of the start (imports, rendezvous); SIGTERM
+and SIGINT to all ranks, which save and exit. The losses of every step and the final scores must be
+bit-identical to those of an uninterrupted run. No complete checkpoint may be lost, every rank must
+exit, and a finished run must leave neither processes nor temporary files. Each start uses another
 ``train.lookahead``.
 """
 
@@ -36,40 +36,40 @@ KINDS = ("one", "all", "save", "load", "read", "start", "term", "interrupt")
 KILLS_OF_A_RUN = 5
 STEPS, EVERY = 160, 10
 LOOKAHEADS = (0, 1, 4, 16)
-START_S, END_S = 120.0, 60.0  # limits for a first step, and for ranks to exit after a kill
+START_S, END_S = 120.0, 60.0  # time limits for a first step, and for ranks to exit after a kill
 
 
 @dataclass
 class Ranks:
-    """The processes of one launch."""
+    """Controls the processes of one launch."""
 
     processes: list[subprocess.Popen[bytes]]
     log: Path
 
     def signal(self, number: int, *ranks: int) -> None:
-        """Send a signal to these ranks, or to all."""
+        """Send a signal to these ranks, or to all ranks."""
         for rank in ranks or range(len(self.processes)):
             if self.processes[rank].poll() is None:
                 self.processes[rank].send_signal(number)
 
     def over(self) -> bool:
-        """Whether all ranks have exited."""
+        """Return whether all ranks have exited."""
         return all(process.poll() is not None for process in self.processes)
 
     def loading(self) -> bool:
-        """Whether a rank has a file of a complete checkpoint open."""
+        """Return whether a rank has a file of a complete checkpoint open."""
         for process in self.processes:
             for path in Path(f"/proc/{process.pid}/fd").glob("*"):
                 try:
                     opened = os.readlink(path)
-                except OSError:  # closed meanwhile, or the process has exited
+                except OSError:  # the file was closed meanwhile, or the process has exited
                     continue
                 if "/checkpoints/step-" in opened:
                     return True
         return False
 
     def codes(self, limit_s: float) -> list[int]:
-        """Exit codes; RuntimeError if a rank does not exit."""
+        """Return the exit codes; RuntimeError if a rank does not exit."""
         end = time.monotonic() + limit_s
         try:
             return [process.wait(max(0.1, end - time.monotonic())) for process in self.processes]
@@ -79,7 +79,7 @@ class Ranks:
 
 
 def make_set(folder: Path) -> None:
-    """A small prepared set."""
+    """Make a small prepared set."""
     words = ["synth", "--rows", "4000", "--vocab-scale", "0.0005", "--output", str(folder)]
     subprocess.run([sys.executable, "-m", "data", *words], check=True, cwd=ROOT)
 
@@ -113,7 +113,7 @@ def start(data: Path, folder: Path, log: Path, size: int, *more: str) -> Ranks:
     environment = {
         **os.environ,
         "TMPDIR": str(scratch),
-        "TORCHINDUCTOR_CACHE_DIR": str(folder.with_name("cache")),  # torch makes it at import
+        "TORCHINDUCTOR_CACHE_DIR": str(folder.with_name("cache")),  # torch creates it on import
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1",
@@ -136,7 +136,7 @@ def start(data: Path, folder: Path, log: Path, size: int, *more: str) -> Ranks:
 
 
 def events(folder: Path) -> list[dict[str, object]]:
-    """The events of the run, without times."""
+    """Return the events of the run, without times."""
     file = folder / "metrics.jsonl"
     if not file.exists():
         return []
@@ -146,12 +146,14 @@ def events(folder: Path) -> list[dict[str, object]]:
 
 
 def steps_done(folder: Path) -> int:
-    """The last reported step."""
+    """Return the last reported step."""
     return max((int(str(e["step"])) for e in events(folder) if e["event"] == "step"), default=0)
 
 
 def wait(ranks: Ranks, ready: Callable[[], bool], limit_s: float) -> bool:
-    """Whether it happened before the ranks exited; RuntimeError if neither happened in time."""
+    """Wait for the moment; return whether it came before the ranks exited. RuntimeError after the
+    limit.
+    """
     end = time.monotonic() + limit_s
     while not ready():
         if ranks.over():
@@ -179,19 +181,21 @@ class Campaign:
         return self.folder.with_suffix(".log")
 
     def _start(self) -> Ranks:
-        """Every start of a run may exchange ids a different number of batches ahead."""
+        """Start the run; every start may exchange ids a different number of batches ahead."""
         lookahead = f"train.lookahead={self.chance.choice(LOOKAHEADS)}"
         return start(self.data, self.folder, self.log, self.size, lookahead)
 
     def saved(self) -> int:
-        """The step of the newest checkpoint, with all its bytes verified; 0 if there is none."""
-        found = list_checkpoints(self.folder / "checkpoints")
-        if found:
-            checked(found[0]).verify()
-        return step_of(found[0]) if found else 0
+        """Return the newest checkpoint's step after verifying all its bytes; 0 without a
+        checkpoint.
+        """
+        checkpoints = list_checkpoints(self.folder / "checkpoints")
+        if checkpoints:
+            checked(checkpoints[0]).verify()
+        return step_of(checkpoints[0]) if checkpoints else 0
 
     def kill(self, kind: str) -> None:
-        """Start, and kill once; does not count if the run ends first."""
+        """Start the run and kill it once; a run that ends first does not count."""
         before, saved = steps_done(self.folder), self.saved()
         if kind in ("load", "read") and not saved:
             kind = "one"  # there is nothing to load yet
@@ -211,7 +215,7 @@ class Campaign:
         self.killed[kind] += 1
 
     def _came(self, kind: str, ranks: Ranks, before: int, said: int) -> bool:
-        """Wait for the moment of this kind; whether it came while the ranks were running."""
+        """Wait for the moment of this kind; return whether it came while the ranks were running."""
         if kind == "start":
             time.sleep(self.chance.uniform(0.5, 8.0))
         elif kind == "load":
@@ -223,7 +227,7 @@ class Campaign:
                 return False
             time.sleep(self.chance.uniform(0.0, 0.1))
         else:
-            # The file has old steps until it is truncated, when the first new step is taken.
+            # The file contains old steps until the first new step truncates it.
             target = before + self.chance.randint(1, STEPS // 4)
             if not wait(ranks, lambda: steps_done(self.folder) >= target, START_S):
                 return False
@@ -233,7 +237,7 @@ class Campaign:
         return not ranks.over()
 
     def _check(self, kind: str, codes: list[int], saved: int) -> None:
-        """Raise RuntimeError unless the run ended as it should."""
+        """Raise RuntimeError unless the run ended as expected."""
         now = self.saved()
         if now < saved:
             raise RuntimeError(f"the checkpoint of step {saved} is lost, {now} is the newest")
@@ -257,7 +261,7 @@ class Campaign:
             raise RuntimeError(f"exit codes {codes}:\n{self.log.read_text()[-4000:]}")
 
     def left_over(self) -> list[str]:
-        """Files and processes that a finished run must not leave."""
+        """List files and processes that a finished run must not leave."""
         hidden = [path for path in self.folder.rglob("*") if path.name.startswith(".")]
         scratch = list(self.folder.with_name(f"{self.folder.name}-tmp").rglob("*"))
         return [*(str(path) for path in (*hidden, *scratch)), *self._processes()]
@@ -279,7 +283,7 @@ def _bytes_of(path: Path) -> bytes:
 
 
 def uninterrupted(data: Path, folder: Path, size: int) -> list[dict[str, object]]:
-    """The events of an uninterrupted run; computed once per folder."""
+    """Return the events of an uninterrupted run; computed once per folder."""
     end = folder / "report.json"
     if not end.exists():
         Campaign(data, folder, size, random.Random(0)).finish()
@@ -308,9 +312,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
-        "--folder", type=Path, help="keeps finished work; default a temporary folder"
+        "--folder", type=Path, help="the folder for finished work; default: a temporary one"
     )
-    parser.add_argument("--limit-s", type=float, default=float("inf"), help="start no run later")
+    parser.add_argument(
+        "--limit-s", type=float, default=float("inf"), help="start no run after this time"
+    )
     args = parser.parse_args()
     begin = time.monotonic()
     results = Results("faults", recorded=args.kills >= 50)
@@ -328,11 +334,11 @@ def main() -> None:
                 break
             if time.monotonic() - begin > args.limit_s:
                 raise SystemExit(f"{killed.total()} of {args.kills} kills; run again to continue")
-            # A failed run is repeated with other moments, and reported as failed.
+            # A failed run is repeated with other moments and reported as failed.
             number = len(list(base.glob("run*.log")))
-            found = one_run(base, number, args.ranks, args.seed)
+            outcome = one_run(base, number, args.ranks, args.seed)
             with done.open("a") as file:
-                file.write(json.dumps({"number": number, **found}) + "\n")
+                file.write(json.dumps({"number": number, **outcome}) + "\n")
         tried = len(list(base.glob("run*.log")))
     results.add(
         ranks=args.ranks,

@@ -1,8 +1,9 @@
-"""Fit the generator's column profile to measured aggregates: ``python -m benchmarks.fit_tails F``.
+"""Fits the generator's column profile to measured aggregates: ``python -m benchmarks.fit_tails F``.
 
-For each column: the measured masses of the first ranks, then falling power-law segments that match
-the measured mass of the first 100 and 1000 ranks and the measured numbers of distinct values and
-singletons at the measured sample size. Writes ``data/synth/criteo_profile.json``.
+Each column has the measured masses of the first ranks, then falling power-law segments. The
+segments match the measured mass of the first 100 and 1000 ranks, and the measured numbers of
+distinct values and singletons at the measured sample size. The program writes
+``data/synth/criteo_profile.json``.
 """
 
 import json
@@ -20,7 +21,7 @@ PROFILE = Path(__file__).parents[1] / "data" / "synth" / "criteo_profile.json"
 
 
 def density_at(segment: Segment, rank: float) -> float:
-    """The mass per rank at ``rank``."""
+    """Return the mass per rank at ``rank``."""
     power = 1.0 - segment.slope
     return (
         segment.mass * power * rank**-segment.slope / (segment.stop**power - segment.start**power)
@@ -28,7 +29,7 @@ def density_at(segment: Segment, rank: float) -> float:
 
 
 def meeting(start: float, stop: float, mass: float, density: float) -> Segment:
-    """The segment that starts with ``density``, as close as slopes in [-3, 12] allow."""
+    """Return the segment that starts with ``density``, as close as slopes in [-3, 12] allow."""
     low, high = -3.0, 12.0
     for _ in range(60):
         slope = (low + high) / 2
@@ -40,7 +41,7 @@ def meeting(start: float, stop: float, mass: float, density: float) -> Segment:
 def expected_counts(
     head: list[float], segments: list[Segment], num_rows: float
 ) -> tuple[float, float]:
-    """Expected distinct values and singletons among ``num_rows`` draws."""
+    """Return the expected distinct values and singletons in a sample of ``num_rows``."""
     lam = num_rows * np.array(head)
     distinct, singles = float((1 - np.exp(-lam)).sum()), float((lam * np.exp(-lam)).sum())
     for segment in segments:
@@ -52,7 +53,7 @@ def expected_counts(
 
 
 def fit(column: dict[str, Any], num_rows: int) -> tuple[list[float], list[Segment]]:
-    """Head masses and tail segments of one column."""
+    """Fit the head masses and tail segments of one column."""
     head: list[float] = column["head_mass"]
     size: int = column["full_cardinality"]
     if column["distinct_in_sample"] <= len(head):
@@ -71,14 +72,16 @@ def fit(column: dict[str, Any], num_rows: int) -> tuple[list[float], list[Segmen
     wanted = column["distinct_in_sample"], column["singletons"]
 
     def error(last: list[Segment]) -> float:
-        found = expected_counts(head, segments + last, present)
-        return sum(((f - w) / (w + 3)) ** 2 for f, w in zip(found, wanted, strict=True))
+        expected = expected_counts(head, segments + last, present)
+        return sum(((f - w) / (w + 3)) ** 2 for f, w in zip(expected, wanted, strict=True))
 
     return head, segments + min(options, key=error)
 
 
 def _last(start: float, size: float, mass: float, density: float) -> list[list[Segment]]:
-    """Candidate tails: the remaining mass in two falling segments, split at any rank and share."""
+    """Return candidate tails: the remaining mass in two falling segments, for any rank and
+    share.
+    """
     options: list[list[Segment]] = []
     for middle in np.geomspace(start * 1.05, size * 0.98, 30):
         for share in np.linspace(0.04, 0.96, 24):
@@ -93,7 +96,7 @@ def _last(start: float, size: float, mass: float, density: float) -> list[list[S
 
 
 def main() -> None:
-    """Fit every column of the given statistics, and write the profile."""
+    """Fit every column of the given statistics and write the profile."""
     stats = object_of(read_json(Path(sys.argv[1])), sys.argv[1])["kaggle_train_sample"]
     columns: dict[str, Any] = {}
     for name, column in stats["cat"].items():

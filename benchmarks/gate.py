@@ -1,4 +1,4 @@
-"""The speed gate: runs two commits in turns and reports what the second does significantly slower.
+"""Implements the speed gate: runs two commits alternately and reports where the second is slower.
 
     python -m benchmarks.gate --base COMMIT [--head COMMIT] [--only NAME ...] [--rounds 8]
 
@@ -13,19 +13,20 @@ with one fresh cache, so that they share measured kernel times. The names for ``
   prepare   ``python -m data prepare`` of generated TSV
   explain   ``python -m sbpflow explain``
   start     a run of 2 steps on 2 ranks: launch to the first step, and its CPU time
-Every figure has the CPU time too, which depends less than the clock on other work on the machine.
+Every figure includes the CPU time, which depends less on other work than the wall clock does.
 
 The first turn warms up and compares the work: losses must agree up to float32 rounding. Then each
-round runs both commits, in the order A B B A. A ratio is the cost of head over that of base in one
-round; the interval is the 95 % interval of Student's t on the logarithms of the ratios. A figure is
-slower if the interval is above 1 and the median above 1.02: paths, environment and memory addresses
-shift the times of equal code, and rounds do not average that out (Mytkowicz et al., "Producing
-Wrong Data Without Doing Anything Obviously Wrong!", ASPLOS 2009). With 17 figures, chance alone
-makes one slower in every third gate. So slower rows are measured again, with as many rounds, and
-only what is slower both times is reported.
+round runs both commits, in the order A B B A. A ratio is the cost of head divided by the cost of
+base in one round; the interval is the 95 % interval of Student's t on the logarithms of the ratios.
+A figure is slower if the interval is above 1 and the median above 1.02: paths, environment and
+memory addresses shift the times of equal code, and rounds do not average these shifts out
+(Mytkowicz et al., "Producing Wrong Data Without Doing Anything Obviously Wrong!", ASPLOS 2009).
+With 17 figures, chance alone makes one figure slower in every third gate. Slower rows are therefore
+measured again with as many rounds, and a row is reported only if it is slower both times.
 
-Exit status: 1 if something is slower, does different work, or fails; 0 otherwise. If nothing is
-reported, the upper end of the interval shows what could have been missed: use more ``--rounds``.
+The exit status is 1 if something is slower, does different work, or fails, and 0 otherwise. If
+nothing is reported, the upper end of the interval shows the largest slowdown that could have been
+missed: use more ``--rounds`` to reduce it.
 """
 
 import argparse
@@ -55,20 +56,22 @@ PACKAGES = ("sbpflow", "models", "data", "planner", "benchmarks")
 MARGIN = 1.02
 SLOWER, FASTER, SAME = "slower", "faster", "not told apart"
 # Losses of different kernels and orders of summation differ by up to 5e-5 after an epoch
-# (benchmarks/results/cpu_criteo.jsonl); the work of a loader is whole numbers.
+# (benchmarks/results/cpu_criteo.jsonl); a loader's work consists of whole numbers.
 WORK_TOLERANCE = 5e-5
 LINK = "1gbit"
 
 
 class Measured(NamedTuple):
-    """One run: figures by name, ending in their unit, and numbers that equal work must share."""
+    """Stores one run: figures by name, ending in their unit, and numbers that equal work must
+    share.
+    """
 
     figures: dict[str, float]
     work: dict[str, float]
 
 
 class Verdict(NamedTuple):
-    """Head against base in one figure: medians, and the ratio of costs with its interval."""
+    """Compares head with base in one figure: medians, and the ratio of costs with its interval."""
 
     name: str
     figure: str
@@ -81,7 +84,9 @@ class Verdict(NamedTuple):
 
 
 def judge(name: str, figure: str, base: Sequence[float], head: Sequence[float]) -> Verdict:
-    """Compare the values of the rounds; figures with ``_per_`` are rates, the others costs."""
+    """Compare the values of the rounds; figures with ``_per_`` are rates, other figures are
+    costs.
+    """
     old, new = (head, base) if "_per_" in figure else (base, head)
     mean, half = difference(new, old)
     low, high = (1 + mean) * math.exp(-half), (1 + mean) * math.exp(half)
@@ -96,9 +101,10 @@ def judge(name: str, figure: str, base: Sequence[float], head: Sequence[float]) 
 
 
 def confirmed(first: Sequence[Verdict], again: Sequence[Verdict]) -> list[Verdict]:
-    """The verdicts after a second measurement of the rows that were slower in the first.
+    """Return the verdicts after a second measurement of the rows that were slower in the first one.
 
-    A figure that was measured again gets its second values; it is slower only if both were slower.
+    A figure that was measured again gets its second values; it is slower only if it was slower both
+    times.
     """
     second = {(verdict.name, verdict.figure): verdict for verdict in again}
     verdicts: list[Verdict] = []
@@ -110,7 +116,7 @@ def confirmed(first: Sequence[Verdict], again: Sequence[Verdict]) -> list[Verdic
 
 
 def different_work(base: Mapping[str, float], head: Mapping[str, float]) -> str:
-    """The first number in which the work differs, as text; empty if the work is equal."""
+    """Return the first number in which the work differs, as text; empty if the work is equal."""
     shared = [key for key in base if key in head]
     if base and not shared:
         return f"no number in common: {', '.join(base)} and {', '.join(head)}"
@@ -121,7 +127,7 @@ def different_work(base: Mapping[str, float], head: Mapping[str, float]) -> str:
 
 
 def git(*words: str, **environment: str) -> str:
-    """Run git in this repository and return its output; ends the program if it fails."""
+    """Run git in this repository and return its output; exit the program if it fails."""
     done = subprocess.run(
         ["git", *words],
         cwd=REPOSITORY,
@@ -135,7 +141,7 @@ def git(*words: str, **environment: str) -> str:
 
 
 def resolve(name: str, scratch: Path) -> str:
-    """The hash of a commit; for the working tree, of a new commit that is on no branch."""
+    """Return the hash of a commit; for the working tree, of a new commit outside all branches."""
     if name != WORKING_TREE:
         return git("rev-parse", "--verify", f"{name}^{{commit}}")
     index = {"GIT_INDEX_FILE": str(scratch / "index")}
@@ -146,7 +152,9 @@ def resolve(name: str, scratch: Path) -> str:
 
 @contextmanager
 def checkout(commit: str, folder: Path) -> Iterator[Path]:
-    """A worktree of a commit, with the gate's worker added, that imports its own packages."""
+    """Check out a commit into a worktree that imports its own packages, and add the gate's
+    worker.
+    """
     git("worktree", "add", "--detach", str(folder), commit)
     try:
         worker = Path(__file__).with_name("gate_worker.py")
@@ -158,9 +166,10 @@ def checkout(commit: str, folder: Path) -> Iterator[Path]:
 
 
 def assert_isolated(root: Path) -> None:
-    """SystemExit if Python, started in a checkout, imports a package from another place.
+    """Raise SystemExit if Python, started in a checkout, imports a package from another place.
 
-    An editable installation adds another checkout to the path, which must come later.
+    An editable installation adds another checkout to the path; the started checkout must come
+    first.
     """
     packages = [name for name in PACKAGES if (root / name / "__init__.py").exists()]
     code = f"import {', '.join(packages)}\nfor m in ({', '.join(packages)},): print(m.__file__)"
@@ -173,7 +182,7 @@ def assert_isolated(root: Path) -> None:
 
 
 class Bench:
-    """Measures a checkout; the code of the base makes the inputs once."""
+    """Measures a checkout; the base's code makes the inputs once."""
 
     def __init__(self, scratch: Path, base: Path, *, quick: bool) -> None:
         self.scratch, self.base, self.quick = scratch, base, quick
@@ -226,7 +235,7 @@ class Bench:
     def _train(
         self, root: Path, *words: str
     ) -> tuple[list[dict[str, Any]], float, dict[str, float]]:
-        """Events of a run of the demo, the time of its launch, and its cost."""
+        """Return the events of a run of the demo, the time of its launch, and its cost."""
         source = self._demo_set()
         launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
         with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
@@ -243,8 +252,8 @@ class Bench:
 
     def _prepare(self, root: Path) -> Measured:
         source = self._synth("tsv", 50_000 if self.quick else 1_000_000, "--format", "tsv")
-        size = len(source.read_bytes()) / 1e6  # reading also puts it into the page cache
-        os.sync()  # so that writes of the previous turn do not count
+        size = len(source.read_bytes()) / 1e6  # reading also loads it into the page cache
+        os.sync()  # so that the previous turn's writes do not count
         with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
             words = ("--input", str(source), "--output", f"{folder}/set", "--max-bad-fraction", "0")
             cost = _run(root, "-m", data_package(root), "prepare", *words)
@@ -263,12 +272,14 @@ class Bench:
 
 
 def data_package(root: Path) -> str:
-    """The package of the loader and its commands, which is in one of two places by commit."""
+    """Return the package of the loader and its commands; its place depends on the commit."""
     return "data" if (root / "data" / "__init__.py").exists() else "sbpflow.data"
 
 
 def _run(root: Path, *words: str) -> dict[str, float]:
-    """Wall and CPU seconds of a Python command in a checkout, including its child processes."""
+    """Return the wall and CPU seconds of a Python command in a checkout, with its child
+    processes.
+    """
     command = [sys.executable, *words]
     began = time.perf_counter()
     with (
@@ -286,7 +297,7 @@ def _run(root: Path, *words: str) -> dict[str, float]:
 
 
 def measure_rounds(bench: Bench, head: Path, names: Sequence[str], rounds: int) -> list[Verdict]:
-    """Run every row in each round, both commits next to each other in alternating order."""
+    """Run every row in each round, both commits consecutively in alternating order."""
     values: dict[tuple[str, str], dict[Path, list[float]]] = {}
     for turn in range(rounds):
         print(f"round {turn + 1} of {rounds}", file=sys.stderr)
@@ -300,7 +311,7 @@ def measure_rounds(bench: Bench, head: Path, names: Sequence[str], rounds: int) 
 
 
 def compare_work(bench: Bench, head: Path, names: Sequence[str]) -> dict[str, str]:
-    """The rows in which head does different work; also compiles, fills caches and makes inputs."""
+    """Return the rows with different work in head; also compile, fill caches and make inputs."""
     print("warm-up", file=sys.stderr)
     differences: dict[str, str] = {}
     for name in names:
@@ -325,10 +336,12 @@ def _arguments() -> argparse.Namespace:
     names = list(Bench(Path(), Path(), quick=False).rows)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--base", required=True, help="a commit")
-    parser.add_argument("--head", default=WORKING_TREE, help="a commit; default the working tree")
+    parser.add_argument("--head", default=WORKING_TREE, help="a commit; default: the working tree")
     parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="NAME")
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to test the gate itself")
+    parser.add_argument(
+        "--quick", action="store_true", help="use tiny sizes, to test the gate itself"
+    )
     parser.add_argument("--output", help="also write benchmarks/results/OUTPUT.jsonl")
     args = parser.parse_args()
     if args.rounds < 2:

@@ -1,8 +1,8 @@
-"""The part of the speed gate that runs in one process: training steps of a rank, or a loader.
+"""Runs the part of the speed gate in one process: training steps of a rank, or a loader.
 
 ``benchmarks.gate`` copies this file into each checkout and runs it there, so the same code measures
-both commits. It must work with the modules of old and new commits, so it imports only a few of
-them, where it needs them.
+both commits. The file must work with the modules of old and new commits, so it imports only a few
+of them, inside the functions that need them.
 """
 
 import argparse
@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 SEED = 11
-LOSS_STEPS = 10  # compared; they also warm up
+LOSS_STEPS = 10  # the losses of these steps are compared; the steps also warm up
 
 
 def measure_steps(args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Wall and CPU ms per step of this rank in the model of ``vs_torchrec``, and first losses."""
+    """Return this rank's wall and CPU ms per step in the model of ``vs_torchrec``, and first
+    losses.
+    """
     import torch
 
     from benchmarks.click_model import SHAPES, make_batches
@@ -57,11 +59,11 @@ def measure_steps(args: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 
 def keep_freed_memory() -> None:
-    """Keep freed memory in the process, as ``sbpflow train`` does, for both commits alike.
+    """Keep freed memory in the process, as ``sbpflow train`` does, for both commits.
 
-    Without this, glibc adapts its limits to the sizes it happens to see first, and a step takes
-    anywhere from 0 to 2,700 page faults for as long as a benchmark lasts: more than the
-    differences that the gate is there to find.
+    Without this setting, glibc adapts its limits to the first sizes that it sees. A step then takes
+    between 0 and 2,700 page faults for a whole benchmark; the effect exceeds the differences that
+    the gate should find.
     """
     mallopt = ctypes.CDLL(None).mallopt
     arena_max, mmap_threshold, trim_threshold = (-8, 1), (-3, 1 << 30), (-1, 1 << 30)
@@ -71,7 +73,7 @@ def keep_freed_memory() -> None:
 
 
 def measure_loader(args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Rows of a shuffled set per second and per CPU second, read into torch tensors."""
+    """Return a shuffled set's rows per second and per CPU second, read into torch tensors."""
     package = importlib.import_module(args.data_package)
     manifest = package.load_manifest(Path(args.set))
     reader = package.open_loader(manifest, batch_size=16_384, shuffle="rows", tail="drop")
@@ -91,7 +93,7 @@ def measure_loader(args: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 
 def in_turns(call: Callable[[], object], turns: int) -> tuple[float, float]:
-    """Medians of wall seconds and of this process's CPU seconds."""
+    """Return medians of wall seconds and of this process's CPU seconds."""
     wall: list[float] = []
     cpu: list[float] = []
     for _ in range(turns):

@@ -1,8 +1,8 @@
-"""All measurements that need a GPU, in one run: tests, NCCL, the DLPerf sweep, kernels, a trace.
+"""Runs all measurements that need a GPU: tests, NCCL, the DLPerf sweep, kernels, a trace.
 
-Each part is a process with a time limit, and runs whether or not others failed. Each has a line in
-benchmarks/results/gpu.jsonl; measurements go to files named after the parts' modules. Parts with
-missing packages are skipped, with a message.
+Each part is a process with a time limit and runs even if other parts failed. Each part has a line
+in benchmarks/results/gpu.jsonl; measurements go to files named after the parts' modules. Parts with
+missing packages are skipped with a message.
 
     make gpu PYTHON=...      or      python -m benchmarks.gpu [--limit-s S] [--only PART ...]
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 450.0  # of all parts together
-LEAST_S = 10.0  # a part is not started with less time than this
+LEAST_S = 10.0  # a part is not started if less time remains
 
 NEEDED = {
     "torch": "a build for CUDA 13, for example torch==2.11.0",
@@ -29,7 +29,7 @@ NEEDED = {
     "tqdm": "pip install tqdm",
     "pytest": "pip install pytest",
 }
-# Optional packages, and what happens without them.
+# Optional packages, and the consequences of their absence.
 USED = {
     "triton": "rows are updated by torch's own kernels, slower",
     "hypothesis": "the Triton kernels' tests are skipped",
@@ -42,13 +42,13 @@ USED = {
 
 @dataclass(frozen=True)
 class Part:
-    """A command, its time limit in seconds, and the packages without which it is skipped."""
+    """Describes a command, its time limit in seconds, and the packages that it needs."""
 
     name: str
     command: tuple[str, ...]
     limit_s: float
     needs: tuple[str, ...] = ()
-    after: str = ""  # a part whose failure makes this one pointless
+    after: str = ""  # this part is skipped if that part fails
 
 
 def _pytest(*words: str) -> tuple[str, ...]:
@@ -62,7 +62,7 @@ PARTS = (
     Part("kernel tests", _pytest(*KERNEL_TESTS), 90, ("triton", "hypothesis")),
     Part("mlp", ("-m", "benchmarks.gpu_mlp"), 60),
     Part("dlperf", ("-m", "benchmarks.gpu_dlperf"), 90),
-    # Separate, because a failure during capture may leave the device unusable.
+    # This part runs separately, because a failure during capture may leave the device unusable.
     Part("dlperf graph", ("-m", "benchmarks.gpu_dlperf", "parallel.cuda_graph=true"), 90),
     Part("torchrec", ("-m", "benchmarks.gpu_torchrec"), 60, ("torchrec", "fbgemm_gpu")),
     Part("kernels", ("-m", "benchmarks.gpu_kernels"), 60),
@@ -74,13 +74,13 @@ PARTS = (
 
 
 def is_there(name: str) -> bool:
-    """Whether a package is installed; imports only its parents."""
+    """Return whether a package is installed; import only its parents."""
     parent, _, _ = name.rpartition(".")
     return not (parent and not is_there(parent)) and importlib.util.find_spec(name) is not None
 
 
 def shortcomings() -> tuple[list[str], list[str]]:
-    """(missing requirements, missing optional packages), a line each."""
+    """Return (missing requirements, missing optional packages), one line each."""
     fatal = [f"make gpu needs {name}: {how}" for name, how in NEEDED.items() if not is_there(name)]
     if not fatal:
         import torch
@@ -91,7 +91,9 @@ def shortcomings() -> tuple[list[str], list[str]]:
 
 
 def run_part(part: Part, limit_s: float) -> tuple[bool, str]:
-    """(whether it succeeded, the reason if not); its process group has ended afterwards."""
+    """Return (whether the part succeeded, the reason if not); its process group has ended
+    afterwards.
+    """
     process = subprocess.Popen([sys.executable, *part.command], cwd=ROOT, start_new_session=True)
     try:
         status = process.wait(timeout=limit_s)
@@ -103,7 +105,7 @@ def run_part(part: Part, limit_s: float) -> tuple[bool, str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the session, which includes the ranks that a part started."""
+    """Kill the session, including the ranks that a part started."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -118,7 +120,7 @@ def run_parts(
     limit_s: float,
     run: Callable[[Part, float], tuple[bool, str]] = run_part,
 ) -> bool:
-    """Run the parts in turn, whether or not others failed; ``add`` gets a line for each."""
+    """Run the parts one after another, even if others failed; ``add`` gets a line for each part."""
     begin = time.monotonic()
     passed: dict[str, bool] = {}
     for part in parts:

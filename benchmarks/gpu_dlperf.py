@@ -1,9 +1,9 @@
-"""DLPerf's vocabulary sweep on one GPU: ms per iteration and memory from 3.2M rows on, doubling.
+"""Runs DLPerf's vocabulary sweep on one GPU: ms per iteration and memory, doubling from 3.2M rows.
 
-The setting of OneFlow's DLPerf report (Wide & Deep, batch 16384, d 16, 7 x 1024, Adam on touched
-rows). It published 56.6 to 57.0 ms on one V100-16GB, at every size up to 51.2M rows; see
-docs/benchmarks.md. Runs until memory is exhausted. Random batches on the device, so that only the
-step is timed; ids are Zipf-like over whole tables.
+The setting is OneFlow's DLPerf report (Wide & Deep, batch 16384, d 16, 7 x 1024, Adam on touched
+rows). The report states 56.6 to 57.0 ms on one V100-16GB, at every size up to 51.2M rows; see
+docs/benchmarks.md. The sweep runs until memory is exhausted. Random batches are on the device, so
+that only the step is timed; ids are Zipf-like over whole tables.
 
     python -m benchmarks.gpu_dlperf [--max-rows N] [parallel.cuda_graph=true]
 """
@@ -41,7 +41,9 @@ class Rows:
 
 
 def fields_of(vocabulary: int) -> Fields:
-    """26 deep tables and 2 wide ones, with ``vocabulary`` rows in each of the two groups."""
+    """Return 26 deep tables and 2 wide tables, with ``vocabulary`` rows in each of the two
+    groups.
+    """
     return Fields.of(
         [f"I{n}" for n in range(1, 14)],
         {f"C{n}": vocabulary // 26 for n in range(1, 27)},
@@ -50,7 +52,7 @@ def fields_of(vocabulary: int) -> Fields:
 
 
 def make_job(vocabulary: int, config: Config, world: World) -> tuple[Job, Fields]:
-    """The model over random columns, on the ranks of ``world``."""
+    """Build the model over random columns, on the ranks of ``world``."""
     fields = fields_of(vocabulary)
     spec, plan = plan_run(config, fields, world_size=world.size, device_type=world.device.type)
     return build_job(config, spec, plan, Boxing(world)), fields
@@ -59,9 +61,9 @@ def make_job(vocabulary: int, config: Config, world: World) -> tuple[Job, Fields
 def batches(
     config: Config, fields: Fields, device: torch.device, *, rank: int = 0, size: int = 1
 ) -> Iterator[Rows]:
-    """Endless batches, from a few made beforehand; exponent 4 gives a Zipf-like concentration.
+    """Yield endless batches from a few prepared ones; exponent 4 gives a Zipf-like concentration.
 
-    Rank ``rank`` of ``size`` gets its part. The ids are marked as checked, as those of a loader.
+    Rank ``rank`` of ``size`` gets its part. The ids are marked as checked, as a loader's ids are.
     """
     mine = balanced_sizes(config.data.batch_size, size)
     rows = slice(sum(mine[:rank]), sum(mine[: rank + 1]))
@@ -85,7 +87,7 @@ def batches(
 
 
 def measure(vocabulary: int, config: Config, world: World) -> dict[str, float]:
-    """Median and spread of ms per step, and peak memory."""
+    """Measure the median and spread of ms per step, and peak memory."""
     job, fields = make_job(vocabulary, config, world)
     source = batches(config, fields, world.device)
     torch.cuda.reset_peak_memory_stats()

@@ -1,7 +1,7 @@
 """Compares the storages on a GPU: Triton, torch and, if installed, FBGEMM.
 
-Lookup and update of 26 x 16384 Zipf-like ids of 16 columns, with the time that moving the bytes
-alone would take (docs/decisions/gpu.md). Results are compared before anything is timed.
+The work is lookup and update of 26 x 16384 Zipf-like ids of 16 columns. The output includes the
+time to move only the bytes (docs/decisions/gpu.md). Results are compared before the timing.
 
     python -m benchmarks.gpu_kernels [--ids N] [--rows N]
 """
@@ -25,7 +25,7 @@ IDS, ROWS, WIDTH = 26 * 16384, 51_200_000, 16
 
 
 def storages(rule: str, rows: int, device: torch.device) -> Iterator[tuple[str, RowKernel]]:
-    """Time one storage after another, because two large ones may not fit."""
+    """Time one storage after another, because two large ones may not fit in memory."""
     optimizer = sparse_optimizer(rule, lr=0.01)
     shared = {"dim": WIDTH, "optimizer": optimizer, "device": device, "dtype": torch.float32}
     yield "torch", TorchStorage(rows, WIDTH, **shared)
@@ -40,7 +40,7 @@ def storages(rule: str, rows: int, device: torch.device) -> Iterator[tuple[str, 
 
 
 def make_ids(count: int, rows: int, device: torch.device) -> Tensor:
-    """Ids; exponent 4 gives a Zipf-like concentration, with thousands of equal ids."""
+    """Make ids; exponent 4 gives a Zipf-like concentration, with thousands of equal ids."""
     generator = torch.Generator(device).manual_seed(1)
     uniform = torch.rand(count, generator=generator, device=device, dtype=torch.float64)
     return (uniform**4 * rows).to(torch.int64)
@@ -49,17 +49,19 @@ def make_ids(count: int, rows: int, device: torch.device) -> Tensor:
 def measure(
     rule: str, *, ids: int, rows: int, device: torch.device, steps: int = 20
 ) -> Iterator[dict[str, object]]:
-    """One line per kernel; AssertionError if a result differs from torch's beyond rounding."""
+    """Return one line per kernel; AssertionError if a result differs from torch's beyond
+    rounding.
+    """
     addresses = make_ids(ids, rows, device)
     grads = torch.randn(ids, WIDTH, device=device)
     expected: Tensor | None = None
     for name, storage in storages(rule, rows, device):
         storage.update(Lookup(addresses), grads, 0.01, 1)
-        found = storage.lookup(Lookup(addresses))
-        expected = found if expected is None else expected
+        vectors = storage.lookup(Lookup(addresses))
+        expected = vectors if expected is None else expected
         # Thousands of float32 gradients are added in different orders.
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
-        del found
+        torch.testing.assert_close(vectors, expected, rtol=1e-3, atol=1e-3)
+        del vectors
         access = Lookup(addresses)
         lookup = timed_ms(lambda s=storage, a=access: s.lookup(a), steps=steps)
         update = timed_ms(

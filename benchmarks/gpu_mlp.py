@@ -1,7 +1,7 @@
-"""The dense part of the DLPerf model alone, as fast as torch can run it: the floor of a step.
+"""Times the dense part of the DLPerf model alone, as fast as torch runs it: the step's lower limit.
 
-Forward, loss, backward and Adam of 429 -> 7 x 1024 -> 1 at batch 16384, compiled and replayed as
-one CUDA graph, in IEEE float32, TF32 and bfloat16 autocast.
+The work is forward, loss, backward and Adam of 429 -> 7 x 1024 -> 1 at batch 16384, compiled and
+replayed as one CUDA graph, in IEEE float32, TF32 and bfloat16 autocast.
 
     python -m benchmarks.gpu_mlp [--batch-size N] [--no-compile]
 """
@@ -23,7 +23,7 @@ PRECISIONS = ("float32", "tf32", "bfloat16")
 
 
 def make_mlp(widths: tuple[int, ...], dropout: float, device: torch.device) -> nn.Sequential:
-    """Linear, ReLU and dropout layers; the last layer is linear only."""
+    """Build linear, ReLU and dropout layers; the last layer is linear only."""
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(widths):
         layers += [nn.Linear(inputs, outputs, device=device), nn.ReLU(), nn.Dropout(dropout)]
@@ -46,7 +46,7 @@ def measure(
     graph: bool = True,
     steps: int = 20,
 ) -> dict[str, float]:
-    """ms per step; TFLOP/s counts three products for every weight."""
+    """Measure ms per step; TFLOP/s counts three products for every weight."""
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     model = make_mlp(widths, 0.5, device)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, capturable=graph, fused=graph)
@@ -70,7 +70,7 @@ def measure(
 
 
 def _captured(step: Callable[[], Tensor]) -> Callable[[], None]:
-    """``step`` as one CUDA graph, after three runs on a side stream, as torch requires."""
+    """Capture ``step`` as one CUDA graph, after three runs on a side stream, as torch requires."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

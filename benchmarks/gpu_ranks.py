@@ -1,7 +1,7 @@
-"""Several NCCL ranks, on one card if necessary: a small collective, then what overlap hides.
+"""Runs several NCCL ranks, on one card if necessary: a small collective, then the hidden overlap.
 
 NCCL's documentation does not support two ranks on one device. Each rank gets its own host name, as
-in the tests, and the small collective shows whether that works. On one card, the overlap is
+in the tests, and the small collective shows whether NCCL accepts it. On one card, the overlap is
 measured on loopback traffic, not on a network.
 
     python -m benchmarks.gpu_ranks collective|overlap [--ranks N] [--rows N] [key=value ...]
@@ -49,7 +49,7 @@ def collective(world: World) -> dict[str, object]:
 
 
 def overlap(world: World, rows: int, config: Config) -> dict[str, object]:
-    """What ``OverlapWatch`` reports for steps 11 to 50."""
+    """Return the report of ``OverlapWatch`` for steps 11 to 50."""
     job, fields = make_job(rows, config, world)
     source = batches(config, fields, world.device, rank=world.rank, size=world.size)
     watch = OverlapWatch(job.trainer, world.size, MIN_RUN_STEPS, world.device)

@@ -1,8 +1,8 @@
-"""TorchRec on the shapes of the DLPerf sweep, on one GPU: ms per iteration of its two loops.
+"""Times TorchRec's two loops on the shapes of the DLPerf sweep, on one GPU, in ms per iteration.
 
-26 tables of d columns and 2 wide ones with FBGEMM's fused Adam, the same MLP and dense Adam, and
-the same batches. FBGEMM needs widths that are multiples of 4, so a wide table has 4 columns, of
-which only the first is used. Ids are int64 in a KeyedJaggedTensor, made before anything is timed.
+The model has 26 tables of d columns and 2 wide tables with FBGEMM's fused Adam, and the same MLP,
+dense Adam and batches. FBGEMM needs widths that are multiples of 4, so a wide table has 4 columns,
+and only the first is used. Ids are int64 in a KeyedJaggedTensor, created before the timing.
 
     python -m benchmarks.gpu_torchrec [--max-rows N] [key=value ...]
 """
@@ -29,29 +29,29 @@ from sbpflow.run.model.spec import Fields, IdField
 from sbpflow.runtime.ranks.world import World
 
 WIDE_COLUMNS = 4
-NUM_BATCHES = 8  # as many as ``batches`` makes
+NUM_BATCHES = 8  # the number of batches that ``batches`` makes
 
 
 def make_tables(fields: tuple[IdField, ...], dim: int) -> nn.Module:
-    """A table for each field, without memory, which DistributedModelParallel allocates."""
+    """Return a table for each field, without memory; DistributedModelParallel allocates it."""
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
     return EmbeddingBagCollection(
         tables=[
             EmbeddingBagConfig(
-                name=f"t_{one.name}",
+                name=f"t_{field.name}",
                 embedding_dim=dim,
-                num_embeddings=one.rows,
-                feature_names=[one.name],
+                num_embeddings=field.rows,
+                feature_names=[field.name],
             )
-            for one in fields
+            for field in fields
         ],
         device=torch.device("meta"),
     )
 
 
 def rows_optimizer(config: Config) -> type[torch.optim.Optimizer]:
-    """The optimizer that FBGEMM fuses into its backward; its Adam needs CUDA."""
+    """Return the optimizer that FBGEMM fuses into its backward; its Adam needs CUDA."""
     from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
     kinds = {"lazy_adam": torch.optim.Adam, "rowwise_adagrad": RowWiseAdagrad}
@@ -66,7 +66,7 @@ class _Batch(Protocol):
 
 
 class WideAndDeep(nn.Module):
-    """The model with its loss; returns both."""
+    """Combines the model with its loss; returns both."""
 
     def __init__(self, config: Config, fields: Fields, device: torch.device) -> None:
         super().__init__()
@@ -86,18 +86,18 @@ class WideAndDeep(nn.Module):
         wide = self.wide(batch.wide).values()[:, ::WIDE_COLUMNS].sum(1)
         logits = self.mlp(torch.cat([vectors, batch.dense], 1)).squeeze(1) + wide
         loss = F.binary_cross_entropy_with_logits(logits, batch.labels)
-        return loss, (loss.detach(), logits.detach())  # the pipeline returns the second
+        return loss, (loss.detach(), logits.detach())  # the pipeline returns the second value
 
 
 def as_torchrec(rows: Rows, fields: Fields) -> _Batch:
-    """A batch in the form that the pipelined loop needs."""
+    """Convert a batch to the form that the pipelined loop needs."""
     from torchrec import KeyedJaggedTensor
     from torchrec.streamable import Pipelineable
 
     def lists(columns: Tensor, of: tuple[IdField, ...]) -> KeyedJaggedTensor:
         count = columns.shape[0] * len(of)
         return KeyedJaggedTensor(
-            keys=[one.name for one in of],
+            keys=[field.name for field in of],
             values=columns.t().reshape(-1).long(),
             lengths=torch.ones(count, dtype=torch.int32, device=columns.device),
         )
@@ -125,9 +125,9 @@ def as_torchrec(rows: Rows, fields: Fields) -> _Batch:
 def make_loops(
     vocabulary: int, config: Config, device: torch.device
 ) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
-    """A step of TorchRec's plain loop, and one of its pipelined loop; both return the loss.
+    """Return a step of TorchRec's plain loop and one of its pipelined loop; both return the loss.
 
-    The pipelined loop takes over the model at its first call.
+    At its first call, the pipelined loop takes control of the model.
     """
     from torchrec.distributed import DistributedModelParallel
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -181,7 +181,7 @@ def measure(
     timed: Callable[..., dict[str, float]] = timed_ms,
     steps: int = STEPS,
 ) -> dict[str, float]:
-    """Median ms of a step of each loop."""
+    """Return the median ms of a step of each loop."""
     found: dict[str, float] = {}
     loops = make_loops(vocabulary, config, device)
     for name, step in zip(("plain", "pipelined"), loops, strict=True):

@@ -1,4 +1,4 @@
-"""A Chrome trace of three training steps of the DLPerf shape.
+"""Writes a Chrome trace of three training steps of the DLPerf shape.
 
 python -m benchmarks.gpu_trace [--rows N] [--output FILE] [key=value ...]
 """
@@ -20,7 +20,7 @@ TRACED_STEPS = 3
 
 
 def trace(rows: int, config: Config, world: World, output: Path) -> dict[str, object]:
-    """Trace steps 6 to 8; the result has the five longest kernels."""
+    """Trace steps 6 to 8; the result contains the five longest kernels."""
     job, fields = make_job(rows, config, world)
     source = batches(config, fields, world.device)
     for _ in range(5):

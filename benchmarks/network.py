@@ -1,7 +1,7 @@
 """Starts a benchmark's ranks, on loopback or in two network namespaces joined by a slower link.
 
 The namespaces act as hosts on one machine; they need root and the commands ip and tc. Rates below
-loopback's show the waits for the network.
+loopback's rate expose the waits for the network.
 """
 
 import os
@@ -19,7 +19,9 @@ INTERFACE = "wire"
 
 @contextmanager
 def two_hosts(rate: str) -> Iterator[list[list[str]]]:
-    """Command prefixes that run inside each host; ``rate`` is in tc's notation, as "1gbit"."""
+    """Yield command prefixes that run inside each host; ``rate`` is in tc's notation, as
+    "1gbit".
+    """
     try:
         for host in HOSTS:
             _run("ip", "netns", "add", host)
@@ -72,7 +74,7 @@ def _run_ranks(
     environment: dict[str, str],
     folder: Path | None,
 ) -> int:
-    """The first exit status that is not 0."""
+    """Return the first nonzero exit status, or 0."""
     shared = os.environ | {
         "MASTER_ADDR": address,
         "MASTER_PORT": str(_free_port()),

@@ -1,11 +1,12 @@
-"""Generated rows whose logit has products of pairs: do models that combine pairs find them?
+"""Tests whether models that combine pairs learn generated rows whose logit has products of pairs.
 
     python -m benchmarks.pair_effects [--models dlrm] [--seeds 1 2 3]
 
-60 % of the logit's variance are products of vectors of two columns' values (data synth --products),
-which no sum over single columns can express. Trains one epoch of DCN-V2, DeepFM, DLRM and Wide &
-Deep (which has a weight per value of every column, and no crosses). Reports each seed, the mean,
-and the best possible AUC. Vocabularies are small, so that rare values do not dominate an epoch.
+Products of vectors of two columns' values have 60 % of the logit's variance (data synth
+--products); no sum over single columns can express them. The program trains one epoch of DCN-V2,
+DeepFM, DLRM and Wide & Deep (which has a weight per value of every column, and no crosses). It
+reports each seed, the mean, and the best possible AUC. Vocabularies are small, so that rare values
+do not dominate an epoch.
 """
 
 import argparse

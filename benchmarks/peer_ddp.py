@@ -1,9 +1,9 @@
-"""The same click model in plain PyTorch: EmbeddingBag(sparse=True) in DistributedDataParallel.
+"""Trains the same CTR model in plain PyTorch: EmbeddingBag(sparse=True) in DistributedDataParallel.
 
-Every rank holds every table; DDP all-reduces the sparse gradients. All tables are in one
-EmbeddingBag. With one per table, torch 2.13's sparse all-reduces on gloo, 26 at a time, corrupt the
-heap after a few hundred steps; one bag is also faster. torch.optim has no rowwise Adagrad, so that
-of ``plain_wdl`` updates from the coalesced gradients.
+Every rank has every table; DDP all-reduces the sparse gradients. All tables are in one
+EmbeddingBag. With one bag per table, torch 2.13's sparse all-reduces on gloo (26 at once) corrupt
+the heap after a few hundred steps; one bag is also faster. torch.optim has no rowwise Adagrad, so
+the one in ``plain_wdl`` updates from the coalesced gradients.
 """
 
 import torch
@@ -37,7 +37,7 @@ class _Model(nn.Module):
 
 
 class DdpPeer:
-    """Trains on this rank's batches; has the interface of ``TorchRecPeer``."""
+    """Trains on this rank's batches, with the interface of ``TorchRecPeer``."""
 
     def __init__(self, shape: Shape, batches: list[Rows], *, seed: int, bound: float) -> None:
         model = _Model(shape, seed, bound)
@@ -49,7 +49,7 @@ class DdpPeer:
         self._place = 0
 
     def plain(self, steps: int) -> list[float]:
-        """Losses of this rank's rows, one per step."""
+        """Return the losses of this rank's rows, one per step."""
         losses: list[Tensor] = []
         for _ in range(steps):
             ids, dense, labels = self._batches[self._place % len(self._batches)]

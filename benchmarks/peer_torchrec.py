@@ -1,6 +1,6 @@
-"""The same click model in TorchRec, trained by its plain and by its pipelined loop.
+"""Trains the same CTR model in TorchRec, in its plain and its pipelined loop.
 
-TorchRec makes its own plan (EmbeddingShardingPlanner); ids travel as int64, as in its batches.
+TorchRec makes its own plan (EmbeddingShardingPlanner); ids are sent as int64, as in its batches.
 Install it with: pip install --no-deps torchrec==1.8.0 torchmetrics==1.0.3 tensordict ...
 """
 
@@ -24,7 +24,7 @@ logging.disable(logging.WARNING)
 
 
 def dense_weights(shape: Shape, seed: int) -> list[Tensor]:
-    """Weights and biases of the two linear layers, equal in both systems."""
+    """Return weights and biases of the two linear layers, equal in both systems."""
     sizes = [(shape.hidden, shape.width), (1, shape.hidden)]
     weights: list[Tensor] = []
     for index, (outputs, inputs) in enumerate(sizes):
@@ -42,7 +42,7 @@ class _Batch(Protocol):
 
 
 class TorchRecPeer:
-    """Trains on this rank's batches; ``plain`` and ``pipelined`` are its two loops."""
+    """Trains on this rank's batches; ``plain`` and ``pipelined`` are TorchRec's two loops."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class TorchRecPeer:
         self._attached = True
 
     def plain(self, steps: int) -> list[float]:
-        """Losses of this rank's rows, one per step."""
+        """Return the losses of this rank's rows, one per step."""
         if self._attached:
             self._pipeline.detach()
             self._attached = False
@@ -104,7 +104,7 @@ class TorchRecPeer:
         return [float(loss) for loss in losses]
 
     def pipelined(self, steps: int) -> list[float]:
-        """As ``plain``, but the next batch's ids are exchanged during the step."""
+        """Train as ``plain`` does, but exchange the next batch's ids during the step."""
         if not self._attached:
             self._pipeline.attach()
             self._attached = True
@@ -116,7 +116,7 @@ class TorchRecPeer:
                 return [float(loss) for loss in losses]
 
     def dense_alone(self, steps: int) -> None:
-        """Forward and backward of the dense part alone, for TorchRec's own models."""
+        """Run forward and backward of the dense part alone, for TorchRec's own models."""
         shape, batch = self._shape, self._batches[0]
         module = self._model.module.model
         vectors = torch.zeros(len(batch.labels), shape.num_tables, shape.dim, requires_grad=True)
@@ -126,9 +126,9 @@ class TorchRecPeer:
         self._optimizer.zero_grad()
 
     def _order_columns(self, shape: Shape) -> None:
-        """Reorder the first layer's columns: TorchRec orders the vectors by its plan."""
+        """Reorder the first layer's columns, because TorchRec orders the vectors by its plan."""
         tables, first = self._model.module.tables, self._model.module.mlp
-        first = getattr(first, "module", first)[0]  # the MLP may be in DistributedDataParallel
+        first = getattr(first, "module", first)[0]  # DistributedDataParallel may wrap the MLP
         with torch.no_grad():
             keys = tables(self._batches[0].ids).wait().keys()
             places = [shape.names.index(key) * shape.dim for key in keys]
@@ -173,7 +173,7 @@ def _update_in_backward(tables: nn.Module, shape: Shape) -> None:
 
 
 class _Public(nn.Module):
-    """One of TorchRec's models with its loss."""
+    """Combines one of TorchRec's models with its loss."""
 
     def __init__(self, shape: Shape, seed: int, bound: float, model: str) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ def _as_torchrec(rows: Rows, shape: Shape) -> _Batch:
             return self
 
         def record_stream(self, stream: object) -> None:
-            pass  # CPU has none
+            pass  # a CPU has no streams
 
         def pin_memory(self) -> "Batch":
             return self

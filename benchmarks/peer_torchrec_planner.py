@@ -1,9 +1,10 @@
-"""TorchRec's EmbeddingShardingPlanner on our tasks, and its answer as a plan for this engine.
+"""Runs TorchRec's EmbeddingShardingPlanner on our tasks and converts its plans for this engine.
 
 Table-wise becomes a whole table, column-wise S(1) on the ranks of its shards, row-wise S(0) with
-``reduce`` on all ranks, data-parallel a copy. It sorts by PERF, which gives better plans than its
-default, and gets the pooling factors, the device and the memory of a rank. Bandwidths are set so
-that its formulas agree with a profile's prices of whole tables; its defaults are those of a GPU.
+``reduce`` on all ranks, and data-parallel a copy. The planner sorts by PERF, which gives better
+plans than its default, and gets the pooling factors, the device and the memory of a rank.
+Bandwidths are set so that its formulas agree with a profile's prices of whole tables; its default
+bandwidths describe a GPU.
 """
 
 from typing import Any
@@ -15,7 +16,9 @@ from sbpflow.planner.task import Shape
 
 
 def torchrec_plan(setting: Setting) -> Assignment:
-    """The assignment of TorchRec's plan; raises TorchRec's own PlanError if it finds none."""
+    """Return the assignment of TorchRec's plan; raises TorchRec's own PlanError if there is
+    none.
+    """
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
     from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner, SortBy
@@ -49,8 +52,8 @@ def torchrec_plan(setting: Setting) -> Assignment:
         partitioner=GreedyPerfPartitioner(sort_by=SortBy.PERF),
         storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
     )
-    found = planner.plan(module, [EmbeddingBagCollectionSharder()])
-    (parameters,) = found.plan.values()
+    sharding_plan = planner.plan(module, [EmbeddingBagCollectionSharder()])
+    (parameters,) = sharding_plan.plan.values()
     return tuple(
         _move(setting, number, parameters[table.name])
         for number, table in enumerate(setting.tables)
@@ -58,10 +61,10 @@ def torchrec_plan(setting: Setting) -> Assignment:
 
 
 def machine(setting: Setting) -> dict[str, Any]:
-    """The arguments of TorchRec's ``Topology`` for a rank of the task's device.
+    """Return the arguments of TorchRec's ``Topology`` for a rank of the task's device.
 
-    The device decides which shardings it considers (row-wise only on CUDA), and whether memory and
-    bandwidth are those of the accelerator or of the host.
+    The device determines the possible shardings (row-wise only on CUDA), and whether memory and
+    bandwidth describe the accelerator or the host.
     """
     limit = min(int(setting.problem.limit_bytes[0]), 2**50)
     memory, link = _bandwidths(setting)
@@ -72,7 +75,7 @@ def machine(setting: Setting) -> dict[str, Any]:
 
 
 def _bandwidths(setting: Setting) -> tuple[float, float]:
-    """Bytes per millisecond of memory and link, from the prices of whole tables."""
+    """Compute bytes per ms of memory and link from the prices of whole tables."""
     from sbpflow.planner.published.setting import BACKWARD, EXCHANGE, FORWARD
 
     pricing, base = setting.problem.pricing, setting.problem.base[0]
@@ -92,12 +95,12 @@ def _move(setting: Setting, table: int, sharding: Any) -> Move:  # noqa: ANN401
         shape, ranks = COPIED, ()
     elif kind == "row_wise":
         shape, ranks = Shape("S(0)", "reduce", (size, 1)), tuple(range(size))
-    elif len(ranks) > 1:  # column-wise; shards on the same rank count as one
+    elif len(ranks) > 1:  # column-wise: shards on the same rank count as one shard
         shape = Shape("S(1)", "columns", (1, len(ranks)))
     else:
         shape = WHOLE
     number = option_number(options, shape)
-    while number is None and len(ranks) > 1:  # not an even split: take the next narrower one
+    while number is None and len(ranks) > 1:  # not an even split: use the next narrower split
         ranks = ranks[: len(ranks) // 2] if len(ranks) & (len(ranks) - 1) == 0 else ranks[:-1]
         shape = Shape("S(1)", "columns", (1, len(ranks))) if len(ranks) > 1 else WHOLE
         number = option_number(options, shape)

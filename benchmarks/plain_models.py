@@ -1,8 +1,8 @@
-"""The models in plain PyTorch, in one process, for comparison.
+"""Implements the models in plain PyTorch, in one process, for comparison.
 
-Uses nothing of sbpflow except its initial values, by its names of parameters. Written from the
-papers and the public code that docs/models.md names. Tables are nn.Embedding; normalization and
-dropout are torch's own; ``forward(dense, ids)`` returns logits [rows].
+The module uses only sbpflow's initial values, by its parameter names. It follows the papers and the
+public code listed in docs/models.md. Tables are nn.Embedding; normalization and dropout are torch's
+own; ``forward(dense, ids)`` returns logits [rows].
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ NORMS = {"none": None, "batch": nn.BatchNorm1d, "layer": nn.LayerNorm}
 def hidden_layers(
     inputs: int, hidden: Sequence[int], norm: str = "none", dropout: float = 0.0
 ) -> list[nn.Module]:
-    """Linear, norm, ReLU, dropout for each of ``hidden``."""
+    """Build linear, norm, ReLU and dropout layers for each width in ``hidden``."""
     layers: list[nn.Module] = []
     for size in hidden:
         layers.append(nn.Linear(inputs, size))
@@ -30,7 +30,7 @@ def hidden_layers(
 
 
 def named_layers(name: str, layers: nn.Sequential) -> dict[str, tuple[Tensor, float]]:
-    """The parameters of an MLP, see ``PlainModel.named``."""
+    """Return the parameters of an MLP, see ``PlainModel.named``."""
     found: dict[str, tuple[Tensor, float]] = {}
     index = -1
     for layer in layers:
@@ -44,7 +44,7 @@ def named_layers(name: str, layers: nn.Sequential) -> dict[str, tuple[Tensor, fl
 
 
 def named_linear(name: str, linear: nn.Linear) -> dict[str, tuple[Tensor, float]]:
-    """Weight and bias, see ``PlainModel.named``."""
+    """Return weight and bias, see ``PlainModel.named``."""
     bound = (6 / (linear.in_features + linear.out_features)) ** 0.5
     found = {f"{name}.weight": (linear.weight, bound)}
     return found if linear.bias is None else found | {f"{name}.bias": (linear.bias, 0.0)}
@@ -62,7 +62,9 @@ def start_as_sbpflow(parameters: Mapping[str, tuple[Tensor, float]], seed: int) 
 
 
 class PlainModel(nn.Module):
-    """Tables of vectors ``deep`` and, in some models, of weights ``wide``; dense fields."""
+    """Contains tables of vectors ``deep`` and, in some models, of weights ``wide``; dense
+    fields.
+    """
 
     def __init__(self, rows: Sequence[int], num_dense: int, dim: int, sparse: bool) -> None:
         super().__init__()
@@ -71,17 +73,19 @@ class PlainModel(nn.Module):
         self.wide = nn.ModuleList()
 
     def add_wide(self, rows: Sequence[int], sparse: bool) -> None:
-        """A weight per value of every field."""
+        """Add a weight per value of every field."""
         self.wide = nn.ModuleList(nn.Embedding(n, 1, sparse=sparse) for n in rows)
         self.wide_numeric = nn.Linear(self.num_dense, 1, bias=False)
 
     def add_number_vectors(self) -> None:
-        """A vector per dense field."""
+        """Add a vector per dense field."""
         self.numbers = nn.Parameter(torch.empty(self.num_dense, self.dim))
 
     def named(self, fields: Sequence[str]) -> dict[str, tuple[Tensor, float]]:
-        """{sbpflow's name of a parameter: (the parameter, the bound of its uniform initial
-        values)}: Glorot's for linear layers, 0.05 for tables and vectors, 0 for a constant.
+        """Return {sbpflow's parameter name: (the parameter, the bound of its initial values)}.
+
+        Initial values are uniform. The bound is Glorot's for linear layers, 0.05 for tables and
+        vectors, and 0 for a constant.
         """
         found: dict[str, tuple[Tensor, float]] = {}
         for kind in ("wide", "deep"):
@@ -107,7 +111,7 @@ class PlainModel(nn.Module):
         return [table(ids[:, n]) for n, table in enumerate(self.deep)]
 
     def with_numbers(self, dense: Tensor, ids: Tensor) -> Tensor:
-        """[rows, fields, dim], dense fields last."""
+        """Return [rows, fields, dim], with the dense fields last."""
         numbers = [dense[:, n : n + 1] * self.numbers[n] for n in range(self.num_dense)]
         return torch.stack([*self.vectors(ids), *numbers], 1)
 
@@ -117,7 +121,7 @@ class PlainModel(nn.Module):
 
 
 class PlainWide(PlainModel):
-    """First order and an MLP over all vectors: Wide & Deep as in FuxiCTR."""
+    """Implements Wide & Deep as in FuxiCTR: first order and an MLP over all vectors."""
 
     def __init__(
         self, rows: Sequence[int], num_dense: int, dim: int, hidden: Sequence[int],
@@ -135,7 +139,7 @@ class PlainWide(PlainModel):
 
 
 class PlainDeepFm(PlainWide):
-    """First order, an MLP, and the products of all pairs."""
+    """Sums first order, an MLP, and the products of all pairs."""
 
     def forward(self, dense: Tensor, ids: Tensor) -> Tensor:
         vectors = self.with_numbers(dense, ids)
@@ -144,7 +148,7 @@ class PlainDeepFm(PlainWide):
 
 
 class PlainDlrm(PlainModel):
-    """Bottom MLP, products of pairs by rows of the lower triangle, top MLP."""
+    """Implements DLRM: bottom MLP, products of pairs by rows of the lower triangle, top MLP."""
 
     def __init__(
         self, rows: Sequence[int], num_dense: int, dim: int, bottom: Sequence[int],
@@ -170,7 +174,9 @@ class PlainDlrm(PlainModel):
 
 
 class PlainDcn(PlainModel):
-    """Crosses of full rank next to an MLP, or of ``rank`` below it with a bottom MLP."""
+    """Combines full-rank crosses with an MLP, or crosses of ``rank`` with a bottom MLP before
+    them.
+    """
 
     def __init__(
         self, rows: Sequence[int], num_dense: int, dim: int, hidden: Sequence[int],

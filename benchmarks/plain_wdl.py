@@ -1,8 +1,10 @@
-"""Wide & Deep in plain PyTorch, one process, without sbpflow's model or engine: the reference.
+"""Implements the reference Wide & Deep in plain PyTorch, in one process, without sbpflow's model or
+engine.
 
-Reads a prepared set's files with numpy. Architecture, initial distributions, batch order by time
-and optimizers are those of the configs: nn.Embedding(sparse=True) with torch.optim.SparseAdam (Adam
-on touched rows, as LazyAdam) or a rowwise Adagrad written here, and Adam for the dense part.
+The module reads a prepared set's files with numpy. Architecture, initial distributions, batch order
+by time and optimizers match the configs: nn.Embedding(sparse=True) with torch.optim.SparseAdam
+(Adam on touched rows, as LazyAdam) or a rowwise Adagrad implemented here, and Adam for the dense
+part.
 
     python -m benchmarks.plain_wdl --data DIR --sparse lazy_adam --seeds 1 2 3
 """
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 
 
 class Rows:
-    """One split of a prepared set, in file order."""
+    """Contains one split of a prepared set, in file order."""
 
     def __init__(self, folder: Path, split: str) -> None:
         manifest = json.loads((folder / "manifest.json").read_text())
@@ -38,7 +40,7 @@ class Rows:
 
 
 class PlainWideDeep(nn.Module):
-    """logit = sum of wide weights + MLP(embeddings ++ dense)."""
+    """Computes logit = sum of wide weights + MLP(embeddings ++ dense)."""
 
     def __init__(self, rows: Rows, dim: int, hidden: list[int], dropout: float) -> None:
         super().__init__()
@@ -71,7 +73,7 @@ class PlainWideDeep(nn.Module):
 
 
 class RowwiseAdagrad:
-    """One accumulator per row: the mean over its columns of the squared summed gradient."""
+    """Keeps one accumulator per row: the mean over its columns of the squared summed gradient."""
 
     def __init__(self, tables: list[nn.Parameter], lr: float, eps: float = 1e-8) -> None:
         self.tables, self.lr, self.eps = tables, lr, eps
@@ -91,7 +93,7 @@ class RowwiseAdagrad:
 
 
 def auc(scores: Tensor, labels: Tensor) -> float:
-    """The rank-sum AUC, with mean ranks for ties."""
+    """Return the rank-sum AUC, with mean ranks for ties."""
     _, inverse, counts = torch.unique(scores.double(), return_inverse=True, return_counts=True)
     last = counts.cumsum(0).double()
     ranks = (last - (counts.double() - 1) / 2)[inverse]
@@ -110,7 +112,8 @@ def train(args: argparse.Namespace, seed: int) -> dict[str, float]:
     else:
         sparse = RowwiseAdagrad(model.tables(), lr=args.sparse_lr or 0.05)
     dense = torch.optim.Adam(model.mlp.parameters(), lr=1e-3)
-    # Blocks in random order, as in a shuffled reader: any order of the training rows is as good.
+    # Read blocks in random order, as a shuffled reader does: any order of the training rows is
+    # fine.
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
     start = time.perf_counter()
     for batch in order.split(args.batch_size):

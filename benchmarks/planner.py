@@ -1,4 +1,4 @@
-"""Compares our planner with the published ones: by predicted step, and by measured time.
+"""Compares our planner with the published ones, by predicted step and by measured time.
 
     python -m benchmarks.planner objective [--journal FILE | --profile FILE] [--tasks 12]
     python -m benchmarks.planner ranks [--cells 10x4x6 ..] [--profile FILE]
@@ -6,14 +6,14 @@
     python -m benchmarks.planner speed [--profile FILE]
     python -m benchmarks.planner calibration [--profile FILE] [--link 1gbit]
 
-``objective`` prices plans of held-out generated tasks and of EMBark's workloads. Planners see a
-model of one half of a calibration's measurements (every other sample of its journal); their plans
-are judged by a model of the other half. With ``--profile`` one model does both, which favors the
-planners that search it. Reported for each task: the best greedy, every planner, the bound, and for
-10 tables the optimum of a stated space.
+``objective`` prices plans of held-out generated tasks and of EMBark's workloads. Planners use a
+model of one half of a calibration's measurements (every other sample of its journal); a model of
+the other half prices their plans. With ``--profile``, one model does both, which favors the
+planners that search it. For each task, the report contains the best greedy plan, every planner, the
+bound, and for 10 tables the optimum of a stated space.
 
-``ranks`` measures what each rank computes, rank by rank, and prices the exchanges; ``steps`` runs
-plans on 2 ranks in turns (``benchmarks/planner_steps.py``).
+``ranks`` measures each rank's computation, rank by rank, and prices the exchanges; ``steps`` runs
+plans alternately on 2 ranks (``benchmarks/planner_steps.py``).
 """
 
 import argparse
@@ -52,15 +52,16 @@ from sbpflow.planner.workloads import random_task
 
 CELLS = ("10x2x12", "10x4x12", "20x3x12", "50x4x12", "100x8x6", "200x16x3")  # tables, ranks, tasks
 RANKS_CELLS = ("10x2x6", "10x4x6", "20x3x6", "50x4x6", "50x8x4")
-SLOW = {"neuroshard": 100, "torchrec": 100}  # most tables; beyond it they take minutes per task
+# maximum number of tables; with more tables, these planners take minutes per task
+SLOW = {"neuroshard": 100, "torchrec": 100}
 SLACKS = (1.1, 1.25, 1.5, 2.0)  # memory per rank, relative to an even plan of whole tables
-MEASURED = 4  # plans of ours, and of random placement, of which the judge takes the best
+MEASURED = 4  # plans of ours, and of random placement; the judge uses the best of them
 BATCH = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The model that planners see, and the one that judges."""
+    """Contains the model that planners use and the model that judges their plans."""
 
     seen: Profile
     judge: Profile
@@ -69,14 +70,14 @@ class Models:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A task with both pricings."""
+    """Contains a task with both pricings."""
 
     setting: Setting
     judge: Setting
 
 
 def halves(journal: Path) -> Models:
-    """Two models from disjoint samples of one calibration."""
+    """Fit two models to disjoint samples of one calibration."""
     entries = [json.loads(line) for line in journal.read_text().splitlines()]
     facts = entries[-1]["facts"]
     entries = [entry for entry in entries if entry["facts"] == facts]
@@ -115,7 +116,7 @@ def halves(journal: Path) -> Models:
 
 
 def judged(models: Models, task: Task, slack: float | None, seed: int) -> Judged:
-    """The task under both models; ``slack`` is the memory relative to an even whole plan."""
+    """Price the task under both models; ``slack`` is the memory relative to an even whole plan."""
     if slack is not None:
         open_cost = TaskCost(models.seen, task)
         whole = Setting(task, problem_of(open_cost, table_wise))
@@ -127,7 +128,9 @@ def judged(models: Models, task: Task, slack: float | None, seed: int) -> Judged
 
 
 class Planners:
-    """All planners for one number of ranks; learned ones are trained on the model they see."""
+    """Contains all planners for one number of ranks; the learned ones are trained on the model they
+    use.
+    """
 
     def __init__(self, models: Models, world_size: int, seed: int, names: Sequence[str]) -> None:
         task = random_task(
@@ -148,7 +151,7 @@ class Planners:
 
 
 def one_task(case: Judged, planners: Planners, optimum: bool) -> dict[str, object]:
-    """Judged ms of every planner's plan; None if it does not fit or the planner has none."""
+    """Return the judged ms of every planner's plan; None if it does not fit or there is no plan."""
     seen, judge = case.setting, case.judge
     ms: dict[str, float | None] = {}
     seconds: dict[str, float] = {}
@@ -178,7 +181,7 @@ def one_task(case: Judged, planners: Planners, optimum: bool) -> dict[str, objec
     narrow = problem_of(cost_of(seen), table_wise)
     table_only = search(narrow, seed=seen.seed)
     keep("auto, whole or copied", _in(judge, narrow, table_only.assignment), start)
-    # A search with the judge's own prices: the best plan known, for gaps and bounds.
+    # Search with the judge's own prices: the best known plan, for gaps and bounds.
     own = search(judge.problem, seed=1, given={"auto": ours.assignment})
     limit = bound(judge.problem, own.assignment)
     facts: dict[str, object] = {"bound_ms": limit.ms, "bound_kind": limit.kind}
@@ -190,39 +193,43 @@ def one_task(case: Judged, planners: Planners, optimum: bool) -> dict[str, objec
 
 
 def cost_of(setting: Setting) -> TaskCost:
-    """The cost model of a setting, with its type."""
+    """Return the cost model of a setting, with its type."""
     pricing = setting.problem.pricing
     assert isinstance(pricing, TaskCost)
     return pricing
 
 
 def _in(judge: Setting, problem: object, assignment: Assignment) -> Assignment:
-    """An assignment of a narrowed problem, with the option numbers of the judge's problem."""
+    """Convert an assignment of a narrowed problem to the option numbers of the judge's problem."""
     from sbpflow.planner.shapes import assignment_of, plan_of
 
     return assignment_of(judge.problem, plan_of(judge.task, problem, assignment))
 
 
 def _optimum(judge: Setting) -> dict[str, object]:
-    """The optimum of a space: each table whole on any rank, or S(0) unique over all ranks."""
+    """Return the optimum of a space: each table whole on any rank, or S(0) unique over all
+    ranks.
+    """
     size = judge.num_ranks
     rows = Shape("S(0)", "unique", (size, 1))
     numbers = tuple(
         tuple(n for shape in (WHOLE, rows) if (n := option_number(options, shape)) is not None)
         for options in judge.problem.options
     )
-    found = enumerated(judge.problem, numbers)
-    if found is None:
+    optimum = enumerated(judge.problem, numbers)
+    if optimum is None:
         return {}
-    priced = price_of(judge.problem, found[0])
+    priced = price_of(judge.problem, optimum[0])
     return {
         "optimum_ms": priced.ms if priced.feasible else None,
-        "optimum_of": f"{found[1]:,} plans: whole on any rank (columns), or S(0) unique on all",
+        "optimum_of": f"{optimum[1]:,} plans: whole on any rank (columns), or S(0) unique on all",
     }
 
 
 def summary(rows: Sequence[dict[str, object]]) -> dict[str, object]:
-    """Paired differences with ours in logarithms, 95 % intervals, gaps closed, and successes."""
+    """Report paired differences with ours in logarithms, 95 % intervals, gaps closed, and
+    successes.
+    """
     found: dict[str, object] = {"tasks": len(rows)}
     names = list(rows[0]["ms"])
     for name in names:
@@ -256,9 +263,11 @@ def _mean(rows: Sequence[dict[str, object]], name: str, key: str) -> float | Non
 
 
 def _closed(rows: Sequence[dict[str, object]], name: str) -> float | None:
-    """The closed share of the gap from the best greedy that fits to the best plan known.
+    """Return the closed share of the gap from the best greedy plan that fits to the best known
+    plan.
 
-    In logarithms, summed over all tasks: for a single task it is a ratio of small differences.
+    The share is computed in logarithms summed over all tasks, because for a single task it would be
+    a ratio of small differences.
     """
     ours = possible = 0.0
     for row in rows:
@@ -317,7 +326,7 @@ def _embark(args: argparse.Namespace, models: Models, results: Results) -> None:
 
 
 def calibration(args: argparse.Namespace) -> None:
-    """The errors of a profile on held-out tasks, as its calibration reported them."""
+    """Report the errors of a profile on held-out tasks, as its calibration recorded them."""
     profile = _one(args.profile).seen
     results = Results(
         "planner_calibration", benchmark=args.link or "loopback", recorded=args.recorded
@@ -331,7 +340,7 @@ def calibration(args: argparse.Namespace) -> None:
 
 
 def speed(args: argparse.Namespace) -> None:
-    """Seconds to plan, and the gap to the bound."""
+    """Measure the seconds to plan and the gap to the bound."""
     models = _one(args.profile)
     results = Results("planner_speed", recorded=args.recorded)
     for num_tables, size, batch in (
@@ -344,16 +353,16 @@ def speed(args: argparse.Namespace) -> None:
             0, num_tables=num_tables, world_size=size, held_out=True, batch_size=batch
         )
         start, busy = time.perf_counter(), time.process_time()
-        found = make_plan("auto", TaskCost(models.seen, task))
+        planned = make_plan("auto", TaskCost(models.seen, task))
         seconds, busy = time.perf_counter() - start, time.process_time() - busy
-        limit = bound(found.problem, found.assignment)
+        limit = bound(planned.problem, planned.assignment)
         results.add(
             benchmark="speed",
             tables=num_tables,
             ranks=size,
             seconds=round(seconds, 2),
             cpu_seconds=round(busy, 2),
-            predicted_ms=found.priced.ms,
+            predicted_ms=planned.priced.ms,
             gap=round(limit.gap, 4),
             bound_kind=limit.kind,
         )

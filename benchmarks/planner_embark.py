@@ -1,4 +1,6 @@
-"""EMBark's workloads, from NVIDIA-Merlin/HugeCTR benchmarks/embedding_collection/benchmark.sh."""
+"""Defines EMBark's workloads, from NVIDIA-Merlin/HugeCTR
+benchmarks/embedding_collection/benchmark.sh.
+"""
 
 from collections.abc import Mapping
 
@@ -44,7 +46,7 @@ _EMBARK: Mapping[str, tuple[tuple[int, ...], ...]] = {
     ),
 }
 EMBARK = tuple(_EMBARK)
-EMBARK_ALPHA = 1.1  # of the Zipf law in the scripts that generate the data
+EMBARK_ALPHA = 1.1  # exponent of the Zipf law in the scripts that generate the data
 
 
 def embark_task(
@@ -54,7 +56,7 @@ def embark_task(
     batch_size: int = 8192,
     slack: float | None = None,
 ) -> Task:
-    """One of EMBark's workloads; ConfigError for an unknown name."""
+    """Return one of EMBark's workloads; ConfigError for an unknown name."""
     if name not in _EMBARK:
         raise ConfigError(f"workload {name!r}; use {', '.join(EMBARK)}")
     drawn: list[Drawn] = []

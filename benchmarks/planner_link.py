@@ -2,7 +2,7 @@
 
     python -m benchmarks.planner_link --link 1gbit --output FILE [--seconds 270]
 
-``--profile`` of the ``sbpflow`` commands takes the resulting FILE.
+Pass the resulting FILE as ``--profile`` to the ``sbpflow`` commands.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from sbpflow.planner.__main__ import calibrate
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--link", default="1gbit", help="a rate in the notation of tc")
+    parser.add_argument("--link", default="1gbit", help="a rate in tc's notation")
     parser.add_argument("--output", required=True)
     parser.add_argument("--seconds", type=float, default=270.0)
     args = parser.parse_args()

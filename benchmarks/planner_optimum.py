@@ -1,4 +1,4 @@
-"""The optimum of a small planning problem, by enumeration."""
+"""Finds the optimum of a small planning problem by enumeration."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -8,16 +8,18 @@ import numpy as np
 from sbpflow.planner.search.exact import moves_of
 from sbpflow.planner.search.problem import Assignment, Floats, Ints, Move, Problem
 
-CHUNK = 4096  # plans priced at a time
+CHUNK = 4096  # plans priced at once
 
 
 def enumerated(
     problem: Problem, numbers: tuple[tuple[int, ...], ...], most: int = 5_000_000
 ) -> tuple[Assignment, int] | None:
-    """The best of all plans with each table in an option of ``numbers[table]``, and their number.
+    """Return the best plan with each table in an option of ``numbers[table]``, and the number of
+    plans.
 
-    Whole tables go to any rank, split tables to the first aligned neighbors; plans that differ only
-    in the names of ranks count once. Exact on the full model. None if there are more than ``most``.
+    Whole tables go to any rank, and split tables to the first aligned neighbors. Plans that differ
+    only in rank names count once. The result is exact on the full model, or None if there are more
+    than ``most`` plans.
     """
     places = _Places(problem, numbers)
     best: tuple[tuple[float, float], Assignment] | None = None
@@ -35,12 +37,12 @@ def enumerated(
 
 
 class _Places:
-    """Every move of every table by number, with what it adds to the ranks."""
+    """Numbers every move of every table and stores its additions to the ranks."""
 
     def __init__(self, problem: Problem, numbers: tuple[tuple[int, ...], ...]) -> None:
         self.problem = problem
         self.moves: list[list[Move]] = []
-        self.first: list[dict[int, int]] = []  # of each table: option -> number of its first move
+        self.first: list[dict[int, int]] = []  # for each table: option -> number of its first move
         for options, mine in zip(problem.options, numbers, strict=True):
             moves: list[Move] = []
             first: dict[int, int] = {}
@@ -79,7 +81,7 @@ class _Places:
             row[key[0]] = 1.0
 
     def priced(self, plans: Ints) -> tuple[Floats, Floats]:
-        """(bytes in excess, ms) of plans [N, tables]."""
+        """Return (bytes in excess, ms) of plans [N, tables]."""
         totals = np.repeat(self.problem.base[None], len(plans), axis=0)
         present = np.zeros((len(plans), len(self.counts)), dtype=bool)
         for table, added in enumerate(self.added):
@@ -96,7 +98,9 @@ class _Places:
 def _canonical(
     problem: Problem, numbers: tuple[tuple[int, ...], ...], places: _Places
 ) -> Iterator[Ints]:
-    """Plans as rows of move numbers, in chunks; one of those that differ only in names of ranks."""
+    """Yield plans as rows of move numbers, in chunks; plans that differ only in rank names appear
+    once.
+    """
     partitions = {
         n: np.array(list(_partitions(n, problem.num_ranks)), dtype=np.int64)
         for n in range(problem.num_tables + 1)
@@ -117,7 +121,9 @@ def _canonical(
 
 
 def _partitions(items: int, most: int) -> Iterator[tuple[int, ...]]:
-    """Every way to put items into at most ``most`` unnamed sets, as restricted growth strings."""
+    """Yield all partitions of items into at most ``most`` unnamed sets, as restricted growth
+    strings.
+    """
     if items == 0:
         yield ()
         return

@@ -1,8 +1,9 @@
-"""The plans that the planner benchmarks measure: ours, ablations of ours, and other planners'.
+"""Makes the plans that the planner benchmarks measure: ours, ablations of ours, and other
+planners'.
 
 Tasks are small enough for the ranks of a small machine: held-out tables of the pool, with fewer
-rows and ids per sample. All planners see the same profile, and the learned ones are trained on the
-same drawn tasks, priced by it.
+rows and ids per sample. All planners use the same profile, and the learned planners are trained on
+the same random tasks, priced by this profile.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,14 +33,14 @@ from sbpflow.runtime.ranks.topology import Topology
 
 MOST_ROWS, MOST_IDS = 50_000, 20.0
 DIMS = (8, 16, 32)
-MEASURED = 4  # plans of ours, of which a measurement may select the best
-DRAWN_AT_RANDOM = 4  # random placements, of which a measurement may select the best
+MEASURED = 4  # our plans; a measurement may select the best one
+DRAWN_AT_RANDOM = 4  # random placements; a measurement may select the best one
 Planner = Callable[[Setting], Assignment]
 Named = dict[str, tuple[Plan, float]]  # name -> (plan, predicted ms)
 
 
 def make_sample(number: int, world_size: int, *, num_tables: int, batch_size: int) -> Sample:
-    """Held-out tables of the pool, reduced, with their laws; reproducible."""
+    """Return held-out tables of the pool, reduced, with their laws; reproducible."""
     random = np.random.default_rng([number, num_tables, 77])
     half = split_pool(held_out=True)
     drawn: list[Drawn] = []
@@ -55,7 +56,7 @@ def make_sample(number: int, world_size: int, *, num_tables: int, batch_size: in
 
 
 def planners_of(profile: Profile, like: Task, names: Sequence[str]) -> dict[str, Planner]:
-    """The other planners, trained once for this number of ranks and this batch size."""
+    """Train the other planners once for this number of ranks and this batch size."""
     cost = TaskCost(profile, like)
     planners = {name: published(name, cost, 0) for name in names if name != "torchrec"}
     return {**planners, "torchrec": torchrec_plan} if "torchrec" in names else planners
@@ -64,7 +65,9 @@ def planners_of(profile: Profile, like: Task, names: Sequence[str]) -> dict[str,
 def plans_of(
     task: Task, profile: Profile, planners: dict[str, Planner], *, alike: bool = True
 ) -> Named:
-    """Our best plans, ablations, and other planners' plans; ``alike`` adds homogeneous plans."""
+    """Return our best plans, ablations, and other planners' plans; ``alike`` adds homogeneous
+    plans.
+    """
     cost = TaskCost(profile, task)
     ours = make_plan("auto", cost)
     problem, setting = ours.problem, Setting(task, ours.problem)
@@ -86,7 +89,9 @@ def plans_of(
 
 
 def scheme_auto(task: Task) -> Plan:
-    """The plan of ``parallel.scheme: auto``, which needs no calibration, given how ids repeat."""
+    """Return the plan of ``parallel.scheme: auto``, which needs id frequencies but no
+    calibration.
+    """
     size = BIN_SAMPLES
     known: dict[str, IdFrequencies] = {}
     for table in task.tables:
@@ -119,7 +124,7 @@ def scheme_auto(task: Task) -> Plan:
 
 
 def ablations(task: Task, profile: Profile) -> dict[str, Plan]:
-    """The plans of our search without one of its parts."""
+    """Return the plans of our search without one of its parts."""
     plain = TaskCost(replace(profile, members=()), task)
     even = {
         table.name: from_histogram(

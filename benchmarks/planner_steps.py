@@ -1,17 +1,18 @@
-"""Plans of different planners on the ranks of this machine: by wall clock, and rank by rank.
+"""Measures plans of different planners on this machine's ranks, by wall clock and rank by rank.
 
-``steps``: on 2 ranks or more, all plans of a task take turns, and each round gives the difference
-of every plan from ours. A plan takes part until its 95 % interval is narrower than 3 %, or as far
-from 0 as it is wide, or the time is over. An interval containing 0 means no significant difference.
+``steps``: on 2 ranks or more, all plans of a task run alternately, and each round gives the
+difference of every plan from ours. A plan runs until its 95 % interval is narrower than 3 %, or as
+far from 0 as it is wide, or the time is over. An interval containing 0 means no significant
+difference.
 
-``ranks``: for more ranks than cores. Every rank is a process with its part of the plan. Its moves
-are timed by the CPU clock of its own thread, so ranks that share a core do not count each other's
-work. The data it receives is real, as if one rank at a time were replayed. The profile prices the
+``ranks``: for more ranks than cores. Every rank is a process with its part of the plan. The CPU
+clock of its own thread times its moves, so ranks that share a core do not count each other's work.
+The received data is real, as if the ranks were replayed one after another. The profile prices the
 exchanges, and the step is simulated.
 
-The first stated cost is of ``ranks``, the second of ``steps``; ``steps`` computes both and reports
-how well they agree. Where a planner may measure several plans, half of the rounds or passes select
-the plan, and results are reported on the other half.
+The first stated cost belongs to ``ranks``, the second to ``steps``; ``steps`` computes both and
+reports how well they agree. If a planner may measure several plans, half of the rounds or passes
+select the plan, and results are reported on the other half.
 """
 
 import argparse
@@ -40,13 +41,13 @@ from sbpflow.planner.task import Task
 
 STEPS_BATCH, RANKS_BATCH = 4096, 2048
 STEPS_TABLES = (10, 26, 40)  # in turn
-PASSES = 3  # over the moves of every plan: the first selects, the others are reported
+PASSES = 3  # over the moves of every plan: the first pass selects, the other passes are reported
 OURS = ("auto", "auto 2", "auto 3", "auto 4")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A task of the comparison, and all plans for it by name."""
+    """Contains a task of the comparison and all plans for it by name."""
 
     number: int
     tables: int
@@ -54,7 +55,7 @@ class Case:
     plans: Named
 
     def tree(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Return the case in JSON-ready form."""
         plans = {name: [plan_tree(plan), ms] for name, (plan, ms) in self.plans.items()}
         return {
             "number": self.number, "tables": self.tables, "batch": self.batch, "plans": plans,
@@ -71,7 +72,7 @@ class Case:
         ).task
 
     def distinct(self) -> dict[str, list[str]]:
-        """{plan as JSON: its names}, because equal plans are measured once."""
+        """Return {plan as JSON: its names}, because equal plans are measured once."""
         names_of: dict[str, list[str]] = {}
         for name, (plan, _) in self.plans.items():
             names_of.setdefault(json.dumps(plan_tree(plan), sort_keys=True), []).append(name)
@@ -79,7 +80,9 @@ class Case:
 
 
 def planned(args: argparse.Namespace, cells: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
-    """The cases of (tables, ranks, number of the task); read from ``--plans`` if it has them."""
+    """Return the cases of (tables, ranks, task number), read from ``--plans`` if the file has
+    them.
+    """
     path = Path(args.plans) if args.plans else None
     known: dict[str, Any] = {}
     if path is not None and path.is_file():
@@ -146,7 +149,9 @@ def run_steps(args: argparse.Namespace) -> None:
 def told_elsewhere(
     profile: Profile, case: Case, size: int, plans: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """The errors, plan by plan, of a calibration for another number of ranks or another link."""
+    """Return the errors, plan by plan, of a calibration for another number of ranks or another
+    link.
+    """
     cost = TaskCost(profile, case.task(size))
     names = [names[0] for names in case.distinct().values()]
     predicted = {name: cost.predict(case.plans[name][0]).step_ms for name in names}
@@ -174,9 +179,9 @@ def run_ranks(args: argparse.Namespace) -> None:
         if args.plan_only:
             continue
         cases = [Case.of(known[f"{tables}x{size} {number}"]) for _, _, number in cells]
-        found = _measured(cases, size, None, ["--passes", str(PASSES)])
+        times = _measured(cases, size, None, ["--passes", str(PASSES)])
         rows: list[dict[str, Any]] = []
-        for case, one in zip(cases, found, strict=True):
+        for case, one in zip(cases, times, strict=True):
             names = [names[0] for names in case.distinct().values()]
             ms = _priced(profile, case, size, one["moves"])
             passes = {
@@ -192,7 +197,7 @@ def run_ranks(args: argparse.Namespace) -> None:
 def _measured(
     cases: Sequence[Case], size: int, link: str | None, words: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """The workers' times for each case, with plans in the order of ``Case.distinct``."""
+    """Return the workers' times for each case, with plans in the order of ``Case.distinct``."""
     with tempfile.TemporaryDirectory() as folder:
         tasks_file, times_file = Path(folder, "tasks.json"), Path(folder, "times.json")
         tasks = [
@@ -208,7 +213,9 @@ def _measured(
 def _priced(
     profile: Profile, case: Case, size: int, moves: Sequence[Sequence[Sequence[float]]]
 ) -> list[float]:
-    """ms of a step from measured moves and priced exchanges; ``moves`` may be of many passes."""
+    """Price a step in ms from measured moves and priced exchanges; ``moves`` may be of many
+    passes.
+    """
     cost = TaskCost(profile, case.task(size))
     plans = [case.plans[names[0]][0] for names in case.distinct().values()]
     exchanges = [PHASE[kind] for kind in TRANSFERS]
@@ -222,7 +229,7 @@ def _priced(
 
 
 def best_of(names: Iterable[str]) -> dict[str, list[str]]:
-    """{name of a selection: the plans it selects from}; the last one acts as ``--measure 4``."""
+    """Return {selection name: the plans it selects from}; the last one acts as ``--measure 4``."""
     alike = [name for name in names if name.startswith("all ")]
     return {
         "auto, best of 4": [*OURS],
@@ -237,8 +244,8 @@ def compared(
     times: Mapping[str, Sequence[float]],
     priced: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """For every plan: predicted ms, how much slower than ours with the interval, and the ms that
-    this difference makes of our median.
+    """Return for every plan: predicted ms, its slowdown relative to ours with the interval, and the
+    slowdown in ms of our median.
 
     ``times`` [name] are rounds or passes; plans that dropped out have fewer than ours. A selection
     among plans uses every other round and is reported on the rest.
@@ -280,17 +287,17 @@ def compared(
 
 
 def _choosing(ms: Sequence[float]) -> list[float]:
-    """The rounds or passes that select one of several plans."""
+    """Return the rounds or passes that select one of several plans."""
     return list(ms[:1]) if len(ms) <= PASSES else list(ms[0::2])
 
 
 def _reported(ms: Sequence[float]) -> list[float]:
-    """The rounds or passes that are reported."""
+    """Return the rounds or passes that are reported."""
     return list(ms[1:]) if len(ms) <= PASSES else list(ms[1::2])
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Over all tasks: how much slower than ours every planner is, with 95 % intervals."""
+    """Report every planner's slowdown relative to ours over all tasks, with 95 % intervals."""
     planners: dict[str, Any] = {}
     names = [name for name in rows[0]["plans"] if all(name in row["plans"] for row in rows)]
     for name in names:
@@ -321,10 +328,10 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def gap_closed(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    """The closed share of the gap from each task's best greedy to its fastest plan, in logarithms.
+    """Return the closed share of the gap from each task's best greedy plan to its fastest, in logs.
 
-    The fastest of many noisy medians is slightly too fast, so this errs on the low side. None if
-    the greedy plans are as fast.
+    The fastest of many noisy medians is slightly too fast, so this share errs on the low side. The
+    result is None if the greedy plans are as fast.
     """
     ours = possible = 0.0
     for row in rows:
@@ -337,7 +344,7 @@ def gap_closed(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
-    """The rank correlation of two lists; 0 for fewer than three values."""
+    """Return the rank correlation of two lists; 0 for fewer than three values."""
 
     def ranks(values: Sequence[float]) -> list[float]:
         order = sorted(range(len(values)), key=lambda n: values[n])

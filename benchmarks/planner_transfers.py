@@ -1,4 +1,4 @@
-"""Errors of a calibration's fit on held-out tasks, with and without transfers timed alone.
+"""Measures errors of a calibration's fit on held-out tasks, with and without transfers timed alone.
 
     python -m benchmarks.planner_transfers JOURNAL [--link 1gbit]
 
@@ -20,11 +20,11 @@ from sbpflow.planner.calibration.fit import held_out_errors
 from sbpflow.planner.calibration.records import Record, record_of
 from sbpflow.planner.costs.transfers import as_lines
 
-SEEDS = (0, 1)  # of the fits; the errors are averaged
+SEEDS = (0, 1)  # seeds of the fits; the errors are averaged
 
 
 def records_of(journal: Journal, facts: dict[str, str]) -> list[Record]:
-    """All plans that the calibration measured."""
+    """Return all plans that the calibration measured."""
     size, backend = facts["world"].split()
     records: list[Record] = []
     for (number, _), entry in sorted(journal.entries.items()):

@@ -1,9 +1,9 @@
-"""One rank of a comparison of plans: steps in turns, or moves by this rank's own clock.
+"""Runs one rank of a comparison of plans: alternating steps, or moves by this rank's own clock.
 
-Reads tasks with their plans from a file; rank 0 writes the times of every plan. ``rounds`` are of
-steps as in a run. Each round has its own order, because a plan's caches depend on the plan before
-it, and a plan takes part until its difference from the first one is significant. ``passes`` are
-over serial steps, timed move by move.
+The worker reads tasks with their plans from a file; rank 0 writes the times of every plan.
+``rounds`` measures steps as in a run. Each round has its own order, because a plan's caches depend
+on the previous plan, and a plan runs until its difference from the first plan is significant.
+``passes`` measures serial steps, timed move by move.
 """
 
 import argparse
@@ -28,22 +28,22 @@ from sbpflow.runtime.ranks.world import World
 from sbpflow.training.step_schedule import OVERLAPPED
 from sbpflow.training.trainer import Trainer
 
-FIRST_ROUNDS = 4  # after these, plans that are far slower or faster drop out
+FIRST_ROUNDS = 4  # after these rounds, plans that are far slower or faster drop out
 LEAST_ROUNDS, MOST_ROUNDS = 8, 200
 STEPS = 4  # per turn
-# Half of a 95 % interval in standard errors, by degrees of freedom from 1: Student's t.
+# Half of a 95 % interval in standard errors (Student's t), by degrees of freedom from 1.
 _T = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
     *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
 )
 SERIAL_STEPS = 3  # per pass
-MOVE_TURNS = 3  # of plans whose steps were measured in rounds
+MOVE_TURNS = 3  # number of passes over the plans, in alternating order
 TOLD_APART = 0.03
 
 
 def work(args: argparse.Namespace) -> None:
-    """All tasks, one after another."""
+    """Measure all tasks, one after another."""
     torch.set_num_threads(1)
     tasks = json.loads(Path(args.tasks).read_text())
     results: list[dict[str, Any]] = []
@@ -71,7 +71,7 @@ def work(args: argparse.Namespace) -> None:
 
 
 def _joined(boxing: Boxing, moves: list[list[list[float]]]) -> list[list[list[float]]]:
-    """[plan][rank][phase] ms, gathered from all ranks."""
+    """Return [plan][rank][phase] ms, gathered from all ranks."""
     ranks = [json.loads(text) for text in gather_texts(boxing, json.dumps(moves))]
     return [phases_of(of_plan) for of_plan in zip(*ranks, strict=True)]
 
@@ -79,8 +79,8 @@ def _joined(boxing: Boxing, moves: list[list[list[float]]]) -> list[list[list[fl
 def _rounds(
     boxing: Boxing, trainers: Sequence[Trainer], batches: Sequence[Rows], seconds: float
 ) -> list[list[float]]:
-    """[plan][round] ms of a step; the first plan has all rounds, others the rounds before they
-    dropped out.
+    """Return [plan][round] ms of a step; the first plan has all rounds, other plans the rounds
+    before they dropped out.
     """
     times: list[list[float]] = [[] for _ in trainers]
     stop = time.monotonic() + seconds
@@ -100,7 +100,9 @@ def _rounds(
 def _moves(
     boxing: Boxing, trainers: Sequence[Trainer], batches: Sequence[Rows]
 ) -> list[list[list[float]]]:
-    """[plan][step][phase] ms of this rank; the plans take turns, so drift affects all alike."""
+    """Return [plan][step][phase] ms of this rank; plans run alternately, so drift affects all
+    equally.
+    """
     found: list[list[list[float]]] = [[] for _ in trainers]
     for turn in range(MOVE_TURNS):
         for place in random.Random(turn).sample(range(len(trainers)), len(trainers)):
@@ -109,7 +111,7 @@ def _moves(
 
 
 def _timed(world: World, trainer: Trainer, batches: Sequence[Rows]) -> float:
-    """ms of a step: of four steps with the next batch's ids ahead, after one that warms up."""
+    """Return the ms of a step: four steps with the next batch's ids ahead, after a warm-up step."""
     losses = trainer.train_on([batches[(step + 1) % 2] for step in range(STEPS + 1)])
     next(losses)
     world.barrier()
@@ -123,9 +125,9 @@ def _timed(world: World, trainer: Trainer, batches: Sequence[Rows]) -> float:
 def _still_racing(
     boxing: Boxing, times: list[list[float]], racing: list[int], stop: float
 ) -> list[int]:
-    """The first plan and those with no significant difference from it; none if the time is over.
+    """Return the first plan and plans that do not differ significantly; none if the time is over.
 
-    Rank 0 decides.
+    Rank 0 decides for all ranks.
     """
     left = [place for place in racing if place == 0 or not settled(times[place], times[0])]
     text = json.dumps([] if time.monotonic() > stop else left)
@@ -133,9 +135,9 @@ def _still_racing(
 
 
 def settled(theirs: Sequence[float], ours: Sequence[float]) -> bool:
-    """Whether the interval of the difference is farther from 0 than it is wide, or narrow.
+    """Return whether the interval of the difference is narrow, or farther from 0 than it is wide.
 
-    Few rounds may agree by chance, so a narrow interval counts only from ``LEAST_ROUNDS`` on.
+    Few rounds may agree by chance, so a narrow interval counts only after ``LEAST_ROUNDS``.
     """
     mean, half = difference(theirs, ours)
     narrow = half < TOLD_APART and len(theirs) >= LEAST_ROUNDS
@@ -143,9 +145,10 @@ def settled(theirs: Sequence[float], ours: Sequence[float]) -> bool:
 
 
 def difference(theirs: Sequence[float], ours: Sequence[float]) -> tuple[float, float]:
-    """The mean difference and half of its 95 % interval, as shares, from paired logarithms.
+    """Return the mean difference and half of its 95 % interval, as shares, from paired logarithms.
 
-    By Student's t, because rounds are few. If a plan dropped out, over the rounds that it has.
+    The interval uses Student's t, because rounds are few. For a plan that dropped out, only its own
+    rounds are compared.
     """
     logs = [math.log(a / b) for a, b in zip(theirs, ours, strict=False)]
     if len(logs) < 2:
@@ -154,7 +157,7 @@ def difference(theirs: Sequence[float], ours: Sequence[float]) -> tuple[float, f
 
 
 def half_interval(values: Sequence[float]) -> float:
-    """Half of the 95 % interval of the mean of two or more values."""
+    """Return half of the 95 % interval of the mean of two or more values."""
     freedom = len(values) - 1
     errors = _T[freedom - 1] if freedom <= len(_T) else 1.96
     return errors * statistics.stdev(values) / math.sqrt(len(values))
@@ -164,8 +167,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--worker", action="store_true", required=True)
     parser.add_argument("--tasks", help="a JSON file: number, tables, batch and plans of each task")
-    parser.add_argument("--seconds", type=float, default=0.0, help="of rounds, per task")
-    parser.add_argument("--passes", type=int, default=0, help="over moves, instead of rounds")
+    parser.add_argument("--seconds", type=float, default=0.0, help="seconds of rounds per task")
+    parser.add_argument(
+        "--passes", type=int, default=0, help="passes over moves, instead of rounds"
+    )
     parser.add_argument("--output")
     work(parser.parse_args())
 

@@ -1,4 +1,4 @@
-"""Writes the results of a benchmark: JSON lines with the conditions of the measurement.
+"""Writes the results of a benchmark as JSON lines with the conditions of the measurement.
 
 ``open_results("name")`` replaces benchmarks/results/name.jsonl. Every line has device, versions,
 commit and time, so a result is never without its provenance.
@@ -30,7 +30,7 @@ PACKAGES = (
 
 
 def provenance() -> dict[str, Any]:
-    """Device, versions, commit and time of this process."""
+    """Return device, versions, commit and time of this process."""
     cuda = torch.cuda.is_available()
     return {
         "device": torch.cuda.get_device_name() if cuda else _cpu_name(),
@@ -49,8 +49,8 @@ class Results:
     """Prints each line and appends it to a file.
 
     The first added line replaces the file; with ``benchmark``, it replaces only the lines of that
-    benchmark, so that the questions of a module can be run one at a time. If not ``recorded``,
-    lines are printed and the file is unchanged: for other sizes than those on record.
+    benchmark, so that a module's benchmarks can run separately. If not ``recorded``, lines are
+    printed and the file is unchanged: for other sizes than the recorded ones.
     """
 
     def __init__(self, name: str, benchmark: str | None = None, *, recorded: bool = True) -> None:

@@ -5,8 +5,8 @@
     python -m benchmarks.reshard --count 100 a seeded sample
     python -m benchmarks.reshard --folder F  store finished work in F; run it again to continue
 
-The reference is a run of 10 + 20 steps; its checkpoint after 10 steps continues for 20 under the
-other layout. Every rank compares everything it holds, including copies, with the state saved at the
+The reference is a run of 10 + 20 steps; its checkpoint after 10 steps continues for 20 steps under
+the other layout. Every rank compares its whole state, including copies, with the state saved at the
 end. With the same layout the bits are equal; otherwise sums are added in another order.
 """
 
@@ -49,7 +49,7 @@ from sbpflow.runtime.ranks.world import World
 from sbpflow.sbp.sbp import balanced_sizes
 
 BATCH, SEED = 30, 7
-LOOKAHEAD = 4  # batches in flight when a state is saved; they must not affect it
+LOOKAHEAD = 4  # number of batches in flight when a state is saved; they must not affect it
 # No size is divisible by 2 or 4, and C4 has fewer rows than there are ranks.
 FIELDS = Fields.of(("I1", "I2"), {"C1": 37, "C2": 11, "C3": 53, "C4": 3}, {"C1xC2": 71})
 SPARSE = {
@@ -58,20 +58,20 @@ SPARSE = {
     "ftrl": Ftrl(lr=0.1),
 }
 SCHEMES = ("dp", "1", "2", "3", "mixed")
-# Float64 has 53 bits: sums of 30 steps in another order stay far below. State of FTRL and squares
-# of Adam may have 1e3 times the error of their input.
+# Float64 has 53 bits: errors of sums of 30 steps in another order stay far below. FTRL's state and
+# Adam's squares may have 1e3 times the error of their input.
 BOUND = 1e-10
 
 
 @dataclass(frozen=True)
 class Lying:
-    """How a job is laid out on ranks."""
+    """Describes a job's layout on ranks."""
 
     size: int
     scheme: str
 
     def config(self, case: "Case") -> Config:
-        """The configuration of the case's job in this layout."""
+        """Return the configuration of the case's job in this layout."""
         scheme, tables, dense = self.scheme, dict[str, TableRule](), dict[str, str]()
         if scheme == "mixed":
             scheme, tables, dense = "3", _mixed(self.size), {}
@@ -101,7 +101,7 @@ class Lying:
 
 
 def _mixed(size: int) -> dict[str, TableRule]:
-    """Uneven rows, columns, one rank, copies and, on four ranks, a grid of uneven parts."""
+    """Return uneven rows, columns, one rank, copies and, on four ranks, a grid of uneven parts."""
     last = size - 1
     rules = {
         "deep.C1": TableRule(sbp="S(0)", sizes=(*[5] * last, 37 - 5 * last), exchange="unique"),
@@ -118,7 +118,9 @@ def _mixed(size: int) -> dict[str, TableRule]:
 
 @dataclass(frozen=True)
 class Case:
-    """A checkpoint saved in one layout and loaded in another; ``half`` keeps rows in bfloat16."""
+    """Describes a checkpoint saved in one layout and loaded in another; ``half`` keeps bfloat16
+    rows.
+    """
 
     saved: Lying
     loaded: Lying
@@ -130,7 +132,9 @@ class Case:
 
 
 class Net(nn.Module):
-    """A dense part in plain torch; no dropout, because its masks differ by rank."""
+    """Implements a dense part in plain torch, without dropout, because dropout masks differ by
+    rank.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,12 +148,12 @@ class Net(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class NetConfig:
-    """The module as the model of a run."""
+    """Uses the module as the model of a run."""
 
     name: str = "net"
 
     def spec(self, fields: Fields) -> TorchModel:
-        """The model over one output of all tables."""
+        """Return the model over one output of all tables."""
         return TorchModel(outputs=(embedding_output("deep", fields.sparse, dim=5),), make=Net)
 
 
@@ -163,7 +167,7 @@ _MODELS = {
 
 @dataclass
 class Rows:
-    """One rank's part of a batch."""
+    """Contains one rank's part of a batch."""
 
     labels: Tensor
     dense: Tensor
@@ -172,7 +176,7 @@ class Rows:
 
 
 def make_rows(step: int, rank: int, size: int) -> Rows:
-    """The batch of a step, counted from 1, independent of what ran before it."""
+    """Return the batch of a step, counted from 1, independent of previous calls."""
     generator = torch.Generator().manual_seed(step)
     rows = BATCH - 7 if step % 5 == 0 else BATCH
     counts = [field.rows for field in FIELDS.ids]
@@ -187,14 +191,16 @@ def make_rows(step: int, rank: int, size: int) -> Rows:
 
 
 def make_job(world: World, case: Case, lying: Lying) -> Job:
-    """A job, built as a run builds it."""
+    """Return a job, built as a run builds it."""
     config = lying.config(case)
     spec, plan = plan_run(config, FIELDS, world_size=world.size, device_type="cpu")
     return build_job(config, spec, plan, Boxing(world))
 
 
 def _train(world: World, job: Job, steps: int) -> list[float]:
-    """The losses of ``count`` steps, with LOOKAHEAD batches announced after the last one."""
+    """Return the losses of ``count`` steps, with LOOKAHEAD batches announced after the last
+    step.
+    """
     job.trainer.drain()
     job.trainer.lookahead = LOOKAHEAD
     first = job.trainer.num_steps + 1
@@ -204,7 +210,9 @@ def _train(world: World, job: Job, steps: int) -> list[float]:
 
 
 def save_and_go_on(world: World, folder: Path, case: Case) -> None:
-    """Save the state after the first steps and at the end in ``folder``, and the losses between."""
+    """Save the state after the first steps and at the end in ``folder``; save the losses in
+    between.
+    """
     job = make_job(world, case, case.saved)
     folder.mkdir(parents=True, exist_ok=True)
     saver = Saver(folder, job.boxing, job.state, run="reshard", deadline_s=60)
@@ -217,7 +225,7 @@ def save_and_go_on(world: World, folder: Path, case: Case) -> None:
 def go_on(world: World, folder: Path, case: Case) -> dict[str, float]:
     """Continue from the first checkpoint under the other layout, and compare with the second.
 
-    Returns the largest difference of the losses and of each tensor of the state on this rank.
+    Returns the largest difference of the losses and of each state tensor on this rank.
     """
     job = make_job(world, case, case.loaded)
     job.restore(open_checkpoint(folder / f"step-{case.before}"))
@@ -244,18 +252,18 @@ def _apart(one: Tensor, other: Tensor) -> float:
 
 
 def saved_folder(folder: Path, case: Case) -> Path:
-    """The folder of the uninterrupted run; several cases continue from it."""
+    """Return the folder of the uninterrupted run; several cases continue from it."""
     rows = "half" if case.half else "whole"
     return folder / f"{case.model}-{rows}-{case.optimizer}-{case.saved.size}-{case.saved.scheme}"
 
 
 def bound_of(case: Case) -> float:
-    """The largest allowed difference of losses and state."""
+    """Return the largest allowed difference of losses and state."""
     return 0.0 if case.saved == case.loaded else BOUND
 
 
 def all_cases() -> list[Case]:
-    """All cases."""
+    """Return all cases that a full run compares."""
     lyings = [Lying(size, scheme) for size in (1, 2, 4) for scheme in SCHEMES]
     kinds = [("wdl", False), ("wdl", True), ("module", False)]
     return [
@@ -267,7 +275,7 @@ def all_cases() -> list[Case]:
 
 
 def cases(*, seed: int, count: int, before: int = 10, after: int = 20) -> list[Case]:
-    """A sample of the cases; every eighth is loaded in the layout that it was saved in."""
+    """Sample the cases; every eighth case is loaded in the layout in which it was saved."""
     picked = random.Random(seed).sample(all_cases(), count)
     return [
         replace(
@@ -281,12 +289,12 @@ def cases(*, seed: int, count: int, before: int = 10, after: int = 20) -> list[C
 
 
 def save_all(world: World, folder: str, picked: Sequence[Case]) -> None:
-    """Run the uninterrupted runs of the cases that save on this many ranks, each once."""
+    """Make each uninterrupted run once, for the cases that save on this many ranks."""
     mine = {
         saved_folder(Path(folder), case): case for case in picked if case.saved.size == world.size
     }
     for where, case in mine.items():
-        # No rank can find it there before all have saved it.
+        # Other runs can find the folder only after all ranks have saved.
         if not (where / f"step-{case.before + case.after}").exists():
             save_and_go_on(world, where, case)
 
@@ -294,7 +302,7 @@ def save_all(world: World, folder: str, picked: Sequence[Case]) -> None:
 def go_on_all(
     world: World, folder: str, picked: Sequence[Case], done: frozenset[int] = frozenset()
 ) -> dict[int, dict[str, float]]:
-    """The differences on this rank in the cases that load on this many ranks, by number.
+    """Return this rank's differences in the cases that load on this many ranks, by number.
 
     Cases in ``done`` are skipped.
     """
@@ -318,7 +326,7 @@ def _worker(folder: str, phase: str, seed: str, count: str) -> None:
             return
         files = [Path(folder) / f"found-{world.size}-{rank}.jsonl" for rank in range(world.size)]
         done = frozenset[int].intersection(*(frozenset(_found_in(file)) for file in files))
-        world.barrier()  # no rank writes before all have read
+        world.barrier()  # no rank writes before all ranks have read
         with files[world.rank].open("a") as file:
             for number, found in _go_on_each(world, folder, picked, done):
                 file.write(json.dumps([number, found]) + "\n")
@@ -335,7 +343,7 @@ def _picked(seed: int, count: int) -> list[Case]:
 
 
 def _measure(folder: Path, seed: int, count: int) -> dict[Case, dict[str, float]]:
-    """The largest difference of any rank in each case, by tensor."""
+    """Return the largest difference of any rank in each case, by tensor."""
     for phase in ("save", "go_on"):
         for size in (1, 2, 4):
             words = [str(folder), phase, str(seed), str(count)]
@@ -355,7 +363,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=0, help="0: all cases")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
-        "--folder", type=Path, help="keeps finished work; default a temporary folder"
+        "--folder", type=Path, help="the folder for finished work; default: a temporary one"
     )
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -366,14 +374,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        found = _measure(folder, args.seed, args.count)
+        largest = _measure(folder, args.seed, args.count)
     for same in (True, False):
         kinds: dict[tuple[str, str, bool], list[Case]] = defaultdict(list)
-        for case in found:
+        for case in largest:
             if (case.saved == case.loaded) == same:
                 kinds[case.model, case.optimizer, case.half].append(case)
         for (model, optimizer, half), some in kinds.items():
-            worst = max(some, key=lambda case: max(found[case].values()))
+            worst = max(some, key=lambda case: max(largest[case].values()))
             results.add(
                 model=model,
                 optimizer=optimizer,
@@ -381,10 +389,10 @@ def main() -> None:
                 same_layout=same,
                 cases=len(some),
                 steps=[worst.before, worst.after],
-                beyond_bound=sum(max(found[case].values()) > bound_of(case) for case in some),
+                beyond_bound=sum(max(largest[case].values()) > bound_of(case) for case in some),
                 bound=bound_of(worst),
-                largest_loss_difference=max(found[case]["losses"] for case in some),
-                largest_difference=max(found[worst].values()),
+                largest_loss_difference=max(largest[case]["losses"] for case in some),
+                largest_difference=max(largest[worst].values()),
                 worst=f"{worst.saved} to {worst.loaded}",
             )
 

@@ -1,11 +1,11 @@
-"""Compares ``scheme: auto`` with plans that treat all tables alike, on the tables alone.
+"""Compares ``scheme: auto`` with plans that give all tables one layout, on the tables alone.
 
     python -m benchmarks.schemes [--tasks dcnv2 even random0 ..] [--link 1gbit] [--all]
 
-All B is data parallelism, all S(1) is scheme 1, all reduce scheme 2, all unique scheme 3. Each plan
-looks up and updates the same batches, in turns, on two ranks. A line per task has how much slower
-the cheapest plan by price is than the fastest by the clock, and the time of every plan. ``--all``
-adds all other plans that ``auto`` compares, including mixtures.
+All B is data parallelism, all S(1) is scheme 1, all reduce is scheme 2, and all unique is scheme 3.
+The plans alternately look up and update the same batches on two ranks. Each task has a line with
+the measured slowdown of the plan with the lowest price relative to the fastest plan, and the time
+of every plan. ``--all`` adds all other plans that ``auto`` compares, including mixtures.
 """
 
 import argparse
@@ -42,7 +42,7 @@ GB_PER_S = {None: Link().gb_per_s, "1gbit": 0.12}
 
 
 def task(name: str) -> Shape:
-    """Tables and features by the name of a task; random ones are drawn from the number in it."""
+    """Return tables and features by task name; the number in the name seeds random tables."""
     if not name.startswith(("even", "random")):
         return make_shape(name)
     if name == "even":
@@ -61,7 +61,7 @@ def task(name: str) -> Shape:
 
 
 def ranked(shape: Shape, world: Placement, gb_per_s: float) -> list[Candidate]:
-    """All plans, the cheapest by price first."""
+    """Return all plans, the plan with the lowest price first."""
     tables, features = shape
     shapes = {table.name: table.shape for table in tables}
 
@@ -85,7 +85,7 @@ def ranked(shape: Shape, world: Placement, gb_per_s: float) -> list[Candidate]:
 
 
 def make_ids(shape: Shape, samples: int, rank: int) -> Tensor:
-    """[samples, columns] ids, with the skew that the price assumes."""
+    """Return [samples, columns] ids, with the skew that the price assumes."""
     tables, features = shape
     random = np.random.default_rng(rank)
     columns = [
@@ -96,7 +96,7 @@ def make_ids(shape: Shape, samples: int, rank: int) -> Tensor:
 
 
 def work(args: argparse.Namespace) -> None:
-    """Run one rank: all plans of a task in turns."""
+    """Run one rank: all plans of a task, alternately."""
     torch.set_num_threads(1)
     shape = task(args.tasks[0])
     with World.start("cpu") as world:
@@ -129,7 +129,7 @@ def work(args: argparse.Namespace) -> None:
                     "plan": one.name,
                     "priced_ms": round(one.price.ms, 1),
                     "ms": round(statistics.median(ms), 1),
-                    "cpu_ms": round(cpu, 1),  # of the busiest rank, the least of the repeats
+                    "cpu_ms": round(cpu, 1),  # the busiest rank's ms, the minimum over the repeats
                 }
                 for one, ms, cpu in zip(plans, times, least.tolist(), strict=True)
             ]
@@ -157,15 +157,15 @@ def main() -> None:
             words += ["--output", str(output)] + (["--link", args.link] if args.link else [])
             words += ["--all"] if args.all else []
             start_ranks("benchmarks.schemes", 2, words, link=args.link)
-            found = json.loads(output.read_text())
-        best = min(found, key=lambda one: one["ms"])
+            record = json.loads(output.read_text())
+        best = min(record, key=lambda one: one["ms"])
         results.add(
             task=name,
             link=args.link or "loopback",
-            auto=found[0]["plan"],
+            auto=record[0]["plan"],
             fastest=best["plan"],
-            slower_by=round(found[0]["ms"] / best["ms"] - 1, 3),
-            plans=found,
+            slower_by=round(record[0]["ms"] / best["ms"] - 1, 3),
+            plans=record,
             load=round(os.getloadavg()[0], 1),
         )
 

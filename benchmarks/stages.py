@@ -1,12 +1,12 @@
-"""The cost of each stage of the engine, and the gain from each of its choices, step by step.
+"""Measures the cost of each engine stage and the gain from each design choice.
 
     python -m benchmarks.stages [--shape dcnv2|t180|t510] [--link 1gbit]
 
-First the order of EMBark's paper: serial with every table S(0) and reduce; with overlap; with a
-layout per table (small ones copied, the others whole); with unique rows for tables of few ids per
-sample. For comparison, every table whole, and the plan of ``scheme: auto``. Then, with unique rows,
-one stage at a time is left out, which gives its share of the step. A stage that is left out returns
-zeros, so only the times of these runs are meaningful.
+The runs follow the order of EMBark's paper: serial with every table S(0) and reduce; with overlap;
+with a layout per table (small tables copied, the others whole); with unique rows for tables of few
+ids per sample. For comparison, two runs use whole tables and the plan of ``scheme: auto``. Then,
+with unique rows, one stage is omitted in each run, which shows its share of the step. An omitted
+stage returns zeros, so only the times of these runs are meaningful.
 """
 
 import argparse
@@ -59,7 +59,7 @@ PLANNED = ("every table whole", "scheme: auto")
 SKIPS = ("ids", "vectors", "gradients", "dense", "update")
 BATCH = 2048
 OPTIMIZER = sparse_optimizer("rowwise_adagrad", lr=0.05)
-# Ids per sample and rows of MLPerf's DCNv2 (Criteo 1TB, multi-hot), rows by 1/100.
+# Ids per sample and rows of MLPerf's DCNv2 (Criteo 1TB, multi-hot), with the rows scaled by 1/100.
 DCNV2_HOTNESS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 DCNV2_ROWS = (
     400000, 390, 171, 74, 200, 3, 71, 14, 2, 400000, 30677, 4049, 11, 22, 120, 2, 9, 10, 7,
@@ -68,7 +68,9 @@ DCNV2_ROWS = (
 
 
 def make_shape(name: str) -> Shape:
-    """Tables and features, scaled to fit two small cores: dims by 1/8, rows by 1/100 or 1/1000."""
+    """Return tables and features, scaled for two small cores: dims by 1/8, rows by 1/100 or
+    1/1000.
+    """
     if name == "t510":
         return many_tables(510)
     if name == "dcnv2":
@@ -112,12 +114,12 @@ def make_layouts(shape: Shape, stage: int, size: int) -> dict[str, TableLayout]:
 def planned_layouts(
     shape: Shape, name: str, size: int, gb_per_s: float | None
 ) -> dict[str, TableLayout]:
-    """Whole tables, or the plan of ``scheme: auto`` given how ids repeat."""
+    """Return whole tables, or the plan of ``scheme: auto`` given the id frequencies."""
     tables, features = shape
     shapes = {table.name: table.shape for table in tables}
     known = frequencies_of(shape)
     everyone = Placement.line("cpu", size)
-    found = candidates(tables, features, size, BATCH, known)
+    planned_candidates = candidates(tables, features, size, BATCH, known)
 
     def layouts(rules: Rules) -> dict[str, TableLayout]:
         return resolve_table_layouts(ParallelConfig(scheme="auto"), shapes, {"auto": rules}, size)
@@ -135,16 +137,18 @@ def planned_layouts(
         )
 
     if name == PLANNED[0]:
-        return layouts(found["all whole"])
+        return layouts(planned_candidates["all whole"])
     topology = Topology.one_host(size)
     if gb_per_s is not None:
         topology = topology.with_link(gb_per_s)
-    ranked = rank_candidates(found, plan, batch_size=BATCH, topology=topology, frequencies=known)
+    ranked = rank_candidates(
+        planned_candidates, plan, batch_size=BATCH, topology=topology, frequencies=known
+    )
     return layouts(ranked[0].rules)
 
 
 def frequencies_of(shape: Shape) -> dict[str, IdFrequencies]:
-    """The frequencies that a set's statistics would have: rows and lookups by powers of two."""
+    """Return the frequencies of a set's statistics: rows and lookups by powers of two."""
     tables, features = shape
     ids = np.concatenate([make_ids(shape, BATCH, 9, number).numpy() for number in range(8)])
     found: dict[str, IdFrequencies] = {}
@@ -154,13 +158,13 @@ def frequencies_of(shape: Shape) -> dict[str, IdFrequencies]:
         column += feature.hotness
         edges = [0, 1, *(2**n for n in range(1, 16)), 2**62]
         here = [(counts >= low) & (counts < high) for low, high in pairwise(edges)]
-        bins = tuple((int(one.sum()), int(counts[one].sum())) for one in here)
+        bins = tuple((int(mask.sum()), int(counts[mask].sum())) for mask in here)
         found[table.features[0]] = IdFrequencies(bins, float(feature.hotness))
     return found
 
 
 class Deep(LayeredPart):
-    """The deep part over the tables; without it, the loss is of the vectors' means."""
+    """Implements the deep part over the tables; without it, the loss uses the vectors' means."""
 
     left_out = False
 
@@ -185,7 +189,7 @@ class Rows(NamedTuple):
 
 
 class Loop:
-    """A click model around the tables, trained as in a run."""
+    """Trains a CTR model around the tables, as in a run."""
 
     def __init__(
         self, world: World, shape: Shape, layouts: Mapping[str, TableLayout], schedule: StepSchedule
@@ -233,7 +237,7 @@ class Loop:
 
 
 def make_rows(shape: Shape, world: World, number: int) -> Rows:
-    """This rank's rows of a batch."""
+    """Return this rank's rows of a batch."""
     samples = BATCH // world.size
     labels = torch.arange(samples).remainder(2).float()
     ids = make_ids(shape, samples, world.rank, number)
@@ -241,7 +245,7 @@ def make_rows(shape: Shape, world: World, number: int) -> Rows:
 
 
 def make_ids(shape: Shape, samples: int, rank: int, number: int) -> Tensor:
-    """[samples, columns] ids, the small ones frequent, spread over the table."""
+    """Return [samples, columns] ids: small ids are frequent and spread over the table."""
     tables, features = shape
     random = np.random.default_rng((rank, number))
     columns = [
@@ -252,7 +256,7 @@ def make_ids(shape: Shape, samples: int, rank: int, number: int) -> Tensor:
 
 
 def leave_out(loop: Loop) -> None:
-    """Transfers on the channels in ``loop.skip`` return zeros instead."""
+    """Make transfers on the channels in ``loop.skip`` return zeros."""
     real_start, real_rows, real_update = Boxing.start, RowTransfer.start, loop.tables.update
 
     def start(
@@ -302,8 +306,8 @@ def work(args: argparse.Namespace) -> None:
         }
         losses = {name: loop.run(4) for name, loop in loops.items()}
         first = losses[STAGES[0]]
-        for name, found in losses.items():  # the same numbers with every stage
-            torch.testing.assert_close(found, first, rtol=1e-4, atol=1e-6, msg=name)
+        for name, loss in losses.items():  # these runs have all stages, so the losses agree
+            torch.testing.assert_close(loss, first, rtol=1e-4, atol=1e-6, msg=name)
         last = loops[STAGES[-1]]
         leave_out(last)
         jobs = [(name, loop, "") for name, loop in loops.items()]

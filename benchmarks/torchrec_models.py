@@ -1,7 +1,7 @@
-"""TorchRec's own DLRM and DLRM_DCN, and the same models here, with equal initial values.
+"""Builds TorchRec's own DLRM and DLRM_DCN, and the same models here, with equal initial values.
 
 Weights are copied by name. TorchRec orders the pairs of vectors by rows of the upper triangle,
-sbpflow by rows of the lower one, so the columns of a layer are reordered.
+sbpflow by rows of the lower triangle, so the columns of a layer are reordered.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ MODELS = ("wdl", "dlrm", "dcnv2")
 
 
 def config_of(model: str, shape: Shape) -> ModelConfig:
-    """The model over the tables of ``shape``, with hidden layers of its width."""
+    """Return the model over the tables of ``shape``, with hidden layers of its width."""
     if model == "dlrm":
         return DlrmConfig(embedding_dim=shape.dim, bottom=(shape.hidden,), top=(shape.hidden,))
     if model == "dcnv2":
@@ -42,7 +42,7 @@ def config_of(model: str, shape: Shape) -> ModelConfig:
 
 
 def fields_of(shape: Shape) -> Fields:
-    """The columns of batches of ``shape``."""
+    """Return the batch columns of ``shape``."""
     return Fields(
         dense=tuple(f"I{index + 1}" for index in range(shape.num_dense)),
         sparse=tuple(
@@ -53,7 +53,7 @@ def fields_of(shape: Shape) -> Fields:
 
 
 def make_torchrec(model: str, tables: nn.Module, shape: Shape, seed: int) -> nn.Module:
-    """TorchRec's model around its ``tables``; forward(dense, ids) -> logits [b, 1]."""
+    """Return TorchRec's model around its ``tables``; forward(dense, ids) -> logits [b, 1]."""
     from torchrec.models.dlrm import DLRM, DLRM_DCN
 
     below, above = [shape.hidden, shape.dim], [shape.hidden, 1]
@@ -73,7 +73,7 @@ def make_torchrec(model: str, tables: nn.Module, shape: Shape, seed: int) -> nn.
 
 
 def _upper_order(weight: Tensor, shape: Shape) -> Tensor:
-    """[n, dim + pairs] by rows of the lower triangle -> by rows of the upper triangle."""
+    """Reorder [n, dim + pairs] from rows of the lower triangle to rows of the upper triangle."""
     count = shape.num_tables + 1
     place = {pair: n for n, pair in enumerate((i, j) for i in range(count) for j in range(i))}
     upper = [place[j, i] for i in range(count) for j in range(i + 1, count)]
@@ -99,6 +99,6 @@ def _by_its_names(model: str, values: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def dense_of_torchrec(made: nn.Module, dense: Tensor, vectors: Tensor) -> Tensor:
-    """Logits from the embeddings [b, tables, dim]: the dense part of TorchRec's models."""
+    """Compute logits from embeddings [b, tables, dim] with the dense part of TorchRec's models."""
     first = made.dense_arch(dense)
     return made.over_arch(made.inter_arch(dense_features=first, sparse_features=vectors))

@@ -2,11 +2,11 @@
 
     python -m benchmarks.vs_torchrec [--ranks 2] [--link 1gbit] [--wire float32 bfloat16]
 
-Losses are compared first. Then runs of both systems take turns, and medians are reported. TorchRec
-makes its own plan, and the faster of its plain and its pipelined loop counts. ``--link`` puts each
-rank into its own network namespace behind a link of that rate (2 ranks, needs root). ``--shape``
-and ``--hot`` select other tables, widths and numbers of ids. ``--ddp`` also times plain torch:
-EmbeddingBag(sparse=True) in DistributedDataParallel. ``--model dlrm`` and ``dcnv2`` train
+Losses are compared first. Then the two systems run alternately, and medians are reported. TorchRec
+makes its own plan, and the faster of its plain and its pipelined loop is used. ``--link`` puts each
+rank into its own network namespace connected by a link of that rate (2 ranks, needs root).
+``--shape`` and ``--hot`` select other tables, widths and numbers of ids. ``--ddp`` also times plain
+torch: EmbeddingBag(sparse=True) in DistributedDataParallel. ``--model dlrm`` and ``dcnv2`` train
 TorchRec's own models and also time their dense part alone: both systems spend that time, so it
 dilutes the ratio.
 """
@@ -36,7 +36,7 @@ LOSS_TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-3}
 
 
 def work(args: argparse.Namespace) -> None:
-    """Run one rank: both systems in one process, compared and then timed in turns."""
+    """Run one rank: both systems in one process, compared and then timed alternately."""
     from benchmarks.click_trainer import ClickTrainer
     from benchmarks.peer_ddp import DdpPeer
     from benchmarks.peer_torchrec import TorchRecPeer
@@ -87,7 +87,7 @@ def work(args: argparse.Namespace) -> None:
             "sbpflow": ours.pipelined,
             "sbpflow, no overlap": ours.plain,
         }
-        loops |= {f"sbpflow, {layout}": one.pipelined for layout, one in made.items()}
+        loops |= {f"sbpflow, {layout}": trainer.pipelined for layout, trainer in made.items()}
         if ddp is not None:
             loops["plain torch, DDP"] = ddp.plain
         if args.model != "wdl":
@@ -103,7 +103,9 @@ def work(args: argparse.Namespace) -> None:
 def _in_turns(
     world: World, loops: Mapping[str, Callable[[int], object]], steps: int, repeats: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Wall ms and this process's CPU ms of a step, in each repeat; the first one warms up."""
+    """Return a step's wall ms and this process's CPU ms, in each repeat; the first repeat
+    warms up.
+    """
     times: dict[str, list[float]] = {name: [] for name in loops}
     cpu: dict[str, list[float]] = {name: [] for name in loops}
     for repeat in range(repeats + 1):
@@ -126,7 +128,7 @@ def _mean_over_ranks(losses: list[float]) -> list[float]:
 
 def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
     """Start the ranks for one precision and report the results."""
-    load = round(os.getloadavg()[0], 1)  # runnable processes in the last minute
+    load = round(os.getloadavg()[0], 1)  # number of runnable processes in the last minute
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "times.json"
         words = ["--wire", wire, "--steps", str(args.steps), "--repeats", str(args.repeats)]
@@ -136,14 +138,14 @@ def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
         words += ["--profile", args.profile] if args.profile else []
         words += ["--ddp"] if args.ddp and wire == "float32" else []
         start_ranks("benchmarks.vs_torchrec", args.ranks, words, link=args.link)
-        found = json.loads(output.read_text())
+        record = json.loads(output.read_text())
     ranks, rows = args.ranks, SHAPES[args.shape].rows_per_rank
-    medians = {name: statistics.median(values) for name, values in found["times"].items()}
+    medians = {name: statistics.median(values) for name, values in record["times"].items()}
     peers = {name: medians[name] for name in ("torchrec plain", "torchrec pipelined")}
     faster = min(peers, key=peers.__getitem__)
     pairs = sorted(
         theirs / mine
-        for theirs, mine in zip(found["times"][faster], found["times"]["sbpflow"], strict=True)
+        for theirs, mine in zip(record["times"][faster], record["times"]["sbpflow"], strict=True)
     )
     for name, value in medians.items():
         results.add(
@@ -156,7 +158,8 @@ def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
             hot=args.hot,
             wire=wire,
             step_ms=round(value, 2),
-            cpu_ms=round(statistics.median(found["cpu"][name]), 2),  # of rank 0, all threads
+            # this is CPU time of all threads of rank 0
+            cpu_ms=round(statistics.median(record["cpu"][name]), 2),
             samples_per_s=round(1e3 * ranks * rows / value),
             load=load,
         )
@@ -174,15 +177,15 @@ def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
         against=faster,
         times_faster=round(statistics.median(pairs), 2),
         spread=[round(pairs[0], 2), round(pairs[-1], 2)],
-        # The rest of a step without its dense part: tables, transfers, updates.
+        # The rest of a step without its dense part consists of tables, transfers and updates.
         times_faster_beside_the_dense_part=round(
             (medians[faster] - dense[0]) / (medians["sbpflow"] - dense[1]), 2
         ),
-        losses_apart=found["apart"],
-        tables=found["tables"],
-        predicted_ms=found["predicted_ms"],
+        losses_apart=record["apart"],
+        tables=record["tables"],
+        predicted_ms=record["predicted_ms"],
         beside={
-            name: _times_faster(found["times"][name], found["times"]["sbpflow"])
+            name: _times_faster(record["times"][name], record["times"]["sbpflow"])
             for name in (f"sbpflow, {layout}" for layout in args.compare)
         },
         load=load,
@@ -190,7 +193,7 @@ def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
 
 
 def _times_faster(theirs: list[float], ours: list[float]) -> list[float]:
-    """(median, least, most) of the ratios, run by run."""
+    """Return (median, min, max) of the ratios, run by run."""
     pairs = sorted(a / b for a, b in zip(theirs, ours, strict=True))
     return [round(statistics.median(pairs), 3), round(pairs[0], 3), round(pairs[-1], 3)]
 
@@ -207,8 +210,10 @@ def main() -> None:
         default="unique",
         choices=["unique", "reduce", "columns", "unique_columns", "whole", "auto"],
     )
-    parser.add_argument("--profile", help="a calibration for --layout auto; default this machine's")
-    parser.add_argument("--compare", nargs="*", default=[], help="further layouts to time")
+    parser.add_argument(
+        "--profile", help="a calibration for --layout auto; default: this machine's"
+    )
+    parser.add_argument("--compare", nargs="*", default=[], help="additional layouts to time")
     parser.add_argument("--kernel", default="auto", choices=["auto", "torch", "fbgemm", "numba"])
     parser.add_argument("--shape", default="usual", choices=SHAPES, help="tables, widths, batch")
     parser.add_argument("--hot", default="one", choices=sorted(HOTNESS), help="ids per table")

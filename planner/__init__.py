@@ -1,4 +1,5 @@
-"""Chooses where every embedding table is stored, by costs measured on the present machine.
+"""Chooses where each embedding table is stored, using costs measured on the current machine.
 
-Imports ``sbpflow``, never the other way around; ``docs/planner.md`` is the page for users.
+This package imports ``sbpflow``, never vice versa. Users find its documentation in
+``docs/planner.md``.
 """

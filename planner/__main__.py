@@ -1,6 +1,6 @@
 """``sbpflow calibrate | plan | explain | compare | measure | clusters``.
 
-Each command imports what it needs when it runs.
+Each command imports its dependencies when it runs.
 """
 
 import os
@@ -12,22 +12,24 @@ from sbpflow.runtime.processes.launch import ArgumentParser, dispatch, run_main
 
 
 def calibrate(argv: Sequence[str]) -> int:
-    """Measure the ranks of this machine and write the profile that prices plans."""
+    """Measure the ranks of this machine and write the profile that planners use to price plans."""
     parser = ArgumentParser(
         prog="sbpflow calibrate",
         description="Measure the engine on this machine and write a profile of its costs.",
     )
-    parser.add_argument("--ranks", type=int, help="processes; default one per GPU, at least 2")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("--seconds", type=float, help="total time; default 270")
-    parser.add_argument("--rounds", type=int, help="rounds of the model's candidates; default 2")
     parser.add_argument(
-        "--optimizer", default="rowwise_adagrad", help="the optimizer of the tables"
+        "--ranks", type=int, help="number of processes; default: one per GPU, at least 2"
     )
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--seconds", type=float, help="limit of the total time; default: 270")
+    parser.add_argument("--rounds", type=int, help="number of candidate rounds; default: 2")
+    parser.add_argument("--optimizer", default="rowwise_adagrad", help="the tables' optimizer")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="short, with small tables; for tests")
     parser.add_argument(
-        "--output", type=local_path, help="the profile; default in the user's cache"
+        "--quick", action="store_true", help="calibrate briefly with small tables, for tests"
+    )
+    parser.add_argument(
+        "--output", type=local_path, help="the profile to write; default: in the user's cache"
     )
     args = parser.parse_args(argv)
 
@@ -43,7 +45,7 @@ def calibrate(argv: Sequence[str]) -> int:
 
 
 def _planning(name: str) -> Callable[[Sequence[str]], int]:
-    """A command of ``planner.plan_command``, which is imported when the command runs."""
+    """Run a command of ``planner.plan_command``, imported only when the command runs."""
 
     def run(argv: Sequence[str]) -> int:
         from sbpflow.planner import plan_command
@@ -56,7 +58,7 @@ def _planning(name: str) -> Callable[[Sequence[str]], int]:
 
 
 def clusters(argv: Sequence[str]) -> int:
-    """Predict the steps of a model on other machines and other numbers of ranks."""
+    """Predict a model's step time on other machines and other numbers of ranks."""
     from sbpflow.planner import scaling
 
     print(scaling.clusters(argv))
@@ -74,7 +76,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 
 
 def main() -> int:
-    """Run the command that the first argument names."""
+    """Run the command named by the first argument."""
     return dispatch("sbpflow", COMMANDS, sys.argv[1:])
 
 

@@ -1,4 +1,4 @@
-"""The best plan of a search, and the error if no plan fits."""
+"""Chooses the best plan that a search finds, or explains why no plan fits."""
 
 from sbpflow.errors import PlanError
 from sbpflow.planner.costs.cost import TaskCost
@@ -8,15 +8,16 @@ from sbpflow.planner.task import Plan
 
 
 def choose(cost: TaskCost, *, seed: int = 0) -> Plan:
-    """The cheapest plan that the search finds; the same for the same arguments.
+    """Return the cheapest plan that the search finds; the same arguments give the same plan.
 
-    Raises PlanError if none fits, naming the fullest rank and the smallest changes that help.
+    Raises PlanError if no plan fits, naming the fullest rank and the smallest changes that would
+    help.
     """
     return checked(make_plan("auto", cost, seed=seed), cost).plan
 
 
 def checked(planned: Planned, cost: TaskCost) -> Planned:
-    """The plan itself; raises PlanError unless it fits."""
+    """Return the plan itself; raise PlanError unless it fits."""
     if not planned.priced.feasible:
         raise PlanError(infeasible_text(planned, cost))
     return planned

@@ -1,8 +1,8 @@
-"""Profiles of machines that are not available, made from published figures, and other links.
+"""Builds profiles of machines that are not available, from published figures or with other links.
 
-Every price in such a profile is assumed: bytes divided by a stated share of a bandwidth. A
-calibration copied from another machine (``planner.costs.profile.load``) prices the computation as
-measured; ``with_link`` then assumes only the links between nodes.
+Every price in a profile of published figures is assumed: bytes divided by a stated share of a
+bandwidth. A calibration copied from another machine (``planner.costs.profile.load``) prices the
+computation as measured; ``with_link`` then assumes only the links between nodes.
 """
 
 import os
@@ -25,7 +25,7 @@ from sbpflow.runtime.files.local_path import local_path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Published figures of a device and its links, in GB/s per device and direction."""
+    """Lists published figures of a device and its links, in GB/s per device and direction."""
 
     memory_gb_per_s: float
     dense_tflop_per_s: float
@@ -33,7 +33,7 @@ class Machine:
     link: Link
     device_bytes: int
     source: str
-    share: float = 0.5  # the share of a bandwidth that scattered rows reach: assumed
+    share: float = 0.5  # assumed share of the bandwidth that scattered row accesses reach
 
 
 MACHINES: Mapping[str, Machine] = {
@@ -70,22 +70,23 @@ MACHINES: Mapping[str, Machine] = {
 }
 
 # Assumptions about the Ethernet that joins the nodes in ``link_of``.
-ETHERNET_SHARE = 0.94  # payload's share of the line rate, after TCP and Ethernet headers
+ETHERNET_SHARE = 0.94  # the payload's share of the line rate, after TCP and Ethernet headers
 ETHERNET_CALL_MS = 0.2
 WITHIN_HOST_GB_PER_S = 2.0
 
-USABLE = 0.85  # share of a device's memory for tables; the rest is for activations and the system
+USABLE = 0.85  # share of a device's memory for tables; activations and the system use the rest
 _FLOAT = 4.0  # bytes
-_SORT_PASSES = 8.0  # how often a radix sort, with its run detection, reads and writes an 8-byte id
+# number of times that a radix sort, with its run detection, reads and writes an 8-byte id
+_SORT_PASSES = 8.0
 
 
 def profile_name(text: str) -> str:
-    """The argument of ``--profile``: a key of ``MACHINES`` or a local path."""
+    """Parse the argument of ``--profile``: a key of ``MACHINES`` or a local path."""
     return text if text in MACHINES else str(local_path(text))
 
 
 def profile_of(name: str | None) -> Profile:
-    """The profile that ``--profile`` names: a machine, a file, or this machine's calibration."""
+    """Return the profile of ``--profile``: a machine, a file, or this machine's calibration."""
     if name is not None and name in MACHINES:
         return described(name)
     if name is not None and not Path(name).exists():
@@ -96,20 +97,20 @@ def profile_of(name: str | None) -> Profile:
     if name is None and not default_path().is_file():
         raise ConfigError(
             f"--profile: not given, and there is no calibration at {default_path()}; run sbpflow "
-            "calibrate (under five minutes), or plan from a data sheet, for example --profile "
+            "calibrate (under five minutes), or plan from a data sheet with --profile "
             f"{next(iter(MACHINES))}"
         )
     return load(None if name is None else Path(name))
 
 
 def memory_of(name: str | None) -> int | None:
-    """The bytes that a rank of ``--profile`` may fill, if a data sheet gives the memory size."""
+    """Return the bytes that a rank of ``--profile`` may fill, if a data sheet states them."""
     machine = MACHINES.get(name or "")
     return None if machine is None else int(USABLE * machine.device_bytes)
 
 
 def described(name: str) -> Profile:
-    """A profile of a machine in ``MACHINES``, from published figures; nothing in it is measured."""
+    """Return a profile of a machine in ``MACHINES``, entirely from published figures."""
     if name not in MACHINES:
         raise ConfigError(
             f"planner: no machine {name!r}; use {', '.join(MACHINES)}, or --profile FILE"
@@ -172,7 +173,7 @@ def described(name: str) -> Profile:
 
 
 def link_of(name: str, ranks_per_node: int = 1) -> tuple[Link, str]:
-    """(link, description) of a machine in ``MACHINES``, or of Ethernet such as ``25gbit``.
+    """Return (link, description) of a machine in ``MACHINES``, or of Ethernet such as ``25gbit``.
 
     The ranks of a node share its adapter's rate. Raises ConfigError for any other name.
     """
@@ -182,7 +183,7 @@ def link_of(name: str, ranks_per_node: int = 1) -> tuple[Link, str]:
         if ranks_per_node not in (1, link.ranks_per_node):
             raise ConfigError(
                 f"--ranks-per-node: {ranks_per_node}; a node of {name} has {link.ranks_per_node} "
-                "ranks, leave it out"
+                "ranks; leave it out"
             )
         return link, f"links of {name}"
     if rate is None or not int(rate[1]):
@@ -201,10 +202,11 @@ def link_of(name: str, ranks_per_node: int = 1) -> tuple[Link, str]:
 
 
 def crowded(profile: Profile, ranks_here: int) -> Profile:
-    """The profile with prices for ``ranks_here`` ranks on the machine where it was measured.
+    """Return the profile with prices for ``ranks_here`` ranks on the machine where it was measured.
 
-    Ranks run one thread each. When there are more ranks than cores they take turns, so every price
-    grows in proportion. Ranks on GPUs do not share cores, so their prices stay.
+    Each rank runs one thread. If there are more ranks than cores, the ranks share the cores, so
+    every price grows in proportion. Ranks on GPUs do not share cores, so their prices do not
+    change.
     """
     cores = os.cpu_count() or 1
     measured = int(profile.about.get(RANKS_HERE, profile.world_size))
@@ -225,7 +227,7 @@ def crowded(profile: Profile, ranks_here: int) -> Profile:
 
 
 def with_link(profile: Profile, link: Link, source: str) -> Profile:
-    """The profile with its transfers priced by another link than the one that was measured."""
+    """Return the profile with its transfers priced by another link than the measured one."""
     return replace(
         profile, link=link, sources={**profile.sources, "transfers": f"assumed: {source}"}
     )

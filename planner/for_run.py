@@ -1,8 +1,10 @@
-"""``parallel.plan: auto``: from a run's configuration and statistics to a rule for every table.
+"""Implements ``parallel.plan: auto``: computes a rule for every table from a run's configuration
+and statistics.
 
 The task is read from a draft plan of the run itself (tables, features, optimizers, dense part), so
-nothing is specified twice. Every rank calls ``plan_tables`` and gets the same plan: one process per
-machine searches, the search is deterministic, and the ranks compare their plans before they start.
+users specify nothing twice. Every rank calls ``plan_tables`` and gets the same plan: one process
+per machine searches, the search is deterministic, and the ranks compare their plans before the run
+starts.
 """
 
 import logging
@@ -41,7 +43,7 @@ LOG = logging.getLogger(__name__)
 
 
 class FieldStats(Protocol):
-    """The statistics of a field that ``sbpflow stats`` measures."""
+    """Contains the statistics of a field that ``sbpflow stats`` measures."""
 
     @property
     def name(self) -> str: ...
@@ -59,7 +61,7 @@ class FieldStats(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRun:
-    """A plan, its rules as ``plan_run`` takes them, and its predicted step."""
+    """Contains a plan, its rules as ``plan_run`` accepts them, and its predicted step."""
 
     task: Task
     plan: Plan
@@ -71,7 +73,7 @@ class PlannedRun:
         return rules(self.plan)
 
     def yaml(self) -> str:
-        """The content of a file for ``parallel.plan``."""
+        """Return the content of a file for ``parallel.plan``."""
         notes = {
             "predicted_step_ms": round(self.prediction.step_ms, 3),
             "spread_ms": round(self.prediction.spread_ms, 3),
@@ -82,7 +84,7 @@ class PlannedRun:
         return plan_to_yaml(self.plan, notes)
 
     def summary(self) -> str:
-        """One line for the start of a run."""
+        """Return one line for the start of a run."""
         placed = len(self.plan) - len(self.task.pinned)
         return (
             f"{placed} of {len(self.plan)} tables planned in {self.seconds:.1f} s, a step "
@@ -90,7 +92,9 @@ class PlannedRun:
         )
 
     def against(self, measured_ms: float) -> str:
-        """One line for the end of a run; ``measured_ms`` is not finite if no step was timed."""
+        """Return one line for the end of a run; ``measured_ms`` is not finite if no step was
+        timed.
+        """
         predicted = self.prediction.step_ms
         text = f"predicted {predicted:.2f} ms (+- {self.prediction.spread_ms:.2f})"
         if not math.isfinite(measured_ms):
@@ -111,9 +115,10 @@ def plan_tables(
     profile: Profile | None = None,
     topology: Topology | None = None,
 ) -> PlannedRun:
-    """Choose a plan for a run; ``num_rows`` is the number of rows that ``stats`` were taken from.
+    """Choose a plan for a run; ``num_rows`` is the number of rows that ``stats`` were computed
+    from.
 
-    Raises ConfigError if this machine has no calibration, PlanError if no plan fits its memory.
+    Raises ConfigError if this machine has no calibration, or PlanError if no plan fits in memory.
     """
     start = time.perf_counter()
     profile = profile or load()
@@ -140,7 +145,9 @@ def plan_tables(
 
 
 def task_of(plan: RunPlan, stats: Sequence[FieldStats], num_rows: int) -> Task:
-    """The task of a run, read from any plan of it; tables in ``parallel.tables`` are pinned."""
+    """Return the task of a run, read from any of its plans; tables in ``parallel.tables`` are
+    pinned.
+    """
     tables, memory = plan.embeddings, plan.topology.memory_bytes
     known = {field.name: field for field in stats}
     features = {feature.name: feature for feature in tables.features}
@@ -181,7 +188,9 @@ def task_of(plan: RunPlan, stats: Sequence[FieldStats], num_rows: int) -> Task:
 
 
 def _dense_work(plan: RunPlan) -> DenseWork:
-    """The dense part of rank 0: one multiply-add per sample and parameter; matrices are layers."""
+    """Estimate rank 0's dense part: one multiply-add per sample and parameter; matrices are
+    layers.
+    """
     shapes = [parameter.layout.part_shape(parameter.shape, 0) for parameter in plan.dense]
     layers = dense_work(
         [(a, b) for a, b in (shape for shape in shapes if shape and len(shape) == 2)]
@@ -193,7 +202,9 @@ def _dense_work(plan: RunPlan) -> DenseWork:
 def _stats_of(
     table: TableConfig, known: Mapping[str, FieldStats], per_sample: Mapping[str, float]
 ) -> IdStats:
-    """The statistics of a table's field; of several fields, those of the one with most ids."""
+    """Return the statistics of a table's field; of several fields, use the one with the most
+    ids.
+    """
     fields = [known[name] for name in table.features if name in known]
     if not fields:
         LOG.warning(

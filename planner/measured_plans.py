@@ -1,4 +1,4 @@
-"""Times plans on the ranks of this machine, in turns, so that drift affects all plans alike."""
+"""Times plans alternately on the ranks of this machine, so that drift affects all plans equally."""
 
 import statistics
 from collections.abc import Sequence
@@ -14,7 +14,9 @@ from sbpflow.runtime.ranks.world import World
 
 
 def measure_plans(tables: TablesFile, plans: Sequence[Plan], *, rounds: int) -> list[float] | None:
-    """The median step of each plan in ms, on rank 0; None elsewhere. Every rank calls it."""
+    """Return the median step of each plan in ms on rank 0, None elsewhere; every rank calls
+    this.
+    """
     with World.start("auto") as world:
         if world.device.type == "cpu":
             torch.set_num_threads(1)

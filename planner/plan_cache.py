@@ -1,8 +1,8 @@
-"""Chosen plans on disk: the ranks of a machine search once, and a restarted run not at all.
+"""Caches chosen plans on disk: one rank of a machine searches, and a restarted run does not search.
 
-The file's name is a digest of everything that the choice depends on: the task, the prices, the
-seed, the source code, and the versions of the packages that the search uses. A process that finds
-the file locked waits for it, so ranks that share cores do not all search.
+The file's name is a digest of everything that affects the choice: the task, the prices, the seed,
+the source code, and the versions of the packages that the search uses. A process that finds the
+file locked waits for it, so ranks that share cores do not all search.
 """
 
 import hashlib
@@ -25,15 +25,17 @@ from sbpflow.runtime.files.file_lock import hold
 from sbpflow.runtime.files.json_file import JsonError, object_of, parse_json
 
 LOG = logging.getLogger(__name__)
-MOST_PLANS = 100  # the newest are kept
+MOST_PLANS = 100  # only the newest plans are kept
 MOST_CHARACTERS = 2**26
 
 
 def chosen_once(cost: TaskCost, seed: int, choose: Callable[[], Plan]) -> Plan:
-    """The plan that ``choose`` returns for these prices and this seed; one process calls it.
+    """Return the plan that ``choose`` computes for these prices and this seed; one process calls
+    it.
 
-    An exception of ``choose`` is raised and nothing is cached. If the cache folder is not writable,
-    every process chooses for itself, with a warning. A damaged file is chosen again.
+    An exception of ``choose`` propagates and nothing is cached. If the cache folder is not
+    writable, every process chooses its own plan and logs a warning. A damaged file is replaced by a
+    new choice.
     """
     path = cache_dir() / "plans" / f"{_digest(cost, seed)}.json"
     try:
@@ -51,7 +53,9 @@ def chosen_once(cost: TaskCost, seed: int, choose: Callable[[], Plan]) -> Plan:
 
 
 def _read(file: IO[str], task: Task) -> Plan | None:
-    """The cached plan of the task; None for a new file and, with a warning, for a damaged one."""
+    """Return the task's cached plan; None for a new file and, with a warning, for a damaged
+    file.
+    """
     file.seek(0)
     try:
         text = file.read(MOST_CHARACTERS)
@@ -70,7 +74,7 @@ def _read(file: IO[str], task: Task) -> Plan | None:
 
 def _write(file: IO[str], path: Path, plan: Plan) -> None:
     try:
-        # Bypass the buffer of ``file``: it would be written a second time on close.
+        # Bypass the buffer of ``file``, because it would be written a second time on close.
         os.ftruncate(file.fileno(), 0)
         content = {"sha256": _digest_of(plan_tree(plan)), "plan": plan_tree(plan)}
         os.write(file.fileno(), json.dumps(content).encode())
@@ -82,10 +86,10 @@ def _write(file: IO[str], path: Path, plan: Plan) -> None:
 def _delete_oldest(folder: Path) -> None:
     dated: list[tuple[float, Path]] = []
     for path in folder.glob("*.json"):
-        with suppress(FileNotFoundError):  # deleted by another process meanwhile
+        with suppress(FileNotFoundError):  # another process may have deleted the file
             dated.append((path.stat().st_mtime, path))
     for _, old in sorted(dated)[:-MOST_PLANS]:
-        with suppress(OSError):  # owned by another user, or not a file
+        with suppress(OSError):  # another user may own it, or it is not a regular file
             old.unlink()
 
 
@@ -101,7 +105,7 @@ def _digest(cost: TaskCost, seed: int) -> str:
 
 @cache
 def _code() -> str:
-    """A digest of all source files that a choice may depend on."""
+    """Return a digest of all source files that a choice may depend on."""
     digest = hashlib.sha256()
     for folder in (Path(__file__).parent, Path(str(sbpflow.__file__)).parent):
         for path in sorted(folder.rglob("*.py")):

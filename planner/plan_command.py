@@ -1,4 +1,4 @@
-"""``sbpflow plan``, ``explain``, ``compare`` and ``measure``: plans for the tables of a file.
+"""Implements ``sbpflow plan``, ``explain``, ``compare`` and ``measure`` for the tables of a file.
 
 Each command returns the text to print.
 """
@@ -58,7 +58,7 @@ def _add_report(parser: ArgumentParser) -> None:
 
 
 def plan(argv: Sequence[str]) -> str:
-    """Choose a layout, ranks and an exchange for every table; ``--output`` takes the YAML."""
+    """Choose a layout, ranks and an exchange for every table; ``--output`` writes the YAML file."""
     parser = _parser("plan", "Choose where every table is stored, and report why.")
     parser.add_argument("--planner", default="auto", help=f"{', '.join(PLANNERS)}; default auto")
     parser.add_argument("--output", type=local_path, help="a YAML file for parallel.plan")
@@ -82,7 +82,7 @@ def plan(argv: Sequence[str]) -> str:
 
 
 def explain(argv: Sequence[str]) -> str:
-    """Predict the step of an existing plan, and the best alternative for each table."""
+    """Predict the step of an existing plan and find the best alternative for each table."""
     parser = _parser("explain-plan", "Predict a plan's time rank by rank, and list better choices.")
     parser.add_argument(
         "--plan", type=local_path, required=True, help="a YAML file, by sbpflow plan or by hand"
@@ -120,14 +120,14 @@ def compare(argv: Sequence[str]) -> str:
 
 
 def _cost(args: Namespace) -> TaskCost:
-    """The prices of the task; every argument is checked here, before any search."""
+    """Return the prices of the task; check every argument before any search."""
     if args.world_size < 1:
-        raise ConfigError(f"--world-size: {args.world_size}; use 1 or more, for example 4")
+        raise ConfigError(f"--world-size: {args.world_size}; use 1 or more (for example, 4)")
     report, measure = getattr(args, "report", None), getattr(args, "measure", 0)
     if report and report.suffix not in WRITERS:
         raise ConfigError(f"--report: {report}; the name must end in {', '.join(WRITERS)}")
     if measure < 0:
-        raise ConfigError(f"--measure: {measure}; use 0 or more plans, for example 4")
+        raise ConfigError(f"--measure: {measure}; use 0 or more plans (for example, 4)")
     for key in ("report", "output"):
         path: Path | None = getattr(args, key, None)
         if path is not None and not path.parent.is_dir():
@@ -149,7 +149,7 @@ def _cost(args: Namespace) -> TaskCost:
 
 
 def _write(args: Namespace, cost: TaskCost, planned: Planned) -> str:
-    """Write the requested files, also for a plan that does not fit; return the report's text."""
+    """Write the requested files, even for a plan that does not fit; return the report's text."""
     report = report_of(planned, cost)
     if args.report:
         args.report.write_text(WRITERS[args.report.suffix](report), encoding="utf-8")
@@ -167,7 +167,9 @@ def _write(args: Namespace, cost: TaskCost, planned: Planned) -> str:
 
 
 def _measured(args: Namespace, cost: TaskCost, planned: Planned) -> tuple[Planned, list[str]]:
-    """The fastest measured plan, of the best K and those with all tables alike."""
+    """Return the fastest measured plan among the best K plans and those with one shape for all
+    tables.
+    """
     plans = {
         name: plan_of(cost.task, planned.problem, assignment)
         for name, assignment in to_measure(planned, args.measure).items()
@@ -197,7 +199,7 @@ def _measured(args: Namespace, cost: TaskCost, planned: Planned) -> tuple[Planne
 
 
 def _times(path: Path, count: int) -> list[float]:
-    """The times that ``measure`` wrote; ConfigError for any other content."""
+    """Read the times that ``measure`` wrote; ConfigError for any other content."""
     try:
         times = list_of(read_json(path), str(path))
     except (FileNotFoundError, JsonError) as error:
@@ -208,7 +210,7 @@ def _times(path: Path, count: int) -> list[float]:
 
 
 def measure(argv: Sequence[str]) -> str:
-    """Run one of the ranks that ``plan --measure`` starts; writes the ms of each plan."""
+    """Run one of the ranks that ``plan --measure`` starts; write the ms of each plan."""
     parser = ArgumentParser(
         prog="sbpflow measure", description="Time plans one after another, as one rank."
     )

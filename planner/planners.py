@@ -1,8 +1,9 @@
-"""All planners by name, behind one function: ours, and published ones to compare with.
+"""Provides all planners by name through one function: the project's own and published ones to
+compare with.
 
-``auto`` searches all layouts under the cost model. The learned planners are trained on first use,
-with tasks drawn by ``planner.workloads`` for the same world size and batch size and priced by the
-same profile. Training takes up to a minute, and the trained networks are cached.
+``auto`` searches all layouts under the cost model. The learned planners are trained on first use
+with random tasks of ``planner.workloads``, for the same world size and batch size and with prices
+of the same profile. Training takes up to a minute, and the trained networks are cached.
 """
 
 import logging
@@ -61,12 +62,12 @@ LEARNED: Mapping[str, type[DreamShard] | type[NeuroShard] | type[AutoShard]] = {
     "dreamshard": DreamShard,
     "autoshard": AutoShard,
 }
-MOST_FOR_EMBARK = 2000  # tables x ranks; beyond it EMBark's 189 placements take seconds
-MOST_FOR_SEARCHES = 2000  # tables x ranks; beyond it seeds by search take too long
-UNCORRECTED = "without corrections"  # the seed searched without the learned corrections
-UNSPLIT = "no table split"  # the seed searched among whole and copied tables
+MOST_FOR_EMBARK = 2000  # tables x ranks; above this limit, EMBark's 189 placements take seconds
+MOST_FOR_SEARCHES = 2000  # tables x ranks; above this limit, seeds that need a search take too long
+UNCORRECTED = "without corrections"  # name of the seed searched without the learned corrections
+UNSPLIT = "no table split"  # name of the seed searched among whole and copied tables
 TRAINING_TASKS = 30
-TRAINING_TABLES = (10, 60)  # fewest and most tables of a training task
+TRAINING_TABLES = (10, 60)  # minimum and maximum number of tables of a training task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +84,7 @@ class Planned:
 
 
 def planner_of(name: str) -> PlannerName:
-    """The name, checked; raises ConfigError for an unknown planner."""
+    """Return the name if a planner has it; raise ConfigError for an unknown planner."""
     if name not in PLANNERS:
         raise ConfigError(f"--planner: {name!r}; use {', '.join(PLANNERS)}")
     return name
@@ -92,7 +93,7 @@ def planner_of(name: str) -> PlannerName:
 def make_plan(
     name: PlannerName, cost: TaskCost, *, seed: int = 0, effort: Effort | None = None
 ) -> Planned:
-    """A plan for the cost's task; if no plan fits, ``priced`` shows the least excess."""
+    """Make a plan for the cost's task; if no plan fits, ``priced`` shows the smallest excess."""
     start = time.perf_counter()
     problem = problem_of(cost)
     setting = Setting(cost.task, problem, seed)
@@ -114,10 +115,10 @@ def make_plan(
 
 
 def seeds_of(setting: Setting, effort: Effort | None = None) -> dict[str, Assignment]:
-    """The plans that ``auto`` starts from in addition to the search's own seeds.
+    """Return the plans that ``auto`` starts from in addition to the search's own seeds.
 
-    These are the published heuristics that need no training, and the results of two easier
-    searches that get stuck less: one splits no table, the other leaves out learned corrections.
+    They come from the published heuristics that need no training, and from two easier searches that
+    rarely get stuck: one splits no table, and the other ignores learned corrections.
     """
     seeds, cost = published_seeds(setting), setting.problem.pricing
     small = len(setting.tables) * setting.num_ranks <= MOST_FOR_SEARCHES
@@ -138,7 +139,7 @@ def seeds_of(setting: Setting, effort: Effort | None = None) -> dict[str, Assign
 
 
 def published_seeds(setting: Setting) -> dict[str, Assignment]:
-    """The plans of every published heuristic that needs no training."""
+    """Return the plans of every published heuristic that needs no training."""
     if not setting.whole_allowed:
         return {}
     plans = {f"{name} greedy": plan(setting) for name, plan in GREEDY.items() if name != "random"}
@@ -148,7 +149,7 @@ def published_seeds(setting: Setting) -> dict[str, Assignment]:
 
 
 def published(name: PlannerName, like: TaskCost, seed: int) -> Callable[[Setting], Assignment]:
-    """A published planner for tasks of the same world size, batch size and prices as ``like``.
+    """Return a published planner for tasks with the world size, batch size and prices of ``like``.
 
     A learned planner is loaded from the cache, or trained and cached.
     """
@@ -161,14 +162,14 @@ def published(name: PlannerName, like: TaskCost, seed: int) -> Callable[[Setting
     kind, path = LEARNED[name], path_of(name, like, seed)
     model = kind.blank(like.task.world_size)
     if not load_model(model, path):
-        LOG.info("training %s on %d drawn tasks", name, TRAINING_TASKS)
+        LOG.info("training %s on %d random tasks", name, TRAINING_TASKS)
         model = kind.train(training_settings(like, seed), seed)
         save_model(model, path)
     return model.plan
 
 
 def training_settings(like: TaskCost, seed: int) -> list[Setting]:
-    """Tasks to train on, from the half of the table pool that no comparison draws from."""
+    """Return training tasks, sampled from the half of the table pool that comparisons never use."""
     random = np.random.default_rng(seed)
     settings: list[Setting] = []
     for number in range(TRAINING_TASKS):

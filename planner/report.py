@@ -1,5 +1,5 @@
 """Reports on a plan: each rank's work, the best alternative for each table, the gap to the lower
-bound, and what to change if no plan fits.
+bound, and possible changes if no plan fits.
 """
 
 import html
@@ -26,14 +26,15 @@ KIND_ORDER = ("forward", "forward exchange", "dense", "backward exchange", "back
 COLORS = ("#4477aa", "#66ccee", "#bbbbbb", "#ee6677", "#aa3377")
 SEEDS_SHOWN = 8
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-QUICK = Effort(insertions=60, exact_time=0.0)  # enough to see whether a changed task fits
+QUICK = Effort(insertions=60, exact_time=0.0)  # enough to test whether a changed task fits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerUp:
-    """The best other choice for a table, all others unchanged; the step becomes ``more_ms`` longer.
+    """Describes a table's best other choice; with it, the step takes ``more_ms`` longer.
 
-    It exceeds the ranks' memory by no more than the plan: if the plan fits, so does this choice.
+    All other tables keep their choices. The new choice does not exceed the ranks' memory by more
+    than the plan does: if the plan fits, the new choice fits.
     """
 
     choice: Choice
@@ -42,7 +43,7 @@ class RunnerUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """A plan with its bounds, alternatives and kernel times, for the writers below."""
+    """Contains a plan with its bounds, alternatives and kernel times, for the writers below."""
 
     planned: Planned
     cost: TaskCost
@@ -51,7 +52,7 @@ class Report:
     kernels: Sequence[StorageKernel]
 
     def kinds(self) -> Floats:
-        """[ranks, kinds] ms, in the order of ``KIND_ORDER``."""
+        """Return [ranks, kinds] ms, in the order of ``KIND_ORDER``."""
         phases = self.planned.priced.phases
         kinds = np.zeros((phases.shape[0], len(KIND_ORDER)))
         for place, name in enumerate(PHASES):
@@ -60,7 +61,7 @@ class Report:
 
 
 def report_of(planned: Planned, cost: TaskCost) -> Report:
-    """Compute bounds and alternatives, which takes a while for many tables."""
+    """Compute bounds and alternatives; many tables take a while."""
     problem, assignment = planned.problem, planned.assignment
     low, _ = cost.bounds
     return Report(
@@ -102,7 +103,7 @@ def _fits_as_well(state: State, table: int, move: Move, planned: Planned) -> boo
 
 
 def as_tree(report: Report) -> dict[str, Any]:
-    """The report as a tree that ``json.dumps`` takes."""
+    """Return the report as a tree that ``json.dumps`` accepts."""
     planned, kinds = report.planned, report.kinds()
     prediction = report.cost.predict(planned.plan)
     return {
@@ -159,7 +160,7 @@ def as_json(report: Report) -> str:
 
 
 def as_text(report: Report) -> str:
-    """Print the ranks, then the tables, the kernels, and the seeds of the search."""
+    """Format the ranks, the tables, the kernels, and the seeds of the search as text."""
     tree = as_tree(report)
     lines = [
         f"{tree['planner']}: predicted step {tree['predicted_ms']:.3f} ms "
@@ -184,7 +185,7 @@ def as_text(report: Report) -> str:
             text += f"; {where}: {other['more_ms']:+.4f} ms"
         lines.append(text)
     if tree["storages"]:
-        lines += ["", "tables stored together: ms of a batch with each kernel, the fastest first"]
+        lines += ["", "tables stored together: ms of a batch with each kernel, fastest first"]
     for storage in tree["storages"]:
         times = ", ".join(f"{name} {ms:.3f}" for name, ms in storage["kernel_ms"].items())
         lines.append(f"{storage['group']}, {len(storage['tables'])} tables: {times}")
@@ -207,10 +208,10 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def as_html(report: Report) -> str:
-    """A page with a timeline of the step by rank and kind, and the text of ``as_text``.
+    """Return a page with a timeline of the step by rank and kind, and the text of ``as_text``.
 
-    Each kind starts when the kind before it has ended on the slowest rank. Overlap is not drawn;
-    the title has the predicted step with overlap.
+    Each kind starts when the previous kind has ended on the slowest rank. The timeline does not
+    show overlap; the title contains the predicted step with overlap.
     """
     kinds = report.kinds()
     starts = np.concatenate([[0.0], np.cumsum(kinds.max(axis=0))])
@@ -243,7 +244,9 @@ def as_html(report: Report) -> str:
 
 
 def infeasible_text(planned: Planned, cost: TaskCost) -> str:
-    """The fullest rank of the plan with the least excess, and the smallest changes that help."""
+    """Describe the fullest rank of the plan with the smallest excess, and the changes that would
+    help.
+    """
     task, memory = cost.task, planned.priced.memory
     limit = float(task.device_bytes or 0)
     rank = int(memory.argmax())
@@ -260,7 +263,9 @@ def infeasible_text(planned: Planned, cost: TaskCost) -> str:
 
 
 def _changes(cost: TaskCost) -> list[str]:
-    """The changes to the task that make a plan fit, each tried alone; the fewest ranks only."""
+    """Return the changes to the task that make a plan fit, each tried alone; list the fewest
+    ranks.
+    """
     task = cost.task
     tried: list[tuple[str, Task]] = []
     if task.row_dtype.itemsize > 2:
@@ -282,6 +287,6 @@ def _changes(cost: TaskCost) -> list[str]:
 
 
 def _size(num_bytes: float) -> str:
-    """Rounded up, so that the printed size is enough."""
+    """Format a size, rounded up so that the printed size is enough."""
     unit, name = next((pair for pair in _UNITS if num_bytes >= pair[0]), _UNITS[-1])
     return f"{math.ceil(100 * num_bytes / unit) / 100:.2f} {name}"

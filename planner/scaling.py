@@ -1,8 +1,8 @@
-"""``sbpflow clusters``: one model on growing numbers of ranks, on this or on other machines.
+"""Implements ``sbpflow clusters``: predicts one model's step on growing numbers of ranks.
 
-For each number of ranks it prints the best plan's predicted step and the share of it that is
-communication, as if nothing overlapped. Below the table it prints what is measured and what is
-assumed.
+The ranks are on this machine or on other machines. For each number of ranks, the command prints the
+best plan's predicted step and its share of communication, as if nothing overlapped. Below the
+table, it lists the measured and the assumed prices.
 """
 
 import math
@@ -30,7 +30,9 @@ from sbpflow.runtime.processes.launch import ArgumentParser
 
 
 def communication_share(phases: Floats) -> float:
-    """The transfers' share of all phases, [ranks, P] ms, each as long as on its slowest rank."""
+    """Return the transfers' share of all phases [ranks, P] ms, each as long as on its slowest
+    rank.
+    """
     longest = phases.max(0)
     transfers = sum(longest[place] for name, place in PHASE.items() if "exchange" in KINDS[name])
     return float(transfers / max(float(longest.sum()), 1e-12))
@@ -62,7 +64,7 @@ def clusters(argv: Sequence[str]) -> str:
 
 def _table(args: Namespace) -> str:
     if bad := [ranks for ranks in args.ranks if ranks < 1]:
-        raise ConfigError(f"--ranks: {bad[0]}; use 1 or more, for example --ranks 8 16 32")
+        raise ConfigError(f"--ranks: {bad[0]}; use 1 or more (for example, --ranks 8 16 32)")
     profile, tables = _profile(args), read_tables(args.tables)
     costs = [_cost(profile, tables, ranks, args) for ranks in sorted(args.ranks)]
     planner = planner_of(args.planner)
@@ -90,11 +92,11 @@ def _profile(args: Namespace) -> Profile:
         if args.ranks_per_node != 1:
             raise ConfigError(
                 f"--ranks-per-node: {args.ranks_per_node} is the number of ranks that share an "
-                "adapter of --link; give --link too, for example --link 25gbit, or leave it out"
+                "adapter of --link; also give --link, such as --link 25gbit, or leave it out"
             )
         return profile
     if args.ranks_per_node < 1:
-        raise ConfigError(f"--ranks-per-node: {args.ranks_per_node}; use 1 or more, for example 8")
+        raise ConfigError(f"--ranks-per-node: {args.ranks_per_node}; use 1 or more, such as 8")
     return with_link(profile, *link_of(args.link, args.ranks_per_node))
 
 

@@ -1,7 +1,7 @@
-"""The shapes of a table that a planner tries, and a task as the arrays that the search works on.
+"""Lists the shapes of a table that a planner tries, and converts a task to the search's arrays.
 
-The shapes are those of every exchange's ``cuts``: even, into powers of two or into one part per
-rank. The search decides which ranks hold the parts.
+The shapes come from every exchange's ``cuts``: even cuts into powers of two or into one part per
+rank. The search chooses the ranks of the parts.
 """
 
 from collections.abc import Callable, Collection
@@ -19,11 +19,12 @@ from sbpflow.planner.task import Choice, Plan, Shape, Task
 COPIED = Shape("B", "local")
 WHOLE = Shape("B", "columns")
 NO_LIMIT = 1e18  # bytes
-ALIKE = 0.01  # shards whose counts differ by less, as by one row, are equal when ranks are chosen
+# shards whose counts differ by less (as by one row) are treated as equal when ranks are chosen
+ALIKE = 0.01
 
 
 def shapes_of(task: Task, table: TableConfig) -> tuple[Shape, ...]:
-    """All shapes to try for a table, the unsplit ones first."""
+    """Return all shapes to try for a table, the unsplit ones first."""
     size = task.world_size
     if size == 1:
         return (COPIED,)
@@ -36,17 +37,18 @@ def shapes_of(task: Task, table: TableConfig) -> tuple[Shape, ...]:
 
 
 def table_wise(shape: Shape) -> bool:
-    """Whether the shape keeps the table whole: the search space of most published planners."""
+    """Return whether the shape keeps the table whole, as in most published planners."""
     return shape in (WHOLE, COPIED)
 
 
 def problem_of(
     model: TaskCost, allowed: Callable[[Shape], bool] | None = None, given: Plan | None = None
 ) -> Problem:
-    """The search problem of a model's task; pinned tables are part of its base.
+    """Return the search problem of a model's task; pinned tables are part of its base.
 
-    ``allowed`` narrows the shapes. The shapes of a ``given`` plan are added, because a plan written
-    by hand may use one that the search does not try. Raises PlanError for a table without options.
+    ``allowed`` restricts the shapes. The shapes of a ``given`` plan are added, because a plan
+    written by hand may use a shape that the search does not try. Raises PlanError for a table
+    without options.
     """
     task, size = model.task, model.task.world_size
     base = np.tile(model.base(), (size, 1))
@@ -92,19 +94,19 @@ def _option(model: TaskCost, table: TableConfig, shape: Shape) -> Option:
 
 
 def plan_of(task: Task, problem: Problem, assignment: Assignment) -> Plan:
-    """The plan that an assignment describes, pinned tables included, in the task's order."""
+    """Return the plan that an assignment describes, pinned tables included, in the task's order."""
     plan: Plan = dict(task.pinned)
     world = tuple(range(task.world_size))
     for name, options, move in zip(problem.names, problem.options, assignment, strict=True):
         shape = options[move.option].shape
         if not isinstance(shape, Shape):
-            raise PlanError(f"table {name}: {shape!r} is not the shape of a table")
+            raise PlanError(f"table {name}: {shape!r} is not a valid table shape")
         plan[name] = Choice(shape, move.ranks or world)
     return {table.name: plan[table.name] for table in task.tables}
 
 
 def assignment_of(problem: Problem, plan: Plan) -> Assignment:
-    """The assignment of a plan; PlanError if a table's shape is not among its options."""
+    """Return the assignment of a plan; PlanError if a table's shape is not among its options."""
     moves: list[Move] = []
     for name, options in zip(problem.names, problem.options, strict=True):
         choice = plan[name]
@@ -117,5 +119,5 @@ def assignment_of(problem: Problem, plan: Plan) -> Assignment:
 
 
 def option_number(options: Collection[Option], shape: Shape) -> int | None:
-    """The number of the first option with this shape."""
+    """Return the number of the first option with this shape."""
     return next((n for n, option in enumerate(options) if option.shape == shape), None)

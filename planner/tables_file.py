@@ -1,4 +1,4 @@
-"""``tables.json``: the tables of a model, for planning without a data set.
+"""Reads ``tables.json``: the tables of a model, for planning without a data set.
 
     {"batch_size": 8192, "optimizer": "rowwise_adagrad", "device_gb": 16,
      "tables": [{"name": "C1", "rows": 100000, "dim": 16, "ids_per_sample": 1,
@@ -7,13 +7,13 @@
 ``batch_size`` is global. Three keys are optional: ``optimizer`` (default rowwise_adagrad),
 ``device_gb`` (default no limit) and ``dense`` (default none: a step has only the tables).
 ``"dense": {"parameters": 500000, "macs_per_sample": 500000, "elements_per_sample": 4000}``
-describes the dense part. ``macs_per_sample`` are the multiply-adds of a forward pass, by default as
-many as the parameters. ``elements_per_sample`` is the sum of the layers' inputs and outputs, by
-default that of layers 256 wide.
+describes the dense part. ``macs_per_sample`` is the number of multiply-adds of a forward pass, by
+default the number of parameters. ``elements_per_sample`` is the sum of the layers' inputs and
+outputs, by default for layers of width 256.
 
-Each table describes how its ids repeat by one of three keys: ``zipf`` (the k-th row has a share
-proportional to (k + q) ** -s), ``bins`` ({"rows": [17], "lookups": [17]}: fractions by DreamShard's
-frequency bins of a batch of 65,536 samples), or ``sample`` (ids of rows, in order).
+Each table describes the frequency of its ids by one of three keys: ``zipf`` (the k-th row has a
+share proportional to (k + q) ** -s), ``bins`` ({"rows": [17], "lookups": [17]}: fractions by
+DreamShard's frequency bins of a batch of 65,536 samples), or ``sample`` (ids of rows, in order).
 """
 
 import math
@@ -41,8 +41,8 @@ from sbpflow.runtime.files.json_file import JsonError, kind_name, read_json
 KEYS = ("batch_size", "optimizer", "device_gb", "dense", "tables")
 DENSE_KEYS = ("parameters", "macs_per_sample", "elements_per_sample")
 MOST = 1e18  # of any number
-MOST_BYTES = 2**28  # of the file: a sample of ids may be long
-_WIDE = 256  # width of the layers if ``elements_per_sample`` is not given
+MOST_BYTES = 2**28  # limit for the file's size; a sample of ids may be long
+_WIDE = 256  # default layer width without ``elements_per_sample``
 TABLE_KEYS = ("name", "rows", "dim", "ids_per_sample", "zipf", "bins", "sample")
 LAWS = ("zipf", "bins", "sample")
 MOST_IDS = 1_000_000  # per sample and table
@@ -50,7 +50,7 @@ MOST_IDS = 1_000_000  # per sample and table
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TablesFile:
-    """The file's content; ``laws`` has the tables with a ``zipf``."""
+    """Contains the file's content; ``laws`` has the tables with a ``zipf``."""
 
     tables: tuple[TableConfig, ...]
     features: tuple[FeatureConfig, ...]
@@ -65,7 +65,9 @@ class TablesFile:
     def task(
         self, world_size: int, device_type: str = "cpu", *, device_bytes: int | None = None
     ) -> Task:
-        """The task on ``world_size`` ranks; ``device_bytes`` applies if the file has no limit."""
+        """Return the task on ``world_size`` ranks; ``device_bytes`` applies if the file has no
+        limit.
+        """
         return Task(
             outputs=(OutputConfig(name="tables", tables=self.tables),),
             features=self.features,
@@ -81,7 +83,7 @@ class TablesFile:
 
 
 def read_tables(path: Path) -> TablesFile:
-    """Read a file; ConfigError names the table and the key that is wrong."""
+    """Read a file; ConfigError names the table and the invalid key."""
     try:
         tree = read_json(path, max_bytes=MOST_BYTES)
     except FileNotFoundError as error:
@@ -142,7 +144,7 @@ def _table(where: str, tree: object) -> _Table:
     _check_keys(where, given, TABLE_KEYS)
     name = given.get("name")
     if not isinstance(name, str) or not name:
-        raise ConfigError(f'{where}.name: {name!r}; use a non-empty string, for example "C1"')
+        raise ConfigError(f'{where}.name: {name!r}; use a non-empty string such as "C1"')
     rows, dim = _whole(f"{where}.rows", given.get("rows")), _whole(f"{where}.dim", given.get("dim"))
     ids = _number(f"{where}.ids_per_sample", given.get("ids_per_sample", 1.0), least=0.0)
     if ids > MOST_IDS:
@@ -160,7 +162,7 @@ def _stats(where: str, given: dict[str, Any], rows: int, ids: float) -> tuple[Id
     if len(laws) != 1:
         raise ConfigError(
             f"{where}: has {' and '.join(laws) or 'no statistics of its ids'}; give exactly one of "
-            f'{", ".join(LAWS)}, for example "zipf": {{"s": 1.05, "q": 2.0}}'
+            f'{", ".join(LAWS)} (for example, "zipf": {{"s": 1.05, "q": 2.0}})'
         )
     value = given[laws[0]]
     if laws[0] == "sample":
@@ -182,7 +184,7 @@ def _stats(where: str, given: dict[str, Any], rows: int, ids: float) -> tuple[Id
 
 
 def _number(key: str, value: object, *, least: float) -> float:
-    """The value as a float; ConfigError unless it is a number above ``least`` and finite."""
+    """Return the value as a float; ConfigError unless it is a finite number above ``least``."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not least < value < MOST:
         bound = "above 0" if least == 0.0 else "0 or more"
         raise ConfigError(f"{key}: {value!r}; use a number, {bound} and below {MOST:g}")
@@ -190,7 +192,9 @@ def _number(key: str, value: object, *, least: float) -> float:
 
 
 def _whole(key: str, value: object) -> int:
-    """The value as an int; ConfigError unless it is whole and 1 or more (100.0 is valid)."""
+    """Return the value as an int; ConfigError unless it is whole and at least 1 (100.0 is
+    valid).
+    """
     if (
         isinstance(value, bool)
         or not isinstance(value, (int, float))
@@ -202,10 +206,10 @@ def _whole(key: str, value: object) -> int:
 
 
 def _sample(key: str, value: object, rows: int) -> list[int]:
-    """Two or more ids of the table's rows; ConfigError for anything else."""
+    """Return two or more ids of the table's rows; ConfigError for any other value."""
     ids = cast("list[Any]", value)
     if not isinstance(value, list) or len(ids) < 2:
-        raise ConfigError(f"{key}: use a list of 2 or more ids in order, for example [3, 17, 3]")
+        raise ConfigError(f"{key}: use a list of 2 or more ids in order (for example, [3, 17, 3])")
     for place, row in enumerate(ids):
         if isinstance(row, bool) or not isinstance(row, int) or not 0 <= row < rows:
             raise ConfigError(f"{key}[{place}]: {row!r}; use ids of rows, 0 to {rows - 1}")
@@ -218,7 +222,7 @@ def _bins(key: str, value: object) -> list[float]:
         raise ConfigError(f"{key}: use a list of {NUM_BINS} numbers, one share for each bin")
     shares = [_number(f"{key}[{n}]", share, least=-1e-9) for n, share in enumerate(values)]
     if not any(shares):
-        raise ConfigError(f"{key}: all are 0; use a share above 0, for example 1.0 for the first")
+        raise ConfigError(f"{key}: all are 0; use a share above 0 (for example, 1.0 for the first)")
     return shares
 
 

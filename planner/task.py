@@ -1,7 +1,7 @@
-"""What a planner decides, and for what: a task, and a shape and ranks for every table.
+"""Defines a planner's input and output: a task, and a shape and ranks for every table.
 
-Values only. The engine compiles a plan (``embedding_plan``), so both accept the same plans. A plan
-is written as rules, as under ``parallel.tables``.
+The module contains only values. The engine compiles a plan (``embedding_plan``), so the planner and
+the engine accept the same plans. A plan is written as rules, as under ``parallel.tables``.
 """
 
 from collections import Counter
@@ -37,7 +37,7 @@ from sbpflow.sbp.sbp import Split, format_nd_sbp, parse_nd_sbp
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How a table is split and how its ids and vectors are exchanged; its ranks are left open.
+    """Describes how a table is split and how its ids and vectors are exchanged, without its ranks.
 
     ``parts`` is (row parts, column parts). ``B`` with ``local`` is a copy on every rank of the
     world; ``B`` with ``columns`` is the whole table on one rank.
@@ -49,16 +49,18 @@ class Shape:
 
     @property
     def copied(self) -> bool:
-        """Whether every rank holds the whole table."""
+        """Return whether every rank has the whole table."""
         return copies(self.exchange)
 
     @property
     def num_shards(self) -> int:
-        """The number of ranks that a choice of this shape names; 1 for a copy, which names all."""
+        """Return the number of ranks that a choice of this shape names; 1 for a copy (on all
+        ranks).
+        """
         return self.parts[0] * self.parts[1]
 
     def layout(self, world: Placement, ranks: tuple[int, ...] = ()) -> Layout:
-        """The layout on these ranks, by default on the first ranks of the world."""
+        """Return the layout on these ranks, by default on the first ranks of the world."""
         nd_sbp = parse_nd_sbp(self.sbp)
         if self.copied:
             return Layout(world, nd_sbp)
@@ -73,13 +75,13 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A shape on ranks: the shards' ranks in row-major order, or every rank for a copy."""
+    """Assigns a shape to ranks: the shards' ranks in row-major order, or every rank for a copy."""
 
     shape: Shape
     ranks: tuple[int, ...]
 
     def rule(self) -> TableRule:
-        """The rule for ``parallel.tables``."""
+        """Return the rule for ``parallel.tables``."""
         shape = self.shape
         if shape.copied:
             return TableRule(sbp=shape.sbp, exchange=shape.exchange)
@@ -96,7 +98,7 @@ Plan = dict[str, Choice]
 
 
 def choice_of(given: TableLayout, world_size: int) -> Choice:
-    """The choice that a resolved layout describes; ConfigError if it splits unevenly."""
+    """Return the choice that a resolved layout describes; ConfigError if it splits unevenly."""
     layout = given.layout
     if any(isinstance(sbp, Split) and sbp.sizes is not None for sbp in layout.nd_sbp):
         raise ConfigError(f"{given.key}: {layout} has sizes; planners split evenly, leave them out")
@@ -112,10 +114,11 @@ def choice_of(given: TableLayout, world_size: int) -> Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseWork:
-    """The dense part of a model, which every plan of a task shares.
+    """Describes the dense part of a model; every plan of a task has the same one.
 
-    ``macs_per_sample`` are multiply-adds of a forward pass. ``elements_per_sample`` are the numbers
-    that the layers read and write; narrow layers have more of them per multiply-add than wide ones.
+    ``macs_per_sample`` is the number of multiply-adds of a forward pass. ``elements_per_sample`` is
+    the count of numbers that the layers read and write; narrow layers have more of them per
+    multiply-add than wide layers.
     """
 
     macs_per_sample: float = 0.0
@@ -124,7 +127,9 @@ class DenseWork:
 
 
 def dense_work(weights: Iterable[tuple[int, int]], *, biases: bool = False) -> DenseWork:
-    """The dense part with weights of these shapes: one multiply-add per weight and sample."""
+    """Return the dense part with weights of these shapes: one multiply-add per weight and
+    sample.
+    """
     shapes = list(weights)
     macs = sum(a * b for a, b in shapes)
     return DenseWork(
@@ -136,13 +141,13 @@ def dense_work(weights: Iterable[tuple[int, int]], *, biases: bool = False) -> D
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """The tables of a model, a batch size and a world: everything that a plan is priced by.
+    """Describes a planning task: the tables of a model, a batch size and a world.
 
     ``stats`` is by table name. ``ids_per_sample`` is by feature name, for ragged features with
-    fewer than ``hotness`` ids. ``device_bytes`` is what each rank may fill, ``None`` for no limit.
-    ``batch_size`` is global; a step has ``accumulate`` batches, and ids are exchanged ``lookahead``
-    batches ahead. ``pinned`` tables keep their given choice. ``kernel`` is the run's request; a
-    table's own request takes precedence.
+    fewer than ``hotness`` ids. ``device_bytes`` is the memory that each rank may fill, ``None`` for
+    no limit. ``batch_size`` is global; a step has ``accumulate`` batches, and ids are exchanged
+    ``lookahead`` batches ahead. ``pinned`` tables keep their given choice. ``kernel`` is the run's
+    request; a table's own request takes precedence.
     """
 
     outputs: tuple[OutputConfig, ...]
@@ -168,22 +173,22 @@ class Task:
         if self.world_size < 1 or self.batch_size < self.world_size:
             raise ConfigError(
                 f"task: {self.batch_size} samples over {self.world_size} ranks; give each rank at "
-                "least one, for example 4096 samples over 4 ranks"
+                "least one (for example, 4096 samples over 4 ranks)"
             )
         if missing := [table.name for table in self.tables if table.name not in self.stats]:
             raise ConfigError(
                 f"task: no id statistics for {', '.join(missing[:5])}; give statistics for every "
-                "table, for example zipf_mandelbrot(num_rows, 1.05, 2.0, ids_per_sample=1)"
+                "table (for example, zipf_mandelbrot(num_rows, 1.05, 2.0, ids_per_sample=1))"
             )
 
     @cached_property
     def tables(self) -> tuple[TableConfig, ...]:
-        """All tables, in the order of the outputs."""
+        """Return all tables, in the order of the outputs."""
         return tuple(table for output in self.outputs for table in output.tables)
 
     @cached_property
     def output_of(self) -> dict[str, OutputConfig]:
-        """The output of each table, by table name."""
+        """Return the output of each table, by table name."""
         return {table.name: output for output in self.outputs for table in output.tables}
 
     @cached_property
@@ -199,7 +204,7 @@ class Task:
         return Placement.line(self.device_type, self.world_size)
 
     def lookups(self, table: TableConfig) -> float:
-        """The average number of ids in a batch."""
+        """Return the average number of ids in a batch."""
         per_sample = sum(
             self.ids_per_sample.get(name, float(self._feature[name].hotness))
             for name in table.features
@@ -207,11 +212,11 @@ class Task:
         return self.batch_size * per_sample
 
     def most_lookups(self, table: TableConfig) -> int:
-        """The largest number of ids in a batch, as the engine counts them."""
+        """Return the largest number of ids in a batch, as the engine counts them."""
         return self.batch_size * sum(self._feature[name].hotness for name in table.features)
 
     def ragged(self, table: TableConfig) -> bool:
-        """Whether the table's ids are lists."""
+        """Return whether the table's ids are lists."""
         return any(
             self._feature[name].ragged or self._feature[name].weighted for name in table.features
         )
@@ -220,7 +225,9 @@ class Task:
         return table.optimizer or self.optimizer
 
     def check(self, plan: Mapping[str, Choice]) -> None:
-        """Raise ConfigError unless the engine can run the plan and it has the task's tables."""
+        """Raise ConfigError unless the engine can run the plan and the plan has the task's
+        tables.
+        """
         names = {table.name for table in self.tables}
         if lost := sorted(names - set(plan)) or sorted(set(plan) - names):
             raise ConfigError(
@@ -231,12 +238,12 @@ class Task:
 
 
 def rules(plan: Mapping[str, Choice]) -> dict[str, TableRule]:
-    """The rules for ``parallel.tables``, with names escaped so that they match exactly."""
+    """Return the rules for ``parallel.tables``, with names escaped so that they match exactly."""
     return {escape(name): choice.rule() for name, choice in plan.items()}
 
 
 def embedding_plan(task: Task, plan: Mapping[str, Choice]) -> EmbeddingPlan:
-    """The engine's plan; ConfigError if the engine cannot run it."""
+    """Return the engine's plan; ConfigError if the engine cannot run it."""
     comm_dtype: CommDtype | None = None
     if task.comm_dtype is not None and task.comm_dtype != task.dtype:
         comm_dtype = "bfloat16" if task.comm_dtype == torch.bfloat16 else "float16"
@@ -262,7 +269,7 @@ def embedding_plan(task: Task, plan: Mapping[str, Choice]) -> EmbeddingPlan:
 
 
 def plan_to_yaml(plan: Mapping[str, Choice], notes: Mapping[str, Any] | None = None) -> str:
-    """A file for ``parallel.plan``: the most frequent rule for ``*``, then the exceptions.
+    """Write a file for ``parallel.plan``: the most frequent rule for ``*``, then the exceptions.
 
     ``notes``, such as the predicted step, are written next to the tables; readers ignore them.
     """
@@ -280,7 +287,9 @@ def plan_to_yaml(plan: Mapping[str, Choice], notes: Mapping[str, Any] | None = N
 
 
 def plan_from_yaml(path: Path, task: Task) -> Plan:
-    """The plan in a YAML file, by ``plan_to_yaml`` or by hand; ConfigError if it is invalid."""
+    """Read the plan in a YAML file, written by ``plan_to_yaml`` or by hand; ConfigError if
+    invalid.
+    """
     planned = read_table_plan(path, world_size=task.world_size)
     comm_dtype = task.comm_dtype or task.dtype
     for pattern, rule in planned.items():

@@ -1,9 +1,9 @@
-"""Random tables to plan for without data.
+"""Generates random tables for planning without data.
 
-The distributions were fitted to the statistics that facebookresearch/dlrm_datasets publishes about
-its 856 tables of 2021 (``locality_stats.txt`` at 6f46ba7: 468,084,223 lookups of a batch of 65,536,
-unique rows and their 17 bins), not to the tables themselves. These sums do not determine how rows
-and pooling of a table are related, nor how many rows are never looked up; both are assumed.
+The distributions were fitted to the published statistics of the 856 tables of 2021 in
+facebookresearch/dlrm_datasets (``locality_stats.txt`` at 6f46ba7: 468,084,223 lookups of a batch of
+65,536, unique rows and their 17 bins), not to the tables themselves. These sums determine neither
+how rows and pooling of a table are related nor how many rows are never looked up; both are assumed.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from sbpflow.planner.costs.features import IdStats, zipf_mandelbrot
 from sbpflow.planner.task import DenseWork, Task
 
 POOL_TABLES = 856
-POOL_LOOKUPS = 468_084_223.0  # of a batch of 65,536 samples, over all tables
+POOL_LOOKUPS = 468_084_223.0  # lookups of a batch of 65,536 samples, over all tables
 POOL_BATCH = 65_536
 DIMS = (8, 16, 32, 64, 128)
 OPTIMIZER = RowwiseAdagrad(lr=0.05)
@@ -30,7 +30,8 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """A drawn table: its rows, the rows that are looked up, its ids per sample, and their law.
+    """Describes a random table: its rows, the rows that are looked up, its ids per sample, their
+    law.
 
     The k-th of ``active`` rows has a share proportional to (k + q) ** -s.
     """
@@ -48,9 +49,9 @@ class Drawn:
 
 @cache
 def pool() -> tuple[Drawn, ...]:
-    """The pool of 856 tables, a fifth of them with tiny vocabularies."""
+    """Return the pool of 856 tables; a fifth of them have tiny vocabularies."""
     sobol = torch.quasirandom.SobolEngine(8)
-    sobol.fast_forward(1)  # the first point is 0, which has no normal quantile
+    sobol.fast_forward(1)  # the first point is 0 and has no normal quantile
     u = sobol.draw(POOL_TABLES, dtype=torch.float64)
     normal = torch.distributions.Normal(0.0, 1.0).icdf(u.clamp(1e-9, 1 - 1e-9)).numpy()
     uniform = u.numpy()
@@ -73,7 +74,9 @@ def pool() -> tuple[Drawn, ...]:
 
 
 def _pooling(uniform: Floats, normal: Floats) -> Floats:
-    """[tables] mean ids per sample: at most 1 for 38 %, else log-normal, scaled to the total."""
+    """Return [tables] mean ids per sample: at most 1 for 38 %, else log-normal, scaled to the
+    total.
+    """
     few = uniform[:, 0] < 0.382
     below_one = np.clip((0.02 + 0.98 * uniform[:, 1]) ** 2.277, 0.01, 1.0)
     many = np.exp(0.699 + 0.654 * normal[:, 1])
@@ -83,7 +86,7 @@ def _pooling(uniform: Floats, normal: Floats) -> Floats:
 
 
 def split_pool(held_out: bool) -> tuple[Drawn, ...]:
-    """One half of the pool: to train on, or held out for comparisons."""
+    """Return one half of the pool: for training, or held out for comparisons."""
     order = np.random.default_rng(2022).permutation(POOL_TABLES)
     half = order[POOL_TABLES // 2 :] if held_out else order[: POOL_TABLES // 2]
     tables = pool()
@@ -103,10 +106,10 @@ def make_task(
     batch_size: int,
     slack: float | None = None,
 ) -> Task:
-    """A task with these tables, one feature each, joined in one output.
+    """Return a task with these tables, one feature each, joined in one output.
 
-    With ``slack``, a rank may hold that many times its even share of rows and optimizer state; a
-    table that is too large for a rank can be split.
+    With ``slack``, a rank may fill that many times its even share of rows and optimizer state;
+    tables that are too large for a rank can be split.
     """
     configs = tuple(
         TableConfig(name=f"t{n}", features=(f"f{n}",), num_rows=table.num_rows, dim=dim)
@@ -140,7 +143,7 @@ def random_task(
     batch_size: int = 8192,
     slack: float | None = None,
 ) -> Task:
-    """A task of tables from half of the pool, with replacement only if it is too small."""
+    """Return a task of tables from half of the pool, with replacement only if it is too small."""
     random = np.random.default_rng([seed, num_tables, world_size, int(held_out)])
     half = split_pool(held_out)
     chosen = random.choice(len(half), num_tables, replace=num_tables > len(half))

@@ -1,4 +1,4 @@
-"""Fixtures for all tests: ranks on gloo, on NCCL, and on rehearsed CUDA devices."""
+"""Defines fixtures for all tests: ranks on gloo, on NCCL, and on rehearsed CUDA devices."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ from tests.ranks import RankPool
 
 try:
     from hypothesis import settings
-except ImportError:  # a GPU machine without the test packages
+except ImportError:  # a GPU machine may lack the test packages
     pass
 else:  # no deadline, because a busy machine is slow
     settings.register_profile("suite", deadline=None)
@@ -75,16 +75,17 @@ def _cpu_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..
 def ranks(
     request: pytest.FixtureRequest, _cpu_ranks: Callable[..., list[Any]]
 ) -> Callable[..., list[Any]]:
-    """``ranks(world_size, fn, *args)`` returns ``fn(world, *args)`` of each rank on CPU and gloo.
+    """Yield ``ranks(world_size, fn, *args)``, which returns ``fn(world, *args)`` of each rank on
+    CPU and gloo.
 
-    The processes are reused by all tests. Checked mode is on only in tests marked ``checked``.
+    All tests reuse the processes. Checked mode is on only in tests marked ``checked``.
     """
     return partial(_cpu_ranks, checked=request.node.get_closest_marker("checked") is not None)
 
 
 @pytest.fixture(scope="session")
 def nccl_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
-    """Like ``ranks``, on CUDA and NCCL; for tests marked ``nccl``."""
+    """Work like ``ranks``, on CUDA and NCCL, for tests marked ``nccl``."""
     yield from _pools(tmp_path_factory, "cuda")
 
 
@@ -92,7 +93,7 @@ def nccl_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..
 def rehearsed_ranks(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Callable[..., list[Any]]]:
-    """Like ``nccl_ranks``, without a GPU: with the tensors and rules of ``tests/rehearsal``."""
+    """Work like ``nccl_ranks`` without a GPU: with the tensors and rules of ``tests/rehearsal``."""
     from tests.rehearsal.task import perform
 
     for run in _pools(tmp_path_factory, "rehearsed"):
@@ -107,7 +108,7 @@ def rehearsed_ranks(
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
-    """A folder in memory if possible, because each save syncs and the disk is not under test."""
+    """Yield a folder, in memory if possible, because saves sync and the disk is not under test."""
     shared = Path("/dev/shm")  # noqa: S108  (made unique below)
     with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as folder:
         yield Path(folder)

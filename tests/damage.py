@@ -1,11 +1,11 @@
-"""Damaged copies of a file, by a seed, as disks, editors and other programs could leave it."""
+"""Creates seeded damaged copies of a file, as disks, editors and other programs could leave it."""
 
 import json
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# Replacements for values: other kinds, and numbers and texts at the limits.
+# These values replace others: other types, and numbers and strings at the limits.
 VALUES = (
     *("null", "true", "false", "0", "-1", "1", "2", "0.5", "-0.0", "1e-300", "5e-324", "1e300"),
     *("1e999", "-1e999", "NaN", "Infinity", "-Infinity", str(2**31), str(2**63), str(2**64)),
@@ -78,7 +78,7 @@ def _delete(draw: random.Random, raw: bytes) -> bytes:
 
 
 def _changed(draw: random.Random, raw: bytes, change: Callable[[Any, Any], None]) -> str:
-    """Apply ``change`` at a place of the JSON value or of one of the lines; return the text."""
+    """Apply ``change`` at a place in the JSON value or one of the lines; return the text."""
     text = raw.decode()
     try:
         return json.dumps(_change_one(draw, json.loads(text), change)) + "\n"

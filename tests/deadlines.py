@@ -1,4 +1,4 @@
-"""Time limits that adapt to the load: on a busy machine, time passes in proportion to the CPU."""
+"""Implements time limits that adapt to the load: time passes in proportion to the available CPU."""
 
 import os
 import subprocess
@@ -8,9 +8,9 @@ from typing import Any
 
 
 class Deadline:
-    """A number of seconds on an idle machine; call ``over`` often, because it samples the load.
+    """Counts seconds of an idle machine; call ``over`` often, because it samples the load.
 
-    The time since the last sample counts by the share of a core that a process could have had.
+    The time since the last sample is multiplied by the share of a core that a process could use.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -25,7 +25,7 @@ class Deadline:
 
 
 def load_per_core() -> float:
-    """Return the present number of runnable processes per core, at least 1."""
+    """Return the current number of runnable processes per core, at least 1."""
     try:
         running, _ = Path("/proc/loadavg").read_text().split()[3].split("/")
     except FileNotFoundError:  # not Linux: use wall-clock time
@@ -34,7 +34,7 @@ def load_per_core() -> float:
 
 
 def outputs_of(process: subprocess.Popen[str], seconds: float) -> tuple[str, str]:
-    """Return the output of a process; at the limit kill it and raise TimeoutExpired."""
+    """Return the output of a process; after the limit, kill it and raise TimeoutExpired."""
     deadline = Deadline(seconds)
     while True:
         try:

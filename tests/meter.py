@@ -1,7 +1,7 @@
-"""Record what c10d sends, independently of the code under test.
+"""Records c10d's traffic, independently of the code under test.
 
-A dispatch mode below ``torch.distributed``, which sees all collectives that reach a process group
-from any caller, and counts the bytes that this rank sends to others.
+The recorder is a dispatch mode below ``torch.distributed``. It sees all collectives that reach a
+process group from any caller and counts the bytes that this rank sends to others.
 """
 
 import math
@@ -16,7 +16,7 @@ from sbpflow.runtime.ranks.world import HEADER_BYTES
 
 
 class Call(NamedTuple):
-    """One collective on this rank."""
+    """Describes one collective on this rank."""
 
     collective: str
     bytes_sent: float

@@ -1,6 +1,7 @@
-"""The expected results of conversions, computed without the code under test.
+"""Computes the expected results of conversions without the code under test.
 
-Only slices with Python ranges, fills, concatenates and adds; independent of plans and groups.
+The oracle only slices with Python ranges, fills, concatenates and adds; it is independent of plans
+and groups.
 """
 
 import itertools
@@ -15,7 +16,7 @@ from sbpflow.sbp.sbp import Broadcast, Partial, Split
 
 
 def pieces(size, split, parts):
-    """Return (start, stop) of each part; the first parts get one more if it does not divide."""
+    """Return (start, stop) of each part; the first parts get one more element if needed."""
     lengths = split.sizes
     if lengths is None:
         lengths = [size // parts + (1 if part < size % parts else 0) for part in range(parts)]
@@ -61,7 +62,7 @@ def shares(full, layout: Layout, seed=0):
     for rank in layout.placement.ranks:
         coord = coordinate(layout, rank)
         partial = [axis for axis, s in enumerate(layout.nd_sbp) if isinstance(s, Partial)]
-        # Ranks whose coordinates differ only along B axes hold the same term.
+        # Ranks whose coordinates differ only along B axes have the same term.
         key = tuple(
             -1 if isinstance(s, Broadcast) else at
             for s, at in zip(layout.nd_sbp, coord, strict=True)
@@ -103,7 +104,7 @@ COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
 def reduction(layout: Layout):
-    """Return the reduction along the P axes, "sum" if there are none."""
+    """Return the reduction along the P axes, "sum" if there are no P axes."""
     return next((sbp.op for sbp in layout.nd_sbp if isinstance(sbp, Partial)), "sum")
 
 

@@ -1,7 +1,7 @@
-"""What a page asks its reader to do: files to save, commands to run, and the output it shows.
+"""Extracts a page's instructions: files to save, commands to run, and their output.
 
-In a page's blocks of code, the first line ``# NAME`` of a file names it; a block without a language
-has commands; a block of ``text`` has the end of what the command before it prints.
+In a page's code blocks, the first line ``# NAME`` of a file names it; a block without a language
+contains commands; a block of ``text`` contains the end of the previous command's output.
 """
 
 import os
@@ -18,14 +18,14 @@ PROGRAMS = {"sbpflow": [sys.executable, "-m", "sbpflow"], "python": [sys.executa
 
 
 class Step(NamedTuple):
-    """A command, and the output that the page shows for it; "" if it shows none."""
+    """Describes a command and the output that the page shows for it; "" if it shows none."""
 
     command: str
     shown: str
 
 
 class Page:
-    """``files`` by name, and ``steps`` in the order of the page."""
+    """Contains ``files`` by name, and ``steps`` in the order of the page."""
 
     def __init__(self, path: str) -> None:
         text = (ROOT / path).read_text()
@@ -41,13 +41,13 @@ class Page:
                 self.steps += [Step(line.partition(" #")[0].strip(), "") for line in lines]
 
     def save_files(self, folder: Path) -> None:
-        """Save what the page asks to save."""
+        """Save the files that the page asks the reader to save."""
         for name, text in self.files.items():
             (folder / name).write_text(text)
 
 
 def follow(command: str, folder: Path, limit_s: float = 180) -> str:
-    """What the command prints in ``folder``; fails unless it succeeds."""
+    """Run the command in ``folder`` and return its output; fail unless it succeeds."""
     program, *words = shlex.split(command)
     done = run(
         [*PROGRAMS[program], *words],
@@ -60,7 +60,7 @@ def follow(command: str, folder: Path, limit_s: float = 180) -> str:
 
 
 def missing_lines(printed: str, shown: str) -> list[str]:
-    """The lines that a page shows but a command did not print; numbers are not compared."""
+    """Return lines that a page shows but the command did not print, ignoring numbers."""
     found = _words(printed)
     return [
         line
@@ -71,5 +71,5 @@ def missing_lines(printed: str, shown: str) -> list[str]:
 
 
 def _words(text: str) -> list[str]:
-    """The text without numbers and layout of columns, which depend on the machine and the data."""
+    """Return the text without numbers and column layout, which depend on machine and data."""
     return re.sub(r"[\d.,:%|_+-]+", " ", text).split()

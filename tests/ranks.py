@@ -1,8 +1,10 @@
-"""Persistent ranks for tests: one pool of gloo processes per world size, reused by all tests.
+"""Provides persistent ranks for tests: one pool of gloo processes per world size, reused by all
+tests.
 
 ``ranks(world_size, fn, *args)`` runs the module-level function ``fn(world, *args)`` on every rank
-and returns its values in rank order. If a rank raises, dies or hangs, the pool is killed, and the
-next call creates another. The failure contains each rank's traceback, or its stack if it hung.
+and returns their return values in rank order. If a rank raises, dies or hangs, the pool is killed,
+and the next call creates another. The failure contains each rank's traceback, or its stack if it
+hung.
 """
 
 import faulthandler
@@ -32,13 +34,13 @@ PRELOAD = [
     "tests.ranks",
     "tests.training.wdl_case",
 ]
-TIMEOUT_S = 1200.0  # for a collective, in wall-clock time
-TASK_TIMEOUT_S = 120.0  # for one call of ``fn``
-GRACE_S = 3.0  # for the other ranks after one has failed
+TIMEOUT_S = 1200.0  # limit for a collective, in wall-clock time
+TASK_TIMEOUT_S = 120.0  # limit for one call of ``fn``
+GRACE_S = 3.0  # limit for the other ranks after a rank has failed
 
 
 class RanksFailed(AssertionError):
-    """At least one rank failed; ``errors`` has the texts of those that did, by rank."""
+    """Signals that at least one rank failed; ``errors`` contains the error texts of these ranks."""
 
     def __init__(self, errors: dict[int, str]) -> None:
         self.errors = errors
@@ -53,7 +55,7 @@ class _Worker:
 
 
 class RankPool:
-    """``world_size`` processes that stay alive between calls."""
+    """Contains ``world_size`` processes that stay alive between calls."""
 
     def __init__(self, world_size: int, folder: Path, device: str = "cpu") -> None:
         self.world_size = world_size
@@ -79,7 +81,7 @@ class RankPool:
         return [results[rank] for rank in range(self.world_size)]
 
     def stop(self) -> None:
-        """Ask the processes to end, and kill those that do not."""
+        """Ask the processes to end, and kill the remaining ones."""
         for worker in self._workers:
             try:
                 worker.pipe.send(None)
@@ -177,7 +179,7 @@ def _serve(
     import torch
 
     torch.set_num_threads(1)
-    if device == "rehearsed":  # tensors that claim to be on CUDA, see tests/rehearsal
+    if device == "rehearsed":  # use tensors that claim to be on CUDA, see tests/rehearsal
         from tests.rehearsal.install import install
 
         install()

@@ -1,7 +1,8 @@
-"""Wide & Deep without sbpflow: one process, whole tables, plain autograd.
+"""Implements Wide & Deep without sbpflow: one process, whole tables, plain autograd.
 
-The oracle for layouts and world sizes. Only the initial values are shared; lookups, gradients and
-all optimizer rules are implemented separately, over whole tables and a mask of touched rows.
+This model is the oracle for layouts and world sizes. It shares only the initial values with
+sbpflow; lookups, gradients and all optimizer rules are implemented separately, over whole tables
+and a mask of touched rows.
 """
 
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ class SparseRule:
 
 @dataclass
 class ReferenceWdl:
-    """``wide`` and ``deep`` map a table name to (feature column, [rows, dim] tensor)."""
+    """Maps table names to (feature column, [rows, dim] tensor) in ``wide`` and ``deep``."""
 
     wide: dict[str, tuple[int, Tensor]]
     deep: dict[str, tuple[int, Tensor]]

@@ -1,4 +1,4 @@
-"""Run a test's script with torchrun, like a user."""
+"""Runs a test's script with torchrun, as a user would."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Compile the tables' kernels into the user's cache, so that ranks do not all compile them."""
+"""Compiles the tables' kernels into the user's cache, so that ranks do not all compile them."""
 
 import torch
 

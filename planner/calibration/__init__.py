@@ -1,1 +1,1 @@
-"""Measures this machine with the engine itself, and fits the prices of plans."""
+"""Measures this machine by running the engine and fits the prices of plans to the measurements."""

@@ -1,9 +1,10 @@
 """``sbpflow calibrate``: measure this machine and fit a profile.
 
-Every rank runs ``calibrate``. Tasks are measured one after another until the time is over; the
-plans of a task take turns. Every plan is written to a journal, so an interrupted calibration
-continues where it stopped. Then a model is fitted, and the plans that it predicts to be fastest are
-measured and added, because a search finds exactly the plans that the model underestimates.
+Every rank runs ``calibrate``. It measures one task after another until the time is used up,
+alternating between the plans of a task. It writes every plan to a journal, so an interrupted
+calibration resumes where it stopped. It then fits a model, measures the plans that this model
+predicts to be fastest, and fits the model again with them: a search tends to find the plans that
+the model underestimates.
 """
 
 import json
@@ -55,18 +56,19 @@ from sbpflow.runtime.files.json_file import JsonError, list_of, object_of, parse
 
 LOG = logging.getLogger(__name__)
 
-TRANSFERS_SHARE = 0.06  # of the time, for transfers alone
-DENSE_SHARE = 0.03  # of the time, for dense parts alone
-DRAWN_SHARE = 0.6  # of the time, for random plans, before any model is fitted
+TRANSFERS_SHARE = 0.06  # share of the time for measuring transfers alone
+DENSE_SHARE = 0.03  # share of the time for measuring dense parts alone
+DRAWN_SHARE = 0.6  # share of the time for random plans, before the first fit
 MOST_SAMPLES = 100_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How long to calibrate, and on what.
+    """Configures how long to calibrate and with which tasks.
 
-    ``seconds`` covers everything. ``rounds`` is how often the model's own candidates are added.
-    ``most_rows`` bounds the tables. ``kernels`` compares the kernels of tables.
+    ``seconds`` limits the whole calibration. ``rounds`` is the number of times that the model's own
+    candidates are added. ``most_rows`` limits the size of the tables. ``kernels`` enables the
+    comparison of table kernels.
     """
 
     seconds: float = 270.0
@@ -94,13 +96,14 @@ QUICK = Settings(
     kernels=False,
 )
 Pick = Callable[[TaskCost, int], list[Plan]]
-Group = tuple[int, list[tuple[str, Plan]]]  # the number of a sample, and its plans by name
+Group = tuple[int, list[tuple[str, Plan]]]  # a sample's number and its plans by name
 
 
 class Journal:
-    """The measurements, one JSON object per line: a plan, all transfers, or all dense parts.
+    """Stores the measurements, one JSON object per line: one plan, all transfers, or all dense
+    parts.
 
-    Only rank 0 has the file.
+    Only rank 0 writes the file.
     """
 
     def __init__(self, path: Path, facts: Mapping[str, str]) -> None:
@@ -142,7 +145,9 @@ class Journal:
             self.entries[entry["sample"], entry["name"]] = entry
 
     def records(self, task_of: Callable[[int], Task]) -> list[Record]:
-        """All plans that fit their samples' tasks, counted; logs a warning for each other plan."""
+        """Return all plans that fit their samples' tasks, with counts; log a warning for each other
+        plan.
+        """
         records: list[Record] = []
         for (number, name), entry in sorted(self.entries.items()):
             try:
@@ -158,7 +163,7 @@ class Journal:
         return records
 
     def best_drawn(self, sample: int) -> tuple[str, dict[str, list[Any]]]:
-        """Name and tree of the fastest plan of a sample that was drawn, not picked by a model."""
+        """Return the name and tree of a sample's fastest random plan, not one picked by a model."""
         drawn = [
             (entry["step_ms"], name, entry["plan"])
             for (number, name), entry in self.entries.items()
@@ -179,12 +184,12 @@ class Journal:
         self._write(entry)
 
     def add_transfers(self, transfers: Sequence[Transfer]) -> None:
-        """Store the times of all transfers alone."""
+        """Store the times of all transfers measured alone."""
         self.transfers = list(transfers)
         self._write({"transfers": [asdict(transfer) for transfer in transfers]})
 
     def add_dense(self, times: Sequence[DenseTime]) -> None:
-        """Store the times of all dense parts alone."""
+        """Store the times of all dense parts measured alone."""
         self.dense = list(times)
         self._write({"dense": [asdict(time) for time in times]})
 
@@ -201,9 +206,9 @@ class Journal:
 def calibrate(
     boxing: Boxing, settings: Settings, journal_path: Path, pick: Pick | None = None
 ) -> Profile | None:
-    """Measure, fit, and measure the fit's candidates; the profile on rank 0, None elsewhere.
+    """Measure, fit a profile, and measure its candidates; return the profile on rank 0, else None.
 
-    ``pick(cost, count)`` returns the plans that a search finds best.
+    ``pick(cost, count)`` returns the best plans that a search finds.
     """
     run = _Run(boxing, settings, journal_path, pick or candidates)
     return run.all_rounds()
@@ -241,7 +246,9 @@ class _Run:
         )
 
     def all_rounds(self) -> Profile | None:
-        """Drawn plans first, then equal shares of the time for the rounds of candidates."""
+        """Measure random plans, then divide the remaining time equally among the rounds of
+        candidates.
+        """
         settings = self._settings
         self._measure_alone()
         for number in range(settings.rounds + 1):
@@ -252,7 +259,7 @@ class _Run:
         return self._fitted()
 
     def _measure_alone(self) -> None:
-        """Transfers and dense parts, before any plan, unless the journal has them."""
+        """Measure transfers and dense parts before any plan, unless the journal has them."""
         journal, seconds = self._journal, self._settings.seconds
         if from_first_rank(self._boxing, journal is not None and journal.transfers is None):
             transfers = time_transfers(self._boxing, seconds=TRANSFERS_SHARE * seconds)
@@ -281,9 +288,10 @@ class _Run:
             yield number, list(draw_plans(self.sample(number), number, count))
 
     def _picked(self, round_number: int) -> Iterator[Group]:
-        """The model's best plans for measured tasks, and the best drawn plan again.
+        """Return the model's best plans for measured tasks, and the best random plan a second time.
 
-        The two measurements of the drawn plan show the drift. Rank 0 has the model.
+        The two measurements of the random plan show the drift between sessions. Only rank 0 has the
+        model.
         """
         profile = self._fitted(judged=False)
         known = {sample for sample, _ in self._journal.entries} if self._journal else ()
@@ -304,7 +312,9 @@ class _Run:
             yield number, [(name, plan_of_tree(tree)) for name, tree in agreed]
 
     def _measure_all(self, groups: Iterator[Group], deadline: float) -> None:
-        """Until plans or time run out, as rank 0 decides; the plans of a task take turns."""
+        """Measure until no plans or no time remain, as rank 0 decides; alternate between a task's
+        plans.
+        """
         settings = self._settings
         for seen, (number, plans) in enumerate(groups):
             elapsed = time.monotonic() - self._start

@@ -1,7 +1,7 @@
-"""The plans of a task that a search finds best, to be measured: there a model errs most.
+"""Selects the plans of a task to measure next: the best ones that a search finds.
 
-A search ends in similar plans, so further plans are taken only if they store enough tables
-differently.
+A model's errors matter most for these plans. Because a search ends in similar plans, a further plan
+is selected only if it stores enough tables differently.
 """
 
 from sbpflow.planner.costs.cost import TaskCost
@@ -12,13 +12,16 @@ from sbpflow.planner.search.seeds import families
 from sbpflow.planner.shapes import plan_of, problem_of
 from sbpflow.planner.task import Plan, Shape
 
-INSERTIONS = 160  # of a search: finds plans near the best one in a fraction of a second
-DIFFERENT = 0.2  # of the tables; at least one
-NEAR = 1.05  # times the best plan's price: about a model's error among good plans
+# insertions of a search: enough to find nearly the best plan in a fraction of a second
+INSERTIONS = 160
+DIFFERENT = 0.2  # share of the tables that must differ, at least one table
+NEAR = 1.05  # largest price relative to the best plan's: about a model's error among good plans
 
 
 def candidates(cost: TaskCost, count: int) -> list[Plan]:
-    """The plan that is predicted fastest, and the next plans that differ from all before them."""
+    """Return the plan predicted to be fastest, then the next plans that differ from all before
+    them.
+    """
     problem = problem_of(cost)
     found = search(problem, effort=Effort(insertions=INSERTIONS, exact_time=0.0))
     pool = dict.fromkeys([found.assignment, *found.others, *found.plans.values()])
@@ -33,10 +36,11 @@ def candidates(cost: TaskCost, count: int) -> list[Plan]:
 
 
 def to_measure(planned: Planned, count: int) -> dict[str, Assignment]:
-    """Plans that fit, by name: the best ``count``, and those with all tables alike.
+    """Return plans that fit, by name: the best ``count`` plans, and those with one shape for all
+    tables.
 
-    The best plan comes first, then the one found without learned corrections, then those that
-    differ most among the plans priced within ``NEAR`` of the best.
+    The best plan comes first, then the plan found without learned corrections. The remaining plans
+    are those that differ most among the plans priced within ``NEAR`` of the best.
     """
     problem, found, best = planned.problem, planned.found, planned.assignment
     if found is None:
@@ -65,10 +69,12 @@ def to_measure(planned: Planned, count: int) -> dict[str, Assignment]:
 
 
 def _moved(plan: Assignment, other: Assignment) -> int:
-    """The number of tables with another shape or other ranks."""
+    """Return the number of tables with another shape or other ranks."""
     return sum(a != b for a, b in zip(plan, other, strict=True))
 
 
 def _different(plan: Assignment, other: Assignment) -> int:
-    """The number of tables with another shape; plans that differ only in ranks are equally good."""
+    """Return the number of tables with another shape; plans that differ only in ranks are equally
+    good.
+    """
     return sum(a.option != b.option for a, b in zip(plan, other, strict=True))

@@ -1,4 +1,4 @@
-"""The implementation of ``sbpflow calibrate``, on each rank."""
+"""Implements ``sbpflow calibrate`` on each rank."""
 
 import logging
 import os
@@ -22,7 +22,7 @@ LOG = logging.getLogger(__name__)
 
 
 def run_calibration(args: Namespace) -> str:
-    """Calibrate as one of the launched ranks; returns the text that rank 0 prints."""
+    """Calibrate as one of the launched ranks; return the text that rank 0 prints."""
     settings = _settings(args)
     path = args.output or default_path()
     if torch.get_num_threads() > 1 and "OMP_NUM_THREADS" not in os.environ:
@@ -35,9 +35,9 @@ def run_calibration(args: Namespace) -> str:
 
 
 def save_on_all_hosts(boxing: Boxing, profile: Profile | None, path: Path) -> None:
-    """Write rank 0's profile to ``path`` on every host; the host's first rank writes it.
+    """Write rank 0's profile to ``path`` on every host; the first rank of each host writes it.
 
-    A later run plans on each of its hosts from the local file, and must get the same plan on all.
+    A later run plans on each host from the local file, and all hosts must get the same plan.
     """
     text = from_first_rank(boxing, "" if profile is None else profile.as_json())
     if boxing.world.rank in [host[0] for host in boxing.world.topology.hosts]:
@@ -50,19 +50,19 @@ def _settings(args: Namespace) -> Settings:
         import_rule("--optimizer", args.optimizer)
     rule_class(args.optimizer)
     if args.seconds is not None and args.seconds <= 0:
-        raise ConfigError(f"--seconds: {args.seconds}; use a number above 0, for example 270")
+        raise ConfigError(f"--seconds: {args.seconds}; use a number above 0 (for example, 270)")
     given = {"seconds": args.seconds, "rounds": args.rounds}
     given = {key: value for key, value in given.items() if value is not None}
     return replace(settings, optimizer=args.optimizer, seed=args.seed, **given)
 
 
 def default_ranks() -> int:
-    """One rank per CUDA device; 2 without any."""
+    """Return one rank per CUDA device, or 2 ranks without any CUDA device."""
     return max(2, torch.cuda.device_count())
 
 
 def describe(profile: Profile) -> str:
-    """A profile's provenance and prediction errors, as text."""
+    """Format a profile's provenance and prediction errors as text."""
     lines = [f"{key:<22} {value}" for key, value in profile.about.items()]
     lines += [f"{'source of ' + key:<22} {value}" for key, value in profile.sources.items()]
     for key, value in profile.errors.items():

@@ -1,11 +1,12 @@
-"""Corrections of phases where work is fused, which sums of counts cannot describe; an ensemble.
+"""Learns an ensemble of corrections for phases with fused work, because sums of counts cannot
+describe it.
 
-Each member is trained on a resample of the tasks. It is a sum of powers of non-negative mixes of
-the counts, so more work never costs less, and it is bounded to the ratios that were measured. A
-phase is corrected only if that helps on tasks that the member was not trained on: a search that
-minimizes a correction fitted to noise finds plans that are fast only because of the noise. Forward
-and backward of the dense part have no correction: one learned from the tasks' narrow layers is
-wrong for wide ones.
+Each member is trained on a resample of the tasks. A member is a sum of powers of non-negative mixes
+of the counts, so more work never costs less. The ratios that were measured bound it. A phase is
+corrected only if the correction also helps on tasks that the member was not trained on: otherwise,
+a search that minimizes a correction fitted to noise finds plans that look fast only because of the
+noise. The forward and backward phases of the dense part have no correction, because one learned
+from the tasks' narrow layers is wrong for wide layers.
 """
 
 import math
@@ -20,14 +21,17 @@ from sbpflow.planner.calibration.records import Record
 from sbpflow.planner.costs.profile import Fusion
 from sbpflow.planner.costs.simulate import KINDS, MOVES, PHASE, PHASES
 
-LEAST_LEARNED_MS = 0.3  # phases shorter than this on average get no correction
-LEAST_GAIN = 0.05  # of the error on held-out tasks; a smaller gain does not justify the risk
+LEAST_LEARNED_MS = 0.3  # phases with a shorter mean time get no correction
+# smallest reduction of the error on held-out tasks that justifies the risk of a correction
+LEAST_GAIN = 0.05
 MEMBERS, EPOCHS = 5, 150
 _POWERS = (0.7, 0.9, 1.0, 1.2)  # initial values
 
 
 def examples_of(records: Sequence[Record], name: str) -> tuple[Floats, Floats]:
-    """([n, F], [n] ms): per rank for a move; per plan, on the busiest rank, for a transfer."""
+    """Return ([n, F], [n] ms): one row per rank for a move; one row per plan, of its busiest rank,
+    for a transfer.
+    """
     place = PHASE[name]
     if name in MOVES:
         x = np.concatenate([record.totals for record in records])
@@ -39,10 +43,10 @@ def examples_of(records: Sequence[Record], name: str) -> tuple[Floats, Floats]:
 def learn_corrections(
     records: Sequence[Record], matrix: Floats, terms: Mapping[str, Sequence[str]], seed: int
 ) -> list[dict[str, Fusion]]:
-    """``MEMBERS`` corrections of every phase that is long enough and that improves with them.
+    """Return ``MEMBERS`` corrections for each phase that is long enough and improves with them.
 
-    Each is trained on a resample of tasks. ``matrix`` [F, P] are the weights, ``terms`` the
-    features that a phase can depend on.
+    Each correction is trained on a resample of the tasks. ``matrix`` [F, P] contains the weights,
+    and ``terms`` contains the features that a phase can depend on.
     """
     random = np.random.default_rng(seed)
     names = sorted({record.sample for record in records})
@@ -59,7 +63,8 @@ def learn_corrections(
         weights = matrix[:, PHASE[name]]
         linear = x @ weights
         used = linear > LEAST_LEARNED_MS
-        fused = KINDS.get(name) != "dense"  # dense layers are priced far beyond those of the tasks
+        # dense layers are priced far beyond the sizes of the tasks' layers
+        fused = KINDS.get(name) != "dense"
         if not fused or y.mean() < LEAST_LEARNED_MS or len(terms[name]) < 3 or used.sum() < 20:
             continue
         ratio = (y[used] + FLOOR_MS) / (linear[used] + FLOOR_MS)
@@ -74,9 +79,11 @@ def learn_corrections(
 
 
 def _helps(corrected: Floats, linear: Floats, y: Floats, counted: Floats) -> bool:
-    """Whether ``corrected`` [members, n] has a smaller error than the plain sum ``linear`` [n].
+    """Return whether ``corrected`` [members, n] has a smaller error than the plain sum ``linear``
+    [n].
 
-    Measured on the examples that a member was not trained on; the gain must reach ``LEAST_GAIN``.
+    The error is measured on the examples that a member was not trained on. The gain must reach
+    ``LEAST_GAIN``.
     """
     others = counted == 0
     if not others.any():
@@ -90,10 +97,11 @@ def _helps(corrected: Floats, linear: Floats, y: Floats, counted: Floats) -> boo
 def _train(
     x: Floats, y: Floats, weights: Floats, counted: Floats, bounds: tuple[float, float]
 ) -> tuple[list[Fusion], Floats]:
-    """Train all members at once: Adam on the squared log error, starting near the weights.
+    """Train all members at once: minimize the squared log error with Adam, starting near the
+    weights.
 
-    ``counted`` [members, n] is how often each example counts for each member. Returns the
-    corrections and their predictions [members, n] in ms.
+    ``counted`` [members, n] is the weight of each example for each member. Returns the corrections
+    and their predictions [members, n] in ms.
     """
     low, high = bounds
     generator = torch.Generator().manual_seed(7)
@@ -111,7 +119,7 @@ def _train(
     optimizer = torch.optim.Adam([mix, scale, power], lr=0.05)
 
     def corrected() -> tuple[torch.Tensor, torch.Tensor]:
-        """[members, n] ms without and with the bounds."""
+        """Return [members, n] ms, without and with the bounds."""
         inside = (torch.einsum("nf,mkf->mkn", parts, mix.exp()) / reference).clamp_min(1e-9)
         raised = inside ** (2.0 * torch.sigmoid(power))[..., None] * scale.exp()[..., None]
         total = reference * raised.sum(1)
@@ -120,7 +128,8 @@ def _train(
     for _ in range(EPOCHS):
         optimizer.zero_grad()
         total, bounded = corrected()
-        # Values outside the bounds have no gradient, so a little of the unbounded error is added.
+        # Values outside the bounds have no gradient, so a small part of the unbounded error is
+        # added.
         error = ((bounded + FLOOR_MS).log() - target).square()
         error = error + 0.1 * ((total + FLOOR_MS).log() - target).square()
         loss = (error * share).sum() + 1e-3 * (mix.square().mean() + scale.square().mean())

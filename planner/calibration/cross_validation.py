@@ -1,9 +1,11 @@
-"""The errors of a profile: of phases, of steps, and above all of the plans that it would choose.
+"""Computes a profile's errors in predicted phases, predicted steps, and above all the choice of
+plans.
 
-A model can predict steps well and still choose badly. What counts is the regret: how much slower
-the chosen plan was than the fastest drawn plan, all measured together. For comparison there are the
-regret of a random plan, and that of a single round of measurements, which is the noise. A plan that
-the search picked with a model that had not seen it is compared with the best drawn plan.
+A model can predict steps well and still choose badly. The main measure is therefore the regret: how
+much slower the chosen plan was than the fastest random plan, with all plans measured together. For
+comparison, the regret of a random plan and the regret of a single measurement round (the noise) are
+reported. A plan picked by a search whose model had not seen it is compared with the best random
+plan.
 """
 
 import math
@@ -17,13 +19,14 @@ from sbpflow.planner.calibration.records import AGAIN, Record, drift_of, on_one_
 from sbpflow.planner.costs.profile import Profile
 from sbpflow.planner.costs.simulate import PHASE, step_ms
 
-FLOOR_MS = 0.15  # added to times before they are compared: clocks and the scheduler are this noisy
-LEAST_JUDGED_MS = 0.3  # phases shorter than this on average are not reported
-LEAST_PLANS = 3  # of a session, to rank them
+# added to times before they are compared, because clocks and the scheduler have this much noise
+FLOOR_MS = 0.15
+LEAST_JUDGED_MS = 0.3  # phases with a shorter mean time are not reported
+LEAST_PLANS = 3  # sessions with fewer plans are not ranked
 
 
 def predicted_phases(profile: Profile, records: Sequence[Record]) -> list[Floats]:
-    """[D, P] predicted ms for each record."""
+    """Return the predicted phases [D, P] of each record, in ms."""
     weights = profile.weights_for(records[0].totals.shape[0])
     linear = [np.maximum(record.totals @ weights, 0.0) for record in records]
     if not profile.members:
@@ -34,16 +37,18 @@ def predicted_phases(profile: Profile, records: Sequence[Record]) -> list[Floats
 
 
 def predicted_steps(profile: Profile, records: Sequence[Record]) -> Floats:
-    """[records] predicted ms of each step."""
+    """Return the predicted step time [records] in ms."""
     return step_ms(np.stack(predicted_phases(profile, records)), profile.hidden)
 
 
 def cross_validation(
     records: Sequence[Record], phases: Sequence[Floats], steps: Floats
 ) -> dict[str, float]:
-    """Errors of predicted ``phases`` and ``steps``: medians, and means over the sessions.
+    """Compute the errors of predicted ``phases`` and ``steps``: medians, and means over the
+    sessions.
 
-    ``regret`` is how much slower the plan with the fastest prediction was than the fastest plan.
+    ``regret`` is the relative excess in time of the plan with the fastest prediction over the
+    fastest plan.
     """
     predicted, measured = np.stack(phases), np.stack([record.phases for record in records])
     actual = np.array([record.step_ms for record in on_one_clock(records)])
@@ -88,7 +93,9 @@ def _choices(records: Sequence[Record], steps: Floats) -> dict[str, float]:
 
 
 def _gains(records: Sequence[Record], mine: Sequence[int]) -> list[float]:
-    """The first pick of a session relative to the best plan before it; empty without both."""
+    """Return a session's first picked plan relative to the best plan before it; empty if either is
+    missing.
+    """
     before = [records[n].step_ms for n in mine if records[n].name.startswith(AGAIN)]
     first = [records[n].step_ms for n in mine if records[n].name.endswith(".0")]
     return [first[0] / before[0] - 1.0] if before and first else []

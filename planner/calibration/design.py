@@ -1,10 +1,10 @@
-"""The tasks and plans that a calibration measures: random tasks, each with homogeneous plans and
-random mixes.
+"""Generates the tasks and plans that a calibration measures: random tasks, each with homogeneous
+plans and random mixes.
 
-A sample is a number from which everything about it is drawn. So ranks agree without communication,
-and an interrupted calibration continues where it stopped. Tables cover the ranges of click models
-(rows, dims, ids per sample, skew); ids follow the Zipf-Mandelbrot law that their statistics are
-computed from.
+A sample's number seeds everything random about the sample. Ranks therefore agree without
+communication, and an interrupted calibration resumes where it stopped. Tables cover the ranges of
+click-through-rate (CTR) models (rows, dims, ids per sample, skew). Ids follow the Zipf-Mandelbrot
+law from which their statistics are computed.
 """
 
 import hashlib
@@ -25,15 +25,16 @@ from sbpflow.planner.costs.features import zipf_mandelbrot
 from sbpflow.planner.task import Choice, Plan, Shape, Task
 from sbpflow.sbp.sbp import balanced_sizes
 
-MOST_ELEMENTS = 1 << 24  # of all tables of a sample; each rank that holds a table allocates it
+# limit for all tables of a sample; each rank that holds a table allocates it
+MOST_ELEMENTS = 1 << 24
 DIMS = (4, 8, 16, 32, 64)
-LARGE_EVERY = 7  # one sample in so many has as many ids as a large model's batch
-_SPREAD = 7919  # a prime: spreads the hot rows over a table, as prepared data sets do
+LARGE_EVERY = 7  # every seventh sample has as many ids as the batch of a large model
+_SPREAD = 7919  # a prime that spreads the hot rows over a table, as in prepared data sets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Law:
-    """The law of a table's ids: row k has a share proportional to (k + q) ** -s."""
+    """Describes the law of a table's ids: row k has a share proportional to (k + q) ** -s."""
 
     s: float
     q: float
@@ -41,21 +42,21 @@ class Law:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A drawn task and the laws of its tables' ids, by name."""
+    """Stores a random task and the laws of its tables' ids, by table name."""
 
     task: Task
     laws: Mapping[str, Law]
 
 
 def drawing() -> str:
-    """A digest of how tasks are drawn: if it changes, a number stands for another task."""
+    """Return a digest of the sampling of tasks; if it changes, a number denotes another task."""
     return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
 
 
 def draw_sample(
     seed: int, world_size: int, device_type: str, optimizer: str, *, most_rows: int = 1_000_000
 ) -> Sample:
-    """The sample with this number."""
+    """Generate the sample with this number."""
     random = np.random.default_rng([seed, 14])
     large = seed % LARGE_EVERY == LARGE_EVERY - 1
     count = round(float(np.exp(random.uniform(np.log(12.0) if large else 0.0, np.log(30.0)))))
@@ -69,7 +70,8 @@ def draw_sample(
     total = float((rows * np.asarray(dims)).sum())
     if total > MOST_ELEMENTS:
         rows = np.maximum((rows * (MOST_ELEMENTS / total)).astype(int), 30)
-    most_ids = (1_600_000 if large else 400_000) // batch  # per sample, so that steps stay short
+    # limits the ids per sample, so that steps stay short
+    most_ids = (1_600_000 if large else 400_000) // batch
     while hotness.sum() > most_ids and hotness.max() > 1:
         hotness = np.maximum(hotness // 2, 1)
     tables = tuple(
@@ -100,7 +102,7 @@ def draw_sample(
 
 
 def draw_batches(sample: Sample, rank: int, count: int, device: torch.device) -> list[Rows]:
-    """This rank's rows of ``count`` batches."""
+    """Generate this rank's rows of ``count`` batches."""
     task = sample.task
     samples = balanced_sizes(task.batch_size, task.world_size)[rank]
     batches: list[Rows] = []
@@ -138,7 +140,7 @@ def _joined(
 def draw_ids(
     random: np.random.Generator, num_rows: int, law: Law, shape: tuple[int, ...]
 ) -> NDArray[np.int64]:
-    """Ids drawn from a law, the hot ones spread over the table."""
+    """Sample ids from a law, with the hot ids spread over the table."""
     cumulative = _cumulative(num_rows, law)
     ranks = np.searchsorted(cumulative, random.random(shape) * cumulative[-1])
     return np.minimum(ranks, num_rows - 1) * _SPREAD % num_rows
@@ -151,7 +153,7 @@ def _cumulative(num_rows: int, law: Law) -> NDArray[np.float64]:
 
 
 def shapes_for(table: TableConfig, world_size: int) -> list[Shape]:
-    """The kinds of shape that this table can have, on all ranks, on half of them, or on one."""
+    """Return the kinds of shape that this table can have on all ranks, half of them, or one."""
     if world_size == 1:
         return [Shape("B", "local")]
     shapes = [
@@ -171,7 +173,9 @@ def shapes_for(table: TableConfig, world_size: int) -> list[Shape]:
 
 
 def draw_plans(sample: Sample, seed: int, count: int) -> Iterator[tuple[str, Plan]]:
-    """(name, plan) ``count`` times: homogeneous plans and random mixes in turn."""
+    """Generate ``count`` pairs (name, plan), alternating between homogeneous plans and random
+    mixes.
+    """
     task = sample.task
     random = np.random.default_rng([seed, 15])
     alike = _homogeneous(task)
@@ -185,7 +189,7 @@ def draw_plans(sample: Sample, seed: int, count: int) -> Iterator[tuple[str, Pla
 
 
 def _mix(task: Task, random: np.random.Generator) -> Plan:
-    """A plan with a few kinds of shape, dealt to the tables at random, on random ranks."""
+    """Assign a few kinds of shape to the tables at random, on random ranks."""
     kinds = random.random(8) ** 2 + 0.02
     plan: Plan = {}
     for table in task.tables:
@@ -196,7 +200,7 @@ def _mix(task: Task, random: np.random.Generator) -> Plan:
 
 
 def place(shape: Shape, task: Task, random: np.random.Generator) -> Choice:
-    """The shape on random ranks."""
+    """Place the shape on random ranks."""
     if shape.copied:
         return Choice(shape, tuple(range(task.world_size)))
     ranks = sorted(random.permutation(task.world_size)[: shape.num_shards].tolist())
@@ -204,7 +208,9 @@ def place(shape: Shape, task: Task, random: np.random.Generator) -> Choice:
 
 
 def _homogeneous(task: Task) -> dict[str, Plan]:
-    """All tables in one shape, whole ones balanced; a table that does not allow it is whole."""
+    """Give all tables one shape and balance whole tables; a table that does not allow the shape is
+    whole.
+    """
     world = tuple(range(task.world_size))
     if task.world_size == 1:
         return {"all local": {t.name: Choice(Shape("B", "local"), world) for t in task.tables}}
@@ -227,7 +233,7 @@ def _homogeneous(task: Task) -> dict[str, Plan]:
 
 
 def balanced_whole(task: Task) -> Plan:
-    """Each table whole on one rank: the most expensive first, to the least loaded rank."""
+    """Place each table whole: the most expensive table first, on the least loaded rank."""
     loads = [0.0] * task.world_size
     plan: Plan = {}
     weight = {table.name: task.lookups(table) * (8 + table.dim) for table in task.tables}

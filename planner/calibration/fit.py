@@ -1,8 +1,8 @@
-"""From measurements to a profile: weights by least squares, then corrections and overlap.
+"""Fits a profile to measurements: weights by least squares, then corrections and overlap.
 
-Weights are non-negative and fitted to relative errors, so that short and long phases count alike.
-Corrections are those of ``planner/calibration/corrections.py``. Errors are reported for held-out
-tasks.
+Weights are non-negative and minimize relative errors, so short and long phases are equally
+important. ``planner/calibration/corrections.py`` learns the corrections. Errors are reported for
+held-out tasks.
 """
 
 import math
@@ -44,7 +44,7 @@ _GROUPS = (
     "num_whole_groups",
 )
 _EXPANDED = ("expand_rows", "expand_elements")
-# The features that the time of a phase can depend on; all others have weight 0.
+# The features that the time of a phase can depend on; the weights of all other features are 0.
 TERMS: Mapping[str, tuple[str, ...]] = {
     "start_id_exchange": (
         "always",
@@ -79,7 +79,7 @@ TERMS: Mapping[str, tuple[str, ...]] = {
     ),
     "update_dense": ("always", "dense_parameters"),
     IDS: ("ids_bytes", "num_id_calls", "num_row_transfers", "num_row_gathers"),
-    COUNTS: (),  # waited for together with the ids
+    COUNTS: (),  # the wait for the counts is part of the wait for the ids
     COUNTED_IDS: ("counted_bytes", "num_row_transfers", "num_row_gathers"),
     VECTORS: (
         "vector_bytes",
@@ -90,11 +90,12 @@ TERMS: Mapping[str, tuple[str, ...]] = {
     ),
     ROW_GRADIENTS: ("gradient_bytes", "gradient_in_bytes", *_GROUPS),
     DENSE_GRADIENTS: ("always", "dense_parameters"),
-    REST: (),  # the remainder of whole steps, see ``_overlap``
+    REST: (),  # the rest of a whole step, see ``_overlap``
 }
 REST_TERMS = ("always", "num_stacks", "vector_bytes")  # ``vector_bytes`` includes gradients here
 FOLDS = 4
-ALONE_WEIGHT = 8.0  # of a transfer or a dense part alone, in squared errors, relative to a plan
+# importance of a transfer or dense part measured alone, relative to a plan, in squared errors
+ALONE_WEIGHT = 8.0
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
@@ -110,14 +111,14 @@ def fit(
     kernels: Mapping[str, KernelPrices] | None = None,
     judged: bool = True,
 ) -> Profile:
-    """A profile from measurements of several tasks on one world; DataError for too few of them.
+    """Fit a profile to measurements of several tasks on one world; DataError if there are too few.
 
-    ``judged`` also fits parts of the tasks, to report the errors on the others.
+    ``judged`` also fits subsets of the tasks, to report the errors on the other tasks.
     """
     samples = sorted({record.sample for record in records})
     if len(samples) < 3:
         raise DataError(
-            f"calibration: {len(samples)} measured samples; use 3 or more, calibrate longer"
+            f"calibration: {len(samples)} measured samples; use 3 or more: calibrate longer"
         )
     errors: dict[str, float] = {}
     if judged and len(samples) >= 2 * FOLDS:
@@ -140,7 +141,9 @@ def held_out_errors(
     transfers: Sequence[Transfer],
     dense: Sequence[DenseTime],
 ) -> dict[str, float]:
-    """Errors on every task by a fit to the others, a ``FOLDS``-th of the tasks left out at once."""
+    """Return the errors on every task of a fit to the other tasks; each fold has a ``FOLDS``-th of
+    them.
+    """
     samples = sorted({record.sample for record in records})
     phases: dict[int, Floats] = {}
     steps: dict[int, float] = {}
@@ -190,7 +193,9 @@ def _fit(
 
 @dataclass(frozen=True, slots=True)
 class _Overlap:
-    """Shares of transfers that overlap hides, the remainder of the steps [F], and the error."""
+    """Stores the shares of transfers hidden by overlap, the rest of the steps [F], and the
+    error.
+    """
 
     hidden: dict[str, float]
     rest: Floats
@@ -200,13 +205,14 @@ class _Overlap:
 def _overlap(
     profile: Profile, records: Sequence[Record], transfers: Sequence[Transfer]
 ) -> tuple[dict[str, float], Floats]:
-    """The overlap and the remainder that fit the measured steps best.
+    """Fit the overlap and the rest to the measured steps.
 
-    Both are fitted at once: a step is longer than its phases, and shares fitted alone would make up
-    for that. First all transfers get one share, then each its own in turn. The remainder may depend
-    on bytes, because consecutive steps fill a link as single ones do not. But a byte must not cost
-    more than in a transfer alone, or the remainder fitted to small plans would dominate large ones.
-    Bytes of vectors and of gradients get one weight; fitted apart, each absorbed the other's error.
+    Both are fitted together: a whole step takes longer than its phases suggest, and overlap shares
+    fitted alone would absorb the difference. First, all transfers get one share, then each transfer
+    gets its own. The rest may depend on bytes, because consecutive steps fill a link more than
+    single steps do. A byte must not cost more than in a transfer measured alone, or the rest fitted
+    to small plans would dominate large plans. Bytes of vectors and of gradients share one weight,
+    because two separate weights absorbed each other's errors.
     """
     vectors, gradients = INDEX["vector_bytes"], INDEX["gradient_bytes"]
     most = np.full(NUM_FEATURES, np.inf)
@@ -240,9 +246,10 @@ def _weights(
     importance: Floats,
     most: Floats | None = None,
 ) -> Floats:
-    """[F] non-negative weights, reweighted twice so that single slow readings do not dominate.
+    """Fit [F] non-negative weights, reweighted twice so that single slow measurements do not
+    dominate.
 
-    ``importance`` [n] multiplies the errors. ``most`` [F] bounds the weights.
+    ``importance`` [n] multiplies the errors. ``most`` [F] is the upper bound of the weights.
     """
     weights = np.zeros(NUM_FEATURES)
     columns = [INDEX[name] for name in terms]

@@ -1,4 +1,4 @@
-"""Least squares with non-negative weights, optionally bounded from above."""
+"""Solves least squares with non-negative weights and optional upper bounds."""
 
 import numpy as np
 
@@ -8,9 +8,9 @@ from sbpflow.costs.ids import Floats
 def nonnegative_least_squares(
     x: Floats, y: Floats, rounds: int = 500, most: Floats | None = None
 ) -> Floats:
-    """The w >= 0 with the least |x w - y|^2, by coordinate descent on the normal equations.
+    """Return the w >= 0 with the least |x w - y|^2, by coordinate descent on the normal equations.
 
-    ``most`` [columns] bounds the weights from above.
+    ``most`` [columns] is the upper bound of the weights.
     """
     limit = np.full(x.shape[1], np.inf) if most is None else most
     gram, right = x.T @ x, x.T @ y

@@ -1,8 +1,9 @@
-"""Runs plans on the ranks of a world, with the engine's own trainer, and times every move.
+"""Runs plans on the ranks of a world with the engine's own trainer and times every move.
 
-A watch in the trainer times the moves; transfers are timed where the engine waits for them. The
-plans of a task take turns. In serial steps every move starts on all ranks at once, so a rank's
-waiting time is the transfer and not the work of others. Steps with overlap are timed as a whole.
+A watch in the trainer times the moves and times transfers where the engine waits for them. Steps
+alternate between the plans of a task. In serial steps every move starts on all ranks at once, so a
+rank waits only for the transfer and not for other ranks' work. Steps with overlap are timed as a
+whole.
 """
 
 import json
@@ -33,13 +34,13 @@ from sbpflow.training.step_schedule import LOOKUP, OVERLAPPED, RECEIVE_IDS, SERI
 from sbpflow.training.trainer import Trainer
 
 T = TypeVar("T")
-HIDDEN = (16,)  # widths of the dense part behind the tables
+HIDDEN = (16,)  # widths of the dense part's hidden layers
 _FIRST_WAITS = {move.name: move.starts for move in (*SERIAL.each_batch, *SERIAL.each_step)}
 
 
 @dataclass(slots=True)
 class Rows:
-    """A rank's rows of a batch, as ``Trainer.step`` takes them."""
+    """Contains a rank's rows of a batch, as ``Trainer.step`` accepts them."""
 
     labels: Tensor
     dense: Tensor
@@ -49,10 +50,10 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """``phases`` [rank][phase] in ms, of serial steps; ``step_ms`` with overlap, over all ranks.
+    """Stores ``phases`` [rank][phase] of serial steps and ``step_ms`` of overlapped steps, in ms.
 
-    ``rounds_ms`` are the steps with overlap of each round. ``peak_bytes`` is by how much each
-    rank's process grew at most while the plan was built and took its first steps.
+    ``rounds_ms`` contains the overlapped steps of each round. ``peak_bytes`` is the peak memory
+    growth of each rank's process while the plan is built and runs its first steps.
     """
 
     phases: list[list[float]]
@@ -62,20 +63,21 @@ class Measured:
 
 
 def from_all_ranks(boxing: Boxing, value: object) -> list[Any]:
-    """The JSON values of all ranks, in rank order; every rank calls it."""
+    """Return the JSON values of all ranks, in rank order; every rank calls this function."""
     return [json.loads(text) for text in gather_texts(boxing, json.dumps(value))]
 
 
 def from_first_rank(boxing: Boxing, value: object) -> Any:  # noqa: ANN401
-    """The JSON value of rank 0, on every rank; every rank calls it."""
+    """Return rank 0's JSON value on every rank; every rank calls this function."""
     return from_all_ranks(boxing, value)[0]
 
 
 class MoveTimer:
-    """Watches a trainer's moves: ms of each without its waits, and of the waits, by transfer.
+    """Times a trainer's moves: the ms of each move without its waits, and its waits by transfer.
 
-    Work of a single host thread is timed by that thread's CPU clock, which other programs on the
-    machine do not affect; waits, several threads and devices by the wall clock.
+    Work on a single host thread is timed by that thread's CPU clock, because other programs on the
+    machine do not affect that clock. Waits, work on several threads and work on devices are timed
+    by the wall clock.
     """
 
     def __init__(self, boxing: Boxing) -> None:
@@ -107,7 +109,7 @@ class MoveTimer:
 
     @contextmanager
     def move(self, name: str) -> Generator[None]:
-        """A context manager around the move ``name``."""
+        """Return a context manager that times the move ``name``."""
         self._boxing.world.barrier()
         self._waited = self._worked_in_waits = 0.0
         start = self._worked()
@@ -120,7 +122,7 @@ class MoveTimer:
 
 
 class _Layers(nn.Module):
-    """The dense part: hidden layers over the joined outputs, then one output."""
+    """Implements the dense part: hidden layers over the joined outputs, then one output."""
 
     def __init__(self, widths: Sequence[int]) -> None:
         super().__init__()
@@ -134,7 +136,7 @@ class _Layers(nn.Module):
 
 
 def dense_work_of(width: int, hidden: Sequence[int] = HIDDEN) -> DenseWork:
-    """The dense part that ``make_trainer`` builds behind outputs of this width."""
+    """Return the work of the dense part that ``make_trainer`` builds for outputs of this width."""
     return dense_work([(a, b) for a, b in pairwise((width + 1, *hidden, 1))], biases=True)
 
 
@@ -145,7 +147,7 @@ def make_trainer(
     kernels: Mapping[str, KernelChoice] | None = None,
     hidden: Sequence[int] = HIDDEN,
 ) -> Trainer:
-    """A trainer of this plan, with a small dense part; every rank calls it."""
+    """Build a trainer for this plan, with a small dense part; every rank calls this function."""
     tables = EmbeddingCollection(
         embedding_plan(task, plan), boxing, seed=1, kernel="auto" if kernels is None else kernels
     )
@@ -161,9 +163,10 @@ def make_trainer(
 def time_moves(
     boxing: Boxing, trainer: Trainer, batches: Sequence[Rows], steps: int
 ) -> list[list[float]]:
-    """[steps][phase] ms of this rank in serial steps, after one untimed step.
+    """Return [steps][phase] ms of this rank in serial steps, after one untimed step.
 
-    The caches are as the previous work left them. Afterwards the trainer runs with overlap.
+    The caches are not cleared, so they depend on the previous work. Afterwards the trainer uses
+    overlap.
     """
     trainer.schedule = SERIAL
     trainer.step(batches[0])
@@ -179,7 +182,7 @@ def time_moves(
 
 
 class _Turn:
-    """One plan's trainer on this rank, and the times of its steps."""
+    """Stores one plan's trainer on this rank and the times of its steps."""
 
     def __init__(
         self, boxing: Boxing, task: Task, plan: Mapping[str, Choice], batches: Sequence[Rows]
@@ -195,15 +198,15 @@ class _Turn:
         self.overlapped: list[list[float]] = []  # [round][step]
 
     def run(self, serial: int, overlapped: int) -> None:
-        """Run serial steps, timed move by move, then steps with the next batch's ids ahead."""
+        """Run serial steps, timed move by move, then steps that send the next batch's ids ahead."""
         if serial:
             self.serial += time_moves(self._boxing, self._trainer, self._batches, serial)
         self._boxing.world.barrier()
-        # The first step has no ids ahead and the last sends none, unlike the steps of a run.
+        # The first step has no ids ahead and the last one sends none; neither is typical of a run.
         self.overlapped.append(self._steps(overlapped + 2)[1:-1])
 
     def _steps(self, count: int) -> list[float]:
-        """ms of each step; all but the last send another batch's ids ahead."""
+        """Return the ms of each step; all steps but the last send the next batch's ids ahead."""
         times: list[float] = []
         batches = [self._batches[number % len(self._batches)] for number in range(count)]
         losses = self._trainer.train_on(batches)
@@ -226,12 +229,12 @@ def measure_in_turns(
     serial: int = 2,
     overlapped: int = 6,
 ) -> list[Measured]:
-    """Measure plans of one task together: in every round, each takes ``serial`` steps move by move
-    and ``overlapped`` steps as in a run.
+    """Measure plans of one task together: each round runs ``serial`` steps of each plan move by
+    move and ``overlapped`` steps as in training.
 
-    Drift over minutes affects all plans of a task alike, so steps that were taken together can be
-    compared. Each round has its own order, because a plan's caches depend on the plan before it.
-    Every rank calls it and gets the same result.
+    Drift over minutes affects all plans of a task equally, so the steps of a round are comparable.
+    Each round has its own order, because a plan's caches depend on the previous plan. Every rank
+    calls this function and gets the same result.
     """
     turns = [_Turn(boxing, task, plan, batches) for plan in plans]
     for number in range(rounds):
@@ -242,9 +245,10 @@ def measure_in_turns(
 
 
 def _join(ranks: Sequence[tuple[list[list[float]], list[list[float]], int]]) -> Measured:
-    """One plan's measurement: lower quartiles over its steps, each as long as on its slowest rank.
+    """Combine one plan's times: lower quartiles over its steps, each as long as on its slowest
+    rank.
 
-    Quartiles, because other programs on the machine only add to the times.
+    Lower quartiles are used because other programs on the machine only lengthen the times.
     """
     phases = phases_of([serial for serial, _, _ in ranks])
     rounds = [
@@ -260,10 +264,10 @@ def _join(ranks: Sequence[tuple[list[list[float]], list[list[float]], int]]) -> 
 
 
 def phases_of(ranks: Sequence[list[list[float]]]) -> list[list[float]]:
-    """[rank][phase] ms from ``time_moves`` of all ranks, lower quartiles over the steps.
+    """Return [rank][phase] ms from ``time_moves`` of all ranks, as lower quartiles over the steps.
 
-    A transfer lasts from when the last rank has done its part of the move until the last rank has
-    what it waits for: a sender may continue while its bytes are still in flight.
+    A transfer lasts from the time when the last rank has finished its part of the move until the
+    last rank has received its data: a sender may continue while its bytes are still in flight.
     """
     for step in zip(*ranks, strict=True):
         for move, kinds in _FIRST_WAITS.items():
@@ -276,11 +280,13 @@ def phases_of(ranks: Sequence[list[list[float]]]) -> list[list[float]]:
 
 
 def through_ms(ranks: Sequence[tuple[float, float]]) -> float:
-    """ms of a transfer, from (ms of work, ms of waiting) of all ranks, which began together."""
+    """Return a transfer's ms from all ranks' (work, waiting) in ms; the ranks start together."""
     whole = max(work + wait for work, wait in ranks)
     return round(whole - max(work for work, _ in ranks), 4)
 
 
 def lower_quartile(values: Sequence[float]) -> float:
-    """Of measured times, to which other programs on the machine only add."""
+    """Return the lower quartile of measured times, which other programs on the machine can only
+    lengthen.
+    """
     return sorted(values)[(len(values) - 1) // 4]

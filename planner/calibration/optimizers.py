@@ -1,7 +1,7 @@
-"""How the optimizers compare: one update of each on the same rows, with a run's default kernel.
+"""Compares the optimizers: times one update of each on the same rows, with a run's default kernel.
 
-Calibration measures whole steps with one optimizer. Another optimizer changes only its rule, so
-these ratios price the rows that it updates.
+Calibration measures whole steps with one optimizer. Another optimizer changes only the update rule,
+so these ratios price its updates.
 """
 
 import statistics
@@ -23,9 +23,9 @@ from sbpflow.sbp.sbp import Broadcast
 def step_factors(
     base: str, device: torch.device, *, rows: int = 40_000, dim: int = 16, repeats: int = 9
 ) -> dict[str, float]:
-    """{optimizer: its time over that of ``base``} for an update of a quarter of ``rows``.
+    """Return {optimizer: its time relative to ``base``} for an update of a quarter of ``rows``.
 
-    The optimizers take turns; the median of each counts.
+    Updates alternate between the optimizers. The median time of each optimizer is used.
     """
     turns = {name: _Turn(name, device, rows, dim) for name in (*RULES, base)}
     times: dict[str, list[float]] = {name: [] for name in turns}
@@ -39,7 +39,7 @@ def step_factors(
 
 
 class _Turn:
-    """One optimizer's storage, and the rows to update."""
+    """Stores one optimizer's storage and the rows to update."""
 
     def __init__(self, name: str, device: torch.device, rows: int, dim: int) -> None:
         rule = sparse_optimizer(name, lr=0.05)
@@ -67,10 +67,10 @@ class _Turn:
         self._steps = 0
 
     def update_ms(self) -> float:
-        """ms of one update, without the lookup before it."""
+        """Return the ms of one update, without the lookup before it."""
         lookup = Lookup(self._ids)
         self._storage.lookup(lookup, 0.05)
-        lookup.row_gradients(self._grads)  # sorted and summed before the clock starts
+        lookup.row_gradients(self._grads)  # sort and sum before the clock starts
         self._steps += 1
         start = self._now()
         self._storage.update(lookup, self._grads, 0.05, self._steps)

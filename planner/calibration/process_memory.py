@@ -1,10 +1,10 @@
-"""The present and the peak memory of this process, to check predictions."""
+"""Reads the current and the peak memory of this process, to check predictions."""
 
 import resource
 
 
 def resident_bytes() -> int:
-    """The present resident size; on systems without /proc, the peak so far."""
+    """Return the current resident size; on systems without /proc, the peak so far."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * resource.getpagesize()
@@ -13,7 +13,7 @@ def resident_bytes() -> int:
 
 
 def reset_peak() -> None:
-    """Restart the peak from the present size, if the system supports it."""
+    """Reset the peak to the current size, if the system supports it."""
     try:
         with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
             file.write("5")
@@ -22,7 +22,9 @@ def reset_peak() -> None:
 
 
 def peak_bytes() -> int:
-    """The peak resident size since ``reset_peak``; of the whole process if it cannot be reset."""
+    """Return the peak resident size since ``reset_peak``, or of the whole process if it cannot be
+    reset.
+    """
     try:
         with open("/proc/self/status", encoding="ascii") as file:
             peaks = [line.split()[1] for line in file if line.startswith("VmHWM:")]

@@ -1,7 +1,8 @@
-"""Measured plans with the counts of their work, which a profile is fitted to.
+"""Stores measured plans with the counts of their work; a profile is fitted to these records.
 
-Plans of a task that were measured together form a session. A machine drifts between sessions by
-more than plans differ, so a session's steps are scaled by a plan that was measured in both.
+The plans of a task that were measured together form a session. The drift of a machine between
+sessions exceeds the differences between plans, so a session's steps are scaled by a plan that was
+measured in both sessions.
 """
 
 import re
@@ -23,8 +24,8 @@ from sbpflow.planner.task import Choice, Plan, Shape, Task
 from sbpflow.runtime.fields.ranges import Range
 from sbpflow.runtime.files.json_file import is_count, object_of
 
-AGAIN = "again"  # prefix of a plan that is measured again: "again SESSION NAME"
-PICKED = "pick"  # prefix of a plan picked by a fitted model: "pick SESSION.NUMBER"
+AGAIN = "again"  # prefix of the name of a plan measured a second time: "again SESSION NAME"
+PICKED = "pick"  # prefix of the name of a plan picked by a fitted model: "pick SESSION.NUMBER"
 _SESSION = re.compile(r"(pick \d{1,9}\.\d{1,9}|again \d{1,9} .*)$", re.DOTALL)
 _MOST_MS = 1e12
 _StepMs = Annotated[float, Range(above=0, below=_MOST_MS)]
@@ -32,9 +33,9 @@ _StepMs = Annotated[float, Range(above=0, below=_MOST_MS)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One measured plan: ``totals`` [D, F] counts, ``phases`` [D, P] ms.
+    """Describes one measured plan: ``totals`` [D, F] counts and ``phases`` [D, P] ms.
 
-    ``rounds_ms`` are its steps in each round of turns with the other plans of the ``session``.
+    ``rounds_ms`` contains its step time in each round with the other plans of the ``session``.
     """
 
     sample: int
@@ -47,14 +48,14 @@ class Record:
 
     @property
     def noise(self) -> float:
-        """Relative standard deviation over the rounds; 0 for fewer than two."""
+        """Return the relative standard deviation over the rounds; 0 for fewer than two rounds."""
         if len(self.rounds_ms) < 2:
             return 0.0
         return float(np.std(self.rounds_ms, ddof=1) / np.mean(self.rounds_ms))
 
 
 def record_of(entry: Mapping[str, Any], task: Task) -> Record:
-    """The record in one line of a calibration's journal."""
+    """Return the record in one line of a calibration's journal."""
     return Record(
         sample=entry["sample"],
         name=entry["name"],
@@ -67,14 +68,14 @@ def record_of(entry: Mapping[str, Any], task: Task) -> Record:
 
 
 def session_of(name: str) -> int:
-    """0 for drawn plans, otherwise the round of candidates."""
+    """Return 0 for random plans, otherwise the number of the round of candidates."""
     if not name.startswith((PICKED, AGAIN)):
         return 0
     return int(name.split()[1].partition(".")[0])
 
 
 def drift_of(records: Sequence[Record]) -> dict[tuple[int, int], float]:
-    """{(sample, session): the factor by which its steps are longer than in the first session}."""
+    """Return {(sample, session): the ratio of its step times to the first session's}."""
     first = {(record.sample, record.name): record.step_ms for record in records}
     drift: dict[tuple[int, int], float] = {}
     for record in records:
@@ -85,7 +86,7 @@ def drift_of(records: Sequence[Record]) -> dict[tuple[int, int], float]:
 
 
 def on_one_clock(records: Sequence[Record]) -> list[Record]:
-    """The records with the steps of later sessions scaled to the first."""
+    """Return the records with the steps of later sessions scaled to the first session."""
     drift = drift_of(records)
     return [
         replace(record, step_ms=record.step_ms / drift.get((record.sample, record.session), 1.0))
@@ -94,18 +95,18 @@ def on_one_clock(records: Sequence[Record]) -> list[Record]:
 
 
 def empty_profile(world_size: int, backend: str) -> Profile:
-    """A profile with all prices 0, for counting work."""
+    """Return a profile with all prices 0, for counting work."""
     zero = tuple((0.0,) * NUM_PHASES for _ in range(NUM_FEATURES))
     return Profile(weights=zero, world_size=world_size, backend=backend)
 
 
 def count_work(task: Task, plan: Mapping[str, Choice]) -> Floats:
-    """[D, F] counts of a plan."""
+    """Return the counts [D, F] of a plan."""
     return TaskCost(empty_profile(task.world_size, task.backend), task).totals(plan)
 
 
 def plan_tree(plan: Plan) -> dict[str, list[Any]]:
-    """The plan as a tree that ``json.dumps`` takes."""
+    """Convert the plan to a tree that ``json.dumps`` accepts."""
     return {
         name: [c.shape.sbp, c.shape.exchange, list(c.shape.parts), list(c.ranks)]
         for name, c in plan.items()
@@ -113,7 +114,7 @@ def plan_tree(plan: Plan) -> dict[str, list[Any]]:
 
 
 def plan_of_tree(tree: object) -> Plan:
-    """The plan that ``plan_tree`` wrote; ConfigError for anything else."""
+    """Return the plan that ``plan_tree`` wrote; ConfigError for any other tree."""
     plan: Plan = {}
     for name, given in object_of(tree, "plan").items():
         entry = cast("list[Any]", given)
@@ -137,7 +138,7 @@ def _are_counts(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
-    """The measurement in a line of a journal, without its plan."""
+    """Describes the measurement in a line of a journal, without its plan."""
 
     sample: Annotated[int, Range(low=0)]
     name: str
@@ -148,11 +149,11 @@ class _Entry:
 
 
 def check_entry(entry: Mapping[str, Any]) -> None:
-    """ConfigError unless a line of a journal has the measurement of one plan."""
+    """Raise ConfigError unless a journal's line contains the measurement of one plan."""
     keys = [field.name for field in fields(_Entry) if field.name in entry]
     measured = build(_Entry, {key: entry[key] for key in keys})
     if {len(row) for row in measured.phases} != {NUM_PHASES}:
         raise ConfigError(f"phases: use a list of {NUM_PHASES} times for each rank")
     if measured.name.startswith((PICKED, AGAIN)) and not _SESSION.match(measured.name):
-        raise ConfigError(f"name: {brief(measured.name)}; use, for example, {PICKED} 1.0")
+        raise ConfigError(f"name: {brief(measured.name)}; use a name such as {PICKED} 1.0")
     plan_of_tree(entry.get("plan"))

@@ -1,8 +1,8 @@
-"""Times dense parts alone: layers of many widths over one small table, with the engine's trainer.
+"""Times dense parts alone: layers of many widths over one small table, run by the engine's trainer.
 
-The tasks of a calibration share narrow layers, so their steps depend on the tables. Timing nets
-alone separates the cost of a multiply-add, which dominates wide layers, from that of reading a
-number.
+The tasks of a calibration share narrow layers, so their step times mostly depend on the tables.
+Timing networks alone separates the cost of a multiply-add, which dominates wide layers, from the
+cost of reading a number.
 """
 
 import time
@@ -45,7 +45,7 @@ Size = Annotated[int, Range(low=1, below=2**31)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseTime:
-    """``ms`` of each of ``DENSE_MOVES`` on the slowest rank; ``samples`` are per rank."""
+    """Stores the ``ms`` of ``DENSE_MOVES`` on the slowest rank; ``samples`` are per rank."""
 
     width: Size
     hidden: tuple[Size, ...]
@@ -54,7 +54,7 @@ class DenseTime:
 
 
 def dense_time_of(tree: Mapping[str, Any]) -> DenseTime:
-    """A dense time from JSON; ConfigError for anything else."""
+    """Return a dense time from JSON; ConfigError for any other value."""
     time = build(DenseTime, tree)
     if set(time.ms) != set(DENSE_MOVES):
         raise ConfigError(f"dense: ms has {sorted(time.ms)}; use the keys {', '.join(DENSE_MOVES)}")
@@ -68,9 +68,10 @@ def time_dense(
     nets: Sequence[tuple[int, tuple[int, ...]]] = NETS,
     samples: Sequence[int] = SAMPLES,
 ) -> list[DenseTime]:
-    """Each net at each number of samples, until ``seconds`` have passed; the same on every rank.
+    """Time each network with each number of samples until ``seconds`` have passed; the same on
+    every rank.
 
-    The narrowest net is always timed. Every rank calls it.
+    The narrowest network is always timed. Every rank calls this function.
     """
     start = time.monotonic()
     times: list[DenseTime] = []
@@ -83,7 +84,9 @@ def time_dense(
 
 
 def dense_examples(times: Sequence[DenseTime], move: str) -> tuple[Floats, Floats]:
-    """([n, F] counts, [n] ms) of the dense parts in ``move``, for a fit; empty for other moves."""
+    """Return ([n, F] counts, [n] ms) of the dense parts in ``move``, for a fit; empty for other
+    moves.
+    """
     if move not in DENSE_MOVES:
         return np.zeros((0, NUM_FEATURES)), np.zeros(0)
     rows = [base_work(_task(net.width, net.hidden, net.samples, 1)) for net in times]

@@ -1,7 +1,7 @@
-"""Times the kernels of tables on this machine, by optimizer: a lookup and an update in three sizes.
+"""Times the table kernels on this machine, by optimizer: a lookup and an update in three sizes.
 
-Whole steps are measured with the default kernel; ``planner/costs/kernels.py`` prices the other
-kernels by these times.
+Calibration measures whole steps with the default kernel. ``planner/costs/kernels.py`` uses these
+times to price the other kernels.
 """
 
 from collections.abc import Sequence
@@ -32,9 +32,9 @@ def measure_kernels(
     shapes: Sequence[tuple[int, int]] = SHAPES,
     rows: int = ROWS,
 ) -> dict[str, KernelPrices]:
-    """{optimizer: {kernel: (ms, ms per id, ms per element)}} of a lookup and an update.
+    """Return {optimizer: {kernel: (ms, ms per id, ms per element)}} of a lookup and an update.
 
-    Each optimizer's default kernel comes first. ``shapes`` are (ids, width).
+    Each optimizer's default kernel comes first. ``shapes`` contains pairs (ids, width).
     """
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     missing = missing_kernels("auto")
@@ -76,7 +76,7 @@ def _shape(shape: tuple[int, int], rule: SparseOptimizer, rows: int, device: str
 
 
 def _line(shapes: Sequence[tuple[int, int]], ms: Sequence[float]) -> tuple[float, float, float]:
-    """Non-negative prices fitted to relative errors."""
+    """Fit non-negative prices to relative errors."""
     counts = np.array([[1.0, ids, ids * width] for ids, width in shapes])
     most, times = counts.max(0), np.array(ms)
     weights = nonnegative_least_squares(counts / most / times[:, None], np.ones(len(ms)), 5000)

@@ -1,7 +1,8 @@
-"""Times each transfer of the engine alone, over sizes, skew and ranks, in the way steps are timed.
+"""Times each transfer of the engine alone, for several sizes, skews and numbers of ranks, as steps
+are timed.
 
-Boxing converts layouts; single rows travel as in the exchanges ``unique`` and ``local``. Every rank
-calls ``time_transfers`` and gets the same result.
+Boxing converts layouts; single rows use the exchanges ``unique`` and ``local``. Every rank calls
+``time_transfers`` and gets the same result.
 """
 
 import random
@@ -37,11 +38,11 @@ from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, NdSbp, Partial, Split, balanced_sizes
 from sbpflow.training.step_schedule import VECTORS
 
-# The bytes that the busiest rank sends or receives: 4 KiB to 8 MiB.
+# The bytes that the busiest rank sends or receives range from 4 KiB to 8 MiB.
 SIZES = tuple(round(4096 * 2 ** (11 * n / 5)) for n in range(6))
 TURNS = 7
-MOST_SHARE = 0.8  # of the columns or rows, on one rank of a skewed transfer
-_COLUMNS, _DIM = 64, 16  # of a converted tensor; of rows that travel
+MOST_SHARE = 0.8  # share of the columns or rows that one rank of a skewed transfer has
+_COLUMNS, _DIM = 64, 16  # columns of a converted tensor; width of exchanged rows
 _SIMPLE: dict[str, NdSbp] = {
     "S(0)": (Split(0),),
     "S(1)": (Split(1),),
@@ -51,19 +52,20 @@ _SIMPLE: dict[str, NdSbp] = {
 
 
 class _Case(NamedTuple):
-    """A transfer to be timed: ``make`` returns a function that starts it and waits for it."""
+    """Describes a timed transfer; ``make`` returns a function that starts it and waits for it."""
 
-    transfer: Transfer  # its ``ms`` is not known yet
+    transfer: Transfer  # its ``ms`` is filled in after timing
     make: Callable[[], Callable[[], object]]
 
 
 def time_transfers(
     boxing: Boxing, *, seconds: float, sizes: Sequence[int] = SIZES, turns: int = TURNS
 ) -> list[Transfer]:
-    """The lower quartile of up to ``turns`` of each transfer; every turn has its own order.
+    """Return the lower quartile of up to ``turns`` timings of each transfer, in a new order each
+    turn.
 
-    Takes about ``seconds``: a slow link gets fewer turns, then fewer sizes. The first size is
-    measured at least once. Empty for a world of one rank.
+    The timing takes about ``seconds``: for a slow link, first the turns and then the sizes are
+    reduced. The first size is measured at least once. The result is empty for a world of one rank.
     """
     if boxing.world.size == 1:
         return []
@@ -98,27 +100,28 @@ def time_transfers(
 
 
 def _timed(boxing: Boxing, case: _Case) -> tuple[float, float]:
-    """ms that this rank works and that it then waits, all ranks having begun together."""
+    """Return this rank's ms of work and the ms of waiting after it; all ranks start together."""
     run = case.make()
     with MoveTimer(boxing) as timer:
-        with timer.move("lookup"):  # a move that waits for vectors
+        with timer.move("lookup"):  # any move that waits for vectors
             run()
     return round(timer.times["lookup"], 4), round(timer.times[VECTORS], 4)
 
 
 def _joined(case: _Case, ranks: Sequence[Sequence[tuple[float, float]]]) -> Transfer:
-    """The lower quartile over the turns, each from the last rank's start to the last rank's end.
+    """Return the lower quartile over the turns, each from the last rank's start to the last rank's
+    end.
 
-    Ranks outside the transfer do not count.
+    Ranks outside the transfer are ignored.
     """
     turns = zip(*(ranks[rank] for rank in case.transfer.ranks), strict=True)
     return replace(case.transfer, ms=lower_quartile([through_ms(turn) for turn in turns]))
 
 
 def _cases(boxing: Boxing, size: int) -> list[_Case]:
-    """Every transfer with every skew, on all ranks and, with 4 or more, on half of them.
+    """List every transfer with every skew, on all ranks and, with 4 or more ranks, on half of them.
 
-    Single rows travel between all ranks, as in the engine.
+    Single rows are exchanged between all ranks, as in the engine.
     """
     everyone = tuple(range(boxing.world.size))
     groups = [everyone, everyone[: len(everyone) // 2]] if len(everyone) >= 4 else [everyone]
@@ -161,7 +164,8 @@ def _conversion(boxing: Boxing, name: str, skew: str, ranks: tuple[int, ...], si
         )
         return step
 
-    # Bytes are proportional to rows: find the rows at which the busiest rank has ``size`` bytes.
+    # Bytes are proportional to rows: find the number of rows for which the busiest rank has
+    # ``size`` bytes.
     probe = planned(64 * len(ranks))
     per_row = max(*_sent(probe), *_received(probe)) / 64
     step = planned(len(ranks) * max(1, round(size / per_row)))
@@ -179,7 +183,7 @@ def _conversion(boxing: Boxing, name: str, skew: str, ranks: tuple[int, ...], si
 
 
 def _shares(skew: str, count: int, parts: int) -> tuple[int, ...]:
-    """``count`` in parts; with skew, most of it is in the first part."""
+    """Split ``count`` into parts; with skew, most of it goes to the first part."""
     if skew == EVEN:
         return balanced_sizes(count, parts)
     most = round(MOST_SHARE * count)
@@ -191,7 +195,7 @@ def _sent(step: BoxingStep) -> tuple[int, ...]:
 
 
 def _received(step: BoxingStep) -> tuple[int, ...]:
-    """Bytes that each rank receives; ranks of a ring receive what they send."""
+    """Return the bytes that each rank receives; in a ring, as many as it sends."""
     if step.collective != "all_to_all":
         return _sent(step)
     ranks = step.dst.placement.ranks
@@ -238,7 +242,9 @@ def _rows(boxing: Boxing, name: str, skew: str, size: int) -> _Case:
 
 
 def _counts(skew: str, num_ranks: int, busiest: int) -> list[list[int]]:
-    """[src][dst] rows; the busiest rank exchanges about ``busiest`` rows with the other ranks."""
+    """Return [src][dst] rows; the busiest rank exchanges about ``busiest`` rows with the other
+    ranks.
+    """
     most = max(1, round(busiest / (num_ranks - 1)))
     less = most * (1 - MOST_SHARE) / MOST_SHARE / (num_ranks - 1)
     least = most if skew == EVEN else max(1, round(less))

@@ -1,1 +1,1 @@
-"""What a plan costs: counts of work, their prices, and the step they make."""
+"""Computes the cost of a plan: counts of work, their prices, and the resulting step time."""

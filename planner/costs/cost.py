@@ -1,4 +1,4 @@
-"""The cost of a plan: counts of work, priced by what this machine was measured to take for them.
+"""Computes the cost of a plan: counts of work times the prices measured on this machine.
 
 A rank's time in a phase is a sum of counts (``work.py``) with non-negative weights. A correction
 learned from fused work, bounded and increasing in every count, is applied to the sum. The step is
@@ -34,7 +34,8 @@ _BY_KERNEL = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """The prediction for a plan: ms, ``phases`` [ranks, phases] ms, bytes of each rank.
+    """Predicts a plan's step in ms, its ``phases`` [ranks, phases] in ms, and the bytes of each
+    rank.
 
     ``spread_ms`` is the standard deviation of the step over the ensemble's members.
     """
@@ -47,7 +48,7 @@ class Prediction:
 
 
 class TaskCost:
-    """A profile's prices for one task, as a search calls them.
+    """Prices one task with a profile, in the form that a search uses.
 
     ``totals`` are a rank's counts [.., F]: ``base()`` plus the shard and home counts of every
     table. The columns of keys count the distinct keys.
@@ -61,21 +62,23 @@ class TaskCost:
 
     @property
     def prices_digest(self) -> str:
-        """A digest of the profile, independent of the task; caches name their files by it."""
+        """Return a digest of the profile, independent of the task; caches use it in file names."""
         prices = json.dumps(asdict(self.profile), sort_keys=True)
         return hashlib.sha256(prices.encode()).hexdigest()
 
     @property
     def bounds(self) -> tuple[Floats, Floats]:
-        """[P] smallest and largest factors of the learned correction."""
+        """Return [P] smallest and largest factors of the learned correction."""
         return self.profile.correction_bounds()
 
     def base(self) -> Floats:
-        """[F] counts of every rank without any table."""
+        """Return the counts [F] of every rank without any table."""
         return base_work(self.task)
 
     def shape_cost(self, table: TableConfig, shape: Shape) -> ShapeCost:
-        """The counts that the table in this shape adds; computed once per table and shape."""
+        """Return the counts that the table adds in this shape; computed once per table and
+        shape.
+        """
         key = (table.name, shape)
         if key not in self._shapes:
             cost = shape_work(self.task, table, shape)
@@ -91,7 +94,7 @@ class TaskCost:
         return self._shapes[key]
 
     def totals(self, plan: Mapping[str, Choice]) -> Floats:
-        """[D, F] counts of a whole plan."""
+        """Return the counts [D, F] of a whole plan."""
         total = np.tile(self.base(), (self.task.world_size, 1))
         keys: set[Key] = set()
         for table in self.task.tables:
@@ -106,28 +109,30 @@ class TaskCost:
         return total
 
     def memory(self, totals: Floats) -> Floats:
-        """[..] bytes: rows, optimizer state, dense part, and buffers in flight."""
+        """Return [..] bytes: rows, optimizer state, dense part, and buffers in flight."""
         return totals[..., MEMORY] + self.profile.buffer_factor * totals[..., BUFFERS]
 
     def rank_ms(self, totals: Floats, *, member: int | None = None) -> Floats:
-        """[.., P] ms of each phase from [.., F], rank by rank.
+        """Return [.., P] ms of each phase from [.., F] counts, separately for each rank.
 
-        ``member`` selects one member of the ensemble; by default the mean of all is taken.
+        ``member`` selects one member of the ensemble; by default, the mean of all members is used.
         """
         linear = np.maximum(totals @ self.linear, 0.0)
         return self.profile.corrected(totals, linear, member) if self.profile.members else linear
 
     def rough_ms(self, totals: Floats) -> Floats:
-        """As ``rank_ms`` by the first member alone, to compare ranks and options before pricing."""
+        """Compute ``rank_ms`` with the first member only, to compare ranks and options before
+        pricing.
+        """
         return self.rank_ms(totals, member=0)
 
     def combine(self, phases: Floats) -> Floats:
-        """[N] ms of a step from [N, D, P]; increases with every phase."""
+        """Return [N] ms of a step from [N, D, P]; the result increases with every phase."""
         schedule = OVERLAPPED if self.task.overlap else SERIAL
         return step_ms(phases, self.profile.hidden, schedule, batches=self.task.accumulate)
 
     def predict(self, plan: Mapping[str, Choice]) -> Prediction:
-        """The predicted step, phases, memory and traffic of one plan."""
+        """Predict the step, phases, memory and traffic of one plan."""
         totals = self.totals(plan)
         phases = self.rank_ms(totals)
         steps = [

@@ -1,8 +1,8 @@
-"""What is known about a table's ids: their curve (``sbpflow/costs/ids.py``) and frequency bins.
+"""Describes a table's ids by their curve (``sbpflow/costs/ids.py``) and by frequency bins.
 
-The bins are features of learned planners. They are DreamShard's 17 bins (utils.py and
-tools/gen_dlrm_data.py at 73128ed): rows grouped by their lookups in one batch of 65,536 samples,
-bin 0 for one lookup, bin j for (2^(j-1), 2^j], bin 16 for more than 2^15.
+The learned planners use the bins as features. They are DreamShard's 17 bins (utils.py and
+tools/gen_dlrm_data.py at 73128ed). The bins group rows by their lookups in one batch of 65,536
+samples: bin 0 for one lookup, bin j for (2^(j-1), 2^j], and bin 16 for more than 2^15.
 """
 
 import math
@@ -23,10 +23,10 @@ _DRAWS = tuple(float(2**k) for k in range(4, 31, 2))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdStats(IdCurve):
-    """The curve of a table's distinct ids, and how its lookups are spread over its rows.
+    """Describes a table's distinct ids by a curve, and its lookups by their spread over its rows.
 
-    ``bin_rows`` and ``bin_lookups`` are fractions (of distinct rows, of lookups) by the 17 bins.
-    Raises ConfigError for impossible values.
+    ``bin_rows`` and ``bin_lookups`` are the fractions of distinct rows and of lookups in each of
+    the 17 bins. Raises ConfigError for impossible values.
     """
 
     bin_rows: tuple[float, ...]
@@ -36,13 +36,13 @@ class IdStats(IdCurve):
         IdCurve.__post_init__(self)
         for name, values in (("bin_rows", self.bin_rows), ("bin_lookups", self.bin_lookups)):
             if len(values) != NUM_BINS:
-                raise ConfigError(f"ids: {name} has {len(values)} values; it takes {NUM_BINS}")
+                raise ConfigError(f"ids: {name} has {len(values)} values; use {NUM_BINS}")
 
 
 def from_histogram(rows: Sequence[float], mass: Sequence[float], ids_per_sample: float) -> IdStats:
-    """Statistics from groups of equally frequent rows: ``rows[i]`` rows share ``mass[i]``.
+    """Compute statistics from groups of equally frequent rows: ``rows[i]`` rows share ``mass[i]``.
 
-    ``mass`` is normalized here. ``curve_of`` computes how many rows a batch touches.
+    ``mass`` is normalized here. ``curve_of`` computes the number of rows that a batch touches.
     """
     count = np.asarray(rows, dtype=np.float64)
     share = np.asarray(mass, dtype=np.float64)
@@ -65,7 +65,7 @@ def from_histogram(rows: Sequence[float], mass: Sequence[float], ids_per_sample:
 def _expected_bins(
     count: Floats, each: Floats, lookups: float
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Fractions of touched rows and of lookups by bin, if lookups of a row are Poisson."""
+    """Return the fractions of touched rows and of lookups by bin, with Poisson lookups per row."""
     expected = each * lookups
     edges = np.array([0.0, *(2.0**j for j in range(NUM_BINS - 1))])
     in_bin = np.diff(_up_to(edges, expected), axis=1) * count[:, None]
@@ -76,13 +76,15 @@ def _expected_bins(
 
 
 def _fractions(values: Sequence[float] | Floats) -> tuple[float, ...]:
-    """The values divided by their sum, which may be 0."""
+    """Divide the values by their sum; the sum may be 0."""
     array = np.asarray(values, dtype=np.float64)
     return tuple((array / max(float(array.sum()), 1e-300)).tolist())
 
 
 def _up_to(edges: Floats, means: Floats) -> Floats:
-    """[means, edges + 1] Poisson probabilities of at most each edge; the last column is 1."""
+    """Return [means, edges + 1] Poisson probabilities of at most each edge; the last column
+    is 1.
+    """
     k = torch.from_numpy(np.maximum(edges, 0.0) + 1.0)
     at_most = torch.special.gammaincc(k[None, :], torch.from_numpy(means)[:, None]).numpy()
     at_most = np.where(edges[None, :] < 0, 0.0, at_most)
@@ -90,7 +92,9 @@ def _up_to(edges: Floats, means: Floats) -> Floats:
 
 
 def zipf_mandelbrot(num_rows: int, s: float, q: float, ids_per_sample: float) -> IdStats:
-    """Statistics if row k of ``num_rows``, from 1, has a share proportional to (k + q) ** -s."""
+    """Compute statistics if row k of 1 to ``num_rows`` has a share proportional to (k + q) **
+    -s.
+    """
     edges = np.unique(np.geomspace(1, num_rows + 1, 120).astype(np.int64))
     rows = np.diff(edges).astype(np.float64)
     first, last = edges[:-1], edges[1:] - 1
@@ -101,9 +105,9 @@ def zipf_mandelbrot(num_rows: int, s: float, q: float, ids_per_sample: float) ->
 def from_bins(
     bin_rows: Sequence[float], bin_lookups: Sequence[float], ids_per_sample: float
 ) -> IdStats:
-    """Statistics from the published bins: rows and lookups by bin of a batch of 65,536 samples.
+    """Compute statistics from the published bins of a batch of 65,536 samples.
 
-    The bins leave out rows that the batch did not touch, so larger batches touch no further rows.
+    The bins omit rows that the batch did not touch, so larger batches touch no more rows.
     """
     if len(bin_rows) != NUM_BINS or len(bin_lookups) != NUM_BINS:
         raise ConfigError(
@@ -118,7 +122,7 @@ def from_bins(
 
 
 def from_sample(ids: Sequence[int] | NDArray[np.int64], ids_per_sample: float) -> IdStats:
-    """Statistics from a sample of the table's ids, in the order of the lookups."""
+    """Compute statistics from a sample of the table's ids, in lookup order."""
     drawn = np.asarray(ids)
     if drawn.size < 2:
         raise ConfigError(f"ids: a sample of {drawn.size}; use 2 or more, best a whole batch")
@@ -142,7 +146,9 @@ def from_ratios(
     bin_rows: Sequence[float],
     bin_lookups: Sequence[float],
 ) -> IdStats:
-    """Statistics from distinct ids per lookup by batch size, as ``sbpflow stats`` measures them."""
+    """Compute statistics from distinct ids per lookup by batch size, as ``sbpflow stats`` measures
+    them.
+    """
     draws = [size * ids_per_sample for size in sorted(ratios)]
     unique = [max(ratios[size] * size * ids_per_sample, 1e-9) for size in sorted(ratios)]
     return IdStats(

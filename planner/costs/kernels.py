@@ -1,7 +1,7 @@
-"""How the kernels of a table compare on this machine, by optimizer, and which one is fastest.
+"""Compares a table's kernels on this machine, by optimizer, and selects the fastest one.
 
 Calibration measures whole steps with the default kernel. Kernel choice is local to a rank and a
-storage, so it is not searched: each table is priced with the fastest kernel that can serve it.
+storage, so it is not searched: each table is priced with the fastest kernel that supports it.
 """
 
 from collections.abc import Mapping
@@ -22,14 +22,15 @@ from sbpflow.planner.costs.profile import Profile
 from sbpflow.planner.task import Choice, Shape, Task, embedding_plan
 from sbpflow.sbp.sbp import balanced_sizes
 
-LEAST_IDS = 2_000.0  # the smallest batch that was timed; prices cannot compare kernels below it
+# the smallest batch that was timed; prices cannot compare kernels for smaller batches
+LEAST_IDS = 2_000.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageKernel:
-    """The predicted ``ms`` of a batch for one storage of a plan, by kernel, fastest first.
+    """Lists the predicted ``ms`` of a batch for one storage of a plan by kernel, fastest first.
 
-    ``tables`` are the storage's tables, on the rank with the most of them.
+    ``tables`` are the storage's tables on the rank that has the most of them.
     """
 
     group: str
@@ -40,10 +41,11 @@ class StorageKernel:
 def work_factors(
     profile: Profile, task: Task, table: TableConfig, shape: Shape, work: Floats
 ) -> Floats:
-    """[S, 1] ratio of each shard's time with its kernel to the time with the calibrated kernel.
+    """Return [S, 1] ratios of each shard's time with its kernel to its time with the calibrated
+    one.
 
-    ``work`` [S, F] are the counts of the shards, or [1, F] of a copied table. If the requested
-    kernel cannot serve the table, torch serves it, as in a run.
+    ``work`` [S, F] contains the counts of the shards, or is [1, F] for a copied table. If the
+    requested kernel does not support the table, the torch kernel is used, as in a run.
     """
     rule = task.optimizer_of(table)
     prices = profile.kernels.get(rule.name)
@@ -70,7 +72,7 @@ def work_factors(
 
 
 def kernel_ms(price: tuple[float, float, float], ids: Floats, elements: Floats) -> Floats:
-    """ms of a lookup and an update of ``ids`` ids with ``elements`` numbers in total.
+    """Return the ms of a lookup and an update of ``ids`` ids with ``elements`` numbers in total.
 
     Fewer than ``LEAST_IDS`` ids cost as much per id as ``LEAST_IDS``. The cost of a call comes from
     a line fitted to large batches and may be 0, which would make that kernel win on small batches.
@@ -81,9 +83,10 @@ def kernel_ms(price: tuple[float, float, float], ids: Floats, elements: Floats) 
 
 
 def kernels_of(profile: Profile, task: Task, plan: Mapping[str, Choice]) -> list[StorageKernel]:
-    """For every storage of a plan, the predicted times of the kernels that can serve it.
+    """Return the predicted times of the supported kernels for every storage of a plan.
 
-    Empty if the profile has no kernel times, such as that of a machine in ``clusters.MACHINES``.
+    The result is empty if the profile has no kernel times (for example, a profile of a machine in
+    ``clusters.MACHINES``).
     """
     storages: list[StorageKernel] = []
     if not profile.kernels:

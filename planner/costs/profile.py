@@ -1,4 +1,4 @@
-"""What a machine was measured to take, as one value: weights, corrections, links, provenance.
+"""Stores a machine's measured prices in one value: weights, corrections, links and provenance.
 
 ``sbpflow calibrate`` writes one per machine, next to the kernel profile in the user's cache.
 ``planner.clusters.described`` makes one from published figures for a machine that is not
@@ -42,10 +42,10 @@ COUNTED = tuple(name for name in FEATURES if name.startswith("num_"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fusion:
-    """One member's correction of one phase: sum_k scale_k (totals . mix_k) ** power_k.
+    """Describes one member's correction of a phase: sum_k scale_k (totals . mix_k) ** power_k.
 
-    All numbers are non-negative, so it increases with every count. ``low`` and ``high`` bound it,
-    as factors of the sum without correction, to the range that was measured.
+    All numbers are non-negative, so the correction increases with every count. ``low`` and
+    ``high``, factors of the sum without correction, bound it to the measured range.
     """
 
     mix: tuple[tuple[Price, ...], ...]  # [K, F]
@@ -57,7 +57,7 @@ class Fusion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """The links between ranks. Without a ``Link``, the weights include the measured one.
+    """Describes the links between ranks; without a ``Link``, the weights include the measured link.
 
     Bandwidths are per rank, in GB/s; latencies are in ms per call and partner.
     """
@@ -69,7 +69,9 @@ class Link:
     between_call_ms: Price = 0.0
 
     def per_byte_ms(self, world_size: int) -> float:
-        """ms per byte that a rank sends evenly to all others; both kinds of links work at once."""
+        """Return the ms per byte that a rank sends evenly to all others; both kinds of link work at
+        once.
+        """
         near, far = self._shares(world_size)
         times = [near / self.within_gb_per_s]
         if far:
@@ -77,14 +79,14 @@ class Link:
         return 1e-6 * max(times)
 
     def call_ms(self, world_size: int) -> float:
-        """ms of one collective over all ranks, without its bytes."""
+        """Return the ms of one collective over all ranks, without its bytes."""
         _, far = self._shares(world_size)
         rounds = max(world_size - 1, 0)
         each = self.between_call_ms if far else self.within_call_ms
         return each * (rounds if rounds < 8 else 8 + np.log2(rounds / 8))
 
     def _shares(self, world_size: int) -> tuple[float, float]:
-        """The fractions of a rank's traffic that stay in its node and that leave it."""
+        """Return the fractions of a rank's traffic that stay in its node and that leave it."""
         per_node = self.ranks_per_node or world_size
         if world_size <= per_node:
             return 1.0, 0.0
@@ -94,7 +96,9 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stacked:
-    """Corrections of M members and C phases: ``mix`` [F, M C K], ``low`` and ``high`` [M, C]."""
+    """Stacks the corrections of M members and C phases: ``mix`` [F, M C K], ``low`` and ``high``
+    [M, C].
+    """
 
     phases: list[int]
     mix: Floats
@@ -106,13 +110,14 @@ class _Stacked:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """The prices of one machine and its links; stored as JSON.
+    """Contains the prices of one machine and its links; stored as JSON.
 
-    ``weights`` [F, P] are non-negative ms per count, for ``world_size`` ranks. ``members`` are the
-    ensemble: each has corrections by phase. ``hidden`` is the share of each transfer that overlap
-    hides. ``transfers`` were timed alone. ``step_factors`` compare optimizers with the calibrated
-    one, ``kernels`` their kernels. ``sources`` states for each group of terms whether it is
-    measured or assumed; ``about`` states when, where and on what hardware.
+    ``weights`` [F, P] are non-negative ms per count, for ``world_size`` ranks. ``members`` is the
+    ensemble; each member has corrections by phase. ``hidden`` is the share of each transfer that
+    overlap hides. ``transfers`` were timed alone. ``step_factors`` compare optimizers with the
+    calibrated one, and ``kernels`` compare table kernels. ``sources`` states for each group of
+    terms whether it is measured or assumed. ``about`` states when, where and on what hardware the
+    profile was measured.
     """
 
     weights: tuple[tuple[Price, ...], ...]
@@ -133,16 +138,18 @@ class Profile:
 
     @cached_property
     def matrix(self) -> Floats:
-        """[F, P] weights."""
+        """Return the weights [F, P] as a matrix."""
         return np.array(self.weights, dtype=np.float64)
 
     @property
     def device_type(self) -> str:
-        """The device type of the ranks, by their backend."""
+        """Return the device type of the ranks, derived from their backend."""
         return next(device for device, backend in BACKENDS.items() if backend == self.backend)
 
     def step_factor(self, optimizer: str) -> float:
-        """An optimizer's step relative to the calibrated one; ConfigError if not measured."""
+        """Return an optimizer's step relative to the calibrated one; ConfigError if not
+        measured.
+        """
         if not self.step_factors:
             return 1.0
         if optimizer not in self.step_factors:
@@ -153,10 +160,10 @@ class Profile:
         return self.step_factors[optimizer]
 
     def weights_for(self, world_size: int) -> Floats:
-        """[F, P] weights for another world size: the calls of a transfer grow with its partners.
+        """Return [F, P] weights for another world size: a transfer's calls grow with its partners.
 
-        With a ``link``, bytes and calls cost what the link says. Raises ConfigError for several
-        ranks if the profile was measured on one rank, which has no transfers.
+        With a ``link``, its figures price bytes and calls. Raises ConfigError for several ranks if
+        the profile was measured on one rank, because such a profile has no transfer times.
         """
         if self.world_size == 1 and world_size > 1 and self.link is None:
             raise ConfigError(
@@ -176,9 +183,12 @@ class Profile:
         return matrix
 
     def corrected(self, totals: Floats, linear: Floats, member: int | None = None) -> Floats:
-        """[.., P] ms with the learned corrections, of one member or the mean of all."""
+        """Return [.., P] ms with the learned corrections of one member or the mean of all
+        members.
+        """
         stacked = self._stacked if member is None else self._alone[member]
-        # One product for all members and phases: a search calls this thousands of times a second.
+        # Use one product for all members and phases: a search calls this thousands of times a
+        # second.
         inside = np.maximum(totals @ stacked.mix, 0.0)
         terms = np.power(inside, stacked.power, out=inside)
         terms *= stacked.scale
@@ -191,16 +201,16 @@ class Profile:
 
     @cached_property
     def _alone(self) -> "list[_Stacked]":
-        """The corrections of each member alone."""
+        """Return the corrections of each member separately."""
         return [_stack((member,)) for member in self.members]
 
     @cached_property
     def _stacked(self) -> "_Stacked":
-        """The corrections of all members."""
+        """Return the corrections of all members, stacked."""
         return _stack(self.members)
 
     def correction_bounds(self) -> tuple[Floats, Floats]:
-        """[P] smallest and largest factors of the correction; 1 if a phase has none."""
+        """Return [P] smallest and largest factors of the correction; 1 for a phase without one."""
         low, high = np.ones(NUM_PHASES), np.ones(NUM_PHASES)
         for member in self.members:
             for name, fusion in member.items():
@@ -210,17 +220,19 @@ class Profile:
         return low, high
 
     def as_json(self) -> str:
-        """The content of a file that ``load`` reads."""
+        """Return the content of a file that ``load`` reads."""
         content = {"format": FORMAT, "features": FEATURES, "phases": PHASES, **asdict(self)}
         return json.dumps(content, indent=1)
 
     def save(self, path: Path) -> None:
-        """Replace the file as a whole."""
+        """Write the profile, replacing the file atomically."""
         write_profile(path, self.as_json())
 
 
 def _stack(members: Sequence[Mapping[str, Fusion]]) -> _Stacked:
-    """Corrections as arrays; all members have the same phases, shorter mixes are padded."""
+    """Stack corrections as arrays: all members have the same phases, and shorter mixes are
+    padded.
+    """
     names = list(members[0])
     longest = max(len(member[name].mix) for member in members for name in names)
     shape = (len(members), len(names), longest)
@@ -256,7 +268,7 @@ def _price_link(column: Floats, kind: str, link: Link, world_size: int) -> None:
 
 
 def write_profile(path: Path, text: str) -> None:
-    """Write what ``as_json`` returned; the file is replaced as a whole."""
+    """Write the result of ``as_json``, replacing the file atomically."""
     if path.parent == cache_dir():
         make_private(path.parent)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -266,7 +278,7 @@ def write_profile(path: Path, text: str) -> None:
 
 
 def default_path() -> Path:
-    """The path of this machine's calibration."""
+    """Return the path of this machine's calibration."""
     return cache_dir() / f"planner-{machine_key()}.json"
 
 
@@ -276,7 +288,7 @@ def load(path: Path | None = None) -> Profile:
     if not path.is_file():
         raise ConfigError(
             f"planner: no calibration at {path}; run sbpflow calibrate (under five minutes), or "
-            "use parallel.scheme: auto, which needs none"
+            "use parallel.scheme: auto, which needs no calibration"
         )
     try:
         return _from_tree(object_of(read_json(path, max_bytes=MOST_BYTES), str(path)))
@@ -288,7 +300,7 @@ def load(path: Path | None = None) -> Profile:
 
 
 def _from_tree(tree: Mapping[str, Any]) -> Profile:
-    """The profile in a tree; ConfigError names the key that is wrong."""
+    """Build the profile from a tree; ConfigError names the invalid key."""
     tree = _with_current_phases(tree)
     known = set(Profile.__dataclass_fields__) | {"format", "features", "phases"}
     if tree.get("format") != FORMAT:
@@ -309,7 +321,7 @@ def _from_tree(tree: Mapping[str, Any]) -> Profile:
 
 
 def _with_current_phases(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The tree with current phase names; an earlier version may have written former ones."""
+    """Rename phases in the tree from the names that an earlier version may have written."""
     phases, members = tree.get("phases"), tree.get("members")
     renamed = dict(tree)
     if isinstance(phases, list):
@@ -328,7 +340,7 @@ def _renamed(member: object) -> object:
 
 
 def _check(profile: Profile) -> None:
-    """Check conditions between keys; raises ConfigError."""
+    """Check conditions between keys; raise ConfigError if one is violated."""
     if [len(row) for row in profile.weights] != [NUM_PHASES] * NUM_FEATURES:
         raise ConfigError(f"weights: not of shape [{NUM_FEATURES}, {NUM_PHASES}]")
     if profile.backend not in BACKENDS.values():
@@ -348,7 +360,7 @@ def _check(profile: Profile) -> None:
         needed = ["within", *(["between"] if profile.link.ranks_per_node else [])]
         for key in (f"{where}_gb_per_s" for where in needed):
             if not getattr(profile.link, key):
-                raise ConfigError(f"link.{key}: 0 is not a bandwidth; use GB/s, for example 12.5")
+                raise ConfigError(f"link.{key}: 0 is not a bandwidth; use GB/s (for example, 12.5)")
     ranks_here = profile.about.get(RANKS_HERE, "1")
     if not ranks_here.isdecimal() or len(ranks_here) > 9:
         raise ConfigError(f"about.{RANKS_HERE}: {brief(ranks_here)} is not a number of ranks")
@@ -370,7 +382,7 @@ def _check_members(profile: Profile) -> None:
 
 
 def weights_from(terms: Mapping[str, Mapping[str, float]]) -> tuple[tuple[float, ...], ...]:
-    """[F, P] weights from {phase: {feature: ms}}; missing features cost nothing."""
+    """Return [F, P] weights from {phase: {feature: ms}}; missing features cost nothing."""
     matrix = np.zeros((NUM_FEATURES, NUM_PHASES))
     for phase, row in terms.items():
         for name, value in row.items():

@@ -1,9 +1,9 @@
 """Simulates a step from the times of its moves and transfers, following the step's schedule.
 
-A transfer starts on a rank when a move starts it. It ends on all ranks when the last rank has
-started it and its bytes have arrived; transfers take turns on the link. A transfer in the
-background also uses the host (gloo copies on the host's cores): the share that overlap can hide is
-measured, and the rest delays the rank that started it.
+A move may start a transfer on its rank. The transfer ends on all ranks when the last rank has
+started it and its bytes have arrived. The link carries one transfer at a time. A background
+transfer also uses the host (gloo copies data on the host's cores). Overlap hides a measured share
+of the transfer; the rest delays the rank that started it.
 """
 
 import math
@@ -29,20 +29,22 @@ from sbpflow.training.step_schedule import (
     StepSchedule,
 )
 
-REST = "rest"  # the time of a step that no move accounts for: calls, threads that take turns
-# ``receive`` waits for ids; its computation is measured with the lookup that follows.
+REST = "rest"  # the part of a step outside its moves: calls and threads that wait for each other
+# The move ``receive`` waits for ids; its computation is measured with the lookup that follows.
 MOVES = (*(move.name for move in (*OF_A_BATCH, *OF_A_STEP) if move is not RECEIVE_IDS), REST)
 TRANSFERS = (IDS, COUNTS, COUNTED_IDS, VECTORS, ROW_GRADIENTS, DENSE_GRADIENTS)
 PHASES = (*MOVES, *TRANSFERS)
 PHASE = {name: place for place, name in enumerate(PHASES)}
 NUM_PHASES = len(PHASES)
-# Consecutive steps to simulate, each starting with the transfers that the previous step left in
-# flight. Their mean increases with every phase; the last step alone need not.
+# The number of consecutive steps to simulate. Each starts with the transfers that the previous step
+# left in flight. Their mean time increases with every phase; the last step's time may not.
 _STEPS = 3
 
 
 class _Clock:
-    """The progress of [N, D] ranks through a step, given their ``phases`` [N, D, P] in ms."""
+    """Tracks the progress of [N, D] ranks through a step, given their ``phases`` [N, D, P] in
+    ms.
+    """
 
     def __init__(self, phases: Floats, hidden: Mapping[str, float], schedule: StepSchedule) -> None:
         self.phases, self.hidden, self.schedule = phases, hidden, schedule
@@ -59,7 +61,7 @@ class _Clock:
                 self.now = np.maximum(self.now, at[:, None])
         if move.name in PHASE:
             self.now = self.now + times * self.phases[:, :, PHASE[move.name]]
-        for kind in reversed(move.starts):  # counts before the ids, which take long
+        for kind in reversed(move.starts):  # counts come before the ids, because ids take long
             self._start(kind, of_next)
 
     def _start(self, kind: str, of_next: bool) -> None:
@@ -84,11 +86,11 @@ def step_ms(
     *,
     batches: int = 1,
 ) -> Floats:
-    """[N] milliseconds of a step from ``phases`` [N, D ranks, P], as in a run of many steps.
+    """Return [N] ms of a step from ``phases`` [N, D ranks, P], as in a run of many steps.
 
-    ``hidden`` is the share of a transfer that overlap can hide, by kind, 0 to 1. The result
-    increases with every phase of every rank. ``phases`` are of one batch; a step of several
-    ``batches`` updates the rows of all of them at once, and the dense part once.
+    ``hidden`` is the share of a transfer that overlap can hide, by kind, from 0 to 1. The result
+    increases with every phase of every rank. ``phases`` are for one batch. A step of several
+    ``batches`` updates the rows of all batches together and the dense part once.
     """
     clock = _Clock(phases, hidden, schedule)
     steps = math.ceil(_STEPS / batches)
@@ -103,7 +105,7 @@ def step_ms(
     return clock.now.max(1) / steps
 
 
-# The kind of time that each phase belongs to, for reports.
+# Reports group the phases by these kinds of time.
 KINDS: Mapping[str, str] = {
     **dict.fromkeys(("start_id_exchange", "exchange_ids", "lookup", "gather_outputs"), "forward"),
     **dict.fromkeys(

@@ -1,8 +1,8 @@
-"""The time of each transfer made alone, and the examples that a fit takes from it.
+"""Stores the time of each transfer measured alone and converts these times to examples for a fit.
 
-The plans of a calibration have few sizes, several transfers at once, and one dense part. A transfer
-made alone shows what a call and a byte cost, far beyond those sizes. Pure values;
-``time_transfers`` measures them.
+The plans of a calibration have few sizes, several simultaneous transfers, and one dense part.
+Transfers measured alone show the cost of a call and of a byte, far beyond those sizes. This module
+contains pure values; ``time_transfers`` measures them.
 """
 
 import statistics
@@ -28,7 +28,7 @@ from sbpflow.training.step_schedule import (
 
 EVEN, ONE_SENDS, ONE_RECEIVES = "even", "one sends most", "one receives most"
 ROWS, ROWS_TO_ALL = "rows", "rows to all"
-# Every transfer of the engine, and how unevenly its parts may be distributed.
+# All transfers of the engine and the skews of their parts.
 SKEWS: Mapping[str, tuple[str, ...]] = {
     "S(1) -> S(0)": (EVEN, ONE_SENDS),
     "S(0) -> S(1)": (EVEN, ONE_RECEIVES),
@@ -38,7 +38,7 @@ SKEWS: Mapping[str, tuple[str, ...]] = {
     ROWS: (EVEN, ONE_SENDS, ONE_RECEIVES),
     ROWS_TO_ALL: (EVEN, ONE_SENDS),
 }
-# {phase: {transfer: the feature that counts it}}; ``BYTES`` has a phase's bytes.
+# {phase: {transfer: the feature that counts it}}; ``BYTES`` contains a phase's bytes.
 CALLS: Mapping[str, Mapping[str, str]] = {
     IDS: {"S(0) -> B": "num_id_calls"},
     COUNTED_IDS: {ROWS: "num_row_transfers", ROWS_TO_ALL: "num_row_gathers"},
@@ -70,10 +70,10 @@ Count = Annotated[int, Range(low=0)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """The time of one transfer alone: ``name`` and ``skew`` of ``SKEWS``.
+    """Describes the time of one transfer alone: its ``name`` and a ``skew`` of ``SKEWS``.
 
-    ``sent_bytes`` and ``received_bytes`` are to and from others, for each of ``ranks``. ``ms`` is
-    from the last rank's start to the last rank's end.
+    ``sent_bytes`` and ``received_bytes`` are exchanged with other ranks, for each of ``ranks``.
+    ``ms`` lasts from the last rank's start to the last rank's end.
     """
 
     name: str
@@ -85,19 +85,21 @@ class Transfer:
 
     @property
     def most_bytes(self) -> int:
-        """The bytes that the busiest rank sends or receives."""
+        """Return the bytes that the busiest rank sends or receives."""
         return max(*self.sent_bytes, *self.received_bytes)
 
 
 def transfer_of(tree: Mapping[str, Any], key: str = "transfer") -> Transfer:
-    """A transfer from JSON; ConfigError, starting with ``key``, for anything else."""
+    """Return a transfer from JSON; ConfigError, starting with ``key``, for any other value."""
     transfer = build(Transfer, tree)
     check_transfer(transfer, key)
     return transfer
 
 
 def check_transfer(transfer: Transfer, key: str) -> None:
-    """ConfigError unless the engine makes this transfer and all lists have one entry per rank."""
+    """Raise ConfigError unless the engine has this transfer and all lists have one entry per
+    rank.
+    """
     if transfer.skew not in SKEWS.get(transfer.name, ()):
         raise ConfigError(
             f"{key}: no transfer {brief(transfer.name)} with parts {brief(transfer.skew)}"
@@ -110,9 +112,11 @@ def check_transfer(transfer: Transfer, key: str) -> None:
 
 
 def examples(transfers: Sequence[Transfer], phase: str, world_size: int) -> tuple[Floats, Floats]:
-    """([n, F] counts, [n] ms) of plans with a single transfer in ``phase``, as a fit takes them.
+    """Return ([n, F] counts, [n] ms) of plans with one transfer in ``phase``, in the form for a
+    fit.
 
-    Only transfers of all ranks are used, because those of a step are of all ranks.
+    Only transfers between all ranks are used, because the transfers of a step are between all
+    ranks.
     """
     calls = CALLS.get(phase, {})
     rows: list[Floats] = []
@@ -127,7 +131,8 @@ def examples(transfers: Sequence[Transfer], phase: str, world_size: int) -> tupl
         for name, count in zip(BYTES.get(phase, ()), (sent, received), strict=False):
             row[INDEX[name]] = count
         if phase == DENSE_GRADIENTS:
-            # Each rank of a ring sends every number N - 1 of N times to add, and again to spread.
+            # A rank of a ring sends every number N - 1 of N times to add, and again to distribute
+            # the sum.
             row[INDEX["dense_parameters"]] = sent / (2 * (world_size - 1) / world_size * _FLOAT)
         rows.append(row)
         times.append(transfer.ms)
@@ -135,9 +140,9 @@ def examples(transfers: Sequence[Transfer], phase: str, world_size: int) -> tupl
 
 
 def ms_per_byte(transfers: Sequence[Transfer]) -> float:
-    """The median ms per byte of the busiest rank, over the transfers of all ranks.
+    """Return the median ms per byte of the busiest rank, over the transfers between all ranks.
 
-    The largest size of each transfer counts. 0 if none was timed.
+    Only the largest size of each transfer is used. The result is 0 if no transfer was timed.
     """
     most = max((len(transfer.ranks) for transfer in transfers), default=0)
     largest: dict[tuple[str, str], Transfer] = {}
@@ -149,7 +154,7 @@ def ms_per_byte(transfers: Sequence[Transfer]) -> float:
 
 
 def as_lines(transfers: Sequence[Transfer]) -> list[str]:
-    """A table: ms of each transfer's smallest and largest size, and GB/s of its busiest rank."""
+    """Format a table: the ms of each transfer's smallest and largest size, and its GB/s."""
     if not transfers:
         return []
     head = f"{'transfer alone':<15}{'parts':<18}{'ranks':>5}{'bytes':>8}{'ms':>9}"

@@ -1,4 +1,4 @@
-"""The counts of a task's tables: what each table in a shape asks of the ranks."""
+"""Counts the work of a task's tables: the work that each table in a shape adds to the ranks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ from sbpflow.planner.task import Shape, Task
 
 @dataclass(frozen=True, slots=True)
 class ShapeCost:
-    """Counts to add for one table in one shape.
+    """Contains the counts that one table adds in one shape.
 
-    ``shards`` [S, F] are added to the ranks of the shards, in their order; ``home`` [F] to every
-    rank. ``keys(ranks)`` are counted once per plan.
+    ``shards`` [S, F] are added to the ranks of the shards, in their order, and ``home`` [F] to
+    every rank. ``keys(ranks)`` are counted once per plan.
     """
 
     shards: Floats
@@ -26,7 +26,7 @@ class ShapeCost:
 
 
 def base_work(task: Task) -> Floats:
-    """[F] counts of every rank without tables: its samples, their dense part and their ids."""
+    """Return the counts [F] of every rank without tables: its samples, dense part and ids."""
     samples = task.batch_size / task.world_size
     ids = sum(
         task.ids_per_sample.get(feature.name, float(feature.hotness)) for feature in task.features
@@ -40,14 +40,15 @@ def base_work(task: Task) -> Floats:
             "dense_elements": samples * task.dense.elements_per_sample,
             "dense_parameters": float(parameters),
             "batch_ids": samples * ids,
-            "memory_bytes": 4.0 * item * parameters,  # value, gradient, two of Adam
+            # four values: the parameter, its gradient, and two of Adam
+            "memory_bytes": 4.0 * item * parameters,
             "buffer_bytes": samples * ((1 + task.lookahead) * 8 * ids + 3 * item * width),
         }
     )
 
 
 def shape_work(task: Task, table: TableConfig, shape: Shape) -> ShapeCost:
-    """The counts that ``table`` in ``shape`` adds to the ranks of ``task``."""
+    """Return the counts that ``table`` in ``shape`` adds to the ranks of ``task``."""
     size = task.world_size
     layout, most = shape.layout(task.world), task.most_lookups(table)
     exchange = exchange_for(table, layout, shape.exchange, most, size)

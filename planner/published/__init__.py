@@ -1,1 +1,1 @@
-"""Planners as published in papers, behind one interface, for comparison."""
+"""Implements planners from published papers behind one interface, for comparison."""

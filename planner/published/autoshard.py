@@ -1,17 +1,18 @@
-"""AutoShard: an LSTM policy that places tables one by one, trained by V-trace to balance devices.
+"""Implements AutoShard: an LSTM policy places tables one by one; V-trace trains it to balance
+devices.
 
-Source: KDD'22; daochenzha/autoshard e861ecb and 06f6304 (``training.py``, ``bench.py``). An MLP
-over a table's 21 features is shared by state, actions and cost head. A two-layer LSTM reads the
-tables in order. Every device is scored from the state, the sum of its tables, its predicted cost
-and its bytes. The reward, at the end of an episode, is the smallest over the largest compute time
-of the devices: it measures balance, not time, and ignores exchanges. Memory is a penalty, not a
-limit: the reward of a plan over it is the excess, negated, and such a plan may be returned. The
-cost head learns the measured devices by MSE.
+Source: KDD'22; daochenzha/autoshard e861ecb and 06f6304 (``training.py``, ``bench.py``). State,
+actions and cost head share an MLP over a table's 21 features. A two-layer LSTM reads the tables in
+order. The score of a device depends on the state, the sum of its tables, its predicted cost and its
+bytes. The reward at the end of an episode is the smallest compute time of a device divided by the
+largest: it measures balance rather than time and ignores exchanges. Memory is a penalty, not a
+limit: a plan that exceeds the memory has the negative excess as its reward, and such a plan may be
+returned. The cost head is trained on the measured devices with the MSE.
 
-Differences: the episodes of a batch are of one task and run whole, side by side, instead of unrolls
-of 100 steps by processes; the acting copy is one update behind; there are 20,000 steps instead of
-100,000, and the rates decay over them; costs are divided by the mean of the first batch; features
-are scaled as for the other learned planners.
+Differences: all episodes of a batch are of one task and run to the end in parallel, instead of
+unrolls of 100 steps in several processes; the acting copy is one update old; training has 20,000
+steps instead of 100,000, and the learning rates decay over them; costs are divided by the mean of
+the first batch; features are scaled as for the other learned planners.
 """
 
 import copy
@@ -33,17 +34,17 @@ ENTROPY, BASELINE, MOST_GRADIENT = 0.001, 0.5, 40.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Amount:
-    """The amount of training."""
+    """Configures the amount of training."""
 
     steps: int = 20_000  # tables placed
     episodes: int = 8  # side by side
-    cost_updates: int = 20  # after each update of the policy
+    cost_updates: int = 20  # updates of the cost head after each update of the policy
     replay: int = 5_000  # devices
     batch: int = 512
 
 
 class Net(nn.Module):
-    """The networks, with the widths of the source."""
+    """Contains the networks, with the layer widths of the source."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,13 +57,15 @@ class Net(nn.Module):
         self.cost = mlp(WIDTH, 64, 1)
 
     def states(self, latents: Tensor) -> Tensor:
-        """[T, WIDTH] of tables in order -> [T, 2 WIDTH]; independent of the chosen devices."""
+        """Map [T, WIDTH] of tables in order to [T, 2 WIDTH]; independent of the chosen devices."""
         share = torch.arange(len(latents), dtype=torch.float32)[:, None] / len(latents)
         core, _ = self.core(torch.cat([latents, self.place(share)], dim=-1)[:, None])
         return core[:, 0]
 
     def logits(self, states: Tensor, summed: Tensor, held: Tensor) -> Tensor:
-        """[.., D] from states [.., 2 WIDTH], devices' sums [.., D, WIDTH] and bytes [.., D]."""
+        """Compute logits [.., D] from states [.., 2 WIDTH], device sums [.., D, WIDTH] and bytes
+        [.., D].
+        """
         with torch.no_grad():
             costs = self.cost(summed)
         actions = torch.cat([summed, self.device(torch.cat([costs, held[..., None]], -1))], -1)
@@ -72,7 +75,7 @@ class Net(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class _Episodes:
-    """Placements side by side, with the tables in the order in which they were placed."""
+    """Stores parallel placements, with the tables in the order in which they were placed."""
 
     features: Tensor  # [T, 21]
     sizes: Tensor  # [T], as shares of a device's room
@@ -81,7 +84,7 @@ class _Episodes:
     order: Ints
 
     def devices(self, number: int) -> Ints:
-        """The devices of one placement, in the task's order of tables."""
+        """Return the devices of one placement, in the task's table order."""
         devices = np.zeros(len(self.order), dtype=np.int64)
         devices[self.order] = self.chosen[:, number].numpy()
         return devices
@@ -89,7 +92,7 @@ class _Episodes:
 
 @dataclass
 class AutoShard:
-    """The trained networks."""
+    """Contains the trained networks."""
 
     net: Net
     scaling: Scaling
@@ -97,24 +100,26 @@ class AutoShard:
 
     @classmethod
     def blank(cls, num_ranks: int) -> "AutoShard":
-        """Untrained networks; they are the same for any number of ranks."""
+        """Create untrained networks; they are the same for any number of ranks."""
         return cls(Net(), Scaling.none())
 
     @staticmethod
     def train(settings: Sequence[Setting], seed: int, amount: Amount | None = None) -> "AutoShard":
-        """Train on tasks; their prices stand for measurements."""
+        """Train on tasks; their prices replace measurements."""
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             return _Training(settings, seed, amount or Amount()).run()
 
     def plan(self, setting: Setting) -> Assignment:
-        """Each table on its most likely device, one after another; the plan may not fit."""
+        """Place each table on its most likely device, one after another; the plan may not fit."""
         with torch.no_grad():
             episodes = self.act(setting, self.net, 1, sample=False)
         return setting.whole(episodes.devices(0))
 
     def act(self, setting: Setting, net: Net, count: int, *, sample: bool) -> _Episodes:
-        """Place a task's tables ``count`` times, on drawn devices or on the most likely ones."""
+        """Place a task's tables ``count`` times, on sampled devices or on the most likely
+        devices.
+        """
         features = self.scaling.apply(setting.features)
         alone = net.cost(net.table(features)).squeeze(-1)
         order = np.argsort(-alone.numpy(), kind="stable")
@@ -166,7 +171,9 @@ class _Training:
         return self.model
 
     def _rewards(self, setting: Setting, episodes: _Episodes) -> Tensor:
-        """[E] rewards; the measured devices are added to the replay of the cost head."""
+        """Return the rewards [E]; add the measured devices to the replay buffer of the cost
+        head.
+        """
         rewards: list[float] = []
         for number, chosen in enumerate(episodes.chosen.T):
             measured = setting.measure(setting.whole(episodes.devices(number)))
@@ -223,10 +230,10 @@ class _Training:
 
 
 def vtrace(log_ratios: Tensor, values: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
-    """Targets of the value and advantages of the policy, both [T, E] (Espeholt et al. 2018).
+    """Return the value targets and the policy advantages, both [T, E] (Espeholt et al. 2018).
 
-    ``log_ratios`` are log(learned / acted) of the chosen devices. The only reward [E] is that of
-    the last step, nothing is discounted, and both ratios are clipped at 1.
+    ``log_ratios`` are log(learned / acted) of the chosen devices. Only the last step has a reward
+    [E]; rewards are not discounted, and both ratios are clipped at 1.
     """
     ratios = log_ratios.exp().clamp(max=1.0)
     following = torch.cat([values[1:], torch.zeros_like(values[:1])])

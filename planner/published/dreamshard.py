@@ -1,17 +1,17 @@
-"""DreamShard: a cost network learned from measured placements, and a policy trained on its output.
+"""Implements DreamShard: measured placements train a cost network, whose output trains a policy.
 
 Source: NeurIPS'22; daochenzha/dreamshard 73128ed and e76a4ad (``models.py``, ``env.py``,
 ``training.py``). An MLP over a table's 21 features is summed per device. Three heads predict a
 device's forward, exchange and backward; a fourth predicts the whole placement from the maximum over
-devices. The policy places tables by falling predicted cost, with a probability for every device
-with room, and learns by REINFORCE from the cost network's prediction alone. As in the source, it
-does not see which table it places; only the order tells. Between the updates, placements of the
-policy are measured, and the cost network is trained on everything measured so far.
+devices. The policy places tables in descending order of predicted cost, with a probability for
+every device with room, and learns by REINFORCE only from the cost network's prediction. As in the
+source, it sees the order of the tables but not the table that it places. Between the updates,
+placements of the policy are measured, and the cost network is trained on all measurements so far.
 
-Differences: measurements are this machine's prices of whole plans, divided by the mean of the first
-ones, because the rates were chosen for milliseconds of another machine; rows, sizes and pooling are
-logarithms, scaled by the training tables and not by each task's own; devices without room have
-probability 0 in training, too; the episodes of a batch run side by side.
+Differences: this machine's prices of whole plans replace measurements, divided by the mean of the
+first ones, because the rates were chosen for milliseconds of another machine; rows, sizes and
+pooling are logarithms, scaled by the training tables instead of each task's own tables; devices
+without room also have probability 0 in training; the episodes of a batch run in parallel.
 """
 
 from collections.abc import Sequence
@@ -32,10 +32,10 @@ ENTROPY = 0.001
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Amount:
-    """The amount of measurement and training; the source's defaults."""
+    """Configures measurement and training; the defaults are the source's."""
 
     iterations: int = 10
-    placements: int = 10  # measured in each iteration
+    placements: int = 10  # placements measured in each iteration
     cost_steps: int = 300
     batch: int = 64
     policy_steps: int = 10
@@ -43,7 +43,7 @@ class Amount:
 
 
 class Net(nn.Module):
-    """The cost network and the policy, with the widths of the source."""
+    """Contains the cost network and the policy, with the layer widths of the source."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,15 +55,17 @@ class Net(nn.Module):
         self.policy = nn.Linear(LATENT + 32, 1)
 
     def parts(self, summed: Tensor) -> Tensor:
-        """[.., LATENT] of devices -> [.., 3]: forward, exchange, backward."""
+        """Map [.., LATENT] of devices to [.., 3]: forward, exchange, backward."""
         return torch.cat([head(summed) for head in self.heads], dim=-1)
 
     def whole(self, summed: Tensor) -> Tensor:
-        """[.., devices, LATENT] -> [..]: the cost of a placement."""
+        """Map [.., devices, LATENT] to [..]: the cost of a placement."""
         return self.overall(summed.amax(dim=-2)).squeeze(-1)
 
     def logits(self, policy_sums: Tensor, cost_sums: Tensor) -> Tensor:
-        """[.., devices] from the sums of both embeddings over the tables placed so far."""
+        """Compute logits [.., devices] from the sums of both embeddings over the tables placed so
+        far.
+        """
         with torch.no_grad():
             costs = self.parts(cost_sums)
         both = torch.cat([policy_sums, self.policy_cost(costs)], dim=-1)
@@ -72,7 +74,7 @@ class Net(nn.Module):
 
 @dataclass
 class DreamShard:
-    """The trained networks, and the unit of their costs."""
+    """Contains the trained networks and the unit of their costs."""
 
     net: Net
     scaling: Scaling
@@ -80,16 +82,16 @@ class DreamShard:
 
     @classmethod
     def blank(cls, num_ranks: int) -> "DreamShard":
-        """Untrained networks; they are the same for any number of ranks."""
+        """Create untrained networks; they are the same for any number of ranks."""
         return cls(Net(), Scaling.none())
 
     @staticmethod
     def train(settings: Sequence[Setting], seed: int, amount: Amount | None = None) -> "DreamShard":
-        """Train on tasks; their prices stand for measurements."""
+        """Train on tasks; their prices replace measurements."""
         return _Training(settings, seed, amount or Amount()).run()
 
     def plan(self, setting: Setting) -> Assignment:
-        """Each table on its most likely device, one after another."""
+        """Place each table on its most likely device, one after another."""
         with torch.no_grad():
             devices, _, _ = self.episodes(setting, 1, None)
         return setting.whole(devices[0])
@@ -98,7 +100,7 @@ class DreamShard:
         return self.scaling.apply(setting.features)
 
     def order(self, features: Tensor) -> Ints:
-        """Tables by falling predicted cost of each alone."""
+        """Sort the tables by descending predicted cost of each table alone."""
         with torch.no_grad():
             alone = self.net.parts(self.net.table(features)).sum(-1)
         return np.argsort(-alone.numpy(), kind="stable")
@@ -106,9 +108,9 @@ class DreamShard:
     def episodes(
         self, setting: Setting, count: int, generator: torch.Generator | None
     ) -> tuple[Ints, Tensor, Tensor]:
-        """Placements side by side: devices [count, T], log-probabilities and entropies [count].
+        """Make parallel placements: devices [count, T], log-probabilities and entropies [count].
 
-        Devices are drawn with ``generator``; without it, the most likely ones are taken.
+        ``generator`` samples the devices; without it, the most likely devices are used.
         """
         features, size = self.features(setting), setting.num_ranks
         cost, policy = self.net.table(features).detach(), self.net.policy_table(features)
@@ -140,7 +142,7 @@ class DreamShard:
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """A measured placement: its costs in units, [devices, 3] and for the whole placement."""
+    """Stores a measured placement: its costs in units, [devices, 3] and for the whole placement."""
 
     features: Tensor
     devices: Tensor

@@ -1,18 +1,19 @@
-"""EMBark's greedy planner: shards (table, row part, column part), the most expensive one halved.
+"""Implements EMBark's greedy planner: it repeatedly halves the most expensive shard (table, row
+part, column part).
 
 Source: RecSys'24 paper; NVIDIA-Merlin/HugeCTR 2f2016f, ``hugectr/sharding/planner.py`` and
-``generate_plan.py``. A rank's cost is a weighted sum of what its shards look up and send. Shards
-are placed in order of falling cost on the cheapest rank with room, never two of one table on one
-rank. Then the table of the most expensive shard is cut in two, by rows or by columns, whichever
-gives the lower maximum, and everything is placed again, at most 20 times. The best of these plans,
-and of the plan with all tables cut by rows over all ranks, is taken. Groups of tables are copied,
-or exchange partial sums or distinct rows.
+``generate_plan.py``. A rank's cost is a weighted sum of its shards' lookups and traffic. Shards are
+placed in order of descending cost on the cheapest rank with room, never two shards of one table on
+one rank. Then the table of the most expensive shard is cut in two, by rows or by columns, whichever
+gives the lower maximum, and everything is placed again, at most 20 times. The planner returns the
+best of these plans and of the plan with all tables cut by rows over all ranks. Groups of tables are
+copied, or exchange partial sums or distinct rows.
 
 Differences: two branches that take the wrong cut when only one is possible are corrected. The
 weights, chosen by hand in the source, come from this machine's prices. The two thresholds that
-select the copied and the distinct-row tables, also chosen by hand, are searched on a grid of nine
-for the lowest measured price, which favors EMBark over its defaults. Tables with both row and
-column parts are on a grid of ranks.
+select the copied and the distinct-row tables, also chosen by hand in the source, are searched on a
+grid of nine for the lowest measured price, which favors EMBark over its defaults. Tables with both
+row and column parts are on a grid of ranks.
 """
 
 from itertools import product
@@ -27,11 +28,12 @@ from sbpflow.planner.task import Shape
 
 ITERATIONS = 20
 LEAST_COLUMNS = 32  # only wider column parts are halved, as in the source
-SHARES = (0.0, 0.25, 0.5)  # of the tables: the smallest are copied, the least hot are unique
+# shares of the tables: the smallest are copied, the coldest use distinct rows
+SHARES = (0.0, 0.25, 0.5)
 
 
 def embark(setting: Setting) -> Assignment:
-    """The cheapest of the plans with different shares of copied and unique tables."""
+    """Return the cheapest of the plans with different shares of copied and distinct-row tables."""
     search, count = _Search(setting), len(setting.tables)
     small, cool = (np.argsort(a, kind="stable") for a in (setting.held_bytes, setting.pooling))
     plans: list[Assignment] = []
@@ -60,7 +62,7 @@ class _Search:
         self.ms_per_output = float(phases[:, EXCHANGE].sum()) / sent
 
     def run(self, copied: set[int], unique: set[int]) -> Assignment | None:
-        """The best of at most 22 plans by the source's own cost; None if none fits."""
+        """Return the best of at most 22 plans by the source's own cost; None if no plan fits."""
         cuts = {t: (1, 1) for t in range(len(self.setting.tables)) if t not in copied}
         best: tuple[float, Assignment] | None = None
         for _ in range(ITERATIONS + 1):
@@ -102,7 +104,9 @@ class _Search:
     def _place(
         self, cuts: dict[int, tuple[int, int]], copied: set[int], unique: set[int]
     ) -> tuple[float, Assignment, int] | int:
-        """(cost, plan, table of the most expensive shard), or the table that does not fit."""
+        """Return (cost, plan, table of the most expensive shard), or the table that does not
+        fit.
+        """
         problem, size = self.setting.problem, self.setting.num_ranks
         loads, moves = np.zeros(size), dict[int, Move]()
         held = problem.pricing.memory(problem.base)
@@ -143,7 +147,9 @@ class _Search:
         copied: set[int],
         unique: set[int],
     ) -> dict[int, tuple[int, int]] | None:
-        """The cuts with the table halved in the way with the lower maximum; None if impossible."""
+        """Halve the table in the direction with the lower maximum; return the cuts, None if
+        impossible.
+        """
         if table not in cuts:
             return None
         rows, columns = cuts[table]

@@ -1,9 +1,10 @@
-"""Random placement and the four greedy heuristics that planner papers compare with.
+"""Implements random placement and the four greedy heuristics that planner papers compare with.
 
-Source: daochenzha/dreamshard 73128ed, ``sharders.py``. Tables are placed in order of falling score,
-each on the device with room that has the smallest sum of scores; ties go to the device that holds
-the fewest bytes. Differences: bytes are those of this engine (float32 rows, optimizer state,
-buffers) instead of fp16 rows; if no device has room, the one that lacks least is taken.
+Source: daochenzha/dreamshard 73128ed, ``sharders.py``. Tables are placed in descending order of
+score, each on the device with room that has the smallest sum of scores; of equal devices, the one
+with the fewest bytes is used. Differences: bytes are those that this engine needs (float32 rows,
+optimizer state, buffers) instead of fp16 rows; if no device has room, the device that lacks the
+fewest bytes is used.
 """
 
 from collections.abc import Callable
@@ -15,22 +16,22 @@ from sbpflow.planner.search.problem import Assignment, Floats, Ints
 
 
 def size_greedy(setting: Setting) -> Assignment:
-    """Balance bytes."""
+    """Balance bytes over the devices."""
     return _balanced(setting, setting.held_bytes)
 
 
 def dim_greedy(setting: Setting) -> Assignment:
-    """Balance columns, which determine what the exchange sends."""
+    """Balance columns, because they determine the size of the exchange."""
     return _balanced(setting, setting.dims)
 
 
 def lookup_greedy(setting: Setting) -> Assignment:
-    """Balance columns times ids per sample, which determine what a lookup reads."""
+    """Balance columns times ids per sample, because they determine how much a lookup reads."""
     return _balanced(setting, setting.dims * setting.pooling)
 
 
 def size_lookup_greedy(setting: Setting) -> Assignment:
-    """Balance what a lookup reads times log10 of the rows."""
+    """Balance the size of a lookup times log10 of the rows."""
     rows = np.log10(np.maximum(setting.table_rows, 10.0))
     return _balanced(setting, setting.dims * setting.pooling * rows)
 
@@ -41,7 +42,7 @@ def random_placement(setting: Setting) -> Assignment:
 
 
 def random_devices(setting: Setting, random: np.random.Generator) -> list[int]:
-    """A device for every table, drawn among those with room."""
+    """Sample a device for every table, among the devices with room."""
     order = random.permutation(len(setting.tables))
     scores = np.zeros(len(order))
     return _place(setting, order, scores, lambda fits, loads, held: random.choice(fits))
@@ -58,7 +59,7 @@ def _balanced(setting: Setting, scores: Floats) -> Assignment:
 def _place(
     setting: Setting, order: Ints, scores: Floats, pick: Callable[[Ints, Floats, Floats], int]
 ) -> list[int]:
-    """A device for every table; ``pick`` chooses among those with room by loads and bytes."""
+    """Choose a device for every table; ``pick`` selects one with room by loads and bytes."""
     loads, held = np.zeros(setting.num_ranks), np.zeros(setting.num_ranks)
     devices = [0] * len(order)
     for table in order:

@@ -1,8 +1,8 @@
-"""A cache of trained planners on disk, because training takes up to a minute.
+"""Caches trained planners on disk, because training takes up to a minute.
 
-The file's name is a digest of everything that training depends on: the planner, the prices that
-stand for measurements, the number of ranks, the batch size, and the seed. Files contain weights and
-numbers, no code.
+The file's name is a digest of everything that affects training: the planner, the prices that
+replace measurements, the number of ranks, the batch size, and the seed. Files contain weights and
+numbers, but no code.
 """
 
 import hashlib
@@ -30,27 +30,27 @@ _DAMAGED = (
     *(ValueError, TypeError, LookupError, AttributeError, RuntimeError, EOFError, OSError),
     UnpicklingError,
 )
-VERSION = 1  # raise it when the same arguments would train something else
+VERSION = 1  # increment the version when the same arguments would train another planner
 
 
 class Learned(Protocol):
-    """A planner with networks: a dataclass of modules, a ``Scaling`` and numbers."""
+    """Describes a planner with networks: a dataclass of modules, a ``Scaling`` and numbers."""
 
     @classmethod
     def blank(cls, num_ranks: int) -> Self:
-        """An untrained planner with networks of the right sizes."""
+        """Return an untrained planner with networks of the right sizes."""
         ...
 
     @staticmethod
     def train(settings: Sequence[Setting], seed: int) -> "Learned":
-        """A planner trained on these tasks."""
+        """Return a planner trained on these tasks."""
         ...
 
     def plan(self, setting: Setting) -> Assignment: ...
 
 
 def path_of(name: str, like: TaskCost, seed: int) -> Path:
-    """The file of the planner that is trained on tasks like this one."""
+    """Return the file of the planner that is trained on tasks like this one."""
     task = like.task
     facts = [name, VERSION, seed, task.world_size, task.batch_size, task.overlap]
     digest = hashlib.sha256(json.dumps([*facts, like.prices_digest]).encode()).hexdigest()[:20]
@@ -58,7 +58,7 @@ def path_of(name: str, like: TaskCost, seed: int) -> Path:
 
 
 def save_model(model: Learned, path: Path) -> None:
-    """Write the file; it is replaced as a whole."""
+    """Write the planner, replacing the file atomically."""
     make_private(path.parent)
     fresh = path.with_suffix(f".{os.getpid()}")
     torch.save(_state(model), fresh)

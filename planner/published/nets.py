@@ -1,4 +1,6 @@
-"""What the learned planners share: small networks, sums per device, scaled features."""
+"""Contains the shared code of the learned planners: small networks, sums per device, scaled
+features.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,11 +13,11 @@ from torch import Tensor, nn
 from sbpflow.planner.published.setting import NUM_FEATURES, Setting
 from sbpflow.planner.search.problem import Floats
 
-LOGARITHMIC = (1, 2, 3)  # rows, pooling, size: they span several orders of magnitude
+LOGARITHMIC = (1, 2, 3)  # rows, pooling and size span several orders of magnitude
 
 
 def mlp(*widths: int, last: bool = False) -> nn.Sequential:
-    """Linear layers with ReLU between them, and after the last one if ``last``."""
+    """Build linear layers with ReLU between them, and after the last layer if ``last``."""
     layers: list[nn.Module] = []
     for place, (width, following) in enumerate(pairwise(widths)):
         layers.append(nn.Linear(width, following))
@@ -25,14 +27,14 @@ def mlp(*widths: int, last: bool = False) -> nn.Sequential:
 
 
 def sums(latents: Tensor, devices: Tensor, size: int) -> Tensor:
-    """[tables, width] summed by device -> [size, width]."""
+    """Sum [tables, width] by device; return [size, width]."""
     return torch.zeros(size, latents.shape[1]).index_add(0, devices, latents)
 
 
 def descend(
     optimizer: torch.optim.Optimizer, loss: Tensor, *, most_gradient: float | None = None
 ) -> None:
-    """One optimizer step on the loss, with the gradient's norm clipped to ``most_gradient``."""
+    """Make one optimizer step on the loss, with the gradient norm clipped to ``most_gradient``."""
     optimizer.zero_grad()
     loss.backward()
     if most_gradient is not None:
@@ -43,19 +45,19 @@ def descend(
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """Mean and deviation of the training tables' features; the bins stay as they are."""
+    """Stores the mean and deviation of the training tables' features; the bins are not scaled."""
 
     mean: Floats
     deviation: Floats
 
     @staticmethod
     def none() -> "Scaling":
-        """A scaling that changes nothing."""
+        """Return a scaling that changes nothing."""
         return Scaling(np.zeros(NUM_FEATURES), np.ones(NUM_FEATURES))
 
     @staticmethod
     def of(settings: Sequence[Setting]) -> "Scaling":
-        """The scaling of the tables of these tasks."""
+        """Return the scaling for the tables of these tasks."""
         values = _logarithms(np.concatenate([setting.features for setting in settings]))
         mean, deviation = values.mean(0), values.std(0)
         mean[4:], deviation[4:] = 0.0, 1.0

@@ -1,11 +1,12 @@
-"""NeuroShard: pretrained cost networks, a beam over column cuts, a greedy over devices inside.
+"""Implements NeuroShard: pretrained cost networks, a beam search over column cuts, and greedy
+placement.
 
 Source: MLSys'23; daochenzha/neuroshard ec7ca74 and 06aaa2b (``neurosharder.py``, ``simulator.py``,
 ``*_cost_model.py``). One network prices the compute of a set of tables (20 features each, summed).
 Two price the exchanges of all devices from their sums of columns, for a fixed number of devices. A
 beam of 3 over column cuts tries the 10 largest and the 10 most expensive tables, to a depth of 10.
-For each cut, tables are placed in order of falling cost on the device with the lowest predicted
-cost under a limit on its columns, which is scanned from 1.0 to 1.5 times the mean in 11 steps.
+For each cut, tables are placed in descending order of cost on the device with the lowest predicted
+cost under a limit on its columns. The limit is scanned from 1.0 to 1.5 times the mean in 11 steps.
 
 Differences: 10,000 sets and 2,000 placements are measured instead of 100,000; a cut halves all
 parts of a table at once, and its parts are on distinct devices, as in an even S(1) here; the
@@ -30,12 +31,13 @@ from sbpflow.planner.task import Shape
 BEAM, CANDIDATES, DEPTH = 3, 10, 10
 SCALES = tuple(1.0 + 0.05 * step for step in range(11))
 LARGEST_SET = 15  # tables
-WITHOUT_SIZE = [n for n in range(21) if n != 3]  # features, of those in ``Setting.features``
+# all features of ``Setting.features`` except the size
+WITHOUT_SIZE = [n for n in range(21) if n != 3]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Amount:
-    """The amount of measurement and training."""
+    """Configures the amount of measurement and training."""
 
     sets: int = 10_000
     placements: int = 2_000
@@ -44,7 +46,7 @@ class Amount:
 
 
 class ComputeNet(nn.Module):
-    """An MLP 20-128-32 per table, summed, then 32-64-1."""
+    """Implements an MLP 20-128-32 per table, summed, then 32-64-1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,19 +54,19 @@ class ComputeNet(nn.Module):
         self.head = mlp(32, 64, 1)
 
     def forward(self, features: Tensor, present: Tensor) -> Tensor:
-        """[N] from features [N, n, 20] and presence [N, n]."""
+        """Map features [N, n, 20] and presence [N, n] to [N]."""
         summed = (self.table(features) * present[..., None]).sum(1)
         return self.head(summed).squeeze(-1)
 
 
 def exchange_net(num_ranks: int) -> nn.Sequential:
-    """A network from all devices' sums of columns to the ms of each one's exchange."""
+    """Build a network from all devices' column sums to the ms of each device's exchange."""
     return mlp(num_ranks, 128, 64, 32, 16, num_ranks)
 
 
 @dataclass
 class NeuroShard:
-    """Networks trained for one number of devices."""
+    """Contains networks trained for one number of devices."""
 
     compute: ComputeNet
     exchange: nn.Sequential
@@ -75,24 +77,24 @@ class NeuroShard:
 
     @classmethod
     def blank(cls, num_ranks: int) -> "NeuroShard":
-        """Untrained networks for this number of ranks."""
+        """Create untrained networks for this number of ranks."""
         return cls(ComputeNet(), exchange_net(num_ranks), Scaling.none(), 1.0, 1.0, 1.0)
 
     @staticmethod
     def train(settings: Sequence[Setting], seed: int, amount: Amount | None = None) -> "NeuroShard":
-        """Train on tasks with the same number of devices; their tables make up the sets."""
+        """Train on tasks with the same number of devices, using sets of their tables."""
         amount = amount or Amount()
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             return _train(settings, np.random.default_rng(seed), amount)
 
     def plan(self, setting: Setting) -> Assignment:
-        """The best plan by predicted cost; the greedy plan by size if nothing fits."""
+        """Return the best plan by predicted cost; the greedy plan by size if nothing fits."""
         with torch.no_grad():
             return _Beam(self, setting).run()
 
     def compute_of(self, parts: "_Parts", sets: Sequence[Sequence[int]]) -> Floats:
-        """[sets] ms of the compute of each set of parts."""
+        """Return [sets] ms of the compute of each set of parts."""
         longest = max(1, *map(len, sets))
         features = torch.zeros(len(sets), longest, len(WITHOUT_SIZE))
         present = torch.zeros(len(sets), longest)
@@ -106,7 +108,7 @@ class NeuroShard:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """Column parts to place: their table, columns, bytes and scaled features."""
+    """Contains the column parts to place: their table, columns, bytes and scaled features."""
 
     table: tuple[int, ...]
     dims: Floats
@@ -173,7 +175,7 @@ class _Beam:
         return sorted({*large.tolist(), *dear.tolist()})
 
     def _place(self, cuts: tuple[int, ...]) -> tuple[list[list[int]] | None, float]:
-        """(parts by device for the best limit on columns, predicted cost)."""
+        """Return (parts by device for the best limit on columns, predicted cost)."""
         parts = _parts(self.setting, self.model.scaling, cuts)
         alone = self.model.compute_of(parts, [[n] for n in range(len(parts.table))])
         order = np.argsort(-alone, kind="stable").tolist()
@@ -191,7 +193,9 @@ class _Beam:
     def _greedy(
         self, parts: _Parts, order: list[int], scale: float
     ) -> tuple[list[list[int]] | None, bool]:
-        """(parts by device, None if a part does not fit; whether the limit on columns mattered)."""
+        """Return (parts by device, or None if a part does not fit; whether the column limit
+        mattered).
+        """
         size = self.setting.num_ranks
         placed: list[list[int]] = [[] for _ in range(size)]
         held, dims, costs = np.zeros(size), np.zeros(size), np.zeros(size)
@@ -265,7 +269,7 @@ def _train(settings: Sequence[Setting], random: np.random.Generator, amount: Amo
 def _sets(
     settings: Sequence[Setting], scaling: Scaling, random: np.random.Generator, count: int
 ) -> tuple[Tensor, Tensor, Floats]:
-    """Random sets of column parts on one device, and the ms of their compute."""
+    """Sample sets of column parts on one device, and compute their ms."""
     features = torch.zeros(count, LARGEST_SET, len(WITHOUT_SIZE))
     present = torch.zeros(count, LARGEST_SET)
     measured = np.zeros(count)
@@ -296,7 +300,7 @@ def _sets(
 def _placements(
     settings: Sequence[Setting], random: np.random.Generator, count: int
 ) -> tuple[Floats, Floats]:
-    """Random placements: [count, devices] sums of columns, and the ms of each device's exchange."""
+    """Sample placements: [count, devices] column sums, and the ms of each device's exchange."""
     size = settings[0].num_ranks
     sums, exchange = np.zeros((count, size)), np.zeros((count, size))
     for row in range(count):
@@ -318,7 +322,7 @@ def _fit(
     random: np.random.Generator,
     amount: Amount,
 ) -> None:
-    """MSE and Adam at 1e-3; keeps the weights of the best epoch on a held-out tenth."""
+    """Train with the MSE and Adam at 1e-3; keep the best epoch's weights on a held-out tenth."""
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
     order = torch.from_numpy(random.permutation(len(target)))
     held, trained = order[: len(order) // 10], order[len(order) // 10 :]

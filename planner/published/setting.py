@@ -1,8 +1,8 @@
-"""A published planner's view of a task, and the conversion of its answer into a plan.
+"""Converts a task for a published planner and converts the planner's answer into a plan.
 
-Most of these planners place whole tables: a device number for each. ``Setting.whole`` converts
-these into an assignment with the ``columns`` exchange, which corresponds to the all-to-all of
-pooled vectors in the papers.
+Most of these planners place whole tables: they return a device number for each table.
+``Setting.whole`` converts these numbers into an assignment with the ``columns`` exchange. This
+exchange corresponds to the all-to-all of pooled vectors in the papers.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ FORWARD = [n for n in range(len(PHASES)) if n not in BACKWARD and n not in EXCHA
 
 @dataclass(frozen=True)
 class Setting:
-    """A task with the problem that prices its plans."""
+    """Combines a task with the problem that prices its plans."""
 
     task: Task
     problem: Problem
@@ -53,7 +53,7 @@ class Setting:
 
     @cached_property
     def tables(self) -> tuple[TableConfig, ...]:
-        """The tables to place, in the order of the problem."""
+        """Return the tables to place, in the problem's order."""
         by_name = {table.name: table for table in self.task.tables}
         return tuple(by_name[name] for name in self.problem.names)
 
@@ -67,13 +67,15 @@ class Setting:
 
     @property
     def whole_allowed(self) -> bool:
-        """Whether every table may be whole on one rank."""
+        """Return whether every table may be whole on one rank."""
         numbers = [option_number(options, self._whole_shape) for options in self.problem.options]
         return None not in numbers
 
     @cached_property
     def whole_option(self) -> tuple[int, ...]:
-        """The option of each table that is whole on one rank; PlanError if it is not allowed."""
+        """Return each table's option for a whole table on one rank; PlanError if it is not
+        allowed.
+        """
         numbers: list[int] = []
         for name, options in zip(self.problem.names, self.problem.options, strict=True):
             number = option_number(options, self._whole_shape)
@@ -87,19 +89,21 @@ class Setting:
 
     @cached_property
     def rows(self) -> Floats:
-        """[T, features] that each whole table adds to its rank."""
+        """Return the [T, features] that each whole table adds to its rank."""
         pairs = zip(self.problem.options, self.whole_option, strict=True)
         chosen = [options[number] for options, number in pairs]
         return np.stack([o.shards[0] if o.num_shards else o.home for o in chosen])
 
     @cached_property
     def held_bytes(self) -> Floats:
-        """[T] bytes of a whole table on its rank."""
+        """Return [T] bytes of a whole table on its rank."""
         return np.asarray(self.problem.pricing.memory(self.rows))
 
     @cached_property
     def room_bytes(self) -> Floats:
-        """[ranks] bytes left for tables, after what a plan of whole tables adds to every rank."""
+        """Return [ranks] bytes available for tables, after the fixed needs of a plan of whole
+        tables.
+        """
         home = sum(
             (self.problem.options[t][n].home for t, n in enumerate(self.whole_option)),
             start=self.problem.base,
@@ -116,26 +120,28 @@ class Setting:
 
     @cached_property
     def pooling(self) -> Floats:
-        """[T] ids per sample."""
+        """Return [T] ids per sample."""
         batch = self.task.batch_size
         return np.array([self.task.lookups(table) / batch for table in self.tables])
 
     @cached_property
     def features(self) -> Floats:
-        """[T, 21] in DreamShard's order: dim, rows, pooling, size, 17 bins of rows by frequency."""
+        """Return [T, 21] in DreamShard's order: dim, rows, pooling, size, 17 bins of rows by
+        frequency.
+        """
         bins = np.array([self.task.stats[table.name].bin_rows for table in self.tables])
         columns = (self.dims, self.table_rows, self.pooling, self.dims * self.table_rows)
         return np.concatenate([np.stack(columns, axis=1), bins], axis=1)
 
     def whole(self, devices: Sequence[int] | Ints) -> Assignment:
-        """The plan with each table whole on its device."""
+        """Return the plan with each table whole on its device."""
         return tuple(
             Move(number, (int(device),) if self.problem.options[t][number].num_shards else ())
             for t, (number, device) in enumerate(zip(self.whole_option, devices, strict=True))
         )
 
     def measure(self, assignment: Assignment) -> "Measured":
-        """The times of a plan, by the problem's prices."""
+        """Return the times of a plan, computed from the problem's prices."""
         priced = price_of(self.problem, assignment)
         return Measured(
             forward=priced.phases[:, FORWARD].sum(axis=1),
@@ -145,7 +151,7 @@ class Setting:
         )
 
     def option(self, table: int, shape: Shape) -> Option | None:
-        """A table's option of that shape, None if it is not allowed."""
+        """Return a table's option of that shape, or None if it is not allowed."""
         options = self.problem.options[table]
         number = option_number(options, shape)
         return None if number is None else options[number]
@@ -153,7 +159,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """[ranks] milliseconds in the three parts that DreamShard distinguishes, and the price."""
+    """Stores [ranks] ms of the three parts that DreamShard distinguishes, and the price."""
 
     forward: Floats
     exchange: Floats

@@ -1,7 +1,7 @@
-"""The whole search: seeds, local search from the best of them, and an exact model on the way.
+"""Runs the whole search: seeds, local search from the best seeds, and an exact model in between.
 
 By the model's prices, the result is never worse than any seed. The same problem, seed and effort
-give the same plan, because budgets are counted in insertions, not in seconds.
+give the same plan, because budgets limit insertions instead of seconds.
 """
 
 from collections.abc import Mapping
@@ -23,17 +23,18 @@ from sbpflow.planner.search.seeds import (
     partly_copied,
 )
 
-STARTS = 4  # seeds that local search improves before it continues with the best
-MIXED = 3  # shapes that are tried in pairs, of those that are best alone
-LARGE = 800_000  # shards of all options x ranks; beyond it only a table's cheapest are tried
-MANY_TABLES = 400  # beyond it only the fastest seeds are used
+STARTS = 4  # seeds that local search improves before it continues with the best one
+MIXED = 3  # number of the best shapes that are tried in pairs
+# shards of all options x ranks; above this limit, only a table's cheapest options are tried
+LARGE = 800_000
+MANY_TABLES = 400  # above this number of tables, only the fastest seeds are used
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How long to search: ``insertions`` of local search, and time for the exact model.
+    """Configures how long to search: ``insertions`` of local search, and time for the exact model.
 
-    ``exact_time`` is in CP-SAT's deterministic units, about a second each; 0 skips the model.
+    ``exact_time`` is in CP-SAT's deterministic units (about a second each); 0 skips the model.
     """
 
     insertions: int
@@ -41,7 +42,9 @@ class Effort:
 
     @staticmethod
     def of(problem: Problem) -> "Effort":
-        """The default: about 10 s for 200 tables x 16 ranks, 60 s for 1000 x 128, on one core."""
+        """Return the default: about 10 s for 200 tables x 16 ranks, 60 s for 1000 x 128, on one
+        core.
+        """
         size = problem.num_tables * problem.num_ranks
         most = max(2000, 6_400_000 // size)
         insertions = max(800, min(4000, 40 * problem.num_tables, most))
@@ -50,9 +53,9 @@ class Effort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The best plan; every seed by name (``plans``) and its price (``seeds``).
+    """Contains the best plan, every seed by name (``plans``), and the seeds' prices (``seeds``).
 
-    ``others`` are the next best plans of the search; a measurement may choose among them.
+    ``others`` are the next best plans of the search; measurements can help to choose among them.
     """
 
     assignment: Assignment
@@ -69,9 +72,9 @@ def search(
     effort: Effort | None = None,
     given: Mapping[str, Assignment] | None = None,
 ) -> Found:
-    """Find the plan of least time that fits, or of least excess if none fits.
+    """Find the fastest plan that fits, or the plan with the smallest excess if none fits.
 
-    ``given`` are further plans to start from, by name.
+    ``given`` contains additional plans to start from, by name.
     """
     effort = effort or Effort.of(problem)
     inserter = _inserter(problem)
@@ -113,7 +116,9 @@ def search(
 
 
 def _inserter(problem: Problem) -> Inserter:
-    """An inserter of all options; for large problems, of those cheapest on the mean rank."""
+    """Return an inserter for all options; for large problems, only for the cheapest on the mean
+    rank.
+    """
     inserter = Inserter(problem)
     if inserter.num_rows * problem.num_ranks <= LARGE:
         return inserter
@@ -129,7 +134,7 @@ def _inserter(problem: Problem) -> Inserter:
 
 
 def _starts(plans: Mapping[str, Assignment], priced: Mapping[str, Priced]) -> list[Assignment]:
-    """The best few seeds with different prices, so that they are not one plan with other names."""
+    """Return the best seeds with different prices, so that no plan appears under two names."""
     chosen: list[Assignment] = []
     seen: set[tuple[float, float]] = set()
     for name in sorted(plans, key=lambda name: priced[name].rank):

@@ -1,16 +1,17 @@
-"""Lower bounds on the time of any plan, and the model that each one holds for.
+"""Computes lower bounds on the time of any plan, each for a stated model.
 
-A step is a convex, symmetric function of the ranks' times (maxima and sums). So a plan is at least
-as slow as one whose ranks all take its mean, and as one whose ranks all take what any one rank
-takes. Both are sums over tables:
+A step is a convex, symmetric function of the ranks' times (maxima and sums). A plan is therefore at
+least as slow as a plan in which all ranks take its mean, and as a plan in which all ranks take the
+time of any one rank. Both bounds are sums over tables:
 
-* To the mean, each table adds at least what its cheapest option adds. A multiplier on bytes
-  accounts for memory that the ranks lack in total.
-* The rank with a table's heaviest shard takes that shard plus what every table adds to all ranks.
-  An option that alone makes this rank slower than the given plan cannot be in a better plan and is
-  dropped; a share of the bound is put on such ranks.
+* Each table adds to the mean at least as much as its cheapest option. A multiplier on bytes
+  accounts for the memory that the ranks lack in total.
+* The rank with a table's heaviest shard takes the time of that shard plus the work that every
+  table adds to all ranks. An option that alone makes this rank slower than the given plan cannot
+  be in a better plan and is dropped; shares of the bound apply to such ranks.
 
-The weights of the phases are the slopes of the step at the given plan, where the bound is tightest.
+The weights of the phases are the slopes of the step at the given plan; there, the bound is
+tightest.
 """
 
 from dataclasses import dataclass
@@ -22,12 +23,13 @@ from sbpflow.planner.search.linear import Linear, linearized
 from sbpflow.planner.search.problem import Assignment, Floats, Key, Option, Problem, price_of
 
 DUAL_ROUNDS = 60
-MULTIPLIERS = np.concatenate([[0.0], np.geomspace(1e-4, 1e3, 29)])  # of the mean time per limit
+# relative to the mean time per memory limit
+MULTIPLIERS = np.concatenate([[0.0], np.geomspace(1e-4, 1e3, 29)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """A bound in ``ms`` for the model that ``kind`` names; ``gap`` is the plan's excess."""
+    """Stores a bound in ``ms`` for the model named by ``kind``; ``gap`` is the plan's excess."""
 
     ms: float
     kind: str
@@ -39,9 +41,9 @@ class Bound:
 
 
 def bound(problem: Problem, around: Assignment) -> Bound:
-    """A bound for all plans of the problem's options, in the model linearized at ``around``.
+    """Return a bound for all plans of the problem's options, in the model linearized at ``around``.
 
-    Where the model bends, a plan far from ``around`` can be faster than this bound.
+    The model is not linear, so a plan far from ``around`` can be faster than this bound.
     """
     plan_ms = price_of(problem, around).ms
     linear = linearized(problem, around)
@@ -50,10 +52,10 @@ def bound(problem: Problem, around: Assignment) -> Bound:
 
 
 def certified(problem: Problem, around: Assignment, slopes: Floats, least: Floats) -> Bound:
-    """A bound for all plans in the model itself.
+    """Return a bound for all plans in the model itself.
 
-    ``slopes`` [F, P] are the model's without its correction, ``least`` [P] the smallest factors
-    that the correction can have.
+    ``slopes`` [F, P] are the model's slopes without its correction, and ``least`` [P] are the
+    smallest possible factors of the correction.
     """
     linear = linearized(problem, around)
     scaled = _scaled(problem, linear, around)
@@ -67,7 +69,7 @@ def certified(problem: Problem, around: Assignment, slopes: Floats, least: Float
 
 
 def _scaled(problem: Problem, linear: Linear, around: Assignment) -> Linear:
-    """The linear model with phase weights at the mean rank, scaled to be at most its step."""
+    """Return the linear model with phase weights at the mean rank, scaled to at most its step."""
     phases = price_of(problem, around).phases.mean(axis=0)
     even = np.repeat(phases[None], problem.num_ranks, axis=0)
     tried = np.repeat(even[None], len(phases) + 1, axis=0)
@@ -83,12 +85,13 @@ def _scaled(problem: Problem, linear: Linear, around: Assignment) -> Linear:
 
 
 def least_ms(problem: Problem, linear: Linear, plan_ms: float) -> float:
-    """The least time of a step in the linear model, or ``plan_ms`` if no plan is faster.
+    """Return the least time of a step in the linear model, or ``plan_ms`` if no plan is faster.
 
-    Three kinds of multipliers raise the bound: one on bytes; shares of a key's cost, paid by the
-    tables that could have the key and together at most that cost; and shares of the bound that are
-    put on the ranks with the heaviest shards, together at most 1. The bound holds for any values of
-    them, so they are raised as long as that helps (dual ascent).
+    Three kinds of multipliers raise the bound. The first applies to bytes. The second consists of
+    shares of a key's cost, paid by the tables that could have the key and in total at most that
+    cost. The third consists of shares of the bound for the ranks with the heaviest shards, in total
+    at most 1. The bound is valid for all their values, so they are raised as long as the bound
+    improves (dual ascent).
     """
     price = linear.slopes @ linear.weights  # [F], ms per count of the mean rank
     before = (linear.offsets + problem.base @ linear.slopes) @ linear.weights  # [ranks]
@@ -99,12 +102,12 @@ def least_ms(problem: Problem, linear: Linear, plan_ms: float) -> float:
 
 
 class _Dual:
-    """All tables' options as arrays: ms, bytes, and the keys that each option needs.
+    """Stores all tables' options as arrays: ms, bytes, and the keys that each option needs.
 
-    ``homes`` is what an option adds to every rank, ``spread`` what its shards add to the mean rank,
-    ``heaviest`` what they add at most to one rank. Options whose heaviest shard alone takes
-    ``most_ms`` or more are left out. Before any table, a rank may have ``uneven_ms`` less than the
-    mean.
+    ``homes`` is the work that an option adds to every rank, ``spread`` is the work that its shards
+    add to the mean rank, and ``heaviest`` is the largest work that they add to one rank. Options
+    whose heaviest shard alone takes ``most_ms`` or more are omitted. Without tables, a rank may
+    have ``uneven_ms`` less than the mean.
     """
 
     def __init__(self, problem: Problem, price: Floats, most_ms: float, uneven_ms: float) -> None:
@@ -134,11 +137,12 @@ class _Dual:
         pairs = [(row, place[key]) for row, keys in enumerate(needs) for key in keys]
         self.rows = np.array([row for row, _ in pairs], dtype=np.int64)
         self.keys = np.array([key for _, key in pairs], dtype=np.int64)
-        self.shares = np.zeros(len(first))  # of the bound, on the ranks with the heaviest shards
+        # shares of the bound for the ranks with the heaviest shards
+        self.shares = np.zeros(len(first))
         self._pair_up()
 
     def _pair_up(self) -> None:
-        """Number the (table, key) pairs: the options of a table share what it pays for a key."""
+        """Number the (table, key) pairs: a table's options share its payment for a key."""
         of_pair = self.table[self.rows] * max(len(self.key_ms), 1) + self.keys
         unique, self.pair = np.unique(of_pair, return_inverse=True)
         self.pair_key = unique % max(len(self.key_ms), 1)
@@ -152,12 +156,12 @@ class _Dual:
         return ms
 
     def value(self, multiplier: float, room: float) -> float:
-        """The bound for one multiplier on bytes and the present shares."""
+        """Return the bound for one multiplier on bytes and the current shares."""
         chosen = np.minimum.reduceat(self._priced(multiplier), self.first).sum()
         return float(chosen - multiplier * room - self.shares.sum() * self._uneven_ms)
 
     def raised(self, room: float) -> float:
-        """The best bound over rounds that move the shares to where they raise it."""
+        """Return the best bound over rounds that move the shares to raise it."""
         unit = max(abs(self.value(0.0, 0.0)), 1e-9)
         bytes_ms = max(
             (float(factor) * unit / max(room, 1.0) for factor in MULTIPLIERS),
@@ -183,7 +187,7 @@ class _Dual:
         self.paid = self.paid / over[self.pair_key]
 
     def _share(self, near: NDArray[np.bool_], step: float) -> None:
-        """Put more of the bound on ranks that take more than the mean, up to all of it."""
+        """Raise the bound's shares for ranks above the mean, up to the whole bound."""
         chosen = np.array([np.flatnonzero(part)[0] for part in np.split(near, self.first[1:])])
         chosen = chosen + self.first
         above = self.heaviest[chosen] - self.spread[chosen].sum() - self._uneven_ms
@@ -192,7 +196,9 @@ class _Dual:
 
 
 def _row(problem: Problem, option: Option, price: Floats) -> tuple[float, float, float, float]:
-    """ms at home, of the shards on the mean rank, of the heaviest shard; bytes of all ranks."""
+    """Return the ms at home, of the mean rank's shards and of the heaviest shard; bytes of all
+    ranks.
+    """
     memory = problem.pricing.memory
     shards = option.shards @ price
     held = float(problem.num_ranks * memory(option.home) + memory(option.shards).sum())
@@ -201,7 +207,9 @@ def _row(problem: Problem, option: Option, price: Floats) -> tuple[float, float,
 
 
 def _shared(problem: Problem, option: Option, price: Floats) -> list[Key]:
-    """The option's keys that are not present yet, as if all its possible ranks were the same."""
+    """Return the option's keys that are not present yet, as if all its possible ranks were the
+    same.
+    """
     ranks = tuple(range(option.num_shards))
     return [
         _anywhere(key, ranks)
@@ -211,7 +219,7 @@ def _shared(problem: Problem, option: Option, price: Floats) -> list[Key]:
 
 
 def _anywhere(key: Key, ranks: tuple[int, ...]) -> Key:
-    """The key without the ranks that it names, so that it is the same key on any ranks."""
+    """Return the key without its ranks, so that it is the same key on any ranks."""
     if len(ranks) == 0:
         return key
     return tuple(

@@ -1,9 +1,9 @@
-"""The best plan of the linearized model, by an integer program.
+"""Finds the best plan of the linearized model with an integer program.
 
 The program models every rank's memory, the keys that tables share, and the maximum over ranks of
-each phase. To stay small it has a few options for every table: those cheapest on average, with each
-family represented. The shards of a split table lie on neighboring ranks. Without ortools (the
-``planner`` extra) the program is skipped and the search continues without it.
+each phase. To stay small, the program has a few options for every table: the cheapest ones on
+average, with at least one of each family. The shards of a split table are on neighboring ranks.
+Without ortools (the ``planner`` extra), the program is skipped and the search continues without it.
 """
 
 from collections.abc import Callable
@@ -15,15 +15,17 @@ import numpy as np
 from sbpflow.planner.search.linear import Linear, linearized, mean_ms
 from sbpflow.planner.search.problem import Assignment, Floats, Key, Move, Option, Problem
 
-SCALE = 1e5  # integers per millisecond: 10 ns
-WEIGHT_SCALE = 1000  # of the weights of phases
+SCALE = 1e5  # integers per millisecond: the resolution is 10 ns
+WEIGHT_SCALE = 1000  # scale of the phase weights
 OPTIONS_KEPT = 5  # per table
-MOST_MOVES = 12_000  # of all tables; larger programs are not tried
+MOST_MOVES = 12_000  # limit for all tables; larger programs are not tried
 
 
 @dataclass(frozen=True, slots=True)
 class LinearOptimum:
-    """A plan with its time and the lower bound in the linear model, in ms; equal if optimal."""
+    """Contains a plan, its time and the lower bound in ms of the linear model. An optimal plan's
+    time equals the bound.
+    """
 
     assignment: Assignment
     linear_ms: float
@@ -31,7 +33,7 @@ class LinearOptimum:
 
 
 def moves_of(problem: Problem, option: Option, number: int) -> list[Move]:
-    """An option's moves: to each rank, to aligned neighbors, or to all ranks."""
+    """List an option's moves: to each rank, to aligned neighbors, or to all ranks."""
     count, size = option.num_shards, problem.num_ranks
     if not count:
         return [Move(number, ())]
@@ -42,7 +44,9 @@ def moves_of(problem: Problem, option: Option, number: int) -> list[Move]:
 
 
 def cheapest_options(problem: Problem, linear: Linear, table: int, always: int) -> list[int]:
-    """A table's options ``always`` and those cheapest on average, at least one of each kind."""
+    """Return the options ``always`` and a table's cheapest on average, at least one of each
+    kind.
+    """
     options = problem.options[table]
     fits = [n for n, option in enumerate(options) if option.num_shards <= problem.num_ranks]
     fits.sort(key=lambda n: mean_ms(problem, linear, options[n]))
@@ -56,7 +60,7 @@ def cheapest_options(problem: Problem, linear: Linear, table: int, always: int) 
 def linear_optimum(
     problem: Problem, around: Assignment, *, exact_time: float, seed: int
 ) -> LinearOptimum | None:
-    """The best plan of the model linearized at ``around``; None if too large or without ortools.
+    """Return the best plan of the model linearized at ``around``; None if too large or no ortools.
 
     ``exact_time`` is in CP-SAT's deterministic units.
     """
@@ -93,9 +97,9 @@ def linear_optimum(
 
 
 class _Program:
-    """The integer program: a flag per move, a flag per key, a maximum per phase.
+    """Builds the integer program: a flag per move, a flag per key, and a maximum per phase.
 
-    ``Any``, because ortools has no types that a checker can follow.
+    ``Any`` is used because ortools has no types that a checker understands.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""The best way to add one table to a plan: every option, on the ranks that suit it.
+"""Finds the best way to add one table to a plan, over all options and suitable ranks.
 
-Greedy construction, re-insertion and the runner-up of a report all ask this question. A cheap score
-per rank selects where the shards would go; the full model prices the selected moves.
+Greedy construction, re-insertion and the runner-ups of a report use this module. A cheap score per
+rank selects ranks for the shards; the full model prices the selected moves.
 """
 
 from dataclasses import dataclass
@@ -10,16 +10,16 @@ import numpy as np
 
 from sbpflow.planner.search.problem import Floats, Ints, Key, Move, Option, Problem, State
 
-# Share of the mean load in what the search minimizes, next to the step's time. The step is a
-# maximum over ranks, which most moves do not change; this part rewards less and more even work.
+# The mean load's share in the search goal, in addition to the step's time. The step is a maximum
+# over ranks, so most moves do not change it; the mean rewards less work and balanced work.
 EVENNESS = 0.05
-RANKS_TRIED = 3  # best-scored ranks on which the full model prices a whole table
-NO_ROOM = 1e6  # milliseconds for exceeding a rank's memory by its whole limit
+RANKS_TRIED = 3  # number of best-scored ranks for which the full model prices a whole table
+NO_ROOM = 1e6  # penalty in ms for exceeding a rank's memory by its whole limit
 
 
 @dataclass(frozen=True, slots=True)
 class Insertion:
-    """A move with what the search minimizes (``goal``) and the step's time, in ms."""
+    """Contains a move, the search ``goal`` that it reaches, and the step's time, in ms."""
 
     goal: float
     ms: float
@@ -27,14 +27,14 @@ class Insertion:
 
 
 def goal_of(problem: Problem, totals: Floats, phases: Floats, ms: Floats) -> Floats:
-    """[N] what the search minimizes, from totals [N, ranks, F], phases [N, ranks, P], ms [N]."""
+    """Compute the goal [N] from totals [N, ranks, F], phases [N, ranks, P] and ms [N]."""
     even = np.sqrt(np.mean(np.square(phases), axis=1)).sum(axis=-1)
     excess = problem.excess(totals)
     return ms + EVENNESS * even + NO_ROOM * excess / problem.limit_bytes.mean()
 
 
 def goal(state: State) -> float:
-    """What the search minimizes, for a whole plan."""
+    """Return the value that the search minimizes for a whole plan."""
     phases = state.problem.pricing.rank_ms(state.totals)[None]
     ms = state.problem.pricing.combine(phases)
     return float(goal_of(state.problem, state.totals[None], phases, ms)[0])
@@ -42,9 +42,11 @@ def goal(state: State) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    """A table's options as arrays: ``rows`` [R, features], one per shard that differs, plus home.
+    """Stores a table's options as arrays: ``rows`` [R, features], one per distinct shard, plus
+    home.
 
-    ``rows_of[k]`` has the row of every shard of option ``numbers[k]``; empty if it is copied.
+    ``rows_of[k]`` contains the row of every shard of option ``numbers[k]``; empty for a copied
+    table.
     """
 
     numbers: tuple[int, ...]
@@ -55,7 +57,7 @@ class _Tried:
 
 
 def _kinds(option: Option) -> tuple[Floats, Ints]:
-    """(rows of the shards that differ, mostly one or two; the row of each shard)."""
+    """Return (rows of the distinct shards, usually one or two; the row of each shard)."""
     if option.alike or option.num_shards < 2:
         return option.shards[:1], np.zeros(option.num_shards, dtype=np.int64)
     _, rows, of_shard = np.unique(
@@ -67,8 +69,8 @@ def _kinds(option: Option) -> tuple[Floats, Ints]:
 class Inserter:
     """Prices insertions into states of one problem.
 
-    ``allowed`` [table] are the numbers of the options to try, by default all. ``most_priced``
-    bounds the moves per table that the full model prices, the slow part on many ranks.
+    ``allowed`` [table] contains the numbers of the options to try, by default all. ``most_priced``
+    limits the moves per table that the full model prices (the slow part on many ranks).
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class Inserter:
 
     @property
     def num_rows(self) -> int:
-        """The shards of all options that are scored on every rank: the cost of an insertion."""
+        """Return the number of shards scored on every rank: the cost of an insertion."""
         return sum(len(tried.rows) for tried in self._tried)
 
     def _of(self, table: int, numbers: tuple[int, ...]) -> _Tried:
@@ -117,9 +119,10 @@ class Inserter:
     def ranked(
         self, state: State, table: int, avoid: frozenset[object] = frozenset()
     ) -> list[Insertion]:
-        """Insertions of ``table`` into ``state``, best first, of the options that score well.
+        """Return the insertions of ``table`` into ``state`` for options that score well, best
+        first.
 
-        Options with a key in ``avoid`` are left out unless no other remains.
+        Options with a key in ``avoid`` are omitted unless no other option remains.
         """
         options = self.problem.options[table]
         moves = self._moves(state, table)
@@ -132,17 +135,17 @@ class Inserter:
         return self.ranked(state, table, avoid)[0]
 
     def quick(self, state: State, table: int) -> Move:
-        """The best-scored move, not priced, its ranks in order: for tables with one option."""
+        """Return the best-scored move, unpriced, its ranks in order: for tables with one option."""
         move = self._moves(state, table)[0]
         return Move(move.option, tuple(sorted(move.ranks)))
 
     def _moves(self, state: State, table: int) -> list[Move]:
-        """For every option the ranks that suit it, several for a whole table; best score first."""
+        """Return suitable ranks for every option, several for a whole table, in order of score."""
         tried = self._tried[table]
         scored: list[tuple[float, Move]] = []
         scores = self._scores(state, tried)
         for number, rows in zip(tried.numbers, tried.rows_of, strict=True):
-            if not len(rows):  # copied: has no score, is always priced
+            if not len(rows):  # a copied table has no score and is always priced
                 scored.append((-1.0, Move(number, ())))
                 continue
             option = self.problem.options[table][number]
@@ -154,7 +157,9 @@ class Inserter:
         return [move for _, move in scored[: self.most_priced]]
 
     def _scores(self, state: State, tried: _Tried) -> Floats:
-        """[rows, ranks]: how much a row raises a rank's maxima, load, and lack of memory."""
+        """Return [rows, ranks]: the growth of a rank's maxima, load, and lack of memory by each
+        row.
+        """
         if not len(tried.rows):
             return np.zeros((0, self.problem.num_ranks))
         problem = self.problem
@@ -171,7 +176,7 @@ class Inserter:
         return above + EVENNESS * after.sum(axis=-1) + NO_ROOM * lacking
 
     def _alike(self, option: Option, number: int, scores: Floats) -> list[tuple[float, Move]]:
-        """Equal shards go to the best-scored ranks; a whole table tries several ranks."""
+        """Place equal shards on the best-scored ranks; try several ranks for a whole table."""
         count = option.num_shards
         order = np.argsort(scores, kind="stable")
         if option.whole:
@@ -181,9 +186,9 @@ class Inserter:
         return [(float(scores[chosen].max()), Move(number, ranks))]
 
     def _unlike(self, number: int, scores: Floats) -> list[tuple[float, Move]]:
-        """Different shards, by scores [shards, ranks]: heaviest first, each to its best free rank.
+        """Place different shards, by scores [shards, ranks]: heaviest first, on its best free rank.
 
-        The same ranks in ascending order are tried too: tables with the same order of ranks share
+        The same ranks in ascending order are also tried: tables with the same order of ranks share
         the keys that depend on it.
         """
         taken: dict[int, int] = {}  # shard -> rank

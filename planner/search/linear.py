@@ -1,8 +1,8 @@
-"""The cost model linearized at a plan, for solvers that need a linear model.
+"""Linearizes the cost model at a plan, for solvers that need a linear model.
 
-Each feature's slope is the model's at the mean of the plan's ranks. Each phase weighs what the step
-gains when that phase gets longer on all ranks. The cost of an option is then a sum, so an integer
-program can find, or bound, the best plan.
+Each feature has the model's slope at the mean of the plan's ranks. The weight of a phase is the
+growth of the step when that phase gets longer on all ranks. The cost of an option is then a sum, so
+an integer program can find or bound the best plan.
 """
 
 from dataclasses import dataclass
@@ -11,14 +11,15 @@ import numpy as np
 
 from sbpflow.planner.search.problem import Assignment, Floats, Option, Pricing, Problem, State
 
-STEP = 0.02  # share of a phase by which it is lengthened to find its weight
+STEP = 0.02  # relative change of a phase that determines its weight
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A step takes about ``sum_p weights_p max_rank (offsets_p + features . slopes_p)`` ms.
+    """Approximates a step by ``sum_p weights_p max_rank (offsets_p + features . slopes_p)`` ms.
 
-    ``slopes`` [features, phases], ``offsets`` [phases] in ms, ``weights`` [phases].
+    The shapes are ``slopes`` [features, phases], ``offsets`` [phases] in ms, and ``weights``
+    [phases].
     """
 
     slopes: Floats
@@ -27,7 +28,7 @@ class Linear:
 
 
 def linearized(problem: Problem, around: Assignment) -> Linear:
-    """The model linearized at a plan."""
+    """Return the model linearized at a plan."""
     state = State(problem, around)
     centre = state.totals.mean(axis=0)
     pricing = problem.pricing
@@ -43,7 +44,7 @@ def linearized(problem: Problem, around: Assignment) -> Linear:
 
 
 def _slopes(pricing: Pricing, centre: Floats, scale: Floats) -> tuple[Floats, Floats]:
-    """[features, phases] slopes by differences, and the phases at the center."""
+    """Return [features, phases] slopes by finite differences, and the phases at the center."""
     steps = np.maximum(0.05 * scale, 1e-6)
     points = centre + np.diag(steps)
     value = pricing.rank_ms(centre[None])[0]
@@ -51,6 +52,6 @@ def _slopes(pricing: Pricing, centre: Floats, scale: Floats) -> tuple[Floats, Fl
 
 
 def mean_ms(problem: Problem, linear: Linear, option: Option) -> float:
-    """What an option adds to the weighted phases of the mean rank, without keys."""
+    """Return what an option adds to the weighted phases of the mean rank, without keys."""
     added = option.home + option.shards.sum(axis=0) / problem.num_ranks
     return float(added @ linear.slopes @ linear.weights)

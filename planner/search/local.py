@@ -1,9 +1,9 @@
-"""Local search on the full model: remove some tables, reinsert each where it is best, repeat.
+"""Implements local search on the full model: remove some tables, reinsert each optimally, repeat.
 
-Ruin and recreate [Schrimpf et al., J. Computational Physics 2000]. A ruin removes tables of the
-slowest rank and another one, a whole group, or random tables; a swap exchanges two tables between
-ranks. A worse plan is accepted within a threshold that falls to 0. The same seed and number of
-insertions give the same plan.
+The method is ruin and recreate [Schrimpf et al., J. Computational Physics 2000]. A ruin removes
+tables of the slowest rank and another rank, a whole group, or random tables; a swap exchanges two
+tables between ranks. A worse plan is accepted within a threshold that decreases to 0. The same seed
+and number of insertions give the same plan.
 """
 
 from collections.abc import Sequence
@@ -13,16 +13,16 @@ import numpy as np
 from sbpflow.planner.search.insertion import Inserter, goal, goal_of
 from sbpflow.planner.search.problem import Assignment, Floats, Key, Move, Problem, State
 
-START_THRESHOLD = 0.02  # share of the goal by which an accepted plan may be worse at first
-LARGEST_RUIN = 12  # tables
-GROUP_RUIN = 0.02  # share of ruins that move a whole group elsewhere
+START_THRESHOLD = 0.02  # initial relative excess of the goal up to which a worse plan is accepted
+LARGEST_RUIN = 12  # largest number of tables to remove
+GROUP_RUIN = 0.02  # share of ruins that move a whole group to other ranks
 SWAP_SHARE = 0.3
 
 
 def build(
     problem: Problem, inserter: Inserter, order: Sequence[int], start: Sequence[Move] = ()
 ) -> State:
-    """A whole plan by inserting tables in ``order``, each where it is best at that point."""
+    """Build a whole plan by inserting tables in ``order``, each in its currently best place."""
     state = State(problem, start)
     for table in order:
         state.add(table, inserter.best(state, table).move)
@@ -30,7 +30,7 @@ def build(
 
 
 def lay_out(problem: Problem, inserter: Inserter, order: Sequence[int]) -> State:
-    """As ``build``, by scores alone: for inserters that only leave the ranks open."""
+    """Build a plan from scores only, for inserters in which only the ranks are open."""
     state = State(problem)
     for table in order:
         state.add(table, inserter.quick(state, table))
@@ -38,9 +38,9 @@ def lay_out(problem: Problem, inserter: Inserter, order: Sequence[int]) -> State
 
 
 def weights_of(problem: Problem, inserter: Inserter) -> Floats:
-    """[tables] ms of each table alone, in its best option; heavy tables are placed first.
+    """Return [tables] ms of each table alone, in its best option; heavy tables are placed first.
 
-    Summed over ranks and phases, so that splitting a table does not make it light.
+    The result is summed over ranks and phases, so splitting a table does not make it light.
     """
     empty = State(problem)
     before = problem.pricing.rank_ms(empty.totals).sum()
@@ -61,7 +61,7 @@ class LocalSearch:
         self.insertions = 0
 
     def improve(self, start: Assignment, insertions: int) -> Assignment:
-        """The best plan reached with this many insertions, at worst ``start``."""
+        """Return the best plan after this many insertions, never worse than ``start``."""
         state = State(self.problem, start)
         current = goal(state)
         best, best_rank = start, state.price().rank
@@ -82,7 +82,7 @@ class LocalSearch:
         return best
 
     def _ruin(self, state: State, limit: float) -> float | None:
-        """Ruin and recreate once; the goal reached, or None and the plan as before."""
+        """Ruin and recreate once; return the new goal, or None with the plan unchanged."""
         before = list(state.moves)
         avoid: frozenset[object] = frozenset()
         if self.random.random() < GROUP_RUIN and len(state.present) > 1:
@@ -119,7 +119,9 @@ class LocalSearch:
         return keys[int(self.random.integers(len(keys)))]
 
     def _chosen(self, state: State) -> list[int]:
-        """The tables to remove: of a phase's slowest rank and one other rank, or any."""
+        """Choose the tables to remove: from a phase's slowest rank and another rank, or any
+        tables.
+        """
         most = max(2, min(LARGEST_RUIN, self.problem.num_tables // 3))
         count = min(int(self.random.integers(1, most + 1)), self.problem.num_tables)
         if self.random.random() < 0.3:
@@ -141,7 +143,7 @@ class LocalSearch:
         return [tables[int(place)] for place in chosen]
 
     def _swap(self, state: State, limit: float) -> float | None:
-        """Exchange a whole table of a slowest rank with the best one elsewhere, if that helps."""
+        """Exchange a whole table of a slowest rank with the best table elsewhere, if that helps."""
         options = self.problem.options
         whole = {
             table: move.ranks[0]
@@ -189,7 +191,9 @@ class LocalSearch:
         return goal_of(self.problem, totals, after, self.problem.pricing.combine(after))
 
     def _exchange(self, state: State, table: int, other: int, limit: float) -> float | None:
-        """Swap two whole tables; undone if keys that depend on ranks make it too expensive."""
+        """Swap two whole tables; undo the swap if keys that depend on ranks make it too
+        expensive.
+        """
         first, second = state.remove(table), state.remove(other)
         state.add(table, Move(first.option, second.ranks))
         state.add(other, Move(second.option, first.ranks))

@@ -1,10 +1,11 @@
-"""A planning problem as arrays: what each option of a table adds to the ranks, and what sums cost.
+"""Represents a planning problem as arrays: the work that each option of a table adds to the ranks,
+and the cost of sums.
 
-A table's move is an ``Option`` and the ranks that hold its shards. Everything an option adds to a
-rank is a row of features that is summed over tables. A ``Pricing`` turns a rank's sums into ms of
-its phases, and the phases of all ranks into the time of a step. So a change of plan is a
-subtraction and an addition, and one call prices thousands of them. Pure arithmetic, without the
-engine.
+A table's move is an ``Option`` and the ranks of its shards. An option adds a row of features to a
+rank; rows are summed over tables. A ``Pricing`` converts a rank's sums into ms of its phases, and
+the phases of all ranks into the time of a step. A change of plan is therefore a subtraction and an
+addition, and one call prices thousands of changes. The module is pure arithmetic and does not use
+the engine.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -23,19 +24,20 @@ Key = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Option:
-    """One way to store a table, its ranks left open.
+    """Describes one way to store a table, with its ranks left open.
 
-    ``shape`` names it. ``shards`` [S, features] is what each shard adds to the rank that holds it;
-    ``home`` [features] is added to every rank, for its own samples. A copied table has no shards:
-    everything is in ``home``. ``keys(ranks)`` are what tables can share (a group, a storage):
-    feature ``key[0]`` of every rank is the number of distinct keys of the plan that start with it.
+    ``shape`` names the option. ``shards`` [S, features] is added to the ranks of the shards, and
+    ``home`` [features] is added to every rank for its own samples. A copied table has no shards:
+    all its features are in ``home``. ``keys(ranks)`` are resources that tables can share (a group,
+    a storage): feature ``key[0]`` of every rank is the number of the plan's distinct keys that
+    start with it.
     """
 
     shape: Hashable
     shards: Floats
     home: Floats
     keys: Callable[[tuple[int, ...]], tuple[Key, ...]]
-    alike: bool = True  # whether all shards add about the same
+    alike: bool = True  # whether all shards add about the same features
 
     @property
     def num_shards(self) -> int:
@@ -43,40 +45,40 @@ class Option:
 
     @property
     def whole(self) -> bool:
-        """Whether the table is on a single rank."""
+        """Return whether the table is on a single rank."""
         return self.num_shards == 1
 
 
 class Pricing(Protocol):
-    """A cost model as the search sees it; times are milliseconds.
+    """Defines the cost model that the search uses; times are in milliseconds.
 
     All functions increase with every feature and phase: more work never makes a step shorter.
     """
 
     def rank_ms(self, totals: Floats) -> Floats:
-        """[.., features] -> [.., phases], rank by rank."""
+        """Map [.., features] to [.., phases], separately for each rank."""
         ...
 
     def rough_ms(self, totals: Floats) -> Floats:
-        """The same, cheaper and less exact: enough to select the moves to price."""
+        """Approximate ``rank_ms`` at a lower cost: exact enough to select the moves to price."""
         ...
 
     def combine(self, phases: Floats) -> Floats:
-        """[N, ranks, phases] -> [N]: the time of a step."""
+        """Map [N, ranks, phases] to [N]: the time of a step."""
         ...
 
     def memory(self, totals: Floats) -> Floats:
-        """[.., features] -> [..] bytes held; linear in the features."""
+        """Map [.., features] to [..] bytes in use; linear in the features."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Tables with their options, ranks with their memory, and the cost model.
+    """Contains tables with their options, ranks with their memory, and the cost model.
 
-    ``options`` has the allowed options of every table, ``limit_bytes`` [ranks] what a rank may
-    hold. ``base`` [ranks, features] and the keys ``present`` come from what these tables do not
-    change, such as pinned tables. PlanError if a table has no option for this many ranks.
+    ``options`` contains the allowed options of every table, and ``limit_bytes`` [ranks] the memory
+    of each rank. ``base`` [ranks, features] and the keys ``present`` come from fixed parts, such as
+    pinned tables. Raises PlanError if a table has no option for this many ranks.
     """
 
     names: tuple[str, ...]
@@ -108,24 +110,24 @@ class Problem:
         return int(self.limit_bytes.shape[0])
 
     def excess(self, totals: Floats) -> Floats:
-        """[.., ranks, features] -> [..]: bytes beyond the limits, summed over all ranks."""
+        """Map [.., ranks, features] to [..]: bytes beyond the limits, summed over all ranks."""
         return np.maximum(self.pricing.memory(totals) - self.limit_bytes, 0.0).sum(axis=-1)
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A table in its ``option``-th option, with shard s on ``ranks[s]``; no ranks if copied."""
+    """Puts shard s of a table in its ``option``-th option on ``ranks[s]``; no ranks if copied."""
 
     option: int
     ranks: tuple[int, ...]
 
 
-Assignment = tuple[Move, ...]  # a move per table: a whole plan
+Assignment = tuple[Move, ...]  # one move per table: a whole plan
 
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """A plan's time, its phases [ranks, phases], and bytes held and in excess."""
+    """Stores a plan's time, its phases [ranks, phases], and its bytes in use and in excess."""
 
     ms: float
     phases: Floats
@@ -138,12 +140,14 @@ class Priced:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """The sort key of plans: those that fit come first, then the faster ones."""
+        """Return the sort key of plans: plans that fit come first, then faster plans."""
         return (self.excess_bytes, self.ms)
 
 
 class State:
-    """A plan under search: the sums of all ranks, updated as tables are added and removed."""
+    """Tracks a plan under search: the sums of all ranks, updated as tables are added and
+    removed.
+    """
 
     def __init__(self, problem: Problem, assignment: Sequence[Move] = ()) -> None:
         self.problem = problem
@@ -182,7 +186,7 @@ class State:
         return move
 
     def added(self, option: Option, ranks: tuple[int, ...]) -> Floats:
-        """[features] that a table adds to every rank: its home, and its keys that are new."""
+        """Return the [features] that a table adds to every rank: its home and its new keys."""
         extra = option.home
         fresh = [key[0] for key in option.keys(ranks) if key not in self.present]
         if fresh:
@@ -208,12 +212,12 @@ class State:
 
 
 def price_of(problem: Problem, assignment: Sequence[Move]) -> Priced:
-    """The price of a whole plan."""
+    """Return the price of a whole plan."""
     return State(problem, assignment).price()
 
 
 def check_assignment(problem: Problem, assignment: Sequence[Move]) -> None:
-    """PlanError unless every table has a valid option and distinct ranks of this world."""
+    """Raise PlanError unless every table has a valid option and distinct ranks of this world."""
     if len(assignment) != problem.num_tables:
         raise PlanError(
             f"a plan of {len(assignment)} tables for {problem.num_tables}; give every table a move"

@@ -1,6 +1,7 @@
-"""Plans to start from: all tables alike, the small ones copied, and greedy plans.
+"""Generates plans to start from: one shape for all tables, small tables copied, and greedy plans.
 
-Each is what an expert or a published heuristic would try first, so a search is never worse.
+An expert or a published heuristic would try each of these plans first, so the search is never
+worse.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -13,16 +14,16 @@ from sbpflow.planner.search.insertion import Inserter
 from sbpflow.planner.search.local import build, lay_out
 from sbpflow.planner.search.problem import Assignment, Floats, Key, Problem
 
-COPIED_SHARES = (0.25, 0.5, 0.75)  # of the tables, the smallest first
+COPIED_SHARES = (0.25, 0.5, 0.75)  # shares of the tables to copy, the smallest tables first
 
 
 def heaviest_first(weights: Floats) -> list[int]:
-    """Table numbers by falling weight."""
+    """Sort the table numbers by descending weight."""
     return [int(table) for table in np.argsort(-weights, kind="stable")]
 
 
 def bytes_of(problem: Problem) -> Floats:
-    """[tables] bytes of each table when it is stored once, in its smallest option."""
+    """Return [tables] bytes of each table when it is stored once, in its smallest option."""
     held = [
         [problem.pricing.memory(option.home + option.shards.sum(axis=0)) for option in options]
         for options in problem.options
@@ -31,7 +32,7 @@ def bytes_of(problem: Problem) -> Floats:
 
 
 def narrowed(problem: Problem, chosen: Sequence[Sequence[Hashable]]) -> Inserter:
-    """An inserter that tries, for each table, only the shapes of ``chosen[table]`` that it has."""
+    """Return an inserter that tries only the shapes of ``chosen[table]`` that the table allows."""
     allowed: list[tuple[int, ...]] = []
     for options, shapes in zip(problem.options, chosen, strict=True):
         numbers = tuple(
@@ -44,12 +45,12 @@ def narrowed(problem: Problem, chosen: Sequence[Sequence[Hashable]]) -> Inserter
 
 
 def families(problem: Problem) -> list[Hashable]:
-    """The shapes that at least one table can have, in order of first appearance."""
+    """Return the shapes that at least one table can have, in order of first appearance."""
     return list(dict.fromkeys(option.shape for options in problem.options for option in options))
 
 
 def homogeneous(problem: Problem, weights: Floats) -> Iterator[tuple[str, Assignment]]:
-    """For every shape, a plan with all tables that allow it in that shape."""
+    """Return a plan for every shape, with all tables that allow it in that shape."""
     order = heaviest_first(weights)
     for shape in families(problem):
         inserter = narrowed(problem, [(shape,)] * problem.num_tables)
@@ -59,7 +60,7 @@ def homogeneous(problem: Problem, weights: Floats) -> Iterator[tuple[str, Assign
 def partly_copied(
     problem: Problem, weights: Floats, rests: Sequence[Hashable]
 ) -> Iterator[tuple[str, Assignment]]:
-    """The smallest tables copied, the others in one shape."""
+    """Copy the smallest tables and give the others one shape."""
     copied = {
         option.shape for options in problem.options for option in options if not option.num_shards
     }
@@ -82,9 +83,10 @@ def partly_copied(
 def mixed(
     problem: Problem, weights: Floats, shapes: Sequence[Hashable]
 ) -> Iterator[tuple[str, Assignment]]:
-    """Greedy plans of two shapes each, with the keys of both already paid for.
+    """Without these keys, no single table would pay for a group that is worth its cost for several
+    tables.
 
-    Otherwise no single table would pay for a group that is worth it for several tables.
+    Otherwise, no single table would pay for a group that is worth its cost for several tables.
     """
     order = heaviest_first(weights)
     for first, second in combinations(shapes, 2):
@@ -95,7 +97,7 @@ def mixed(
 
 
 def _paid(problem: Problem, chosen: Sequence[Sequence[Hashable]]) -> Problem:
-    """The problem with the keys of these shapes on all ranks present from the start."""
+    """Return the problem with the keys of these shapes present on all ranks from the start."""
     present: dict[Key, None] = dict.fromkeys(problem.present)
     base = problem.base.copy()
     for options, shapes in zip(problem.options, chosen, strict=True):
@@ -111,7 +113,7 @@ def _paid(problem: Problem, chosen: Sequence[Sequence[Hashable]]) -> Problem:
 def greedy(
     problem: Problem, weights: Floats, inserter: Inserter
 ) -> Iterator[tuple[str, Assignment]]:
-    """Tables one after another, each in the option and on the ranks that are best then."""
+    """Insert tables one after another, each in its currently best option and ranks."""
     yield "greedy", build(problem, inserter, heaviest_first(weights)).assignment()
     whole = [[option.shape for option in options if option.whole] for options in problem.options]
     built = build(problem, narrowed(problem, whole), heaviest_first(weights))

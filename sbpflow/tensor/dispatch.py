@@ -127,7 +127,7 @@ def check_list(op: str, tensors: object, rest: str) -> None:
     """Raise SbpError unless ``tensors`` is a list or tuple of one or more global tensors."""
     if not isinstance(tensors, list | tuple):
         kind = repr(tensors) if isinstance(tensors, GlobalTensor) else f"a {type(tensors).__name__}"
-        raise SbpError(f"{op} needs a list of tensors, got {kind}; write {op}([a, b], {rest})")
+        raise SbpError(f"{op}: needs a list of tensors, got {kind}; write {op}([a, b], {rest})")
     if not tensors:
         raise SbpError(f"{op}: the list of tensors is empty; pass one tensor or more")
     check_tensors(op, *cast("Sequence[object]", tensors))
@@ -176,7 +176,7 @@ def check_ndim(op: str, name: str, x: GlobalTensor, ndim: int, at_least: bool = 
     if x.ndim != ndim and not (at_least and x.ndim > ndim):
         dims = "1 dim" if x.ndim == 1 else f"{x.ndim} dims"
         more = " or more" if at_least else ""
-        raise SbpError(f"{op}: {name} {x!r} has {dims}, but needs {ndim}{more}; use ops.reshape")
+        raise SbpError(f"{op}: {name} has {dims}, but needs {ndim}{more}: {x!r}; use ops.reshape")
 
 
 def check_same_dtype(op: str, operands: Sequence[GlobalTensor]) -> None:

@@ -1,4 +1,4 @@
-"""Running statistics of batch norms are saved and restored on other world sizes."""
+"""Tests that running statistics of batch norms are saved and restored on other world sizes."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def from_there(world, folder):
     else:
         job.restore(open_checkpoint(Path(folder) / f"step-{BEFORE}"))
     losses = steps(world, job, BEFORE, AFTER)
-    return losses, {name: one.part.numpy().copy() for name, one in job.model.buffers.items()}
+    return losses, {name: buffer.part.numpy().copy() for name, buffer in job.model.buffers.items()}
 
 
 @pytest.mark.parametrize("size", [1, 3])

@@ -1,4 +1,4 @@
-"""Listing, verifying, comparing and pruning checkpoints from the command line."""
+"""Tests listing, verifying, comparing and pruning checkpoints from the command line."""
 
 import pytest
 import torch
@@ -12,7 +12,9 @@ from tests.checkpoint.test_format import save
 
 @pytest.fixture
 def folder(tmp_path):
-    """A run with checkpoints of steps 3, 5 and 8; that of 5 has lost a bit."""
+    """Return a run with checkpoints of steps 3, 5 and 8; the checkpoint of step 5 has a flipped
+    bit.
+    """
     kept = tmp_path / "checkpoints"
     for step in (3, 5, 8):
         save(kept, step=step, documents={"config": {"train": {"epochs": step}}})

@@ -1,4 +1,4 @@
-"""Pieces of several ranks are read back as any rectangle; any damage is an error."""
+"""Tests that pieces of several ranks are read back as any rectangle and any damage is an error."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.checkpoint.write import Part, write_parts
 from sbpflow.errors import CheckpointError
 
-BLOCK = 64  # bytes, so that small tensors have many blocks that begin within a row
+BLOCK = 64  # in bytes; small, so that small tensors have many blocks that begin within a row
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def values_of(shape, dtype, start):
     return (torch.arange(count, dtype=torch.float64) + start).reshape(shape).to(dtype)
 
 
-# name -> (shape, dtype, [(rank, place)]): uneven rows, a grid, a piece of nothing, no dims, no rows
+# name -> (shape, dtype, [(rank, place)]): uneven rows, a grid, an empty piece, no dims, no rows
 TENSORS = {
     "tables/a": ((9, 5), torch.float32, [(0, (0, 6, 0, 5)), (1, (6, 9, 0, 5))]),
     "tables/b": (
@@ -66,7 +66,7 @@ def wanted():
 
 
 def save(folder, step=3, run="r1", documents=None):
-    """A checkpoint of two ranks."""
+    """Save a checkpoint of two ranks."""
     partial = partial_folder(folder, step, "ab")
     partial.mkdir(parents=True)
     full = wanted()
@@ -102,39 +102,43 @@ def save(folder, step=3, run="r1", documents=None):
 
 def test_written_tensors_are_read_whole_and_as_rectangles(tmp_path):
     path = save(tmp_path, documents={"cursor": {"epoch": 1}})
-    found = open_checkpoint(path)
-    assert (found.step, found.run, found.documents) == (3, "r1", {"cursor": {"epoch": 1}})
-    assert found.num_bytes == sum(file.stat().st_size for file in path.glob("*.bin"))
+    checkpoint = open_checkpoint(path)
+    assert (checkpoint.step, checkpoint.run, checkpoint.documents) == (
+        3,
+        "r1",
+        {"cursor": {"epoch": 1}},
+    )
+    assert checkpoint.num_bytes == sum(file.stat().st_size for file in path.glob("*.bin"))
     for name, full in wanted().items():
-        assert torch.equal(found.tensor(name), full), name
-        assert found.tensor(name).shape == full.shape
+        assert torch.equal(checkpoint.tensor(name), full), name
+        assert checkpoint.tensor(name).shape == full.shape
     full = wanted()["tables/b"]
     for _ in range(50):
         r0, r1 = sorted(random.choices(range(8), k=2))
         c0, c1 = sorted(random.choices(range(7), k=2))
-        cut = found.tensor("tables/b", slice(r0, r1), slice(c0, c1), torch.float64)
+        cut = checkpoint.tensor("tables/b", slice(r0, r1), slice(c0, c1), torch.float64)
         assert torch.equal(cut, full[r0:r1, c0:c1].double())
     out = torch.zeros(4, dtype=torch.float32)
-    found.read_into("tables/a/sum", place(2, 6, 0, 1), out)
+    checkpoint.read_into("tables/a/sum", place(2, 6, 0, 1), out)
     assert out.tolist() == wanted()["tables/a/sum"][2:6].tolist()
-    assert torch.equal(found.tensor("dense/w", slice(1, 3)), wanted()["dense/w"][1:3])
-    found.verify()
+    assert torch.equal(checkpoint.tensor("dense/w", slice(1, 3)), wanted()["dense/w"][1:3])
+    checkpoint.verify()
     with pytest.raises(CheckpointError, match="has no tensor tables/z"):
-        found.tensor("tables/z")
+        checkpoint.tensor("tables/z")
 
 
 def test_the_index_is_text_that_gives_an_equal_value(tmp_path):
-    found = open_checkpoint(save(tmp_path, documents={"x": [1, 0.5, None, "\u00e9"]}))
-    assert from_json(to_json(found.index), tmp_path) == found.index
-    pieces = found.tensors["tables/a"].pieces
+    checkpoint = open_checkpoint(save(tmp_path, documents={"x": [1, 0.5, None, "\u00e9"]}))
+    assert from_json(to_json(checkpoint.index), tmp_path) == checkpoint.index
+    pieces = checkpoint.tensors["tables/a"].pieces
     assert [len(piece.crc32) for piece in pieces] == [2, 1], "120 and 60 bytes in blocks of 64"
 
 
 def reads_right_or_raises(path):
-    """Whether reading raised; fails if it returned wrong values."""
+    """Return whether reading raised an error; fail if it returned wrong values."""
     try:
-        found = checked(path, run="r1")
-        got = {name: found.tensor(name) for name in found.tensors}
+        checkpoint = checked(path, run="r1")
+        got = {name: checkpoint.tensor(name) for name in checkpoint.tensors}
     except CheckpointError as error:
         message = str(error)
     else:
@@ -173,7 +177,7 @@ def test_truncated_missing_or_foreign_files_are_never_loaded(tmp_path):
         good = file.read_bytes()
         for cut in (0, 1, len(good) // 2, len(good) - 1):
             file.write_bytes(good[:cut])
-            if name != "index.json" or cut != len(good) - 1:  # that is its line end
+            if name != "index.json" or cut != len(good) - 1:  # the last byte is the line end
                 assert reads_right_or_raises(path), (name, cut)
         file.write_bytes(good + b"\0")
         assert reads_right_or_raises(path) or name == "index.json"
@@ -272,13 +276,13 @@ def test_the_newest_good_checkpoint_is_found(tmp_path, caplog):
     partial_folder(tmp_path, 11, "0f").mkdir()
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-10", "step-9", "step-2"]
     (tmp_path / "step-10" / "rank-1.bin").unlink()
-    assert [one.step for one in good_checkpoints(tmp_path)] == [9, 2]
+    assert [checkpoint.step for checkpoint in good_checkpoints(tmp_path)] == [9, 2]
     assert "step-10/rank-1.bin" in caplog.text
     assert tidy(tmp_path) == [".step-11.partial-0f"]
     remove_checkpoint(tmp_path / "step-10")
     save(tmp_path, step=9, run="r3")
-    assert [one.run for one in good_checkpoints(tmp_path)] == ["r3", "r1"]
-    (tmp_path / "step-2").rename(tmp_path / ".replaced-step-2")  # killed while it was replaced
+    assert [checkpoint.run for checkpoint in good_checkpoints(tmp_path)] == ["r3", "r1"]
+    (tmp_path / "step-2").rename(tmp_path / ".replaced-step-2")  # killed during the replacement
     assert tidy(tmp_path) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2", "step-9"]
     save(tmp_path / "x", step=2, run="r4").rename(tmp_path / ".replaced-step-2")

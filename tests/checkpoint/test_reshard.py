@@ -1,6 +1,6 @@
-"""State saved under one layout resumes under another without a difference.
+"""Tests that state saved under one layout resumes under another without a difference.
 
-A seeded sample; ``benchmarks/reshard.py`` has the whole matrix.
+The tests use a seeded sample; ``benchmarks/reshard.py`` has the whole matrix.
 """
 
 import torch
@@ -20,7 +20,7 @@ SAMPLE = cases(seed=5, count=28, before=3, after=4)
 def test_runs_resume_under_another_layout(ranks, memory):
     for size in (1, 2, 4):
         ranks(size, save_all, str(memory), SAMPLE)
-    found = [one for size in (1, 2, 4) for one in ranks(size, go_on_all, str(memory), SAMPLE)]
+    found = [result for size in (1, 2, 4) for result in ranks(size, go_on_all, str(memory), SAMPLE)]
     beyond = [
         (SAMPLE[number], name, difference)
         for of_rank in found

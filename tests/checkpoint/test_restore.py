@@ -1,4 +1,4 @@
-"""Restoring grown tables, state per column shard, and folders that ranks do not share."""
+"""Tests restoring grown tables, state per column shard, and folders that ranks do not share."""
 
 import ctypes
 import os
@@ -64,7 +64,7 @@ def grow(world: World, folder: Path):
 
 
 def job_of_one_step(world, config):
-    """As a new job on the grown data set, except for optimizer state."""
+    """Return a job that resembles a new job on the grown data set, except for optimizer state."""
     job = job_of(world, config, GROWN)
     state = job.embeddings.state().items()
     kept = {name: [r.values.clone() for r in tensor.rectangles] for name, tensor in state}
@@ -94,7 +94,7 @@ def test_grown_tables_keep_saved_rows_and_append_new_ones(ranks, memory):
 
 
 def narrow_and_widen(world: World, folder: Path):
-    """float32 -> bfloat16 rows -> float32, under another layout each time."""
+    """Convert rows from float32 to bfloat16 and back to float32, with another layout each time."""
     wide = make_config("1", "adagrad", dtype="float32")
     narrow = make_config("3", "adagrad", dtype="float32")
     narrow = replace(narrow, parallel=replace(narrow.parallel, table_dtype="bfloat16"))
@@ -103,7 +103,7 @@ def narrow_and_widen(world: World, folder: Path):
     path = save(job, folder / "wide", 3)
     for name, config in (("narrow", narrow), ("again", wide)):
         job = job_of(world, config, FIELDS)
-        train(world, job, 1)  # so that nothing is right by chance
+        train(world, job, 1)  # so that no value is right by chance
         job.restore(open_checkpoint(path))
         path = save(job, folder / name, 3)
 
@@ -117,7 +117,7 @@ def test_rows_are_rounded_to_the_nearest_and_widened_exactly(ranks, memory):
     assert narrow.tensor("tables/deep.C1").dtype == torch.bfloat16
     for name in wide.tensors:
         value = wide.tensor(name)
-        kept = value.to(narrow.tensor(name).dtype)  # to the nearest, ties to even
+        kept = value.to(narrow.tensor(name).dtype)  # round to the nearest value, ties to even
         assert torch.equal(narrow.tensor(name), kept), name
         assert torch.equal(again.tensor(name), kept.to(value.dtype)), name
 
@@ -174,13 +174,15 @@ def look(world: World, folders: list[Path]):
 
 
 def look_from_another_machine(world: World, folder: Path):
-    """Mount a separate disk at ``folder`` for rank 1; "refused" if the system does not allow it."""
+    """Mount a separate disk at ``folder`` for rank 1; return "refused" if the system does not allow
+    it.
+    """
     if world.rank != 1:
         return look(world, [folder] * world.size)
     messages: list[str] = []
 
     def work() -> None:
-        disk = _mount_over(folder)  # of this thread alone, and gone with it
+        disk = _mount_over(folder)  # the namespace belongs to this thread and ends with it
         messages.append(look(world, [folder] * world.size) if not disk else f"refused: {disk}")
 
     thread = threading.Thread(target=work)
@@ -190,7 +192,9 @@ def look_from_another_machine(world: World, folder: Path):
 
 
 def _mount_over(folder: Path) -> str:
-    """Mount an empty in-memory file system over ``folder`` for this thread; or why it failed."""
+    """Mount an empty in-memory file system over ``folder`` for this thread; return an error text if
+    it fails.
+    """
     system = ctypes.CDLL(None, use_errno=True)
     new_namespace, recursive_private = 0x00020000, 0x4000 | 0x40000
     if (
@@ -207,9 +211,11 @@ def test_machines_with_a_local_checkpoint_dir_are_named(ranks, memory):
     messages = ranks(2, look_from_another_machine, memory)
     if messages[1].startswith("refused"):
         pytest.skip(messages[1])
-    for one in messages:
-        assert f"checkpoint.dir: {memory} on ranks [1] is not the folder that rank 0 uses" in one
-        assert "checkpoint.dir=/shared/runs/train" in one
+    for message in messages:
+        assert (
+            f"checkpoint.dir: {memory} on ranks [1] is not the folder that rank 0 uses" in message
+        )
+        assert "checkpoint.dir=/shared/runs/train" in message
     assert list(memory.iterdir()) == []
     assert ranks(2, look, [memory, memory]) == ["", ""], "the rank sees the folder again"
 

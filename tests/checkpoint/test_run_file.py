@@ -1,4 +1,4 @@
-"""``run.json`` with any changed, missing or added byte is refused."""
+"""Tests that ``run.json`` with any changed, missing or added byte is refused."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ FIRST = '{"run": "0123456789ab", "facts": {"run.seed": "7"}, "status": "training
 
 
 def damaged(raw):
-    """Copies of the file: truncated, or with a byte flipped, swapped, missing or doubled."""
+    """Yield copies of the file: truncated, or with a byte flipped, swapped, missing or doubled."""
     for at in range(len(raw)):
         yield raw[:at]
         yield raw[:at] + raw[at + 1 :]
@@ -47,8 +47,8 @@ def test_no_damaged_copy_is_accepted(tmp_path):
             messages.add(str(error))
     assert tried > 4000
     assert accepted == []
-    assert all(one.startswith(f"{file}: cannot be used (") for one in messages)
-    assert all("checkpoint.resume=never" in one for one in messages)
+    assert all(message.startswith(f"{file}: cannot be used (") for message in messages)
+    assert all("checkpoint.resume=never" in message for message in messages)
 
 
 def test_a_missing_run_file_means_no_run(tmp_path):

@@ -1,4 +1,4 @@
-"""A changing state is saved as it was at the start of the save, with every kernel."""
+"""Tests that a changing state is saved as of the save's start, with every kernel."""
 
 import errno
 import os
@@ -50,13 +50,13 @@ def make_storage(kernel):
 @pytest.mark.parametrize("tight", [False, True])
 @pytest.mark.parametrize("kernel", ["torch", "numba", "fbgemm", "triton"])
 def test_changing_rows_are_saved_as_they_were(kernel, tight, tmp_path, monkeypatch):
-    if tight:  # 30 places in slabs of 2; the rest goes through a file
+    if tight:  # the log has room for 30 rows in slabs of 2; the rest goes through a file
         monkeypatch.setattr(undo, "SLAB_SHARE", 0.0)
         monkeypatch.setattr(undo, "MIN_SLAB_ROWS", 1)
         monkeypatch.setattr(slabs, "SLAB_BITS", 1)
         monkeypatch.setattr(undo, "PIECE_ROWS", 16)
         monkeypatch.setattr(undo, "SEGMENT_ROWS", 24)
-        monkeypatch.setattr(undo, "MIN_SEGMENTS", 100)  # one thread does both: nobody may wait
+        monkeypatch.setattr(undo, "MIN_SEGMENTS", 100)  # one thread does both, so it must not wait
     storage = make_storage(kernel)
     storage.weights.copy_(torch.randn(ROWS, WIDTH))
     table = TableConfig(name="t", features=("f",), num_rows=ROWS - 20, dim=WIDTH)
@@ -64,7 +64,8 @@ def test_changing_rows_are_saved_as_they_were(kernel, tight, tmp_path, monkeypat
                   col_stop=WIDTH, base=20)  # fmt: skip
     values = {"tables/t": storage.weights[20:], "tables/t/sum": storage.state["sum"][20:]}
     parts = []
-    for name, value in values.items():  # another rank writes the first rows, and all of one
+    # another rank writes the first rows of the weights; this rank writes all of the state
+    for name, value in values.items():
         start = 30 if name == "tables/t" else 0
         place = Place(row_start=start, row_stop=ROWS - 20, col_start=0, col_stop=WIDTH)
         parts.append(Part(name=name, place=place, values=value[start:]))
@@ -73,7 +74,9 @@ def test_changing_rows_are_saved_as_they_were(kernel, tight, tmp_path, monkeypat
     real, updates = PieceWriter.write, []
 
     def write(self, data):
-        """Train between two blocks: on rows already written, still to write, and not saved."""
+        """Train between two blocks on rows already written, rows still to write, and rows not
+        saved.
+        """
         lookup = Lookup(torch.randint(0, ROWS, (40,)))
         storage.lookup(lookup, 0.1)
         storage.update(lookup, torch.randn(40, WIDTH), 0.1, len(updates) + 1)
@@ -82,10 +85,10 @@ def test_changing_rows_are_saved_as_they_were(kernel, tight, tmp_path, monkeypat
 
     monkeypatch.setattr(PieceWriter, "write", write)
     snapshot = Snapshot(parts, lambda: [(DeviceStore(storage), [shard])])
-    found = snapshot.write(tmp_path / "rank-0.bin")
+    written = snapshot.write(tmp_path / "rank-0.bin")
     snapshot.end()
     raw = (tmp_path / "rank-0.bin").read_bytes()
-    for name, piece in found:
+    for name, piece in written:
         size = expected[name].numel() * 4
         piece_bytes = bytearray(raw[piece.offset : piece.offset + size])
         saved = torch.frombuffer(piece_bytes, dtype=torch.float32)
@@ -102,7 +105,7 @@ def test_changing_rows_are_saved_as_they_were(kernel, tight, tmp_path, monkeypat
 
 @pytest.mark.parametrize("fixed_size", [False, True])
 def test_a_small_table_has_a_small_log(fixed_size, tmp_path):
-    """Repeated rows, as storages of fixed size report them, need no more room."""
+    """Repeated rows, as storages of fixed size report them, need no additional room."""
     storage = TorchStorage(
         30, 256, dim=256, optimizer=RULE, dtype=torch.float32, device=CPU, fixed_size=fixed_size
     )
@@ -134,7 +137,7 @@ TIGHT = {"SLAB_SHARE": 0.0, "MIN_SLAB_ROWS": 1, "MIN_SEGMENTS": 1, "SEGMENT_ROWS
 
 @contextmanager
 def tight_memory(tight: bool = True):
-    """Training waits for each few rows until the writer has taken them."""
+    """Limit the memory: training waits after a few rows until the writer has processed them."""
     usual = {name: getattr(undo, name) for name in TIGHT}, module.RANGE_BYTES, slabs.SLAB_BITS
     if tight:
         for name, value in TIGHT.items():
@@ -187,9 +190,9 @@ def test_background_saves_equal_blocking_saves(ranks, memory, scheme, tight):
     for name in "ab":
         (memory / name).mkdir()
     case = Case(Lying(2, scheme), Lying(2, scheme), "lazy_adam")
-    found = ranks(2, train_while_saving, memory, case, tight)
-    assert tight == any(spilled for _, _, spilled in found)
-    for taken, usual, _ in found:
+    results = ranks(2, train_while_saving, memory, case, tight)
+    assert tight == any(spilled for _, _, spilled in results)
+    for taken, usual, _ in results:
         if sys.platform == "linux":
             assert taken == [min(19, usual + 10)], "the thread that saves leaves the processor"
     one, two = (open_checkpoint(memory / name / "step-3") for name in "ab")
@@ -203,7 +206,7 @@ def test_background_saves_equal_blocking_saves(ranks, memory, scheme, tight):
 
 
 def begun(world: World, folder, deadline_s: float = 30):
-    """A job after its first step, and its saver."""
+    """Return a job after its first step, and its saver."""
     lying = Lying(world.size, "3")
     case = Case(lying, lying, "lazy_adam")
     job = make_job(world, case, case.saved)
@@ -304,7 +307,7 @@ def disk_full_for_rows_put_aside(world: World, folder):
     try:
         with tight_memory():
             saver.start(2, {})
-            for step in range(2, 12):  # goes on, though it waited for the writer
+            for step in range(2, 12):  # training continues although it waited for the writer
                 job.trainer.step(make_rows(step, world.rank, world.size))
             saver.wait()
     except CheckpointError as error:
@@ -325,7 +328,7 @@ def test_spill_files_have_no_name_and_are_checked(tmp_path):
     file = spill.SpillFile(tmp_path)
     first = file.append([memoryview(b"some"), memoryview(b" rows")])
     second = file.append([memoryview(b"others")])
-    assert not list(tmp_path.iterdir())  # so that nothing is left by whoever is killed
+    assert not list(tmp_path.iterdir())  # so that the killed process leaves no files
     assert [bytes(file.read(one)) for one in (second, first)] == [b"others", b"some rows"]
     os.pwrite(file._file, b"S", first.offset)
     with pytest.raises(CheckpointError, match="spilled rows: the disk did not return the bytes"):
@@ -342,7 +345,8 @@ def test_each_marked_row_is_taken_once(compiled, dtype):
     take = marks.choose_take_marked() if compiled else marks.take_marked_by_numpy
     marked = np.array([True, True, False, True, True])
     found = np.full(8, -1, np.int64)
-    assert take(np.array([5, 3, 2, 0], dtype), marked, found) == 2  # 5 is behind all others
+    # step 5 is older than all others
+    assert take(np.array([5, 3, 2, 0], dtype), marked, found) == 2
     assert sorted(found[:2].tolist()) == [0, 3]
     assert take(np.array([0, 1, 1, 3], dtype), marked, found[2:]) == 1
     assert found[2] == 1

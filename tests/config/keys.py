@@ -1,4 +1,4 @@
-"""Every key of the configuration by dotted name, read from the annotations of its classes."""
+"""Lists every configuration key by its dotted name, read from the annotations of its classes."""
 
 import dataclasses
 import types
@@ -16,9 +16,9 @@ SCALARS = {Path: "path", str: "text", int: "number", float: "number", bool: "fla
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """A key of ``kind`` path, text, number, flag, choice, list or group.
+    """Describes a key of ``kind`` path, text, number, flag, choice, list or group.
 
-    ``needs`` has the overrides without which the key does not exist.
+    ``needs`` contains the overrides that the key depends on.
     """
 
     kind: str

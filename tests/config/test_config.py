@@ -1,4 +1,4 @@
-"""Loading a config: which input is accepted, and the message for each mistake."""
+"""Tests loading a config: the accepted input, and the message for each mistake."""
 
 import dataclasses
 from pathlib import Path
@@ -21,7 +21,7 @@ CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"
 
 @pytest.fixture
 def load(tmp_path):
-    """A function from YAML text and overrides to a Config."""
+    """Return a function that converts YAML text and overrides to a Config."""
 
     def load(text: str = "", *overrides: str) -> Config:
         path = tmp_path / "config.yaml"
@@ -270,7 +270,7 @@ def test_the_facts_name_every_key(load):
     base = config_facts(load(""))
     assert base["optimizer.sparse.lr"] == "0.05"
     assert base["model.hidden"] == "[1024, 1024]"
-    assert "data.path" not in base  # None is the same as not given
+    assert "data.path" not in base  # None has the same meaning as a missing value
     for override in (
         "run.seed=8",
         "optimizer.tables.*.name=ftrl",

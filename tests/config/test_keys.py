@@ -1,4 +1,4 @@
-"""What each key affects, and so which keys must be equal for a run to resume, written out."""
+"""Tests the effects of each key, and therefore which keys must be equal for a run to resume."""
 
 import re
 import runpy
@@ -35,9 +35,9 @@ checkpoint.dir checkpoint.every checkpoint.keep checkpoint.keep_best checkpoint.
 checkpoint.resume checkpoint.on_signal
 """.split()
 EXECUTION += ["parallel.tables (order)", "parallel.kernels (order)", "parallel.dense (order)"]
-# So may these, unless train.stop or train.plateau acts on scores.
+# These keys may also change, unless train.stop or train.plateau depends on scores.
 SCORES = ["train.eval_every", "train.eval_rows", "train.exact_auc_rows", "train.slices"]
-# These, prefixed with "parallel.", must be equal, like all keys that are in neither list.
+# These keys, prefixed with "parallel.", must be equal, like all keys that are in neither list.
 RESULTS_OF_PARALLEL = ["dtype", "table_dtype", "comm_dtype", "tables.deep.C1.comm_dtype"]
 
 EVERYTHING = (

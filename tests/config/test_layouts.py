@@ -1,4 +1,4 @@
-"""The layout of each table: schemes, patterns, and combinations that are refused."""
+"""Tests the layout of each table: schemes, patterns, and combinations that are refused."""
 
 from dataclasses import replace
 
@@ -27,7 +27,9 @@ def layouts_of(config, world_size, tables=TABLES):
 
 @pytest.fixture
 def resolve(tmp_path):
-    """A function from a ``parallel`` group in YAML and a world size to the table layouts."""
+    """Return a function that computes table layouts from a ``parallel`` group in YAML and a world
+    size.
+    """
 
     def resolve(text, world_size, tables=TABLES):
         path = tmp_path / "config.yaml"

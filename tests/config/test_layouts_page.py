@@ -1,4 +1,6 @@
-"""docs/layouts.md: its settings give the layouts it describes, and its tables hold."""
+"""Tests that the settings in docs/layouts.md give the described layouts, and that its tables are
+correct.
+"""
 
 import re
 from pathlib import Path
@@ -18,7 +20,7 @@ MODEL = {"wide": {"columns": ["C1"], "crosses": []}, "hidden": [8, 8]}
 
 
 def planned(tmp_path: Path, tree: dict):
-    """The plan of the settings on 4 ranks."""
+    """Return the plan of the settings on 4 ranks."""
     (tmp_path / "a.yaml").write_text(yaml.safe_dump({"model": MODEL, **tree}))
     config = load_config(tmp_path / "a.yaml", models=MODELS)
     return plan_run(config, FIELDS, world_size=4, device_type="cpu")[1]
@@ -43,7 +45,7 @@ def test_each_rule_for_one_table_decides_its_layout(tmp_path):
 
 
 def table(head: str) -> list[list[str]]:
-    """The rows of the table whose first cell of the head is ``head``."""
+    """Return the rows of the table whose first header cell is ``head``."""
     body = PAGE.split(f"\n| {head} |")[1].split("\n\n")[0]
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in body.splitlines()[2:]]
 
@@ -58,7 +60,7 @@ def test_the_table_of_schemes_holds(tmp_path):
             assert str(layout.layout) == f"{sbp.strip('`')}@[0, 1, 2, 3]"
 
 
-# What the page says of layouts in words.
+# The page makes these statements about layouts in prose.
 LAYOUTS = {
     "local": ["B@[0, 1]"],
     "columns": ["S(1)@[0, 1]", "B@[1]"],

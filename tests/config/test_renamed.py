@@ -1,4 +1,6 @@
-"""Renamed keys: refused with the new name, and read from files that earlier versions saved."""
+"""Tests that renamed keys are refused with the new name, but read from files of earlier
+versions.
+"""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""A URL instead of a local path is refused by name with exit code 2, and nothing is created."""
+"""Tests that a URL instead of a local path is refused with exit code 2 and that nothing is
+created.
+"""
 
 import argparse
 import os
@@ -26,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 URLS = ("s3://bucket/set", "s3:/bucket/set", "gs://b/x", "hdfs://h:9000/x", "file:///tmp/x")
 URLS += ("simplecache::s3://bucket/x", "memory://x")
 
-# Keys and options with text that is not a path: names, numbers and patterns.
+# These keys and options have text that is not a path: names, numbers and patterns.
 NAMES = {"model.wide.columns", "model.wide.crosses", "train.slices", "model.fields.*.table"}
 NAMES |= {"parallel.tables.*.sbp", "parallel.tables.*.exchange", "parallel.dense.*"}
 OTHER_OPTIONS = {
@@ -45,11 +47,11 @@ COMMANDS: dict[str, Callable[[list[str]], Any]] = {
 
 
 class ParserMade(Exception):
-    """A command has made its parser."""
+    """Signals that a command has made its parser."""
 
 
 def parser_of(command: str, monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
-    """The parser of the command's arguments."""
+    """Return the parser of the command's arguments."""
     parsers: list[argparse.ArgumentParser] = []
 
     def capture(self: argparse.ArgumentParser, *_: object) -> None:
@@ -69,7 +71,7 @@ def parser_of(command: str, monkeypatch: pytest.MonkeyPatch) -> argparse.Argumen
 
 
 def text_options(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """The options that take text: no flags, numbers or choices."""
+    """Return the options with text values, without flags, numbers and choices."""
     for action in parser._actions:
         if action.nargs != 0 and action.choices is None and action.type not in (int, float):
             yield action
@@ -81,7 +83,7 @@ def name_of(action: argparse.Action) -> str:
 
 
 def words_before(parser: argparse.ArgumentParser, action: argparse.Action) -> list[str]:
-    """A word for each positional argument before this one."""
+    """Return a word for each positional argument before this one."""
     names = [other.dest for other in parser._actions if not other.option_strings]
     return ["x"] * names.index(action.dest) if action.dest in names else []
 
@@ -114,7 +116,7 @@ def test_every_option_that_takes_a_path_refuses_a_url(command, monkeypatch, tmp_
 def refusal(
     run: Callable[[list[str]], Any], words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> str:
-    """The message of a command that ends with exit code 2."""
+    """Return the message of a command that ends with exit code 2."""
     message = ""
     try:
         code = run(words)
@@ -162,7 +164,7 @@ def test_local_paths_are_unchanged(text):
 
 
 def test_a_leading_tilde_is_the_home_folder(monkeypatch, tmp_path):
-    """A shell expands it in neither ``run.dir=~/x`` nor ``--output=~/x``."""
+    """A shell does not expand the tilde in ``run.dir=~/x`` or ``--output=~/x``."""
     monkeypatch.setenv("HOME", str(tmp_path))
     assert local_path("~") == tmp_path
     assert local_path("~/x") == tmp_path / "x"

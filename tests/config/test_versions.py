@@ -1,4 +1,6 @@
-"""Pairs of torch and fbgemm builds: which fit, the messages for others, and the doctor."""
+"""Tests pairs of torch and fbgemm builds: compatible pairs, messages for other pairs, and the
+doctor.
+"""
 
 import importlib
 import sys
@@ -12,7 +14,7 @@ from sbpflow.runtime.compute.versions import Installed, check_pair, import_fbgem
 
 @pytest.fixture
 def installed(monkeypatch):
-    """A function that makes package metadata name the given versions."""
+    """Return a function that makes package metadata report the given versions."""
 
     def pretend(**by_name: str) -> None:
         names = {name.replace("_", "-"): version for name, version in by_name.items()}

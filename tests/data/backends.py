@@ -1,4 +1,4 @@
-"""The installed backends of the loader."""
+"""Lists the loader's installed backends."""
 
 import pytest
 

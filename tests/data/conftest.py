@@ -1,4 +1,6 @@
-"""Small prepared sets in which dense column 0 is the row number, so that rows are recognizable."""
+"""Makes small prepared sets in which dense column 0 is the row number, so that rows are
+recognizable.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +19,7 @@ from sbpflow.data.format.shards import write_shard
 
 
 def make_set(folder: Path, num_rows: int, shard_rows: int = 1000) -> Manifest:
-    """A set of ``num_rows`` train rows: dense I1 = row number, ids = row * 10 + field."""
+    """Make a set of ``num_rows`` train rows: dense I1 = row number, ids = row * 10 + field."""
     folder.mkdir(parents=True)
     shards = {}
     for name, rows in zip(SPLITS, (num_rows, 17, 5), strict=True):
@@ -44,13 +46,13 @@ def make_set(folder: Path, num_rows: int, shard_rows: int = 1000) -> Manifest:
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes a read of a small set use several blocks, and a block several batches."""
+    """Make a read of a small set use several blocks, and a block several batches."""
     monkeypatch.setattr("sbpflow.data.read.blocks.BLOCK_BYTES", 50_000)
 
 
 @pytest.fixture(scope="session")
 def row_set(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Manifest]:
-    """``row_set(n)``: the set of ``make_set`` with n train rows, made once per session."""
+    """Return ``row_set(n)``: the set of ``make_set`` with n train rows, made once per session."""
     sets: dict[int, Manifest] = {}
 
     def get(num_rows: int) -> Manifest:

@@ -1,4 +1,4 @@
-"""A small set with every kind of column, and its rows as Python values."""
+"""Makes a small set with every kind of column, and its rows as Python values."""
 
 import random
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ NUM_ROWS, SHARD_ROWS, LISTS, MOST = 5000, 700, 3, 9
 
 @dataclass
 class Row:
-    """The expected values of a row."""
+    """Contains the expected values of a row."""
 
     ids: list[int]
     lists: list[list[int]]
@@ -73,7 +73,7 @@ def write(folder, name, rows, first):
 
 
 def make_full_set(folder):
-    """(manifest, train rows)"""
+    """Return the manifest and the train rows of the set."""
     folder.mkdir()
     splits, train = {}, make_rows(NUM_ROWS, 1)
     for split, rows in zip(SPLITS, (train, make_rows(17, 2), make_rows(5, 3)), strict=True):

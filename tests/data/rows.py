@@ -1,4 +1,4 @@
-"""Small generated rows in Criteo's format, and Python readers to compare with."""
+"""Generates small rows in Criteo's format and reads them in Python for comparison."""
 
 import gzip
 import os
@@ -19,7 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def genuine_rows() -> Path:
-    """The genuine Criteo rows outside the checkout; skips with a reason if there are none."""
+    """Return the genuine Criteo rows outside the checkout; skip with a reason if they are
+    missing.
+    """
     default = ROOT.parent / "shared" / "data" / "criteo_kaggle_110k.tsv.gz"
     path = Path(os.environ.get("SBPFLOW_CRITEO_ROWS", default))
     if not path.exists():
@@ -28,7 +30,9 @@ def genuine_rows() -> Path:
 
 
 def text_rows(num_rows: int, seed: int = 0) -> list[list[str]]:
-    """Rows of cells: about 30 values per column, a fifth of the cells empty, C1 never empty."""
+    """Return rows of cells: about 30 values per column, a fifth of the cells empty, C1 never
+    empty.
+    """
     rng = random.Random(seed)
     rows = []
     for _ in range(num_rows):
@@ -47,13 +51,13 @@ def write_rows(path: Path, rows: list[list[str]]) -> Path:
 
 
 def run_prepare(output: Path, *inputs: Path, **options):
-    """Prepare with small pieces, so that there are several."""
+    """Run prepare with small pieces, so that there are several."""
     settings = {"piece_bytes": 1 << 15, "max_bad_fraction": 0.0, **options}
     return prepare(PrepareOptions(inputs=inputs, output=output, **settings))
 
 
 def all_words(manifest, split):
-    """All rows of a split as one array of words."""
+    """Return all rows of a split as one array of words."""
     rows = SplitRows(manifest, split)
     words = np.empty((rows.num_rows, rows.num_words), dtype=np.int32)
     rows.read(0, rows.num_rows, words)
@@ -61,29 +65,29 @@ def all_words(manifest, split):
 
 
 def floats(manifest, split):
-    """Label and dense values of a split."""
+    """Return label and dense values of a split."""
     return all_words(manifest, split)[:, : 1 + len(manifest.dense)].view(np.float32)
 
 
 def ids(manifest, split):
-    """Ids of a split by field name, for fields with one id per row."""
+    """Return ids of a split by field name, for fields with one id per row."""
     words = all_words(manifest, split)[:, 1 + len(manifest.dense) :]
     return {field.name: words[:, k] for k, field in enumerate(manifest.fields)}
 
 
 def folder_bytes(folder: Path) -> dict[str, bytes]:
-    """The content of every file of a set."""
+    """Return the content of every file of a set."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def counts_of(rows: list[list[str]], name: str) -> Counter:
-    """How often each value of a column, or pair of a cross, occurs; without empty ones."""
+    """Count each value of a column, or pair of a cross, except empty values."""
     places = [CRITEO.columns.index(part) for part in name.split("x")]
     cells = (tuple(row[place] for place in places) for row in rows)
     return Counter(cell for cell in cells if all(cell))
 
 
 def reopened(folder: Path):
-    """The manifest as another process would read it."""
+    """Return the manifest as another process would read it."""
     return load_manifest(folder)

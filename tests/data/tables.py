@@ -1,4 +1,4 @@
-"""A table with every kind of column, its schema, and writers for CSV and Parquet."""
+"""Makes a table with every kind of column, its schema, and writers for CSV and Parquet."""
 
 import csv
 import datetime
@@ -34,7 +34,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def table(num_rows: int, seed: int = 0) -> list[dict[str, object]]:
-    """Hourly rows from 2024-04-01 on, in time order; one price in fifty is infinite."""
+    """Return hourly rows from 2024-04-01, in time order; one price in fifty is infinite."""
     rng = random.Random(seed)
     rows: list[dict[str, object]] = []
     for number in range(num_rows):

@@ -1,4 +1,4 @@
-"""The message for a first attempt with the wrong schema names the key to write."""
+"""Tests that the message for a first attempt with the wrong schema names the key to write."""
 
 import gzip
 
@@ -16,7 +16,7 @@ ROWS = "1,3,Berlin\n0,2,Paris\n"
 
 
 def message_of(tmp_path, text, schema, name="rows.csv"):
-    """The message of prepare for this text."""
+    """Return prepare's message for this text."""
     rows, settings = tmp_path / name, {"crosses": ()}
     rows.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
     if schema is not None:

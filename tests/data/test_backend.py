@@ -1,4 +1,4 @@
-"""The backend that ``data.loader: auto`` chooses."""
+"""Tests which backend ``data.loader: auto`` chooses."""
 
 import importlib.util
 

@@ -1,4 +1,4 @@
-"""Memory of batches is reused after the last view of it is gone, but not earlier."""
+"""Tests that batch memory is reused after its last view is gone, but not earlier."""
 
 import threading
 
@@ -89,7 +89,7 @@ def test_an_epoch_allocates_only_for_batches_in_flight(row_set, backend, monkeyp
     for _ in batches:
         num_batches += 1
     assert num_batches == 90
-    assert 1 <= len(sizes) < 12  # DALI has up to 8 in flight
+    assert 1 <= len(sizes) < 12  # DALI has up to 8 batches in flight
 
 
 def test_training_needs_labels(tmp_path):

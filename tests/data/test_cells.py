@@ -1,4 +1,4 @@
-"""A cell has the same meaning next to good and bad rows, in text and in Parquet."""
+"""Tests that a cell has the same meaning next to good and bad rows, in text and in Parquet."""
 
 import polars as pl
 import pytest

@@ -1,4 +1,4 @@
-"""Columns that share a vocabulary, and weights in the cells of lists."""
+"""Tests columns that share a vocabulary, and weights in the cells of lists."""
 
 import numpy as np
 import polars as pl

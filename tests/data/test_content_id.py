@@ -1,4 +1,4 @@
-"""The content ID depends on the rows, not on the files they came from or are stored in."""
+"""Tests that the content ID depends on the rows, not on their source or shard files."""
 
 import random
 import zlib
@@ -30,7 +30,7 @@ def test_the_checksum_of_a_concatenation_follows_from_its_parts(num_parts):
 
 
 def test_sizes_beyond_the_period_of_the_polynomial():
-    """Appending zeros: one long part equals two halves, and sizes wrap at the period."""
+    """When zeros are appended, one long part equals two halves, and sizes wrap at the period."""
     long, half = 3 * (2**32 - 1) + 8, 2**33 + 3
     crc32s = np.array([zlib.crc32(b"rows"), 0, 0], dtype=np.uint32)
     whole = joined_crc32(crc32s[:2], np.array([4, 2 * half]))
@@ -116,7 +116,7 @@ def test_column_names_matter(tmp_path, key):
 
 
 def recut(manifest, folder, shard_rows):
-    """The train rows of ``make_set`` in shards of another size."""
+    """Return the train rows of ``make_set`` in shards of another size."""
     other = make_set(folder, manifest.splits["train"], shard_rows)
     assert other.fingerprint != manifest.fingerprint
     return other

@@ -1,4 +1,4 @@
-"""Crosses that are computed while rows are read: their values, and that prepared ones are equal."""
+"""Tests the values of crosses computed during reading, and their equality with prepared crosses."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ CROSSES = (
 
 
 def by_hand(ids, rows):
-    """The hash in Python integers."""
+    """Compute the hash with Python integers."""
     if 0 in ids:
         return 0
     state = 0
@@ -62,7 +62,7 @@ def test_hashes_are_spread_evenly_and_depend_on_the_order_of_the_parts():
 
 
 def words_of(num_rows, seed):
-    """Label, a dense value and ids of three columns; a tenth of the ids are missing."""
+    """Return label, a dense value and ids of three columns; a tenth of the ids are missing."""
     rng = np.random.default_rng(seed)
     words = np.empty((num_rows, 5), dtype=np.int32)
     words[:, :2].view(np.float32)[:] = np.stack(
@@ -74,7 +74,7 @@ def words_of(num_rows, seed):
 
 
 def write_set(folder, *, prepared):
-    """The same rows, without crosses or with crosses as columns."""
+    """Write the same rows, without crosses or with crosses as columns."""
     folder.mkdir()
     splits = {}
     for number, split in enumerate(SPLITS):
@@ -98,7 +98,7 @@ def write_set(folder, *, prepared):
 
 @pytest.fixture(scope="module")
 def sets(tmp_path_factory):
-    """(without crosses, with prepared crosses)"""
+    """Return two sets: without crosses, and with prepared crosses."""
     folder = tmp_path_factory.mktemp("crosses")
     return write_set(folder / "plain", prepared=False), write_set(folder / "full", prepared=True)
 
@@ -172,7 +172,7 @@ def _train(world, manifest, fields, wide):
 
 
 def test_a_model_with_hashed_and_raw_wide_columns(ranks, sets):
-    """Two ranks train like one, and the crosses change the losses."""
+    """Two ranks train like one rank, and the crosses change the losses."""
     plain, full = sets
     columns = {"C1": 30, "C2": 30, "C3": 30}
     wide = WideConfig(columns=("C3",), crosses=(("C1", "C2"), ("C3", "C2", "C1")), hash_size=50)

@@ -1,4 +1,4 @@
-"""Counts do not depend on the memory limit; denser tables find the same ids."""
+"""Tests that counts do not depend on the memory limit and that denser tables find the same ids."""
 
 import numpy as np
 import polars as pl
@@ -22,7 +22,7 @@ def test_counts_do_not_depend_on_the_size_of_a_pass(tmp_path, kind):
     whole = dict(count_fields(rows, 20_000, tmp_path / "a"))
     parts = dict(count_fields(rows, 20_000, tmp_path / "b", pass_values=700))
     assert spilled(tmp_path / "a") == []
-    # Keys and counts of both fields, smallest and largest check of one.
+    # These are keys and counts of both fields, and the smallest and largest check of one field.
     assert len(spilled(tmp_path / "b")) == 6
     for name, series in (("many", many), ("few", few)):
         one_pass, by_ranges = whole[name], parts[name]

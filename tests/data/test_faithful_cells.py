@@ -1,4 +1,4 @@
-"""Cells that could silently change: each is a bad line, refused, or stored exactly."""
+"""Tests cells that could silently change: each is a bad line, refused, or stored exactly."""
 
 import errno
 import json
@@ -47,7 +47,7 @@ def prepared(folder, schema, text):
 
 
 def test_a_year_has_four_digits(tmp_path):
-    """24-05-01 is the year 24 to many parsers, and 01-05-24 the year 1."""
+    """Many parsers read 24-05-01 as the year 24, and 01-05-24 as the year 1."""
     cells = ("2024-05-01", "24-05-01", "01-05-24", "01-05-24 10:00:00", " 2024-05-01T00:00:00Z")
     text = "".join(f"1,a,{cell}\n" for cell in cells)
     piece = parsed(tmp_path, "sparse: {C1: string}\ntime: ts\n", text)
@@ -66,7 +66,7 @@ def test_dates_are_not_read_as_integers_of_the_files_unit(tmp_path, kind):
 
 
 def test_line_ends_in_quotes_are_kept(tmp_path):
-    """Line ends of the rows may be of either kind."""
+    """The rows may have either kind of line end."""
     cells = ["p\r\nq", "p\nq", "p\n\r\nq", "\r\n", "p"]
     text = "".join(f'1,"{cell}"\r\n' for cell in cells) + "\r\n" + '0,"p\rq"\r\n0,"p","q"\r\n'
     piece = parsed(tmp_path, "sparse: {C1: string}\n", text)

@@ -1,4 +1,6 @@
-"""Damaged text, manifests and shards give a count or one readable error, never a wrong count."""
+"""Tests that damaged text, manifests and shards give a count or one readable error, never a wrong
+count.
+"""
 
 import random
 import re
@@ -23,7 +25,7 @@ ALPHABET = [b"\t", b"\n", b"\r", b"\r\n", b"+", b"-", b" ", b"g", b"0", b"\x00",
 
 
 def mutated(rng, text, edits):
-    """``text`` after random insertions, deletions, replacements and repetitions."""
+    """Return ``text`` after random insertions, deletions, replacements and repetitions."""
     for _ in range(edits):
         at = rng.randrange(len(text) + 1)
         length = rng.choice([0, 0, 1, 1, 2, 9, 40, 300])
@@ -33,7 +35,9 @@ def mutated(rng, text, edits):
 
 
 def parsed(line):
-    """(label, integers, keys) of a good line, with None for empty cells; None for a bad line."""
+    """Return (label, integers, keys) of a good line, with None for empty cells; None for a bad
+    line.
+    """
     try:
         cells = line.decode("utf-8").split("\t")
     except UnicodeDecodeError:
@@ -87,7 +91,7 @@ def test_prepare_of_damaged_files_gives_a_count_or_a_message(tmp_path, capsys, s
 
 
 def damage(rng, raw):
-    """Truncate, extend, or flip bits of a file's bytes."""
+    """Truncate a file, extend it, or flip bits of its bytes."""
     kind = rng.randrange(3)
     if kind == 0:
         return raw[: rng.randrange(len(raw))]
@@ -98,7 +102,7 @@ def damage(rng, raw):
 
 
 def use(folder):
-    """Read a set as a run does, and verify its checksums."""
+    """Read a set as a run does and verify its checksums."""
     manifest = load_manifest(folder)
     rows = sum(
         len(b.labels) for b in open_loader(manifest, batch_size=16, backend="memmap").epoch(0)
@@ -108,7 +112,7 @@ def use(folder):
 
 
 def outcome(folder):
-    """The result of ``use``, or its error message."""
+    """Return the result of ``use``, or its error message."""
     try:
         return use(folder)
     except DataError as error:

@@ -1,4 +1,6 @@
-"""Inputs that prepare accepts and refuses: file formats, labels, Parquet, splits, a full disk."""
+"""Tests the inputs that prepare accepts and refuses: file formats, labels, Parquet, splits, a full
+disk.
+"""
 
 import gzip
 import lzma
@@ -35,7 +37,7 @@ def source(tmp_path_factory):
 
 
 def refused(capsys, output, *arguments):
-    """The single error line of prepare."""
+    """Return prepare's single error line."""
     assert main(["prepare", "--output", str(output), *map(str, arguments)]) == 2
     captured = capsys.readouterr()
     errors = [line for line in captured.err.splitlines() if "error: " in line]
@@ -115,7 +117,7 @@ SMALL_SCHEMA = "dense: {I1: {kind: integer}}\nsparse: {C1: string, C2: integer}\
 
 
 def small_parquet(tmp_path, label, dense, first, second):
-    """A piece of Parquet rows with the given columns."""
+    """Write a piece of Parquet rows with the given columns."""
     from sbpflow.data.prepare.schema_file import read_schema
 
     (tmp_path / "schema.yaml").write_text(SMALL_SCHEMA)

@@ -1,4 +1,6 @@
-"""Kills at random moments: prepare still gives the identical set, a read delivers each row once."""
+"""Tests kills at random moments: prepare still gives the same set, and a read delivers each row
+once.
+"""
 
 import json
 import multiprocessing
@@ -15,9 +17,10 @@ from tests.data.rows import folder_bytes, run_prepare, text_rows, write_rows
 
 @pytest.fixture(scope="module")
 def run_killed():
-    """A function that runs another one in a process and kills it; False if it ended first.
+    """Return a function that runs another function in a process and kills it; False if it ended
+    first.
 
-    It is killed after ``seconds``, or as soon as ``when()`` is true.
+    The process is killed after ``seconds``, or as soon as ``when()`` is true.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.data.victims"])

@@ -1,4 +1,6 @@
-"""What a read keeps open: sets replaced during a read, file descriptors, maps, threads."""
+"""Tests the resources that a read keeps: sets replaced during a read, file descriptors, maps,
+threads.
+"""
 
 import shutil
 import subprocess
@@ -31,7 +33,7 @@ def test_a_set_replaced_during_a_read_is_refused(tmp_path, backend):
         loader.epoch(1)
     with pytest.raises(DataError, match="replaced since it was opened"):
         open_loader(old, batch_size=100, backend=backend)
-    rest = [before, *first]  # the current read has its maps, all of the old set
+    rest = [before, *first]  # the current read has maps of the old set only
     run_prepare(tmp_path / "set", source, seed=7, overwrite=True)
     again = list(loader.epoch(0))
     assert all(torch.equal(a.ids, b.ids) for a, b in zip(rest, again, strict=True))
@@ -109,7 +111,7 @@ print("ok")
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_many_shards_and_epochs_need_no_descriptors_and_no_garbage_collector(tmp_path, backend):
-    """300 shards with a limit of 128 open files; every second epoch is abandoned midway."""
+    """A limit of 128 open files applies to 300 shards; every second epoch is abandoned midway."""
     make_set(tmp_path / "set", 3000, shard_rows=10)
     arguments = [str(tmp_path / "set"), backend]
     result = subprocess.run(
@@ -139,7 +141,7 @@ def test_statistics_notice_a_shard_that_is_truncated_while_it_is_read(tmp_path):
 
 
 def slowed(function):
-    """``function`` with a delay of 5 ms."""
+    """Return ``function`` with a delay of 5 ms."""
 
     def later(*arguments):
         time.sleep(0.005)
@@ -153,7 +155,9 @@ def slowed(function):
 def test_a_loader_closed_by_another_thread_ends_the_read_with_a_message(
     monkeypatch, row_set, backend, shuffle
 ):
-    """The read is waiting for a block at that time, because blocks take longer than steps."""
+    """The read waits for a block when the loader is closed, because blocks take longer than
+    steps.
+    """
     monkeypatch.setattr("sbpflow.data.read.blocks.BLOCK_BYTES", 0)
     for name in ("view", "gather"):
         monkeypatch.setattr(SplitRows, name, slowed(getattr(SplitRows, name)))

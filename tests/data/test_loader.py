@@ -1,4 +1,4 @@
-"""The loader: the rows of each rank, equality of backends, and exact continuation of a read."""
+"""Tests the loader: the rows of each rank, equality of backends, and exact resumption of a read."""
 
 import gc
 import subprocess
@@ -21,7 +21,7 @@ def rows_of(batch):
 
 
 def global_steps(manifest, world_size, *, state=None, epoch=0, **options):
-    """Rows of each step over all ranks, in rank order; also checks batch_size."""
+    """Return the rows of each step over all ranks, in rank order; also check batch_size."""
     loaders = [
         open_loader(manifest, rank=rank, world_size=world_size, backend="memmap", **options)
         for rank in range(world_size)
@@ -81,7 +81,9 @@ def test_backends_yield_identical_batches(row_set, shuffle):
 def test_batches_do_not_depend_on_how_many_are_read_at_once(
     row_set, monkeypatch, world, backend, shuffle
 ):
-    """One by one, a few at a time, and the whole epoch; across shards, and with a short batch."""
+    """Batches are read one by one, a few at once, and a whole epoch at once, across shards and with
+    a short batch.
+    """
     options = {"batch_size": 300, "rank": world - 1, "world_size": world, "shuffle": shuffle}
     reads = []
     for size in (0, 30_000, 1 << 30):
@@ -94,7 +96,7 @@ def test_batches_do_not_depend_on_how_many_are_read_at_once(
             assert left.cursor == right.cursor
             for name in ("labels", "dense", "ids"):
                 assert torch.equal(getattr(left, name), getattr(right, name))
-    if shuffle != "none":  # in file order each batch is a view of its own
+    if shuffle != "none":  # in file order, each batch is a view of its own buffer
         assert _num_memories(reads[1]) < _num_memories(single) / 2
         assert _num_memories(reads[2]) == 1
 
@@ -171,7 +173,7 @@ def test_importing_data_imports_neither_dali_nor_polars_nor_torch():
 
 
 def test_abandoned_epochs_may_be_collected_in_any_thread(row_set):
-    """If a generator waited for its readers while one of them collects it, it would never end."""
+    """A generator that waits for its readers while one of them collects it would never end."""
     for backend in INSTALLED:
         for _ in range(20):
             loader = open_loader(row_set(9000), batch_size=100, backend=backend)
@@ -182,7 +184,7 @@ def test_abandoned_epochs_may_be_collected_in_any_thread(row_set):
 
 
 def test_reading_on_does_not_change_earlier_batches(row_set):
-    """Buffers are reused only when no tensor refers to them."""
+    """Buffers are reused only when all tensors that refer to them are gone."""
     loader = open_loader(row_set(9000), batch_size=100, shuffle="none")
     first_ids = []
     for batch in loader.epoch(0):
@@ -290,7 +292,7 @@ def test_a_closed_loader_is_refused(row_set):
 
 
 def test_a_dropped_tail_is_counted_from_the_restored_cursor(row_set):
-    """2,000 of 9,000 rows, then steps of 3,000: two more steps, and 1,000 rows are left out."""
+    """After 2,000 of 9,000 rows, steps of 3,000 rows give two more steps and drop 1,000 rows."""
 
     def fresh(batch_size):
         return open_loader(
@@ -311,7 +313,7 @@ def test_a_dropped_tail_is_counted_from_the_restored_cursor(row_set):
     again.load_state_dict(state)
     assert rows_of(next(again.epoch(1)))[0] == 0
     assert again.num_dropped_rows == 0
-    smaller = fresh(1000)  # has one more step in the epoch
+    smaller = fresh(1000)  # the epoch has one more step
     smaller.load_state_dict(state)
     with pytest.raises(DataError, match="finish that epoch first"):
         smaller.epoch(1)
@@ -320,7 +322,7 @@ def test_a_dropped_tail_is_counted_from_the_restored_cursor(row_set):
 @pytest.mark.parametrize("shuffle", ["none", "rows"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_window_of_batches_across_epochs_keeps_its_values(row_set, backend, shuffle):
-    """A run holds the batches of its lookahead while the loader continues."""
+    """A run keeps the batches of its lookahead while the loader continues."""
     options = {"batch_size": 300, "backend": backend, "shuffle": shuffle}
     loader = open_loader(row_set(9000), **options)
     held = [batch for epoch in (0, 1) for batch in loader.epoch(epoch)]

@@ -1,4 +1,4 @@
-"""Compiled loops of the data plane give the same results as Polars and numpy."""
+"""Tests that compiled loops of the data plane give the same results as Polars and numpy."""
 
 import numpy as np
 import polars as pl
@@ -11,7 +11,8 @@ from sbpflow.data.format.schema import CRITEO, Schema
 from sbpflow.data.prepare import parse
 from tests.data.rows import text_rows
 
-pytest.importorskip("numba", reason="the loops need numba")  # once loaded, any size uses them
+# after loading, all sizes use the loops
+pytest.importorskip("numba", reason="the loops need numba")
 SMALL = Schema(
     columns=("h", "n", "label", "k", "m"),
     label="label",
@@ -45,7 +46,7 @@ def test_polars_agrees_on_all_lines_that_the_loop_accepts(rows):
     actual = parse._by_loop(text, num_lines, SMALL)
     if actual is not None:
         assert actual.equals(parse._parse_clean(text, num_lines, SMALL), null_equal=True)
-    for size in (1, 7, len(text) - 2):  # must not read beyond the end
+    for size in (1, 7, len(text) - 2):  # the loop must not read beyond the end
         parse._by_loop(text[:size], max(num_lines, 1), SMALL)
 
 

@@ -1,4 +1,6 @@
-"""Several machines, here threads with one folder, make the same bytes as a single machine."""
+"""Tests that several machines, here threads with one folder, write the same bytes as one
+machine.
+"""
 
 import itertools
 import shutil
@@ -22,7 +24,7 @@ FILES, ROWS = 5, 60
 
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory):
-    """Five files with every kind of column, of uneven length, and their schema."""
+    """Return five files with every kind of column, of uneven length, and their schema."""
     folder = tmp_path_factory.mktemp("tables")
     rows = table(FILES * ROWS + 40, seed=3)
     for number in range(FILES):
@@ -47,7 +49,7 @@ def options_of(folder, output, part, split="time:0.7,0.1,0.2", **more):
 
 
 def together(count, make_options):
-    """The results of machines that all run at once."""
+    """Return the results of machines that all run at once."""
     with ThreadPoolExecutor(count) as pool:
         parts = [MachinePart(number, count, 60.0) for number in range(1, count + 1)]
         return [f.result() for f in [pool.submit(prepare, make_options(p)) for p in parts[::-1]]]
@@ -74,7 +76,7 @@ def test_large_vocabularies_are_added_up_in_ranges(tmp_path, tables, monkeypatch
 
 
 def test_machines_that_do_not_wait_resume(tmp_path, tables):
-    """Started one at a time, again and again, each ends where it needs the others."""
+    """Each machine is started repeatedly and exits when it needs results of the others."""
     clean = prepare(options_of(tables, tmp_path / "clean", MachinePart()))
     missing = []
     for number in itertools.islice(itertools.cycle((1, 2, 3)), 18):

@@ -1,4 +1,6 @@
-"""Hand-made manifests, flipped bits in shards and bad statistics are reported by name."""
+"""Tests that hand-made manifests, flipped bits in shards and bad statistics are reported by
+name.
+"""
 
 import json
 import shutil
@@ -19,7 +21,7 @@ from tests.data.conftest import make_set
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Manifest:
-    """A set with statistics and known best scores, like those of synth."""
+    """Return a set with statistics and known best scores, like the sets of synth."""
     manifest = make_set(tmp_path_factory.mktemp("manifest") / "set", 50, shard_rows=20)
     bayes = {"train": {"auc": 0.8, "logloss": 0.4, "ctr": 0.2}}
     forge(manifest.path, bayes=bayes, stats=stats_json(compute_stats(manifest)))
@@ -35,7 +37,7 @@ def forge(folder, **changes):
 
 @pytest.fixture
 def copy(whole, tmp_path):
-    """A copy of the set that a test may damage."""
+    """Copy the set, so that a test may damage it."""
     shutil.copytree(whole.path, tmp_path / "set")
     return load_manifest(tmp_path / "set")
 
@@ -143,7 +145,7 @@ def test_an_id_out_of_range_is_reported_with_its_row_and_found_by_verify(copy, c
 
 
 def test_the_loader_delivers_ids_without_checking_them(copy):
-    """docs/data.md says what is checked when: the embeddings check ids, readers do not."""
+    """As docs/data.md states, the embeddings check ids, but readers do not."""
     words = np.load(copy.path / "train-0.npy", mmap_mode="r+")
     words[0, 3] = 500
     words.flush()

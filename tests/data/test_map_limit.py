@@ -1,4 +1,6 @@
-"""Splits with more shards than a process may map: equal batches, and a bounded number of maps."""
+"""Tests splits with more shards than a process may map: equal batches, and a bounded number of
+maps.
+"""
 
 import gc
 from itertools import product
@@ -32,19 +34,19 @@ COMBINATIONS = [
 
 @pytest.fixture
 def few_maps(monkeypatch):
-    """A system with a low limit of maps per process."""
+    """Simulate a system with a low limit of maps per process."""
     limit = "sbpflow.data.format.mapped_rows.map_count_limit"
     monkeypatch.setattr(limit, lambda: 4 * MAPS, raising=False)
 
 
 @pytest.fixture
 def one_by_one(monkeypatch):
-    """Makes each batch a block, of which few are read ahead."""
+    """Make each batch a block and limit the blocks that are read ahead."""
     monkeypatch.setattr("sbpflow.data.read.blocks.BLOCK_BYTES", 0)
 
 
 def num_mapped(folder):
-    """Number of this process's maps of files in ``folder``."""
+    """Return the number of this process's maps of files in ``folder``."""
     gc.collect()  # a loader of an earlier test with this folder
     return Path("/proc/self/maps").read_text(encoding="utf-8").count(str(folder))
 
@@ -87,7 +89,7 @@ def test_lists_and_side_columns_in_unmapped_files(
     monkeypatch.setattr(full_set, "SHARD_ROWS", 70)
     manifest, rows = full_set.make_full_set(tmp_path / "set")
     loader = open_loader(manifest, batch_size=900, backend=backend, shuffle=shuffle)
-    assert 9 <= num_mapped(manifest.path) <= MAPS  # of 10 x 72 files
+    assert 9 <= num_mapped(manifest.path) <= MAPS  # the set has 10 x 72 files
     seen = [number for batch in loader.epoch(1) for number in check(batch, rows)]
     assert sorted(seen) == list(range(full_set.NUM_ROWS))
 

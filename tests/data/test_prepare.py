@@ -1,4 +1,4 @@
-"""prepare against plain Python: counts, ids and values, input formats, and bad lines."""
+"""Tests prepare against plain Python: counts, ids and values, input formats, and bad lines."""
 
 import gzip
 
@@ -35,7 +35,9 @@ def source(tmp_path_factory):
 
 
 def check_ids(manifest, rows, train_rows, name, min_count):
-    """Each frequent value of the train part has its own id; missing is 0, anything else 1."""
+    """Check ids: each frequent value of the train part has its own id, missing is 0, any other
+    value is 1.
+    """
     counts = counts_of(rows[:train_rows], name)
     frequent = {value for value, count in counts.items() if count >= min_count}
     places = [CRITEO.columns.index(part) for part in name.split("x")]

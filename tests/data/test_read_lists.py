@@ -1,4 +1,6 @@
-"""Read a set with every kind of column: weighted lists, weights, group, time, keys, labels."""
+"""Tests reading a set with every kind of column: weighted lists, weights, group, time, keys,
+labels.
+"""
 
 from itertools import chain
 
@@ -14,7 +16,7 @@ from tests.data.full_set import NUM_ROWS, make_full_set
 
 @pytest.fixture(scope="module")
 def full_set(tmp_path_factory):
-    """(manifest, train rows)"""
+    """Return the manifest and the train rows of the set."""
     return make_full_set(tmp_path_factory.mktemp("full") / "set")
 
 
@@ -23,7 +25,7 @@ def rows_of(batch):
 
 
 def check(batch, rows):
-    """Check every column of a batch against its rows; returns their numbers."""
+    """Check every column of a batch against its rows; return their numbers."""
     numbers = rows_of(batch)
     own = [rows[number] for number in numbers]
     lists = batch.ids.lists
@@ -90,7 +92,7 @@ def test_a_rank_without_rows_has_empty_columns(full_set, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_cursor_of_a_batch_is_the_state_after_it(full_set, backend):
-    """A trainer already holds the next batch when it saves, and that batch must be read again."""
+    """A trainer already has the next batch when it saves, and that batch must be read again."""
     manifest, rows = full_set
     loader = open_loader(manifest, batch_size=900, backend=backend)
     batches = loader.epoch(3)
@@ -104,7 +106,7 @@ def test_the_cursor_of_a_batch_is_the_state_after_it(full_set, backend):
 
 
 def test_reading_on_does_not_change_earlier_batches(full_set):
-    """Buffers of unequal sizes are reused only when no tensor refers to them."""
+    """Buffers of unequal sizes are reused only when all tensors that refer to them are gone."""
     manifest, rows = full_set
     batches = list(open_loader(manifest, batch_size=100, backend="memmap").epoch(0))
     values = [batch.ids.lists.values for batch in batches]

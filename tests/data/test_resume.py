@@ -1,4 +1,6 @@
-"""Resume an unfinished prepare: only missing parts are made, and damage never gets into the set."""
+"""Tests resuming an unfinished prepare: only missing parts are made, and damage never reaches the
+set.
+"""
 
 import json
 import random
@@ -32,7 +34,7 @@ def clean(tmp_path_factory, source):
 
 
 def stopped_at(monkeypatch, step, output, source):
-    """The work folder of a run that ended after ``step``."""
+    """Return the work folder of a run that ended after ``step``."""
 
     def stop(*_):
         raise Stopped
@@ -40,7 +42,7 @@ def stopped_at(monkeypatch, step, output, source):
     def half(staged, tables, fitted, options, work, advance):
         encode_all(staged, tables, fitted, options, work, advance)
         for record in sorted((work / "encoded").iterdir())[1::2]:
-            record.unlink()  # as if these were not encoded yet; their staged files are gone
+            record.unlink()  # simulate pieces that are not encoded yet: remove their staged files
         raise Stopped
 
     def all_encoded(*arguments):
@@ -62,7 +64,7 @@ def stopped_at(monkeypatch, step, output, source):
 
 
 def counted(monkeypatch):
-    """A list that grows by one for each piece that is read again."""
+    """Return a list that grows by one for each piece that is read again."""
     calls = []
     read = stage._read
     monkeypatch.setattr(stage, "_read", lambda *args: calls.append(1) or read(*args))
@@ -96,14 +98,16 @@ def remove(path, _):
 
 
 def kinds_of(work, rng):
-    """A file of each kind in the folder: (folder, suffix) -> path."""
+    """Return a file of each kind in the folder: (folder, suffix) -> path."""
     files = [p for p in sorted(work.rglob("*")) if p.is_file() and p.name != "plan"]
     return {(p.parent.name, p.suffix): p for p in rng.sample(files, len(files))}
 
 
 @pytest.mark.parametrize("step", STEPS)
 def test_a_damaged_part_is_made_again(tmp_path, monkeypatch, capsys, source, clean, step):
-    """One file at a time; new kinds of files in every way, the others in one way per step."""
+    """Each file is damaged separately: new kinds of files in every way, other kinds in one way per
+    step.
+    """
     number = STEPS.index(step)
     rng = random.Random(number)
     whole = stopped_at(monkeypatch, step, tmp_path / "whole" / "set", source)
@@ -123,7 +127,7 @@ def test_a_damaged_part_is_made_again(tmp_path, monkeypatch, capsys, source, cle
 
 
 def edits(record):
-    """Copies of a record, each with one number or name changed."""
+    """Yield copies of a record, each with one changed number or name."""
     for key, value in record.items():
         if isinstance(value, dict):
             yield from ({**record, key: inner} for inner in edits(value))
@@ -136,7 +140,7 @@ def edits(record):
 
 @pytest.mark.parametrize(("step", "folder"), [("stage", "stage"), ("encoded", "encoded")])
 def test_an_edited_record_is_ignored(tmp_path, monkeypatch, source, clean, step, folder):
-    """Lines, counts and clamped values go into the manifest but do not show in any shard."""
+    """Lines, counts and clamped values are in the manifest but not in any shard."""
     whole = stopped_at(monkeypatch, step, tmp_path / "whole" / "set", source)
     record = sorted((whole / folder).glob("*.json"))[1]
     changed = list(edits(json.loads(record.read_text())))
@@ -175,7 +179,7 @@ def test_an_error_of_the_current_run_does_not_start_it_over(tmp_path, monkeypatc
 
 
 def test_a_resumed_run_reports_the_same_bad_lines(tmp_path, monkeypatch, source):
-    """They are part of the staged records."""
+    """The bad lines are part of the staged records."""
     bad = tmp_path / "bad.tsv"
     bad.write_bytes(source.read_bytes() + b"short\tline\n")
     seen = []

@@ -1,4 +1,6 @@
-"""Compressed inputs, Arrow files and other file systems give the same set as plain text."""
+"""Tests that compressed inputs, Arrow files and other file systems give the same set as plain
+text.
+"""
 
 import bz2
 import gzip
@@ -28,7 +30,7 @@ COMPRESS = {
 
 
 def shards_of(folder):
-    """The bytes of all files except the manifest, which names the inputs."""
+    """Return the bytes of all files except the manifest, because it names the inputs."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -38,7 +40,7 @@ def shards_of(folder):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """The set made from plain text in pieces of 32 kB."""
+    """Return the set made from plain text in pieces of 32 kB."""
     folder = tmp_path_factory.mktemp("plain")
     run_prepare(folder / "set", write_rows(folder / "rows.tsv", ROWS))
     return shards_of(folder / "set")
@@ -46,7 +48,7 @@ def plain(tmp_path_factory):
 
 @pytest.fixture
 def memory():
-    """A folder in memory that is removed after the test."""
+    """Yield a folder in memory and remove it after the test."""
     system = fsspec.filesystem("memory")
     system.mkdir("/clicks")
     yield system
@@ -54,7 +56,7 @@ def memory():
 
 
 def as_frame():
-    """The rows as a typed table."""
+    """Return the rows as a typed table."""
     columns = dict(zip(CRITEO.columns, zip(*ROWS, strict=True), strict=True))
     whole = {name: [int(cell) if cell else None for cell in columns[name]]
              for name in (CRITEO.label, *CRITEO.dense)}  # fmt: skip
@@ -62,7 +64,7 @@ def as_frame():
 
 
 def same_words(folder, plain):
-    """Whether the words of all splits equal those of the plain text, regardless of pieces."""
+    """Return whether the words of all splits equal the plain text's words, regardless of pieces."""
 
     def joined(files):
         return {
@@ -83,7 +85,7 @@ def test_compressed_text_gives_the_set_of_the_text(tmp_path, plain, suffix):
 
 @pytest.mark.parametrize("suffix", COMPRESS)
 def test_compressed_text_with_several_frames_is_read_to_the_end(tmp_path, plain, suffix):
-    """Two concatenated frames, as written by parallel compressors and `cat`."""
+    """The file has two concatenated frames, as written by parallel compressors and `cat`."""
     path = tmp_path / f"rows.tsv{suffix}"
     path.write_bytes(COMPRESS[suffix](TEXT[:30_001]) + COMPRESS[suffix](TEXT[30_001:]))
     run_prepare(tmp_path / "set", path)

@@ -1,4 +1,4 @@
-"""Statistics of tables against counts made by hand."""
+"""Tests table statistics against counts made by hand."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from sbpflow.data.stats import batch_counts, compute_stats
 
 
 def set_of_ids(folder, ids):
-    """A set with one field, whose train part has these ids."""
+    """Return a set with one field whose train part has these ids."""
     folder.mkdir()
     shards = {}
     for split in SPLITS:

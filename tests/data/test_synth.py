@@ -1,4 +1,6 @@
-"""Generated rows: like the measured ones, independent of chunking, with a correct best AUC."""
+"""Tests generated rows: similar to measured rows, independent of chunking, with a correct
+best AUC.
+"""
 
 from functools import cache
 from itertools import pairwise
@@ -25,7 +27,8 @@ from tests.data.rows import all_words, floats, folder_bytes, ids, run_prepare
 
 NUM_ROWS = 137_139
 """The number of measured rows."""
-# Distinct ids per 16384 consecutive rows of the real sample, with missing as one (six batches).
+# These are the distinct ids per 16384 consecutive rows of the real sample, with missing as one id
+# (six batches).
 UNIQUE_16K = {"C3": 9164, "C4": 6189, "C7": 4182, "C10": 4460, "C11": 2520, "C12": 8562,
               "C13": 2060, "C15": 2619, "C16": 7574, "C18": 1450, "C19": 671, "C21": 8134,
               "C24": 3708, "C26": 2814, "C2": 427, "C1": 220}  # fmt: skip
@@ -33,7 +36,7 @@ UNIQUE_16K = {"C3": 9164, "C4": 6189, "C7": 4182, "C10": 4460, "C11": 2520, "C12
 
 @cache
 def sample():
-    """Ranks and integers of as many rows as were measured, with Criteo's own vocabulary."""
+    """Return ranks and integers of as many rows as were measured, with Criteo's own vocabulary."""
     columns = Columns(7, 1.0, {}, 0.0)
     blocks = [columns.block(index) for index in range(3)]
 
@@ -48,7 +51,7 @@ def sample():
 
 
 def share_bound(share):
-    """Four standard errors of a share among NUM_ROWS rows."""
+    """Return four standard errors of a share among NUM_ROWS rows."""
     return 4 * np.sqrt(share * (1 - share) / NUM_ROWS) + 1e-5
 
 
@@ -116,7 +119,8 @@ def test_correlated_integers():
     for name, (other, share) in FOLLOWS.items():
         actual = np.corrcoef(ranked(name), ranked(other))[0, 1]
         assert abs(actual - share) < 0.15, name
-    # 0.71 on the real rows; here the quantile is copied, not the value, to keep both marginals.
+    # The share is 0.71 in the real rows. The quantile is copied instead of the value, to keep
+    # both marginals.
     assert (integers["I4"] == integers["I13"]).mean() > 0.5
 
 
@@ -174,7 +178,7 @@ def test_halves_of_large_tables_carry_equal_load(generated):
 def test_the_reported_best_scores_match_the_options_and_the_labels(generated):
     options = SynthOptions(output=generated.path, **SMALL)
     for auc, logloss in generated.bayes.by_split.values():
-        # The calibration uses other rows: splits of 15,000 rows differ by up to 0.004.
+        # The calibration uses other rows; the AUC of splits of 15,000 rows differs by up to 0.004.
         assert abs(auc - options.auc) < 0.005
         assert abs(logloss - 0.4497) < 0.01
     labels = np.concatenate([floats(generated, split)[:, 0] for split in generated.splits])
@@ -182,7 +186,9 @@ def test_the_reported_best_scores_match_the_options_and_the_labels(generated):
 
 
 def fitted_auc(features, labels, probabilities, columns):
-    """AUC without label noise of a logistic regression fitted to the first half of the rows."""
+    """Return the AUC without label noise of a logistic regression fitted to the first half of the
+    rows.
+    """
     half = len(labels) // 2
     x = torch.from_numpy(np.vstack([features[columns], np.ones(len(labels))])).T
     y = torch.from_numpy(labels.astype(np.float64))
@@ -377,7 +383,7 @@ def test_the_limits_of_the_ranges_work(tmp_path, options):
 
 
 def test_a_generated_set_cannot_encode_new_rows(tmp_path, capsys):
-    """The message says what to do: the same rows as text, prepared, have vocabularies."""
+    """The message explains the solution: prepare the same rows as text to get vocabularies."""
     words = ["synth", "--rows", "600", "--vocab-scale", "0.001"]
     assert main([*words, "--output", str(tmp_path / "ids")]) == 0
     assert main([*words, "--format", "tsv", "--output", str(tmp_path / "rows.tsv")]) == 0

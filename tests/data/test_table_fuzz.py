@@ -1,4 +1,6 @@
-"""Any schemas and cells: no traceback, no lost rows, and the same result for text and Parquet."""
+"""Tests any schemas and cells: no traceback, no lost rows, and equal results for text and
+Parquet.
+"""
 
 import csv
 import io

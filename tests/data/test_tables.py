@@ -1,4 +1,4 @@
-"""Tables with every kind of column: read from CSV and Parquet, encoded, and grown."""
+"""Tests tables with every kind of column: read from CSV and Parquet, encoded, and grown."""
 
 import json
 import shlex
@@ -172,7 +172,7 @@ def test_encoding_the_test_rows_gives_identical_files(tmp_path, as_csv):
 
 
 def shops(first, count):
-    """Rows with shops from ``first`` up, three rows of each."""
+    """Return rows with shops numbered from ``first``, three rows of each shop."""
     base = table(60, seed=5)
     return [{**row, "price": 1.0, "shop": first + n % count} for n, row in enumerate(base)]
 
@@ -219,7 +219,7 @@ def test_growth_changes_no_id_and_fills_spare_ids_first(tmp_path, capsys):
 
 
 def explained(capsys, folder, *more):
-    """The output of explain for scheme 2 on four ranks."""
+    """Return the output of explain for scheme 2 on four ranks."""
     capsys.readouterr()
     words = ["--config", "configs/scheme2.yaml", "--world-size", "4", f"data.path={folder}"]
     assert explain([*words, "model.wide.crosses=[]", "parallel.kernel=torch", *more]) == 0
@@ -305,7 +305,7 @@ def test_columns_with_an_x_are_crossed_and_ambiguous_names_refused(tmp_path, cap
 
 
 class Stopped(BaseException):
-    """Ends a run as suddenly as a kill."""
+    """Ends a run as suddenly as a kill does."""
 
 
 def _stop(*_, **__):
@@ -315,7 +315,7 @@ def _stop(*_, **__):
 def _half(*arguments):
     encode_all(*arguments)
     for record in sorted((arguments[4] / "encoded").iterdir())[1::2]:
-        record.unlink()  # as if these were not encoded yet; their staged files are gone
+        record.unlink()  # simulate pieces that are not encoded yet: remove their staged files
     raise Stopped
 
 
@@ -329,7 +329,7 @@ STAGED, READY = ["*.list", "*.arrow"], ["fitted.json", "*.ids.npy", "*.starts.np
      (("encode_all", _half), READY), (("_publish", _stop), READY)],
 )  # fmt: skip
 def test_a_stopped_run_resumes_to_the_same_bytes(tmp_path, monkeypatch, place, kinds):
-    """Also if one of its files is damaged, for each kind of file that exists at that point."""
+    """The test also damages one file of each kind that exists when the run stops."""
     source = write_csv(tmp_path / "t.csv", table(200))
     (tmp_path / "schema.yaml").write_text(SCHEMA)
     settings = {"schema": read_schema(tmp_path / "schema.yaml"), "crosses": (),

@@ -1,4 +1,4 @@
-"""Folders that prepare and synth may remove, and limits of numbers."""
+"""Tests which folders prepare and synth may remove, and the limits of numbers."""
 
 import pytest
 

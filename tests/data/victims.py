@@ -1,4 +1,4 @@
-"""Targets of the processes in the kill tests; a separate module that the fork server can load."""
+"""Defines the processes of the kill tests, in a separate module that the fork server can load."""
 
 import json
 import os
@@ -15,7 +15,7 @@ def prepares(ready, source: Path, output: Path) -> None:
 
 
 def reads(ready, folder: Path, state_file: Path, world_size: int) -> None:
-    """Read epoch 0 on all ranks; after each step, save the state and the rows seen."""
+    """Read epoch 0 on all ranks; after each step, save the state and the processed rows."""
     manifest = load_manifest(folder)
     loaders = [
         open_loader(manifest, batch_size=500, rank=r, world_size=world_size, shuffle="rows")

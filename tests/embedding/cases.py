@@ -1,4 +1,4 @@
-"""Small embedding cases for several ranks, and the single-process results they must equal."""
+"""Defines small embedding cases for several ranks and computes their single-process results."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,7 @@ SEED = 11
 
 @dataclass(frozen=True)
 class Spec:
-    """Layout of one table as text: sbp, exchange, and optional ranks and sizes."""
+    """Describes the layout of one table as text: sbp, exchange, and optional ranks and sizes."""
 
     sbp: str
     exchange: str
@@ -48,7 +48,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Case:
-    """Tables per output, their layouts, the optimizer and the batches."""
+    """Describes tables per output, their layouts, the optimizer and the batches."""
 
     tables: dict[str, tuple[tuple[str, int, int], ...]]  # output -> (name, rows, dim)
     specs: dict[str, Spec]
@@ -91,13 +91,13 @@ class Case:
         )
 
     def batches(self) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-        """(ids [batch, features], {output: coefficient of the loss}) per step."""
+        """Return (ids [batch, features], {output: coefficient of the loss}) per step."""
         generator = torch.Generator().manual_seed(5)
         sizes = {name: rows for tables in self.tables.values() for name, rows, _ in tables}
         batches = []
         for batch in self.batch_sizes:
             columns = [
-                # squares make small ids frequent, so that batches hold duplicates
+                # squares make small ids frequent, so that batches contain duplicates
                 (torch.rand(batch, generator=generator) ** 2 * sizes[name]).int()
                 for name in self.features()
             ]
@@ -143,7 +143,7 @@ def train(world: World, case: Case) -> dict[str, Any]:
 
 
 def join_outputs(results: list[dict[str, Any]]) -> list[dict[str, np.ndarray]]:
-    """Outputs of the whole batch, per step."""
+    """Return the outputs of the whole batch, per step."""
     return [
         {name: np.concatenate([r["outputs"][step][name] for r in results]) for name in first}
         for step, first in enumerate(results[0]["outputs"])
@@ -153,7 +153,7 @@ def join_outputs(results: list[dict[str, Any]]) -> list[dict[str, np.ndarray]]:
 def join_tables(
     case: Case, results: list[dict[str, Any]]
 ) -> dict[str, tuple[np.ndarray, dict[str, np.ndarray]]]:
-    """Whole tables and state from the ranks' pieces; NaN for elements that no rank holds."""
+    """Join whole tables and state from the ranks' pieces; NaN for elements on no rank."""
     tables: dict[str, tuple[np.ndarray, dict[str, np.ndarray]]] = {}
     for out in case.outputs():
         for table in out.tables:

@@ -1,4 +1,4 @@
-"""A row store for tests: rows in a Python dict, with few slots."""
+"""Implements a row store for tests: rows in a Python dict, with few slots."""
 
 import threading
 from collections import Counter
@@ -16,7 +16,7 @@ Row = dict[str, Tensor]  # the row and its state by name
 
 @dataclass
 class DictStores:
-    """Makes stores of ``slots`` slots each, and records them in ``made``."""
+    """Makes stores of ``slots`` slots each and records them in ``made``."""
 
     slots: int
     made: list["DictStore"] = field(default_factory=list)
@@ -28,11 +28,11 @@ class DictStores:
 
 
 class DictStore:
-    """Rows of batches that are announced and not released never leave their slots.
+    """Stores rows in a dict; rows of announced, unreleased batches never leave their slots.
 
-    Of the other rows, the most recent one is evicted first: a bad policy, so that only leases keep
-    rows. ``_lock`` guards the dict and the assignment of slots, so that a ``read`` by the writer
-    thread finds each row in one of them.
+    Of the other rows, the most recently used is evicted first: a bad policy, so that only leases
+    protect rows. ``_lock`` guards the dict and the assignment of slots, so that a ``read`` by the
+    writer thread finds each row in one of them.
     """
 
     is_in_place = False
@@ -43,13 +43,13 @@ class DictStore:
         self._block = {WEIGHTS: self.kernel.weights, **self.kernel.state}
         self._initial = {
             name: torch.full(
-                one.shape[1:], 0.0 if name == WEIGHTS else request.optimizer.initial_state(name)
-            ).to(one.dtype)
-            for name, one in self._block.items()
+                tensor.shape[1:], 0.0 if name == WEIGHTS else request.optimizer.initial_state(name)
+            ).to(tensor.dtype)
+            for name, tensor in self._block.items()
         }
         self._rows: dict[int, Row] = {}
         self._slot_of: dict[int, int] = {}  # in order of use: the most recent row is last
-        # Assigned from the end of the block, so that hardly any row has its own number as slot.
+        # Assign slots from the end of the block, so that hardly any row number equals its slot.
         self._free = list(range(slots))
         self._leases: Counter[int] = Counter()
         self._announced: dict[int, Tensor] = {}
@@ -63,7 +63,7 @@ class DictStore:
 
     @property
     def memory_bytes(self) -> int:
-        row = sum(one[:1].numel() * one.itemsize for one in self._block.values())
+        row = sum(tensor[:1].numel() * tensor.itemsize for tensor in self._block.values())
         return row * (self.num_slots + self.num_rows)
 
     def announce(self, number: int, addresses: Tensor) -> None:
@@ -97,7 +97,7 @@ class DictStore:
         rows = own.rows()
         like = self.read(slice(0, 0))[WEIGHTS]
         block = like.new_zeros(rows.numel(), *like.shape[1:])
-        stored = rows[rows < self.num_rows]  # an absent address is the last one, and stays zero
+        stored = rows[rows < self.num_rows]  # an absent address is the last one; its row stays zero
         self.read(stored, {WEIGHTS: block[: stored.numel()]})
         found = self.kernel.pool(block, own.place(own.inverse()))
         assert before == list(self._slot_of)
@@ -109,8 +109,8 @@ class DictStore:
         numbers = self._numbers(rows)
         if into is None:
             into = {
-                name: one.new_empty(len(numbers), *one.shape[1:])
-                for name, one in self._block.items()
+                name: tensor.new_empty(len(numbers), *tensor.shape[1:])
+                for name, tensor in self._block.items()
             }
         with self._lock:
             for place, row in enumerate(numbers):
@@ -141,10 +141,10 @@ class DictStore:
     def _evict(self) -> int:
         row = next(row for row in reversed(self._slot_of) if not self._leases[row])
         slot = self._slot_of.pop(row)
-        self._rows[row] = {name: one[slot].clone() for name, one in self._block.items()}
-        # What is in the slot from here on is nobody's, or a lost row would go unnoticed.
-        for one in self._block.values():
-            one[slot] = float("nan")
+        self._rows[row] = {name: tensor[slot].clone() for name, tensor in self._block.items()}
+        # Overwrite the slot's content, because a lost row would otherwise go unnoticed.
+        for tensor in self._block.values():
+            tensor[slot] = float("nan")
         self.evicted += 1
         return slot
 

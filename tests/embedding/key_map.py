@@ -1,4 +1,4 @@
-"""A map from addresses of keys to rows for tests: a Python dict."""
+"""Implements a map from addresses of keys to rows for tests with a Python dict."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""Random mixes of features, tables, layouts, and optimizers, and functions to train them."""
+"""Generates random mixes of features, tables, layouts, and optimizers, and trains them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,7 @@ SEED = 5
 
 @dataclass(frozen=True)
 class Mix:
-    """A collection and its batches, all determined by the fields."""
+    """Contains a collection and its batches; the fields determine all of it."""
 
     features: tuple[FeatureConfig, ...]
     outputs: tuple[OutputConfig, ...]
@@ -43,14 +43,16 @@ class Mix:
     kernel: str = "torch"
 
     def lr_factor(self, step: int) -> float:
-        """A learning-rate schedule that goes up and down."""
+        """Return a learning-rate factor that goes up and down."""
         return (1.0, 0.5, 1.0, 0.2)[step % 4]
 
     def tables(self) -> list[TableConfig]:
         return [table for output in self.outputs for table in output.tables]
 
     def bags(self, step: int) -> dict[str, list[Bag]]:
-        """feature -> one bag per sample of the global batch; small ids are frequent."""
+        """Return one bag per sample of the global batch for each feature; small ids are
+        frequent.
+        """
         random = np.random.default_rng((self.seed, step))
         made: dict[str, list[Bag]] = {}
         for feature in self.features:
@@ -66,7 +68,9 @@ class Mix:
         return made
 
     def coefficients(self, step: int, output: OutputConfig) -> np.ndarray:
-        """[batch, width]: the coefficients of a use depend on its names, not on its position."""
+        """Return [batch, width] coefficients of an output; they depend on its names, not on its
+        position.
+        """
         if output.combine == "sum":
             return self._coefficients(step, output.name, output.width)
         uses = [(table, name) for table in output.tables for name in table.features]
@@ -81,7 +85,7 @@ class Mix:
 def as_input(
     mix: Mix, bags: dict[str, list[Bag]], mine: slice, device: torch.device | str = "cpu"
 ) -> dict[str, Any]:
-    """This rank's samples in the form that the collection accepts."""
+    """Return this rank's samples in the form that the collection accepts."""
     ids: dict[str, Any] = {}
     for feature in mix.features:
         part = bags[feature.name][mine]
@@ -125,7 +129,7 @@ def make_collection(
 
 
 def train(world: World, mix: Mix, stores: StoreFactory = device_store) -> dict[str, Any]:
-    """Outputs per step, and this rank's pieces after training."""
+    """Return outputs per step, and this rank's pieces after training."""
     collection = make_collection(world, mix, stores)
     outputs: list[dict[str, np.ndarray]] = []
 
@@ -169,7 +173,7 @@ def train(world: World, mix: Mix, stores: StoreFactory = device_store) -> dict[s
 
 
 def expected(mix: Mix) -> tuple[list[dict[str, np.ndarray]], dict[str, ReferenceTable]]:
-    """Outputs per step, and the trained tables, of the reference."""
+    """Return the reference's outputs per step and trained tables."""
     tables: dict[str, ReferenceTable] = {}
     rules = {t.name: t.optimizer or mix.optimizer for out in mix.outputs for t in out.tables}
     for table in mix.tables():

@@ -1,8 +1,8 @@
-"""A user-defined exchange: rows are requested in two hops, through a rank that merges requests.
+"""Implements a user-defined exchange: a rank in the middle merges requests, which take two hops.
 
-Ranks 2h and 2h + 1 belong to host h. A rank sends its request to the rank of its own host whose
-place there is that of the owner on its host. That rank merges the requests of both, and forwards
-them to the owners with that place on all hosts. Each id is sent with its number of lookups.
+Ranks 2h and 2h + 1 belong to host h. A rank sends its request to the rank of its own host that has
+the same place as the owner on its host. That rank merges the requests of both, and forwards them to
+the owners with that place on all hosts. Each id is sent with its number of lookups.
 ``own_exchange_group`` runs the exchange.
 """
 
@@ -18,7 +18,7 @@ HOST = 2  # ranks
 
 
 class TwoHops(Exchange):
-    """S(0) on all ranks of two or more hosts, in order."""
+    """Implements S(0) on all ranks of two or more hosts, in order."""
 
     name = "two_hops"
     runs = "tests.embedding.own_exchange_group:TwoHopGroup"
@@ -68,7 +68,8 @@ class TwoHops(Exchange):
         return (*ids, *vectors, *gradients)
 
     def home(self, facts, cut):
-        merged = min(HOST * facts.wanted, facts.touched)  # a host's, which its ranks share out
+        # a host's requests, divided among its ranks
+        merged = min(HOST * facts.wanted, facts.touched)
         far = merged / HOST * (facts.world_size - HOST) / facts.world_size
         rows = facts.wanted * (HOST - 1) / HOST + far
         return {
@@ -100,7 +101,7 @@ class TwoHops(Exchange):
 
 @contextmanager
 def two_hops() -> Iterator[Exchange]:
-    """Known inside."""
+    """Register the exchange for the duration of the ``with`` block."""
     made = TwoHops()
     register(made)
     try:

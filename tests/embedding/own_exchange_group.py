@@ -1,4 +1,4 @@
-"""Runs ``own_exchange``."""
+"""Runs the exchange of ``own_exchange``."""
 
 from dataclasses import dataclass, field
 
@@ -14,8 +14,8 @@ from tests.embedding.own_exchange import HOST
 
 @dataclass(slots=True)
 class Hop:
-    """Requested rows by rank of the group: ``keys`` [n], and the positions ``at`` of the requests
-    among them.
+    """Lists requested rows by group rank: ``keys`` [n], and the request positions ``at`` among
+    them.
     """
 
     keys: torch.Tensor
@@ -28,7 +28,7 @@ class Hop:
 
 @dataclass(slots=True, kw_only=True)
 class TwoHopInFlight(GroupInFlight):
-    """``hops`` of the batch so far, and the number of lookups that the owner received."""
+    """Stores the batch's ``hops`` so far and the number of lookups that the owner received."""
 
     wanted: Lookup
     hops: list[Hop] = field(default_factory=list)
@@ -36,7 +36,7 @@ class TwoHopInFlight(GroupInFlight):
 
 
 def make_hop(keys, counts, at, to, size) -> Hop:
-    """Distinct ``keys``, sorted by destination rank."""
+    """Return distinct ``keys``, sorted by destination rank."""
     order = torch.argsort(to, stable=True)
     place = torch.empty_like(order)
     place[order] = torch.arange(order.numel())
@@ -45,7 +45,7 @@ def make_hop(keys, counts, at, to, size) -> Hop:
 
 
 class TwoHopGroup(Group[TwoHopInFlight]):
-    """One stack, split by rows over all ranks."""
+    """Runs the exchange for one stack, split by rows over all ranks."""
 
     told = 0  # lookups received by owners, over all batches
 
@@ -127,7 +127,7 @@ class TwoHopGroup(Group[TwoHopInFlight]):
     def send_grads(self, batch, grad):
         near, _ = batch.hops
         _, sums = batch.wanted.row_gradients(grad.reshape(-1, self._stack.dim))
-        # Reorder from row order to the order of the request.
+        # Reorder the vectors from row order to request order.
         order = torch.argsort(self._owner(batch.wanted.rows()) % HOST, stable=True)
         sums = sums[order].to(self.plan.grad_comm_dtype)
         step = self.step(batch, "gradients", 0)

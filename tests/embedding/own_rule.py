@@ -1,4 +1,4 @@
-"""A user-defined sparse optimizer: momentum, scaled by one number per row."""
+"""Implements a user-defined sparse optimizer: momentum, scaled by one number per row."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -8,7 +8,9 @@ from sbpflow import RowBlock, SparseOptimizer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScaledMomentum(SparseOptimizer):
-    """velocity = momentum * velocity + gradient; a step is divided by the root of ``scale``."""
+    """Uses velocity = momentum * velocity + gradient; a step is divided by the root of
+    ``scale``.
+    """
 
     name: str = "scaled_momentum"
     momentum: float = 0.9

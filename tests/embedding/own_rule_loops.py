@@ -1,4 +1,4 @@
-"""``own_rule.ScaledMomentum`` for the numba kernel."""
+"""Implements ``own_rule.ScaledMomentum`` for the numba kernel."""
 
 import numba
 import numpy as np

@@ -1,7 +1,7 @@
-"""A slow reference for embedding training: one process, float64, row by row in NumPy, no sbpflow.
+"""Implements a slow reference for embedding training: one process, float64, row by row in NumPy.
 
-Supports all bags, sums and means, weights, and shared tables, with optimizers as defined in their
-papers and in torch. State is per logical row.
+The reference does not use sbpflow. It supports all bags, sums and means, weights, and shared
+tables, with optimizers as defined in their papers and in torch. State is per logical row.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ Bag = tuple[list[int], list[float]]  # ids and their weights
 
 @dataclass
 class ReferenceTable:
-    """One table: its values, its lookups, and its optimizer state."""
+    """Contains one table: its values, its lookups, and its optimizer state."""
 
     weights: np.ndarray
     pooling: str
@@ -27,7 +27,7 @@ class ReferenceTable:
         return total / len(ids) if self.pooling == "mean" and ids else total
 
     def gradients(self, bags: list[Bag], grads: np.ndarray) -> dict[int, np.ndarray]:
-        """Row -> summed gradient, for the rows in any bag."""
+        """Return the summed gradient of each row in any bag."""
         rows: dict[int, np.ndarray] = {}
         for (ids, weights), grad in zip(bags, grads, strict=True):
             share = 1.0 / len(ids) if self.pooling == "mean" and ids else 1.0
@@ -55,7 +55,7 @@ class ReferenceTable:
                 v[row] = b2 * v[row] + (1 - b2) * grad**2
                 scaled = np.sqrt(v[row] / (1 - b2**step)) + rule.eps
                 w = w - lr * (m[row] / (1 - b1**step)) / scaled
-            elif rule.name == "ftrl":  # with a constant learning rate
+            elif rule.name == "ftrl":  # for a constant learning rate
                 lr = rule.lr
                 start = np.full_like(self.weights, rule.initial_accumulator)
                 n = self.state.setdefault("sum", start)

@@ -1,4 +1,4 @@
-"""``scheme: auto`` prices and ranks complete plans, and runs the cheapest."""
+"""Tests that ``scheme: auto`` prices and ranks complete plans and runs the cheapest one."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -48,10 +48,10 @@ def test_curve_matches_the_exact_sum(rows, exponent):
 
 
 def _bins(counts):
-    """(rows, lookups) of rows looked up never, once, 2-3, 4-7, ... times, as in data statistics."""
+    """Return (rows, lookups) of rows with 0, 1, 2-3, 4-7, ... lookups, as in data statistics."""
     edges = [0, 1, *(2**n for n in range(1, 16)), 1 << 40]
     here = [(counts >= low) & (counts < high) for low, high in pairwise(edges)]
-    return tuple((int(one.sum()), int(counts[one].sum())) for one in here)
+    return tuple((int(mask.sum()), int(counts[mask].sum())) for mask in here)
 
 
 @pytest.mark.parametrize("exponent", [1.0, 2.0, 5.0])
@@ -68,11 +68,11 @@ def test_statistics_predict_the_rows_of_a_batch(exponent):
 
 
 def test_prices_and_measurements_use_data_statistics():
-    """Ids that repeat more cost less if rows are exchanged; the default is click data."""
+    """Ids with more repetition cost less if rows are exchanged; the default is CTR data."""
     hot, even = (IdFrequencies(bins, 1.0) for bins in ([(3, 900), (50, 100)], [(53, 1000)]))
     plans = {}
     for name, known in (("hot", hot), ("even", even), ("unknown", None)):
-        sparse = tuple(replace(one, frequencies=known) for one in FIELDS.sparse)
+        sparse = tuple(replace(field, frequencies=known) for field in FIELDS.sparse)
         fields = replace(FIELDS, sparse=sparse)
         _, plans[name] = plan_run(auto(), fields, world_size=2, device_type="cpu")
     prices = {name: next(p.ms for p in plan.priced if p.name == "all unique")
@@ -80,8 +80,8 @@ def test_prices_and_measurements_use_data_statistics():
     assert prices["hot"] < prices["even"]
     assert plans["unknown"].skew == {}
     assert plans["hot"].skew["deep.C3"] > plans["even"].skew["deep.C3"] >= 1.0
-    sparse = tuple(replace(one, ragged=True, hotness=9, frequencies=replace(hot, per_sample=0.5))
-                   for one in FIELDS.sparse)  # fmt: skip
+    sparse = tuple(replace(field, ragged=True, hotness=9, frequencies=replace(hot, per_sample=0.5))
+                   for field in FIELDS.sparse)  # fmt: skip
     ragged = replace(FIELDS, sparse=sparse)
     _, plan = plan_run(auto(), ragged, world_size=2, device_type="cpu")
     assert next(p.ms for p in plan.priced if p.name == "all unique") < prices["hot"]
@@ -111,17 +111,17 @@ def test_several_hosts_are_priced_by_the_slower_link(exchange):
     usual = price_plan(plan, 4096, one)
     assert price_plan(plan, 4096, replace(one, network_link=slow)) == usual
     assert price_plan(plan, 4096, apart) == usual
-    # The link within a host is the slower one here.
+    # In this test, the link within a host is slower than the link between hosts.
     assert price_plan(plan, 4096, replace(apart, network_link=fast)) == usual
-    found = price_plan(plan, 4096, replace(apart, network_link=slow))
-    assert found == price_plan(plan, 4096, replace(one, host_link=slow))
-    assert found.transfer_ms > usual.transfer_ms + 7
-    assert (found.work_ms, found.sent_bytes) == (usual.work_ms, usual.sent_bytes)
+    price = price_plan(plan, 4096, replace(apart, network_link=slow))
+    assert price == price_plan(plan, 4096, replace(one, host_link=slow))
+    assert price.transfer_ms > usual.transfer_ms + 7
+    assert (price.work_ms, price.sent_bytes) == (usual.work_ms, usual.sent_bytes)
 
 
 @pytest.mark.parametrize("exchange", ["unique", "reduce"])
 def test_price_is_that_of_the_largest_shard(exchange):
-    """Shards of equal size are priced once; the largest decides, wherever it is."""
+    """Shards of equal size are priced once; the largest shard determines the price on any rank."""
     cuts = [(14, 14, 13), (39, 1, 1), (1, 1, 39)]
     rest = {name: Spec("B", "local") for name in "bcd"}
     even, *others = (
@@ -142,15 +142,15 @@ def test_equal_rules_are_planned_once_under_their_own_names():
         asked.append(rules)
         return case.plan(2)
 
-    found = rank_candidates(
+    ranked = rank_candidates(
         {"b": {"a": rule}, "other": {"a": TableRule(sbp="B")}, "a": {"a": rule}},
         plan,
         batch_size=64,
         topology=Topology.one_host(2),
     )
-    assert [one.name for one in found] == ["b", "other", "a"]
+    assert [one.name for one in ranked] == ["b", "other", "a"]
     assert len(asked) == 2
-    assert found[0].plan is found[2].plan
+    assert ranked[0].plan is ranked[2].plan
 
 
 def test_candidates_place_every_table():
@@ -158,22 +158,28 @@ def test_candidates_place_every_table():
         TableConfig(name=f"t[{n}]", features=("f",), num_rows=rows, dim=dim)
         for n, (rows, dim) in enumerate([(10, 8), (10, 1), (900, 8), (90_000, 8), (80_000, 1)])
     ]
-    found = candidates(tables, [FeatureConfig(name="f", hotness=3)], 4, 128)
-    assert all(len(rules) == len(tables) for rules in found.values())
+    planned_candidates = candidates(tables, [FeatureConfig(name="f", hotness=3)], 4, 128)
+    assert all(len(rules) == len(tables) for rules in planned_candidates.values())
     alike = {"all B", "all unique", "all reduce", "all whole", "all S(1)", "all S(1), unique"}
-    assert alike < set(found)
-    assert any(name.startswith("B up to 16 rows, else") for name in found)
-    whole = found["all whole"]
+    assert alike < set(planned_candidates)
+    assert any(name.startswith("B up to 16 rows, else") for name in planned_candidates)
+    whole = planned_candidates["all whole"]
     # The four heaviest tables are on different ranks.
     assert len({rule.ranks for rule in whole.values()}) == 4
-    assert [rule.sbp for rule in found["all S(1)"].values()] == ["S(1)", "B", "S(1)", "S(1)", "B"]
+    assert [rule.sbp for rule in planned_candidates["all S(1)"].values()] == [
+        "S(1)",
+        "B",
+        "S(1)",
+        "S(1)",
+        "B",
+    ]
     assert list(candidates(tables, [FeatureConfig(name="f")], 1, 128)) == ["all B"]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_run_uses_the_cheapest_plan_and_reports_the_others(world_size):
     _, plan = plan_run(auto(), FIELDS, world_size=world_size, device_type="cpu")
-    prices = [one.ms for one in plan.priced]
+    prices = [candidate.ms for candidate in plan.priced]
     assert prices == sorted(prices)
     assert plan.priced[0].ms == price_plan(plan.embeddings, plan.batch_size).ms
     assert {layout.key for layout in plan.layouts.values()} == {"parallel.scheme auto"}

@@ -1,4 +1,4 @@
-"""All-to-alls between hosts use messages between pairs of ranks and give equal bits."""
+"""Tests that all-to-alls between hosts use pairwise messages and give the same bits."""
 
 from unittest import mock
 
@@ -17,7 +17,7 @@ from sbpflow.sbp.placement import Placement
 from tests.embedding.mixes import train
 from tests.embedding.test_mixes import EXCHANGES, RULES, mix_of
 
-CONVERSIONS = [  # on 3 ranks, of [7, 5]: even and uneven, with and without a part that stays
+CONVERSIONS = [  # 3 ranks have sizes of [7, 5]: even and uneven, with and without a part that stays
     ("S(0)", "S(1)"),
     ("S(1)", "S(0)"),
     ("S(0)[0, 7, 0]", "S(1)[5, 0, 0]"),
@@ -27,7 +27,7 @@ CONVERSIONS = [  # on 3 ranks, of [7, 5]: even and uneven, with and without a pa
 
 
 def _between_hosts(world: World, fn, *args):
-    """The result of ``fn`` as if every rank had its own host, and the number of messages."""
+    """Return the result of ``fn`` as if every rank had its own host, and the number of messages."""
     count = mock.Mock(side_effect=dist.batch_isend_irecv)
     usual, world.topology = world.topology, Topology(hosts=tuple((n,) for n in range(world.size)))
     try:
@@ -67,7 +67,7 @@ def test_conversions_give_equal_parts(ranks, dtype):
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_tables_train_to_equal_bits(ranks, exchange):
-    """Ids, lists of unequal lengths, single rows, and their gradients."""
+    """The transfers are ids, lists of unequal lengths, single rows, and their gradients."""
     mix = mix_of(exchange, 8, RULES[2], dtype=torch.float32)
     usual = ranks(2, train, mix)
     for one, (other, sent) in zip(usual, ranks(2, _between_hosts, train, mix), strict=True):
@@ -80,7 +80,9 @@ def test_tables_train_to_equal_bits(ranks, exchange):
 
 
 def _sized_differently(world: World) -> list[float]:
-    """What rank 1 receives in the second of three transfers; rank 0 skipped the first."""
+    """Return rank 1's data from the second of three transfers; rank 0 skipped the first
+    transfer.
+    """
     group = world.group([0, 1], "sized differently")
     into = torch.full((3, 2), -1.0)
     under_way = []
@@ -95,5 +97,5 @@ def _sized_differently(world: World) -> list[float]:
 
 
 def test_transfer_does_not_receive_messages_of_the_next(ranks):
-    """Disagreement on a size is an error; it must not deliver another transfer's rows."""
+    """Disagreement on a size is an error and must not deliver another transfer's rows."""
     assert ranks(2, _sized_differently)[1] == [1.0, 1.0]

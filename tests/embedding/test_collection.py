@@ -1,4 +1,4 @@
-"""The collection and its optimizers, used through the public API."""
+"""Tests the collection and its optimizers through the public API."""
 
 from ast import literal_eval
 
@@ -34,7 +34,7 @@ def forward_twice(world: World) -> None:
 
     first = forward()
     first.sum().backward()
-    forward(training=False)  # an evaluation between the two does not lose anything
+    forward(training=False)  # an evaluation between the two steps does not lose anything
     with pytest.raises(
         SbpError,
         match=r"apply_gradients\(step\).*start_id_exchange.*receive_grads.*update\(step\)",

@@ -1,6 +1,7 @@
-"""Any layout on 1 to 4 ranks equals the reference written without sbpflow, in float64.
+"""Tests that any layout on 1 to 4 ranks equals the float64 reference written without sbpflow.
 
-Tolerance: float64 sums in another order; with tables of 1e-1 and three steps, below 1e-12.
+The tolerance covers float64 sums in another order: with tables of 1e-1 and three steps, errors stay
+below 1e-12.
 """
 
 from dataclasses import replace
@@ -45,7 +46,7 @@ def make_case(wide: str, deep: str, optimizer: str, **changes: Spec) -> Case:
 
 
 def reference(case: Case) -> tuple[list[dict[str, np.ndarray]], ReferenceWdl]:
-    """Outputs per step, and the trained reference."""
+    """Return the outputs per step, and the trained reference."""
     tables: dict[str, tuple[int, torch.Tensor]] = {}
     for out in case.outputs():
         for table in out.tables:
@@ -236,7 +237,7 @@ def test_state_per_shard_updates_every_shard_independently(ranks, name, kernel):
     (found,) = (weights for weights, _ in join_tables(case, results).values())
     atol = 1e-12 if kernel == "torch" else 2e-5
     np.testing.assert_allclose(found, torch.cat(shards, 1).numpy(), rtol=0, atol=atol)
-    # Results differ from one state per logical row, unless one shard has all columns.
+    # Results differ from one state per logical row unless one shard has all columns.
     _, logical = reference(replace(case, optimizer=replace(PER_SHARD, row_state="logical")))
     apart = np.abs(found - logical.deep["t"][1].numpy()).max()
     assert (apart > 1e-3) == (16 not in widths)

@@ -1,4 +1,6 @@
-"""The fixed-size form of a store, whose ops do not depend on addresses, equals the plain form."""
+"""Tests that the fixed-size form of a store, whose ops are independent of addresses, equals the
+plain form.
+"""
 
 import pytest
 import torch
@@ -34,7 +36,7 @@ def storages(name: str) -> list[TorchStorage]:
 
 @st.composite
 def batches(draw):
-    """(addresses, which of them are on this rank, offsets or None, weights or None)."""
+    """Return (addresses, which of them are on this rank, offsets or None, weights or None)."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     count = draw(st.integers(0, 60))
     addresses = (torch.rand(count, generator=generator) ** 2 * ROWS).long()
@@ -49,7 +51,9 @@ def batches(draw):
 
 
 def both_lookups(addresses, here, offsets, weights) -> list[Lookup]:
-    """A lookup of the local rows only, and one of all rows with ``absent`` for the others."""
+    """Return a lookup of only the local rows, and one of all rows with ``absent`` for the
+    others.
+    """
     ends = torch.cat([torch.zeros(1, dtype=torch.int64), here.cumsum(0)])
     kept = ends if offsets is None else ends[offsets]
     left_out = Lookup(addresses[here], kept, None if weights is None else weights[here])

@@ -1,4 +1,4 @@
-"""Ids passed by callers: validation and error messages, and replacement of out-of-range ids."""
+"""Tests ids passed by callers: validation, error messages, and replacement of out-of-range ids."""
 
 import pytest
 import torch
@@ -212,7 +212,7 @@ def test_hashed_ids_spread_over_the_table():
     plan = make_plan("hash", features=FEATURES[:1])
     ids = torch.arange(10, 10_010).unsqueeze(1)
     counts = torch.bincount(reader(plan).read(ids).matrix[:, 0].long(), minlength=10)
-    # 10,000 over 10 rows: five standard deviations of 30
+    # 10,000 ids over 10 rows; the limit is five standard deviations of 30
     assert (counts - 1000).abs().max() < 150
 
 
@@ -273,7 +273,7 @@ BOUNDS = IdBounds(columns=(10, 20, 20), lists=(30, 40), lengths=(3, 2))
 
 
 def as_batch(bounds=BOUNDS):
-    """The ids of ``good`` as a loader delivers them."""
+    """Return the ids of ``good`` as a loader delivers them."""
     return BatchIds(
         torch.tensor([[1, 3, 4], [2, 5, 6]], dtype=torch.int32),
         Lists(
@@ -332,7 +332,7 @@ def test_lists_of_unused_features_are_dropped():
 
 
 def test_matrix_features_of_a_ragged_table_become_lists():
-    """Features a and c share a table, which is looked up by lists."""
+    """Features a and c share a table with lookups by lists."""
     layout = TableLayout(layout=Layout(Placement.line("cpu", 2), (Split(0),)), exchange="unique")
     features = FEATURES[:1] + FEATURES[2:3]
     table = TableConfig(name="t", features=("a", "c"), num_rows=30, dim=4)

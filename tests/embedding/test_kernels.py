@@ -1,4 +1,4 @@
-"""All kernels give equal values, weights, and state after several updates."""
+"""Tests that all kernels give equal values, weights, and state after several updates."""
 
 import logging
 import time
@@ -51,7 +51,7 @@ def storage_of(kernel: str, rule: SparseOptimizer, width: int = 8, **options) ->
 
 
 def lookups(dtype: torch.dtype):
-    """Lookups of rows 0 to 39, single and in bags, with and without weights, each twice."""
+    """Return lookups of rows 0 to 39, single and in bags, with and without weights, each twice."""
     for step in range(9):
         addresses = torch.randint(0, 40, (30,), dtype=torch.int32 if step > 5 else torch.int64)
         offsets = torch.tensor([0, 0, 7, 8, 30, 30]) if step % 2 else None
@@ -73,15 +73,15 @@ def test_kernels_match_torch(kernel, rule):
     for step, uses in lookups(torch.float32):
         one, two = Lookup(*uses), Lookup(*uses)
         lr = 0.1 * 0.9**step
-        found = plain.lookup(one)
-        torch.testing.assert_close(found, fused.lookup(two, lr), rtol=0, atol=1e-5)
-        torch.testing.assert_close(found, fused.lookup(two), rtol=0, atol=1e-5)
+        vectors = plain.lookup(one)
+        torch.testing.assert_close(vectors, fused.lookup(two, lr), rtol=0, atol=1e-5)
+        torch.testing.assert_close(vectors, fused.lookup(two), rtol=0, atol=1e-5)
         grads = torch.randn(one.num_bags, 8)
         if step == 4:  # an update without a lookup, as for rows that other ranks looked up
             two = Lookup(*uses)
         plain.update(one, grads, lr, step + 1)
         fused.update(two, grads, lr, step + 1)
-    # nine float32 updates of rows up to 4: rounding errors of a few 1e-7 each
+    # nine float32 updates of rows up to 4 have rounding errors of a few 1e-7 each
     torch.testing.assert_close(plain.weights, fused.weights, rtol=1e-5, atol=1e-5)
     assert plain.state.keys() == fused.state.keys()
     for name, value in plain.state.items():
@@ -94,8 +94,8 @@ def test_kernels_match_torch(kernel, rule):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("rule", ALL_RULES, ids=str)
 def test_compiled_updates_match_torch(rule, dtype, width):
-    """Bit-equal unless a root is taken: torch's roots can be off by one unit in the last place, as
-    can its weighted sums in float64.
+    """Updates are bit-equal except for roots and float64 weighted sums, because torch's results can
+    be off by one unit in the last place.
     """
     pytest.importorskip("numba")
     torch.manual_seed(0)
@@ -106,16 +106,16 @@ def test_compiled_updates_match_torch(rule, dtype, width):
     exact = rule.name == "sgd" and dtype == torch.float32
     tolerance = 0.0 if exact else 20 * torch.finfo(dtype).eps
     for step, uses in lookups(dtype):
-        one = Lookup(*uses)
-        grads = torch.randn(one.num_bags, width, dtype=dtype)
-        sums = one.row_gradients(grads)
+        lookup_request = Lookup(*uses)
+        grads = torch.randn(lookup_request.num_bags, width, dtype=dtype)
+        sums = lookup_request.row_gradients(grads)
         indexed = compiled._indexed(Lookup(*uses))
-        for found, want in zip(indexed.row_gradients(grads), sums, strict=True):
+        for row_gradient, want in zip(indexed.row_gradients(grads), sums, strict=True):
             if dtype == torch.float32 or uses[2] is None:
-                assert torch.equal(found, want)
-            torch.testing.assert_close(found, want, rtol=tolerance, atol=tolerance)
-        assert torch.equal(indexed.inverse(), one.inverse().int())
-        plain.update(one, grads, 0.1, step + 1)
+                assert torch.equal(row_gradient, want)
+            torch.testing.assert_close(row_gradient, want, rtol=tolerance, atol=tolerance)
+        assert torch.equal(indexed.inverse(), lookup_request.inverse().int())
+        plain.update(lookup_request, grads, 0.1, step + 1)
         compiled.update(Lookup(*uses), grads, 0.1, step + 1)
         torch.testing.assert_close(compiled.weights, plain.weights, rtol=tolerance, atol=tolerance)
         for name, value in plain.state.items():
@@ -170,7 +170,7 @@ def test_compiled_half_precision_reads_equal_torch(row_dtype, width):
         torch.randn(50, width, generator=generator) * 10.0 ** torch.arange(-9, 1).repeat(5)[:, None]
     )
     bits = {"every": every.to(torch.int16), "finite": finite.to(row_dtype).view(torch.int16)}
-    for name, values in bits.items():  # single rows of arbitrary bits, sums of finite ones
+    for name, values in bits.items():  # single rows have arbitrary bits; sums use finite rows
         for storage in (plain, compiled):
             storage.weights.view(torch.int16).copy_(values)
         batches = [uses for _, uses in lookups(torch.float32)]

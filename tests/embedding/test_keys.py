@@ -1,4 +1,4 @@
-"""``by_key`` tables: addresses, owners, valid ids, and the keyed store."""
+"""Tests ``by_key`` tables: addresses, owners, valid ids, and the keyed store."""
 
 import threading
 from dataclasses import replace
@@ -41,9 +41,9 @@ TABLE = TableConfig(name="t", features=("f",), num_rows=100, dim=4, by_key=True)
 
 
 def plan_of(table, spec, size, *, features=None, others=(), **more):
-    """A plan of ``table`` with the layout of ``spec``, and of other tables in S(0)."""
+    """Return a plan with ``table`` in the layout of ``spec``, and other tables in S(0)."""
     tables = (table, *others)
-    layouts = {one.name: Spec("S(0)", "reduce").layout(size) for one in others}
+    layouts = {other.name: Spec("S(0)", "reduce").layout(size) for other in others}
     return plan_embeddings(
         [OutputConfig(name="deep", tables=tables)],
         layouts | {table.name: spec.layout(size)},
@@ -99,7 +99,7 @@ def test_ranges_of_ranks_cover_every_address_once(num_rows):
         assert all(one[1] + 1 == other[0] for one, other in pairwise(spans))
         fair = 2**64 / size
         assert all(abs(last + 1 - first - fair) <= 2**64 / num_rows for first, last in spans)
-        # Ranges nest: the ranges of the parts make up that of the whole.
+        # Ranges nest: the ranges of the parts make up the range of the whole.
         for start, stop in pairwise(ends):
             middle = (start + stop) // 2
             halves = KEYS.span(start, middle, num_rows), KEYS.span(middle, stop, num_rows)
@@ -182,9 +182,9 @@ def test_keys_in_lists_are_unchanged():
     for policy in ("error", "clamp", "hash"):
         plan = plan_of(TABLE, Spec("S(0)", "unique"), 2, features=features, out_of_range=policy)
         bags = Bags(EXTREME, torch.tensor([0, 4, 4, 7, 9]))
-        found = IdReader(plan, 0, CPU).read({"f": bags})
-        assert found.lists is not None
-        assert torch.equal(found.lists.values, EXTREME)
+        batch_ids = IdReader(plan, 0, CPU).read({"f": bags})
+        assert batch_ids.lists is not None
+        assert torch.equal(batch_ids.lists.values, EXTREME)
 
 
 def test_ids_shared_by_keys_and_rows_cannot_be_replaced():
@@ -283,7 +283,7 @@ def trained_on(collection, keys, step=1):
 
 
 def initial_of(collection, keys):
-    """The values that an evaluation reads for untrained keys."""
+    """Return the values that an evaluation reads for untrained keys."""
     return collection.forward(keys.unsqueeze(1), keys.numel(), training=False)["deep"]
 
 
@@ -334,7 +334,7 @@ def test_store_has_the_keys_of_trained_batches(ranks):
 
 
 def begun_save(world, folder):
-    """The writer thread alone sorts the keys, while training continues."""
+    """Start a save in which only the writer thread sorts the keys, while training continues."""
     collection, _ = collected(world, keyed_mix(num_rows=300))
     keys = torch.cat([EXTREME, keys_of(torch.arange(100) * 2**50)])
     for part in keys.flip(0).split(20):
@@ -355,9 +355,9 @@ def begun_save(world, folder):
     saver.wait()
     assert threading.current_thread() not in sorting
     saved = open_checkpoint(folder / "step-1")
-    found = saved.tensor("tables/t/keys")
-    assert torch.equal(mix(found), mix(keys).unique())
-    place = torch.searchsorted(mix(found), mix(keys))
+    saved_keys = saved.tensor("tables/t/keys")
+    assert torch.equal(mix(saved_keys), mix(keys).unique())
+    place = torch.searchsorted(mix(saved_keys), mix(keys))
     assert torch.equal(saved.tensor("tables/t")[place], before)
     assert not torch.equal(initial_of(collection, keys), before)
 
@@ -376,7 +376,7 @@ def logged(world, folder):
     assert not torch.equal(before[WEIGHTS], store.read(slice(0, 30))[WEIGHTS])
     log, spill = RowLog(rows.store, torch.ones(30, dtype=torch.bool), 4, rows), SpillFile(folder)
     for number in range(8):
-        some = torch.arange(40)[7 - number :: 8]  # including rows that did not exist before
+        some = torch.arange(40)[7 - number :: 8]  # the log includes rows that did not exist before
         log.before_update(some)
         store.write(some, {WEIGHTS: torch.full((some.numel(), 4), number + 1.0)})
         found = log.read(number, spill)
@@ -396,7 +396,7 @@ def full(world):
     full = collection.start_id_exchange(EXTREME[3:].unsqueeze(1), 6, training=True)
     collection.receive_ids(fine)
     collection.receive_ids(full)
-    collection.lookup(fine)  # the preceding batch is not affected
+    collection.lookup(fine)  # the previous batch is not affected
     key = keys_of(mix(EXTREME[4:]).sort().values[1:2])
     with pytest.raises(DataError, match=f"table t: no row is free for key {int(key)}: all 5 rows"):
         collection.lookup(full)
@@ -435,7 +435,7 @@ def test_optimizer_state_named_keys_is_rejected(ranks):
 
 
 def exchanged_mix(size, spec, combine) -> Mix:
-    """``by_key`` tables with single ids and with weighted lists, and a table of row numbers."""
+    """Return ``by_key`` tables with single ids and weighted lists, and a table of row numbers."""
     tables = (
         replace(TABLE, num_rows=150),
         replace(TABLE, name="u", features=("f", "g"), num_rows=150, pooling="mean"),
@@ -456,7 +456,7 @@ def exchanged_mix(size, spec, combine) -> Mix:
 
 
 def outputs_of(world, mix):
-    return [one["deep"] for one in train(world, mix, KeyedStores())["outputs"]]
+    return [step["deep"] for step in train(world, mix, KeyedStores())["outputs"]]
 
 
 @pytest.mark.parametrize("combine", ["concat", "sum"])
@@ -469,8 +469,8 @@ def test_every_exchange_equals_one_rank(ranks, combine):
         Spec("S(0)", "columns", ranks=(1,)),
         Spec("B", "columns", ranks=(0,)),
     ):
-        found = ranks(2, outputs_of, exchanged_mix(2, spec, combine))
-        for one, *parts in zip(alone, *found, strict=True):
+        results = ranks(2, outputs_of, exchanged_mix(2, spec, combine))
+        for one, *parts in zip(alone, *results, strict=True):
             assert np.allclose(np.concatenate(parts), one, rtol=0, atol=1e-12), spec
 
 

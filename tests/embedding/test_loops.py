@@ -1,4 +1,4 @@
-"""Compiled loops over lists of ids give the same results as torch."""
+"""Tests that compiled loops over lists of ids give the same results as torch."""
 
 from functools import partial
 
@@ -30,7 +30,7 @@ FEATURES = (
 def make_plan(size, exchange, *, weighted=True, pooling="sum", policy="error"):
     features = [f if weighted else FeatureConfig(name=f.name, hotness=f.hotness, ragged=True)
                 for f in FEATURES]  # fmt: skip
-    # Lists and a matrix in one table: the ids of b become lists of two.
+    # One table has lists and a matrix: the ids of b become lists of two ids.
     tables = [
         TableConfig(name="t.a", features=("a", "b"), num_rows=ROWS[0], dim=4, pooling=pooling),
         TableConfig(name="t.c", features=("c",), num_rows=ROWS[1], dim=4, pooling=pooling),
@@ -68,7 +68,7 @@ def make_ids(plan, seed, *, high=5):
 
 
 def without_loops(monkeypatch, make):
-    """The result of ``make`` without numba."""
+    """Return the result of ``make`` without numba."""
     with monkeypatch.context() as patch:
         for module in (addresses, reader):
             patch.setattr(module, "find_loops", lambda _: None)
@@ -105,7 +105,7 @@ def test_compiled_lists_equal_torch(monkeypatch, weighted):
     plan = make_plan(2, "unique", weighted=weighted)
     ids = make_ids(plan, 1)
     fast = IdReader(plan, 0, CPU)
-    monkeypatch.setattr(fast, "_checked", None)  # only the slow path uses it
+    monkeypatch.setattr(fast, "_checked", None)  # only the slow path uses this function
     slow = without_loops(monkeypatch, lambda: IdReader(plan, 0, CPU))
     one, other = fast.read(ids).lists, slow.read(ids).lists
     assert torch.equal(one.lengths, other.lengths)

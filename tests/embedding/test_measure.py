@@ -1,4 +1,4 @@
-"""Kernels chosen by measurement: the band, the cache, and one choice for all ranks."""
+"""Tests kernels chosen by measurement: the band, the cache, and one choice for all ranks."""
 
 import json
 from importlib.util import find_spec
@@ -41,7 +41,8 @@ def shape_of(**changes) -> StackShape:
 @pytest.mark.parametrize(
     ("times", "name"),
     [
-        ({"torch": 1.0, "numba": 1.05}, "numba"),  # within the band of the unmeasured choice
+        # the times are within the band of the unmeasured choice
+        ({"torch": 1.0, "numba": 1.05}, "numba"),
         ({"torch": 1.0, "numba": 1.06}, "torch"),
         ({"torch": 1.0, "fbgemm": 0.9}, "fbgemm"),
         ({"torch": 2.0, "numba": 1.0, "fbgemm": 0.99}, "numba"),
@@ -79,7 +80,7 @@ def test_profile_stores_times_by_shape_with_their_origin(tmp_path):
     assert Profile(path).find(other) == {"torch": 2.5, "numba": 1.0}
     assert Profile(path).find(shape_of(width=5)) is None
     assert all(entry["taken"] and "cpu" in entry for entry in json.loads(path.read_text()).values())
-    path.write_text("{ half")  # corrupt, or from another program: measured again
+    path.write_text("{ half")  # a corrupt or foreign file is measured again
     assert Profile(path).find(one) is None
     Profile(path).keep(one, {"torch": 3.5})
     assert Profile(path).find(one) == {"torch": 3.5}
@@ -99,7 +100,7 @@ def test_unwritable_cache_logs_a_warning(tmp_path, caplog):
 
 
 def choose(world: World, folder: Path) -> tuple[dict[str, tuple[str, str]], int]:
-    """Kernel name and reason by table, and the number of measurements on this rank."""
+    """Return kernel name and reason by table, and the number of measurements on this rank."""
     config = make_config("3", "rowwise_adagrad", dtype="float32", dim=8, kernel="auto")
     _, plan = plan_run(config, FIELDS, world_size=world.size, device_type="cpu")
     calls = []

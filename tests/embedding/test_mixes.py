@@ -1,7 +1,7 @@
-"""Random mixes of everything that the engine supports equal a reference written without it.
+"""Tests that random mixes of all engine features equal a reference written without sbpflow.
 
-Float64 sums in another order stay within 1e-10 over 20 steps; float32 bounds are given where they
-are used.
+Float64 sums in another order stay within 1e-10 over 20 steps; float32 bounds are stated at their
+use.
 """
 
 from collections import Counter
@@ -163,7 +163,7 @@ UNIQUE_COLUMNS = "unique S(1)"
 
 
 def mix_of(exchange: str, dim: int, rule: SparseOptimizer, **changes) -> Mix:
-    """All kinds of features, in tables of one layout on two ranks."""
+    """Return all kinds of features, in tables of one layout on two ranks."""
     tables = tuple(
         TableConfig(name=f"deep.{n}", features=names, num_rows=rows, dim=dim, pooling=pooling)
         for n, (names, rows, pooling) in enumerate(
@@ -184,7 +184,7 @@ def mix_of(exchange: str, dim: int, rule: SparseOptimizer, **changes) -> Mix:
 EXCHANGES = ["local", "columns", "reduce", "unique", UNIQUE_COLUMNS]
 
 
-# Optimizers with equal results in FBGEMM, except where ranks share the state of a row.
+# These optimizers have equal results in FBGEMM, except where ranks share the state of a row.
 FBGEMM_RULES = [sparse_optimizer("sgd", lr=0.1), RULES[1], RULES[2]]
 FBGEMM_CASES = [
     (exchange, rule)
@@ -198,9 +198,9 @@ FBGEMM_CASES = [
     ("exchange", "rule"), FBGEMM_CASES, ids=lambda value: getattr(value, "name", value)
 )
 def test_fbgemm_equals_the_reference(ranks, exchange, rule):
-    # Weights near 0.05, steps near 0.1: float32 rounds each of 20 steps by about 1e-8; Adagrad's
-    # first steps divide small gradients by their own size and may lose three digits more. Its sums
-    # of squares come to some 100 and are right to 1e-6 of that.
+    # Weights are near 0.05 and steps near 0.1: float32 rounds each of 20 steps by about 1e-8.
+    # Adagrad's first steps divide small gradients by their own size and may lose three more digits.
+    # Its sums of squares reach about 100 and are accurate to 1e-6 of that value.
     pytest.importorskip("fbgemm_gpu")
     mix = mix_of(exchange, 8, rule, dtype=torch.float32, kernel="fbgemm")
     check(ranks, mix, 2e-5, rtol=1e-6)
@@ -211,7 +211,7 @@ def test_fbgemm_equals_the_reference(ranks, exchange, rule):
 )
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_vectors_in_half_precision_stay_close(ranks, exchange, comm_dtype, tolerance):
-    # 8 bits of gradients up to 4 (bf16 in both cases), at rates up to 0.1, over 20 steps.
+    # Gradients up to 4 have 8 bits (bf16 in both cases), with rates up to 0.1, over 20 steps.
     mix = mix_of(exchange, 8, sparse_optimizer("sgd", lr=0.1), comm_dtype=comm_dtype)
     check(ranks, mix, tolerance)
 
@@ -219,8 +219,8 @@ def test_vectors_in_half_precision_stay_close(ranks, exchange, comm_dtype, toler
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 5e-2), (torch.float16, 6e-3)])
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_rows_in_half_precision_stay_close(ranks, exchange, dtype, tolerance):
-    # Values come to 1.2, where bf16 has steps of 2^-7: 20 roundings at random add up to five times
-    # the standard deviation of one, 0.0023; this is four of the sum's.
+    # Values reach 1.2; there, bf16 has steps of 2^-7. The sum of 20 random roundings has up to five
+    # times the standard deviation of one rounding (0.0023); the bound is four times the sum's.
     mix = mix_of(exchange, 8, sparse_optimizer("sgd", lr=0.1), row_dtype=dtype)
     check(ranks, mix, tolerance)
 
@@ -234,7 +234,8 @@ def test_overlap_and_table_order_do_not_change_results(ranks, exchange, kernel):
     others = [
         replace(mix, overlap=False),
         replace(mix, outputs=(replace(output, tables=output.tables[::-1]),)),
-        # Tables that share a feature stay together, because the smaller one limits the ids drawn.
+        # Tables that share a feature stay together, because the smaller table limits the sampled
+        # ids.
         *(
             replace(mix, outputs=(replace(output, tables=tables),))
             for tables in (output.tables[:2], output.tables[1:2], output.tables[2:])
@@ -256,7 +257,7 @@ def pieces_of(run) -> dict:
 
 
 def bytes_of(world, mix: Mix) -> dict[str, int]:
-    """The transfers of this rank by step, over all batches."""
+    """Return this rank's transfers by step, over all batches."""
     world.log.clear()
     world.log.enabled = True
     train(world, mix)
@@ -271,7 +272,7 @@ def test_unique_sends_each_unique_row_once_each_way(ranks, exchange):
     mix = mix_of(exchange, 8, RULES[2], dtype=torch.float32)
     sent = ranks(2, bytes_of, mix)
     by_rows = exchange == "unique"
-    rows = 0  # rows that a rank requests and the other rank owns, or has columns of
+    rows = 0  # rows that a rank requests and the other rank owns or has columns of
     for step, size in enumerate(mix.batch_sizes):
         bags = mix.bags(step)
         for rank in range(2):
@@ -283,7 +284,8 @@ def test_unique_sends_each_unique_row_once_each_way(ranks, exchange):
                     for ids, _ in bags[feature][low:high]
                     for row in ids
                 }
-                first = (table.num_rows + 1) // 2  # balanced: rank 0 owns the rows below
+                # balanced: rank 0 owns the rows below this number
+                first = (table.num_rows + 1) // 2
                 rows += sum(not by_rows or (row < first) != (rank == 0) for row in named)
     assert rows > 0
     width = 8 if by_rows else 4
@@ -322,7 +324,7 @@ def test_reference_keeps_fractions_of_integer_initial_state(name):
 
 
 def small_gradient(world, exchange: str, comm_dtype: torch.dtype | None) -> float:
-    """How far Adagrad's first step moves a row whose gradient underflows in fp16."""
+    """Return how far Adagrad's first step moves a row whose gradient underflows in fp16."""
     mix = mix_of(exchange, 8, sparse_optimizer("rowwise_adagrad", lr=0.1, eps=1e-12))
     mix = replace(mix, dtype=torch.float32, comm_dtype=comm_dtype, batch_sizes=(2,))
     collection = make_collection(world, mix)
@@ -400,7 +402,9 @@ class Watched(DeviceStore):
 
 
 def watch(world, mix: Mix) -> list[tuple[int, int, dict[int, list[str]]]]:
-    """(rows leased at the end, most rows leased, calls by batch) of this rank's stores."""
+    """Return (rows leased at the end, maximum of leased rows, calls by batch) of this rank's
+    stores.
+    """
     watched: list[Watched] = []
 
     def make(request) -> Watched:
@@ -415,9 +419,9 @@ def watch(world, mix: Mix) -> list[tuple[int, int, dict[int, list[str]]]]:
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_rows_are_leased_from_announcement_to_release(ranks, exchange, accumulate):
-    for found in ranks(2, watch, mix_of(exchange, 8, RULES[0], accumulate=accumulate)):
-        assert found
-        for held, most, calls in found:
+    for result in ranks(2, watch, mix_of(exchange, 8, RULES[0], accumulate=accumulate)):
+        assert result
+        for held, most, calls in result:
             assert held == 0
             assert most > 0
             assert list(calls) == list(range(1, len(calls) + 1))

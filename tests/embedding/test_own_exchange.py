@@ -1,4 +1,6 @@
-"""An exchange in two files trains and is explained, logged, measured, priced, and planned."""
+"""Tests that an exchange in two files trains and is explained, logged, measured, priced, and
+planned.
+"""
 
 import ast
 from dataclasses import replace
@@ -70,12 +72,12 @@ def test_own_exchange_equals_the_reference_on_four_ranks(ranks, optimizer):
                 np.testing.assert_allclose(step[name], value, rtol=0, atol=1e-12)
         for name, (weights, _) in join_tables(case, results).items():
             np.testing.assert_allclose(weights, model.deep[name][1].numpy(), rtol=0, atol=1e-12)
-    # Three deep tables are looked up once per sample, and owners received all lookups.
-    assert sum(one["told"] for one in results) == 3 * sum(case.batch_sizes)
-    for one in results:
-        rank, logged = one["rank"], dict(one["groups"])
-        assert [name for name in dict.fromkeys(n for n, _ in one["groups"]) if "two_hops" in name] \
-            == STAGES  # fmt: skip
+    # Three deep tables have one lookup per sample, and the owners received all lookups.
+    assert sum(result["told"] for result in results) == 3 * sum(case.batch_sizes)
+    for result in results:
+        rank, logged = result["rank"], dict(result["groups"])
+        names = dict.fromkeys(name for name, _ in result["groups"])
+        assert [name for name in names if "two_hops" in name] == STAGES
         assert logged[STAGES[0]] == ((0, 1), (2, 3))[rank // 2]
         assert logged[STAGES[3]] == ((0, 2), (1, 3))[rank % 2]
 
@@ -120,9 +122,9 @@ def test_own_exchange_is_priced_and_planned():
         priced = plan_totals(engine, task.batch_size, {})
         assert priced[0, INDEX["num_row_transfers"]] == 2
         assert price_plan(engine, task.batch_size).ms > 0
-        # An unlimited search tries it, and chooses it where it is cheapest.
+        # An unlimited search tries the exchange and chooses it where it is cheapest.
         free = problem_of(cost)
-        assert all(hops in {one.shape for one in options} for options in free.options)
+        assert all(hops in {option.shape for option in options} for options in free.options)
 
 
 def test_own_exchange_rejects_unsupported_layouts():
@@ -136,7 +138,7 @@ def test_own_exchange_rejects_unsupported_layouts():
 
 
 def comparisons(tree):
-    """Lines that compare an exchange name with a string or test membership."""
+    """Return lines that compare an exchange name with a string or test membership."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]
@@ -152,7 +154,7 @@ def test_comparisons_of_exchange_names_are_detected(code):
 
 
 def test_code_does_not_compare_exchange_names():
-    """The description of an exchange provides everything that depends on it."""
+    """The description of an exchange provides all information that depends on it."""
     files = [path for path in PYTHON if name(path).split("/")[0] in PACKAGES]
     found = [f"{name(path)}:{line}" for path in files
              for line in comparisons(ast.parse(path.read_text(encoding="utf-8")))]  # fmt: skip

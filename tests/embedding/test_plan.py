@@ -1,4 +1,4 @@
-"""Plans, addresses, initial values, and kernel choice, without any ranks."""
+"""Tests plans, addresses, initial values, and kernel choice without any ranks."""
 
 from dataclasses import replace
 from itertools import combinations
@@ -56,7 +56,7 @@ def test_ranks_receive_only_the_ids_of_their_tables():
     assert plan.needed == ((0, 2), (1, 3))
     (step,) = plan.id_steps(30)
     assert step.collective == "all_to_all"
-    # each rank keeps its 15 rows of two columns and sends the two other columns, 4 bytes each
+    # each rank keeps its 15 rows of two columns and sends the two other columns, 4 bytes per value
     assert [step.bytes_sent(rank) for rank in (0, 1)] == [15 * 2 * 4] * 2
 
 
@@ -153,7 +153,7 @@ def test_initial_values_are_uniform_and_uncorrelated():
     assert abs(float(values.var()) - 1 / 3) < 0.005
     correlation = np.corrcoef(values.T.numpy()) - np.eye(8)
     assert np.abs(correlation).max() < 5 / 40_000**0.5
-    # 32 equal bins: chi-squared with 31 degrees of freedom exceeds 70 for one seed in 1e4
+    # For 32 equal bins, chi-squared with 31 degrees of freedom exceeds 70 for one seed in 1e4.
     counts, _ = np.histogram(values.numpy(), bins=32, range=(-1, 1))
     expected = values.numel() / 32
     assert ((counts - expected) ** 2 / expected).sum() < 70
@@ -238,7 +238,7 @@ def test_fbgemm_is_chosen_only_if_results_are_equal(change, kernel, reason):
     assert choose_kernel("auto", StackFacts(**{**FACTS, **change}), {}).name == "numba"
     facts = StackFacts(**{**FACTS, **change, "device_type": "cuda"})
     assert choose_kernel("auto", facts, {"triton": "Triton is not installed"}).name == kernel
-    # on CUDA in float32, Triton is chosen where FBGEMM is not
+    # on CUDA in float32, Triton is chosen if FBGEMM is not
     other = "torch" if facts.dtype == torch.float64 else "triton"
     assert choose_kernel("auto", facts, {}).name == (kernel if kernel == "fbgemm" else other)
     assert choose_kernel("numba", facts, {}).reason == "numba compiles only for CPUs"

@@ -1,4 +1,4 @@
-"""The page of CUDA decisions lists the actual loads, stores, and bytes of the kernels."""
+"""Tests that the page of CUDA decisions lists the kernels' actual loads, stores, and bytes."""
 
 import ast
 import re
@@ -13,16 +13,16 @@ SOURCES = (
 ROWS = re.compile(r"^\| `(\w+)`(?:, ([^|]*?))? \| (\d+) \| (\d+) \| (\d+)", re.MULTILINE)
 IDS, UNIQUE, WIDTH = 26 * 16384, 318_728, 16
 HIDDEN = 16384 * 1024  # elements of a layer's output
-# Bytes of state that an optimizer reads and writes per row.
+# The bytes of state that an optimizer reads and writes per row.
 STATE = {"SGD": 0, "Adagrad": 128, "rowwise Adagrad": 8, "lazy Adam": 256, "FTRL": 256}
 
 
 def accesses() -> dict[str, tuple[int, int]]:
-    """(loads, stores) of each function, including those it calls."""
+    """Return (loads, stores) of each function, including the functions it calls."""
     parsed = [node for source in SOURCES for node in ast.parse(source.read_text()).body]
     functions = [node for node in parsed if isinstance(node, ast.FunctionDef)]
     counts: dict[str, tuple[int, int]] = {}
-    for function in functions:  # a function is defined after those it calls
+    for function in functions:  # a function is defined after the functions it calls
         calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
         names = [call.attr for call in calls if isinstance(call, ast.Attribute)]
         inner = [counts[c.id] for c in calls if isinstance(c, ast.Name) and c.id in counts]

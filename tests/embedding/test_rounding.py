@@ -1,4 +1,6 @@
-"""Stochastic rounding: to a neighbor, unbiased, never out of range, and equal in any layout."""
+"""Tests stochastic rounding: to a neighbor, unbiased, never out of range, and equal in any
+layout.
+"""
 
 from dataclasses import replace
 from importlib.util import find_spec
@@ -20,7 +22,9 @@ ROWS = torch.arange(40_000)
 
 
 def noise_of(num_rows: int, dim: int, *cut: int, seed: int = 1) -> RowNoise:
-    """Noise of a table, or of rows cut[0]:cut[1], columns cut[2]:cut[3], behind another table."""
+    """Return the noise of a table, or of rows cut[0]:cut[1] and columns cut[2]:cut[3], after
+    another table.
+    """
     table = TableConfig(name="t", features=("t",), num_rows=num_rows, dim=dim)
     row_start, row_stop, col_start, col_stop = cut or (0, num_rows, 0, dim)
     columns = {"col_start": col_start, "col_stop": col_stop}
@@ -43,13 +47,13 @@ def test_noise_depends_on_the_element_and_not_on_its_store():
         noise_of(50, 10, seed=2).draw(torch.arange(50), 10, 3),  # another seed
         noise_of(50, 10, 0, 50, 0, 10).draw(torch.arange(7), 10, 3),  # another table
     ]
-    for other in others:  # 500 of 65,536: a few can coincide
+    for other in others:  # 500 of 65,536 values: a few can coincide
         assert (other == whole[: len(other)]).sum() <= 3
 
 
 def test_noise_is_uniform_and_uncorrelated():
     noise = noise_of(40_000, 8).draw(ROWS, 8, 5).double()
-    # for 320,000 draws: five standard errors of the mean, and of a correlation of 40,000
+    # for 320,000 samples: five standard errors of the mean, and of a correlation of 40,000 samples
     assert abs(float(noise.mean()) - 32767.5) < 5 * 65536 / 12**0.5 / 320_000**0.5
     correlation = np.corrcoef(noise.T.numpy()) - np.eye(8)
     assert np.abs(correlation).max() < 5 / 40_000**0.5
@@ -75,7 +79,9 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
 def test_rows_are_rounded_equally_in_any_layout(ranks, dtype, name, rule):
-    """Float64 sums hardly ever change a rounding, so the stored rows are bit-equal."""
+    """A different order of float64 sums hardly ever changes a rounding, so stored rows are
+    bit-equal.
+    """
     wide, deep, changes = LAYOUTS[name]
     case = replace(make_case("dp", "dp", rule), row_dtype=dtype)
     (alone,) = ranks(1, train, case)
@@ -94,8 +100,8 @@ def test_rows_are_rounded_equally_in_any_layout(ranks, dtype, name, rule):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_float32_losses_differ_only_by_summation_order(ranks, name):
-    """Another summation order changes about one rounding in 1e5: by half a unit of bf16, which is
-    4e-4 of a weight below 0.1, and below 1e-5 of a loss over 16 samples.
+    """Another summation order changes about one rounding in 1e5, by half a unit of bf16: 4e-4 of a
+    weight below 0.1, and below 1e-5 of a loss over 16 samples.
     """
     wide, deep, changes = LAYOUTS[name]
     options = {"row_dtype": torch.bfloat16, "dtype": torch.float32}
@@ -114,7 +120,7 @@ def test_rounding_is_to_a_neighbor_and_unbiased(dtype):
     rounded = round_randomly(values, dtype, noise_of(40_000, 6).draw(ROWS, 6, 1)).float()
     step = values.abs().clamp(min=1e-30) * torch.finfo(dtype).eps
     assert ((rounded - values).abs() <= step).all()
-    # The mean of 40,000 draws, each within a step: five standard errors are 0.0125 steps.
+    # The mean is of 40,000 samples, each within a step: five standard errors are 0.0125 steps.
     assert ((rounded.mean(0) - values[0]).abs() <= 0.0125 * step[0]).all()
     assert (rounded[:, [0, 5]] == values[:, [0, 5]]).all()
 
@@ -145,5 +151,5 @@ def test_steps_below_half_a_unit_accumulate(dtype):
     lookup = Lookup(torch.arange(64))
     for step in range(1, 101):
         storage.update(lookup, torch.ones(64, 64), 1e-4, step)
-    # 100 steps of 1e-4 from 1.0; rounding to the nearest would leave every weight at 1.0.
+    # There are 100 steps of 1e-4 from 1.0; rounding to the nearest would leave every weight at 1.0.
     assert float(storage.weights.float().mean()) == pytest.approx(0.99, abs=1e-3)

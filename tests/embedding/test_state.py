@@ -1,4 +1,4 @@
-"""State names, full shapes, and rectangles that cover them, in any layout."""
+"""Tests state names, full shapes, and the rectangles that cover them, in any layout."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def make_case(rule: SparseOptimizer) -> Case:
 
 
 def rectangles(world: World, case: Case) -> dict[str, tuple[tuple[int, ...], list]]:
-    """name -> (shape, [(place, values)]), after marking all state with its place."""
+    """Mark all state with its place; return name -> (shape, [(place, values)])."""
     collection = EmbeddingCollection(case.plan(world.size), Boxing(world), seed=SEED)
     found = {}
     for name, tensor in collection.state().items():
@@ -36,7 +36,7 @@ def rectangles(world: World, case: Case) -> dict[str, tuple[tuple[int, ...], lis
                 columns = torch.arange(part.col_start, part.col_stop, dtype=torch.float64)
                 rows = torch.arange(part.row_start, part.row_stop, dtype=torch.float64)
                 marks = rows if part.values.ndim == 1 else rows.unsqueeze(1) * 100 + columns
-                part.values.copy_(marks)  # a view: the next read of the state shows the marks
+                part.values.copy_(marks)  # the state is a view: the next read shows the marks
             place = (part.row_start, part.row_stop, part.col_start, part.col_stop)
             parts.append((place, None))
         again = collection.state()[name].rectangles

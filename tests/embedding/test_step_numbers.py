@@ -1,4 +1,6 @@
-"""Updates with learning rate and step in device memory equal those with host numbers."""
+"""Tests that updates with learning rate and step in device memory equal updates with host
+numbers.
+"""
 
 import pytest
 import torch
@@ -29,7 +31,7 @@ def noise() -> RowNoise:
 
 
 def storages(optimizer, dtype, row_dtype=None, kind=TorchStorage):
-    """Two equal stores; the second keeps its numbers on the device."""
+    """Return two equal stores; the second keeps its numbers on the device."""
     start = torch.rand(ROWS, WIDTH, dtype=dtype) - 0.5
     made = []
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Kernels with slots, and leases of batches that are announced well before their lookup."""
+"""Tests kernels with slots, and leases of batches that are announced well before their lookup."""
 
 from collections import deque
 from dataclasses import replace
@@ -50,7 +50,7 @@ def test_kernels_update_rows_in_arbitrary_slots(kernel, rows_as, form):
     generator = torch.Generator().manual_seed(0)
     whole.weights.copy_(torch.randn(ROWS, WIDTH, generator=generator))
     rows = torch.randperm(ROWS, generator=generator)[: SLOTS - 2]
-    slot_of = torch.full((ROWS + 1,), SLOTS)  # an address behind all rows is absent
+    slot_of = torch.full((ROWS + 1,), SLOTS)  # an address after all rows is absent
     slot_of[rows] = torch.randperm(SLOTS, generator=generator)[: rows.numel()]
     block.weights.fill_(float("nan"))
     block.weights[slot_of[rows]] = whole.weights[rows]
@@ -105,7 +105,8 @@ AHEAD = 4
 
 
 def train_ahead(world, mix, stores, ahead):
-    """Outputs and rows, with ``ahead`` batches announced in advance; the last ones are canceled.
+    """Train with ``ahead`` batches announced in advance; return outputs and rows. The last batches
+    are canceled.
 
     A batch in the middle is looked up without training.
     """

@@ -1,7 +1,9 @@
-"""The Triton kernels equal the torch kernel; without a GPU they run in Triton's interpreter.
+"""Tests that the Triton kernels equal the torch kernel; without a GPU they run in Triton's
+interpreter.
 
-They are bit-equal if both round every operation. If torch on CPU uses fused multiply-add (``lerp``,
-``addcmul``, and the like, depending on the vector width), the last bits of float32 differ.
+The results are bit-equal if both kernels round every operation. If torch on CPU uses fused
+multiply-add (``lerp``, ``addcmul``, and similar functions, depending on the vector width), the last
+bits of float32 differ.
 """
 
 from dataclasses import dataclass
@@ -23,7 +25,7 @@ from sbpflow.embedding.storage.torch_storage import TorchStorage
 from sbpflow.embedding.storage.triton_storage import TritonStorage
 from sbpflow.errors import SbpError
 
-# On CPU in the interpreter, see tests/conftest.py; on a GPU compiled.
+# On CPU, the kernels run in the interpreter (see tests/conftest.py); on a GPU, they are compiled.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 RULES = {
     "sgd": sparse_optimizer("sgd", lr=0.1),
@@ -38,7 +40,9 @@ MOST_IDS = 200
 
 @st.composite
 def lookups(draw):
-    """(rows, lookup): few rows and long runs, or many rows; bags of one, of several, or empty."""
+    """Yield (rows, lookup): few rows with long runs, or many rows; bags of one, several, or
+    no ids.
+    """
     rows = draw(st.sampled_from([1, 3, 20, 300]))
     seed = draw(st.integers(0, 2**31))
     generator = torch.Generator().manual_seed(seed)
@@ -55,7 +59,7 @@ def lookups(draw):
 
 
 def noise_of(rows: int, width: int) -> RowNoise:
-    """Noise of two shards, so that the shard of a row must be searched."""
+    """Return the noise of two shards, so that the kernel must search for the shard of a row."""
     first = rows // 2
     shards = [
         Shard(
@@ -94,7 +98,7 @@ def test_lookup_matches_torch(case, width, row_dtype):
     wanted, found = one.lookup(lookup), other.lookup(lookup)
     if lookup.weights is None:
         assert torch.equal(found, wanted)
-    else:  # torch multiplies and adds with one rounding; sums of up to 200 terms of about 1
+    else:  # torch multiplies and adds with one rounding; sums have up to 200 terms of about 1
         torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
 
 
@@ -134,11 +138,12 @@ def test_update_matches_torch(name, case, width, row_dtype):
 
 
 def compare(one, other, row_dtype=None):
-    # Sums of up to 200 float32 gradients of about 1 in another order, or squares of such sums.
+    # The tolerance covers sums of up to 200 float32 gradients of about 1 in another order, or
+    # squares of such sums.
     for key in one.state:
         torch.testing.assert_close(other.state[key], one.state[key], rtol=2e-5, atol=2e-5)
     if row_dtype is None:
-        # Two steps of a tenth of that.
+        # The tolerance covers two steps of a tenth of that size.
         torch.testing.assert_close(other.weights, one.weights, rtol=2e-6, atol=6e-6)
         return
     # The last bit of a float32 value occasionally changes the rounding of a half-precision row.

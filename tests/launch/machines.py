@@ -1,4 +1,4 @@
-"""Two machines as network namespaces connected by one cable; needs root and iproute2."""
+"""Simulates two machines as network namespaces connected by one cable; needs root and iproute2."""
 
 import os
 import shutil
@@ -31,7 +31,7 @@ def ip(*words: str) -> None:
 
 
 class Machine:
-    """A namespace with a torchrun process; ``output`` is that of its ranks and torchrun."""
+    """Represents a namespace with a torchrun process; ``output`` is from its ranks and torchrun."""
 
     def __init__(self, number: int, name: str, interface: str) -> None:
         self.number, self.name, self.interface = number, name, interface
@@ -50,7 +50,7 @@ class Machine:
     def elastic(self, words: list[str], log: Path, **env: str) -> None:
         """Start torchrun with ``words`` on one or two machines, whichever are available.
 
-        Unless the shared store is disabled, torch 2.13 does not admit machines that join later.
+        Torch 2.13 admits machines that join later only if the shared store is disabled.
         """
         env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         waits = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
@@ -97,7 +97,7 @@ class Machine:
         ip("-n", self.name, "link", "set", self.interface, "up")
 
     def slow_down(self, rate: str) -> None:
-        """Limit the outgoing rate, for example to 2mbit."""
+        """Limit the outgoing rate (for example, to 2mbit)."""
         limit = ["rate", rate, "burst", "32kbit", "latency", "400ms"]
         words = ["tc", "qdisc", "replace", "dev", self.interface, "root", "tbf", *limit]
         subprocess.run(["ip", "netns", "exec", self.name, *words], check=True, capture_output=True)

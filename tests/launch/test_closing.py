@@ -1,4 +1,4 @@
-"""Process groups that do not close: the caller gets an error in time."""
+"""Tests process groups that do not close: the caller gets an error in time."""
 
 import threading
 

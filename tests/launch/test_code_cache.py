@@ -1,4 +1,4 @@
-"""Compiled code is loaded from a cache only if no other user could have written it."""
+"""Tests that compiled code is loaded from a cache only if no other user could have written it."""
 
 import os
 import pickle
@@ -37,7 +37,9 @@ root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a f
 
 
 class Plant:
-    """A pickle that creates a folder when loaded, like an attacker's that runs a command."""
+    """Defines a pickle that creates a folder when loaded, as an attacker's pickle could run a
+    command.
+    """
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -48,7 +50,7 @@ class Plant:
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """A function that runs a program with two compiled functions and returns its output."""
+    """Return a function that runs a program with two compiled functions and returns its output."""
     pytest.importorskip("numba")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     program = tmp_path / "program.py"
@@ -107,7 +109,7 @@ def test_a_planted_cache_is_not_loaded(run, tmp_path, how):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """This user's cache with a folder and a file."""
+    """Return this user's cache with a folder and a file."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = tmp_path / "cache" / "sbpflow" / "numba"
     make_private(folder / "module")
@@ -116,9 +118,8 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_a_private_folder_of_this_user_is_used(folder):
-    (folder / "module" / "file").chmod(
-        0o664
-    )  # as with a umask of 002; others cannot enter the folder
+    # A umask of 002 gives this mode, but others cannot enter the folder.
+    (folder / "module" / "file").chmod(0o664)
     folder.parent.parent.chmod(0o1777)  # as /tmp
     assert code_cache("numba") == folder
 
@@ -174,7 +175,7 @@ def test_a_folder_that_cannot_be_created_is_a_warning(tmp_path, monkeypatch, cap
 @pytest.mark.parametrize("by_torch", [True, False])
 def test_torch_compile_caches_code_in_the_users_cache(folder, monkeypatch, by_torch):
     """torch's default folder has a predictable name in the shared temporary folder."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that it is as before afterwards
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that it is restored afterwards
     if by_torch:
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
     else:
@@ -189,7 +190,7 @@ def test_torch_compile_caches_code_in_the_users_cache(folder, monkeypatch, by_to
 
 
 def test_torch_compile_gets_a_private_folder_if_the_cache_is_unsafe(folder, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that it is as before afterwards
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that it is restored afterwards
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     (folder.parent / "inductor").mkdir()
     (folder.parent / "inductor").chmod(0o777)

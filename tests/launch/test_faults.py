@@ -1,4 +1,6 @@
-"""Faults of disks and memory give one clear message and an exit code; saved files stay."""
+"""Tests that disk and memory faults give one clear message and an exit code, and keep saved
+files.
+"""
 
 import ast
 import contextlib
@@ -31,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator["Disk"]:
-    """An 8 MiB disk; only root can create one."""
+    """Yield an 8 MiB disk; only root can create one."""
     if os.geteuid() != 0 or shutil.which("mount") is None:
         pytest.skip("a small disk needs root and the program mount")
     made = Disk(tmp_path / "disk")
@@ -40,7 +42,7 @@ def disk(tmp_path: Path) -> Iterator["Disk"]:
 
 
 class Disk:
-    """Mount a file system in memory."""
+    """Mounts a file system in memory."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -147,7 +149,7 @@ CUT_SHORT = """
 def test_a_shard_cut_short_while_it_is_read_ends_the_rank_by_sigbus(tmp_path):
     done = script(tmp_path, CUT_SHORT, str(tmp_path))
     assert done.stdout.split() == ["0"]
-    assert done.returncode == -7  # SIGBUS; the other ranks name this one
+    assert done.returncode == -7  # SIGBUS ends this rank; the other ranks name it
 
 
 def script(folder: Path, source: str, *words: str) -> subprocess.CompletedProcess[str]:

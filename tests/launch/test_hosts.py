@@ -1,4 +1,4 @@
-"""Hosts of ranks: discovered by a handshake, or described in a file."""
+"""Tests how hosts of ranks are discovered by a handshake or described in a file."""
 
 import json
 import os
@@ -95,9 +95,9 @@ def said_by(processes: list[subprocess.Popen[str]], folder: Path) -> list[dict]:
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_of_one_machine_discover_that_they_share_a_host(tmp_path, size):
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    found = said_by([started(tmp_path, rank, size, **where) for rank in range(size)], tmp_path)
+    facts = said_by([started(tmp_path, rank, size, **where) for rank in range(size)], tmp_path)
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for one in found:
+    for one in facts:
         assert one["hosts"] == [list(range(size))]
         assert one["source"] == "handshake"
         assert one["same"], "a second call returns the same"
@@ -107,14 +107,14 @@ def test_ranks_of_one_machine_discover_that_they_share_a_host(tmp_path, size):
 
 @needs_namespaces
 def test_network_namespaces_are_hosts_even_with_equal_host_names(tmp_path):
-    """Ranks alternate between hosts, so those of a host are not consecutive."""
+    """Ranks alternate between hosts, so the ranks of a host are not consecutive."""
     with two_machines() as machines:
         inside = [("ip", "netns", "exec", machine.name) for machine in machines]
         where = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": PORT}
         ranks = [started(tmp_path, rank, 4, inside[rank % 2], **where) for rank in range(4)]
-        found = said_by(ranks, tmp_path)
-    assert len({one["machine"] for one in found}) == 1
-    for one in found:
+        facts = said_by(ranks, tmp_path)
+    assert len({one["machine"] for one in facts}) == 1
+    for one in facts:
         assert one["hosts"] == [[0, 2], [1, 3]]
         assert one["source"] == "handshake"
 
@@ -168,9 +168,9 @@ def _topology(world):
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_a_world_without_a_launcher_discovers_its_hosts(ranks, size):
-    for found in ranks(size, _topology):
-        assert found.hosts == (tuple(range(size)),)
-        assert found.hosts_source == ("handshake" if size > 1 else "assumed")
+    for result in ranks(size, _topology):
+        assert result.hosts == (tuple(range(size)),)
+        assert result.hosts_source == ("handshake" if size > 1 else "assumed")
 
 
 @pytest.mark.parametrize(
@@ -188,9 +188,9 @@ def test_a_rank_that_dies_or_hangs_in_the_handshake_is_an_error_within_the_limit
     try:
         output = output_of(processes[0], LIMIT_S)
         assert (tmp_path / "0").exists(), output
-        found = json.loads((tmp_path / "0").read_text())
-        assert found["error"].startswith(message)
-        assert 3.9 < found["seconds"] < 15
+        record = json.loads((tmp_path / "0").read_text())
+        assert record["error"].startswith(message)
+        assert 3.9 < record["seconds"] < 15
     finally:
         processes[1].kill()
         processes[1].communicate()
@@ -207,9 +207,9 @@ def find_all(size: int, store: dist.Store, timeout_s: float = 30.0) -> list[Topo
 
 
 def test_many_ranks_query_one_leader():
-    found = find_all(40, dist.HashStore())
-    assert all(one == found[0] for one in found)
-    assert found[0].hosts == (tuple(range(40)),)
+    topologies = find_all(40, dist.HashStore())
+    assert all(one == topologies[0] for one in topologies)
+    assert topologies[0].hosts == (tuple(range(40)),)
 
 
 def test_a_socket_without_the_token_is_not_trusted(monkeypatch):
@@ -241,9 +241,9 @@ def test_without_abstract_sockets_the_launcher_is_trusted_with_a_warning(monkeyp
     monkeypatch.setenv("MASTER_ADDR", "192.0.2.7")
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    for one in find_all(4, dist.HashStore()):
-        assert one.hosts == ((0, 1), (2, 3))
-        assert one.hosts_source == "assumed"
+    for topology in find_all(4, dist.HashStore()):
+        assert topology.hosts == ((0, 1), (2, 3))
+        assert topology.hosts_source == "assumed"
     warning = "ranks 2..3 are assumed to share a host because of LOCAL_WORLD_SIZE or MASTER_ADDR"
     assert sum(warning in message for message in caplog.messages) == 1
     for value, shown in (("3", "3"), (None, "unset")):
@@ -304,8 +304,8 @@ network_link: {gb_per_s: 0.125, latency_ms: 0.4}
 def test_a_file_describes_other_machines(tmp_path):
     file = tmp_path / "hosts.yaml"
     file.write_text(DESCRIBED)
-    found = read_topology(file, world_size=4)
-    assert found == Topology(
+    topology = read_topology(file, world_size=4)
+    assert topology == Topology(
         hosts=((0, 1), (2, 3)),
         hosts_source="given",
         memory_bytes=(64 * 10**9, 64 * 10**9, 32 * 10**9, 32 * 10**9),

@@ -1,4 +1,4 @@
-"""All ways a run can end: exit code, one message, and all ranks gone within seconds."""
+"""Tests all ways a run can end: exit code, one message, and all ranks gone within seconds."""
 
 import os
 import signal
@@ -15,11 +15,11 @@ from tests.deadlines import Deadline, output_of
 ROOT = Path(__file__).resolve().parents[2]
 ENTRY = ROOT / "tests" / "launch" / "entry.py"
 START_S = 60
-END_S = 60  # until the last rank is gone; a collective would wait 20 minutes
+END_S = 60  # seconds until the last rank is gone; a collective would wait 20 minutes
 
 
 class Run:
-    """torchrun of entry.py with two ranks, in its own process group."""
+    """Runs torchrun with entry.py and two ranks, in its own process group."""
 
     def __init__(self, mode: str, folder: Path) -> None:
         self.folder = folder
@@ -34,7 +34,7 @@ class Run:
         )
 
     def pids(self) -> list[int]:
-        """Process ids of both ranks, once both are past init_process_group."""
+        """Return the process IDs of both ranks, once both are past init_process_group."""
         deadline = Deadline(START_S)
         files = [self.folder / f"rank{rank}" for rank in range(2)]
         while not all(file.exists() and file.read_text() for file in files):
@@ -44,11 +44,11 @@ class Run:
         return [int(file.read_text()) for file in files]
 
     def output(self, limit_s: float) -> str:
-        """What all ranks wrote, less torchrun's own summary."""
+        """Return the output of all ranks, without torchrun's own summary."""
         return output_of(self.process, limit_s)
 
     def close(self) -> None:
-        """End what a failing test left behind, and say so: ranks have sessions of their own."""
+        """Kill the processes of a failing test and report them: ranks have their own sessions."""
         pids = [int(file.read_text()) for file in self.folder.glob("rank*")]
         left = [pid for pid in pids if _alive(pid)]
         for pid in left:
@@ -75,7 +75,9 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Run]:
 
 
 def own_traceback(output: str) -> bool:
-    """torchrun prints tracebacks too, but only ours contain run_main."""
+    """Return whether the text has our traceback: torchrun also prints some, but only ours contain
+    run_main.
+    """
     return "sbpflow/runtime/processes/launch.py" in output
 
 
@@ -160,7 +162,9 @@ def test_a_successful_run_is_silent_and_closes_its_groups(run: Run) -> None:
 
 @pytest.mark.parametrize("lines", [10, 100_000], ids=["within the buffer", "beyond it"])
 def test_a_command_ends_quietly_if_its_reader_leaves(lines: int) -> None:
-    """As in ``explain | head``: without a traceback and with the exit code of SIGPIPE."""
+    """Like ``explain`` in ``explain | head``, it ends without a traceback and with the exit code of
+    SIGPIPE.
+    """
     code = f"""
 from sbpflow.runtime.processes.launch import dispatch, run_main
 

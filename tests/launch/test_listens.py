@@ -1,4 +1,4 @@
-"""Ranks listen only on the interface in use: loopback if all are on this machine."""
+"""Tests that ranks listen only on the interface in use: loopback if all are on this machine."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from tests.launch.test_by_hand import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 120
-LOOPBACK = "0100007F"  # 127.0.0.1 as the kernel lists it
+LOOPBACK = "0100007F"  # 127.0.0.1 in the kernel's notation
 PROGRAM = """
 import os, sys, time
 from pathlib import Path
@@ -94,7 +94,7 @@ def test_ranks_started_by_hand_on_one_machine_listen_on_loopback(tmp_path, host,
     for interface, *addresses in (first, second):
         assert interface == "lo"
         assert addresses, "gloo listens"
-        assert {one.partition(":")[0] for one in addresses} == {LOOPBACK}
+        assert {address.partition(":")[0] for address in addresses} == {LOOPBACK}
 
 
 def test_ranks_of_torchrun_on_one_machine_listen_on_loopback(tmp_path):
@@ -102,12 +102,14 @@ def test_ranks_of_torchrun_on_one_machine_listen_on_loopback(tmp_path):
     process = started([*command, "--nproc-per-node", "2"], tmp_path)
     for interface, *addresses in found_by([process], tmp_path):
         assert interface == "lo"
-        assert {one.partition(":")[0] for one in addresses} == {LOOPBACK}
+        assert {address.partition(":")[0] for address in addresses} == {LOOPBACK}
 
 
 def resolve(monkeypatch, *addresses: str) -> None:
     def found(host: str, port: int, **_: object) -> list[tuple[object, ...]]:
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, port)) for one in addresses]
+        return [
+            (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in addresses
+        ]
 
     monkeypatch.setattr(module.socket, "getaddrinfo", found)
 
@@ -131,7 +133,7 @@ def resolve(monkeypatch, *addresses: str) -> None:
 def test_a_store_that_listens_on_all_interfaces_warns_with_the_reason(
     monkeypatch, caplog, name, addresses, why
 ):
-    """Where a single address could be wrong, listen on all; ranks connect by the name."""
+    """If a single address could be wrong, listen on all addresses; ranks connect by name."""
     resolve(monkeypatch, *addresses)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -1,4 +1,4 @@
-"""Freed memory stays with the process."""
+"""Tests that freed memory stays with the process."""
 
 import subprocess
 import sys
@@ -26,7 +26,9 @@ print(faults() - before)
 
 
 def page_faults(*, keep: bool) -> int:
-    """Return the page faults of 20 arrays of 48 MB, one at a time, after a warm-up of three."""
+    """Return the page faults of 20 arrays of 48 MB, allocated one after another, after three
+    warm-up arrays.
+    """
     words = [sys.executable, "-c", FAULTS.format(keep=keep)]
     return int(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
 

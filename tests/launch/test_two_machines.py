@@ -1,4 +1,4 @@
-"""Faults between machines: both report the real cause, and no rank hangs."""
+"""Tests faults between machines: both report the real cause, and no rank hangs."""
 
 import json
 import time
@@ -12,7 +12,7 @@ from tests.launch.machines import Machine, needs_namespaces, two_machines, wait_
 
 pytestmark = needs_namespaces
 
-END_S = 40  # until the last rank is gone; most of it is for torchrun
+END_S = 40  # seconds until the last rank is gone; torchrun needs most of them
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def machines() -> Iterator[tuple[Machine, Machine]]:
 
 
 def start(machines: tuple[Machine, Machine], folder: Path, mode: str = "train") -> dict[int, int]:
-    """Return once both machines train; rank numbers depend on which joined first."""
+    """Start both machines; return once both train. Rank numbers depend on the order of joining."""
     for machine in machines:
         machine.start(mode, folder, TIMEOUT_S="20")
     pids = wait_for_ranks(folder)

@@ -1,4 +1,4 @@
-"""The wheel in a virtual environment of its own, outside the checkout: every subcommand runs."""
+"""Tests that every subcommand of an installed wheel runs outside the checkout."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def test_every_subcommand_is_run():
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
-    """The command ``sbpflow`` of a fresh environment with the wheel and its requirements."""
+    """Return ``sbpflow`` of a fresh environment with the wheel and its requirements."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     ignored = shutil.ignore_patterns("__pycache__", "build", "*.egg-info")
@@ -77,7 +77,7 @@ def installed(tmp_path_factory) -> Path:
 
 
 def succeed(command: list[str], seconds: float, cwd: Path | None = None) -> str:
-    """The output of a command without this checkout on its path; fails unless it succeeds."""
+    """Run a command without this checkout on its path and return its output."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done: subprocess.CompletedProcess[str] = run(
         command, seconds, cwd=cwd, env={**env, "OMP_NUM_THREADS": "1"}

@@ -1,6 +1,6 @@
-"""Every model trains like its twin in plain PyTorch, for any layouts and ranks.
+"""Tests that every model trains like its twin in plain PyTorch, for any layouts and ranks.
 
-Also the parameter totals, against those that the authors of the public runs logged.
+The parameter totals are also compared with the totals that the authors of the public runs logged.
 """
 
 import math
@@ -33,7 +33,9 @@ SPLIT = {
 
 
 def train_and_score(world, config, steps):
-    """The result of ``train``, running statistics, and this rank's logits of the first batch."""
+    """Return the result of ``train``, running statistics, and this rank's logits of the first
+    batch.
+    """
     import tests.training.wdl_case as case
 
     jobs = []
@@ -45,7 +47,7 @@ def train_and_score(world, config, steps):
     (job,) = jobs
     batch = make_batches(steps, BATCH)[0].part(world.rank, world.size)
     result["logits"] = job.trainer.predict(batch).numpy()
-    result["buffers"] = {name: one.part.numpy() for name, one in job.model.buffers.items()}
+    result["buffers"] = {name: buffer.part.numpy() for name, buffer in job.model.buffers.items()}
     assert {f"dense/{name}" for name in result["buffers"]} <= set(job.state())
     return result
 
@@ -55,15 +57,16 @@ def check(ranks, world_size, name, config, steps):
     losses, twin, logits = twin_run(name, steps)
     for result in results:
         np.testing.assert_allclose(result["losses"], losses, rtol=1e-10, atol=0)
-    # Weights and what follows from them: sums in another order, over 50 steps of momentum 0.9.
-    found = np.concatenate([result["logits"] for result in results])
-    np.testing.assert_allclose(found, logits.numpy(), rtol=1e-9, atol=1e-8)
+    # Tolerance for weights and values computed from them: sums in another order, over 50 steps with
+    # momentum 0.9.
+    joined_logits = np.concatenate([result["logits"] for result in results])
+    np.testing.assert_allclose(joined_logits, logits.numpy(), rtol=1e-9, atol=1e-8)
     for key, (value, _) in named(twin).items():
         if key in results[0]["dense"] and not config.parallel.dense:
             mine = results[-1]["dense"][key]
             np.testing.assert_allclose(mine, value.detach().numpy(), rtol=0, atol=1e-9)
     check_tables(results, twin)
-    norms = [one for one in twin.modules() if isinstance(one, torch.nn.BatchNorm1d)]
+    norms = [module for module in twin.modules() if isinstance(module, torch.nn.BatchNorm1d)]
     buffers = list(results[-1]["buffers"].values())
     assert len(buffers) == 2 * len(norms)
     for n, norm in enumerate(norms):
@@ -88,7 +91,8 @@ def check_tables(results, twin):
         np.testing.assert_allclose(weights, wanted, rtol=0, atol=1e-9, err_msg=table)
 
 
-# On more than two ranks a step is mostly waiting for cores: there the whole length is a slow test.
+# On more than two ranks a step mostly waits for cores, so the full-length test is marked slow
+# there.
 LENGTHS = [FEW, pytest.param(STEPS, marks=pytest.mark.slow)]
 
 
@@ -121,7 +125,7 @@ def test_split_parameters_train_like_the_twin(ranks, name, steps):
 
 
 def rows_of(total, count):
-    """Fields with this total number of rows."""
+    """Return fields with this total number of rows."""
     sizes = {f"C{n + 1}": total // count for n in range(count)}
     return sizes | {"C1": total - total // count * (count - 1)}
 
@@ -130,8 +134,8 @@ NUMBERS = [f"I{n + 1}" for n in range(13)]
 CRITEO_X1 = Fields.of(NUMBERS, rows_of(2_086_303, 26))
 CRITEO_X4 = Fields.of([], rows_of(910_747, 39))
 MLPERF = Fields.of(NUMBERS, rows_of(204_184_588, 26))
-# Totals as the public runs logged them (BARS, reczoo/BARS at 5b5e61f); of MLPerf's, which log none,
-# the dense parameters by hand from its sizes.
+# The totals are from the logs of the public runs (BARS, reczoo/BARS at 5b5e61f). MLPerf's runs do
+# not log them, so their dense parameters are computed by hand from the sizes.
 TOTALS = {
     "bars_wdl_x1": (CRITEO_X1, 23_429_477),
     "bars_deepfm_x1": (CRITEO_X1, 23_429_477),

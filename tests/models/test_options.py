@@ -1,4 +1,4 @@
-"""Options of the dense part: bfloat16, torch.compile, plain modules, CUDA."""
+"""Tests options of the dense part: bfloat16, torch.compile, plain modules, CUDA."""
 
 import dataclasses
 import logging
@@ -24,30 +24,30 @@ SHORT = 7
 
 
 def config_with(name, scheme, *, dtype="float32", **options):
-    """The model with other options; norm layer, so that it may be compiled."""
+    """Return the model's config with other options and a layer norm, so that it may be compiled."""
     config = config_of(name, scheme, dtype=dtype, kernel="torch")
     return dataclasses.replace(config, model=dataclasses.replace(config.model, **options))
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_bfloat16_is_near_float32_on_any_ranks(ranks, name):
-    """Losses near those of float32 and not equal; 1 and 3 ranks round the same products."""
+    """The losses are close but not equal to float32's; 1 and 3 ranks round the same products."""
     narrow = config_with(name, "3", autocast="bf16")
     ((exact), (alone), *_) = (
         ranks(1, train, config_with(name, "1"), SHORT)[0],
         ranks(1, train, narrow, SHORT)[0],
     )
     for result in ranks(3, train, narrow, SHORT):
-        # A weight's gradient is a sum of terms of each rank, rounded to 8 bits on every one, and
-        # a batch norm of 30 rows makes much of little.
+        # A weight's gradient is a sum of terms of all ranks, each rounded to 8 bits, and a batch
+        # norm of 30 rows amplifies small differences.
         np.testing.assert_allclose(result["losses"], alone["losses"], rtol=0.02)
-    # The seventh batch is one row over and over: a batch norm divides its rounding by nothing.
+    # The seventh batch repeats one row: a batch norm divides its rounding error by nearly zero.
     np.testing.assert_allclose(alone["losses"][:6], exact["losses"][:6], rtol=0.1)
     assert not np.allclose(alone["losses"], exact["losses"], rtol=1e-6)
 
 
 def dtypes_of_one_step(world, name):
-    """The dtypes of each linear, interaction and loss, and of weights and logits."""
+    """Return the dtypes of each linear, interaction and loss, and of weights and logits."""
     seen = {}
     named = ("linear_of_parts", "fm_interaction", "dot_interaction", "cross_network")
     real = {op: getattr(ops, op) for op in named}
@@ -56,7 +56,7 @@ def dtypes_of_one_step(world, name):
         def call(first, *args, **kwargs):
             y = real[op](first, *args, **kwargs)
             one = first[0] if isinstance(first, list) else first
-            half = kwargs.get("half")  # of products between sums that are whole
+            half = kwargs.get("half")  # for products between full-precision sums
             seen[kwargs["id"]] = (str(half or one.dtype), str(half or y.dtype))
             return y
 
@@ -71,7 +71,7 @@ def dtypes_of_one_step(world, name):
     finally:
         for op, function in real.items():
             setattr(ops, op, function)
-    weights = {str(one.dtype) for one in job.model.parameters.values()}
+    weights = {str(parameter.dtype) for parameter in job.model.parameters.values()}
     return seen, weights | {str(job.trainer.predict(batch).dtype)}
 
 
@@ -134,7 +134,7 @@ def test_slow_bfloat16_is_logged(ranks):
 
 
 def compiled(world, name, scheme):
-    """With a backend that traces like the default one but needs no compiler."""
+    """Compile with a backend that traces like the default backend but needs no compiler."""
     config = config_with(name, scheme, dtype="float64", compile=True, norm="none")
     real = torch.nn.Module.compile
     torch.nn.Module.compile = lambda module: real(module, backend="aot_eager")
@@ -142,13 +142,13 @@ def compiled(world, name, scheme):
         result = train(world, config, SHORT)
     finally:
         torch.nn.Module.compile = real
-    # Not torch's own choice, which is a folder that any local user may have made.
+    # This is not torch's own choice, because any local user may have created that folder.
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(code_cache("inductor"))
     assert not torch._inductor.config.cpp_cache_precompile_headers
     return result
 
 
-# Each compiles for seconds: the largest and the least stand for all.
+# Each compilation takes seconds, so only the largest and the smallest models are compiled.
 @pytest.mark.parametrize(
     "name",
     [
@@ -197,7 +197,7 @@ def test_a_compiled_part_is_not_split():
 
 
 def plain_form(name):
-    """The module, with the values of the twin after training."""
+    """Return the module with the twin's values after training."""
     from tests.models.twins import named
 
     config = config_of(name, "1")
@@ -244,12 +244,12 @@ def test_the_plain_form_can_be_exported(name):
     rows = torch.export.Dim("rows", min=2)
     shapes = {"vectors": {key: {0: rows} for key in vectors}, "dense": {0: rows}}
     program = torch.export.export(module, (vectors, dense), dynamic_shapes=shapes)
-    found = program.module()({key: one[:7] for key, one in vectors.items()}, dense[:7])
+    found = program.module()({key: tensor[:7] for key, tensor in vectors.items()}, dense[:7])
     torch.testing.assert_close(found.squeeze(1).detach(), logits[:7], rtol=1e-10, atol=1e-12)
 
 
 def plain_of_a_run(world, name):
-    """Logits of a trained job, and of the module made from its state."""
+    """Return the logits of a trained job, and of the module made from its state."""
     job = make_job(world, config_of(name, "1"))
     batches = make_batches(5, 30)
     for batch in batches:
@@ -263,8 +263,8 @@ def plain_of_a_run(world, name):
     spec = MODELS[name].spec(FIELDS)
     module = plain_model(spec, job.plan.embeddings, read, saved=state, num_dense=3, seed=7)
     with torch.no_grad():
-        found = module(*module.arguments_of(batches[0].ids, batches[0].dense.double()))
-    return found.numpy(), job.trainer.predict(batches[0]).numpy()
+        logits = module(*module.arguments_of(batches[0].ids, batches[0].dense.double()))
+    return logits.numpy(), job.trainer.predict(batches[0]).numpy()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -274,7 +274,7 @@ def test_a_trained_model_is_exported_with_its_running_statistics(ranks, name):
 
 
 def on_a_device(world, name):
-    """Losses, and the number of host waits within the steps, by line."""
+    """Return the losses, and the number of host waits within the steps, by line."""
     from tests.rehearsal.journal import journal
 
     config = config_with(name, "1", autocast="bf16")
@@ -300,7 +300,7 @@ def test_on_a_rehearsed_device_no_step_waits(rehearsed_ranks, ranks, name):
     assert waits == []
     assert allowed
     (same,) = ranks(1, train, config_with(name, "1", autocast="bf16"), 4)
-    # Inputs side by side are one product there and two sums here, each rounded to 8 bits.
+    # Concatenated inputs use one product there and two sums here, each rounded to 8 bits.
     np.testing.assert_allclose(losses[:3], same["losses"][:3], rtol=5e-3)
 
 

@@ -1,6 +1,7 @@
-"""Small models of every kind, each with its twin in plain PyTorch (benchmarks/plain_models.py).
+"""Defines small models of every kind, each with its twin in plain PyTorch
+(benchmarks/plain_models.py).
 
-Only the starting values are shared: they are looked up by the name that a run has for them.
+A model and its twin share only the starting values, found by their parameter names in a run.
 """
 
 import dataclasses
@@ -26,8 +27,8 @@ from sbpflow.models.dlrm import DlrmConfig
 from sbpflow.models.wdl import WdlConfig, WideConfig
 from tests.training.wdl_case import FIELDS, make_batches, make_config
 
-ROWS = [one.rows for one in FIELDS.sparse]
-NAMES = [one.name for one in FIELDS.sparse]
+ROWS = [field.rows for field in FIELDS.sparse]
+NAMES = [field.name for field in FIELDS.sparse]
 DIM, BATCH, STEPS, FEW = 5, 30, 50, 15
 
 MODELS: dict[str, Any] = {
@@ -55,13 +56,15 @@ MODELS: dict[str, Any] = {
 
 
 def config_of(name: str, scheme: str | None, **more: Any) -> Config:
-    """A run of the model in float64; Adagrad on the tables, SGD with momentum elsewhere."""
+    """Return a config of the model in float64, with Adagrad on the tables and SGD with momentum
+    elsewhere.
+    """
     config = make_config(scheme, "adagrad", **more)
     return dataclasses.replace(config, model=MODELS[name])
 
 
 def make_twin(name: str) -> PlainModel:
-    """With the initial values of a run."""
+    """Make the twin with a run's initial values."""
     kinds = {
         "wdl": lambda: PlainWide(ROWS, 3, DIM, (7, 6), "batch"),
         "deepfm": lambda: PlainDeepFm(ROWS, 3, DIM, (7, 6), "batch"),
@@ -76,13 +79,13 @@ def make_twin(name: str) -> PlainModel:
 
 
 def named(twin: PlainModel) -> dict[str, tuple[Tensor, float]]:
-    """Its parameters by the names of a run."""
+    """Return the twin's parameters by their names in a run."""
     return twin.named(NAMES)
 
 
 @functools.cache
 def twin_run(name: str, steps: int) -> tuple[list[float], PlainModel, Tensor]:
-    """The losses of the steps, the twin after them, and its logits of the first batch."""
+    """Return the losses of the steps, the twin after them, and its logits of the first batch."""
     twin = make_twin(name).train()
     config = config_of(name, "1")
     sparse, dense = config.optimizer.sparse, config.optimizer.dense

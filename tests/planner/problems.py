@@ -1,4 +1,6 @@
-"""Small problems that can be enumerated, with a known cost: sums, with a bend for fused work."""
+"""Defines small problems that can be enumerated, with a known cost: sums, with a bend for fused
+work.
+"""
 
 from dataclasses import dataclass
 
@@ -14,7 +16,7 @@ LINEAR = np.array(
 
 @dataclass(frozen=True)
 class PhaseMaxima:
-    """Milliseconds of three phases, each as long as its slowest rank.
+    """Computes the ms of three phases, each as long as its slowest rank.
 
     ``bend`` makes the work of many tables together grow faster than their sum.
     """
@@ -48,7 +50,7 @@ def make_problem(
     bend: float = 0.0,
     splits: bool = True,
 ) -> Problem:
-    """Random tables with whole, row-split (over 2 and all ranks) and copied options."""
+    """Return random tables with whole, row-split (over 2 and all ranks) and copied options."""
     random = np.random.default_rng(seed)
     work = random.lognormal(0.0, 1.0, (num_tables, 3))
     held = random.lognormal(0.0, 1.5, num_tables) * 1e9

@@ -1,4 +1,4 @@
-"""Small tasks and plans for the planner's tests."""
+"""Defines small tasks and plans for the planner's tests."""
 
 import numpy as np
 
@@ -14,7 +14,9 @@ WORLD = (0, 1, 2, 3)
 def make_task(
     world_size=4, batch_size=512, rows=(4000, 50, 900, 3000, 700, 6000, 800, 100, 1200), dim=8
 ):
-    """A task with one skewed table per entry of ``rows``; the second has three ids per sample."""
+    """Return a task with one skewed table per entry of ``rows``; the second table has three ids per
+    sample.
+    """
     tables = tuple(
         TableConfig(name=f"t{n}", features=(f"f{n}",), num_rows=count, dim=dim)
         for n, count in enumerate(rows)
@@ -34,12 +36,12 @@ def make_task(
 
 
 def laws_of(task):
-    """The task with the laws that ``make_task`` computes its statistics from."""
+    """Return the task with the laws that ``make_task`` computes its statistics from."""
     return Sample(task=task, laws={table.name: Law(s=0.9, q=5.0) for table in task.tables})
 
 
 def every_shape() -> list[Choice]:
-    """A choice of each kind, on four ranks."""
+    """Return a choice of each kind, on four ranks."""
     return [
         Choice(Shape("B", "local"), WORLD),
         Choice(Shape("B", "local"), WORLD),
@@ -54,11 +56,11 @@ def every_shape() -> list[Choice]:
 
 
 def mixed_plan(task) -> Plan:
-    """A plan with the choices of ``every_shape``, table by table."""
+    """Return a plan with the choices of ``every_shape``, table by table."""
     return dict(zip((table.name for table in task.tables), every_shape(), strict=True))
 
 
 def random_plan(task, seed) -> Plan:
-    """A plan with random choices of ``every_shape``."""
+    """Return a plan with random choices of ``every_shape``."""
     random, shapes = np.random.default_rng(seed), every_shape()
     return {t.name: shapes[int(random.integers(len(shapes)))] for t in task.tables}

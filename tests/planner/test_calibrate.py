@@ -1,4 +1,6 @@
-"""Calibration on two ranks: what is measured, stored and fitted; memory as predicted."""
+"""Tests calibration on two ranks: the measured, stored and fitted values, and the predicted
+memory.
+"""
 
 import json
 import math
@@ -72,7 +74,7 @@ SETTINGS = replace(
 
 
 def calibrate_twice(world, path):
-    """Calibrate twice, on every rank; the second run continues from the first one's journal."""
+    """Calibrate twice on every rank; the second run resumes from the first run's journal."""
     boxing, counts = Boxing(world), []
     for _ in range(2):
         profile = calibrate(boxing, SETTINGS, path)
@@ -97,7 +99,7 @@ def test_a_second_calibration_measures_nothing_again(ranks, tmp_path):
     assert any(line["name"].startswith("pick 1.") for line in lines)
     assert any(line["name"].startswith("all ") for line in lines)
     again = [line for line in lines if line["name"].startswith("again 1 ")]
-    assert len(again) == 3  # the best drawn plan of every task, for the drift
+    assert len(again) == 3  # the best random plan of every task, for the drift
     times = {(line["sample"], line["name"]): line["step_ms"] for line in lines}
     for line in again:
         drawn = [
@@ -159,7 +161,7 @@ def test_a_sample_is_the_same_wherever_it_is_drawn():
 
 
 def test_the_digest_of_the_drawing_depends_on_its_code(monkeypatch, tmp_path):
-    """Otherwise the measurements of one task could be used for another task."""
+    """Otherwise, the measurements of one task could be used for another task."""
     (tmp_path / "design.py").write_text("changed")
     before = drawing()
     monkeypatch.setattr(design, "__file__", str(tmp_path / "design.py"))
@@ -184,7 +186,9 @@ def test_texts_of_any_length_reach_all_ranks(ranks):
 
 
 def timed_step(world):
-    """(times of a serial step's moves, bytes sent, bytes counted, whether the hook is removed)."""
+    """Return (times of a serial step's moves, bytes sent, bytes counted, whether the hook is
+    removed).
+    """
     boxing, task = Boxing(world), make_task(world_size=2, rows=(2000, 500))
     plan = {table.name: Choice(Shape("S(0)", "unique", (2, 1)), (0, 1)) for table in task.tables}
     sample = laws_of(task)
@@ -218,7 +222,9 @@ def test_every_move_of_a_step_is_timed_and_bytes_are_as_counted(ranks):
 
 
 def rows_sent(world, shape):
-    """[(bytes that this rank sent in a step, bytes counted)] of ids, vectors and gradients."""
+    """Return [(bytes that this rank sent in a step, bytes counted)] of ids, vectors and
+    gradients.
+    """
     boxing, task = Boxing(world), make_task(world_size=world.size, rows=(2000, 500))
     everyone = tuple(range(world.size))
     plan = {table.name: Choice(shape, everyone) for table in task.tables}
@@ -251,7 +257,7 @@ def test_as_many_unique_rows_travel_as_counted(ranks, size, sbp):
 
 
 def test_a_transfer_lasts_from_the_last_start_to_the_last_end():
-    """The sender continues at once, because the link has room; the bytes arrive 8 ms later."""
+    """The sender continues immediately, because the link has room; the bytes arrive 8 ms later."""
     sender, receiver = ([[0.0] * NUM_PHASES] for _ in range(2))
     for row, work, wait in ((sender[0], 5.0, 0.1), (receiver[0], 1.0, 12.0)):
         row[PHASE["lookup"]], row[PHASE["vectors"]] = work, wait
@@ -262,7 +268,7 @@ def test_a_transfer_lasts_from_the_last_start_to_the_last_end():
 
 
 def peak_and_prediction(world):
-    """(by how much a plan with 50 MB of tables grows this process, the predicted bytes)."""
+    """Return (this process's growth for a plan with 50 MB of tables, the predicted bytes)."""
     boxing = Boxing(world)
     task = make_task(world_size=2, batch_size=2048, rows=(400_000, 50, 300_000), dim=16)
     plan = {
@@ -279,7 +285,9 @@ def peak_and_prediction(world):
 
 
 def ragged_steps(world, folder):
-    """(ms of a step with lists, shape of the matrix, mean lengths, largest ids of two lists)."""
+    """Return (ms of a step with lists, shape of the matrix, mean lengths, largest ids of two
+    lists).
+    """
     task = make_task(world_size=2, batch_size=400, rows=(500, 60, 90))
     means = {"f0": 2.25, "f2": 0.5}
     features = [
@@ -305,7 +313,8 @@ def test_lists_of_ids_are_measured_and_every_host_gets_the_profile(ranks, tmp_pa
         assert ms > 0
         assert matrix == (200, 3)
         assert lengths == pytest.approx([2.25, 0.5], abs=0.15)
-        assert largest[0] >= 90 > largest[1]  # of t0's 500 rows, and of t2's 90
+        # the counts are shares of t0's 500 rows and t2's 90 rows
+        assert largest[0] >= 90 > largest[1]
     assert load(tmp_path / "0.json") == load(tmp_path / "1.json") == empty_profile(2, "gloo")
 
 
@@ -333,7 +342,7 @@ def test_non_negative_least_squares_finds_the_weights():
 
 
 def synthetic_records(noise, samples=12):
-    """Records of a machine with known prices, with six plans for each task."""
+    """Return records of a machine with known prices, with six plans for each task."""
     terms = {
         "start_id_exchange": {"always": 0.3, "home_sort": 2e-5},
         "lookup": {"read_rows": 4e-5, "read_elements": 3e-6, "num_stacks": 0.3},
@@ -391,7 +400,8 @@ def test_a_correction_learns_what_a_sum_cannot_describe(fitted):
 
 def test_a_correction_is_kept_only_if_it_helps_on_other_tasks(fitted):
     assert "update" in fitted.members[0]
-    assert not {"lookup", "vectors"} & set(fitted.members[0])  # sums, except for noise
+    # the times are sums, except for noise
+    assert not {"lookup", "vectors"} & set(fitted.members[0])
 
 
 @pytest.mark.parametrize(("gain", "kept"), [(0.04, False), (0.06, True)])
@@ -405,7 +415,9 @@ def test_a_correction_with_a_small_gain_is_not_kept(gain, kept):
 
 
 def test_sessions_are_judged_separately_and_scaled_to_one_clock():
-    """The second session ran on a machine twice as slow; choices depend on the plans alone."""
+    """The second session ran on a machine with half the speed; only the plans determine the
+    choices.
+    """
     exact = synthetic_records(0.0, samples=1)
     names = ["all whole", "mix 1", "mix 3", "pick 1.0", "pick 1.1", "again 1 mix 1"]
     exact[5] = replace(exact[5], totals=exact[1].totals, step_ms=exact[1].step_ms)

@@ -1,4 +1,4 @@
-"""How the benchmarks compare plans: what is measured once, what chooses, what is reported."""
+"""Tests how the benchmarks compare plans: single measurement, choice, and reported rounds."""
 
 import json
 import math
@@ -27,7 +27,9 @@ def test_a_case_is_read_from_its_file_and_equal_plans_are_measured_once():
 
 
 def test_rounds_that_choose_a_plan_are_not_reported():
-    """Of ten rounds the even ones choose; auto 2 is faster there, and slower in the odd ones."""
+    """Of ten rounds, the even ones choose; auto 2 is faster in these rounds and slower in the odd
+    ones.
+    """
     ours = [2.0] * 10
     other = [1.0, 4.0] * 5
     row = compared(CASE, {"auto": ours, "auto 2": other, "dim": [3.0] * 10})
@@ -36,7 +38,7 @@ def test_rounds_that_choose_a_plan_are_not_reported():
     assert row["plans"]["size"]["slower_than_auto"] == 0.0  # the same plan
     assert row["plans"]["greedies, best of 4"]["ms"] == 2.0
     assert row["fastest"] == "auto"
-    assert row["plans"]["auto 2"]["ms"] == pytest.approx(2.0)  # over all ten rounds
+    assert row["plans"]["auto 2"]["ms"] == pytest.approx(2.0)  # the mean over all ten rounds
     assert row["spearman_predicted"] == pytest.approx(1.0)
 
 
@@ -51,10 +53,11 @@ def test_a_plan_is_measured_until_its_difference_is_significant():
     noisy = [1.2, 2.0, 1.0, 2.4, 1.1, 1.9, 1.2, 2.0]
     assert settled([ms * 1.5 for ms in ours], ours)  # 50 % slower in every round
     assert settled([ms * 2.0 for ms in noisy], ours)
-    assert settled([ms * 1.001 for ms in ours], ours)  # as fast, with a narrow interval
-    assert not settled([1.0, 2.0 * 1.01, 1.0, 2.0], ours)  # four rounds: may be chance
+    assert settled([ms * 1.001 for ms in ours], ours)  # the plan is as fast, with a narrow interval
+    assert not settled([1.0, 2.0 * 1.01, 1.0, 2.0], ours)  # four rounds may agree by chance
     assert not settled(noisy, ours)
-    # The difference is of the rounds that the plan has; its ms is that difference on all of ours.
+    # The difference is computed on the plan's own rounds; its ms applies this difference to all of
+    # ours.
     drifted = [1.0] * 4 + [3.0] * 6
     row = compared(CASE, {"auto": drifted, "auto 2": [1.5] * 4, "dim": [2.0] * 10})
     assert row["plans"]["auto 2"]["slower_than_auto"] == pytest.approx(0.5)

@@ -1,4 +1,4 @@
-"""Counts, prices and the simulated step, compared with the engine's own plan."""
+"""Tests counts, prices and the simulated step, compared with the engine's own plan."""
 
 import json
 from dataclasses import replace
@@ -37,7 +37,8 @@ def test_memory_and_groups_equal_the_engines_plan(seed):
         for rank in range(TASK.world_size):
             shards = stack.shards(rank)
             held[rank] += sum(4 * (shard.num_elements + shard.num_rows) for shard in shards)
-    assert totals[:, MEMORY].tolist() == held  # rows, and one number of rowwise Adagrad for each
+    # rows, and one number of rowwise Adagrad for each row
+    assert totals[:, MEMORY].tolist() == held
     groups = sum(
         totals[0, INDEX[name]]
         for name in (
@@ -152,7 +153,7 @@ def test_a_plan_that_the_engine_cannot_run_is_refused():
 
 
 def phases(**ms):
-    """[1, 2 ranks, P] times of the named phases, by rank."""
+    """Return [1, 2 ranks, P] times of the named phases, by rank."""
     times = np.zeros((1, 2, NUM_PHASES))
     for name, values in ms.items():
         times[0, :, PHASE[name.replace("_", " ") if name not in PHASE else name]] = values
@@ -161,7 +162,8 @@ def phases(**ms):
 
 def test_a_serial_step_is_a_sum():
     given = phases(start_id_exchange=(1, 2), lookup=(3, 1), update=(2, 2), vectors=(4, 4))
-    # Rank 1 ends its lookup at 3 ms, rank 0 at 4; vectors take 4 more, then comes the update.
+    # Rank 1 ends its lookup at 3 ms, rank 0 at 4 ms; vectors take 4 ms more, and then the update
+    # follows.
     assert step_ms(given, {}, SERIAL) == pytest.approx([4 + 4 + 2])
 
 
@@ -174,8 +176,8 @@ def test_transfers_sent_ahead_are_hidden_by_the_moves_between():
     longer = phases(
         lookup=(1, 1), gather_outputs=(1, 1), forward=(2, 2), backward=(3, 3), ids=(9, 9)
     )
-    # The ids of the next batch are sent after the lookup and needed before the next one: the first
-    # step, which has its ids, takes 7 ms, each later one 10 ms.
+    # The ids of the next batch are sent after the lookup and needed before the next lookup: the
+    # first step has its ids and takes 7 ms, and each later step takes 10 ms.
     assert step_ms(longer, {IDS: 1.0}, OVERLAPPED) == pytest.approx([(7 + 10 + 10) / 3])
 
 

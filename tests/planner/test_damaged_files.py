@@ -1,4 +1,6 @@
-"""Damaged files of the planner raise one ConfigError that names the key, or have a finite price."""
+"""Tests that damaged planner files raise one ConfigError that names the key, or have a finite
+price.
+"""
 
 import json
 import math
@@ -29,7 +31,7 @@ PLAN = make_plan("dim", COST).plan
 
 
 def refusal(read) -> str:
-    """The message of a ConfigError, "" without one; any other error fails the test."""
+    """Return the message of a ConfigError, or "" without one; any other error fails the test."""
     message = ""
     try:
         read()

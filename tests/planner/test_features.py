@@ -1,4 +1,4 @@
-"""Statistics of a table's ids, compared with drawn ids."""
+"""Tests statistics of a table's ids, compared with sampled ids."""
 
 import numpy as np
 import pytest

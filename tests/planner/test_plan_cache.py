@@ -1,4 +1,4 @@
-"""The cache of chosen plans: one search for all ranks of a machine."""
+"""Tests the cache of chosen plans: one search for all ranks of a machine."""
 
 import errno
 import hashlib
@@ -88,7 +88,7 @@ def test_a_truncated_file_is_chosen_again_and_failures_are_not_cached():
 
 
 def cached(tree) -> str:
-    """The content of a cache file, with the right checksum."""
+    """Return the content of a cache file, with the right checksum."""
     digest = hashlib.sha256(json.dumps(tree).encode()).hexdigest()
     return json.dumps({"sha256": digest, "plan": tree})
 
@@ -141,7 +141,7 @@ def test_the_oldest_plans_are_deleted(monkeypatch):
     chooser = Chooser()
     for seed in range(4):
         chosen_once(COST, seed, chooser)
-        time.sleep(0.02)  # files are ordered by modification time
+        time.sleep(0.02)  # order the files by modification time
     assert len(list((cache_dir() / "plans").iterdir())) == 2
     chosen_once(COST, 3, chooser)
     assert chooser.calls == 4

@@ -1,4 +1,4 @@
-"""Every planner returns a plan that the engine runs; reports and files."""
+"""Tests that every planner returns a plan that the engine runs, and tests reports and files."""
 
 import json
 import math
@@ -58,9 +58,9 @@ def test_the_engine_runs_every_shape_of_the_search(world_size):
 @pytest.mark.parametrize("name", [*GREEDY, "embark"])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_the_engine_runs_the_plans_of_heuristics(name, world_size):
-    one = setting(world_size=world_size)
-    answer = (embark if name == "embark" else GREEDY[name])(one)
-    one.task.check(plan_of(one.task, one.problem, answer))
+    task_setting = setting(world_size=world_size)
+    answer = (embark if name == "embark" else GREEDY[name])(task_setting)
+    task_setting.task.check(plan_of(task_setting.task, task_setting.problem, answer))
 
 
 @pytest.mark.parametrize(
@@ -68,44 +68,44 @@ def test_the_engine_runs_the_plans_of_heuristics(name, world_size):
     [("cpu", {"ddr_cap", "ddr_mem_bw"}), ("cuda", {"hbm_cap", "hbm_mem_bw"})],
 )
 def test_torchrec_plans_for_the_device_of_the_task(device_type, memory):
-    """Its shardings, memory and bandwidth all depend on the device."""
-    one = setting(world_size=2, device_type=device_type)
-    arguments = machine(one)
+    """The device determines the planner's shardings, memory and bandwidth."""
+    task_setting = setting(world_size=2, device_type=device_type)
+    arguments = machine(task_setting)
     assert arguments["compute_device"] == device_type
     assert arguments.keys() - {"compute_device", "intra_host_bw", "inter_host_bw"} == memory
     assert all(arguments[name] > 0 for name in memory)
 
 
 def test_greedy_balances_its_score():
-    one = setting(num_tables=40)
-    devices = [move.ranks[0] for move in GREEDY["dim"](one)]
-    loads = np.bincount(devices, one.dims)
-    assert loads.max() - loads.min() <= one.dims.max()
-    drawn = [move.ranks[0] for move in GREEDY["random"](one)]
-    assert np.bincount(drawn, one.dims).max() > loads.max()
+    task_setting = setting(num_tables=40)
+    devices = [move.ranks[0] for move in GREEDY["dim"](task_setting)]
+    loads = np.bincount(devices, task_setting.dims)
+    assert loads.max() - loads.min() <= task_setting.dims.max()
+    drawn = [move.ranks[0] for move in GREEDY["random"](task_setting)]
+    assert np.bincount(drawn, task_setting.dims).max() > loads.max()
 
 
 def test_greedy_avoids_a_device_without_room():
-    one = setting(num_tables=20)
-    limit = one.problem.limit_bytes.copy()
+    task_setting = setting(num_tables=20)
+    limit = task_setting.problem.limit_bytes.copy()
     limit[1] = 0.0
-    narrow = Setting(one.task, replace(one.problem, limit_bytes=limit))
+    narrow = Setting(task_setting.task, replace(task_setting.problem, limit_bytes=limit))
     assert all(move.ranks != (1,) for move in GREEDY["lookup"](narrow))
 
 
 def test_embark_splits_a_table_that_is_much_larger():
-    one = setting(num_tables=3)
+    task_setting = setting(num_tables=3)
     rows = [100, 100, 3_000_000]
     tables = tuple(
         replace(table, num_rows=count, dim=64)
-        for table, count in zip(one.task.tables, rows, strict=True)
+        for table, count in zip(task_setting.task.tables, rows, strict=True)
     )
     features = tuple(
         replace(feature, hotness=h)
-        for feature, h in zip(one.task.features, (1, 1, 40), strict=True)
+        for feature, h in zip(task_setting.task.features, (1, 1, 40), strict=True)
     )
-    outputs = (replace(one.task.outputs[0], tables=tables),)
-    task = replace(one.task, outputs=outputs, features=features)
+    outputs = (replace(task_setting.task.outputs[0], tables=tables),)
+    task = replace(task_setting.task, outputs=outputs, features=features)
     changed = Setting(task, problem_of(TaskCost(PROFILE, task)))
     planned = plan_of(task, changed.problem, embark(changed))
     assert planned["t2"].shape.num_shards > 1
@@ -118,18 +118,18 @@ AUTOSHARD = autoshard.Amount(steps=40, episodes=2, cost_updates=1)
 
 def test_a_trained_planner_is_cached_for_the_same_arguments(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    one = setting(6, 2, 9)
+    task_setting = setting(6, 2, 9)
     small = {"dreamshard": DREAMSHARD, "neuroshard": NEUROSHARD, "autoshard": AUTOSHARD}
     for name, kind in LEARNED.items():
         train = kind.train
         monkeypatch.setattr(
             kind, "train", lambda tasks, seed, n=name, t=train: t(tasks[:3], seed, small[n])
         )
-        learned = published(name, one.problem.pricing, 3)(one)
+        learned = published(name, task_setting.problem.pricing, 3)(task_setting)
         monkeypatch.setattr(kind, "train", lambda *_: pytest.fail("trained again"))
-        assert published(name, one.problem.pricing, 3)(one) == learned
+        assert published(name, task_setting.problem.pricing, 3)(task_setting) == learned
         with pytest.raises(pytest.fail.Exception, match="trained again"):
-            published(name, one.problem.pricing, 4)
+            published(name, task_setting.problem.pricing, 4)
 
 
 @pytest.mark.parametrize("damage", [b"", b"PK\x03\x04", b"\x80\x04.", b"junk" * 99])
@@ -157,7 +157,7 @@ def test_training_is_reproducible(kind, amount):
 
 
 def cost_error(net, model, one):
-    """The error in ms of a cost network's prediction for tables placed on the devices in turn."""
+    """Return a cost network's error in ms for tables placed on the devices alternately."""
     devices = torch.arange(len(one.tables)) % one.num_ranks
     latents = net.table(model.scaling.apply(one.features))
     predicted = net.whole(dreamshard.sums(latents, devices, one.num_ranks)).item()
@@ -165,15 +165,15 @@ def cost_error(net, model, one):
 
 
 def test_dreamshard_learns_costs_and_to_place_by_them():
-    """All tables on one device are expensive, so it learns to use both."""
+    """All tables on one device are expensive, so the planner learns to use both devices."""
     train = [setting(6, 2, seed) for seed in range(3)]
     amount = dreamshard.Amount(iterations=3, placements=8, cost_steps=60, policy_steps=10)
     model = dreamshard.DreamShard.train(train, 0, amount)
     nets = (model.net, dreamshard.Net())
-    trained, untrained = (sum(cost_error(net, model, one) for one in train) for net in nets)
+    trained, untrained = (sum(cost_error(net, model, case) for case in train) for net in nets)
     assert trained < 0.3 * untrained
-    ms = [price_of(one.problem, model.plan(one)).ms for one in train]
-    worst = [price_of(one.problem, one.whole([0] * 6)).ms for one in train]
+    ms = [price_of(case.problem, model.plan(case)).ms for case in train]
+    worst = [price_of(case.problem, case.whole([0] * 6)).ms for case in train]
     assert np.mean(ms) < 0.95 * np.mean(worst)
 
 
@@ -189,23 +189,23 @@ def test_the_targets_of_vtrace_are_returns_if_nothing_differs():
 
 
 def test_auto_is_no_worse_than_any_heuristic_and_respects_pinned_tables():
-    one = setting(12, 4)
-    cost = TaskCost(PROFILE, one.task)
-    found = make_plan("auto", cost, effort=SMALL)
-    for name, answer in published_seeds(one).items():
-        assert found.priced.rank <= price_of(one.problem, answer).rank, name
-    assert cost.predict(found.plan).step_ms == pytest.approx(found.priced.ms)
+    task_setting = setting(12, 4)
+    cost = TaskCost(PROFILE, task_setting.task)
+    planned = make_plan("auto", cost, effort=SMALL)
+    for name, answer in published_seeds(task_setting).items():
+        assert planned.priced.rank <= price_of(task_setting.problem, answer).rank, name
+    assert cost.predict(planned.plan).step_ms == pytest.approx(planned.priced.ms)
     pinned = {"t3": Choice(Shape("S(0)", "unique", (2, 1)), (1, 3)), "t5": Choice(WHOLE, (2,))}
-    held = TaskCost(PROFILE, replace(one.task, pinned=pinned))
+    held = TaskCost(PROFILE, replace(task_setting.task, pinned=pinned))
     respecting = make_plan("auto", held, effort=SMALL)
     assert {name: respecting.plan[name] for name in pinned} == pinned
     assert held.predict(respecting.plan).step_ms == pytest.approx(respecting.priced.ms)
-    assert list(respecting.plan) == list(found.plan)
+    assert list(respecting.plan) == list(planned.plan)
 
 
 def test_a_report_has_alternatives_and_a_bound_below_the_plan():
-    one = setting(8, 2)
-    cost = TaskCost(PROFILE, one.task)
+    task_setting = setting(8, 2)
+    cost = TaskCost(PROFILE, task_setting.task)
     planned = make_plan("auto", cost, effort=SMALL)
     report = report_of(planned, cost)
     assert all(0 < bound.ms <= planned.priced.ms * (1 + 1e-9) for bound in report.bounds)
@@ -219,8 +219,8 @@ def test_a_report_has_alternatives_and_a_bound_below_the_plan():
 
 
 def test_an_infeasible_plan_is_reported_with_the_fullest_rank_and_what_would_fit():
-    one = setting(6, 2, device_bytes=30_000_000)
-    cost = TaskCost(PROFILE, one.task)
+    task_setting = setting(6, 2, device_bytes=30_000_000)
+    cost = TaskCost(PROFILE, task_setting.task)
     planned = make_plan("auto", cost, effort=SMALL)
     assert not planned.priced.feasible
     text = infeasible_text(planned, cost)
@@ -228,15 +228,15 @@ def test_an_infeasible_plan_is_reported_with_the_fullest_rank_and_what_would_fit
     held = f"{math.ceil(planned.priced.memory[rank] / 1e7) / 100:.2f} GB"
     assert "fits 30.00 MB a rank" in text
     assert f"rank {rank} holds {held} " in text
-    assert f"it would fit with {held} a rank" in text  # rounded up, so it is enough
+    assert f"it would fit with {held} a rank" in text  # the size is rounded up, so it is enough
     needed = float(planned.priced.memory.max())
-    enough = TaskCost(PROFILE, replace(one.task, device_bytes=int(needed) + 1))
+    enough = TaskCost(PROFILE, replace(task_setting.task, device_bytes=int(needed) + 1))
     assert make_plan("auto", enough, effort=SMALL).priced.feasible
 
 
 def test_the_pool_has_the_published_sums_and_its_halves_share_no_table():
     tables = pool()
-    total = 65_536 * sum(one.pooling for one in tables)
+    total = 65_536 * sum(table.pooling for table in tables)
     assert total == pytest.approx(POOL_LOOKUPS, rel=0.01)
     assert not set(split_pool(held_out=True)) & set(split_pool(held_out=False))
     assert len(tables) == 856
@@ -392,12 +392,12 @@ def test_no_table_touches_more_rows_than_it_has(tmp_path):
 
 
 def test_an_alternative_fits_if_the_plan_does():
-    one = setting(1, 2)
-    plain = TaskCost(PROFILE, one.task)
-    held = [price_of(one.problem, (Move(n, tuple(range(option.num_shards))),)).memory.max()
-            for n, option in enumerate(one.problem.options[0])]  # fmt: skip
+    task_setting = setting(1, 2)
+    plain = TaskCost(PROFILE, task_setting.task)
+    held = [price_of(task_setting.problem, (Move(n, tuple(range(option.num_shards))),)).memory.max()
+            for n, option in enumerate(task_setting.problem.options[0])]  # fmt: skip
     limit = int(min(held)) + 1  # only the smallest option fits
-    cost = TaskCost(PROFILE, replace(one.task, device_bytes=limit))
+    cost = TaskCost(PROFILE, replace(task_setting.task, device_bytes=limit))
     tight = make_plan("auto", cost, effort=SMALL)
     assert tight.priced.feasible
     for name, other in report_of(tight, cost).runners_up.items():
@@ -405,7 +405,7 @@ def test_an_alternative_fits_if_the_plan_does():
     assert report_of(make_plan("auto", plain, effort=SMALL), plain).runners_up
 
 
-SAMPLE, BINS = "as sample", "as bins"  # replace the table's zipf
+SAMPLE, BINS = "as sample", "as bins"  # replace the table's zipf key
 
 
 @pytest.mark.parametrize(
@@ -481,7 +481,7 @@ def test_the_dense_part_is_priced_with_the_tables(tmp_path):
     less, more = (TaskCost(PROFILE, task).predict(plan) for task in (alone, both))
     assert more.step_ms > less.step_ms
     for with_dense, without in zip(more.memory_bytes, less.memory_bytes, strict=True):
-        # Value, gradient and two numbers of Adam.
+        # There are four numbers: value, gradient and two of Adam.
         assert with_dense - without == pytest.approx(16 * 500_000, abs=2)
 
 

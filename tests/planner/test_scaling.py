@@ -1,4 +1,6 @@
-"""Other machines: what links cost as the number of ranks grows, and what is reported as assumed."""
+"""Tests other machines: link costs with growing numbers of ranks, and figures reported as
+assumed.
+"""
 
 import json
 
@@ -68,7 +70,8 @@ def test_bytes_to_other_nodes_cost_their_share_of_the_slower_link():
         between_call_ms=0.02,
     )
     assert link.per_byte_ms(4) == pytest.approx(1e-8)
-    assert link.per_byte_ms(8) == pytest.approx(1e-7 * 4 / 7)  # 4 of 7 others are on another node
+    # 4 of the 7 other ranks are on another node
+    assert link.per_byte_ms(8) == pytest.approx(1e-7 * 4 / 7)
     assert link.call_ms(4) == pytest.approx(0.03)
     assert link.call_ms(8) == pytest.approx(0.14)
 
@@ -90,7 +93,7 @@ def test_another_link_changes_only_transfers_and_is_reported_as_assumed():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--ranks", "0"], "use 1 or more, for example --ranks 8"),
+        (["--ranks", "0"], "--ranks: 0; use 1 or more"),
         (["--link", "token-ring"], "--link: 'token-ring'; use h100-dgx"),
         (["--ranks-per-node", "0", "--link", "1gbit"], "--ranks-per-node: 0; use 1 or more"),
         (["--ranks-per-node", "4"], "--ranks-per-node: 4 .*--link 25gbit"),
@@ -113,7 +116,7 @@ def test_an_unknown_command_is_refused(monkeypatch):
 def test_ethernet_is_shared_by_the_ranks_of_a_node():
     alone, source = link_of("25gbit")
     assert "25gbit" in source
-    # 1 MB that all leaves the node, at 94 % of 25 Gbit/s.
+    # All of the 1 MB leaves the node, at 94 % of 25 Gbit/s.
     assert alone.per_byte_ms(4) * 1e6 == pytest.approx(8e-3 / 25 / 0.94 * 1e3)
     shared, _ = link_of("25gbit", 4)
     assert shared.between_gb_per_s == pytest.approx(alone.between_gb_per_s / 4)

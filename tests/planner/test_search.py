@@ -1,4 +1,4 @@
-"""The search finds the best plan of small spaces, and is never worse than its seeds."""
+"""Tests that the search finds the best plan of small spaces and is never worse than its seeds."""
 
 from dataclasses import replace
 from itertools import product
@@ -24,7 +24,9 @@ SMALL = Effort(insertions=300, exact_time=0.0)
 
 
 def all_plans(problem):
-    """Every plan of whole tables, tables on all ranks and copied tables; ranks are distinct."""
+    """Yield every plan of whole tables, tables on all ranks and copied tables; ranks are
+    distinct.
+    """
     size = problem.num_ranks
     moves = [
         [
@@ -51,7 +53,7 @@ def test_enumeration_misses_no_plan(bend):
     )
     optimum, count = enumerated(problem, numbers)
     assert price_of(problem, optimum).rank == pytest.approx(best)
-    assert count < 5**4  # plans that differ only in names of ranks count once
+    assert count < 5**4  # plans that differ only in rank names count once
     assert enumerated(problem, numbers, most=10) is None
 
 
@@ -63,9 +65,9 @@ def test_the_search_reaches_the_optimum_of_small_problems(seed):
         for options in problem.options
     )
     best, _ = enumerated(problem, numbers)
-    found = search(problem, effort=SMALL)
-    assert found.priced.feasible
-    assert found.priced.ms <= price_of(problem, best).ms * (1 + 1e-9)
+    result = search(problem, effort=SMALL)
+    assert result.priced.feasible
+    assert result.priced.ms <= price_of(problem, best).ms * (1 + 1e-9)
 
 
 def test_a_search_is_no_worse_than_its_seeds_and_reproducible():
@@ -89,17 +91,19 @@ def test_local_search_improves_a_bad_plan():
 
 
 def test_tables_with_uneven_columns_share_a_storage():
-    """16 columns on 3 ranks are 6, 5 and 5; tables in different orders would need two storages."""
+    """Splits of 16 columns on 3 ranks are 6, 5 and 5; tables in different orders would need two
+    storages.
+    """
     task = make_task(world_size=3, rows=(4000, 900, 3000), dim=16)
     problem = problem_of(TaskCost(described("h100-dgx"), task))
     name = "all S(1) columns 1x3"
-    found = search(problem, effort=SMALL)
-    assert {move.ranks for move in found.plans[name]} == {(0, 1, 2)}
-    state = State(problem, found.plans[name])
+    result = search(problem, effort=SMALL)
+    assert {move.ranks for move in result.plans[name]} == {(0, 1, 2)}
+    state = State(problem, result.plans[name])
     current = state.remove(1)
     offered = [insertion.move for insertion in Inserter(problem).ranked(state, 1)]
     assert current in offered
-    inserter = Inserter(problem, tuple((move.option,) for move in found.plans[name]))
+    inserter = Inserter(problem, tuple((move.option,) for move in result.plans[name]))
     assert inserter.best(state, 1).move == current
 
 
@@ -119,9 +123,9 @@ def test_sums_are_right_after_tables_are_removed_and_added():
 
 def test_memory_is_a_limit_and_the_least_excess_is_found_if_nothing_fits():
     tight = make_problem(12, 3, seed=5, slack=1.15, splits=False)
-    found = search(tight, effort=SMALL)
-    assert found.priced.feasible
-    assert (found.priced.memory <= tight.limit_bytes).all()
+    result = search(tight, effort=SMALL)
+    assert result.priced.feasible
+    assert (result.priced.memory <= tight.limit_bytes).all()
     plenty = make_problem(5, 3, seed=6, splits=False)
     less = replace(plenty, limit_bytes=plenty.limit_bytes / 3)
     short = search(less, effort=SMALL)
@@ -139,7 +143,7 @@ def test_no_plan_is_faster_than_the_bound():
 
 
 def with_heavy_table(problem, times):
-    """The problem with a first table that, whole, is ``times`` the work of all tables together."""
+    """Add a first table that, if whole, is ``times`` the work of all other tables together."""
     first, *others = problem.options
     whole = first[0]
     total = sum(options[0].shards.sum(0) for options in problem.options)
@@ -148,30 +152,30 @@ def with_heavy_table(problem, times):
 
 
 def test_the_bound_counts_a_table_larger_than_the_share_of_a_rank():
-    """One of 12 tables is as much work as all others; on 4 ranks, the mean is half of that."""
+    """One of 12 tables is as much work as all others; on 4 ranks, the mean is half of its work."""
     problem = with_heavy_table(make_problem(12, 4, seed=8, splits=False, slack=9.0), 1.0)
-    found = search(problem, effort=SMALL)
-    assert bound(problem, found.assignment).gap < 0.02
+    result = search(problem, effort=SMALL)
+    assert bound(problem, result.assignment).gap < 0.02
 
 
 def test_the_bound_leaves_out_options_that_no_better_plan_has():
-    """Whole, the table adds least to the mean, but its rank would be slower than the plan."""
+    """If whole, the table adds least to the mean, but its rank would be slower than the plan."""
     problem = with_heavy_table(make_problem(12, 4, seed=9, slack=9.0), 3.0)
-    found = search(problem, effort=SMALL)
-    assert problem.options[0][found.assignment[0].option].shape != ("whole",)
-    gap = bound(problem, found.assignment).gap
+    result = search(problem, effort=SMALL)
+    assert problem.options[0][result.assignment[0].option].shape != ("whole",)
+    gap = bound(problem, result.assignment).gap
     cheap = with_heavy_table(problem, 0.0)
-    assert gap < bound(cheap, found.assignment).gap
+    assert gap < bound(cheap, result.assignment).gap
 
 
 def test_the_integer_program_is_exact_for_a_linear_model():
     pytest.importorskip("ortools")
     problem = make_problem(5, 2, seed=7, slack=1.5)
     start = search(problem, effort=Effort(insertions=20, exact_time=0.0)).assignment
-    found = linear_optimum(problem, start, exact_time=0.5, seed=0)
+    optimum = linear_optimum(problem, start, exact_time=0.5, seed=0)
     best = min(price_of(problem, plan).rank for plan in all_plans(problem))
-    assert price_of(problem, found.assignment).rank <= best
-    assert found.linear_ms == pytest.approx(price_of(problem, found.assignment).ms, rel=1e-3)
+    assert price_of(problem, optimum.assignment).rank <= best
+    assert optimum.linear_ms == pytest.approx(price_of(problem, optimum.assignment).ms, rel=1e-3)
 
 
 def test_impossible_plans_are_refused():

@@ -1,4 +1,6 @@
-"""The seeds of ``auto`` that need a search of their own, and the plans that are worth measuring."""
+"""Tests the seeds of ``auto`` that need their own search, and the plans that are worth
+measuring.
+"""
 
 from dataclasses import replace
 
@@ -37,11 +39,13 @@ def test_auto_starts_from_a_search_without_corrections():
 def test_auto_starts_from_a_search_that_splits_no_table():
     task = random_task(0, num_tables=8, world_size=3, held_out=True)
     cost = TaskCost(PROFILE, task)
-    one = Setting(task, problem_of(cost), 0)
+    task_setting = Setting(task, problem_of(cost), 0)
     narrow = problem_of(cost, table_wise)
     best = search(narrow, effort=SMALL).assignment
-    seed = seeds_of(one, SMALL)[UNSPLIT]
-    assert plan_of(one.task, one.problem, seed) == plan_of(one.task, narrow, best)
+    seed = seeds_of(task_setting, SMALL)[UNSPLIT]
+    assert plan_of(task_setting.task, task_setting.problem, seed) == plan_of(
+        task_setting.task, narrow, best
+    )
     ours = make_plan("auto", cost, effort=SMALL)
     assert ours.priced.rank <= price_of(narrow, best).rank
 

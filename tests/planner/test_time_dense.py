@@ -1,4 +1,4 @@
-"""Dense parts alone: timed with the trainer, stored, and used by a fit."""
+"""Tests dense parts alone: timed with the trainer, stored, and used by a fit."""
 
 import json
 
@@ -25,7 +25,7 @@ CALL_MS, MAC_MS, ELEMENT_MS = 0.5, 2e-8, 5e-7
 
 
 def timed(world, seconds):
-    """(times, whether the hook is removed)."""
+    """Return (times, whether the hook is removed)."""
     times = time_dense(Boxing(world), seconds=seconds, nets=NETS, samples=(4, 8))
     return times, world.on_wait is None
 
@@ -47,7 +47,9 @@ def test_without_time_only_the_first_net_is_timed(ranks):
 
 
 def dense_time(width, hidden, samples):
-    """The time on a machine with these prices, whose backward pass takes twice the forward pass."""
+    """Return the time on a machine with these prices; its backward pass takes twice the forward
+    pass.
+    """
     shapes = list(zip((width + 1, *hidden), (*hidden, 1), strict=True))
     macs = samples * sum(a * b for a, b in shapes)
     elements = samples * sum(a + b for a, b in shapes)
@@ -79,7 +81,7 @@ def test_dense_work_counts_weights_and_biases():
 
 
 def test_a_fit_to_narrow_layers_learns_the_cost_of_wide_ones_from_nets_alone():
-    """The tasks' layers are 16 wide, so their multiply-adds and elements are proportional."""
+    """The tasks' layers have width 16, so their multiply-adds and elements are proportional."""
     records = synthetic_records(0.0, samples=3)
     for record in records:
         samples = 100.0 + 40.0 * record.sample
@@ -103,7 +105,7 @@ def test_a_fit_to_narrow_layers_learns_the_cost_of_wide_ones_from_nets_alone():
 
 
 def test_the_dense_part_has_no_learned_correction():
-    """One learned from the tasks' narrow layers would be used for wide ones."""
+    """A correction learned from the tasks' narrow layers would also be used for wide layers."""
     records = synthetic_records(0.0)
     for record in records:
         record.totals[:, INDEX["dense_elements"]] = 1e4 * (1 + record.sample)

@@ -1,4 +1,4 @@
-"""Transfers alone: timed with the bytes that travel, stored, and used by a fit."""
+"""Tests transfers alone: timed with the transferred bytes, stored, and used by a fit."""
 
 import json
 from dataclasses import asdict, replace
@@ -33,7 +33,7 @@ NUM_SKEWS = sum(len(skews) for skews in SKEWS.values())
 
 
 def timed(world, seconds, turns):
-    """(transfers, {(step, bytes this rank sent)} by the log, whether the hook is removed)."""
+    """Return (transfers, logged {(step, bytes this rank sent)}, whether the hook is removed)."""
     world.log.clear()
     transfers = time_transfers(Boxing(world), seconds=seconds, sizes=SIZES, turns=turns)
     sent = {(r.step_id, r.bytes_sent) for r in world.log.records if "planner/" in r.step_id}
@@ -98,7 +98,7 @@ CALL_MS, BYTE_MS = 0.2, 3e-6
 
 
 def transfer(name, skew, count, ranks=(0, 1)):
-    """A transfer of a machine on which a call takes 0.2 ms and a byte 3 ns."""
+    """Return a transfer of a machine on which a call takes 0.2 ms and a byte takes 3 ns."""
     return Transfer(
         name=name,
         skew=skew,
@@ -112,14 +112,14 @@ def transfer(name, skew, count, ranks=(0, 1)):
 def test_a_transfer_is_an_example_of_its_phases():
     transfers = [transfer(ROWS, skew, 800) for skew in SKEWS[ROWS]]
     x, ms = examples(transfers, "vectors", 2)
-    assert x.shape == (2, len(INDEX))  # even, and with one owner of most rows
+    assert x.shape == (2, len(INDEX))  # rows are even, or one owner has most of them
     assert x[:, INDEX["num_row_transfers"]].tolist() == [1.0, 1.0]
     assert x[:, INDEX["vector_bytes"]].tolist() == [800.0, 800.0]
     assert ms.tolist() == [transfers[0].ms] * 2
     assert len(examples(transfers, "row gradients", 2)[1]) == 2
     assert len(examples(transfers, "lookup", 2)[1]) == 0
-    assert len(examples(transfers, "vectors", 4)[1]) == 0  # not of all ranks
-    # A ring of 4 sends each of 1000 numbers 3/4 of a time to add, and again to spread.
+    assert len(examples(transfers, "vectors", 4)[1]) == 0  # not a transfer between all ranks
+    # A ring of 4 sends each of 1000 numbers 3/4 of a time to add, and again to distribute the sum.
     summed = [transfer("P -> B", EVEN, 6000, (0, 1, 2, 3))]
     row = examples(summed, "dense gradients", 4)[0][0]
     assert row[INDEX["dense_parameters"]] == pytest.approx(1000.0)
@@ -134,7 +134,7 @@ def test_the_table_has_calls_and_speed():
 
 
 def test_a_fit_prices_bytes_by_transfers_alone():
-    """The plans send so little that a fit to them alone prices bytes at 0."""
+    """The measured plans send so little that a fit to them alone prices bytes at 0."""
     records = synthetic_records(0.0, samples=3)
     place, counts = PHASE["vectors"], ("num_dense_groups", "num_summed_groups", "num_row_transfers")
     calls = [INDEX[name] for name in counts]
@@ -164,7 +164,7 @@ def test_the_remainder_of_steps_has_one_price_for_all_bytes():
         replace(r, step_ms=r.step_ms + price * float(r.totals.max(0)[ids].sum())) for r in records
     ]
     transfers = [transfer("S(1) -> S(0)", EVEN, 2**20, tuple(range(len(records[0].totals))))]
-    assert ms_per_byte(transfers) > 2 * price  # so the bound does not matter
+    assert ms_per_byte(transfers) > 2 * price  # so the bound has no effect
 
     def prices(measured):
         profile = fit(measured, backend="gloo", transfers=transfers, judged=False)
@@ -204,7 +204,7 @@ def test_a_byte_costs_the_median_of_large_transfers_of_all_ranks():
 
     both = (0, 1)
     timed = [
-        even("S(0) -> B", both, 100, 9.0),  # only the largest counts
+        even("S(0) -> B", both, 100, 9.0),  # only the largest size counts
         even("S(0) -> B", both, 1000, 3.0),
         even("P -> B", both, 1000, 2.0),
         even("rows", both, 1000, 50.0),

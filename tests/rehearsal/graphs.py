@@ -1,4 +1,4 @@
-"""CUDA graphs of the pretended device: what a captured region may contain, and replays.
+"""Rehearses CUDA graphs of the pretended device: the content of a captured region, and replays.
 
 During a capture, ops are computed for their shapes and then undone: memory that existed before is
 restored, and memory allocated inside has no contents until the first replay. A replay computes the
@@ -31,7 +31,7 @@ _capturing = _Capturing()
 
 
 def capturing() -> "Graph | None":
-    """The graph that this thread is capturing."""
+    """Return the graph that this thread is capturing."""
     return _capturing.graph
 
 
@@ -58,7 +58,7 @@ class Graph:
     def add(self, func: Any, hosts: Any, kwargs: Any, out: Any) -> None:
         """Run one op on host tensors."""
         drawn = kwargs.get("generator")
-        # Compared by address, because dispatch makes a new wrapper of a generator.
+        # Compare generators by address, because dispatch makes a new wrapper of a generator.
         known = [generator._cdata for generator in self.generators]
         if drawn is not None and drawn._cdata not in known:
             raise RefusedError(
@@ -77,12 +77,14 @@ class Graph:
         self.calls.append(again)
 
     def made(self, block: streams.Block | None, host: Tensor) -> None:
-        """Keep memory of the pool for the lifetime of the graph."""
+        """Keep the pool's memory for the lifetime of the graph."""
         if block is not None and block not in [kept for kept, _ in self._made.values()]:
             self._made[id(block)] = block, _bytes_of(host)
 
     def uses(self, block: streams.Block | None, host: Tensor, *, writes: bool) -> None:
-        """Before an op accesses memory, save its contents if it existed before the capture."""
+        """Before an op accesses memory, save the memory's contents if it existed before the
+        capture.
+        """
         if block is None or id(block) in self._made:
             return
         key = (writes, host.data_ptr(), host.shape, host.stride())
@@ -104,7 +106,7 @@ class Graph:
             whole.copy_(before)
         for block, whole in self._made.values():
             block.used.clear()  # a capture runs nothing
-            whole.fill_(255)  # NaN in every floating dtype
+            whole.fill_(255)  # fill every floating dtype with NaN
         self._before.clear()
 
     def replay(self) -> None:

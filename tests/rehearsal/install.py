@@ -1,4 +1,6 @@
-"""Makes a process believe that it has a CUDA device; irreversible, so use a separate process."""
+"""Makes a process believe that it has a CUDA device; use a separate process, because this is
+irreversible.
+"""
 
 import contextlib
 import importlib
@@ -22,7 +24,7 @@ from tests.rehearsal.transfers import rehearsed, rehearsed_pairs
 
 
 def install() -> None:
-    """Call once, before a World is made."""
+    """Replace torch's CUDA interface; call once, before a World is made."""
     torch._C._set_only_lift_cpu_tensors(True)
     _claim_device()
     _claim_factories()
@@ -37,14 +39,16 @@ def install() -> None:
 
 
 def check_end() -> None:
-    """Raise AssertionError if a transfer was never waited for, and reset for the next test."""
+    """Raise AssertionError if a transfer was never waited for, and reset the state for the next
+    test.
+    """
     left = [flight.what for flight in IN_FLIGHT]
     forget()
     assert not left, f"never waited for: {left}"
 
 
 def forget() -> None:
-    """Discard everything in flight, after a test that may have failed."""
+    """Discard all work in flight after a test that may have failed."""
     IN_FLIGHT.clear()
     PINNED.arrive()
     streams.settle()
@@ -154,7 +158,7 @@ def _claim_device() -> None:
     cuda.reset_peak_memory_stats = lambda *_: None
     cuda.max_memory_allocated = cuda.memory_allocated = lambda *_: 0
     cuda.empty_cache = lambda: None
-    optimizer: Any = torch.optim.Optimizer  # calls the driver if torch is built for CUDA
+    optimizer: Any = torch.optim.Optimizer  # a torch build with CUDA would call the driver
     for name in ("_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check"):
         setattr(optimizer, name, _check_capturable)
 
@@ -165,7 +169,9 @@ def _check_capturable(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _rehearse_threads() -> None:
-    """Dispatch modes are per thread, so threads started by the project get their own."""
+    """Give threads of the project their own dispatch modes, because dispatch modes are per
+    thread.
+    """
     patched: Any = threading.Thread
     real = threading.Thread.run
 
@@ -177,7 +183,9 @@ def _rehearse_threads() -> None:
 
 
 def _claim_factories() -> None:
-    """Replace what C++ creates before dispatch: pinned memory, generators, tensors from lists."""
+    """Replace objects that C++ creates before dispatch: pinned memory, generators, tensors from
+    lists.
+    """
     real_generator, real_tensor, real_empty = torch.Generator, torch.tensor, torch.empty
 
     class Generator(real_generator):
@@ -207,7 +215,7 @@ def _claim_factories() -> None:
     real_to = Tensor.to
 
     def to(self: Tensor, *args: Any, **kwargs: Any):
-        # C++ asks the driver for the index of a device without one.
+        # C++ asks the driver for the index of a device without an index.
         if args and args[0] == "cuda":
             args = (torch.device("cuda", Rehearsed.index), *args[1:])
         return real_to(self, *args, **kwargs)
@@ -234,7 +242,9 @@ def _claim_collectives() -> None:
 
 
 def _plan_without() -> None:
-    """Planning runs a model on meta tensors, which must stay meta; FBGEMM is not rehearsed."""
+    """Disable the rehearsal during planning: planning needs meta tensors, and FBGEMM is not
+    rehearsed.
+    """
     from sbpflow.embedding.storage import choose
     from sbpflow.run.planning import build_plan
 
@@ -248,7 +258,8 @@ def _plan_without() -> None:
     planning.dense_steps = dense_steps
     kernels: Any = choose
     kernels.import_fbgemm = lambda: None
-    kernels.find_spec = lambda name: None  # nor Triton, except in tests that enable it
+    # Triton is not rehearsed either, except in tests that enable it
+    kernels.find_spec = lambda name: None
     dropping: Any = importlib.import_module("sbpflow.tensor.ops.dropout")
     dropping.find_kernels = lambda: None
 
@@ -296,7 +307,7 @@ def _claim_kernels() -> None:
 
 
 def dropout_kernels() -> Any:
-    """The dropout kernel that ``find_kernels`` returns, for tests that enable it."""
+    """Return the dropout kernel that ``find_kernels`` returns, for tests that enable it."""
     from sbpflow.tensor.ops import triton_dropout
 
     launcher = _Launcher(triton_dropout)

@@ -1,4 +1,6 @@
-"""Records what rehearsed code did on its pretended device: ops, waits of the host, uploads."""
+"""Records the actions of rehearsed code on its pretended device: ops, waits of the host,
+uploads.
+"""
 
 import sys
 import threading
@@ -31,7 +33,7 @@ _NUM_FRAMES = 3
 
 
 class Entry(NamedTuple):
-    """One event; ``where`` has the innermost lines of the project, callee first."""
+    """Describes one event; ``where`` contains the innermost lines of the project, callee first."""
 
     kind: str
     what: str
@@ -39,18 +41,18 @@ class Entry(NamedTuple):
 
 
 class Journal:
-    """The events of the thread that opened it.
+    """Stores the events of the thread that opened it.
 
-    Kinds: ``sync`` (the host waits for all submitted work), ``upload`` (a copy to the device from
-    memory that is not pinned, which also waits), ``late read`` (an asynchronous copy into pinned
-    memory), ``event wait`` (for such a copy), ``odd dtype`` (arithmetic on unsigned types, for
-    which CUDA has few kernels).
+    The kinds are: ``sync`` (the host waits for all submitted work), ``upload`` (a copy to the
+    device from memory that is not pinned; the host also waits for it), ``late read`` (an
+    asynchronous copy into pinned memory), ``event wait`` (a wait for such a copy), and ``odd
+    dtype`` (arithmetic on unsigned types, for which CUDA has few kernels).
     """
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         self.ops: Counter[str] = Counter()
-        self.beside: Counter[str] = Counter()  # those of ``ops`` on streams other than the main one
+        self.beside: Counter[str] = Counter()  # ops on streams other than the main stream
         self.collectives: Counter[str] = Counter()
         self.thread = threading.get_ident()
 
@@ -59,7 +61,7 @@ class Journal:
 
     @property
     def syncs(self) -> list[Entry]:
-        """The places where the host waits for the device."""
+        """Return the places where the host waits for the device."""
         return self.of("sync", "upload")
 
     @property
@@ -68,7 +70,7 @@ class Journal:
 
     @property
     def num_ops(self) -> int:
-        """The number of ops submitted to the device, including views but not collectives."""
+        """Return the number of ops submitted to the device, including views but not collectives."""
         return sum(self.ops.values())
 
     def summary(self) -> str:
@@ -115,7 +117,7 @@ def _opened() -> list[Journal]:
 
 
 def where() -> str:
-    """The innermost lines of the project in the current stack."""
+    """Return the innermost lines of the project in the current stack."""
     found: list[str] = []
     frame = sys._getframe(1)
     while frame is not None and len(found) < _NUM_FRAMES:

@@ -1,4 +1,4 @@
-"""Memory that must not be accessed: both ends of transfers, and host copies in flight.
+"""Tracks memory that must not be accessed: both ends of transfers, and host copies in flight.
 
 A real device would sometimes read garbage. Here an op that accesses such memory is rejected, with
 the line that started the transfer.
@@ -12,17 +12,17 @@ from torch import Tensor
 
 
 class RefusedError(RuntimeError):
-    """CUDA or NCCL would raise an error, wait, or compute garbage here."""
+    """Signals that CUDA or NCCL would raise an error, wait, or compute garbage."""
 
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """A transfer that has been started and not waited for; ``tensors`` are host tensors."""
+    """Describes a transfer that was started and not waited for; ``tensors`` are host tensors."""
 
     what: str
     sent: tuple[Tensor, ...]
     received: tuple[Tensor, ...]
-    kept: tuple[object, ...] = ()  # memory that must not be freed until then
+    kept: tuple[object, ...] = ()  # memory that must not be freed before the wait
 
 
 IN_FLIGHT: list[InFlight] = []
@@ -51,14 +51,14 @@ def overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """The first byte and the byte past the end."""
+    """Return the first byte and the byte past the end."""
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()
     return start, start + (last + 1) * tensor.itemsize
 
 
 def _bytes(tensor: Tensor) -> Sequence[int]:
-    """The addresses of all bytes of the elements."""
+    """Return the addresses of all bytes of the elements."""
     offsets = torch.zeros((), dtype=torch.int64)
     for dim, (length, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         shape = [1] * tensor.ndim
@@ -69,13 +69,14 @@ def _bytes(tensor: Tensor) -> Sequence[int]:
 
 
 class Pinned:
-    """Pinned host memory, and copies into it that have not arrived.
+    """Tracks pinned host memory and the copies into it that have not arrived.
 
     The contents are undefined until an event recorded after the copy has been waited for.
     """
 
     def __init__(self) -> None:
-        self._blocks: dict[int, torch.UntypedStorage] = {}  # kept, so no address is reused
+        # kept, so that the address is not reused
+        self._blocks: dict[int, torch.UntypedStorage] = {}
         self._coming: list[tuple[int, int, Tensor, Tensor]] = []
 
     def add(self, host: Tensor) -> Tensor:
@@ -95,7 +96,7 @@ class Pinned:
             target.fill_(torch.iinfo(target.dtype).max - 1)
 
     def arrive(self, sees: Mapping[int, int] | None = None) -> None:
-        """Finish copies that are complete: all, or those covered by a wait."""
+        """Finish complete copies: all copies, or those covered by a wait."""
         left = []
         for stream, count, target, values in self._coming:
             if sees is None or count <= sees.get(stream, 0):

@@ -1,4 +1,6 @@
-"""Which arguments CUDA rejects for an op, and which ops make the host wait for the device."""
+"""Defines the arguments that CUDA rejects for an op, and the ops that make the host wait for the
+device.
+"""
 
 from typing import Any
 
@@ -10,7 +12,7 @@ from tests.rehearsal import graphs
 from tests.rehearsal.journal import note
 from tests.rehearsal.memory import RefusedError
 
-# The host must know a number from the device: the size of the result, or the result itself.
+# The host must read a number from the device: the size of the result, or the result itself.
 _SYNCS = frozenset(
     "_local_scalar_dense equal is_nonzero nonzero nonzero_numpy masked_select unique_consecutive "
     "_unique _unique2 unique_dim unique_dim_consecutive bincount histc linalg_solve".split()
@@ -72,13 +74,13 @@ def _check_device(func: Any, name: str, tensor: Tensor, on_device: type[Tensor])
 
 
 def wait_of(name: str, args: Any, kwargs: Any) -> str:
-    """Why this op makes the host wait, "" if it does not."""
+    """Return why this op makes the host wait, or "" if it does not."""
     if name in _SYNCS:
         return name
     if name == "repeat_interleave" and kwargs.get("output_size") is None:
         return "repeat_interleave without output_size"
     if name in _INDEXED and any(_is_mask(index) for index in args[1]):
-        # Setting one value with a mask is masked_fill_, which has a known size.
+        # Setting one value with a mask is masked_fill_; its result has a known size.
         fills = name != "index" and args[2].numel() == 1
         return "" if fills else f"{name} with a mask"
     return ""

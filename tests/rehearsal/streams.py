@@ -1,6 +1,6 @@
-"""Streams of the pretended device: the order of their work, and when memory may be reused.
+"""Models the pretended device's streams: the order of their work, and when memory may be reused.
 
-Everything is computed at once, in program order. Work that a GPU could reorder is detected with
+All ops are computed immediately, in program order. Work that a GPU could reorder is detected with
 vector clocks: each stream counts its work and knows how much work of every other stream precedes
 its next op. Unordered use of memory by two streams is rejected if one of them writes. Memory that
 is freed while another stream may use it is rejected as soon as its own stream allocates again,
@@ -21,7 +21,7 @@ Seen = dict[int, int]  # stream number -> amount of its work that is complete
 
 
 class Clock:
-    """The queue of a stream; NCCL has one per process group."""
+    """Models the queue of a stream; NCCL has one per process group."""
 
     made = 0
 
@@ -38,7 +38,7 @@ class Clock:
         return self.sees[self.number]
 
     def tick(self) -> None:
-        """Add one op, after everything that the host has waited for."""
+        """Add one op, ordered after all work that the host has waited for."""
         host = _thread.host
         if self._host_version != host.version:
             self.join(host.sees)
@@ -54,7 +54,7 @@ class Clock:
 
 
 class _Host:
-    """The work that the host's thread has waited for."""
+    """Tracks the work that the host's thread has waited for."""
 
     def __init__(self) -> None:
         self.sees: Seen = {}
@@ -87,14 +87,14 @@ def on(clock: Clock) -> Iterator[None]:
 
 
 def nccl_stream(group: str) -> Clock:
-    """The stream of a process group's collectives."""
+    """Return the stream of a process group's collectives."""
     if group not in _nccl:
         _nccl[group] = Clock(f"NCCL's stream of group {group},")
     return _nccl[group]
 
 
 def host_waits(sees: Seen) -> None:
-    """Record a wait of the host; all later requests of this thread come after it."""
+    """Record a wait of the host; all later requests of this thread are ordered after it."""
     host = _thread.host
     host.version += 1
     for number, count in tuple(sees.items()):
@@ -107,10 +107,10 @@ def host_waits_for_all() -> None:
 
 
 class Block:
-    """Device memory, which exists as long as a tensor on it.
+    """Represents device memory; the memory exists as long as a tensor on it.
 
-    ``used`` has the last uses by stream: (count, is a write, part, op). For the stream on which the
-    memory was allocated, all parts are one.
+    ``used`` contains the last uses by stream: (count, is a write, part, op). For the stream that
+    allocated the memory, all parts are one part.
     """
 
     __slots__ = ("__weakref__", "made_on", "recorded", "used", "where")
@@ -124,7 +124,7 @@ class Block:
         self.used[self.made_on] = {True: (self.made_on.now, True, None, "its allocation")}
 
     def use(self, func: object, host: Tensor, *, writes: bool) -> None:
-        """Raise RefusedError if another stream may still be using it."""
+        """Raise RefusedError if another stream may still be using the memory."""
         clock = current()
         if len(self.used) > 1 or clock not in self.used:
             self._check(func, host, clock, writes)
@@ -151,7 +151,9 @@ class Block:
                     )
 
     def __del__(self) -> None:
-        """Uses that are incomplete when the memory is freed must complete before it is reused."""
+        """Require that uses that are incomplete when the memory is freed complete before its
+        reuse.
+        """
         covered: Seen = {}
         for clock in self.recorded:
             covered |= {n: max(count, covered.get(n, 0)) for n, count in clock.sees.items()}
@@ -169,7 +171,7 @@ BLOCKS: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
 
 
 def block_of(host: Tensor) -> Block | None:
-    """The device memory that ``host`` represents; ``None`` for an empty tensor."""
+    """Return the device memory that ``host`` represents, or ``None`` for an empty tensor."""
     address = host.untyped_storage().data_ptr()
     if not address:
         return None
@@ -180,14 +182,14 @@ def block_of(host: Tensor) -> Block | None:
 
 
 def settle() -> None:
-    """Complete all work and discard all obligations, between tests."""
+    """Complete all work and discard all obligations between tests."""
     host_waits_for_all()
     for clock in list(CLOCKS):
         clock.freed.clear()
 
 
 def _check_freed(clock: Clock) -> None:
-    """Raise RefusedError if memory freed on this stream could still be in use when reallocated."""
+    """Raise RefusedError if memory freed on this stream could be in use when it is reallocated."""
     freed, clock.freed = clock.freed, []
     for place, uses in freed:
         for other, count in uses.items():

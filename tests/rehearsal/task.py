@@ -1,4 +1,4 @@
-"""What one rank does in a rehearsed test."""
+"""Runs one rank of a rehearsed test."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,9 @@
-"""Tensors that claim to be on a CUDA device and have their data in host memory.
+"""Implements tensors that claim to be on a CUDA device and have their data in host memory.
 
-Python sees ``cuda``; C++ sees ``meta``, whose backward needs no driver and runs in the calling
-thread. Every op goes through ``run``, which rejects what CUDA rejects, records where the host would
-wait, and lets ``streams`` check the order of accesses. The CUDA kernels themselves are not tested.
+Python sees ``cuda``; C++ sees ``meta``, because the backward of ``meta`` tensors needs no driver
+and runs in the calling thread. Every op goes through ``run``, which rejects what CUDA rejects,
+records where the host would wait, and lets ``streams`` check the order of accesses. The CUDA
+kernels themselves are not tested.
 """
 
 from typing import Any
@@ -19,7 +20,9 @@ from tests.rehearsal.memory import PINNED, RefusedError, check_access
 
 
 class Rehearsed(Tensor):
-    """A tensor whose data is in ``host``; ``index`` is the number of the process's device."""
+    """Represents a tensor whose data is in ``host``; ``index`` is the number of the process's
+    device.
+    """
 
     index = 0
 
@@ -43,8 +46,8 @@ class Rehearsed(Tensor):
         self.block = streams.block_of(host)
 
     def use(self, func: object, *, writes: bool) -> None:
-        """Record that an op on the current stream will read or change it."""
-        if graph := graphs.capturing():  # nothing runs during a capture
+        """Record that an op on the current stream will read or change this tensor."""
+        if graph := graphs.capturing():  # ops do not run during a capture
             graph.uses(self.block, self.host, writes=writes)
             return
         check_access(func, self.host, writes=writes)
@@ -96,7 +99,7 @@ class Rehearsed(Tensor):
         return False
 
     def record_stream(self, stream: Any) -> None:
-        """After it is freed, it is not reused before ``stream`` reaches this point."""
+        """Prevent reuse of the freed memory before ``stream`` reaches this point."""
         if self.block is not None:
             self.block.recorded.append(stream.clock)
 
@@ -122,7 +125,7 @@ def _parse_to(
     copy: bool = False,
     **_: object,
 ) -> tuple[torch.device | None, torch.dtype | None, bool, bool]:
-    """The arguments of ``Tensor.to`` in any of its forms."""
+    """Return the arguments of ``Tensor.to`` in any of its forms."""
     for given in args:
         if isinstance(given, Tensor):
             device, dtype = given.device, given.dtype
@@ -180,7 +183,7 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _fresh(out: Any, args: Any, kwargs: Any) -> list[Rehearsed]:
-    """Results in new memory, which no argument shares."""
+    """Move results to new memory that no argument shares."""
     leaves = tree_leaves((args, kwargs))
     known = {id(leaf.block) for leaf in leaves if isinstance(leaf, Rehearsed)}
     results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Rehearsed)]
@@ -196,7 +199,7 @@ def wait(what: str) -> None:
 
 
 def _is_meta_meant() -> bool:
-    """True within ``with torch.device("meta")``."""
+    """Return True within ``with torch.device("meta")``."""
     current = torch.utils._device.CURRENT_DEVICE
     return current is not None and current.type == "meta"
 
@@ -212,7 +215,7 @@ def _crosses(targets: Any, sources: Any) -> bool:
 
 
 def _copy_across(target: Tensor, source: Tensor, non_blocking: bool) -> Tensor:
-    """``copy_`` between host and device."""
+    """Implement ``copy_`` between host and device."""
     graphs.refuse("a copy between host and device")
     if isinstance(target, Rehearsed):
         count_op("h2d")
@@ -231,7 +234,7 @@ def _copy_across(target: Tensor, source: Tensor, non_blocking: bool) -> Tensor:
 
 
 def _move(func: Any, source: Tensor, kwargs: dict[str, Any], *, to_device: bool) -> Tensor:
-    """``_to_copy`` between host and device."""
+    """Implement ``_to_copy`` between host and device."""
     graphs.refuse("a copy between host and device")
     count_op("h2d" if to_device else "d2h")
     non_blocking = kwargs.get("non_blocking", False)
@@ -242,7 +245,8 @@ def _move(func: Any, source: Tensor, kwargs: dict[str, Any], *, to_device: bool)
     if to_device:
         _note_upload(source, non_blocking)
         return Rehearsed(out)
-    if non_blocking:  # the target is not pinned: no wait, and its completion is unknown
+    # the target is not pinned: the host does not wait, and the completion is unknown
+    if non_blocking:
         raise RefusedError("an asynchronous copy to the host; use pinned memory")
     wait("copy to the host")
     return out

@@ -1,8 +1,8 @@
-"""Upper bounds on the waits of a training step for the device, and on the ops it submits.
+"""Tests upper bounds on a training step's waits for the device and on the ops it submits.
 
-The goal is no wait with one rank and for ``columns`` and ``reduce``. If sizes depend on the batch,
-it is one asynchronous pinned read per batch and dependent size. Ids come with bounds, as from a
-loader.
+The goal is no waits with one rank and for ``columns`` and ``reduce``. If sizes depend on the batch,
+the goal is one asynchronous pinned read per batch and dependent size. Ids come with bounds, as from
+a loader.
 """
 
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ from tests.training.wdl_case import NUM_ROWS, make_batches, make_config, make_jo
 
 @dataclass(frozen=True)
 class Budget:
-    """Limits for one step on any rank; ``waits`` are syncs and blocking uploads."""
+    """Limits one step on any rank; ``waits`` are syncs and blocking uploads."""
 
     waits: int
     late_reads: int
@@ -41,7 +41,7 @@ BUDGETS = {
 
 
 def second_step(world, config, accumulate):
-    """The journal of the second step, which starts in the first and overlaps the third."""
+    """Return the journal of the second step, which starts in the first and overlaps the third."""
     from tests.rehearsal.journal import journal
 
     world.checked = False
@@ -51,7 +51,7 @@ def second_step(world, config, accumulate):
         to_device(batch.part(world.rank, world.size), world.device)
         for batch in make_batches(4 * accumulate, config.data.batch_size)
     ]
-    for batch in batches:  # with bounds, as from a loader
+    for batch in batches:  # the ids have bounds, as from a loader
         batch.ids = BatchIds(batch.ids, None, columns)
     steps = [batches[n * accumulate : (n + 1) * accumulate] for n in range(4)]
     for batch in batches[: 3 * accumulate]:
@@ -63,8 +63,8 @@ def second_step(world, config, accumulate):
             second = made
     sort = "aten.sort.stable"
     on_main = second.ops[sort] - second.beside[sort]
-    if accumulate == 1:  # the rows of several batches are sorted together once more
-        # Rows of dense gradients are known only on arrival; all other sorts are ahead.
+    if accumulate == 1:  # the rows of several batches are sorted together a second time
+        # Rows of dense gradients are known only on arrival; all other sorts run ahead.
         assert on_main == sum(
             len(group.stacks)
             for group in job.plan.embeddings.groups
@@ -88,14 +88,16 @@ def test_step_stays_within_its_budget(rehearsed_ranks, ranks, scheme, sparse):
     check(rehearsed_ranks(ranks, second_step, config, 1), BUDGETS[ranks, scheme])
 
 
-# Ops that place rows in buffers: on the id stream, and around the transfers.
+# These ops place rows in buffers: on the id stream, and around the transfers.
 LAID_OUT = {"3": 80, "dp": 110}
 
 
 @pytest.mark.parametrize("share", [1.0, 0.9])
 @pytest.mark.parametrize("scheme", LAID_OUT)
 def test_fixed_size_buffers_need_no_counts(rehearsed_ranks, scheme, share):
-    """With room for any batch, nothing is read; otherwise the row counts, one step later."""
+    """With room for any batch, no counts are read; otherwise, the row counts are read one step
+    later.
+    """
     config = make_config(scheme, "rowwise_adagrad", dtype="float32", dense="adam")
     config = replace(config, parallel=replace(config.parallel, row_buffer_fraction=share))
     ops = BUDGETS[2, scheme].ops + LAID_OUT[scheme]
@@ -115,26 +117,28 @@ def test_ftrl_and_half_precision_rows_add_no_waits(rehearsed_ranks):
     config = make_config("1", "adagrad", dtype="float32", dense="adam", wide=Ftrl())
     config = replace(config, parallel=replace(config.parallel, table_dtype="bfloat16"))
     budget = BUDGETS[2, "1"]
-    found = rehearsed_ranks(2, second_step, config, 1)
-    check(found, replace(budget, ops=budget.ops + 110))
+    results = rehearsed_ranks(2, second_step, config, 1)
+    check(results, replace(budget, ops=budget.ops + 110))
 
 
 def test_accumulation_adds_no_waits(rehearsed_ranks):
     config = make_config("2", "lazy_adam", dtype="float32", dense="adam")
     budget = BUDGETS[2, "2"]
-    found = rehearsed_ranks(2, second_step, config, 3)
-    check(found, replace(budget, ops=3 * budget.ops))
+    results = rehearsed_ranks(2, second_step, config, 3)
+    check(results, replace(budget, ops=3 * budget.ops))
 
 
 def losses_and_step(world, config):
-    """Losses of four steps with Triton's and with torch's kernels, and the journal of a step."""
+    """Return losses of four steps with Triton's and with torch's kernels, and the journal of a
+    step.
+    """
     from importlib.util import find_spec
 
     from sbpflow.embedding.storage import choose
 
     absent, choose.find_spec = choose.find_spec, find_spec
     try:
-        found = second_step(world, config, 1)
+        measured = second_step(world, config, 1)
         by_kernel = []
         for kernel in ("triton", "torch"):
             changed = replace(config, parallel=replace(config.parallel, kernel=kernel))
@@ -147,7 +151,7 @@ def losses_and_step(world, config):
             by_kernel.append([float(job.trainer.step(batch)) for batch in batches])
     finally:
         choose.find_spec = absent
-    return found, by_kernel
+    return measured, by_kernel
 
 
 @pytest.mark.parametrize(("ranks", "scheme"), [(1, "1"), (2, "2"), (2, "3")])
@@ -162,7 +166,9 @@ def test_triton_matches_torch_within_the_budget(rehearsed_ranks, ranks, scheme):
 
 
 def ragged_step(world, mix):
-    """The journal of a collection's second batch with lists, during which the third starts."""
+    """Return the journal of a collection's second batch with lists, during which the third batch
+    starts.
+    """
     from tests.rehearsal.journal import journal
 
     collection, bounds = make_collection(world, mix), IdBounds((9,) * 4, (64,), (4,))
@@ -199,13 +205,13 @@ def ragged_step(world, mix):
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_lists_of_ids_need_one_read_together_with_the_counts(rehearsed_ranks, ranks, exchange):
     mix = mix_of(exchange, 8, RULES[2], batch_sizes=(13, 14, 16), dtype=torch.float32)
-    found = rehearsed_ranks(ranks, ragged_step, replace(mix, world_size=ranks))
-    check(found, Budget(waits=0, late_reads=min(ranks - 1, 1), ops=430))
+    results = rehearsed_ranks(ranks, ragged_step, replace(mix, world_size=ranks))
+    check(results, Budget(waits=0, late_reads=min(ranks - 1, 1), ops=430))
 
 
 def ops_by_repetition(world, config):
-    """Ops and collectives of two steps: one whose ids are the first and last row of each table, so
-    that every rank owns one, and one with as many rows as possible.
+    """Return ops and collectives of two steps: one whose ids are the first and last row of each
+    table, so that every rank owns one of them, and one with as many rows as possible.
     """
     from tests.rehearsal.journal import journal
 

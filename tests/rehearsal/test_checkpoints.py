@@ -1,4 +1,4 @@
-"""Background saves on a rehearsed device write the state as of their start."""
+"""Tests that background saves on a rehearsed device write the state as of their start."""
 
 import threading
 
@@ -11,7 +11,7 @@ SAVED_AT, STEPS = 2, 5
 
 
 def begun(world, config, folder):
-    """A job after its first steps, and its saver."""
+    """Return a job after its first steps, and its saver."""
     world.checked = False
     job = make_job(world, config)
     for number in range(SAVED_AT):
@@ -21,7 +21,7 @@ def begun(world, config, folder):
 
 
 def step(job, number):
-    """Run one step; return how often the host waited."""
+    """Run one step; return the number of host waits."""
     from tests.rehearsal.journal import journal
 
     world = job.boxing.world
@@ -33,8 +33,8 @@ def step(job, number):
 
 
 def save_both_ways(world, config, folder):
-    """The same run saved at once and during its next steps; waits of the host in both and in a step
-    after the save, the most that the undo log held, and the stores.
+    """Save the same run at once and during its next steps; return the host waits in both and in a
+    step after the save, the largest size of the undo log, and the stores.
     """
     _, saver = begun(world, config, folder / "a")
     saver.save(SAVED_AT, {})
@@ -68,8 +68,8 @@ def test_background_save_equals_a_blocking_save(rehearsed_ranks, memory):
     ((waits, after, kept_bytes, num_storages),) = rehearsed_ranks(1, save_both_ways, config, memory)
     assert after == 0
     assert kept_bytes > 0
-    # The log is in host memory: per tensor, addresses are copied there and back, then the rows
-    # follow. The tensors are the weights and the two states of lazy Adam.
+    # The log is in host memory: for each tensor, addresses are copied there and back, followed by
+    # the rows. The tensors are the weights and the two states of lazy Adam.
     assert max(waits) <= num_storages * (1 + 2 * 3)
     one, two = (open_checkpoint(memory / name / f"step-{SAVED_AT}") for name in "ab")
     for name in one.tensors:

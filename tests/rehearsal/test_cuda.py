@@ -1,4 +1,4 @@
-"""The tests that require a GPU, run on a rehearsed one, so that mistakes cost no GPU time."""
+"""Runs the tests that require a GPU on a rehearsed one, so that mistakes cost no GPU time."""
 
 import pytest
 import torch

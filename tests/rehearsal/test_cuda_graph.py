@@ -1,4 +1,6 @@
-"""A step, or its dense part, as one CUDA graph equals eager steps; and what no graph can hold."""
+"""Tests that a step, or its dense part, as one CUDA graph equals eager steps, and that a graph
+refuses invalid work.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -30,7 +32,7 @@ def with_graph(config, **parallel):
 
 
 def train(world, config, warm_up_steps, steps=STEPS, before_step=None):
-    """Losses; weights, rows, and optimizer state; the journal of each step."""
+    """Return losses; weights, rows, and optimizer state; and the journal of each step."""
     from tests.rehearsal.journal import journal
 
     world.checked = False
@@ -40,7 +42,7 @@ def train(world, config, warm_up_steps, steps=STEPS, before_step=None):
     for number, batch in enumerate(make_batches(STEPS, config.data.batch_size)[:steps]):
         mine = batch.part(world.rank, world.size)
         rows = to_device(mine, world.device)
-        if number == warm_up_steps:  # captured here; later batches must not exist yet
+        if number == warm_up_steps:  # the graph is captured here; later batches must not exist yet
             kept = [(rows.labels, mine.labels), (rows.dense, mine.dense), (rows.ids, mine.ids)]
         if before_step is not None:
             before_step(job, number)
@@ -48,7 +50,9 @@ def train(world, config, warm_up_steps, steps=STEPS, before_step=None):
             losses.append(job.trainer.step(rows))
         journals.append(made)
     assert all(torch.equal(there.cpu(), here) for there, here in kept)
-    weights = {name: one.part.detach().cpu() for name, one in job.model.parameters.items()}
+    weights = {
+        name: parameter.part.detach().cpu() for name, parameter in job.model.parameters.items()
+    }
     for stored in job.embeddings.stored():
         shard = stored.shard
         place = shard.table.name, shard.row_start, shard.col_start
@@ -58,7 +62,7 @@ def train(world, config, warm_up_steps, steps=STEPS, before_step=None):
 
 
 def both_ways(world, config, captured_at=1, steps=STEPS, before_step=None):
-    """Results with a graph from then on, and with eager steps; False where weights differ."""
+    """Return results with a graph and with eager steps; False where weights differ."""
     losses, weights, journals = train(world, config, captured_at, steps, before_step)
     plain, same, plain_journals = train(world, config, steps, steps)
     equal = [torch.equal(value, same[name]) for name, value in weights.items()]
@@ -69,7 +73,9 @@ def both_ways(world, config, captured_at=1, steps=STEPS, before_step=None):
 
 
 def check(found, captured_at=1, most=None):
-    """``most``: the number of ops that a replayed step submits to the main stream."""
+    """Check the run; ``most`` is the number of ops that a replayed step submits to the main
+    stream.
+    """
     for losses, plain, ops, plain_ops, waits, equal, on_main in found:
         assert losses == plain
         assert equal
@@ -110,7 +116,9 @@ TABLES = {  # optimizer of the deep tables, and row dtype
 
 @pytest.mark.parametrize("sparse", TABLES)
 def test_tables_are_updated_in_the_graph(rehearsed_ranks, sparse):
-    """The learning rate changes every step, except for FTRL, which requires a constant rate."""
+    """The learning rate changes every step, except for FTRL, because FTRL requires a constant
+    rate.
+    """
     wide = Ftrl() if sparse == "adagrad" else None
     config = make_config("1", sparse, dtype="float32", dense="adam", wide=wide)
     config = with_graph(config, table_dtype=TABLES[sparse])
@@ -121,7 +129,7 @@ def test_tables_are_updated_in_the_graph(rehearsed_ranks, sparse):
 
 
 def both_ways_watched(world, config):
-    """A row listener is installed in the third step, as during a background save."""
+    """Install a row listener in the third step, as during a background save."""
     told = []
 
     def before_step(job, number):
@@ -142,7 +150,7 @@ def test_rows_with_listeners_are_updated_eagerly(rehearsed_ranks):
 
 
 def wrong_id(world, config):
-    """The error of a step with an out-of-range id, and whether the step changed anything."""
+    """Return the error of a step with an out-of-range id, and whether the step changed anything."""
     job = make_job(world, config)
     job.trainer.graphs.warm_up_steps = 1
     batches = [to_device(batch, world.device) for batch in make_batches(4, config.data.batch_size)]
@@ -247,7 +255,7 @@ def test_interactions_and_norms_can_be_captured(rehearsed_ranks, name):
 
 
 class Net(nn.Module):
-    """``odd`` selects an operation that a graph cannot hold."""
+    """Uses ``odd`` to select an operation that a graph cannot contain."""
 
     def __init__(self, odd: str) -> None:
         super().__init__()

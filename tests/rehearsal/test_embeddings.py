@@ -1,4 +1,4 @@
-"""The embedding engine on rehearsed devices: the equality cases of the CPU tests, by exchange."""
+"""Runs the equality cases of the CPU tests on rehearsed devices, by exchange."""
 
 import itertools
 from dataclasses import replace
@@ -14,7 +14,7 @@ OF_SCHEMES = ["sgd", "adagrad", "rowwise_adagrad", "lazy_adam"]
 
 
 def turns(each, others, count):
-    """Pairs of each element with ``count`` of the others, in rotation."""
+    """Yield pairs of each element with ``count`` of the others, in rotation."""
     others = list(others)
     return [
         (one, others[(place + 2 * n) % len(others)])
@@ -65,7 +65,7 @@ def test_accumulated_steps_without_overlap_equal_the_reference(rehearsed_ranks, 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("exchange", mixes.EXCHANGES)
 def test_rows_and_vectors_in_half_precision(rehearsed_ranks, exchange, dtype):
-    # Four steps of at most 0.1 x 4; 8 bits of vectors, gradients, and rows.
+    # Four steps move a value by at most 0.1 x 4; vectors, gradients, and rows have 8 bits.
     mix = mixes.mix_of(
         exchange,
         8,

@@ -1,4 +1,6 @@
-"""The rehearsal rejects what a GPU would reject or compute incorrectly, and lists host waits."""
+"""Tests that the rehearsal rejects the errors of a GPU and its wrong computations, and lists host
+waits.
+"""
 
 import pytest
 import torch
@@ -105,7 +107,7 @@ REFUSED = {
 
 
 def refusals(world, cases):
-    """The error of each case; transfers that it started are discarded."""
+    """Return the error of each case; discard the transfers that it started."""
     from tests.rehearsal.install import check_end, forget
 
     found = {}
@@ -121,9 +123,9 @@ def refusals(world, cases):
 
 
 def test_operations_that_a_gpu_rejects_are_rejected(rehearsed_ranks):
-    for found in rehearsed_ranks(2, refusals, list(REFUSED)):
+    for result in rehearsed_ranks(2, refusals, list(REFUSED)):
         for case, words in REFUSED.items():
-            assert words in found[case.__name__], f"{case.__name__}: {found[case.__name__]}"
+            assert words in result[case.__name__], f"{case.__name__}: {result[case.__name__]}"
 
 
 def test_unfinished_transfer_fails_the_test(rehearsed_ranks):

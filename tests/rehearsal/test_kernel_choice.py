@@ -1,4 +1,4 @@
-"""Kernels of a CUDA run are measured on the device, by rank 0, once per machine."""
+"""Tests that rank 0 measures the kernels of a CUDA run on the device, once per machine."""
 
 from unittest import mock
 
@@ -13,7 +13,7 @@ from tests.training.wdl_case import FIELDS, make_config
 
 
 def measured(world, folder, kernels):
-    """Kernels and reasons of a run with these kernels available, and the measured shapes."""
+    """Return kernels and reasons of a run with these kernels available, and the measured shapes."""
     shapes, real = [], measure.measure
 
     def spy(shape, names):
@@ -36,7 +36,7 @@ def measured(world, folder, kernels):
         plan = with_measured_kernels(plan, "auto", Boxing(world))
         again = with_measured_kernels(plan, "auto", Boxing(world))
     assert again.kernels == plan.kernels
-    return sorted({(one.name, one.reason[:8]) for one in plan.kernels.values()}), shapes
+    return sorted({(choice.name, choice.reason[:8]) for choice in plan.kernels.values()}), shapes
 
 
 def test_single_available_kernel_is_not_measured(rehearsed_ranks, tmp_path):

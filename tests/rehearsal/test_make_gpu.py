@@ -1,4 +1,6 @@
-"""``make gpu``: its parts run in rehearsal, are independent, and need no optional packages."""
+"""Tests that the parts of ``make gpu`` run in rehearsal, are independent, and need no optional
+packages.
+"""
 
 import json
 import runpy
@@ -133,7 +135,8 @@ def whole_programs(world, folder):
 
     record.RESULTS = gpu_trace.RESULTS = Path(folder)
     gpu_kernels.import_fbgemm = lambda: None  # FBGEMM's kernels cannot be rehearsed
-    # Neither can device events, which torch would report with thousands of C++ stack traces.
+    # Device events cannot be rehearsed either; torch would report them with thousands of C++ stack
+    # traces.
     profile = gpu_trace.profile
     gpu_trace.profile = lambda activities: profile(activities=activities[:1])
     for module in (gpu_dlperf, gpu_kernels, gpu_mlp):
@@ -166,7 +169,9 @@ def test_programs_of_make_gpu_run(rehearsed_ranks, tmp_path):
 
 @pytest.mark.slow
 def test_torchrec_benchmark_uses_equal_shapes():
-    """On CPU, where FBGEMM has no Adam: another optimizer, and the host's clock."""
+    """The benchmark runs on CPU with another optimizer, because FBGEMM has no Adam there, and the
+    host's clock.
+    """
     pytest.importorskip("torchrec")
     from benchmarks import gpu_torchrec
     from sbpflow.config.load import load_config

@@ -1,4 +1,4 @@
-"""Code with a separate CUDA path, rehearsed."""
+"""Rehearses code with a separate CUDA path."""
 
 import re
 
@@ -59,7 +59,7 @@ def test_adjacent_inputs_use_one_aligned_product(rehearsed_ranks):
 
 
 class Switch:
-    """The parts of a trainer that the overlap watch uses."""
+    """Contains the parts of a trainer that the overlap watch uses."""
 
     schedule = OVERLAPPED
 
@@ -88,7 +88,7 @@ def ids_in_host_memory(world):
     collection = make_job(world, make_config("1", "sgd")).embeddings
     ids = make_batches(1, 30)[0].ids
     messages = []
-    for given in (ids, {one.name: ids[:, n] for n, one in enumerate(FIELDS.ids)}):
+    for given in (ids, {field.name: ids[:, n] for n, field in enumerate(FIELDS.ids)}):
         with pytest.raises(DataError) as refused:
             collection.forward(given, ids.shape[0], training=False)
         messages.append(str(refused.value))

@@ -1,4 +1,6 @@
-"""Fixed-size row buffers give the same bits as counted transfers, for any buffer size."""
+"""Tests that fixed-size row buffers give the same bits as counted transfers, for any buffer
+size.
+"""
 
 import logging
 from dataclasses import replace
@@ -19,7 +21,8 @@ from tests.training.wdl_case import (
     to_device,
 )
 
-STEPS = 8  # includes short batches, a batch of one row, and one with fewer rows than three ranks
+# the batches include short ones, one of one row, and one with fewer rows than three ranks
+STEPS = 8
 UNIQUE_COLUMNS = {"deep.*": TableRule(sbp="S(1)", exchange="unique")}
 LOCAL = {"*": TableRule(sbp="B", exchange="local")}
 CASES = {
@@ -37,7 +40,9 @@ def config_of(case, share, **parallel):
 
 
 def train_ahead(world, config):
-    """Losses, dense parameters, rows with state, and log messages; ids are one batch ahead."""
+    """Return losses, dense parameters, rows with state, and log messages; ids are one batch
+    ahead.
+    """
     said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
@@ -88,10 +93,10 @@ def test_any_buffer_fraction_trains_to_equal_bits(rehearsed_ranks, ranks, case):
     # For three ranks, the summation order of an all-reduce depends on an element's position.
     rtol = 1e-6 if (ranks, case) == (3, "squares of columns") else 0.0
     for share in (1.0, 0.6, 0.05):
-        found = rehearsed_ranks(ranks, train_ahead, config_of(case, share))
-        assert_equal(found, wanted, rtol)
-        # With a twentieth of the room nearly every exchange is repeated.
-        assert bool(found[0][3]) == (share == 0.05) or share == 0.6
+        results = rehearsed_ranks(ranks, train_ahead, config_of(case, share))
+        assert_equal(results, wanted, rtol)
+        # With a twentieth of the room, nearly every exchange is repeated.
+        assert bool(results[0][3]) == (share == 0.05) or share == 0.6
 
 
 def test_buffers_support_half_precision_rows_and_vectors(rehearsed_ranks):
@@ -102,10 +107,10 @@ def test_buffers_support_half_precision_rows_and_vectors(rehearsed_ranks):
 
 
 def test_overflowing_batch_logs_a_sufficient_fraction(rehearsed_ranks):
-    found = rehearsed_ranks(2, train_ahead, config_of("unique", 0.05))
-    words = found[0][3][0]
+    results = rehearsed_ranks(2, train_ahead, config_of("unique", 0.05))
+    words = results[0][3][0]
     assert words.startswith("parallel.row_buffer_fraction: 0.05 ")
-    assert not found[1][3], "rank 0 speaks for all"
+    assert not results[1][3], "rank 0 speaks for all"
     enough = float(words.rpartition("; use ")[2])
     assert 0.05 < enough <= 1.0
     first = words.split(" a batch of ")[0]

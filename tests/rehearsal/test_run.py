@@ -1,4 +1,4 @@
-"""A whole run from the command line on a rehearsed device: loader, loop, checks, evaluation."""
+"""Runs a whole command-line run on a rehearsed device: loader, loop, checks, evaluation."""
 
 import json
 
@@ -9,7 +9,7 @@ from tests.training.test_run import CONFIG
 
 
 def run_of_one_rank(world, arguments):
-    """The exit code, and how often the host waited in the last training steps, by line."""
+    """Return the exit code, and the number of host waits in the last training steps, by line."""
     from sbpflow.commands import train
     from sbpflow.training.trainer import Trainer
     from tests.rehearsal.journal import journal

@@ -1,4 +1,6 @@
-"""The rehearsal rejects unordered use of memory by streams, and memory that is freed too early."""
+"""Tests that the rehearsal rejects unordered use of memory by streams and memory that is freed too
+early.
+"""
 
 import gc
 
@@ -142,7 +144,7 @@ TAKEN = (
 
 
 def outcomes(world, cases):
-    """The error of each case, "" if there is none."""
+    """Return the error of each case, or "" without an error."""
     from tests.rehearsal.install import forget
     from tests.rehearsal.memory import RefusedError
 
@@ -165,7 +167,7 @@ def test_unordered_use_of_streams_is_rejected(rehearsed_ranks):
 
 
 def step_without(world, config, what):
-    """A step of an engine that skips ``what``."""
+    """Run a step of an engine that skips ``what``."""
     from sbpflow.embedding.ids.ahead import IdStream
     from tests.training.wdl_case import train
 

@@ -1,7 +1,8 @@
-"""Collectives of pretended CUDA tensors: checked against NCCL's rules, executed by gloo.
+"""Rehearses collectives of CUDA tensors: checks NCCL's rules and runs them with gloo.
 
-The tensors of a collective must not be accessed until its ``wait`` (see ``memory``). It runs on a
-stream of its group, after the stream that started it; a ``wait`` orders the stream that waits.
+The tensors of a collective must not be accessed until its ``wait`` (see ``memory``). A collective
+runs on a stream of its group, after the stream that started it; ``wait`` orders the waiting stream
+after it.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +34,9 @@ NCCL_DTYPES = frozenset(
 
 
 class Work:
-    """A collective in flight; as in NCCL, its ``wait`` orders the stream and not the host."""
+    """Represents a collective in flight; as in NCCL, its ``wait`` orders the stream and not the
+    host.
+    """
 
     def __init__(self, works: Sequence[dist.Work], flight: InFlight, ends: streams.Seen) -> None:
         self._works, self._flight, self._ends = works, flight, ends
@@ -53,7 +56,7 @@ class Work:
 
 
 def rehearsed(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-    """``real``, a collective of torch.distributed, for tensors of either device."""
+    """Wrap ``real``, a collective of torch.distributed, for tensors of either device."""
 
     def collective(*args: Any, group: Any = None, async_op: bool = False, **kwargs: Any) -> Any:
         args, group = _take_group(args, group)
@@ -67,7 +70,7 @@ def rehearsed(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         in_place = len(hosts) == 1
         sent, received = () if in_place else (tensors[1],), (tensors[0],)
         flight, ends = _fly(name, sent, received, group)
-        if name == "reduce_scatter":  # gloo compares shapes, NCCL only numbers of elements
+        if name == "reduce_scatter":  # gloo compares shapes, but NCCL compares only element counts
             hosts = [host.view(-1) for host in hosts]
         work = real(*hosts, *args[len(tensors) :], group=group, async_op=True, **kwargs)
         handle = Work([work] if work else [], flight, ends)
@@ -80,7 +83,7 @@ def rehearsed(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def rehearsed_pairs(real: Callable[..., Any]) -> Callable[..., Any]:
-    """``real``, a batch of one rank's sends and receives, for tensors of either device."""
+    """Wrap ``real``, a batch of one rank's sends and receives, for tensors of either device."""
 
     def batch(moves: Sequence[dist.P2POp]) -> list[Any]:
         if not any(isinstance(move.tensor, Rehearsed) for move in moves):
@@ -102,7 +105,7 @@ def rehearsed_pairs(real: Callable[..., Any]) -> Callable[..., Any]:
 def _fly(
     name: str, sent: Sequence[Any], received: Sequence[Any], group: Any
 ) -> tuple[InFlight, streams.Seen]:
-    """A transfer that starts now on NCCL's stream of the group, and the work that it completes."""
+    """Start a transfer now on NCCL's stream of the group; return the work that it completes."""
     stream = streams.nccl_stream("of all ranks" if group is None else group.group_name)
     stream.join(streams.current().sees)
     stream.tick()

@@ -1,4 +1,6 @@
-"""The API reference: every public name is on a page once, and every name on a page exists."""
+"""Tests that every public name is on one page of the API reference, and that every name there
+exists.
+"""
 
 import re
 from importlib import import_module
@@ -17,7 +19,7 @@ NAMES = [
 
 
 def resolve(dotted: str) -> object:
-    """A module, or what a module has under the last part of the name."""
+    """Return a module, or the module's attribute named by the last part of the name."""
     try:
         return import_module(dotted)
     except ModuleNotFoundError:

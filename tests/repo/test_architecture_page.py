@@ -1,4 +1,4 @@
-"""docs/architecture.md: every file and code name on the page exists, where the page says it is."""
+"""Tests that every file and code name in docs/architecture.md exists in the stated place."""
 
 import re
 from pathlib import Path
@@ -22,7 +22,7 @@ KEYS = (ROOT / "docs" / "configuration.md").read_text()
 
 
 def defines(text: str, word: str) -> bool:
-    """Whether Python code has a class, function, variable or field of that name."""
+    """Return whether Python code has a class, function, variable or field of that name."""
     last = re.escape(word.split(".")[-1])
     return bool(re.search(rf"(def|class) {last}\b|^ *(self\.)?{last}\b[^\n]*( = |: )", text, re.M))
 
@@ -45,7 +45,7 @@ def test_a_name_is_in_the_file_that_the_page_gives(file, word):
 
 @pytest.mark.parametrize("word", NAMES)
 def test_every_name_on_the_page_is_one_of_the_code(word):
-    """Or a key, a value of one, a folder, or a command."""
+    """Names may also be keys, their values, folders, or commands."""
     tops = ("sbpflow", "data", "models", "planner")
     sources = [path for path in PYTHON if name(path).split("/")[0] in tops]
     folders = {part for path in sources for part in path.relative_to(ROOT).parts[:-1]}

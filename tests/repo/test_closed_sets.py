@@ -1,8 +1,8 @@
-"""Branches over the values of a Literal raise an error for any other value.
+"""Tests that branches over the values of a Literal raise an error for any other value.
 
 In a chain ``if x == "a": .. elif x == "b": .. else: ..``, or in consecutive ifs that leave the
-block, a value that is added later must not run as one of the old ones. A chain has two branches or
-more; a single branch with an else is often meant as "this, or anything else".
+block, a value that is added later must not use the branch of an old one. A chain has two branches
+or more; a single branch with an else often means "this, or anything else".
 """
 
 import ast
@@ -16,14 +16,14 @@ OURS = [path for path in PYTHON if name(path).split("/")[0] in PACKAGES]
 
 
 def _texts(node: ast.expr) -> set[str] | None:
-    """The strings that a value is compared with, if all of them are constants."""
+    """Return the strings that a value is compared with, if all of them are constants."""
     values = node.elts if isinstance(node, ast.Tuple | ast.List | ast.Set) else [node]
     texts = {value.value for value in values if isinstance(value, ast.Constant)}
     return texts if len(texts) == len(values) and all(isinstance(t, str) for t in texts) else None
 
 
 def literals(tree: ast.AST) -> list[frozenset[str]]:
-    """Every ``Literal[...]`` of strings in a module."""
+    """Return every ``Literal[...]`` of strings in a module."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal":
@@ -33,7 +33,9 @@ def literals(tree: ast.AST) -> list[frozenset[str]]:
 
 
 def _compared(test: ast.expr) -> tuple[str, set[str]] | None:
-    """What ``x == "a"`` or ``x in ("a", "b")`` compares, and with which strings."""
+    """Return the subject of ``x == "a"`` or ``x in ("a", "b")`` and the strings it is compared
+    with.
+    """
     if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Eq | ast.In):
         return None
     texts = _texts(test.comparators[0])
@@ -41,8 +43,8 @@ def _compared(test: ast.expr) -> tuple[str, set[str]] | None:
 
 
 def _chain(block: list[ast.stmt]) -> tuple[str, set[str], int, list[ast.stmt]] | None:
-    """The chain at the start of a block: its subject, its strings, its branches, and the code that
-    runs for any other value. None if a branch continues after the chain.
+    """Return the chain at the start of a block: its subject, its strings, its branches, and the
+    code that runs for any other value. Return None if a branch continues after the chain.
     """
     subject, texts, branches = "", set(), 0
     while block and isinstance(first := block[0], ast.If):
@@ -59,7 +61,7 @@ def _chain(block: list[ast.stmt]) -> tuple[str, set[str], int, list[ast.stmt]] |
 
 
 def open_chains(tree: ast.AST, closed: list[frozenset[str]]) -> list[tuple[int, str]]:
-    """Line and subject of chains over a closed set that do not raise for other values."""
+    """Return line and subject of chains over a closed set that do not raise for other values."""
     found, seen = [], set()
     for node in ast.walk(tree):
         for field in ("body", "orelse"):

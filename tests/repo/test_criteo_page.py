@@ -1,4 +1,4 @@
-"""docs/criteo.md: its estimates follow from the records, and its commands run on generated rows."""
+"""Tests that docs/criteo.md follows from the records, and that its commands run."""
 
 import gzip
 import json
@@ -29,7 +29,7 @@ def records(name: str, **wanted: object) -> list[dict]:
 
 
 def cells(title: str) -> list[str]:
-    """The cells of each table row with this title."""
+    """Return the cells of each table row with this title."""
     return [
         [cell.strip() for cell in row.split("|")]
         for row in re.findall(rf"^\| {re.escape(title)} \| (.+) \|$", TEXT, re.M)
@@ -79,7 +79,7 @@ def steps(number: int) -> tuple[list[str], list[str]]:
 
 @pytest.mark.slow
 def test_the_commands_run(tmp_path):
-    """On generated rows and small tables, with the page's names of files."""
+    """The rows are generated and the hashed tables are small."""
     names = [step.command.split()[1] for step in PAGE.steps]
     kaggle = ["prepare", "stats", "explain", "train", "report"]
     assert names == [*kaggle, "prepare", "explain", "train"]

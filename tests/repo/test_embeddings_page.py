@@ -1,4 +1,4 @@
-"""The Python code of docs/embeddings.md runs as printed, with the results that the page states."""
+"""Tests that the Python code of docs/embeddings.md runs as printed, with the stated results."""
 
 import os
 import re
@@ -29,9 +29,9 @@ def test_the_module_of_the_page_is_that_of_the_example():
 
 
 def train_linear(world, dense):
-    """Losses of the page's model on global tensors, over four steps."""
+    """Return the losses of the page's model on global tensors, over four steps."""
     names = {"__name__": "page"}
-    sys.modules["page"] = types.ModuleType("page")  # dataclasses look up their module
+    sys.modules["page"] = types.ModuleType("page")  # dataclasses need their module in sys.modules
     exec(compile(BLOCKS[1], "embeddings.md block 1", "exec"), names)
     config = sbpflow.Config(
         model=names["LinearModel"](),
@@ -60,9 +60,9 @@ def test_the_model_on_global_tensors_has_the_same_losses_with_a_split_weight(ran
 
 
 def run_on_two_ranks(script: Path) -> list[str]:
-    """The output of each rank."""
+    """Return the output of each rank."""
     log = script.parent / "log"
-    # A file for each rank's output: in one pipe, outputs mix within a line.
+    # Each rank's output has its own file, because lines would mix in a shared pipe.
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = run(
         [sys.executable, *torchrun, "--redirects", "1", "--log-dir", str(log), str(script)],
@@ -77,7 +77,7 @@ def run_on_two_ranks(script: Path) -> list[str]:
 
 def test_the_block_trains_equally_on_one_rank_and_on_two(tmp_path, capfd):
     """Every rank has the same samples, so the mean over the batch is the same for any number of
-    ranks; gradients that are too large by that number would show.
+    ranks; gradients multiplied by the number of ranks would change it.
     """
     script = tmp_path / "block.py"
     script.write_text(BLOCKS[2])
@@ -98,7 +98,7 @@ def _parse(output: str) -> list[float]:
 
 @pytest.fixture
 def page_modules(monkeypatch):
-    """The page's optimizer and its loops, as modules with their names."""
+    """Return the page's optimizer and its loops, as modules with their names."""
     for name, block in (("my_rules", BLOCKS[3]), ("my_loops", BLOCKS[4])):
         module = types.ModuleType(name)
         monkeypatch.setitem(sys.modules, name, module)

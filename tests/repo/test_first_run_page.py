@@ -1,4 +1,4 @@
-"""docs/first_run.md: its commands run in order, and print what the page shows."""
+"""Tests that the commands of docs/first_run.md run in order and print the shown output."""
 
 import json
 import re
@@ -42,7 +42,9 @@ def test_the_scores_it_shows_are_recorded():
 
 @pytest.mark.slow
 def test_the_commands_run_and_print_what_the_page_shows(tmp_path):
-    """On fewer rows, so figures differ; lines that say which kernel was taken are not compared."""
+    """The test uses fewer rows, so figures differ; lines about the chosen kernel are not
+    compared.
+    """
     PAGE.save_files(tmp_path)
     losses = []
     for command, shown in PAGE.steps:

@@ -1,4 +1,4 @@
-"""The speed gate: its verdicts, and that each commit is measured with its own code."""
+"""Tests the speed gate's verdicts, and that each commit is measured with its own code."""
 
 import math
 import subprocess
@@ -66,7 +66,7 @@ def test_different_work_is_reported(head, text):
 
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
-    """A repository with two packages, in a commit and changed in the working tree."""
+    """Make a repository with two packages, in a commit and changed in the working tree."""
     folder = tmp_path / "repository"
     for package in ("sbpflow", "benchmarks"):
         (folder / package).mkdir(parents=True)
@@ -81,7 +81,7 @@ def repository(tmp_path, monkeypatch):
 
 
 def test_each_checkout_imports_its_own_packages_and_is_removed(repository, tmp_path):
-    """The installed sbpflow, which the tests use, is not imported."""
+    """The installed sbpflow, used by the tests themselves, is not imported."""
     for name, side in (("HEAD", "base"), (gate.WORKING_TREE, "head")):
         before = gate.git("status", "--short")
         with gate.checkout(gate.resolve(name, tmp_path), tmp_path / side) as root:
@@ -96,7 +96,7 @@ def test_each_checkout_imports_its_own_packages_and_is_removed(repository, tmp_p
 
 
 def test_a_package_from_another_place_is_refused(repository, tmp_path, monkeypatch):
-    """If Python does not look into the current folder, another checkout would be measured."""
+    """If Python ignored the current folder, another checkout would be measured."""
     monkeypatch.setenv("PYTHONSAFEPATH", "1")
     monkeypatch.setenv("PYTHONPATH", str(repository))
     with (
@@ -112,7 +112,7 @@ def test_a_package_from_another_place_is_refused(repository, tmp_path, monkeypat
     "name", ["vs_torchrec", "vs_torchrec_whole", "demo", "loader", "prepare", "explain", "start"]
 )
 def test_every_row_can_be_measured(tmp_path, name):
-    """With tiny sizes, in this tree; the link needs root."""
+    """The test uses tiny sizes in this tree; the link needs root."""
     measured = gate.Bench(tmp_path, ROOT, quick=True).measure(name, ROOT)
     assert len(measured.figures) >= 2
     assert all(value > 0 for value in measured.figures.values())

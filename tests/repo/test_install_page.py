@@ -1,4 +1,4 @@
-"""docs/install.md: its extras, make targets and versions are those of the project."""
+"""Tests that the extras, make targets and versions in docs/install.md match the project."""
 
 import re
 import tomllib

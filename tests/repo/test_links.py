@@ -1,4 +1,6 @@
-"""Links between pages lead somewhere, and every page is part of the documentation site."""
+"""Tests that links between pages have targets and that every page is part of the documentation
+site.
+"""
 
 import re
 from pathlib import Path
@@ -15,7 +17,7 @@ TOCTREE = re.compile(r"^```\{toctree\}\n(.*?)^```", re.M | re.S)
 
 
 def prose(path: Path) -> str:
-    """The page without blocks of code; directives such as ``{image}`` stay."""
+    """Return the page without code blocks; directives such as ``{image}`` stay."""
     kept, fence = [], None
     for line in path.read_text().splitlines():
         opens = re.match(r" *(```+)(.*)", line)
@@ -30,13 +32,13 @@ def prose(path: Path) -> str:
 
 
 def places(path: Path) -> set[str]:
-    """The names of a page's headings in links, as GitHub and MyST make them."""
+    """Return the link names of a page's headings, as GitHub and MyST make them."""
     heads = re.findall(r"^#{1,6} (.+)$", prose(path), re.M)
     return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
 
 
 def broken(path: Path, text: str) -> list[str]:
-    """The links in ``text``, a page at ``path``, that lead nowhere."""
+    """Return the links in ``text``, a page at ``path``, that have no target."""
     found = []
     for link in ("".join(groups) for groups in LINK.findall(text)):
         if re.match(r"[a-z]+:", link):

@@ -1,4 +1,4 @@
-"""The fault table of docs/operations.md agrees with the tests."""
+"""Tests that the fault table of docs/operations.md agrees with the tests."""
 
 import ast
 import re
@@ -14,7 +14,7 @@ WHOLLY = ("tests/launch/test_faults.py", "tests/launch/test_two_machines.py")
 
 
 def sources(file: str) -> dict[str, str]:
-    """The source of each test in a file."""
+    """Return the source of each test in a file."""
     text = (ROOT / file).read_text()
     return {
         node.name: ast.get_source_segment(text, node) or ""
@@ -24,7 +24,7 @@ def sources(file: str) -> dict[str, str]:
 
 
 def bare(text: str) -> str:
-    """Text without quotes, escapes of patterns and line breaks."""
+    """Return the text without quotes, pattern escapes and line breaks."""
     return re.sub(r"[\\\"']|\bf(?=\")|\s+", "", text).lower()
 
 

@@ -1,4 +1,4 @@
-"""The committed pictures are what .ci/pictures.py draws, and every page shows both themes."""
+"""Tests that .ci/pictures.py draws the committed pictures and every page shows both themes."""
 
 import os
 import re
@@ -43,7 +43,9 @@ def test_every_picture_is_shown_in_both_themes():
 
 
 def test_a_picture_says_what_it_is_and_stays_inside(drawn):
-    """Boxes and starts of text lie inside the view; a text that is too long shows by eye only."""
+    """Boxes and starts of text must be inside the view; the test cannot detect text that is too
+    long.
+    """
     for path in drawn.iterdir():
         root = ElementTree.parse(path).getroot()
         _, _, width, height = map(float, root.get("viewBox", "").split())

@@ -1,4 +1,6 @@
-"""The pages of results name the records of their figures, and show what those say."""
+"""Tests that the pages of results name the records of their figures and show the recorded
+values.
+"""
 
 import json
 import re
@@ -10,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "benchmarks" / "results"
 PAGES = {path.stem: path.read_text() for path in (ROOT / "docs" / "results").glob("*.md")}
-# A row of the last table of a page: record, CPU, commits.
+# A row of a page's last table contains record, CPU and commits.
 NAMED = [
     (page, *row)
     for page, text in PAGES.items()
@@ -23,7 +25,7 @@ def read(record: str) -> list[dict[str, Any]]:
 
 
 def rows(page: str, record: str) -> list[list[str]]:
-    """The cells of the rows that end with the name of a record."""
+    """Return the cells of the rows that end with the name of a record."""
     lines = re.findall(rf"^\| (.+) \| `{record}` \|$", PAGES[page], re.M)
     return [[cell.strip() for cell in line.split("|")] for line in lines]
 

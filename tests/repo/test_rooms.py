@@ -1,4 +1,6 @@
-"""The rules of the folders: who calls collectives, what is public, and no knowledge of models."""
+"""Tests the rules of the folders: who calls collectives, what is public, and no knowledge of
+models.
+"""
 
 import ast
 import os
@@ -21,8 +23,8 @@ COLLECTIVES = set(
     "reduce_scatter_tensor broadcast reduce scatter gather send recv isend irecv batch_isend_irecv "
     "all_gather_object broadcast_object_list gather_object barrier".split()
 )
-# The files that may call collectives: conversions, messages, rows whose number depends on the
-# batch, and the headers of the checked mode.
+# These files may call collectives: conversions, messages, rows whose number depends on the batch,
+# and the headers of the checked mode.
 CALLERS = {
     "boxing/executor.py": {"all_to_all_single", "all_reduce"},
     "boxing/pairs.py": {"batch_isend_irecv"},
@@ -36,7 +38,7 @@ def name(path: Path) -> str:
 
 
 def strings(tree: ast.AST) -> list[tuple[int, str]]:
-    """Every string of a file that is not a docstring."""
+    """Return every string of a file that is not a docstring."""
     docs = {
         id(node.body[0].value)
         for node in ast.walk(tree)
@@ -93,7 +95,7 @@ def test_collectives_are_called_only_in_the_listed_files():
     assert called <= {(file, call) for file, calls in CALLERS.items() for call in calls}
 
 
-# JSON that is not from a file: messages between ranks, and values that were serialized just before.
+# This JSON is not from a file: messages between ranks, and values that were just serialized.
 MESSAGES = set(
     "sbpflow/runtime/processes/exit_messages.py sbpflow/runtime/processes/startup.py "
     "sbpflow/runtime/ranks/hosts.py sbpflow/boxing/agreement.py "
@@ -121,7 +123,7 @@ def test_json_and_yaml_files_are_each_read_in_one_place():
 
 
 def test_torch_distributed_has_no_other_name():
-    """Otherwise the test above would miss calls."""
+    """Another name would hide calls from the test above."""
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
@@ -149,7 +151,9 @@ def test_public_names_are_few_lazy_and_documented():
 
 
 def order(folder: Path, *, but: set[str]) -> list[str]:
-    """The folders of a room, each after those it imports from; fails if there is no such order."""
+    """Return the folders of a room, each after those it imports from; fail if there is no such
+    order.
+    """
     prefix = ".".join(folder.relative_to(ROOT).parts) + "."
     below: dict[str, set[str]] = {}
     for path in sorted(folder.rglob("*.py")):
@@ -173,7 +177,7 @@ def order(folder: Path, *, but: set[str]) -> list[str]:
 
 
 def import_edges() -> set[tuple[str, str]]:
-    """(part of ``sbpflow/``, part that it imports from).
+    """Return (part of ``sbpflow/``, part that it imports from).
 
     Parts are rooms, modules next to them, and ``sbpflow`` itself for a name of the package. Imports
     for type checkers count. data, models and planner are next to ``sbpflow/`` and do not count.
@@ -192,7 +196,7 @@ def import_edges() -> set[tuple[str, str]]:
 
 
 def layers(edges: set[tuple[str, str]]) -> list[set[str]]:
-    """The parts, each in the first layer above all that it imports from; fails on a cycle."""
+    """Return the parts, each in the first layer above its imports; fail on a cycle."""
     rest, found = {part for edge in edges for part in edge}, list[set[str]]()
     while rest:
         layer = {part for part in rest if not any((part, other) in edges for other in rest)}
@@ -217,7 +221,7 @@ def test_the_rooms_have_no_more_layers_and_edges_than_before():
 
 
 def test_rooms_import_downwards_only():
-    """Between folders, and inside the largest: no two import each other, directly or indirectly."""
+    """No two folders import each other, even indirectly, nor do two parts of a large folder."""
     rooms = order(ROOT / "sbpflow", but={"errors", "data", "models", "planner"})
     assert rooms[0] == "sbp"
     assert rooms[-2:] == ["run", "commands"]

@@ -1,4 +1,4 @@
-"""What .ci/check_site.py finds in a built site."""
+"""Tests the errors that .ci/check_site.py finds in a built site."""
 
 import runpy
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Rules for every file of the tree: dependencies, text, size, and what is shipped."""
+"""Tests rules for every file of the tree: dependencies, text, size, and packaging."""
 
 import ast
 import os
@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 OWN = {"sbpflow", "sbpflow.models", "sbpflow.data", "sbpflow.planner", "benchmarks", "tests"}
 OWN |= {"train_wdl", "models", "data", "planner"}  # the last three are imported as sbpflow.NAME
-# folder -> what it may import of OWN; a __main__ and sbpflow/commands may import every package
+# folder -> the packages of OWN that it may import; a __main__ and sbpflow/commands may import all
 MAY_IMPORT = {
     "sbpflow": {"sbpflow"},
     "models": {"sbpflow.models", "sbpflow"},
@@ -27,7 +27,7 @@ TEXT = {".py", ".md", ".toml", ".yaml", ".yml", ".json", ".jsonl", ".sh", ".cfg"
 
 
 def tracked() -> list[Path]:
-    """Files that git has or would add; without git, all files of the tree."""
+    """Return the files that git has or would add; without git, all files of the tree."""
     listing = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
         cwd=ROOT,
@@ -51,7 +51,7 @@ def name(path: Path) -> str:
 
 
 def imports(path: Path) -> set[str]:
-    """Packages of all imports of a file, including those inside functions."""
+    """Return the packages of all imports of a file, including imports inside functions."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -101,7 +101,7 @@ def test_the_list_of_packages_matches_the_folders():
     assert set(settings["packages"]) == found
 
 
-# Modules of kernels, which are imported only where they are used and need their compilers.
+# These kernel modules are imported only where they are used, because they need their compilers.
 COMPILED = (
     "compiled",
     "compiled_half",
@@ -134,7 +134,7 @@ def test_importing_sbpflow_imports_neither_dali_nor_fbgemm():
 
 
 def test_the_launcher_does_not_import_torch():
-    """A Ctrl-C or a broken torch must be handled inside run_main, not while importing it."""
+    """Only run_main may handle a Ctrl-C or a broken torch, not the import of the launcher."""
     assert (
         run_python("import sbpflow.runtime.processes.launch, sys; print('torch' in sys.modules)")
         == "False"
@@ -182,7 +182,7 @@ def test_files_and_functions_are_not_too_long():
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """A wheel built from this tree, without network access."""
+    """Build a wheel from this tree, without network access."""
     folder = tmp_path_factory.mktemp("wheel")
     code = (
         "import sys; from setuptools import build_meta; "

@@ -1,4 +1,4 @@
-"""docs/tutorial.md: its files and commands work in the order in which a reader meets them."""
+"""Tests that the files and commands of docs/tutorial.md work in the reader's order."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def test_the_page_has_what_the_test_runs():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A folder in which a reader has followed the page and compared what it shows."""
+    """Return a folder in which a reader has followed the page; outputs are compared."""
     folder = tmp_path_factory.mktemp("tutorial")
     PAGE.save_files(folder)
     for command, shown in PAGE.steps:

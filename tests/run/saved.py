@@ -1,4 +1,4 @@
-"""Save a one-rank job as a checkpoint in a run folder, with the run's copy of its set."""
+"""Saves a one-rank job as a checkpoint in a run folder, with the run's copy of its set."""
 
 import json
 import shutil
@@ -47,7 +47,7 @@ def save_job(folder: Path, job: Job, config: Config, step: int) -> Path:
 
 
 def copy_set(source: Path, target: Path) -> None:
-    """Copy manifest and vocabularies without the rows."""
+    """Copy the manifest and vocabularies without the rows."""
     if target.exists():
         return
     target.mkdir()

@@ -1,4 +1,6 @@
-"""After a signal on one rank, all ranks stop after the same step and name its machine."""
+"""Tests that after a signal on one rank, all ranks stop after the same step and name its
+machine.
+"""
 
 from types import SimpleNamespace
 
@@ -27,7 +29,7 @@ def _train(world, who):
                 stop.leave()
             except PeerStoppedError as error:
                 return step, classify(error)[1]
-            return step, EXIT_INTERRUPT  # leave raised the signal again
+            return step, EXIT_INTERRUPT  # ``stop.leave`` raised the signal again
     raise AssertionError("it did not stop")
 
 

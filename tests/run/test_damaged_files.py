@@ -1,4 +1,6 @@
-"""Damaged files of runs, sets and checkpoints give one message or the original values."""
+"""Tests that damaged files of runs, sets and checkpoints give one message or the original
+values.
+"""
 
 import hashlib
 import json
@@ -46,7 +48,7 @@ def outcome(read: Callable[[], Any]) -> tuple[Any, str]:
 
 @pytest.fixture
 def run(tmp_path) -> Path:
-    """A run folder with the files that a report reads."""
+    """Return a run folder with the files that a report reads."""
     folder = tmp_path / "run"
     folder.mkdir()
     for name in ("metrics.jsonl", "plan.json", "start.txt"):
@@ -152,7 +154,7 @@ def test_documents_with_a_valid_digest_are_checked(tmp_path):
                 changed = {**without, **json.loads(copy)}
                 file.write_bytes(rewritten(raw, changed))
             except (ValueError, TypeError, RecursionError):
-                continue  # not a JSON object, so there is no digest
+                continue  # it is not a JSON object, so there is no digest
             refused += bool(outcome(use)[1])
     assert refused > 60
 

@@ -1,4 +1,6 @@
-"""Exported models equal their job, load with torch alone, and may have 8- or 16-bit rows."""
+"""Tests that exported models equal their job, load with torch alone, and may have 8- or 16-bit
+rows.
+"""
 
 import json
 import os
@@ -117,7 +119,9 @@ def test_an_exported_file_gives_the_job_s_logits_with_torch_alone(ranks, tmp_pat
 
 
 def _lists(world: World, folder):
-    """Like above, for lists with and without weights, fixed fields, mean and sum."""
+    """Return the same differences for lists with and without weights, fixed fields, mean and
+    sum.
+    """
     manifest = load_manifest(folder / "set")
     data = DataConfig(path=folder / "set", batch_size=64, loader="memmap")
     config = replace(make_config("2", "adagrad", dtype="float32"), data=data, model=Pooled())
@@ -138,7 +142,7 @@ def _lists(world: World, folder):
 
 
 class Pooled:
-    """A model over all fields of a set: concatenated vectors, and the sum of their means."""
+    """Uses all fields of a set: concatenated vectors, and the sum of their means."""
 
     name = "pooled"
 
@@ -260,7 +264,7 @@ def _hashed(world: World):
     config = make_config("3", "sgd", dtype="float32")
     wide = WideConfig(crosses=(("C1", "C2"), ("C1", "C2", "C3")), hash_size=97)
     config = replace(config, model=WdlConfig(embedding_dim=4, hidden=(7,), wide=wide, dropout=0.0))
-    fields = Fields.of(FIELDS.dense, {one.name: one.rows for one in FIELDS.sparse})
+    fields = Fields.of(FIELDS.dense, {field.name: field.rows for field in FIELDS.sparse})
     whole = make_batches(3, 30)
     for batch in whole:
         ids = batch.ids[:, :4].numpy()

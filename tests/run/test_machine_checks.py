@@ -1,4 +1,4 @@
-"""The doctor's checks that move data: links, a disk, a checkpoint that all ranks read."""
+"""Tests the doctor's checks that move data: links, a disk, a checkpoint that all ranks read."""
 
 from pathlib import Path
 
@@ -29,24 +29,24 @@ def _round_trip(world: World, folder: Path) -> Finding:
 
 
 def test_a_checkpoint_is_written_and_read_by_every_rank(ranks, tmp_path):
-    found = ranks(2, _round_trip, tmp_path)
-    assert [one.state for one in found] == ["ok", "ok"]
-    assert "32 MiB written at" in found[0].text
+    results = ranks(2, _round_trip, tmp_path)
+    assert [one.state for one in results] == ["ok", "ok"]
+    assert "32 MiB written at" in results[0].text
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_checkpoint_that_cannot_be_read_back_is_broken(tmp_path, monkeypatch):
     monkeypatch.setattr(machine_checks, "_save", lambda folder, values: folder / "step-1")
     with World.start("cpu") as world:
-        found = machine_checks.checkpoint(tmp_path, Boxing(world))
-    assert found.state == "broken"
-    assert "does not exist; give the folder of one checkpoint" in found.text
+        check = machine_checks.checkpoint(tmp_path, Boxing(world))
+    assert check.state == "broken"
+    assert "does not exist; give the folder of one checkpoint" in check.text
 
 
 def test_the_free_space_of_a_disk_is_reported(tmp_path):
-    found = machine_checks.disk(tmp_path / "runs" / "x")
-    assert found.state == "ok"
-    assert found.text.endswith(f"free in {tmp_path}")
+    check = machine_checks.disk(tmp_path / "runs" / "x")
+    assert check.state == "ok"
+    assert check.text.endswith(f"free in {tmp_path}")
 
 
 def test_the_report_includes_data_checks_and_fails_with_them(tmp_path, capsys):

@@ -1,4 +1,6 @@
-"""``model.fields`` and ``model.tables``: tables set by pattern, shared tables, and mistakes."""
+"""Tests ``model.fields`` and ``model.tables``: tables set by pattern, shared tables, and
+mistakes.
+"""
 
 from dataclasses import replace
 
@@ -16,7 +18,8 @@ from sbpflow.run.planning.kernels import _measurable
 from sbpflow.runtime.ranks.world import World
 from tests.training.wdl_case import make_batches, make_config, pieces_of
 
-# The ids of ``make_batches``: C1 below 37, C2 below 11, C3 below 53, C4 below 3, then two crosses.
+# The ids of ``make_batches`` are below 37 in C1, 11 in C2, 53 in C3 and 3 in C4; two crosses
+# follow.
 FIELDS = Fields(
     dense=("I1", "I2", "I3"),
     sparse=(
@@ -74,7 +77,7 @@ def test_shared_and_uneven_tables_train_equally_on_any_number_of_ranks(ranks, sc
     assert 0.3 < spread["wide.shop"] <= 0.5
     moved = {name: (w != first[name, place]).any(1) for name, place, w, _ in tables}
     assert set(moved) == {"deep.city", "deep.shop", "deep.kind", "wide.shop"}
-    # Ids from 37 on occur only in ``work``, the others in both fields.
+    # Ids from 37 on occur only in ``work``, all other ids in both fields.
     assert moved["deep.city"][:37].any()
     assert moved["deep.city"][37:53].any()
     assert not moved["deep.city"][53:].any()

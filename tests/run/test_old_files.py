@@ -1,7 +1,9 @@
-"""Files of earlier versions are read, or refused with a message that says what to do.
+"""Tests that files of earlier versions are read, or refused with a message that explains the
+solution.
 
-``tests/fixtures/COMMIT`` has files written by a commit, and ``expected.json`` the values that they
-gave then. If a change no longer reads a file, its test expects the message and how to migrate.
+Each ``tests/fixtures/COMMIT`` contains files written by a commit, and ``expected.json`` the values
+that they gave at that commit. If a change drops support for a file, its test expects the message
+and the migration.
 """
 
 import json
@@ -47,7 +49,7 @@ LAYOUTS = EXPECTED["layouts"]
 FLOAT64 = 1e-10
 # 8-bit rows and vectors: a value midway between two steps may be rounded either way.
 BFLOAT16 = 1e-3
-# float32 logits, with sums in another order.
+# The tolerance is for float32 logits, with sums in another order.
 FLOAT32 = 1e-5
 
 
@@ -81,7 +83,7 @@ def test_an_old_set_grows(tmp_path):
 def _go_on(world: World, name: str, steps: int, data: str = "set"):
     """Restore a checkpoint and train; return the restored state, the losses and the final state.
 
-    Uses the saved plan if the checkpoint was saved on as many ranks.
+    The saved plan is used if the checkpoint was saved on as many ranks.
     """
     path = OLD / "checkpoints" / name
     saved, manifest = open_checkpoint(path), load_manifest(OLD / data)
@@ -100,7 +102,7 @@ def _go_on(world: World, name: str, steps: int, data: str = "set"):
         fingerprint=manifest.fingerprint,
         content_id=manifest.content_id,
         vocabulary_digest=manifest.vocabulary_digest,
-        ancestors=tuple(one.digest for one in manifest.ancestors),
+        ancestors=tuple(ancestor.digest for ancestor in manifest.ancestors),
     )
     decision = resume.Decision(folder=path.parent, run="", newest=path)
     start = resume.load(decision, job, facts, boxing)
@@ -178,15 +180,15 @@ def test_an_old_checkpoint_has_the_same_values_and_training_resumes(ranks, name,
 
 
 def test_state_per_column_shard_is_restored_only_to_equal_shards(ranks):
-    """Also with bfloat16 rows, which are exchanged as bfloat16."""
+    """The test includes bfloat16 rows, which are exchanged as bfloat16."""
     expected = LAYOUTS["per-shard"]
     results = ranks(2, _go_on, "per-shard", len(expected["losses"]))
     restored = whole([before for before, _, _ in results])
     assert {key: tensor_digest(t) for key, t in restored.items()} == expected["tensors"]
     assert restored["tables/deep.code"].dtype == torch.bfloat16
     assert results[0][1] == pytest.approx(expected["losses"], rel=BFLOAT16)
-    found = norms(whole([after for _, _, after in results]))
-    assert found == pytest.approx(expected["norms"], rel=BFLOAT16, abs=1e-6)
+    actual_norms = norms(whole([after for _, _, after in results]))
+    assert actual_norms == pytest.approx(expected["norms"], rel=BFLOAT16, abs=1e-6)
     with pytest.raises(AssertionError, match="use the same layout and row_state"):
         ranks(1, _go_on, "per-shard", 1)
 
@@ -219,10 +221,10 @@ def test_an_old_interrupted_run_resumes_to_the_same_losses(tmp_path):
     assert stopped[-1]["step"] == 11, "it was interrupted after its last checkpoint"
     words = [f"data.path={OLD / 'set'}", f"run.dir={tmp_path / 'run'}", *expected["words"]]
     assert train.main(["--config", str(OLD / "input/base.yaml"), *words]) == 0
-    found = events(tmp_path / "run")
-    assert [one["step"] for one in found if one["event"] == "step"] == list(range(1, 21))
-    assert len(found) == len(expected["events"])
-    for one, other in zip(found, expected["events"], strict=True):
+    logged = events(tmp_path / "run")
+    assert [one["step"] for one in logged if one["event"] == "step"] == list(range(1, 21))
+    assert len(logged) == len(expected["events"])
+    for one, other in zip(logged, expected["events"], strict=True):
         assert one.keys() == other.keys()
         for key, value in other.items():
             same = value if isinstance(value, str) else pytest.approx(value, rel=FLOAT64)

@@ -1,4 +1,4 @@
-"""A plan is equal after writing and reading; other files are refused."""
+"""Tests that a plan is equal after writing and reading and that other files are refused."""
 
 import hashlib
 import json
@@ -77,7 +77,7 @@ def test_a_changed_plan_is_refused():
 
 
 def test_a_plan_whose_optimizers_have_every_constant_is_read():
-    """Older files have the constants of all optimizers, which were one class."""
+    """Older files have the constants of all optimizers, which were in one class."""
     plan = plan_of("3", dim=8)
     content = json.loads(plan_to_json(plan))
 

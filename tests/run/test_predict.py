@@ -1,4 +1,6 @@
-"""Predictions equal evaluations, on one and several ranks, from raw rows and prepared sets."""
+"""Tests that predictions equal evaluations, on one and several ranks, from raw rows and prepared
+sets.
+"""
 
 import json
 import os
@@ -42,7 +44,7 @@ STEPS = 6
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A CSV table, and its prepared set."""
+    """Return a CSV table and its prepared set."""
     folder = tmp_path_factory.mktemp("predict")
     (folder / "schema.yaml").write_text(SCHEMA)
     source = write_csv(folder / "t.csv", table(900))
@@ -80,7 +82,7 @@ def scores_of(trainer, loader) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def run(_cpu_ranks, folder) -> Path:
-    """A run folder with one checkpoint; test.npy contains the scores of its evaluation."""
+    """Return a run folder with one checkpoint; test.npy contains the scores of its evaluation."""
     ((scores, labels),) = _cpu_ranks(1, _train, folder, folder / "run")
     np.save(folder / "run" / "scores.npy", scores)
     np.save(folder / "run" / "labels.npy", labels)
@@ -93,12 +95,12 @@ def words(run: Path, source: object, output: Path, *more: str) -> list[str]:
 
 def test_a_prediction_equals_the_evaluation_bit_for_bit(run, folder, tmp_path):
     assert predict(words(run, folder / "set", tmp_path / "s.parquet")) == 0
-    found = pl.read_parquet(tmp_path / "s.parquet")
-    assert found.columns == ["id", "score", "label"]
-    assert found["score"].to_numpy().tolist() == np.load(run / "scores.npy").tolist()
-    assert found["label"].to_numpy().tolist() == np.load(run / "labels.npy").tolist()
+    frame = pl.read_parquet(tmp_path / "s.parquet")
+    assert frame.columns == ["id", "score", "label"]
+    assert frame["score"].to_numpy().tolist() == np.load(run / "scores.npy").tolist()
+    assert frame["label"].to_numpy().tolist() == np.load(run / "labels.npy").tolist()
     # The test split is the last 5 days of the table; rows with an infinite price are bad.
-    numbers = [int(key.removeprefix("row-")) for key in found["id"]]
+    numbers = [int(key.removeprefix("row-")) for key in frame["id"]]
     assert numbers == sorted(numbers)
     assert numbers[0] >= 24 * 24
     assert [path.name for path in tmp_path.iterdir()] == ["s.parquet"]
@@ -148,13 +150,13 @@ def test_predictions_of_unlabelled_parquet_have_no_labels(run, tmp_path):
 
 def _predict(world: World, folder: Path, run: Path, overrides: list[str]):
     """Return the scores on rank 0, and whether the plan of the run was used."""
-    found = find_checkpoint(run)
-    config = saved_config(found, overrides, models=MODELS, own_model=None)
+    checkpoint = find_checkpoint(run)
+    config = saved_config(checkpoint, overrides, models=MODELS, own_model=None)
     manifest = load_manifest(folder / "set")
     spec, plan = plan_run(config, fields_of(manifest), world_size=world.size, device_type="cpu")
-    kept = saved_plan(found, plan, config.parallel.kernel)
+    kept = saved_plan(checkpoint, plan, config.parallel.kernel)
     job = build_job(config, spec, kept or plan, Boxing(world))
-    load_values(job, found)
+    load_values(job, checkpoint)
     loaders = open_loaders(
         manifest, config.data, world.rank, world.size, seed=7, device=world.device
     )
@@ -211,7 +213,7 @@ def test_predictions_of_several_ranks_equal_their_evaluation_bit_for_bit(
 
 
 def _slow(world: World, kind: str):
-    """Rank 0's work takes longer than its reports."""
+    """Makes rank 0's work take longer than its reports."""
 
     def work():
         time.sleep(0.4)
@@ -249,14 +251,14 @@ def test_what_cannot_be_predicted_is_refused_before_anything_is_scored(run, fold
 
 
 def test_a_model_of_a_module_is_imported_only_if_the_command_names_it(run, folder, tmp_path):
-    found = find_checkpoint(run)
-    tree = {**found.documents["config"], "model": {"name": "os_evil:Model"}}
-    odd = replace(found.index, documents={"config": tree})
-    found.index = odd
+    checkpoint = find_checkpoint(run)
+    tree = {**checkpoint.documents["config"], "model": {"name": "os_evil:Model"}}
+    odd = replace(checkpoint.index, documents={"config": tree})
+    checkpoint.index = odd
     with pytest.raises(ConfigError, match="add --model os_evil:Model"):
-        saved_config(found, [], models=MODELS, own_model=None)
+        saved_config(checkpoint, [], models=MODELS, own_model=None)
     with pytest.raises(ConfigError, match="there is no module os_evil"):
-        saved_config(found, [], models=MODELS, own_model="os_evil:Model")
+        saved_config(checkpoint, [], models=MODELS, own_model="os_evil:Model")
     with pytest.raises(ConfigError, match="--model: a:B, but the saved model is"):
         saved_config(find_checkpoint(run), [], models=MODELS, own_model="a:B")
 
@@ -289,6 +291,6 @@ def test_two_ranks_predict_raw_rows_from_the_command_line(run, folder, tmp_path)
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr
-    found = pl.read_parquet(tmp_path / "s.parquet")
-    np.testing.assert_allclose(found["score"], np.load(run / "scores.npy"), rtol=0, atol=1e-6)
+    frame = pl.read_parquet(tmp_path / "s.parquet")
+    np.testing.assert_allclose(frame["score"], np.load(run / "scores.npy"), rtol=0, atol=1e-6)
     assert done.stderr.count("scores, ") == 1, "only rank 0 reports"

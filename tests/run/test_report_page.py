@@ -1,4 +1,4 @@
-"""The contents of a report page, and that it is self-contained."""
+"""Tests the contents of a report page, and that the page is self-contained."""
 
 import json
 import re
@@ -129,7 +129,7 @@ def test_a_page_has_all_parts_and_loads_no_resources(tmp_path):
     for part in (
         "0.75000",  # test AUC
         "310.2 of 300",  # both sums
-        "0:04:00",  # from the first event to the last
+        "0:04:00",  # from the first event to the last event
         "deep.C1",
         "S(1)@[0, 1]",
         "3.00 GiB",  # peak

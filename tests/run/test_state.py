@@ -1,4 +1,4 @@
-"""The state of a job by logical name: the same names, shapes and values on any number of ranks."""
+"""Tests that a job's state has the same names, shapes and values on any number of ranks."""
 
 import numpy as np
 import pytest
@@ -43,8 +43,8 @@ def test_rectangles_of_all_ranks_equal_the_state_of_one_rank(ranks, scheme):
     assert {"tables/deep.C1", "tables/deep.C1/exp_avg", "dense/mlp.0.weight"} <= set(one)
     assert {"dense/mlp.0.bias/exp_avg", "dense/mlp.1.weight/exp_avg_sq"} <= set(one)
     split = {"mlp.0.*": "S(0)", "mlp.1.weight": "S(1)"}
-    found = ranks(3, state_of, scheme, split)
-    assert found[0].keys() == found[1].keys() == found[2].keys() == one.keys()
-    for name, full in joined(found).items():
+    results = ranks(3, state_of, scheme, split)
+    assert results[0].keys() == results[1].keys() == results[2].keys() == one.keys()
+    for name, full in joined(results).items():
         assert not np.isnan(full).any(), name
         np.testing.assert_allclose(full, one[name], rtol=0, atol=1e-12, err_msg=name)

@@ -1,4 +1,4 @@
-"""A torch module as dense part: N ranks equal plain torch, and mistakes are reported."""
+"""Tests a torch module as dense part: N ranks equal plain torch, and mistakes are reported."""
 
 import dataclasses
 import os
@@ -51,7 +51,7 @@ class Net(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """``kind`` selects the module; ``dropout`` applies to the plain one."""
+    """Uses ``kind`` to select the module; ``dropout`` applies to the plain module."""
 
     name: str = "own"
     kind: str = "plain"
@@ -65,7 +65,7 @@ class Model:
             "compiled batch norm": lambda: torch.compile(
                 Net(norm=nn.BatchNorm1d), backend="aot_eager"
             ),
-            # aot_eager traces and runs without a compiler, as the default backend would.
+            # aot_eager traces and runs without a compiler, as the default backend would with one.
             "compiled": lambda: torch.compile(Net(), backend="aot_eager"),
             "apart": Apart,
             "in turn": InTurn,
@@ -77,7 +77,7 @@ class Model:
 
 
 class Odd(Net):
-    """A net with one mistake in its forward."""
+    """Implements a net with one mistake in its forward."""
 
     def __init__(self, wrong: str) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class OddNorm(Net):
 
     def forward(self, vectors: dict[str, Tensor], dense: Tensor) -> Tensor:
         x = self.first(torch.cat([vectors["deep"], dense], 1))
-        if len(x) < BATCH:  # the two rows of zeros of a dry run
+        if len(x) < BATCH:  # the dry run has two rows of zeros
             return self.last(x)
         return self.last(self.norm(x.t()).t())
 
@@ -180,7 +180,7 @@ def train(
     losses = run(job, world)
     assert torch.equal(before, torch.random.get_rng_state()), "the caller's generator is unchanged"
     check_replicas(job.copies, job.embeddings, job.boxing)
-    return losses, {name: one.part.detach() for name, one in job.copies.items()}
+    return losses, {name: copy_.part.detach() for name, copy_ in job.copies.items()}
 
 
 def run(job: Job, world: World) -> list[float]:
@@ -217,7 +217,7 @@ KINDS = ["plain", "batch norm", "compiled", "compiled batch norm"]
 PLACES = [("dp", 2), ("2", 1), ("1", 3), ("3", 4)]
 
 
-# Each rank compiles for seconds, so further cases are marked slow.
+# Each rank's compilation takes seconds, so further cases are marked slow.
 compiling = {"plain": 4, "batch norm": 4, "compiled": 2, "compiled batch norm": 1}
 
 
@@ -232,7 +232,7 @@ compiling = {"plain": 4, "batch norm": 4, "compiled": 2, "compiled batch norm": 
 def test_ranks_equal_plain_torch(ranks, scheme, size, kind):
     losses, parameters = expected(nn.BatchNorm1d if "batch" in kind else nn.LayerNorm)
     for found, weights in ranks(size, train, scheme, Model(kind=kind)):
-        # float64: sums over rows have another order, with errors of 1e-16 each.
+        # The values are float64: sums over rows have another order, with errors of 1e-16 each.
         assert found == pytest.approx(losses, abs=1e-12)
         assert weights.keys() == parameters.keys()
         for name, weight in weights.items():
@@ -240,7 +240,7 @@ def test_ranks_equal_plain_torch(ranks, scheme, size, kind):
 
 
 class InTurn(nn.Module):
-    """Calls its norms in a different order from that of their creation."""
+    """Calls its norms in an order that differs from the order of their creation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,11 +253,11 @@ class InTurn(nn.Module):
 
 
 def test_transfers_of_batch_norms_are_in_the_plan():
-    """They are in the order of the calls, so a run executes what it planned."""
+    """The plan has the transfers in the order of the calls, so a run executes its plan."""
     given = config("3", Model(kind="in turn"))
     _, plan = plan_run(given, FIELDS, world_size=2, device_type="cpu")
     found = [(step.id, step.total_bytes) for step in plan.dense_forward]
-    # float64 sum and sum of squares of each column, in both phases of an all-reduce.
+    # Each column has a float64 sum and sum of squares, in both phases of an all-reduce.
     names = [("module.first.moments/fwd", 4 * WIDTH * 8), ("module.second.moments/fwd", 4 * 8)]
     assert found == names
     assert [step.id for step in plan.dense_backward] == [
@@ -337,7 +337,9 @@ def test_different_initial_values_are_reported_before_the_first_step(ranks):
 
 
 class Wanders:
-    """A dense part on global tensors with one more or one fewer conversion after some step."""
+    """Implements a dense part on global tensors with one more or one fewer conversion after some
+    step.
+    """
 
     def __init__(self, part: object, extra: bool) -> None:
         self.part, self.extra, self.steps = part, extra, 0

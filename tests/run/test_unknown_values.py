@@ -1,6 +1,6 @@
-"""A value that a chain of branches does not know raises; it does not run as one of its cases.
+"""Tests that an unknown value raises in a chain of branches instead of using one of the branches.
 
-Each is legal where it comes from, as one that was added later would be.
+Each value is legal at its source, as a value added later would be.
 """
 
 from dataclasses import replace

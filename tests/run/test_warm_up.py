@@ -1,4 +1,6 @@
-"""All process groups of the plan are created before the first step, in the same order."""
+"""Tests that all process groups of the plan are created before the first step, in the same
+order.
+"""
 
 import os
 from dataclasses import replace
@@ -28,7 +30,8 @@ CONFIGS = {
 
 
 def groups_by_time(world, config):
-    """In a world without groups, return those of the plan, of a warm-up, and added by two steps.
+    """Return the groups of the plan, of a warm-up, and those that two steps add to a world without
+    groups.
 
     Each group is (ranks, channel).
     """
@@ -65,10 +68,10 @@ def check(found, size):
 
 @pytest.mark.parametrize("case", CONFIGS)
 def test_all_groups_of_a_step_are_created_and_used_before_it(ranks, case):
-    found = ranks(2, groups_by_time, CONFIGS[case])
-    check(found, 2)
-    assert found[0]["built"] == set()  # on gloo, a step creates its groups
-    channels = {channel for _, channel in found[0]["planned"]}
+    results = ranks(2, groups_by_time, CONFIGS[case])
+    check(results, 2)
+    assert results[0]["built"] == set()  # on gloo, a step creates its groups
+    channels = {channel for _, channel in results[0]["planned"]}
     assert {"ids", "vectors", "dense"} - channels <= ({"vectors"} if case == "dp" else set())
     assert ("main" in channels) == (case == "mixed")
 
@@ -77,9 +80,9 @@ def test_all_groups_of_a_step_are_created_and_used_before_it(ranks, case):
 def test_a_job_on_nccl_begins_with_the_warm_up(rehearsed_ranks, case):
     config = CONFIGS[case]
     config = replace(config, parallel=replace(config.parallel, device="cuda"))
-    found = rehearsed_ranks(2, groups_by_time, config)
-    check(found, 2)
-    assert found[0]["built"] == set(found[0]["planned"])
+    results = rehearsed_ranks(2, groups_by_time, config)
+    check(results, 2)
+    assert results[0]["built"] == set(results[0]["planned"])
 
 
 def launch_order(world):

@@ -19,13 +19,13 @@ from tests.meter import Meter
 
 
 def whole_numbers(shape, dtype, step=7):
-    """Small whole numbers, exact in every dtype and in sums of a few."""
+    """Return small whole numbers, exact in every dtype and in sums of a few."""
     count = torch.Size(shape).numel()
     return (torch.arange(count) * step % 31 - 15).view(shape).to(dtype)
 
 
 def on_device(world, parts, layout, dtype):
-    """This rank's part, or an empty one, on the device of the layout."""
+    """Return this rank's part, or an empty part, on the device of the layout."""
     part = parts.get(world.rank, torch.empty(0, dtype=dtype))
     return part.clone().to(world.device_of(layout))
 
@@ -36,7 +36,7 @@ def sum_over_ranks(world, tensor):
 
 
 def check_parts(world, part, layout, full, what, tolerance=0.0):
-    """This rank's part is what ``layout`` says of ``full``; P parts add up to it, per replica.
+    """Check this rank's part against ``layout`` of ``full``; P parts add up to it in each replica.
 
     Whole numbers are compared exactly; ``tolerance`` is for functions such as exp, whose last bit
     depends on where in a vector register an element falls.
@@ -57,7 +57,7 @@ def check_parts(world, part, layout, full, what, tolerance=0.0):
         return
     replicas, mine = _cells(world.rank, layout, Broadcast)
     terms, my_term = _cells(world.rank, layout, (Split, Partial))
-    # For each replica the sum of its terms; for each term the sum of its replicas.
+    # Compute the sum of terms for each replica, and the sum of replicas for each term.
     sums = torch.zeros((len(replicas) + len(terms), *full.shape), dtype=torch.float64)
     if inside:
         oracle.cut(sums[mine], extent).add_(part)
@@ -66,17 +66,19 @@ def check_parts(world, part, layout, full, what, tolerance=0.0):
     for replica, total in zip(replicas, sums, strict=False):
         right = _same(total, full.double(), tolerance)
         assert right, f"{what}: terms of replica {replica} do not add up"
-    if inside:  # ranks that differ only along B hold equal terms: each is the mean of them
+    if inside:  # ranks that differ only along B have equal terms: each term equals their mean
         mean = oracle.cut(sums[len(replicas) + my_term], extent) / len(replicas)
         assert torch.allclose(mean, part.double()), f"{what}: replicas of a term differ"
 
 
 def _check_extremum(world, part, layout, full, what):
-    """In each replica the extremum of the terms is the value; replicas of a term are equal."""
+    """Check that each replica's extremum over the terms is the value; replicas of a term are
+    equal.
+    """
     sign = 1.0 if oracle.reduction(layout) == "max" else -1.0
     replicas, mine = _cells(world.rank, layout, Broadcast)
     terms, my_term = _cells(world.rank, layout, (Split, Partial))
-    # The highest of each replica, and of each term its highest and what is highest of -term.
+    # Compute the maximum of each replica, and for each term its maximum and the maximum of -term.
     best = torch.full((len(replicas) + 2 * len(terms), *full.shape), -torch.inf).double()
     extent = oracle.extent(layout, full.shape, world.rank) if mine is not None else None
     if extent is not None:
@@ -95,7 +97,9 @@ def _check_extremum(world, part, layout, full, what):
 
 
 def _cells(rank, layout, kinds):
-    """Coordinates along the axes whose sbp is of ``kinds``, and which of them ``rank`` is at."""
+    """Return coordinates along the axes whose sbp is of ``kinds``, and the coordinate of
+    ``rank``.
+    """
     sizes = [
         size if isinstance(sbp, kinds) else 1
         for sbp, size in zip(layout.nd_sbp, layout.placement.shape, strict=True)
@@ -113,10 +117,12 @@ def _same(a, b, tolerance):
 
 
 def check_conversion(world, boxing, src, dst, shape, dtype, grad_sbp=None, products=None):
-    """Value, local parts, names and bytes forward; exact gradient and adjoint identity backward.
+    """Check value, local parts, names and bytes forward; exact gradient and adjoint identity
+    backward.
 
-    The two inner products of the identity go to ``products``, for ``check_products`` to compare.
-    The gradient of P(max) lies where its terms are: it comes from a consumer that takes the value.
+    The two inner products of the identity are added to ``products``, for ``check_products`` to
+    compare. The gradient of P(max) is where its terms are: it comes from a consumer that accepts
+    the value.
     """
     what = f"{src} -> {dst} {dtype} {list(shape)}"
     full = whole_numbers(shape, dtype)
@@ -156,7 +162,7 @@ def check_conversion(world, boxing, src, dst, shape, dtype, grad_sbp=None, produ
 
 
 def check_products(world, pairs):
-    """<Ax, y> = <x, A'y> for every conversion, in one sum over the ranks."""
+    """Check <Ax, y> = <x, A'y> for every conversion, in one sum over the ranks."""
     if pairs:
         totals = sum_over_ranks(world, torch.stack([sides for _, sides in pairs])).tolist()
         for (what, _), (left, right) in zip(pairs, totals, strict=True):
@@ -164,16 +170,18 @@ def check_products(world, pairs):
 
 
 def check_traffic(world, meter, steps, what):
-    """The collectives that reached c10d are those of the plan that this rank is in, by bytes."""
+    """Check that the collectives of c10d are those of this rank's plan, by bytes."""
     mine = [step for step in steps if step.group_of(world.rank)]
     assert meter.names == [step.collective for step in mine], f"{what}: ran {meter.names}"
     planned = sum(step.bytes_sent(world.rank) for step in mine)
-    # The ring of an all-reduce cuts what does not divide evenly: less than one element per rank.
+    # The ring of an all-reduce cuts uneven sizes: the error is less than one element per rank.
     assert abs(meter.bytes_sent - planned) < 16 * (1 + len(mine)), f"{what}: {meter.calls}"
 
 
 def check_gradient(world, x, y, grad_layout, cotangent, what):
-    """dL/dx for L = <y, c>, c laid out as dual(src); this rank's shares of <Ax, c> and <x, A'c>."""
+    """Check dL/dx for L = <y, c>, with c in the layout dual(src); return this rank's shares of <Ax,
+    c> and <x, A'c>.
+    """
     seed, gradient = _propagate(world, x, y, grad_layout, cotangent, what)
     check_parts(world, gradient, x.layout.dual(), cotangent, f"gradient of {what}")
     products = [(y.part.detach(), seed), (x.part.detach(), gradient)]
@@ -190,9 +198,9 @@ def _propagate(world, x, y, grad_layout, cotangent, what):
 
 
 def check_holders(world, x, y, shares, cotangent, what):
-    """dL/dx for L = <y, c>, x of P(max): all of c where the first term is that has the extremum.
+    """Check dL/dx for L = <y, c> and x of P(max): the first term with the extremum gets all of c.
 
-    Copies along B axes have gradients that add up to it.
+    Copies along B axes have gradients that add up to c.
     """
     _, gradient = _propagate(world, x, y, y.layout.dual(), cotangent, what)
     assert gradient.shape == x.part.shape, f"{what}: a gradient of {list(gradient.shape)}"
@@ -212,7 +220,9 @@ def check_holders(world, x, y, shares, cotangent, what):
 
 
 def convert_all(world, src_ranks, dst_ranks, values, shapes, dtype_names, expected=None):
-    """Every pair of ``values`` from one placement to the other; ``expected`` names collectives."""
+    """Convert every pair of ``values`` between the placements; ``expected`` names the
+    collectives.
+    """
     boxing = Boxing(world)
     products = []
     count = 0
@@ -231,13 +241,13 @@ def convert_all(world, src_ranks, dst_ranks, values, shapes, dtype_names, expect
 
 
 def one_axis(dims, partial=True):
-    """S over ``dims``, B and P as 1-D layouts."""
+    """Return S over ``dims``, B and P as 1-D layouts."""
     values = [(Split(dim),) for dim in dims] + [(Broadcast(),)]
     return values + ([(Partial(),)] if partial else [])
 
 
-# What runs between two layouts on one placement of more than one rank, on gloo. Written down by
-# hand: the table a reader scans, and the one that a change of the planner must answer to.
+# The collectives between two layouts on one placement of more than one rank, on gloo. This table is
+# written by hand, for readers and as the expectation that any change of the planner must meet.
 NONE, GATHER, EXCHANGE, REDUCE = [], ["all_gather"], ["all_to_all"], ["all_reduce"]
 SAME_PLACEMENT = {
     ("S", "S"): NONE,
@@ -254,7 +264,7 @@ SAME_PLACEMENT = {
 
 
 def expected_names(values):
-    """``SAME_PLACEMENT`` for given 1-D layouts, by their text."""
+    """Return ``SAME_PLACEMENT`` for given 1-D layouts, by their text."""
     table = {}
     for (a,), (b,) in itertools.product(values, repeat=2):
         kinds = (str(a)[0], str(b)[0] if a == b or str(b)[0] != "S" else "S'")

@@ -1,6 +1,8 @@
-"""All ranks of a world in one process: the compiled programs of every rank, collectives by hand.
+"""Simulates all ranks of a world in one process: every rank's compiled programs, with collectives
+by hand.
 
-Covers worlds larger than the machine and backends it lacks; the real executor has its own tests.
+The simulator covers worlds larger than the machine and missing backends; the real executor has its
+own tests.
 """
 
 import torch
@@ -14,14 +16,14 @@ REDUCE = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
 
 
 def check(src, dst, shape, dtype, backend):
-    """Convert on simulated ranks and compare with the oracle; prints the plan first."""
+    """Convert on simulated ranks and compare with the oracle; print the plan first."""
     for step in plan_boxing(src, dst, shape, getattr(torch, dtype), id="x", backend=backend):
         print(step)  # noqa: T201 -- called by hand, to look at a failing case
     simulate(src, dst, shape, dtype, backend)
 
 
 def simulate(src, dst, shape, dtype, backend, parts=None):
-    """Assert that the parts after the conversion are those of ``dst``, and the bytes as planned."""
+    """Assert that the parts after the conversion match ``dst`` and the bytes match the plan."""
     dtype = getattr(torch, dtype)
     full = whole_numbers(shape, dtype)
     parts = oracle.shares(full, src, seed=1) if parts is None else parts
@@ -36,7 +38,7 @@ def simulate(src, dst, shape, dtype, backend, parts=None):
 
 
 def run_step(step, parts):
-    """One step on all ranks: pack, exchange inside each group, unpack."""
+    """Run one step on all ranks: pack, exchange inside each group, unpack."""
     ranks = sorted({*step.src.placement.ranks, *step.dst.placement.ranks})
     programs = {rank: compile_step(step, rank) for rank in ranks}
     nothing = torch.empty(0, dtype=step.dtype)
@@ -49,7 +51,7 @@ def run_step(step, parts):
 
 
 class Lender:
-    """Lends buffers of garbage, as reused ones would have."""
+    """Lends buffers of garbage, as reused buffers would have."""
 
     def take(self, shape, like):
         return like.new_full(shape, 77)
@@ -59,7 +61,7 @@ class Lender:
 
 
 def _sizes(program, group, sent):
-    """The elements that an all-to-all receives and sends, by rank of the group."""
+    """Return the elements that an all-to-all receives and sends, by rank of the group."""
     if program.sizes is None:
         return [[sent.numel() // len(group)] * len(group)] * 2
     return program.sizes

@@ -1,4 +1,4 @@
-"""The same conversions on CUDA: one rank, several ranks over NCCL, and between CPU and CUDA.
+"""Tests the same conversions on CUDA: one rank, several ranks over NCCL, and between CPU and CUDA.
 
 On a machine with one GPU all NCCL ranks share it; ``tests/ranks.py`` gives each its own host id.
 """
@@ -42,7 +42,7 @@ def _across_devices(world, src_ranks, dst_ranks):
 
 
 def _dropped(world, shape):
-    """Dropout of ones, and its gradient."""
+    """Return the dropout of ones, and its gradient."""
     boxing = Boxing(world)
     layout = Layout(Placement.of("cuda", [0]), parse_nd_sbp("B"))
     part = torch.ones(shape, device=world.device, requires_grad=True)

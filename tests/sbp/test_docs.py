@@ -1,4 +1,6 @@
-"""Checks docs/sbp.md: its Python runs and prints the shown output, and its tables are correct."""
+"""Tests that the Python code of docs/sbp.md runs and prints the shown output, and that its tables
+are correct.
+"""
 
 import contextlib
 import io
@@ -22,7 +24,7 @@ BLOCK = re.compile(r"```python\n(.*?)```\n(?:```text\n(.*?)```)?", re.S)
 
 
 def _run_page(world, blocks):
-    """The output of each block on this rank; blocks share a namespace."""
+    """Return the output of each block on this rank; blocks share a namespace."""
     names = {"world": world}
     printed = []
     for number, block in enumerate(blocks):
@@ -42,7 +44,7 @@ def test_the_page_shows_the_output_of_its_code(ranks):
 
 
 def _rows(title):
-    """The body of the first table under a heading, as lists of cells."""
+    """Return the body of the first table under a heading, as lists of cells."""
     section = PAGE.read_text().split(f"## {title}\n")[1].split("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
@@ -81,7 +83,7 @@ NAMES = {
     "bce_with_logits": "bce_none",
     "cross_network(x, [(w, b)]), weights B": "cross_network",
 }
-UNLIKE_TORCH = {  # what test_ops does not compare with a plain op, on one float64 tensor
+UNLIKE_TORCH = {  # ops that test_ops does not compare with a plain op on one float64 tensor
     "reduce_mean over 1": lambda x: ops.reduce_mean(x, [1]),
     "reduce_max over 1": lambda x: ops.reduce_max(x, [1]),
     "dropout": lambda x: ops.dropout(x, 0.5, 0),
@@ -105,7 +107,7 @@ def test_the_table_of_signatures_is_correct(monkeypatch):
 
 
 def _call_of(op):
-    """The function of a row of the table, and the name of the operands to call it with."""
+    """Return the function of a row of the table, and the operand names for the call."""
     if op in UNLIKE_TORCH:
         return UNLIKE_TORCH[op], "reduce_sum"
     name = NAMES.get(op, op)

@@ -1,4 +1,6 @@
-"""Counted dropout masks, used on CUDA: they depend only on the position, in torch and in Triton."""
+"""Tests counted dropout masks (used on CUDA): they depend only on the position, in torch and in
+Triton.
+"""
 
 from importlib import import_module
 
@@ -6,7 +8,7 @@ import pytest
 import torch
 
 dropout = import_module("sbpflow.tensor.ops.dropout")  # the package has the function by that name
-# On CPU under the interpreter, see tests/conftest.py; on a card compiled.
+# On CPU, the kernel runs in the interpreter (see tests/conftest.py); on a card, it is compiled.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KEY = torch.tensor(5_123_456_789_012_345, device=DEVICE)
 SHAPE = (40, 24)
@@ -72,5 +74,5 @@ def test_tritons_kernel_equals_torchs(shape, held, dtype, monkeypatch):
     assert torch.equal(made == 0, expected == 0)
     if dtype == torch.float32:
         assert torch.equal(made, expected)
-    else:  # the interpreter cuts float32 off where a card rounds it
+    else:  # the interpreter truncates float32, but a card rounds it
         torch.testing.assert_close(made, expected, rtol=2**-7, atol=0)

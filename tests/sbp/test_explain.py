@@ -1,8 +1,9 @@
-"""The bytes that ``explain`` shows for the schemes equal their derivations, by backend.
+"""Tests that the bytes that ``explain`` shows for the schemes equal their derivations, by backend.
 
-B rows a batch, f = 26 deep columns of d = 16, 2 wide columns summed to one number, p ranks. Sums
-over all ranks, 4 bytes per number. The published comparison has 2 D (p-1) / p for the deep table of
-scheme 2, which contradicts its own derivation, and counts ids with the copy that each rank has.
+The symbols are: B rows a batch, f = 26 deep columns of d = 16, 2 wide columns summed to one number,
+p ranks. Sums are over all ranks, with 4 bytes per number. The published comparison has 2 D (p-1) /
+p for the deep table of scheme 2, in contradiction to its own derivation, and it counts ids with the
+copy that each rank has.
 """
 
 import pytest
@@ -24,18 +25,21 @@ FIELDS = Fields.of(
 D = B * F * D_EACH * 4  # the deep vectors
 WIDE = B * 4  # the wide sums
 MLP = 4 * (HIDDEN * (F * D_EACH + DENSE + 1) + HIDDEN * (HIDDEN + 1) + HIDDEN + 1)
-LOSS = 4  # travels with the gradients
+LOSS = 4  # sent with the gradients
 
 
 def derived(scheme, p):
-    """Bytes per iteration: ids, wide there and back, deep there and back, dense gradients."""
+    """Return bytes per iteration: ids, wide there and back, deep there and back, dense
+    gradients.
+    """
     ids = B * (F + CROSSES) * 4 * (p - 1)
     wide, dense = 2 * WIDE * (p - 1), 2 * (p - 1) * (MLP + LOSS)
     deep = {"1": 2 * D * (p - 1) // p, "2": 2 * D * (p - 1)}
     if scheme in deep:
         return ids + wide + deep[scheme] + dense
-    # Scheme 3: at worst every id is asked of another rank, its row comes and its gradient goes. Ids
-    # go once, not twice: the owner keeps them for the gradients. Counts: 2 groups, p x (p-1) int64.
+    # In the worst case of scheme 3, every id is requested from another rank, its row is received
+    # and its gradient is sent. Ids are sent once, not twice: the owner keeps them for the
+    # gradients. Counts: 2 groups, p x (p-1) int64.
     rows = D + CROSSES * WIDE
     return B * (F + CROSSES) * 4 + 2 * rows + dense + 2 * 8 * p * (p - 1)
 
@@ -44,7 +48,9 @@ def derived(scheme, p):
 @pytest.mark.parametrize("p", [2, 4, 8])
 @pytest.mark.parametrize("scheme", ["1", "2", "3"])
 def test_explain_totals_are_the_derivations(scheme, p, device):
-    """NCCL has a true reduce-scatter; gloo's all-to-all and local sum send exactly as much."""
+    """NCCL has a true reduce-scatter; gloo's all-to-all and local sum send the same number of
+    bytes.
+    """
     config = Config(
         data=DataConfig(batch_size=B),
         model=WdlConfig(

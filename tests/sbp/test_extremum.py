@@ -1,4 +1,4 @@
-"""Gradients through P(max) and P(min), on grids and with grad_sbp, compared with torch."""
+"""Tests gradients through P(max) and P(min), on grids and with grad_sbp, compared with torch."""
 
 import itertools
 
@@ -19,13 +19,13 @@ GRIDS = [[[0, 1], [2, 3]], [[3, 1], [0, 2]], [[0, 1, 2, 3]], [[1], [2], [0]]]
 
 
 def _distinct(shape):
-    """Distinct whole numbers in random order."""
+    """Return distinct whole numbers in random order."""
     count = torch.Size(shape).numel()
     return (torch.arange(count) * 7 % 37).view(shape).double()
 
 
 def _destinations(grid):
-    """All layouts of one dim on the grid, and some on other placements."""
+    """Return all layouts of one dim on the grid, and some on other placements."""
     for nd_sbp in itertools.product([S0, B, P], repeat=grid.ndim):
         yield Layout(grid, nd_sbp)
     for line in ([2, 0], [1]):
@@ -43,7 +43,8 @@ def _reduced(world, ranks):
         best = plain.amax(dim)
         weights = torch.arange(1.0, 1 + len(best), dtype=torch.float64)
         (best * weights).sum().backward()
-        for dst in list(_destinations(grid))[number % 3 :: 3]:  # each by some of the cases
+        # each value occurs in some of the cases
+        for dst in list(_destinations(grid))[number % 3 :: 3]:
             x = GlobalTensor.from_full(full, Layout(grid, nd_sbp), boxing).requires_grad_()
             y = ops.reduce_max(x, [dim])
             what = f"max over {dim} of {x.layout}, {y.layout} -> {dst}"
@@ -56,12 +57,16 @@ def _reduced(world, ranks):
 
 @pytest.mark.parametrize("ranks_of", [GRIDS[0], GRIDS[3]], ids=str)
 def test_a_maximum_counts_once_on_every_grid(ranks, ranks_of):
-    """Copies along B axes are one value: together they have the gradient of one process."""
+    """Copies along B axes are one value: the sum of their gradients is the gradient of one
+    process.
+    """
     ranks(4, _reduced, ranks_of)
 
 
 def _terms(world, ranks, op):
-    """Leaves that are P(max) already: terms with ties, of which the first takes all."""
+    """Use leaves that are already P(max): terms with ties, where the first term gets the whole
+    gradient.
+    """
     boxing = Boxing(world)
     grid = Placement.of("cpu", ranks)
     extremum = Partial(op)
@@ -75,7 +80,8 @@ def _terms(world, ranks, op):
         best = best_of(terms, (0, 1))
         first = (terms == best).reshape(-1, 8).int().argmax(0)
         weights = torch.arange(1.0, 9, dtype=torch.float64)
-        for dst in list(_destinations(grid))[number % 2 :: 2]:  # each by some of the layouts
+        # each value occurs in some of the layouts
+        for dst in list(_destinations(grid))[number % 2 :: 2]:
             part = torch.zeros(0, dtype=torch.float64)
             if world.rank in grid:
                 at = [c if n > 1 else 0 for c, n in zip(grid.coord(world.rank), count, strict=True)]
@@ -121,7 +127,7 @@ def test_converting_to_a_maximum_and_back_is_the_identity(ranks, ranks_of):
 
 
 def _promised(world, grad_sbp):
-    """The consumer's gradient is that of one process on each rank, or a half of it."""
+    """Return one process's gradient of the consumer on each rank, or half of this gradient."""
     boxing = Boxing(world)
     layout = Layout(Placement.line("cpu", 2), parse_nd_sbp("P(max)"))
     part = torch.tensor([1.0, 2]) if world.rank else torch.tensor([3.0, 1])
@@ -137,7 +143,7 @@ def test_grad_sbp_works_from_a_maximum(ranks, grad_sbp):
 
 
 def _from_terms(world, ranks, dst_ranks, op):
-    """P -> P(op) -> B and P -> B have the same value and gradient."""
+    """Compare P -> P(op) -> B with P -> B: the value and gradient are the same."""
     boxing = Boxing(world)
     src = Layout(Placement.of("cpu", ranks), (P,) * Placement.of("cpu", ranks).ndim)
     there = Placement.of("cpu", dst_ranks)

@@ -1,4 +1,4 @@
-"""Gradients not covered by the grids of conversions: seeds, grad_sbp, leaves, absent ranks."""
+"""Tests gradients outside the conversion grids: seeds, grad_sbp, leaves, absent ranks."""
 
 import itertools
 
@@ -57,7 +57,7 @@ def _like(x, full):
 @pytest.mark.parametrize("nd_sbp", ["S(0)", "S(1)", "B", "P"])
 @pytest.mark.parametrize("line", [[0, 1, 2], [2, 0]], ids=str)
 def test_a_loss_counts_once(ranks, line, nd_sbp, loss_sbp):
-    """dL/dx is that of one process, however many ranks hold the loss."""
+    """The gradient dL/dx equals one process's, for any number of ranks that have the loss."""
     full = whole_numbers((6, 4), torch.float64)
     values = ranks(3, _seeds, line, nd_sbp, loss_sbp)
     assert {loss for loss, _ in values} == {(full * (full + 1)).sum().item()}
@@ -116,7 +116,9 @@ def _overrides(world):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_grad_sbp(ranks, world_size):
-    """The gradient has the layout that the consumer declares: exact for every legal choice."""
+    """The gradient has the layout that the consumer declares and is exact for every legal
+    choice.
+    """
     ranks(world_size, _overrides)
 
 
@@ -148,7 +150,7 @@ def test_grad_sbp_on_a_grid(ranks):
 )
 @pytest.mark.parametrize("trains", [True, False])
 def test_impossible_gradient_layouts_are_refused(src, dst, grad_sbp, message, trains):
-    """Refused on every rank, also where nothing requires a gradient."""
+    """The layouts are refused on every rank, even if no tensor requires a gradient."""
     layout = Layout(Placement.line("cpu", 2), parse_nd_sbp(src))
     part = torch.empty(layout.part_shape((4, 4), 0), device="meta", requires_grad=trains)
     x = GlobalTensor(part, layout, (4, 4), DryBoxing(2))
@@ -170,12 +172,16 @@ def _second_derivative(world, src, dst):
     ("src", "dst"), [("S(0)", "B"), ("B", "S(0)"), ("P(max)", "B"), ("S(0)", "P(max)")]
 )
 def test_a_second_derivative_is_refused(ranks, src, dst):
-    """Also if another term has one; the first derivative exists with and without create_graph."""
+    """The refusal also covers other terms of a sum; first derivatives work with and without
+    create_graph.
+    """
     ranks(2, _second_derivative, src, dst)
 
 
 def _round_trip(world, nd_sbp):
-    """local -> global -> another layout -> back -> local, with a local loss on every rank."""
+    """Convert local -> global -> another layout -> back -> local, with a local loss on every
+    rank.
+    """
     boxing = Boxing(world)
     layout = _line(world, *parse_nd_sbp(nd_sbp))
     full = whole_numbers((6, 4), torch.float64)
@@ -200,7 +206,9 @@ def _first_replica(world):
 
 
 def test_broadcast_takes_the_first_ranks_data(ranks):
-    """All ranks hold rank 0's values; its gradient is the sum, that of the others is zero."""
+    """All ranks get rank 0's values; rank 0's gradient is the sum, and the other gradients are
+    zero.
+    """
     assert ranks(3, _first_replica) == [([5.0], [6.0]), ([5.0], [0.0]), ([5.0], [0.0])]
 
 
@@ -234,7 +242,9 @@ def test_ranks_outside_a_placement_join_the_backward(ranks, stops):
 
 
 def _starts_outside(world, outside):
-    """A leaf of ranks 0 and 1 whose gradient comes from all three; None on rank 2."""
+    """Start from a leaf of ranks 0 and 1 whose gradient comes from all three ranks; None on
+    rank 2.
+    """
     boxing = Boxing(world)
     layout = Layout(Placement.of("cpu", [0, 1]), S0)
     inside = world.rank < 2
@@ -252,7 +262,7 @@ def test_ranks_without_a_part_declare_requires_grad(ranks):
 
 @pytest.mark.checked
 def test_ranks_with_different_requires_grad_are_named(ranks):
-    """Every rank raises at the conversion; without the checked mode the others would wait."""
+    """Every rank raises at the conversion; without the checked mode, the other ranks would wait."""
     with pytest.raises(RanksFailed) as caught:
         ranks(3, _starts_outside, {})
     assert len(caught.value.errors) == 3
@@ -263,7 +273,7 @@ def test_ranks_with_different_requires_grad_are_named(ranks):
 
 
 def _outside_unchecked(world):
-    """Without checked mode rank 2 raises with advice; the other ranks do not wait here."""
+    """Without checked mode, rank 2 raises with advice; the other ranks do not wait in this test."""
     world.checked = False
     try:
         if world.rank == 2:
@@ -295,12 +305,12 @@ def _plain(world, side):
 
 @pytest.mark.parametrize("side", [4, 1200])
 def test_boxing_has_no_autograd(ranks, side):
-    """A slice of a part that requires grad has no history, like a received part."""
+    """A slice of a part that requires grad has no history; neither does a received part."""
     ranks(2, _plain, side)
 
 
 def _sync(world, grid, specs, bucket_bytes):
-    """Parameters of all ones times the coordinate; gradient of sum(c * w) is c."""
+    """Sync parameters that are all ones times the coordinate; the gradient of sum(c * w) is c."""
     boxing = Boxing(world)
     placement = Placement.of("cpu", grid)
     parameters, cotangents = [], []
@@ -338,7 +348,7 @@ def test_buckets_have_a_size(ranks):
 
 
 def test_buckets_on_a_grid(ranks):
-    """One for the three (S, B), one for the (B, B); (S, S) needs none."""
+    """There is one bucket for the three (S, B) and one for the (B, B); (S, S) needs none."""
     assert ranks(4, _sync, [[0, 1], [2, 3]], GRID_SPECS, 1 << 20) == [["all_reduce"] * 2] * 4
 
 
@@ -377,7 +387,8 @@ def test_the_holder_of_a_maximum_gets_the_gradient(ranks, dst, names):
         dst = (Split(0, (1, 0, 1)),)
     values = ranks(3, _extremum, "max", dst)
     assert [n for n, _ in values] == [names] * 3
-    # Ties: (0, 0) is held by ranks 1 and 2, (0, 1) by 0 and 1, (1, 1) by 0 and 2: the first takes.
+    # Ties: ranks 1 and 2 have (0, 0), ranks 0 and 1 have (0, 1), ranks 0 and 2 have (1, 1); the
+    # first wins.
     assert [g for _, g in values] == [
         [[0, 10], [0, 1000]],
         [[1, 0], [0, 0]],
@@ -443,7 +454,7 @@ def _extremum_elsewhere(world, src, dst):
 
 @pytest.mark.parametrize("src", ["S(0)", "B", "P", "P(max)", "P(min)"])
 def test_conversions_to_a_maximum_have_gradients(ranks, src):
-    """Values are sent once, or not at all if the new holder already has them."""
+    """Values are sent once, or not at all if the new owner already has them."""
     names = [] if src == "B" else ["all_to_all"]
     assert ranks(3, _extremum_elsewhere, src, "P(max)") == [names] * 3
 

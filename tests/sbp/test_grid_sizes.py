@@ -1,7 +1,7 @@
-"""Ops on grids where explicit sizes and splits of one dim by two axes meet.
+"""Tests ops on grids with explicit sizes and with one dim split by two axes.
 
-A candidate that does not fit the shape is none: whatever legal layouts the operands have, an op
-finds one that does, and its value is that of the plain op.
+Candidate layouts that do not fit the shape are ignored: for any legal operand layouts, an op finds
+a layout that fits, and its value equals the plain op's value.
 """
 
 import itertools
@@ -34,9 +34,9 @@ PLACEMENTS = [Placement("cpu", tuple(range(math.prod(shape))), shape) for shape 
 
 @st.composite
 def layouts(draw, placement, shape, learns):
-    """Any layout a user may give, explicit sizes on any axis and in any depth included."""
+    """Sample any layout that a user may give, with explicit sizes on any axis and at any depth."""
     nd_sbp = []
-    lengths = [{length} for length in shape]  # of the pieces that the axes so far leave
+    lengths = [{length} for length in shape]  # sizes of the pieces that the previous axes leave
     for parts in placement.shape:
         choices = [Broadcast(), *([Partial()] if learns else []), *map(Split, range(len(shape)))]
         sbp = draw(st.sampled_from(choices))
@@ -54,7 +54,7 @@ def layouts(draw, placement, shape, learns):
 
 
 def _check_dry(name, call, placement, fulls, chosen, learns):
-    """No rank raises, and all choose one layout, whose parts have its shapes."""
+    """Check that no rank raises and that all choose one layout whose parts have its shapes."""
     note(f"{name} of {[f'{list(x.shape)} {at}' for x, at in zip(fulls, chosen, strict=True)]}")
     outputs = set()
     for rank in (0, placement.size - 1):
@@ -93,7 +93,7 @@ def test_no_legal_operands_are_refused(name):
 
 @st.composite
 def reshapes(draw):
-    """Two shapes of equally many elements, zero and one included."""
+    """Sample two shapes with the same number of elements, zero and one included."""
     factors = draw(st.lists(st.sampled_from([0, 1, 2, 2, 3, 5, 7]), min_size=1, max_size=4))
 
     def grouped():
@@ -113,7 +113,7 @@ def reshapes(draw):
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_reshape_of_any_layout(data):
-    """On every rank the kernel reshapes its part; where a split is kept, its rows stay its rows."""
+    """The kernel reshapes the part on every rank; a kept split also keeps its rows."""
     old, new = data.draw(reshapes())
     placement = data.draw(st.sampled_from(PLACEMENTS))
     layout = data.draw(layouts(placement, old, True))
@@ -125,7 +125,7 @@ def test_any_reshape_of_any_layout(data):
         part = torch.empty(layout.part_shape(old, rank), device="meta")
         y = ops.reshape(GlobalTensor(part, layout, old, boxing), new)
         assert y.shape == new
-        # What the kernel reshaped: the part under the layout the operand was brought to.
+        # The kernel reshaped the operand's part under the operand's converted layout.
         before = boxing.trace[-1].dst if boxing.trace else layout
         values = oracle.cut(full, oracle.extent(before, old, rank)).reshape(-1)
         expected = oracle.cut(full.reshape(new), oracle.extent(y.layout, new, rank)).reshape(-1)
@@ -155,9 +155,9 @@ def _reshape(world, cases):
 
 
 RESHAPES = [
-    # [6] in pieces of 3, 3 and those in 2, 1: the same cut of 12 is 6, 6 and 4, 2 in each.
+    # [6] in pieces of 3, 3 and [6] in pieces of 2, 1: the same cut of 12 is 6, 6 and 4, 2 in each.
     ((6, 2), -1, "(S(0), S(0))", "(S(0), S(0)[4, 2])"),
-    # Pieces 3, 2 become 21, 14, but 21 is cut as 14, 7 and 14 as 7, 7: no sizes say both.
+    # Pieces 3, 2 become 21, 14, but 21 is cut as 14, 7 and 14 as 7, 7: no sizes describe both.
     ((5, 7), -1, "(S(0), S(0))", None),
     ((8, 3), -1, "(S(0), S(0))", "(S(0), S(0))"),
     ((6, 2), 12, "(S(0)[4, 2], S(0))", "(S(0)[8, 4], S(0))"),
@@ -166,7 +166,7 @@ RESHAPES = [
     ((24, 3), (4, 6, 3), "(S(0), S(0))", "(S(0), S(0))"),
     ((4, 3, 2), (4, 6), "(S(0), S(1))", "(S(0), S(1)[4, 2])"),
     ((4, 3, 2), (12, 2), "(S(1), S(0))", "(S(1), S(0))"),
-    # Balanced sizes that leave a rank without a row must stay as they were asked for.
+    # Balanced sizes that leave a rank without a row must remain as requested.
     ((6,), (1, 6), "(S(0)[6, 0], B)", "(S(0)[1, 0], B)"),
     ((0, 3), (3, 0), "(S(0), S(1))", None),
     ((0, 3), (3, 0), "(P, S(0))", None),
@@ -222,7 +222,7 @@ def _fits(nd_sbp, full, differentiable):
 
 
 def test_sizes_that_do_not_add_up_are_refused_on_every_rank():
-    """Also on one outside the placement, which holds no part of its own to compare."""
+    """The sizes are also refused on a rank outside the placement that has no part to compare."""
     layout = Layout(Placement.of("cpu", GRID), parse_nd_sbp("(S(0), S(0)[4, 2])"))
     text = re.escape("S(0)[4, 2] has sizes that sum to 6, but the dim has 3")
     for rank in (0, 4):

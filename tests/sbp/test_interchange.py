@@ -1,4 +1,6 @@
-"""Conversion to and from DTensor, and DTensor as a second oracle for the cases it supports."""
+"""Tests conversion to and from DTensor, with DTensor as a second oracle for the cases it
+supports.
+"""
 
 import itertools
 
@@ -80,7 +82,7 @@ def test_dtensor_chunks_become_explicit_sizes(ranks):
 
 
 def _short(world):
-    """Dims of fewer rows than ranks, which DTensor allows: in, out again, and ours out."""
+    """Convert dims of fewer rows than ranks, which DTensor allows: in, out again, and ours out."""
     boxing = Boxing(world)
     line = Placement.line("cpu", 4)
     mesh = to_mesh(line)
@@ -101,7 +103,9 @@ def test_fewer_rows_than_ranks(ranks):
 
 
 def _agree(world, shape):
-    """redistribute of DTensor and ``to`` give equal parts for shapes that divide evenly."""
+    """Check that DTensor's redistribute and ``to`` give equal parts for shapes that divide
+    evenly.
+    """
     boxing = Boxing(world)
     line = Placement.line("cpu", world.size)
     mesh = to_mesh(line)

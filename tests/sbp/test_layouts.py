@@ -1,4 +1,4 @@
-"""Layout values without ranks: parsing, printing, splits, placements, parts."""
+"""Tests layout values without ranks: parsing, printing, splits, placements, parts."""
 
 import itertools
 import json
@@ -98,7 +98,7 @@ SBPS = st.one_of(
 @settings(deadline=None, derandomize=True)
 @given(nd_sbp=st.lists(SBPS, min_size=1, max_size=4).map(tuple), spaces=st.booleans())
 def test_printed_layouts_parse_back(nd_sbp, spaces):
-    """Explicit sizes included, on any number of axes, with or without blanks."""
+    """The layouts include explicit sizes, any number of axes, and optional blanks."""
     text = format_nd_sbp(nd_sbp)
     assert parse_nd_sbp(text if spaces else text.replace(" ", "")) == nd_sbp
     assert all(parse_sbp(str(sbp)) == sbp for sbp in nd_sbp)
@@ -139,7 +139,7 @@ def test_different_layouts_print_differently():
     ids=repr,
 )
 def test_a_layout_may_be_written(written, nd_sbp):
-    """A text, one sbp or a list equals the tuple and has the same hash."""
+    """A string, one sbp or a list equals the tuple and has the same hash."""
     line = Placement.line("cpu", 2)
     layout = Layout(line, written)
     assert layout == Layout(line, nd_sbp)
@@ -199,7 +199,7 @@ def test_parts_cover_and_do_not_overlap(grid):
 
 
 def test_moves_deliver_each_element_once():
-    """The boxes that a destination rank receives cover its part once per source term."""
+    """The boxes that a destination rank receives cover its part exactly once per source term."""
     placements = [Placement.of("cpu", r) for r in ([0, 1], [1, 2, 0], [[0, 1], [2, 3]])]
     for src_at, dst_at in itertools.product(placements, repeat=2):
         for a in itertools.product([S0, S1, B, P], repeat=src_at.ndim):

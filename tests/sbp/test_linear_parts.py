@@ -1,4 +1,6 @@
-"""linear_of_parts equals concat and linear, forward and backward, under any dense layout."""
+"""Tests that linear_of_parts equals concat and linear, forward and backward, under any dense
+layout.
+"""
 
 import re
 
@@ -86,7 +88,7 @@ REFUSED = {
     "inputs of widths [3, 8] need a weight of 11 columns": lambda xs, w, b: (xs[:2], w, b),
     "the list of tensors is empty": lambda xs, w, b: ([], w, b),
     "needs a list of tensors, got GlobalTensor(float64[7, 3]": lambda xs, w, b: (xs[0], w, b),
-    "input 1 has 1 dim, GlobalTensor(float64[5]": lambda xs, w, b: ([xs[0], b], w, b),
+    "input 1 has 1 dim, but needs 2: GlobalTensor(float64[5]": lambda xs, w, b: ([xs[0], b], w, b),
     "operand 1 is a plain tensor of shape [7]": lambda xs, w, b: ([xs[0], torch.ones(7)], w, b),
     "weight has 1 dim": lambda xs, w, b: (xs, b, b),
     "weight is None, not a GlobalTensor": lambda xs, w, b: (xs, None, b),

@@ -1,4 +1,6 @@
-"""Conversions on grids: all pairs on 2 x 2, cycles, nested splits, lines to grids and back."""
+"""Tests conversions on grids: all pairs on 2 x 2, cycles, nested splits, lines to grids and
+back.
+"""
 
 import itertools
 import random
@@ -21,7 +23,7 @@ def two_axes(dims):
 
 
 def _convert_pairs(world, pairs, shape, dtype_name="float64"):
-    """``pairs`` of ((ranks, nd_sbp), (ranks, nd_sbp)); returns what ran, in order."""
+    """Convert ``pairs`` of ((ranks, nd_sbp), (ranks, nd_sbp)); return the collectives in order."""
     boxing = Boxing(world)
     dtype = getattr(torch, dtype_name)
     products = []
@@ -72,7 +74,7 @@ def _both(grid, values):
     return [(grid, nd) for nd in values if len(nd) == ndim]
 
 
-# What divides evenly has no case that the other shape lacks; of that, a sixth is drawn.
+# The even shape adds no cases to the uneven one; the default is a sixth of the uneven cases.
 @pytest.mark.parametrize(
     ("shape", "share"),
     [
@@ -120,7 +122,9 @@ def test_three_axes(ranks):
 
 
 def test_large_tensors_take_the_route_that_sends_least():
-    """Reducing to one split first sends (p1 - 1) T; sending every term everywhere, p1 * p2 * T."""
+    """Reducing to one split first sends (p1 - 1) T; sending every term to all ranks sends p1 * p2 *
+    T.
+    """
     src = _layout([0, 1], (Partial(),))
     dst = _layout([2, 3, 4], (Broadcast(),))
     steps = plan_boxing(src, dst, (1024, 1024), torch.float32, id="x", backend="gloo")

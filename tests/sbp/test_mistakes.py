@@ -1,7 +1,8 @@
-"""User mistakes with ops and dtypes: every rank raises one message that says what to do.
+"""Tests user mistakes with ops and dtypes: every rank raises one message that explains the
+solution.
 
-Shapes, dims and dtypes are seen by all ranks alike; values, such as an id that is no row, by those
-that hold them.
+All ranks see the same shapes, dims and dtypes; only the ranks that have a value (such as an
+out-of-range id) see it.
 """
 
 import re
@@ -31,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def dry(*shape, sbp="B", dtype=torch.float32):
-    """A tensor for planning only, on two ranks."""
+    """Return a tensor for planning only, on two ranks."""
     layout = Layout(Placement.line("cpu", 2), parse_nd_sbp(sbp))
     part = torch.empty(layout.part_shape(shape, 0), dtype=dtype, device="meta")
     return GlobalTensor(part, layout, shape, DryBoxing(2))
@@ -230,21 +231,21 @@ F64, I64 = torch.float64, torch.int64
             "add: operands are float32, float64, but all operands must have the same dtype",
             lambda: ops.add(dry(5), dry(5, dtype=F64)),
         ),
-        wrong("mul: operands are float32, int64;", lambda: ops.mul(dry(5), dry(5, dtype=I64))),
+        wrong("mul: operands are float32, int64, but", lambda: ops.mul(dry(5), dry(5, dtype=I64))),
         wrong(
-            "matmul: operands are float64, float32;",
+            "matmul: operands are float64, float32, but",
             lambda: ops.matmul(dry(5, 7, dtype=F64), dry(7, 5)),
         ),
         wrong(
-            "linear: operands are float32, float32, float64;",
+            "linear: operands are float32, float32, float64, but",
             lambda: ops.linear(dry(5, 7), dry(6, 7), dry(6, dtype=F64)),
         ),
         wrong(
-            "bias_add: operands are float32, float64;",
+            "bias_add: operands are float32, float64, but",
             lambda: ops.bias_add(dry(5, 7), dry(7, dtype=F64)),
         ),
         wrong(
-            "concat: operands are float32, float64, float32;",
+            "concat: operands are float32, float64, float32, but",
             lambda: ops.concat([dry(5), dry(5, dtype=F64), dry(5)], 0),
         ),
         wrong(
@@ -264,7 +265,7 @@ F64, I64 = torch.float64, torch.int64
     ],
 )
 def test_dtypes_are_not_mixed(call, text):
-    """No implicit promotion: a rank without a part could not know the dtype."""
+    """There is no implicit promotion, because a rank without a part could not know the dtype."""
     with pytest.raises(SbpError, match=re.escape(text)):
         call()
 
@@ -277,7 +278,7 @@ def test_integer_labels_and_class_weights():
 
 
 def _dtypes_off_the_placement(world):
-    """Operands on ranks 0 and 2; rank 1 has no part, but must know every dtype."""
+    """Use operands on ranks 0 and 2; rank 1 has no part but must know every dtype."""
     boxing = Boxing(world)
     there = Layout(Placement.of("cpu", [0, 2]), (Split(0),))
     on_one = Layout(Placement.of("cpu", [1]), (Broadcast(),))
@@ -362,7 +363,7 @@ BAD_IDS = {"too high": (3, 1, 7), "negative": (4, 0, -1), "first": (0, 0, 99)}
 
 
 def _look_up(world, table_sbp, ids_sbp, ranks, bad):
-    """The error of this rank, if any; also if there are no ids."""
+    """Return this rank's error, if any; the rank may have no ids."""
     boxing = Boxing(world)
     placement = Placement.of("cpu", ranks)
     row, column, value = bad
@@ -385,7 +386,7 @@ def _look_up(world, table_sbp, ids_sbp, ranks, bad):
 @pytest.mark.parametrize("ids_sbp", ["B", "S(0)"])
 @pytest.mark.parametrize("table_sbp", ["B", "S(0)", "S(1)", "P"])
 def test_ids_out_of_range_give_the_same_error_on_every_rank(ranks, table_sbp, ids_sbp, bad):
-    """Whatever the layouts, on every rank, also on one outside the placement."""
+    """Every layout and every rank gives the same error, even a rank outside the placement."""
     row, column, value = bad
     text = f"gather: ids[{row}, {column}] is {value}, but the table has 7 rows; ids must be 0..6"
     for line in ([0, 1], [0, 1, 2], [2, 0]):
@@ -434,7 +435,9 @@ JOB = """
 
 
 def test_one_rank_ends_all_without_checked_mode(tmp_path):
-    """Only rank 1 has the bad id, and rank 0 waits for its sum: one message, and both are gone."""
+    """Only rank 1 has the bad id, and rank 0 waits for its sum: one message is printed, and both
+    ranks exit.
+    """
     done = run_script(tmp_path, JOB, seconds=60)  # a collective would wait 20 minutes
     assert done.returncode != 0
     assert done.stdout.count("ready") == 2
@@ -459,7 +462,7 @@ def _sizes_do_not_add_up(world):
 
 
 def test_sizes_are_checked_on_every_rank(ranks):
-    """Also on rank 2, which has no part and would wait in the next collective."""
+    """Rank 2 also checks the sizes; it has no part and would wait in the next collective."""
     with pytest.raises(RanksFailed) as caught:
         ranks(3, _sizes_do_not_add_up)
     assert len(caught.value.errors) == 3

@@ -1,7 +1,7 @@
-"""A small Wide & Deep on logical tensors: same losses and weights on any number of ranks.
+"""Tests a small Wide & Deep on logical tensors: same losses and weights on any number of ranks.
 
-The layouts are the schemes of the WDL article and a column- then row-parallel MLP; nothing else
-changes between them.
+The layouts are the schemes of the WDL article and a column- then row-parallel MLP; only the layouts
+differ.
 """
 
 import pytest
@@ -31,7 +31,7 @@ LAYOUTS = {
 
 
 def _model(x, ids, dense, seed=None):
-    """The logits [BATCH, 1]; every conversion but the two of the vectors is deduced."""
+    """Return the logits [BATCH, 1]; only the two conversions of vectors are explicit."""
     deep = ops.gather(x["deep"], ids, id="deep").to("S(0)", id="deep/vectors")
     features = ops.concat([ops.flatten(deep, 1), dense], 1)
     hidden = ops.relu(ops.linear(features, x["w1"], x["b1"], id="mlp.0"))
@@ -59,7 +59,7 @@ def _parameters(lay, layouts):
 
 
 def _layer(boxing, device):
-    """A global tensor from values that every rank has; float64."""
+    """Return a global float64 tensor from values that every rank has."""
     line = Placement.line(PLACED[device.type], boxing.world.size)
 
     def lay(value, sbp):
@@ -73,7 +73,7 @@ PLACED = {"cpu": "cpu", "cuda": "cuda", "meta": "cpu"}
 
 
 def _step(lay, parameters, sync, ids_sbp, seed=None):
-    """One forward and backward; the gradients are in the layouts of their parameters."""
+    """Run one forward and backward; the gradients have the layouts of their parameters."""
     ids = lay(torch.randint(0, ROWS, (BATCH, FIELDS)), "S(0)").to(ids_sbp, id="ids")
     dense = lay(torch.randn(BATCH, DENSE), "S(0)")
     labels = lay(torch.randint(0, 2, (BATCH, 1)).float(), "S(0)")
@@ -84,7 +84,7 @@ def _step(lay, parameters, sync, ids_sbp, seed=None):
 
 
 def train(world, *layouts):
-    """Losses of STEPS steps of SGD and the full weights after them."""
+    """Return the losses of STEPS steps of SGD and the full weights after them."""
     torch.manual_seed(0)
     lay = _layer(Boxing(world), world.device)
     parameters = _parameters(lay, layouts)
@@ -101,7 +101,9 @@ def train(world, *layouts):
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("layouts", LAYOUTS.values(), ids=LAYOUTS)
 def test_wide_and_deep_equals_one_rank(ranks, world_size, layouts):
-    """Float64; the bound is what another order of summation can change in four steps."""
+    """The values are float64; the bound covers the effect of another summation order in four
+    steps.
+    """
     ((losses, weights),) = ranks(1, train, *LAYOUTS["dp"])
     assert losses[0] != losses[-1]
     for other_losses, other_weights in ranks(world_size, train, *layouts):
@@ -111,7 +113,7 @@ def test_wide_and_deep_equals_one_rank(ranks, world_size, layouts):
 
 
 def _traffic(world, *layouts):
-    """What one step sent: the log, which must agree with what c10d was asked for."""
+    """Return the logged traffic of one step; it must agree with the requests to c10d."""
     lay = _layer(Boxing(world), world.device)
     parameters = _parameters(lay, layouts)
     sync = GradientSync(list(parameters.values()))
@@ -153,7 +155,9 @@ def test_a_scheme_runs_exactly_its_conversions(ranks, scheme):
 
 @pytest.mark.parametrize("layouts", LAYOUTS.values(), ids=LAYOUTS)
 def test_dry_runs_predict_the_log(ranks, layouts):
-    """Ids, collectives, groups and bytes of every rank, forward and backward, dropout included."""
+    """The log covers ids, collectives, groups and bytes of every rank, forward and backward, with
+    dropout.
+    """
     for rank, ran in enumerate(ranks(3, _traffic, *layouts)):
         boxing = DryBoxing(3, rank)
         lay = _layer(boxing, torch.device("meta"))

@@ -1,4 +1,6 @@
-"""Norms and interactions beyond their values: running statistics, traffic, dtypes, refusals."""
+"""Tests norms and interactions beyond their values: running statistics, traffic, dtypes,
+refusals.
+"""
 
 import pytest
 import torch
@@ -29,7 +31,7 @@ def batches(offset=0.0):
 
 
 def plain():
-    """Outputs of torch's norm in one process, in training and then in evaluation."""
+    """Return the outputs of torch's norm in one process, in training and then in evaluation."""
     norm = nn.BatchNorm1d(WIDTH, dtype=torch.float64)
     outputs = [norm(x) for x in batches()]
     return outputs, norm.eval()(batches()[0]), norm.running_mean, norm.running_var
@@ -52,16 +54,16 @@ def norm_in_steps(world, nd_sbp):
     with Meter() as meter:
         last = normed(x, weight, bias, running=running, training=False)
     assert meter.names == []
-    return outputs, last.full(), *(one.part for one in running)
+    return outputs, last.full(), *(buffer.part for buffer in running)
 
 
 @pytest.mark.parametrize("nd_sbp", ["S(0)", "S(1)", "B"])
 def test_running_statistics_are_those_of_one_process(ranks, nd_sbp):
     wanted = plain()
-    for found in ranks(3, norm_in_steps, nd_sbp):
-        for mine, theirs in zip(found[0], wanted[0], strict=True):
+    for result in ranks(3, norm_in_steps, nd_sbp):
+        for mine, theirs in zip(result[0], wanted[0], strict=True):
             torch.testing.assert_close(mine, theirs.detach(), rtol=0, atol=1e-12)
-        for mine, theirs in zip(found[1:], wanted[1:], strict=True):
+        for mine, theirs in zip(result[1:], wanted[1:], strict=True):
             torch.testing.assert_close(mine, theirs.detach(), rtol=0, atol=1e-12)
 
 
@@ -94,7 +96,9 @@ def test_a_rank_without_rows_and_one_all_reduce_each_way(ranks):
 
 
 def test_sums_about_the_running_mean_keep_their_digits():
-    """float32 values far from 0: uncentered squares would lose all digits of the variance."""
+    """The float32 values are far from 0: uncentered squares would lose all digits of the
+    variance.
+    """
     boxing, line = DryBoxing(1), Placement.line("cpu", 1)
     boxing.world.device = torch.device("cpu")
     layout = Layout(line, parse_nd_sbp("B"))
@@ -105,9 +109,9 @@ def test_sums_about_the_running_mean_keep_their_digits():
     )
     mean = GlobalTensor(torch.full((WIDTH,), 1e5), layout, (WIDTH,), boxing)
     var = GlobalTensor(torch.ones(WIDTH), layout, (WIDTH,), boxing)
-    found = ops.batch_norm(x, ones, zeros, mean, var, training=True)
+    output = ops.batch_norm(x, ones, zeros, mean, var, training=True)
     wanted = F.batch_norm(full.float().double(), None, None, training=True)
-    torch.testing.assert_close(found.part.double(), wanted, rtol=0, atol=5e-3)
+    torch.testing.assert_close(output.part.double(), wanted, rtol=0, atol=5e-3)
 
 
 def dry(nd_sbp, shape, dtype=torch.float32):
@@ -123,33 +127,36 @@ def test_the_sum_of_interactions_of_a_half_type_is_float32():
     values = torch.full((1, 2, 4), 300.0, dtype=torch.float16)
     alone = Layout(Placement.line("cpu", 1), parse_nd_sbp("B"))
     boxing = DryBoxing(1)
-    found = ops.fm_interaction(GlobalTensor(values, alone, (1, 2, 4), boxing))
-    assert found.part.item() == 4 * 300.0**2  # more than float16 holds
+    output = ops.fm_interaction(GlobalTensor(values, alone, (1, 2, 4), boxing))
+    assert output.part.item() == 4 * 300.0**2  # values above the range of float16
 
 
 @pytest.mark.parametrize("low", [False, True], ids=["full rank", "low rank"])
 @pytest.mark.parametrize("half", [None, torch.bfloat16], ids=str)
 def test_cross_layers_by_blocks_of_rows(low, half):
-    """Three layers over more rows than a block has, against autograd through whole tensors."""
+    """Three layers over more rows than a block has are compared with autograd through whole
+    tensors.
+    """
     shapes = [(5, 9), (9, 5), (9,)] if low else [(9, 9), (9,)]
     values = torch.Generator().manual_seed(3)
     dtype = torch.float64 if half is None else torch.float32
     full = [torch.randn(700, 9, generator=values, dtype=dtype)]
     full += [torch.randn(s, generator=values, dtype=dtype) / 3 for _ in range(3) for s in shapes]
-    plain = [one.clone().requires_grad_() for one in full]
+    plain = [tensor.clone().requires_grad_() for tensor in full]
     weights = [plain[1:][n : n + len(shapes)] for n in range(0, 3 * len(shapes), len(shapes))]
     wanted = PlainFunctions().cross_network(plain[0], weights, half=half)
     boxing, alone = DryBoxing(1), Layout(Placement.line("cpu", 1), parse_nd_sbp("B"))
     x, *own = (
-        GlobalTensor(one.clone(), alone, tuple(one.shape), boxing).requires_grad_() for one in full
+        GlobalTensor(tensor.clone(), alone, tuple(tensor.shape), boxing).requires_grad_()
+        for tensor in full
     )
     layers = [own[n : n + len(shapes)] for n in range(0, len(own), len(shapes))]
-    found = ops.cross_network(x, layers, half=half)
+    output = ops.cross_network(x, layers, half=half)
     bound = 1e-12 if half is None else 2e-2
-    torch.testing.assert_close(found.part, wanted, rtol=bound, atol=bound)
+    torch.testing.assert_close(output.part, wanted, rtol=bound, atol=bound)
     cotangent = torch.randn(wanted.shape, generator=values, dtype=dtype)
     wanted.backward(cotangent)
-    found.part.backward(cotangent)
+    output.part.backward(cotangent)
     for mine, theirs in zip([x, *own], plain, strict=True):
         difference = (mine.part.grad - theirs.grad).abs().max() / theirs.grad.abs().max()
         assert difference < bound
@@ -158,7 +165,7 @@ def test_cross_layers_by_blocks_of_rows(low, half):
 def test_cross_network_refusals():
     x, square, bias = dry("S(0)", (4, 3)), dry("B", (3, 3)), dry("B", (3,))
     assert ops.cross_network(x, []) is x
-    with pytest.raises(SbpError, match=r"layer 1 has .* \[\[3\], \[3, 3\]\]; x has 3"):
+    with pytest.raises(SbpError, match=r"layer 1 has .* \[\[3\], \[3, 3\]\], but x has 3"):
         ops.cross_network(x, [(square, bias), (bias, square)])
     with pytest.raises(SbpError, match="operands are float32, float32, bfloat16"):
         ops.cross_network(x, [(square, dry("B", (3,), torch.bfloat16))])
@@ -172,7 +179,7 @@ def test_norm_refusals():
         ops.batch_norm(dry("B", (1, 3)), weight, bias, mean, var, training=True)
     split = GlobalTensor(torch.empty(2, device="meta"), Layout(mean.layout.placement, (Split(0),)),
                          (3,), mean.boxing)  # fmt: skip
-    with pytest.raises(SbpError, match=r"running_mean is .*must be B"):
+    with pytest.raises(SbpError, match=r"running_mean .*must have layout B"):
         ops.batch_norm(x, weight, bias, split, var, training=True)
     with pytest.raises(SbpError, match="operands are bfloat16, float32"):
         ops.layer_norm(dry("S(0)", (4, 3), torch.bfloat16), weight, bias)

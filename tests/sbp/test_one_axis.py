@@ -1,4 +1,4 @@
-"""Every conversion along one axis: same, overlapping, containing and disjoint placements.
+"""Tests every conversion along one axis: same, overlapping, containing and disjoint placements.
 
 A failure here names the pair, the shape and the rank; ``tests/oracle.py`` has what was expected.
 """
@@ -26,7 +26,9 @@ def test_same_placement(ranks, line):
 
 
 def convert_apart(world, *case):
-    """As ``convert_all``, with every piece that stays on its rank kept out of the buffers."""
+    """Convert like ``convert_all``, with every piece that stays on its rank kept out of the
+    buffers.
+    """
     usual, boxing_program.APART_BYTES = boxing_program.APART_BYTES, 0
     try:
         return convert_all(world, *case)

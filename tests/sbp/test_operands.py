@@ -1,4 +1,4 @@
-"""Invalid operands and dims are refused by name."""
+"""Tests that invalid operands and dims are refused by name."""
 
 import re
 
@@ -52,7 +52,7 @@ LAY_OUT = "lay it out first: GlobalTensor.from_full(x, layout, boxing)"
         wrong("reduce_max: operand 0 is a plain", lambda: ops.reduce_max(PLAIN, 0)),
         wrong("reduce_mean: operand 0 is a plain", lambda: ops.reduce_mean(PLAIN)),
         wrong(
-            "concat needs a list of tensors, got GlobalTensor(float32[5, 7] B@[0, 1]); write "
+            "concat: needs a list of tensors, got GlobalTensor(float32[5, 7] B@[0, 1]); write "
             "concat([a, b], dim)",
             lambda: ops.concat(dry(5, 7), 0),
         ),

@@ -1,7 +1,8 @@
-"""Every op under every combination of operand layouts equals the plain torch op, gradients too.
+"""Tests that every op under every combination of operand layouts equals the plain torch op and
+gradients.
 
-And the signature tables, written down by hand: a signature that is lost or added must be changed
-here as well, and each is reached without any traffic.
+The signature tables are written by hand: any lost or added signature must be changed here as well.
+Each signature is reached without any traffic.
 """
 
 import inspect
@@ -30,7 +31,7 @@ ROWS = 7  # of the gathered table
 
 
 def normed(x, weight, bias, *, training=True, running=None):
-    """A batch norm; its running statistics start from 0 and 1 unless they are given."""
+    """Apply a batch norm; its running statistics start from 0 and 1 by default."""
     return ops.batch_norm(x, weight, bias, *(running or running_of(x)), training=training)
 
 
@@ -44,13 +45,13 @@ def running_of(x):
 
 
 def _dots(x):
-    """Pair by pair, in the order of the lower triangle by rows."""
+    """Compute products pair by pair, by rows of the lower triangle."""
     pairs = [(i, j) for i in range(x.shape[1]) for j in range(i)]
     return torch.stack([(x[:, i] * x[:, j]).sum(1) for i, j in pairs], 1)
 
 
 def _cross(x, *weights):
-    """One layer: w, b or v, w, b."""
+    """Apply one layer: w, b or v, w, b."""
     *lower, upper, bias = weights
     entering = x @ lower[0].T if lower else x
     return x * (entering @ upper.T + bias) + x
@@ -170,7 +171,7 @@ def _lay_out(world, boxing, full, layout, seed):
 
 
 def _run_combinations(world, name, ranks, combinations):
-    """Each combination has one nd-sbp per operand; returns their number."""
+    """Run combinations with one nd-sbp per operand each; return the number of combinations."""
     boxing = Boxing(world)
     placement = Placement.of("cpu", ranks)
     expected, cotangent, gradients = _reference(name)
@@ -216,7 +217,7 @@ def test_combinations_on_a_grid(ranks, name):
     for number in range(len(OPS[name][2])):
         values = [s for (s,) in _values(name, number)]
         pairs = itertools.product(values, repeat=2)
-        # Both axes on one short dim would leave ranks without rows, which user tensors refuse.
+        # Both axes on one short dim would leave ranks without rows, and user tensors refuse that.
         per_operand.append([p for p in pairs if not (p[0] == p[1] and isinstance(p[0], Split))])
     combinations = list(itertools.product(*per_operand))
     picked = combinations[:: max(1, len(combinations) // 25)]
@@ -263,7 +264,7 @@ def dry_operands(name, nd_sbps, boxing, placement):
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signatures_are_the_table(name, monkeypatch):
-    """The table lists the signatures of the op, and each one runs without conversions."""
+    """The table contains the op's signatures, and each signature runs without conversions."""
     seen = []
     deduce = dispatch.deduce
     monkeypatch.setattr(dispatch, "deduce", lambda r, *a: (seen.append(r), deduce(r, *a))[1])
@@ -319,7 +320,9 @@ def legal_signatures(name):
 
 
 def _price(operand, target):
-    """Bytes to bring an operand to a signature; None if it would become P or does not fit."""
+    """Return the bytes to bring an operand to a signature; None if it would become P or does not
+    fit.
+    """
     sbp = operand.layout.nd_sbp[0]
     if target == Partial() != sbp:
         return None
@@ -337,7 +340,7 @@ def _price(operand, target):
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_no_legal_signature_is_cheaper(name, size):
-    """Checked against the table above for every combination of layouts; no operand becomes P."""
+    """All combinations of layouts are checked against the table above; no operand becomes P."""
     placement = Placement.line("cpu", size)
     for combination in itertools.product(*(_values(name, n) for n in range(len(OPS[name][2])))):
         boxing = DryBoxing(size)
@@ -349,7 +352,7 @@ def test_no_legal_signature_is_cheaper(name, size):
         best = min(sum(each) for each in prices if None not in each)
         OPS[name][0](*operands)
         spent = sum(step.total_bytes for step in boxing.trace)
-        # A linear may also come out as P and meet its bias after that, if this sends less.
+        # A linear may also return P and add its bias later, if this order sends less.
         assert spent <= best if name == "linear_bias" else spent == best, combination
         assert not any(
             oracle.has_partial(step.dst) and not oracle.has_partial(step.src)
@@ -358,7 +361,7 @@ def test_no_legal_signature_is_cheaper(name, size):
 
 
 def test_every_op_is_compared_with_plain_torch():
-    """In this file, or in the files for masks, extrema and dtypes."""
+    """The comparison is in this file or in the files for masks, extrema and dtypes."""
     public = {
         name
         for name, value in vars(ops).items()
@@ -378,7 +381,9 @@ def test_every_op_is_compared_with_plain_torch():
 
 
 def test_deduction_is_repeatable():
-    """A fresh process makes the same choice: it does not depend on set or cache order."""
+    """A fresh process makes the same choice, so the choice does not depend on set or cache
+    order.
+    """
     placement = Placement.of("cpu", [[0, 1], [2, 3]])
     choices = []
     for _ in range(2):
@@ -416,11 +421,12 @@ def _max_of_split(world, dim):
 
 
 def test_reduce_max_over_a_split_dim(ranks):
-    """P(max) comes out, never P; of equal maxima the first part takes the gradient."""
+    """The output is P(max), never P; of equal maxima, the first part gets the gradient."""
     first, second = ranks(2, _max_of_split, 1)
     assert first[0] == second[0] == "P(max)"
     assert first[1] == second[1] == [18, 16, 10]
-    # Rows 0 and 1 tie across the parts, row 2 everywhere: part 0 has it, evenly within.
+    # Rows 0 and 1 tie across the parts, row 2 everywhere: part 0 gets the gradient, divided evenly
+    # within.
     assert first[2] == [[0, 2], [20, 0], [100, 100]]
     assert second[2] == [[0, 0], [0, 0], [0, 0]]
 
@@ -439,7 +445,9 @@ def _dropped(world, nd_sbp, seed):
 
 
 def test_dropout_masks(ranks):
-    """The same elements are dropped under every layout and world size; the mean stays."""
+    """The same elements are dropped under every layout and world size, and the mean does not
+    change.
+    """
     a, b = ranks(2, _dropped, parse_nd_sbp("B"), 5)
     assert (a == b).all()
     assert set(a.flatten()) == {0.0, a.max()}

@@ -1,4 +1,6 @@
-"""Bytes of conversions: the published table and derivations, c10d calls and loopback traffic."""
+"""Tests bytes of conversions against the published table, derivations, c10d calls and loopback
+traffic.
+"""
 
 import itertools
 import math
@@ -20,7 +22,7 @@ from tests.meter import Meter
 from tests.oracle import line_layout
 
 B, P, S0, S1 = Broadcast(), Partial(), Split(0), Split(1)
-SHAPE = (768, 1536)  # divides by 2, 3 and 4; large enough that bytes, not calls, decide the route
+SHAPE = (768, 1536)  # divisible by 2, 3 and 4; so large that bytes, not calls, determine the route
 T = 768 * 1536 * 4
 
 
@@ -37,7 +39,9 @@ def _kind(sbp):
 
 
 def same_devices(a, b, p):
-    """OneFlow's table for one placement, in units of the tensor's bytes (sbp_infer_util.cpp)."""
+    """Return OneFlow's table for one placement, in units of the tensor's bytes
+    (sbp_infer_util.cpp).
+    """
     if a == b:
         return 0
     return {"SS": (p - 1) / p, "SB": p - 1, "PS": p - 1, "PB": 2 * (p - 1)}.get(
@@ -46,7 +50,9 @@ def same_devices(a, b, p):
 
 
 def other_devices(a, b, p1, p2):
-    """The same for disjoint placements; B -> B is p2, and into P moves the value once."""
+    """Return the table for disjoint placements; B -> B is p2, and a conversion to P moves the value
+    once.
+    """
     cost = 1 + (p2 - 1) * (_kind(b) == "B") + (p1 - 1) * (_kind(a) == "P")
     return p1 if _kind(a) == _kind(b) == "P" else cost
 
@@ -82,7 +88,7 @@ def _steps(a, b, shape, p=4, backend="gloo", dtype=torch.float32, id="x"):
 
 
 def test_uneven_parts_count_their_padding():
-    """An all-gather pads to the largest part; past a quarter of padding exact sizes are sent."""
+    """An all-gather pads to the largest part; above a quarter of padding, exact sizes are sent."""
     shape, row = (5, 8), 8 * 4
     even = _steps(S0, B, shape)[0]
     assert (even.collective, even.total_bytes) == ("all_gather", 4 * 3 * 2 * row)
@@ -101,7 +107,9 @@ def test_partial_to_split_uses_the_best_collective_of_the_backend(backend, colle
 
 
 def _scheme(table_sbp, p, batch, fields, width, backend):
-    """Bytes of one table's traffic in a step: ids to B, vectors to S(0), and the adjoint of it."""
+    """Return the bytes of a table's traffic in a step: ids to B, vectors to S(0), and their
+    adjoint.
+    """
     line = Placement.line("cpu", p)
     ids = [Layout(line, (s,)) for s in (S0, B)]
     forward = Partial() if table_sbp == S0 else Split(2)
@@ -117,10 +125,11 @@ def _scheme(table_sbp, p, batch, fields, width, backend):
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 @pytest.mark.parametrize("p", [2, 4, 8])
 def test_schemes_cost_what_their_derivations_say(p, backend):
-    """Elements over all devices: wide and scheme 2 deep 2 D (p-1); scheme 1 deep 2 D (p-1) / p.
+    """The elements over all devices are: wide and scheme 2 deep 2 D (p-1); scheme 1 deep 2 D (p-1)
+    / p.
 
-    D is the full vector tensor. The published comparison has 2 D (p-1) / p for scheme 2 deep, which
-    contradicts its own derivation; ids cost B f (p-1) beyond the copy each rank has.
+    D is the full vector tensor. The published comparison has 2 D (p-1) / p for scheme 2 deep, in
+    contradiction to its own derivation; ids cost B f (p-1) beyond the copy that each rank has.
     """
     batch, fields, width = 1024, 26, 16
     deep, wide = batch * fields * width * 4, batch * 2 * 4
@@ -153,8 +162,9 @@ def _loopback_bytes():
 
 
 def _carry(world, a, b, repeats):
-    """Bytes of ``repeats`` conversions: what the loopback carried, what c10d was asked to send
-    from this rank, and what was planned for all ranks and this one."""
+    """Return the bytes of ``repeats`` conversions on the loopback interface, requested from c10d by
+    this rank, and planned for all ranks and this rank.
+    """
     src, dst = line_layout("cpu", world.size, a), line_layout("cpu", world.size, b)
     full = torch.zeros(1024, 1024)
     part = oracle.shares(full, src)[world.rank]
@@ -184,7 +194,7 @@ def _carry(world, a, b, repeats):
 )
 @pytest.mark.parametrize(("a", "b"), [(S0, S1), (S0, B), (S1, B), (P, S0), (P, B)], ids=str)
 def test_loopback_traffic_matches_the_plan(ranks, a, b):
-    """Plan, wrapped c10d calls and the interface's counters agree within 2 %.
+    """The plan, wrapped c10d calls and the interface's counters agree within 2 %.
 
     Headers of the link are included; other traffic on lo may only add to an attempt.
     """

@@ -1,4 +1,4 @@
-"""Random layouts, placements, shapes, sizes and dtypes, on simulated and on real ranks.
+"""Tests random layouts, placements, shapes, sizes and dtypes, on simulated and on real ranks.
 
 A failure prints the smallest case found as two lines that can be pasted into Python.
 """
@@ -43,7 +43,7 @@ GRIDS = [(1,), (2,), (3,), (4,), (5,), (1, 2), (2, 1), (2, 2), (2, 3), (3, 2)]
 
 @st.composite
 def layouts(draw, placement, shape):
-    """Any legal layout; a dim that is split once may have explicit sizes, zeros included."""
+    """Sample any legal layout; a dim that is split once may have explicit sizes, zeros included."""
     partial = Partial(draw(st.sampled_from(["sum", "max", "min"])))
     nd_sbp = [
         draw(st.sampled_from([Broadcast(), partial, partial, *map(Split, range(len(shape)))]))
@@ -62,7 +62,7 @@ def layouts(draw, placement, shape):
 
 @st.composite
 def cuts(draw, size, parts):
-    """Explicit sizes: any, or all of it on one rank."""
+    """Sample explicit sizes: any sizes, or the whole dim on one rank."""
     if draw(st.booleans()):
         holder = draw(st.integers(0, parts - 1))
         return tuple(size * (part == holder) for part in range(parts))
@@ -120,7 +120,7 @@ def test_plans_are_chains_whose_bytes_add_up(case):
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(case=cases(6))
 def test_closed_form_bytes_equal_the_sum_over_transfers(case):
-    """On one axis transfers are not listed. A plan sends exactly if there is a transfer."""
+    """On one axis, transfers are not listed. A plan sends bytes exactly if there is a transfer."""
     src, dst, shape, dtype = case
     expected = dict.fromkeys(range(6), 0)
     for move in find_moves(src, dst, shape):
@@ -141,7 +141,9 @@ EMPTY_GROUPS = [
 
 
 def test_groups_with_empty_parts_of_unequal_shapes(ranks):
-    """13 rows over 2: of the rank without columns, one part is [7, 0] and the other [6, 0]."""
+    """13 rows are split over 2 ranks: the parts of the rank without columns are [7, 0] and
+    [6, 0].
+    """
     grid = Placement("cpu", (0, 1, 2, 3), (2, 2))
     drawn = [
         (Layout(grid, a), Layout(grid, b), (13, 5), "float32")
@@ -158,7 +160,7 @@ def _check_all(world, drawn):
 
 
 def _convert_any(ranks, world_size, examples, dtypes=DTYPES):
-    """Number of conversions tried on real ranks, with gradients, several to a call.
+    """Convert on real ranks with gradients, several at once; return the number of conversions.
 
     User tensors must fill their ranks, so short balanced splits are left out.
     """
@@ -191,7 +193,7 @@ def test_any_conversion_on_real_ranks(ranks, world_size):
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_ten_thousand_gradients_on_real_ranks(ranks, world_size):
-    """A third of them on each number of ranks."""
+    """Each number of ranks runs a third of the conversions."""
     tried = _convert_any(ranks, world_size, 1500, FLOATS)
     assert tried >= 3334, f"only {tried} of the cases drawn fill their ranks"
 
@@ -207,7 +209,7 @@ def _fills(case):
 
 
 def test_the_simulator_detects_errors():
-    """A wrong part on one rank is found: the property above can fail."""
+    """A wrong part on one rank is detected, so the property above can fail."""
     line = Placement.line("cpu", 3)
     src, dst = Layout(line, (Split(0),)), Layout(line, (Broadcast(),))
     full = whole_numbers((5, 2), torch.float64)

@@ -1,4 +1,4 @@
-"""Reductions in dtypes whose sums overflow, and in dtypes without addition."""
+"""Tests reductions in dtypes whose sums overflow and in dtypes without addition."""
 
 import pytest
 import torch
@@ -13,7 +13,8 @@ from sbpflow.tensor.global_tensor import GlobalTensor
 from tests import oracle
 
 HALVES = ["float16", "bfloat16"]
-# Terms of half precision, one per rank, each rounded once: a unit in the last place of each.
+# Each rank has one half-precision term, rounded once: the error is a unit in the last place of
+# each.
 HALF_ULPS = 2.0
 
 
@@ -23,7 +24,7 @@ def _lay_out(world, full, sbp, boxing):
 
 
 def _mean(world, sbp, dtype, dims):
-    """The mean, its dtype, and the dtypes that were sent; the gradient if it is a leaf."""
+    """Return the mean, its dtype, and the dtypes that were sent; the gradient if it is a leaf."""
     boxing = Boxing(world)
     dtype = getattr(torch, dtype)
     full = torch.full((4096, 16), 2.0, dtype=dtype)
@@ -52,7 +53,7 @@ def test_a_mean_of_half_types_does_not_overflow(ranks, sbp, dtype, dims):
     eps = torch.finfo(getattr(torch, dtype)).eps
     for got, gradient, _ in ranks(2, _mean, sbp, dtype, dims):
         assert torch.allclose(torch.from_numpy(got), mean, rtol=HALF_ULPS * eps, atol=0.0)
-        # 1 / 65536 is subnormal in float16 and exact all the same: a power of two.
+        # 1 / 65536 is subnormal in float16 but exact, because it is a power of two.
         assert torch.equal(torch.from_numpy(gradient), torch.full_like(full, 1 / count))
 
 
@@ -79,7 +80,7 @@ def test_a_loss_of_many_half_logits_is_finite(ranks, sbp):
     expected = F.binary_cross_entropy_with_logits(logits.double(), labels.double()).item()
     assert F.binary_cross_entropy_with_logits(logits, labels, reduction="sum").isinf()
     for loss in ranks(2, _loss, sbp):
-        # The losses of the elements are rounded, too, and all alike.
+        # The losses of the elements are also rounded, all in the same way.
         assert loss == pytest.approx(expected, rel=2 * HALF_ULPS * torch.finfo(torch.float16).eps)
 
 
@@ -109,7 +110,7 @@ def _any(world, nd_sbp, ranks, dims, dtype):
     ],
 )
 def test_bool_maximum_without_partial(ranks, ranks_, nd_sbp, dims):
-    """bool does not support P(max): deduction uses S or B."""
+    """The dtype bool does not support P(max), so deduction uses S or B."""
     expected = _flags().amax(() if dims is None else dims).tolist()
     size = 4 if isinstance(ranks_[0], list) else 2
     assert ranks(size, _any, nd_sbp, ranks_, dims, "bool") == [expected] * size

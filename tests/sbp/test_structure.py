@@ -1,4 +1,4 @@
-"""The SBP layer must not know embeddings, keep module state, or hide collectives."""
+"""Tests that the SBP layer does not know embeddings, keep module state, or hide collectives."""
 
 import ast
 import subprocess
@@ -22,7 +22,7 @@ LAYER = [
     for path in sorted((ROOT / "sbpflow" / room).rglob("*.py"))
     if (name := str(path.relative_to(ROOT / "sbpflow").with_suffix(""))) not in BESIDE
 ]
-# What may be imported without torch.distributed or any tensor: the values.
+# These value modules may be imported without torch.distributed or any tensor.
 PURE = ["sbp.sbp", "sbp.placement", "sbp.layout", "errors"]
 COLLECTIVES = {"all_to_all_single", "all_reduce", "all_gather_single", "reduce_scatter_single",
                "all_gather", "broadcast", "reduce", "scatter", "gather", "isend", "irecv",
@@ -88,7 +88,7 @@ def test_public_functions_say_what_they_do(name):
 
 @pytest.mark.parametrize("op", ops.__all__)
 def test_every_op_has_its_diagram(op):
-    """A line with its layouts, as in ``S(i) -> S(i), B -> B``."""
+    """Each op has a line with its layouts, such as ``S(i) -> S(i), B -> B``."""
     lines = (getattr(ops, op).__doc__ or "").splitlines()
     assert any("->" in line and line.strip().startswith("``") for line in lines), op
 

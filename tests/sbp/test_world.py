@@ -1,4 +1,4 @@
-"""World, communication log, checked mode, and starting and waiting for conversions."""
+"""Tests world, communication log, checked mode, and starting and waiting for conversions."""
 
 import os
 import sys
@@ -47,7 +47,7 @@ def _log(world):
 
 
 def test_the_log_lists_transfers_in_order(ranks):
-    """Conversions without traffic leave no record, and neither does a disabled log."""
+    """Conversions without traffic leave no record; a disabled log records nothing."""
     assert ranks(2, _log)[1] == [
         CommRecord("ids/fwd/0", "all_gather", "ids", (0, 1), 3 * 4 * 4),
         CommRecord("vectors/fwd/0", "all_to_all", "vectors", (0, 1), 3 * 2 * 4),
@@ -211,7 +211,7 @@ def _one_refuses(world):
 
 
 def _one_refuses_many_sizes(world):
-    """The comparison of 16 ranks with explicit sizes, on two ranks."""
+    """Return the comparison of 16 ranks with explicit sizes, on two ranks."""
     sizes = tuple(100_000 + n for n in range(16))
     src, dst = line_layout("cpu", 16, Split(0, sizes)), line_layout("cpu", 16, S1)
     step = f"all_to_all, 123 bytes, {src} -> {dst} torch.float32[{sum(sizes)}, 64], channel main"
@@ -229,7 +229,7 @@ def _one_refuses_many_sizes(world):
     ],
 )  # fmt: skip
 def test_reasons_are_never_truncated(ranks, size, fn, reason):
-    """For step names and messages of any length."""
+    """The test uses step names and messages of any length."""
     with pytest.raises(RanksFailed) as caught:
         ranks(size, fn)
     assert len(caught.value.errors) == size
@@ -340,7 +340,7 @@ def test_a_dry_run_lists_the_steps_of_any_rank():
 
 
 def test_a_dry_run_plans_for_the_device_of_the_layout():
-    """A cluster with GPUs can be explained on a machine without."""
+    """A machine without GPUs can explain a cluster with GPUs."""
     ran = []
     for device_type in ("cpu", "cuda"):
         boxing = DryBoxing(4)

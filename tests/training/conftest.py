@@ -1,4 +1,4 @@
-"""A small generated data set, made once per session."""
+"""Makes a small generated data set, once per session."""
 
 import socket
 from pathlib import Path
@@ -10,7 +10,7 @@ from sbpflow.data.__main__ import main
 
 @pytest.fixture(scope="session")
 def synth_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """6,000 generated rows, small vocabularies, the default crosses."""
+    """Return 6,000 generated rows with small vocabularies and the default crosses."""
     folder = tmp_path_factory.mktemp("synth") / "set"
     words = ["synth", "--rows", "6000", "--vocab-scale", "0.0005", "--output", str(folder)]
     assert main(words) == 0

@@ -1,7 +1,7 @@
-"""Clipping by the global norm: the norm and the factor do not depend on the layouts.
+"""Tests clipping by the global norm: the norm and the factor do not depend on the layouts.
 
-The oracle is numpy: of a step of SGD the change of a parameter over the rate is its gradient, and
-the norm is that of all changes of the full tensors together.
+The oracle is numpy: in a step of SGD, a parameter's change divided by the rate is its gradient. The
+norm is computed over all changes of the full tensors together.
 """
 
 from dataclasses import replace
@@ -18,11 +18,11 @@ from sbpflow.embedding.rules.sgd import Sgd
 from sbpflow.runtime.ranks.world import World
 from tests.training.wdl_case import make_batches, make_config, make_job
 
-RATE = 0.1  # of both optimizers, in make_config
+RATE = 0.1  # learning rate of both optimizers, in make_config
 
 
 def one_step(world: World, config: Config, together: int = 1) -> dict[str, Any]:
-    """The change of every full tensor in a step, by name, and the norm from the trainer."""
+    """Return the change of every full tensor in a step, by name, and the norm from the trainer."""
     job = make_job(world, config)
     before = {name: whole(world, tensor) for name, tensor in job.state().items()}
     batches = [b.part(world.rank, world.size) for b in make_batches(3, 30)[:together]]
@@ -37,7 +37,7 @@ def one_step(world: World, config: Config, together: int = 1) -> dict[str, Any]:
 
 
 def whole(world: World, tensor: Any) -> np.ndarray:
-    """This rank's rectangles in a full tensor, NaN elsewhere."""
+    """Return this rank's rectangles in a full tensor, NaN elsewhere."""
     full = np.full(tensor.shape, np.nan).reshape(tensor.shape[0], -1)
     for part in tensor.rectangles:
         rows, columns = slice(part.row_start, part.row_stop), slice(part.col_start, part.col_stop)
@@ -48,7 +48,7 @@ def whole(world: World, tensor: Any) -> np.ndarray:
 
 
 def joined(results: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-    """Full changes, from the ranks that hold them."""
+    """Return the full changes from the ranks that have them."""
     return {
         name: np.nanmean(np.stack([result["changes"][name] for result in results]), 0)
         for name in results[0]["changes"]
@@ -95,7 +95,7 @@ def plain() -> dict[int, dict[str, np.ndarray]]:
 
 
 def unclipped(ranks, plain, together: int) -> dict[str, np.ndarray]:
-    """The changes on one rank without clipping."""
+    """Return the changes on one rank without clipping."""
     if together not in plain:
         plain[together] = joined(ranks(1, one_step, make_config("dp", "sgd"), together))
     return plain[together]
@@ -155,7 +155,7 @@ def test_norms_below_the_limit_change_nothing(ranks):
 
 
 def planned_and_sent(world: World, config: Config) -> tuple[list[str], list[str]]:
-    """The transfers of clipping in the plan and in the log."""
+    """Return the transfers of clipping in the plan and in the log."""
     job = make_job(world, config)
     world.log.clear()
     job.trainer.step(make_batches(3, 30)[0].part(world.rank, world.size))
@@ -180,7 +180,7 @@ def test_clipping_sends_one_number_or_none(ranks):
 
 
 def test_the_factor_is_that_of_torch(ranks):
-    """``clip_grad_norm_`` on the gradients that SGD shows."""
+    """The oracle is ``clip_grad_norm_`` on the gradients derived from SGD steps."""
     config = make_config("dp", "sgd")
     changes = joined(ranks(1, one_step, config))
     leaves = []

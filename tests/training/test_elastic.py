@@ -1,4 +1,4 @@
-"""torchrun with --max-restarts: a job resumes after losing a rank or a machine."""
+"""Tests that with torchrun --max-restarts, a job resumes after losing a rank or a machine."""
 
 import json
 import os
@@ -20,9 +20,9 @@ from tests.launch.machines import ROOT, needs_namespaces, two_machines
 pytestmark = pytest.mark.slow
 
 STEPS = 600
-END_S = 120.0  # of one wait: starts of ranks, torchrun's own waits, the run to its end
+END_S = 120.0  # seconds of one wait: starts of ranks, torchrun's own waits, the run until its end
 CONFIG = ROOT / "configs" / "scheme3.yaml"
-# A step takes 60 ms and more, so that machines come and go during the run.
+# A step takes at least 60 ms, so that machines join and leave during the run.
 ENTRY = """
 import sys, time
 from sbpflow.runtime.processes.launch import run_main
@@ -38,7 +38,7 @@ run_main(main)
 
 
 class Job:
-    """The same command on machines that come and go, with a shared disk."""
+    """Runs the same command on machines that join and leave, with a shared disk."""
 
     def __init__(self, data: Path, folder: Path) -> None:
         self.folder = folder
@@ -59,9 +59,9 @@ class Job:
         return [line for line in lines if line["event"] == "step"]
 
     def saved_by(self) -> int:
-        """How many ranks wrote the newest checkpoint; 0 if there is none."""
-        found = list_checkpoints(self.folder / "run" / "checkpoints")
-        return len(open_checkpoint(found[0]).index.files) if found else 0
+        """Return the number of ranks that wrote the newest checkpoint; 0 without a checkpoint."""
+        checkpoints = list_checkpoints(self.folder / "run" / "checkpoints")
+        return len(open_checkpoint(checkpoints[0]).index.files) if checkpoints else 0
 
     def wait(self, done: Callable[[], bool], what: str) -> None:
         deadline = Deadline(END_S)
@@ -74,14 +74,14 @@ class Job:
         return "\n".join(f"--- {log.name}\n{log.read_text()}" for log in logs)
 
     def losses(self) -> list[float]:
-        """Losses by step; every step must be reported once."""
+        """Return losses by step; every step must be reported once."""
         assert [event["step"] for event in self.events()] == list(range(1, STEPS + 1))
         return [event["loss"] for event in self.events()]
 
 
 @pytest.fixture(scope="module")
 def undisturbed(synth_set, tmp_path_factory) -> list[float]:
-    """Losses of an undisturbed run on one rank."""
+    """Return the losses of an undisturbed run on one rank."""
     job = Job(synth_set, tmp_path_factory.mktemp("undisturbed"))
     train.main(["--config", *job.words[1:]])
     return job.losses()
@@ -133,6 +133,6 @@ def test_torchrun_starts_ranks_again_after_one_was_killed(synth_set, tmp_path, u
 
 
 def children(pid: int) -> list[int]:
-    """The ranks of a torchrun."""
+    """Return the ranks of a torchrun."""
     tasks = Path(f"/proc/{pid}/task").glob("*/children")
     return [int(child) for task in tasks for child in task.read_text().split()]

@@ -1,6 +1,7 @@
-"""Every scheme on 1 to 4 ranks trains like plain PyTorch on one, over 100 steps or a few.
+"""Tests that every scheme on 1 to 4 ranks trains like plain PyTorch on one, over 100 steps or a
+few.
 
-The reference (tests/reference_wdl.py) shares nothing with sbpflow but the starting values.
+The reference (tests/reference_wdl.py) shares only the starting values with sbpflow.
 """
 
 import functools
@@ -27,7 +28,8 @@ from tests.training.wdl_case import (
 
 SCHEMES = ["dp", "1", "2", "3"]
 STEPS, FEW = 100, 25
-# On more than two ranks a step is mostly waiting for cores: there the whole length is a slow test.
+# On more than two ranks a step mostly waits for cores, so the full-length test is marked slow
+# there.
 LENGTHS = [FEW, pytest.param(STEPS, marks=pytest.mark.slow)]
 
 
@@ -99,8 +101,8 @@ def check_float64(
             np.testing.assert_allclose(got, expected.detach().numpy(), rtol=0, atol=1e-9)
 
 
-# Alone, every scheme runs the same code: one of them stands for all. One rule stands for the others
-# over the whole length.
+# On one rank every scheme runs the same code, so one scheme is enough. For the full length, one
+# rule is enough.
 @pytest.mark.parametrize(
     ("sparse", "steps"),
     [
@@ -117,7 +119,7 @@ def test_schemes_train_like_one_process_in_float64(ranks, world_size, scheme, sp
     check_float64(ranks, world_size, make_config(scheme, sparse), sparse, "sgd", steps)
 
 
-# On three ranks, which divide nothing evenly, every rule; on four one for all.
+# Three ranks divide nothing evenly and test every rule; four ranks test one rule.
 @pytest.mark.parametrize("steps", LENGTHS)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize(
@@ -191,7 +193,7 @@ def test_ranks_without_a_column_train_like_one_process(ranks, sparse):
 
 @pytest.mark.parametrize("sparse", SPARSE)
 def test_ranks_without_a_column_agree_with_one_in_float32(ranks, sparse):
-    # As below: FBGEMM serves d = 8, and sums round apart by 1e-7 a step.
+    # As below: FBGEMM supports d = 8, and its sums differ by rounding of 1e-7 a step.
     rules = columns_on_some_ranks(8)
     config = make_config("1", sparse, dtype="float32", dim=8, tables=rules)
     alone = make_config("dp", sparse, dtype="float32", dim=8, kernel="torch")
@@ -203,7 +205,7 @@ def test_ranks_without_a_column_agree_with_one_in_float32(ranks, sparse):
 @pytest.mark.parametrize("sparse", SPARSE)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_schemes_agree_in_float32_over_ten_steps(ranks, scheme, sparse):
-    # d = 8 lets FBGEMM serve what it can; sums taken in another order round apart by 1e-7 a step.
+    # With d = 8, FBGEMM runs all supported rules; sums in another order differ by 1e-7 a step.
     config = make_config(scheme, sparse, dtype="float32", dim=8)
     alone = make_config("dp", sparse, dtype="float32", dim=8, kernel="torch")
     (single,) = ranks(1, train, alone, 10)

@@ -1,6 +1,7 @@
-"""Normalised entropy, calibration, AUC by histogram and by slices, against brute force in float64.
+"""Tests normalized entropy, calibration, AUC by histogram and by slices, against brute force in
+float64.
 
-The oracles are loops over rows and pairs that share nothing with the code.
+The oracles are loops over rows and pairs that share no code with the product.
 """
 
 import math
@@ -24,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def made_up(rows: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Logits with ties, labels that follow them, and a column of ids."""
+    """Return logits with ties, labels that depend on them, and a column of ids."""
     rng = np.random.default_rng(seed)
     logits = np.round(rng.normal(-1.0, 2.0, rows), 1).astype(np.float32)
     labels = (rng.random(rows) < 1.0 / (1.0 + np.exp(-logits + 0.4))).astype(np.float32)
@@ -32,7 +33,7 @@ def made_up(rows: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarra
 
 
 def pairs_in_order(scores: Any, labels: Any) -> float | None:
-    """AUC by every pair; ``None`` for one class."""
+    """Return the AUC by every pair; ``None`` for one class."""
     wins = [
         1.0 if p > n else 0.5 if p == n else 0.0
         for p, y in zip(scores, labels, strict=True)
@@ -51,14 +52,19 @@ def slow_logloss(logits: Any, labels: Any) -> float:
 
 def test_normalised_entropy_and_calibration_by_hand():
     logits, labels, _ = made_up(500)
-    found = evaluate(logits, labels)
+    evaluation = evaluate(logits, labels)
     positives = int(sum(labels))
     share = positives / 500
     entropy = -(share * math.log(share) + (1 - share) * math.log(1 - share))
-    assert found.normalised_entropy == pytest.approx(slow_logloss(logits, labels) / entropy, 1e-12)
+    assert evaluation.normalised_entropy == pytest.approx(
+        slow_logloss(logits, labels) / entropy, 1e-12
+    )
     total = sum(1.0 / (1.0 + math.exp(-float(logit))) for logit in logits)
-    assert (found.predicted, found.positives) == (pytest.approx(total, rel=1e-12), positives)
-    assert found.calibration_ratio == pytest.approx(total / positives, rel=1e-12)
+    assert (evaluation.predicted, evaluation.positives) == (
+        pytest.approx(total, rel=1e-12),
+        positives,
+    )
+    assert evaluation.calibration_ratio == pytest.approx(total / positives, rel=1e-12)
     constant = evaluate(np.full(500, math.log(share / (1 - share))), labels)
     assert constant.normalised_entropy == pytest.approx(1.0, rel=1e-12)
     assert constant.calibration_ratio == pytest.approx(1.0, rel=1e-12)
@@ -67,12 +73,12 @@ def test_normalised_entropy_and_calibration_by_hand():
 def test_calibration_bins_are_rows_in_order_of_their_chance():
     logits, labels, _ = made_up(503)
     bins = evaluate(logits, labels).calibration
-    assert [one.num_rows for one in bins] == [26] * 3 + [25] * 17
+    assert [bucket.num_rows for bucket in bins] == [26] * 3 + [25] * 17
     order = np.argsort(logits, kind="stable")
     chance = 1.0 / (1.0 + np.exp(-logits[order[:26]].astype(np.float64)))
     assert bins[0].predicted == pytest.approx(chance.mean(), rel=1e-12)
     assert bins[0].observed == pytest.approx(labels[order[:26]].mean(), rel=1e-12)
-    assert sum(one.num_rows * one.observed for one in bins) == pytest.approx(labels.sum())
+    assert sum(bucket.num_rows * bucket.observed for bucket in bins) == pytest.approx(labels.sum())
 
 
 def test_a_histogram_keeps_its_error_bound_and_the_sums(monkeypatch):
@@ -84,20 +90,20 @@ def test_a_histogram_keeps_its_error_bound_and_the_sums(monkeypatch):
         for part in range(0, 700, 300):
             rows = slice(part, part + 300)
             histogram.add(torch.from_numpy(logits[rows]), torch.from_numpy(labels[rows]))
-        found = histogram.evaluation()
+        evaluation = histogram.evaluation()
         exact = pairs_in_order(logits, labels)
-        assert abs(found.auc - exact) <= found.auc_error
-        assert found.logloss == pytest.approx(want.logloss, rel=1e-12)
-        assert found.predicted == pytest.approx(want.predicted, rel=1e-12)
-        assert (found.positives, found.num_rows) == (want.positives, 700)
-        assert found.normalised_entropy == pytest.approx(want.normalised_entropy, rel=1e-12)
-        assert sum(one.num_rows for one in found.calibration) == 700
-        assert len(found.calibration) <= 20
-    assert found.auc_error < 0.01  # ties alone
+        assert abs(evaluation.auc - exact) <= evaluation.auc_error
+        assert evaluation.logloss == pytest.approx(want.logloss, rel=1e-12)
+        assert evaluation.predicted == pytest.approx(want.predicted, rel=1e-12)
+        assert (evaluation.positives, evaluation.num_rows) == (want.positives, 700)
+        assert evaluation.normalised_entropy == pytest.approx(want.normalised_entropy, rel=1e-12)
+        assert sum(one.num_rows for one in evaluation.calibration) == 700
+        assert len(evaluation.calibration) <= 20
+    assert evaluation.auc_error < 0.01  # ties alone
 
 
 def test_the_error_bound_is_tight():
-    # one bin of 3 positives and 2 negatives, all in the same order
+    # one bin of 3 positives and 2 negatives; all pairs have the same order
     assert auc_of_counts([3], [2]) == (0.5, 0.5)
     assert auc_of_counts([0, 4], [5, 0]) == (1.0, 0.0)
     area, bound = auc_of_counts([1, 2], [3, 1])
@@ -124,7 +130,7 @@ def test_histogram_refusals():
 def test_groups_of_bins_take_all_rows():
     rows, chances, positives = [5, 0, 1, 94], [1.0, 0.0, 0.5, 60.0], [1, 0, 1, 50]
     groups = calibration_groups(rows, chances, positives)
-    assert [(one.num_rows, one.observed) for one in groups] == [(5, 0.2), (95, 51 / 95)]
+    assert [(group.num_rows, group.observed) for group in groups] == [(5, 0.2), (95, 51 / 95)]
 
 
 def test_slices_are_evaluations_of_their_rows():
@@ -133,13 +139,13 @@ def test_slices_are_evaluations_of_their_rows():
     whole, *slices = slice_by(logits, labels, values, "C1", most=4)
     counts = {int(v): int((values == v).sum()) for v in set(values)}
     frequent = sorted(counts, key=lambda v: (-counts[v], v))[:4]
-    assert [one.value for one in slices] == frequent
-    for one in slices:
-        rows = values == one.value
-        assert one.num_rows == rows.sum()
+    assert [slice_.value for slice_ in slices] == frequent
+    for slice_ in slices:
+        rows = values == slice_.value
+        assert slice_.num_rows == rows.sum()
         want = pairs_in_order(logits[rows], labels[rows])
-        assert one.auc == (None if want is None else pytest.approx(want, rel=1e-12))
-        assert one.logloss == pytest.approx(slow_logloss(logits[rows], labels[rows]), rel=1e-6)
+        assert slice_.auc == (None if want is None else pytest.approx(want, rel=1e-12))
+        assert slice_.logloss == pytest.approx(slow_logloss(logits[rows], labels[rows]), rel=1e-6)
     both = {v: n for v, n in counts.items() if v != 25}
     areas = {v: pairs_in_order(logits[values == v], labels[values == v]) for v in both}
     mean = sum(n * areas[v] for v, n in both.items()) / sum(both.values())
@@ -150,7 +156,7 @@ def test_slices_are_evaluations_of_their_rows():
 def scores(world: World, options: list[ScoreOptions]) -> list[Evaluation | None]:
     job = make_job(world, make_config("2", "sgd"))
     loader = Split(world, make_batches(6, 31, seed=8))
-    return [score_split(job.trainer, loader, job.boxing, one) for one in options]
+    return [score_split(job.trainer, loader, job.boxing, option) for option in options]
 
 
 def test_score_options_do_not_depend_on_the_number_of_ranks(ranks):
@@ -167,10 +173,10 @@ def test_score_options_do_not_depend_on_the_number_of_ranks(ranks):
     assert abs(some.auc - exact.auc) <= some.auc_error < 1e-3
     assert some.logloss == pytest.approx(exact.logloss, rel=1e-12)
     assert replace(some, logloss=0, predicted=0) == replace(none, logloss=0, predicted=0)
-    assert [one.column for one in exact.slices if one.value is None] == ["C1", "C2"]
+    assert [slice_.column for slice_ in exact.slices if slice_.value is None] == ["C1", "C2"]
     ids = torch.cat([batch.ids[:, 1] for batch in make_batches(6, 31, seed=8)])
     values, counts = ids.unique(return_counts=True)
-    found = {one.value: one.num_rows for one in exact.slices if one.column == "C2"}
+    found = {slice_.value: slice_.num_rows for slice_ in exact.slices if slice_.column == "C2"}
     want = dict(zip(values.tolist(), counts.tolist(), strict=True))
     assert all(want[value] == n for value, n in found.items() if value is not None)
     for several in ranks(3, scores, options)[:1]:
@@ -196,7 +202,7 @@ def plan_of(world: World) -> Any:
 
 
 def test_evaluations_print_all_metrics():
-    found = Evaluation(
+    evaluation = Evaluation(
         1200,
         0.4,
         0.75,
@@ -206,7 +212,7 @@ def test_evaluations_print_all_metrics():
         positives=300,
         auc_error=5.5e-5,
     )
-    line = describe_evaluation(found)
+    line = describe_evaluation(evaluation)
     for part in (
         "AUC 0.75 (from a histogram, error at most 5.5e-05)",
         "GAUC by rows 0.7",
@@ -215,5 +221,5 @@ def test_evaluations_print_all_metrics():
         "1200 rows",
     ):
         assert part in line
-    assert figures_of(found)["calibration"] == 310.25 / 300
+    assert figures_of(evaluation)["calibration"] == 310.25 / 300
     assert figures_of(Evaluation(3, 0.5, 0.5)) == {"auc": 0.5, "logloss": 0.5}

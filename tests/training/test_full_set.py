@@ -1,4 +1,4 @@
-"""Training on a set with every kind of column: lists with weights, sample weights, groups."""
+"""Tests training on a set with every kind of column: lists with weights, sample weights, groups."""
 
 from dataclasses import dataclass, replace
 
@@ -28,7 +28,7 @@ STEPS, BATCH_SIZE = 8, 64
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """A data set written column by column."""
+    """Write a data set column by column."""
     path = tmp_path_factory.mktemp("full") / "set"
     make_full_set(path)
     return path
@@ -36,7 +36,7 @@ def written(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """A typical CSV table, prepared by the command."""
+    """Return a typical CSV table, prepared by the command."""
     folder = tmp_path_factory.mktemp("table")
     schema = folder / "schema.yaml"
     schema.write_text(SCHEMA)
@@ -47,7 +47,7 @@ def prepared(tmp_path_factory):
 
 
 def _train(world: World, folder, scheme: str, backend: str):
-    """Losses of some steps, and the scores of the val part afterwards."""
+    """Return losses of some steps, and the scores of the val part afterwards."""
     manifest = load_manifest(folder)
     config = replace(
         make_config(scheme, "adagrad"),
@@ -96,7 +96,7 @@ def test_every_scheme_and_world_trains_to_the_losses_of_one_rank(ranks, request,
 
 @dataclass
 class WeightedRows(Rows):
-    """A batch with a weight per row."""
+    """Contains a batch with a weight per row."""
 
     weights: torch.Tensor | None = None
 
@@ -108,7 +108,9 @@ class WeightedRows(Rows):
 
 
 def _weighted(world: World, scheme: str, repeat: bool):
-    """Rows of weights 0, 1 and 2; with ``repeat``, rows left out, once and twice instead."""
+    """Return rows of weights 0, 1 and 2; with ``repeat``, omit rows or use them once or twice
+    instead.
+    """
     job = make_job(world, make_config(scheme, "sgd"))
     losses = []
     for batch in make_batches(5, 30)[:4]:
@@ -137,7 +139,7 @@ def test_weights_count_as_repeated_rows(ranks, scheme, size):
 
 
 def _batches_at_once(world: World, together: bool):
-    """Two weighted batches as one step, or their rows as one batch."""
+    """Train on two weighted batches as one step, or on their rows as one batch."""
     job = make_job(world, make_config("2", "adagrad"))
     first, second = make_batches(6, 30)[:2]
     weights = torch.linspace(0, 2, 60)

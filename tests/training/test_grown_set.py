@@ -1,4 +1,4 @@
-"""Training resumes on a grown data set, using only commands."""
+"""Tests that training resumes on a grown data set, using only commands."""
 
 import pytest
 import torch
@@ -14,14 +14,14 @@ from tests.training.test_resume import CONFIG
 
 
 def prepare(folder, name, inputs, *more):
-    texts = [str(folder / f"{one}.tsv") for one in inputs]
+    texts = [str(folder / f"{stem}.tsv") for stem in inputs]
     words = ["prepare", "--input", *texts, "--output", str(folder / name), "--workers", "1", *more]
     assert data(words) == 0
     return folder / name
 
 
 def trained(folder, name, data_path, *more):
-    """The newest checkpoint of a run of ``more``."""
+    """Return the newest checkpoint of a run of ``more``."""
     words = [f"data.path={data_path}", f"run.dir={folder / name}", "model.hidden=[8]"]
     words += ["data.batch_size=100", "data.loader=memmap", "optimizer.sparse.name=lazy_adam"]
     assert train.main(["--config", CONFIG, *words, "train.eval_every=0", *more]) == 0
@@ -51,7 +51,8 @@ def test_runs_resume_on_a_grown_data_set(tmp_path, monkeypatch):
     big = prepare(tmp_path, "big", ["old", "new"], "--like", str(small), "--grow")
     before = trained(tmp_path, "first", small, "train.epochs=1")
     resume = f"checkpoint.resume={before.path}"
-    # The first step over the grown set, after those of before, and as the first of a new run.
+    # The first step over the grown set runs after the previous steps, and as the first step of a
+    # new run.
     after = trained(tmp_path, "second", big, resume, "train.max_steps=1")
     with monkeypatch.context() as patch:
         seen = watch_ids(patch)
@@ -70,7 +71,7 @@ def test_runs_resume_on_a_grown_data_set(tmp_path, monkeypatch):
         assert torch.equal(now[rows:][idle[rows:]], start[rows:][idle[rows:]]), name
         grown += name.count("/") == 1 and now.shape[0] - rows
     assert grown > 100
-    assert any(len(one.rows) for one in load_manifest(big).ancestors)
+    assert any(len(ancestor.rows) for ancestor in load_manifest(big).ancestors)
 
     foreign = prepare(tmp_path, "other", ["foreign"])
     with pytest.raises(ConfigError, match=r"vocabulary differs .* --like OLD --grow"):

@@ -1,4 +1,6 @@
-"""Half-precision rows: rounding depends on the step and the position, not on the layout."""
+"""Tests that rounding of half-precision rows depends on the step and the position, not on the
+layout.
+"""
 
 from dataclasses import replace
 
@@ -38,7 +40,7 @@ def half(scheme, dtype, tables=None, row_dtype="bfloat16"):
     ],
 )
 def test_losses_are_those_of_one_rank(ranks, scheme, size, row_dtype):
-    """In float64 the order of sums does not change any rounding, so tables are bit-equal."""
+    """In float64, the order of sums does not change any rounding, so tables are bit-equal."""
     one = ranks(1, train, half("dp", "float64", row_dtype=row_dtype), STEPS)[0]["losses"]
     tables = MIXED if scheme == "mixed" else None
     config = half("dp" if tables else scheme, "float64", tables, row_dtype)
@@ -50,7 +52,7 @@ def test_losses_are_those_of_one_rank(ranks, scheme, size, row_dtype):
 
 @pytest.mark.parametrize(("scheme", "size"), [("1", 2), ("2", 3), ("3", 3), ("dp", 2)])
 def test_float32_losses_stay_within_rounding(ranks, scheme, size):
-    """Another order of sums (1e-7) rounds one element in 30,000 differently, by 4e-3."""
+    """Another order of sums (1e-7) changes the rounding of one element in 30,000 by 4e-3."""
     one = ranks(1, train, half("dp", "float32"), STEPS)[0]["losses"]
     for result in ranks(size, train, half(scheme, "float32"), STEPS):
         assert result["losses"] == pytest.approx(one, rel=2e-5)

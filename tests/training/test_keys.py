@@ -1,5 +1,7 @@
-"""Models with rows by key equal those with rows by number, on any number of ranks, in flight
-or not, and through checkpoints. Sums of float64 in another order stay within 1e-9.
+"""Tests that models with rows by key equal models with rows by number.
+
+The tests cover any number of ranks, batches in flight or not, and checkpoints. Sums of float64 in
+another order stay within 1e-9.
 """
 
 import time
@@ -36,7 +38,7 @@ FIELDS = Fields.of(
     {"C1": 300, "C2": 211, "C3": 403, "C4": 3},
     {"C1xC2": 571, "C3xC4": 229},
 )
-BY_NUMBER = ("C4", "C3xC4")  # have their rows by number in every run
+BY_NUMBER = ("C4", "C3xC4")  # these tables have rows by number in every run
 BATCH, STEPS, SAVED_AT = 12, 12, 5
 NEVER_TRAINED = 999  # number of a batch
 EXTREME = (0, -1, -(2**63), 2**63 - 1)
@@ -44,8 +46,9 @@ EXTREME = (0, -1, -(2**63), 2**63 - 1)
 
 @dataclass(frozen=True, kw_only=True)
 class KeyedWdl(WdlConfig):
-    """Wide & Deep with most of its tables by key, with some more ``num_rows`` than there are keys:
-    ranks have not equally many.
+    """Implements Wide & Deep with most tables by key and more ``num_rows`` than keys.
+
+    The ranks have different numbers of keys.
     """
 
     num_rows: int | None = None
@@ -65,13 +68,13 @@ class KeyedWdl(WdlConfig):
 
 
 def keys_for(feature: str, rows: torch.Tensor) -> torch.Tensor:
-    """The keys of a feature's rows: distinct, equal on all ranks, four of them extreme."""
+    """Return the keys of a feature's rows: distinct, equal on all ranks, four of them extreme."""
     if feature in BY_NUMBER:
         return rows.long()
-    found = mix(rows.long() + 1000 * len(feature))
+    keys_of_rows = mix(rows.long() + 1000 * len(feature))
     for row, key in enumerate(EXTREME):
-        found[rows == row] = key
-    return found
+        keys_of_rows[rows == row] = key
+    return keys_of_rows
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ class Case:
     sparse: str = "lazy_adam"
     keyed: bool = True
     lookahead: int = 1
-    slots: int | None = None  # of a store behind that with keys
+    slots: int | None = None  # rows of a store after the store with keys
     num_rows: int | None = None
 
     def config(self) -> Config:
@@ -91,26 +94,26 @@ class Case:
         if not self.keyed:
             return config
         model = config.model
-        options = {one.name: getattr(model, one.name) for one in fields(model)}
+        options = {field.name: getattr(model, field.name) for field in fields(model)}
         return replace(config, model=KeyedWdl(**options, num_rows=self.num_rows))
 
 
 def batch_of(number: int, case: Case) -> Rows:
-    """Skewed ids with duplicates, new ones in every batch."""
+    """Return skewed ids with duplicates and new ids in every batch."""
     generator = torch.Generator().manual_seed(number)
     n = BATCH - 7 if number % 5 == 4 else BATCH
-    rows = [(torch.rand(n, generator=generator) ** 2 * one.rows).int() for one in FIELDS.ids]
+    rows = [(torch.rand(n, generator=generator) ** 2 * field.rows).int() for field in FIELDS.ids]
     if case.keyed:
-        rows = [keys_for(one.name, ids) for one, ids in zip(FIELDS.ids, rows, strict=True)]
+        rows = [keys_for(field.name, ids) for field, ids in zip(FIELDS.ids, rows, strict=True)]
     dense = torch.randn(n, len(FIELDS.dense), generator=generator)
     labels = (torch.rand(n, generator=generator) < 0.5).float()
     return Rows(labels, dense, torch.stack(rows, 1), n)
 
 
 def train(job: Job, case: Case, first: int, last: int) -> tuple[list[float], list[float]]:
-    """Losses of these steps, and logits on the way, most of them of keys never trained.
+    """Return losses of these steps, and logits in between, mostly for keys that are never trained.
 
-    Every third step has two batches. Batches behind the last are announced, and stay so.
+    Every third step has two batches. Batches after the last step remain announced.
     """
     world, losses, logits = job.boxing.world, list[float](), list[float]()
     job.trainer.drain()
@@ -142,7 +145,7 @@ def make_job(world: World, case: Case) -> tuple[Job, KeyedStores]:
 
 
 def start_as_keys(job: Job, seed: int) -> None:
-    """Give rows by number the values that their keys start with."""
+    """Give rows by number the starting values of their keys."""
     for stored in job.embeddings.stored():
         shard, table = stored.shard, stored.shard.table
         if table.features[0] in BY_NUMBER:
@@ -201,7 +204,7 @@ def whole_run(world: World, case: Case, folder: Path) -> dict[str, Any]:
 def go_on(world: World, case: Case, folder: Path, own: Path) -> dict[str, Any]:
     """Resume from the first checkpoint and train to the last step, which is saved separately."""
     job, _ = make_job(world, case)
-    train(job, case, 20, 22)  # of other batches, which must leave nothing behind
+    train(job, case, 20, 22)  # ids of other batches; they must leave no trace
     job.trainer.drain()
     job.restore(open_checkpoint(folder / f"step-{SAVED_AT}"))
     losses, logits = train(job, case, SAVED_AT + 1, STEPS)
@@ -228,7 +231,7 @@ def close(one: list[float], other: list[float]) -> bool:
 
 
 def all_logits(found: list[dict[str, Any]]) -> list[float]:
-    """Predictions of all rows in order; each is of one batch, split over the ranks."""
+    """Predict all rows in order; each prediction is for one batch, split over the ranks."""
     each = [one["logits"] for one in found]
     count = STEPS // 4
     per = [len(one) // count for one in each]
@@ -242,7 +245,7 @@ def all_logits(found: list[dict[str, Any]]) -> list[float]:
 
 @pytest.fixture
 def alone(ranks, memory) -> tuple[dict[str, Any], Path]:
-    """One run on one rank, and its folder."""
+    """Return one run on one rank, and its folder."""
     (found,) = ranks(1, whole_run, Case(), memory / "alone")
     return found, memory / "alone"
 
@@ -264,13 +267,13 @@ def test_rows_by_key_train_as_rows_by_number(ranks, memory, size, case):
     for lookahead in (0, 1, 4):
         one = replace(case, lookahead=lookahead)
         runs[lookahead] = ranks(size, whole_run, one, memory / f"keys-{lookahead}")
-    for found in runs.values():
+    for run in runs.values():
         for rank in range(size):
-            assert found[rank]["losses"] == by_number[rank]["losses"]
-            assert found[rank]["logits"] == by_number[rank]["logits"]
-            assert found[rank]["logged"] > 0
-    assert sum(one["in_flight"] for one in runs[0]) == 0
-    assert sum(one["in_flight"] for one in runs[4]) > 20, "keys of batches that are not trained"
+            assert run[rank]["losses"] == by_number[rank]["losses"]
+            assert run[rank]["logits"] == by_number[rank]["logits"]
+            assert run[rank]["logged"] > 0
+    assert sum(run["in_flight"] for run in runs[0]) == 0
+    assert sum(run["in_flight"] for run in runs[4]) > 20, "keys of batches that are not trained"
     for step in (SAVED_AT, STEPS):
         for lookahead in (1, 4):
             equal(
@@ -282,21 +285,21 @@ def test_rows_by_key_train_as_rows_by_number(ranks, memory, size, case):
 
 
 def check_rows(by_number: Path, by_key: Path) -> None:
-    """The saved rows of all keys that were trained are those of the rows by number."""
+    """Check that the saved rows of all trained keys equal the rows by number."""
     counts = []
     for step in (SAVED_AT, STEPS):
         rows, keys = (open_checkpoint(one / f"step-{step}") for one in (by_number, by_key))
         for name in ("deep.C1", "wide.C1xC2"):
             feature = name.partition(".")[2]
-            found = keys.tensor(f"tables/{name}/keys")
-            assert torch.equal(mix(found), mix(found).sort().values)
+            saved_keys = keys.tensor(f"tables/{name}/keys")
+            assert torch.equal(mix(saved_keys), mix(saved_keys).sort().values)
             number_of = {
                 int(key): row
                 for row, key in enumerate(
                     keys_for(feature, torch.arange(rows.tensors[f"tables/{name}"].shape[0]))
                 )
             }
-            at = torch.tensor([number_of[key] for key in found.tolist()])
+            at = torch.tensor([number_of[key] for key in saved_keys.tolist()])
             names = [
                 one
                 for one in rows.tensors
@@ -305,17 +308,17 @@ def check_rows(by_number: Path, by_key: Path) -> None:
             assert len(names) > 1
             for tensor in names:
                 assert torch.equal(keys.tensor(tensor), rows.tensor(tensor)[at]), tensor
-            counts.append(len(found))
+            counts.append(len(saved_keys))
     assert counts[2] > counts[0] > 10, "there are more keys at the second save"
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_any_number_of_ranks_has_the_same_keys_and_rows(ranks, memory, alone, size):
     one, folder = alone
-    found = ranks(size, whole_run, Case(lookahead=4), memory / "run")
-    assert close(found[0]["losses"], one["losses"])
-    assert close(all_logits(found), one["logits"])
-    sizes = [sum(rows) for rows in (rank["rows"] for rank in found)]
+    results = ranks(size, whole_run, Case(lookahead=4), memory / "run")
+    assert close(results[0]["losses"], one["losses"])
+    assert close(all_logits(results), one["logits"])
+    sizes = [sum(rows) for rows in (rank["rows"] for rank in results)]
     assert len(set(sizes)) > 1, "ranks have different numbers of rows"
     assert sum(sizes) == sum(one["rows"])
     for step in (SAVED_AT, STEPS):
@@ -329,16 +332,16 @@ def test_runs_resume_on_other_world_sizes(ranks, memory, size, other):
     for lookahead in (0, 4):
         again = replace(case, lookahead=lookahead)
         own = memory / f"again-{lookahead}"
-        found = ranks(other, go_on, again, memory / "run", own)
+        results = ranks(other, go_on, again, memory / "run", own)
         losses = whole[0]["losses"][SAVED_AT:]
         if size == other:
-            assert found[0]["losses"] == losses
-        assert close(found[0]["losses"], losses)
+            assert results[0]["losses"] == losses
+        assert close(results[0]["losses"], losses)
         equal(memory / f"run/step-{STEPS}", own / f"step-{STEPS}", exactly=size == other)
 
 
 def room(world: World, folder: Path) -> str:
-    """A rank without room for its keys reports that."""
+    """Check that a rank without room for its keys reports it."""
     job, _ = make_job(world, Case(num_rows=9))
     with pytest.raises(CheckpointError, match="rank 0 has 9 rows for") as error:
         job.restore(open_checkpoint(folder / f"step-{SAVED_AT}"))
@@ -360,7 +363,7 @@ def refusals(world: World, folder: Path) -> None:
 
 
 def predicted(world: World, folder: Path) -> list[float]:
-    """Predictions of a job with the values of a checkpoint, without optimizer state."""
+    """Return the predictions of a job with the values of a checkpoint, without optimizer state."""
     job, _ = make_job(world, Case())
     load_values(job, open_checkpoint(folder / f"step-{STEPS}"))
     return job.trainer.predict(batch_of(NEVER_TRAINED, Case())).tolist()

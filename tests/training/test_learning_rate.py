@@ -1,4 +1,4 @@
-"""Learning rate schedules, and accumulation of several batches in one step."""
+"""Tests learning-rate schedules and accumulation of several batches in one step."""
 
 from dataclasses import replace
 from typing import Any
@@ -79,7 +79,7 @@ def run(world: World, config: Any, together: int, announce: bool) -> dict[str, A
 
 
 def run_whole(world: World, config: Any) -> dict[str, Any]:
-    """The rows of the 12 batches in 4 larger batches."""
+    """Train on the rows of the 12 batches in 4 larger batches."""
     job = make_job(world, config)
     batches = make_batches(12, 30)
     losses = []
@@ -113,7 +113,7 @@ def test_accumulated_batches_are_one_step_of_all_their_rows(ranks, scheme, spars
 
 
 def mask_seeds(world: World, together: int) -> list[int]:
-    """The seed of every training pass over 6 batches, ``together`` of them to a step."""
+    """Return the seed of every training pass over 6 batches, with ``together`` batches per step."""
     job = make_job(world, make_config("dp", "sgd"))
     model = type(job.model)
     seeds, real = [], model.forward
@@ -136,7 +136,7 @@ def test_every_accumulated_batch_has_dropout_masks_of_its_own(ranks):
     one, three = ranks(2, mask_seeds, 1)[0], ranks(2, mask_seeds, 3)
     assert three[0] == three[1]
     assert len(set(three[0])) == len(set(one)) == 6
-    # The first batch of a step keeps the seed of a step of one batch, as recorded results have it.
+    # A step's first batch keeps the seed of a step of one batch, as in recorded results.
     assert [three[0][0], three[0][3]] == one[:2]
     seed = make_config("dp", "sgd").run.seed
     assert one == [stream_key(seed, f"dropout/{step}") for step in range(1, 7)]

@@ -1,4 +1,4 @@
-"""The lookahead window: no value of K changes a result or breaks an invariant."""
+"""Tests the lookahead window: no value of K changes a result or breaks an invariant."""
 
 from dataclasses import replace
 from typing import Any
@@ -47,7 +47,7 @@ def assert_same(found: dict[str, Any], want: dict[str, Any]) -> None:
 
 
 def train(world: World, config: Any, lookahead: int, overlapped: bool) -> Any:
-    """Losses, and the transfers of ids in the order in which this rank started them."""
+    """Return losses, and the transfers of ids in the order in which this rank started them."""
     job = make_job(world, config)
     job.trainer.lookahead = lookahead
     job.trainer.schedule = OVERLAPPED if overlapped else SERIAL
@@ -66,7 +66,11 @@ def train(world: World, config: Any, lookahead: int, overlapped: bool) -> Any:
             losses += job.trainer.predict(batches[0]).tolist()
             world.log.enabled = True
     world.log.enabled = False
-    order = [(one.step_id, one.bytes_sent) for one in world.log.records if one.channel == "ids"]
+    order = [
+        (record.step_id, record.bytes_sent)
+        for record in world.log.records
+        if record.channel == "ids"
+    ]
     world.log.clear()
     return {**outcome(job, losses), "order": order}
 
@@ -78,14 +82,14 @@ def test_no_lookahead_changes_a_bit_or_the_order_of_a_channel(ranks, scheme):
     assert want[0]["order"] or scheme == "dp"
     for lookahead in KS:
         for overlapped in (True, False):
-            found = ranks(2, train, config, lookahead, overlapped)
-            for one, other in zip(found, want, strict=True):
+            results = ranks(2, train, config, lookahead, overlapped)
+            for one, other in zip(results, want, strict=True):
                 assert_same(one, other)
                 assert one["order"] == other["order"]
 
 
 def switching(world: World, config: Any, lookaheads: list[int]) -> Any:
-    """The lookahead changes from step to step, and so does the schedule."""
+    """Change the lookahead and the schedule from step to step."""
     job = make_job(world, config)
     batches = parts(world)
     for batch in batches:
@@ -107,7 +111,7 @@ def test_a_lookahead_may_change_from_step_to_step(ranks):
 
 
 def drained(world: World, config: Any, lookahead: int) -> Any:
-    """Five steps with a full window, which is drained; then five more steps."""
+    """Run five steps with a full window, drain it, and run five more steps."""
     job = make_job(world, config)
     job.trainer.lookahead = lookahead
     batches = parts(world)
@@ -126,14 +130,14 @@ def test_drained_batches_have_no_effect(ranks, world_size):
     config = make_config("3", "lazy_adam", dense="adam")
     want = ranks(world_size, drained, config, 0)
     for lookahead in (1, 4):
-        found = ranks(world_size, drained, config, lookahead)
-        assert found[0]["held"] == lookahead
-        for one, other in zip(found, want, strict=True):
+        results = ranks(world_size, drained, config, lookahead)
+        assert results[0]["held"] == lookahead
+        for one, other in zip(results, want, strict=True):
             assert_same(one, other)
 
 
 def bad_on_each_rank(world: World, config: Any, lookahead: int) -> tuple[int, str]:
-    """Steps that were trained before an id of the sixth batch failed, on every rank."""
+    """Return the steps that each rank trained before an id of the sixth batch failed."""
     job = make_job(world, config)
     job.trainer.lookahead = lookahead
     batches = parts(world)
@@ -159,7 +163,9 @@ def test_a_bad_id_fails_in_its_own_step_whatever_was_announced(ranks, lookahead)
 
 
 def counted(world: World, config: Any, lookahead: int) -> list[list[int]]:
-    """Out-of-range ids counted after each of four steps, as a save or a metric reads them."""
+    """Return the out-of-range ids counted after each of four steps, as a save or a metric reads
+    them.
+    """
     job = make_job(world, config)
     job.trainer.lookahead = lookahead
     batches = parts(world, 8)

@@ -1,4 +1,6 @@
-"""Loss options compared with plain torch; tables with their own rates, decay and initial values."""
+"""Tests loss options against plain torch, and tables with their own rates, decay and initial
+values.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -31,7 +33,7 @@ LABELS = torch.tensor([0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0], dtype=torch.floa
 
 
 def focal(logits: torch.Tensor, labels: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Equation 4 of the paper."""
+    """Compute equation 4 of the paper."""
     p = torch.sigmoid(logits)
     chance = torch.where(labels == 1, p, 1.0 - p)
     return -((1.0 - chance) ** gamma) * torch.log(chance)
@@ -57,7 +59,7 @@ CASES = {
 
 
 class PlainModel:
-    """The methods of a dense part that losses use."""
+    """Contains the methods of a dense part that losses use."""
 
     parameters: dict[str, GlobalTensor] = {}  # noqa: RUF012 -- as the protocol has it
 
@@ -68,7 +70,7 @@ class PlainModel:
 
 
 def losses_of(world: World, config: LossConfig) -> tuple[Any, Any]:
-    """This rank's losses, and the gradient of their sum by its logits."""
+    """Return this rank's losses, and the gradient of their sum with respect to its logits."""
     boxing = Boxing(world)
     layout = Layout(Placement.line("cpu", world.size), (Split(0),))
     rows = slice(*((8 * (world.rank + n)) // world.size for n in (0, 1)))
@@ -87,7 +89,7 @@ def test_a_loss_is_that_of_plain_torch(ranks, world_size, case):
     results = ranks(world_size, losses_of, config)
     logits = LOGITS.clone().requires_grad_()
     want = plain(logits, LABELS)
-    # The paper's form loses what is far from the label; ours is exact there.
+    # The paper's form loses precision far from the label; our form is exact there.
     near = LOGITS.abs() < 20
     (gradient,) = torch.autograd.grad(want[near].sum(), logits)
     got = np.concatenate([losses for losses, _ in results])
@@ -111,7 +113,7 @@ def train(world: World, config: Config) -> list[float]:
 
 
 def test_a_changed_loss_trains_alike_on_several_ranks(ranks):
-    """With split linears, whose conversions the plan has."""
+    """The model has split linears, and the plan has their conversions."""
     config = make_config("1", "sgd", dense_layouts={"mlp.0.*": "S(0)", "mlp.1.weight": "S(1)"})
     loss = LossConfig(positive_weight=2.0, focal_gamma=1.5)
     changed = replace(config, train=replace(config.train, loss=loss))
@@ -212,10 +214,10 @@ OWN = {
 @pytest.mark.parametrize(
     ("scheme", "groups"),
     [
-        # One exchange for each output, whatever the rates.
+        # There is one exchange for each output, regardless of the rates.
         ("1", ["wide/reduce", "deep/columns"]),
         ("2", ["wide/reduce", "deep/reduce"]),
-        # Rows travel one by one, from a storage of one numbering: another rate, another group.
+        # Rows are exchanged from a storage with one numbering: another rate needs another group.
         (
             "3",
             ["wide/unique.0", "wide/unique.1", "deep/unique.0", "deep/unique.1", "deep/unique.2"],
@@ -232,7 +234,7 @@ def test_table_rates_split_groups_only_if_rows_are_exchanged(scheme, groups):
 
 
 def one_step(world: World, config: Config) -> list[tuple[str, Any, Any]]:
-    """(table, place, values before and after a step) of this rank's shards."""
+    """Return (table, place, values before and after a step) of this rank's shards."""
     job = make_job(world, config)
     before = pieces_of(job)
     job.trainer.step(make_batches(2, 30)[0].part(world.rank, world.size))
@@ -244,7 +246,7 @@ def one_step(world: World, config: Config) -> list[tuple[str, Any, Any]]:
 
 @pytest.mark.parametrize("scheme", ["dp", "1", "2", "3"])
 def test_every_table_has_its_rate_decay_and_start(ranks, scheme):
-    """SGD shows them: w - lr (g + decay w) on touched rows; g from a step with equal rates."""
+    """SGD computes w - lr (g + decay w) on touched rows; g comes from a step with equal rates."""
     (plain,) = ranks(
         1, one_step, with_tables(make_config("dp", "sgd"), {"deep.C1": OWN["deep.C1"]})
     )

@@ -1,4 +1,4 @@
-"""AUC, GAUC and logloss against slow, obvious definitions."""
+"""Tests AUC, GAUC and logloss against slow, obvious definitions."""
 
 import math
 from fractions import Fraction
@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from sbpflow.errors import MetricError
 from sbpflow.training.metrics import auc, evaluate, gauc, logloss
 
-# Few distinct scores, so that ties are common; infinities and both zeros among them.
+# The scores have few distinct values, so that ties are common, and include infinities and both
+# zeros.
 SCORES = st.sampled_from([-math.inf, -2.5, -1.0, -0.0, 0.0, 1e-30, 1.0, 1.0000001, 7.0, math.inf])
 ROWS = st.lists(st.tuples(SCORES, st.booleans()), min_size=2, max_size=40).filter(
     lambda rows: len({label for _, label in rows}) == 2
@@ -78,7 +79,7 @@ def test_torch_and_numpy_agree(dtype):
 @given(st.lists(st.tuples(st.floats(-30, 30), st.booleans()), min_size=1, max_size=30))
 def test_logloss_is_the_mean_of_minus_log_p(rows):
     expected = [math.log1p(math.exp(-s if y else s)) for s, y in rows]
-    # one rounding in log1p(exp()) here and one in logaddexp there
+    # The tolerance is one rounding in log1p(exp()) here and one in logaddexp there
     assert logloss(*arrays(rows)) == pytest.approx(math.fsum(expected) / len(rows), rel=1e-14)
 
 
@@ -106,10 +107,14 @@ def test_nan_predictions_are_an_error_with_their_place():
 def test_one_class_has_no_auc_with_a_reason():
     with pytest.raises(MetricError, match="all 2 rows are positive"):
         auc(np.zeros(2), np.ones(2))
-    found = evaluate(np.zeros(3), np.zeros(3))
-    assert found.no_auc.startswith("all 3 rows are negative")
-    assert (found.auc, found.normalised_entropy, found.calibration_ratio) == (None, None, None)
-    assert found.logloss == math.log(2)
+    evaluation = evaluate(np.zeros(3), np.zeros(3))
+    assert evaluation.no_auc.startswith("all 3 rows are negative")
+    assert (evaluation.auc, evaluation.normalised_entropy, evaluation.calibration_ratio) == (
+        None,
+        None,
+        None,
+    )
+    assert evaluation.logloss == math.log(2)
     assert evaluate(np.array([1.0, 2.0]), np.array([0, 1])).auc == 1.0
 
 
@@ -131,7 +136,7 @@ GROUPED = st.lists(st.tuples(SCORES, st.booleans(), st.integers(0, 4)), min_size
 
 
 def grouped_pair_count(rows):
-    """Group by group, by definition; None where no group has both classes."""
+    """Count pairs group by group, by definition; None if no group has both classes."""
     total, weight = Fraction(0), 0
     for group in {group for _, _, group in rows}:
         own = [(score, label) for score, label, other in rows if other == group]

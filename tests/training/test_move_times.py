@@ -1,4 +1,4 @@
-"""The time of each move, and Chrome traces of steps with the bytes sent."""
+"""Tests the time of each move, and Chrome traces of steps with the bytes sent."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from tests.training.wdl_case import FIELDS, make_batches, make_config, make_job
 
 
 class Keeping:
-    """A reporter that keeps the figures of every interval."""
+    """Implements a reporter that keeps the figures of every interval."""
 
     def __init__(self) -> None:
         self.extra: list[Any] = []
@@ -65,13 +65,15 @@ def test_a_trace_has_every_move_with_its_bytes(ranks, tmp_path):
         told.sort(key=lambda event: event["ts"])
         assert [
             e["name"] for e in told
-        ] == moves * 2  # of steps 2 and 3, whose batches and the next are whole
+        ] == moves * 2  # for steps 2 and 3; their batches and the next batches are whole
         assert [e["args"]["step"] for e in told] == [2] * len(moves) + [3] * len(moves)
         for event in told:
             args = event["args"]
-            assert args["bytes_sent"] == sum(one["bytes_sent"] for one in args["transfers"])
-            for one in args["transfers"]:
-                assert one["bytes_sent"] == result["planned"][one["id"]]
+            assert args["bytes_sent"] == sum(
+                transfer["bytes_sent"] for transfer in args["transfers"]
+            )
+            for transfer in args["transfers"]:
+                assert transfer["bytes_sent"] == result["planned"][transfer["id"]]
         sent = {one["id"] for event in told for one in event["args"]["transfers"]}
         assert sent == set(result["planned"])
         assert any(event["name"].startswith("aten::") for event in trace["traceEvents"])

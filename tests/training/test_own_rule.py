@@ -1,7 +1,7 @@
-"""A sparse optimizer that the product does not know: one module and one function for a kernel.
+"""Tests a sparse optimizer outside the product: one module, and one function for a kernel.
 
-It trains under every layout and exchange as a reference does, is saved, restored, planned and
-priced, and no kernel without it is chosen.
+It trains like a reference under every layout and exchange. It is saved, restored, planned and
+priced, and kernels that do not support it are not chosen.
 """
 
 import json
@@ -44,7 +44,9 @@ GRIDS = {2: ((0, 1),), 4: ((0, 1), (3, 2))}
 
 
 def specs_of(layout: str, size: int) -> tuple[Spec, Spec]:
-    """Of the wide tables, whose columns cannot be split, and of the deep ones."""
+    """Return the layouts of the wide tables (their columns cannot be split) and of the deep
+    tables.
+    """
     rows = {"reduce": Spec("S(0)", "reduce"), "unique": Spec("S(0)", "unique")}
     last = size - 1
     return {
@@ -92,7 +94,7 @@ def case_of(layout: str, size: int, kernel: str) -> Case:
 
 
 def reference(case: Case) -> tuple[list[dict[str, np.ndarray]], dict[str, np.ndarray]]:
-    """Outputs per step and whole tables, row by row in numpy."""
+    """Return outputs per step and whole tables, computed row by row in numpy."""
     tables, velocity, scale = {}, {}, {}
     for output in case.outputs():
         for table in output.tables:
@@ -127,15 +129,15 @@ def reference(case: Case) -> tuple[list[dict[str, np.ndarray]], dict[str, np.nda
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_layout_equals_the_reference(ranks, size, layout, kernel):
-    """float64 sums in another order: three steps of tables of 1e-1 stay below 1e-12."""
+    """Float64 sums in another order stay below 1e-12 after three steps of tables of 1e-1."""
     if kernel == "numba":
         pytest.importorskip("numba")
     case = case_of(layout, size, kernel)
     results = ranks(size, train, case)
     outputs, tables = reference(case)
-    for found, wanted in zip(join_outputs(results), outputs, strict=True):
+    for output, wanted in zip(join_outputs(results), outputs, strict=True):
         for name, value in wanted.items():
-            np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-12)
+            np.testing.assert_allclose(output[name], value, rtol=0, atol=1e-12)
     for name, (weights, state) in join_tables(case, results).items():
         np.testing.assert_allclose(weights, tables[name], rtol=0, atol=1e-12)
         assert {key: value.ndim for key, value in state.items()} == {"velocity": 2, "scale": 1}
@@ -174,7 +176,7 @@ def save_and_go_on(world, folder):
     found = []
     for scheme in ("3", "1"):
         other = job_of(world, scheme)
-        losses_of(world, other, batches[:1])  # so that nothing is right by chance
+        losses_of(world, other, batches[:1])  # so that no value is right by chance
         other.restore(open_checkpoint(path))
         found.append(losses_of(world, other, batches[4:]))
     return wanted, found
@@ -224,7 +226,7 @@ def test_mistakes_in_kernel_declarations_are_named(monkeypatch):
 def test_a_user_optimizer_is_planned_and_priced():
     _, plan = plan_run(config_of("auto", kernel="auto"), FIELDS, world_size=4, device_type="cpu")
     assert plan.priced
-    assert all(one.ms > 0 for one in plan.priced)
+    assert all(candidate.ms > 0 for candidate in plan.priced)
     (table,) = [table for table in describe(plan)["tables"] if table["name"] == "deep.C1"]
     for shard in table["shards"]:
         rows, columns = (stop - start for start, stop in (shard["rows"], shard["columns"]))

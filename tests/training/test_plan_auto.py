@@ -1,4 +1,4 @@
-"""``parallel.plan``: made by the planner or read from a file, saved, and rated at the end."""
+"""Tests ``parallel.plan``: made by the planner or read from a file, saved, and rated at the end."""
 
 import json
 import math
@@ -43,7 +43,7 @@ SMALL = ["model.hidden=[16]", "data.batch_size=1000", "parallel.scheme=null"]
 
 
 def profile(step_row=1e-3, vector_byte=1e-6):
-    """A machine on which only row updates and vector bytes have a cost."""
+    """Return a machine on which only row updates and vector bytes have a cost."""
     terms = {
         "update": {"step_rows": step_row, "step_elements": 1e-6, "always": 0.1},
         "lookup": {"read_rows": 1e-5},
@@ -74,7 +74,7 @@ def planned(synth_set, words=(), prices=()):
         CONFIG, [*SMALL, f"data.path={synth_set}", "parallel.plan=auto", *words], models=MODELS
     )
     manifest = load_manifest(synth_set)
-    found = plan_tables(
+    planned_run = plan_tables(
         config,
         fields_of(manifest),
         load_stats(manifest),
@@ -83,7 +83,7 @@ def planned(synth_set, words=(), prices=()):
         device_type="cpu",
         profile=profile(*prices),
     )
-    return config, fields_of(manifest), found
+    return config, fields_of(manifest), planned_run
 
 
 def test_planned_runs_save_their_plan_and_rate_its_prediction(
@@ -109,7 +109,7 @@ def test_planned_runs_save_their_plan_and_rate_its_prediction(
 def test_planned_runs_resume_without_planner_or_plan_file(
     synth_set, tmp_path, calibrated, monkeypatch
 ):
-    """Predictions use the layouts of the run, whatever happened to its plan since."""
+    """Predictions use the layouts of the run, regardless of later changes to its plan."""
     folder, file = tmp_path / "run", tmp_path / "plan.yaml"
     words = [*SMALL, f"data.path={synth_set}", f"run.dir={folder}", "checkpoint.every=2"]
     scores: list[list[float]] = []
@@ -169,26 +169,26 @@ def test_automatic_layouts_on_missing_ranks_are_replaced():
 
 
 def saved(folder):
-    found = find_checkpoint(folder)
-    config = saved_config(found, (), models=MODELS, own_model=None)
-    return found, config, plan_from_json(json.dumps(found.documents["plan"]))
+    checkpoint = find_checkpoint(folder)
+    config = saved_config(checkpoint, (), models=MODELS, own_model=None)
+    return checkpoint, config, plan_from_json(json.dumps(checkpoint.documents["plan"]))
 
 
 def test_the_planner_task_matches_the_run(synth_set):
-    config, fields, found = planned(synth_set)
-    task = found.task
-    _, plan = plan_run(config, fields, world_size=2, device_type="cpu", planned=found.rules)
-    assert embedding_plan(task, found.plan) == plan.embeddings
+    config, fields, planned_run = planned(synth_set)
+    task = planned_run.task
+    _, plan = plan_run(config, fields, world_size=2, device_type="cpu", planned=planned_run.rules)
+    assert embedding_plan(task, planned_run.plan) == plan.embeddings
     assert task.batch_size == 1000
     assert task.dense.parameters == sum(p.num_elements(0) for p in plan.dense)
-    layers = [one.shape for one in plan.dense if len(one.shape) == 2]
+    layers = [weight.shape for weight in plan.dense if len(weight.shape) == 2]
     assert task.dense.elements_per_sample == sum(map(sum, layers)) > 0
     manifest = load_manifest(synth_set)
-    stats = {one.name: one for one in load_stats(manifest)}
+    stats = {field_stats.name: field_stats for field_stats in load_stats(manifest)}
     table = task.tables[0]
     ratio = stats[table.features[0]].unique_ratio["1024"]
     assert task.stats[table.name].touched(1024) == pytest.approx(1024 * ratio, rel=0.02)
-    assert rules(found.plan) == found.rules
+    assert rules(planned_run.plan) == planned_run.rules
 
 
 def test_plans_depend_on_the_prices_of_the_machine(synth_set):
@@ -201,31 +201,31 @@ def test_plans_depend_on_the_prices_of_the_machine(synth_set):
 
 def test_layouts_set_by_the_user_are_kept(synth_set):
     pin = "parallel.tables={deep.C1: {sbp: S(1)}}"
-    config, fields, found = planned(synth_set, (pin,))
-    assert found.plan["deep.C1"].shape.sbp == "S(1)"
-    _, plan = plan_run(config, fields, world_size=2, device_type="cpu", planned=found.rules)
-    entry = next(one for one in describe(plan)["tables"] if one["name"] == "deep.C1")
+    config, fields, planned_run = planned(synth_set, (pin,))
+    assert planned_run.plan["deep.C1"].shape.sbp == "S(1)"
+    _, plan = plan_run(config, fields, world_size=2, device_type="cpu", planned=planned_run.rules)
+    entry = next(table for table in describe(plan)["tables"] if table["name"] == "deep.C1")
     assert entry["sbp"] == "S(1)"
 
 
 def test_no_search_if_the_user_sets_all_tables(synth_set):
-    _, _, found = planned(synth_set, ("parallel.tables={'*': {sbp: S(1), exchange: columns}, "
+    _, _, planned_run = planned(synth_set, ("parallel.tables={'*': {sbp: S(1), exchange: columns}, "
         "'wide.*': {sbp: S(0)}}",))  # fmt: skip
-    assert {one.shape.sbp for one in found.plan.values()} == {"S(0)", "S(1)"}
-    assert found.prediction.step_ms > 0
+    assert {choice.shape.sbp for choice in planned_run.plan.values()} == {"S(0)", "S(1)"}
+    assert planned_run.prediction.step_ms > 0
 
 
 def test_comm_dtype_of_a_table_does_not_change_other_prices(synth_set):
     pin = "parallel.tables={deep.C1: {sbp: S(0), comm_dtype: float32}}"
-    _, _, found = planned(synth_set, (pin, "parallel.comm_dtype=bfloat16"))
-    assert found.task.comm_dtype == torch.bfloat16
+    _, _, planned_run = planned(synth_set, (pin, "parallel.comm_dtype=bfloat16"))
+    assert planned_run.task.comm_dtype == torch.bfloat16
 
 
 def test_accumulated_steps_are_predicted_as_one_step(synth_set):
-    _, _, one = planned(synth_set)
+    _, _, planned_run = planned(synth_set)
     _, _, four = planned(synth_set, ("train.accumulate=4",))
     assert four.task.accumulate == 4
-    assert 3 < four.prediction.step_ms / one.prediction.step_ms < 4.1
+    assert 3 < four.prediction.step_ms / planned_run.prediction.step_ms < 4.1
     assert re.fullmatch(r"predicted .* ms .*, measured 5.00 ms \([+-].* %\)", four.against(5.0))
     assert "not measured: the first step" in four.against(math.nan)
 
@@ -235,9 +235,9 @@ def test_explain_plans_as_a_run_does(synth_set, calibrated, capsys):
     auto = ["parallel.plan=auto", "parallel.device=cpu"]
     explain([*words, *SMALL, f"data.path={synth_set}", *auto])
     tables = json.loads(capsys.readouterr().out)["tables"]
-    _, _, found = planned(synth_set)
-    exchanges = {one["name"]: one["exchange"] for one in tables}
-    assert exchanges == {name: one.shape.exchange for name, one in found.plan.items()}
+    _, _, planned_run = planned(synth_set)
+    exchanges = {table["name"]: table["exchange"] for table in tables}
+    assert exchanges == {name: choice.shape.exchange for name, choice in planned_run.plan.items()}
 
 
 # Mistakes

@@ -1,4 +1,6 @@
-"""An interrupted run resumes on the same rows, whichever files of ``data.path`` hold them."""
+"""Tests that an interrupted run resumes on the same rows, regardless of the files of
+``data.path``.
+"""
 
 import pytest
 
@@ -14,7 +16,9 @@ MORE = ("train.epochs=1", "model.wide.crosses=[]")
 
 @pytest.fixture(scope="module")
 def sets(tmp_path_factory):
-    """The folder of two sets of the same rows, ``one`` and ``two``, and of ``other`` rows."""
+    """Return the folder of two sets of the same rows, ``one`` and ``two``, and of ``other``
+    rows.
+    """
     folder = tmp_path_factory.mktemp("sets")
     words = ["synth", "--format", "tsv", "--rows", "6000", "--vocab-scale", "0.0005"]
     assert data([*words, "--output", str(folder / "rows.tsv")]) == 0
@@ -31,14 +35,14 @@ def sets(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(sets, tmp_path_factory):
-    """The events of an uninterrupted run."""
+    """Return the events of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole")
     assert run(sets / "one", folder, *MORE) == 0
     return events(folder)
 
 
 def stopped(sets, folder, monkeypatch):
-    """A run over ``one``, killed before its ninth step."""
+    """Return a run over ``one``, killed before its ninth step."""
     with monkeypatch.context() as patch:
         interrupt(patch, 8)
         with pytest.raises(Interrupted):
@@ -89,5 +93,5 @@ def test_runs_of_earlier_versions_resume_only_on_their_data(sets, whole, tmp_pat
 
     monkeypatch.setattr(Trainer, "step", counted)
     assert run(sets / "one", tmp_path, *MORE) == 0
-    assert steps[0] == 8  # not from the start
+    assert steps[0] == 8  # the run does not start from the beginning
     assert events(tmp_path) == whole

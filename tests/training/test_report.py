@@ -1,4 +1,4 @@
-"""The output of a run: log, files, summaries."""
+"""Tests the output of a run: log, files, summaries."""
 
 import errno
 import fcntl
@@ -146,7 +146,7 @@ def test_a_folder_takes_one_run_at_a_time(tmp_path):
         f"run.dir: {folder} is in use by another run (process {os.getpid()} on {platform.node()});"
     )
     assert f"run.dir={folder}-3," in str(caught.value)
-    RunLock(folder, rank=1)  # a rank of the same run
+    RunLock(folder, rank=1)  # another rank of the same run
     first.close()
     RunLock(folder, rank=0).close()
 
@@ -216,7 +216,8 @@ def test_resumed_runs_cut_later_metrics(tmp_path, caplog):
 def test_lines_are_valid_json_even_for_nan(tmp_path):
     writer = MetricsWriter(tmp_path, rank=0)
     writer.write("step", {"step": 1, "loss": float("nan"), "samples_per_s": float("inf")})
-    text = (tmp_path / "metrics.jsonl").read_text()  # before close: a killed run keeps its lines
+    # read before close: a killed run keeps its lines
+    text = (tmp_path / "metrics.jsonl").read_text()
     writer.close()
     line = json.loads(text)
     del line["time"]
@@ -274,7 +275,7 @@ def test_a_log_line_per_interval_without_a_terminal(caplog):
     for step in range(1, 5):
         progress.advance(step)
     progress.interval(4, 0.25, 1234.0, {"data_ms": 1.5})
-    # 3 s for the 3 steps after the first, so 6 s for the 6 that are left
+    # 3 s for the 3 steps after the first step, so 6 s for the 6 remaining steps
     expected = "step 4/10, loss 0.25000, 1,234 samples/s, data_ms 1.5, ETA 00:06"
     assert [record.getMessage() for record in caplog.records] == [expected]
 

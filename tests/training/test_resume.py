@@ -1,4 +1,6 @@
-"""Interrupted runs resume without a difference; other runs are refused or moved aside."""
+"""Tests that interrupted runs resume without a difference; other runs are refused or moved
+aside.
+"""
 
 import json
 import shutil
@@ -31,7 +33,7 @@ def words(synth_set, folder, *more):
         f"run.dir={folder}",
         "model.hidden=[16]",
         "model.dropout=0.4",
-        "data.batch_size=500",  # 4,800 rows: ten steps an epoch, the last of 300
+        "data.batch_size=500",  # 4,800 rows: ten steps an epoch, the last step with 300 rows
         "data.loader=memmap",
         "optimizer.sparse.name=lazy_adam",
         "optimizer.schedule.warmup_steps=15",
@@ -40,7 +42,8 @@ def words(synth_set, folder, *more):
         "train.log_every=1",
         "train.plateau={metric: logloss, patience: 1, factor: 0.5}",
         "checkpoint.every=4",
-        "checkpoint.background=false",  # or the thread of a run that was not really killed goes on
+        # otherwise the thread of a run that was not really killed continues
+        "checkpoint.background=false",
         *more,
     ]
 
@@ -50,7 +53,7 @@ def run(synth_set, folder, *more):
 
 
 def interrupt(monkeypatch, step):
-    """Raised before the step, so steps since the last checkpoint are lost."""
+    """Raise before the step, so that steps since the last checkpoint are lost."""
     real = Trainer.step
 
     def until(self, batches):
@@ -62,14 +65,14 @@ def interrupt(monkeypatch, step):
 
 
 def events(folder):
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     kept = ("event", "step", "loss", "auc", "logloss", "epoch", "split", "lr_sparse", "val_auc")
-    return [{key: event[key] for key in kept if key in event} for event in found]
+    return [{key: event[key] for key in kept if key in event} for event in logged]
 
 
 @pytest.fixture(scope="module")
 def whole(synth_set, tmp_path_factory):
-    """The uninterrupted run."""
+    """Return the uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole")
     assert run(synth_set, folder) == 0
     return folder
@@ -78,7 +81,7 @@ def whole(synth_set, tmp_path_factory):
 def test_interrupted_runs_resume_bit_for_bit(synth_set, whole, tmp_path, monkeypatch):
     expected = events(whole)
     assert [e["step"] for e in expected if e["event"] == "step"] == list(range(1, 21))
-    for at in (2, 7, 11, 18):  # before the first checkpoint; then in either epoch
+    for at in (2, 7, 11, 18):  # before the first checkpoint, then in either epoch
         interrupted(synth_set, tmp_path, monkeypatch, at)
     assert [e["step"] for e in events(tmp_path)][-1] == 18
     assert run(synth_set, tmp_path) == 0
@@ -145,7 +148,8 @@ def test_damaged_run_files_explain_how_to_recover(synth_set, tmp_path, monkeypat
         run(synth_set, tmp_path, "train.max_steps=6")
     assert not (tmp_path / "previous-1").exists()
     ways = [(tmp_path, "never"), (tmp_path / "b", str(tmp_path / "previous-1" / "checkpoints"))]
-    for folder, resume in ways:  # the second starts from what the first has moved aside
+    # the second run starts from the files that the first run moved aside
+    for folder, resume in ways:
         assert run(synth_set, folder, f"checkpoint.resume={resume}", "train.max_steps=6") == 0
 
 
@@ -157,7 +161,7 @@ def test_checkpoints_without_their_run_file_are_not_moved_aside(synth_set, tmp_p
     with pytest.raises(ConfigError) as caught:
         run(synth_set, tmp_path, "train.max_steps=6")
     message = str(caught.value)
-    del caught  # its frames hold the lock
+    del caught  # its frames keep the lock
     assert "run.json" in message
     assert f"checkpoint.resume={step}" in message
     assert "checkpoint.resume=never" in message
@@ -171,12 +175,12 @@ def test_changed_results_keys_are_refused_on_resume(synth_set, tmp_path, monkeyp
     with pytest.raises(ConfigError) as caught:
         run(synth_set, tmp_path, "run.seed=8", "optimizer.sparse.lr=0.5", "train.log_every=3")
     messages = str(caught.value)
-    del caught  # its frames hold the lock
+    del caught  # its frames keep the lock
     assert "run.seed was 7 and is 8" in messages
     assert "optimizer.sparse.lr was 0.001 and is 0.5" in messages
     assert "log_every" not in messages
     assert "checkpoint.resume=never" in messages
-    # What does not change a loss may differ; what the file has by then stays.
+    # Settings that do not change a loss may differ; the plan file keeps its kernels.
     kernels = kernels_of(tmp_path)
     assert kernels != {"torch"} or not find_spec("numba")
     with monkeypatch.context() as patch:
@@ -190,14 +194,14 @@ def test_changed_results_keys_are_refused_on_resume(synth_set, tmp_path, monkeyp
 
 
 def kernels_of(folder):
-    """The kernels of the plan that the run followed."""
+    """Return the kernels of the plan that the run followed."""
     plan = json.loads((folder / "plan.json").read_text())["plan"]
     return {choice["name"] for _, choice in plan["kernels"]["map"]}
 
 
 def test_the_best_checkpoint_survives_an_interruption(synth_set, tmp_path, monkeypatch):
     more = ["checkpoint.keep_best=true", "checkpoint.keep=1", "train.eval_every=4"]
-    more += ["checkpoint.every=2", "train.eval_rows=1000000"]  # so the end is no candidate
+    more += ["checkpoint.every=2", "train.eval_rows=1000000"]  # so the end state is not a candidate
     with monkeypatch.context() as patch:
         interrupt(patch, 15)
         with pytest.raises(Interrupted):
@@ -240,7 +244,8 @@ def test_the_best_stays_until_a_better_one_is_saved(synth_set, tmp_path, monkeyp
 
 def test_never_and_finished_runs_move_checkpoints_aside(synth_set, tmp_path, monkeypatch):
     interrupted(synth_set, tmp_path, monkeypatch, 6)
-    (tmp_path / "checkpoints" / ".step-6.partial-0123456789").mkdir()  # of a save that was killed
+    # the file is from a save that was killed
+    (tmp_path / "checkpoints" / ".step-6.partial-0123456789").mkdir()
     assert run(synth_set, tmp_path, "checkpoint.resume=never", "train.max_steps=5") == 0
     assert (tmp_path / "previous-1" / "checkpoints" / "step-4" / "index.json").is_file()
     assert not list(tmp_path.rglob(".step-*"))

@@ -1,4 +1,4 @@
-"""Whole runs: the entry point, the training loop, and the options passed to the trainer."""
+"""Tests whole runs: the entry point, the training loop, and the options passed to the trainer."""
 
 import json
 import os
@@ -62,7 +62,7 @@ def test_a_run_of_one_process_from_the_command_line_to_its_files(synth_set, tmp_
     assert train_wdl.main(["--config", CONFIG, *words]) == 0
     assert compared == ["replicas"]
     events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    # 4,800 rows in batches of 1,000: five steps an epoch, the last of 800
+    # 4,800 rows in batches of 1,000: five steps an epoch, the last step with 800 rows
     assert [e["step"] for e in events if e["event"] == "step"] == [2, 3, 6, 9, 10]
     assert [e["epoch"] for e in events if e["event"] == "step"] == [1, 1, 2, 2, 2]
     scores = [(e["step"], e["split"], e["num_rows"]) for e in events if e["event"] == "eval"]
@@ -184,7 +184,7 @@ def test_a_second_run_in_the_folder_of_a_first_is_refused(synth_set, tmp_path):
 
 
 class Recorder:
-    """A trainer, watch, reporter and loader that record their calls."""
+    """Implements a trainer, watch, reporter and loader that record their calls."""
 
     def __init__(self, steps: int) -> None:
         self.num_steps = steps
@@ -286,7 +286,7 @@ def order_of(synth_set: Path, seed: int, **data: Any) -> torch.Tensor:
     batches = list(loaders["train"].epoch(0))
     assert [batch.batch_size for batch in batches][-1] == (1000 if data.get("tail") else 800)
     held = sum(batch.batch_size for split in ("val", "test") for batch in loaders[split].epoch(0))
-    assert held == 1200  # whole, whatever the tail of the train part
+    assert held == 1200  # val and test are whole, regardless of train's tail
     return torch.cat([batch.ids for batch in batches])
 
 
@@ -323,7 +323,7 @@ def test_hyperparameters_reach_the_optimizers():
 
 
 def memory(world: World, config: Config) -> tuple[dict[str, int], int, int]:
-    """The memory of this rank from explain, and that of its tables and dense parameters."""
+    """Return this rank's memory from explain, and the memory of its tables and dense parameters."""
     job = make_job(world, config)
     job.trainer.step(make_batches(2, 30)[0].part(world.rank, world.size))
     dense = sum(p.part.numel() * p.part.itemsize for p in job.model.parameters.values())

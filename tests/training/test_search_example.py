@@ -1,4 +1,4 @@
-"""examples/search.py: a search with Optuna runs, prunes, and continues."""
+"""Tests that the search with Optuna in examples/search.py runs, prunes, and continues."""
 
 import json
 import os

@@ -1,4 +1,6 @@
-"""``sbpflow train -n N`` starts ranks, and ends with their exit code and a single message."""
+"""Tests that ``sbpflow train -n N`` starts ranks and ends with their exit code and a single
+message.
+"""
 
 import json
 import os
@@ -20,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def started(synth_set, tmp_path) -> Iterator:
-    """Starts two ranks with further arguments, in a new process group."""
+    """Start two ranks with further arguments, in a new process group."""
     processes = []
 
     def start(*words: str) -> subprocess.Popen[str]:
@@ -56,7 +58,7 @@ def wait_for_steps(folder: Path, limit_s: float = 60) -> None:
 
 
 def rank_pids(launcher: int) -> list[int]:
-    """The processes of the launcher, rank 0 first."""
+    """Return the process IDs of the launcher's ranks, rank 0 first."""
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
     words = {int(pid): Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in children}
     ranks = {

@@ -1,4 +1,4 @@
-"""The order of a step's moves: results do not depend on it; overlap is shown and measured."""
+"""Tests the order of a step's moves: it does not affect results; overlap is shown and measured."""
 
 import re
 from dataclasses import replace
@@ -25,7 +25,7 @@ from tests.training.wdl_case import (
     pieces_of,
 )
 
-# The next ids sorted before anything else, gradients waited for where they start.
+# The next ids are sorted before anything else, and gradients are waited for where they start.
 ANOTHER = StepSchedule(
     each_batch=(
         moves.START_ID_EXCHANGE,
@@ -43,7 +43,9 @@ ANOTHER = StepSchedule(
 
 
 def train(world: World, config: Any, schedules: list[StepSchedule], announce: bool) -> Any:
-    """12 batches as 6 steps, the schedules taking turns; losses, pieces and dense parameters."""
+    """Train 12 batches as 6 steps with alternating schedules; return losses, pieces and dense
+    parameters.
+    """
     job = make_job(world, config)
     batches = [b.part(world.rank, world.size) for b in make_batches(12, 30)]
     losses = []
@@ -78,8 +80,8 @@ def test_no_schedule_changes_a_bit(ranks, scheme):
 
 
 def order_of(schedule: StepSchedule, batches: int, window: int, lookahead: int = 1) -> list[str]:
-    """The moves as they are made, with the batch's number, for a step of that many batches with
-    ``window`` announced behind them.
+    """Return the moves in order, with the batch's number, for a step of that many batches with
+    ``window`` batches announced after them.
     """
     made: list[str] = []
 
@@ -207,7 +209,7 @@ def test_a_run_knows_which_transfers_it_makes(scheme, world_size, made):
 
 
 def fails_and_goes_on(world: World, config: Any) -> list[str]:
-    """The messages of a step that fails in the middle, and of the next step."""
+    """Return the messages of a step that fails in the middle, and of the next step."""
     job = make_job(world, config)
     good, bad = (b.part(world.rank, world.size) for b in make_batches(4, 30)[:2])
     messages = []
@@ -389,7 +391,7 @@ def test_orders_that_use_missing_results_are_refused(each_batch, each_step, mess
 
 
 class Switch:
-    """The attribute of a trainer that the watch uses."""
+    """Contains the trainer attribute that the watch uses."""
 
     schedule = OVERLAPPED
 

@@ -1,4 +1,6 @@
-"""The collectives of a step match ``explain`` in name, bytes and order, and none is optional."""
+"""Tests that the collectives of a step match ``explain`` in name, bytes and order, and all are
+needed.
+"""
 
 import os
 from typing import Any
@@ -32,13 +34,13 @@ SPLIT = {"mlp.0.*": "S(0)", "mlp.1.weight": "S(1)"}
 
 
 def dense_conversions(config: Config, world_size: int) -> list[str]:
-    """Steps caused by the layouts of dense layers."""
+    """Return the steps caused by the layouts of dense layers."""
     _, plan = plan_run(config, FIELDS, world_size=world_size, device_type="cpu")
     return [step.id for step in plan.dense_forward]
 
 
 def steps_of_one_iteration(world: World, config: Config) -> dict[str, Any]:
-    """The transfers of the second step of a run, from the plan and from the log."""
+    """Return the transfers of the second step of a run, from the plan and from the log."""
     job = make_job(world, config)
     first, second = make_batches(3, config.data.batch_size)[:2]
     job.trainer.step(to_device(first.part(world.rank, world.size), world.device))
@@ -52,10 +54,11 @@ def steps_of_one_iteration(world: World, config: Config) -> dict[str, Any]:
     }
 
 
-# What the table of the schemes promises: step id -> collective on gloo. A reduce-scatter is an
-# all-to-all and a local sum there.
+# The table of the schemes states: step id -> collective on gloo. On gloo, a reduce-scatter is an
+# all-to-all and a local sum.
 EXPECTED = {
-    # C2 and C4 have few rows: their whole gradients are less than the rows that 30 samples touch.
+    # C2 and C4 have few rows: their whole gradients are smaller than the rows that 30 samples
+    # touch.
     "dp": {
         "wide/local/fwd/counts": "all_to_all",
         "deep/local.0/fwd/counts": "all_to_all",
@@ -140,7 +143,9 @@ def test_explain_matches_the_log(ranks, world_size, scheme, tables, dense):
 
 
 def test_scheme_volumes_follow_the_derivations(ranks):
-    """OneFlow's formulas with B rows, f deep and 1 summed wide column, 8-byte elements, P ranks."""
+    """The formulas are OneFlow's with B rows, f deep and 1 summed wide column, 8-byte elements, P
+    ranks.
+    """
     batch, num_ranks, deep, item = 30, 3, 4 * 5, 8
     wide = batch * item * (num_ranks - 1)
     expected = {
@@ -160,11 +165,12 @@ def test_scheme_volumes_follow_the_derivations(ranks):
                     for step_id, _, _, size in result["records"]
                     if step_id == f"{group}/{way}/vectors"
                 )
-                # columns of 5 over 3 ranks are uneven: 2, 2, 1 travel a little more or less
+                # columns of 5 over 3 ranks are uneven (2, 2, 1), so slightly different numbers of
+                # bytes are sent
                 assert sent == pytest.approx(total, rel=0.0 if group.endswith("reduce") else 0.05)
 
 
-# Parts of the wrong shape are refused, counts that do not fit too; copies that drift are found at
+# Parts of the wrong shape and counts that do not fit are refused; copies that drift are found at
 # the end of a run.
 EXPECTED_FAULTS = tuple(
     f"sbpflow.errors.{name}" for name in ("ReplicaError", "SbpError", "TrainingError")
@@ -172,7 +178,7 @@ EXPECTED_FAULTS = tuple(
 
 
 def step_without(world: World, config: Config, step_id: str) -> int:
-    """Train with one conversion disabled, which returns its input. Returns the steps made."""
+    """Train with one conversion disabled (it returns its input); return the completed steps."""
     job = make_job(world, config)
     real_issue, real_start = Boxing._issue, RowTransfer.start
     real_for_all = RowTransfer.start_for_all
@@ -227,7 +233,9 @@ def test_runs_fail_if_a_conversion_is_missing(ranks, scheme, step_id):
 
 
 def train_and_compare(world: World, config: Config) -> list[tuple[str, int, int]]:
-    """(table, rows that changed or whose state did, rows a batch named) of this rank's shards."""
+    """Return (table, changed rows or rows with changed state, rows in a batch) of this rank's
+    shards.
+    """
     job = make_job(world, config)
     batch = make_batches(3, config.data.batch_size)[0]
     job.trainer.step(batch.part(world.rank, world.size))
@@ -266,7 +274,7 @@ def test_an_update_touches_only_the_rows_of_its_batch(ranks, scheme, sparse, ker
 
 
 def die_at(world: World, config: Config, step_id: str) -> None:
-    """Rank 1 exits at a step of the second batch."""
+    """Make rank 1 exit at a step of the second batch."""
     job = make_job(world, config)
     batches = [batch.part(world.rank, world.size) for batch in make_batches(2, 30)]
     job.trainer.step(batches[0])
@@ -315,7 +323,7 @@ def test_a_rank_that_dies_in_an_exchange_is_reported_with_the_step(ranks, scheme
     with pytest.raises(RanksFailed) as failure:
         ranks(2, die_at, make_config(scheme, "sgd"), step_id)
     words = str(failure.value)
-    # The survivor waits for this step, or for another one in flight.
+    # The remaining rank waits for this step, or for another one in flight.
     under_way = [
         step for step in EXPECTED[scheme] if f"{step}, {EXPECTED[scheme][step]}: " in words
     ]

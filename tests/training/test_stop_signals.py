@@ -1,4 +1,6 @@
-"""Ctrl-C and SIGTERM: the run saves if configured and ends; a second signal ends it at once."""
+"""Tests Ctrl-C and SIGTERM: the run saves if configured and ends; a second signal ends it at
+once.
+"""
 
 import signal
 

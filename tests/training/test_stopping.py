@@ -1,4 +1,4 @@
-"""Early stopping and plateaus: all ranks decide alike, and the loop follows."""
+"""Tests early stopping and plateaus: all ranks make the same decision, and the loop follows it."""
 
 import json
 import logging
@@ -88,7 +88,7 @@ def feed(watchers: Watchers, values: list[float], start: int) -> None:
 
 
 def push_on_rank_0(world: World, metric: str) -> Any:
-    """The state of every rank after an evaluation that only rank 0 has."""
+    """Return the state of every rank after an evaluation that only rank 0 has."""
     watchers = Watchers.of(TrainConfig(stop=StopConfig(metric=metric)))
     evaluation = Evaluation(9, 0.5, None, "all rows are negative") if world.rank == 0 else None
     try:
@@ -118,7 +118,7 @@ def test_gauc_without_groups_is_refused_at_the_start(name):
 
 
 class Quiet:
-    """A reporter that records its calls."""
+    """Implements a reporter that records its calls."""
 
     def __init__(self) -> None:
         self.rates: list[float] = []
@@ -158,14 +158,15 @@ def test_a_run_stops_early_on_all_ranks(ranks):
     for scheme in ("1", "3"):
         first, second = ranks(2, run, make_config(scheme, "sgd"), train)
         assert first["result"].steps == second["result"].steps == 15
-        assert first["scored"] == [5, 10, 15]  # the last once, though the end scores val
+        # the last step once, although the end also scores val
+        assert first["scored"] == [5, 10, 15]
         assert first["result"].stopped.startswith("at step 15, after 2 evaluations of val in a row")
         assert first["result"].best.endswith("at 5")
         assert first["result"].loss == second["result"].loss
 
 
 def test_the_evaluation_at_the_end_may_be_the_best(ranks):
-    """The end counts as an evaluation if the others score all rows, too."""
+    """The final evaluation counts if the other evaluations also score all rows."""
     stop = StopConfig(metric="logloss", patience=1, min_delta=0.0)
     for eval_rows, at in ((None, 4), (30, 2)):
         train = TrainConfig(max_steps=4, eval_every=2, eval_rows=eval_rows, stop=stop)
@@ -175,7 +176,7 @@ def test_the_evaluation_at_the_end_may_be_the_best(ranks):
 
 
 def run_learning(world: World, train: TrainConfig) -> dict[str, str]:
-    """Train on the batches of val, so that it improves."""
+    """Train on the batches of val, so that val improves."""
     job = make_job(world, make_config("1", "sgd"))
     split = Split(world, make_batches(2, 30) * 5)
     result = fit(

@@ -1,4 +1,6 @@
-"""Tables in a store with few slots train, save and resume bit-equal to tables on the device."""
+"""Tests that tables in a store with few slots train, save and resume bit-equal to tables on the
+device.
+"""
 
 import itertools
 import time
@@ -37,7 +39,9 @@ UNIQUE_COLUMNS = {"deep.*": TableRule(sbp="S(1)", exchange="unique")}
 
 @dataclass(frozen=True)
 class Case:
-    """A job; ``lookahead`` is how many batches are announced before their own step begins."""
+    """Describes a job; ``lookahead`` is the number of batches announced before their own step
+    begins.
+    """
 
     scheme: str
     kernel: str
@@ -48,9 +52,10 @@ class Case:
     lookahead: int = 1
 
     def slots(self, size: int) -> int:
-        """Room for the rows of all batches in flight: up to two in a step, plus the announced ones.
+        """Return the room for the rows of all batches in flight: up to two in a step, plus the
+        announced ones.
 
-        Of four ranks none owns more than two thirds of a batch's rows.
+        Each of four ranks owns at most two thirds of a batch's rows.
         """
         rows = 4 * BATCH * (2 + self.lookahead)
         return 2 * rows // 3 if size == 4 else rows
@@ -71,25 +76,25 @@ class Case:
 
 
 def batch_of(number: int) -> Rows:
-    """Skewed ids with duplicates; every fifth batch is short."""
+    """Return skewed ids with duplicates; every fifth batch is short."""
     generator = torch.Generator().manual_seed(number)
     n = BATCH - 7 if number % 5 == 4 else BATCH
-    ids = [(torch.rand(n, generator=generator) ** 2 * one.rows).int() for one in FIELDS.ids]
+    ids = [(torch.rand(n, generator=generator) ** 2 * field.rows).int() for field in FIELDS.ids]
     dense = torch.randn(n, len(FIELDS.dense), generator=generator)
     labels = (torch.rand(n, generator=generator) < 0.5).float()
     return Rows(labels, dense, torch.stack(ids, 1), n)
 
 
 def batches_of(step: int, world: World) -> list[Rows]:
-    """One batch, or two in every third step."""
+    """Return one batch, or two batches in every third step."""
     numbers = [2 * step, 2 * step + 1] if step % 3 == 0 else [2 * step]
     return [batch_of(number).part(world.rank, world.size) for number in numbers]
 
 
 def train(job: Job, first: int, last: int, lookahead: int) -> list[float]:
-    """Steps ``first`` to ``last``, and predictions for a batch in the middle."""
+    """Run steps ``first`` to ``last``, and predict a batch in the middle."""
     world, found = job.boxing.world, []
-    job.trainer.drain()  # what was announced behind the last step, when a state was saved
+    job.trainer.drain()  # the batches were announced after the last step, when a state was saved
     job.trainer.lookahead = lookahead
     steps = {step: batches_of(step, world) for step in range(first, last + 1 + lookahead)}
     coming = (batch for batches in steps.values() for batch in batches)
@@ -97,7 +102,7 @@ def train(job: Job, first: int, last: int, lookahead: int) -> list[float]:
         while job.trainer.num_announced < len(steps[step]) + lookahead:
             job.trainer.announce(next(coming))
         found.append(float(job.trainer.step(steps[step])))
-        if step % 4 == 0:  # with the batches ahead in flight
+        if step % 4 == 0:  # the announced batches are in flight
             found += job.trainer.predict(batch_of(999).part(world.rank, world.size)).tolist()
     return found
 
@@ -117,7 +122,7 @@ def saver_of(job: Job, folder: Path) -> Saver:
 def whole_run(world: World, case: Case, folder: Path) -> list[dict[str, Any]]:
     """Train, save during training, and continue; then resume from the checkpoint.
 
-    Done twice: with rows on the device, and with stores of few slots.
+    The run is made twice: with rows on the device, and with stores of few slots.
     """
     found: list[dict[str, Any]] = []
     real = PieceWriter.write
@@ -161,14 +166,14 @@ def whole_run(world: World, case: Case, folder: Path) -> list[dict[str, Any]]:
 
 
 def check(ranks, size: int, case: Case, folder: Path) -> None:
-    found = ranks(size, whole_run, case, folder)
-    for device, slots in found:
+    results = ranks(size, whole_run, case, folder)
+    for device, slots in results:
         assert slots["losses"] == device["losses"]
         assert device["again"] == slots["again"] == device["losses"][-len(device["again"]) :]
         assert slots["leased"] == 0
         assert slots["announced"] >= 2, "the batches of a step are leased together"
         assert slots["log_bytes"] > 0
-    assert sum(slots["evicted"] for _, slots in found) > 20
+    assert sum(slots["evicted"] for _, slots in results) > 20
     names = (f"device/step-{SAVED_AT}", f"device/step-{STEPS}", f"device-resumed/step-{STEPS}")
     for name in names:
         one, two = (open_checkpoint(folder / n) for n in (name, name.replace("device", "slots")))

@@ -1,4 +1,4 @@
-"""``train.trackers``: what trackers have logged, read with their own readers."""
+"""Tests ``train.trackers``: reads with each tracker's own reader what a run has logged."""
 
 import json
 import logging
@@ -78,7 +78,7 @@ def test_tensorboard_has_each_step_once_after_interruptions(synth_set, tmp_path,
 
 @pytest.fixture(scope="module")
 def database(tmp_path_factory):
-    """MLflow takes seconds to create its tables, so the tests share them."""
+    """Return the URI of a database that tests share, because MLflow takes seconds to create it."""
     return f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db"
 
 

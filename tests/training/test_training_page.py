@@ -1,4 +1,6 @@
-"""docs/training.md: its settings are valid, and its program with a tracker runs as printed."""
+"""Tests that the settings in docs/training.md are valid and its program with a tracker runs as
+printed.
+"""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Training on two machines under examples/supervise.sh, with cut, killed and slow links."""
+"""Tests training on two machines under examples/supervise.sh, with cut, killed and slow links."""
 
 import json
 import time
@@ -14,12 +14,12 @@ pytestmark = [needs_namespaces, pytest.mark.slow]
 
 STEPS = 400
 LINK_TIMEOUT_S = 8
-END_S = 120  # of a wait; those of a job are below 60 s
+END_S = 120  # seconds of a wait; a job's own waits are below 60 s
 CONFIG = ROOT / "configs" / "scheme3.yaml"
 
 
 class Job:
-    """The same command on both machines, each in its loop, with a shared disk."""
+    """Runs the same command on both machines, each in its loop, with a shared disk."""
 
     def __init__(self, machines: tuple[Machine, Machine], data: Path, folder: Path) -> None:
         self.machines, self.data, self.folder = machines, data, folder
@@ -37,7 +37,7 @@ class Job:
         machine.supervise(words, self.folder / f"log{machine.number}", STUCK_S="10")
 
     def step(self) -> int:
-        """The newest reported step."""
+        """Return the newest reported step."""
         lines = self._events()
         return max((line["step"] for line in lines if line["event"] == "step"), default=0)
 
@@ -53,21 +53,21 @@ class Job:
             time.sleep(0.2)
 
     def finish(self) -> list[float]:
-        """Check that both loops succeeded; returns the loss of every step, each reported once."""
+        """Check that both loops succeeded; return the loss of every step, each reported once."""
         self.wait(
-            lambda: all(one.process is not None and one.process.poll() is not None
-                        for one in self.machines),
+            lambda: all(machine.process is not None and machine.process.poll() is not None
+                        for machine in self.machines),
             "the loops did not end",
         )  # fmt: skip
-        assert [one.process.returncode for one in self.machines] == [0, 0], self.output()
+        assert [machine.process.returncode for machine in self.machines] == [0, 0], self.output()
         steps = [line for line in self._events() if line["event"] == "step"]
         assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
         return [line["loss"] for line in steps]
 
     def output(self) -> str:
         return "\n".join(
-            f"--- machine {one.number}\n{(self.folder / f'log{one.number}').read_text()}"
-            for one in self.machines
+            f"--- machine {machine.number}\n{(self.folder / f'log{machine.number}').read_text()}"
+            for machine in self.machines
         )
 
 
@@ -79,7 +79,7 @@ def machines() -> Iterator[tuple[Machine, Machine]]:
 
 @pytest.fixture(scope="module")
 def undisturbed(synth_set: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Losses of an undisturbed run."""
+    """Return the losses of an undisturbed run."""
     with two_machines() as both:
         return Job(both, synth_set, tmp_path_factory.mktemp("undisturbed")).finish()
 
@@ -93,7 +93,7 @@ def test_supervised_jobs_on_two_machines_resume(machines, synth_set, tmp_path, u
         job.wait(lambda: job.output().count("supervise: ended with code") >= 2, "they did not end")
         assert job.output().count("died or does not answer") >= 2
         machines[1].plug_in()
-    elif fault == "killed":  # and replaced by another that runs the same command
+    elif fault == "killed":  # the machine is replaced by another one that runs the same command
         machines[1].kill()
         job.wait(lambda: "supervise: ended with code" in job.output(), "the other did not end")
         assert "died or does not answer" in job.output()

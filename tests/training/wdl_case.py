@@ -1,4 +1,6 @@
-"""A small Wide & Deep job without files: generated batches, any config, one or several ranks."""
+"""Defines a small Wide & Deep job without files: generated batches, any config, one or several
+ranks.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,7 +25,7 @@ from sbpflow.runtime.ranks.world import World
 from sbpflow.sbp.sbp import balanced_sizes
 from sbpflow.training.health import check_replicas
 
-# No size divides by 2, 3 or 4, and C4 has fewer rows than four ranks.
+# No size is divisible by 2, 3 or 4, and C4 has fewer rows than four ranks.
 FIELDS = Fields.of(
     ("I1", "I2", "I3"),
     {"C1": 37, "C2": 11, "C3": 53, "C4": 3},
@@ -52,7 +54,7 @@ def make_config(
     dense_layouts: dict[str, str] | None = None,
     wide: Ftrl | None = None,
 ) -> Config:
-    """A config for ``FIELDS``, dropout 0."""
+    """Return a config for ``FIELDS`` with dropout 0."""
     return Config(
         data=DataConfig(batch_size=batch_size),
         model=WdlConfig(
@@ -77,7 +79,7 @@ CROSSES = (("C1", "C2"), ("C3", "C4"))
 
 @dataclass
 class Rows:
-    """A batch, or one rank's part of it."""
+    """Contains a batch, or one rank's part of it."""
 
     labels: torch.Tensor
     dense: torch.Tensor
@@ -91,7 +93,9 @@ class Rows:
 
 
 def make_batches(count: int, batch_size: int, seed: int = 3) -> list[Rows]:
-    """Skewed ids with duplicates; every fifth batch is short, every seventh uses only row 0."""
+    """Return skewed ids with duplicates; every fifth batch is short, every seventh uses only
+    row 0.
+    """
     generator = torch.Generator().manual_seed(seed)
     sizes = list(NUM_ROWS.values())
     batches: list[Rows] = []
@@ -121,7 +125,7 @@ def to_device(rows: Rows, device: torch.device) -> Rows:
 
 
 def train(world: World, config: Config, steps: int) -> dict[str, Any]:
-    """Losses, and this rank's shards and dense parameters at the end."""
+    """Return losses, and this rank's shards and dense parameters at the end."""
     job = make_job(world, config)
     losses = [
         float(job.trainer.step(to_device(batch.part(world.rank, world.size), world.device)))
@@ -156,7 +160,7 @@ def dense_of(job: Job) -> dict[str, np.ndarray]:
 
 
 def join_tables(results: Sequence[dict[str, Any]], dim: int) -> dict[str, np.ndarray]:
-    """Whole tables from the ranks' shards; NaN where no rank held anything."""
+    """Join whole tables from the ranks' shards; NaN for elements on no rank."""
     tables: dict[str, np.ndarray] = {}
     for name, rows in NUM_ROWS.items():
         if "x" in name:

@@ -121,6 +121,9 @@ def ids_per_sample(feature: FeatureConfig, known: Mapping[str, IdFrequencies]) -
 
 
 def curve_of_table(table: TableConfig, known: Mapping[str, IdFrequencies]) -> IdCurve:
-    """Return the curve of the feature with the most distinct ids; others probably repeat them."""
+    """Return the curve of the feature with the most distinct ids.
+
+    The table's other features are assumed to repeat these ids.
+    """
     curves = [known[name].curve for name in table.features if name in known]
     return max(curves, key=lambda curve: curve.distinct, default=click_curve(table.num_rows))
