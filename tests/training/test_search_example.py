@@ -46,7 +46,9 @@ def test_a_search_runs_prunes_and_continues(synth_set, tmp_path):
     lines = [json.loads(x) for x in (folder / "trial-0/metrics.jsonl").read_text().splitlines()]
     assert first.value == lines[-1]["val_auc"]
     assert first.intermediate_values == {
-        line["step"]: line["auc"] for line in lines if line.get("split") == "val"
+        line["step"]: line["auc"]
+        for line in lines
+        if line["event"] == "eval" and line["split"] == "val"
     }
     assert set(first.intermediate_values) >= {2, 4, 6, 8}
 
