@@ -33,9 +33,7 @@ def _prepare(args: argparse.Namespace) -> Manifest | None:
     from sbpflow.data.prepare.machines import parse_part
     from sbpflow.data.prepare.options import PrepareOptions, parse_hash_sizes
     from sbpflow.data.prepare.prepare import prepare
-    from sbpflow.runtime.compute.malloc import keep_freed_memory
 
-    keep_freed_memory()
     given = [key for key in _SHARED if getattr(args, key) is not None]
     if args.like is not None and given:
         raise ConfigError(
@@ -73,9 +71,7 @@ def _prepare(args: argparse.Namespace) -> Manifest | None:
 def _encode(args: argparse.Namespace) -> Manifest | None:
     from sbpflow.data.prepare.machines import parse_part
     from sbpflow.data.prepare.new_rows import encode
-    from sbpflow.runtime.compute.malloc import keep_freed_memory
 
-    keep_freed_memory()
     return encode(
         args.input,
         args.output,
@@ -131,8 +127,11 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         "other parts (default %(default)s)")  # fmt: skip
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="sbpflow", description=__doc__)
+def parser(
+    kind: type[argparse.ArgumentParser] = argparse.ArgumentParser,
+) -> argparse.ArgumentParser:
+    """Parse the commands with their options; ``run`` of the result runs the command."""
+    parser = kind(prog="sbpflow", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     prepare = commands.add_parser("prepare", help="turn raw rows into a prepared set")
     add = prepare.add_argument
@@ -239,7 +238,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(argv: list[str] | None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    args = _parser().parse_args(argv)
+    args = parser().parse_args(argv)
+    if args.command in ("prepare", "encode"):
+        from sbpflow.runtime.compute.malloc import keep_freed_memory
+
+        keep_freed_memory()
     try:
         manifest = args.run(args)
     except BrokenPipeError:  # until_nobody_reads handles this OSError

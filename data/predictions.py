@@ -1,4 +1,4 @@
-"""Encode raw rows, collect their scores, and write the scores to a Parquet file in row order.
+"""Encode raw rows, collect their scores, and write the scores to a file in row order.
 
 The columns are the row key, or the number among the valid rows (``row``) if rows have no keys;
 ``score``, the predicted click probability; and ``label`` if the rows have labels.
@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 
 SCORE, LABEL, ROW = "score", "label", "row"
 _LOG = logging.getLogger(__name__)
+_WRITERS: Mapping[str, Callable[["pl.DataFrame", Path], object]] = {
+    ".parquet": lambda scores, file: scores.write_parquet(file),
+    ".csv": lambda scores, file: scores.write_csv(file),
+    ".tsv": lambda scores, file: scores.write_csv(file, separator="\t"),
+}
 
 
 class Scoring:
@@ -33,13 +38,18 @@ class Scoring:
 
     Only rank 0 calls ``open``, ``encode`` and ``close``. ``inputs`` are raw rows, or the folder of
     one prepared set to score its ``split``. ``like`` is the run's set with the vocabularies. Raise
-    ConfigError for a prepared set if its ids may have another meaning.
+    ConfigError for a prepared set if its ids may have another meaning, or for an unknown suffix.
     """
 
     def __init__(
         self, inputs: Sequence[str], output: Path, split: str, like: Manifest, *, overwrite: bool
     ) -> None:
-        self._inputs, self._output, self._like = tuple(inputs), output, like
+        if output.suffix not in _WRITERS:
+            raise ConfigError(
+                f"--output {output}: must end in {', '.join(_WRITERS)}, which is the format of the "
+                "file; for example --output scores.parquet"
+            )
+        self._inputs, self._output, self.like = tuple(inputs), output, like
         self._overwrite = overwrite
         first, prepared = input_path(self._inputs[0]), None
         if len(self._inputs) == 1 and isinstance(first, Path) and (first / MANIFEST).is_file():
@@ -78,7 +88,7 @@ class Scoring:
         encode(
             [input_path(text) for text in self._inputs],
             self._folder,
-            like=self._like.path,
+            like=self.like.path,
             workers=os.cpu_count() or 1,
             max_bad_fraction=max_bad_fraction,
             overwrite=True,
@@ -113,7 +123,7 @@ class Scoring:
         if manifest.labelled:
             columns[LABEL] = pl.Series(np.concatenate(self._labels))
         try:
-            pl.DataFrame(columns).write_parquet(self._partial)
+            _WRITERS[self._output.suffix](pl.DataFrame(columns), self._partial)
             self._partial.replace(self._output)
         except OSError as error:
             self._partial.unlink(missing_ok=True)

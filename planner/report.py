@@ -24,7 +24,8 @@ from sbpflow.planner.task import Choice, Task
 
 KIND_ORDER = ("forward", "forward exchange", "dense", "backward exchange", "backward")
 COLORS = ("#4477aa", "#66ccee", "#bbbbbb", "#ee6677", "#aa3377")
-SEEDS_SHOWN = 8
+SEEDS_SHOWN = 2
+STORAGES_SHOWN = 4
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 QUICK = Effort(insertions=60, exact_time=0.0)  # enough to test whether a changed task fits
 
@@ -171,12 +172,16 @@ def as_text(report: Report) -> str:
             for bound in report.bounds
         ),
         "",
-        _row("rank", *KIND_ORDER, "memory MB", "sent MB", "tables"),
     ]
+    rows: list[tuple[str, ...]] = [("rank", *KIND_ORDER, "memory MB", "sent MB", "tables")]
     for rank in tree["ranks"]:
         times = [f"{rank['ms'][kind]:.3f}" for kind in KIND_ORDER]
         size, sent = rank["memory_bytes"] / 1e6, rank["sent_bytes"] / 1e6
-        lines.append(_row(rank["rank"], *times, f"{size:.1f}", f"{sent:.2f}", len(rank["tables"])))
+        rows.append(
+            (str(rank["rank"]), *times, f"{size:.1f}", f"{sent:.2f}", str(len(rank["tables"])))
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines += ["  ".join(map(str.rjust, row, widths)) for row in rows]
     lines += ["", "table, layout, ranks; the best other choice and the ms it adds to the step"]
     for table in tree["tables"]:
         text = f"{table['name']}: {table['layout']} on {_ranks(table['ranks'])}"
@@ -184,21 +189,20 @@ def as_text(report: Report) -> str:
             where = f"{other['layout']} on {_ranks(other['ranks'])}"
             text += f"; {where}: {other['more_ms']:+.4f} ms"
         lines.append(text)
-    if tree["storages"]:
+    if storages := tree["storages"]:
         lines += ["", "tables stored together: ms of a batch with each kernel, fastest first"]
-    for storage in tree["storages"]:
+        storages = sorted(storages, key=lambda storage: -min(storage["kernel_ms"].values()))
+    for storage in storages[:STORAGES_SHOWN]:
         times = ", ".join(f"{name} {ms:.3f}" for name, ms in storage["kernel_ms"].items())
         lines.append(f"{storage['group']}, {len(storage['tables'])} tables: {times}")
+    if len(storages) > STORAGES_SHOWN:
+        lines.append(f"and {len(storages) - STORAGES_SHOWN} faster ones, in a .json report")
     seeds = {name: ms for name, ms in tree["seeds"].items() if ms is not None}
     if seeds:
-        lines += ["", f"best of the {len(seeds)} plans that the search started from, in ms:"]
         best = sorted(seeds.items(), key=lambda seed: seed[1])[:SEEDS_SHOWN]
-        lines += [f"{ms:10.3f}  {name}" for name, ms in best]
+        texts = ", ".join(f"{name} {ms:.3f} ms" for name, ms in best)
+        lines.append(f"best of the {len(seeds)} plans that the search started from: {texts}")
     return "\n".join(lines)
-
-
-def _row(*cells: object) -> str:
-    return "  ".join(f"{cell!s:>17}" for cell in cells)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

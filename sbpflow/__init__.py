@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from sbpflow.runtime.compute.versions import SBPFLOW_VERSION
 
 if TYPE_CHECKING:
+    from sbpflow.api import fit, load
     from sbpflow.boxing.executor import Boxing
     from sbpflow.boxing.plan import plan_boxing
     from sbpflow.config.load import load_config
@@ -76,6 +77,7 @@ _MODULES = {
     "config.schema": ("Config", "DataConfig"),
     "config.table_rules": ("ParallelConfig",),
     "config.load": ("load_config",),
+    "api": ("fit", "load"),
     "errors": ("ConfigError", "DataError", "SbpError", "TrainingError"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
@@ -108,7 +110,9 @@ __all__ = [
     "TrainingError",
     "World",
     "embedding_output",
+    "fit",
     "from_dtensor",
+    "load",
     "load_config",
     "make_parameters",
     "ops",

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import polars as pl
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from sbpflow import __version__
 from sbpflow.data.format.ids import Counts, HashedIds

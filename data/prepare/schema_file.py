@@ -23,19 +23,22 @@ _MAX_BUCKETS = 4096
 _LARGEST = float(np.finfo(np.float32).max)
 
 
-def read_schema(path: Path) -> Schema:
-    """Read a YAML schema; docs/data.md documents the keys.
+def read_schema(source: Path | Mapping[str, Any]) -> Schema:
+    """Read a schema from a YAML file or a mapping; docs/data.md documents the keys.
 
     ``columns`` lists the columns in file order; unused columns are skipped. The default is label,
     dense, sparse and then other columns. Raise ConfigError with the key, value and rule.
     """
-    try:
-        raw: object = load_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ConfigError) as error:
-        raise ConfigError(f"--schema {path} cannot be parsed as YAML: {error}") from error
+    key, raw = "schema", cast("object", source)
+    if isinstance(source, Path):
+        key = f"--schema {source}"
+        try:
+            raw = load_yaml(source.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, ConfigError) as error:
+            raise ConfigError(f"{key} cannot be parsed as YAML: {error}") from error
     if not isinstance(raw, dict):
-        raise ConfigError(f"--schema {path} must be a mapping with keys {', '.join(_KEYS)}")
-    reader = _Reader(f"--schema {path}")
+        raise ConfigError(f"{key} must be a mapping with keys {', '.join(_KEYS)}")
+    reader = _Reader(key)
     schema = reader.schema(cast("dict[str, Any]", raw))
     schema.check(reader.key)
     return schema

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from sbpflow.checkpoint.folder import checked, list_checkpoints, remove_checkpoint
+from sbpflow.checkpoint.folder import best_of, checked, list_checkpoints, remove_checkpoint
 from sbpflow.checkpoint.format import BLOCK_BYTES, INDEX_FILE, SavedTensor
 from sbpflow.checkpoint.read import Checkpoint
 from sbpflow.errors import CheckpointError, ConfigError
@@ -61,9 +61,9 @@ def list_text(path: Path) -> str:
 def _describe(checkpoint: Checkpoint) -> str:
     """Describe the run, the number of ranks that wrote it, and its score if it is the best."""
     text = f"run {checkpoint.run}, written by {len(checkpoint.index.files)} ranks"
-    best = checkpoint.documents.get("best")
-    if isinstance(best, dict) and best.get("step") == checkpoint.step:
-        text += f", best so far: AUC {best.get('auc')} of val"
+    best = best_of(checkpoint)
+    if best is not None and best["step"] == checkpoint.step:
+        text += f", best so far: {best.get('metric')} {best['value']:.6g} of val"
     return text
 
 
@@ -148,7 +148,7 @@ def _document_diff(key: str, left: object, right: object) -> Iterator[str]:
 
 
 def prune(path: Path, keep: int, *, dry_run: bool) -> list[str]:
-    """Remove all but the ``keep`` newest good checkpoints; return one line per checkpoint.
+    """Remove all but the best and ``keep`` newest good checkpoints; return a line per checkpoint.
 
     Damaged checkpoints are listed but neither removed nor counted. Raise ConfigError if ``keep`` is
     less than 1, or if a run is saving to the folder.
@@ -167,14 +167,16 @@ def prune(path: Path, keep: int, *, dry_run: bool) -> list[str]:
 
 
 def _prune(paths: Sequence[Path], keep: int, *, dry_run: bool) -> list[str]:
-    num_kept, lines = 0, list[str]()
+    num_kept, lines, best = 0, list[str](), None
     for path in paths:
         try:
-            checked(path).verify()
+            checkpoint = checked(path)
+            checkpoint.verify()
         except CheckpointError as error:
             lines.append(f"skipped, damaged: {error}")
             continue
-        if num_kept < keep:
+        best = best or best_of(checkpoint)  # the newest one knows the best step of the run
+        if num_kept < keep or (best and best["step"] == checkpoint.step):
             num_kept += 1
             lines.append(f"kept {path}")
             continue

@@ -10,11 +10,13 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 from sbpflow.checkpoint.format import INDEX_FILE, Index, to_json
 from sbpflow.checkpoint.read import Checkpoint, open_checkpoint
 from sbpflow.checkpoint.write import failed
 from sbpflow.errors import CheckpointError
+from sbpflow.runtime.files.json_file import is_count, is_number
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +77,17 @@ def checked(path: Path, *, run: str | None = None) -> Checkpoint:
             "and set checkpoint.resume to its new path to resume from it"
         )
     return checkpoint
+
+
+def best_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """The best validation score so far when it was saved: ``metric``, ``value`` and ``step``.
+
+    ``None`` if the run does not keep its best weights.
+    """
+    loop = checkpoint.documents.get("loop")
+    best = loop.get("best") if isinstance(loop, dict) else None
+    known = isinstance(best, dict) and is_count(best.get("step")) and is_number(best.get("value"))
+    return cast("dict[str, Any]", best) if known else None
 
 
 def publish(folder: Path, partial: Path, index: Index) -> Path:

@@ -10,10 +10,14 @@ from sbpflow.commands.train import config_parser, run_planner
 def explain(argv: Sequence[str]) -> int:
     """Print what a run would do, without starting its ranks."""
     parser = config_parser(
-        "sbpflow explain", "Print a run's tables, layouts, shards, boxing steps, bytes and memory."
+        "sbpflow explain",
+        "Print a run's layouts, its totals per rank and link, and what would help.",
     )
     parser.add_argument("--world-size", type=int, required=True, help="number of ranks")
-    parser.add_argument("--json", action="store_true", help="print the same facts as JSON")
+    add = parser.add_argument
+    add("--shards", action="store_true", help="also print the shards of each table")
+    add("--transfers", action="store_true", help="print all transfers and the order of a step")
+    add("--json", action="store_true", help="print everything as JSON")
     args = parser.parse_intermixed_args(argv)
 
     from sbpflow.config.checks import data_path
@@ -24,6 +28,7 @@ def explain(argv: Sequence[str]) -> int:
     from sbpflow.run.planning.build_plan import plan_run
     from sbpflow.run.planning.explain import check_world_size, describe, format_plan
     from sbpflow.run.planning.kernels import with_known_kernels
+    from sbpflow.run.planning.summary import format_summary, what_helps
     from sbpflow.runtime.ranks.world import device_type_of
 
     check_world_size(args.world_size)
@@ -32,12 +37,9 @@ def explain(argv: Sequence[str]) -> int:
     device = config.parallel.device  # "cuda" is kept: a plan for GPUs does not need a GPU
     device_type = device_type_of(device) if device == "auto" else device
     planned = run_planner(config, manifest, args.world_size, device_type)
+    fields, rules = fields_of(manifest), planned.rules if planned else None
     _, plan = plan_run(
-        config,
-        fields_of(manifest),
-        world_size=args.world_size,
-        device_type=device_type,
-        planned=planned.rules if planned else None,
+        config, fields, world_size=args.world_size, device_type=device_type, planned=rules
     )
     plan = with_known_kernels(plan, config.parallel.kernel)
     facts = describe(plan)
@@ -45,6 +47,11 @@ def explain(argv: Sequence[str]) -> int:
     if args.json:
         json.dump(facts | {"growth": growth}, sys.stdout, indent=1)
         print()
+        return 0
+    if args.transfers:
+        text = format_plan(plan, shards=args.shards)
     else:
-        print("\n\n".join(part for part in (format_plan(plan), growth_text(growth)) if part))
+        helps = what_helps(config, fields, plan, device_type=device_type, planned=rules)
+        text = format_summary(plan, helps, shards=args.shards)
+    print("\n\n".join(part for part in (text, growth_text(growth)) if part))
     return 0

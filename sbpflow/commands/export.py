@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sbpflow.commands.saved_run import add_model, saved_run
@@ -9,6 +10,8 @@ from sbpflow.runtime.files.local_path import local_path
 from sbpflow.runtime.processes.launch import ArgumentParser
 
 if TYPE_CHECKING:
+    from sbpflow.checkpoint.read import Checkpoint
+    from sbpflow.config.schema import Config
     from sbpflow.data import Manifest
     from sbpflow.run.export.plain_model import PlainModel
     from sbpflow.run.export.row_formats import RowFormat
@@ -34,7 +37,36 @@ def _arguments(argv: Sequence[str]) -> Namespace:
 
 def export(argv: Sequence[str]) -> int:
     """Write a trained model in formats that do not need sbpflow."""
+    from sbpflow.run.saved.saved_model import weights_text
+
     args = _arguments(argv)
+    checkpoint, config = saved_run(args)
+    print(weights_text(checkpoint))
+    files = export_model(
+        checkpoint,
+        config,
+        args.output,
+        forms=args.forms,
+        rows=args.rows,
+        scored=args.score,
+        split=args.split,
+    )
+    for file in files:
+        print(f"{file}: {file.stat().st_size:,} bytes")
+    return 0
+
+
+def export_model(
+    checkpoint: "Checkpoint",
+    config: "Config",
+    output: Path,
+    *,
+    forms: str = _FORMS,
+    rows: str = "as_trained",
+    scored: Path | None = None,
+    split: str = "test",
+) -> list[Path]:
+    """Write a saved model to the new folder ``output`` and return its files; prints its scores."""
     from sbpflow.checkpoint.folder import data_folder
     from sbpflow.data import fields_of, load_manifest, open_loader
     from sbpflow.data.predictions import check_ids
@@ -50,8 +82,7 @@ def export(argv: Sequence[str]) -> int:
     from sbpflow.run.planning.build_plan import plan_run
     from sbpflow.run.saved.saved_model import saved_layouts
 
-    forms, row_format = parse_forms(args.forms), parse_rows(args.rows)
-    checkpoint, config = saved_run(args)
+    chosen, row_format = parse_forms(forms), parse_rows(rows)
     like = load_manifest(data_folder(checkpoint.path))
     fields = fields_of(like)
     config, planned = saved_layouts(checkpoint, config, 1)
@@ -69,11 +100,11 @@ def export(argv: Sequence[str]) -> int:
         )
 
     def score(
-        scored: "Manifest", rows: "RowFormat", model: "PlainModel"
+        manifest: "Manifest", rows: "RowFormat", model: "PlainModel"
     ) -> dict[str, float | None]:
         loader = open_loader(
-            scored,
-            split=args.split,
+            manifest,
+            split=split,
             batch_size=config.data.batch_size,
             backend="memmap",
             shuffle="none",
@@ -82,20 +113,18 @@ def export(argv: Sequence[str]) -> int:
         result = score_plain(model, loader.epoch(0))
         loader.close()
         scores = f"AUC {result.auc}, logloss {result.logloss:.6f}"
-        print(f"rows {rows}: {scores} ({result.num_rows} rows, {args.split} of {path})")
+        print(f"rows {rows}: {scores} ({result.num_rows} rows, {split} of {path})")
         return {"auc": result.auc, "logloss": result.logloss}
 
-    path = args.score or config.data.path
-    scored = load_manifest(path) if path is not None and path.is_dir() else None
-    if scored is None:
+    path = scored or config.data.path
+    manifest = load_manifest(path) if path is not None and path.is_dir() else None
+    if manifest is None:
         check_unscored(row_format, path)
     model = make(row_format)
     facts = facts_of(checkpoint, like.vocabulary_digest)
-    if scored is not None:
-        check_ids(scored, like)
-        facts["scores"] = {row_format: score(scored, row_format, model)}
+    if manifest is not None:
+        check_ids(manifest, like)
+        facts["scores"] = {row_format: score(manifest, row_format, model)}
         if row_format != "as_trained":
-            facts["scores"]["as_trained"] = score(scored, "as_trained", make("as_trained"))
-    for file in write_model(args.output, model, facts, forms):
-        print(f"{file}: {file.stat().st_size:,} bytes")
-    return 0
+            facts["scores"]["as_trained"] = score(manifest, "as_trained", make("as_trained"))
+    return write_model(output, model, facts, chosen)

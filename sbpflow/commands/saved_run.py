@@ -12,8 +12,17 @@ if TYPE_CHECKING:
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    text = "a checkpoint, or a run folder to use its newest good checkpoint"
+    text = "a checkpoint, or a run folder to use its best checkpoint, or else its newest good one"
     add("--checkpoint", type=local_path, required=True, metavar="DIR", help=text)
+    which = parser.add_mutually_exclusive_group()
+    for name, text in (("best", "best checkpoint by val"), ("last", "newest good checkpoint")):
+        which.add_argument(
+            f"--{name}",
+            dest="which",
+            action="store_const",
+            const=name,
+            help=f"use the {text}",
+        )
     text = "class of a custom model, which is imported only if this option names it"
     add("--model", metavar="package.module:Class", help=text)
     text = "class of a custom table optimizer, imported only if named; repeat for each class"
@@ -27,7 +36,7 @@ def saved_run(args: argparse.Namespace) -> "tuple[Checkpoint, Config]":
     from sbpflow.models.registry import MODELS
     from sbpflow.run.saved.saved_model import find_checkpoint, saved_config
 
-    checkpoint = find_checkpoint(args.checkpoint)
+    checkpoint = find_checkpoint(args.checkpoint, args.which)
     return checkpoint, saved_config(
         checkpoint,
         args.overrides,

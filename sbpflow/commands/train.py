@@ -4,6 +4,7 @@ This command composes configuration, data, model and training loop, without logi
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,25 +62,40 @@ def run_rank(
     ``tracker(rank)`` returns an additional reporter, which gets the run's events on every rank.
     """
     # torch is imported here so that --help is fast and run_main reports a broken torch.
+    from sbpflow.config.load import load_config
+    from sbpflow.models.registry import MODELS
+    from sbpflow.runtime.compute.malloc import keep_freed_memory
+    from sbpflow.training.report import setup_logging
+
+    keep_freed_memory()
+    train_config(load_config(path, overrides, models=MODELS), tracker, joined=setup_logging)
+    return 0
+
+
+def train_config(
+    config: "Config",
+    tracker: "Callable[[int], Reporter] | None" = None,
+    *,
+    joined: Callable[[int], None] | None = None,
+) -> None:
+    """Train as one rank of the world that the environment describes.
+
+    ``joined(rank)`` is called once all ranks have joined. In a single process everything is closed
+    at the end, also after an error.
+    """
     from sbpflow.checkpoint.read import open_checkpoint
     from sbpflow.config.checks import check_rows, data_path
-    from sbpflow.config.load import load_config
     from sbpflow.data import fields_of, load_manifest
     from sbpflow.data.read.loaders import open_loaders
-    from sbpflow.models.registry import MODELS
     from sbpflow.run.execution.job import build_job
-    from sbpflow.run.execution.start import join_ranks, lock_run_folder, plan_for_ranks
+    from sbpflow.run.execution.start import closing, join_ranks, lock_run_folder, plan_for_ranks
     from sbpflow.run.planning.build_plan import plan_run
     from sbpflow.run.planning.kernels import with_measured_kernels
     from sbpflow.run.saved import resume
     from sbpflow.run.saved.saved_model import saved_plan
-    from sbpflow.runtime.compute.malloc import keep_freed_memory
     from sbpflow.runtime.ranks.world import device_type_of
-    from sbpflow.training.report import setup_logging
     from sbpflow.training.trackers import check_trackers
 
-    keep_freed_memory()
-    config = load_config(path, overrides, models=MODELS)
     manifest = load_manifest(data_path(config))
     device_type = device_type_of(config.parallel.device)
     check_trackers(config.train.trackers)
@@ -97,40 +113,42 @@ def run_rank(
         return plan, (spec, planned)
 
     plan, (spec, planned) = plan_for_ranks(config, device_type, make)
-    boxing = join_ranks(config, plan, data_set=f"{manifest.fingerprint[:16]} in {manifest.path}")
-    world = boxing.world
-    setup_logging(world.rank)
-    lock = lock_run_folder(config, boxing)
-    data = resume.DataFacts(
-        path=str(manifest.path),
-        fingerprint=manifest.fingerprint,
-        content_id=manifest.content_id,
-        vocabulary_digest=manifest.vocabulary_digest,
-        ancestors=tuple(ancestor.digest for ancestor in manifest.ancestors),
-    )
-    decision = resume.decide(config, data, boxing)
-    loaders = open_loaders(
-        manifest,
-        config.data,
-        world.rank,
-        world.size,
-        seed=config.run.seed,
-        device=world.device,
-        crosses=spec.hashed_columns,
-    )
-    newest, request = decision.newest, config.parallel.kernel
-    saved = saved_plan(open_checkpoint(newest), plan, request) if newest else None
-    plan = saved or with_measured_kernels(plan, request, boxing)
-    job = build_job(config, spec, plan, boxing)
-    norms = any(name.endswith("running_mean") for name in job.model.buffers)
-    check_rows(config, manifest.splits, batch_norm=norms)
-    run = resume.Resumed(decision, resume.load(decision, job, data, boxing), data)
-    _fit(config, manifest, job, loaders, run, planned, tracker)
-    for loader in loaders.values():
-        loader.close()
-    lock.close()
-    world.close()
-    return 0
+    with closing() as opened:
+        boxing = join_ranks(
+            config, plan, data_set=f"{manifest.fingerprint[:16]} in {manifest.path}"
+        )
+        world = boxing.world
+        opened.callback(world.close)
+        if joined is not None:
+            joined(world.rank)
+        opened.callback(lock_run_folder(config, boxing).close)
+        data = resume.DataFacts(
+            path=str(manifest.path),
+            fingerprint=manifest.fingerprint,
+            content_id=manifest.content_id,
+            vocabulary_digest=manifest.vocabulary_digest,
+            ancestors=tuple(ancestor.digest for ancestor in manifest.ancestors),
+        )
+        decision = resume.decide(config, data, boxing)
+        loaders = open_loaders(
+            manifest,
+            config.data,
+            world.rank,
+            world.size,
+            seed=config.run.seed,
+            device=world.device,
+            crosses=spec.hashed_columns,
+        )
+        for loader in loaders.values():
+            opened.callback(loader.close)
+        newest, request = decision.newest, config.parallel.kernel
+        saved = saved_plan(open_checkpoint(newest), plan, request) if newest else None
+        plan = saved or with_measured_kernels(plan, request, boxing)
+        job = build_job(config, spec, plan, boxing)
+        norms = any(name.endswith("running_mean") for name in job.model.buffers)
+        check_rows(config, manifest.splits, batch_norm=norms)
+        run = resume.Resumed(decision, resume.load(decision, job, data, boxing), data)
+        _fit(config, manifest, job, loaders, run, planned, tracker, opened)
 
 
 def run_planner(
@@ -166,6 +184,7 @@ def _fit(
     run: "Resumed",
     planned: "PlannedRun | None",
     tracker: "Callable[[int], Reporter] | None",
+    opened: ExitStack,
 ) -> None:
     """Train, score and report, starting from the current state of the job."""
     from sbpflow.checkpoint.folder import DATA_FOLDER
@@ -212,6 +231,7 @@ def _fit(
             metrics_bytes=lambda: report.metrics_bytes,
             keep_set=lambda folder: copy_metadata(manifest, folder / DATA_FOLDER),
         )
+        opened.callback(checkpoints.close)
         result = fit(
             job.trainer,
             loaders,
@@ -232,6 +252,8 @@ def _fit(
             samples_per_s=result.samples_per_s,
             val=result.val,
             test=result.test,
+            best_step=result.best_step,
+            last=(result.last_val, result.last_test),
             notes={**result.notes, **notes},
             peak_memory_bytes=health.peak_memory_bytes(boxing),
         )

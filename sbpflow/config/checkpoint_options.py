@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+from sbpflow.config.metrics import Metric
 from sbpflow.config.parse import Example, PathOr
 from sbpflow.runtime.fields.keys import Key
 from sbpflow.runtime.fields.ranges import Count, Range
@@ -34,11 +35,11 @@ class CheckpointConfig:
     ] = 1000
     keep: Annotated[Count, Key("execution", "Number of newest checkpoints to keep.")] = 3
     keep_best: Annotated[
-        bool,
+        bool | Metric,
         Key(
             "execution",
-            "Also keep the checkpoint with the best AUC on val; train.eval_every must be a "
-            "multiple of checkpoint.every.",
+            "Keep the step with the best value on val, and end with its weights; true takes "
+            "train.stop.metric, or else AUC. train.stop implies it.",
         ),
     ] = False
     background: Annotated[

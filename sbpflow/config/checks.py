@@ -55,12 +55,12 @@ def check_rows(config: Config, rows: Mapping[str, int], *, batch_norm: bool) -> 
             "train), but the model's batch norm needs at least two; use data.tail: drop"
         )
     scored = min(rows.get("val", 0), train.eval_rows or rows.get("val", 0))
-    for name, watch in (("stop", train.stop), ("plateau", train.plateau)):
-        if watch is not None and watch.metric == "gauc" and scored > train.exact_auc_rows:
+    for key, metric in config.watched.items():
+        if metric == "gauc" and scored > train.exact_auc_rows:
             raise ConfigError(
-                f"train.{name}.metric: gauc needs all scored rows at once, but evaluations of val "
-                f"score {scored:,}, more than train.exact_auc_rows {train.exact_auc_rows:,}; use, "
-                f"for example, train.exact_auc_rows={scored}"
+                f"{key}: gauc needs all scored rows at once, but evaluations of val score "
+                f"{scored:,}, more than train.exact_auc_rows {train.exact_auc_rows:,}; use, for "
+                f"example, train.exact_auc_rows={scored}"
             )
 
 

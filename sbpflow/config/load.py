@@ -42,9 +42,19 @@ def load_config(
         file = local_path(path)
     except PathError as error:
         raise ConfigError(f"--config: {error}") from error
-    tree = read_yaml(file)
-    _apply_all(tree, overrides, _import_optimizers)
-    return build(Config, tree, {"model": _with_own(models, tree.get("model"))})
+    return config_of(read_yaml(file), overrides, models=models)
+
+
+def config_of(
+    tree: Mapping[str, Any], overrides: Sequence[str] = (), *, models: Mapping[str, type[Any]]
+) -> Config:
+    """The config of a mapping in the form of a YAML file; ``load_config`` describes the rest.
+
+    Values may also be paths, tuples, and configuration dataclasses.
+    """
+    own: dict[str, Any] = plain(tree)
+    _apply_all(own, overrides, _import_optimizers)
+    return build(Config, own, {"model": _with_own(models, own.get("model"))})
 
 
 def config_from_tree(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Literal, Protocol
 
 from sbpflow.config.checkpoint_options import CheckpointConfig
+from sbpflow.config.metrics import Metric
 from sbpflow.config.model_tables import InitialRange
 from sbpflow.config.parse import Example, Tagged, Untagged
 from sbpflow.config.table_rules import ParallelConfig
@@ -347,15 +348,45 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
+    @property
+    def best_metric(self) -> Metric | None:
+        """Return the metric of val that selects the final weights; ``None`` for the last ones."""
+        keep = self.checkpoint.keep_best
+        if self.train.stop is not None:
+            return self.train.stop.metric
+        return "auc" if keep is True else keep or None
+
+    @property
+    def watched(self) -> dict[str, Metric]:
+        """Return the metrics of val that the run acts on, by key."""
+        train = self.train
+        groups = {"train.stop.metric": train.stop, "train.plateau.metric": train.plateau}
+        metrics: dict[str, Metric] = {}
+        for key, group in groups.items():
+            if group is not None:
+                metrics[key] = group.metric
+        if train.stop is None and self.best_metric is not None:
+            metrics["checkpoint.keep_best"] = self.best_metric
+        return metrics
+
     def __post_init__(self) -> None:
-        every, scored = self.checkpoint.every, self.train.eval_every
-        if self.checkpoint.keep_best and (not every or not scored or scored % every):
-            fit = -(-scored // every) * every if every and scored else every or 1000
+        keep, stop = self.checkpoint.keep_best, self.train.stop
+        if stop is not None and keep not in (True, False, stop.metric):
             raise ConfigError(
-                f"checkpoint.keep_best: val is scored every {scored} steps (train.eval_every) and "
-                f"checkpoints are saved every {every} (checkpoint.every), but every scored step "
-                f"must be saved; use, for example, train.eval_every: {fit}"
-                + ("" if every else " and checkpoint.every: 1000")
+                f"checkpoint.keep_best: {keep}, but train.stop.metric is {stop.metric}; both must "
+                "watch the same metric; use, for example, checkpoint.keep_best: true"
+            )
+        if self.best_metric is not None and not self.checkpoint.every:
+            key = "checkpoint.keep_best" if stop is None else "train.stop"
+            raise ConfigError(
+                f"{key}: the run ends with its best weights, which it reads from a checkpoint, but "
+                f"checkpoint.every is 0, so nothing is saved; use, for example, checkpoint.every: "
+                f"1000, or remove {key}"
+            )
+        if keep and not self.train.eval_every:
+            raise ConfigError(
+                "checkpoint.keep_best: needs evaluations of val during training, but "
+                "train.eval_every is 0; use, for example, train.eval_every: 1000"
             )
         if self.parallel.cuda_graph and self.train.accumulate > 1:
             raise ConfigError(

@@ -24,6 +24,8 @@ from sbpflow.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
+_KEEP_BEST = "checkpoint.keep_best"
+
 
 class Reporter(Protocol):
     """Receives the progress of a run; only the reporter of rank 0 displays and writes progress."""
@@ -45,7 +47,12 @@ class Reporter(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Contains a run's result; ``samples_per_s`` is for all ranks, evaluations are on rank 0."""
+    """Contains a run's result; ``samples_per_s`` is for all ranks, evaluations are on rank 0.
+
+    ``val`` and ``test`` use the weights of ``best_step`` if the run has best weights, or else the
+    last weights. ``last_val`` and ``last_test`` are the scores of the last step if it is not the
+    best one.
+    """
 
     steps: int
     samples_per_s: float
@@ -55,11 +62,17 @@ class Result:
     overlap: str
     stopped: str = ""  # why the run ended early
     best: str = ""  # the best value of the watched metric on val, and its step
+    best_step: int | None = None
+    last_val: Evaluation | None = None
+    last_test: Evaluation | None = None
 
     @property
     def notes(self) -> dict[str, str]:
         """Return further lines of the end summary, by title."""
-        lines = {"stopped": self.stopped, "best val": self.best, "overlap": self.overlap}
+        best = self.best
+        if self.best_step not in (None, self.steps):
+            best += f"; these results use its weights, and last_* those of step {self.steps}"
+        lines = {"stopped": self.stopped, "best val": best, "overlap": self.overlap}
         return {title: line for title, line in lines.items() if line}
 
 
@@ -141,12 +154,12 @@ def fit(
 ) -> Result:
     """Train on ``loaders["train"]``; score ``val`` during the run, then ``val`` and ``test``.
 
-    ``profiler`` traces some of the steps. ``checkpoints`` decides where the run starts and when the
-    run is saved. Raises TrainingError if the loss is not finite, and ConfigError if early stopping
-    or the plateau schedule watches a ``val`` split that has no rows.
+    ``profiler`` traces some of the steps. ``checkpoints`` decides where the run starts, when it is
+    saved, and whether it ends with the weights of the best step or the last. Raises TrainingError
+    if the loss is not finite, and ConfigError if a key watches ``val`` and it has no rows.
     """
     checkpoints = checkpoints or NoCheckpoints()
-    watchers = Watchers.of(train)
+    watchers = Watchers.of(train, checkpoints.best_metric)
     watchers.load(checkpoints.loop)
     score = _Scores(trainer, loaders, train, boxing, reporter)
     trainer.rate_scale = watchers.rate_scale
@@ -163,8 +176,8 @@ def fit(
         batches = current.batches
         pace.got_batch()
         step += 1
-        # The final scoring of val counts as an evaluation if evaluations use all rows, too.
-        due = step % every == 0 if step < last else train.eval_rows is None
+        # The last step can be the best, so it is evaluated on the same rows as the other steps.
+        due = step % every == 0 if step < last else watchers.active or train.eval_rows is None
         scored = bool(train.eval_every) and due
         with overlap.step(step), _named(step), _watched(trainer, times, profiler, step):
             loss = trainer.step(batches)
@@ -182,12 +195,10 @@ def fit(
             reporter.step(step, watch.last, rate, extra)
         if scored:
             watch.flush()
-            evaluation = score("val", step, train.eval_rows)
-            watchers.push(step, evaluation, boxing)
-            checkpoints.scored(step, evaluation)
+            watchers.push(step, score("val", step, train.eval_rows), boxing)
             trainer.rate_scale = watchers.rate_scale
         is_last = step == last or watchers.stops
-        if checkpoints.is_due(step, last=is_last):
+        if checkpoints.is_due(step, last=is_last, best=scored and watchers.improved(step)):
             watch.flush()
             checkpoints.save(step, batches[-1], watchers.state())
             if checkpoints.stops:
@@ -198,7 +209,7 @@ def fit(
         pace.resume()
     trainer.drain()  # a run that stops early has announced batches that it does not train
     _close(profiler, step)
-    return Result(
+    result = Result(
         steps=step,
         samples_per_s=pace.rows / pace.seconds if pace.seconds else float("nan"),
         loss=watch.last,
@@ -206,7 +217,26 @@ def fit(
         test=score("test", step),
         overlap=overlap.summary(),
         stopped=watchers.stop.why(step) if watchers.stop and watchers.stops and step < last else "",
-        best=str(watchers.stop) if watchers.stop else "",
+        best=str(watchers.best or watchers.stop or ""),
+    )
+    best_step = watchers.best.step if watchers.best else 0
+    return _with_best_weights(result, best_step, checkpoints, score) if best_step else result
+
+
+def _with_best_weights(
+    result: Result, best_step: int, checkpoints: Checkpoints, score: "_Scores"
+) -> Result:
+    """Load the best weights unless they are the last ones, and score them."""
+    if best_step == result.steps:
+        return replace(result, best_step=best_step)
+    checkpoints.load_weights(best_step)
+    return replace(
+        result,
+        best_step=best_step,
+        val=score("val", best_step),
+        test=score("test", best_step),
+        last_val=result.val,
+        last_test=result.test,
     )
 
 
@@ -232,14 +262,14 @@ def _check_val(
     train: TrainConfig, watchers: Watchers, loaders: Mapping[str, Loader], last: int
 ) -> None:
     rows = loaders["val"].num_steps if "val" in loaders else 0
-    key = "stop" if train.stop is not None else "plateau"
+    key = "train.stop" if train.stop else "train.plateau" if train.plateau else _KEEP_BEST
     if watchers.active and not rows:
         raise ConfigError(
-            f"train.{key}: watches the split val, but the data has no val rows; prepare the data "
-            f"with a val split, or remove train.{key}"
+            f"{key}: watches the split val, but the data has no val rows; prepare the data with "
+            f"a val split, or remove {key}"
         )
     if watchers.active and train.eval_every >= last:
-        text = "train.%s has no effect: train.eval_every is %d, but the run has only %d steps"
+        text = "%s has no effect: train.eval_every is %d, but the run has only %d steps"
         logger.warning(text, key, train.eval_every, last)
 
 

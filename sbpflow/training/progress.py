@@ -1,4 +1,4 @@
-"""Shows the progress of a run: a bar on a terminal, otherwise one log line per interval.
+"""Shows the progress of a run: a bar on a terminal or in a notebook, otherwise log lines.
 
 Callers measure the figures; the clock in this module is only for the ETA.
 """
@@ -9,13 +9,18 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 logger = logging.getLogger(__name__)
 
 
+def can_show_bars() -> bool:
+    """Whether stderr is a terminal or the output of a notebook cell."""
+    return sys.stderr.isatty() or type(sys.stderr).__module__.startswith("ipykernel.")
+
+
 class Progress:
-    """Shows progress if ``visible`` (on rank 0); ``bar`` allows a bar if stderr is a terminal."""
+    """Shows progress if ``visible`` (on rank 0); ``bar`` allows a bar if stderr can show one."""
 
     def __init__(
         self,
@@ -30,7 +35,7 @@ class Progress:
         self._visible, self._clock = visible, clock
         self._start: tuple[int, float] | None = None
         self._bar = None
-        if visible and bar and sys.stderr.isatty():
+        if visible and bar and can_show_bars():
             self._bar = tqdm(total=num_steps, initial=first_step, unit="step", dynamic_ncols=True)
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Literal
 
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from sbpflow.config.load import dump_config
 from sbpflow.config.metrics import METRICS
@@ -49,8 +49,8 @@ class _ProgressBarHandler(logging.Handler):
         tqdm.write(self.format(record), file=sys.stderr)
 
 
-def setup_logging(rank: int) -> None:
-    """Log with the rank in every line; only project packages on rank 0 log below WARNING.
+def setup_logging(rank: int, level: int = logging.INFO) -> None:
+    """Log with the rank in every line; project packages on rank 0 at ``level``, others at WARNING.
 
     The root logger stays at WARNING because FBGEMM logs its constructor arguments there at INFO.
     """
@@ -62,7 +62,7 @@ def setup_logging(rank: int) -> None:
     root.handlers = [handler]
     root.setLevel(logging.WARNING)
     for package in ("sbpflow", "models", "data", "planner"):
-        logging.getLogger(package).setLevel(logging.INFO if rank == 0 else logging.WARNING)
+        logging.getLogger(package).setLevel(level if rank == 0 else logging.WARNING)
 
 
 class MetricsWriter:
@@ -236,12 +236,16 @@ class Report:
         samples_per_s: float,
         val: Evaluation | None,
         test: Evaluation | None,
+        best_step: int | None = None,
+        last: tuple[Evaluation | None, Evaluation | None] = (None, None),
         notes: Mapping[str, str] | None = None,
         peak_memory_bytes: Sequence[int] = (),
     ) -> None:
         """Write the ``final`` event and log the end summary, with ``notes`` by title.
 
-        ``peak_memory_bytes`` has one value per rank.
+        * ``best_step``: the step of the weights that ``val`` and ``test`` were scored with, if not
+          simply the last; ``last`` is (val, test) of the last step if it is another one.
+        * ``peak_memory_bytes``: one value per rank.
         """
         values: dict[str, Value] = {
             "val_auc": val.auc if val else None,
@@ -252,6 +256,11 @@ class Report:
         }
         if test:
             values |= {k: v for k, v in figures_of(test).items() if k not in values}
+        if best_step is not None:
+            values["best_step"] = best_step
+        for name, evaluation in zip(("last_val", "last"), last, strict=True):
+            if evaluation is not None:
+                values |= {f"{name}_{m}": getattr(evaluation, m) for m in ("auc", "logloss")}
         if self._best is not None:
             values |= {"best_auc": self._best[0], "best_logloss": self._best[1]}
         self._progress.close()

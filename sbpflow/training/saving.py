@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from sbpflow.config.metrics import Metric
 from sbpflow.training.batch import Batch
-from sbpflow.training.metrics import Evaluation
 
 
 class Checkpoints(Protocol):
@@ -30,12 +30,17 @@ class Checkpoints(Protocol):
         """Return the saved ``loop`` of ``save``, which is empty at the start of a run."""
         ...
 
-    def scored(self, step: int, evaluation: Evaluation | None) -> None:
-        """Take the evaluation of val after ``step``; ``None`` on ranks other than 0."""
+    @property
+    def best_metric(self) -> Metric | None:
+        """Return the metric of val that selects the best weights; ``None`` to keep the last."""
         ...
 
-    def is_due(self, step: int, *, last: bool) -> bool:
-        """Return whether to call ``save`` after this step."""
+    def load_weights(self, step: int) -> None:
+        """Load the weights saved after ``step`` into the job; every rank calls it."""
+        ...
+
+    def is_due(self, step: int, *, last: bool, best: bool) -> bool:
+        """Return whether to call ``save`` after this step; ``best``: it is the best so far."""
         ...
 
     def save(self, step: int, batch: Batch, loop: Mapping[str, Any]) -> None:
@@ -61,15 +66,16 @@ class NoCheckpoints:
     step = epoch = steps_of_before = 0
     stops = False
     loop: Mapping[str, Any] = {}
+    best_metric: Metric | None = None
 
     def leave(self) -> None:
         raise RuntimeError("leave() was called, but a run without checkpoints cannot be stopped")
 
-    def scored(self, step: int, evaluation: Evaluation | None) -> None:
-        pass
+    def load_weights(self, step: int) -> None:
+        raise RuntimeError(f"load_weights({step}) without checkpoints, which save no weights")
 
-    def is_due(self, step: int, *, last: bool) -> bool:
-        del step, last
+    def is_due(self, step: int, *, last: bool, best: bool) -> bool:
+        del step, last, best
         return False
 
     def save(self, step: int, batch: Batch, loop: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Stops runs early, and reduces learning rates on plateaus, based on evaluations of val.
+"""Stops runs early, lowers learning rates on plateaus, and finds the best step, by scores of val.
 
 Every rank has the same objects and gets the same metrics, so all ranks make the same decisions.
 Checkpoints use ``state()`` and ``load()``; states are JSON values.
@@ -19,7 +19,12 @@ from sbpflow.errors import TrainingError
 from sbpflow.sbp.sbp import Partial
 from sbpflow.training.metrics import Evaluation
 
-State = Mapping[str, float | int | None]
+State = Mapping[str, float | int | str | None]
+_KEYS = {
+    "stop": "train.stop.metric",
+    "plateau": "train.plateau.metric",
+    "best": "checkpoint.keep_best",
+}
 
 
 @dataclass
@@ -27,7 +32,7 @@ class Best:
     """Tracks a metric's best value, its step, and the number of evaluations since (``waited``)."""
 
     metric: Metric
-    min_delta: float
+    min_delta: float = 0.0
     value: float | None = None
     step: int = 0
     waited: int = 0
@@ -40,9 +45,10 @@ class Best:
         else:
             self.value, self.step, self.waited = value, step, 0
 
-    def state(self) -> dict[str, float | int | None]:
+    def state(self) -> dict[str, float | int | str | None]:
         """Return the state for ``load``."""
-        return {"value": self.value, "step": self.step, "waited": self.waited}
+        facts = {"value": self.value, "step": self.step, "waited": self.waited}
+        return {"metric": self.metric, **facts}
 
     def load(self, state: State) -> None:
         """Restore a saved state."""
@@ -89,7 +95,7 @@ class Plateau(Best):
             self.factor = max(self.factor * self.config.factor, self.config.min_factor)
             self.waited = 0
 
-    def state(self) -> dict[str, float | int | None]:
+    def state(self) -> dict[str, float | int | str | None]:
         """Return the state for ``load``."""
         return {**super().state(), "factor": self.factor}
 
@@ -100,22 +106,25 @@ class Plateau(Best):
 
 
 class Watchers:
-    """Combines the watchers of val in a run: a ``Stopper``, a ``Plateau``, both or neither."""
+    """Combines the watchers of val in a run, each optional; ``best`` tracks the best weights."""
 
-    def __init__(self, stop: Stopper | None = None, plateau: Plateau | None = None) -> None:
-        self.stop, self.plateau = stop, plateau
+    def __init__(
+        self, stop: Stopper | None, plateau: Plateau | None, best: Best | None = None
+    ) -> None:
+        self.stop, self.plateau, self.best = stop, plateau, best
 
     @staticmethod
-    def of(config: TrainConfig) -> "Watchers":
-        """Return the watchers that ``train.stop`` and ``train.plateau`` configure."""
+    def of(config: TrainConfig, best: Metric | None = None) -> "Watchers":
+        """Return the watchers of ``train``; ``best`` is the metric of the best weights."""
         return Watchers(
             None if config.stop is None else Stopper(config.stop),
             None if config.plateau is None else Plateau(config.plateau),
+            None if best is None else Best(best),
         )
 
     @property
-    def _all(self) -> dict[str, Stopper | Plateau]:
-        pairs = {"stop": self.stop, "plateau": self.plateau}
+    def _all(self) -> dict[str, Best]:
+        pairs = {"stop": self.stop, "plateau": self.plateau, "best": self.best}
         return {name: watcher for name, watcher in pairs.items() if watcher is not None}
 
     @property
@@ -127,6 +136,10 @@ class Watchers:
     def stops(self) -> bool:
         """Return whether to stop the run."""
         return self.stop is not None and self.stop.stops
+
+    def improved(self, step: int) -> bool:
+        """Return whether ``step`` has the best weights so far."""
+        return self.best is not None and self.best.step == step
 
     @property
     def rate_scale(self) -> float:
@@ -141,28 +154,28 @@ class Watchers:
         watchers = self._all
         if not watchers:
             return
-        metrics: list[Metric] = [watcher.config.metric for watcher in watchers.values()]
+        metrics: list[Metric] = [watcher.metric for watcher in watchers.values()]
         # Other ranks contribute zeros, so the sum gives every rank the values of rank 0.
         mine = [_value(evaluation, metric) if boxing.world.rank == 0 else 0.0 for metric in metrics]
         part = torch.tensor(mine, dtype=torch.float64, device=boxing.world.device)
         values = combine_parts(boxing, part, Partial(), "evaluate/fwd/watched").tolist()
         for (name, watcher), value in zip(watchers.items(), values, strict=True):
             if math.isnan(value):
-                raise TrainingError(_no_metric(name, watcher.config.metric, step))
+                raise TrainingError(_no_metric(_KEYS[name], watcher.metric, step))
             watcher.push(step, value)
 
     def figures(self) -> dict[str, float]:
         """Return ``lr_scale``, the factor of the learning rates, if there is a ``Plateau``."""
         return {} if self.plateau is None else {"lr_scale": self.rate_scale}
 
-    def state(self) -> dict[str, dict[str, float | int | None]]:
+    def state(self) -> dict[str, dict[str, float | int | str | None]]:
         """Return the state for ``load``."""
         return {name: watcher.state() for name, watcher in self._all.items()}
 
     def load(self, state: Mapping[str, State]) -> None:
-        """Restore a saved state; a watcher without saved state starts fresh."""
+        """Restore a saved state; a watcher without state of its metric starts fresh."""
         for name, watcher in self._all.items():
-            if name in state:
+            if name in state and state[name].get("metric", watcher.metric) == watcher.metric:
                 watcher.load(state[name])
 
 
@@ -172,8 +185,8 @@ def _value(evaluation: Evaluation | None, metric: Metric) -> float:
     return math.nan if value is None else float(value)
 
 
-def _no_metric(name: str, metric: Metric, step: int) -> str:
+def _no_metric(key: str, metric: Metric, step: int) -> str:
     return (
-        f"train.{name}.metric: val has no {metric} at step {step} because "
-        f"{METRICS[metric].absent}; use train.{name}.metric=logloss"
+        f"{key}: val has no {metric} at step {step} because {METRICS[metric].absent}; use "
+        f"{key}=logloss"
     )

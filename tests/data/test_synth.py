@@ -321,7 +321,7 @@ def test_generated_ids_follow_the_rule_of_prepare(generator, generated):
     [
         (["--rows", "0"], "from 1 to"),
         (["--rows", "10", "--auc", "1.5"], "--auc"),
-        (["--rows", "10", "--split", "ratio:0.8,0.1,0.1"], "by time"),
+        (["--rows", "10", "--split", "ratio:0.8,0.1,0.1"], "such as time:0.8,0.1,0.1"),
         (["--rows", "10", "--hot", "C99=3"], "C99"),
         (["--rows", "10", "--hot", "C1"], "such as C1=3"),
         (["--rows", "10", "--skew", "C1=x"], "such as C1=3"),

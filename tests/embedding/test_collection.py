@@ -111,5 +111,5 @@ def test_unknown_optimizers_and_constants_are_rejected():
             sparse_optimizer(name)
     with pytest.raises(ConfigError, match=r"ftrl: has no weight_decay; use lr, beta, l1"):
         sparse_optimizer("ftrl", weight_decay=0.1)
-    with pytest.raises(ConfigError, match=r"name 'adagrad'; .* use 'sgd'"):
+    with pytest.raises(ConfigError, match=r"name 'adagrad'; use 'sgd'"):
         Sgd(name="adagrad")

@@ -217,7 +217,7 @@ def test_a_rank_number_used_by_two_processes_is_refused(tmp_path):
     assert 2 in codes[1:]
     assert set(codes) <= {2, 3}, "no rank hangs or starts"
     message = "".join(outputs)
-    assert "error: RANK=1: process " in message
+    assert "error: RANK=1: both process " in message
     assert "have this number" in message
 
 
@@ -307,9 +307,9 @@ def test_an_address_that_does_not_resolve_is_reported_at_once(impatient, monkeyp
 @pytest.mark.parametrize(
     ("rank", "size", "message"),
     [
-        ("2", "2", r"RANK=2: .* WORLD_SIZE=2 .* 0\.\.1; .* example RANK=1$"),
-        ("-1", "2", r"RANK=-1: .* WORLD_SIZE=2 .* 0\.\.1; .* example RANK=0$"),
-        ("1", "1", r"RANK=1: .* WORLD_SIZE=1 .* 0\.\.0; .* example RANK=0$"),
+        ("2", "2", r"RANK=2: .* WORLD_SIZE=2 .* 0\.\.1; .*for example, RANK=1$"),
+        ("-1", "2", r"RANK=-1: .* WORLD_SIZE=2 .* 0\.\.1; .*for example, RANK=0$"),
+        ("1", "1", r"RANK=1: .* WORLD_SIZE=1 .* 0\.\.0; .*for example, RANK=0$"),
         ("0", "0", r"WORLD_SIZE=0: a run needs at least 1 rank; use, for example, WORLD_SIZE=1"),
         ("0", "-4", r"WORLD_SIZE=-4: a run needs at least 1 rank; use, for example, WORLD_SIZE=1"),
         (

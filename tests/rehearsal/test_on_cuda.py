@@ -98,7 +98,7 @@ def ids_in_host_memory(world):
 
 def test_ids_in_host_memory_are_rejected_with_the_feature_name(rehearsed_ranks):
     ((whole, by_name),) = rehearsed_ranks(1, ids_in_host_memory)
-    assert re.fullmatch(r'ids: on cpu,.*on cuda:0; pass .to\("cuda:0"\)', whole)
+    assert re.fullmatch(r'ids: is on cpu,.*on cuda:0; pass .to\("cuda:0"\)', whole)
     assert by_name.startswith("feature C1: ids: on cpu")
 
 

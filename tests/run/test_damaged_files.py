@@ -86,7 +86,7 @@ def test_a_damaged_manifest_is_refused(tmp_path, capsys):
     for copy in damaged(file.read_bytes(), 150):
         file.write_bytes(copy)
         found, message = outcome(lambda: load_manifest(tmp_path))
-        assert message.startswith(f"{file}: ") or found.content == whole.content
+        assert message.startswith((f"{file}: ", f"{file} is ")) or found.content == whole.content
         assert outcome(lambda: check_unchanged(whole))[1] or found is not None
     file.write_bytes(b"[" * 100_000)
     assert data_main(["stats", str(tmp_path)]) == 2

@@ -106,6 +106,20 @@ def test_a_prediction_equals_the_evaluation_bit_for_bit(run, folder, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["s.parquet"]
 
 
+def test_the_suffix_selects_the_format_of_the_scores(run, folder, tmp_path):
+    """Text has the shortest digits that give the same float32."""
+    readers = {"csv": {}, "tsv": {"separator": "\t"}}
+    assert predict(words(run, folder / "set", tmp_path / "s.parquet")) == 0
+    wanted = pl.read_parquet(tmp_path / "s.parquet")
+    for suffix, options in readers.items():
+        assert predict(words(run, folder / "set", tmp_path / f"s.{suffix}")) == 0
+        found = pl.read_csv(tmp_path / f"s.{suffix}", schema=wanted.schema, **options)
+        assert found.equals(wanted)
+    for name in ("s.CSV", "s.csv.gz", "scores"):
+        with pytest.raises(ConfigError, match=rf"{name}: must end in \.parquet, \.csv, \.tsv"):
+            predict(words(run, folder / "set", tmp_path / name))
+
+
 def test_raw_rows_get_the_ids_and_scores_of_the_run(run, folder, tmp_path):
     rows = [row for row in table(900)[24 * 24 :] if row["price"] != INF]
     source = write_csv(tmp_path / "new.csv", rows)
@@ -246,7 +260,7 @@ def test_what_cannot_be_predicted_is_refused_before_anything_is_scored(run, fold
     assert data_main(["prepare", *map(str, other)]) == 0
     with pytest.raises(ConfigError, match=r"other: the ids are not from .* encode"):
         check_ids(load_manifest(tmp_path / "other"), like)
-    scoring = Scoring([str(folder / "set")], tmp_path / "s", "val", like, overwrite=False)
+    scoring = Scoring([str(folder / "set")], tmp_path / "s.csv", "val", like, overwrite=False)
     assert scoring.manifest().splits["val"] > 0
 
 

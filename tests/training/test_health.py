@@ -94,7 +94,7 @@ def test_out_of_range_dense_values_end_the_run(ranks):
     (message,) = ranks(1, push_a_dense_value_of_1e30)
     name = FIELDS.dense[1]
     assert f"step 9: {name} in row 1 of rank 0's part of the batch is 1e+30;" in message
-    assert "has -2 to 9.5" in message
+    assert "-2 to 9.5" in message
 
 
 def bend_one_copy(world: World, what: str) -> str:

@@ -145,7 +145,7 @@ def test_a_folder_takes_one_run_at_a_time(tmp_path):
     assert str(caught.value).startswith(
         f"run.dir: {folder} is in use by another run (process {os.getpid()} on {platform.node()});"
     )
-    assert f"run.dir={folder}-3," in str(caught.value)
+    assert f"run.dir={folder}-3)" in str(caught.value)
     RunLock(folder, rank=1)  # another rank of the same run
     first.close()
     RunLock(folder, rank=0).close()

@@ -100,9 +100,9 @@ def push_on_rank_0(world: World, metric: str) -> Any:
 
 def test_all_ranks_decide_by_the_metrics_of_rank_0(ranks):
     for state in ranks(3, push_on_rank_0, "logloss"):
-        assert state == {"stop": {"value": 0.5, "step": 7, "waited": 0}}
+        assert state == {"stop": {"metric": "logloss", "value": 0.5, "step": 7, "waited": 0}}
     for message in ranks(2, push_on_rank_0, "auc"):
-        assert re.match(r"train\.stop\.metric: .*auc at step 7 .*one class", message)
+        assert re.match(r"train\.stop\.metric: .*auc at step 7 .*same class", message)
     for message in ranks(2, push_on_rank_0, "gauc"):
         assert "no group has rows of both classes; use train.stop.metric=logloss" in message
 
@@ -166,12 +166,12 @@ def test_a_run_stops_early_on_all_ranks(ranks):
 
 
 def test_the_evaluation_at_the_end_may_be_the_best(ranks):
-    """The final evaluation counts if the other evaluations also score all rows."""
+    """Also if the end is not a multiple of eval_every, or evaluations score some of the rows."""
     stop = StopConfig(metric="logloss", patience=1, min_delta=0.0)
-    for eval_rows, at in ((None, 4), (30, 2)):
-        train = TrainConfig(max_steps=4, eval_every=2, eval_rows=eval_rows, stop=stop)
+    for eval_rows, every in ((None, 2), (30, 2), (30, 3)):
+        train = TrainConfig(max_steps=4, eval_every=every, eval_rows=eval_rows, stop=stop)
         (told,) = ranks(1, run_learning, train)
-        assert told["best"].endswith(f"at {at}")
+        assert told["best"].endswith("at 4")
         assert not told["stopped"]
 
 
@@ -247,6 +247,17 @@ def test_unwatchable_splits_are_refused(ranks):
         )
     (message,) = ranks(1, run_without_val)
     assert message.startswith("train.stop: watches the split val")
+
+
+def test_a_state_of_another_metric_is_not_restored():
+    saved = Watchers.of(TrainConfig(), "auc")
+    assert saved.best is not None
+    saved.best.push(8, 0.7)
+    for metric, value in (("auc", 0.7), ("logloss", None)):
+        watchers = Watchers.of(TrainConfig(), metric)
+        watchers.load(saved.state())
+        assert watchers.best is not None
+        assert watchers.best.value == value
 
 
 def run_without_val(world: World) -> str:

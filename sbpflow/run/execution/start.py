@@ -1,6 +1,7 @@
-"""Starts a run: plans for its hosts, joins its ranks, and locks its folder."""
+"""Starts a run: plans for its hosts, joins its ranks, locks its folder; closes it at the end."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
@@ -61,6 +62,22 @@ def join_ranks(config: Config, plan: RunPlan, *, data_set: str) -> Boxing:
             topology=None if plan.topology.hosts_source == "assumed" else plan.topology,
         )
     )
+
+
+@contextmanager
+def closing() -> Generator[ExitStack]:
+    """Close what a run opened: after success, and in a single process after a failure, too.
+
+    After a failure of several ranks their processes end, and closing could wait for a dead peer.
+    """
+    opened = ExitStack()
+    try:
+        yield opened
+    except BaseException:
+        if world_size_of_environment() == 1:
+            opened.close()
+        raise
+    opened.close()
 
 
 def lock_run_folder(config: Config, boxing: Boxing) -> RunLock:

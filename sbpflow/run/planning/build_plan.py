@@ -11,7 +11,7 @@ from typing import cast
 
 from sbpflow.config.checks import check
 from sbpflow.config.model_tables import TableRules, check_matches
-from sbpflow.config.schema import Config, TableChanges, TableOptimizer, TrainConfig
+from sbpflow.config.schema import Config, TableChanges, TableOptimizer
 from sbpflow.config.table_layouts import resolve_dense_layouts
 from sbpflow.config.table_plan import read_table_plan
 from sbpflow.config.table_rules import DTYPES, Schemes, TableRule
@@ -128,7 +128,7 @@ def plan_run(
         loss=config.train.loss,
     )
     slice_columns(config.train.slices, embeddings)
-    _check_metrics(config.train, fields)
+    _check_metrics(config, fields)
     clip = config.optimizer.clip
     schedule = OVERLAPPED if config.parallel.overlap else SERIAL
     return spec, RunPlan(
@@ -165,14 +165,13 @@ def _check_table_rules(model: object, fields: Fields, outputs: tuple[OutputConfi
         check_matches("model.tables", model.tables, names, "table")
 
 
-def _check_metrics(train: TrainConfig, fields: Fields) -> None:
+def _check_metrics(config: Config, fields: Fields) -> None:
     """Raise ConfigError if the run watches a metric that is undefined for its set."""
-    for name, watch in (("stop", train.stop), ("plateau", train.plateau)):
-        if watch is not None and watch.metric == "gauc" and not fields.grouped:
+    for key, metric in config.watched.items():
+        if metric == "gauc" and not fields.grouped:
             raise ConfigError(
-                f"train.{name}.metric: gauc, but the rows of this set have no group; prepare "
-                "the set with a group in its schema, such as `group: {user: string}`, or use "
-                f"train.{name}.metric=auc"
+                f"{key}: gauc, but the rows of this set have no group; prepare the set with a "
+                f"group in its schema, such as `group: {{user: string}}`, or use {key}=auc"
             )
 
 
@@ -231,7 +230,7 @@ def _plan_tables(
     if parallel.scheme != "auto":
         layouts = resolve(spec.schemes)
         return layouts, plan(layouts), ()
-    frequencies = _frequencies(fields)
+    frequencies = frequencies_of(fields)
     ranked = rank_candidates(
         candidates(tables, features, world.size, config.data.batch_size, frequencies),
         lambda rules: plan(resolve({"auto": rules})),
@@ -243,7 +242,8 @@ def _plan_tables(
     return resolve({"auto": ranked[0].rules}), ranked[0].plan, priced
 
 
-def _frequencies(fields: Fields) -> dict[str, IdFrequencies]:
+def frequencies_of(fields: Fields) -> dict[str, IdFrequencies]:
+    """Return how often the ids of each column repeat, where the set has statistics."""
     return {field.name: field.frequencies for field in fields.ids if field.frequencies is not None}
 
 
@@ -252,7 +252,7 @@ def _skew(embeddings: EmbeddingPlan, fields: Fields, batch_size: int) -> dict[st
 
     The exponents of a table's features are averaged by their numbers of ids and rounded to halves.
     """
-    known = _frequencies(fields)
+    known = frequencies_of(fields)
     skews: dict[str, float] = {}
     for table in (table for group in embeddings.groups for table in group.tables):
         frequencies = [known[name] for name in table.features if name in known]

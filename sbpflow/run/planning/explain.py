@@ -59,7 +59,8 @@ def describe(plan: RunPlan) -> dict[str, Any]:
             _describe_move(plan, *move)
             for move in plan.schedule.in_flight(plan.transfers(), plan.lookahead)
         ],
-        "ranks": _describe_ranks(plan, tables),
+        "ranks": _describe_ranks(plan, tables, steps),
+        "links": _describe_links(plan, steps),
         "bytes_per_iteration": sum(step["total_bytes"] for step in steps),
     }
 
@@ -127,15 +128,40 @@ def _describe_move(plan: RunPlan, move: Move, in_flight: Sequence[str]) -> dict[
     }
 
 
-def _describe_ranks(plan: RunPlan, tables: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the memory of each rank."""
+def _describe_links(
+    plan: RunPlan, steps: Sequence[Mapping[str, Any]]
+) -> dict[str, dict[str, float]]:
+    """Return the transfers by link; one whose ranks are on several hosts is between hosts.
+
+    ``ms`` is the time of the transfers one after another, by the link's speed and latency.
+    """
+    links: dict[str, dict[str, float]] = {}
+    for step in steps:
+        groups = [group for group in step["groups"] if len(group) > 1]
+        if not groups:
+            continue
+        far = any(not plan.topology.same_host(*group) for group in groups)
+        link = min(map(plan.topology.link, groups), key=lambda link: link.gb_per_s)
+        facts = links.setdefault(
+            "between hosts" if far else "on a host", {"transfers": 0, "bytes": 0, "ms": 0.0}
+        )
+        facts["transfers"] += 1
+        facts["bytes"] += step["total_bytes"]
+        facts["ms"] += link.latency_ms + max(step["bytes_per_rank"]) / (1e6 * link.gb_per_s)
+    return links
+
+
+def _describe_ranks(
+    plan: RunPlan, tables: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the memory of each rank, and the most bytes that it sends in an iteration."""
     itemsize = plan.embeddings.dtype.itemsize
     window_bytes = plan.window_bytes()
     ranks: dict[int, dict[str, Any]] = {}
     for rank in plan.embeddings.world.ranks:
         dense = sum(p.num_elements(rank) for p in plan.dense)
         dense_state = sum(p.num_elements(rank) * p.state_per_element for p in plan.dense)
-        ranks[rank] = {  # the order matches the columns of _rank_lines
+        ranks[rank] = {  # the order matches the columns of rank_lines
             "rank": rank,
             "table_bytes": 0,
             "table_state_bytes": 0,
@@ -143,6 +169,7 @@ def _describe_ranks(plan: RunPlan, tables: Sequence[Mapping[str, Any]]) -> list[
             "dense_gradient_bytes": dense * itemsize,
             "dense_state_bytes": dense_state * itemsize,
             "window_bytes": window_bytes[rank],
+            "sent_bytes": sum(step["bytes_per_rank"][rank] for step in steps),
         }
     for table in tables:
         for shard in table["shards"]:
@@ -161,17 +188,17 @@ def format_plan(plan: RunPlan, *, shards: bool = True) -> str:
     facts = describe(plan)
     lines = [
         f"{facts['world_size']} ranks, {facts['backend']}, batch {facts['batch_size']:,} rows",
-        *_topology_lines(facts["topology"]),
-        *_compared_lines(facts["compared"]),
+        *topology_lines(facts["topology"]),
+        *compared_lines(facts["compared"]),
         "",
-        *_table_lines(facts["tables"], shards=shards),
+        *table_lines(facts["tables"], shards=shards),
         "",
         *_step_lines(facts["steps"]),
         _total_line(facts),
         "",
         plan.schedule.describe(plan.transfers(), plan.lookahead),
         "",
-        *_rank_lines(facts["ranks"]),
+        *rank_lines(facts["ranks"]),
         f"ids: an upper bound for the {1 + plan.lookahead} batches in the lookahead window "
         f"(train.lookahead {plan.lookahead}); dense features, activations and exchange buffers "
         "are not included",
@@ -179,7 +206,7 @@ def format_plan(plan: RunPlan, *, shards: bool = True) -> str:
     return "\n".join(lines)
 
 
-def _topology_lines(topology: Mapping[str, Any]) -> list[str]:
+def topology_lines(topology: Mapping[str, Any]) -> list[str]:
     """Describe hosts, links, memory and speeds, each with its source."""
     hosts = topology["hosts"]
     counts = _by_rank([len(host) for host in hosts])
@@ -209,13 +236,17 @@ def _by_rank(values: Sequence[float]) -> str:
     return ", ".join(shown[:MANY]) + ", .." * (len(shown) > MANY)
 
 
-def _compared_lines(compared: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Show the plan that ``scheme: auto`` chose and the next cheapest ones."""
+def compared_lines(compared: Sequence[Mapping[str, Any]], *, width: int = 400) -> list[str]:
+    """Show the plan that ``scheme: auto`` chose and the next cheapest ones that fit the width."""
     if not compared:
         return []
-    first, *others = (f"{each['plan']} {each['priced_ms']:.1f} ms" for each in compared)
-    then = f"; then {', '.join(others[:4])}" if others else ""
-    return [f"scheme auto, predicted time of tables and their exchange: {first}{then}"]
+    first, *others = (f"{each['plan']} {each['priced_ms']:.1f} ms" for each in compared[:5])
+    line, join = f"scheme auto, predicted time of tables and their exchange: {first}", "; then "
+    for other in others:
+        if len(line) + len(join) + len(other) > width:
+            break
+        line, join = line + join + other, ", "
+    return [line]
 
 
 def _total_line(facts: Mapping[str, Any]) -> str:
@@ -227,7 +258,10 @@ def _total_line(facts: Mapping[str, Any]) -> str:
     return f"all steps: {bound}{size} per iteration over all ranks{update}"
 
 
-def _table_lines(tables: Sequence[Mapping[str, Any]], *, shards: bool) -> list[str]:
+def table_lines(
+    tables: Sequence[Mapping[str, Any]], *, shards: bool, reasons: bool = True
+) -> list[str]:
+    """Return a line per table; its shards, and the reason for its kernel, are optional."""
     rows = [("table", "rows", "dim", "layout", "exchange", "kernel", "")]
     for table in tables:
         layout = f"{table['sbp']}@{table['ranks']}"
@@ -239,12 +273,12 @@ def _table_lines(tables: Sequence[Mapping[str, Any]], *, shards: bool) -> list[s
                 layout,
                 table["exchange"],
                 table["kernel"],
-                table["kernel_reason"],
+                table["kernel_reason"] if reasons else "",
             )
         )
         if shards:
             rows += [("", line, "", "", "", "", "") for line in _extents(table["shards"])]
-    return _columns(rows)
+    return columns(rows)
 
 
 def _extents(shards: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -291,19 +325,20 @@ def _step_lines(steps: Sequence[Mapping[str, Any]]) -> list[str]:
                 step["what"],
             )
         )
-    return _columns(rows)
+    return columns(rows)
 
 
-def _rank_lines(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
+def rank_lines(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the memory of each rank and what it sends, with many ranks as ranges of equal ones."""
     rows: list[tuple[str, ...]] = [
-        ("rank", "tables", "their state", "dense", "gradients", "their state", "ids", "sum")
+        ("rank", "tables", "their state", "dense", "gradients", "their state", "ids", "sum", "sent")
     ]
-    for sizes, equal in groupby(ranks, key=lambda rank: [*rank.values()][1:]):
+    for (*sizes, sent), equal in groupby(ranks, key=lambda rank: [*rank.values()][1:]):
         numbers = [rank["rank"] for rank in equal]
         for few in [numbers] if len(numbers) > MANY else [[number] for number in numbers]:
             name = short_lists(str(few))[1:-1]
-            rows.append((name, *(format_size(size) for size in (*sizes, sum(sizes)))))
-    return _columns(rows)
+            rows.append((name, *(format_size(size) for size in (*sizes, sum(sizes), sent))))
+    return columns(rows)
 
 
 def short_lists(text: str) -> str:
@@ -341,8 +376,8 @@ def _runs(numbers: Sequence[int]) -> list[str]:
     return shown
 
 
-def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Left-align columns; if a row's first cell is empty, its second cell is a line of text."""
+def columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Left-align columns; a row with an empty first cell is a line of text in its second cell."""
     rows = [tuple(short_lists(cell) for cell in row) for row in rows]
     full = [row for row in rows if row[0]]
     widths = [max(map(len, column)) for column in zip(*full, strict=True)]

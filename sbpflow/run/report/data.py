@@ -50,16 +50,19 @@ class Run:
         events = self.of("step" if split is None else "eval")
         if by not in ("step", "time"):
             raise ValueError(f"by: {by!r}; use step or time")
-        return [
+        return sorted(  # a run that ends with its best weights scores that step again
             (float(event["step"]) if by == "step" else self.minutes(event), float(event[key]))
             for event in events
             if event.get(key) is not None and event.get("split") == split
-        ]
+        )
 
     def last(self, kind: str, split: str) -> list[Event]:
         """Return the events of a kind that belong to the last evaluation of a split."""
-        events = [event for event in self.of(kind) if event.get("split") == split]
-        return [event for event in events if event["step"] == events[-1]["step"]]
+        last: list[Event] = []
+        for event in self.events:
+            if event.get("split") == split and event["event"] in ("eval", kind):
+                last = [] if event["event"] == "eval" else [*last, event]
+        return last
 
 
 def read_runs(folders: list[Path]) -> list[Run]:

@@ -32,6 +32,7 @@ _FIGURE = _or_none(is_value)
 _NAMED: Mapping[str, Callable[[Any], bool]] = {
     "step": is_count,
     "steps": is_count,
+    "best_step": is_count,
     "num_rows": is_count,
     "split": _is_text,
     "column": _is_text,

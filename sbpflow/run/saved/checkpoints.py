@@ -9,22 +9,27 @@ from typing import Any, Protocol
 
 from sbpflow.boxing.agreement import gather_facts, run_on_all_ranks
 from sbpflow.boxing.executor import Boxing
-from sbpflow.checkpoint.folder import keep_only, tidy
+from sbpflow.checkpoint.folder import checked, keep_only, step_folder, tidy
 from sbpflow.checkpoint.run_file import RunFacts, write_run
 from sbpflow.checkpoint.save import Saver
 from sbpflow.config.checks import writable_folder
+from sbpflow.config.metrics import Metric
 from sbpflow.config.parse import plain
 from sbpflow.config.schema import Config
-from sbpflow.errors import ConfigError
+from sbpflow.errors import CheckpointError, ConfigError
 from sbpflow.run.execution.job import Job
 from sbpflow.run.planning.plan_file import plan_to_json
 from sbpflow.run.saved.coordinated_stop import CoordinatedStop
 from sbpflow.run.saved.resume import Resumed, relevant_facts
+from sbpflow.run.saved.saved_model import load_values
 from sbpflow.runtime.compute.versions import summary as version_summary
 from sbpflow.runtime.files.run_folder import RunLock
-from sbpflow.runtime.processes.graceful_shutdown import GracefulShutdown
+from sbpflow.runtime.processes.graceful_shutdown import (
+    GracefulInterrupt,
+    GracefulShutdown,
+    watch_signals,
+)
 from sbpflow.training.batch import Batch
-from sbpflow.training.metrics import Evaluation
 
 
 class Read(Protocol):
@@ -62,9 +67,9 @@ class Checkpoints:
         self._config, self._job, self._read = config, job, read
         self._data, self._metrics_bytes = data, metrics_bytes
         self._world = job.boxing.world
-        self._best: dict[str, Any] | None = dict(start.best) if start.best else None
+        self.best_metric: Metric | None = config.best_metric
         self._saver: Saver | None = None
-        self._signals: GracefulShutdown | None = None
+        self._signals: GracefulShutdown | GracefulInterrupt | None = None
         self._stop: CoordinatedStop | None = None
         self._stopping = False
         self._lock: RunLock | None = None
@@ -92,35 +97,44 @@ class Checkpoints:
             stores=job.embeddings.stores,
         )
         if {"save": True, "end": False}[config.checkpoint.on_signal]:
-            self._signals = GracefulShutdown.where_watched()
+            self._signals = watch_signals()
         if self._signals is not None:
             timeout_s = config.parallel.timeout_s
             self._stop = CoordinatedStop(self._signals, self._world, timeout_s=timeout_s)
 
-    def scored(self, step: int, evaluation: Evaluation | None) -> None:
-        """Remember the step with the best AUC."""
-        auc = None if evaluation is None else evaluation.auc
-        if auc is not None and (self._best is None or auc > self._best["auc"]):
-            self._best = {"step": step, "auc": auc}
+    def load_weights(self, step: int) -> None:
+        if self._saver is None:
+            raise RuntimeError(f"load_weights({step}): nothing is saved")
+        saver = self._saver
+        saver.wait()
 
-    def is_due(self, step: int, *, last: bool) -> bool:
+        def load() -> None:
+            try:
+                load_values(self._job, checked(step_folder(saver.folder, step)))
+            except CheckpointError as error:
+                raise ConfigError(
+                    f"{error}. It has the best weights of the run; remove it and start the same "
+                    "command again, which then scores the last weights"
+                ) from error
+
+        run_on_all_ranks(self._job.boxing, load)
+
+    def is_due(self, step: int, *, last: bool, best: bool) -> bool:
         if self._saver is None:
             return False
         self._saver.check()
         self._stopping = self._stop is not None and self._stop.after(step)
-        return last or self._stopping or step % self._config.checkpoint.every == 0
+        return last or best or self._stopping or step % self._config.checkpoint.every == 0
 
     def save(self, step: int, batch: Batch, loop: Mapping[str, Any]) -> None:
         if self._saver is None:
             return
-        documents = self._documents(batch, loop)
+        documents, best = self._documents(batch, loop), loop.get("best", {}).get("step")
         if self._config.checkpoint.background and not self._stopping:
-            # While this save runs, training may reach a better step that is not saved yet.
-            best = self._best
             self._saver.start(step, documents, lambda: self._prune(step, best))
         else:
             self._saver.save(step, documents)
-            self._prune(step, self._best)
+            self._prune(step, best)
 
     @property
     def stops(self) -> bool:
@@ -131,27 +145,32 @@ class Checkpoints:
             raise RuntimeError("this run was not asked to stop")
         self._stop.leave()
 
-    def _prune(self, step: int, best: Mapping[str, Any] | None) -> None:
-        if self._saver is None or self._world.rank:
-            return
-        best = best if self._config.checkpoint.keep_best else None
-        keep_only(
-            self._saver.folder,
-            newest=self._config.checkpoint.keep,
-            step=step,
-            and_step=int(best["step"]) if best else None,
-        )
+    def _prune(self, step: int, best: int | None) -> None:
+        if self._saver is not None and self._world.rank == 0:
+            keep = self._config.checkpoint.keep
+            keep_only(self._saver.folder, newest=keep, step=step, and_step=best)
 
     def finished(self) -> None:
         """Mark the run as finished, so that it is not resumed automatically."""
-        if self._signals is not None:
-            self._signals.end()
+        self._end_signals()
         if self._saver is not None:
             self._saver.wait()
         if self._saver is not None and self._world.rank == 0:
             write_run(self._saver.folder, replace(self._facts, status="finished"))
+        self.close()
+
+    def close(self) -> None:
+        """Release the signals and the folder, after a save under way has ended."""
+        self._end_signals()
+        if self._saver is not None:
+            self._saver.wait()
         if self._lock is not None:
             self._lock.close()
+
+    def _end_signals(self) -> None:
+        signals, self._signals = self._signals, None
+        if signals is not None:
+            signals.end()
 
     def _documents(self, batch: Batch, loop: Mapping[str, Any]) -> dict[str, Any]:
         """Return a checkpoint's documents, or {} on ranks other than 0, which do not write."""
@@ -165,7 +184,6 @@ class Checkpoints:
             "cursor": self._read.state_after(batch),
             "steps_of_before": self.steps_of_before,
             "loop": dict(loop),
-            "best": self._best,
             "metrics_bytes": self._metrics_bytes(),
             "world_size": self._world.size,
             "versions": version_summary(),

@@ -18,6 +18,7 @@ from sbpflow.checkpoint.folder import (
     checked,
     good_checkpoints,
     list_checkpoints,
+    step_folder,
     step_of,
     tidy,
 )
@@ -88,7 +89,6 @@ class Start:
     cursor: Mapping[str, int | str] | None = None
     loop: Mapping[str, Any] = field(default_factory=dict[str, Any])
     going_on: tuple[int, int] | None = None
-    best: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,15 +286,21 @@ def _previous(decision: Decision, newest: Path, boxing: Boxing) -> Path | None:
 
 def _start(checkpoint: Checkpoint, decision: Decision, data: DataFacts) -> Start:
     documents, step = checkpoint.documents, checkpoint.step
+    loop = dict(documents["loop"])
+    best = loop.get("best", {}).get("step")
+    if best and not (decision.resumes and step_folder(decision.folder, best).is_dir()):
+        del loop["best"]
+        if decision.resumes:
+            text = "the best checkpoint so far, step-%d, is gone; the best weights start again"
+            logger.warning(text, best)
     if data.relation(documents["data"]) == "grown":
-        return Start(step=step, steps_of_before=step, loop=documents["loop"])
+        return Start(step=step, steps_of_before=step, loop=loop)
     cursor = documents["cursor"]
     return Start(
         step=step,
         epoch=cursor["epoch"],
         steps_of_before=documents["steps_of_before"],
         cursor=cursor,
-        loop=documents["loop"],
+        loop=loop,
         going_on=(step, documents["metrics_bytes"]) if decision.resumes else None,
-        best=documents["best"] if decision.resumes else None,
     )

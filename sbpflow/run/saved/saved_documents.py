@@ -30,10 +30,6 @@ def check_start(checkpoint: Checkpoint) -> None:
     _need(checkpoint, "cursor.epoch", cursor.get("epoch"), is_count, "a whole number")
     for key in ("steps_of_before", "metrics_bytes"):
         _need(checkpoint, key, documents.get(key), is_count, "a whole number")
-    if documents.get("best") is not None:
-        best = _object(checkpoint, "best", documents["best"])
-        _need(checkpoint, "best.step", best.get("step"), is_count, "a whole number")
-        _need(checkpoint, "best.auc", best.get("auc"), is_number, "a number")
     check_loop(checkpoint)
 
 

@@ -5,10 +5,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from glob import escape
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from sbpflow.checkpoint.commands import checkpoint_folder
-from sbpflow.checkpoint.folder import checked, good_checkpoints, list_checkpoints
+from sbpflow.checkpoint.folder import (
+    best_of,
+    checked,
+    good_checkpoints,
+    list_checkpoints,
+    step_folder,
+)
 from sbpflow.checkpoint.format import INDEX_FILE
 from sbpflow.checkpoint.read import Checkpoint
 from sbpflow.checkpoint.restore import restore
@@ -20,30 +26,57 @@ from sbpflow.config.table_rules import TableRule, rule_of
 from sbpflow.embedding.rules.base import KernelRequest
 from sbpflow.embedding.state import KEYS
 from sbpflow.embedding.storage.choose import missing_kernels, request_of
-from sbpflow.errors import CheckpointError, DataError
+from sbpflow.errors import CheckpointError, ConfigError, DataError
 from sbpflow.run.execution.job import Job
 from sbpflow.run.planning.plan import RunPlan
 from sbpflow.run.planning.plan_file import plan_from_json
 
 
-def find_checkpoint(path: Path) -> Checkpoint:
-    """Return the checkpoint at ``path``, or a folder's newest good checkpoint.
+def find_checkpoint(path: Path, which: Literal["best", "last"] | None = None) -> Checkpoint:
+    """Return the checkpoint at ``path``, or a folder's best or newest good checkpoint.
 
-    Damaged checkpoints are skipped with a warning. Raises CheckpointError if all are damaged.
+    Without ``which``, it is the best one if the run kept its best weights. Damaged newest
+    checkpoints are skipped with a warning. Raises CheckpointError if all are damaged.
     """
     if (path / INDEX_FILE).exists():
+        if which is not None:
+            raise ConfigError(
+                f"--{which}: {path} is a single checkpoint; remove --{which}, or use a run folder"
+            )
         return checked(path)
     folder = checkpoint_folder(path)
     if not list_checkpoints(folder):
         raise CheckpointError(
             f"--checkpoint {path}: contains no checkpoint; use a run folder, or a folder step-N"
         )
-    for checkpoint in good_checkpoints(folder):
-        return checkpoint
+    for newest in good_checkpoints(folder):
+        best = best_of(newest)
+        if which == "last" or (which is None and best is None):
+            return newest
+        if best is None:
+            raise CheckpointError(
+                f"--best: {path} has no best checkpoint, because its run had neither train.stop "
+                "nor checkpoint.keep_best; use --last"
+            )
+        try:
+            return checked(step_folder(folder, best["step"]), run=newest.run)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; --last uses {newest.path} instead") from error
     raise CheckpointError(
         f"--checkpoint {path}: every checkpoint there is damaged (see the warnings above); use "
         "another run folder or checkpoint"
     )
+
+
+def weights_text(checkpoint: Checkpoint) -> str:
+    """Describe which weights of a run these are, in one line."""
+    text, best = f"weights of step {checkpoint.step} from {checkpoint.path}", best_of(checkpoint)
+    if best is None:
+        return text
+    score = f"{best.get('metric')} of val, {best['value']:.6g}"
+    if best["step"] == checkpoint.step:
+        return f"{text}, with the best {score}"
+    return f"{text}; step {best['step']} has the best {score}"
 
 
 def saved_config(

@@ -1,7 +1,8 @@
 """Saves and exits between two steps after the first Ctrl-C or SIGTERM; exits at once on the second.
 
-This module takes over signal handling from ``launch.py`` until a second signal or the end of a
-grace period, even if the main thread is stuck.
+In a process of ``run_main``, ``GracefulShutdown`` takes over signal handling from ``launch.py``
+until a second signal or the end of a grace period, even if the main thread is stuck. In other
+processes, such as a notebook's kernel, ``GracefulInterrupt`` delays the KeyboardInterrupt.
 """
 
 import os
@@ -28,11 +29,6 @@ class GracefulShutdown:
             number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)
         }
         threading.Thread(target=self._watch, args=(reader,), daemon=True).start()
-
-    @staticmethod
-    def where_watched() -> "GracefulShutdown | None":
-        """Return an instance if ``run_main`` handles this process's signals, else None."""
-        return GracefulShutdown() if callable(signal.getsignal(signal.SIGTERM)) else None
 
     def end(self) -> None:
         """Restore the previous signal handlers."""
@@ -63,3 +59,34 @@ class GracefulShutdown:
         select.select([reader], [], [], self._grace_s)
         if self._pass_on >= 0:
             os.write(self._pass_on, received)
+
+
+class GracefulInterrupt:
+    """Delays the KeyboardInterrupt of the first Ctrl-C until ``leave``, but not of a second one."""
+
+    def __init__(self) -> None:
+        self.signum = 0
+        signal.signal(signal.SIGINT, self._ask)
+
+    def end(self) -> None:
+        """Restore the handler of Python."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def leave(self) -> None:
+        """Raise the KeyboardInterrupt."""
+        self.end()
+        raise KeyboardInterrupt
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.signum:
+            self.leave()
+        self.signum = number
+
+
+def watch_signals() -> GracefulShutdown | GracefulInterrupt | None:
+    """Start watching the signals of this process; None if a Ctrl-C does not reach this thread."""
+    if callable(signal.getsignal(signal.SIGTERM)):  # by ``run_main``
+        return GracefulShutdown()
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    is_main = threading.current_thread() is threading.main_thread()
+    return GracefulInterrupt() if is_default and is_main else None

@@ -2,20 +2,32 @@
 
 import logging
 import os
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from uuid import uuid4
 
 from sbpflow.errors import ConfigError
 
-_EXIT_INTERRUPT = 130
+EXIT_INTERRUPT = 130
+_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher")
 
 
-def start_ranks(words: Sequence[str], ranks: int, option: str) -> int:
-    """Run ``sbpflow WORDS`` on each rank; return 0, or the exit code of a rank that failed.
+def start_ranks(
+    words: Sequence[str],
+    ranks: int,
+    option: str,
+    *,
+    module: str = "sbpflow",
+    environment: Mapping[str, str] | None = None,
+) -> int:
+    """Run ``python -m MODULE WORDS`` on each rank; return 0, or the exit code of a failed rank.
 
-    The ranks print their own errors, so the launcher's report is disabled. Raises ConfigError,
-    naming ``option``, if ``ranks`` is not positive or this process is itself a rank.
+    The ranks print their own errors, so the launcher's report is disabled. ``environment`` adds
+    variables. Raises ConfigError, naming ``option``, if ``ranks`` is not positive or this process
+    is itself a rank.
     """
     if ranks < 1:
         raise ConfigError(f"{option}: {ranks} ranks; use 1 or more (for example, {option} 2)")
@@ -28,9 +40,6 @@ def start_ranks(words: Sequence[str], ranks: int, option: str) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks already run in parallel
-    for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -42,11 +51,13 @@ def start_ranks(words: Sequence[str], ranks: int, option: str) -> int:
         monitor_interval=0.1,
     )
     try:
-        elastic_launch(config, sys.executable)("-m", "sbpflow", *words)
+        with _launcher_settings():
+            os.environ.update(environment or {})
+            elastic_launch(config, sys.executable)("-m", module, *words)
     except ChildFailedError as error:
         return _exit_code({rank: failure.exitcode for rank, failure in error.failures.items()})
     except (SignalException, KeyboardInterrupt):
-        return _EXIT_INTERRUPT
+        return EXIT_INTERRUPT
     return 0
 
 
@@ -57,3 +68,28 @@ def _exit_code(codes: Mapping[int, int]) -> int:
     """
     exited = [code for code in codes.values() if code > 0]
     return exited[0] if exited else 128 - next(iter(codes.values()))
+
+
+@contextmanager
+def _launcher_settings() -> Generator[None]:
+    """Set what the ranks inherit; then undo that, and the signal handlers of torch's launcher.
+
+    They would raise SignalException from every later Ctrl-C, for example in a notebook.
+    """
+    environment = dict(os.environ)
+    loggers = {logging.getLogger(name): logging.getLogger(name).level for name in _LOGGERS}
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks already run in parallel
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        for logger, level in loggers.items():
+            logger.setLevel(level)
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                if signal.getsignal(number) is not handler:
+                    signal.signal(number, handler)

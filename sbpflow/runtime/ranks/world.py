@@ -65,10 +65,9 @@ class Rendezvous:
 
 
 class World:
-    """Connects all ranks of one run.
+    """All ranks of one run. Create it with ``World.start``; ``close`` it before the process ends.
 
-    Create a world with ``World.start``, and ``close`` the world before the process ends. Each pair
-    of ranks and ``channel`` has its own process group, which separates their traffic.
+    Each pair of ranks and ``channel`` has its own process group, which separates their traffic.
     """
 
     def __init__(
@@ -114,11 +113,10 @@ class World:
         ``device`` is "auto", "cpu" or "cuda". ``rendezvous`` replaces the environment variables
         RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT that torchrun sets. An existing
         default process group is used, and ``close`` does not destroy it. ``facts`` maps keys to
-        values that must be equal on all ranks, such as the configuration. The values are compared
-        together with device, backend and versions before torch connects the ranks. Without a
-        ``topology`` the ranks discover which of them share a host. Raises ConfigError if facts
-        differ, the device is unavailable or the environment is incomplete, and AbsentError if some
-        ranks do not join in time.
+        values that must be equal on all ranks; they are compared, with device, backend and
+        versions, before torch connects the ranks. Without a ``topology`` the ranks discover which
+        of them share a host. Raises ConfigError if facts differ, the device is unavailable or the
+        environment is incomplete, and AbsentError if some ranks do not join in time.
         """
         meeting = rendezvous or _meeting_from_environment()
         chosen = choose_device(device, meeting.local_rank)
@@ -128,8 +126,8 @@ class World:
         owns, served = not dist.is_initialized(), None
         if owns:
             if chosen.type == "cuda":
-                # This setting (NCCL 2.26 or later) runs transfers of different groups in the order
-                # of issue, which is equal on all ranks; in other orders, ranks could deadlock.
+                # NCCL 2.26: run transfers of different groups in the order of issue, which is
+                # equal on all ranks; in other orders, ranks could deadlock.
                 os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
             alone = meeting.init_method is None
             backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
@@ -173,8 +171,8 @@ class World:
     def group(self, ranks: Sequence[int], channel: str, step_id: str = "") -> dist.ProcessGroup:
         """Return the process group of ``ranks`` (in any order) on ``channel``.
 
-        The group is created on first use. So the first use must happen on all ranks of the world in
-        the same order; ``Boxing`` and the engine execute the same steps everywhere to ensure this.
+        The group is created on first use, so all ranks must use groups for the first time in the
+        same order; ``Boxing`` and the engine execute the same steps everywhere to ensure this.
         Ranks outside the group get c10d's non-member value. ``step_id`` is for error messages.
         """
         key = (tuple(sorted(ranks)), channel)

@@ -1,0 +1,93 @@
+"""Tables in memory as input, and results of the same kind: pandas, Polars, and Arrow."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import polars as pl
+
+from sbpflow.config.parse import plain
+from sbpflow.data.__main__ import parser
+from sbpflow.data.format.manifest import MANIFEST, SPLITS, Manifest
+from sbpflow.data.prepare.remote import input_path
+from sbpflow.errors import ConfigError, DataError
+from sbpflow.runtime.processes.launch import ArgumentParser
+
+Frame = Any  # a pandas or Polars DataFrame, or an Arrow table; pandas and pyarrow are optional
+
+
+def prepared_set(
+    data: "Frame | str | Path | Mapping[str, Frame]",
+    folder: Path,
+    schema: str | Path | Mapping[str, Any] | None,
+    options: Mapping[str, object],
+) -> Path:
+    """The prepared set ``data``, or its rows prepared in ``folder``."""
+    if isinstance(data, str | Path):
+        path = input_path(str(data))
+        if isinstance(path, Path) and (path / MANIFEST).is_file():
+            if schema is not None or options:
+                key = "prepare" if schema is None else "schema"
+                raise ConfigError(f"{key}: {path} is already prepared; leave {key} out")
+            return path
+    words, split = ["prepare", "--output", str(folder / "set"), "--input"], list[str]()
+    if isinstance(data, Mapping):
+        parts = cast("Mapping[str, Frame]", data)
+        if "train" not in parts or set(parts) - set(SPLITS):
+            raise ConfigError(
+                f"data: has rows for {', '.join(map(str, parts)) or 'nothing'}; use train and, as "
+                "needed, val and test"
+            )
+        for part, rows in parts.items():
+            words.append(input_of(rows, folder / f"{part}.arrow", f"data[{part!r}]"))
+            split += [] if part == "train" else [f"{part}={Path(words[-1]).name}"]
+    else:
+        words.append(input_of(data, folder / "rows.arrow"))
+    words += ["--split", f"file:{','.join(split)}"] if split else []
+    for key, value in options.items():
+        words += [f"--{key.replace('_', '-')}", *([] if value is True else [str(value)])]
+    if isinstance(schema, str | Path):
+        words += ["--schema", str(schema)]
+    args = parser(ArgumentParser).parse_args(words)
+    if isinstance(schema, Mapping):
+        args.schema = plain(schema)
+    manifest: Manifest = args.run(args)
+    return manifest.path
+
+
+def input_of(data: "Frame | str | Path", file: Path, key: str = "data") -> str:
+    """The path of rows, which are written to ``file`` if they are in memory."""
+    if isinstance(data, str | Path):
+        return str(data)
+    if isinstance(data, pl.DataFrame):
+        frame = data
+    elif hasattr(data, "__arrow_c_stream__"):
+        try:
+            frame = pl.DataFrame(data)
+        except ImportError as error:
+            raise ConfigError(
+                f"{key}: {type(data).__name__} needs another package ({error}); run pip install "
+                "'sbpflow[notebook]', or give a Polars DataFrame or a file"
+            ) from error
+        except (ValueError, TypeError, pl.exceptions.PolarsError) as error:
+            raise DataError(
+                f"{key}: cannot be read as a table: {error}; give columns of one type each"
+            ) from error
+    else:
+        raise ConfigError(
+            f"{key}: a value of type {type(data).__name__} is not a table; give a pandas or Polars "
+            "DataFrame, an Arrow table, or the path of a file or of a prepared set"
+        )
+    frame.write_ipc(file)
+    return str(file)
+
+
+def like(frame: pl.DataFrame, data: "Frame | str | Path") -> Frame:
+    """``frame`` as the kind of table that ``data`` is, with the index of a pandas DataFrame."""
+    package = type(data).__module__.partition(".")[0]
+    if package == "pyarrow":
+        return frame.to_arrow()
+    if package != "pandas":
+        return frame
+    result = frame.to_pandas()
+    return result.set_index(data.index) if len(result) == len(data) else result

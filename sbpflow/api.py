@@ -1,0 +1,282 @@
+"""Train, score, and inspect models from Python, for example in a notebook.
+
+A composition root: it calls what the commands consist of, and nothing in ``sbpflow/`` imports it.
+Errors are exceptions with the messages of the commands.
+"""
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import numpy as np
+import polars as pl
+import torch
+from numpy.typing import NDArray
+
+from sbpflow.checkpoint.folder import data_folder
+from sbpflow.checkpoint.read import Checkpoint
+from sbpflow.commands.export import export_model
+from sbpflow.commands.fit import train_ranks
+from sbpflow.commands.predict import open_rows, write_scores
+from sbpflow.commands.train import train_config
+from sbpflow.config.load import config_of, read_yaml
+from sbpflow.config.parse import plain
+from sbpflow.config.schema import Config
+from sbpflow.data import RowLoader, fields_of, load_manifest
+from sbpflow.data.frames import Frame, input_of, like, prepared_set
+from sbpflow.data.predictions import Scoring
+from sbpflow.data.values import values_and_ids
+from sbpflow.errors import CheckpointError, ConfigError, DataError
+from sbpflow.models.registry import MODELS
+from sbpflow.run.execution.job import Job
+from sbpflow.run.execution.start import closing
+from sbpflow.run.report.data import read_run
+from sbpflow.run.saved.resume import checkpoint_dir
+from sbpflow.run.saved.saved_model import find_checkpoint, saved_config
+from sbpflow.runtime.files.local_path import local_path
+from sbpflow.runtime.processes.environment import rank_and_world_size
+from sbpflow.training.evaluate import ScoreOptions, score_split
+from sbpflow.training.report import figures_of
+
+if TYPE_CHECKING:
+    from sbpflow.run.model.spec import ModelConfig
+
+
+def fit(
+    config: str | Path | Mapping[str, Any] | Config | None = None,
+    *,
+    data: "Frame | str | Path | Mapping[str, Frame] | None" = None,
+    schema: str | Path | Mapping[str, Any] | None = None,
+    prepare: Mapping[str, object] | None = None,
+    ranks: int = 1,
+    **groups: object,
+) -> "Run":
+    """Train a model and return its run, like ``sbpflow prepare`` and ``sbpflow train``.
+
+    * ``config``: a YAML file, or its content as a mapping. ``groups`` are added to it, such as
+      ``model={"embedding_dim": 8}``. Without any layout, ``parallel.scheme`` is auto.
+    * ``data``: a pandas or Polars DataFrame, an Arrow table, a file, or a prepared set; by default
+      ``data.path`` of ``config``. ``{"train": .., "val": .., "test": ..}`` gives each split its
+      own rows. Rows are prepared in a temporary folder, which is removed at the end.
+    * ``schema``: describes the columns, as a YAML file or its content; by default Criteo's.
+    * ``prepare``: options of ``sbpflow prepare``, such as ``{"min_count": 1}``.
+    * ``ranks``: 1 trains in this process; more start one process each on this machine.
+
+    An interrupt saves the run and raises KeyboardInterrupt; the same call then resumes it.
+    """
+    _check_alone()
+    if isinstance(config, str | Path):
+        config = read_yaml(local_path(config))
+    tree = cast("dict[str, Any]", plain(config or {}))
+    for name, given in groups.items():
+        base, group = cast("object", tree.get(name)), plain(given)
+        both = isinstance(base, dict) and isinstance(group, dict)
+        tree[name] = cast("dict[str, Any]", base) | group if both else group
+    layouts = tree.setdefault("parallel", {})
+    if isinstance(layouts, dict) and not layouts.keys() & {"scheme", "plan", "tables"}:
+        layouts["scheme"] = "auto"
+    settings = config_of(tree, models=MODELS)
+    model, optimizers = _own_classes(settings)
+    _check_ranks(ranks, [*([model] if model else []), *optimizers])
+    with TemporaryDirectory(prefix="sbpflow-") as name:
+        folder = Path(name)
+        if data is not None:
+            path = prepared_set(data, folder, schema, prepare or {})
+            settings = replace(settings, data=replace(settings.data, path=path))
+        if ranks == 1:
+            train_config(settings)
+        else:
+            train_ranks(settings, ranks, folder)
+    saved = checkpoint_dir(settings) if settings.checkpoint.every else None
+    return Run(settings.run.dir, saved, model, optimizers)
+
+
+def load(
+    run_dir: str | Path,
+    *,
+    checkpoint: str | Path | None = None,
+    model: str | None = None,
+    optimizers: tuple[str, ...] = (),
+) -> "Run":
+    """Return the run in the folder ``run_dir``, which any command or ``fit`` has trained.
+
+    ``checkpoint`` is a checkpoint or a folder of checkpoints other than that of the run folder.
+    Classes of your own, as ``package.module:Class``, are imported only if ``model`` and
+    ``optimizers`` name them.
+    """
+    folder = local_path(run_dir)
+    return Run(folder, local_path(checkpoint or folder), model, optimizers)
+
+
+class Run:
+    """A trained model; made by ``fit`` and ``load``.
+
+    ``result`` has the final scores: the last line of ``metrics.jsonl``, or nothing if the run did
+    not finish. Every method reads the checkpoint that ``sbpflow predict`` would use, and computes
+    in this process.
+    """
+
+    def __init__(
+        self, folder: Path, saved: Path | None, model: str | None, optimizers: tuple[str, ...]
+    ) -> None:
+        self.dir = folder
+        final = read_run(folder, folder.name).final
+        self.result = {key: final[key] for key in final if key not in ("event", "time")}
+        self._saved, self._model, self._optimizers = saved, model, optimizers
+        self._id = None if saved is None else find_checkpoint(saved).run
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.dir)!r})"
+
+    def predict(
+        self, data: "Frame | str | Path", *, split: str = "test", max_bad_fraction: float = 0.0
+    ) -> Frame:
+        """Score rows: their keys or row numbers, the probability ``score``, and labels if any.
+
+        ``data`` is as in ``fit``; ``split`` chooses rows of a prepared set. The result is pandas or
+        Arrow if ``data`` is, otherwise Polars, and equals the file of ``sbpflow predict``.
+        """
+        with self._open(data, split, max_bad_fraction) as rows:
+            write_scores(rows.job, rows.loader, rows.scoring)
+            return like(pl.read_parquet(rows.output), data)
+
+    def evaluate(
+        self, data: "Frame | str | Path", *, split: str = "test", max_bad_fraction: float = 0.0
+    ) -> dict[str, float | int | None]:
+        """Score rows with labels, like the evaluation of a split; ``data`` is as in ``predict``."""
+        with self._open(data, split, max_bad_fraction) as rows:
+            if not rows.scoring.manifest().labelled:
+                label = rows.scoring.like.content["schema"]["label"]
+                raise DataError(
+                    f"data: the rows have no column {label!r}, which is the label; add it, or use "
+                    "predict"
+                )
+            options = ScoreOptions(exact_rows=rows.config.train.exact_auc_rows)
+            evaluation = score_split(rows.job.trainer, rows.loader, rows.job.boxing, options)
+        if evaluation is None:
+            raise RuntimeError("the only rank has no evaluation")
+        return {"num_rows": evaluation.num_rows, **figures_of(evaluation)}
+
+    def embeddings(
+        self, table: str, *, values: object = None
+    ) -> tuple[NDArray[Any], NDArray[np.float32]]:
+        """Return the values [n] of a column, and their vectors [n, columns] in ``table``.
+
+        All values with rows of their own, or the distinct ones of ``values``. For a column of
+        strings ``values`` is needed, because sets store only hashes of strings.
+        """
+        checkpoint, config = self._checkpoint()
+        manifest = load_manifest(data_folder(checkpoint.path))
+        spec = cast("ModelConfig", config.model).spec(fields_of(manifest))
+        tables = {each.name: each for output in spec.outputs for each in output.tables}
+        if table not in tables:
+            near = get_close_matches(table, tables, 1) or list(tables)[:1]
+            raise ConfigError(
+                f"table: {table!r} is not a table of this model; use one of {', '.join(tables)}, "
+                f"for example {near[0]}"
+            )
+        given = None if values is None else pl.Series(cast("Any", values))
+        keys, ids = values_and_ids(manifest, tables[table].features[0], given)
+        rows = checkpoint.tensor(f"tables/{table}", dtype=torch.float32)
+        return keys, rows.numpy()[ids]
+
+    def export(
+        self,
+        output: str | Path,
+        *,
+        forms: str = "pt2,safetensors",
+        rows: str = "as_trained",
+        score: str | Path | None = None,
+        split: str = "test",
+    ) -> list[Path]:
+        """Write the model for programs without sbpflow, like ``sbpflow export``; returns the files.
+
+        ``score`` is a labeled prepared set, which ``rows`` of lower precision need.
+        """
+        checkpoint, config = self._checkpoint()
+        return export_model(
+            checkpoint,
+            config,
+            local_path(output),
+            forms=forms,
+            rows=rows,
+            scored=None if score is None else local_path(score),
+            split=split,
+        )
+
+    def _checkpoint(self) -> tuple[Checkpoint, Config]:
+        _check_alone()
+        if self._saved is None:
+            raise CheckpointError(
+                f"{self.dir}: has no checkpoint, because checkpoint.every is 0; train with "
+                "checkpoint.every: 1000"
+            )
+        checkpoint = find_checkpoint(self._saved)
+        if checkpoint.run != self._id:
+            raise CheckpointError(
+                f"{self.dir}: now has the checkpoints of a later run; the files of this one were "
+                "moved to a folder previous-N there, which sbpflow.load reads; give every run its "
+                "own run.dir"
+            )
+        return checkpoint, saved_config(
+            checkpoint,
+            [],
+            models=MODELS,
+            own_model=self._model,
+            own_optimizers=self._optimizers,
+        )
+
+    @contextmanager
+    def _open(
+        self, data: "Frame | str | Path", split: str, max_bad_fraction: float
+    ) -> "Generator[_Rows]":
+        checkpoint, config = self._checkpoint()
+        manifest = load_manifest(data_folder(checkpoint.path))
+        with TemporaryDirectory(prefix="sbpflow-") as name, closing() as opened:
+            folder = Path(name)
+            source, output = input_of(data, folder / "rows.arrow"), folder / "scores.parquet"
+            scoring = Scoring([source], output, split, manifest, overwrite=False)
+            job, loader = open_rows(checkpoint, config, scoring, opened, bad=max_bad_fraction)
+            yield _Rows(config, scoring, job, loader, output)
+
+
+class _Rows(NamedTuple):
+    """Rows that are ready to be scored, the loaded model, and the file for the scores."""
+
+    config: Config
+    scoring: Scoring
+    job: Job
+    loader: RowLoader
+    output: Path
+
+
+def _check_alone() -> None:
+    rank, size = rank_and_world_size()
+    if size > 1:
+        raise ConfigError(
+            f"this process is rank {rank} of {size}; call sbpflow.fit, load, and the methods of a "
+            "run outside torchrun, and use ranks=N or `sbpflow train` for several ranks"
+        )
+
+
+def _own_classes(config: Config) -> tuple[str | None, tuple[str, ...]]:
+    """The names package.module:Class of the model and of the table optimizers."""
+    optimizers = [config.optimizer.sparse, *config.optimizer.tables.values()]
+    model, names = config.model.name, dict.fromkeys(each.name for each in optimizers)
+    return model if ":" in model else None, tuple(name for name in names if ":" in name)
+
+
+def _check_ranks(ranks: int, own_classes: list[str]) -> None:
+    if type(ranks) is not int or ranks < 1:
+        raise ConfigError(f"ranks: {ranks!r} must be a whole number from 1; for example ranks=2")
+    for name in own_classes:
+        if ranks > 1 and name.startswith("__main__:"):
+            raise ConfigError(
+                f"ranks: {ranks}, but {name} is defined in this notebook or script, which other "
+                "processes cannot import; move the class to a file such as my_model.py and name "
+                f"it my_model:{name.partition(':')[2]}, or use ranks=1"
+            )

@@ -1,0 +1,89 @@
+"""Ranks of ``sbpflow.fit`` in other processes: their start, their progress, and their errors."""
+
+import os
+import sys
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+from sbpflow.commands import fit_rank
+from sbpflow.config.checks import data_path
+from sbpflow.config.load import dump_config
+from sbpflow.config.schema import Config
+from sbpflow.data import load_manifest
+from sbpflow.run.report.events import Event, check_event, time_of
+from sbpflow.runtime.files.json_file import JsonError, parse_json, read_text
+from sbpflow.runtime.files.run_folder import METRICS_FILE
+from sbpflow.runtime.processes.rank_errors import error_of_ranks
+from sbpflow.runtime.processes.start_ranks import EXIT_INTERRUPT, start_ranks
+from sbpflow.training.loop import num_train_steps
+from sbpflow.training.progress import Progress
+
+
+def train_ranks(config: Config, ranks: int, folder: Path) -> None:
+    """Train on ``ranks`` processes and show their progress; raise their error here.
+
+    They exchange files with this process in ``folder``. An interrupt reaches the ranks, which may
+    save the run, and then raises KeyboardInterrupt.
+    """
+    (folder / fit_rank.CONFIG_FILE).write_text(dump_config(config), encoding="utf-8")
+    # Modules that this process can import must be found there, too.
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with _progress(config):
+        code = start_ranks(
+            [str(folder)], ranks, "ranks", module=fit_rank.__name__, environment=path
+        )
+    if code == EXIT_INTERRUPT:
+        raise KeyboardInterrupt
+    if code:
+        raise error_of_ranks(folder, ranks, code)
+
+
+@contextmanager
+def _progress(config: Config) -> Generator[None]:
+    """Show the progress of ranks in other processes, which they write to their run folder."""
+    rows, size = load_manifest(data_path(config)).splits["train"], config.data.batch_size
+    steps = -(-rows // size) if config.data.tail == "keep" else rows // size
+    progress = Progress(
+        num_train_steps(config.train, steps), visible=True, bar=config.train.progress
+    )
+    began, ended, shown = datetime.now(UTC), threading.Event(), 0
+
+    def follow() -> None:
+        nonlocal shown
+        is_over = False
+        while not is_over:
+            is_over = ended.wait(0.5)
+            event = _last_step(config.run.dir / METRICS_FILE, began)
+            if event is not None and event["step"] > shown:
+                for step in range(shown + 1, event["step"] + 1):
+                    progress.advance(step)
+                shown = event["step"]
+                progress.interval(shown, event["loss"], event["samples_per_s"] or float("nan"), {})
+
+    thread = threading.Thread(target=follow, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        progress.close()
+
+
+def _last_step(file: Path, since: datetime) -> Event | None:
+    """The last event of a step that was written ``since`` that time."""
+    try:
+        lines = read_text(file).splitlines()
+    except (FileNotFoundError, JsonError):
+        return None
+    for line in reversed(lines):
+        try:
+            event = check_event(parse_json(line))
+        except JsonError:  # the line is still being written
+            continue
+        if event["event"] == "step" or time_of(event) < since:
+            return event if time_of(event) >= since else None
+    return None

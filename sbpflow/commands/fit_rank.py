@@ -1,0 +1,38 @@
+"""One rank of ``sbpflow.fit``: trains, and leaves its error where the calling process reads it.
+
+``python -m sbpflow.commands.fit_rank FOLDER`` trains with ``config.yaml`` of the folder.
+"""
+
+import logging
+import sys
+from functools import partial
+from pathlib import Path
+
+from sbpflow.runtime.processes.environment import rank_and_world_size
+from sbpflow.runtime.processes.launch import run_main
+from sbpflow.runtime.processes.rank_errors import save_error
+
+CONFIG_FILE = "config.yaml"
+
+
+def main() -> None:
+    """Train as one rank."""
+    folder = Path(sys.argv[1])
+    rank, _ = rank_and_world_size()
+    try:
+        from sbpflow.commands.train import train_config
+        from sbpflow.config.load import load_config
+        from sbpflow.models.registry import MODELS
+        from sbpflow.runtime.compute.malloc import keep_freed_memory
+        from sbpflow.training.report import setup_logging
+
+        keep_freed_memory()
+        config = load_config(folder / CONFIG_FILE, models=MODELS)
+        train_config(config, joined=partial(setup_logging, level=logging.WARNING))
+    except Exception as error:
+        save_error(folder, rank, error)
+        raise
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,129 @@
+"""What ``explain`` prints: a plan on one screen, with the changes of settings that would help.
+
+``explain.format_plan`` has every transfer and the order of a step.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from sbpflow.config.schema import Config
+from sbpflow.config.table_rules import TableRule
+from sbpflow.embedding.plan.price import price_plan
+from sbpflow.errors import ConfigError
+from sbpflow.run.model.spec import Fields
+from sbpflow.run.planning.build_plan import frequencies_of, plan_run
+from sbpflow.run.planning.explain import (
+    columns,
+    compared_lines,
+    describe,
+    format_size,
+    rank_lines,
+    table_lines,
+    topology_lines,
+)
+from sbpflow.run.planning.plan import RunPlan
+
+WIDTH = 120  # of the lines of a plan whose names are short
+NUM_LARGEST = 3
+_HELPS = 0.95  # a change that leaves more than this share of every cost is not shown
+_CHANGES = {"scheme": "auto", "comm_dtype": "bfloat16", "table_dtype": "bfloat16"}
+
+
+def format_summary(plan: RunPlan, helps: list[str], *, shards: bool = False) -> str:
+    """Return one line per table, totals per rank and link, and the largest transfers.
+
+    ``helps`` are the lines of ``what_helps``.
+    """
+    facts = describe(plan)
+    lines = [
+        f"{facts['world_size']} ranks, {facts['backend']}, batch {facts['batch_size']:,} rows",
+        *topology_lines(facts["topology"]),
+        *compared_lines(facts["compared"], width=WIDTH),
+        "",
+        *table_lines(facts["tables"], shards=shards, reasons=False),
+        "",
+        *rank_lines(facts["ranks"]),
+        f"ids: an upper bound for the {1 + plan.lookahead} batches in the lookahead window; "
+        "activations and buffers are not included",
+        *_link_lines(facts),
+        *_largest_lines(facts),
+        *helps,
+    ]
+    return "\n".join(lines)
+
+
+def _link_lines(facts: Mapping[str, Any]) -> list[str]:
+    bound = "" if all(step["exact"] for step in facts["steps"]) else "at most "
+    return [
+        f"sent {where} in an iteration: {bound}{format_size(link['bytes'])} by all ranks in "
+        f"{link['transfers']} transfers, {bound}{link['ms']:.1f} ms one after another"
+        for where, link in facts["links"].items()
+    ]
+
+
+def _largest_lines(facts: Mapping[str, Any]) -> list[str]:
+    steps = sorted(facts["steps"], key=lambda step: -step["total_bytes"])[:NUM_LARGEST]
+    rows = [("largest transfers", "phase", "collective", "bytes", "share")]
+    for step in steps:
+        if step["total_bytes"]:
+            size = format_size(step["total_bytes"])
+            share = f"{100 * step['total_bytes'] / facts['bytes_per_iteration']:.0f} %"
+            bound = "" if step["exact"] else "<= "
+            rows.append((step["id"], step["phase"], step["collective"], bound + size, share))
+    return columns(rows) if len(rows) > 1 else []
+
+
+def what_helps(
+    config: Config,
+    fields: Fields,
+    plan: RunPlan,
+    *,
+    device_type: str,
+    planned: Mapping[str, TableRule] | None = None,
+) -> list[str]:
+    """Return a line per setting that lowers a cost by 5 % or more, each tried alone.
+
+    ``planned`` are the rules that ``plan`` was made with.
+    """
+    before, lines = _costs(plan, fields), list[str]()
+    for key, value in _CHANGES.items():
+        if getattr(config.parallel, key) == value or (key == "scheme" and config.parallel.plan):
+            continue
+        changed = replace(config, parallel=replace(config.parallel, **{key: value}))
+        try:
+            _, other = plan_run(
+                changed,
+                fields,
+                world_size=plan.world_size,
+                device_type=device_type,
+                planned=planned,
+                topology=plan.topology,
+            )
+        except ConfigError:  # this model or its optimizers do not support the setting
+            continue
+        after = _costs(other, fields)
+        if any(after[cost] < _HELPS * before[cost] for cost in before):
+            texts = [
+                f"{cost} {_show(cost, before[cost])} -> {_show(cost, after[cost])}"
+                for cost in before
+                if abs(after[cost] - before[cost]) > (1 - _HELPS) * before[cost]
+            ]
+            lines.append(f"would help: parallel.{key}={value}: {', '.join(texts)}")
+    tried = ", ".join(f"parallel.{key}={value}" for key, value in _CHANGES.items())
+    return lines or [f"none of {tried} would save 5 % or more"]
+
+
+def _costs(plan: RunPlan, fields: Fields) -> dict[str, float]:
+    facts = describe(plan)
+    price = price_plan(plan.embeddings, plan.batch_size, plan.topology, frequencies_of(fields))
+    held = [sum(rank.values()) - rank["rank"] - rank["sent_bytes"] for rank in facts["ranks"]]
+    return {
+        "table ms": price.ms,
+        "sent": float(facts["bytes_per_iteration"]),
+        "memory": float(max(held)),
+    }
+
+
+def _show(cost: str, value: float) -> str:
+    return f"{value:.1f}" if cost == "table ms" else format_size(value)
