@@ -213,12 +213,7 @@ def _fit(
         },
         best=(manifest.bayes.auc, manifest.bayes.logloss) if manifest.bayes else None,
         resumed=run.start.going_on,
-        trackers=partial(
-            open_trackers,
-            config,
-            run.decision.run,
-            run.start.going_on[0] if run.start.going_on else None,
-        ),
+        trackers=partial(open_trackers, config, run.decision.run),
     ) as report:
         report.keep(PLAN_FILE, plan_to_json(job.plan))
         if planned is not None:

@@ -143,7 +143,7 @@ class Report:
         sections: Mapping[str, str],
         best: tuple[float, float] | None = None,
         resumed: tuple[int, int] | None = None,
-        trackers: Callable[[], Sequence[Tracker]] = tuple,
+        trackers: Callable[[int | None], Sequence[Tracker]] | None = None,
     ) -> None:
         """Log a short start summary and write the full summary to START_FILE.
 
@@ -151,11 +151,13 @@ class Report:
         * ``sections``: lines of text by title, such as layouts, kernels, memory per rank.
         * ``best``: the best possible (AUC, logloss), which is known for generated data.
         * ``resumed``: see ``MetricsWriter``.
-        * ``trackers``: opens the trackers, on rank 0, once an earlier run's files are moved.
+        * ``trackers``: opens the trackers on rank 0, given the step at which the run resumes.
         """
         self._folder, self._rank, self._best = config.run.dir, rank, best
         self._metrics = MetricsWriter(self._folder, rank=rank, resumed=resumed)
-        self._trackers = tuple(trackers()) if rank == 0 else ()
+        self._trackers: Sequence[Tracker] = ()
+        if trackers is not None and rank == 0:  # after the files of an earlier run are moved
+            self._trackers = trackers(resumed[0] if resumed else None)
         if rank == 0:
             summary = _start_summary(config, devices, sections)
             (self._folder / START_FILE).write_text(summary + "\n", encoding="utf-8")
