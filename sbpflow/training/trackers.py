@@ -64,15 +64,13 @@ def status_of(error: type[BaseException] | None) -> Status:
 
 
 def _open(name: TrackerName, config: Config, run: str, resumed_step: int | None) -> Tracker:
-    match name:
-        case "tensorboard":
-            return _TensorBoard(config.run.dir / BOARD_FOLDER, resumed_step)
-        case "mlflow":
-            return _MLflow(config, run, resumed=resumed_step is not None)
-        case "wandb":
-            return _Wandb(config, run)
-        case _:
-            raise unknown_value("train.trackers", name, TrackerName)
+    if name == "tensorboard":
+        return _TensorBoard(config.run.dir / BOARD_FOLDER, resumed_step)
+    if name == "mlflow":
+        return _MLflow(config, run, resumed=resumed_step is not None)
+    if name == "wandb":
+        return _Wandb(config, run)
+    raise unknown_value("train.trackers", name, TrackerName)
 
 
 def _cannot_start(name: TrackerName, error: Exception, hint: str) -> ConfigError:
