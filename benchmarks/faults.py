@@ -5,12 +5,12 @@
     python -m benchmarks.faults --folder F --limit-s 400
                                 as many runs as can start in that time; repeat it to continue
 
-The kinds are: SIGKILL of one rank, of all ranks, while a checkpoint is written, while one is
-loaded, while the first rows are read, or at any moment of the start (imports, rendezvous); SIGTERM
-and SIGINT to all ranks, which save and exit. The losses of every step and the final scores must be
-bit-identical to those of an uninterrupted run. No complete checkpoint may be lost, every rank must
-exit, and a finished run must leave neither processes nor temporary files. Each start uses another
-``train.lookahead``.
+The kinds of kills are SIGKILL of one rank, of all ranks, while a checkpoint is written, while one
+is loaded, while the first rows are read, or at any moment of the start (imports, rendezvous);
+SIGTERM and SIGINT to all ranks, which save and exit. The losses of every step and the final scores
+must be bit-identical to those of an uninterrupted run. No complete checkpoint may be lost, every
+rank must exit, and a finished run must leave neither processes nor temporary files. Each start uses
+another ``train.lookahead``.
 """
 
 import argparse
@@ -69,7 +69,7 @@ class Ranks:
         return False
 
     def codes(self, limit_s: float) -> list[int]:
-        """Return the exit codes; RuntimeError if a rank does not exit."""
+        """Return the exit codes; raise RuntimeError if a rank does not exit."""
         end = time.monotonic() + limit_s
         try:
             return [process.wait(max(0.1, end - time.monotonic())) for process in self.processes]
@@ -255,7 +255,7 @@ class Campaign:
         return any(self.folder.glob("checkpoints/.step-*.partial-*"))
 
     def finish(self) -> None:
-        """Let the run finish; RuntimeError if it fails."""
+        """Let the run finish; raise RuntimeError if it fails."""
         codes = self._start().codes(300.0)
         if any(codes):
             raise RuntimeError(f"exit codes {codes}:\n{self.log.read_text()[-4000:]}")
@@ -292,7 +292,7 @@ def uninterrupted(data: Path, folder: Path, size: int) -> list[dict[str, object]
 
 
 def one_run(base: Path, number: int, size: int, seed: int) -> dict[str, object]:
-    """Kill one run several times; SystemExit if it differs from the uninterrupted run."""
+    """Kill one run several times; raise SystemExit if it differs from the uninterrupted run."""
     expected = uninterrupted(base / "set", base / "whole", size)
     run = Campaign(base / "set", base / f"run{number}", size, random.Random(seed * 1000 + number))
     for place in range(KILLS_OF_A_RUN):

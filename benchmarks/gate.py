@@ -141,7 +141,7 @@ def git(*words: str, **environment: str) -> str:
 
 
 def resolve(name: str, scratch: Path) -> str:
-    """Return the hash of a commit; for the working tree, of a new commit outside all branches."""
+    """Return the hash of a commit; the working tree gets a new commit outside all branches."""
     if name != WORKING_TREE:
         return git("rev-parse", "--verify", f"{name}^{{commit}}")
     index = {"GIT_INDEX_FILE": str(scratch / "index")}
@@ -252,8 +252,8 @@ class Bench:
 
     def _prepare(self, root: Path) -> Measured:
         source = self._synth("tsv", 50_000 if self.quick else 1_000_000, "--format", "tsv")
-        size = len(source.read_bytes()) / 1e6  # reading also loads it into the page cache
-        os.sync()  # so that the previous turn's writes do not count
+        size = len(source.read_bytes()) / 1e6  # reading also loads the file into the page cache
+        os.sync()  # excludes the previous turn's writes
         with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
             words = ("--input", str(source), "--output", f"{folder}/set", "--max-bad-fraction", "0")
             cost = _run(root, "-m", data_package(root), "prepare", *words)

@@ -49,7 +49,7 @@ def make_ids(count: int, rows: int, device: torch.device) -> Tensor:
 def measure(
     rule: str, *, ids: int, rows: int, device: torch.device, steps: int = 20
 ) -> Iterator[dict[str, object]]:
-    """Return one line per kernel; AssertionError if a result differs from torch's beyond
+    """Return one line per kernel; raise AssertionError if a result differs from torch's beyond
     rounding.
     """
     addresses = make_ids(ids, rows, device)

@@ -48,7 +48,7 @@ def start_ranks(
     link: str | None,
     folder: Path | None = None,
 ) -> None:
-    """Run ``python -m module --worker WORDS`` on every rank; SystemExit if one fails.
+    """Run ``python -m module --worker WORDS`` on every rank; raise SystemExit if one fails.
 
     ``link``, a rate in tc's notation, puts each of two ranks into its own namespace. ``folder`` is
     the checkout whose module runs, by default the current folder.

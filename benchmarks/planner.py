@@ -55,7 +55,7 @@ RANKS_CELLS = ("10x2x6", "10x4x6", "20x3x6", "50x4x6", "50x8x4")
 # maximum number of tables; with more tables, these planners take minutes per task
 SLOW = {"neuroshard": 100, "torchrec": 100}
 SLACKS = (1.1, 1.25, 1.5, 2.0)  # memory per rank, relative to an even plan of whole tables
-MEASURED = 4  # plans of ours, and of random placement; the judge uses the best of them
+MEASURED = 4  # numbers of our plans and of random plans; the judge uses the best plan
 BATCH = 8192
 
 
@@ -181,7 +181,7 @@ def one_task(case: Judged, planners: Planners, optimum: bool) -> dict[str, objec
     narrow = problem_of(cost_of(seen), table_wise)
     table_only = search(narrow, seed=seen.seed)
     keep("auto, whole or copied", _in(judge, narrow, table_only.assignment), start)
-    # Search with the judge's own prices: the best known plan, for gaps and bounds.
+    # Search with the judge's own prices for the best known plan, which gaps and bounds need.
     own = search(judge.problem, seed=1, given={"auto": ours.assignment})
     limit = bound(judge.problem, own.assignment)
     facts: dict[str, object] = {"bound_ms": limit.ms, "bound_kind": limit.kind}
@@ -394,7 +394,7 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=240.0, help="total time (steps)")
     parser.add_argument("--ranks", type=int, default=2, help="number of ranks (steps)")
-    parser.add_argument("--tables", type=int, nargs="+", help="numbers of tables, in turn (steps)")
+    parser.add_argument("--tables", type=int, nargs="+", help="numbers of tables to try (steps)")
     parser.add_argument("--plans", help="a file of plans: read, or written if new (steps, ranks)")
     parser.add_argument("--plan-only", action="store_true", help="measure later, with --plans")
     args = parser.parse_args()

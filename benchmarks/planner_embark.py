@@ -56,7 +56,7 @@ def embark_task(
     batch_size: int = 8192,
     slack: float | None = None,
 ) -> Task:
-    """Return one of EMBark's workloads; ConfigError for an unknown name."""
+    """Return one of EMBark's workloads; raise ConfigError for an unknown name."""
     if name not in _EMBARK:
         raise ConfigError(f"workload {name!r}; use {', '.join(EMBARK)}")
     drawn: list[Drawn] = []

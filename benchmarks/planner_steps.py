@@ -5,7 +5,7 @@ difference of every plan from ours. A plan runs until its 95 % interval is narro
 far from 0 as it is wide, or the time is over. An interval containing 0 means no significant
 difference.
 
-``ranks``: for more ranks than cores. Every rank is a process with its part of the plan. The CPU
+``ranks`` is for more ranks than cores. Every rank is a process with its part of the plan. The CPU
 clock of its own thread times its moves, so ranks that share a core do not count each other's work.
 The received data is real, as if the ranks were replayed one after another. The profile prices the
 exchanges, and the step is simulated.
@@ -41,7 +41,7 @@ from sbpflow.planner.task import Task
 
 STEPS_BATCH, RANKS_BATCH = 4096, 2048
 STEPS_TABLES = (10, 26, 40)  # in turn
-PASSES = 3  # over the moves of every plan: the first pass selects, the other passes are reported
+PASSES = 3  # passes over every plan's moves: the first pass selects, and the others are reported
 OURS = ("auto", "auto 2", "auto 3", "auto 4")
 
 

@@ -166,7 +166,9 @@ def half_interval(values: Sequence[float]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--worker", action="store_true", required=True)
-    parser.add_argument("--tasks", help="a JSON file: number, tables, batch and plans of each task")
+    parser.add_argument(
+        "--tasks", help="a JSON file with each task's number, tables, batch and plans"
+    )
     parser.add_argument("--seconds", type=float, default=0.0, help="seconds of rounds per task")
     parser.add_argument(
         "--passes", type=int, default=0, help="passes over moves, instead of rounds"

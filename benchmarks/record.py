@@ -49,8 +49,8 @@ class Results:
     """Prints each line and appends it to a file.
 
     The first added line replaces the file; with ``benchmark``, it replaces only the lines of that
-    benchmark, so that a module's benchmarks can run separately. If not ``recorded``, lines are
-    printed and the file is unchanged: for other sizes than the recorded ones.
+    benchmark, so that a module's benchmarks can run separately. If not ``recorded`` (other sizes
+    than the recorded ones), lines are printed and the file is unchanged.
     """
 
     def __init__(self, name: str, benchmark: str | None = None, *, recorded: bool = True) -> None:
@@ -59,9 +59,7 @@ class Results:
         self._recorded = recorded
         self._provenance = provenance()
         if not recorded:
-            sys.stderr.write(
-                f"sizes differ from those of {self.path.name}: printed, not recorded\n"
-            )
+            sys.stderr.write(f"sizes differ from {self.path.name}: printed, not recorded\n")
             return
         RESULTS.mkdir(exist_ok=True)
         kept = self.path.read_text().splitlines() if benchmark and self.path.exists() else []

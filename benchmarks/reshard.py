@@ -49,7 +49,7 @@ from sbpflow.runtime.ranks.world import World
 from sbpflow.sbp.sbp import balanced_sizes
 
 BATCH, SEED = 30, 7
-LOOKAHEAD = 4  # number of batches in flight when a state is saved; they must not affect it
+LOOKAHEAD = 4  # number of batches in flight when a state is saved, which must not affect it
 # No size is divisible by 2 or 4, and C4 has fewer rows than there are ranks.
 FIELDS = Fields.of(("I1", "I2"), {"C1": 37, "C2": 11, "C3": 53, "C4": 3}, {"C1xC2": 71})
 SPARSE = {

@@ -158,7 +158,7 @@ def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
             hot=args.hot,
             wire=wire,
             step_ms=round(value, 2),
-            # this is CPU time of all threads of rank 0
+            # the value is the CPU time of all threads of rank 0
             cpu_ms=round(statistics.median(record["cpu"][name]), 2),
             samples_per_s=round(1e3 * ranks * rows / value),
             load=load,

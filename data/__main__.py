@@ -215,7 +215,7 @@ def _size(num_bytes: float) -> str:
 
 
 def _disk_space(args: argparse.Namespace, number: int) -> str:
-    """Return the needed and the free space after a full disk, or "" after other errors."""
+    """Return the needed and the free space if the disk is full, or "" for other errors."""
     output: Path | None = getattr(args, "output", None)
     if output is None or number not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return ""

@@ -1,4 +1,4 @@
-"""Loop over text and keys in one pass, compiled by numba, where Polars and numpy need several.
+"""Process text and keys in single passes, compiled by numba; Polars and numpy need several.
 
 This module is imported only if numba is installed. Every loop returns the same result as the Python
 code at its call. All loops release the GIL.

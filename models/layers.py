@@ -125,7 +125,7 @@ class Layers(Generic[T]):
     """Runs layers on one batch with parameters and buffers by name.
 
     ``half`` is the compute dtype of linear layers if it differs from the weights' dtype. Weights
-    keep their dtype, the compute dtype of ``whole`` layers. ``seed`` is the dropout seed.
+    keep their dtype, and ``whole`` layers compute in that dtype. ``seed`` is the dropout seed.
     """
 
     functions: Functions[T]
@@ -150,7 +150,7 @@ class Layers(Generic[T]):
         )
 
     def mlp(self, shape: MlpShape, inputs: Sequence[T]) -> T:
-        """Apply an MLP, [b, widths] -> [b, shape.width]; its last linear layer is whole."""
+        """Apply an MLP, [b, widths] -> [b, shape.width]; its last layer is a ``whole`` layer."""
         f = self.functions
         for index in range(len(shape.hidden)):
             name = f"{shape.name}.{index}"

@@ -89,7 +89,7 @@ def _delete_oldest(folder: Path) -> None:
         with suppress(FileNotFoundError):  # another process may have deleted the file
             dated.append((path.stat().st_mtime, path))
     for _, old in sorted(dated)[:-MOST_PLANS]:
-        with suppress(OSError):  # another user may own it, or it is not a regular file
+        with suppress(OSError):  # another user may own the file, or it is not a regular file
             old.unlink()
 
 

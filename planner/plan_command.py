@@ -68,7 +68,7 @@ def plan(argv: Sequence[str]) -> str:
         type=int,
         default=0,
         metavar="K",
-        help="time the best K plans, and those with all tables alike, on ranks of this machine",
+        help="time the best K plans, and plans with one shape for all tables, on this machine",
     )
     args = parser.parse_args(argv)
     cost, name = _cost(args), planner_of(args.planner)
@@ -84,9 +84,7 @@ def plan(argv: Sequence[str]) -> str:
 def explain(argv: Sequence[str]) -> str:
     """Predict the step of an existing plan and find the best alternative for each table."""
     parser = _parser("explain-plan", "Predict a plan's time rank by rank, and list better choices.")
-    parser.add_argument(
-        "--plan", type=local_path, required=True, help="a YAML file, by sbpflow plan or by hand"
-    )
+    parser.add_argument("--plan", type=local_path, required=True, help="a YAML file of table rules")
     _add_report(parser)
     args = parser.parse_args(argv)
     cost = _cost(args)
@@ -135,7 +133,7 @@ def _cost(args: Namespace) -> TaskCost:
     tables = read_tables(args.tables)
     if measure and set(tables.laws) != {table.name for table in tables.tables}:
         raise ConfigError(
-            "--measure: draws ids by each table's zipf, and not all tables have it; give every "
+            "--measure: ids are sampled by each table's zipf, which some tables lack; give every "
             'table "zipf": {"s": .., "q": ..}, or leave --measure out'
         )
     profile, limit = profile_of(args.profile), memory_of(args.profile)
@@ -199,7 +197,7 @@ def _measured(args: Namespace, cost: TaskCost, planned: Planned) -> tuple[Planne
 
 
 def _times(path: Path, count: int) -> list[float]:
-    """Read the times that ``measure`` wrote; ConfigError for any other content."""
+    """Read the times that ``measure`` wrote; raise ConfigError for any other content."""
     try:
         times = list_of(read_json(path), str(path))
     except (FileNotFoundError, JsonError) as error:

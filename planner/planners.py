@@ -64,8 +64,8 @@ LEARNED: Mapping[str, type[DreamShard] | type[NeuroShard] | type[AutoShard]] = {
 }
 MOST_FOR_EMBARK = 2000  # tables x ranks; above this limit, EMBark's 189 placements take seconds
 MOST_FOR_SEARCHES = 2000  # tables x ranks; above this limit, seeds that need a search take too long
-UNCORRECTED = "without corrections"  # name of the seed searched without the learned corrections
-UNSPLIT = "no table split"  # name of the seed searched among whole and copied tables
+UNCORRECTED = "without corrections"  # name of the seed that is searched without corrections
+UNSPLIT = "no table split"  # name of the seed that splits no table
 TRAINING_TASKS = 30
 TRAINING_TABLES = (10, 60)  # minimum and maximum number of tables of a training task
 

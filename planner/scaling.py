@@ -52,7 +52,7 @@ def clusters(argv: Sequence[str]) -> str:
         help=f"a calibration file, or {names}; default: this machine's calibration",
     )
     parser.add_argument(
-        "--link", help=f"the links of {names}, or such as 25gbit; default: the calibration's"
+        "--link", help=f"the links of {names}, or a rate (25gbit); default: the calibration's"
     )
     parser.add_argument("--ranks-per-node", type=int, default=1, help="ranks that share the --link")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32, 64, 128])

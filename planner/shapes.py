@@ -19,7 +19,7 @@ from sbpflow.planner.task import Choice, Plan, Shape, Task
 COPIED = Shape("B", "local")
 WHOLE = Shape("B", "columns")
 NO_LIMIT = 1e18  # bytes
-# shards whose counts differ by less (as by one row) are treated as equal when ranks are chosen
+# shards whose counts differ by less are treated as equal when ranks are chosen
 ALIKE = 0.01
 
 
@@ -106,7 +106,7 @@ def plan_of(task: Task, problem: Problem, assignment: Assignment) -> Plan:
 
 
 def assignment_of(problem: Problem, plan: Plan) -> Assignment:
-    """Return the assignment of a plan; PlanError if a table's shape is not among its options."""
+    """Return the assignment of a plan; raise PlanError if a shape is not an option."""
     moves: list[Move] = []
     for name, options in zip(problem.names, problem.options, strict=True):
         choice = plan[name]

@@ -83,7 +83,7 @@ class TablesFile:
 
 
 def read_tables(path: Path) -> TablesFile:
-    """Read a file; ConfigError names the table and the invalid key."""
+    """Read a file; a ConfigError names the table and the invalid key."""
     try:
         tree = read_json(path, max_bytes=MOST_BYTES)
     except FileNotFoundError as error:
@@ -184,7 +184,7 @@ def _stats(where: str, given: dict[str, Any], rows: int, ids: float) -> tuple[Id
 
 
 def _number(key: str, value: object, *, least: float) -> float:
-    """Return the value as a float; ConfigError unless it is a finite number above ``least``."""
+    """Return the value as a float; raise ConfigError unless it is finite and above ``least``."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not least < value < MOST:
         bound = "above 0" if least == 0.0 else "0 or more"
         raise ConfigError(f"{key}: {value!r}; use a number, {bound} and below {MOST:g}")
@@ -192,7 +192,7 @@ def _number(key: str, value: object, *, least: float) -> float:
 
 
 def _whole(key: str, value: object) -> int:
-    """Return the value as an int; ConfigError unless it is whole and at least 1 (100.0 is
+    """Return the value as an int; raise ConfigError unless it is whole and at least 1 (100.0 is
     valid).
     """
     if (
@@ -206,7 +206,7 @@ def _whole(key: str, value: object) -> int:
 
 
 def _sample(key: str, value: object, rows: int) -> list[int]:
-    """Return two or more ids of the table's rows; ConfigError for any other value."""
+    """Return two or more ids of the table's rows; raise ConfigError for any other value."""
     ids = cast("list[Any]", value)
     if not isinstance(value, list) or len(ids) < 2:
         raise ConfigError(f"{key}: use a list of 2 or more ids in order (for example, [3, 17, 3])")

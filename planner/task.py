@@ -98,10 +98,12 @@ Plan = dict[str, Choice]
 
 
 def choice_of(given: TableLayout, world_size: int) -> Choice:
-    """Return the choice that a resolved layout describes; ConfigError if it splits unevenly."""
+    """Return the choice that a resolved layout describes; raise ConfigError if uneven."""
     layout = given.layout
     if any(isinstance(sbp, Split) and sbp.sizes is not None for sbp in layout.nd_sbp):
-        raise ConfigError(f"{given.key}: {layout} has sizes; planners split evenly, leave them out")
+        raise ConfigError(
+            f"{given.key}: {layout} has sizes, but planners split evenly; remove sizes"
+        )
     ranks, kinds = layout.placement.ranks, layout.nd_sbp
     if len(kinds) == 2:
         rows, columns = layout.placement.shape
@@ -243,7 +245,7 @@ def rules(plan: Mapping[str, Choice]) -> dict[str, TableRule]:
 
 
 def embedding_plan(task: Task, plan: Mapping[str, Choice]) -> EmbeddingPlan:
-    """Return the engine's plan; ConfigError if the engine cannot run it."""
+    """Return the engine's plan; raise ConfigError if the engine cannot run it."""
     comm_dtype: CommDtype | None = None
     if task.comm_dtype is not None and task.comm_dtype != task.dtype:
         comm_dtype = "bfloat16" if task.comm_dtype == torch.bfloat16 else "float16"
@@ -287,7 +289,7 @@ def plan_to_yaml(plan: Mapping[str, Choice], notes: Mapping[str, Any] | None = N
 
 
 def plan_from_yaml(path: Path, task: Task) -> Plan:
-    """Read the plan in a YAML file, written by ``plan_to_yaml`` or by hand; ConfigError if
+    """Read the plan in a YAML file, written by ``plan_to_yaml`` or by hand; raise ConfigError if
     invalid.
     """
     planned = read_table_plan(path, world_size=task.world_size)
@@ -296,7 +298,7 @@ def plan_from_yaml(path: Path, task: Task) -> Plan:
         if rule.comm_dtype is not None and DTYPES[rule.comm_dtype] != comm_dtype:
             raise ConfigError(
                 f"{path}: tables.{pattern}.comm_dtype: {rule.comm_dtype}; the planner prices all "
-                f"vectors as {str(comm_dtype).removeprefix('torch.')}: leave it out"
+                f"vectors as {str(comm_dtype).removeprefix('torch.')}; remove it"
             )
     layouts = resolve_table_layouts(
         ParallelConfig(plan=str(path)),

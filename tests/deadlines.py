@@ -46,12 +46,12 @@ def outputs_of(process: subprocess.Popen[str], seconds: float) -> tuple[str, str
 
 
 def output_of(process: subprocess.Popen[str], seconds: float) -> str:
-    """Like ``outputs_of``, for a process whose stderr is redirected to stdout."""
+    """Do the same as ``outputs_of`` for a process whose stderr is redirected to stdout."""
     return outputs_of(process, seconds)[0]
 
 
 def run(command: list[str], seconds: float, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Like ``subprocess.run`` with both outputs captured as text."""
+    """Do the same as ``subprocess.run``, with both outputs captured as text."""
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, **options) as process:
         stdout, stderr = outputs_of(process, seconds)

@@ -40,7 +40,7 @@ GRACE_S = 3.0  # limit for the other ranks after a rank has failed
 
 
 class RanksFailed(AssertionError):
-    """Signals that at least one rank failed; ``errors`` contains the error texts of these ranks."""
+    """Signals that at least one rank failed; ``errors`` contains these ranks' messages."""
 
     def __init__(self, errors: dict[int, str]) -> None:
         self.errors = errors
@@ -65,7 +65,7 @@ class RankPool:
         self._workers: list[_Worker] = []
 
     def run(self, fn: Callable[..., Any], *args: Any, checked: bool = False) -> list[Any]:
-        """Return the values of ``fn(world, *args)`` in rank order; RanksFailed if a rank failed.
+        """Return the values of ``fn(world, *args)`` in rank order; raise RanksFailed if one failed.
 
         ``checked`` enables the world's checked mode, which synchronizes all ranks before each
         transfer and therefore hides races.

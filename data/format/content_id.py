@@ -19,7 +19,7 @@ from sbpflow.data.format.npy import header
 
 Words = NDArray[np.uint32]
 
-# The polynomial of crc32. As in zlib, the highest bit is the lowest power.
+# This is the crc32 polynomial. As in zlib, its highest bit is the lowest power.
 _POLYNOMIAL = np.uint32(0xEDB88320)
 _ONE = np.uint32(1 << 31)
 _ORDER = (1 << 32) - 1

@@ -245,7 +245,8 @@ class WideIdTable(IdTable):
         self._ids = np.full(capacity, RARE_ID, dtype=np.int32)
 
     def _put(self, slots: Slots, keys: Keys, ids: NDArray[np.int32]) -> None:
-        # Numpy does not define which entry of a slot wins, so store the key of the winning id.
+        # If several ids have the same slot, numpy may store any of them, so store the key of that
+        # id.
         self._ids[slots] = ids
         is_inserted = self._ids[slots] == ids
         self._keys[slots[is_inserted]] = keys[is_inserted]

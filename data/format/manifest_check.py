@@ -184,7 +184,7 @@ class _Check:
             self.need(fits, f"{key}.rows", rows, "table rows by field")
         values = content["fields"]
         fits = isinstance(values, dict) and set(values) <= set(fields)
-        self.need(fits, "vocabulary.fields", values, "arrays by the name of a field")
+        self.need(fits, "vocabulary.fields", values, "arrays by field name")
         for name, entry in cast("dict[str, Any]", values).items():
             key = f"vocabulary.fields.{name}"
             arrays = set(cast("dict[str, Any]", entry)) - {"values", "key"} if entry else set()

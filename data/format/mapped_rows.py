@@ -70,7 +70,7 @@ class FileRows:
         start, stop, _ = rows.indices(len(self))
         try:
             return read_array(self._path, self._dtype, self._shape, start, stop)
-        finally:  # check even after an error: a replaced set is the better explanation
+        finally:  # check even after an error, which a replaced set would explain
             self._check_set()
 
 
@@ -94,7 +94,7 @@ class MappedItems:
     """Items of contiguous ``maps`` with one dtype; map i begins at item ``offsets[i]``."""
 
     def __init__(self, maps: Sequence[Array]) -> None:
-        self._maps = list(maps)  # keeps their memory alive
+        self._maps = list(maps)  # keeps the maps' memory alive
         itemsize = maps[0].itemsize if maps else 1
         starts = np.array([items.ctypes.data for items in maps], dtype=np.int64)
         self._lowest = None
@@ -124,7 +124,8 @@ class MappedItems:
 class MappedRows:
     """Concatenated rows [rows, ...] of several non-empty files.
 
-    ``maps`` comes from ``open_rows``; ``none`` is an empty array with their dtype and row shape.
+    ``maps`` comes from ``open_rows``; ``none`` is an empty array with the dtype and row shape of
+    the files.
     """
 
     def __init__(self, maps: Sequence[Rows], none: Array) -> None:
@@ -191,12 +192,12 @@ class MappedRows:
         if self._num_mapped < len(self._maps):
             is_whole &= maps < self._num_mapped
         places = np.cumsum(lengths) - lengths
-        # Runs that are cut by the batch, cross files or are not mapped are copied one by one.
+        # Copy runs one by one if the batch cuts them, they cross files, or they are not mapped.
         cut = np.flatnonzero(~is_whole).tolist()
         for index in cut:
             first, rows, place = int(firsts[index]), int(lengths[index]), int(places[index])
             self.read(first, first + rows, out[place : place + rows])
-        # The whole runs between two such runs have equal lengths and are copied by one call.
+        # All other runs have equal lengths, so one call copies all runs between two of the former.
         offsets = self._offsets[maps] + local * self._row_items
         for before, after in pairwise([-1, *cut, len(firsts)]):
             if after - before > 1:

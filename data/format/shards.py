@@ -58,7 +58,7 @@ class SplitRows(MappedRows):
                 max_maps() if limit is None else limit,
                 UnchangedSet(manifest).check,
             )
-        finally:  # check even after an error: a replaced set is the better explanation
+        finally:  # check even after an error, which a replaced set would explain
             check_unchanged(manifest)
         self.num_words = manifest.num_words
         super().__init__(maps, np.empty((0, self.num_words), dtype=np.int32))

@@ -64,8 +64,9 @@ def build_vocabularies(
 ) -> dict[str, FilteredVocabulary]:
     """Count the values of the fields in the train part, assign ids and write them to ``work/set``.
 
-    With several machines, each counts its own rows and merges the counts of some vocabularies.
-    Raise DamagedWork if files of an earlier run are damaged and the staged rows are gone.
+    With several machines, each machine counts its own rows and merges the counts of some
+    vocabularies. Raise DamagedWork if files of an earlier run are damaged and the staged rows are
+    gone.
     """
     folder, part = work / "vocabulary", options.part
     folder.mkdir(exist_ok=True)

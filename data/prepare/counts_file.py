@@ -22,7 +22,7 @@ class PartCounts:
 
 
 def counts_record(folder: Path, name: str, part: int) -> Path:
-    """Return the path of the record that ``part`` has counted vocabulary ``name``."""
+    """Return the path of the record that exists once ``part`` has counted vocabulary ``name``."""
     return folder / f"{name}.counted-{part}.json"
 
 

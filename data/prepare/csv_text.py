@@ -85,7 +85,7 @@ def _is_clean(text: bytes, num_lines: int, num_columns: int, schema: Schema) -> 
         return False
     if not is_utf8(text):
         return False
-    # A line can have a wrong number of cells although the total is right. Polars reports it.
+    # Even if the total is right, a line can have a wrong number of cells; Polars reports that line.
     try:
         frame = _read(text, tuple(map(str, range(num_columns))), schema)
     except pl.exceptions.PolarsError:

@@ -26,7 +26,7 @@ Record = dict[str, Any]
 
 
 class FieldIds:
-    """Maps the staged keys of a field to ids; strings must also match the check of their key."""
+    """Maps the staged keys of a field to ids; a string must also match the check of its key."""
 
     def __init__(self, table: Ids, vocabulary: Vocabulary | None = None) -> None:
         self._table = table
@@ -131,7 +131,7 @@ class _PieceEncoder:
         self.parts: Parts = {**self._list_parts(), **self._side_parts()}
 
     def splits(self, start: int, total: int) -> NDArray[np.uint8]:
-        """Return each row's split uint8 [rows]; ``start`` of ``total`` rows precede the piece."""
+        """Return each row's split uint8 [rows]; ``start`` of the ``total`` rows precede it."""
         if self._options.split.kind != "time":
             return self._frame[SPLIT_COLUMN].to_numpy()
         rows = np.arange(start, start + len(self._frame))

@@ -24,7 +24,7 @@ def columns_of(source: Input, schema: Schema, may_lack_labels: bool) -> tuple[st
     """Return a file's columns in file order. Raise DataError if a required column is missing.
 
     With ``may_lack_labels``, labels are optional. A text file without column names then has no
-    labels if the first line has fewer cells by the number of labels.
+    labels if exactly that many cells are missing in its first line.
     """
     if source.is_table:
         columns = table_columns(source.path)

@@ -183,7 +183,7 @@ def no_line_end(path: InputPath) -> DataError:
 
 
 class Text(NamedTuple):
-    """A stream of decompressed bytes, and its file for measuring progress by position."""
+    """A stream of decompressed bytes, and the original file, whose position shows progress."""
 
     file: IO[bytes]
     raw: IO[bytes]

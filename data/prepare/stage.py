@@ -94,7 +94,7 @@ def stage_inputs(
 
 
 def _source_record(work: Path, source: Input) -> Path:
-    """Return the path of the record that a file is fully staged."""
+    """Return the path of the record that exists once a file is fully staged."""
     return work / "stage" / f"{source.order:05d}.json"
 
 
@@ -126,7 +126,7 @@ def _target(work: Path, source: Input, index: int) -> Path:
 
 
 def encoded_record(target: Path) -> Path:
-    """Return the path of the record that a staged piece has been encoded."""
+    """Return the path of the record that exists once a staged piece has been encoded."""
     return target.parent.with_name("encoded") / f"{target.stem}.json"
 
 

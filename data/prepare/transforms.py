@@ -46,7 +46,7 @@ def log1(values: Values, missing: Mask) -> tuple[NDArray[np.float32], int]:
 def squared_log(values: Values, missing: Mask) -> tuple[NDArray[np.float32], int]:
     """Return floor(ln(x)^2) for x above 2, other values unchanged, and 0 for missing values.
 
-    Source: FuxiCTR, fuxictr/datasets/criteo.py at 0245987f (there a category, here a number).
+    Source: FuxiCTR, fuxictr/datasets/criteo.py at 0245987f, which uses the result as a category.
     """
     large = values > 2
     logs = np.log(np.where(large, values, 1.0).astype(np.float64))

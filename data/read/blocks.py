@@ -25,7 +25,7 @@ from sbpflow.run.model.spec import HashedColumn
 
 Words = NDArray[np.int32]
 
-_WIDE_COLUMNS = ("group", "time", "row_key")  # numeric columns with 64 bits per value
+_WIDE_COLUMNS = ("group", "time", "row_key")  # these columns have 64 bits per value
 
 
 BLOCK_BYTES = 16 << 20
@@ -58,7 +58,7 @@ class BlockReader:
     ) -> None:
         types = manifest.part_types
         self._manifest, self._split_name = manifest, split
-        # Each kind of file gets a share of the maps; words may be mapped a second time for views.
+        # Divide the maps among the kinds of files; words may be mapped a second time for views.
         self._max_maps = max(1, max_maps() // (1 + max(1, len(types))))
         self._words = SplitRows(manifest, split, self._max_maps)
         self._crosses = CrossColumns(manifest, crosses)

@@ -20,7 +20,7 @@ from sbpflow.data.read.blocks import BatchColumns, Block, Words
 from sbpflow.errors import ConfigError
 
 Backend = Literal["memmap", "dali"]
-Split = Callable[[Tensor, tuple[int, ...]], list[BatchColumns]]  # views of a block
+Split = Callable[[Tensor, tuple[int, ...]], list[BatchColumns]]  # returns views of a block
 Feed = Callable[[Iterator[Block], Split, torch.device, "Threads"], Iterator[BatchColumns]]
 
 Group = TypeVar("Group")
@@ -28,7 +28,7 @@ Group = TypeVar("Group")
 _AHEAD = 3
 _READERS = 2
 _RUNS_AHEAD = 1
-# The blocks are read ahead, in a DALI run, finished by DALI, being delivered, or being consumed.
+# A block in use is read ahead, in a DALI run, finished by DALI, being delivered, or being consumed.
 _MAX_BUFFERS = _AHEAD + _RUNS_AHEAD + 4
 _SPARE_SHARE = 16  # a new buffer gets 1/16 extra room
 
@@ -43,7 +43,8 @@ class Buffers:
 
     def __init__(self) -> None:
         # A lease may end in any thread at any time, and deque operations are atomic. The most
-        # recently returned memory is reused first because cached memory costs a fifth less.
+        # recently returned memory is reused first because writing to cached memory takes a fifth
+        # less time.
         self._free: deque[Words] = deque()
 
     def take(self, num_words: int) -> Words:

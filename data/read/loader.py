@@ -274,7 +274,7 @@ def choose_backend(wanted: Backend | Literal["auto"]) -> Backend:
     """Return the backend for ``data.loader``, and log the choice for ``auto``."""
     if wanted != "auto":
         return wanted
-    # find_spec imports only the parent package, which is shared with CUDA's libraries.
+    # find_spec does not load DALI: it imports only ``nvidia``, which CUDA's libraries share.
     has_dali = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.dali")
     chosen: Backend = "dali" if has_dali else "memmap"
     _LOG.info(

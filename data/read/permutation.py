@@ -35,7 +35,8 @@ class Permutation:
     def __call__(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the images [n] of (possibly repeated) indices [n] in range(size)."""
         image = self._rounds(index.astype(np.uint64))
-        # The square has at most 2 * side places outside of range(size), so few remain after a pass.
+        # At most 2 * side places of the square are outside of range(size), so few remain after a
+        # pass.
         while (outside := np.flatnonzero(image >= self._size)).size:
             image[outside] = self._rounds(image[outside])
         return image.astype(np.int64)

@@ -155,7 +155,7 @@ def _integer_table(name: str) -> NDArray[np.int32]:
 
 
 class _Refinement:
-    """A column that determines C13 like C11, but is not a function of C11.
+    """A column that determines C13, as C11 does, but is not a function of C11.
 
     Each C13 value owns ranks of the column, and the masses of these ranks add up to the value's
     mass.

@@ -12,10 +12,10 @@ from sbpflow.planner.search.seeds import families
 from sbpflow.planner.shapes import plan_of, problem_of
 from sbpflow.planner.task import Plan, Shape
 
-# insertions of a search: enough to find nearly the best plan in a fraction of a second
+# number of insertions in a search: enough for nearly the best plan in less than a second
 INSERTIONS = 160
 DIFFERENT = 0.2  # share of the tables that must differ, at least one table
-NEAR = 1.05  # largest price relative to the best plan's: about a model's error among good plans
+NEAR = 1.05  # maximum price relative to the best plan: about a model's error among good plans
 
 
 def candidates(cost: TaskCost, count: int) -> list[Plan]:

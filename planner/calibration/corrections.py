@@ -63,7 +63,7 @@ def learn_corrections(
         weights = matrix[:, PHASE[name]]
         linear = x @ weights
         used = linear > LEAST_LEARNED_MS
-        # dense layers are priced far beyond the sizes of the tasks' layers
+        # dense layers may be far larger than the layers of the tasks
         fused = KINDS.get(name) != "dense"
         if not fused or y.mean() < LEAST_LEARNED_MS or len(terms[name]) < 3 or used.sum() < 20:
             continue

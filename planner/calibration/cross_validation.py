@@ -19,7 +19,7 @@ from sbpflow.planner.calibration.records import AGAIN, Record, drift_of, on_one_
 from sbpflow.planner.costs.profile import Profile
 from sbpflow.planner.costs.simulate import PHASE, step_ms
 
-# added to times before they are compared, because clocks and the scheduler have this much noise
+# The noise of clocks and schedulers is added to times before they are compared.
 FLOOR_MS = 0.15
 LEAST_JUDGED_MS = 0.3  # phases with a shorter mean time are not reported
 LEAST_PLANS = 3  # sessions with fewer plans are not ranked

@@ -44,7 +44,7 @@ _GROUPS = (
     "num_whole_groups",
 )
 _EXPANDED = ("expand_rows", "expand_elements")
-# The features that the time of a phase can depend on; the weights of all other features are 0.
+# A phase's time can depend only on these features; the weights of all other features are 0.
 TERMS: Mapping[str, tuple[str, ...]] = {
     "start_id_exchange": (
         "always",
@@ -90,11 +90,11 @@ TERMS: Mapping[str, tuple[str, ...]] = {
     ),
     ROW_GRADIENTS: ("gradient_bytes", "gradient_in_bytes", *_GROUPS),
     DENSE_GRADIENTS: ("always", "dense_parameters"),
-    REST: (),  # the rest of a whole step, see ``_overlap``
+    REST: (),  # the rest of a step's time; see ``_overlap``
 }
 REST_TERMS = ("always", "num_stacks", "vector_bytes")  # ``vector_bytes`` includes gradients here
 FOLDS = 4
-# importance of a transfer or dense part measured alone, relative to a plan, in squared errors
+# weight of the squared errors of transfers and dense parts measured alone, relative to plans
 ALONE_WEIGHT = 8.0
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
@@ -111,7 +111,7 @@ def fit(
     kernels: Mapping[str, KernelPrices] | None = None,
     judged: bool = True,
 ) -> Profile:
-    """Fit a profile to measurements of several tasks on one world; DataError if there are too few.
+    """Fit a profile to measurements of several tasks on one world; raise DataError for too few.
 
     ``judged`` also fits subsets of the tasks, to report the errors on the other tasks.
     """

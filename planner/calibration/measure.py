@@ -202,7 +202,7 @@ class _Turn:
         if serial:
             self.serial += time_moves(self._boxing, self._trainer, self._batches, serial)
         self._boxing.world.barrier()
-        # The first step has no ids ahead and the last one sends none; neither is typical of a run.
+        # The first step has no ids ahead, and the last step sends no ids; neither step is typical.
         self.overlapped.append(self._steps(overlapped + 2)[1:-1])
 
     def _steps(self, count: int) -> list[float]:

@@ -24,8 +24,10 @@ from sbpflow.planner.task import Choice, Plan, Shape, Task
 from sbpflow.runtime.fields.ranges import Range
 from sbpflow.runtime.files.json_file import is_count, object_of
 
-AGAIN = "again"  # prefix of the name of a plan measured a second time: "again SESSION NAME"
-PICKED = "pick"  # prefix of the name of a plan picked by a fitted model: "pick SESSION.NUMBER"
+# A plan that is measured again is named "again SESSION NAME", and a plan that a fitted model picks
+# is named "pick SESSION.NUMBER".
+AGAIN = "again"
+PICKED = "pick"
 _SESSION = re.compile(r"(pick \d{1,9}\.\d{1,9}|again \d{1,9} .*)$", re.DOTALL)
 _MOST_MS = 1e12
 _StepMs = Annotated[float, Range(above=0, below=_MOST_MS)]
@@ -114,7 +116,7 @@ def plan_tree(plan: Plan) -> dict[str, list[Any]]:
 
 
 def plan_of_tree(tree: object) -> Plan:
-    """Return the plan that ``plan_tree`` wrote; ConfigError for any other tree."""
+    """Return the plan that ``plan_tree`` wrote; raise ConfigError for any other tree."""
     plan: Plan = {}
     for name, given in object_of(tree, "plan").items():
         entry = cast("list[Any]", given)

@@ -35,7 +35,7 @@ from sbpflow.planner.task import Choice, Shape, Task
 from sbpflow.runtime.fields.ranges import Range
 
 DENSE_MOVES = ("forward", "backward", "send_dense", "receive_dense", "update_dense")
-# (width of the table, hidden widths), in ascending order of work.
+# These are (table width, hidden widths), in ascending order of work.
 NETS = ((64, (64,)), (128, (32, 32, 32)), (256, (128, 64)), (416, (400, 400)), (512, (512, 256)))
 SAMPLES = (128, 512, 2048)  # per rank
 STEPS = 5
@@ -54,7 +54,7 @@ class DenseTime:
 
 
 def dense_time_of(tree: Mapping[str, Any]) -> DenseTime:
-    """Return a dense time from JSON; ConfigError for any other value."""
+    """Return a dense time from JSON; raise ConfigError for any other value."""
     time = build(DenseTime, tree)
     if set(time.ms) != set(DENSE_MOVES):
         raise ConfigError(f"dense: ms has {sorted(time.ms)}; use the keys {', '.join(DENSE_MOVES)}")

@@ -48,7 +48,7 @@ def from_histogram(rows: Sequence[float], mass: Sequence[float], ids_per_sample:
     share = np.asarray(mass, dtype=np.float64)
     used = (count > 0) & (share > 0)
     if not used.any():
-        raise ConfigError("ids: no row has any lookup; give rows [100], mass [1.0] for an even law")
+        raise ConfigError("ids: no row has any lookup; use, for example, rows [100] and mass [1.0]")
     count, share = count[used], share[used] / share[used].sum()
     each = share / count
     curve = curve_of(count, share, _DRAWS)
@@ -125,7 +125,7 @@ def from_sample(ids: Sequence[int] | NDArray[np.int64], ids_per_sample: float) -
     """Compute statistics from a sample of the table's ids, in lookup order."""
     drawn = np.asarray(ids)
     if drawn.size < 2:
-        raise ConfigError(f"ids: a sample of {drawn.size}; use 2 or more, best a whole batch")
+        raise ConfigError(f"ids: a sample of {drawn.size}; use 2 or more ids, or a whole batch")
     sizes = np.unique(np.geomspace(2, drawn.size, 16).astype(np.int64))
     unique = [float(len(np.unique(drawn[:n]))) for n in sizes]
     _, times = np.unique(drawn, return_counts=True)

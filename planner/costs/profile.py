@@ -147,7 +147,7 @@ class Profile:
         return next(device for device, backend in BACKENDS.items() if backend == self.backend)
 
     def step_factor(self, optimizer: str) -> float:
-        """Return an optimizer's step relative to the calibrated one; ConfigError if not
+        """Return an optimizer's step relative to the calibrated one; raise ConfigError if not
         measured.
         """
         if not self.step_factors:
@@ -283,7 +283,7 @@ def default_path() -> Path:
 
 
 def load(path: Path | None = None) -> Profile:
-    """Read a profile, by default this machine's; ConfigError if it is missing or invalid."""
+    """Read a profile, by default this machine's; raise ConfigError if it is missing or invalid."""
     path = path or default_path()
     if not path.is_file():
         raise ConfigError(
@@ -300,7 +300,7 @@ def load(path: Path | None = None) -> Profile:
 
 
 def _from_tree(tree: Mapping[str, Any]) -> Profile:
-    """Build the profile from a tree; ConfigError names the invalid key."""
+    """Build the profile from a tree; a ConfigError names an invalid key."""
     tree = _with_current_phases(tree)
     known = set(Profile.__dataclass_fields__) | {"format", "features", "phases"}
     if tree.get("format") != FORMAT:
@@ -371,7 +371,7 @@ def _check(profile: Profile) -> None:
 def _check_members(profile: Profile) -> None:
     for m, member in enumerate(profile.members):
         if list(member) != list(profile.members[0]):
-            raise ConfigError(f"members[{m}]: phases differ from those of members[0]")
+            raise ConfigError(f"members[{m}]: phases differ from the phases of members[0]")
         for name, fusion in member.items():
             count = len(fusion.mix)
             sizes = {len(fusion.scale), len(fusion.power), *(count for _ in fusion.mix)}

@@ -36,8 +36,9 @@ TRANSFERS = (IDS, COUNTS, COUNTED_IDS, VECTORS, ROW_GRADIENTS, DENSE_GRADIENTS)
 PHASES = (*MOVES, *TRANSFERS)
 PHASE = {name: place for place, name in enumerate(PHASES)}
 NUM_PHASES = len(PHASES)
-# The number of consecutive steps to simulate. Each starts with the transfers that the previous step
-# left in flight. Their mean time increases with every phase; the last step's time may not.
+# This is the number of consecutive steps to simulate. Each step starts with the transfers that the
+# previous step left in flight. Their mean time increases with every phase; the last step's time may
+# not.
 _STEPS = 3
 
 

@@ -28,7 +28,7 @@ from sbpflow.training.step_schedule import (
 
 EVEN, ONE_SENDS, ONE_RECEIVES = "even", "one sends most", "one receives most"
 ROWS, ROWS_TO_ALL = "rows", "rows to all"
-# All transfers of the engine and the skews of their parts.
+# These are all transfers of the engine, with the skews of their parts.
 SKEWS: Mapping[str, tuple[str, ...]] = {
     "S(1) -> S(0)": (EVEN, ONE_SENDS),
     "S(0) -> S(1)": (EVEN, ONE_RECEIVES),
@@ -90,7 +90,7 @@ class Transfer:
 
 
 def transfer_of(tree: Mapping[str, Any], key: str = "transfer") -> Transfer:
-    """Return a transfer from JSON; ConfigError, starting with ``key``, for any other value."""
+    """Return a transfer from JSON; raise ConfigError, starting with ``key``, otherwise."""
     transfer = build(Transfer, tree)
     check_transfer(transfer, key)
     return transfer
@@ -131,8 +131,8 @@ def examples(transfers: Sequence[Transfer], phase: str, world_size: int) -> tupl
         for name, count in zip(BYTES.get(phase, ()), (sent, received), strict=False):
             row[INDEX[name]] = count
         if phase == DENSE_GRADIENTS:
-            # A rank of a ring sends every number N - 1 of N times to add, and again to distribute
-            # the sum.
+            # In a ring of N, a rank sends (N - 1) / N of the numbers to add, and again to
+            # distribute sums.
             row[INDEX["dense_parameters"]] = sent / (2 * (world_size - 1) / world_size * _FLOAT)
         rows.append(row)
         times.append(transfer.ms)

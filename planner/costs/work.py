@@ -40,7 +40,7 @@ def base_work(task: Task) -> Floats:
             "dense_elements": samples * task.dense.elements_per_sample,
             "dense_parameters": float(parameters),
             "batch_ids": samples * ids,
-            # four values: the parameter, its gradient, and two of Adam
+            # four values: a parameter, its gradient, and Adam's two states
             "memory_bytes": 4.0 * item * parameters,
             "buffer_bytes": samples * ((1 + task.lookahead) * 8 * ids + 3 * item * width),
         }

@@ -1,13 +1,13 @@
 """Implements AutoShard: an LSTM policy places tables one by one; V-trace trains it to balance
 devices.
 
-Source: KDD'22; daochenzha/autoshard e861ecb and 06f6304 (``training.py``, ``bench.py``). State,
-actions and cost head share an MLP over a table's 21 features. A two-layer LSTM reads the tables in
-order. The score of a device depends on the state, the sum of its tables, its predicted cost and its
-bytes. The reward at the end of an episode is the smallest compute time of a device divided by the
-largest: it measures balance rather than time and ignores exchanges. Memory is a penalty, not a
-limit: a plan that exceeds the memory has the negative excess as its reward, and such a plan may be
-returned. The cost head is trained on the measured devices with the MSE.
+Source: KDD'22; daochenzha/autoshard e861ecb and 06f6304 (``training.py``, ``bench.py``).
+State, actions and cost head share an MLP over a table's 21 features. A two-layer LSTM reads the
+tables in order. The score of a device depends on the state, the sum of its tables, its predicted
+cost and its bytes. The reward at the end of an episode is the smallest compute time of a device
+divided by the largest: it measures balance rather than time and ignores exchanges. Memory is a
+penalty, not a limit: a plan that exceeds the memory has the negative excess as its reward, and such
+a plan may be returned. The cost head is trained on the measured devices with the MSE.
 
 Differences: all episodes of a batch are of one task and run to the end in parallel, instead of
 unrolls of 100 steps in several processes; the acting copy is one update old; training has 20,000
@@ -79,7 +79,7 @@ class _Episodes:
 
     features: Tensor  # [T, 21]
     sizes: Tensor  # [T], as shares of a device's room
-    chosen: Tensor  # [T, E] devices
+    chosen: Tensor  # [T, E]
     logits: Tensor  # [T, E, D] of the acting copy
     order: Ints
 

@@ -28,7 +28,7 @@ from sbpflow.planner.task import Shape
 
 ITERATIONS = 20
 LEAST_COLUMNS = 32  # only wider column parts are halved, as in the source
-# shares of the tables: the smallest are copied, the coldest use distinct rows
+# shares of tables to copy (the smallest) and for distinct rows (the coldest)
 SHARES = (0.0, 0.25, 0.5)
 
 
@@ -43,7 +43,7 @@ def embark(setting: Setting) -> Assignment:
         plan = search.run(copied, unique - copied)
         if plan is not None:
             plans.append(plan)
-    if not plans:  # no plan fits: return one whose price shows it
+    if not plans:  # no plan fits, so return a plan with a high price
         return size_greedy(setting)
     return min(plans, key=lambda plan: price_of(setting.problem, plan).rank)
 

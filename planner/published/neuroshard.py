@@ -1,12 +1,13 @@
 """Implements NeuroShard: pretrained cost networks, a beam search over column cuts, and greedy
 placement.
 
-Source: MLSys'23; daochenzha/neuroshard ec7ca74 and 06aaa2b (``neurosharder.py``, ``simulator.py``,
-``*_cost_model.py``). One network prices the compute of a set of tables (20 features each, summed).
-Two price the exchanges of all devices from their sums of columns, for a fixed number of devices. A
-beam of 3 over column cuts tries the 10 largest and the 10 most expensive tables, to a depth of 10.
-For each cut, tables are placed in descending order of cost on the device with the lowest predicted
-cost under a limit on its columns. The limit is scanned from 1.0 to 1.5 times the mean in 11 steps.
+Source: MLSys'23; daochenzha/neuroshard ec7ca74 and 06aaa2b (``neurosharder.py``,
+``simulator.py``, ``*_cost_model.py``). One network prices the compute of a set of tables (20
+features each, summed). Two price the exchanges of all devices from their sums of columns, for a
+fixed number of devices. A beam of 3 over column cuts tries the 10 largest and the 10 most expensive
+tables, to a depth of 10. For each cut, tables are placed in descending order of cost on the device
+with the lowest predicted cost under a limit on its columns. The limit is scanned from 1.0 to 1.5
+times the mean in 11 steps.
 
 Differences: 10,000 sets and 2,000 placements are measured instead of 100,000; a cut halves all
 parts of a table at once, and its parts are on distinct devices, as in an even S(1) here; the
@@ -230,7 +231,7 @@ class _Beam:
         return float((compute + exchange * self.model.exchange_ms).max())
 
     def _assignment(self, cuts: tuple[int, ...], placed: list[list[int]] | None) -> Assignment:
-        if placed is None:  # no cut fits: return a plan whose price shows it
+        if placed is None:  # no cut fits, so return a plan with a high price
             return size_greedy(self.setting)
         parts = _parts(self.setting, self.model.scaling, cuts)
         ranks: list[list[int]] = [[] for _ in cuts]

@@ -73,7 +73,7 @@ class Setting:
 
     @cached_property
     def whole_option(self) -> tuple[int, ...]:
-        """Return each table's option for a whole table on one rank; PlanError if it is not
+        """Return each table's option for a whole table on one rank; raise PlanError if it is not
         allowed.
         """
         numbers: list[int] = []

@@ -23,9 +23,9 @@ from sbpflow.planner.search.seeds import (
     partly_copied,
 )
 
-STARTS = 4  # seeds that local search improves before it continues with the best one
+STARTS = 4  # number of seeds that local search improves before it continues with the best
 MIXED = 3  # number of the best shapes that are tried in pairs
-# shards of all options x ranks; above this limit, only a table's cheapest options are tried
+# limit of shards x ranks over all options; above it, only a table's cheapest options are tried
 LARGE = 800_000
 MANY_TABLES = 400  # above this number of tables, only the fastest seeds are used
 

@@ -23,7 +23,7 @@ from sbpflow.planner.search.linear import Linear, linearized
 from sbpflow.planner.search.problem import Assignment, Floats, Key, Option, Problem, price_of
 
 DUAL_ROUNDS = 60
-# relative to the mean time per memory limit
+# These multipliers of bytes are relative to the mean time per memory limit.
 MULTIPLIERS = np.concatenate([[0.0], np.geomspace(1e-4, 1e3, 29)])
 
 
@@ -137,7 +137,7 @@ class _Dual:
         pairs = [(row, place[key]) for row, keys in enumerate(needs) for key in keys]
         self.rows = np.array([row for row, _ in pairs], dtype=np.int64)
         self.keys = np.array([key for _, key in pairs], dtype=np.int64)
-        # shares of the bound for the ranks with the heaviest shards
+        # These are shares of the bound for the ranks with the heaviest shards.
         self.shares = np.zeros(len(first))
         self._pair_up()
 
@@ -196,9 +196,7 @@ class _Dual:
 
 
 def _row(problem: Problem, option: Option, price: Floats) -> tuple[float, float, float, float]:
-    """Return the ms at home, of the mean rank's shards and of the heaviest shard; bytes of all
-    ranks.
-    """
+    """Return the ms of home, of the mean rank's shards and of the heaviest shard, and all bytes."""
     memory = problem.pricing.memory
     shards = option.shards @ price
     held = float(problem.num_ranks * memory(option.home) + memory(option.shards).sum())

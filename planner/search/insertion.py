@@ -10,8 +10,8 @@ import numpy as np
 
 from sbpflow.planner.search.problem import Floats, Ints, Key, Move, Option, Problem, State
 
-# The mean load's share in the search goal, in addition to the step's time. The step is a maximum
-# over ranks, so most moves do not change it; the mean rewards less work and balanced work.
+# This is the mean load's share in the search goal, in addition to the step's time. The step is a
+# maximum over ranks, so most moves do not change it; the mean rewards less work and balanced work.
 EVENNESS = 0.05
 RANKS_TRIED = 3  # number of best-scored ranks for which the full model prices a whole table
 NO_ROOM = 1e6  # penalty in ms for exceeding a rank's memory by its whole limit
@@ -135,7 +135,7 @@ class Inserter:
         return self.ranked(state, table, avoid)[0]
 
     def quick(self, state: State, table: int) -> Move:
-        """Return the best-scored move, unpriced, its ranks in order: for tables with one option."""
+        """Return the best-scored move without its price, for tables with a single option."""
         move = self._moves(state, table)[0]
         return Move(move.option, tuple(sorted(move.ranks)))
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from sbpflow.planner.search.problem import Assignment, Floats, Option, Pricing, Problem, State
 
-STEP = 0.02  # relative change of a phase that determines its weight
+STEP = 0.02  # relative change of a phase that is used to compute its weight
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,11 @@ import numpy as np
 from sbpflow.planner.search.insertion import Inserter, goal, goal_of
 from sbpflow.planner.search.problem import Assignment, Floats, Key, Move, Problem, State
 
-START_THRESHOLD = 0.02  # initial relative excess of the goal up to which a worse plan is accepted
-LARGEST_RUIN = 12  # largest number of tables to remove
-GROUP_RUIN = 0.02  # share of ruins that move a whole group to other ranks
+START_THRESHOLD = 0.02  # a worse plan is accepted up to this initial excess of the goal
+# A ruin removes at most ``LARGEST_RUIN`` tables; a share ``GROUP_RUIN`` of the ruins moves a whole
+# group to other ranks.
+LARGEST_RUIN = 12
+GROUP_RUIN = 0.02
 SWAP_SHARE = 0.3
 
 
@@ -176,7 +178,7 @@ class LocalSearch:
             move = state.moves[table]
             return self.problem.options[table][move.option].shards[0] if move else phases[0] * 0
 
-        # A swap changes two ranks only, so only these are priced; the others keep their phases.
+        # A swap changes only two ranks, so only these ranks are priced; others keep their phases.
         rank, places = whole[table], np.arange(len(others))
         change = np.stack([row(other) for other in others]) - row(table)
         other_ranks = np.array([whole[other] for other in others])

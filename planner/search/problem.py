@@ -122,7 +122,7 @@ class Move:
     ranks: tuple[int, ...]
 
 
-Assignment = tuple[Move, ...]  # one move per table: a whole plan
+Assignment = tuple[Move, ...]  # one move per table, a complete plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +220,7 @@ def check_assignment(problem: Problem, assignment: Sequence[Move]) -> None:
     """Raise PlanError unless every table has a valid option and distinct ranks of this world."""
     if len(assignment) != problem.num_tables:
         raise PlanError(
-            f"a plan of {len(assignment)} tables for {problem.num_tables}; give every table a move"
+            f"plan: {len(assignment)} moves for {problem.num_tables} tables; use one per table"
         )
     for name, options, move in zip(problem.names, problem.options, assignment, strict=True):
         if not 0 <= move.option < len(options):

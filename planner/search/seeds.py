@@ -83,8 +83,7 @@ def partly_copied(
 def mixed(
     problem: Problem, weights: Floats, shapes: Sequence[Hashable]
 ) -> Iterator[tuple[str, Assignment]]:
-    """Without these keys, no single table would pay for a group that is worth its cost for several
-    tables.
+    """Yield a plan for each pair of shapes, built as if the shapes' keys were already paid for.
 
     Otherwise, no single table would pay for a group that is worth its cost for several tables.
     """

@@ -1,4 +1,4 @@
-"""Local copies before and after a collective: boxes of a part to ranges of a flat buffer and back.
+"""Copies boxes of a part to ranges of a flat buffer before a collective, and back after it.
 
 Each factory inspects the pieces once and returns the cheapest function for them: no copy if they
 are already in order, one strided copy if they are equal, a loop otherwise. Below about 100 KiB, the

@@ -41,7 +41,7 @@ _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.R
 
 
 class Pending:
-    """A conversion in progress. Call ``wait`` once; do not change the input part before that.
+    """A conversion in progress. Call ``wait`` once; do not change the input part until it returns.
 
     If the world's ``wait_at_once`` is set, the transfer is already complete.
     """
@@ -168,7 +168,7 @@ class Boxing:
         if len(self._ready) >= MAX_READY_STEPS:
             self._ready.clear()
         world, own_group = self.world, None
-        for ranks in step.groups:  # c10d requires all ranks to create all groups, in one order
+        for ranks in step.groups:  # c10d requires all ranks to create all groups, in the same order
             group = world.group(ranks, channel, step.id)
             own_group = group if world.rank in ranks else own_group
         in_pairs = len(world.topology.hosts) > 1 and world.backend_of(step.dst) == "gloo"

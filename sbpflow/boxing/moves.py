@@ -134,13 +134,13 @@ def elements_sent(src: Layout, dst: Layout, shape: tuple[int, ...]) -> dict[int,
                 sent[move.src] = sent.get(move.src, 0) + move.numel
         return sent
     for layout in (src, dst):
-        layout.part_slices(shape, layout.placement.ranks[0])  # SbpError if it does not fit
+        layout.part_slices(shape, layout.placement.ranks[0])  # raises SbpError for a misfit
     (before,), (after,) = src.nd_sbp, dst.nd_sbp
     ranks = src.placement.ranks
     if not one_step_legal(src, dst):  # every other rank sends its term to the first rank
         return dict.fromkeys(ranks[1:], numel(src.part_slices(shape, ranks[0]) or ()))
     if isinstance(before, Broadcast) or isinstance(after, Partial):
-        return {}  # every rank has what it needs
+        return {}  # every rank already has its data
     copies = len(ranks) if isinstance(after, Broadcast) else 1
     sent = {}
     for rank in ranks:
@@ -184,7 +184,8 @@ class _Role(Enum):
 
 def _cells(layout: Layout, shape: tuple[int, ...], role: _Role) -> list[_Cell]:
     """Group the ranks by the box that they have, and source ranks also by the term."""
-    # A source sends each of its terms; in a destination, one coordinate along the P axes receives.
+    # Sources send all of their terms, but only one coordinate along a destination's P axes
+    # receives.
     together = Broadcast if role is _Role.SOURCE else (Broadcast, Partial)
     cells: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = {}
     for rank in layout.placement.ranks:

@@ -1,4 +1,4 @@
-"""Messages between pairs of ranks, and an all-to-all built from them, for links between hosts.
+"""Sends messages between pairs of ranks, and implements all-to-all for links between hosts.
 
 gloo's own all-to-all posts its sends before its receives. A rank signals that it is ready to
 receive in the same stream as its data, so the slower of two ranks signals after all its data. The
@@ -68,5 +68,5 @@ def all_to_all(
     sends = dict(zip(ranks, sent.split(list(sizes[1])), strict=True))
     own_target, own_source = receives.pop(rank), sends.pop(rank)
     messages = pass_messages(sends, receives, group)
-    own_target.copy_(own_source)  # overlaps the transfer
+    own_target.copy_(own_source)  # this copy overlaps the transfer
     return messages

@@ -80,16 +80,17 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Stays:
-    """The box of the part that stays on its rank and is copied directly into the result.
+    """A piece that stays on its rank and is copied directly into the result.
 
-    A direct copy saves the copies to the send buffer, from the backend to itself, and from the
-    receive buffer. The data of other ranks is received into ``run`` of the flat result, or copied
-    from the receive buffer by ``pieces``.
+    ``cut`` returns the piece in the part, and ``put`` returns its place in the result. A direct
+    copy saves the copies to the send buffer, from the backend to itself, and from the receive
+    buffer. The data of other ranks is received into ``run`` of the flat result, or copied from the
+    receive buffer by ``pieces``.
     """
 
     shape: Shape
-    cut: LocalFn  # returns the box of the part
-    put: LocalFn  # returns the box's place in the result
+    cut: LocalFn
+    put: LocalFn
     run: slice | None
     pieces: tuple[tuple[LocalFn, Piece], ...]
 
@@ -265,7 +266,7 @@ def _leave_out_own(
 def _staying_apart(
     base: Program, rank: int, own: Piece, received: dict[int, Piece], shape: Shape
 ) -> Program | None:
-    """Copy the own piece during the exchange; return None if the others would need an extra copy.
+    """Copy this rank's own piece during the exchange; return None if others need an extra copy.
 
     The other pieces need no extra copy if they are received into one range of the result or must be
     copied anyway.
@@ -287,7 +288,7 @@ def _staying_apart(
 def _adding_apart(
     base: Program, rank: int, own: Piece, terms: dict[int, Piece], shape: Shape
 ) -> Program:
-    """Take the own term from the part after receiving the others; combine in ``terms`` order."""
+    """Take this rank's term from the part after receiving the others; combine by ``terms``."""
     others = sorted(terms.keys() - {rank})
     places = [len(others) if source == rank else others.index(source) for source in terms]
     cut = cutter(own.box, base.part_shape or ())

@@ -26,7 +26,7 @@ COLLECTIVE_COST_BYTES = 16500
 def cheapest_route(
     src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype, backend: str
 ) -> tuple[Layout, ...]:
-    """Return the layouts on the route, ends included. Ties go to fewer steps, then list order."""
+    """Return the layouts on the route, ends included; ties are broken by steps, then list order."""
     # Use Dijkstra's algorithm: nodes are layouts, edges are steps, and lengths are the bytes of the
     # steps. A fixed table of routes is not enough, because the cheapest route depends on sizes: (P,
     # S(0)) -> (B, B) may gather or reduce first. Queue entries are (cost, number of steps, listing
@@ -82,7 +82,7 @@ def layouts_before(src: Layout, dst: Layout, shape: tuple[int, ...]) -> Iterator
     for layout in _legal(dst.placement, list(product(*options))):
         try:
             layout.check_user(shape)
-        except SbpError:  # a user's tensor must not leave ranks empty, even in between
+        except SbpError:  # no layout on the route may leave ranks empty
             continue
         if not any(elements_sent(layout, dst, shape).values()):
             yield layout
@@ -106,7 +106,7 @@ def _legal(placement: Placement, candidates: list[NdSbp]) -> Iterator[Layout]:
     for nd_sbp in candidates:
         try:
             yield Layout(placement, nd_sbp)
-        except SbpError:  # the explicit sizes are for another axis
+        except SbpError:  # the explicit sizes belong to another axis
             continue
 
 

@@ -1,4 +1,4 @@
-"""One step of a conversion: its collective, the groups of ranks, and the bytes sent.
+"""Defines one step of a conversion: its collective, the groups of ranks, and the bytes sent.
 
 Steps are pure values. ``plan`` makes lists of steps, and ``executor`` runs them.
 """

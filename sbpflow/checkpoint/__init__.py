@@ -1,1 +1,1 @@
-"""Checkpoints that any number of ranks can load: bytes and JSON by logical tensor name."""
+"""Saves checkpoints that any number of ranks can load, as bytes and JSON by logical tensor name."""

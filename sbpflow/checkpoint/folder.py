@@ -114,7 +114,7 @@ def publish(folder: Path, partial: Path, index: Index) -> Path:
 
 
 def keep_only(folder: Path, *, newest: int, step: int, and_step: int | None) -> None:
-    """Remove checkpoints up to ``step``, except the ``newest`` ones and step ``and_step``."""
+    """Remove checkpoints up to ``step``, but keep the ``newest`` last ones and ``and_step``."""
     paths = [path for path in list_checkpoints(folder) if step_of(path) <= step]
     for path in paths[newest:]:
         if step_of(path) != and_step:

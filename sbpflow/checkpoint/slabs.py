@@ -19,18 +19,18 @@ class Slabs:
 
     def __init__(self, places: int, num_ranges: int, range_rows: int) -> None:
         self._bits = SLAB_BITS
-        self._rows = 1 << SLAB_BITS  # rows per slab
+        self._rows = 1 << SLAB_BITS  # number of rows per slab
         # Each range may have a slab that is not full, and two more slabs must be available.
         self.num_slabs = max(-(-places // self._rows), num_ranges + 2)
         # If all slabs are free, this many rows fit, regardless of their distribution over ranges.
         self.sure_rows = (self.num_slabs - num_ranges) * self._rows // 2
-        self._free = np.empty(self.num_slabs, np.int64)  # a stack of slabs used before
+        self._free = np.empty(self.num_slabs, np.int64)  # a stack of previously used slabs
         self._num_free = 0
-        self._touched = 0  # number of slabs used so far; these come first
+        self._touched = 0  # number of slabs used so far, which come first
         self._owner = np.full(self.num_slabs, _FREE, np.int32)
         self._starts = np.arange(num_ranges + 1) * range_rows
-        self._open = np.full(num_ranges, _FREE)  # by range: its slab with room, if any,
-        self._filled = np.full(num_ranges, self._rows)  # and the rows in it; full if there is none
+        self._open = np.full(num_ranges, _FREE)  # each range's slab with room, if any
+        self._filled = np.full(num_ranges, self._rows)  # rows in that slab; full if none
 
     @property
     def num_places(self) -> int:
@@ -51,7 +51,7 @@ class Slabs:
         """
         bounds = np.searchsorted(rows, self._starts)
         counts = np.diff(bounds)
-        added = -(-(self._filled + counts) // self._rows) - 1  # slabs of each range
+        added = -(-(self._filled + counts) // self._rows) - 1  # number of slabs to add per range
         num_added = int(added.sum())
         if num_added > self._num_free:
             fresh = num_added - self._num_free

@@ -1,4 +1,4 @@
-"""A temporary file for undo-log rows that do not fit in memory; it disappears with the process."""
+"""Defines a temporary file for undo-log rows that do not fit in memory."""
 
 import os
 import tempfile
@@ -29,7 +29,7 @@ class SpillFile:
 
     def __init__(self, folder: Path) -> None:
         self.num_bytes = 0
-        self._path = folder / "spilled rows"  # for messages
+        self._path = folder / "spilled rows"  # for messages, which name this path
         self._file = -1
 
     def append(self, parts: Sequence[memoryview]) -> Extent:

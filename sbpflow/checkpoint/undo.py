@@ -1,4 +1,4 @@
-"""An undo log: it reads a store's rows as they were at one moment while training changes them.
+"""Defines an undo log, which reads a store's rows as of one moment while training changes them.
 
 Before a row that is not yet written changes for the first time, its old value goes to the log. Two
 threads work here. The training thread appends old rows to segments right before their update; this
@@ -29,10 +29,12 @@ from sbpflow.embedding.storage.store import RowStore
 
 # These shares of a store's rows limit the log's memory; docs/decisions/state.md has measurements.
 SLAB_SHARE, SEGMENT_SHARE = 0.05, 0.015
-MIN_SLAB_ROWS = 2**14  # overrides a smaller share
+MIN_SLAB_ROWS = 2**14  # the slabs have at least this many rows
 SEGMENT_ROWS, MIN_SEGMENTS = 2**14, 3  # segments of a small store have fewer rows
-PIECE_ROWS = 2**12  # number of rows logged together in one segment
-READY_SEGMENTS = 2  # free segments whose pages are already mapped
+# Up to ``PIECE_ROWS`` rows are logged together in a segment, and ``READY_SEGMENTS`` free segments
+# have pages that are already mapped.
+PIECE_ROWS = 2**12
+READY_SEGMENTS = 2
 
 _CPU = torch.device("cpu")
 

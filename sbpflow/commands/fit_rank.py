@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sbpflow.runtime.processes.environment import rank_and_world_size
 from sbpflow.runtime.processes.launch import run_main
-from sbpflow.runtime.processes.rank_errors import save_error
+from sbpflow.runtime.ranks.rank_errors import save_error
 
 CONFIG_FILE = "config.yaml"
 

@@ -70,7 +70,7 @@ def run_dir(config: Config) -> Path:
 
 
 def writable_folder(key: str, folder: Path, example: str) -> Path:
-    """Return ``folder``, created if missing; ConfigError, naming ``key``, if not writable."""
+    """Return ``folder``, created if missing; raise ConfigError with ``key`` if not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

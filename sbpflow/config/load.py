@@ -108,7 +108,7 @@ def _with_own(models: Mapping[str, type[Any]], group: object) -> dict[str, type[
 
 
 def import_model(name: str) -> type[Any]:
-    """Return the class ``package.module:Class``; ConfigError if it does not configure a model."""
+    """Return a model's class ``package.module:Class``; raise ConfigError for other classes."""
     kind = import_own_class("model.name", name, "my_package.my_module:MyModel")
     tagged = dataclasses.is_dataclass(kind) and "name" in kind.__dataclass_fields__
     if not tagged or not callable(getattr(kind, "spec", None)):
@@ -133,7 +133,7 @@ def _own_optimizers(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _import_optimizers(tree: Mapping[str, Any], allowed: Collection[str] | None = None) -> None:
-    """Import the user's own table optimizers; ConfigError for a name that is not ``allowed``."""
+    """Import the user's own table optimizers; raise ConfigError for names not in ``allowed``."""
     for key, name in _own_optimizers(tree):
         if allowed is not None and name not in allowed:
             raise ConfigError(
@@ -198,7 +198,7 @@ _EXAMPLE_FILES = {
 
 
 def read_yaml(path: Path, key: str = "--config") -> dict[str, Any]:
-    """Return the mapping in a YAML file; ConfigError, naming ``key``, if the file is missing."""
+    """Return the mapping in a YAML file; raise ConfigError with ``key`` if the file is missing."""
     if not path.is_file():
         problem = "is a folder" if path.is_dir() else "does not exist"
         folder = path if path.is_dir() else path.parent

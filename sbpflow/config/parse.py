@@ -1,7 +1,8 @@
 """Turns a YAML tree into frozen dataclasses and refuses everything that does not fit.
 
-This module knows types, ranges and near matches, but no key of sbpflow: the classes in ``schema``
-define the keys, and this module reads their annotations, defaults, and marks (``Range``, ...).
+This module handles types, ranges and near matches, but does not define keys: the classes in
+``schema`` define the keys, and this module reads their annotations, defaults, and marks (``Range``,
+...).
 """
 
 import dataclasses

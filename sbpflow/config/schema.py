@@ -115,7 +115,7 @@ class ModelGroup(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableChanges:
-    """Changes what earlier patterns or ``optimizer.sparse`` set (an entry without ``name``)."""
+    """Changes settings of earlier patterns or ``optimizer.sparse`` (an entry without ``name``)."""
 
     name: Literal["same"] = "same"
     lr: Annotated[Rate | None, Example(0.01), Key("results", "Learning rate.")] = None

@@ -26,7 +26,8 @@ def resolve_dense_layouts(
 ) -> dict[str, Layout]:
     """Return the layout of every dense parameter (name -> shape), over all ranks.
 
-    ConfigError if a pattern matches nothing, is not a layout, or splits a dim that is too short.
+    Raise ConfigError if a pattern matches nothing, is not a layout, or splits a dim that is too
+    short.
     """
     check_matches("parallel.dense", parallel.dense, parameters, "parameter")
     world = Placement.line(device_type, world_size)

@@ -25,7 +25,7 @@ class _TablePlan:
 
 
 def read_table_plan(path: Path, *, world_size: int | None = None) -> dict[str, TableRule]:
-    """Return rules by pattern, where the last match wins; ConfigError if the file is not a plan.
+    """Return rules by pattern (the last match wins); raise ConfigError for other files.
 
     A plan whose ``notes`` give another ``world_size`` is legal, but logs a warning.
     """

@@ -16,33 +16,41 @@ from sbpflow.costs.ids import Floats
 from sbpflow.sbp.sbp import balanced_sizes
 
 FEATURES = (
-    "memory_bytes",  # rows and optimizer state
-    "buffer_bytes",  # ids, vectors, gradients in flight
+    # ``memory_bytes`` has the rows and optimizer state; ``buffer_bytes`` has the ids, vectors, and
+    # gradients in flight.
+    "memory_bytes",
+    "buffer_bytes",
     "always",
-    "dense_macs",  # of this rank's samples
+    "dense_macs",  # multiply-adds for this rank's samples
     "dense_elements",  # elements that dense layers read and write for this rank's samples
     "dense_parameters",
-    "batch_ids",  # ids of this rank's samples for all features
-    "home_sort",  # ids deduplicated before sending
+    # ``batch_ids`` counts the ids of this rank's samples for all features, and ``home_sort`` counts
+    # the ids that are deduplicated before sending.
+    "batch_ids",
+    "home_sort",
     "home_unique",
     "seen_ids",  # ids of the global batch, scanned for this rank's ids
     "searched_ids",  # the subset of seen_ids for row-split tables
     "read_rows",
     "read_elements",
-    "read_touched",  # elements of distinct rows; the first use of each misses the caches
-    "out_elements",  # looked-up vectors sent by owners
-    "home_elements",  # vectors or partial sums received for the samples
+    # ``read_touched`` counts the elements of distinct rows, whose first use misses the caches, and
+    # ``out_elements`` counts the elements of the vectors that owners look up and send.
+    "read_touched",
+    "out_elements",
+    "home_elements",  # elements of vectors or partial sums received for the samples
     "expand_rows",
     "expand_elements",
-    "repeat_elements",  # gradients copied once per rank
-    "whole_elements",  # dense gradients
+    "repeat_elements",  # gradient elements that are copied once per rank
+    "whole_elements",  # elements of dense gradients
     "update_ids",
     "update_elements",
     "step_rows",  # rows that the optimizer changes
     "step_elements",
     "step_passes",  # step_elements times the state numbers per element
-    "copied_bytes",  # into and out of transfer buffers
-    "square_bytes",  # squared gradients, summed over ranks that share rows
+    # ``copied_bytes`` counts the bytes copied into and out of transfer buffers, and
+    # ``square_bytes`` counts the bytes of squared gradients summed over ranks that share rows.
+    "copied_bytes",
+    "square_bytes",
     "ids_bytes",  # bytes of ids that this rank sends
     "counted_bytes",  # bytes of row ids that this rank sends after their counts
     "vector_bytes",  # bytes of vectors that this rank sends
@@ -52,7 +60,7 @@ FEATURES = (
     # The following features are numbers of distinct keys.
     "num_dense_groups",  # groups whose owners send vectors
     "num_summed_groups",  # groups whose partial sums are added in transit
-    "num_whole_groups",  # dense gradients are all-reduced
+    "num_whole_groups",  # groups whose dense gradients are all-reduced
     "num_row_transfers",  # single rows between owners and requesters, both directions
     "num_row_gathers",  # single rows gathered by all ranks
     "num_stacks",
@@ -64,18 +72,18 @@ NUM_FEATURES = len(FEATURES)
 MEMORY, BUFFERS = INDEX["memory_bytes"], INDEX["buffer_bytes"]
 SENT = [INDEX[name] for name in ("ids_bytes", "counted_bytes", "vector_bytes", "gradient_bytes")]
 
-Counts = Mapping[str, float]  # by feature; missing features count 0
-Key = tuple[Any, ...]  # the index of a feature, then the distinguishing values
+Counts = Mapping[str, float]  # counts by feature; missing features count 0
+Key = tuple[Any, ...]  # index of a feature, and the values that distinguish its keys
 Cut = tuple[float, int]  # (row parts, column parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Describes one table in one step: the inputs of an exchange's counts other than the cut.
+    """Describes one table in one step: all inputs of an exchange's counts except the cut.
 
     The global batch has ``lookups`` ids, ``touched`` of which are distinct. On a single rank,
     ``wanted`` ids are distinct. ``vectors`` is the number of vectors sent per sample. The ``item``
-    fields are bytes per element: of the arithmetic (``item``), of stored rows, and of sent vectors
+    fields are the bytes per element in arithmetic (``item``), in stored rows, and in sent vectors
     and gradients. ``window`` is the number of batches whose ids are in memory. ``state`` is
     (numbers per row, numbers per element) of optimizer state.
     """
@@ -88,7 +96,7 @@ class Facts:
     lookups: float
     touched: float
     wanted: float
-    sent_ids: float  # lookups not sent for another table, if owners look up all ids
+    sent_ids: float  # ids sent to owners, without ids that are already sent for another table
     item: float = 4.0
     row_item: float = 4.0
     vector_item: float = 4.0
@@ -129,7 +137,7 @@ class Facts:
 
 
 class Counted(Protocol):
-    """The part of an exchange that costs need. If ``copies`` is true, there are no parts."""
+    """The interface of an exchange that costs need. If ``copies`` is true, there are no parts."""
 
     copies: ClassVar[bool]
 
@@ -146,7 +154,7 @@ def vector_of(counts: Counts) -> Floats:
 
 
 def work_of(exchange: Counted, facts: Facts, cut: tuple[int, int]) -> tuple[Floats, Floats]:
-    """Return the counts of an evenly cut table: [S, F] of its shards, [F] of every rank.
+    """Return counts of an evenly divided table: [S, F] for its shards, and [F] for every rank.
 
     Shards are in row-major order. The work of equal shards is computed only once: there are at most
     two sizes per dimension.

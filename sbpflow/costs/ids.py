@@ -1,4 +1,4 @@
-"""Curves of the number of distinct rows that a number of lookups touches.
+"""Estimates how many distinct rows a given number of lookups touches.
 
 Costs depend on how often ids repeat. An ``IdCurve`` can come from the statistics of a data set,
 from a distribution, from a sample, or from a default. All counts and prices use

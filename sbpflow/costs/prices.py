@@ -1,4 +1,4 @@
-"""Built-in weights of work counts for use without a calibration.
+"""Defines built-in weights of work counts, for use without a calibration.
 
 The units of the weights are nanoseconds on one core and milliseconds per call. The weights of
 indexing, reading, summing, and stepping are rounded measurements: compiled kernels, rowwise
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from sbpflow.costs.counts import INDEX, SENT, vector_of
 from sbpflow.costs.ids import Floats
 
-INDEX_NS = 4.0  # find the index of an id among the unique ids
+INDEX_NS = 4.0  # price of finding an id among the unique ids
 READ_NS, READ_NS_PER_COLUMN = 4.0, 0.2
 SUM_NS, SUM_NS_PER_COLUMN = 4.0, 0.35
 COPY_NS_PER_BYTE = 0.06
@@ -29,7 +29,7 @@ WORK_NS = vector_of(
         "read_elements": READ_NS_PER_COLUMN,
         "update_ids": INDEX_NS + SUM_NS,
         "update_elements": SUM_NS_PER_COLUMN,
-        "step_rows": 8.0,  # read, update, and write a row
+        "step_rows": 8.0,  # price of reading, updating, and writing a row
         "step_passes": 0.6,
         "copied_bytes": COPY_NS_PER_BYTE,
     }
@@ -49,7 +49,7 @@ _GROUPS = [INDEX[name] for name in _CALLS if name not in ("num_squares", "num_id
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Milliseconds of transfers and the busiest rank's work, and the maximum bytes a rank sends."""
+    """The milliseconds of transfers and the busiest rank's work, and the bytes a rank sends."""
 
     work_ms: float
     transfer_ms: float

@@ -1,4 +1,4 @@
-"""An embedding collection: the embedding tables of a model on one rank.
+"""Defines an embedding collection, the embedding tables of a model on one rank.
 
 A batch is processed in moves (``start_id_exchange``, ``exchange_ids``, ``receive_ids``, ``lookup``,
 ``gather_outputs``, ``send_grads``, ``receive_grads``, ``update``), so that a schedule can run other
@@ -227,7 +227,7 @@ class EmbeddingCollection:
         self.read(batch)
 
     def arrive(self, batch: EmbeddingsInFlight) -> None:
-        """The first half of ``lookup``: finish the work on ids and report bad ids."""
+        """Run the first half of ``lookup``: finish the work on ids and report bad ids."""
         self.receive_ids(batch)
         self._stream.join()
         if batch.check is not None:
@@ -235,7 +235,7 @@ class EmbeddingCollection:
             self._flagged.append(batch.check)
 
     def read(self, batch: EmbeddingsInFlight) -> None:
-        """The second half of ``lookup``: read the rows and start sending vectors."""
+        """Run the second half of ``lookup``: read the rows and start sending vectors."""
         for group, part in self._parts(batch):
             part.lr_factor = self._lr_factor
             group.lookup(part)
@@ -283,7 +283,7 @@ class EmbeddingCollection:
             self._reader.raise_flagged(check)
 
     def apply(self, step: int) -> None:
-        """``update`` without its checks: only device operations."""
+        """Run ``update`` without its checks, using only device operations."""
         for group in self._groups:
             group.update(step)
 

@@ -1,4 +1,4 @@
-"""The state of one batch between the moves of a collection."""
+"""Defines the state of one batch between the moves of a collection."""
 
 from dataclasses import replace
 

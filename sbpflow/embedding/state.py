@@ -1,4 +1,4 @@
-"""The logical state of a collection: a checkpoint's named tensors, independent of the layout.
+"""Defines the logical state of a collection: a checkpoint's tensors, for any layout.
 
 ``tables/T`` has the rows of table T, and ``tables/T/STATE`` has its optimizer state. Each tensor
 has a full shape, and each rank stores rectangles of the tensor. A ``by_key`` table also has

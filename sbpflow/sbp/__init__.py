@@ -1,1 +1,1 @@
-"""Define sbps, placements, and layouts, their combination, without communication."""
+"""Define sbps, placements, and layouts (their combination), without communication."""

@@ -110,7 +110,7 @@ class Layout:
                     else f"{self} splits a tensor without dims; use B or P"
                 )
             parts = self.placement.shape[axis]
-            to_split = lengths[sbp.dim]  # lengths of the dim's pieces from earlier axes
+            to_split = lengths[sbp.dim]  # lengths of the pieces that earlier axes make
             if short := [n for n in to_split if sbp.sizes is None and 0 < n < parts]:
                 raise SbpError(
                     f"{self} splits dim {sbp.dim} of {list(shape)} into {parts} parts, but the "

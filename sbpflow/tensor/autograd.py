@@ -72,7 +72,7 @@ Adjoint = Callable[[Tensor], Tensor]
 
 def once(name: str, adjoint: Adjoint, gradient: Tensor) -> Tensor:
     """Return ``adjoint(gradient)``; a second derivative through the adjoint raises SbpError."""
-    if gradient.requires_grad and torch.is_grad_enabled():  # only with create_graph
+    if gradient.requires_grad and torch.is_grad_enabled():  # True only with create_graph
         return _Once.apply(gradient, adjoint, name)  # pyright: ignore[reportReturnType]
     return adjoint(gradient)
 

@@ -83,7 +83,7 @@ def _absent(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
 def letters_for(count: int, taken: str = "") -> tuple[str, ...]:
     """Return ``count`` dim names other than B, P and the letters in ``taken``."""
     free = [letter for letter in string.ascii_letters if letter not in (*taken, "B", "P")]
-    free += [f"d{number}" for number in range(len(free), count)]  # for a concat of many tensors
+    free += [f"d{number}" for number in range(len(free), count)]  # a concat can need many names
     return tuple(free[:count])
 
 

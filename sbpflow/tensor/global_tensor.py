@@ -246,7 +246,7 @@ def ones_like(x: GlobalTensor) -> GlobalTensor:
 
 @lru_cache(maxsize=65536)
 def part_shape(layout: Layout, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
-    """Return a rank's part shape, (0,) outside. Raise SbpError if the layout does not fit."""
+    """Return the shape of a rank's part, or (0,) outside; raise SbpError for an unfit layout."""
     layout.check_user(shape)
     inside = layout.part_shape(shape, rank)
     return (0,) if inside is None else inside

@@ -78,7 +78,7 @@ class DenseInputs:
 class _Captured(Generic[InputsT]):
     graph: torch.cuda.CUDAGraph
     inputs: InputsT
-    gradients: list[Tensor | None]  # of the leaves
+    gradients: list[Tensor | None]  # gradients of the leaves
     results: tuple[Tensor, ...]
 
 

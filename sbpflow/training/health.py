@@ -171,7 +171,7 @@ def check_initial(parameters: Mapping[str, GlobalTensor], boxing: Boxing) -> Non
     if difference := _first_difference(_copies_of(parameters, boxing.world.size), boxing):
         raise SbpError(
             f"parameter {difference[0]}: its initial values differ between ranks; a model's make() "
-            "must build a new module on each call and draw only from torch's default generator, or "
+            "must build a new module on each call and use only torch's default generator, or "
             "load the same file on every rank"
         )
 

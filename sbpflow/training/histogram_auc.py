@@ -28,7 +28,7 @@ class ScoreHistogram:
     """Counts the rows of this rank by bin and label, and sums logloss and p."""
 
     def __init__(self, device: torch.device) -> None:
-        # In order: negatives by bin, positives by bin, NaN predictions, wrong labels.
+        # The counts are negatives by bin, positives by bin, NaN predictions, and wrong labels.
         self.counts = torch.zeros(2 * NUM_BINS + 2, dtype=torch.int64, device=device)
         # The first sum is the logloss, and the others are p by bin.
         self.sums = torch.zeros(NUM_BINS + 1, dtype=torch.float64, device=device)

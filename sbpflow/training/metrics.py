@@ -100,8 +100,8 @@ def evaluate(logits: Values, labels: Values, groups: Values | None = None) -> Ev
 def normalised_entropy(logloss: float, positives: int, rows: int) -> float | None:
     """Return the logloss divided by the logloss of always predicting the share of positives.
 
-    Returns ``None`` if there is only one class. Source: X. He et al., Practical lessons from
-    predicting clicks on ads at Facebook, ADKDD 2014, equation 1, with the click rate of the
+    Returns ``None`` if there is only one class. Source: X. He et al., Practical lessons
+    from predicting clicks on ads at Facebook, ADKDD 2014, equation 1, with the click rate of the
     evaluated rows. The base of the logarithm cancels.
     """
     share = positives / rows
@@ -193,8 +193,8 @@ def gauc(scores: Values, labels: Values, groups: Values) -> float:
     """Return the mean of the AUCs within groups, weighted by rows: sum(n_g AUC_g) / sum(n_g).
 
     The sums are over the groups that have both classes; n_g counts all rows of a group. Definition:
-    G. Zhou et al., Deep interest network for click-through rate prediction, KDD 2018, section 6
-    (equation 8), with impressions as weights. ``groups [n]`` can be any integers. Raises
+    G. Zhou et al., Deep interest network for click-through rate prediction, KDD 2018,
+    section 6 (equation 8), with impressions as weights. ``groups [n]`` can be any integers. Raises
     MetricError if no group has both classes.
     """
     mean = _gauc(scores, labels, groups)

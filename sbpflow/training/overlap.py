@@ -13,7 +13,8 @@ import torch
 from sbpflow.training.trainer import Trainer
 
 FIRST_STEP = 11  # all memory is allocated and all connections are open by then
-BLOCK_STEPS = 5  # blocks run alternately with and without overlap; the first step is not timed
+# Blocks run alternately with and without overlap; the first step of a block is not timed.
+BLOCK_STEPS = 5
 NUM_BLOCKS = 8
 MIN_RUN_STEPS = 200  # with this minimum, at most a tenth of a run's steps are slower
 

@@ -51,7 +51,8 @@ UPDATE = Move("update", "one optimizer step on the rows")
 RECEIVE_DENSE = Move("receive_dense", "buckets back to gradients", waits=(DENSE_GRADIENTS,))
 UPDATE_DENSE = Move("update_dense", "dense optimizer step")
 
-# A schedule has a clip move only if gradients are clipped. The move needs all these gradients.
+# A schedule has a clip move only if gradients are clipped. The clip move needs all gradients that
+# it scales.
 CLIP = Move("clip", "dense gradients scaled to a norm")
 CLIP_ROWS = Move("clip", "all gradients scaled to a norm")
 
@@ -118,7 +119,7 @@ BatchT = TypeVar("BatchT", bound=BatchInFlight)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSchedule:
-    """Runs ``each_batch`` for each batch in turn, and then ``each_step`` once.
+    """Runs ``each_batch`` for one batch after another, and then ``each_step`` once.
 
     A move of ``OF_A_BATCH`` within ``each_step`` runs for every batch of the step. With
     ``wait_at_once``, the schedule waits for every transfer right after starting the transfer.

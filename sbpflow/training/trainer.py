@@ -55,11 +55,11 @@ from sbpflow.training.step_schedule import (
 
 @dataclass(slots=True, eq=False)
 class _BatchInFlight(BatchInFlight):
-    """Adds the results that a batch's moves leave for later moves."""
+    """Adds the results of a batch's moves that later moves need."""
 
     batch: Batch
-    share: float = 1.0  # of the step's rows
-    number: int = 0  # within the step
+    share: float = 1.0  # this batch's share of the step's rows
+    number: int = 0  # number of the batch within the step
     embeddings: EmbeddingsInFlight | None = None
     vectors: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     loss: GlobalTensor | None = None
@@ -139,7 +139,7 @@ class Trainer:
         )
         self.gradients = GradientSync(leaves, plan=plan, boxing=boxing)
         self._loss_terms: Tensor | None = None  # [1], this rank's part of the step's loss
-        self._loss: Tensor | None = None  # [1], of all ranks
+        self._loss: Tensor | None = None  # [1], the sum over all ranks
         self._pending_gradients: PendingSync | None = None
         self._planned_size, self._conversions = planned or (None, ())
         groups = optimizer.param_groups if optimizer else []
@@ -154,7 +154,7 @@ class Trainer:
                 optimizer=optimizer,
                 clipper=clipper,
             )
-        # These say whether this step's CUDA graph made the dense update, and which moves it made.
+        # These fields record the dense update and the other moves that a CUDA graph made.
         self._updated = False
         self._done: frozenset[str] = frozenset()
         self.lookahead = lookahead
@@ -199,7 +199,7 @@ class Trainer:
             self._updated, self._done = False, frozenset()
             self._set_learning_rates()
             self.schedule.run(
-                # As attributes, these would form a reference cycle and delay the freeing of tables.
+                # As attributes, these maps would form a reference cycle and delay freeing tables.
                 {move.name: self._of_batch(move) for move in OF_A_BATCH},
                 {move.name: self._of_step(move) for move in (*OF_A_STEP, CLIP)},
                 in_flight,

@@ -1,6 +1,6 @@
 """Tests that state saved under one layout resumes under another without a difference.
 
-The tests use a seeded sample; ``benchmarks/reshard.py`` has the whole matrix.
+The tests use a seeded sample; ``benchmarks/reshard.py`` runs the full matrix.
 """
 
 import torch

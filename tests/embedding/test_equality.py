@@ -1,7 +1,7 @@
 """Tests that any layout on 1 to 4 ranks equals the float64 reference written without sbpflow.
 
-The tolerance covers float64 sums in another order: with tables of 1e-1 and three steps, errors stay
-below 1e-12.
+The tolerance covers float64 sums in another order: with table values near 0.1 and three steps,
+errors stay below 1e-12.
 """
 
 from dataclasses import replace

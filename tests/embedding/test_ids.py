@@ -212,7 +212,7 @@ def test_hashed_ids_spread_over_the_table():
     plan = make_plan("hash", features=FEATURES[:1])
     ids = torch.arange(10, 10_010).unsqueeze(1)
     counts = torch.bincount(reader(plan).read(ids).matrix[:, 0].long(), minlength=10)
-    # 10,000 ids over 10 rows; the limit is five standard deviations of 30
+    # 10,000 ids over 10 rows; the limit is five standard deviations (30 ids each)
     assert (counts - 1000).abs().max() < 150
 
 

@@ -99,7 +99,7 @@ def test_ranges_of_ranks_cover_every_address_once(num_rows):
         assert all(one[1] + 1 == other[0] for one, other in pairwise(spans))
         fair = 2**64 / size
         assert all(abs(last + 1 - first - fair) <= 2**64 / num_rows for first, last in spans)
-        # Ranges nest: the ranges of the parts make up the range of the whole.
+        # The address ranges of the parts of a table make up the range of the table.
         for start, stop in pairwise(ends):
             middle = (start + stop) // 2
             halves = KEYS.span(start, middle, num_rows), KEYS.span(middle, stop, num_rows)

@@ -272,7 +272,7 @@ def test_unique_sends_each_unique_row_once_each_way(ranks, exchange):
     mix = mix_of(exchange, 8, RULES[2], dtype=torch.float32)
     sent = ranks(2, bytes_of, mix)
     by_rows = exchange == "unique"
-    rows = 0  # rows that a rank requests and the other rank owns or has columns of
+    rows = 0  # rows that a rank requests and that the other rank stores at least in part
     for step, size in enumerate(mix.batch_sizes):
         bags = mix.bags(step)
         for rank in range(2):

@@ -77,7 +77,7 @@ def test_device_numbers_give_equal_rounding():
     assert torch.equal(
         noise().draw(rows, WIDTH, torch.tensor(123_456_789, device=DEVICE)), by_number
     )
-    made = storages(RULES["ftrl"], torch.float32, torch.bfloat16)  # its learning rate is a constant
+    made = storages(RULES["ftrl"], torch.float32, torch.bfloat16)  # FTRL's learning rate is fixed
     update_both(made)
     assert torch.equal(made[0].weights, made[1].weights)
 

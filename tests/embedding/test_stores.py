@@ -50,7 +50,7 @@ def test_kernels_update_rows_in_arbitrary_slots(kernel, rows_as, form):
     generator = torch.Generator().manual_seed(0)
     whole.weights.copy_(torch.randn(ROWS, WIDTH, generator=generator))
     rows = torch.randperm(ROWS, generator=generator)[: SLOTS - 2]
-    slot_of = torch.full((ROWS + 1,), SLOTS)  # an address after all rows is absent
+    slot_of = torch.full((ROWS + 1,), SLOTS)  # an address beyond the last row is absent
     slot_of[rows] = torch.randperm(SLOTS, generator=generator)[: rows.numel()]
     block.weights.fill_(float("nan"))
     block.weights[slot_of[rows]] = whole.weights[rows]

@@ -175,7 +175,7 @@ def test_a_folder_that_cannot_be_created_is_a_warning(tmp_path, monkeypatch, cap
 @pytest.mark.parametrize("by_torch", [True, False])
 def test_torch_compile_caches_code_in_the_users_cache(folder, monkeypatch, by_torch):
     """torch's default folder has a predictable name in the shared temporary folder."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that it is restored afterwards
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # monkeypatch restores the old value
     if by_torch:
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
     else:
@@ -190,7 +190,7 @@ def test_torch_compile_caches_code_in_the_users_cache(folder, monkeypatch, by_to
 
 
 def test_torch_compile_gets_a_private_folder_if_the_cache_is_unsafe(folder, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that it is restored afterwards
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # monkeypatch restores the old value
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     (folder.parent / "inductor").mkdir()
     (folder.parent / "inductor").chmod(0o777)

@@ -142,7 +142,7 @@ def compiled(world, name, scheme):
         result = train(world, config, SHORT)
     finally:
         torch.nn.Module.compile = real
-    # This is not torch's own choice, because any local user may have created that folder.
+    # The folder is not torch's default, which any local user may have created.
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(code_cache("inductor"))
     assert not torch._inductor.config.cpp_cache_precompile_headers
     return result

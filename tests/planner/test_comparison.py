@@ -56,8 +56,8 @@ def test_a_plan_is_measured_until_its_difference_is_significant():
     assert settled([ms * 1.001 for ms in ours], ours)  # the plan is as fast, with a narrow interval
     assert not settled([1.0, 2.0 * 1.01, 1.0, 2.0], ours)  # four rounds may agree by chance
     assert not settled(noisy, ours)
-    # The difference is computed on the plan's own rounds; its ms applies this difference to all of
-    # ours.
+    # The difference is computed on the plan's own rounds and then applied to our ms of all
+    # rounds.
     drifted = [1.0] * 4 + [3.0] * 6
     row = compared(CASE, {"auto": drifted, "auto 2": [1.5] * 4, "dim": [2.0] * 10})
     assert row["plans"]["auto 2"]["slower_than_auto"] == pytest.approx(0.5)
@@ -78,7 +78,7 @@ def test_differences_are_paired_and_have_intervals():
     ours = np.array([1.0, 2.0, 4.0])
     mean, half = difference((ours * 1.1).tolist(), ours.tolist())
     assert (mean, half) == (pytest.approx(0.1), pytest.approx(0.0, abs=1e-12))
-    # -1 and 1 have a mean with a standard error of 1; 95 % of means are within 12.7 of it.
+    # The mean of -1 and 1 has a standard error of 1, and its 95 % interval is +- 12.7.
     assert difference([math.exp(-1), math.e], [1.0, 1.0])[1] == pytest.approx(12.706)
     few = [0.9, 1.0, 1.1, 1.0]
     spread = statistics.stdev(math.log(ms) for ms in few)

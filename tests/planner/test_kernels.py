@@ -90,7 +90,7 @@ def test_tables_that_fbgemm_cannot_serve_are_not_priced_by_it():
     split = Shape("S(1)", "columns", (1, 2))  # the rows' state spans ranks
     wide = replace(make_task(world_size=2, rows=(4000,), dim=16), batch_size=100_000)
     np.testing.assert_allclose(reads(wide, split), reads(wide, split, kernels={}))
-    requested = replace(wide, kernel="fbgemm")  # torch serves it then
+    requested = replace(wide, kernel="fbgemm")  # torch then stores this table
     factor = (100_000 * 4e-4 + 800_000 * 4e-5) / (0.1 + 100_000 * 1e-4 + 800_000 * 1e-5)
     np.testing.assert_allclose(reads(requested, split), reads(wide, split) * factor)
 

@@ -360,7 +360,7 @@ def test_names_in_any_script_are_reported(tmp_path):
     [
         (["--report", "plan.pdf"], "--report: plan.pdf; .* .txt, .json, .html"),
         (["--measure", "-1"], "--measure: -1; use 0 or more"),
-        (["--measure", "2"], "--measure: draws ids by each table's zipf, and not all"),
+        (["--measure", "2"], "--measure: ids are sampled by each table's zipf"),
         (["--output", "nowhere/plan.yaml"], "--output: nowhere/plan.yaml: no folder nowhere"),
         (["--planner", "best"], "--planner: 'best'; use auto, random"),
     ],

@@ -159,7 +159,7 @@ def test_the_bound_counts_a_table_larger_than_the_share_of_a_rank():
 
 
 def test_the_bound_leaves_out_options_that_no_better_plan_has():
-    """If whole, the table adds least to the mean, but its rank would be slower than the plan."""
+    """A whole table adds the least to the mean, but its rank would be slower than the plan."""
     problem = with_heavy_table(make_problem(12, 4, seed=9, slack=9.0), 3.0)
     result = search(problem, effort=SMALL)
     assert problem.options[0][result.assignment[0].option].shape != ("whole",)

@@ -118,8 +118,8 @@ def test_a_transfer_is_an_example_of_its_phases():
     assert ms.tolist() == [transfers[0].ms] * 2
     assert len(examples(transfers, "row gradients", 2)[1]) == 2
     assert len(examples(transfers, "lookup", 2)[1]) == 0
-    assert len(examples(transfers, "vectors", 4)[1]) == 0  # not a transfer between all ranks
-    # A ring of 4 sends each of 1000 numbers 3/4 of a time to add, and again to distribute the sum.
+    assert len(examples(transfers, "vectors", 4)[1]) == 0  # this transfer is not between all ranks
+    # In a ring of 4, a rank sends 3/4 of 1000 numbers to add, and again to distribute the sums.
     summed = [transfer("P -> B", EVEN, 6000, (0, 1, 2, 3))]
     row = examples(summed, "dense gradients", 4)[0][0]
     assert row[INDEX["dense_parameters"]] == pytest.approx(1000.0)

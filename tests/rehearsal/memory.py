@@ -39,7 +39,7 @@ def check_access(func: object, host: Tensor, *, writes: bool) -> None:
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
-    """True if two tensors share an element."""
+    """Return True if two tensors share an element."""
     if not a.numel() or not b.numel():
         return False
     (a0, a1), (b0, b1) = _extent(a), _extent(b)

@@ -47,7 +47,7 @@ class Clock:
 
     def join(self, sees: Seen) -> None:
         """Order subsequent work after ``sees``."""
-        # Copied, because another thread may submit work to this stream at the same time.
+        # Copy the items, because another thread may submit work to this stream at the same time.
         for number, count in tuple(sees.items()):
             if count > self.sees.get(number, -1):
                 self.sees[number] = count

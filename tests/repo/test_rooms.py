@@ -95,7 +95,7 @@ def test_collectives_are_called_only_in_the_listed_files():
     assert called <= {(file, call) for file, calls in CALLERS.items() for call in calls}
 
 
-# This JSON is not from a file: messages between ranks, and values that were just serialized.
+# The JSON in these files is from messages between ranks, or from values serialized just before.
 MESSAGES = set(
     "sbpflow/runtime/processes/exit_messages.py sbpflow/runtime/processes/startup.py "
     "sbpflow/runtime/ranks/hosts.py sbpflow/boxing/agreement.py "

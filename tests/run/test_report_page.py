@@ -83,7 +83,7 @@ def write(folder: Path, lines: list[dict[str, Any]], *, plan: bool = True, dim: 
 
 
 class Page(HTMLParser):
-    """Collects texts, section titles, and all addresses that the page would load."""
+    """Collects text, section titles, and all addresses that the page would load."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -246,8 +246,9 @@ def one_axis(dims, partial=True):
     return values + ([(Partial(),)] if partial else [])
 
 
-# The collectives between two layouts on one placement of more than one rank, on gloo. This table is
-# written by hand, for readers and as the expectation that any change of the planner must meet.
+# These are the collectives on gloo between two layouts on one placement of more than one rank. This
+# table is written by hand, for readers and as the expectation that any change of the planner must
+# meet.
 NONE, GATHER, EXCHANGE, REDUCE = [], ["all_gather"], ["all_to_all"], ["all_reduce"]
 SAME_PLACEMENT = {
     ("S", "S"): NONE,

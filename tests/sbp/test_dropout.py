@@ -7,7 +7,8 @@ from importlib import import_module
 import pytest
 import torch
 
-dropout = import_module("sbpflow.tensor.ops.dropout")  # the package has the function by that name
+# ``sbpflow.tensor.ops.dropout`` as an attribute is the function, so import the module by name.
+dropout = import_module("sbpflow.tensor.ops.dropout")
 # On CPU, the kernel runs in the interpreter (see tests/conftest.py); on a card, it is compiled.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KEY = torch.tensor(5_123_456_789_012_345, device=DEVICE)

@@ -1,9 +1,9 @@
 """Tests that the bytes that ``explain`` shows for the schemes equal their derivations, by backend.
 
-The symbols are: B rows a batch, f = 26 deep columns of d = 16, 2 wide columns summed to one number,
-p ranks. Sums are over all ranks, with 4 bytes per number. The published comparison has 2 D (p-1) /
-p for the deep table of scheme 2, in contradiction to its own derivation, and it counts ids with the
-copy that each rank has.
+The symbols are: A batch has B rows, f = 26 deep columns of d = 16, and 2 wide columns summed to one
+number; there are p ranks. Sums are over all ranks, with 4 bytes per number. The published
+comparison has 2 D (p-1) / p for the deep table of scheme 2, in contradiction to its own derivation,
+and it counts ids with the copy that each rank has.
 """
 
 import pytest

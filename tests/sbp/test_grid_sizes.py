@@ -155,9 +155,9 @@ def _reshape(world, cases):
 
 
 RESHAPES = [
-    # [6] in pieces of 3, 3 and [6] in pieces of 2, 1: the same cut of 12 is 6, 6 and 4, 2 in each.
+    # 6 is split as 3, 3 and then as 2, 1; equally, 12 is split as 6, 6 and then as 4, 2.
     ((6, 2), -1, "(S(0), S(0))", "(S(0), S(0)[4, 2])"),
-    # Pieces 3, 2 become 21, 14, but 21 is cut as 14, 7 and 14 as 7, 7: no sizes describe both.
+    # Pieces 3, 2 become 21, 14, but 21 is split as 14, 7 and 14 as 7, 7, so no sizes fit both.
     ((5, 7), -1, "(S(0), S(0))", None),
     ((8, 3), -1, "(S(0), S(0))", "(S(0), S(0))"),
     ((6, 2), 12, "(S(0)[4, 2], S(0))", "(S(0)[8, 4], S(0))"),

@@ -217,7 +217,7 @@ def test_combinations_on_a_grid(ranks, name):
     for number in range(len(OPS[name][2])):
         values = [s for (s,) in _values(name, number)]
         pairs = itertools.product(values, repeat=2)
-        # Both axes on one short dim would leave ranks without rows, and user tensors refuse that.
+        # Both axes on one short dim would leave ranks without rows, which user tensors must not do.
         per_operand.append([p for p in pairs if not (p[0] == p[1] and isinstance(p[0], Split))])
     combinations = list(itertools.product(*per_operand))
     picked = combinations[:: max(1, len(combinations) // 25)]

@@ -170,7 +170,7 @@ def _carry(world, a, b, repeats):
     part = oracle.shares(full, src)[world.rank]
     steps = plan_boxing(src, dst, (1024, 1024), torch.float32, id="x", backend="gloo")
     boxing = Boxing(world)
-    world.checked = False  # its headers would be counted
+    world.checked = False  # the headers of checked mode would be counted
     boxing.run(steps, part)
     world.barrier()
     time.sleep(0.05)

@@ -33,7 +33,7 @@ def made_up(rows: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarra
 
 
 def pairs_in_order(scores: Any, labels: Any) -> float | None:
-    """Return the AUC by every pair; ``None`` for one class."""
+    """Return the AUC computed from all pairs; ``None`` for a single class."""
     wins = [
         1.0 if p > n else 0.5 if p == n else 0.0
         for p, y in zip(scores, labels, strict=True)

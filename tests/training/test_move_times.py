@@ -65,7 +65,7 @@ def test_a_trace_has_every_move_with_its_bytes(ranks, tmp_path):
         told.sort(key=lambda event: event["ts"])
         assert [
             e["name"] for e in told
-        ] == moves * 2  # for steps 2 and 3; their batches and the next batches are whole
+        ] == moves * 2  # for steps 2 and 3, which have no short batches
         assert [e["args"]["step"] for e in told] == [2] * len(moves) + [3] * len(moves)
         for event in told:
             args = event["args"]

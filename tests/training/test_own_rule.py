@@ -129,7 +129,7 @@ def reference(case: Case) -> tuple[list[dict[str, np.ndarray]], dict[str, np.nda
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_layout_equals_the_reference(ranks, size, layout, kernel):
-    """Float64 sums in another order stay below 1e-12 after three steps of tables of 1e-1."""
+    """Float64 sums in another order stay below 1e-12 after three steps of tables near 0.1."""
     if kernel == "numba":
         pytest.importorskip("numba")
     case = case_of(layout, size, kernel)

@@ -54,10 +54,10 @@ def steps_of_one_iteration(world: World, config: Config) -> dict[str, Any]:
     }
 
 
-# The table of the schemes states: step id -> collective on gloo. On gloo, a reduce-scatter is an
-# all-to-all and a local sum.
+# The table of the schemes maps each step id to its collective on gloo. On gloo, a reduce-scatter is
+# an all-to-all and a local sum.
 EXPECTED = {
-    # C2 and C4 have few rows: their whole gradients are smaller than the rows that 30 samples
+    # C2 and C4 have few rows: their dense gradients are smaller than the rows that 30 samples
     # touch.
     "dp": {
         "wide/local/fwd/counts": "all_to_all",

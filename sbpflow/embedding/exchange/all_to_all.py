@@ -1,4 +1,4 @@
-"""Transfers whose sizes depend on the batch: single rows and ids in lists.
+"""Runs transfers whose sizes depend on the batch: single rows and ids in lists.
 
 This is the only module outside ``boxing`` that calls a collective. OneFlow's distributed gather
 (its scheme 3) and EMBark's unique-based groups exchange rows in this way.

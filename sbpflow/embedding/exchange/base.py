@@ -1,4 +1,4 @@
-"""The base class of groups. A group runs the moves of a batch in this order.
+"""Defines the base class of groups. A group runs the moves of a batch in this order.
 
     start_id_exchange  compute addresses, deduplicate them, start the first transfer
     exchange_ids       send the ids, now that the transfer sizes are known
@@ -55,7 +55,7 @@ class GroupInFlight:
     not trained.
     """
 
-    batch_size: int  # global
+    batch_size: int  # of the global batch
     local: BatchIds
     number: int | None
     lr_factor: float = 1.0  # factor of the learning rates, fixed at the lookup
@@ -64,7 +64,7 @@ class GroupInFlight:
     pending: Pending | None = None
     rows: Tensor | None = None  # looked-up rows, until ``gather_outputs`` takes them
     counts: list[int] = field(default_factory=list[int])  # result of ``Group.counts``, on the host
-    round: int = 0  # of the id exchange
+    round: int = 0  # current round of the id exchange
 
     @property
     def training(self) -> bool:

@@ -1,4 +1,4 @@
-"""Groups with transfers of known sizes; they run the exchanges of ``plan/boxed_exchanges.py``."""
+"""Defines groups that run ``plan/boxed_exchanges.py``: exchanges of known sizes."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -187,14 +187,14 @@ def _touched(table: Tensor, absent: int | None) -> tuple[Tensor, Tensor]:
 class BoxedGroup(AddressedGroup):
     """Runs exchanges in which owners look up the global batch.
 
-    Boxing sends the vectors and returns the gradients. With ``columns`` (whole tables and S(1)),
-    the vectors are an uneven S(1) in rank order. With ``reduce`` (S(0)), the vectors are a partial
-    sum, P; a grid of ranks gives (P, S(1)).
+    Boxing sends the vectors and returns the gradients. With ``columns`` (tables on one rank, and
+    S(1)), the vectors are an uneven S(1) in rank order. With ``reduce`` (S(0)), the vectors are a
+    partial sum, P; a grid of ranks gives (P, S(1)).
     """
 
     def __init__(self, plan: GroupPlan, boxing: Boxing, context: GroupContext) -> None:
         super().__init__(plan, boxing, context)
-        order = plan.column_order()  # from rank order to group order
+        order = plan.column_order()  # maps rank order to group order
         self._in_order = order == tuple(range(len(order)))
         self._order = torch.tensor(order, dtype=torch.int64, device=self.world.device)
         self._inverse = torch.argsort(self._order)

@@ -124,7 +124,7 @@ class IdsUnderWay:
         samples = self._received.sum(1, dtype=torch.int64)
         # Sum the samples of each rank; the first ``longer`` ranks have one more sample than the
         # others.
-        each, longer = divmod(self._batch_size, world.size)  # the split of ``balanced_sizes``
+        each, longer = divmod(self._batch_size, world.size)  # split as ``balanced_sizes`` does
         first, rest = samples.split([longer * (each + 1), samples.shape[0] - longer * (each + 1)])
         return torch.cat(
             [first.view(longer, each + 1).sum(1), rest.view(world.size - longer, each).sum(1)]

@@ -1,4 +1,4 @@
-"""Fixed-size buffers for rows; with these, the host need not know the number of rows.
+"""Provides fixed-size buffers for rows, so that the host need not know the number of rows.
 
 The room between two ranks depends only on the batch size. Unused places contain the address of a
 row of zeros after the stored rows. The device detects batches that do not fit: each rank sends the

@@ -1,4 +1,4 @@
-"""Groups that exchange deduplicated single rows; they run ``plan/row_exchanges.py``."""
+"""Defines groups that exchange deduplicated single rows, as ``plan/row_exchanges.py`` plans."""
 
 from abc import abstractmethod
 from dataclasses import dataclass, field
@@ -27,14 +27,16 @@ class RowsInFlight(GroupInFlight):
 
     ``requested`` is how many rows this rank requests from each rank; ``incoming`` is how many rows
     each rank requests from this rank. With fixed-size buffers, ``requested`` and ``incoming`` are
-    the buffer size; otherwise ``counts`` sets them.
+    the buffer size; otherwise ``counts`` sets them. With these buffers, ``sent_addresses`` are
+    their addresses, and ``most_requested`` [1] int64 is the maximum number of rows between any two
+    ranks.
     """
 
     wanted: Lookup  # the lookup of the local samples
     request_counts: Tensor | None = None  # [ranks] int64: rows requested from each rank
     slots: Slots | None = None  # set only with fixed-size buffers
-    sent_addresses: Tensor | None = None  # the addresses that were sent in buffers
-    most_requested: Tensor | None = None  # [1] int64: the maximum between any two ranks
+    sent_addresses: Tensor | None = None
+    most_requested: Tensor | None = None
     requested: list[int] = field(default_factory=list[int])
     incoming: list[int] = field(default_factory=list[int])
 
@@ -69,7 +71,7 @@ class RowGroup(Group[RowsInFlight]):
         self._vectors = RowTransfer(self.world, VECTORS)
         self._gradients = RowTransfer(self.world, GRADIENTS)
         self.capacity: Capacity | None = None
-        on_cuda = self.world.device.type == "cuda"  # ``overflow`` reads counts on the id stream
+        on_cuda = self.world.device.type == "cuda"  # ``overflow`` uses CUDA's id stream
         share = context.row_buffer_fraction
         if share is not None and on_cuda and self._store.kernel.absent is not None:
             self.capacity = Capacity(share, plan)
@@ -129,7 +131,7 @@ class RowGroup(Group[RowsInFlight]):
         return [(self._stack, self._store)]
 
     def counts(self, batch: RowsInFlight) -> Tensor | None:
-        """Return [ranks] rows requested from each rank, then [ranks] requested by each rank.
+        """Return the number of rows requested from each rank [ranks], then by each rank [ranks].
 
         The second part exists only if the ranks sent their counts. Return ``None`` with fixed-size
         buffers.
@@ -274,7 +276,7 @@ class UniqueColumnsGroup(AllGatherRowsGroup):
 
     def __init__(self, plan: GroupPlan, boxing: Boxing, context: GroupContext) -> None:
         super().__init__(plan, boxing, context)
-        self._columns = self._stack.columns_by_rank()  # not necessarily ascending
+        self._columns = self._stack.columns_by_rank()  # columns of the ranks, in any order
         self._widths = [columns.stop - columns.start for columns in self._columns]
 
     def lookup(self, batch: RowsInFlight) -> None:
@@ -311,7 +313,7 @@ class UniqueColumnsGroup(AllGatherRowsGroup):
         self.keep(batch, batch.lookups, [sums.to(self.plan.dtype)])
 
     def _sizes(self, batch: RowsInFlight) -> tuple[list[int], list[int]]:
-        """Return element counts (requested here by storing rank, stored here by requester)."""
+        """Return the numbers of elements to receive from and to send to each rank."""
         requested, own_width = batch.requested[0], self._widths[self.world.rank]
         wanted = [requested * width for width in self._widths]
         return wanted, [count * own_width for count in batch.incoming]

@@ -244,8 +244,8 @@ class OwnerAddresses:
             parts = _row_parts(stack, self.bases)
         most = max(len(table_parts) for table_parts in parts.values())
         last = torch.iinfo(address_dtype).max
-        firsts: list[list[int]] = []  # per use: first row of each part after the first
-        steps: list[list[int]] = []  # per use: how the shift changes at these rows
+        firsts: list[list[int]] = []  # by use: first row of each part after the first part
+        steps: list[list[int]] = []  # by use: how the shift changes at these rows
         shifts: list[int] = []
         for use in stack.uses:
             table_parts = parts[use.table.name]

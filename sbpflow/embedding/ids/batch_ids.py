@@ -1,4 +1,4 @@
-"""Value types for the ids of a batch: a matrix and lists.
+"""Defines value types for the ids of a batch: a matrix and lists.
 
 Features with a fixed number of ids per sample form a matrix, the fast path. Ragged or weighted ids
 form lists, sample by sample, so that parts of a batch can be concatenated.

@@ -1,7 +1,7 @@
-"""Loops over lists of ids, compiled by numba: one pass where torch makes ten passes.
+"""Defines loops over lists of ids, compiled by numba: one pass where torch makes ten passes.
 
-Import this module only if numba is installed. Results equal the results of the torch code that is
-next to each call, id by id. Arrays must be C-contiguous.
+Import this module only if numba is installed. Each result is equal, id by id, to the result of the
+torch code next to the call. Arrays must be C-contiguous.
 """
 
 import numpy as np

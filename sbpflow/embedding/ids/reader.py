@@ -28,7 +28,7 @@ class IdCheck:
 
     error: DataError | None = None  # the error for the first bad id
     flagged: list[AsyncScalarRead] = field(default_factory=list[AsyncScalarRead])  # CUDA only
-    replaced: Tensor | None = None  # [features] int64, with the policies clamp and hash
+    replaced: Tensor | None = None  # [features] int64, set by the policies clamp and hash
 
     def fail(self, error: DataError) -> None:
         """Store ``error`` unless there is an earlier error."""
@@ -431,7 +431,7 @@ class IdReader:
     def _replace(self, ids: Tensor, bad: Tensor, limits: Tensor) -> Tensor:
         policy = self._plan.out_of_range
         if policy == "error":
-            return torch.where(bad, 0, ids)  # reported by ``account``
+            return torch.where(bad, 0, ids)  # ``account`` reports the bad ids
         return torch.where(bad, SUBSTITUTES[policy](ids, limits), ids)
 
     def _bad_id(self, number: int, id: int, row: int) -> DataError:

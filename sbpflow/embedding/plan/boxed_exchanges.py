@@ -1,4 +1,4 @@
-"""Exchanges with transfers of known sizes: they send dense vectors or all-reduce dense gradients.
+"""Defines exchanges of known sizes, which send dense vectors or all-reduce dense gradients.
 
 ``exchange/boxed.py`` runs them.
 """
@@ -139,7 +139,7 @@ class _Boxed(Exchange):
 
 
 class Columns(_Boxed):
-    """Handles whole tables and S(1) tables; the vectors are an uneven S(1) in rank order."""
+    """Handles tables on one rank and S(1) tables; the vectors are an uneven S(1) in rank order."""
 
     name = "columns"
     calls = ("num_dense_groups",)

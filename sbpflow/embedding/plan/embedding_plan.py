@@ -95,7 +95,7 @@ class EmbeddingPlan:
             sum(self.features[self.ids.lists[place]].hotness for place in needed)
             for needed in self.needed_lists
         ]
-        # A rank sends to every other rank, so the rank that needs the fewest lists sends the most.
+        # A rank sends lists to all other ranks, so the rank that needs the fewest sends the most.
         per_rank = -(-batch_size // self.world.size) * (sum(needs) - min(needs))
         payloads = [("ids/fwd/lists", self.ids_dtype, "ids in lists")]
         if self.weighted:

@@ -1,4 +1,4 @@
-"""Groups of tables, the interface of exchanges, and the resulting transfers.
+"""Defines groups of tables, the interface of exchanges, and the resulting transfers.
 
 A group is the set of tables of one output that share an exchange, with one transfer in each
 direction per batch. This module has only pure data and pure functions. An ``Exchange`` describes

@@ -34,7 +34,7 @@ class Numbering:
         return start, stop - 1
 
     def shift(self, base: int, start: int) -> int:
-        """Return row minus address in a store that has row ``start`` at ``base``."""
+        """Return a row's number minus its address in a store with row ``start`` at ``base``."""
         return base - start
 
     def counters(self, addresses: Tensor, dim: int, stream: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Policies for ids that are not rows of their table.
+"""Defines policies for ids that are not rows of their table.
 
 A policy that replaces ids is a function in this module and a name in ``OutOfRange``. The policy
 ``error`` replaces no ids.

@@ -1,4 +1,4 @@
-"""Exchanges that deduplicate ids first and then send each requested row once.
+"""Defines exchanges that deduplicate ids first and then send each requested row once.
 
 ``exchange/rows.py`` runs them.
 """

@@ -1,4 +1,4 @@
-"""Stacks: tables that share a store on every rank."""
+"""Defines stacks, which are tables that share a store on every rank."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

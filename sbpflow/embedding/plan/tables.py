@@ -1,4 +1,4 @@
-"""Features, embedding tables, their layouts, and the shards that follow from a layout.
+"""Defines features, embedding tables, their layouts, and the shards of a layout.
 
 Only this module derives the list of shards, (table, row shard, column shard) -> rank in EMBark,
 from the layout. All types are plain values.
@@ -200,7 +200,7 @@ class Shard:
 
     @property
     def shift(self) -> int:
-        """Return row in the store minus address, or 0 for a ``by_key`` table."""
+        """Return a row's number in the store minus its address; 0 for a ``by_key`` table."""
         return self.table.numbering.shift(self.base, self.row_start)
 
 

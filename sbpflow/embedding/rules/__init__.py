@@ -1,1 +1,1 @@
-"""The sparse optimizers; each module has the constants, the state, and the step in torch."""
+"""Defines the sparse optimizers; each module has the constants, state, and step in torch."""

@@ -1,4 +1,4 @@
-"""Adagrad (J. Duchi et al., 2011) with ``eps`` outside the root, as in FBGEMM and torch."""
+"""Defines Adagrad (J. Duchi et al., 2011) with ``eps`` outside the root, as in FBGEMM and torch."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal

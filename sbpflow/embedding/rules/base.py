@@ -1,4 +1,4 @@
-"""The interface of sparse optimizers: a frozen dataclass of constants with a ``step`` method.
+"""Defines the interface of sparse optimizers: frozen dataclasses with a ``step`` method.
 
 To add an optimizer, write a module in this package and one function per kernel that supports it. A
 step changes only the rows of a batch. State belongs to the logical row, even if a rank stores only
@@ -43,7 +43,7 @@ class RowBlock:
     """The rows of one step, each row once, with the columns that this rank stores."""
 
     weights: Tensor  # [touched, width] in the compute dtype; changed in place
-    state: dict[str, Tensor]  # for all slots; use ``take`` and ``put`` for the block
+    state: dict[str, Tensor]  # state of all slots; use ``take`` and ``put`` for this block
     rows: Tensor  # [touched] int64: the slots of the rows in ``state``
     grads: Tensor  # [touched, width], summed over the batch
     numbers: StepNumbers

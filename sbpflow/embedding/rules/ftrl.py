@@ -1,4 +1,4 @@
-"""Per-coordinate FTRL-Proximal (McMahan et al., KDD 2013, algorithm 1)."""
+"""Defines per-coordinate FTRL-Proximal (McMahan et al., KDD 2013, algorithm 1)."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal

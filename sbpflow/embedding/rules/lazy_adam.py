@@ -1,4 +1,4 @@
-"""Adam for only the rows of a batch, as in TensorFlow's LazyAdam and torch's SparseAdam."""
+"""Defines Adam for the rows of a batch, as in TensorFlow's LazyAdam and torch's SparseAdam."""
 
 import math
 from dataclasses import dataclass

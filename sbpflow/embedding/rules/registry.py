@@ -1,4 +1,4 @@
-"""The built-in sparse optimizers, and user classes whose module has been imported."""
+"""Finds built-in sparse optimizers, and user classes whose module has been imported."""
 
 import sys
 from collections.abc import Callable, Mapping

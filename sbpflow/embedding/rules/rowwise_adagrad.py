@@ -1,4 +1,4 @@
-"""Adagrad with one number of state per row: the mean of squares over the table's full width."""
+"""Defines Adagrad with one number of state per row: the mean of squares over the full width."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal

@@ -1,4 +1,4 @@
-"""Stochastic gradient descent without state."""
+"""Defines stochastic gradient descent without state."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal

@@ -49,7 +49,7 @@ class KernelChoice:
 class StackFacts:
     """The properties of a stack that decide which kernels support it."""
 
-    width: int  # width per rank; prefers one that is not a multiple of 4
+    width: int  # width per rank, preferably not a multiple of 4
     optimizer: SparseOptimizer
     dtype: torch.dtype
     row_dtype: torch.dtype

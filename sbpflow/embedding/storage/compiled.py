@@ -1,4 +1,4 @@
-"""Loops over rows and ids that numba compiles for the CPU. Import this module only with numba.
+"""Defines loops over rows and ids that numba compiles for the CPU. Requires numba.
 
 Terms are added in batch order, with fused multiply-add (fma) where torch's kernels use it.
 Therefore sums, SGD, and state without square roots are bit-equal to ``TorchStorage``. Results that

@@ -1,4 +1,4 @@
-"""Loops over half-precision rows, compiled by numba: pooled reads and rounded writes.
+"""Defines loops over half-precision rows, compiled by numba: pooled reads, rounded writes.
 
 The properties of the module ``compiled`` apply to this module too, and results are bit-equal to
 ``TorchStorage``. Rows are passed as int16 bits, because NumPy has no bfloat16 type.
@@ -25,7 +25,7 @@ class _Builder(Protocol):
     def fpext(self, value: object, kind: object) -> object: ...
 
 
-_FLOAT = cast("Callable[[object], object]", types.float32)  # numba calls it to make a signature
+_FLOAT = cast("Callable[[object], object]", types.float32)  # calling a type makes a signature
 
 
 def _type_of_from_bfloat16(_: object, a: object) -> object:

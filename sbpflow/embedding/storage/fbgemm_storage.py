@@ -1,4 +1,4 @@
-"""Rows in FBGEMM's table-batched embedding (TBE), where the backward pass includes the update."""
+"""Stores rows in FBGEMM's table-batched embedding (TBE), whose backward updates the rows."""
 
 import inspect
 from collections.abc import Callable, Sequence

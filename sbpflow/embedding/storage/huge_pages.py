@@ -1,4 +1,4 @@
-"""Memory for table rows: huge pages on Linux CPUs, if the system grants them.
+"""Allocates memory for table rows, in huge pages if a Linux CPU system grants them.
 
 Lookups access rows at random, so with 4 KiB pages nearly every row of a large table costs a TLB
 miss in addition to a cache miss. Activations use torch's allocator, because clearing huge pages for

@@ -1,4 +1,4 @@
-"""Initial values of shards and single rows; numba and torch compute equal values."""
+"""Computes the initial values of shards and single rows, equally with numba and torch."""
 
 import sys
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Stores of ``by_key`` tables; these stores assign rows to keys.
+"""Defines the stores of ``by_key`` tables, which assign rows to keys.
 
 A key gets a row when the first training batch with the key is announced, before the batch is
 trained. Saves and evaluations must see only the rows of trained batches. Rows of announced batches
@@ -57,7 +57,7 @@ class KeyedStore:
             )
         self._rows, self._map, self._initial = rows, row_map, request.initial
         self.kernel, self.num_rows, self.width = rows.kernel, rows.num_rows, rows.width
-        self._addresses = torch.empty(self.num_rows, dtype=torch.int64)  # by row
+        self._addresses = torch.empty(self.num_rows, dtype=torch.int64)  # address of each row
         self.num_live = 0  # number of rows with keys; trained batches have the first rows
         self.num_trained = 0
         self._live_after: dict[int, int] = {}  # announced batch -> ``num_live`` after it
@@ -175,8 +175,8 @@ class TrainedRows:
     """A snapshot of the first rows of ``store``, numbered by ascending address.
 
     ``addresses`` [n] are the addresses of the store's rows from row 0 on. Sorting the addresses
-    takes a second or two for ten million rows, so the first use sorts them; in a save, this is the
-    writer thread.
+    takes a second or two for ten million rows, so the first use sorts them; in a save, the writer
+    thread does this.
     """
 
     is_in_place = False

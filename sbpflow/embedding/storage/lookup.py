@@ -1,4 +1,4 @@
-"""The rows that one batch uses: addresses, bags, and data derived from them."""
+"""Defines ``Lookup``, the rows that one batch uses: addresses, bags, and derived data."""
 
 from collections.abc import Sequence
 from typing import Self

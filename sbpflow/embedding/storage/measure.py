@@ -110,7 +110,7 @@ class StackShape:
         """Return a string that is equal for equal shapes, software versions, and thread counts."""
         facts = asdict(self) | {"threads": torch.get_num_threads(), **_software()}
         if self.device == "cpu":
-            del facts["device"]  # older cache files, of CPUs only, lack this field
+            del facts["device"]  # older cache files, for CPUs only, lack this field
         return json.dumps(facts, default=str, sort_keys=True)
 
 

@@ -1,4 +1,4 @@
-"""The sparse optimizers as loops compiled by numba, with one function per optimizer.
+"""Defines the sparse optimizers as loops compiled by numba, one function per optimizer.
 
 The functions compute the same as ``SparseOptimizer.step``, including weight decay; the docstring of
 ``compiled`` says when results are bit-equal. The functions update ``weights[at[j]]`` and the states
@@ -30,7 +30,7 @@ class RowArrays(NamedTuple):
     grads: Array  # [touched, width]
     state: list[Array]  # [.., width] or [..], in the order of ``SparseOptimizer.state``
     squares: Array  # [touched], see ``RowBlock.mean_squares``; [0] without row state
-    numbers: StepNumbers  # on the host
+    numbers: StepNumbers  # host numbers
     number: Callable[[float | Tensor], float]  # converts to the dtype of the arrays
 
 

@@ -33,7 +33,7 @@ _NUMBERS = cast(
     "dict[torch.dtype, Callable[[float | Tensor], float]]",
     {torch.float32: np.float32, torch.float64: np.float64},
 )
-_DROPPED = {torch.bfloat16: 16, torch.float16: 13}  # extra mantissa bits of float32
+_DROPPED = {torch.bfloat16: 16, torch.float16: 13}  # number of extra mantissa bits in float32
 _EMPTY = {torch.float32: np.empty(0, np.float32), torch.float64: np.empty(0, np.float64)}
 
 

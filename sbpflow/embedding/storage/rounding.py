@@ -1,4 +1,4 @@
-"""Stochastic rounding to half precision; updates smaller than the precision still accumulate.
+"""Rounds to half precision stochastically, so that updates below the precision accumulate.
 
 The rounding direction is a pure function of (seed, step, table, row, column). The direction does
 not depend on which rank stores a row or which tables share its store.

@@ -1,4 +1,4 @@
-"""Sorted addresses of a batch and the runs of equal addresses, in tensors of the batch's length.
+"""Sorts a batch's addresses and finds runs of equal addresses, in tensors of the batch's length.
 
 No tensor's size depends on the values of the addresses, so the host does not wait for the device.
 """

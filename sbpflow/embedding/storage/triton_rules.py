@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""The sparse optimizers for Triton: each has a jitted step function and its constants.
+"""Defines the sparse optimizers for Triton, each with a jitted step function and constants.
 
 A step function gets a tile: ``weight`` (after weight decay) and ``grad`` [rows, columns], and
 ``square`` [rows], the mean squares (used only with row state). A step function returns the new

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Contains everything that one rank needs to train, predict and be inspected."""
+    """Contains everything that one rank needs for training, prediction and inspection."""
 
     trainer: Trainer
     model: DensePart

@@ -64,7 +64,8 @@ def groups_of(plan: RunPlan) -> tuple[GroupUse, ...]:
 def warm_up(plan: RunPlan, boxing: Boxing) -> None:
     """Run one small collective of each kind on every group of the plan; wait for all of them.
 
-    Every rank of the world must call this; PeerLostError if a rank does not respond.
+    Every rank of the world must call this function. Raises PeerLostError if a rank does not
+    respond.
     """
     world = boxing.world
     for use in groups_of(plan):

@@ -144,7 +144,7 @@ def parse_forms(text: str) -> tuple[Form, ...]:
 
 
 def parse_rows(text: str) -> RowFormat:
-    """Parse ``--rows``; ConfigError for an unknown value."""
+    """Parse ``--rows``; raise ConfigError for an unknown value."""
     for name in ROW_FORMATS:
         if text == name:
             return name

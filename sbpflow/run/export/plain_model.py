@@ -219,7 +219,7 @@ def _dense_part(
 
 
 def hashed_ids(parts: Sequence[Tensor], rows: int) -> Tensor:
-    """Hash ids [n] of several columns to those of a ``HashedColumn``, like ``data.read.crosses``.
+    """Hash ids [n] of several columns to ids of a ``HashedColumn``, like ``data.read.crosses``.
 
     ``data.read.crosses`` uses numpy's unsigned integers, which torch lacks. int64 arithmetic wraps
     identically, but the remainder must be computed from a signed number: a negative number

@@ -96,7 +96,7 @@ class HashedColumn:
 
     @property
     def name(self) -> str:
-        """Return the column's name, which differs from those of crosses stored in the set."""
+        """Return the column's name, which differs from the names of crosses stored in the set."""
         return f"hashed.{'x'.join(self.columns)}"
 
     def field(self) -> IdField:
@@ -308,7 +308,7 @@ def make_buffers(
     *,
     dtype: torch.dtype,
 ) -> dict[str, GlobalTensor]:
-    """Return each buffer, B, whole on every rank of ``placement``."""
+    """Return each buffer with layout B on the ranks of ``placement``."""
     layout = Layout(placement, (Broadcast(),) * placement.ndim)
     device = boxing.world.device
     return {
@@ -325,7 +325,7 @@ def make_buffers(
 def initial_values(
     name: str, spec: ParameterSpec, *, seed: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return the whole initial parameter of a run with this seed, on the CPU."""
+    """Return the full initial value of a parameter in a run with this seed, on the CPU."""
     whole = torch.empty(spec.shape, dtype=dtype)
     _fill(whole, name, spec, tuple(slice(0, size) for size in spec.shape), seed)
     return whole

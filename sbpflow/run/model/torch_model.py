@@ -234,7 +234,7 @@ class TorchPart:
         }
 
     def _own_buffers(self) -> dict[str, Tensor]:
-        """Return the module's buffers except those of global batch norms."""
+        """Return the module's buffers except the buffers of global batch norms."""
         buffers = self.module.named_buffers()
         return {name: value for name, value in buffers if plain_name(name) not in self.buffers}
 

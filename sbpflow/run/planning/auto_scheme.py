@@ -1,6 +1,6 @@
 """Chooses the cheapest of several complete plans for ``parallel.scheme: auto``.
 
-A candidate places every table. Only whole plans are priced, because tables that are exchanged
+A candidate places every table. Only complete plans are priced, because tables that are exchanged
 together share their calls. ``embedding/plan/price.py`` computes the prices.
 """
 
@@ -108,7 +108,7 @@ def rank_candidates(
     topology: Topology,
     frequencies: Mapping[str, IdFrequencies] | None = None,
 ) -> list[Candidate]:
-    """Return the candidates that fit in memory, cheapest first; PlanError if none fits."""
+    """Return the candidates that fit in memory, cheapest first; raise PlanError if none fits."""
     limit = math.inf if topology.memory_bytes is None else sum(topology.memory_bytes)
     fitting: list[Candidate] = []
     smallest = math.inf

@@ -88,7 +88,7 @@ def plan_run(
     planned: Mapping[str, TableRule] | None = None,
     topology: Topology | None = None,
 ) -> tuple[ModelSpec, RunPlan]:
-    """Return the model's shapes and the plan of the run; ConfigError if settings do not fit.
+    """Return the model's shapes and the plan of the run; raise ConfigError for a misfit.
 
     ``planned`` are the rules to use for ``parallel.plan``: the planner's rules for ``auto``, or the
     rules of a saved run. By default, the file that ``parallel.plan`` names is read. ``topology`` is

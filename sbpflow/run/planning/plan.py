@@ -74,7 +74,7 @@ class RunPlan:
     batch_size: int
     accumulate: int
     lookahead: int = 1  # the number of batches whose ids are exchanged ahead of training
-    priced: tuple[PricedPlan, ...] = ()  # set by scheme: auto; this plan is the first
+    priced: tuple[PricedPlan, ...] = ()  # set by scheme: auto; the first entry is this plan
     # The exponents of ``costs.ids.click_curve`` say how ids repeat, by table, if known.
     skew: Mapping[str, float] = field(default_factory=dict[str, float])
 

@@ -148,7 +148,7 @@ def _decode(value: object) -> object:
         return _decode_rule(content)
     if content["is"] == "StepSchedule" and "ahead" in content["each_batch"][0]:
         return _decode_older_schedule(content)
-    if content["is"] == "RunPlan" and "topology" not in content:  # of an older version
+    if content["is"] == "RunPlan" and "topology" not in content:  # written by an older version
         ranks = content["embeddings"]["world"]["ranks"]
         content["topology"] = _encode(Topology.one_host(len(ranks)))
     kind = _classes()[_RENAMED_CLASSES.get(content["is"], content["is"])]

@@ -122,7 +122,7 @@ def _shade(place: int, count: int) -> str:
 
 def _range(values: Sequence[float], *, tight: bool = False) -> tuple[float, float]:
     low, high = min(values), max(values)
-    if high - low <= max(_MIN_RANGE, 1e-9 * max(abs(low), abs(high))):  # practically equal
+    if high - low <= max(_MIN_RANGE, 1e-9 * max(abs(low), abs(high))):  # nearly equal values
         spread = max(abs(low), abs(high)) / 10
         spread = spread if spread > _MIN_RANGE else 1.0
         return low - spread, high + spread

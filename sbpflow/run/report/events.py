@@ -61,7 +61,7 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
 
 
 def check_event(given: object) -> Event:
-    """Return the event if it is valid; JsonError names the invalid key."""
+    """Return the event if it is valid; else raise a JsonError that names the invalid key."""
     event = object_of(given, "it")
     kind = event.get("event")
     if not isinstance(kind, str) or kind not in _KEYS:
@@ -89,7 +89,7 @@ def check_event(given: object) -> Event:
 
 
 def time_of(event: Event) -> datetime:
-    """Return the time of an event; JsonError unless it is a time with a time zone."""
+    """Return the time of an event; raise JsonError unless it is a time with a time zone."""
     given: object = event.get("time")
     try:
         time = datetime.fromisoformat(given) if isinstance(given, str) else None

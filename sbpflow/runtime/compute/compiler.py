@@ -60,7 +60,7 @@ def keep_compiled_privately() -> None:
 
 
 def half_time(half: torch.dtype, *, rows: int = 512, width: int = 512, repeats: int = 5) -> float:
-    """Return this CPU's time of a matrix product in ``half``, with casts, divided by float32's.
+    """Return the time of a matrix product in ``half``, with casts, relative to float32.
 
     The function takes the best of ``repeats`` runs of each, a few milliseconds in all.
     """

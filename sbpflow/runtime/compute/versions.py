@@ -63,7 +63,7 @@ def check_pair(installed: Installed) -> None:
 
 
 def import_fbgemm() -> ModuleType | None:
-    """Import ``fbgemm_gpu``; None if not installed, ConfigError if torch does not match."""
+    """Import ``fbgemm_gpu`` if installed; raise ConfigError if torch does not match it."""
     installed = Installed.find()
     if installed.fbgemm is None:
         return None

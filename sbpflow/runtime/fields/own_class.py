@@ -7,7 +7,7 @@ from sbpflow.errors import ConfigError
 
 
 def import_own_class(key: str, name: str, example: str) -> type:
-    """Import ``package.module:Class``; ConfigError, naming ``key``, if the class is missing."""
+    """Import ``package.module:Class``; raise ConfigError with ``key`` if the class is missing."""
     module_name, _, class_name = name.partition(":")
     example = f"use, for example, {key}={example}"
     if not all(part.isidentifier() for part in [*module_name.split("."), class_name]):

@@ -49,7 +49,7 @@ def _checked(folder: Path) -> Path | None:
         folder = folder.resolve()
         make_private(folder)
         problem = _other_writer(folder)
-    except (OSError, RuntimeError) as error:  # RuntimeError: circular links, before Python 3.13
+    except (OSError, RuntimeError) as error:  # before 3.13, circular links raise RuntimeError
         problem = str(error)
     if not problem:
         return folder

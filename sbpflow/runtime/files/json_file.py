@@ -1,4 +1,4 @@
-"""Reads JSON from disk: a file gives either a value within limits or a JsonError.
+"""Reads JSON from disk, and raises JsonError for files that are invalid or exceed limits.
 
 ``json.loads`` accepts NaN, overflows to infinity, recurses without limit, and returns numbers and
 strings that fail only when they are used. Callers check the structure of the values.
@@ -25,7 +25,7 @@ class JsonError(ValueError):
 
 
 def read_json(path: Path, *, max_bytes: int = MAX_BYTES) -> object:
-    """Return the value in a file; FileNotFoundError if it is missing, else JsonError naming it."""
+    """Return the value in a file; raise FileNotFoundError, or JsonError with the file name."""
     return parse_json(read_text(path, max_bytes=max_bytes), str(path))
 
 

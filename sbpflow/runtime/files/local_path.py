@@ -24,7 +24,7 @@ class PathError(ConfigError, ArgumentTypeError):
 
 
 def local_path(given: str | Path) -> Path:
-    """Convert ``given`` to a path; PathError for a URL or text that no file system accepts."""
+    """Convert ``given`` to a path; raise PathError for a URL or text that cannot be a path."""
     text = str(given)
     if _URL.match(text):
         raise PathError(

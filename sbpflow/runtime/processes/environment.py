@@ -7,7 +7,7 @@ from sbpflow.errors import ConfigError
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Return this rank and the number of ranks, (0, 1) without a launcher; or ConfigError."""
+    """Return this rank and the number of ranks, or (0, 1) without a launcher."""
     rank, world_size = env_int("RANK", 0), env_int("WORLD_SIZE", 1)
     if world_size < 1:
         raise ConfigError(

@@ -27,12 +27,14 @@ from sbpflow.runtime.processes.store import TimedStore, open_store, polls
 
 Kind = Literal["mistake", "crash", "absent", "lost_peer", "peer_stopped", "interrupt", "terminated"]
 
-_GRACE_S = 3.0  # time for the other ranks to post; runs out only if a rank is dead or hangs
-_LATER_S = 0.3  # delay of other ranks, so that torchrun sees the printing rank fail first
+# ``_GRACE_S`` is the time for other ranks to post, and runs out only if a rank is dead or hangs.
+# Other ranks exit ``_LATER_S`` later, so that torchrun sees the printing rank fail first.
+_GRACE_S = 3.0
+_LATER_S = 0.3
 _POLL_S = 0.2
 _LONGEST_POLL_S = 5.0  # longest pause while ranks are still starting
 _LISTEN_S = 3600.0 * 24 * 365  # longer than any run
-_MAX_CHARACTERS = 20_000  # of a traceback
+_MAX_CHARACTERS = 20_000  # maximum length of a traceback
 
 
 @dataclass(frozen=True, slots=True)

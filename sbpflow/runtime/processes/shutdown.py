@@ -12,7 +12,7 @@ _CLOSE_S = 10.0
 
 
 def close_process_groups() -> None:
-    """Destroy all process groups, if any; RuntimeError if they do not close in 10 s.
+    """Destroy all process groups, if any; raise RuntimeError if they do not close in 10 s.
 
     Without this, gloo aborts about every second process at exit.
     """

@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 
-CONNECT_S = 60.0  # time for rank 0 to listen; the ranks of a run start within this time
+CONNECT_S = 60.0  # time limit for rank 0 to listen; a run's ranks start within this time
 ANSWER_S = 5.0  # limit of one operation, which takes about 1 ms, and 100 ms on a busy machine
-_GREET_S = 5.0  # minimum time for the listening process to prove that it is rank 0
+# The listening process has at least ``_GREET_S`` to prove that it is rank 0.
+_GREET_S = 5.0
 _POLL_S = 0.2
 _BACKLOG = 4096  # the same value as in torch, because all ranks connect at once
 
@@ -40,7 +41,7 @@ Result = TypeVar("Result")
 
 
 def within(limit_s: float, call: Callable[[], Result], what: str) -> Result:
-    """Return or raise what ``call`` does; PeerLostError if ``call`` exceeds ``limit_s``.
+    """Return or raise what ``call`` does; raise PeerLostError if it exceeds ``limit_s``.
 
     ``call`` runs in a thread, which is abandoned at the limit.
     """
@@ -149,7 +150,7 @@ def open_store(serves: bool) -> TimedStore:
             "are on this machine)"
         ) from error
     if address and ipaddress.ip_address(address).is_loopback:
-        host = address  # for a name with both kinds, torch tries IPv6 first and waits there
+        host = address  # if a name has IPv4 and IPv6 addresses, torch waits on IPv6 first
     end = time.monotonic() + CONNECT_S
     listener = _listener(host, address, port) if serves else None
     if not serves:
@@ -241,7 +242,7 @@ def _warn_of_all_interfaces(host: str, port: int, why: str) -> None:
 
 
 def _await_listener(host: str, port: int, end: float) -> None:
-    """Return once a process listens there; AbsentError at ``end``, in time.monotonic().
+    """Return once a process listens there; raise AbsentError at ``end`` (time.monotonic()).
 
     torch's store would also wait, but logs a C++ stack trace for every attempt.
     """

@@ -16,7 +16,7 @@ from sbpflow.runtime.random.splitmix import signed
 
 GAMMA, MIX_1, MIX_2 = (signed(c) for c in (splitmix.GAMMA, splitmix.MIX_1, splitmix.MIX_2))
 _INVERSE_1, _INVERSE_2 = (signed(pow(c, -1, 1 << 64)) for c in (splitmix.MIX_1, splitmix.MIX_2))
-_CHUNK_ELEMENTS = 1 << 16  # each has 8 bytes, so two or three blocks fit in a core's cache
+_CHUNK_ELEMENTS = 1 << 16  # an element has 8 bytes, and two or three chunks fit in a core's cache
 
 
 def stream_key(seed: int, name: str) -> int:
@@ -29,7 +29,7 @@ def step_keys(keys: Tensor, step: int | Tensor) -> Tensor:
     """Return the keys (int64) of streams ``keys`` at ``step``, an int or a 0-d int64 tensor."""
     if isinstance(step, Tensor):
         return mix(keys + step * GAMMA)
-    half = 1 << 63  # wraps the Python integer like int64
+    half = 1 << 63  # makes the Python integer wrap like int64
     return mix(keys + ((step * GAMMA + half) % (2 * half) - half))
 
 

@@ -135,7 +135,7 @@ def _ask(name: str, token: str, end: float) -> int | None:
 
 @contextlib.contextmanager
 def _answering(name: str, answer: str) -> Generator[None]:
-    """Hold ``name`` and send ``answer`` to every peer; EADDRINUSE if the name is taken."""
+    """Hold ``name`` and send ``answer`` to every peer; raise OSError if it is taken."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(name)
         listener.listen(socket.SOMAXCONN)

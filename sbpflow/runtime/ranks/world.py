@@ -190,7 +190,7 @@ class World:
         return group
 
     def device_of(self, layout: Layout) -> torch.device:
-        """Return the device of this rank's part of a layout; SbpError for another device type."""
+        """Return the device of a layout's part; raise SbpError for another device type."""
         wanted = layout.placement.device_type
         if self.device.type in (wanted, "meta"):
             return self.device
@@ -384,12 +384,12 @@ def world_size_of_environment() -> int:
 
 
 def device_type_of(device: str) -> str:
-    """Resolve "auto", "cpu" or "cuda" to "cpu" or "cuda"; ConfigError if not available."""
+    """Resolve "auto", "cpu" or "cuda" to "cpu" or "cuda"; raise ConfigError if unavailable."""
     return choose_device(device, _local_rank()).type
 
 
 def _cut(raw: bytes, length: int) -> bytes:
-    """Pad or cut to ``length`` bytes; a digest keeps long texts distinct."""
+    """Pad or cut to ``length`` bytes; a digest keeps long strings distinct."""
     if len(raw) > length:
         digest = f"... {hashlib.sha256(raw).hexdigest()[:16]}".encode()
         raw = raw[: length - len(digest)] + digest

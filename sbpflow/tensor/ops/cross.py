@@ -96,7 +96,7 @@ def _layer_by_layer(
 
 
 class _Cross(torch.autograd.Function):
-    """All layers of a local [b, n] by blocks of rows; ``counts`` are the weights per layer."""
+    """Applies all layers to a local [b, n] by blocks of rows; ``counts`` are weights per layer."""
 
     @staticmethod
     def forward(

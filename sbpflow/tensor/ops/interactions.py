@@ -61,7 +61,7 @@ def pair_products(x: Tensor) -> Tensor:
 
 
 class _PairProducts(torch.autograd.Function):
-    """Pair products with one product in the backward; autograd would use two and a scatter."""
+    """Multiplies pairs with one product in the backward, not autograd's two and a scatter."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ def _reshape_groups(
     letters: list[str] = [next(names) for _ in old]
     output: list[str] = [next(names) for _ in new]
     scales: list[tuple[str, int, int]] = []
-    if not math.prod(old):  # products do not define groups without elements, so match leading dims
+    if not math.prod(old):  # without elements, match leading dims, not products
         for n, _ in takewhile(lambda pair: old[pair[0]] == pair[1], enumerate(new[: len(old)])):
             output[n] = letters[n]
         return tuple(letters), tuple(output), ()
