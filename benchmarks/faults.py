@@ -2,6 +2,8 @@
 
     python -m benchmarks.faults                 50 kills of runs on 2 ranks
     python -m benchmarks.faults --kills 8       one of each kind
+    python -m benchmarks.faults --storage file --kills 20
+                                tables in files, compared with an uninterrupted run without
     python -m benchmarks.faults --folder F --limit-s 400
                                 as many runs as can start in that time; repeat it to continue
 
@@ -10,7 +12,7 @@ is loaded, while the first rows are read, or at any moment of the start (imports
 SIGTERM and SIGINT to all ranks, which save and exit. The losses of every step and the final scores
 must be bit-identical to those of an uninterrupted run. No complete checkpoint may be lost, every
 rank must exit, and a finished run must leave neither processes nor temporary files. Each start uses
-another ``train.lookahead``.
+another ``train.lookahead``, and with ``--storage file`` another cache.
 """
 
 import argparse
@@ -35,7 +37,8 @@ ROOT = Path(__file__).parents[1]
 KINDS = ("one", "all", "save", "load", "read", "start", "term", "interrupt")
 KILLS_OF_A_RUN = 5
 STEPS, EVERY = 160, 10
-LOOKAHEADS = (0, 1, 4, 16)
+LOOKAHEADS = {"device": (0, 1, 4, 16), "file": (2, 4, 16)}
+CACHES = ("25%", "40%", "70%")  # of rows; two batches need up to 20%
 START_S, END_S = 120.0, 60.0  # time limits for a first step, and for ranks to exit after a kill
 
 
@@ -173,6 +176,7 @@ class Campaign:
     folder: Path
     size: int
     chance: random.Random
+    storage: str = "device"
     killed: Counter[str] = field(default_factory=Counter[str])
     leaving_s: list[float] = field(default_factory=list[float])
 
@@ -181,9 +185,12 @@ class Campaign:
         return self.folder.with_suffix(".log")
 
     def _start(self) -> Ranks:
-        """Start the run; every start may exchange ids a different number of batches ahead."""
-        lookahead = f"train.lookahead={self.chance.choice(LOOKAHEADS)}"
-        return start(self.data, self.folder, self.log, self.size, lookahead)
+        """Start the run; every start may know other batches ahead, and cache other rows."""
+        more = [f"train.lookahead={self.chance.choice(LOOKAHEADS[self.storage])}"]
+        if self.storage == "file":
+            cache = self.chance.choice(CACHES)
+            more.append(f'parallel.storage={{"deep.*": {{kind: file, cache: {cache}}}}}')
+        return start(self.data, self.folder, self.log, self.size, *more)
 
     def saved(self) -> int:
         """Return the newest checkpoint's step after verifying all its bytes; 0 without a
@@ -291,10 +298,11 @@ def uninterrupted(data: Path, folder: Path, size: int) -> list[dict[str, object]
     return json.loads(end.read_text())
 
 
-def one_run(base: Path, number: int, size: int, seed: int) -> dict[str, object]:
+def one_run(base: Path, number: int, size: int, seed: int, storage: str) -> dict[str, object]:
     """Kill one run several times; raise SystemExit if it differs from the uninterrupted run."""
     expected = uninterrupted(base / "set", base / "whole", size)
-    run = Campaign(base / "set", base / f"run{number}", size, random.Random(seed * 1000 + number))
+    chance = random.Random(seed * 1000 + number)
+    run = Campaign(base / "set", base / f"run{number}", size, chance, storage)
     for place in range(KILLS_OF_A_RUN):
         run.kill(KINDS[(KILLS_OF_A_RUN * number + place) % len(KINDS)])
     run.finish()
@@ -311,6 +319,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--storage", choices=LOOKAHEADS, default="device", help="of deep tables")
     parser.add_argument(
         "--folder", type=Path, help="the folder for finished work; default: a temporary one"
     )
@@ -319,9 +328,10 @@ def main() -> None:
     )
     args = parser.parse_args()
     begin = time.monotonic()
-    results = Results("faults", recorded=args.kills >= 50)
-    with tempfile.TemporaryDirectory() as name:
-        base: Path = args.folder or Path(name)
+    least, name = {"device": (50, "faults"), "file": (20, "cache_faults")}[args.storage]
+    results = Results(name, recorded=args.kills >= least)
+    with tempfile.TemporaryDirectory() as scratch:
+        base: Path = args.folder or Path(scratch)
         base.mkdir(parents=True, exist_ok=True)
         done = base / "runs.jsonl"
         if not (base / "set").exists():
@@ -336,11 +346,12 @@ def main() -> None:
                 raise SystemExit(f"{killed.total()} of {args.kills} kills; run again to continue")
             # A failed run is repeated with other moments and reported as failed.
             number = len(list(base.glob("run*.log")))
-            outcome = one_run(base, number, args.ranks, args.seed)
+            outcome = one_run(base, number, args.ranks, args.seed, args.storage)
             with done.open("a") as file:
                 file.write(json.dumps({"number": number, **outcome}) + "\n")
         tried = len(list(base.glob("run*.log")))
     results.add(
+        storage=args.storage,
         ranks=args.ranks,
         kills=killed.total(),
         by_kind=dict(killed),

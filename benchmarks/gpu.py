@@ -23,7 +23,7 @@ LIMIT_S = 450.0  # of all parts together
 LEAST_S = 10.0  # a part is not started if less time remains
 
 NEEDED = {
-    "torch": "a build for CUDA 13, for example torch==2.11.0",
+    "torch": "a build for CUDA 13 (for example, torch==2.11.0)",
     "numpy": "pip install numpy",
     "yaml": "pip install pyyaml",
     "tqdm": "pip install tqdm",

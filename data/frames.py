@@ -1,4 +1,4 @@
-"""Tables in memory as input, and results of the same kind: pandas, Polars, and Arrow."""
+"""Accepts tables in memory (pandas, Polars, and Arrow), and returns results of the same kind."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +22,7 @@ def prepared_set(
     schema: str | Path | Mapping[str, Any] | None,
     options: Mapping[str, object],
 ) -> Path:
-    """The prepared set ``data``, or its rows prepared in ``folder``."""
+    """Return the prepared set ``data``, or prepare the rows of ``data`` in ``folder``."""
     if isinstance(data, str | Path):
         path = input_path(str(data))
         if isinstance(path, Path) and (path / MANIFEST).is_file():
@@ -56,7 +56,7 @@ def prepared_set(
 
 
 def input_of(data: "Frame | str | Path", file: Path, key: str = "data") -> str:
-    """The path of rows, which are written to ``file`` if they are in memory."""
+    """Return the path of the rows; write rows in memory to ``file`` first."""
     if isinstance(data, str | Path):
         return str(data)
     if isinstance(data, pl.DataFrame):
@@ -83,7 +83,7 @@ def input_of(data: "Frame | str | Path", file: Path, key: str = "data") -> str:
 
 
 def like(frame: pl.DataFrame, data: "Frame | str | Path") -> Frame:
-    """``frame`` as the kind of table that ``data`` is, with the index of a pandas DataFrame."""
+    """Return ``frame`` as the kind of table that ``data`` is, with the index of pandas data."""
     package = type(data).__module__.partition(".")[0]
     if package == "pyarrow":
         return frame.to_arrow()

@@ -47,7 +47,7 @@ class Scoring:
         if output.suffix not in _WRITERS:
             raise ConfigError(
                 f"--output {output}: must end in {', '.join(_WRITERS)}, which is the format of the "
-                "file; for example --output scores.parquet"
+                "file; use, for example, --output scores.parquet"
             )
         self._inputs, self._output, self.like = tuple(inputs), output, like
         self._overwrite = overwrite

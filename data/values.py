@@ -1,4 +1,4 @@
-"""The values of a field and their ids, from the vocabulary of a set."""
+"""Finds the values of a field and their ids in the vocabulary of a set."""
 
 from typing import Any
 
@@ -19,10 +19,10 @@ from sbpflow.errors import ConfigError
 def values_and_ids(
     manifest: Manifest, field: str, given: pl.Series | None
 ) -> tuple[NDArray[Any], NDArray[np.int32]]:
-    """Values [n] of ``field`` that have ids of their own, and their ids int32 [n].
+    """Return the values [n] of ``field`` that have their own ids, and the ids int32 [n].
 
-    They are the distinct ones of ``given``, or all values in the order of their keys. Strings must
-    be given, because a vocabulary has only their hashes. Raises ConfigError.
+    The values are the distinct values of ``given``, or all values in key order. Strings must be
+    given, because a vocabulary has only hashes of strings. Raises ConfigError.
     """
     vocabulary = manifest.content.get("vocabulary") or {"fields": {}}
     schema = schema_from(manifest.content["schema"]) if vocabulary["fields"] else None
@@ -59,5 +59,5 @@ def _decoded(keys: Keys, kind: Kind, field: str) -> NDArray[Any]:
         return np.array([f"{key:08x}" for key in keys])
     raise ConfigError(
         f"values: not given, but the vocabulary of {field} has only hashes of its strings; pass "
-        f"the strings, for example values=frame[{field!r}]"
+        f"the strings (for example, values=frame[{field!r}])"
     )

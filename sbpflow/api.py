@@ -1,7 +1,7 @@
 """Train, score, and inspect models from Python, for example in a notebook.
 
-A composition root: it calls what the commands consist of, and nothing in ``sbpflow/`` imports it.
-Errors are exceptions with the messages of the commands.
+As a composition root, this module calls the parts of the commands, and nothing in ``sbpflow/``
+imports this module. Errors are exceptions with the messages of the commands.
 """
 
 from collections.abc import Generator, Mapping
@@ -57,14 +57,16 @@ def fit(
 ) -> "Run":
     """Train a model and return its run, like ``sbpflow prepare`` and ``sbpflow train``.
 
-    * ``config``: a YAML file, or its content as a mapping. ``groups`` are added to it, such as
-      ``model={"embedding_dim": 8}``. Without any layout, ``parallel.scheme`` is auto.
+    * ``config``: a YAML file, or its content as a mapping. ``groups`` are added to the
+      configuration, such as ``model={"embedding_dim": 8}``. Without any layout, ``parallel.scheme``
+      is auto.
     * ``data``: a pandas or Polars DataFrame, an Arrow table, a file, or a prepared set; by default
       ``data.path`` of ``config``. ``{"train": .., "val": .., "test": ..}`` gives each split its
       own rows. Rows are prepared in a temporary folder, which is removed at the end.
     * ``schema``: describes the columns, as a YAML file or its content; by default Criteo's.
     * ``prepare``: options of ``sbpflow prepare``, such as ``{"min_count": 1}``.
-    * ``ranks``: 1 trains in this process; more start one process each on this machine.
+    * ``ranks``: 1 trains in this process; a larger number starts one process per rank on this
+      machine.
 
     An interrupt saves the run and raises KeyboardInterrupt; the same call then resumes it.
     """
@@ -113,7 +115,7 @@ def load(
 
 
 class Run:
-    """A trained model; made by ``fit`` and ``load``.
+    """A trained model, as returned by ``fit`` and ``load``.
 
     ``result`` has the final scores: the last line of ``metrics.jsonl``, or nothing if the run did
     not finish. Every method reads the checkpoint that ``sbpflow predict`` would use, and computes
@@ -135,7 +137,7 @@ class Run:
     def predict(
         self, data: "Frame | str | Path", *, split: str = "test", max_bad_fraction: float = 0.0
     ) -> Frame:
-        """Score rows: their keys or row numbers, the probability ``score``, and labels if any.
+        """Return row keys or row numbers, the probability ``score``, and labels if there are any.
 
         ``data`` is as in ``fit``; ``split`` chooses rows of a prepared set. The result is pandas or
         Arrow if ``data`` is, otherwise Polars, and equals the file of ``sbpflow predict``.
@@ -166,8 +168,8 @@ class Run:
     ) -> tuple[NDArray[Any], NDArray[np.float32]]:
         """Return the values [n] of a column, and their vectors [n, columns] in ``table``.
 
-        All values with rows of their own, or the distinct ones of ``values``. For a column of
-        strings ``values`` is needed, because sets store only hashes of strings.
+        The values are all values with their own rows, or the distinct values of ``values``. For a
+        column of strings, ``values`` is required, because sets store only hashes of strings.
         """
         checkpoint, config = self._checkpoint()
         manifest = load_manifest(data_folder(checkpoint.path))
@@ -176,8 +178,8 @@ class Run:
         if table not in tables:
             near = get_close_matches(table, tables, 1) or list(tables)[:1]
             raise ConfigError(
-                f"table: {table!r} is not a table of this model; use one of {', '.join(tables)}, "
-                f"for example {near[0]}"
+                f"table: {table!r} is not a table of this model; use one of "
+                f"{', '.join(tables)} (for example, {near[0]})"
             )
         given = None if values is None else pl.Series(cast("Any", values))
         keys, ids = values_and_ids(manifest, tables[table].features[0], given)
@@ -264,7 +266,7 @@ def _check_alone() -> None:
 
 
 def _own_classes(config: Config) -> tuple[str | None, tuple[str, ...]]:
-    """The names package.module:Class of the model and of the table optimizers."""
+    """Return the names package.module:Class of the model and of the table optimizers."""
     optimizers = [config.optimizer.sparse, *config.optimizer.tables.values()]
     model, names = config.model.name, dict.fromkeys(each.name for each in optimizers)
     return model if ":" in model else None, tuple(name for name in names if ":" in name)
@@ -272,7 +274,9 @@ def _own_classes(config: Config) -> tuple[str | None, tuple[str, ...]]:
 
 def _check_ranks(ranks: int, own_classes: list[str]) -> None:
     if type(ranks) is not int or ranks < 1:
-        raise ConfigError(f"ranks: {ranks!r} must be a whole number from 1; for example ranks=2")
+        raise ConfigError(
+            f"ranks: {ranks!r} must be a whole number of 1 or more; use, for example, ranks=2"
+        )
     for name in own_classes:
         if ranks > 1 and name.startswith("__main__:"):
             raise ConfigError(

@@ -77,6 +77,7 @@ def _facts(task: Task, table: TableConfig) -> Facts:
         gradient_item=vector_item,
         window=1 + task.lookahead,
         state=rule.state_counts,
+        slot_share=1.0 if table.storage is None else table.storage.share,
         shares_state=rule.shares_row_state,
     )
 

@@ -175,7 +175,7 @@ def _prune(paths: Sequence[Path], keep: int, *, dry_run: bool) -> list[str]:
         except CheckpointError as error:
             lines.append(f"skipped, damaged: {error}")
             continue
-        best = best or best_of(checkpoint)  # the newest one knows the best step of the run
+        best = best or best_of(checkpoint)  # the newest checkpoint has the best step of the run
         if num_kept < keep or (best and best["step"] == checkpoint.step):
             num_kept += 1
             lines.append(f"kept {path}")

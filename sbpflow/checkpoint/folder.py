@@ -80,7 +80,7 @@ def checked(path: Path, *, run: str | None = None) -> Checkpoint:
 
 
 def best_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """The best validation score so far when it was saved: ``metric``, ``value`` and ``step``.
+    """Return the best validation score at the time of the save: ``metric``, ``value`` and ``step``.
 
     ``None`` if the run does not keep its best weights.
     """

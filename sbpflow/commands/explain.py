@@ -20,12 +20,16 @@ def explain(argv: Sequence[str]) -> int:
     add("--json", action="store_true", help="print everything as JSON")
     args = parser.parse_intermixed_args(argv)
 
+    import torch
+
     from sbpflow.config.checks import data_path
     from sbpflow.config.load import load_config
     from sbpflow.data import fields_of, load_manifest
     from sbpflow.data.growth import growth_of, growth_text
+    from sbpflow.data.read.loaders import open_loaders
     from sbpflow.models.registry import MODELS
     from sbpflow.run.planning.build_plan import plan_run
+    from sbpflow.run.planning.cache_forecast import cached_stacks, forecast
     from sbpflow.run.planning.explain import check_world_size, describe, format_plan
     from sbpflow.run.planning.kernels import with_known_kernels
     from sbpflow.run.planning.summary import format_summary, what_helps
@@ -38,20 +42,28 @@ def explain(argv: Sequence[str]) -> int:
     device_type = device_type_of(device) if device == "auto" else device
     planned = run_planner(config, manifest, args.world_size, device_type)
     fields, rules = fields_of(manifest), planned.rules if planned else None
-    _, plan = plan_run(
+    spec, plan = plan_run(
         config, fields, world_size=args.world_size, device_type=device_type, planned=rules
     )
     plan = with_known_kernels(plan, config.parallel.kernel)
-    facts = describe(plan)
+    rows = None
+    if any(cached_stacks(plan)):
+        seed, device = config.run.seed, torch.device("cpu")
+        crosses = spec.hashed_columns
+        loaders = open_loaders(
+            manifest, config.data, 0, 1, seed=seed, device=device, crosses=crosses
+        )
+        rows = forecast(plan, (batch.ids for batch in loaders["train"].epoch(0)))
+    facts = describe(plan, rows)
     growth = growth_of(manifest, facts["tables"])
     if args.json:
         json.dump(facts | {"growth": growth}, sys.stdout, indent=1)
         print()
         return 0
     if args.transfers:
-        text = format_plan(plan, shards=args.shards)
+        text = format_plan(plan, shards=args.shards, forecast=rows)
     else:
         helps = what_helps(config, fields, plan, device_type=device_type, planned=rules)
-        text = format_summary(plan, helps, shards=args.shards)
+        text = format_summary(plan, helps, shards=args.shards, forecast=rows)
     print("\n\n".join(part for part in (text, growth_text(growth)) if part))
     return 0

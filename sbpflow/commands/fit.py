@@ -1,4 +1,4 @@
-"""Ranks of ``sbpflow.fit`` in other processes: their start, their progress, and their errors."""
+"""Runs the ranks of ``sbpflow.fit`` in other processes: start, progress, and errors."""
 
 import os
 import sys
@@ -23,13 +23,13 @@ from sbpflow.training.progress import Progress
 
 
 def train_ranks(config: Config, ranks: int, folder: Path) -> None:
-    """Train on ``ranks`` processes and show their progress; raise their error here.
+    """Train on ``ranks`` processes and show their progress; raise the ranks' error.
 
-    They exchange files with this process in ``folder``. An interrupt reaches the ranks, which may
-    save the run, and then raises KeyboardInterrupt.
+    The ranks exchange files with this process in ``folder``. An interrupt reaches the ranks, which
+    may save the run, and then raises KeyboardInterrupt.
     """
     (folder / fit_rank.CONFIG_FILE).write_text(dump_config(config), encoding="utf-8")
-    # Modules that this process can import must be found there, too.
+    # The ranks must find the modules that this process can import.
     path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with _progress(config):
         code = start_ranks(
@@ -74,7 +74,7 @@ def _progress(config: Config) -> Generator[None]:
 
 
 def _last_step(file: Path, since: datetime) -> Event | None:
-    """The last event of a step that was written ``since`` that time."""
+    """Return the last event of a step that was written after the time ``since``."""
     try:
         lines = read_text(file).splitlines()
     except (FileNotFoundError, JsonError):
@@ -82,7 +82,7 @@ def _last_step(file: Path, since: datetime) -> Event | None:
     for line in reversed(lines):
         try:
             event = check_event(parse_json(line))
-        except JsonError:  # the line is still being written
+        except JsonError:  # the last line is still being written
             continue
         if event["event"] == "step" or time_of(event) < since:
             return event if time_of(event) >= since else None

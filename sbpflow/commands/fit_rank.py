@@ -1,4 +1,4 @@
-"""One rank of ``sbpflow.fit``: trains, and leaves its error where the calling process reads it.
+"""Runs one rank of ``sbpflow.fit``, and writes its error to a file for the calling process.
 
 ``python -m sbpflow.commands.fit_rank FOLDER`` trains with ``config.yaml`` of the folder.
 """

@@ -78,10 +78,10 @@ def open_rows(
     bad: float,
     joined: Callable[[int], None] | None = None,
 ) -> "tuple[Job, RowLoader]":
-    """Load a saved model and encode the rows to score, as one of the ranks of the environment.
+    """Load a saved model and encode the rows to score, as one rank of the environment.
 
     ``bad`` is the share of raw rows that may be skipped. ``joined(rank)`` is called once all ranks
-    are there. What was opened is closed with ``opened``.
+    have joined. Closing ``opened`` closes everything that this function has opened.
     """
     from sbpflow.data import fields_of, open_loader
     from sbpflow.run.execution.job import build_job

@@ -80,8 +80,8 @@ def train_config(
 ) -> None:
     """Train as one rank of the world that the environment describes.
 
-    ``joined(rank)`` is called once all ranks have joined. In a single process everything is closed
-    at the end, also after an error.
+    ``joined(rank)`` is called once all ranks have joined. In a single process, everything is closed
+    at the end, even after an error.
     """
     from sbpflow.checkpoint.read import open_checkpoint
     from sbpflow.config.checks import check_rows, data_path

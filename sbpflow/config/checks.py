@@ -43,7 +43,6 @@ def check(
                 "parallel.device: cuda"
             )
     return resolve_table_layouts(parallel, tables, schemes, world_size, device_type, planned)
-    return resolve_table_layouts(config.parallel, tables, schemes, world_size, device_type, planned)
 
 
 def check_rows(config: Config, rows: Mapping[str, int], *, batch_norm: bool) -> None:

@@ -16,6 +16,7 @@ import yaml
 from sbpflow.config.model_tables import FieldRule, TableShape
 from sbpflow.config.parse import brief, build, plain, show
 from sbpflow.config.schema import Config, table_optimizers
+from sbpflow.config.storage_rules import StorageRule
 from sbpflow.config.table_rules import TableRule
 from sbpflow.config.yaml_text import MAX_CHARACTERS, load_yaml
 from sbpflow.embedding.rules.registry import import_rule
@@ -48,7 +49,7 @@ def load_config(
 def config_of(
     tree: Mapping[str, Any], overrides: Sequence[str] = (), *, models: Mapping[str, type[Any]]
 ) -> Config:
-    """The config of a mapping in the form of a YAML file; ``load_config`` describes the rest.
+    """Return the config of a mapping in the form of a YAML file; see ``load_config``.
 
     Values may also be paths, tuples, and configuration dataclasses.
     """
@@ -159,7 +160,7 @@ def config_facts(
     """
     facts = {key: text for key, text, affects in _flat("", config) if affects in affecting}
     for group, name in (
-        *(("parallel", name) for name in ("tables", "kernels", "dense")),
+        *(("parallel", name) for name in ("tables", "storage", "kernels", "dense")),
         *(("optimizer", "tables"), ("model", "fields"), ("model", "tables")),
     ):
         owner = getattr(config, group)
@@ -281,6 +282,7 @@ def _split_key(key: str, tree: Mapping[str, Any]) -> list[str]:
     of_optimizer = {field.name for kind in kinds.values() for field in dataclasses.fields(kind)}
     for prefix, own_keys in (
         ("parallel.tables.", set(TableRule.__dataclass_fields__)),
+        ("parallel.storage.", set(StorageRule.__dataclass_fields__)),
         ("parallel.dense.", set[str]()),
         ("parallel.kernels.", set[str]()),
         ("optimizer.tables.", of_optimizer),

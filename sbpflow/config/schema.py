@@ -268,8 +268,12 @@ class TrainConfig:
     ] = 1
     lookahead: Annotated[
         Annotated[int, Range(low=0, high=1024)] | Literal["auto"],
-        Key("execution", "Number of batches whose ids are exchanged ahead of training; auto is 1."),
-    ] = 1
+        Key(
+            "execution",
+            "Number of batches whose ids are exchanged ahead of training; auto is 1, and 64 with "
+            "parallel.storage.",
+        ),
+    ] = "auto"
     max_steps: Annotated[
         Count | None, Example(100), Key("execution", "Number of steps after which the run ends.")
     ] = None
@@ -312,11 +316,6 @@ class TrainConfig:
         Key("execution", "Trackers that also log the values of metrics.jsonl."),
     ] = ()
 
-    @property
-    def num_ahead(self) -> int:
-        """Return ``lookahead`` as a number."""
-        return 1 if self.lookahead == "auto" else self.lookahead
-
     def __post_init__(self) -> None:
         for key, given in (("stop", self.stop), ("plateau", self.plateau)):
             if given is not None and not self.eval_every:
@@ -350,7 +349,7 @@ class Config:
 
     @property
     def best_metric(self) -> Metric | None:
-        """Return the metric of val that selects the final weights; ``None`` for the last ones."""
+        """Return the metric of val that selects the final weights, or ``None`` for the last."""
         keep = self.checkpoint.keep_best
         if self.train.stop is not None:
             return self.train.stop.metric

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 import torch
 
 from sbpflow.config.parse import Aliases, Example, PathOr, brief
+from sbpflow.config.storage_rules import StorageRule
 from sbpflow.embedding.plan.exchanges import exchange_names
 from sbpflow.embedding.plan.tables import TableLayout
 from sbpflow.embedding.rules.base import KernelRequest
@@ -188,6 +189,11 @@ class ParallelConfig:
         Example({"*.C1": {"sbp": "S(0)"}}),
         Key("execution", "Layouts by pattern of table names; the last match wins."),
     ] = field(default_factory=dict[str, TableRule])
+    storage: Annotated[
+        Mapping[str, StorageRule],
+        Example({"*.C1": {"kind": "file", "cache": "10%"}}),
+        Key("execution", "Tables larger than memory, by pattern of table names; the last wins."),
+    ] = field(default_factory=dict[str, StorageRule])
     dense: Annotated[
         Mapping[str, str],
         Example({"*.weight": "S(0)"}),
@@ -251,6 +257,8 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         for pattern, rule in self.tables.items():
             rule.check(f"parallel.tables.{pattern}")
+        for pattern, rule in self.storage.items():
+            rule.check(f"parallel.storage.{pattern}")
         if self.plan is not None and self.scheme is not None:
             raise ConfigError(
                 f"parallel.plan: {self.plan} with parallel.scheme: {self.scheme}; both lay out all "

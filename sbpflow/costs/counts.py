@@ -103,6 +103,7 @@ class Facts:
     gradient_item: float = 4.0
     window: int = 1
     state: tuple[int, int] = (0, 0)
+    slot_share: float = 1.0  # of the rows that are on the device
     shares_state: bool = False  # ranks with different columns of a row share its state
 
     @property
@@ -116,8 +117,9 @@ class Facts:
         return self.lookups / self.world_size
 
     def stored(self, rows: float, width: float) -> float:
-        """Return the bytes of a shard and its optimizer state."""
+        """Return the bytes of a shard and its optimizer state on the device."""
         by_row, by_element = self.state
+        rows *= self.slot_share
         return rows * (width * self.row_item + (by_row + by_element * width) * self.item)
 
     def steps(self, rows: float, width: float) -> dict[str, float]:

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.assembly import Assembly
+from sbpflow.embedding.cache.mover import CacheCounts
+from sbpflow.embedding.cache.store import CachedStore
 from sbpflow.embedding.exchange.base import AnyGroup, GroupContext, GroupInFlight, make_group
 from sbpflow.embedding.exchange.counts import CountsUnderWay
 from sbpflow.embedding.exchange.id_transfer import IdsUnderWay, IdTransfer
@@ -212,8 +214,9 @@ class EmbeddingCollection:
         if not self._stream.exists:
             self._receive_ids(batch)
         batch.received = True
-        for group, part in self._parts(batch):
-            group.announce(part)
+        with self._stream.section():
+            for group, part in self._parts(batch):
+                group.announce(part)
 
     def cancel(self, batch: EmbeddingsInFlight) -> None:
         """Discard a started batch that will not be looked up. Every rank must call this method."""
@@ -409,6 +412,11 @@ class EmbeddingCollection:
                     equal = [tensor for key, tensor in tensors.items() if key in keys]
                     copies.append(Copies(name, ranks, equal))
         return copies
+
+    def cache_counts(self) -> CacheCounts | None:
+        """Return the counts of this rank's caches; ``None`` if it has no caches."""
+        stores = [store for _, store in self._stores() if isinstance(store, CachedStore)]
+        return CacheCounts.total([store.counts for store in stores]) if stores else None
 
     def memory_bytes(self) -> int:
         """Return the bytes of rows and optimizer state on this rank."""

@@ -13,6 +13,7 @@ from sbpflow.boxing.executor import Boxing
 from sbpflow.config.schema import TrainConfig
 from sbpflow.errors import ConfigError
 from sbpflow.training.batch import Batch, Loader
+from sbpflow.training.cache_watch import CacheWatch
 from sbpflow.training.evaluate import ScoreOptions, score_split, slice_columns
 from sbpflow.training.health import LossWatch
 from sbpflow.training.metrics import Evaluation
@@ -50,8 +51,8 @@ class Result:
     """Contains a run's result; ``samples_per_s`` is for all ranks, evaluations are on rank 0.
 
     ``val`` and ``test`` use the weights of ``best_step`` if the run has best weights, or else the
-    last weights. ``last_val`` and ``last_test`` are the scores of the last step if it is not the
-    best one.
+    last weights. ``last_val`` and ``last_test`` are the scores of the last step if another step is
+    the best.
     """
 
     steps: int
@@ -156,7 +157,7 @@ def fit(
 
     ``profiler`` traces some of the steps. ``checkpoints`` decides where the run starts, when it is
     saved, and whether it ends with the weights of the best step or the last. Raises TrainingError
-    if the loss is not finite, and ConfigError if a key watches ``val`` and it has no rows.
+    if the loss is not finite, and ConfigError if a key watches ``val``, but ``val`` has no rows.
     """
     checkpoints = checkpoints or NoCheckpoints()
     watchers = Watchers.of(train, checkpoints.best_metric)
@@ -166,7 +167,7 @@ def fit(
     last = checkpoints.steps_of_before + num_train_steps(train, loaders["train"].num_steps)
     _check_val(train, watchers, loaders, last)
     _check_profile(profiler, last)
-    pace, times, step = Pace(), MoveTimes(), checkpoints.step
+    pace, times, caches, step = Pace(), MoveTimes(), CacheWatch(trainer), checkpoints.step
     every = train.eval_every or last
     overlap = OverlapWatch(trainer, boxing.world.size, last, boxing.world.device)
     steps = _read_steps(loaders["train"], range(checkpoints.epoch, train.epochs), train.accumulate)
@@ -192,6 +193,7 @@ def fit(
         if logged:
             rate, split = pace.interval(times.take())
             extra = {"epoch": current.epoch + 1, **split, **watch.figures(), **watchers.figures()}
+            extra |= caches.figures(step)
             reporter.step(step, watch.last, rate, extra)
         if scored:
             watch.flush()
@@ -226,7 +228,7 @@ def fit(
 def _with_best_weights(
     result: Result, best_step: int, checkpoints: Checkpoints, score: "_Scores"
 ) -> Result:
-    """Load the best weights unless they are the last ones, and score them."""
+    """Load the best weights unless these are the last weights, and score the weights."""
     if best_step == result.steps:
         return replace(result, best_step=best_step)
     checkpoints.load_weights(best_step)

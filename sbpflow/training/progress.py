@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def can_show_bars() -> bool:
-    """Whether stderr is a terminal or the output of a notebook cell."""
+    """Return whether stderr is a terminal or the output of a notebook cell."""
     return sys.stderr.isatty() or type(sys.stderr).__module__.startswith("ipykernel.")
 
 

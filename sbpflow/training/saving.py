@@ -36,11 +36,11 @@ class Checkpoints(Protocol):
         ...
 
     def load_weights(self, step: int) -> None:
-        """Load the weights saved after ``step`` into the job; every rank calls it."""
+        """Load the weights saved after ``step`` into the job; every rank must call this."""
         ...
 
     def is_due(self, step: int, *, last: bool, best: bool) -> bool:
-        """Return whether to call ``save`` after this step; ``best``: it is the best so far."""
+        """Return whether to call ``save`` after this step; ``best`` marks the best step so far."""
         ...
 
     def save(self, step: int, batch: Batch, loop: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from sbpflow.boxing.executor import Boxing
 from sbpflow.boxing.plan import Conversion
 from sbpflow.config.train_options import LossConfig
+from sbpflow.embedding.cache.mover import CacheCounts
 from sbpflow.embedding.collection import EmbeddingCollection, EmbeddingsInFlight
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.errors import DataError, SbpError, TrainingError
@@ -166,6 +167,10 @@ class Trainer:
     def embedding_plan(self) -> EmbeddingPlan:
         """Return the plan of the tables, which maps fields to the id columns of a batch."""
         return self._embeddings.plan
+
+    def cache_counts(self) -> CacheCounts | None:
+        """See ``EmbeddingCollection.cache_counts``."""
+        return self._embeddings.cache_counts()
 
     def announce(self, batch: Batch) -> None:
         """Queue ``batch`` after the batches announced so far, which are the same on every rank.

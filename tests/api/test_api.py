@@ -1,4 +1,4 @@
-"""``sbpflow.fit`` and runs: they give what the commands give, and leave the process as it was."""
+"""Tests that ``sbpflow.fit`` gives the commands' results and leaves the process unchanged."""
 
 import json
 import logging
@@ -49,7 +49,7 @@ CITIES = np.array(["Berlin", "Lagos", "Lima", "Osaka"])
 
 
 def rows(count: int, seed: int = 0) -> pd.DataFrame:
-    """Clicks that depend on the item, the city and the price."""
+    """Return clicks that depend on the item, the city and the price."""
     random = np.random.default_rng(seed)
     item, city = random.integers(-20, 20, count), random.integers(4, size=count)
     price = random.uniform(1, 100, count)
@@ -66,7 +66,7 @@ def fit(folder: Path, data: object = None, **more: object) -> Run:
 
 
 def events(folder: Path) -> list[dict]:
-    """The events of a run without times and speeds."""
+    """Return the events of a run without times and speeds."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     measured = ("time", "samples_per_s", "eta_s", "peak_memory_bytes")
     return [
@@ -76,7 +76,7 @@ def events(folder: Path) -> list[dict]:
 
 
 def state() -> dict[str, object]:
-    """What a training run must not change in the process that calls it."""
+    """Return the state that a training run must not change in the calling process."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
     loggers = ("", "sbpflow", "torch.distributed.elastic", "torch.distributed.launcher")
     return {
@@ -99,7 +99,7 @@ def children() -> list[str]:
 
 @pytest.fixture(autouse=True)
 def temporary(run, tmp_path, monkeypatch):
-    """A folder for temporary files that no other process uses.
+    """Yield a folder for temporary files that no other process uses.
 
     ``run`` comes first, because the first import of parts of torch sets environment variables.
     """
@@ -349,9 +349,13 @@ def test_embeddings_of_all_values_and_of_some(run):
     some, of_some = run.embeddings("deep.item", values=[7, -3, 99, None, 7])
     assert some.tolist() == [7, -3]
     assert of_some.tolist() == vectors[[7, 37]].tolist()
-    with pytest.raises(ConfigError, match=r"pass the strings, for example values=frame\['city'\]"):
+    with pytest.raises(
+        ConfigError, match=r"pass the strings \(for example, values=frame\['city'\]"
+    ):
         run.embeddings("deep.city")
-    with pytest.raises(ConfigError, match=r"^table: 'deep.items' is not .* for example deep.item$"):
+    with pytest.raises(
+        ConfigError, match=r"^table: 'deep.items' is not .* \(for example, deep.item\)$"
+    ):
         run.embeddings("deep.items")
 
 
@@ -408,7 +412,10 @@ def test_a_prepared_set_is_used_as_it_is(run, tmp_path):
 
 MISTAKES = {
     "no table": ({"data": [1, 2]}, r"^data: a value of type list is not a table; give a pandas"),
-    "ranks": ({"ranks": 0}, r"^ranks: 0 must be a whole number from 1; for example ranks=2$"),
+    "ranks": (
+        {"ranks": 0},
+        r"^ranks: 0 must be a whole number of 1 or more; use, for example, ranks=2$",
+    ),
     "group": ({"epochs": 3}, r"^epochs: unknown key; did you mean train\.epochs"),
     "option": ({"prepare": {"min_counts": 2}}, r"^unrecognized arguments: --min-counts 2; usage"),
     "schema": ({"schema": {"labels": "x"}}, r"^schema: labels is 'x'; write a list of names$"),

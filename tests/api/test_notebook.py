@@ -1,4 +1,4 @@
-"""examples/movies.ipynb runs and shows what it shows; a kernel survives failures and interrupts."""
+"""Tests that examples/movies.ipynb runs as shown and a kernel survives failures and interrupts."""
 
 import json
 import re
@@ -18,7 +18,7 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
 def printed(notebook: nbformat.NotebookNode) -> list[str]:
-    """What the code cells print."""
+    """Return the output of the code cells."""
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     outputs = [output for cell in cells for output in cell.outputs]
     return [output.text for output in outputs if output.output_type == "stream"]
@@ -104,7 +104,7 @@ def kernel(tmp_path, monkeypatch) -> Iterator[Kernel]:
 
 
 def auc(kernel: Kernel, call: str) -> float:
-    """The AUC on test of the run that ``call`` returns."""
+    """Return the AUC on test of the run that ``call`` returns."""
     error, outputs = kernel.run(f"print('AUC', {call}.result['auc'])")
     assert error == ""
     (line,) = [output["text"] for output in outputs if "AUC" in output.get("text", "")]

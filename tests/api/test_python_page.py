@@ -1,4 +1,4 @@
-"""docs/python.md: its program runs on the table of the tutorial."""
+"""Tests that the program of docs/python.md runs on the table of the tutorial."""
 
 import json
 import re

@@ -29,12 +29,18 @@ parallel.device parallel.scheme parallel.plan parallel.link_gb_per_s
 parallel.tables.deep.C1.sbp parallel.tables.deep.C1.ranks parallel.tables.deep.C1.sizes
 parallel.tables.deep.C1.exchange parallel.dense.mlp.0.*
 parallel.kernel parallel.kernels.deep.C1
+parallel.storage.deep.C1.kind parallel.storage.deep.C1.cache parallel.storage.deep.C1.path
 parallel.tf32 parallel.overlap parallel.cuda_graph parallel.row_buffer_fraction parallel.timeout_s
 parallel.checked
 checkpoint.dir checkpoint.every checkpoint.keep checkpoint.keep_best checkpoint.background
 checkpoint.resume checkpoint.on_signal
 """.split()
-EXECUTION += ["parallel.tables (order)", "parallel.kernels (order)", "parallel.dense (order)"]
+EXECUTION += [
+    "parallel.storage (order)",
+    "parallel.tables (order)",
+    "parallel.kernels (order)",
+    "parallel.dense (order)",
+]
 # These keys may also change, unless train.stop or train.plateau depends on scores.
 SCORES = ["train.eval_every", "train.eval_rows", "train.exact_auc_rows", "train.slices"]
 # These keys, prefixed with "parallel.", must be equal, like all keys that are in neither list.
@@ -45,6 +51,7 @@ EVERYTHING = (
     *("train.eval_rows=1000", "checkpoint.dir=out/saved", "data.out_of_range=hash"),
     "parallel.tables.deep.C1={sbp: S(0), ranks: [0, 1], sizes: [60, 40], exchange: unique}",
     "parallel.tables.deep.C1.comm_dtype=bfloat16",
+    "parallel.storage.deep.C1={kind: file, cache: 10%, path: out/rows}",
     *("parallel.dense.mlp.0.*=S(0)", "parallel.kernels.deep.C1=torch", "parallel.scheme=2"),
     *("parallel.table_dtype=bfloat16", "parallel.comm_dtype=float16"),
     *(

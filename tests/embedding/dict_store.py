@@ -36,6 +36,7 @@ class DictStore:
     """
 
     is_in_place = False
+    starts_initial = False
 
     def __init__(self, request: StoreRequest, slots: int) -> None:
         self.kernel = request.make_kernel(slots)

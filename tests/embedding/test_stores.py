@@ -117,7 +117,7 @@ def train_ahead(world, mix, stores, ahead):
     def begin(step, *, training=True):
         sizes = balanced_sizes(mix.batch_sizes[step], world.size)
         mine = slice(sum(sizes[: world.rank]), sum(sizes[: world.rank + 1]))
-        ids = as_input(mix, mix.bags(step), mine)
+        ids = as_input(mix, mix.bags(step), mine, world.device)
         batch = collection.start_id_exchange(ids, mix.batch_sizes[step], training=training)
         collection.arrive(batch)
         return batch
@@ -143,7 +143,11 @@ def train_ahead(world, mix, stores, ahead):
     for batch in window:
         collection.cancel(batch)
     rows = [
-        (store.shard.table.name, store.weights.numpy().copy(), store.state["sum"].numpy().copy())
+        (
+            store.shard.table.name,
+            store.weights.cpu().numpy().copy(),
+            store.state["sum"].cpu().numpy().copy(),
+        )
         for store in collection.stored()
     ]
     return outputs, rows

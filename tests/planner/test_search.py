@@ -181,7 +181,7 @@ def test_the_integer_program_is_exact_for_a_linear_model():
 def test_impossible_plans_are_refused():
     problem = make_problem(2, 2)
     for plan, message in (
-        ((Move(0, (0,)),), "plan of 1 tables for 2"),
+        ((Move(0, (0,)),), "plan: 1 moves for 2 tables"),
         ((Move(9, (0,)), Move(0, (0,))), "option 9 of"),
         ((Move(1, (0, 0)), Move(0, (0,))), r"has 2 shards, on ranks \[0, 0\]"),
         ((Move(0, (2,)), Move(0, (0,))), "outside a world of 2"),

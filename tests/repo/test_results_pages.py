@@ -116,3 +116,41 @@ def test_the_job_of_the_planner_took_the_recorded_times():
             for found in plans
         ]
         assert shown[row] == " | ".join(expected), row
+
+
+def test_caches_fetched_the_recorded_rows():
+    measured: dict[tuple[str, str], list[str]] = {}
+    for line in read("cache_fetches.jsonl"):
+        cells = measured.setdefault((line["trace"], f"{line['capacity']:,}"), [])
+        if line["policy"] == "MIN":
+            cells.append(f"{line['fetched_per_step']:,.0f}")
+        elif line["policy"] != "ours" or (line["ahead"], line["known"]) in {(1, 4), (1, 16)}:
+            cells.append(f"{line['times_min']:.2f}")
+        elif (line["ahead"], line["known"]) == (1, 64):
+            cells += [f"{line['times_min']:.3f}", f"{line['read_per_step']:,.0f}"]
+    table = PAGES["cache"].split("**Rows fetched**")[1].split("\n\n**")[0]
+    shown = re.findall(r"^\| (\w.+), (\d\d,000 .+|100,000 .+) \|$", table, re.M)
+    assert [(name, *cells.split(" | ")) for name, cells in shown] == [
+        (name, f"{capacity} slots", *cells) for (name, capacity), cells in measured.items()
+    ]
+
+
+def test_training_with_slow_storage_took_the_recorded_times():
+    systems = {"uncached": "on demand, all rows", "LRU": "on demand, LRU", "lookahead": "lookahead"}
+    expected: list[list[str]] = []
+    for line in read("cache_store.jsonl"):
+        if line["benchmark"] == "systems" and line["system"] in systems:
+            name = systems[line["system"]]
+            name += "" if line["full_duplex"] else ", half duplex"
+            name += "" if line["writes_buffered"] else ", serial writes"
+            values = [line[k] for k in ("step_ms", "exposed_wait_ms", "link_ms", "cpu_ms")]
+            expected.append([name, *(f"{value:.1f}" for value in values)])
+    table = PAGES["cache"].split("**Slow storage**")[1].split("\n\n**")[0]
+    shown = re.findall(r"^\| ((?:on demand|lookahead).+) \|$", table, re.M)
+    assert [row.split(" | ") for row in shown] == expected
+
+
+def test_no_cached_case_differed():
+    lines = read("cache_matrix.jsonl")
+    assert sum(line["differing"] for line in lines) == 0
+    assert f"{sum(line['cases'] for line in lines)} cases" in PAGES["cache"]

@@ -108,6 +108,8 @@ COMPILED = (
     "compiled",
     "compiled_half",
     "mark_loops",
+    "prefetch",
+    "slot_loops",
     "loops",
     "numba_rules",
     "numba_storage",

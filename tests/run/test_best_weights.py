@@ -1,4 +1,4 @@
-"""A run that watches val ends with its best weights, and every output has their scores."""
+"""Tests that a run that watches val ends with its best weights, and outputs have their scores."""
 
 import json
 import os
@@ -36,7 +36,7 @@ from tests import deadlines
 CONFIG = str(Path(__file__).parents[2] / "configs/scheme3.yaml")
 STOP = "train.stop={metric: logloss, patience: 2}"
 RESUMABLE = (STOP, "checkpoint.every=2", "checkpoint.background=false")
-WORDS = [  # high learning rates, so that it overfits soon
+WORDS = [  # high learning rates make the model overfit soon
     "model.hidden=[16]",
     "data.batch_size=500",
     "data.loader=memmap",
@@ -130,7 +130,7 @@ def test_the_best_step_is_scored_reported_predicted_and_exported_alike(
 
 
 def scores_of(frame: pl.DataFrame):
-    """Evaluate scores; the logits are those of the probabilities."""
+    """Evaluate scores; the logits are the logits of the probabilities."""
     scores = frame["score"].to_numpy().astype(np.float64)
     return evaluate(np.log(scores / (1 - scores)), frame["label"].to_numpy())
 

@@ -7,7 +7,8 @@ import pytest
 from sbpflow.config.table_rules import TableRule
 from sbpflow.run.model.spec import Fields
 from sbpflow.run.planning.build_plan import plan_run
-from sbpflow.run.planning.explain import describe, format_plan, short_lists
+from sbpflow.run.planning.explain import describe, format_plan
+from sbpflow.run.planning.text import short_lists
 from tests.training.wdl_case import make_config
 
 FIELDS = Fields.of(

@@ -1,4 +1,4 @@
-"""``explain`` and ``plan`` fit a screen, and their totals are those of all transfers."""
+"""Tests that ``explain`` and ``plan`` fit a screen and their totals cover all transfers."""
 
 from dataclasses import replace
 
@@ -11,8 +11,9 @@ from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.planners import make_plan
 from sbpflow.planner.report import as_text, report_of
 from sbpflow.run.planning.build_plan import plan_run
-from sbpflow.run.planning.explain import describe, format_size
+from sbpflow.run.planning.explain import describe
 from sbpflow.run.planning.summary import format_summary, what_helps
+from sbpflow.run.planning.text import format_size
 from tests.planner.tasks import make_task
 from tests.run.test_explain_at_scale import CRITEO
 from tests.training.wdl_case import make_config

@@ -214,8 +214,8 @@ def test_explain_shows_the_window_and_its_memory():
 def test_the_key_takes_a_number_or_auto():
     from sbpflow.config.parse import build
 
-    assert build(TrainConfig, {"lookahead": "auto"}, {}).num_ahead == 1
-    assert build(TrainConfig, {"lookahead": 16}, {}).num_ahead == 16
+    assert build(TrainConfig, {}, {}).lookahead == "auto"
+    assert build(TrainConfig, {"lookahead": 16}, {}).lookahead == 16
     for value, message in ((-1, "-1 is not"), ("all", "'all' is not one of auto"), (2.5, "2.5")):
         with pytest.raises(ConfigError, match=rf"lookahead: {message}"):
             build(TrainConfig, {"lookahead": value}, {})

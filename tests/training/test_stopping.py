@@ -166,7 +166,7 @@ def test_a_run_stops_early_on_all_ranks(ranks):
 
 
 def test_the_evaluation_at_the_end_may_be_the_best(ranks):
-    """Also if the end is not a multiple of eval_every, or evaluations score some of the rows."""
+    """This holds even if the end is not a multiple of eval_every or evaluations use fewer rows."""
     stop = StopConfig(metric="logloss", patience=1, min_delta=0.0)
     for eval_rows, every in ((None, 2), (30, 2), (30, 3)):
         train = TrainConfig(max_steps=4, eval_every=every, eval_rows=eval_rows, stop=stop)

@@ -119,38 +119,43 @@ def saver_of(job: Job, folder: Path) -> Saver:
     )
 
 
-def whole_run(world: World, case: Case, folder: Path) -> list[dict[str, Any]]:
-    """Train, save during training, and continue; then resume from the checkpoint.
-
-    The run is made twice: with rows on the device, and with stores of few slots.
-    """
-    found: list[dict[str, Any]] = []
+def train_and_save(job: Job, case: Case, at: Path) -> tuple[list[float], int]:
+    """Losses, and bytes logged by a slow save during training; then save again."""
     real = PieceWriter.write
 
     def slow(self: PieceWriter, data: memoryview) -> None:
         time.sleep(0.001)
         real(self, data)
 
+    losses = train(job, 1, 4, case.lookahead) + train(job, 5, SAVED_AT, case.lookahead)
+    saver = saver_of(job, at)
+    PieceWriter.write = slow
+    try:
+        saver.start(SAVED_AT, {})
+        losses += train(job, SAVED_AT + 1, STEPS, case.lookahead)
+        saver.wait()
+    finally:
+        PieceWriter.write = real
+    saver.save(STEPS, {})
+    return losses, 0 if saver.last_cost is None else saver.last_cost.log_bytes
+
+
+def whole_run(world: World, case: Case, folder: Path) -> list[dict[str, Any]]:
+    """Train, save during training, and continue; then resume from the checkpoint.
+
+    Done twice: with rows on the device, and with stores of few slots.
+    """
+    found: list[dict[str, Any]] = []
     for name, stores in (("device", device_store), ("slots", DictStores(case.slots(world.size)))):
         job = make_job(world, case, stores)
         at = folder / name
-        losses = train(job, 1, 4, case.lookahead) + train(job, 5, SAVED_AT, case.lookahead)
-        saver = saver_of(job, at)
-        PieceWriter.write = slow
-        try:
-            saver.start(SAVED_AT, {})
-            losses += train(job, SAVED_AT + 1, STEPS, case.lookahead)
-            saver.wait()
-        finally:
-            PieceWriter.write = real
-        saver.save(STEPS, {})
+        losses, log_bytes = train_and_save(job, case, at)
         resumed = make_job(world, case, stores)
         resumed.restore(open_checkpoint(at / f"step-{SAVED_AT}"))
         again = train(resumed, SAVED_AT + 1, STEPS, case.lookahead)
         saver_of(resumed, folder / f"{name}-resumed").save(STEPS, {})
         for one in (job, resumed):
             one.trainer.drain()
-        log_bytes = 0 if saver.last_cost is None else saver.last_cost.log_bytes
         made = stores.made if isinstance(stores, DictStores) else []
         found.append(
             {
@@ -174,9 +179,14 @@ def check(ranks, size: int, case: Case, folder: Path) -> None:
         assert slots["announced"] >= 2, "the batches of a step are leased together"
         assert slots["log_bytes"] > 0
     assert sum(slots["evicted"] for _, slots in results) > 20
+    check_checkpoints(folder, "slots")
+
+
+def check_checkpoints(folder: Path, other: str) -> None:
+    """Those of the device and of the ``other`` stores are equal, and steps changed the rows."""
     names = (f"device/step-{SAVED_AT}", f"device/step-{STEPS}", f"device-resumed/step-{STEPS}")
     for name in names:
-        one, two = (open_checkpoint(folder / n) for n in (name, name.replace("device", "slots")))
+        one, two = (open_checkpoint(folder / n) for n in (name, name.replace("device", other)))
         assert one.tensors.keys() == two.tensors.keys()
         for tensor in one.tensors:
             assert one.tensor(tensor).equal(two.tensor(tensor)), (name, tensor)

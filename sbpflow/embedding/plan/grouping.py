@@ -150,7 +150,7 @@ def _member(table: TableConfig, output: OutputConfig, context: _Context) -> Memb
         grid=layout.placement.shape,
         columns=_column_split(layout),
         sums=output.sums,
-        stored=(table.dim, ragged, rule, table.kernel, keyed),
+        stored=(table.dim, ragged, rule, table.kernel, keyed, table.storage),
     )
 
 

@@ -37,7 +37,7 @@ class Numbering:
         """Return a row's number minus its address in a store with row ``start`` at ``base``."""
         return base - start
 
-    def counters(self, addresses: Tensor, dim: int, stream: int) -> Tensor:
+    def counters(self, addresses: Tensor, dim: int, stream: int | Tensor) -> Tensor:
         """Return the position [n] int64 in a random stream where rows' initial values start."""
         return addresses.to(torch.int64) * dim * GAMMA + stream
 
@@ -62,7 +62,7 @@ class Keys(Numbering):
     def shift(self, base: int, start: int) -> int:
         return 0
 
-    def counters(self, addresses: Tensor, dim: int, stream: int) -> Tensor:
+    def counters(self, addresses: Tensor, dim: int, stream: int | Tensor) -> Tensor:
         # Mix again, because multiplying by ``dim`` would lose the upper bits of the address.
         return mix(addresses + stream)
 

@@ -77,6 +77,7 @@ def plan_totals(
                     vector_item=group.comm_dtype.itemsize,
                     gradient_item=group.grad_comm_dtype.itemsize,
                     state=stack.optimizer.state_counts,
+                    slot_share=1.0 if table.storage is None else table.storage.share,
                     shares_state=stack.optimizer.shares_row_state,
                 )
                 _add_table(totals, rank_index, group.kind, layout, stack.held(table), facts)

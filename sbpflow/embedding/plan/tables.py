@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 from sbpflow.embedding.plan.numbering import NUMBERINGS, Numbering
+from sbpflow.embedding.plan.row_storage import RowStorage
 from sbpflow.embedding.rules.base import KernelRequest, SparseOptimizer
 from sbpflow.errors import ConfigError
 from sbpflow.sbp.layout import Layout
@@ -51,7 +52,8 @@ class TableConfig:
     ``pooling`` combines a sample's rows into one vector by their sum or mean. ``optimizer`` and
     ``kernel`` override the settings of the plan and the run. Initial values have the distribution
     U(-initial_range, initial_range). With ``by_key``, ids are arbitrary 64-bit keys, and each key
-    gets one of the ``num_rows`` rows in its first training batch.
+    gets one of the ``num_rows`` rows in its first training batch. If only some
+    rows are on the device, ``storage`` is set.
     """
 
     name: str
@@ -63,6 +65,7 @@ class TableConfig:
     initial_range: float = INITIAL_RANGE
     kernel: KernelRequest | None = None
     by_key: bool = False
+    storage: RowStorage | None = None
 
     def __post_init__(self) -> None:
         if self.num_rows < 1 or self.dim < 1:

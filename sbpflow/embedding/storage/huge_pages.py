@@ -10,11 +10,16 @@ import mmap
 import torch
 from torch import Tensor
 
+from sbpflow.errors import ConfigError
+
 LEAST_BYTES = 4 << 20  # two huge pages; a smaller block does not justify a separate mapping
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros at an address that is fixed for the lifetime of a table."""
+    """Return zeros at an address that is fixed for the lifetime of a table.
+
+    Raises ConfigError if they do not fit in memory.
+    """
     numel = torch.Size(shape).numel()
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if device.type != "cpu" or advice is None or numel * dtype.itemsize < LEAST_BYTES:
@@ -22,6 +27,12 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     # The mapping must be private: Python's default is a shared mapping, for which Linux does not
     # use huge pages. Pages are allocated on first use.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    block = mmap.mmap(-1, numel * dtype.itemsize, flags=flags)
+    try:
+        block = mmap.mmap(-1, numel * dtype.itemsize, flags=flags)
+    except OSError as error:
+        raise ConfigError(
+            f"tables: a block of {numel * dtype.itemsize / 1e9:.2f} GB for {shape[0]:,} rows does "
+            "not fit in memory; use more ranks, or parallel.storage with kind: file"
+        ) from error
     block.madvise(advice)
     return torch.frombuffer(block, dtype=dtype).view(shape)  # keeps the mapping alive

@@ -10,7 +10,7 @@ from torch import Tensor
 from sbpflow.embedding.plan.tables import Shard
 from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.state import StoredShard
-from sbpflow.embedding.storage.keyed import KeyedStore, TrainedRows
+from sbpflow.embedding.storage.keyed import TrainedRows
 from sbpflow.embedding.storage.store import WEIGHTS
 from sbpflow.runtime.random.streams import fill_uniform, stream_key, uniform_rows
 
@@ -20,12 +20,9 @@ _ROWS_AT_A_TIME = 1 << 16
 
 
 def fill_shard(stored: StoredShard, *, seed: int) -> None:
-    """Fill with U(-initial_range, initial_range) as a function of (seed, table, row, column).
-
-    Rows of ``by_key`` tables are initialized when their keys first appear.
-    """
+    """Fill with U(-initial_range, initial_range) as a function of (seed, table, row, column)."""
     store, rows = stored.store, stored.rows
-    if isinstance(store, KeyedStore | TrainedRows):
+    if isinstance(store, TrainedRows) or store.starts_initial:
         return
     if store.is_in_place:
         _fill(stored.weights, stored.shard, seed)
@@ -54,17 +51,19 @@ def initial_rows(
     addresses, and values are a function of (seed, table, key, column).
     """
     rows = rows.to(torch.int64)
-    weights = torch.empty(rows.numel(), width, dtype=row_dtype, device=rows.device)
-    bases = torch.tensor([shard.base for shard in shards], dtype=torch.int64, device=rows.device)
+    first = shards[0]  # all shards of a store have equal columns
+    bases = torch.tensor([shard.base for shard in shards], device=rows.device)
     shard_of = torch.searchsorted(bases[1:], rows, right=True)
-    for number, shard in enumerate(shards):
-        indices = (shard_of == number).nonzero().squeeze(1)
-        table = shard.table
-        counters = table.numbering.counters(
-            rows[indices] - shard.shift, table.dim, stream_key(seed, table.name)
-        )
-        values = uniform_rows(counters, width, table.initial_range, shard.col_start)
-        weights[indices] = values.to(row_dtype)
+    shifts = torch.tensor([shard.shift for shard in shards], device=rows.device)
+    streams = [stream_key(seed, shard.table.name) for shard in shards]
+    ranges = torch.tensor([shard.table.initial_range for shard in shards], dtype=torch.float64)
+    counters = first.table.numbering.counters(
+        rows - shifts[shard_of],
+        first.table.dim,
+        torch.tensor(streams, device=rows.device)[shard_of],
+    )
+    bounds = ranges.to(rows.device)[shard_of].unsqueeze(1)
+    weights = uniform_rows(counters, width, bounds, first.col_start).to(row_dtype)
     state = {
         name: torch.full(
             optimizer.state_shape(name, rows.numel(), width),

@@ -46,6 +46,7 @@ class KeyedStore:
     """
 
     is_in_place = False
+    starts_initial = True
 
     def __init__(self, request: StoreRequest, rows: RowStore, row_map: RowMap) -> None:
         (self._shard,) = request.shards

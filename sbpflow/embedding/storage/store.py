@@ -55,6 +55,11 @@ class RowStore(Protocol):
         ...
 
     @property
+    def starts_initial(self) -> bool:
+        """Return True if rows that were never written read as their initial values."""
+        ...
+
+    @property
     def listeners(self) -> list[RowListener]: ...
 
     def announce(self, number: int, addresses: Tensor) -> Tensor | None:
@@ -98,6 +103,7 @@ class DeviceStore:
     """Keeps all rows in the kernel's block, with row r in slot r."""
 
     is_in_place = True
+    starts_initial = False
 
     def __init__(self, kernel: RowKernel) -> None:
         self.kernel = kernel

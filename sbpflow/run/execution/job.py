@@ -2,6 +2,8 @@
 
 import logging
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -10,9 +12,10 @@ from sbpflow.checkpoint.read import Checkpoint
 from sbpflow.checkpoint.restore import check_fits, restore
 from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import DTYPES
+from sbpflow.embedding.cache.factory import stores_of
 from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.embedding.state import LogicalTensor
-from sbpflow.embedding.storage.store import StoreFactory, device_store
+from sbpflow.embedding.storage.store import StoreFactory
 from sbpflow.errors import ConfigError, SbpError
 from sbpflow.run.execution.warm_up import warm_up
 from sbpflow.run.model.spec import Fields, ModelSpec
@@ -78,11 +81,11 @@ def build_job(
     plan: RunPlan,
     boxing: Boxing,
     *,
-    stores: StoreFactory = device_store,
+    stores: StoreFactory | None = None,
 ) -> Job:
     """Allocate and initialize this rank's part of the run; ``boxing`` then follows the plan.
 
-    ``EmbeddingCollection`` describes ``stores``.
+    ``EmbeddingCollection`` describes ``stores``; by default they follow ``parallel.storage``.
     """
     boxing.follow(plan.dense_conversions)
     if boxing.world.backend == "nccl":
@@ -96,7 +99,7 @@ def build_job(
         seed=seed,
         kernel=plan.kernels,
         row_buffer_fraction=config.parallel.row_buffer_fraction,
-        stores=stores,
+        stores=stores or stores_of(partial(_row_folder, config), boxing.world.device),
     )
     layouts = {parameter.name: parameter.layout for parameter in plan.dense}
     model = spec.build(layouts, boxing, seed=seed, dtype=dtype)
@@ -132,6 +135,12 @@ def build_job(
     if boxing.world.rank == 0:
         _log_fixed_sizes(config, trainer, embeddings)
     return Job(trainer, model, embeddings, plan, boxing)
+
+
+def _row_folder(config: Config, key: str) -> Path:
+    """The folder of a table's rows; ``key`` is that of a rule of ``parallel.storage``."""
+    rule = config.parallel.storage[key.removeprefix("parallel.storage.")]
+    return rule.path or config.run.dir
 
 
 def _log_fixed_sizes(config: Config, trainer: Trainer, embeddings: EmbeddingCollection) -> None:

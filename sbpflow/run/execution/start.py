@@ -66,9 +66,9 @@ def join_ranks(config: Config, plan: RunPlan, *, data_set: str) -> Boxing:
 
 @contextmanager
 def closing() -> Generator[ExitStack]:
-    """Close what a run opened: after success, and in a single process after a failure, too.
+    """Close what a run opened, after success and, in a single process, after a failure.
 
-    After a failure of several ranks their processes end, and closing could wait for a dead peer.
+    After a failure of several ranks, their processes end; closing could wait for a dead peer.
     """
     opened = ExitStack()
     try:

@@ -27,6 +27,7 @@ from sbpflow.run.model.spec import Fields, ModelConfig, ModelSpec
 from sbpflow.run.planning.auto_scheme import candidates, rank_candidates
 from sbpflow.run.planning.dense_steps import dense_steps
 from sbpflow.run.planning.plan import DenseParameter, PricedPlan, RunPlan
+from sbpflow.run.planning.storage import check_storage, lookahead_of, with_storage
 from sbpflow.runtime.compute.devices import backend_of_device
 from sbpflow.runtime.ranks.hosts import assumed_topology
 from sbpflow.runtime.ranks.topology import Topology
@@ -116,6 +117,7 @@ def plan_run(
     if config.parallel.link_gb_per_s is not None:
         topology = topology.with_link(config.parallel.link_gb_per_s)
     layouts, embeddings, priced = _plan_tables(config, spec, fields, world, planned, topology)
+    check_storage(embeddings)
     dense = _dense_parameters(config, spec, device_type, world_size)
     sent = dense_steps(
         spec,
@@ -145,7 +147,7 @@ def plan_run(
         topology=topology,
         batch_size=config.data.batch_size,
         accumulate=config.train.accumulate,
-        lookahead=config.train.num_ahead,
+        lookahead=lookahead_of(config, embeddings),
         priced=priced,
         skew=_skew(embeddings, fields, config.data.batch_size),
     )
@@ -212,6 +214,7 @@ def _plan_tables(
         return check(config, shapes, schemes, world.size, world.device_type, planned)
 
     outputs = _with_patterns(spec.outputs, config)
+    outputs = with_storage(outputs, config, world.size, world.device_type)
 
     def plan(layouts: Mapping[str, TableLayout]) -> EmbeddingPlan:
         return plan_embeddings(
@@ -243,7 +246,7 @@ def _plan_tables(
 
 
 def frequencies_of(fields: Fields) -> dict[str, IdFrequencies]:
-    """Return how often the ids of each column repeat, where the set has statistics."""
+    """Return how often the ids of each column repeat, if the set has statistics."""
     return {field.name: field.frequencies for field in fields.ids if field.frequencies is not None}
 
 

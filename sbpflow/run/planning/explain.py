@@ -5,7 +5,6 @@ differ. Output is text for people, or a dictionary with the same facts for progr
 """
 
 import hashlib
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
@@ -15,11 +14,13 @@ from sbpflow.embedding.plan.group_plan import ExchangeStep, GroupPlan, Step
 from sbpflow.embedding.plan.table_batch import TableBatch
 from sbpflow.embedding.plan.tables import TableConfig, shards_of
 from sbpflow.errors import ConfigError
+from sbpflow.run.planning.cache_forecast import Forecast
+from sbpflow.run.planning.explain_caches import cache_lines, describe_caches
 from sbpflow.run.planning.plan import RunPlan
+from sbpflow.run.planning.text import MANY, columns, format_size, short_lists
 from sbpflow.sbp.sbp import format_nd_sbp
 from sbpflow.training.step_schedule import Move
 
-MANY = 8  # longer lists of ranks are shown as ranges
 _MAX_RANKS = 65_536
 
 
@@ -31,8 +32,8 @@ def check_world_size(world_size: int) -> None:
         )
 
 
-def describe(plan: RunPlan) -> dict[str, Any]:
-    """Return the plan as JSON-ready values.
+def describe(plan: RunPlan, forecast: Forecast | None = None) -> dict[str, Any]:
+    """Return the plan as JSON-ready values; ``forecast`` is that of its caches.
 
     Bytes are per iteration of ``batch_size`` rows including an update, although only one in
     ``accumulate`` iterations updates.
@@ -61,6 +62,7 @@ def describe(plan: RunPlan) -> dict[str, Any]:
         ],
         "ranks": _describe_ranks(plan, tables, steps),
         "links": _describe_links(plan, steps),
+        "caches": describe_caches(plan, forecast),
         "bytes_per_iteration": sum(step["total_bytes"] for step in steps),
     }
 
@@ -73,14 +75,18 @@ def _describe_table(
     by_row, by_element = stack.optimizer.state_counts
     shards: list[dict[str, Any]] = []
     for shard in shards_of(table, layout.layout):
-        state = shard.num_rows * (by_row + by_element * shard.width)
+        rows: float = shard.num_rows
+        if table.storage is not None:  # its part of the slots that the tables of a stack share
+            of_stack = stack.num_rows(shard.rank)
+            rows = table.storage.num_slots(of_stack) * shard.num_rows / of_stack
+        state = rows * (by_row + by_element * shard.width)
         shards.append(
             {
                 "rank": shard.rank,
                 "rows": [shard.row_start, shard.row_stop],
                 "columns": [shard.col_start, shard.col_stop],
-                "table_bytes": shard.num_elements * plan.embeddings.row_dtype.itemsize,
-                "state_bytes": state * itemsize,
+                "table_bytes": round(rows * shard.width * plan.embeddings.row_dtype.itemsize),
+                "state_bytes": round(state * itemsize),
             }
         )
     return {
@@ -94,6 +100,7 @@ def _describe_table(
         "kernel": kernel.name,
         "kernel_reason": kernel.reason,
         "skew": plan.skew.get(table.name),
+        "storage": None if table.storage is None else asdict(table.storage),
         "shards": shards,
     }
 
@@ -131,9 +138,9 @@ def _describe_move(plan: RunPlan, move: Move, in_flight: Sequence[str]) -> dict[
 def _describe_links(
     plan: RunPlan, steps: Sequence[Mapping[str, Any]]
 ) -> dict[str, dict[str, float]]:
-    """Return the transfers by link; one whose ranks are on several hosts is between hosts.
+    """Return the transfers by link; a transfer among ranks on several hosts is between hosts.
 
-    ``ms`` is the time of the transfers one after another, by the link's speed and latency.
+    ``ms`` is the time of consecutive transfers, from the link's speed and latency.
     """
     links: dict[str, dict[str, float]] = {}
     for step in steps:
@@ -154,7 +161,7 @@ def _describe_links(
 def _describe_ranks(
     plan: RunPlan, tables: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return the memory of each rank, and the most bytes that it sends in an iteration."""
+    """Return the memory of each rank, and the maximum bytes that the rank sends in an iteration."""
     itemsize = plan.embeddings.dtype.itemsize
     window_bytes = plan.window_bytes()
     ranks: dict[int, dict[str, Any]] = {}
@@ -183,9 +190,9 @@ def plan_digest(plan: RunPlan) -> str:
     return hashlib.sha256(format_plan(plan).encode()).hexdigest()[:16]
 
 
-def format_plan(plan: RunPlan, *, shards: bool = True) -> str:
+def format_plan(plan: RunPlan, *, shards: bool = True, forecast: Forecast | None = None) -> str:
     """Return the plan as text: tables, transfers, the moves of a step, and memory per rank."""
-    facts = describe(plan)
+    facts = describe(plan, forecast)
     lines = [
         f"{facts['world_size']} ranks, {facts['backend']}, batch {facts['batch_size']:,} rows",
         *topology_lines(facts["topology"]),
@@ -199,6 +206,7 @@ def format_plan(plan: RunPlan, *, shards: bool = True) -> str:
         plan.schedule.describe(plan.transfers(), plan.lookahead),
         "",
         *rank_lines(facts["ranks"]),
+        *cache_lines(facts["caches"]),
         f"ids: an upper bound for the {1 + plan.lookahead} batches in the lookahead window "
         f"(train.lookahead {plan.lookahead}); dense features, activations and exchange buffers "
         "are not included",
@@ -329,7 +337,7 @@ def _step_lines(steps: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def rank_lines(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the memory of each rank and what it sends, with many ranks as ranges of equal ones."""
+    """Return the memory and sent bytes of each rank; with many ranks, equal ranks form ranges."""
     rows: list[tuple[str, ...]] = [
         ("rank", "tables", "their state", "dense", "gradients", "their state", "ids", "sum", "sent")
     ]
@@ -339,54 +347,3 @@ def rank_lines(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
             name = short_lists(str(few))[1:-1]
             rows.append((name, *(format_size(size) for size in (*sizes, sum(sizes), sent))))
     return columns(rows)
-
-
-def short_lists(text: str) -> str:
-    """Shorten lists of more than eight numbers to ranges and repeats: [0..255], [64 x 4].
-
-    Otherwise, each line of a plan for many ranks would list all ranks.
-    """
-
-    def shorten(match: "re.Match[str]") -> str:
-        numbers = [int(number) for number in match[1].split(", ")]
-        return f"[{', '.join(_runs(numbers))}]" if len(numbers) > MANY else match[0]
-
-    return re.sub(r"\[(\d+(?:, \d+)*)\]", shorten, text)
-
-
-def _runs(numbers: Sequence[int]) -> list[str]:
-    """Shorten three or more consecutive numbers to ``a..b``, and equal ones to ``n x a``."""
-    shown: list[str] = []
-    start = 0
-    while start < len(numbers):
-        rise, same = start + 1, start + 1
-        while rise < len(numbers) and numbers[rise] == numbers[rise - 1] + 1:
-            rise += 1
-        while same < len(numbers) and numbers[same] == numbers[start]:
-            same += 1
-        stop = max(rise, same)
-        if stop - start < 3:
-            stop = start + 1
-            shown.append(str(numbers[start]))
-        elif rise >= same:
-            shown.append(f"{numbers[start]}..{numbers[rise - 1]}")
-        else:
-            shown.append(f"{same - start} x {numbers[start]}")
-        start = stop
-    return shown
-
-
-def columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Left-align columns; a row with an empty first cell is a line of text in its second cell."""
-    rows = [tuple(short_lists(cell) for cell in row) for row in rows]
-    full = [row for row in rows if row[0]]
-    widths = [max(map(len, column)) for column in zip(*full, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths) if row[0] else [row[1]]).rstrip() for row in rows]
-
-
-def format_size(num_bytes: float) -> str:
-    """Return a number of bytes with a binary unit, such as 1.50 MiB."""
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:.2f} {unit}"
-    return f"{num_bytes:.0f} B"

@@ -1,4 +1,4 @@
-"""What ``explain`` prints: a plan on one screen, with the changes of settings that would help.
+"""Summarizes a plan on one screen for ``explain``, with changes of settings that would help.
 
 ``explain.format_plan`` has every transfer and the order of a step.
 """
@@ -13,29 +13,32 @@ from sbpflow.embedding.plan.price import price_plan
 from sbpflow.errors import ConfigError
 from sbpflow.run.model.spec import Fields
 from sbpflow.run.planning.build_plan import frequencies_of, plan_run
+from sbpflow.run.planning.cache_forecast import Forecast
 from sbpflow.run.planning.explain import (
-    columns,
     compared_lines,
     describe,
-    format_size,
     rank_lines,
     table_lines,
     topology_lines,
 )
+from sbpflow.run.planning.explain_caches import cache_lines
 from sbpflow.run.planning.plan import RunPlan
+from sbpflow.run.planning.text import columns, format_size
 
-WIDTH = 120  # of the lines of a plan whose names are short
+WIDTH = 120  # width of the lines of a plan with short names
 NUM_LARGEST = 3
-_HELPS = 0.95  # a change that leaves more than this share of every cost is not shown
+_HELPS = 0.95  # a change is not shown if every cost stays above this share
 _CHANGES = {"scheme": "auto", "comm_dtype": "bfloat16", "table_dtype": "bfloat16"}
 
 
-def format_summary(plan: RunPlan, helps: list[str], *, shards: bool = False) -> str:
+def format_summary(
+    plan: RunPlan, helps: list[str], *, shards: bool = False, forecast: Forecast | None = None
+) -> str:
     """Return one line per table, totals per rank and link, and the largest transfers.
 
-    ``helps`` are the lines of ``what_helps``.
+    ``helps`` contains the lines of ``what_helps``.
     """
-    facts = describe(plan)
+    facts = describe(plan, forecast)
     lines = [
         f"{facts['world_size']} ranks, {facts['backend']}, batch {facts['batch_size']:,} rows",
         *topology_lines(facts["topology"]),
@@ -44,6 +47,7 @@ def format_summary(plan: RunPlan, helps: list[str], *, shards: bool = False) -> 
         *table_lines(facts["tables"], shards=shards, reasons=False),
         "",
         *rank_lines(facts["ranks"]),
+        *cache_lines(facts["caches"]),
         f"ids: an upper bound for the {1 + plan.lookahead} batches in the lookahead window; "
         "activations and buffers are not included",
         *_link_lines(facts),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sbpflow.config.metrics import METRICS
-from sbpflow.run.planning.explain import format_size
+from sbpflow.run.planning.text import format_size
 from sbpflow.run.report.charts import (
     Series,
     calibration_chart,

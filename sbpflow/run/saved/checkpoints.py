@@ -160,7 +160,7 @@ class Checkpoints:
         self.close()
 
     def close(self) -> None:
-        """Release the signals and the folder, after a save under way has ended."""
+        """Release the signals and the folder after any current save has ended."""
         self._end_signals()
         if self._saver is not None:
             self._saver.wait()

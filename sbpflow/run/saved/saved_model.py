@@ -35,7 +35,7 @@ from sbpflow.run.planning.plan_file import plan_from_json
 def find_checkpoint(path: Path, which: Literal["best", "last"] | None = None) -> Checkpoint:
     """Return the checkpoint at ``path``, or a folder's best or newest good checkpoint.
 
-    Without ``which``, it is the best one if the run kept its best weights. Damaged newest
+    Without ``which``, return the best checkpoint if the run kept its best weights. Damaged
     checkpoints are skipped with a warning. Raises CheckpointError if all are damaged.
     """
     if (path / INDEX_FILE).exists():
@@ -69,7 +69,7 @@ def find_checkpoint(path: Path, which: Literal["best", "last"] | None = None) ->
 
 
 def weights_text(checkpoint: Checkpoint) -> str:
-    """Describe which weights of a run these are, in one line."""
+    """Return one line that says which weights of a run a checkpoint has."""
     text, best = f"weights of step {checkpoint.step} from {checkpoint.path}", best_of(checkpoint)
     if best is None:
         return text

@@ -62,14 +62,14 @@ class GracefulShutdown:
 
 
 class GracefulInterrupt:
-    """Delays the KeyboardInterrupt of the first Ctrl-C until ``leave``, but not of a second one."""
+    """Delays the KeyboardInterrupt of the first Ctrl-C until ``leave``; a second is immediate."""
 
     def __init__(self) -> None:
         self.signum = 0
         signal.signal(signal.SIGINT, self._ask)
 
     def end(self) -> None:
-        """Restore the handler of Python."""
+        """Restore Python's own handler."""
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def leave(self) -> None:

@@ -72,9 +72,10 @@ def _exit_code(codes: Mapping[int, int]) -> int:
 
 @contextmanager
 def _launcher_settings() -> Generator[None]:
-    """Set what the ranks inherit; then undo that, and the signal handlers of torch's launcher.
+    """Set what the ranks inherit; then restore it and the signal handlers of torch's launcher.
 
-    They would raise SignalException from every later Ctrl-C, for example in a notebook.
+    The launcher's handlers would raise SignalException at every later Ctrl-C, for example in a
+    notebook.
     """
     environment = dict(os.environ)
     loggers = {logging.getLogger(name): logging.getLogger(name).level for name in _LOGGERS}

@@ -59,8 +59,13 @@ def fill_uniform(
         out[start:stop].copy_(uniform_rows(counters, columns, bound, first_column))
 
 
-def uniform_rows(counters: Tensor, columns: int, bound: float, first_column: int = 0) -> Tensor:
-    """Return [rows, columns] float64 in U(-bound, bound); ``counters`` has each row's first."""
+def uniform_rows(
+    counters: Tensor, columns: int, bound: float | Tensor, first_column: int = 0
+) -> Tensor:
+    """Return [rows, columns] float64 in U(-bound, bound); ``counters`` has each row's first.
+
+    ``bound`` can be a tensor [rows, 1] float64.
+    """
     column = torch.arange(first_column, first_column + columns, device=counters.device).mul_(GAMMA)
     unit = mix(counters.unsqueeze(1) + column).bitwise_and_((1 << 53) - 1).to(torch.float64)
     return unit.mul_(2.0 * bound / (1 << 53)).sub_(bound)

@@ -26,9 +26,9 @@ def save_error(folder: Path, rank: int, error: Exception) -> None:
 
 
 def error_of_ranks(folder: Path, ranks: int, code: int) -> Exception:
-    """Return the saved errors as one, with the message of the ranks and the class of its cause.
+    """Return the saved errors as one error, with the ranks' message and the class of its cause.
 
-    A crash is a RuntimeError with the traceback. ``code`` is the exit code of the ranks.
+    A crash becomes a RuntimeError with the traceback. ``code`` is the exit code of the ranks.
     """
     reasons: dict[int, Reason] = {}
     names: dict[str, str] = {}

@@ -1,0 +1,100 @@
+"""A model of four times a limit on memory trains on 2 ranks with a file store; else it is refused.
+
+The limit is RLIMIT_DATA, which counts the private memory of a process and not mapped files. Both
+ranks have the limit. The model is four times the limit, so each rank holds twice the limit.
+"""
+
+import json
+import os
+import re
+import resource
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.record import Results
+from sbpflow.data import load_manifest
+
+ROOT = Path(__file__).parents[1]
+RANKS, STEPS, BATCH, DIM = 2, 30, 1024, 16
+LIMIT = 3 << 29
+ROW_BYTES = 3 * DIM * 4  # lazy Adam
+VOCABULARY = 1.0  # of Criteo's: 34.6 million rows
+
+
+def _train(data: Path, folder: Path, limit: int | None, *more: str) -> tuple[list[int], str]:
+    """Exit codes and output of a run whose processes have a limit on their memory."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [
+        "--config", "configs/scheme3.yaml", f"data.path={data}", f"run.dir={folder}",
+        "parallel.device=cpu", "data.loader=memmap", f"data.batch_size={BATCH}",
+        f"model.embedding_dim={DIM}", "model.hidden=[64]", "train.log_every=1",
+        "train.eval_every=0", f"train.max_steps={STEPS}", "checkpoint.every=0", *more,
+    ]  # fmt: skip
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(RANKS),
+        "LOCAL_WORLD_SIZE": str(RANKS),
+    }
+
+    def limited() -> None:
+        if limit is not None:
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+    log = folder.with_suffix(".log")
+    with log.open("wb") as sink:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "train_wdl.py", *words],
+                cwd=ROOT,
+                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=sink,
+                stderr=sink,
+                preexec_fn=limited,
+            )
+            for rank in range(RANKS)
+        ]
+        codes = [process.wait() for process in processes]
+    return codes, log.read_text()
+
+
+def _losses(folder: Path) -> list[float]:
+    events = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [event["loss"] for event in events if event["event"] == "step"]
+
+
+def measure(results: Results, disk: Path | None) -> None:
+    """Record both runs; SystemExit if the first fails or the second trains."""
+    with tempfile.TemporaryDirectory(dir=disk) as name:
+        base = Path(name)
+        words = ["synth", "--rows", "60000", "--vocab-scale", str(VOCABULARY)]
+        words += ["--split", "time:1,0,0", "--output", str(base / "set")]
+        subprocess.run([sys.executable, "-m", "data", *words], check=True, stdout=sys.stderr)
+        rows = sum(field.rows for field in load_manifest(base / "set").sparse)
+        size = rows * ROW_BYTES
+        if size < 4 * LIMIT:
+            raise SystemExit(f"{size} bytes are less than four times the limit of {LIMIT}")
+        storage = '{"deep.*": {kind: file, cache: 1%}}'
+        start = time.perf_counter()
+        codes, text = _train(base / "set", base / "cached", LIMIT, f"parallel.storage={storage}")
+        if any(codes):
+            raise SystemExit(f"the cached run ended with {codes}:\n{text[-3000:]}")
+        losses, seconds = _losses(base / "cached"), time.perf_counter() - start
+        refused, text = _train(base / "set", base / "device", LIMIT)
+        found = re.search(r"[^\n]*[\d.]+ [GM]i?B[^\n]*", text)
+        if not any(refused) or found is None:
+            raise SystemExit(f"without a store: exit codes {refused}:\n{text[-3000:]}")
+    results.add(
+        ranks=RANKS, limit_bytes=LIMIT, rows=rows, model_bytes=size, times_the_limit=size / LIMIT,
+        cache="1%", steps=len(losses), first_loss=losses[0], last_loss=losses[-1],
+        run_s=seconds, refused_with=sorted(refused), refusal=found[0].strip(),
+    )  # fmt: skip

@@ -1,0 +1,72 @@
+"""Rules of ``parallel.storage``: tables whose rows are not all in the memory of the device."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from sbpflow.config.parse import Example
+from sbpflow.errors import ConfigError
+from sbpflow.runtime.fields.keys import Key
+
+_UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_CACHE = re.compile(rf"(\d+(?:\.\d+)?)\s*(%|{'|'.join(_UNITS)})")
+_EXAMPLES = 'for example 10% or "4 GB"'
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StorageRule:
+    """Sets the storage of the tables that a pattern matches."""
+
+    kind: Annotated[
+        Literal["device", "host", "file"],
+        Example("file"),
+        Key("execution", "Memory of all rows; on a GPU, host is the memory of the machine."),
+    ]
+    cache: Annotated[
+        str | None,
+        Example("10%"),
+        Key(
+            "execution",
+            "Rows that are on the device at a time: a share, or their size per rank if all ranks "
+            "hold equally many.",
+        ),
+    ] = None
+    path: Annotated[
+        Path | None,
+        Example("/scratch"),
+        Key("execution", "Folder of the file; run.dir if not given."),
+    ] = None
+
+    def check(self, key: str) -> None:
+        """Raise ConfigError if the keys do not fit together."""
+        if self.path is not None and self.kind != "file":
+            raise ConfigError(f"{key}.path: {self.path} with kind: {self.kind}; use kind: file")
+        if self.kind == "device":
+            if self.cache is not None:
+                raise ConfigError(
+                    f"{key}.cache: {self.cache} with kind: device, which holds all rows; remove "
+                    "cache, or use kind: file"
+                )
+            return
+        if self.cache is None:
+            raise ConfigError(f"{key}.cache: not given for kind: {self.kind}; {_EXAMPLES}")
+        number, unit = self._parsed(key)
+        if not 0 < number <= (100 if unit == "%" else float("inf")):
+            raise ConfigError(
+                f"{key}.cache: {self.cache} is not above 0 and at most 100%; {_EXAMPLES}"
+            )
+
+    def share(self, key: str, num_bytes: float) -> float:
+        """Return the share of rows in slots; ``num_bytes`` is the size of all rows of a rank."""
+        number, unit = self._parsed(key)
+        return number / 100 if unit == "%" else min(1.0, number * _UNITS[unit] / num_bytes)
+
+    def _parsed(self, key: str) -> tuple[float, str]:
+        match = _CACHE.fullmatch((self.cache or "").strip())
+        if match is None:
+            units = ", ".join(_UNITS)
+            raise ConfigError(
+                f"{key}.cache: {self.cache!r} is not a share or a size in {units}; {_EXAMPLES}"
+            )
+        return float(match[1]), match[2]

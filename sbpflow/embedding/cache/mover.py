@@ -1,0 +1,318 @@
+"""The thread that plans the slots of a cached store and moves its rows.
+
+It works in the order of the calls ``announce``, ``admit``, and ``release``. For each admitted batch
+it copies the rows that leave out of their slots, reads the missing rows, fills the slots, signals
+the training thread, and writes the rows that left. So a row that returns is read after it was
+written. Rows that were never written have initial values, which are computed and not read.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sbpflow.embedding.cache.block import SlotBlock
+from sbpflow.embedding.cache.records import RecordLayout, RecordStore
+from sbpflow.embedding.cache.slot_layout import NEW, SLOT, STORED, Array
+from sbpflow.embedding.cache.slot_planner import Admission, SlotPlanner, cache_for
+from sbpflow.embedding.storage.base import RowKernel
+from sbpflow.embedding.storage.store import StoreRequest
+from sbpflow.errors import ConfigError, TrainingError
+
+MakeRecords = Callable[[int, RecordLayout], RecordStore]
+AHEAD = 1  # batches admitted before their own lookup
+_FILLED, _READING, _STARTING = (
+    0,
+    1,
+    2,
+)  # a slot has its row, or waits for a record or initial values
+
+
+_Task = tuple[Callable[[], None], threading.Event | None]  # (work, whom a failure must wake)
+
+
+@dataclass(slots=True)
+class CacheCounts:
+    """Counts the rows that a store has moved, and the seconds that training waited for rows."""
+
+    fetched: int = 0  # rows that came into a slot
+    new: int = 0  # of these, rows that had never been written
+    written: int = 0
+    wait_s: float = 0.0
+
+    @staticmethod
+    def total(counts: Sequence["CacheCounts"]) -> "CacheCounts":
+        """Return the sums over several stores."""
+        return CacheCounts(
+            sum(one.fetched for one in counts),
+            sum(one.new for one in counts),
+            sum(one.written for one in counts),
+            sum(one.wait_s for one in counts),
+        )
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A batch between its announcement and its release."""
+
+    addresses: Tensor
+    known: torch.cuda.Event | None  # after the addresses
+    ready: threading.Event = field(default_factory=threading.Event)
+    slots: Tensor | None = None
+    filled: torch.cuda.Event | None = None  # after the rows
+
+
+class Mover:
+    """Plans slots and moves rows, in a thread of its own.
+
+    The thread has no reference to the store, so that both end when the store is freed.
+    ``_lock`` guards the slots: which rows they have, and the rows on their way from and to them.
+    """
+
+    def __init__(
+        self,
+        request: StoreRequest,
+        kernel: RowKernel,
+        records: MakeRecords,
+        num_slots: int,
+        ahead: int,
+        key: str,
+    ) -> None:
+        self._block = SlotBlock(kernel)
+        self.layout = self._block.layout
+        self.records = records(request.num_rows, self.layout)
+        self.planner = SlotPlanner(request.num_rows, num_slots)
+        self.counts = CacheCounts()
+        self.tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._initial, self._ahead, self._key = request.initial, ahead, key
+        self._name = f"table {request.shards[0].table.name}"
+        self._flights: dict[int, _Flight] = {}  # by number, in the order of their announcement
+        self._by_batch: dict[int, _Flight] = {}  # by the planner's number; only this thread's
+        self._demanded = -1  # the last batch whose lookup waits or has happened
+        self._lock = threading.Lock()
+        self._pending = np.zeros(num_slots + 1, np.uint8)
+        self._leaving = np.empty(0, np.int64)  # rows between slots and records, ascending
+        self._leaving_records = self.layout.empty(0)
+        self._buffers = [self.layout.empty(0), self.layout.empty(0)]
+        self._filled = self._block.mark()  # after the last change of slots
+        self._failure: BaseException | None = None
+
+    # The training thread.
+
+    def announce(self, number: int, addresses: Tensor) -> None:
+        """See ``RowStore.announce``."""
+        flight = self._flights[number] = _Flight(addresses, self._block.mark())
+        self.tasks.put((partial(self._announce, flight), None))
+
+    def admit(self, number: int) -> Tensor:
+        """See ``RowStore.admit``."""
+        flight = self._flights[number]
+        start = time.perf_counter()
+        self.tasks.put((self._demand, flight.ready))
+        flight.ready.wait()
+        self.counts.wait_s += time.perf_counter() - start
+        self.check()
+        if flight.slots is None:
+            raise RuntimeError(f"batch {number} has no slots")
+        self._block.wait(flight.filled, flight.slots)
+        return flight.slots
+
+    def release(self, number: int) -> None:
+        """See ``RowStore.release``."""
+        if next(iter(self._flights)) != number:
+            raise RuntimeError(
+                f"batch {number} is released before batch {next(iter(self._flights))}"
+            )
+        del self._flights[number]
+        self.tasks.put((partial(self._release, self._block.mark()), None))
+
+    def check(self) -> None:
+        """Raise the error that ended the thread's work, if there was one."""
+        if self._failure is not None:
+            raise self._failure
+
+    def wait_idle(self) -> None:
+        """Wait until all tasks so far are done."""
+        done = threading.Event()
+        self.tasks.put((done.set, done))
+        done.wait()
+        self.check()
+
+    def read(self, rows: Array) -> Array:
+        """Return the newest records of ``rows``, wherever they are; any thread can call this."""
+        self.check()
+        out = self.layout.empty(rows.size)
+        with self._lock:
+            slots = self.planner.records[rows, SLOT]
+            pending = self._pending[slots.clip(0)]
+            here = (slots >= 0) & (pending == _FILLED)
+            is_new = (slots == NEW) | ((slots >= 0) & (pending == _STARTING))
+            resident = self.layout.empty(int(here.sum()))
+            self._block.wait(self._filled)
+            self._block.take(slots[here], resident)
+            out[here] = resident
+            away = np.flatnonzero(~here & ~is_new)
+            place = np.searchsorted(self._leaving, rows[away])
+            place = place.clip(max=max(self._leaving.size - 1, 0))
+            if self._leaving.size:
+                leaves = self._leaving[place] == rows[away]
+                out[away[leaves]] = self._leaving_records[place[leaves]]
+                away = away[~leaves]
+        # A row can be fetched and updated from here on. Then its listeners have its old values.
+        if away.size:
+            found = self.layout.empty(away.size)
+            self.records.read(rows[away], found)
+            out[away] = found
+        if is_new.any():
+            found = self.layout.empty(int(is_new.sum()))
+            self.layout.pack(self._initial_values(rows[is_new]), found)
+            out[is_new] = found
+        return out
+
+    def write(self, rows: Array, values: Mapping[str, Tensor]) -> None:
+        """Set values of rows. Rows that still have their initial values are not stored."""
+        with self._lock, torch.no_grad():
+            slots = self.planner.records[rows, SLOT]
+            here = torch.from_numpy(slots >= 0)
+            self._block.wait(self._filled)
+            self._block.put_values(
+                slots[slots >= 0], {name: value[here] for name, value in values.items()}
+            )
+            self._filled = self._block.mark()
+            self.tasks.put((partial(self._block.wait, self._filled), None))
+            away = np.flatnonzero(slots < 0)
+            if not away.size:
+                return
+            found = self.layout.empty(away.size)
+            is_new = slots[away] == NEW
+            if not is_new.all():
+                kept = self.layout.empty(int((~is_new).sum()))
+                self.records.read(rows[away[~is_new]], kept)
+                found[~is_new] = kept
+            if is_new.any():
+                first = self.layout.empty(int(is_new.sum()))
+                self.layout.pack(self._initial_values(rows[away[is_new]]), first)
+                found[is_new] = first
+            before = found.copy()
+            self.layout.pack({name: value[away] for name, value in values.items()}, found)
+            changed = ~is_new | (before != found).any(1)
+            self.records.write(rows[away[changed]], found[changed])
+            self.planner.records[rows[away[changed]], SLOT] = STORED
+
+    # The mover's thread.
+
+    def run(self) -> None:
+        """Run tasks until the store is freed. After a failure, only wake waiting threads."""
+        with torch.no_grad(), self._block.section():
+            self._block.wait(self._filled)
+            while (task := self.tasks.get()) is not None:
+                work, wakes = task
+                if self._failure is None:
+                    try:
+                        work()
+                    except OSError as error:
+                        self._failure = TrainingError(
+                            f"{self._key}: the rows of {self._name} cannot be moved: {error}; "
+                            "resume from a checkpoint when this is fixed"
+                        )
+                        self._failure.__cause__ = error
+                    except BaseException as error:  # noqa: BLE001  (raised by ``check``)
+                        self._failure = error
+                if self._failure is not None and wakes is not None:
+                    wakes.set()
+
+    def _announce(self, flight: _Flight) -> None:
+        self._by_batch[self.planner.num_announced] = flight
+        self._block.wait(flight.known)
+        flight.addresses = flight.addresses.cpu()
+        self.planner.announce(flight.addresses.numpy())
+        self._admit_ready()
+
+    def _demand(self) -> None:
+        self._demanded = max(self._demanded + 1, self.planner.num_released)
+        self._admit_ready()
+
+    def _release(self, updated: torch.cuda.Event | None) -> None:
+        self._block.wait(updated)
+        del self._by_batch[self.planner.num_released]
+        self.planner.release()
+        self._admit_ready()
+
+    def _admit_ready(self) -> None:
+        """Admit the batches up to ``_ahead`` behind the one that is looked up, if they fit."""
+        planner = self.planner
+        last = max(self._demanded, planner.num_released - 1) + self._ahead
+        while planner.num_admitted < min(planner.num_announced, last + 1):
+            if not self._admit(planner.num_admitted):
+                return
+
+    def _admit(self, batch: int) -> bool:
+        flight = self._by_batch[batch]
+        with self._lock:
+            found = self.planner.admit()
+            if isinstance(found, int):
+                if batch > self._demanded:
+                    return False
+                raise ConfigError(self._capacity_message(batch, found))
+            self._take_out(found)
+        slots = torch.empty_like(flight.addresses)
+        if misses := self.planner.translate(flight.addresses.numpy(), slots.numpy()):
+            raise RuntimeError(f"{misses} rows of batch {batch} have no slot after its admission")
+        self._fill(found)
+        flight.slots = self._block.to_device(slots)
+        flight.filled = self._block.mark()
+        flight.ready.set()
+        if self._leaving.size:
+            self.records.write(self._leaving, self._leaving_records)
+            with self._lock:
+                self._leaving = self._leaving[:0]
+        self.counts.fetched += found.missing.size
+        self.counts.new += int(found.is_new.sum())
+        self.counts.written += found.evicted.size
+        return True
+
+    def _take_out(self, found: Admission) -> None:
+        """Copy the rows that leave to a buffer, in ascending order."""
+        order = found.evicted.argsort()
+        self._leaving = found.evicted[order]
+        self._leaving_records = self._buffer(0, order.size)
+        self._block.take(found.evicted_slots[order], self._leaving_records)
+        self._pending[found.slots] = np.where(found.is_new, _STARTING, _READING)
+
+    def _fill(self, found: Admission) -> None:
+        """Bring the missing rows into their slots."""
+        is_old = ~found.is_new
+        old, new = found.missing[is_old], found.missing[found.is_new]
+        records = self._buffer(1, old.size)
+        if old.size:
+            self.records.read(old, records)
+        values = self._initial_values(new) if new.size else {}
+        with self._lock:
+            self._block.put(found.slots[is_old], records)
+            self._block.put_values(found.slots[found.is_new], values)
+            self._filled = self._block.mark()
+            self._pending[found.slots] = _FILLED
+
+    def _initial_values(self, rows: Array) -> Mapping[str, Tensor]:
+        return self._initial(torch.from_numpy(rows).to(torch.int64))
+
+    def _buffer(self, number: int, num_rows: int) -> Array:
+        """Return reused memory for records [num_rows, words]."""
+        if len(self._buffers[number]) < num_rows:
+            self._buffers[number] = self.layout.empty(num_rows * 5 // 4)
+        return self._buffers[number][:num_rows]
+
+    def _capacity_message(self, batch: int, needed: int) -> str:
+        num_slots, num_batches = self.planner.num_slots, batch - self.planner.num_released + 1
+        batches = "a batch needs" if num_batches == 1 else f"{num_batches} batches of a step need"
+        return (
+            f"{self._key}.cache: {num_slots:,} rows of {self._name} on this rank are too few: "
+            f"{batches} {needed:,}; use {cache_for(needed, self.planner.num_rows)} or more, or a "
+            "smaller data.batch_size"
+        )

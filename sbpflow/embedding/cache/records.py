@@ -1,0 +1,135 @@
+"""Records, which hold a row and its optimizer state in one piece, and the memories that keep them.
+
+A record is a sequence of words: the largest integers that fit the rows of all tensors.
+"""
+
+import math
+import mmap
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sbpflow.embedding.cache.slot_layout import Array
+from sbpflow.errors import ConfigError
+
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+class RecordLayout:
+    """Describes where the tensors of a row are in its record; ``tensors`` have any length."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        # By falling item size, every tensor starts at a multiple of its item size.
+        self.like = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
+        sizes = {name: _row_bytes(tensor) for name, tensor in self.like.items()}
+        word = math.gcd(8, *sizes.values())
+        self.word = _WORDS[word]
+        self.columns: dict[str, slice] = {}
+        start = 0
+        for name, size in sizes.items():
+            self.columns[name] = slice(start, start + size // word)
+            start += size // word
+        self.num_words = start
+        self.num_bytes = start * word
+
+    def empty(self, num_rows: int) -> Array:
+        """Return memory for records [num_rows, words]."""
+        return torch.empty(num_rows, self.num_words, dtype=self.word).numpy()
+
+    def words(self, tensor: Tensor) -> Tensor:
+        """View a contiguous tensor of rows as words [rows, words of a row]."""
+        return tensor.view(tensor.shape[0], -1).view(self.word)
+
+    def values(self, records: Array, name: str) -> Tensor:
+        """Return a tensor of rows [n, ..] from their records."""
+        like = self.like[name]
+        view = torch.from_numpy(records)[:, self.columns[name]]
+        return view.contiguous().view(like.dtype).view(len(records), *like.shape[1:])
+
+    def pack(self, values: Mapping[str, Tensor], records: Array) -> None:
+        """Write tensors of rows into their records."""
+        target = torch.from_numpy(records)
+        for name, value in values.items():
+            target[:, self.columns[name]] = self.words(value.cpu().contiguous())
+
+
+def _row_bytes(tensor: Tensor) -> int:
+    return tensor.shape[1:].numel() * tensor.itemsize
+
+
+class RecordStore(Protocol):
+    """Keeps the records of all rows in slower memory. Different threads can use it at a time."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of all records."""
+        ...
+
+    def read(self, rows: Array, out: Array) -> None:
+        """Copy the records of ``rows`` [n] to ``out`` [n, words]; undefined if never written."""
+
+    def write(self, rows: Array, records: Array) -> None:
+        """Set the records of ``rows``, each given once."""
+
+
+class MappedRecords:
+    """Keeps records in memory, or in a file that is mapped into memory."""
+
+    def __init__(self, records: Array) -> None:
+        self._records = records
+
+    @property
+    def num_bytes(self) -> int:
+        return self._records.nbytes
+
+    def read(self, rows: Array, out: Array) -> None:
+        np.take(self._records, rows, axis=0, out=out, mode="clip")
+
+    def write(self, rows: Array, records: Array) -> None:
+        self._records[rows] = records
+
+
+def host_records(num_rows: int, layout: RecordLayout, *, pinned: bool) -> MappedRecords:
+    """Allocate records in host memory, which a GPU can read directly if it is ``pinned``."""
+    shape = (num_rows, layout.num_words)
+    return MappedRecords(torch.empty(shape, dtype=layout.word, pin_memory=pinned).numpy())
+
+
+def file_records(num_rows: int, layout: RecordLayout, folder: Path, key: str) -> MappedRecords:
+    """Create records in a file of ``folder`` without a name; the file ends with the process.
+
+    All its blocks are allocated here, since writing to a mapped file on a full disk would kill the
+    process. Raises ConfigError with ``key`` if that fails.
+    """
+    size = max(num_rows * layout.num_bytes, 1)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
+        try:
+            os.posix_fallocate(file, 0, size)
+            mapped = mmap.mmap(file, size)
+        finally:
+            os.close(file)
+    except OSError as error:
+        raise ConfigError(_file_message(folder, size, key, error)) from error
+    mapped.madvise(mmap.MADV_RANDOM)
+    words: Any = torch.empty(0, dtype=layout.word).numpy().dtype
+    array = np.frombuffer(mapped, words, num_rows * layout.num_words)
+    return MappedRecords(array.reshape(num_rows, layout.num_words))
+
+
+def _file_message(folder: Path, size: int, key: str, error: OSError) -> str:
+    reason = (error.strerror or "cannot be used").lower()
+    free = ""
+    if folder.is_dir():
+        usage = os.statvfs(folder)
+        free = f", {usage.f_bavail * usage.f_frsize / 1e9:.2f} GB are free"
+    return (
+        f"{key}.path: {folder} cannot hold a file of {size / 1e9:.2f} GB for the rows of this rank "
+        f"({reason}{free}); use a folder on a larger disk"
+    )

@@ -1,0 +1,211 @@
+"""Decides which rows are in which slots: pure integer work on the ids of announced batches.
+
+Decisions depend on the order of the calls alone, never on timing. Rows leave a slot in the order of
+Belady's MIN, as far as it is known: rows that no announced batch uses leave first, the longest
+unused one of them at first; then those with the furthest next use. Rows of batches that are
+admitted and not released never leave.
+"""
+
+import math
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+from sbpflow.embedding.cache.slot_layout import (
+    FREE,
+    LEASED,
+    NEVER,
+    NEW,
+    RECORD_BYTES,
+    SLOT,
+    TAIL,
+    Array,
+)
+from sbpflow.errors import ConfigError
+
+_LEAST_RING, _LEAST_ROWS = 4, 64
+_QUEUE_ENTRIES = 3  # for each slot
+
+
+def planning_bytes(num_rows: int, num_slots: int) -> int:
+    """Return the memory of a planner, without the lists of the batches in flight."""
+    return RECORD_BYTES * (num_rows + 1) + (4 + 8 * _QUEUE_ENTRIES) * num_slots
+
+
+def cache_for(num_slots: int, num_rows: int) -> str:
+    """Return a value of ``cache`` that gives ``num_slots`` slots and a quarter more."""
+    return f"{min(100.0, math.ceil(1250 * num_slots / num_rows) / 10):g}%"
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """The rows that an admitted batch lacks, and those that make room for them.
+
+    Row ``missing[i]`` gets ``slots[i]``; if ``is_new[i]``, it was never evicted and so has its
+    initial values. ``evicted`` are the previous rows of the last of these slots. The arrays are
+    valid until the next admission.
+    """
+
+    missing: Array  # int32
+    slots: Array  # int32
+    is_new: Array  # bool
+    evicted: Array  # int32
+
+    @property
+    def evicted_slots(self) -> Array:
+        return self.slots[self.slots.size - self.evicted.size :]
+
+
+class SlotPlanner:
+    """Leases ``num_slots`` slots to the rows of batches, of which there are ``num_rows``.
+
+    Batches are announced, admitted, and released in the same order; they are numbered from 0.
+    ``records`` has a record for each row, and one for the address after the last row.
+    """
+
+    def __init__(self, num_rows: int, num_slots: int, *, compiled: bool | None = None) -> None:
+        if compiled is None:
+            compiled = find_spec("numba") is not None
+        if num_rows >= NEVER:
+            raise ConfigError(
+                f"{num_rows:,} cached rows on a rank are more than {NEVER - 1:,}; use more ranks"
+            )
+        name = "slot_loops" if compiled else "slot_arrays"
+        self._loops: Any = import_module(f"sbpflow.embedding.cache.{name}")
+        self.num_rows, self.num_slots = num_rows, num_slots
+        self.records = np.empty((num_rows + 1, 4), np.int32)
+        self.records[:] = NEW, -1, 0, NEVER
+        self.records[num_rows, SLOT] = num_slots  # the kernel's slot of absent rows
+        self._free = np.arange(num_slots - 1, -1, -1, dtype=np.int32)
+        self._queue = np.empty((_QUEUE_ENTRIES * num_slots, 2), np.int32)
+        self._state = np.zeros(4, np.int64)
+        self._state[FREE] = num_slots
+        self._resize(_LEAST_RING, _LEAST_ROWS)
+        self.num_announced = self.num_admitted = self.num_released = 0
+        self._refused = (-1, 0, 0)  # batch, number of releases, slots needed
+
+    @property
+    def num_leased(self) -> int:
+        """Return the number of rows of admitted batches that are not released."""
+        return int(self._state[LEASED])
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the memory of all arrays."""
+        arrays = (self.records, self._free, self._queue, self._rows, self._nexts, self._candidates)
+        return sum(array.nbytes for array in arrays)
+
+    def announce(self, addresses: Array) -> int:
+        """Announce ``addresses`` of the next batch, with duplicates; return the number of rows."""
+        batch, start, count = self.num_announced, 0, 0
+        ring, width = self._rows.shape
+        if batch - self.num_released >= ring - 1:
+            self._resize(2 * ring, width)
+        at = batch % len(self._rows)
+        self._num_candidates[at] = 0
+        while True:
+            start, count = self._loops.announce(
+                addresses,
+                start,
+                count,
+                batch,
+                self.num_released,
+                self.records,
+                self._rows,
+                self._nexts,
+                self._candidates,
+                self._num_candidates,
+            )
+            if start == addresses.size:
+                break
+            self._resize(*np.multiply(self._rows.shape, (1, 2)))
+        self._counts[at] = count
+        self.num_announced += 1
+        return count
+
+    def admit(self) -> Admission | int:
+        """Admit the oldest announced batch that is not admitted.
+
+        If the rows of this batch and of those in flight do not fit, change nothing and return the
+        number of slots that would do.
+        """
+        batch = self.num_admitted
+        if self._refused[:2] == (batch, self.num_released):  # until a release, nothing changes
+            return self._refused[2]
+        missing, slots, evicted = self._found
+        num_missing, num_evicted = self._loops.admit(
+            batch,
+            self.num_announced - 1,
+            self._wanted(batch),
+            self.num_slots,
+            self.records,
+            self._candidates,
+            self._num_candidates,
+            self._free,
+            self._queue,
+            self._state,
+            missing,
+            self._is_new,
+            slots,
+            evicted,
+        )
+        if num_missing < 0:
+            self._refused = (batch, self.num_released, int(num_evicted))
+            return int(num_evicted)
+        self.num_admitted += 1
+        return Admission(
+            missing[:num_missing],
+            slots[:num_missing],
+            self._is_new[:num_missing],
+            evicted[:num_evicted],
+        )
+
+    def release(self) -> None:
+        """Release the oldest batch, which need not be admitted."""
+        batch = self.num_released
+        wanted = self._wanted(batch)
+        if self._state[TAIL] + wanted.size > len(self._queue):
+            self._loops.compact(self.records, self._queue, self._state)
+        self._loops.release(
+            batch,
+            batch < self.num_admitted,
+            wanted,
+            self._nexts[batch % len(self._rows), : wanted.size],
+            self.records,
+            self._candidates,
+            self._num_candidates,
+            self._queue,
+            self._state,
+        )
+        self.num_released += 1
+        self.num_admitted = max(self.num_admitted, self.num_released)
+
+    def translate(self, addresses: Array, slots: Array) -> int:
+        """Write the slot of each address of an admitted batch; return how many have none."""
+        return self._loops.translate(addresses, self.records, slots)
+
+    def _wanted(self, batch: int) -> Array:
+        at = batch % len(self._rows)
+        return self._rows[at, : self._counts[at]]
+
+    def _resize(self, ring: int, width: int) -> None:
+        """Make room for more batches in flight, or for more rows of each."""
+        new = [np.empty((ring, width), np.int32) for _ in range(3)]
+        counts = [np.zeros(ring, np.int64) for _ in range(2)]
+        if hasattr(self, "_rows"):
+            old = (self._rows, self._nexts, self._candidates)
+            for batch in range(self.num_released, self.num_announced + 1):
+                for source, target in zip(old, new, strict=True):
+                    row = source[batch % len(source)]
+                    target[batch % ring, : row.size] = row
+                for source, target in zip(
+                    (self._counts, self._num_candidates), counts, strict=True
+                ):
+                    target[batch % ring] = source[batch % source.size]
+        self._rows, self._nexts, self._candidates = new
+        self._counts, self._num_candidates = counts
+        self._found = [np.empty(width, np.int32) for _ in range(3)]
+        self._is_new = np.empty(width, np.bool)

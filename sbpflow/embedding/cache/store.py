@@ -1,0 +1,109 @@
+"""A row store with few slots: all other rows are in slower memory, one record per row.
+
+Batches are announced well before their lookup, so ``Mover`` has their rows in slots by then.
+"""
+
+import threading
+import weakref
+from collections.abc import Mapping
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from sbpflow.embedding.cache.mover import AHEAD, MakeRecords, Mover
+from sbpflow.embedding.cache.slot_layout import Array
+from sbpflow.embedding.storage.base import RowKernel, RowListener
+from sbpflow.embedding.storage.lookup import Lookup
+from sbpflow.embedding.storage.store import WEIGHTS, StoreRequest
+
+_READ_ROWS = 4096  # read while the mover waits
+
+
+def _end(tasks: "SimpleQueue[Any]", thread: threading.Thread) -> None:
+    """End the mover's thread; if it were in C++ code, Python's exit would abort the process."""
+    tasks.put(None)
+    if thread is not threading.current_thread():  # the garbage collector can run in any thread
+        thread.join()
+
+
+class CachedStore:
+    """Keeps some rows of a stack in ``num_slots`` slots, and all rows in ``records``."""
+
+    is_in_place = False
+    starts_initial = True
+
+    def __init__(
+        self,
+        request: StoreRequest,
+        records: MakeRecords,
+        num_slots: int,
+        *,
+        ahead: int = AHEAD,
+        key: str = "parallel.storage",
+    ) -> None:
+        self.kernel: RowKernel = request.make_kernel(num_slots)
+        self.num_rows, self.width, self.num_slots = request.num_rows, request.width, num_slots
+        self._mover = Mover(request, self.kernel, records, num_slots, ahead, key)
+        self.counts = self._mover.counts
+        self._thread = threading.Thread(target=self._mover.run, name="row mover", daemon=True)
+        self._thread.start()
+        weakref.finalize(self, _end, self._mover.tasks, self._thread)
+
+    @property
+    def memory_bytes(self) -> int:
+        mover = self._mover
+        slots = self.num_slots * mover.layout.num_bytes
+        return slots + mover.records.num_bytes + mover.planner.num_bytes
+
+    @property
+    def listeners(self) -> list[RowListener]:
+        return self.kernel.listeners
+
+    def announce(self, number: int, addresses: Tensor) -> None:
+        self._mover.check()
+        self._mover.announce(number, addresses)
+
+    def admit(self, number: int) -> Tensor:
+        return self._mover.admit(number)
+
+    def release(self, number: int) -> None:
+        self._mover.release(number)
+
+    def peek(self, lookup: Lookup) -> Tensor:
+        own = Lookup(lookup.addresses, lookup.offsets, lookup.weights)
+        rows = own.rows()
+        like = self.kernel.weights
+        block = like.new_zeros(rows.numel(), like.shape[1])
+        stored = rows[rows < self.num_rows]  # an absent address is the last one, and reads as zeros
+        self.read(stored, {WEIGHTS: block[: stored.numel()]})
+        return self.kernel.pool(block, own.place(own.inverse()))
+
+    def read(
+        self, rows: slice | Tensor, into: Mapping[str, Tensor] | None = None
+    ) -> Mapping[str, Tensor]:
+        numbers = self._numbers(rows)
+        if into is None:
+            like = self._mover.layout.like
+            into = {
+                name: one.new_empty((numbers.size, *one.shape[1:])) for name, one in like.items()
+            }
+        for start in range(0, numbers.size, _READ_ROWS):
+            part = slice(start, min(start + _READ_ROWS, numbers.size))
+            found = self._mover.read(numbers[part])
+            for name, target in into.items():
+                target[part].copy_(self._mover.layout.values(found, name))
+        return into
+
+    def write(self, rows: slice | Tensor, values: Mapping[str, Tensor]) -> None:
+        numbers = self._numbers(rows)
+        self._mover.wait_idle()
+        for start in range(0, numbers.size, _READ_ROWS):
+            part = slice(start, min(start + _READ_ROWS, numbers.size))
+            self._mover.write(numbers[part], {name: value[part] for name, value in values.items()})
+
+    def _numbers(self, rows: slice | Tensor) -> Array:
+        if isinstance(rows, slice):
+            return np.arange(*rows.indices(self.num_rows))
+        return rows.cpu().numpy()

@@ -1,0 +1,96 @@
+"""Forecast what the caches of a run will fetch, by planning slots for its first batches."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sbpflow.embedding.cache.mover import AHEAD
+from sbpflow.embedding.cache.slot_planner import SlotPlanner, cache_for
+from sbpflow.embedding.ids.batch_ids import BatchIds
+from sbpflow.embedding.plan.row_storage import RowStorage
+from sbpflow.embedding.plan.table_batch import TableBatch
+from sbpflow.errors import ConfigError
+from sbpflow.run.planning.plan import RunPlan
+
+BATCHES = 100
+Ids = NDArray[np.integer[Any]]
+Forecast = Mapping[str, Mapping[int, Mapping[str, float]]]  # table, rank, name -> rows per step
+
+
+def cached_stacks(plan: RunPlan) -> Iterator[tuple[TableBatch, RowStorage]]:
+    """Yield the stacks whose rows are not all on the device."""
+    for group in plan.embeddings.groups:
+        for stack in group.stacks:
+            if (storage := stack.tables[0].storage) is not None:
+                yield stack, storage
+
+
+def forecast(plan: RunPlan, batches: Iterable[Tensor | BatchIds]) -> Forecast:
+    """Return rows per step by the first table of a stack and by rank, for the first batches.
+
+    Means are over the second half. ``batches`` are the ids of whole batches. Rows are ``unique``,
+    ``fetched``, ``read``, and ``written``. Stacks with lists of ids are left out. Raises
+    ConfigError if the rows of one step do not fit.
+    """
+    matrices: list[Ids] = [
+        (ids.matrix if isinstance(ids, BatchIds) else ids).numpy()
+        for ids in islice(batches, BATCHES)
+    ]
+    found: dict[str, dict[int, Mapping[str, float]]] = {}
+    for stack, storage in cached_stacks(plan):
+        if not stack.ragged and matrices:
+            found[stack.tables[0].name] = {
+                rank: _dry_run(plan, stack, storage, rank, matrices) for rank in stack.holders()
+            }
+    return found
+
+
+def _dry_run(
+    plan: RunPlan, stack: TableBatch, storage: RowStorage, rank: int, matrices: list[Ids]
+) -> Mapping[str, float]:
+    num_rows = stack.num_rows(rank)
+    planner = SlotPlanner(num_rows, storage.num_slots(num_rows))
+    counts = np.zeros((len(matrices), 4), np.int64)
+    for step in range(len(matrices)):
+        last = min(step + plan.lookahead, len(matrices))
+        while planner.num_announced < max(last, step + 1):
+            number = planner.num_announced
+            counts[number, 0] = planner.announce(_rows(stack, rank, matrices[number]))
+        while planner.num_admitted < min(step + AHEAD + 1, planner.num_announced):
+            result = planner.admit()
+            if isinstance(result, int):
+                if planner.num_admitted > step:
+                    break
+                raise ConfigError(
+                    f"{storage.key}.cache: {planner.num_slots:,} rows of table "
+                    f"{stack.tables[0].name} on rank {rank} are too few: batch {step + 1} needs "
+                    f"{result:,}; use {cache_for(result, num_rows)} or more"
+                )
+            new = int(result.is_new.sum())
+            counts[planner.num_admitted - 1, 1:] = (
+                result.missing.size,
+                result.missing.size - new,
+                result.evicted.size,
+            )
+        if (step + 1) % plan.accumulate == 0:
+            for _ in range(plan.accumulate):
+                planner.release()
+    means = counts[len(matrices) // 2 :].mean(0).tolist()
+    return dict(zip(("unique", "fetched", "read", "written"), means, strict=True))
+
+
+def _rows(stack: TableBatch, rank: int, ids: Ids) -> Ids:
+    """Return the rows of a rank's store that a batch looks up, with duplicates."""
+    shards = {shard.table.name: shard for shard in stack.shards(rank)}
+    parts: list[Ids] = []
+    for use in stack.uses:
+        shard = shards.get(use.table.name)
+        if shard is not None:
+            own = ids[:, list(use.columns)].reshape(-1)
+            own = own[(own >= shard.row_start) & (own < shard.row_stop)]
+            parts.append(own + (shard.base - shard.row_start))
+    return np.concatenate(parts).astype(np.int64)

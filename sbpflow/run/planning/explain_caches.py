@@ -1,0 +1,75 @@
+"""Describe the cached tables of a run: slots, memory, and the rows that a step fetches."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sbpflow.embedding.cache.slot_planner import planning_bytes
+from sbpflow.run.planning.cache_forecast import Forecast, cached_stacks
+from sbpflow.run.planning.plan import RunPlan
+from sbpflow.run.planning.text import columns, format_size
+
+_STEPS_PER_S = 10  # for which the rate of the store is shown
+
+
+def describe_caches(plan: RunPlan, forecast: Forecast | None = None) -> list[dict[str, Any]]:
+    """Return a dictionary for each stack of cached tables and rank, JSON-ready.
+
+    ``forecast`` is that of ``cache_forecast``; its figures are rows and bytes per step.
+    """
+    found: list[dict[str, Any]] = []
+    for stack, storage in cached_stacks(plan):
+        for rank in stack.holders():
+            rows, width = stack.num_rows(rank), stack.width(rank)
+            slots = storage.num_slots(rows)
+            by_row, by_element = stack.optimizer.state_counts
+            record = width * plan.embeddings.row_dtype.itemsize
+            record += (by_row + by_element * width) * plan.embeddings.dtype.itemsize
+            facts: dict[str, Any] = {
+                "rank": rank,
+                "tables": [shard.table.name for shard in stack.shards(rank)],
+                "kind": storage.kind,
+                "rows": rows,
+                "slots": slots,
+                "slot_bytes": slots * record,
+                "outside_bytes": rows * record,
+                "planning_bytes": planning_bytes(rows, slots),
+            }
+            per_step = (forecast or {}).get(stack.tables[0].name, {}).get(rank)
+            if per_step is not None:
+                facts["rows_per_step"] = dict(per_step)
+                facts["read_bytes_per_step"] = round(per_step["read"] * record)
+                facts["written_bytes_per_step"] = round(per_step["written"] * record)
+            found.append(facts)
+    return found
+
+
+def cache_lines(caches: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the facts of ``describe_caches`` as text; no lines without caches."""
+    if not caches:
+        return []
+    rows: list[tuple[str, ...]] = [
+        ("cached on rank", "tables", "slots", "of rows", "memory", "planning", "stored in")
+    ]
+    lines: list[str] = []
+    for cache in caches:
+        first, *others = cache["tables"]
+        name = f"{first} + {len(others)}" if others else first
+        sizes = (format_size(cache[key]) for key in ("slot_bytes", "planning_bytes"))
+        outside = f"{cache['kind']}, {format_size(cache['outside_bytes'])}"
+        counts = (f"{cache['slots']:,}", f"{cache['rows']:,}")
+        rows.append((str(cache["rank"]), name, *counts, *sizes, outside))
+        if "rows_per_step" in cache:
+            lines.append(_forecast_line(cache, name))
+    return ["", *columns(rows), *lines]
+
+
+def _forecast_line(cache: Mapping[str, Any], name: str) -> str:
+    rows = cache["rows_per_step"]
+    read, written = (cache[f"{key}_bytes_per_step"] for key in ("read", "written"))
+    rate = _STEPS_PER_S * max(read, written)
+    return (
+        f"rank {cache['rank']}, {name}: of {rows['unique']:,.0f} rows of a batch, "
+        f"{rows['fetched']:,.0f} are fetched, {rows['read']:,.0f} of them read "
+        f"({format_size(read)}), and {rows['written']:,.0f} written ({format_size(written)}): "
+        f"{_STEPS_PER_S} steps/s need {format_size(rate)}/s in one direction"
+    )

@@ -1,0 +1,98 @@
+"""Apply ``parallel.storage`` to the tables of a run, and refuse what cannot be cached."""
+
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from sbpflow.config.model_tables import check_matches
+from sbpflow.config.schema import Config
+from sbpflow.config.table_rules import DTYPES
+from sbpflow.embedding.cache.slot_layout import RECORD_BYTES
+from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
+from sbpflow.embedding.plan.row_storage import RowStorage
+from sbpflow.embedding.plan.tables import OutputConfig, TableConfig
+from sbpflow.errors import ConfigError
+
+# Fetched rows reach the minimum when about three times as many batches are known as fill the cache.
+AUTO_LOOKAHEAD = 64
+
+
+def with_storage(
+    outputs: tuple[OutputConfig, ...], config: Config, world_size: int, device_type: str
+) -> tuple[OutputConfig, ...]:
+    """Set the storage of the tables whose names match; the last matching pattern wins."""
+    rules = config.parallel.storage
+    tables = [table for output in outputs for table in output.tables]
+    check_matches("parallel.storage", rules, [table.name for table in tables], "table")
+    chosen = {
+        table.name: pattern
+        for pattern in rules
+        for table in tables
+        if fnmatchcase(table.name, pattern)
+    }
+    storages: dict[str, RowStorage] = {}
+    for pattern, rule in rules.items():
+        key = f"parallel.storage.{pattern}"
+        if rule.kind == "device":
+            continue
+        if rule.kind == "host" and device_type == "cpu":
+            raise ConfigError(
+                f"{key}.kind: host on cpu, where it is the same memory as device; use kind: file, "
+                "or parallel.device: cuda"
+            )
+        own = [table for table in tables if chosen.get(table.name) == pattern]
+        for table in own:
+            _check_width(table, row_bytes(table, config), key)
+        size = sum(table.num_rows * row_bytes(table, config) for table in own) / world_size
+        storages[pattern] = RowStorage(kind=rule.kind, share=rule.share(key, size), key=key)
+
+    def stored(table: TableConfig) -> TableConfig:
+        storage = storages.get(chosen.get(table.name, ""))
+        return table if storage is None else replace(table, storage=storage)
+
+    return tuple(replace(out, tables=tuple(map(stored, out.tables))) for out in outputs)
+
+
+def row_bytes(table: TableConfig, config: Config) -> int:
+    """Return the bytes of a whole row with its optimizer state."""
+    parallel = config.parallel
+    by_row, by_element = (table.optimizer or config.optimizer.sparse).state_counts
+    state = (by_row + by_element * table.dim) * DTYPES[parallel.dtype].itemsize
+    return table.dim * DTYPES[parallel.table_dtype or parallel.dtype].itemsize + state
+
+
+def _check_width(table: TableConfig, num_bytes: int, key: str) -> None:
+    if table.by_key:
+        raise ConfigError(
+            f"{key}: table {table.name} is by_key, whose rows are assigned on the device; leave it "
+            "out, or use kind: device"
+        )
+    if num_bytes <= RECORD_BYTES:
+        raise ConfigError(
+            f"{key}: a row of table {table.name} has {num_bytes} bytes, but planning its slots "
+            f"takes {RECORD_BYTES} bytes of memory; leave it out, or use kind: device"
+        )
+
+
+def check_storage(plan: EmbeddingPlan) -> None:
+    """Raise ConfigError if a cached table is replicated."""
+    for group in plan.groups:
+        for table in group.tables:
+            if table.storage is not None and group.kind.copies and plan.world.size > 1:
+                raise ConfigError(
+                    f"{table.storage.key}: table {table.name} is B on {plan.world.size} ranks, "
+                    "which update rows that they did not look up; use S(0), or kind: device"
+                )
+
+
+def lookahead_of(config: Config, plan: EmbeddingPlan) -> int:
+    """Return the lookahead; raise ConfigError if it is too short for the cached tables."""
+    given = config.train.lookahead
+    key = next((t.storage.key for g in plan.groups for t in g.tables if t.storage), None)
+    if given == "auto":
+        return 1 if key is None else AUTO_LOOKAHEAD
+    if key is not None and given < 2:
+        raise ConfigError(
+            f"train.lookahead: {given} with {key}: rows are fetched when a batch is known before "
+            "its step; use 2 or more, or auto"
+        )
+    return given

@@ -1,0 +1,26 @@
+"""Figures of the caches of this rank's tables for each log interval."""
+
+from sbpflow.embedding.cache.mover import CacheCounts
+from sbpflow.training.trainer import Trainer
+
+
+class CacheWatch:
+    """Computes figures per step since the last call; none if no table of this rank is cached."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer, self._step = trainer, trainer.num_steps
+        self._last = trainer.cache_counts() or CacheCounts()
+
+    def figures(self, step: int) -> dict[str, float]:
+        """Return fetched rows, those among them never written before, written rows, and wait."""
+        counts = self._trainer.cache_counts()
+        steps, self._step = step - self._step, step
+        if counts is None or not steps:
+            return {}
+        last, self._last = self._last, counts
+        return {
+            "cache_fetched": (counts.fetched - last.fetched) / steps,
+            "cache_new": (counts.new - last.new) / steps,
+            "cache_written": (counts.written - last.written) / steps,
+            "cache_wait_ms": 1e3 * (counts.wait_s - last.wait_s) / steps,
+        }

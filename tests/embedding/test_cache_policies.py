@@ -1,0 +1,42 @@
+"""The policies that ``benchmarks.cache`` compares: counted by hand, and bounds between them."""
+
+import numpy as np
+import pytest
+
+from benchmarks.cache_policies import Fetches, bagpipe, belady, lfu, lru, planned
+
+TRACE = [np.array(rows) for rows in ([0, 1], [2], [0], [3], [0, 1], [2])]
+
+
+def per_step(fetched, read):
+    return Fetches(pytest.approx(fetched / len(TRACE)), pytest.approx(read / len(TRACE)))
+
+
+def test_fetches_counted_by_hand():
+    # Three slots. MIN: 0 1 | 2 | - | 3 for 2, which is used last | - | 2
+    assert belady(TRACE, 4, 3) == per_step(5, 1)
+    # LRU: 0 1 | 2 | - | 3 for 1 | 1 for 2 | 2
+    assert lru(TRACE, 4, 3) == per_step(6, 2)
+    # LFU: 0 1 | 2 | - | 3 for 1, the older of two used once | 1 for 2 | 2
+    assert lfu(TRACE, 4, 3) == per_step(6, 2)
+
+
+def test_bagpipe_keeps_what_its_lookahead_reaches():
+    # Uses are 2 (row 0), 4 (row 1), and 4 (row 2) batches apart. To reach 4 batches, batch 1 would
+    # hold 0, 1, and 2, batch 2 the same, and batch 3 also row 3.
+    assert bagpipe(TRACE, 4, 4) == (per_step(4, 0), len(TRACE))
+    assert bagpipe(TRACE, 4, 3) == (per_step(6, 2), 4)
+    assert bagpipe(TRACE, 4, 2) == (per_step(6, 2), 4)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_policy_fetches_less_than_min(seed):
+    rng = np.random.default_rng(seed)
+    trace = [np.unique((rng.random(60) ** 3 * 400).astype(int)) for _ in range(50)]
+    least = belady(trace, 400, 90)
+    assert planned(trace, 400, 90, known=len(trace), ahead=0) == (least, 0)
+    others = (lru(trace, 400, 90), lfu(trace, 400, 90), bagpipe(trace, 400, 90)[0])
+    others += tuple(planned(trace, 400, 90, known=known, ahead=1)[0] for known in (1, 8))
+    for other in others:
+        assert other.fetched > least.fetched
+        assert other.fetched - other.read == pytest.approx(least.fetched - least.read)

@@ -1,0 +1,346 @@
+"""A cached store alone: values under any timing, failures, capacity, and memory."""
+
+import errno
+import gc
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+from sbpflow.embedding.cache.records import MappedRecords, RecordLayout, file_records, host_records
+from sbpflow.embedding.cache.store import CachedStore
+from sbpflow.embedding.plan.tables import Shard, TableConfig
+from sbpflow.embedding.rules.registry import sparse_optimizer
+from sbpflow.embedding.storage.choose import KernelChoice, make_kernel
+from sbpflow.embedding.storage.lookup import Lookup
+from sbpflow.embedding.storage.store import WEIGHTS, StoreRequest
+from sbpflow.errors import ConfigError, TrainingError
+
+ROWS, WIDTH = 200, 4
+CPU = torch.device("cpu")
+TABLE = TableConfig(name="t", features=("f",), num_rows=ROWS, dim=WIDTH)
+SHARD = Shard(table=TABLE, rank=0, row_start=0, row_stop=ROWS, col_start=0, col_stop=WIDTH)
+RULE = sparse_optimizer("adagrad", lr=0.1)
+
+
+def initial(rows):
+    weights = rows.unsqueeze(1).repeat(1, WIDTH).float()
+    return {WEIGHTS: weights, "sum": torch.full((rows.numel(), WIDTH), RULE.initial_state("sum"))}
+
+
+REQUEST = StoreRequest(
+    shards=(SHARD,),
+    num_rows=ROWS,
+    width=WIDTH,
+    optimizer=RULE,
+    make_kernel=lambda slots: make_kernel(
+        KernelChoice("torch", ""), ROWS, WIDTH, dim=WIDTH, optimizer=RULE, dtype=torch.float32,
+        device=CPU, slots=slots,
+    ),
+    initial=initial,
+)  # fmt: skip
+
+
+class SlowRecords(MappedRecords):
+    """Records with random delays before and after each operation, and optional failures."""
+
+    def __init__(self, inner, seed, fail_at=None):
+        self._records, self._random, self._fail_at = inner._records, random.Random(seed), fail_at
+        self._calls = {"read": 0, "write": 0}
+
+    def read(self, rows, out):
+        self._around("read", lambda: MappedRecords.read(self, rows, out))
+
+    def write(self, rows, records):
+        # A write is not atomic, so its halves are visible one after the other.
+        half = rows.size // 2
+        for part in (slice(0, half), slice(half, None)):
+            self._around("write", lambda p=part: MappedRecords.write(self, rows[p], records[p]))
+
+    def _around(self, name, operation):
+        self._calls[name] += 1
+        if self._fail_at == (name, self._calls[name]):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        time.sleep(self._random.choice((0, 0, 0.001, 0.004)))
+        operation()
+        time.sleep(self._random.choice((0, 0, 0.001)))
+
+
+def make_store(slots, *, seed=None, fail_at=None, ahead=1):
+    def records(rows, layout):
+        inner = host_records(rows, layout, pinned=False)
+        return inner if seed is None else SlowRecords(inner, seed, fail_at)
+
+    return CachedStore(REQUEST, records, slots, ahead=ahead, key="parallel.storage.t")
+
+
+def batches(seed, count=40, size=30):
+    rng = np.random.default_rng(seed)
+    return [torch.from_numpy((rng.random(size) ** 2 * ROWS).astype(np.int64)) for _ in range(count)]
+
+
+def train(store, given, known, expected, after=lambda step: None):
+    """Each step adds 1000 to the rows of its batch, and checks them before."""
+    announced = 0
+    for step, batch in enumerate(given):
+        while announced < min(step + known + 1, len(given)):
+            store.announce(announced, given[announced])
+            announced += 1
+        slots = store.admit(step)
+        weights = store.kernel.weights
+        assert torch.equal(weights[slots], expected[batch])
+        rows, first = np.unique(batch.numpy(), return_index=True)
+        weights[slots[first]] += 1000
+        expected[rows] += 1000
+        store.release(step)
+        after(step)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_values_are_exact_under_any_timing(seed):
+    draw = random.Random(seed)
+    store = make_store(draw.choice((35, 50, 90)), seed=seed, ahead=draw.choice((0, 1, 2)))
+    expected = initial(torch.arange(ROWS))[WEIGHTS]
+    ends, faults = threading.Event(), []
+
+    def watch():
+        """Rows only grow, in steps of 1000, and no read returns an old value."""
+        seen = np.zeros((ROWS, WIDTH))
+        while not ends.is_set():
+            rows = torch.randint(0, ROWS, (60,))
+            found = store.read(rows)[WEIGHTS].numpy()
+            if (found % 1000 != rows.numpy()[:, None]).any() or (found < seen[rows]).any():
+                faults.append(rows)
+            seen[rows] = np.maximum(seen[rows], found)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+
+    def read_all(step):
+        if step % 7 == 0:
+            assert torch.equal(store.read(slice(0, ROWS))[WEIGHTS], expected)
+
+    try:
+        train(store, batches(seed), draw.choice((1, 2, 6, 30)), expected, read_all)
+    finally:
+        ends.set()
+        watcher.join()
+    assert not faults
+    assert torch.equal(store.read(slice(0, ROWS))[WEIGHTS], expected)
+    assert store.counts.written > 50
+    assert store.counts.fetched > store.counts.new > 0
+
+
+class BlockedRecords(MappedRecords):
+    """Records whose writes wait for ``opens``."""
+
+    def __init__(self, inner):
+        self._records = inner._records
+        self.opens, self.waits = threading.Event(), threading.Event()
+
+    def write(self, rows, records):
+        self.waits.set()
+        assert self.opens.wait(30)
+        MappedRecords.write(self, rows, records)
+
+
+def test_reads_do_not_wait_for_a_slow_write_and_a_row_that_returns_is_exact():
+    made = []
+
+    def records(rows, layout):
+        made.append(BlockedRecords(host_records(rows, layout, pinned=False)))
+        return made[-1]
+
+    store = CachedStore(REQUEST, records, 4, ahead=0, key="key")
+    given = [torch.tensor(rows) for rows in ([0, 1, 2, 3], [4, 5], [0, 1])]
+    for number, batch in enumerate(given):
+        store.announce(number, batch)
+    slots = store.admit(0)
+    store.kernel.weights[slots] += 1000
+    store.release(0)
+    slots = store.admit(1)  # two rows leave; those that batch 2 uses stay
+    assert made[0].waits.wait(30)
+    found = store.read(torch.arange(6))[WEIGHTS][:, 0]  # in slots, and on their way
+    assert found.tolist() == [1000, 1001, 1002, 1003, 4, 5]
+    store.kernel.weights[slots] += 1000
+    store.release(1)
+    made[0].opens.set()
+    store.admit(2)
+    store.release(2)
+    store.announce(3, torch.tensor([2, 3, 9, 8]))  # written and read again
+    slots = store.admit(3)
+    assert store.kernel.weights[slots, 0].tolist() == [1002, 1003, 9, 8]
+    assert store.read(torch.tensor([4, 5]))[WEIGHTS][:, 0].tolist() == [1004, 1005]
+
+
+def test_evaluation_reads_without_moving_rows():
+    store = make_store(60)
+    expected = initial(torch.arange(ROWS))[WEIGHTS]
+    train(store, batches(1, 20), 4, expected)
+    store._mover.wait_idle()
+    before = store.counts.fetched
+    addresses = torch.tensor([3, 199, 3, 150, 0])
+    assert torch.equal(store.peek(Lookup(addresses)), expected[addresses])
+    bags = Lookup(addresses, torch.tensor([0, 2, 5]))
+    sums = torch.stack([expected[addresses[:2]].sum(0), expected[addresses[2:]].sum(0)])
+    assert torch.equal(store.peek(bags), sums)
+    assert store.counts.fetched == before
+
+
+def test_rows_are_written_wherever_they_are_and_initial_ones_are_not_stored():
+    store = make_store(60)
+    expected = initial(torch.arange(ROWS))[WEIGHTS]
+    train(store, batches(2, 20), 4, expected)
+    new = torch.randn(ROWS, WIDTH)
+    store.write(slice(0, ROWS), {WEIGHTS: new})
+    state = torch.rand(5, WIDTH)
+    store.write(torch.tensor([199, 0, 7, 100, 3]), {"sum": state})
+    assert torch.equal(store.read(slice(0, ROWS))[WEIGHTS], new)
+    assert torch.equal(store.read(torch.tensor([199, 0, 7, 100, 3]))["sum"], state)
+    fresh = make_store(60)
+    values = {name: value.clone() for name, value in initial(torch.arange(ROWS)).items()}
+    values[WEIGHTS][5] += 1
+    for name, value in values.items():  # as a restore does, tensor by tensor
+        fresh.write(slice(0, ROWS), {name: value})
+    expected = values[WEIGHTS].clone()
+    train(fresh, batches(3, 20, 20), 4, expected)
+    fresh._mover.wait_idle()
+    read = fresh.counts.fetched - fresh.counts.new
+    assert read <= fresh.counts.written + 1
+
+
+@pytest.mark.parametrize("fail_at", [("read", 2), ("write", 1), ("write", 6)], ids=str)
+def test_a_failure_of_the_mover_ends_training_with_its_reason(fail_at):
+    store = make_store(40, seed=0, fail_at=fail_at)
+    expected = initial(torch.arange(ROWS))[WEIGHTS]
+    with pytest.raises(
+        TrainingError, match=r"parallel\.storage\.t: the rows of table t .*No space"
+    ):
+        train(store, batches(4, 60), 3, expected)
+    for call in (lambda: store.read(slice(0, 3)), lambda: store.announce(99, batches(4)[0])):
+        with pytest.raises(TrainingError, match="No space"):
+            call()
+
+
+def test_a_full_disk_is_reported_at_the_start(tmp_path, monkeypatch):
+    layout = RecordLayout({WEIGHTS: torch.zeros(0, WIDTH)})
+    with pytest.raises(ConfigError, match=r"parallel\.storage\.t\.path: .* cannot hold a file of "):
+        file_records(10**14, layout, tmp_path, "parallel.storage.t")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ConfigError, match=r"no space left on device, [\d.]+ GB are free\); use a"):
+        file_records(ROWS, layout, tmp_path, "parallel.storage.t")
+    assert list(tmp_path.iterdir()) == []
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(ConfigError, match=r"cannot hold a file"):
+        file_records(ROWS, layout, blocked / "folder", "parallel.storage.t")
+
+
+def test_a_file_has_no_name_so_removing_its_folder_changes_nothing(tmp_path):
+    folder = tmp_path / "rows"
+    store = CachedStore(REQUEST, lambda rows, layout: file_records(rows, layout, folder, "key"), 40)
+    expected = initial(torch.arange(ROWS))[WEIGHTS]
+
+    def remove(step):
+        if step == 10:
+            assert list(folder.iterdir()) == []
+            folder.rmdir()
+
+    train(store, batches(5), 3, expected, remove)
+    assert torch.equal(store.read(slice(0, ROWS))[WEIGHTS], expected)
+    assert store.counts.written > 50
+
+
+def test_a_batch_that_does_not_fit_names_a_size_that_does():
+    given = batches(6, 10)
+    need = max(len(batch.unique()) for batch in given)
+    store = make_store(need - 1)
+    text = rf"parallel\.storage\.t\.cache: {need - 1} rows of table t .* a batch needs {need}; use"
+    with pytest.raises(ConfigError, match=text) as caught:
+        train(store, given, 3, initial(torch.arange(ROWS))[WEIGHTS])
+    share = float(str(caught.value).split("use ")[1].split("%")[0])
+    enough = make_store(int(np.ceil(ROWS * share / 100)))
+    train(enough, given, 3, initial(torch.arange(ROWS))[WEIGHTS])
+
+
+def test_canceled_batches_can_be_followed_by_others():
+    store, given = make_store(60), batches(7, 12)
+    expected = initial(torch.arange(ROWS))[WEIGHTS]
+    for number in range(6):
+        store.announce(number, given[number])
+    slots = store.admit(0)
+    assert torch.equal(store.kernel.weights[slots], expected[given[0]])
+    for number in range(6):
+        store.release(number)
+    for number in range(6, 12):
+        store.announce(number, given[number])
+        slots = store.admit(number)
+        assert torch.equal(store.kernel.weights[slots], expected[given[number]])
+        store.release(number)
+    store._mover.wait_idle()
+    assert store._mover.planner.num_leased == 0
+
+
+EXIT = """
+import time
+from tests.embedding.test_cached_store import *
+
+store = make_store(40)
+records, write = store._mover.records, store._mover.records.write
+
+def slow(rows, values):
+    time.sleep(0.3)
+    write(rows, values)
+    print("written")
+
+train(store, batches(1, 6), 2, initial(torch.arange(ROWS))[WEIGHTS])
+store._mover.wait_idle()
+records.write = slow
+store._mover.tasks.put((lambda: records.write(batches(1)[0].numpy(), records._records[:30]), None))
+"""
+
+
+def test_a_process_ends_after_the_last_write():
+    done = subprocess.run([sys.executable, "-c", EXIT], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.split()) == (0, ["written"]), done.stderr
+
+
+def test_a_freed_store_ends_its_thread():
+    store = make_store(60)
+    train(store, batches(8, 5), 2, initial(torch.arange(ROWS))[WEIGHTS])
+    mover, thread = weakref.ref(store._mover), store._thread
+    del store
+    thread.join(10)
+    assert not thread.is_alive()
+    del thread
+    gc.collect()
+    assert mover() is None
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32),
+                                    (torch.bfloat16, torch.float64)])  # fmt: skip
+def test_records_keep_every_bit(dtypes):
+    row, state = dtypes
+    for width in (1, 3, 8):
+        values = {
+            WEIGHTS: torch.randn(9, width).to(row),
+            "sum": torch.randn(9, width).to(state),
+            "steps": torch.randn(9).to(state),
+        }
+        layout = RecordLayout({name: value[:0] for name, value in values.items()})
+        records = layout.empty(9)
+        layout.pack(values, records)
+        for name, value in values.items():
+            assert torch.equal(layout.values(records, name), value)
+        assert layout.num_bytes == sum(v[0].numel() * v.itemsize for v in values.values())

@@ -1,0 +1,153 @@
+"""Slot planning: capacity, one slot per row, Belady's MIN, and numba and numpy decide alike."""
+
+import numpy as np
+import pytest
+
+from sbpflow.embedding.cache.slot_planner import Admission, SlotPlanner
+
+ROWS = 300
+FORMS = pytest.mark.parametrize("compiled", [True, False], ids=["numba", "numpy"])
+
+
+def trace(seed, num_batches=60, size=40):
+    """Batches of skewed rows with duplicates; some contain the absent address."""
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(1, size, num_batches)
+    return [
+        (rng.random(n) ** 3 * (ROWS + 1)).astype(np.int32 if n % 2 else np.int64) for n in sizes
+    ]
+
+
+def unique(batch):
+    return set(batch.tolist()) - {ROWS}
+
+
+class Mirror:
+    """The slots as the store would fill them, checked after every admission."""
+
+    def __init__(self, num_slots):
+        self.num_slots, self.slot_of, self.stored = num_slots, {}, set()
+        self.fetched = self.new = 0
+
+    def apply(self, found: Admission):
+        for row, slot in zip(found.evicted.tolist(), found.evicted_slots.tolist(), strict=True):
+            assert self.slot_of.pop(row) == slot
+            self.stored.add(row)
+        for row, slot, is_new in zip(
+            found.missing.tolist(), found.slots.tolist(), found.is_new.tolist(), strict=True
+        ):
+            assert row not in self.slot_of
+            assert is_new == (row not in self.stored)
+            self.slot_of[row] = slot
+        assert len(set(self.slot_of.values())) == len(self.slot_of) <= self.num_slots
+        assert all(0 <= slot < self.num_slots for slot in self.slot_of.values())
+        self.fetched += found.missing.size
+        self.new += int(found.is_new.sum())
+
+
+def run(batches, num_slots, known, ahead, compiled, cancel_from=None):
+    """Train with ``known`` batches announced, and up to ``ahead`` of them admitted early."""
+    planner, mirror = SlotPlanner(ROWS, num_slots, compiled=compiled), Mirror(num_slots)
+    decisions = []
+    for step in range(len(batches)):
+        while planner.num_announced < min(step + known + 1, len(batches)):
+            batch = batches[planner.num_announced]
+            assert planner.announce(batch) == len(unique(batch))
+        if cancel_from is not None and step >= cancel_from:
+            planner.release()
+            continue
+        while planner.num_admitted <= min(step + ahead, planner.num_announced - 1):
+            found = planner.admit()
+            if isinstance(found, int):
+                leased = set().union(*map(unique, batches[step : planner.num_admitted + 1]))
+                assert found == len(leased) > num_slots
+                assert planner.num_admitted > step, "one batch fits"
+                break
+            decisions.append((found.missing.copy(), found.slots.copy(), found.evicted.copy()))
+            mirror.apply(found)
+        assert planner.num_leased == len(
+            set().union(*map(unique, batches[step : planner.num_admitted]))
+        )
+        slots = np.empty(batches[step].size, np.int64)
+        assert planner.translate(batches[step], slots) == 0
+        for row, slot in zip(batches[step].tolist(), slots.tolist(), strict=True):
+            assert slot == (num_slots if row == ROWS else mirror.slot_of[row])
+        planner.release()
+    return planner, mirror, decisions
+
+
+@FORMS
+@pytest.mark.parametrize("seed", range(12))
+def test_capacity_holds_and_every_row_has_one_slot(compiled, seed):
+    rng = np.random.default_rng(1000 + seed)
+    batches = trace(seed)
+    most = max(len(unique(batch)) for batch in batches)
+    num_slots = most + int(rng.integers(0, 60))
+    known, ahead = int(rng.integers(1, 30)), int(rng.integers(0, 3))
+    planner, mirror, _ = run(batches, num_slots, known, ahead, compiled)
+    assert planner.num_leased == 0
+    assert mirror.fetched > mirror.new > 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_numba_and_numpy_decide_alike(seed):
+    batches = trace(seed, 80)
+    results = [
+        run(batches, 50 + 5 * seed, 1 + 4 * seed, seed % 3, form)[2] for form in (True, False)
+    ]
+    for one, other in zip(*results, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def belady(batches, num_slots):
+    """Rows fetched by MIN: a batch's rows stay; others with the furthest next use leave."""
+    cached, fetched = set(), 0
+    uses = {}
+    for number, batch in enumerate(batches):
+        for row in unique(batch):
+            uses.setdefault(row, []).append(number)
+    for number, batch in enumerate(batches):
+        wanted = unique(batch)
+        fetched += len(wanted - cached)
+        cached |= wanted
+        excess = len(cached) - num_slots
+        if excess > 0:
+            after = {
+                row: min((u for u in uses[row] if u > number), default=10**9) for row in cached
+            }
+            idle = sorted(cached - wanted, key=after.__getitem__)
+            cached -= set(idle[len(idle) - excess :])
+    return fetched
+
+
+@FORMS
+@pytest.mark.parametrize("seed", range(4))
+def test_with_all_batches_known_fetches_are_minimal(compiled, seed):
+    batches = trace(seed)
+    for num_slots in (45, 70, 120):
+        _, mirror, _ = run(batches, num_slots, len(batches), 0, compiled)
+        assert mirror.fetched == belady(batches, num_slots)
+
+
+def test_the_longest_unused_row_leaves_first():
+    planner = SlotPlanner(10, 4)
+    for rows in ([0, 1], [2, 3], [4], [5]):
+        planner.announce(np.array(rows))
+        found = planner.admit()
+        planner.release()
+    assert found.evicted.tolist() == [1]
+    planner.announce(np.array([0]))
+    assert planner.admit().evicted.tolist() == [2]
+
+
+@FORMS
+def test_canceled_batches_leave_no_lease(compiled):
+    batches = trace(3)
+    planner, mirror, _ = run(batches, 60, 8, 1, compiled, cancel_from=30)
+    assert planner.num_leased == 0
+    assert planner.num_released == planner.num_announced == len(batches)
+    for batch in trace(4, 20):
+        planner.announce(batch)
+        mirror.apply(planner.admit())
+        planner.release()
+    assert planner.num_leased == 0

@@ -1,0 +1,147 @@
+"""``parallel.storage``: what is refused and why, the plan, its memory, and the forecast."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from sbpflow.config.parse import build
+from sbpflow.config.table_rules import ParallelConfig, TableRule
+from sbpflow.embedding.cache.store import CachedStore
+from sbpflow.embedding.storage.store import DeviceStore
+from sbpflow.errors import ConfigError
+from sbpflow.run.planning.build_plan import plan_run
+from sbpflow.run.planning.cache_forecast import forecast
+from sbpflow.run.planning.explain import describe, format_plan
+from sbpflow.run.planning.plan_file import plan_from_json, plan_to_json
+from sbpflow.run.planning.storage import AUTO_LOOKAHEAD
+from tests.training.test_stores import FIELDS, batch_of
+from tests.training.wdl_case import FIELDS as SMALL
+from tests.training.wdl_case import make_config, make_job
+
+FILE = {"kind": "file", "cache": "20%"}
+
+
+def config_with(storage, *, lookahead="auto", scheme="3", tables=None, **more):
+    config = make_config(scheme, "rowwise_adagrad", dim=8, tables=tables, **more)
+    rules = build(ParallelConfig, {"scheme": scheme, "storage": storage}).storage
+    parallel = replace(config.parallel, storage=rules)
+    return replace(config, parallel=parallel, train=replace(config.train, lookahead=lookahead))
+
+
+def plan_of(storage, *, size=2, device="cpu", fields=FIELDS, **more):
+    return plan_run(config_with(storage, **more), fields, world_size=size, device_type=device)[1]
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ({"kind": "disk", "cache": "10%"}, r"kind: 'disk' is not one of device, host, file"),
+        ({"kind": "file"}, r"cache: not given for kind: file; for example 10% or \"4 GB\""),
+        ({"kind": "file", "cache": "0%"}, r"cache: 0% is not above 0 and at most 100%"),
+        ({"kind": "file", "cache": "120%"}, r"cache: 120% is not above 0 and at most 100%"),
+        ({"kind": "file", "cache": "4 gigabytes"}, r"cache: '4 gigabytes' is not a share or a si"),
+        ({"kind": "device", "cache": "10%"}, r"cache: 10% with kind: device, which holds all row"),
+        ({"kind": "host", "cache": "10%", "path": "x"}, r"path: x with kind: host; use kind: fil"),
+    ],
+)
+def test_rules_that_cannot_be_are_refused(rule, message):
+    with pytest.raises(ConfigError, match=rf"storage\.deep\.\*\.{message}"):
+        config_with({"deep.*": rule})
+
+
+def test_tables_that_cannot_be_cached_are_refused_with_a_reason():
+    key = r"parallel\.storage\.deep\.\*"
+    with pytest.raises(ConfigError, match=rf"{key}\.kind: host on cpu, where it is the same mem"):
+        plan_of({"deep.*": {"kind": "host", "cache": "10%"}})
+    copied = {"deep.C2": TableRule(sbp="B")}
+    with pytest.raises(ConfigError, match=rf"{key}: table deep.C2 is B on 2 ranks, .* use S\(0\)"):
+        plan_of({"deep.*": FILE}, tables=copied)
+    plan_of({"deep.*": FILE}, tables=copied, size=1)
+    text = r"storage\.wide\.\*: a row of table wide\.C1xC2 has 16 bytes, but planning its slots"
+    with pytest.raises(ConfigError, match=text):
+        plan_of({"wide.*": FILE})
+    with pytest.raises(ConfigError, match=r"parallel\.storage\.deep\.X9: matches no table"):
+        plan_of({"deep.X9": FILE})
+    with pytest.raises(ConfigError, match=rf"train\.lookahead: 1 with {key}: .* use 2 or more"):
+        plan_of({"deep.*": FILE}, lookahead=1)
+
+
+def test_lookahead_is_far_with_caches_only():
+    assert plan_of({}).lookahead == 1
+    assert plan_of({"deep.*": {"kind": "device"}}).lookahead == 1
+    assert plan_of({"deep.*": FILE}).lookahead == AUTO_LOOKAHEAD
+    assert plan_of({"deep.*": FILE}, lookahead=5).lookahead == 5
+
+
+def test_the_last_pattern_wins_and_storages_have_stacks_of_their_own():
+    plan = plan_of(
+        {"deep.*": FILE, "deep.C2": {"kind": "device"}, "deep.C3": {**FILE, "cache": "1 MB"}}
+    )
+    storages = {}
+    for group in plan.embeddings.groups:
+        for stack in group.stacks:
+            assert len({table.storage for table in stack.tables}) == 1
+            storages |= {table.name: table.storage for table in stack.tables}
+    assert storages["deep.C1"].share == 0.2
+    assert storages["deep.C2"] is storages["wide.C1xC2"] is None
+    assert storages["deep.C3"].share == 1.0
+    assert plan_from_json(plan_to_json(plan)) == plan
+
+
+def built(world, storage, scratch):
+    config = config_with(storage)
+    job = make_job(world, replace(config, run=replace(config.run, dir=scratch)))
+    facts = describe(job.plan)
+    kinds = sorted({type(store).__name__ for _, store in job.embeddings._stores()})
+    slots = sum(
+        store.num_slots * store._mover.layout.num_bytes
+        for _, store in job.embeddings._stores()
+        if isinstance(store, CachedStore)
+    )
+    device = sum(
+        store.memory_bytes
+        for _, store in job.embeddings._stores()
+        if isinstance(store, DeviceStore)
+    )
+    rank = facts["ranks"][world.rank]
+    return kinds, slots + device, rank["table_bytes"] + rank["table_state_bytes"]
+
+
+def test_a_run_builds_the_planned_stores_and_memory_counts_slots(ranks, memory):
+    whole = describe(plan_of({}, fields=SMALL))["ranks"][0]
+    for kinds, held, planned in ranks(2, built, {"deep.*": FILE}, memory):
+        assert kinds == ["CachedStore", "DeviceStore"]
+        assert planned == pytest.approx(held, abs=8)
+        assert planned < 0.7 * (whole["table_bytes"] + whole["table_state_bytes"])
+
+
+def test_explain_shows_the_caches_and_what_they_will_fetch():
+    plan = plan_of({"deep.*": FILE}, lookahead=8)
+    found = forecast(plan, (batch_of(number).ids for number in range(40)))
+    (cached,) = found
+    assert cached == "deep.C1"
+    for rank in (0, 1):
+        rows = found[cached][rank]
+        assert rows["unique"] >= rows["fetched"] >= rows["read"] >= 0
+        assert rows["fetched"] > 0
+    unique = [
+        np.unique(batch_of(number).ids[:, :4].numpy() * 8 + np.arange(4)).size
+        for number in range(20, 40)
+    ]
+    assert sum(found[cached][rank]["unique"] for rank in (0, 1)) == pytest.approx(np.mean(unique))
+    facts = describe(plan, found)
+    cache = facts["caches"][0]
+    assert cache["kind"] == "file"
+    assert cache["slots"] == -(-cache["rows"] // 5)
+    assert cache["tables"] == ["deep.C1", "deep.C2", "deep.C3", "deep.C4"]
+    assert cache["slot_bytes"] == cache["slots"] * (8 * 8 + 8)
+    text = format_plan(plan, forecast=found)
+    assert "cached on rank" in text
+    assert "10 steps/s need" in text
+    assert "cached on rank" not in format_plan(plan_of({}))
+    small = {"deep.*": {"kind": "file", "cache": "0.5%"}}
+    with pytest.raises(
+        ConfigError, match=r"deep\.\*\.cache: 7 rows of table deep\.C1 on rank 0 .*use"
+    ):
+        forecast(plan_of(small), (batch_of(number).ids for number in range(40)))

@@ -1,0 +1,86 @@
+"""Whole runs with tables in a file: equal events, resumes, predictions, and exports."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sbpflow.checkpoint.folder import list_checkpoints
+from sbpflow.checkpoint.read import open_checkpoint
+from sbpflow.commands.export import export
+from sbpflow.commands.predict import predict
+from tests.training.test_resume import events, interrupted, run
+
+# The kernel is given, because runs with other storage measure kernels anew.
+COMMON = (
+    *("parallel.kernel=numba", "train.accumulate=2", "optimizer.clip={norm: 0.5, rows: true}"),
+    *("train.stop={metric: logloss, patience: 1, min_delta: 0.01}", "checkpoint.background=true"),
+)
+CACHED = ("parallel.storage.deep.*={kind: file, cache: 18%}",)
+
+
+@pytest.fixture(scope="module")
+def whole(synth_set, tmp_path_factory) -> Path:
+    """The uninterrupted run with all rows in memory."""
+    pytest.importorskip("numba")
+    folder = tmp_path_factory.mktemp("whole")
+    assert run(synth_set, folder, *COMMON) == 0
+    return folder
+
+
+def check_equal(one: Path, other: Path) -> None:
+    assert events(one) == events(other)
+    newest, same = (list_checkpoints(folder / "checkpoints")[0] for folder in (one, other))
+    assert newest.name == same.name
+    one, other = open_checkpoint(newest), open_checkpoint(same)
+    assert one.tensors.keys() == other.tensors.keys()
+    for name in one.tensors:
+        assert one.tensor(name).equal(other.tensor(name)), name
+
+
+def test_a_cached_run_equals_one_in_memory_and_shows_its_figures(synth_set, whole, tmp_path):
+    assert run(synth_set, tmp_path, *COMMON, *CACHED) == 0
+    check_equal(tmp_path, whole)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["event"] == "step"]
+    assert all(line["cache_fetched"] >= line["cache_new"] >= 0 for line in steps)
+    assert sum(line["cache_written"] for line in steps) > 100
+    assert all(line["cache_wait_ms"] >= 0 for line in steps)
+    assert "cached on rank" in (tmp_path / "start.txt").read_text()
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left <= {path.name for path in whole.iterdir()}
+
+
+@pytest.mark.parametrize(("before", "after"), [(CACHED, ()), ((), CACHED), (CACHED, CACHED)])
+def test_killed_runs_resume_with_and_without_a_cache(
+    synth_set, whole, tmp_path, monkeypatch, before, after
+):
+    interrupted(
+        synth_set, tmp_path, monkeypatch, 5, *COMMON, "checkpoint.background=false", *before
+    )
+    assert run(synth_set, tmp_path, *COMMON, *after) == 0
+    check_equal(tmp_path, whole)
+
+
+def test_predictions_and_exports_of_a_cached_run_are_equal(synth_set, whole, tmp_path):
+    assert run(synth_set, tmp_path / "run", *COMMON, *CACHED) == 0
+    found = {}
+    for name, folder in (("whole", whole), ("cached", tmp_path / "run")):
+        out = tmp_path / f"{name}.csv"
+        words = ["--checkpoint", folder, "--input", synth_set, "--output", out, "--split", "test"]
+        assert predict([*map(str, words)]) == 0
+        exported = tmp_path / f"{name}-export"
+        words = ["--checkpoint", folder, "--output", exported, "--forms", "safetensors"]
+        assert export([*map(str, words)]) == 0
+        weights = sorted(exported.glob("*.safetensors"))
+        assert weights
+        found[name] = out.read_bytes(), [path.read_bytes() for path in weights]
+    assert found["whole"] == found["cached"]
+
+
+def test_a_cache_too_small_for_a_step_is_refused_with_a_size(synth_set, tmp_path):
+    small = ("parallel.storage.deep.*={kind: file, cache: 1%}",)
+    with pytest.raises(
+        ValueError, match=r"cache: \d+ rows of table .* needs? .* use [\d.]+% or more"
+    ):
+        run(synth_set, tmp_path, *COMMON, *small)

@@ -1,0 +1,113 @@
+"""Cached tables train, save, and resume bit-equal to tables on the device."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sbpflow.checkpoint.read import open_checkpoint
+from sbpflow.embedding.cache.records import file_records
+from sbpflow.embedding.cache.store import CachedStore
+from sbpflow.embedding.storage.store import StoreRequest, device_store
+from sbpflow.runtime.ranks.world import World
+from tests.training.test_stores import (
+    BATCH,
+    SAVED_AT,
+    STEPS,
+    UNIQUE_COLUMNS,
+    Case,
+    check_checkpoints,
+    make_job,
+    saver_of,
+    train,
+    train_and_save,
+)
+
+
+class FileStores:
+    """Makes cached stores over files, and records them."""
+
+    def __init__(self, folder: Path, slots: int) -> None:
+        self.folder, self.slots = folder, slots
+        self.made: list[CachedStore] = []
+
+    def __call__(self, request: StoreRequest) -> Any:
+        if not request.num_rows:
+            return device_store(request)
+        store = CachedStore(
+            request,
+            lambda rows, layout: file_records(rows, layout, self.folder, "key"),
+            min(self.slots, request.num_rows),
+        )
+        self.made.append(store)
+        return store
+
+
+def whole_run(world: World, case: Case, folder: Path) -> list[dict[str, Any]]:
+    """Train, save during training, and continue; then resume from the other's checkpoint."""
+    found: list[dict[str, Any]] = []
+    slots = 2 * 4 * BATCH  # the rows of the two batches of a step
+    cached = FileStores(folder / "scratch", slots)
+    kinds = {"device": device_store, "file": cached}
+    for name, stores in kinds.items():
+        job = make_job(world, case, stores)
+        losses, log_bytes = train_and_save(job, case, folder / name)
+        job.trainer.drain()
+        found.append({"losses": losses, "log_bytes": log_bytes})
+    for name, stores in kinds.items():
+        other = "device" if name == "file" else "file"
+        resumed = make_job(world, case, stores)
+        resumed.restore(open_checkpoint(folder / other / f"step-{SAVED_AT}"))
+        again = train(resumed, SAVED_AT + 1, STEPS, case.lookahead)
+        saver_of(resumed, folder / f"{name}-resumed").save(STEPS, {})
+        resumed.trainer.drain()
+        found.append({"losses": again})
+    for store in cached.made:
+        store._mover.wait_idle()
+    found[1]["evicted"] = sum(store.counts.written for store in cached.made)
+    found[1]["leased"] = sum(store._mover.planner.num_leased for store in cached.made)
+    return found
+
+
+def check(ranks, size: int, case: Case, folder: Path) -> None:
+    found = ranks(size, whole_run, case, folder)
+    for device, cached, *resumed in found:
+        assert cached["losses"] == device["losses"]
+        for one in resumed:
+            assert one["losses"] == device["losses"][-len(one["losses"]) :]
+        assert cached["leased"] == 0
+        assert cached["log_bytes"] > 0
+    assert sum(cached["evicted"] for _, cached, *_ in found) > 20
+    check_checkpoints(folder, "file")
+
+
+KERNELS = ("torch", "numba", "fbgemm")
+RULES = {
+    "torch": [("lazy_adam", None), ("rowwise_adagrad", "bfloat16"), ("ftrl", None)],
+    "numba": [("lazy_adam", None), ("rowwise_adagrad", "bfloat16"), ("adagrad", "float16")],
+    "fbgemm": [("adagrad", None)],
+}
+
+
+def cases() -> list[tuple[int, Case]]:
+    """A seeded sample over schemes, kernels, optimizers, row dtypes, and lookaheads."""
+    draw = random.Random(30)
+    chosen = []
+    for size in (1, 2, 4):
+        for scheme in "123":
+            kernel = draw.choice(KERNELS)
+            rule, rows = draw.choice(RULES[kernel])
+            clipped = draw.random() < 0.3 and kernel != "fbgemm"
+            lookahead = draw.choice((1, 2, 5))
+            chosen.append((size, Case(scheme, kernel, rule, rows, clipped, None, lookahead)))
+    unique = Case("3", "numba", "rowwise_adagrad", tables=UNIQUE_COLUMNS, lookahead=4)
+    return [*chosen, (2, unique), (2, replace(unique, kernel="torch", clipped=True))]
+
+
+@pytest.mark.parametrize(("size", "case"), cases(), ids=str)
+def test_cached_tables_equal_tables_on_the_device(ranks, memory, size, case):
+    if case.kernel == "fbgemm":
+        pytest.importorskip("fbgemm_gpu")
+    check(ranks, size, case, memory)
