@@ -22,6 +22,7 @@ from torch import Tensor
 
 from benchmarks.network import start_ranks
 from benchmarks.record import Results
+from benchmarks.reshard import Rows
 from sbpflow.boxing.executor import Boxing
 from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.checkpoint.save import Saver
@@ -115,16 +116,6 @@ def picked(count: int, seed: int) -> list[Case]:
     """A seeded sample, or all cases if ``count`` is 0."""
     cases = all_cases()
     return random.Random(seed).sample(cases, count) if count else cases
-
-
-@dataclass
-class Rows:
-    """One rank's part of a batch."""
-
-    labels: Tensor
-    dense: Tensor
-    ids: Tensor
-    batch_size: int
 
 
 def make_rows(number: int, world: World) -> Rows:

@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -89,22 +89,14 @@ def make_set(folder: Path) -> None:
 
 def start(data: Path, folder: Path, log: Path, size: int, *more: str) -> Ranks:
     """Start or continue the run in ``folder``."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     words = [
-        "--config",
-        "configs/scheme3.yaml",
         f"data.path={data}",
         f"run.dir={folder}",
-        "parallel.device=cpu",
         "parallel.timeout_s=20",
-        "data.loader=memmap",
         "data.batch_size=200",
         "model.hidden=[16]",
         "model.dropout=0.3",
         "optimizer.sparse.name=lazy_adam",
-        "train.log_every=1",
         "train.eval_every=45",
         "train.epochs=20",
         f"train.max_steps={STEPS}",
@@ -114,24 +106,43 @@ def start(data: Path, folder: Path, log: Path, size: int, *more: str) -> Ranks:
     scratch = folder.with_name(f"{folder.name}-tmp")
     scratch.mkdir(exist_ok=True)
     environment = {
-        **os.environ,
         "TMPDIR": str(scratch),
         "TORCHINDUCTOR_CACHE_DIR": str(folder.with_name("cache")),  # torch creates it on import
+    }
+    return launch(words, log, size, environment)
+
+
+def launch(
+    words: Sequence[str],
+    log: Path,
+    size: int,
+    environment: Mapping[str, str],
+    before: Callable[[], None] | None = None,
+) -> Ranks:
+    """Start ``size`` ranks that train on the CPU; ``before`` runs first in each process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    fixed = ["--config", "configs/scheme3.yaml", "parallel.device=cpu", "data.loader=memmap"]
+    shared = {
+        **os.environ,
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),
+        **environment,
     }
     with log.open("ab") as sink:
         processes = [
             subprocess.Popen(
-                [sys.executable, "train_wdl.py", *words],
+                [sys.executable, "train_wdl.py", *fixed, "train.log_every=1", *words],
                 cwd=ROOT,
-                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdout=sink,
                 stderr=sink,
+                preexec_fn=before,
             )
             for rank in range(size)
         ]

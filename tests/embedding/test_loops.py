@@ -12,7 +12,9 @@ from sbpflow.embedding.ids.reader import IdReader
 from sbpflow.embedding.plan.embedding_plan import plan_embeddings
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
 from sbpflow.embedding.rules.registry import sparse_optimizer
+from sbpflow.embedding.storage.initial import _uniform_rows
 from sbpflow.errors import DataError
+from sbpflow.runtime.random.streams import uniform_rows
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Split
@@ -145,3 +147,12 @@ def test_bad_offsets_are_rejected(offsets, message):
     }
     with pytest.raises(DataError, match=message):
         IdReader(plan, 0, CPU).read(ids)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_compiled_initial_rows_equal_torch(dtype):
+    generator = torch.Generator().manual_seed(1)
+    counters = torch.randint(-(2**63), 2**63 - 1, (5000,), generator=generator)
+    bounds = torch.rand(5000, generator=generator, dtype=torch.float64)
+    expected = uniform_rows(counters, 7, bounds.unsqueeze(1), 3).to(dtype)
+    assert _uniform_rows(counters, 7, bounds, 3, dtype).equal(expected)

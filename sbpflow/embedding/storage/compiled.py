@@ -196,3 +196,14 @@ def fill_uniform(
         for c in range(out.shape[1]):
             unit = mixed(U64(first + c) * GAMMA_64 + U64(key)) & U64(9007199254740991)
             out[r, c] = np.float64(np.int64(unit)) * scale - bound
+
+
+@compiled
+def fill_uniform_rows(out: Array, counters: Array, bounds: Array, first_column: int) -> None:
+    """Fill ``out`` with the same values as ``streams.uniform_rows``; ``bounds`` has one per row."""
+    for r in range(out.shape[0]):
+        scale = 2.0 * bounds[r] / 9007199254740992.0
+        for c in range(out.shape[1]):
+            unit = mixed(U64(counters[r]) + U64(first_column + c) * GAMMA_64)
+            unit &= U64(9007199254740991)
+            out[r, c] = np.float64(np.int64(unit)) * scale - bounds[r]

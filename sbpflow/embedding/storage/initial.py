@@ -62,8 +62,8 @@ def initial_rows(
         first.table.dim,
         torch.tensor(streams, device=rows.device)[shard_of],
     )
-    bounds = ranges.to(rows.device)[shard_of].unsqueeze(1)
-    weights = uniform_rows(counters, width, bounds, first.col_start).to(row_dtype)
+    bounds = ranges.to(rows.device)[shard_of]
+    weights = _uniform_rows(counters, width, bounds, first.col_start, row_dtype)
     state = {
         name: torch.full(
             optimizer.state_shape(name, rows.numel(), width),
@@ -74,6 +74,20 @@ def initial_rows(
         for name in optimizer.state
     }
     return {WEIGHTS: weights, **state}
+
+
+def _uniform_rows(
+    counters: Tensor, width: int, bounds: Tensor, first_column: int, dtype: torch.dtype
+) -> Tensor:
+    """Return ``uniform_rows`` with a bound for each row, compiled if numba is loaded anyway."""
+    if counters.device.type != "cpu" or "numba" not in sys.modules:
+        return uniform_rows(counters, width, bounds.unsqueeze(1), first_column).to(dtype)
+    from sbpflow.embedding.storage import compiled
+
+    is_exact = dtype in (torch.float32, torch.float64)
+    values = torch.empty(counters.numel(), width, dtype=dtype if is_exact else torch.float64)
+    compiled.fill_uniform_rows(values.numpy(), counters.numpy(), bounds.numpy(), first_column)
+    return values.to(dtype)
 
 
 def _fill(out: Tensor, shard: Shard, seed: int, skipped: int = 0) -> None:
