@@ -36,7 +36,7 @@ def format_summary(
 ) -> str:
     """Return one line per table, totals per rank and link, and the largest transfers.
 
-    ``helps`` are the lines of ``what_helps``; ``forecast`` is that of ``cache_forecast``.
+    ``helps`` contains the lines of ``what_helps``; ``forecast`` is that of ``cache_forecast``.
     """
     facts = describe(plan, forecast)
     lines = [
@@ -47,9 +47,9 @@ def format_summary(
         *table_lines(facts["tables"], shards=shards, reasons=False),
         "",
         *rank_lines(facts["ranks"]),
+        *cache_lines(facts["caches"]),
         f"ids: an upper bound for the {1 + plan.lookahead} batches in the lookahead window; "
         "activations and buffers are not included",
-        *cache_lines(facts["caches"]),
         *_link_lines(facts),
         *_largest_lines(facts),
         *helps,
