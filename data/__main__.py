@@ -1,4 +1,4 @@
-"""Command line of the data plane: prepare, encode, synth, stats, verify."""
+"""Command line of the data plane: schema, prepare, encode, synth, stats, verify."""
 
 import argparse
 import errno
@@ -8,11 +8,13 @@ import os
 import re
 import shutil
 import sys
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from sbpflow.config.yaml_text import load_yaml
 from sbpflow.data.format.manifest import Manifest, load_manifest
-from sbpflow.data.format.schema import CRITEO
+from sbpflow.data.format.schema import CRITEO, Schema
 from sbpflow.data.format.verify import verify_set
 from sbpflow.data.prepare.remote import input_path, size_of
 from sbpflow.data.prepare.schema_file import parse_crosses, read_schema
@@ -21,10 +23,14 @@ from sbpflow.errors import ConfigError, DataError
 from sbpflow.runtime.files.local_path import local_path
 from sbpflow.runtime.processes.launch import until_nobody_reads
 
+_LOG = logging.getLogger(__name__)
 _DISK_FACTOR = {".gz": 4.5, ".parquet": 4.5}
 """Peak disk use in bytes per byte of input (1.4 for text)"""
 
-_SHARED = ("schema", "crosses", "min_count", "hash_size", "dense", "seed", "spare")
+_SHARED = (
+    *("schema", "crosses", "min_count", "hash_size", "dense", "seed", "spare"),
+    "keep_strings",
+)
 """Options of prepare that come from the set of ``--like``"""
 
 
@@ -42,7 +48,7 @@ def _prepare(args: argparse.Namespace) -> Manifest | None:
         )
     if args.grow and args.like is None:
         raise ConfigError("--grow needs a set to grow from; use, for example, --like OLD --grow")
-    schema = read_schema(args.schema) if args.schema else CRITEO
+    schema = _schema_of(args)
     default = "C1xC2,C3xC4" if schema is CRITEO else "none"
     crosses = parse_crosses(args.crosses or default, schema.sparse)
     hashable = (*schema.sparse, *("x".join(pair) for pair in crosses))
@@ -61,11 +67,41 @@ def _prepare(args: argparse.Namespace) -> Manifest | None:
         overwrite=args.overwrite,
         grow=args.grow,
         spare=args.spare or 0.0,
+        keep_strings=bool(args.keep_strings),
         part=parse_part(args.part, args.wait),
     )
     if args.like is not None:
         options = options_like(load_manifest(args.like, "--like"), options)
     return prepare(options)
+
+
+def _schema_of(args: argparse.Namespace) -> Schema:
+    """Return the schema of the options: a file, an accepted proposal, or Criteo's."""
+    if args.schema == Path("auto"):
+        from sbpflow.data.prepare.propose import propose
+
+        proposal = propose(args.input)
+        if not proposal.has_label:
+            raise ConfigError(
+                "--schema auto: no column is likely to be the label; write the schema to a file "
+                "with `sbpflow schema` and name the label there",
+                *proposal.text.splitlines(),
+            )
+        _LOG.info("%s", proposal.text)
+        return read_schema(load_yaml(proposal.text))
+    if args.schema:
+        return read_schema(args.schema)
+    if args.like is None:
+        from sbpflow.data.prepare.propose import refuse_guess
+
+        refuse_guess(args.input)
+    return CRITEO
+
+
+def _schema(args: argparse.Namespace) -> None:
+    from sbpflow.data.prepare.propose import propose
+
+    print(propose(args.input).text, end="")
 
 
 def _encode(args: argparse.Namespace) -> Manifest | None:
@@ -99,14 +135,26 @@ def _synth(args: argparse.Namespace) -> Manifest | None:
 
 
 def _stats(args: argparse.Namespace) -> None:
+    from sbpflow.data.concerns import concerns
     from sbpflow.data.plots import write_png
+    from sbpflow.data.profile import profile_set
+    from sbpflow.data.profile_page import profile_page, profile_picture, profile_text
     from sbpflow.data.stats import compute_stats, load_stats, stats_json, stats_table
 
     manifest = load_manifest(args.path, "DIR")
     stats = compute_stats(manifest) if args.recount else load_stats(manifest)
     if args.png:
         write_png(stats, args.png)
-    print(json.dumps(stats_json(stats)) if args.json else stats_table(stats))
+    profile = profile_set(manifest)
+    if args.html:
+        args.html.write_text(profile_page(manifest, profile), encoding="utf-8")
+    if args.picture:
+        args.picture.write_text(profile_picture(manifest, profile), encoding="utf-8")
+    if args.json:
+        content = {**asdict(profile), "warnings": concerns(profile), "tables": stats_json(stats)}
+        print(json.dumps(content))
+    else:
+        print(f"{profile_text(manifest, profile)}\n\n{stats_table(stats)}")
 
 
 def _verify(args: argparse.Namespace) -> Manifest:
@@ -146,15 +194,21 @@ def parser(
     add("--crosses", help="pairs of columns for the wide part (default C1xC2,C3xC4; or none)")
     add("--hash-size", help="table rows of hashed fields: N for all, or C3=N,C12=N")
     add("--dense", help="transform of the dense values (default log3)")
-    add("--schema", type=local_path, help="YAML with label, dense, sparse, columns (default: "
-        "Criteo)")  # fmt: skip
+    add("--schema", type=local_path, metavar="FILE|auto", help="YAML with label, dense, sparse, "
+        "columns (default: Criteo); auto accepts the proposal of `sbpflow schema`")  # fmt: skip
     add("--seed", type=int, help="seed of the ids and of a ratio split (default 7)")
     add("--like", type=local_path, metavar="SET", help="use ids, schema and constants of this set")
     add("--grow", action="store_true", help="assign ids to values without an id in --like")
     add("--spare", type=float, help="unused ids for growth, as a fraction of the values (default "
         "0)")  # fmt: skip
+    add("--keep-strings", action="store_true", default=None, help="store the original value of "
+        "every id of string columns")  # fmt: skip
     _add_common(prepare)
     prepare.set_defaults(run=_prepare)
+    schema = commands.add_parser("schema", help="propose the schema of a table with column names")
+    schema.add_argument("input", nargs="+", type=input_path, metavar="PATH", help="files or "
+        "folders as in prepare, with column names")  # fmt: skip
+    schema.set_defaults(run=_schema)
     encode = commands.add_parser("encode", help="encode new test rows with the ids of a set")
     add = encode.add_argument
     add("--like", type=local_path, required=True, metavar="SET", help="set that provides the ids")
@@ -180,11 +234,13 @@ def parser(
     add("--seed", type=int, default=7)
     add("--workers", type=int, default=os.cpu_count() or 1)
     synth.set_defaults(run=_synth)
-    stats = commands.add_parser("stats", help="describe the lookups of each table")
+    stats = commands.add_parser("stats", help="describe the splits and tables of a set")
     add = stats.add_argument
     add("path", type=local_path, metavar="DIR")
     add("--json", action="store_true", help="machine-readable output")
-    add("--png", type=local_path, help="also write two heat maps to this file")
+    add("--html", type=local_path, metavar="FILE", help="also write an HTML page")
+    add("--picture", type=local_path, metavar="FILE", help="also write the charts as an SVG file")
+    add("--png", type=local_path, help="also write two heat maps of lookups to this file")
     add("--recount", action="store_true", help="count the rows instead of reading the manifest")
     stats.set_defaults(run=_stats)
     verify = commands.add_parser("verify", help="check every file and value of a set")

@@ -43,3 +43,9 @@ def by_column(
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"{key}: {text!r} has {twice[0]} twice; give each column one value")
     return values
+
+
+def epoch_unit(low: float, high: float) -> float | None:
+    """Return the units per second if the range may be times since 1970, from 1998 to 2039."""
+    units = (1.0, 1e3, 1e6)
+    return next((unit for unit in units if 9e8 * unit <= low and high <= 2.2e9 * unit), None)

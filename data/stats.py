@@ -133,10 +133,15 @@ def unique_ratios(manifest: Manifest) -> dict[str, dict[int, float]]:
 
 def field_ids(manifest: Manifest, rows: RowFiles, start: int, stop: int) -> Iterator[Words]:
     """Yield each field's ids in rows [start, stop) as [rows, hot], or [ids] for a ragged field."""
-    words = rows.read(start, stop)
-    lists: Iterator[Words] = iter(())
-    if manifest.lists:
-        lists = list_ids(*rows.lists(start, stop))
+    lists = rows.lists(start, stop) if manifest.lists else None
+    return ids_in(manifest, rows.read(start, stop), lists)
+
+
+def ids_in(
+    manifest: Manifest, words: Words, of_lists: tuple[NDArray[Any], Words] | None
+) -> Iterator[Words]:
+    """Yield each field's ids in ``words`` [rows, words] and in the lengths and values of lists."""
+    lists: Iterator[Words] = iter(()) if of_lists is None else list_ids(*of_lists)
     column = 1 + len(manifest.dense)
     for field in manifest.fields:
         if field.ragged:
@@ -163,16 +168,17 @@ def count_lookups(manifest: Manifest, names: Sequence[str]) -> dict[str, NDArray
             if field.name in counts and ids.size:
                 distinct, times = np.unique(ids, return_counts=True)
                 if distinct[0] < 0 or distinct[-1] >= field.rows:
-                    raise _out_of_range(manifest, field, start, ids)
+                    raise out_of_range(manifest, field, "train", start, ids)
                 counts[field.name][distinct] += times
     return counts
 
 
-def _out_of_range(manifest: Manifest, field: Field, start: int, ids: Words) -> DataError:
+def out_of_range(manifest: Manifest, field: Field, split: str, start: int, ids: Words) -> DataError:
+    """Return the error for ids outside the field's table in the rows from ``start`` on."""
     place = tuple(np.argwhere((ids < 0) | (ids >= field.rows))[0])
     where = f"row {start + int(place[0])}" if ids.ndim == 2 else "a row"
     return DataError(
-        f"{manifest.path}: {where} of train has {field.name} id {ids[place]}, "
+        f"{manifest.path}: {where} of {split} has {field.name} id {ids[place]}, "
         f"but its table has rows 0..{field.rows - 1}; run `sbpflow verify` to find the damaged file"
     )
 
@@ -241,13 +247,14 @@ def stats_json(stats: Sequence[FieldStats]) -> list[dict[str, object]]:
 
 def stats_table(stats: Sequence[FieldStats]) -> str:
     """Return the statistics as text, one line per table."""
-    head = f"{'table':>8} {'rows':>11} {'distinct':>10} {'miss%':>6} {'rare%':>6}"
+    width = max((len(s.name) for s in stats), default=8)
+    head = f"{'table':>{width}} {'rows':>11} {'distinct':>10} {'miss%':>6} {'rare%':>6}"
     head += "".join(f" {'top' + _short(k) + '%':>8}" for k in TOP)
     sizes = [size for size in BATCH_SIZES if all(str(size) in s.unique_ratio for s in stats)]
     head += "".join(f" {'uniq@' + _short(size):>9}" for size in sizes) + f" {'tail':>6}"
     lines = [head]
     for s in stats:
-        line = f"{s.name:>8} {s.rows:>11,} {s.distinct:>10,}"
+        line = f"{s.name:>{width}} {s.rows:>11,} {s.distinct:>10,}"
         missing, rare = (100 * n / max(s.lookups, 1) for n in (s.missing, s.rare))
         line += f" {missing:>6.2f} {rare:>6.2f}"
         line += "".join(f" {100 * s.top_mass[str(k)]:>8.2f}" for k in TOP)

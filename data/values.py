@@ -6,14 +6,13 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from sbpflow.data.format.ids import Keys
 from sbpflow.data.format.manifest import Manifest
 from sbpflow.data.format.schema import NUM_RESERVED_IDS, Kind
-from sbpflow.data.format.vocabulary import HOW_TO_HAVE_VALUES, read_vocabulary
+from sbpflow.data.format.vocabulary import HOW_TO_HAVE_VALUES, Vocabulary, read_vocabulary
 from sbpflow.data.prepare.encode import FieldIds
 from sbpflow.data.prepare.keys import key_of, string_keys
 from sbpflow.data.prepare.schema_file import schema_from
-from sbpflow.errors import ConfigError
+from sbpflow.errors import ConfigError, unknown_value
 
 
 def values_and_ids(
@@ -22,7 +21,8 @@ def values_and_ids(
     """Return the values [n] of ``field`` that have their own ids, and the ids int32 [n].
 
     The values are the distinct values of ``given``, or all values in key order. Strings must be
-    given, because a vocabulary has only hashes of strings. Raises ConfigError.
+    given unless the set keeps them, because a vocabulary has only hashes of strings. Raises
+    ConfigError.
     """
     vocabulary = manifest.content.get("vocabulary") or {"fields": {}}
     schema = schema_from(manifest.content["schema"]) if vocabulary["fields"] else None
@@ -39,7 +39,7 @@ def values_and_ids(
     kind, rows = schema.kind(field), manifest.field(field).rows
     stored = read_vocabulary(manifest.path, field, rows, vocabulary["fields"][field])
     if given is None:
-        return _decoded(stored.keys, kind, field), np.asarray(stored.ids)
+        return _decoded(stored, kind), np.asarray(stored.ids)
     values = given.drop_nulls().unique(maintain_order=True)
     keys, checks = key_of(values, kind), None
     if kind == "string":
@@ -52,12 +52,22 @@ def values_and_ids(
     return values.to_numpy()[has_own], ids[has_own]
 
 
-def _decoded(keys: Keys, kind: Kind, field: str) -> NDArray[Any]:
+def _decoded(stored: Vocabulary, kind: Kind) -> NDArray[Any]:
     if kind == "integer":
-        return np.asarray(keys).view(np.int64)
+        return np.asarray(stored.keys).view(np.int64)
     if kind == "hex":
-        return np.array([f"{key:08x}" for key in keys])
-    raise ConfigError(
-        f"values: not given, but the vocabulary of {field} has only hashes of its strings; pass "
-        f"the strings (for example, values=frame[{field!r}])"
-    )
+        return np.array([f"{key:08x}" for key in stored.keys])
+    if kind == "string":
+        return _strings(stored)
+    raise unknown_value("kind", kind, Kind)
+
+
+def _strings(stored: Vocabulary) -> NDArray[Any]:
+    strings = stored.strings()
+    if strings is None:
+        raise ConfigError(
+            f"values: not given, but the vocabulary of {stored.name} has only hashes of its "
+            f"strings; pass the strings (for example, values=frame[{stored.name!r}]), or prepare "
+            "the set with --keep-strings"
+        )
+    return np.array(strings, dtype=object)  # a fixed width would be that of the longest

@@ -37,8 +37,9 @@ def _of_planner(name: str) -> Command:
     return run
 
 
+_DATA = ("schema", "prepare", "encode", "synth", "stats", "verify")
 COMMANDS: dict[str, Command] = {
-    **{name: _of_data(name) for name in ("prepare", "encode", "synth", "stats", "verify")},
+    **{name: _of_data(name) for name in _DATA},
     **{name: _own(name) for name in ("train", "explain")},
     **{name: _of_planner(name) for name in ("calibrate", "plan", "compare", "measure", "clusters")},
     "explain-plan": _of_planner("explain"),

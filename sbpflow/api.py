@@ -63,7 +63,8 @@ def fit(
     * ``data``: a pandas or Polars DataFrame, an Arrow table, a file, or a prepared set; by default
       ``data.path`` of ``config``. ``{"train": .., "val": .., "test": ..}`` gives each split its
       own rows. Rows are prepared in a temporary folder, which is removed at the end.
-    * ``schema``: describes the columns, as a YAML file or its content; by default Criteo's.
+    * ``schema``: describes the columns, as a YAML file or its content; "auto" accepts the proposal
+      of ``sbpflow schema``. The default is Criteo's.
     * ``prepare``: options of ``sbpflow prepare``, such as ``{"min_count": 1}``.
     * ``ranks``: 1 trains in this process; a larger number starts one process per rank on this
       machine.
@@ -169,7 +170,7 @@ class Run:
         """Return the values [n] of a column, and their vectors [n, columns] in ``table``.
 
         The values are all values with their own rows, or the distinct values of ``values``. For a
-        column of strings, ``values`` is required, because sets store only hashes of strings.
+        column of strings, ``values`` is required unless the set was prepared with ``keep_strings``.
         """
         checkpoint, config = self._checkpoint()
         manifest = load_manifest(data_folder(checkpoint.path))

@@ -57,3 +57,19 @@ def follow(command: str, folder: Path, limit_s: float = 180) -> str:
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr
+
+
+def missing_lines(printed: str, shown: str) -> list[str]:
+    """Return lines that a page shows but the command did not print, ignoring numbers."""
+    found = _words(printed)
+    return [
+        line
+        for line in shown.splitlines()
+        if (words := _words(line))
+        and not any(found[at : at + len(words)] == words for at in range(len(found)))
+    ]
+
+
+def _words(text: str) -> list[str]:
+    """Return the text without numbers and column layout, which depend on machine and data."""
+    return re.sub(r"[\d.,:%|_+-]+", " ", text).split()

@@ -32,6 +32,8 @@ _PART_KEYS = {"file", "crc32"}
 _COUNTED_KEYS = {"file", "crc32", "count"}
 _VOCABULARY_KEYS = {"digest", "seed", "ancestors", "fields"}
 _ARRAYS = {"keys", "ids", "counts"}
+_MORE_ARRAYS = {"checks", "string_ends", "string_bytes"}
+COUNTED_ARRAYS = ("string_bytes",)
 _SHARD_KEYS = {"file", "rows", "crc32"}
 _BAYES_KEYS = {"auc", "logloss", "ctr"}
 
@@ -111,12 +113,13 @@ class _Check:
         self.integer(f"{key}.hot", entry.get("hot", 1), 1, _MAX_HOT if ragged else _MAX_ROWS)
 
     def side(self, content: Mapping[str, Any]) -> list[str]:
-        """Check the non-feature columns, and return their names."""
+        """Check the non-feature columns, and return the names that may not be features, too."""
         names: list[str] = []
         roles: list[str] = []
         for i, entry in self.entries({"side": content.get("side", [])}, "side"):
-            names.append(self.name(f"side[{i}]", entry))
-            role, kind = entry.get("role"), entry.get("type")
+            name, role, kind = self.name(f"side[{i}]", entry), entry.get("role"), entry.get("type")
+            if role in ("label", "weight"):
+                names.append(name)
             self.need(role in ROLES, f"side[{i}].role", role, f"one of {', '.join(ROLES)}")
             types = ROLES[cast("Role", role)]
             self.need(kind in types, f"side[{i}].type", kind, f"one of {', '.join(types)}")
@@ -188,13 +191,16 @@ class _Check:
         for name, entry in cast("dict[str, Any]", values).items():
             key = f"vocabulary.fields.{name}"
             arrays = set(cast("dict[str, Any]", entry)) - {"values", "key"} if entry else set()
-            fits = isinstance(entry, dict) and _ARRAYS <= arrays <= {*_ARRAYS, "checks"}
+            fits = isinstance(entry, dict) and _ARRAYS <= arrays <= _ARRAYS | _MORE_ARRAYS
             self.need(fits, key, entry, "values, key, keys, ids and counts")
             self.integer(f"{key}.values", entry.get("values"), 0, _MAX_ROWS)
             self.need(entry.get("key") in KEY_TYPES, f"{key}.key", entry.get("key"), "<u4 or <u8")
             for array in sorted(arrays):
                 part = entry[array]
-                self.need(_has_keys(part, _PART_KEYS), f"{key}.{array}", part, _named(_PART_KEYS))
+                keys = _COUNTED_KEYS if array in COUNTED_ARRAYS else _PART_KEYS
+                self.need(_has_keys(part, keys), f"{key}.{array}", part, _named(keys))
+                if "count" in keys:
+                    self.integer(f"{key}.{array}.count", part["count"], 0, 2**62)
                 self.file(f"{key}.{array}", part, VOCABULARY_FOLDER + "/")
 
     def digest(self, key: str, value: object) -> None:

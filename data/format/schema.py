@@ -7,13 +7,14 @@ digits. An empty cell is a missing value.
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from sbpflow.errors import ConfigError
 
 Kind = Literal["hex", "string", "integer"]
 Beyond = Literal["error", "first", "last"]
 TimeKind = Literal["date", "integer"]
+Compare = Literal["in", ">", ">=", "<", "<="]
 
 MISSING_ID = 0
 RARE_ID = 1
@@ -23,12 +24,16 @@ SPLIT_COLUMN = "__split"
 SEPARATORS = ("\t", ",", ";", "|", " ", ":", "\x01")
 """Supported separators, which do not occur in numbers; \\x01 is Hive's separator"""
 
-_FIELD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-_PATTERN = re.compile(r"\*|\^.*\$", re.DOTALL)
+FIELD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+PATTERN = re.compile(r"\*|\^.*\$", re.DOTALL)
 KINDS: tuple[Kind, ...] = ("hex", "string", "integer")
 BEYOND: tuple[Beyond, ...] = ("error", "first", "last")
 CHECK = "__check"
 """Suffix of a staged column with the additional bits of string keys"""
+GROUP, TIME, ROW_KEY = "__group", "__time", "__row_key"
+"""Names of staged columns; the schema may use the input columns as features, too"""
+_RESERVED = (SPLIT_COLUMN, GROUP, TIME, ROW_KEY)
+NUMBER = r"-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,31 @@ class ListColumn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LabelRule:
+    """The cells of the label column that mean 1; all other cells mean 0."""
+
+    compare: Compare
+    values: tuple[str, ...]
+    """Values for ``in``, or one number for a comparison"""
+
+    @property
+    def numbers(self) -> list[float] | None:
+        """Return the values as numbers, or None if they are compared as text."""
+        fits = all(re.fullmatch(NUMBER, value) for value in self.values)
+        return [float(value) for value in self.values] if fits else None
+
+    def __str__(self) -> str:
+        shown = self.values if self.numbers else [repr(value) for value in self.values]
+        return f"{'is' if self.compare == 'in' else self.compare} {' or '.join(shown)}"
+
+
+def comparison(text: str) -> LabelRule | None:
+    """Return the rule of a comparison such as ``>= 4``, or None for any other text."""
+    match = re.fullmatch(rf" *(>=|<=|>|<) *({NUMBER}) *", text)
+    return LabelRule(compare=cast("Compare", match[1]), values=(match[2],)) if match else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DenseColumn:
     """Options for reading and transforming a dense column."""
 
@@ -116,6 +146,8 @@ class Schema:
     """Pairs of a sparse column and the name of its shared vocabulary"""
     numbers: tuple[DenseColumn, ...] = ()
     """Dense columns other than the default (integers with the transform of ``--dense``)"""
+    label_rule: LabelRule | None = None
+    """Values of the label column that mean 1, or None for a column of 0 and 1"""
     labels: tuple[str, ...] = ()
     """Additional labels"""
     weight: str | None = None
@@ -126,7 +158,7 @@ class Schema:
     @property
     def is_plain(self) -> bool:
         """Return True if the fast text parser supports all columns of the schema."""
-        side = (self.labels, self.weight, self.group, self.time, self.row_key)
+        side = (self.labels, self.weight, self.group, self.time, self.row_key, self.label_rule)
         return not (self.header or self.quote or self.many or any(side)) and all(
             self.dense_column(name).whole for name in self.dense
         )
@@ -141,17 +173,26 @@ class Schema:
         return next((column for column in self.many if column.name == name), None)
 
     @property
-    def side(self) -> tuple[str, ...]:
-        """Return the names of the columns that are neither features nor the label."""
-        pairs = (self.group, self.time, self.row_key)
-        names = (self.weight, *(pair[0] for pair in pairs if pair))
-        return (*(name for name in names if name), *self.labels)
+    def features(self) -> tuple[str, ...]:
+        """Return the names of the columns that are features."""
+        return (*self.dense, *self.sparse)
+
+    @property
+    def shareable(self) -> tuple[str, ...]:
+        """Return the group, time and row key, which may also be features."""
+        return tuple(pair[0] for pair in (self.group, self.time, self.row_key) if pair)
+
+    @property
+    def _exclusive(self) -> tuple[str, ...]:
+        """Return the columns that have a single use; columns used twice are repeated."""
+        weights = (column.weights for column in self.many if column.weights)
+        weight = (self.weight,) if self.weight else ()
+        return (self.label, *self.features, *weight, *self.labels, *weights)
 
     @property
     def used(self) -> tuple[str, ...]:
-        """Return the names of all columns that are read."""
-        weights = (column.weights for column in self.many if column.weights)
-        return (self.label, *self.dense, *self.sparse, *self.side, *weights)
+        """Return the names of all columns that are read, without repetitions."""
+        return tuple(dict.fromkeys((*self._exclusive, *self.shareable)))
 
     @property
     def buckets(self) -> tuple[DenseColumn, ...]:
@@ -169,25 +210,29 @@ class Schema:
 
     def check(self, key: str) -> None:
         """Raise ConfigError unless names are unique, valid and listed in ``columns``."""
-        used = self.used
-        if repeated := sorted({name for name in used if used.count(name) > 1}):
-            raise ConfigError(f"{key}: column {repeated[0]!r} is used twice; name each column once")
+        used, once = self.used, self._exclusive
+        others = [name for name in self.shareable if name not in self.features]
+        if repeated := [name for name in once if once.count(name) > 1 or name in others]:
+            raise ConfigError(
+                f"{key}: column {repeated[0]!r} is used twice; name each column once (only group, "
+                "time and row_key may also be a dense or sparse column)"
+            )
         if twice := [name for name in self.columns if self.columns.count(name) > 1]:
             raise ConfigError(f"{key}: columns has {twice[0]!r} twice; name each column once")
         if unknown := [name for name in used if name not in self.columns]:
             raise ConfigError(f"{key}: {unknown[0]!r} is not one of columns {list(self.columns)}")
         fields = (*self.sparse, *(column.name for column in self.buckets))
-        if invalid := [name for name in fields if not _FIELD_NAME.fullmatch(name)]:
+        if invalid := [name for name in fields if not FIELD_NAME.fullmatch(name)]:
             raise ConfigError(
                 f"{key}: sparse column {invalid[0]!r} may have only letters, digits, '_', '-' and "
                 "'.', and must start with a letter or digit for use in file and option names"
             )
-        if patterns := [name for name in used if _PATTERN.fullmatch(name)]:
+        if patterns := [name for name in used if PATTERN.fullmatch(name)]:
             raise ConfigError(
                 f"{key}: Polars reads the column name {patterns[0]!r} as a pattern; rename the "
                 "column (for example, to 'd1')"
             )
-        if own := [n for n in self.columns if n == SPLIT_COLUMN or n.endswith(CHECK)]:
+        if own := [n for n in self.columns if n in _RESERVED or n.endswith(CHECK)]:
             raise ConfigError(f"{key}: the name {own[0]!r} is reserved; rename the column")
         if not fields:
             raise ConfigError(f"{key}: sparse has no columns; name at least one column")
@@ -198,7 +243,7 @@ class Schema:
         first: dict[str, str] = {}
         for name, shared in self.vocabularies:
             own = f"{key}: sparse {name}: vocabulary {shared!r}"
-            if not _FIELD_NAME.fullmatch(shared):
+            if not FIELD_NAME.fullmatch(shared):
                 raise ConfigError(f"{own} may have only letters, digits, '_', '-' and '.'")
             if shared in fields and dict(self.vocabularies).get(shared) != shared:
                 raise ConfigError(

@@ -3,11 +3,12 @@
 A vocabulary is stored as arrays ``vocabulary/FIELD.{keys,ids,counts}.npy`` in key order for
 mapping, searching and merging. A key has 32 or 64 bits: hex values and integers are their own keys,
 and a string's key is a 64-bit blake2b hash. For strings, ``checks`` has 32 more bits of the hash to
-distinguish two strings with the same key.
+distinguish two strings with the same key. ``prepare --keep-strings`` also stores the strings as
+UTF-8 text (``string_bytes``) with the end of each value (``string_ends``).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from sbpflow.data.format.content_id import digest
 from sbpflow.data.format.ids import Counts, IdTable, Keys, NarrowIdTable, WideIdTable
 from sbpflow.data.format.manifest import Ancestor, Manifest
-from sbpflow.data.format.manifest_check import VOCABULARY_FOLDER
+from sbpflow.data.format.manifest_check import COUNTED_ARRAYS, VOCABULARY_FOLDER
 from sbpflow.data.format.npy import check_file, open_array, read_array, type_name, write_array
 from sbpflow.data.format.schema import NUM_RESERVED_IDS
 from sbpflow.errors import DataError
@@ -27,7 +28,11 @@ HOW_TO_HAVE_VALUES = (
     "use a set made by `sbpflow prepare`; write generated rows as text "
     "(`sbpflow synth --format tsv --output rows.tsv`) and then prepare that file"
 )
-_TYPES = {"ids": "<i4", "counts": "<i8", "checks": "<u4"}
+_TYPES = {
+    **{"ids": "<i4", "counts": "<i8", "checks": "<u4"},
+    **{"string_ends": "<i8", "string_bytes": "|u1"},
+}
+_ARRAYS = ("keys", *_TYPES)
 
 
 @dataclass(frozen=True)
@@ -41,11 +46,27 @@ class Vocabulary:
     ids: NDArray[np.int32]
     counts: Counts
     checks: NDArray[np.uint32] | None = None
+    string_ends: NDArray[np.int64] | None = None
+    string_bytes: NDArray[np.uint8] | None = None
 
     def table(self) -> IdTable:
         """Return the lookup table from keys to ids."""
         kind = NarrowIdTable if self.keys.dtype == np.uint32 else WideIdTable
         return kind(self.keys, self.ids, self.counts)
+
+    def strings(self) -> list[str] | None:
+        """Return the original strings in key order, or None if they were not kept."""
+        if self.string_ends is None or self.string_bytes is None:
+            return None
+        raw, ends = self.string_bytes.tobytes(), self.string_ends.tolist()
+        return [raw[a:b].decode() for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+
+    def with_strings(self, strings: Sequence[str]) -> "Vocabulary":
+        """Return this vocabulary with the original ``strings`` in key order."""
+        raw = [text.encode() for text in strings]
+        ends = np.cumsum([len(text) for text in raw], dtype=np.int64)
+        text = np.frombuffer(b"".join(raw), dtype=np.uint8)
+        return replace(self, string_ends=ends, string_bytes=text)
 
     def spare_ids(self) -> NDArray[np.int32]:
         """Return the table's ids without a value in ascending order."""
@@ -62,11 +83,13 @@ def write_vocabulary(folder: Path, vocabulary: Vocabulary) -> dict[str, Any]:
         "key": type_name(vocabulary.keys.dtype),
     }
     (folder / VOCABULARY_FOLDER).mkdir(exist_ok=True)
-    for array in ("keys", "ids", "counts", "checks"):
+    for array in _ARRAYS:
         values = getattr(vocabulary, array)
         if values is not None:
             file = f"{VOCABULARY_FOLDER}/{vocabulary.name}.{array}.npy"
             entry[array] = {"file": file, "crc32": write_array(folder / file, values)}
+            if array in COUNTED_ARRAYS:
+                entry[array]["count"] = len(values)
     return entry
 
 
@@ -96,9 +119,9 @@ def read_vocabulary(folder: Path, name: str, num_rows: int, entry: Mapping[str, 
 def array_files(entry: Mapping[str, Any]) -> list[tuple[str, Any, str, tuple[int]]]:
     """Return the key, file entry, dtype and shape of each array in a manifest entry."""
     return [
-        (key, entry[key], _TYPES.get(key, entry["key"]), (entry["values"],))
-        for key in ("keys", "ids", "counts", "checks")
-        if key in entry
+        (key, part, _TYPES.get(key, entry["key"]), (part.get("count", entry["values"]),))
+        for key in _ARRAYS
+        if (part := entry.get(key))
     ]
 
 

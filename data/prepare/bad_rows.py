@@ -1,12 +1,14 @@
 """Report the bad lines of staged pieces, and refuse the input if there are too many of them."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sbpflow.data.format.schema import CRITEO, SEPARATORS
+from sbpflow.data.format.schema import CRITEO, NUMBER, SEPARATORS, Schema
+from sbpflow.data.prepare.cells import LABELS
 from sbpflow.data.prepare.options import PrepareOptions
 from sbpflow.data.prepare.piece import BadLines
 from sbpflow.data.prepare.remote import InputPath
@@ -33,6 +35,9 @@ class StagedPiece:
     """Number of values dropped by column because a row had more than the maximum"""
     part: int
     """Number of the machine that staged the piece"""
+    num_positives: int
+    label_cells: list[str]
+    """A few cells of the label column if the schema has a rule for labels or a label is bad"""
 
 
 def check_bad(staged: Sequence[StagedPiece], options: PrepareOptions, early: float = 0.0) -> None:
@@ -57,6 +62,19 @@ def check_bad(staged: Sequence[StagedPiece], options: PrepareOptions, early: flo
     else:
         return
     raise DataError(f"--input: {problem}", *bad_lines(staged), *_advice(staged, options))
+
+
+def check_label_rule(staged: Sequence[StagedPiece], schema: Schema) -> None:
+    """Raise DataError if the schema's rule gives every row the same label."""
+    total = sum(piece.num_rows for piece in staged)
+    positives = sum(piece.num_positives for piece in staged)
+    if schema.label_rule is not None and positives in (0, total):
+        seen = dict.fromkeys(cell for piece in staged for cell in piece.label_cells)
+        raise DataError(
+            f"--schema: label: {'no row' if positives == 0 else 'every row'} has a {schema.label} "
+            f"that {schema.label_rule}, so all labels would be equal; write a rule that separates "
+            f"its values (for example, {', '.join(map(repr, list(seen)[:5]))})"
+        )
 
 
 def bad_counts(staged: Sequence[StagedPiece]) -> dict[str, int]:
@@ -98,6 +116,10 @@ def _advice(staged: Sequence[StagedPiece], options: PrepareOptions) -> list[str]
         schema.label in line.split(mark) for _, _, line in examples for mark in separators
     ):
         settings.append("header: true")
+    others = [cell for piece in staged for cell in piece.label_cells if cell not in LABELS]
+    if others and any(reason == "label is not 0 or 1" for _, reason, _ in examples):
+        rule = f">= {others[0]}" if re.fullmatch(NUMBER, others[0]) else others[0]
+        settings.append(f"label: {{{schema.label}: {json.dumps(rule)}}}")
     keys = " and ".join(f"`{key}`" for key in settings)
     if options.like is not None:
         if text is None and not settings:

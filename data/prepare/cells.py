@@ -10,17 +10,33 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from sbpflow.data.format.schema import SPLIT_COLUMN, DenseColumn, Kind, ListColumn, Schema
+from sbpflow.data.format.schema import (
+    CHECK,
+    GROUP,
+    ROW_KEY,
+    SPLIT_COLUMN,
+    TIME,
+    DenseColumn,
+    Kind,
+    LabelRule,
+    ListColumn,
+    Schema,
+)
 from sbpflow.data.prepare.keys import key_of, with_string_keys
 from sbpflow.data.prepare.lists import read_list
 from sbpflow.data.prepare.piece import BadLines, Piece
 
-LABELS = ("0", "1")
-"""Labels must match exactly: lines with the label " 1", "01" or "1.0" are bad."""
+LABELS = {
+    text: number
+    for number, texts in enumerate(("0 0.0 false False FALSE", "1 1.0 true True TRUE"))
+    for text in texts.split()
+}
+"""Labels must match exactly: lines with the label " 1", "01" or "yes" are bad."""
 INTEGER_PATTERN = r" *([+-]?)0*([0-9]{1,10})"
 """All parsers must accept leading blanks and a plus sign because Polars does. More than ten digits
 after leading zeros cannot fit 32 bits (and Python refuses to convert thousands of digits)."""
 REAL_PATTERN = r" *\+?(-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)"
+_SHOWN_LABELS = 5
 _NAN = r"(?i)^ *[+-]?nan$"
 _INFINITE = r"(?i)^ *([+-]?)inf(?:inity)?$"
 _TIMES = ("%Y-%m-%d", "%Y-%m-%d %H:%M:%S%.f", "%Y-%m-%dT%H:%M:%S%.f")
@@ -35,7 +51,13 @@ Faults = dict[str, pl.Series]
 RawRow = Callable[[int], bytes]
 
 
-def typed_piece(frame: pl.DataFrame, schema: Schema, num_lines: int, raw_row: RawRow) -> Piece:
+def typed_piece(
+    frame: pl.DataFrame,
+    schema: Schema,
+    num_lines: int,
+    raw_row: RawRow,
+    keep_strings: bool = False,
+) -> Piece:
     """Return the rows of ``frame`` as typed columns, without the bad rows.
 
     ``frame`` has the schema's used columns. Rows are unlabeled if ``frame`` has no label column.
@@ -47,15 +69,19 @@ def typed_piece(frame: pl.DataFrame, schema: Schema, num_lines: int, raw_row: Ra
     columns: list[pl.Series] = []
     faults: Faults = {}
     if schema.label in frame.columns:
-        columns.append(label := _label(frame[schema.label]))
-        faults["label is not 0 or 1"] = label.is_null()
+        columns.append(label := _label(frame[schema.label], schema.label_rule))
+        faults[_label_fault(schema)] = label.is_null()
     for name in schema.dense:
         columns.append(_dense(frame[name], schema.dense_column(name), faults))
     lists: dict[str, pl.DataFrame] = {}
     cut: dict[str, NDArray[np.int64]] = {}
+    texts: dict[str, pl.DataFrame] = {}
     for name, kind in zip(schema.sparse, schema.kinds, strict=True):
         if (column := schema.list_column(name)) is not None:
-            lists[name], cut[name] = _list(frame, column, kind, faults)
+            values, cut[name] = _list(frame, column, kind, faults)
+            if kind == "string":
+                texts[name] = values.select("key", "check", "text")
+            lists[name] = values.drop("text", strict=False)
             continue
         columns.append(keys := key_of(frame[name], kind))
         reason = f"category is not {EXPECTED[kind]}"
@@ -64,8 +90,18 @@ def typed_piece(frame: pl.DataFrame, schema: Schema, num_lines: int, raw_row: Ra
     if not columns:  # all columns are list columns, but the frame still needs its row count
         columns.append(pl.Series(SPLIT_COLUMN, np.zeros(len(frame), dtype=np.uint8)))
     strings = [n for n in schema.sparse if schema.kind(n) == "string" and n not in lists]
-    typed = with_string_keys(pl.DataFrame(columns), strings)
-    return _without_faults(typed, faults, lists, cut, num_lines, raw_row)
+    cells = pl.DataFrame(columns)
+    typed = with_string_keys(cells, strings)
+    for name in strings:
+        series = (typed[name].alias("key"), typed[name + CHECK].alias("check"))
+        texts[name] = pl.DataFrame([*series, cells[name].alias("text")])
+    piece = _without_faults(typed, faults, lists, cut, num_lines, raw_row)
+    if keep_strings:
+        piece.strings.update({name: frame.drop_nulls().unique() for name, frame in texts.items()})
+    if schema.label in frame.columns and (schema.label_rule or typed[schema.label].null_count()):
+        labels = frame[schema.label].drop_nulls().cast(pl.String)
+        piece.label_cells.extend(labels.unique(maintain_order=True).head(_SHOWN_LABELS))
+    return piece
 
 
 def _without_faults(
@@ -103,14 +139,40 @@ def _add(faults: Faults, reason: str, flags: pl.Series) -> None:
     faults[reason] = faults[reason] | flags if reason in faults else flags
 
 
-def _label(cells: pl.Series) -> pl.Series:
-    """Return the labels as uint8, with null for cells other than 0 and 1."""
+def _label(cells: pl.Series, rule: LabelRule | None = None) -> pl.Series:
+    """Return the labels as uint8, with null for cells that are neither 0 nor 1."""
+    if rule is not None:
+        return _by_rule(cells, rule).cast(pl.UInt8).alias(cells.name)
     if cells.dtype == pl.String:
-        fits = cells.is_in(LABELS)
-    else:
-        cells = cells.cast(pl.Float64)
-        fits = cells.is_in([0.0, 1.0])
+        return cells.replace_strict(LABELS, default=None, return_dtype=pl.UInt8)
+    cells = cells.cast(pl.Float64)
+    fits = cells.is_in([0.0, 1.0])
     return cells.set(~fits.fill_null(False), None).cast(pl.UInt8)
+
+
+def _by_rule(cells: pl.Series, rule: LabelRule) -> pl.Series:
+    """Return whether each cell fits the rule, with null for cells that cannot be compared."""
+    if rule.numbers is None:
+        return cells.cast(pl.String).is_in(rule.values)
+    values, limit = _numbers(cells)[0], rule.numbers[0]
+    match rule.compare:
+        case "in":
+            return values.is_in(rule.numbers)
+        case ">":
+            return values > limit
+        case ">=":
+            return values >= limit
+        case "<":
+            return values < limit
+        case "<=":
+            return values <= limit
+
+
+def _label_fault(schema: Schema) -> str:
+    if schema.label_rule is None:
+        return "label is not 0 or 1"
+    problem = "is missing" if schema.label_rule.numbers is None else "is not a number"
+    return f"label {schema.label} {problem}"
 
 
 def _dense(cells: pl.Series, column: DenseColumn, faults: Faults) -> pl.Series:
@@ -142,8 +204,14 @@ def _integer(cells: pl.Series) -> pl.Expr:
 
 def _real(cells: pl.Series) -> tuple[pl.Series, pl.Series]:
     """Return float32 values, null if missing or NaN, and flags that are True for numbers."""
+    values, is_number = _numbers(cells)
+    return values.cast(pl.Float32), is_number
+
+
+def _numbers(cells: pl.Series) -> tuple[pl.Series, pl.Series]:
+    """Return ``_real``'s values as float64."""
     if cells.dtype != pl.String:
-        return cells.cast(pl.Float64).cast(pl.Float32), pl.repeat(True, len(cells), eager=True)
+        return cells.cast(pl.Float64), pl.repeat(True, len(cells), eager=True)
     cell = pl.col(cells.name)
     frame = cells.to_frame().select(
         number=cell.str.extract(f"^{REAL_PATTERN}$", 1).cast(pl.Float64, strict=False),
@@ -152,7 +220,7 @@ def _real(cells: pl.Series) -> tuple[pl.Series, pl.Series]:
         ),
         fits=cell.is_null() | cell.str.contains(_NAN),
     )
-    values = frame.select(pl.coalesce("number", "infinite").cast(pl.Float32)).to_series()
+    values = frame.select(pl.coalesce("number", "infinite")).to_series()
     return values.alias(cells.name), values.is_not_null() | frame["fits"]
 
 
@@ -187,23 +255,23 @@ def _side_columns(frame: pl.DataFrame, schema: Schema, faults: Faults) -> list[p
         cells = key_of(frame[name], kind)
         if kind == "string":
             cells = with_string_keys(cells.to_frame(), [name])[name]
-        columns.append(cells.cast(pl.UInt64))
+        columns.append(cells.cast(pl.UInt64).alias(GROUP))
         _add(faults, f"{name} is not a group ({kind})", cells.is_null())
     if schema.time:
         name, kind = schema.time
-        columns.append(time := _time(frame[name], kind))
+        columns.append(time := times(frame[name], kind).alias(TIME))
         _add(faults, f"{name} is not a time ({kind})", time.is_null())
     if schema.row_key:
         name, kind = schema.row_key
         cells = key_of(frame[name], kind)
         if kind == "integer":
             cells = cells.reinterpret(signed=True)
-        columns.append(cells)
+        columns.append(cells.alias(ROW_KEY))
         _add(faults, f"{name} is not a row key ({kind})", cells.is_null())
     return columns
 
 
-def _time(cells: pl.Series, kind: str) -> pl.Series:
+def times(cells: pl.Series, kind: str) -> pl.Series:
     """Return times as int64: integers unchanged, dates as microseconds since 1970 (UTC)."""
     if kind == "integer":
         return key_of(cells, "integer").reinterpret(signed=True)

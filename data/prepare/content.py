@@ -121,6 +121,7 @@ def options_like(manifest: Manifest, options: PrepareOptions) -> PrepareOptions:
             f"cannot be mapped to them; {HOW_TO_HAVE_VALUES}"
         )
     saved = content["options"]
+    fields = content["vocabulary"]["fields"].values()
     return replace(
         options,
         like=Path(manifest.path),
@@ -130,4 +131,5 @@ def options_like(manifest: Manifest, options: PrepareOptions) -> PrepareOptions:
         transform=saved["transform"],
         min_count=content["min_count"],
         seed=content["seed"],
+        keep_strings=any("string_ends" in entry for entry in fields),
     )

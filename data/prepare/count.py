@@ -23,7 +23,7 @@ from sbpflow.data.prepare.counts_file import COUNTS_KEYS, counts_record, read_co
 from sbpflow.data.prepare.distinct import FieldCounts, count_fields, spilled
 from sbpflow.data.prepare.fit import Values, fit
 from sbpflow.data.prepare.options import PrepareOptions
-from sbpflow.data.prepare.stage import list_file
+from sbpflow.data.prepare.stage import list_file, strings_file
 from sbpflow.data.prepare.vocabulary_filter import FilteredVocabulary, filter_values, load, save
 from sbpflow.data.prepare.workspace import DamagedWork, read_record, require_record, write_record
 
@@ -103,7 +103,9 @@ def _build(
     folder = work / "vocabulary"
 
     def build(name: str, counted: FieldCounts) -> FilteredVocabulary:
-        vocabulary = filter_values(name, counted, options, parents.get(name), work / "set")
+        strings = _strings_files(name, staged, options)
+        parent = parents.get(name)
+        vocabulary = filter_values(name, counted, options, parent, work / "set", strings)
         save(folder / f"{name}.json", vocabulary)
         return vocabulary
 
@@ -120,6 +122,14 @@ def _build(
     for file in spilled(folder / _spill(options)):
         file.unlink()
     return {vocabulary.name: vocabulary for vocabulary in built}
+
+
+def _strings_files(name: str, staged: Sequence[StagedPiece], options: PrepareOptions) -> list[Path]:
+    """Return the files with the strings of a vocabulary, or an empty list if none are kept."""
+    fields = options.counted[name]
+    if not options.adds_strings or options.kind(fields[0]) != "string":
+        return []
+    return [strings_file(piece.path, field) for piece in staged for field in fields]
 
 
 def _spill(options: PrepareOptions) -> str:

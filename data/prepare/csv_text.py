@@ -8,6 +8,7 @@ and a doubled quote means one quote.
 import io
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -44,7 +45,13 @@ def count_byte(text: bytes, byte: str) -> int:
     return sum(int(np.count_nonzero(raw[i : i + step] == ord(byte))) for i in starts)
 
 
-def parse_table(text: bytes, columns: tuple[str, ...], schema: Schema, skip: int = 0) -> Piece:
+def parse_table(
+    text: bytes,
+    columns: tuple[str, ...],
+    schema: Schema,
+    skip: int = 0,
+    keep_strings: bool = False,
+) -> Piece:
     """Parse whole records after ``skip`` header lines; ``columns`` are in file order."""
     for _ in range(skip):
         text = text.partition(b"\n")[2]
@@ -66,13 +73,13 @@ def parse_table(text: bytes, columns: tuple[str, ...], schema: Schema, skip: int
         cells = (cell or "" for cell in frame.row(row))
         return schema.separator.join(cells).encode()
 
-    piece = typed_piece(frame, schema, num_lines, raw_row)
+    piece = typed_piece(frame, schema, num_lines, raw_row, keep_strings)
     for row, reason, line in piece.bad.examples:
         bad.examples.append((row if numbers is None else numbers[row], reason, line))
     for reason, count in piece.bad.counts.items():
         bad.counts[reason] = bad.counts.get(reason, 0) + count
     bad.examples = sorted(bad.examples)[:5]
-    return Piece(piece.frame, num_lines, bad, piece.lists, piece.cut)
+    return replace(piece, bad=bad)
 
 
 def _is_clean(text: bytes, num_lines: int, num_columns: int, schema: Schema) -> bool:

@@ -13,7 +13,16 @@ from numpy.typing import NDArray
 from sbpflow.data.format.ids import Ids, Keys
 from sbpflow.data.format.manifest import SPLITS, shard_entry
 from sbpflow.data.format.parts import LENGTH_TYPES, Parts, chosen_parts, starts_of
-from sbpflow.data.format.schema import CHECK, MISSING_ID, RARE_ID, SPLIT_COLUMN, DenseColumn
+from sbpflow.data.format.schema import (
+    CHECK,
+    GROUP,
+    MISSING_ID,
+    RARE_ID,
+    ROW_KEY,
+    SPLIT_COLUMN,
+    TIME,
+    DenseColumn,
+)
 from sbpflow.data.format.shards import Words, write_shard
 from sbpflow.data.format.vocabulary import Vocabulary
 from sbpflow.data.prepare.bad_rows import StagedPiece
@@ -248,11 +257,11 @@ class _PieceEncoder:
             scaled = frame[schema.weight].to_numpy().astype(np.float64) / mean
             parts["weight"] = scaled.astype(np.float32)
         if schema.group:
-            parts["group"] = frame[schema.group[0]].to_numpy()
+            parts["group"] = frame[GROUP].to_numpy()
         if schema.time:
-            parts["time"] = frame[schema.time[0]].to_numpy()
+            parts["time"] = frame[TIME].to_numpy()
         if schema.row_key:
-            keys = frame[schema.row_key[0]]
+            keys = frame[ROW_KEY]
             if schema.row_key[1] == "integer":
                 parts["row_key"] = keys.to_numpy()
             elif schema.row_key[1] == "string":

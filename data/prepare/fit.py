@@ -85,7 +85,7 @@ class Quantiles:
 
     def add(self, values: Values) -> None:
         """Count ``values`` in the first pass."""
-        self._upper += np.bincount(_ordered(values) >> 16, minlength=_BINS)
+        self._upper += np.bincount(ordered(values) >> 16, minlength=_BINS)
 
     def seek(self) -> None:
         """Find the bins that contain quantiles; call this method between the two passes."""
@@ -100,7 +100,7 @@ class Quantiles:
 
     def add_again(self, values: Values) -> None:
         """Count ``values`` in the second pass, with the same values in any order."""
-        keys = _ordered(values)
+        keys = ordered(values)
         upper = keys >> 16
         for bin_, counts in self._lower.items():
             counts += np.bincount(keys[upper == bin_] & 0xFFFF, minlength=_BINS)
@@ -111,12 +111,12 @@ class Quantiles:
         for upper, rank in self._places:
             ends = np.cumsum(self._lower[upper])
             keys.append((upper << 16) | int(np.searchsorted(ends, rank, side="right")))
-        values = _values(np.array(keys, dtype=np.uint32))
+        values = values_of_order(np.array(keys, dtype=np.uint32))
         # JSON cannot represent infinity; infinite values still fall into the outermost buckets.
         return [float(value) for value in np.unique(np.clip(values, -_LARGEST, _LARGEST))]
 
 
-def _ordered(values: Values) -> NDArray[np.int64]:
+def ordered(values: Values) -> NDArray[np.int64]:
     """Return 32-bit integers in the order of the values, with -0 equal to 0.
 
     After all bits of negative floats and the sign bits of other floats are flipped, the bit
@@ -127,7 +127,8 @@ def _ordered(values: Values) -> NDArray[np.int64]:
     return np.where(negative, ~bits, bits | np.uint32(1 << 31)).astype(np.int64)
 
 
-def _values(keys: NDArray[np.uint32]) -> Values:
+def values_of_order(keys: NDArray[np.uint32]) -> Values:
+    """Return the values of the integers of ``ordered``."""
     flipped = np.where(keys >> np.uint32(31) == 0, ~keys, keys & np.uint32(0x7FFF_FFFF))
     return flipped.astype(np.uint32).view(np.float32)
 

@@ -65,7 +65,7 @@ def _key(cells: pl.Series, kind: Kind) -> pl.Expr:
         if kind not in PATTERNS:
             return key
         return pl.when(pl.col(cells.name).str.contains(f"^({PATTERNS[kind]})$")).then(key)
-    if cells.dtype in (pl.Boolean, pl.Null):
+    if cells.dtype == pl.Null or (cells.dtype == pl.Boolean and kind != "string"):
         types = {"hex": pl.UInt32, "integer": pl.UInt64, "string": pl.String}
         return pl.repeat(None, pl.len(), dtype=types[kind])
     number = pl.col(cells.name)

@@ -19,7 +19,7 @@ class ListValues(NamedTuple):
     """The values of a list column, and flags that mark the rows with each kind of fault."""
 
     values: pl.DataFrame
-    """``row`` uint32, ``key``, ``check`` (strings only), ``weight`` (weighted lists only)"""
+    """``row`` uint32, ``key``, ``check`` and ``text`` for strings, ``weight`` for weighted lists"""
     misfits: pl.Series
     too_long: pl.Series
     unpaired: pl.Series
@@ -39,6 +39,7 @@ def read_list(frame: pl.DataFrame, column: ListColumn, kind: Kind) -> ListValues
     columns = {"row": cells["row"], "key": keys}
     if kind == "string":
         columns["key"], columns["check"] = string_keys(keys)
+        columns["text"] = keys
     lengths = np.bincount(rows, minlength=total)
     none = _rows_of(rows[:0], total)
     unpaired, bad_weights = none, none

@@ -45,6 +45,8 @@ class PrepareOptions:
     """Number of unused ids for later growth, as a fraction of the number of values"""
     part: MachinePart = field(default_factory=MachinePart)
     """Share of this machine in the work"""
+    keep_strings: bool = False
+    """Store the original value of every id of string columns"""
     is_encode: bool = False
     """Make all rows test rows; test rows need no label"""
 
@@ -72,6 +74,11 @@ class PrepareOptions:
             if name not in others:
                 vocabularies.setdefault(self.schema.vocabulary(name), []).append(name)
         return vocabularies
+
+    @property
+    def adds_strings(self) -> bool:
+        """Return True if the strings of the input are stored."""
+        return self.keep_strings and (self.like is None or self.grow)
 
     def kind(self, field_name: str) -> Kind | None:
         """Return a field's value kind, or None for a cross or a bucketed column."""

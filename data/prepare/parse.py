@@ -95,7 +95,7 @@ def _parse_clean(
         return None
     # Evaluate all columns in one call because each Polars call costs a round trip to its threads.
     hexes = [n for n, kind in zip(schema.sparse, schema.kinds, strict=True) if kind == "hex"]
-    checks = [pl.col(schema.label).is_in(LABELS), pl.col(hexes).str.len_bytes() == 8]
+    checks = [pl.col(schema.label).is_in(tuple(LABELS)), pl.col(hexes).str.len_bytes() == 8]
     if not all(frame.select(check.all() for check in checks).row(0)):
         return None
     typed = _typed(frame, schema)
@@ -143,7 +143,8 @@ def _text_types(schema: Schema) -> dict[str, type[pl.DataType]]:
 
 def _typed(frame: pl.DataFrame, schema: Schema) -> pl.DataFrame:
     """Convert cells to uint8 labels, int32 dense values and keys; other cells become null."""
-    columns = [pl.col(schema.label).cast(pl.UInt8), *(pl.col(name) for name in schema.dense)]
+    label = pl.col(schema.label).replace_strict(LABELS, return_dtype=pl.UInt8)
+    columns = [label, *(pl.col(name) for name in schema.dense)]
     columns += [
         key_expression(pl.col(n), k) for n, k in zip(schema.sparse, schema.kinds, strict=True)
     ]

@@ -8,7 +8,16 @@ from typing import Any, cast
 import numpy as np
 
 from sbpflow.config.yaml_text import load_yaml
-from sbpflow.data.format.schema import BEYOND, KINDS, DenseColumn, Kind, ListColumn, Schema
+from sbpflow.data.format.schema import (
+    BEYOND,
+    KINDS,
+    DenseColumn,
+    Kind,
+    LabelRule,
+    ListColumn,
+    Schema,
+    comparison,
+)
 from sbpflow.data.prepare.transforms import TRANSFORMS
 from sbpflow.errors import ConfigError
 
@@ -58,9 +67,11 @@ class _Reader:
             self.names(key, value)
         numbers = self.dense(raw.get("dense", []))
         kinds, many, shared = self.sparse(raw.get("sparse", {}))
+        label, label_rule = self.label(raw.get("label", "label"))
         schema = Schema(
             columns=(),
-            label=self.name("label", raw.get("label", "label")),
+            label=label,
+            label_rule=label_rule,
             dense=tuple(column.name for column in numbers),
             sparse=tuple(kinds),
             kinds=tuple(kinds.values()),
@@ -96,6 +107,26 @@ class _Reader:
         fits = isinstance(value, str | int) and not isinstance(value, bool)
         self.need(fits, key, value, "a column name")
         return str(value)
+
+    def label(self, value: object) -> tuple[str, LabelRule | None]:
+        """Parse a name, ``{NAME: VALUE}``, ``{NAME: [VALUE, ...]}`` or ``{NAME: ">= 4"}``."""
+        if not isinstance(value, dict):
+            return self.name("label", value), None
+        self.need(len(value) == 1, "label", value, "NAME or {NAME: VALUE}")
+        ((name, positive),) = value.items()
+        name = self.name("label", name)
+        if isinstance(positive, str) and (rule := comparison(positive)):
+            return name, rule
+        values = positive if isinstance(positive, list) else [positive]
+        fits = bool(values) and all(type(one) in (str, int, float) for one in values)
+        self.need(
+            fits,
+            f"label {name}",
+            positive,
+            "the value that means 1 (in quotes), a list of such values, or a comparison such as "
+            "'>= 4'; columns of 0 and 1 or true and false need only the name",
+        )
+        return name, LabelRule(compare="in", values=tuple(map(str, values)))
 
     def flag(self, key: str, value: object) -> bool:
         self.need(isinstance(value, bool), key, value, "true or false")
@@ -233,6 +264,8 @@ def schema_from(content: Mapping[str, Any]) -> Schema:
     shared = tuple((name, vocabulary) for name, vocabulary in raw.pop("vocabularies", ()))
     pairs = {key: tuple(raw[key]) if raw.get(key) else None for key in ("group", "time", "row_key")}
     lists = {key: tuple(raw[key]) for key in ("columns", "dense", "sparse", "kinds", "labels")}
+    if rule := raw.get("label_rule"):
+        raw["label_rule"] = LabelRule(compare=rule["compare"], values=tuple(rule["values"]))
     return Schema(**{**raw, **pairs, **lists}, many=many, numbers=numbers, vocabularies=shared)
 
 

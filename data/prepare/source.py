@@ -73,9 +73,10 @@ class Input:
         return self.path.suffix.lower() in TABLE_SUFFIXES
 
 
-def find_inputs(paths: Sequence[InputPath]) -> tuple[Input, ...]:
+def find_inputs(paths: Sequence[InputPath], log: bool = True) -> tuple[Input, ...]:
     """Return the given files and, in natural order, the data files in the given folders.
 
+    Log the files that are not read unless ``log`` is False.
     Raise ConfigError if no file is found, a file is given twice, or a file has another format.
     """
     check_exists(paths)
@@ -83,7 +84,8 @@ def find_inputs(paths: Sequence[InputPath]) -> tuple[Input, ...]:
     for path in paths:
         if path.is_dir():
             inside = sorted((p for p in path.iterdir() if _is_data(p)), key=_natural)
-            _log_skipped(path, inside)
+            if log:
+                _log_skipped(path, inside)
             if not inside:
                 raise ConfigError(
                     f"--input {path}: no file in it ends in {', '.join(SUFFIXES)} or has a name "

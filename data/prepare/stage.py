@@ -16,8 +16,8 @@ import polars as pl
 from numpy.typing import NDArray
 
 from sbpflow.data.format.npy import file_crc32
-from sbpflow.data.format.schema import SPLIT_COLUMN, Schema
-from sbpflow.data.prepare.bad_rows import StagedPiece, check_bad
+from sbpflow.data.format.schema import SPLIT_COLUMN, TIME, Schema
+from sbpflow.data.prepare.bad_rows import StagedPiece, check_bad, check_label_rule
 from sbpflow.data.prepare.csv_text import parse_table
 from sbpflow.data.prepare.options import PrepareOptions
 from sbpflow.data.prepare.parse import parse_piece
@@ -33,7 +33,10 @@ from sbpflow.sbp.sbp import balanced_sizes
 
 Advance = Callable[[int], None]
 ENCODED_KEYS = ("shards", "clamped", "rare", "ranges")
-_STAGED_KEYS = ("rows", "train", "lines", "names", "crc32", "counts", "examples", "cut")
+_STAGED_KEYS = (
+    *("rows", "train", "lines", "names", "crc32", "counts", "examples", "cut"),
+    *("positives", "label_cells"),
+)
 
 _EARLY_LINES = 10_000
 _EARLY_BAD = 0.5
@@ -89,6 +92,7 @@ def stage_inputs(
     check_bad(staged, options)
     num_train = None if options.split.kind == "time" else sum(p.num_train for p in staged)
     if not options.is_encode:
+        check_label_rule(staged, schema)
         options.split.check_train(sum(piece.num_rows for piece in staged), num_train)
     return tuple(staged)
 
@@ -187,6 +191,10 @@ def _stage_piece(job: _Job, options: PrepareOptions) -> StagedPiece:
         for name, values in piece.lists.items():
             values = values.with_columns(pl.Series(SPLIT_COLUMN, split[values["row"].to_numpy()]))
             values.write_ipc(list_file(job.target, name), compression="uncompressed")
+        for name in piece.strings.keys() - dict(options.hash_sizes).keys():
+            piece.strings[name].write_ipc(
+                strings_file(job.target, name), compression="uncompressed"
+            )
         record = {
             "rows": len(frame),
             "train": int((split == 0).sum()),
@@ -196,6 +204,8 @@ def _stage_piece(job: _Job, options: PrepareOptions) -> StagedPiece:
             "counts": piece.bad.counts,
             "examples": piece.bad.examples,
             "cut": piece.cut,
+            "positives": _num_positives(frame, options.schema),
+            "label_cells": piece.label_cells,
         }
         write_record(path, record)
     return _staged(job.target, job.source.path, record, options.part.number)
@@ -213,7 +223,13 @@ def _staged(target: Path, source: InputPath, record: Mapping[str, Any], part: in
         bad,
         record["cut"],
         part,
+        record["positives"],
+        record["label_cells"],
     )
+
+
+def _num_positives(frame: pl.DataFrame, schema: Schema) -> int:
+    return int((frame[schema.label] == 1).sum()) if schema.label in frame.columns else 0
 
 
 def _with_split(
@@ -222,7 +238,7 @@ def _with_split(
     """Return the rows with their crosses and splits, and the splits as a separate array."""
     frame, rule, schema = piece.frame, options.split, options.schema
     if rule.kind == "date" and schema.time is not None:
-        split = rule.of_times(frame[schema.time[0]].to_numpy(), schema.time[1])
+        split = rule.of_times(frame[TIME].to_numpy(), schema.time[1])
     else:
         key = (options.seed, job.source.order, job.index)
         split = rule.of_piece(job.source.path.name, key, len(frame))
@@ -233,6 +249,14 @@ def _with_split(
 def list_file(target: Path, name: str) -> Path:
     """Return the path of the file with a piece's values of a list column."""
     return target.with_suffix(f".{name}.list")
+
+
+def strings_file(target: Path, name: str) -> Path:
+    """Return the path of the file with the distinct strings of a column in a piece.
+
+    Unlike staged rows, these files stay until the set is complete.
+    """
+    return target.with_suffix(f".{name}.strings")
 
 
 def staged_files(target: Path, options: PrepareOptions) -> list[Path]:
@@ -248,13 +272,13 @@ def _crc32(target: Path, options: PrepareOptions) -> list[int]:
 def _read(job: _Job, options: PrepareOptions) -> Piece:
     schema = options.schema
     if job.source.is_table:
-        return table_piece(job.source.path, job.index, schema)
+        return table_piece(job.source.path, job.index, schema, options.adds_strings)
     text = job.text
     if text is None:
         text = read_piece(job.source.path, job.index, options.piece_bytes)
-    if schema.is_plain and job.columns == schema.columns:
+    if schema.is_plain and job.columns == schema.columns and not options.adds_strings:
         return parse_piece(text, schema)
-    return parse_table(text, job.columns, schema, skip=_num_names(job, schema))
+    return parse_table(text, job.columns, schema, _num_names(job, schema), options.adds_strings)
 
 
 def _num_names(job: _Job, schema: Schema) -> int:

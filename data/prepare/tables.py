@@ -38,6 +38,14 @@ def table_columns(path: Path) -> tuple[str, ...]:
         raise _unreadable(path, error) from error
 
 
+def table_head(path: Path, num_rows: int) -> pl.DataFrame:
+    """Return a file's first rows. Raise DataError if the file is damaged."""
+    try:
+        return _scan(path).head(num_rows).collect()
+    except BaseException as error:
+        raise _unreadable(path, error) from error
+
+
 def _unreadable(path: Path, error: BaseException) -> BaseException:
     """Return a DataError for errors caused by a damaged file, and return other errors unchanged.
 
@@ -52,7 +60,7 @@ def _unreadable(path: Path, error: BaseException) -> BaseException:
     return error
 
 
-def table_piece(path: Path, index: int, schema: Schema) -> Piece:
+def table_piece(path: Path, index: int, schema: Schema, keep_strings: bool = False) -> Piece:
     """Return piece ``index``, the rows [index, index + 1) * PIECE_ROWS of a file."""
     wanted = [name for name in schema.used if name in table_columns(path)]
     try:
@@ -66,14 +74,14 @@ def table_piece(path: Path, index: int, schema: Schema) -> Piece:
     ]:
         raise DataError(
             f"{path}: columns {', '.join(unsupported)} have unsupported types; use strings or "
-            "integers (dates need `time: NAME` in the schema, and structs in lists must contain a "
-            "value and then its weight)"
+            "integers (dates need `time: NAME` in the schema and cannot be features, and structs "
+            "in lists must contain a value and then its weight)"
         )
 
     def raw_row(row: int) -> bytes:
         return str(frame.row(row)).encode("ascii", "backslashreplace")
 
-    return typed_piece(frame, schema, len(frame), raw_row)
+    return typed_piece(frame, schema, len(frame), raw_row, keep_strings)
 
 
 def _fits(frame: pl.DataFrame, name: str, schema: Schema) -> bool:
@@ -91,5 +99,6 @@ def _fits(frame: pl.DataFrame, name: str, schema: Schema) -> bool:
     if schema.time is not None and name == schema.time[0]:
         # Dates that are read as integers would be in days, or in another unit that the file uses.
         is_date = kind == pl.Date or isinstance(kind, pl.Datetime)
+        is_date = is_date and name not in schema.features
         return kind in _COLUMN_TYPES or (is_date and schema.time[1] == "date")
     return kind in _COLUMN_TYPES

@@ -3,11 +3,13 @@
 Each vocabulary is written to the set atomically and recorded, so a resumed run does not repeat it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 from numpy.typing import NDArray
 
 from sbpflow.data.format.ids import Counts, assign_ids
@@ -72,8 +74,12 @@ def filter_values(
     options: PrepareOptions,
     parent: Vocabulary | None,
     folder: Path,
+    strings: Sequence[Path] = (),
 ) -> FilteredVocabulary:
-    """Assign new ids to a field's values, or use the parent's ids and add ids if it grows."""
+    """Assign new ids to a field's values, or use the parent's ids and add ids if it grows.
+
+    ``strings`` are the files with the strings of each piece, if strings are kept.
+    """
     grown: dict[str, int] = {}
     if parent is None:
         has_id = counted.counts >= options.min_count
@@ -83,6 +89,8 @@ def filter_values(
         if options.grow:
             vocabulary, grown = grow(parent, counted, options.min_count, options.seed)
         has_id = np.isin(counted.keys, vocabulary.keys)
+    if strings:
+        vocabulary = _with_strings(vocabulary, parent, strings)
     return FilteredVocabulary(
         name,
         vocabulary.num_rows,
@@ -95,6 +103,25 @@ def filter_values(
         grown,
         vocabulary.num_rows - NUM_RESERVED_IDS - len(vocabulary.keys),
     )
+
+
+def _with_strings(
+    vocabulary: Vocabulary, parent: Vocabulary | None, files: Sequence[Path]
+) -> Vocabulary:
+    """Add the strings of all values; memory holds one piece's strings and the strings found."""
+    keys, checks = vocabulary.keys, vocabulary.checks
+    if checks is None:
+        raise ValueError(f"vocabulary {vocabulary.name} has no strings")
+    strings = np.full(len(keys), None, dtype=object)
+    if parent is not None:
+        strings[np.searchsorted(keys, parent.keys)] = parent.strings()
+    for file in files if len(keys) else ():
+        frame = pl.read_ipc(file)
+        piece_keys = frame["key"].to_numpy()
+        place = np.minimum(np.searchsorted(keys, piece_keys), len(keys) - 1)
+        found = (keys[place] == piece_keys) & (checks[place] == frame["check"].to_numpy())
+        strings[place[found]] = frame["text"].filter(pl.Series(found)).to_list()
+    return vocabulary.with_strings(strings.tolist())
 
 
 def _new(

@@ -5,6 +5,7 @@ This command composes configuration, data, model and training loop, without logi
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -93,9 +94,11 @@ def train_config(
     from sbpflow.run.saved import resume
     from sbpflow.run.saved.saved_model import saved_plan
     from sbpflow.runtime.ranks.world import device_type_of
+    from sbpflow.training.trackers import check_trackers
 
     manifest = load_manifest(data_path(config))
     device_type = device_type_of(config.parallel.device)
+    check_trackers(config.train.trackers)
 
     def make(topology: "Topology") -> "tuple[RunPlan, tuple[ModelSpec, PlannedRun | None]]":
         planned = run_planner(config, manifest, topology.size, device_type, topology)
@@ -195,6 +198,7 @@ def _fit(
     from sbpflow.training.move_times import StepProfiler
     from sbpflow.training.report import Report
     from sbpflow.training.reporters import Reporters
+    from sbpflow.training.trackers import open_trackers
 
     boxing, world = job.boxing, job.boxing.world
     with Report(
@@ -209,6 +213,7 @@ def _fit(
         },
         best=(manifest.bayes.auc, manifest.bayes.logloss) if manifest.bayes else None,
         resumed=run.start.going_on,
+        trackers=partial(open_trackers, config, run.decision.run),
     ) as report:
         report.keep(PLAN_FILE, plan_to_json(job.plan))
         if planned is not None:

@@ -339,6 +339,8 @@ def _kind_name(kind: Any) -> str:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Annotated:
         return _kind_name(args[0])
+    if origin is Literal:
+        return f"one of {', '.join(map(str, args))}"
     if origin is tuple and args[-1] is Ellipsis:
         return f"a list, each entry {_kind_name(args[0])}"
     if origin is tuple:
@@ -391,7 +393,7 @@ def _tag(kind: Any) -> str:
 
 
 def _example(field: "dataclasses.Field[Any]", hint: Any) -> object:
-    if field.default is not MISSING and field.default is not None:
+    if field.default is not MISSING and field.default not in (None, ()):
         return field.default
     marked = _example_of(hint)
     if marked is None and field.default_factory is not MISSING:

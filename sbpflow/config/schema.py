@@ -22,6 +22,7 @@ from sbpflow.config.train_options import (
     ScheduleConfig,
     SparseScheduleConfig,
     StopConfig,
+    TrackerName,
 )
 from sbpflow.embedding.plan.out_of_range import OutOfRange
 from sbpflow.embedding.rules.base import SparseOptimizer
@@ -309,6 +310,11 @@ class TrainConfig:
     ] = None
     log_every: Annotated[Count, Key("execution", "Steps between log lines.")] = 100
     progress: Annotated[bool, Key("execution", "Show a progress bar.")] = True
+    trackers: Annotated[
+        tuple[TrackerName, ...],
+        Example(("mlflow",)),
+        Key("execution", "Trackers that also log the values of metrics.jsonl."),
+    ] = ()
 
     def __post_init__(self) -> None:
         for key, given in (("stop", self.stop), ("plateau", self.plateau)):
@@ -317,6 +323,11 @@ class TrainConfig:
                     f"train.{key}: needs evaluations of val during training, but eval_every is 0; "
                     "use, for example, train.eval_every: 1000"
                 )
+        if len(set(self.trackers)) < len(self.trackers):
+            raise ConfigError(
+                f"train.trackers: {list(self.trackers)} names a tracker twice; use, for example, "
+                f"{list(dict.fromkeys(self.trackers))}"
+            )
         if self.profile is not None and self.profile[1] < self.profile[0]:
             raise ConfigError(
                 f"train.profile: {list(self.profile)} ends before it begins; use, for example, "

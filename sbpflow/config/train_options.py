@@ -13,6 +13,7 @@ from sbpflow.runtime.fields.keys import Key
 from sbpflow.runtime.fields.ranges import Count, NonNegative, Range, Rate
 
 DecayShape = Literal["polynomial", "cosine"]
+TrackerName = Literal["tensorboard", "mlflow", "wandb"]
 Watched = Annotated[Metric, Key("results", "Metric of val to watch.")]
 Patience = Annotated[Count, Key("results", "Number of evaluations to wait for a better value.")]
 MinDelta = Annotated[NonNegative, Key("results", "Minimum change that makes a value better.")]

@@ -142,6 +142,16 @@ def is_logged(step: int, log_every: int) -> bool:
     return step > 1 and digits[0] in "125" and not digits[1:].strip("0")
 
 
+def _is_scored(step: int, last: int, train: TrainConfig, watchers: Watchers) -> bool:
+    """Return whether ``val`` is scored during the run after ``step``.
+
+    The last step can be the best, so it is evaluated on the same rows as the other steps.
+    """
+    if not train.eval_every or step < last:
+        return bool(train.eval_every) and step % train.eval_every == 0
+    return watchers.active or train.eval_rows is None
+
+
 def fit(
     trainer: Trainer,
     loaders: Mapping[str, Loader],
@@ -168,7 +178,6 @@ def fit(
     _check_val(train, watchers, loaders, last)
     _check_profile(profiler, last)
     pace, times, caches, step = Pace(), MoveTimes(), CacheWatch(trainer), checkpoints.step
-    every = train.eval_every or last
     overlap = OverlapWatch(trainer, boxing.world.size, last, boxing.world.device)
     steps = _read_steps(loaders["train"], range(checkpoints.epoch, train.epochs), train.accumulate)
     steps_left = 0 if watchers.stops else max(last - step, 0)
@@ -177,9 +186,7 @@ def fit(
         batches = current.batches
         pace.got_batch()
         step += 1
-        # The last step can be the best, so it is evaluated on the same rows as the other steps.
-        due = step % every == 0 if step < last else watchers.active or train.eval_rows is None
-        scored = bool(train.eval_every) and due
+        scored = _is_scored(step, last, train, watchers)
         with overlap.step(step), _named(step), _watched(trainer, times, profiler, step):
             loss = trainer.step(batches)
         watch.push(step, loss, batches, trainer.gradient_norm)

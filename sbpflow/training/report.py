@@ -1,4 +1,4 @@
-"""Writes the output of a run: log lines, metrics.jsonl, start.txt, TensorBoard, an end summary.
+"""Writes the output of a run: log lines, metrics.jsonl, start.txt, trackers, an end summary.
 
 Only rank 0 writes files; the writers of other ranks do nothing.
 """
@@ -9,12 +9,12 @@ import logging
 import math
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from tqdm.auto import tqdm
 
@@ -34,9 +34,7 @@ from sbpflow.runtime.files.run_folder import (
 from sbpflow.training.learning_rate import rate_factor
 from sbpflow.training.metrics import Evaluation
 from sbpflow.training.progress import Progress
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+from sbpflow.training.trackers import Tracker, status_of
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +66,7 @@ def setup_logging(rank: int, level: int = logging.INFO) -> None:
 
 
 class MetricsWriter:
-    """Writes ``run.dir/metrics.jsonl``, one JSON object per line, and TensorBoard if installed.
+    """Writes ``run.dir/metrics.jsonl``, one JSON object per line.
 
     Files of an earlier run are moved to a folder ``previous-N``. If the run resumes, ``resumed`` is
     the step and the length of metrics.jsonl at the checkpoint: the file is truncated to this length
@@ -77,7 +75,6 @@ class MetricsWriter:
 
     def __init__(self, folder: Path, *, rank: int, resumed: tuple[int, int] | None = None) -> None:
         self._file = None
-        self._board: SummaryWriter | None = None
         if rank != 0:
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -88,7 +85,6 @@ class MetricsWriter:
         self._file = (folder / METRICS_FILE).open("a", encoding="ascii")
         if resumed is not None:
             _cut(self._file, resumed[1])
-        self._board = _tensorboard(folder / BOARD_FOLDER, resumed[0] if resumed else None)
 
     @property
     def length(self) -> int:
@@ -98,14 +94,9 @@ class MetricsWriter:
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
-        if self._board is not None:
-            self._board.close()
 
     def write(self, event: Event, values: Mapping[str, Value]) -> None:
-        """Write and flush one line with the current time; NaN and infinity become null.
-
-        ``values`` contains ``step`` (``steps`` in the final event), TensorBoard's x axis.
-        """
+        """Write and flush one line with the current time; NaN and infinity become null."""
         if self._file is None:
             return
         finite = {name: _finite(value) for name, value in values.items()}
@@ -114,13 +105,6 @@ class MetricsWriter:
             json.dumps({"event": event, "time": now, **finite}, allow_nan=False) + "\n"
         )
         self._file.flush()
-        if event in ("slice", "calibration"):  # these events fill tables, not curves
-            return
-        step = finite.get("step", finite.get("steps"))
-        tag = finite.get("split", event)
-        for name, value in finite.items():
-            if self._board is not None and name != "step" and isinstance(value, int | float):
-                self._board.add_scalar(f"{tag}/{name}", value, step)
 
 
 def _cut(file: TextIOWrapper, length: int) -> None:
@@ -142,18 +126,8 @@ def _finite(value: Value) -> Value:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _tensorboard(folder: Path, step: int | None) -> "SummaryWriter | None":
-    """Return the writer if TensorBoard is installed; resuming drops values after ``step``."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        logger.info("TensorBoard is not installed; metrics are only in %s", METRICS_FILE)
-        return None
-    return SummaryWriter(str(folder), purge_step=None if step is None else step + 1)
-
-
 class Report:
-    """Reports a run to the log, metrics.jsonl, TensorBoard and the terminal (a ``Reporter``).
+    """Reports a run to the log, metrics.jsonl, trackers and the terminal (a ``Reporter``).
 
     A report is a context manager. On ranks other than 0, a report does nothing, so callers need not
     check their rank.
@@ -169,6 +143,7 @@ class Report:
         sections: Mapping[str, str],
         best: tuple[float, float] | None = None,
         resumed: tuple[int, int] | None = None,
+        trackers: Callable[[int | None], Sequence[Tracker]] | None = None,
     ) -> None:
         """Log a short start summary and write the full summary to START_FILE.
 
@@ -176,9 +151,13 @@ class Report:
         * ``sections``: lines of text by title, such as layouts, kernels, memory per rank.
         * ``best``: the best possible (AUC, logloss), which is known for generated data.
         * ``resumed``: see ``MetricsWriter``.
+        * ``trackers``: opens the trackers on rank 0, given the step at which the run resumes.
         """
         self._folder, self._rank, self._best = config.run.dir, rank, best
         self._metrics = MetricsWriter(self._folder, rank=rank, resumed=resumed)
+        self._trackers: Sequence[Tracker] = ()
+        if trackers is not None and rank == 0:  # after the files of an earlier run are moved
+            self._trackers = trackers(resumed[0] if resumed else None)
         if rank == 0:
             summary = _start_summary(config, devices, sections)
             (self._folder / START_FILE).write_text(summary + "\n", encoding="utf-8")
@@ -198,9 +177,11 @@ class Report:
     def __enter__(self) -> "Report":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         self._progress.close()
         self._metrics.close()
+        for tracker in self._trackers:
+            tracker.close(status_of(error))
 
     @property
     def metrics_bytes(self) -> int:
@@ -232,13 +213,13 @@ class Report:
         values = {"step": step, "loss": loss, "samples_per_s": samples_per_s, **extra, **rates}
         shown = {name: value for name, value in extra.items() if not name.startswith("move_")}
         self._progress.interval(step, loss, samples_per_s, shown)
-        self._metrics.write("step", {**values, "eta_s": self._progress.eta_s(step)})
+        self._write("step", step, {**values, "eta_s": self._progress.eta_s(step)})
 
     def evaluation(self, split: str, step: int, evaluation: Evaluation) -> None:
         """Report a scored split."""
         logger.info("step %d, %s: %s", step, split, describe_evaluation(evaluation))
         rows = {"step": step, "split": split, "num_rows": evaluation.num_rows}
-        self._metrics.write("eval", {**rows, **figures_of(evaluation)})
+        self._write("eval", step, {**rows, **figures_of(evaluation)}, name=split)
         if evaluation.calibration:
             bins = evaluation.calibration
             table = {
@@ -287,10 +268,23 @@ class Report:
         self._progress.close()
         if peak_memory_bytes:
             values["peak_memory_bytes"] = list(peak_memory_bytes)
-        self._metrics.write("final", values)
+        self._write("final", steps, values)
         files = [self._folder / name for name in (METRICS_FILE, BOARD_FOLDER, PLAN_FILE)]
         written = [str(path) for path in files if path.exists()]
         logger.info("%s", _end_summary(values, written, notes or {}))
+
+    def _write(
+        self, event: Event, step: int, values: Mapping[str, Value], name: str | None = None
+    ) -> None:
+        """Write an event to metrics.jsonl, and its numbers to the trackers, named ``name/KEY``."""
+        self._metrics.write(event, values)
+        numbers = {
+            f"{name or event}/{key}": value
+            for key, value in values.items()
+            if key != "step" and isinstance(value, int | float) and math.isfinite(value)
+        }
+        for tracker in self._trackers:
+            tracker.log(step, numbers)
 
 
 def figures_of(evaluation: Evaluation) -> dict[str, float | int | None]:

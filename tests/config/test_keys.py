@@ -24,6 +24,7 @@ SET = DataFacts(path="set", fingerprint="a", content_id="b")
 EXECUTION = """
 run.dir data.path data.loader
 train.epochs train.max_steps train.lookahead train.log_every train.progress train.profile
+train.trackers
 parallel.device parallel.scheme parallel.plan parallel.link_gb_per_s
 parallel.tables.deep.C1.sbp parallel.tables.deep.C1.ranks parallel.tables.deep.C1.sizes
 parallel.tables.deep.C1.exchange parallel.dense.mlp.0.*

@@ -11,6 +11,7 @@ import pytest
 from sbpflow.data import load_manifest
 from sbpflow.data.__main__ import main
 from sbpflow.data.format.manifest import MANIFEST
+from sbpflow.data.format.schema import TIME
 from sbpflow.data.prepare import prepare, stage
 from sbpflow.data.prepare.csv_text import parse_table
 from sbpflow.data.prepare.new_rows import encode
@@ -52,7 +53,7 @@ def test_a_year_has_four_digits(tmp_path):
     text = "".join(f"1,a,{cell}\n" for cell in cells)
     piece = parsed(tmp_path, "sparse: {C1: string}\ntime: ts\n", text)
     assert piece.bad.counts == {"ts is not a time (date)": 3}
-    assert piece.frame["ts"].to_list() == [1714521600 * 10**6] * 2
+    assert piece.frame[TIME].to_list() == [1714521600 * 10**6] * 2
 
 
 @pytest.mark.parametrize("kind", [pl.Date, pl.Datetime("ms"), pl.Datetime("ns")])
@@ -62,7 +63,7 @@ def test_dates_are_not_read_as_integers_of_the_files_unit(tmp_path, kind):
         from_parquet(tmp_path, "sparse: {C1: string}\ntime: {ts: integer}\n", ts=times)
     piece = from_parquet(tmp_path, "sparse: {C1: string}\ntime: ts\n", ts=times)
     unit = {pl.Date: 86_400 * 10**6, pl.Datetime("ms"): 1000}.get(kind, 0)
-    assert piece.frame["ts"].to_list() == [unit, 2 * unit]
+    assert piece.frame[TIME].to_list() == [unit, 2 * unit]
 
 
 def test_line_ends_in_quotes_are_kept(tmp_path):

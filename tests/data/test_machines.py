@@ -37,6 +37,7 @@ def tables(tmp_path_factory):
 def options_of(folder, output, part, split="time:0.7,0.1,0.2", **more):
     inputs = tuple(folder.glob("day_*.csv"))
     settings = {"schema": read_schema(folder / "schema.yaml"), "crosses": (), "spare": 0.3}
+    settings["keep_strings"] = True
     return PrepareOptions(
         inputs=tuple(sorted(inputs)),
         output=output,

@@ -225,27 +225,6 @@ def test_lines_are_valid_json_even_for_nan(tmp_path):
     assert "NaN" not in text
 
 
-def test_tensorboard_gets_the_values(tmp_path):
-    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    writer = MetricsWriter(tmp_path, rank=0)
-    writer.write("step", {"step": 7, "loss": 0.25})
-    writer.close()
-    accumulator = reader.EventAccumulator(str(tmp_path / "tensorboard"))
-    accumulator.Reload()
-    (scalar,) = accumulator.Scalars("step/loss")
-    assert (scalar.step, scalar.value) == (7, 0.25)
-
-
-def test_missing_tensorboard_is_logged(tmp_path, monkeypatch, caplog):
-    caplog.set_level(logging.INFO)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    writer = MetricsWriter(tmp_path, rank=0)
-    writer.write("step", {"step": 1})
-    writer.close()
-    assert "TensorBoard is not installed" in caplog.text
-    assert (tmp_path / "metrics.jsonl").read_text()
-
-
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

@@ -93,18 +93,6 @@ def test_interrupted_runs_resume_bit_for_bit(synth_set, whole, tmp_path, monkeyp
     assert (tmp_path / "checkpoints" / "data" / "manifest.json").is_file()
 
 
-def test_tensorboard_has_each_step_once_after_interruptions(synth_set, tmp_path, monkeypatch):
-    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    for at in (7, 18):
-        interrupted(synth_set, tmp_path, monkeypatch, at)
-    assert run(synth_set, tmp_path) == 0
-    board = reader.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    told = [event for event in events(tmp_path) if event["event"] == "step"]
-    shown = board.Scalars("step/loss")
-    assert [point.step for point in shown] == list(range(1, 21))
-    assert [point.value for point in shown] == pytest.approx([event["loss"] for event in told])
-
-
 def interrupted(synth_set, folder, monkeypatch, at=9, *more):
     with monkeypatch.context() as patch:
         interrupt(patch, at)

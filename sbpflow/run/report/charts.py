@@ -1,9 +1,10 @@
 """Draws inline SVG charts, independent of runs: line charts, stacked bars and calibration."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
+from xml.etree import ElementTree
 
 Point = tuple[float, float]
 # Most color-blind readers can distinguish the colors of this palette by Okabe and Ito.
@@ -86,38 +87,87 @@ def calibration_chart(title: str, series: Sequence[Series]) -> str:
     return _figure(title, frame, [*_axes(frame, "mean predicted probability"), diagonal], drawn)
 
 
-def stacked_bars(title: str, bars: Sequence[tuple[str, Sequence[tuple[str, float]]]]) -> str:
+def _show_ms(value: float) -> str:
+    return f"{value:.2f} ms"
+
+
+def stacked_bars(
+    title: str,
+    bars: Sequence[tuple[str, Sequence[tuple[str, float]]]],
+    show: Callable[[float], str] = _show_ms,
+    width: int = 940,
+) -> str:
     """Draw a bar for each (name, parts); parts with equal names have the same color."""
     longest = max((sum(value for _, value in parts) for _, parts in bars), default=0.0)
     if longest <= 0.0:
         return ""
     names = list(dict.fromkeys(name for _, parts in bars for name, _ in parts))
     shades = {name: _shade(place, len(names)) for place, name in enumerate(names)}
-    width, bar, left = 940, 30, 150
+    bar, left = (30, 150) if width > WIDTH else (16, 120)
+    size = "full" if width > WIDTH else "half"
     body: list[str] = []
     for row, (label, parts) in enumerate(bars):
         y, x = row * (bar + 12) + 6, float(left)
-        body.append(f'<text x="{left - 8}" y="{y + 20}" text-anchor="end">{escape(label)}</text>')
+        middle = y + bar / 2 + 5
+        body.append(
+            f'<text x="{left - 8}" y="{middle:.0f}" text-anchor="end">{escape(label)}</text>'
+        )
         for name, value in parts:
             length = (width - left - 90) * value / longest
-            tooltip = f"<title>{escape(f'{label}, {name}: {value:.3f} ms')}</title>"
+            tooltip = f"<title>{escape(f'{label}, {name}: {show(value)}')}</title>"
             body.append(
                 f'<rect x="{x:.1f}" y="{y}" width="{length:.1f}" height="{bar}" '
                 f'fill="{shades[name]}">{tooltip}</rect>'
             )
             x += length
         total = sum(value for _, value in parts)
-        body.append(f'<text x="{x + 6:.1f}" y="{y + 20}">{total:.2f} ms</text>')
+        body.append(f'<text x="{x + 6:.1f}" y="{middle:.0f}">{show(total)}</text>')
     height = len(bars) * (bar + 12) + 6
     legend = _legend([(name, shades[name], False) for name in names])
     return (
         f"<figure><figcaption>{escape(title)}</figcaption>"
-        f'<svg viewBox="0 0 {width} {height}" class="full">{"".join(body)}</svg>{legend}</figure>'
+        f'<svg viewBox="0 0 {width} {height}" class="{size}">{"".join(body)}</svg>{legend}</figure>'
+    )
+
+
+_PICTURE_STYLE = (
+    "text { fill: #222; font: 11px system-ui, sans-serif; } .title { font-weight: 600; } "
+    ".axis { fill: #666; } .grid { stroke: #ddd; } polyline { fill: none; stroke-width: 1.8; }"
+)
+
+
+def picture(title: str, figures: Sequence[str]) -> str:
+    """Return one SVG file with the charts of other functions in two columns."""
+    gap, tops, body = 20, [40, 40], list[str]()
+    for figure in filter(None, figures):
+        element = ElementTree.fromstring(figure)
+        caption, svg = element[0].text or "", element[1]
+        place = tops.index(min(tops))
+        x, y = gap + place * (WIDTH + gap), tops[place]
+        width, height = (int(part) for part in svg.attrib["viewBox"].split()[2:])
+        inner = "".join(ElementTree.tostring(child, encoding="unicode") for child in svg)
+        body.append(f'<text class="title" x="{x}" y="{y + 12}">{escape(caption)}</text>')
+        body.append(f'<svg x="{x}" y="{y + 20}" width="{width}" height="{height}">{inner}</svg>')
+        y, at = y + height + 36, x
+        for entry in element[2]:
+            name, color = "".join(entry.itertext()), entry[0].attrib["style"].split(" ", 3)[-1]
+            body.append(f'<rect x="{at}" y="{y - 8}" width="14" height="4" fill="{color}"/>')
+            body.append(f'<text x="{at + 18}" y="{y - 2}">{escape(name)}</text>')
+            at += 32 + 7 * len(name)
+        tops[place] = y + gap
+    width, height = 2 * WIDTH + 3 * gap, max(tops)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'height="{height}"><style>{_PICTURE_STYLE}</style>'
+        f'<rect width="100%" height="100%" fill="#fff"/>'
+        f'<text class="title" x="{gap}" y="24">{escape(title)}</text>{"".join(body)}</svg>\n'
     )
 
 
 def _shade(place: int, count: int) -> str:
-    return f"hsl({round(360 * place / max(count, 1) + 205) % 360} 50% {48 + 14 * (place % 2)}%)"
+    if count <= len(COLORS):  # the colors of lines, so a part and a line of one name match
+        return COLORS[place]
+    return f"hsl({round(360 * place / count + 205) % 360} 50% {48 + 14 * (place % 2)}%)"
 
 
 def _range(values: Sequence[float], *, tight: bool = False) -> tuple[float, float]:

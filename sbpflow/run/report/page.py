@@ -15,29 +15,10 @@ from sbpflow.run.report.charts import (
     stacked_bars,
 )
 from sbpflow.run.report.data import Run, read_runs
+from sbpflow.run.report.html import document, html_row, html_table
 from sbpflow.runtime.files.run_folder import REPORT_FILE
 
 Figure = float | int | None
-
-_STYLE = """
-:root { color-scheme: light dark; --line: #8884; --soft: #8888; }
-body { font: 14px/1.45 system-ui, sans-serif; max-width: 1000px; margin: 2em auto; padding: 0 1em; }
-h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin: 2em 0 .5em; }
-.row { display: flex; flex-wrap: wrap; gap: 1em; }
-figure { margin: 0 0 1em; flex: 1 1 400px; max-width: 480px; }
-figure:has(.full) { flex-basis: 100%; max-width: none; }
-figcaption { font-weight: 600; margin-bottom: .2em; }
-svg { width: 100%; height: auto; font: 11px system-ui, sans-serif; }
-svg text { fill: currentColor; } svg .axis { fill: var(--soft); }
-.grid { stroke: var(--line); } .even { stroke: var(--soft); stroke-dasharray: 2 3; }
-polyline { fill: none; stroke-width: 1.8; }
-.legend { display: flex; flex-wrap: wrap; gap: .2em 1.2em; font-size: 12px; }
-.legend i { display: inline-block; width: 18px; margin-right: 5px; vertical-align: middle; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; padding: .2em 1em .2em 0; border-bottom: 1px solid var(--line); }
-td.n { text-align: right; } th { font-weight: 600; }
-.scroll { overflow-x: auto; } .note { color: var(--soft); } details { margin: .5em 0; }
-"""
 
 
 def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
@@ -65,13 +46,7 @@ def page(runs: Sequence[Run]) -> str:
         ("Memory", _each(runs, _memory)),
         ("Settings that differ", _differences(runs) if len(runs) > 1 else ""),
     ]
-    body = "".join(f"<section><h2>{title}</h2>{text}</section>" for title, text in sections if text)
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width">'
-        f"<title>{escape(names)}</title><style>{_STYLE}</style></head>"
-        f"<body><h1>{escape(names)}</h1>{body}</body></html>\n"
-    )
+    return document(names, sections)
 
 
 def _results(runs: Sequence[Run]) -> str:
@@ -102,7 +77,7 @@ def _results(runs: Sequence[Run]) -> str:
         ("time shown", [_clock(run.minutes(run.events[-1])) for run in runs]),
     ]
     shown = [[name, *cells] for name, cells in rows if any(cell != "-" for cell in cells)]
-    table = _table(["", *(run.name for run in runs)], shown)
+    table = html_table(["", *(run.name for run in runs)], shown)
     notes = "".join(
         f'<p class="note">{escape(run.name)}: {escape(note)}</p>'
         for run in runs
@@ -121,7 +96,7 @@ def _pair(runs: Sequence[Run], title: str, key: str, *, split: str | None = None
         )
         for by, label, text in (("step", "step", "by step"), ("time", "minutes", "by time"))
     ]
-    return _row(charts)
+    return html_row(charts)
 
 
 def _rates(runs: Sequence[Run]) -> str:
@@ -131,7 +106,7 @@ def _rates(runs: Sequence[Run]) -> str:
         for part in ("sparse", "dense")
     ]
     norms = [Series(run.name, run.curve("grad_norm"), n) for n, run in enumerate(runs)]
-    return _row(
+    return html_row(
         [
             line_chart("learning rates", "step", rates, zero=True),
             line_chart("gradient norm before clipping", "step", norms, zero=True),
@@ -151,7 +126,7 @@ def _speed(runs: Sequence[Run]) -> str:
         "moves of a step on rank 0, in the interval with the median step time",
         [(run.name, _moves(run)) for run in runs if _moves(run)],
     )
-    return _row(charts) + bars
+    return html_row(charts) + bars
 
 
 def _moves(run: Run) -> list[tuple[str, float]]:
@@ -185,7 +160,7 @@ def _calibration(runs: Sequence[Run]) -> str:
         )
         for split in ("test", "val")
     ]
-    return _row(charts)
+    return html_row(charts)
 
 
 def _slices(run: Run) -> str:
@@ -202,7 +177,7 @@ def _slices(run: Run) -> str:
         for event in run.last("slice", split)
     ]
     header = [f"{split}: column", "id", "rows", "AUC", "logloss", "calibration"]
-    return _table(header, rows) if rows else ""
+    return html_table(header, rows) if rows else ""
 
 
 def _layouts(run: Run) -> str:
@@ -217,7 +192,9 @@ def _layouts(run: Run) -> str:
         ]
         for table in run.plan.get("tables", ())
     ]
-    return _table(["table", "rows", "dim", "layout", "exchange", "kernel"], rows) if rows else ""
+    return (
+        html_table(["table", "rows", "dim", "layout", "exchange", "kernel"], rows) if rows else ""
+    )
 
 
 def _transfers(run: Run) -> str:
@@ -234,7 +211,7 @@ def _transfers(run: Run) -> str:
     if not rows:
         return ""
     total = format_size(run.plan["bytes_per_iteration"])
-    table = _table(["step", "phase", "collective", "bytes, all ranks"], rows)
+    table = html_table(["step", "phase", "collective", "bytes, all ranks"], rows)
     return f"<details><summary>{total} per iteration at most</summary>{table}</details>"
 
 
@@ -252,7 +229,7 @@ def _memory(run: Run) -> str:
         for rank, peak in zip(ranks, peaks, strict=False)
     ]
     header = ["rank", "tables, planned", "their state", "dense part", "peak of the process"]
-    return _table(header, rows) if rows else ""
+    return html_table(header, rows) if rows else ""
 
 
 def _differences(runs: Sequence[Run]) -> str:
@@ -262,7 +239,7 @@ def _differences(runs: Sequence[Run]) -> str:
         for key in keys
         if len({run.settings.get(key, "-") for run in runs}) > 1
     ]
-    return _table(["key", *(run.name for run in runs)], rows) if rows else ""
+    return html_table(["key", *(run.name for run in runs)], rows) if rows else ""
 
 
 def _each(runs: Sequence[Run], section: Callable[[Run], str]) -> str:
@@ -272,19 +249,6 @@ def _each(runs: Sequence[Run], section: Callable[[Run], str]) -> str:
     return "".join(
         (f"<h3>{escape(name)}</h3>" if title else "") + text for name, text in parts if text
     )
-
-
-def _row(charts: Sequence[str]) -> str:
-    drawn = "".join(charts)
-    return f'<div class="row">{drawn}</div>' if drawn else ""
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
-    )
-    return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
 
 
 def _value(value: Figure, show: Callable[[Any], str]) -> str:

@@ -193,8 +193,12 @@ def _nccl() -> Finding:
     return Finding("nccl", "ok", ".".join(str(part) for part in nccl.version()))
 
 
-def _tensorboard() -> Finding:
-    return _optional("tensorboard", "tensorboard", "metrics are written to metrics.jsonl only")
+def _trackers() -> Finding:
+    names = ("tensorboard", "mlflow", "wandb")
+    found = [f"{name} {version}" for name in names if (version := dist_version(name))]
+    if not found:
+        return Finding("trackers", "absent", f"train.trackers needs {', '.join(names)}")
+    return Finding("trackers", "ok", ", ".join(found))
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (
@@ -207,5 +211,5 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     _gloo,
     _cuda,
     _nccl,
-    _tensorboard,
+    _trackers,
 )

@@ -1,0 +1,249 @@
+"""Propose a schema for a table with column names, as YAML with the facts behind each guess.
+
+Nothing is prepared with a guess that the user has not accepted: the user edits the text and passes
+it with ``--schema``, or accepts it unchanged with ``--schema auto``.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+import polars as pl
+
+from sbpflow.config.yaml_text import load_yaml
+from sbpflow.data.format.schema import FIELD_NAME, PATTERN, comparison
+from sbpflow.data.numbers import epoch_unit
+from sbpflow.data.prepare.facts import ColumnFacts, column_facts, of_words
+from sbpflow.data.prepare.remote import InputPath
+from sbpflow.data.prepare.sample import Sample, needs_schema, read_sample
+from sbpflow.data.prepare.source import find_inputs
+from sbpflow.errors import ConfigError
+
+_LABELS = (
+    "label target click clicked buy bought purchase purchased convert converted conversion churn "
+    "churned default income survived response outcome like liked deposit fraud rating stars score"
+)
+_TIMES = "time timestamp ts date datetime day created at"
+_GROUPS = "user customer member visitor session query"
+_KEYS = "id key row index visit impression event transaction order"
+_ENTITIES = (
+    "id user item movie product article video song shop store seller ad advertiser campaign "
+    "creative site app device category cat brand city region country zip postal type code page "
+    "query session customer member visitor author artist genre publisher channel"
+)
+_MAX_SMALL = 20
+"""Maximum number of distinct integers that are categories whatever their name"""
+_UNUSABLE = {
+    "empty": "no values",
+    "date": "a date, which can only be the time",
+    "other": "its type cannot be read",
+}
+_SKEW = 20
+"""Minimum ratio of the 99% quantile to the median of values that get a logarithm"""
+_CHOOSE = 'label:  # write the column to predict: NAME, {NAME: VALUE} or {NAME: ">= 4"}'
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The text of a proposed schema."""
+
+    text: str
+    has_label: bool
+
+
+def propose(paths: Sequence[InputPath]) -> Proposal:
+    """Return a schema for the tables; find_inputs and read_sample name the errors."""
+    return _of_sample(read_sample(find_inputs(paths)))
+
+
+def refuse_guess(paths: Sequence[InputPath]) -> None:
+    """Raise ConfigError with a proposal if the input is a table with names of its own."""
+    exists = all(path.is_file() or path.is_dir() for path in paths)  # otherwise, prepare reports it
+    if not exists or not needs_schema(find_inputs(paths, log=False)[0]):
+        return
+    names = " ".join(map(str, paths))
+    raise ConfigError(
+        f"--input {names}: this table needs a --schema, and this is a proposal. Write it to a file "
+        f"with `sbpflow schema {names} > schema.yaml`, check it, and use --schema schema.yaml; or "
+        "accept it as it is with --schema auto",
+        *propose(paths).text.splitlines(),
+    )
+
+
+def _of_sample(sample: Sample) -> Proposal:
+    columns = column_facts(sample.frame)
+    label, others = _label(columns)
+    rule = None if label is None else _rule(label)
+    free = [column for column in columns if column is not label]
+    time = _time(free)
+    key = next((column for column in of_words(free, _KEYS) if column.is_unique), None)
+    key = key if key is not None and key.kind in ("integer", "text") and key is not time else None
+    features = [column for column in free if column is not time and column is not key]
+    group = next(
+        (
+            column
+            for column in of_words(features, _GROUPS)
+            if column.kind in ("integer", "text") and 1 < column.distinct < 0.7 * len(sample.frame)
+        ),
+        None,
+    )
+    lines = _head(sample)
+    if label is None or rule is None:
+        lines.append(_CHOOSE)
+    else:
+        lines.append(f"label: {rule[0]}  # guess: {label.shown()}; {rule[1]:.1%} are 1{others}")
+    if time is not None:
+        kind = "" if time.kind == "date" else "{%s: integer}"
+        lines.append(f"time: {(kind or '%s') % _name(time.name)}  # guess: {_span(time)}")
+        if not time.is_sorted:
+            lines.append(f"# The rows are not in time order; to split by time, add: {_split(time)}")
+    if group is not None:
+        kind = "{%s: integer}" if group.kind == "integer" else "%s"
+        lines.append(f"group: {kind % _name(group.name)}  # guess, for GAUC: {group.shown()}")
+    if key is not None:
+        kind = "{%s: integer}" if key.kind == "integer" else "%s"
+        lines.append(f"row_key: {kind % _name(key.name)}  # guess: every row has its own value")
+    return Proposal("\n".join([*lines, *_features(features)]) + "\n", label is not None)
+
+
+def _head(sample: Sample) -> list[str]:
+    files = ", ".join(sample.files)
+    lines = [f"# Proposed from {len(sample.frame):,} rows of {repr(files)[1:-1]}. Check each line."]
+    if sample.separator is not None:
+        lines += [f"separator: {json.dumps(sample.separator)}", "header: true"]
+        lines += ["quote: '\"'"] if sample.quote else []
+    return lines
+
+
+def _label(columns: Sequence[ColumnFacts]) -> tuple[ColumnFacts | None, str]:
+    """Return the likely label and a remark on other candidates."""
+    named = [column for column in of_words(columns, _LABELS) if _rule(column)]
+    binary = [column for column in columns if column.distinct == 2 and _rule(column)]
+    if not named and not (binary and binary[-1] is columns[-1]):
+        return None, ""
+    label = named[-1] if named else binary[-1]
+    others = [column.name for column in named or binary if column is not label]
+    remark = f"; other columns could be the label: {', '.join(others)}"
+    return label, repr(remark)[1:-1] if others else ""
+
+
+def _rule(column: ColumnFacts) -> tuple[str, float] | None:
+    """Return how the schema writes this column as the label and the label rate, or None."""
+    name, values = _name(column.name), column.values
+    if column.kind in ("integer", "real") and set(values.unique()) <= {0, 1}:
+        return (name, _share(values == 1)) if column.distinct == 2 else None
+    if column.kind == "boolean" and column.distinct == 2:
+        return name, _share(values.str.to_lowercase().is_in(["true", "1", "1.0"]))
+    if column.kind == "text" and column.distinct == 2:
+        rare = str(values.value_counts(sort=True)[column.name][1])
+        value = json.dumps(rare, ensure_ascii=False)
+        value = f"[{value}]" if comparison(rare) else value
+        return f"{{{name}: {value}}}", _share(values == rare)
+    if column.kind in ("integer", "real") and 2 <= column.distinct <= 2 * _MAX_SMALL:
+        shares = {limit: _share(values >= limit) for limit in values.unique().sort()}
+        limits = [limit for limit, share in shares.items() if share <= 0.6]
+        return (f'{{{name}: ">= {limits[0]:g}"}}', shares[limits[0]]) if limits else None
+    return None
+
+
+def _share(flags: pl.Series) -> float:
+    return float(flags.sum()) / max(len(flags), 1)
+
+
+def _time(columns: Sequence[ColumnFacts]) -> ColumnFacts | None:
+    def is_time(column: ColumnFacts) -> bool:
+        if column.missing or column.kind not in ("date", "integer"):
+            return False
+        named = bool(column.words & set(_TIMES.split()))
+        return column.kind == "date" or (named and _unit(column) is not None)
+
+    return next(filter(is_time, columns), None)
+
+
+def _unit(column: ColumnFacts) -> float | None:
+    """Return the number of units in a second if the integers may be times since 1970."""
+    return epoch_unit(float(column.values.min()), float(column.values.max()))
+
+
+def _moment(column: ColumnFacts, value: float) -> str:
+    seconds = value / (1e6 if column.kind == "date" else _unit(column) or 1.0)
+    moment = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(seconds=seconds)
+    return moment.strftime("%Y-%m-%d %H:%M")
+
+
+def _span(column: ColumnFacts) -> str:
+    low, high = (float(value) for value in (column.values.min(), column.values.max()))
+    return f"{_moment(column, low)} to {_moment(column, high)}"
+
+
+def _split(column: ColumnFacts) -> str:
+    places = [column.values.sort()[int(part * len(column.values))] for part in (0.8, 0.9)]
+    texts = [
+        _moment(column, place).replace(" ", "T") if column.kind == "date" else str(place)
+        for place in places
+    ]
+    return f'--split "time:{column.name}<{texts[0]},{column.name}<{texts[1]}"'
+
+
+def _features(columns: Sequence[ColumnFacts]) -> list[str]:
+    """Return the dense and sparse columns, and comments on columns that are not used."""
+    dense: list[str] = []
+    sparse: list[str] = []
+    unused: list[str] = []
+    for column in columns:
+        line = f"  {_name(column.name)}: "
+        if reason := _why_unused(column):
+            unused.append(f"#   {repr(column.name)[1:-1]}: {reason}")
+        elif column.kind in ("boolean", "text"):
+            sparse.append(f"{line}string  # {column.shown()}")
+        elif column.kind == "list":
+            sparse.append(f"{line}{_list(column)}  # {column.shown()}")
+        elif column.kind == "integer" and (
+            column.words & set(_ENTITIES.split()) or column.distinct <= _MAX_SMALL
+        ):
+            sparse.append(f"{line}integer  # {column.shown()}")
+        else:
+            dense.append(f"{line}{_transform(column)}  # {column.shown()}")
+    lines = ["dense:", *dense] if dense else []
+    if sparse:
+        lines += ["sparse:", *sparse]
+    else:
+        lines.append("sparse:  # write at least one column of categories, NAME: string or integer")
+    return lines + (["# Not used:", *unused] if unused else [])
+
+
+def _why_unused(column: ColumnFacts) -> str:
+    if reason := _UNUSABLE.get(column.kind):
+        return reason
+    if column.distinct == 1:
+        return f"only the value {column.values[0]!r:.40}"
+    if column.kind == "text" and column.is_unique:
+        return "every row has its own text"
+    if not FIELD_NAME.fullmatch(column.name) or PATTERN.fullmatch(column.name):
+        return "rename the column; names may have letters, digits, '_', '-' and '.'"
+    return ""
+
+
+def _list(column: ColumnFacts) -> str:
+    inner: Callable[[], bool] = column.values.explode().dtype.is_integer
+    kind = "integer" if inner() else "string"
+    mark = f"separator: {json.dumps(column.mark)}, " if column.mark else ""
+    return f"{{kind: {kind}, {mark}max: {2 * column.longest}}}"
+
+
+def _transform(column: ColumnFacts) -> str:
+    """Return ``log1`` for skewed values of 0 or more, and ``standardise`` otherwise."""
+    values = column.values.cast(float)
+    median, high = values.median(), values.quantile(0.99)
+    is_skewed = isinstance(median, float) and high is not None and high > _SKEW * max(median, 1.0)
+    return "log1" if is_skewed and float(values.min()) >= 0 else "standardise"
+
+
+def _name(name: str) -> str:
+    """Return a column name as YAML, in quotes if it would be read as something else."""
+    try:
+        is_plain = load_yaml(f"{{{name}: 1}}") == {name: 1}
+    except ConfigError:
+        is_plain = False
+    return name if is_plain else json.dumps(name, ensure_ascii=False)

@@ -1,0 +1,127 @@
+"""Read the first rows of tables with column names, to propose a schema for them."""
+
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import polars as pl
+
+from sbpflow.data.format.schema import CRITEO, SEPARATORS
+from sbpflow.data.prepare.cells import REAL_PATTERN
+from sbpflow.data.prepare.csv_text import is_utf8
+from sbpflow.data.prepare.source import Input, open_text
+from sbpflow.data.prepare.tables import table_columns, table_head
+from sbpflow.errors import ConfigError, DataError
+
+MAX_ROWS = 100_000
+_MAX_FILES = 8
+_MAX_BYTES = 16 << 20
+_FIRST_LINES = 50
+_QUOTED = re.compile(r'"(?:[^"]|"")*"')
+_QUOTE_BY_DEFAULT = (",", ";")
+"""Separators of CSV files, in which a later cell may need quotes"""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The first rows of some files; cells of text files are strings, with null for empty cells."""
+
+    frame: pl.DataFrame
+    files: tuple[str, ...]
+    separator: str | None = None
+    """Separator of text files, or None for Parquet and Arrow"""
+    quote: bool = False
+
+
+def needs_schema(source: Input) -> bool:
+    """Return True for a table with column names other than Criteo's."""
+    if source.is_table:
+        is_local = isinstance(source.path, Path)
+        return is_local and not set(CRITEO.features) <= set(table_columns(source.path))
+    text = _head(source, 1 << 20)
+    if text.partition("\n")[0].count("\t") + 1 == len(CRITEO.columns):
+        return False
+    return _separator(text) is not None
+
+
+def read_sample(inputs: Sequence[Input]) -> Sample:
+    """Return the first rows of up to eight of the files. Raise DataError without column names."""
+    count = min(len(inputs), _MAX_FILES)
+    chosen = [inputs[k * len(inputs) // count] for k in range(count)]
+    names = tuple(source.path.name for source in chosen)
+    if remote := [source.path for source in chosen if not isinstance(source.path, Path)]:
+        raise ConfigError(
+            f"{remote[0]}: a schema is proposed from local files only; copy one of the files, and "
+            "run `sbpflow schema` on the copy"
+        )
+    if chosen[0].is_table:
+        frames = [table_head(source.path, MAX_ROWS // count) for source in chosen]
+        frame = pl.concat(frames, how="diagonal_relaxed")
+        return Sample(frame.with_columns(pl.col(pl.Float32, pl.Float64).fill_nan(None)), names)
+    texts = [_head(source, _MAX_BYTES // count) for source in chosen]
+    separator = _separator(texts[0])
+    if separator is None:
+        raise DataError(
+            f"{chosen[0].path}: the first line is not a list of column names; list the columns in "
+            "a --schema file (docs/data.md)"
+        )
+    frames = [
+        _cells(source, text, separator, MAX_ROWS // count)
+        for source, text in zip(chosen, texts, strict=True)
+    ]
+    quote = separator in _QUOTE_BY_DEFAULT or any('"' in text for text in texts)
+    return Sample(pl.concat(frames, how="diagonal"), names, separator, quote)
+
+
+def _head(source: Input, num_bytes: int) -> str:
+    """Return the complete lines in the first bytes of a text file."""
+    with open_text(source.path) as text:
+        raw = text.file.read(num_bytes)
+    if len(raw) == num_bytes:
+        raw = raw[: raw.rfind(b"\n") + 1]
+    if not is_utf8(raw):
+        raise DataError(f"{source.path}: the first rows are not UTF-8 text; convert the file")
+    return raw.decode().replace("\r\n", "\n")
+
+
+def _separator(text: str) -> str | None:
+    """Return the separator that divides the first lines into equally many cells below names."""
+    lines = _QUOTED.sub("q", "\n".join(text.split("\n", _FIRST_LINES)[:_FIRST_LINES])).split("\n")
+    lines = [line for line in lines if line]
+    best, most = None, 1
+    for mark in SEPARATORS:
+        counts = [line.count(mark) + 1 for line in lines]
+        if counts and counts[0] > most and counts.count(counts[0]) >= 0.9 * len(counts):
+            best, most = mark, counts[0]
+    return best if best is not None and _are_names(_names(text, best)) else None
+
+
+def _names(text: str, separator: str) -> list[str]:
+    line = text.partition("\n")[0].encode()
+    row = pl.read_csv(io.BytesIO(line), has_header=False, separator=separator, infer_schema=False)
+    return [cell or "" for cell in row.row(0)]
+
+
+def _are_names(cells: Sequence[str]) -> bool:
+    return all(cell and not re.fullmatch(REAL_PATTERN, cell) for cell in cells)
+
+
+def _cells(source: Input, text: str, separator: str, num_rows: int) -> pl.DataFrame:
+    names, body = _names(text, separator), text.partition("\n")[2]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise DataError(f"{source.path}: the header names {twice[0]!r} twice; rename one column")
+    while body.count('"') % 2:  # the end of the last quoted cell is not in the sample
+        body = body[: body.rfind('"')]
+        body = body[: body.rfind("\n") + 1]
+    if not body:
+        raise DataError(f"{source.path}: no row follows the line of column names")
+    return pl.read_csv(
+        io.BytesIO(body.encode()),
+        has_header=False,
+        separator=separator,
+        schema=dict.fromkeys(names, pl.String),
+        n_rows=num_rows,
+        truncate_ragged_lines=True,
+    ).with_columns(pl.all().replace("", None))

@@ -1,0 +1,280 @@
+"""Ordinary tables: rules for labels, columns with several uses, and original strings."""
+
+import csv
+import datetime
+import random
+
+import numpy as np
+import polars as pl
+import pytest
+
+from sbpflow.data import load_manifest
+from sbpflow.data.__main__ import main
+from sbpflow.data.format.shards import RowFiles
+from sbpflow.data.format.verify import verify_set
+from sbpflow.data.prepare.schema_file import read_schema, schema_from
+from sbpflow.data.values import values_and_ids
+from sbpflow.errors import ConfigError
+from tests.data.rows import all_words
+from tests.data.test_tables import data_files, ids_of
+
+HEAD = "separator: ','\nheader: true\n"
+
+
+def run(tmp_path, schema, source, *more):
+    """Prepare into ``set``; return the exit status."""
+    (tmp_path / "schema.yaml").write_text(schema)
+    words = ["--input", source, "--schema", tmp_path / "schema.yaml", "--output", tmp_path / "set"]
+    return main(["prepare", *map(str, [*words, "--split", "time:1,0,0", *more])])
+
+
+def labels_of(folder):
+    return all_words(load_manifest(folder), "train")[:, 0].view(np.float32).tolist()
+
+
+RULES = [
+    ("{y: '>50K'}", ["<=50K", ">50K", "<=50K", ">50K"], [0, 1, 0, 1]),
+    ("{y: [b, c]}", ["a", "b", "c", "d"], [0, 1, 1, 0]),
+    ("{y: '>= 4'}", ["3.5", "4", "4.0", "5"], [0, 1, 1, 1]),
+    ("{y: '> 4.1'}", ["4.1", "4.2", "-9", "1e3"], [0, 1, 0, 1]),
+    ("{y: '<-1'}", ["-1", "-2", "0", "3"], [0, 1, 0, 0]),
+    ("{y: '<= 2'}", ["1", "2", "2.5", "3"], [1, 1, 0, 0]),
+    ("{y: 5}", ["5", "5.0", "4", "05"], [1, 1, 0, 1]),
+    ("{y: ['>50']}", [">50", "60", "<=50", "51"], [1, 0, 0, 0]),
+    ("y", ["1.0", "0.0", "1", "0"], [1, 0, 1, 0]),
+    ("y", ["true", "false", "True", "FALSE"], [1, 0, 1, 0]),
+]
+
+
+@pytest.mark.parametrize(("label", "cells", "expected"), RULES)
+def test_a_rule_decides_which_cells_are_1(tmp_path, label, cells, expected):
+    rows = "".join(f"{cell},c\n" for cell in cells)
+    (tmp_path / "t.csv").write_text("y,c\n" + rows)
+    schema = f"label: {label}\nsparse: {{c: string}}\n"
+    assert run(tmp_path, HEAD + schema, tmp_path / "t.csv") == 0
+    assert labels_of(tmp_path / "set") == expected
+    (tmp_path / "plain.csv").write_text(rows)  # without names, the fast parser reads plain columns
+    plain = "separator: ','\n" + schema
+    assert run(tmp_path, plain, tmp_path / "plain.csv", "--overwrite") == 0
+    assert labels_of(tmp_path / "set") == expected
+
+
+@pytest.mark.parametrize(
+    ("label", "cells", "expected"),
+    [
+        ("{y: '>= 4'}", [3.5, 4.0, 5.0], [0, 1, 1]),
+        ("{y: 4}", [3, 4, 5], [0, 1, 0]),
+        ("{y: b}", ["a", "b", "b"], [0, 1, 1]),
+        ("{y: 'false'}", [True, False, True], [0, 1, 0]),
+        ("y", [True, False, True], [1, 0, 1]),
+    ],
+)
+def test_the_same_rules_apply_to_typed_columns(tmp_path, label, cells, expected):
+    pl.DataFrame({"y": cells, "c": ["c"] * 3}).write_parquet(tmp_path / "t.parquet")
+    assert run(tmp_path, f"label: {label}\nsparse: {{c: string}}\n", tmp_path / "t.parquet") == 0
+    assert labels_of(tmp_path / "set") == expected
+
+
+@pytest.mark.parametrize(
+    ("label", "cell", "reason"),
+    [("{y: '>= 4'}", "x", "label y is not a number"), ("{y: '>= 4'}", "", "label y is not a"),
+     ("{y: b}", "", "label y is missing"), ("y", "2", "label is not 0 or 1")],
+)  # fmt: skip
+def test_a_label_that_cannot_be_decided_is_a_bad_row(tmp_path, label, cell, reason):
+    cells = ["5", "1", "b"] if label == "{y: b}" else ["5", "1"] if "4" in label else ["0", "1"]
+    (tmp_path / "t.csv").write_text("y,c\n" + "".join(f"{c},c\n" for c in [*cells, cell]))
+    schema = HEAD + f"label: {label}\nsparse: {{c: string}}\n"
+    assert run(tmp_path, schema, tmp_path / "t.csv", "--max-bad-fraction", "0.5") == 0
+    ((actual, count),) = load_manifest(tmp_path / "set").content["bad_lines"].items()
+    assert actual.startswith(reason)
+    assert count == 1
+
+
+@pytest.mark.parametrize(
+    ("label", "cells", "message"),
+    [
+        ("{y: '>50k'}", ["<=50K", ">50K"], "label: no row has a y that is '>50k', so all labels "
+         "would be equal; write a rule that separates its values (for example, '<=50K', '>50K')"),
+        ("{y: '>= 1'}", ["1", "2"], "every row has a y that >= 1, so all labels would be equal"),
+        ("y", ["<=50K", ">50K"], 'the --schema file probably needs `label: {y: "<=50K"}`'),
+        ("y", ["4.5", "3"], 'the --schema file probably needs `label: {y: ">= 4.5"}`'),
+    ],
+)  # fmt: skip
+def test_a_wrong_label_is_refused_with_the_values_of_the_column(
+    tmp_path, capsys, label, cells, message
+):
+    (tmp_path / "t.csv").write_text("y,c\n" + "".join(f"{cell},c\n" for cell in cells))
+    assert run(tmp_path, HEAD + f"label: {label}\nsparse: {{c: string}}\n", tmp_path / "t.csv") == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("label", "message"),
+    [("{y: true}", "label y is True; write the value that means 1 (in quotes)"),
+     ("{y: []}", "label y is []; write the value"), ("{y: 2024-05-01}", "write the value that"),
+     ("{y: a, z: b}", "write NAME or {NAME: VALUE}"), ("[y]", "label is ['y']; write a column")],
+)  # fmt: skip
+def test_an_invalid_rule_is_refused(tmp_path, label, message):
+    path = tmp_path / "schema.yaml"
+    path.write_text(f"label: {label}\nsparse: {{c: string}}\n")
+    with pytest.raises(ConfigError) as error:
+        read_schema(path)
+    assert message in str(error.value)
+
+
+def visits(num_rows):
+    rng = random.Random(1)
+    start = datetime.datetime(2024, 4, 1)
+    return [
+        {"y": rng.randrange(2), "user": f"u{rng.randrange(9)}", "hour": number, "size": number / 4,
+         "day": start + datetime.timedelta(hours=number), "visit": 100 + number}
+        for number in range(num_rows)
+    ]  # fmt: skip
+
+
+SEVERAL = HEAD + (
+    "label: y\ndense: {hour: identity, size: identity}\nsparse: {user: string, visit: integer}\n"
+    "group: user\ntime: {hour: integer}\nrow_key: {visit: integer}\n"
+)
+
+
+def test_a_column_is_a_feature_and_a_group_a_time_and_a_key(tmp_path):
+    rows = visits(60)
+    with (tmp_path / "t.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    pl.DataFrame(rows).write_parquet(tmp_path / "t.parquet")
+    assert run(tmp_path, SEVERAL, tmp_path / "t.csv", "--split", "time:hour<40,hour<50") == 0
+    manifest = load_manifest(tmp_path / "set")
+    verify_set(manifest, 1)
+    assert dict(manifest.splits) == {"train": 40, "val": 10, "test": 10}
+    words, files = all_words(manifest, "train"), RowFiles(manifest, "train")
+    assert words[:, 1].view(np.float32).tolist() == files.part("time", 0, 40).tolist()
+    assert files.part("row_key", 0, 40).tolist() == list(range(100, 140))
+    users = [row["user"] for row in rows[:40]]
+    for ids in (ids_of(manifest, "user"), files.part("group", 0, 40)):
+        assert len(set(zip(users, ids.tolist(), strict=True))) == len(set(users))
+    csv_files = data_files(manifest)
+    words = ("--split", "time:hour<40,hour<50", "--overwrite")
+    assert run(tmp_path, SEVERAL, tmp_path / "t.parquet", *words) == 0
+    assert data_files(load_manifest(tmp_path / "set")) == csv_files
+    words = ["--like", tmp_path / "set", "--input", tmp_path / "t.csv", "--output", tmp_path / "n"]
+    assert main(["encode", *map(str, words)]) == 0
+    encoded = load_manifest(tmp_path / "n")
+    assert RowFiles(encoded, "test").part("time", 0, 60).tolist() == list(range(60))
+
+
+@pytest.mark.parametrize(
+    ("change", "column"),
+    [("group: y", "y"), ("sparse: {user: string, hour: integer}", "hour"), ("weight: size", "size"),
+     ("weight: w\nrow_key: w", "w"), ("labels: [y]", "y")],
+)  # fmt: skip
+def test_other_columns_have_one_use(tmp_path, change, column):
+    path = tmp_path / "schema.yaml"
+    key = change.partition(":")[0]
+    lines = [line for line in SEVERAL.splitlines() if not line.startswith(f"{key}:")]
+    lines = [line for line in lines if "row_key" not in change or not line.startswith("row_key")]
+    path.write_text("\n".join([*lines, change]))
+    with pytest.raises(ConfigError, match=f"column '{column}' is used twice; name each column once"
+                       " \\(only group, time and row_key may also"):  # fmt: skip
+        read_schema(path)
+
+
+def test_a_date_cannot_be_a_feature(tmp_path, capsys):
+    pl.DataFrame(visits(9)).write_parquet(tmp_path / "t.parquet")
+    schema = SEVERAL.replace("hour: integer", "day: date").replace("hour: identity", "day: log1")
+    assert run(tmp_path, schema, tmp_path / "t.parquet") == 2
+    assert "columns day (Datetime" in capsys.readouterr().err
+
+
+def test_boolean_columns_are_categories(tmp_path):
+    frame = pl.DataFrame({"y": [0, 1] * 4, "s": [True, None, False, False] * 2})
+    frame.write_parquet(tmp_path / "t.parquet")
+    schema = "label: y\nsparse: {s: string}\n"
+    assert run(tmp_path, schema, tmp_path / "t.parquet", "--keep-strings") == 0
+    manifest = load_manifest(tmp_path / "set")
+    ids = ids_of(manifest, "s")
+    assert (ids[1], len(set(ids.tolist()))) == (0, 3)
+    assert set(values_of(manifest, "s")) == {"true", "false"}
+
+
+STRINGS = HEAD + (
+    "label: y\nsparse:\n  a: {kind: string, vocabulary: city}\n  b: {kind: string, max: 3, "
+    "vocabulary: city}\n  n: integer\n  h: hex\n  s: string\n"
+)
+CITY = ["Lima", "K\u00f6ln", "Osaka", "Lagos"]
+
+
+def strings_csv(path, first=0):
+    rows = [
+        f"{n % 2},{CITY[(n + first) % 3]},{CITY[n % 2]}|{CITY[1]},{n % 5 - 2},{n % 3:08x},v{n % 4}"
+        for n in range(60)
+    ]
+    if first:
+        rows += [f"1,{CITY[3]},{CITY[3]},9,0000000f,v9"] * 4
+    path.write_text("y,a,b,n,h,s\n" + "\n".join(rows) + "\n", encoding="utf-8")
+    return path
+
+
+def values_of(manifest, name):
+    values, ids = values_and_ids(manifest, name, None)
+    return dict(zip(values.tolist(), ids.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("hashed", [False, True])
+def test_kept_strings_name_every_id(tmp_path, hashed):
+    source = strings_csv(tmp_path / "t.csv")
+    more = ["--hash-size", "s=100"] if hashed else []
+    assert run(tmp_path, STRINGS, source, "--keep-strings", *more) == 0
+    manifest = load_manifest(tmp_path / "set")
+    verify_set(manifest, 1)
+    assert set(values_of(manifest, "a")) == set(CITY[:3])
+    assert values_of(manifest, "a") == values_of(manifest, "b")
+    assert set(values_of(manifest, "n")) == {-2, -1, 0, 1, 2}
+    assert set(values_of(manifest, "h")) == {"00000000", "00000001", "00000002"}
+    ids = ids_of(manifest, "a")
+    assert [values_of(manifest, "a")[CITY[n % 3]] for n in range(60)] == ids.tolist()
+    if hashed:
+        with pytest.raises(ConfigError, match="s: crosses, buckets, and hashed columns have no"):
+            values_of(manifest, "s")
+        return
+    assert set(values_of(manifest, "s")) == {"v0", "v1", "v2", "v3"}
+    assert run(tmp_path, STRINGS, source, "--overwrite") == 0
+    plain = load_manifest(tmp_path / "set")
+    assert plain.content_id == manifest.content_id
+    with pytest.raises(ConfigError, match="or prepare the set with --keep-strings"):
+        values_of(plain, "a")
+
+
+def test_strings_grow_and_are_copied(tmp_path, capsys):
+    assert run(tmp_path, STRINGS, strings_csv(tmp_path / "t.csv"), "--keep-strings") == 0
+    old = load_manifest(tmp_path / "set")
+    new = strings_csv(tmp_path / "new.csv", 1)
+    like = ["--like", old.path, "--input", new, "--output"]
+    assert main(["encode", *map(str, [*like, tmp_path / "e"])]) == 0
+    assert values_of(load_manifest(tmp_path / "e"), "a") == values_of(old, "a")
+    assert main(["prepare", *map(str, [*like, tmp_path / "g", "--grow", "--split",
+                                       "time:1,0,0"])]) == 0  # fmt: skip
+    grown = load_manifest(tmp_path / "g")
+    verify_set(grown, 1)
+    assert {**values_of(grown, "a"), **values_of(old, "a")} == values_of(grown, "a")
+    assert set(values_of(grown, "a")) == set(CITY)
+    assert set(values_of(grown, "s")) == {"v0", "v1", "v2", "v3", "v9"}
+    assert main(["prepare", *map(str, [*like, tmp_path / "x", "--keep-strings"])]) == 2
+    assert "--keep-strings: the set of --like" in capsys.readouterr().err
+
+
+def test_fast_text_keeps_strings_too(tmp_path):
+    (tmp_path / "t.csv").write_text("".join(f"{n % 2},{n % 3},{'xy'[n % 2]}\n" for n in range(40)))
+    schema = "separator: ','\nlabel: y\ndense: {d: {kind: integer}}\nsparse: {c: string}\n"
+    assert run(tmp_path, schema, tmp_path / "t.csv", "--keep-strings") == 0
+    assert set(values_of(load_manifest(tmp_path / "set"), "c")) == {"x", "y"}
+
+
+def test_a_schema_with_a_rule_is_read_back_from_the_manifest(tmp_path):
+    (tmp_path / "t.csv").write_text("y,c\n" + "1,c\n5,c\n" * 9)
+    schema = HEAD + "label: {y: '>= 4'}\nsparse: {c: string}\n"
+    assert run(tmp_path, schema, tmp_path / "t.csv") == 0
+    content = load_manifest(tmp_path / "set").content["schema"]
+    assert schema_from(content) == read_schema(tmp_path / "schema.yaml")

@@ -1,0 +1,218 @@
+"""Proposed schemas of tables with column names, and what prepare does without a schema."""
+
+import csv
+import random
+from datetime import datetime, timedelta
+
+import polars as pl
+import pytest
+
+from sbpflow.config.yaml_text import load_yaml
+from sbpflow.data import load_manifest
+from sbpflow.data.__main__ import main
+from sbpflow.data.prepare.propose import propose
+from sbpflow.data.prepare.schema_file import read_schema
+from sbpflow.errors import ConfigError, DataError
+
+
+def ratings(path, num_rows=400):
+    """Ratings in quotes, sorted by user."""
+    rng = random.Random(3)
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, quoting=csv.QUOTE_ALL)
+        writer.writerow(["userId", "movieId", "title", "genres", "rating", "timestamp"])
+        for number in range(num_rows):
+            movie = rng.randrange(40)
+            genres = "|".join(rng.sample(["Action", "Drama", "Sci-Fi"], 1 + movie % 3))
+            writer.writerow([number // 8, movie, f"Movie {movie % 30}, The", genres,
+                             rng.randrange(1, 11) / 2, 10**9 + rng.randrange(10**7)])  # fmt: skip
+    return path
+
+
+RATINGS = """\
+# Proposed from 400 rows of ratings.csv. Check each line.
+separator: ","
+header: true
+quote: '"'
+label: {rating: ">= 3"}  # guess: 10 values, 0.5 to 5; 52.2% are 1
+time: {timestamp: integer}  # guess: 2001-09-09 01:55 to 2001-12-31 23:35
+# The rows are not in time order; to split by time, add: --split \
+"time:timestamp<1008047324,timestamp<1009045973"
+group: {userId: integer}  # guess, for GAUC: 50 values, 0 to 49
+sparse:
+  userId: integer  # 50 values, 0 to 49
+  movieId: integer  # 40 values, 0 to 39
+  title: string  # 30 values
+  genres: {kind: string, separator: "|", max: 6}  # 3 values, lists of up to 3
+"""
+
+
+def census(path):
+    rng = random.Random(4)
+    pl.DataFrame({
+        "age": [rng.randrange(17, 90) for _ in range(500)],
+        "workclass": [rng.choice(["Private", "Gov", None]) for _ in range(500)],
+        "capital-gain": [rng.choice([0] * 9 + [rng.randrange(9000, 99999)]) for _ in range(500)],
+        "marital status": [rng.choice("abc") for _ in range(500)],
+        "sex": [rng.choice(["Male", "Female"]) for _ in range(500)],
+        "country": ["US"] * 500,
+        "income": [rng.choice(["<=50K", "<=50K", ">50K"]) for _ in range(500)],
+    }).write_parquet(path)  # fmt: skip
+    return path
+
+
+CENSUS = """\
+# Proposed from 500 rows of census.parquet. Check each line.
+label: {income: ">50K"}  # guess: '<=50K' or '>50K'; 35.0% are 1
+dense:
+  age: standardise  # 73 values, 17 to 89
+  capital-gain: log1  # 50 values, 0 to 99939
+sparse:
+  workclass: string  # 'Gov' or 'Private', 33.8% missing
+  sex: string  # 'Female' or 'Male'
+# Not used:
+#   marital status: rename the column; names may have letters, digits, '_', '-' and '.'
+#   country: only the value 'US'
+"""
+
+
+@pytest.mark.parametrize(
+    ("write", "name", "expected"),
+    [(ratings, "ratings.csv", RATINGS), (census, "census.parquet", CENSUS)],
+)
+def test_the_proposal_of_a_table(tmp_path, capsys, write, name, expected):
+    assert main(["schema", str(write(tmp_path / name))]) == 0
+    assert capsys.readouterr().out == expected
+
+
+@pytest.mark.parametrize(("write", "name"), [(ratings, "ratings.csv"), (census, "census.parquet")])
+def test_prepare_without_a_schema_proposes_one_and_auto_accepts_it(tmp_path, capsys, write, name):
+    source = write(tmp_path / name)
+    words = ["prepare", "--input", str(source), "--output", str(tmp_path / "set")]
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert f"write it to a file with `sbpflow schema {source} > schema.yaml`".lower() in (
+        error.lower()
+    )
+    assert "or accept it as it is with --schema auto" in error
+    assert "\n  ".join(propose([source]).text.splitlines()) in error
+    assert not (tmp_path / "set").exists()
+    assert main([*words, "--schema", "auto"]) == 0
+    content = load_manifest(tmp_path / "set").content
+    (tmp_path / "schema.yaml").write_text(propose([source]).text)
+    assert main([*words, "--schema", str(tmp_path / "schema.yaml"), "--overwrite"]) == 0
+    assert load_manifest(tmp_path / "set").content["schema"] == content["schema"]
+    assert content["bad_lines"] == {}
+
+
+def proposed(tmp_path, **columns):
+    """The lines of a proposal for text with these columns, by their first word."""
+    lines = [",".join(columns), *map(",".join, zip(*columns.values(), strict=True))]
+    (tmp_path / "t.csv").write_text("\n".join(lines) + "\n")
+    text = propose([tmp_path / "t.csv"]).text
+    return {line.split()[0].strip("#:"): line.partition("  #")[0].strip()
+            for line in text.splitlines() if line.strip("# ")}, text  # fmt: skip
+
+
+def cycle(*cells):
+    return [cells[n % len(cells)] for n in range(60)]
+
+
+NUMBERS = [f"{n / 7:.3f}" for n in range(60)]
+
+
+@pytest.mark.parametrize(
+    ("column", "cells", "line"),
+    [
+        ("price", NUMBERS, "price: standardise"),
+        ("gain", cycle("0", "0.5", "0", "0", "9000"), "gain: log1"),
+        ("level", cycle("1", "2", "3"), "level: integer"),
+        ("width", [str(n) for n in range(30, 90)], "width: standardise"),
+        ("item_code", [str(n // 2) for n in range(60)], "item_code: integer"),
+        ("zip", cycle("00501", "10001"), "zip: string"),
+        ("on", cycle("true", "false"), '"on": string'),
+        ("mixed", cycle("1", "x"), "mixed: string"),
+        ("tags", cycle("a;b", "b", "a", "b;c;a"), 'tags: {kind: string, separator: ";", max: 6}'),
+        ("when", [f"2024-05-{n % 30 + 1:02}" for n in range(60)], "time: when"),
+        ("created", [str(1_700_000_000 + n) for n in range(60)], "time: {created: integer}"),
+        ("order_id", [str(n) for n in range(60)], "row_key: {order_id: integer}"),
+        ("session", [f"s{n // 3}" for n in range(60)], "group: session"),
+        ("none", cycle(""), "none: no values"),
+        ("note", [f"text {n}" for n in range(60)], "note: every row has its own text"),
+        ("one", cycle("x"), "one: only the value 'x'"),
+    ],
+)
+def test_the_use_of_a_column(tmp_path, column, cells, line):
+    _, text = proposed(tmp_path, c=cycle("p", "q", "r"), **{column: cells}, click=cycle("0", "1"))
+    assert any(l.strip("# ").startswith(line) for l in text.splitlines()), text  # noqa: E741
+    assert read_schema(load_yaml(text)).label == "click"
+
+
+@pytest.mark.parametrize(
+    ("columns", "line"),
+    [
+        ({"c": cycle("p", "q", "r"), "flag": cycle("0", "1")}, "label: flag"),
+        ({"c": cycle("p", "q", "r"), "y2": cycle("1.0", "0.0")}, "label: y2"),
+        ({"click": cycle("True", "False"), "c": cycle("p", "q", "r")}, "label: click"),
+        ({"c": cycle("p", "q", "r"), "out": cycle("> 5", "< 5", "< 5")}, 'label: {out: ["> 5"]}'),
+        ({"c": cycle("p", "q", "r"), "stars": cycle("1", "2", "3", "4", "5")},
+         'label: {stars: ">= 3"}'),
+        ({"flag": cycle("0", "1"), "c": cycle("p", "q", "r")}, "label:"),
+    ],
+)  # fmt: skip
+def test_the_guess_of_the_label(tmp_path, columns, line):
+    _, text = proposed(tmp_path, **columns)
+    assert line in [each.partition("  #")[0].strip() for each in text.splitlines()], text
+
+
+def test_a_table_without_a_likely_label_is_not_prepared(tmp_path, capsys):
+    proposed(tmp_path, flag=cycle("0", "1"), c=cycle("p", "q", "r"))
+    words = ["--input", tmp_path / "t.csv", "--output", tmp_path / "set", "--schema", "auto"]
+    assert main(["prepare", *map(str, words)]) == 2
+    error = capsys.readouterr().err
+    assert "--schema auto: no column is likely to be the label; write the schema to a file" in error
+    assert "flag: integer" in error
+
+
+def test_other_separators_and_quotes_at_the_end_of_the_sample(tmp_path, monkeypatch):
+    monkeypatch.setattr("sbpflow.data.prepare.sample._MAX_BYTES", 600)
+    start = datetime(2024, 5, 1)
+    rows = [f'{n % 2}\t"two\nlines {n % 3}"\t{start + timedelta(hours=n)}' for n in range(60)]
+    (tmp_path / "t.tsv").write_text("click\ttext\tday\n" + "\n".join(rows) + "\n")
+    text = propose([tmp_path / "t.tsv"]).text
+    assert 'separator: "\\t"\nheader: true\nquote: ' in text
+    assert "text: string  # 'two\\nlines 0', 'two\\nlines 1', 'two\\nlines 2'" in text
+    assert "time: day" in text
+
+
+def test_rows_come_from_several_files(tmp_path):
+    for number in range(12):
+        (tmp_path / f"day_{number}").write_text("click,c\n" + f"{number % 2},v{number}\n" * 30)
+    text = propose([tmp_path]).text
+    assert "# Proposed from 240 rows of day_0, day_1, day_3," in text
+    assert "c: string  # 8 values" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("1,2\n3,4\n", DataError, "the first line is not a list of column names; list the columns"),
+        ("a,a\n1,2\n", DataError, "the header names 'a' twice; rename one column"),
+        ("a,b\n", DataError, "no row follows the line of column names"),
+        ("", DataError, "the first line is not a list"),
+    ],
+)
+def test_a_table_without_usable_names_is_refused(tmp_path, text, error, message):
+    (tmp_path / "t.csv").write_text(text)
+    with pytest.raises(error, match=message):
+        propose([tmp_path / "t.csv"])
+
+
+def test_remote_tables_are_copied_first(tmp_path):
+    fsspec = pytest.importorskip("fsspec")
+    from sbpflow.data.prepare.remote import input_path
+
+    census(tmp_path / "t.parquet")
+    fsspec.filesystem("memory").pipe("/p/t.parquet", (tmp_path / "t.parquet").read_bytes())
+    with pytest.raises(ConfigError, match="copy one of the files, and run `sbpflow schema`"):
+        propose([input_path("memory://p/t.parquet")])
