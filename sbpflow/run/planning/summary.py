@@ -50,7 +50,6 @@ def format_summary(
         *cache_lines(facts["caches"]),
         f"ids: an upper bound for the {1 + plan.lookahead} batches in the lookahead window; "
         "activations and buffers are not included",
-        *cache_lines(facts["caches"]),
         *_link_lines(facts),
         *_largest_lines(facts),
         *helps,
