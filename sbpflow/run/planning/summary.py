@@ -47,9 +47,9 @@ def format_summary(
         *table_lines(facts["tables"], shards=shards, reasons=False),
         "",
         *rank_lines(facts["ranks"]),
-        *cache_lines(facts["caches"]),
         f"ids: an upper bound for the {1 + plan.lookahead} batches in the lookahead window; "
         "activations and buffers are not included",
+        *cache_lines(facts["caches"]),
         *_link_lines(facts),
         *_largest_lines(facts),
         *helps,
