@@ -27,6 +27,7 @@ TABLES = {
 }
 # In the order in which a user runs them. `plan --measure` starts `measure` on ranks.
 STEPS = """
+schema clicks.csv
 prepare --input clicks.csv --schema schema.yaml --output clicks
 stats clicks
 verify clicks
