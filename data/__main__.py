@@ -76,7 +76,7 @@ def _prepare(args: argparse.Namespace) -> Manifest | None:
 
 
 def _schema_of(args: argparse.Namespace) -> Schema:
-    """Return the schema of the options: a file, an accepted proposal, or Criteo's."""
+    """Return the schema of the options: a file's, an accepted proposal, or Criteo's."""
     if args.schema == Path("auto"):
         from sbpflow.data.prepare.propose import propose
 
@@ -84,7 +84,7 @@ def _schema_of(args: argparse.Namespace) -> Schema:
         if not proposal.has_label:
             raise ConfigError(
                 "--schema auto: no column is likely to be the label; write the schema to a file "
-                "with `sbpflow schema` and name the label there",
+                "with `sbpflow schema`, and set label to the name of a column",
                 *proposal.text.splitlines(),
             )
         _LOG.info("%s", proposal.text)
@@ -201,8 +201,8 @@ def parser(
     add("--grow", action="store_true", help="assign ids to values without an id in --like")
     add("--spare", type=float, help="unused ids for growth, as a fraction of the values (default "
         "0)")  # fmt: skip
-    add("--keep-strings", action="store_true", default=None, help="store the original value of "
-        "every id of string columns")  # fmt: skip
+    add("--keep-strings", action="store_true", default=None, help="store the original string "
+        "of every id of string columns")  # fmt: skip
     _add_common(prepare)
     prepare.set_defaults(run=_prepare)
     schema = commands.add_parser("schema", help="propose the schema of a table with column names")

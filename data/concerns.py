@@ -1,4 +1,4 @@
-"""Warn about a profiled set as a data scientist would: leakage, constants, drift, label shift."""
+"""Warn about likely mistakes in a profiled set: leakage, constants, drift and label shift."""
 
 from collections.abc import Iterator
 from math import sqrt
@@ -7,7 +7,7 @@ from sbpflow.data.profile import FeatureProfile, Profile
 
 LEAK_AUC = 0.97
 DRIFT_PSI = 0.25
-"""A population stability index above 0.25 is commonly called a large shift"""
+"""A population stability index above 0.25 is commonly called a large shift."""
 _MIN_CLASS = 50
 _MAX_UNKNOWN = 0.5
 _LABEL_SHIFT = 0.2
@@ -15,7 +15,7 @@ _DEVIATIONS = 4.0
 
 
 def concerns(profile: Profile) -> list[str]:
-    """Return one warning per problem, the worst kinds first."""
+    """Return one warning per problem, with the most serious kinds first."""
     return [
         *_labels(profile),
         *_leaks(profile),

@@ -1,7 +1,7 @@
 """Profile the splits of a set: labels, times, missing and unknown values, drift and leakage.
 
-One pass over train counts each feature in bins, and one pass over val and test compares them with
-train. The memory depends on the number of features, and not on the number of rows.
+One pass over train counts each feature in bins, and one pass over val and test compares their
+counts with train. The memory depends on the number of features, not on the number of rows.
 """
 
 from collections.abc import Iterator
@@ -23,20 +23,20 @@ QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
 _BLOCK_ROWS = 1 << 16
 _DENSE_BINS = 1 << 16
 _MAX_ID_BINS = 1 << 18
-"""Ids of larger tables share bins, except for the missing and the rare id"""
+"""Maximum number of bins; in larger tables, ids other than missing and rare share bins"""
 _SCORES = 1 << 12
 _TOP_IDS = 18
 _REST = NUM_RESERVED_IDS + _TOP_IDS
 _DECILES = 10
 _MIN_SHARE = 1e-4
-"""Smallest share of a group in the population stability index, which needs shares above 0"""
+"""Minimum share of a group in the population stability index, whose shares must be above 0"""
 
 Bins = NDArray[np.int64]
 
 
 @dataclass
 class SplitProfile:
-    """Labels and times of one split."""
+    """Describes the labels and times of one split."""
 
     rows: int = 0
     label_rate: float | None = None
@@ -48,38 +48,38 @@ class SplitProfile:
 
 @dataclass
 class FeatureProfile:
-    """One field or dense column; the mappings are by split, and shares are fractions."""
+    """Describes one field or dense column; mappings are by split, and shares are fractions."""
 
     name: str
     missing: dict[str, float] = field(default_factory=dict)
-    """Share of missing ids, or of dense values that are 0 (which stands for missing values)"""
+    """Share of missing ids, or of dense values of 0 (missing values are stored as 0)"""
     unknown: dict[str, float] = field(default_factory=dict)
-    """Share of the rare id, which stands for rare and new values"""
+    """Share of the rare id, which rare and new values have"""
     summary: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Mean, deviation, extremes and quantiles of a dense column"""
+    """Mean, standard deviation, min, max and quantiles of a dense column"""
     psi: dict[str, float] = field(default_factory=dict)
     """Population stability index of val and test against train"""
     auc: float | None = None
-    """AUC on val and test of the label rates in train by value; None if it is undefined"""
+    """AUC on val and test, scored by each value's label rate in train; None if undefined"""
     is_constant: bool = False
     """True if all values in train are equal"""
 
 
 @dataclass
 class Profile:
-    """The profile of a set."""
+    """Contains the profile of a set."""
 
     splits: dict[str, SplitProfile]
     fields: list[FeatureProfile]
     dense: list[FeatureProfile]
     num_scored: tuple[int, int]
-    """Numbers of rows with label 0 and 1 behind each ``auc``"""
+    """Numbers of rows with label 0 and label 1 from which each ``auc`` is computed"""
     time_edges: list[int]
     """The edges of the time buckets, or an empty list for a set without times"""
 
 
 class _Feature:
-    """Counts of one feature in bins; ids are their own bins, and dense values are sorted."""
+    """Counts one feature in bins; an id is its own bin, and bins of dense values are in order."""
 
     def __init__(self, name: str, num_bins: int, *, dense: bool) -> None:
         self.profile = FeatureProfile(name)
@@ -97,17 +97,17 @@ class _Feature:
         np.add.at(self._counts.reshape(-1), labels * self._counts.shape[1] + bins, 1)
 
     def summarize(self, values: NDArray[np.float32]) -> None:
-        """Add dense ``values`` [n] to the moments and extremes of the current split."""
+        """Add dense ``values`` [n] to the moments, min and max of the current split."""
         exact = values.astype(np.float64)
         self._sums += exact.sum(), (exact * exact).sum()
         low, high = self._range
         self._range = (min(low, float(values.min())), max(high, float(values.max())))
 
     def score(self, bins: Bins, owners: Bins | None, labels: Bins, base: float) -> None:
-        """Count the scores of rows with ``labels`` [rows], the means of their bins' label rates.
+        """Score rows by the mean label rate of their bins; count the scores by ``labels`` [rows].
 
-        ``owners`` [n] are the rows of ``bins`` [n]; None means one bin per row. Rows without a
-        value have the rate ``base``.
+        ``owners`` [n] are the rows of ``bins`` [n]; None means one bin per row. Rows without
+        values get the score ``base``.
         """
         scores = self._scores[bins]
         if owners is not None:
@@ -118,7 +118,7 @@ class _Feature:
         np.add.at(self._hits.reshape(-1), labels * _SCORES + scores, 1)
 
     def end_split(self, split: str, base: float) -> None:
-        """Store the shares of the split, and compare them with train; reset the counts."""
+        """Store the shares of the split, compare the shares with train, and reset the counts."""
         profile, counts = self.profile, self._counts.sum(axis=0)
         total = max(int(counts.sum()), 1)
         if self.is_dense:
@@ -136,7 +136,7 @@ class _Feature:
             self._groups = _deciles(counts) if self.is_dense else _top_ids(counts)
         if len(self._groups):
             shares = np.bincount(self._groups, weights=counts, minlength=_REST + 1) / total
-        else:  # no row of train to compare with
+        else:  # train has no rows to compare with
             shares = np.zeros(_REST + 1)
         if split == "train":
             self._shares = shares
@@ -158,13 +158,13 @@ class _Feature:
         return {**summary, **dict(zip(names, quantiles, strict=True)), "max": high}
 
     def finish(self) -> FeatureProfile:
-        """Return the profile with the AUC of the counted scores."""
+        """Compute the AUC from the counted scores, and return the profile."""
         self.profile.auc = _auc(*self._hits)
         return self.profile
 
 
 def _bins_of(values: NDArray[np.float32]) -> Bins:
-    """Return the upper half of the ordered bits: bins of relative width 1/128 or less."""
+    """Return the upper 16 of the ordered bits: bins of relative width 1/128 or less."""
     return ordered(values) >> 16
 
 
@@ -181,7 +181,7 @@ def _deciles(counts: Bins) -> Bins:
 
 
 def _top_ids(counts: Bins) -> Bins:
-    """Return the groups missing, rare, each of the most frequent ids, and all other ids."""
+    """Return the groups: missing, rare, one per most frequent id, and all other ids."""
     groups = np.full(len(counts), _REST)
     groups[:NUM_RESERVED_IDS] = range(NUM_RESERVED_IDS)
     top = np.argsort(-counts[NUM_RESERVED_IDS:], kind="stable")[:_TOP_IDS] + NUM_RESERVED_IDS
@@ -243,7 +243,7 @@ def profile_set(manifest: Manifest) -> Profile:
 
 
 class _Block:
-    """Consecutive rows of a split."""
+    """Reads consecutive rows of a split."""
 
     def __init__(self, manifest: Manifest, rows: RowFiles, split: str, start: int) -> None:
         stop = min(start + _BLOCK_ROWS, rows.num_rows)
@@ -285,7 +285,7 @@ class _Block:
 
 
 def _time_edges(manifest: Manifest, files: dict[str, RowFiles]) -> list[int]:
-    """Return the edges of equally wide time buckets from the first to the last time."""
+    """Return the edges of time buckets of equal width from the first to the last time."""
     if "time" not in manifest.part_types:
         return []
     times = [time for rows in files.values() for time in _extreme_times(rows)]

@@ -52,7 +52,7 @@ Table = tuple[list[str], list[list[str]]]
 
 
 def _aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a text table with the first column on the left and the others on the right."""
+    """Return a text table with the first column left-aligned and the others right-aligned."""
     widths = [max(len(row[k]) for row in (header, *rows)) for k in range(len(header))]
     return "\n".join(
         "  ".join(
@@ -86,7 +86,7 @@ def _splits(manifest: Manifest, profile: Profile) -> Table:
 
 
 def _times(manifest: Manifest, profile: Profile) -> Table:
-    """Return the rows and label rates of groups of four time buckets."""
+    """Return the row counts and label rates of groups of four time buckets."""
     names, edges, size = _present(profile), profile.time_edges, 4
     header = ["rows from", *names, "label 1"]
     rows: list[list[str]] = []
@@ -172,7 +172,7 @@ Bars = Sequence[tuple[str, Sequence[tuple[str, float]]]]
 
 
 def _ranked(title: str, bars: Bars, show: Callable[[float], str]) -> str:
-    """Draw the features with the largest values."""
+    """Draw a bar chart of the features with the largest values."""
     worst = sorted(bars, key=lambda bar: -sum(value for _, value in bar[1]))[:_MAX_BARS]
     more = f" (top {_MAX_BARS} of {len(bars)})" if len(bars) > _MAX_BARS else ""
     return stacked_bars(title + more, [(_short(name), parts) for name, parts in worst], show, WIDTH)

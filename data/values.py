@@ -70,4 +70,4 @@ def _strings(stored: Vocabulary) -> NDArray[Any]:
             f"strings; pass the strings (for example, values=frame[{stored.name!r}]), or prepare "
             "the set with --keep-strings"
         )
-    return np.array(strings, dtype=object)  # a fixed width would be that of the longest
+    return np.array(strings, dtype=object)  # fixed width would pad all strings to the longest

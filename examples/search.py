@@ -55,7 +55,7 @@ def train(trial: optuna.Trial, *, config: Path, ranks: int, folder: Path) -> flo
 
 
 def events(file: Path, process: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:
-    """Yield the events in ``file`` until ``process`` ends, as soon as they are written."""
+    """Yield the events in ``file`` as they are written, until ``process`` ends."""
     position, is_running = 0, True
     while is_running:
         is_running = process.poll() is None
@@ -74,8 +74,8 @@ def main() -> None:
     """Run trials until the study has the requested number."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--trials", type=int, default=20, help="trials of the study in all")
-    parser.add_argument("--ranks", type=int, default=1, help="processes of each run")
+    parser.add_argument("--trials", type=int, default=20, help="total number of trials")
+    parser.add_argument("--ranks", type=int, default=1, help="number of processes per run")
     parser.add_argument("--folder", type=Path, default=Path("runs/search"))
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
@@ -86,7 +86,7 @@ def main() -> None:
         direction="maximize",
         pruner=optuna.pruners.MedianPruner(n_startup_trials=3),
     )
-    for trial in study.get_trials(states=[TrialState.RUNNING]):  # of a search that was killed
+    for trial in study.get_trials(states=[TrialState.RUNNING]):  # trials of a killed search
         study.tell(trial.number, state=TrialState.FAIL)
         study.enqueue_trial(trial.params)
     ended = len(study.get_trials(states=[TrialState.COMPLETE, TrialState.PRUNED]))

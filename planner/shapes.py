@@ -32,7 +32,7 @@ def shapes_of(task: Task, table: TableConfig) -> tuple[Shape, ...]:
         Shape(sbp, exchange.name, parts)
         for exchange in EXCHANGES
         for sbp, parts in exchange.cuts(table.num_rows, table.dim, size)
-        if table.storage is None or not exchange.copies or size == 1  # no cache of copied rows
+        if table.storage is None or not exchange.copies or size == 1  # copied rows cannot be cached
     )
     return tuple(sorted(shapes, key=lambda shape: shape.num_shards > 1))
 

@@ -113,7 +113,7 @@ class _Check:
         self.integer(f"{key}.hot", entry.get("hot", 1), 1, _MAX_HOT if ragged else _MAX_ROWS)
 
     def side(self, content: Mapping[str, Any]) -> list[str]:
-        """Check the non-feature columns, and return the names that may not be features, too."""
+        """Check the non-feature columns, and return the names of those that cannot be features."""
         names: list[str] = []
         roles: list[str] = []
         for i, entry in self.entries({"side": content.get("side", [])}, "side"):

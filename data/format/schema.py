@@ -31,7 +31,7 @@ BEYOND: tuple[Beyond, ...] = ("error", "first", "last")
 CHECK = "__check"
 """Suffix of a staged column with the additional bits of string keys"""
 GROUP, TIME, ROW_KEY = "__group", "__time", "__row_key"
-"""Names of staged columns; the schema may use the input columns as features, too"""
+"""Names of staged columns, whose input columns may also be features"""
 _RESERVED = (SPLIT_COLUMN, GROUP, TIME, ROW_KEY)
 NUMBER = r"-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
 
@@ -87,7 +87,7 @@ class ListColumn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelRule:
-    """The cells of the label column that mean 1; all other cells mean 0."""
+    """Defines which cells of the label column mean 1; all other cells mean 0."""
 
     compare: Compare
     values: tuple[str, ...]
@@ -95,7 +95,7 @@ class LabelRule:
 
     @property
     def numbers(self) -> list[float] | None:
-        """Return the values as numbers, or None if they are compared as text."""
+        """Return the values as numbers, or None if the values are compared as text."""
         fits = all(re.fullmatch(NUMBER, value) for value in self.values)
         return [float(value) for value in self.values] if fits else None
 
@@ -184,7 +184,7 @@ class Schema:
 
     @property
     def _exclusive(self) -> tuple[str, ...]:
-        """Return the columns that have a single use; columns used twice are repeated."""
+        """Return the columns that may be used only once; a column used twice appears twice."""
         weights = (column.weights for column in self.many if column.weights)
         weight = (self.weight,) if self.weight else ()
         return (self.label, *self.features, *weight, *self.labels, *weights)

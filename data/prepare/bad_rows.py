@@ -37,7 +37,7 @@ class StagedPiece:
     """Number of the machine that staged the piece"""
     num_positives: int
     label_cells: list[str]
-    """A few cells of the label column if the schema has a rule for labels or a label is bad"""
+    """Some cells of the label column if the schema has a label rule or a label is bad"""
 
 
 def check_bad(staged: Sequence[StagedPiece], options: PrepareOptions, early: float = 0.0) -> None:
@@ -65,7 +65,7 @@ def check_bad(staged: Sequence[StagedPiece], options: PrepareOptions, early: flo
 
 
 def check_label_rule(staged: Sequence[StagedPiece], schema: Schema) -> None:
-    """Raise DataError if the schema's rule gives every row the same label."""
+    """Raise DataError if the schema's label rule gives every row the same label."""
     total = sum(piece.num_rows for piece in staged)
     positives = sum(piece.num_positives for piece in staged)
     if schema.label_rule is not None and positives in (0, total):

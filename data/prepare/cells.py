@@ -151,7 +151,7 @@ def _label(cells: pl.Series, rule: LabelRule | None = None) -> pl.Series:
 
 
 def _by_rule(cells: pl.Series, rule: LabelRule) -> pl.Series:
-    """Return whether each cell fits the rule, with null for cells that cannot be compared."""
+    """Return whether each cell matches the rule, with null for cells that cannot be compared."""
     if rule.numbers is None:
         return cells.cast(pl.String).is_in(rule.values)
     values, limit = _numbers(cells)[0], rule.numbers[0]

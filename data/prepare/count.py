@@ -125,7 +125,7 @@ def _build(
 
 
 def _strings_files(name: str, staged: Sequence[StagedPiece], options: PrepareOptions) -> list[Path]:
-    """Return the files with the strings of a vocabulary, or an empty list if none are kept."""
+    """Return the files with a vocabulary's strings, or an empty list if no strings are kept."""
     fields = options.counted[name]
     if not options.adds_strings or options.kind(fields[0]) != "string":
         return []

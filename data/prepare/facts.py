@@ -14,18 +14,18 @@ ColumnKind = Literal["empty", "integer", "real", "boolean", "date", "list", "tex
 _INTEGER = r"^(0|-?[1-9][0-9]{0,17})$"
 _LIST_MARKS = ("|", ";")
 _MIN_LISTS = 0.2
-"""Minimum fraction of cells with a separator, for a text column to hold lists"""
+"""Minimum fraction of cells with a separator in a text column of lists"""
 _SHOWN_CHARS = 24
 
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnFacts:
-    """One column of a sample."""
+    """Describes one column of a sample."""
 
     name: str
     kind: ColumnKind
     values: pl.Series
-    """The values without missing cells: numbers, microseconds of dates, or text"""
+    """Values without missing cells: numbers, text, or microseconds since 1970 for dates"""
     missing: float
     """Fraction of missing cells"""
     distinct: int
@@ -34,25 +34,25 @@ class ColumnFacts:
     longest: int = 0
     """Number of values of the longest list"""
     is_number_text: bool = False
-    """Real numbers in text, of which 3.0 is not an integer"""
+    """True for real numbers in text, where 3.0 is not an integer"""
 
     @property
     def words(self) -> set[str]:
-        """Return the words of the name in lower case: user and id for ``userId``."""
+        """Return the words of the name in lower case, such as user and id for ``userId``."""
         return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", self.name)}
 
     @property
     def is_unique(self) -> bool:
-        """Return True if every row has its own value."""
+        """Return True if all rows have different values."""
         return self.missing == 0 and self.distinct == len(self.values) >= 20
 
     @property
     def is_sorted(self) -> bool:
-        """Return True if no value is less than the value before it."""
+        """Return True if the values are in ascending order."""
         return self.values.is_sorted()
 
     def shown(self) -> str:
-        """Return the facts as a comment."""
+        """Return a comment that describes the column."""
         parts = [f"{self.distinct:,} values"]
         if self.kind in ("integer", "real"):
             parts.append(f"{self.values.min():g} to {self.values.max():g}")
@@ -143,6 +143,6 @@ def _text_kind(texts: pl.Series) -> tuple[ColumnKind, pl.Series, str]:
 
 
 def of_words(columns: Sequence[ColumnFacts], words: str) -> list[ColumnFacts]:
-    """Return the columns with one of these words in their names."""
+    """Return the columns whose names contain one of these words."""
     wanted = set(words.split())
     return [column for column in columns if column.words & wanted]

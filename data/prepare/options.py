@@ -46,7 +46,7 @@ class PrepareOptions:
     part: MachinePart = field(default_factory=MachinePart)
     """Share of this machine in the work"""
     keep_strings: bool = False
-    """Store the original value of every id of string columns"""
+    """True to store the original string of every id of string columns"""
     is_encode: bool = False
     """Make all rows test rows; test rows need no label"""
 
@@ -77,7 +77,7 @@ class PrepareOptions:
 
     @property
     def adds_strings(self) -> bool:
-        """Return True if the strings of the input are stored."""
+        """Return True if the strings in the input are stored."""
         return self.keep_strings and (self.like is None or self.grow)
 
     def kind(self, field_name: str) -> Kind | None:

@@ -48,6 +48,6 @@ class Piece:
     cut: dict[str, int] = field(default_factory=dict)
     """Number of values dropped by list column because a row had more than the maximum"""
     label_cells: list[str] = field(default_factory=list)
-    """A few cells of the label column if the schema has a rule for labels or a label is bad"""
+    """Some cells of the label column if the schema has a label rule or a label is bad"""
     strings: dict[str, pl.DataFrame] = field(default_factory=dict)
-    """Distinct ``key``, ``check`` and ``text`` by sparse column, only if strings are kept"""
+    """Distinct ``key``, ``check`` and ``text`` by sparse column; empty unless strings are kept"""

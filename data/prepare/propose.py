@@ -36,37 +36,37 @@ _MAX_SMALL = 20
 """Maximum number of distinct integers that are categories whatever their name"""
 _UNUSABLE = {
     "empty": "no values",
-    "date": "a date, which can only be the time",
+    "date": "a date column, which can only be the time",
     "other": "its type cannot be read",
 }
 _SKEW = 20
-"""Minimum ratio of the 99% quantile to the median of values that get a logarithm"""
+"""Minimum ratio of the 99% quantile to the median for which a logarithm is proposed"""
 _CHOOSE = 'label:  # write the column to predict: NAME, {NAME: VALUE} or {NAME: ">= 4"}'
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """The text of a proposed schema."""
+    """Contains the text of a proposed schema."""
 
     text: str
     has_label: bool
 
 
 def propose(paths: Sequence[InputPath]) -> Proposal:
-    """Return a schema for the tables; find_inputs and read_sample name the errors."""
+    """Return a schema for the tables; raise the errors of ``find_inputs`` and ``read_sample``."""
     return _of_sample(read_sample(find_inputs(paths)))
 
 
 def refuse_guess(paths: Sequence[InputPath]) -> None:
-    """Raise ConfigError with a proposal if the input is a table with names of its own."""
-    exists = all(path.is_file() or path.is_dir() for path in paths)  # otherwise, prepare reports it
+    """Raise ConfigError with a proposal if the table's column names are not Criteo's."""
+    exists = all(path.is_file() or path.is_dir() for path in paths)  # prepare reports missing files
     if not exists or not needs_schema(find_inputs(paths, log=False)[0]):
         return
     names = " ".join(map(str, paths))
     raise ConfigError(
-        f"--input {names}: this table needs a --schema, and this is a proposal. Write it to a file "
-        f"with `sbpflow schema {names} > schema.yaml`, check it, and use --schema schema.yaml; or "
-        "accept it as it is with --schema auto",
+        f"--input {names}: this table needs a --schema. To write the proposal below to a file, run "
+        f"`sbpflow schema {names} > schema.yaml`; check the file, and use --schema schema.yaml. "
+        "To accept the proposal unchanged, use --schema auto",
         *propose(paths).text.splitlines(),
     )
 
@@ -129,7 +129,7 @@ def _label(columns: Sequence[ColumnFacts]) -> tuple[ColumnFacts | None, str]:
 
 
 def _rule(column: ColumnFacts) -> tuple[str, float] | None:
-    """Return how the schema writes this column as the label and the label rate, or None."""
+    """Return the schema text for this column as the label, and the label rate, or None."""
     name, values = _name(column.name), column.values
     if column.kind in ("integer", "real") and set(values.unique()) <= {0, 1}:
         return (name, _share(values == 1)) if column.distinct == 2 else None
@@ -241,7 +241,7 @@ def _transform(column: ColumnFacts) -> str:
 
 
 def _name(name: str) -> str:
-    """Return a column name as YAML, in quotes if it would be read as something else."""
+    """Return a column name as YAML, in quotes if YAML would read the plain name differently."""
     try:
         is_plain = load_yaml(f"{{{name}: 1}}") == {name: 1}
     except ConfigError:

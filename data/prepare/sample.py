@@ -1,4 +1,4 @@
-"""Read the first rows of tables with column names, to propose a schema for them."""
+"""Read the first rows of tables with column names, from which a schema is proposed."""
 
 import io
 import re
@@ -21,12 +21,12 @@ _MAX_BYTES = 16 << 20
 _FIRST_LINES = 50
 _QUOTED = re.compile(r'"(?:[^"]|"")*"')
 _QUOTE_BY_DEFAULT = (",", ";")
-"""Separators of CSV files, in which a later cell may need quotes"""
+"""Separators of CSV files; cells after the sample may need quotes"""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The first rows of some files; cells of text files are strings, with null for empty cells."""
+    """Contains the first rows of some files; cells of text files are strings, or null if empty."""
 
     frame: pl.DataFrame
     files: tuple[str, ...]
@@ -36,7 +36,7 @@ class Sample:
 
 
 def needs_schema(source: Input) -> bool:
-    """Return True for a table with column names other than Criteo's."""
+    """Return True if the file is a table with column names other than Criteo's."""
     if source.is_table:
         is_local = isinstance(source.path, Path)
         return is_local and not set(CRITEO.features) <= set(table_columns(source.path))
@@ -47,7 +47,7 @@ def needs_schema(source: Input) -> bool:
 
 
 def read_sample(inputs: Sequence[Input]) -> Sample:
-    """Return the first rows of up to eight of the files. Raise DataError without column names."""
+    """Return the first rows of up to eight files; raise DataError if there are no column names."""
     count = min(len(inputs), _MAX_FILES)
     chosen = [inputs[k * len(inputs) // count] for k in range(count)]
     names = tuple(source.path.name for source in chosen)
@@ -87,7 +87,7 @@ def _head(source: Input, num_bytes: int) -> str:
 
 
 def _separator(text: str) -> str | None:
-    """Return the separator that divides the first lines into equally many cells below names."""
+    """Return the separator that splits names and rows into equal numbers of cells, or None."""
     lines = _QUOTED.sub("q", "\n".join(text.split("\n", _FIRST_LINES)[:_FIRST_LINES])).split("\n")
     lines = [line for line in lines if line]
     best, most = None, 1
@@ -112,7 +112,7 @@ def _cells(source: Input, text: str, separator: str, num_rows: int) -> pl.DataFr
     names, body = _names(text, separator), text.partition("\n")[2]
     if twice := [name for name in names if names.count(name) > 1]:
         raise DataError(f"{source.path}: the header names {twice[0]!r} twice; rename one column")
-    while body.count('"') % 2:  # the end of the last quoted cell is not in the sample
+    while body.count('"') % 2:  # the last quoted cell is cut off
         body = body[: body.rfind('"')]
         body = body[: body.rfind("\n") + 1]
     if not body:

@@ -108,7 +108,7 @@ def filter_values(
 def _with_strings(
     vocabulary: Vocabulary, parent: Vocabulary | None, files: Sequence[Path]
 ) -> Vocabulary:
-    """Add the strings of all values; memory holds one piece's strings and the strings found."""
+    """Add the strings of all values, reading the strings of one piece at a time."""
     keys, checks = vocabulary.keys, vocabulary.checks
     if checks is None:
         raise ValueError(f"vocabulary {vocabulary.name} has no strings")

@@ -270,8 +270,8 @@ class TrainConfig:
         Annotated[int, Range(low=0, high=1024)] | Literal["auto"],
         Key(
             "execution",
-            "Number of batches whose ids are exchanged ahead of training; auto is 1, and 64 with "
-            "parallel.storage.",
+            "Number of batches whose ids are exchanged ahead of training. auto means 64 with "
+            "parallel.storage, and otherwise 1.",
         ),
     ] = "auto"
     max_steps: Annotated[
@@ -313,7 +313,7 @@ class TrainConfig:
     trackers: Annotated[
         tuple[TrackerName, ...],
         Example(("mlflow",)),
-        Key("execution", "Trackers that also log the values of metrics.jsonl."),
+        Key("execution", "Trackers that also receive the values in metrics.jsonl."),
     ] = ()
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Rules of ``parallel.storage``: tables whose rows are not all in the memory of the device."""
+"""Defines rules of ``parallel.storage``, for tables whose rows are not all in device memory."""
 
 import re
 from dataclasses import dataclass
@@ -21,21 +21,21 @@ class StorageRule:
     kind: Annotated[
         Literal["device", "host", "file"],
         Example("file"),
-        Key("execution", "Memory of all rows; on a GPU, host is the memory of the machine."),
+        Key("execution", "Storage of all rows. On a GPU, host is the memory of the machine."),
     ]
     cache: Annotated[
         str | None,
         Example("10%"),
         Key(
             "execution",
-            "Rows that are on the device at a time: a share, or their size per rank if all ranks "
-            "hold equally many.",
+            "Size of the cache on the device: a share of the rows, or bytes per rank if all ranks "
+            "have the same number of rows.",
         ),
     ] = None
     path: Annotated[
         Path | None,
         Example("/scratch"),
-        Key("execution", "Folder of the file; run.dir if not given."),
+        Key("execution", "Folder of the file. The default is run.dir."),
     ] = None
 
     def check(self, key: str) -> None:

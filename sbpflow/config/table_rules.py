@@ -192,7 +192,10 @@ class ParallelConfig:
     storage: Annotated[
         Mapping[str, StorageRule],
         Example({"*.C1": {"kind": "file", "cache": "10%"}}),
-        Key("execution", "Tables larger than memory, by pattern of table names; the last wins."),
+        Key(
+            "execution",
+            "Storage of tables larger than memory, by name pattern; the last match wins.",
+        ),
     ] = field(default_factory=dict[str, StorageRule])
     dense: Annotated[
         Mapping[str, str],

@@ -103,7 +103,7 @@ class Facts:
     gradient_item: float = 4.0
     window: int = 1
     state: tuple[int, int] = (0, 0)
-    slot_share: float = 1.0  # of the rows that are on the device
+    slot_share: float = 1.0  # share of rows that are on the device
     shares_state: bool = False  # ranks with different columns of a row share its state
 
     @property

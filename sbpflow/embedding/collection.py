@@ -414,7 +414,7 @@ class EmbeddingCollection:
         return copies
 
     def cache_counts(self) -> CacheCounts | None:
-        """Return the counts of this rank's caches; ``None`` if it has no caches."""
+        """Return the counts of this rank's caches, or ``None`` if the rank has no caches."""
         stores = [store for _, store in self._stores() if isinstance(store, CachedStore)]
         return CacheCounts.total([store.counts for store in stores]) if stores else None
 

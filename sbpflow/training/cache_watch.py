@@ -1,18 +1,18 @@
-"""Figures of the caches of this rank's tables for each log interval."""
+"""Reports metrics of this rank's caches for each log interval."""
 
 from sbpflow.embedding.cache.mover import CacheCounts
 from sbpflow.training.trainer import Trainer
 
 
 class CacheWatch:
-    """Computes figures per step since the last call; none if no table of this rank is cached."""
+    """Computes averages per step since the last call; none if no table of this rank is cached."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self._step = trainer, trainer.num_steps
         self._last = trainer.cache_counts() or CacheCounts()
 
     def figures(self, step: int) -> dict[str, float]:
-        """Return fetched rows, those among them never written before, written rows, and wait."""
+        """Return the fetched, new (never written) and written rows, and the waiting time."""
         counts = self._trainer.cache_counts()
         steps, self._step = step - self._step, step
         if counts is None or not steps:

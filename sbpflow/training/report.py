@@ -156,7 +156,7 @@ class Report:
         self._folder, self._rank, self._best = config.run.dir, rank, best
         self._metrics = MetricsWriter(self._folder, rank=rank, resumed=resumed)
         self._trackers: Sequence[Tracker] = ()
-        if trackers is not None and rank == 0:  # after the files of an earlier run are moved
+        if trackers is not None and rank == 0:  # files of an earlier run have been moved by now
             self._trackers = trackers(resumed[0] if resumed else None)
         if rank == 0:
             summary = _start_summary(config, devices, sections)

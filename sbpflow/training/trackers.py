@@ -26,7 +26,7 @@ _RUN_TAG = "sbpflow.run"
 
 
 class Tracker(Protocol):
-    """Receives the figures of a run on rank 0."""
+    """Receives the metrics of a run on rank 0."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log finite values by name, such as ``step/loss`` and ``val/auc``."""
@@ -41,8 +41,8 @@ def check_trackers(names: Iterable[TrackerName]) -> None:
     """Raise ConfigError if the package of a tracker is not installed."""
     if missing := [name for name in names if find_spec(name) is None]:
         raise ConfigError(
-            f"train.trackers: {show(missing)} cannot be used, because the packages are not "
-            f"installed; run `pip install {' '.join(missing)}`, or remove the names"
+            f"train.trackers: {show(missing)}: packages are not installed; run "
+            f"`pip install {' '.join(missing)}`, or remove the names"
         )
 
 
@@ -56,7 +56,7 @@ def open_trackers(config: Config, run: str, resumed_step: int | None) -> list[Tr
 
 
 def status_of(error: type[BaseException] | None) -> Status:
-    """Return how a run ended; a run that was asked to stop was killed and may resume."""
+    """Return the status of an ended run; KILLED means that a signal stopped the run."""
     if error is None:
         return "FINISHED"
     stopped = issubclass(error, PeerStoppedError) or not issubclass(error, Exception)
@@ -98,7 +98,7 @@ class _MLflow:
     """Logs to the server and the experiment that MLflow's environment variables name.
 
     MLflow cannot delete values, so values that the interrupted run logged after its last checkpoint
-    are not logged again. If a later request fails, training continues, and the values are missing.
+    are not logged again. If a later request fails, training continues without logging its values.
     """
 
     def __init__(self, config: Config, run: str, *, resumed: bool) -> None:
@@ -114,7 +114,7 @@ class _MLflow:
                 if resumed
                 else []
             )
-            # nested: if the calling program has started a run, this one is its child
+            # nested: if the calling program has started a run, sbpflow's run is its child
             if found:
                 active = self._mlflow.start_run(found[0].info.run_id, nested=True)
                 client = self._mlflow.MlflowClient()
@@ -161,7 +161,7 @@ class _Wandb:
         except wandb.Error as error:
             hint = "run `wandb login`, or set WANDB_MODE=offline"
             raise _cannot_start("wandb", error, hint) from error
-        # By default, W&B drops values of earlier steps, such as the best step's at the end.
+        # By default, W&B drops values of earlier steps, such as the final values of the best step.
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

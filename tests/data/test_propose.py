@@ -91,10 +91,8 @@ def test_prepare_without_a_schema_proposes_one_and_auto_accepts_it(tmp_path, cap
     words = ["prepare", "--input", str(source), "--output", str(tmp_path / "set")]
     assert main(words) == 2
     error = capsys.readouterr().err
-    assert f"write it to a file with `sbpflow schema {source} > schema.yaml`".lower() in (
-        error.lower()
-    )
-    assert "or accept it as it is with --schema auto" in error
+    assert f"`sbpflow schema {source} > schema.yaml`" in error
+    assert "To accept the proposal unchanged, use --schema auto" in error
     assert "\n  ".join(propose([source]).text.splitlines()) in error
     assert not (tmp_path / "set").exists()
     assert main([*words, "--schema", "auto"]) == 0

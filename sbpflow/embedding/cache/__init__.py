@@ -1,1 +1,1 @@
-"""Stores that hold a few rows in slots of a kernel and all rows in slower memory."""
+"""Stores that keep some rows in slots of a kernel, and all rows in slower memory."""

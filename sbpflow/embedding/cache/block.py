@@ -1,8 +1,7 @@
 """The slots of a kernel, read and written as records.
 
-On CUDA, slots are read and written in the stream of training, so that these operations follow each
-other in the order in which the host submits them. Copies between host and device take longer; they
-run in a stream of the mover.
+On CUDA, slots are read and written in the training stream, so these operations run in the order in
+which the host submits them. The slower copies between host and device run in the mover's stream.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,11 +29,11 @@ class SlotBlock:
         self._training = torch.cuda.current_stream(self._device) if self._is_cuda else None
 
     def section(self) -> AbstractContextManager[None]:
-        """Return a context in which the mover's stream is the current one."""
+        """Return a context in which the mover's stream is the current stream."""
         return torch.cuda.stream(self._mover)
 
     def mark(self) -> torch.cuda.Event | None:
-        """Return an event after all work submitted to the current stream so far; None on CPU."""
+        """Return an event recorded after all work in the current stream so far; None on CPU."""
         if not self._is_cuda:
             return None
         event = torch.cuda.Event()
@@ -42,7 +41,7 @@ class SlotBlock:
         return event
 
     def wait(self, event: torch.cuda.Event | None, *used: Tensor) -> None:
-        """Make the current stream wait for ``event``; keep ``used`` alive for this stream."""
+        """Make the current stream wait for ``event``; keep ``used`` allocated for this stream."""
         if event is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(event)
@@ -54,7 +53,7 @@ class SlotBlock:
         return values.to(self._device)
 
     def take(self, slots: Array, out: Array) -> None:
-        """Copy the records of ``slots`` to ``out`` [n, words]; on CUDA the host waits for it."""
+        """Copy the records of ``slots`` to ``out`` [n, words]; on CUDA, wait for the copy."""
         if not self._is_cuda:
             for name, words in self._words.items():
                 out[:, self.layout.columns[name]] = words.numpy()[slots]

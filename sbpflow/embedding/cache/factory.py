@@ -1,4 +1,4 @@
-"""Creates the store of each stack of a run: on the device, or cached in slots."""
+"""Creates the store of each stack of a run, on the device or cached in slots."""
 
 from collections.abc import Callable
 from pathlib import Path

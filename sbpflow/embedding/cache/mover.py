@@ -1,9 +1,10 @@
-"""The thread that plans the slots of a cached store and moves its rows.
+"""Plans the slots of a cached store and moves its rows, in a thread.
 
-It works in the order of the calls ``announce``, ``admit``, and ``release``. For each admitted batch
-it copies the rows that leave out of their slots, reads the missing rows, fills the slots, signals
-the training thread, and writes the rows that left. So a row that returns is read after it was
-written. Rows that were never written have initial values, which are computed and not read.
+The thread follows the order of the calls ``announce``, ``admit``, and ``release``. For each
+admitted batch, it copies evicted rows out of their slots, reads the missing rows, fills the slots,
+signals the training thread, and writes the evicted rows. So an evicted row is always written before
+it is read again. Rows that were never written are computed instead of read: they still have their
+initial values.
 """
 
 import threading
@@ -26,23 +27,23 @@ from sbpflow.embedding.storage.store import StoreRequest
 from sbpflow.errors import ConfigError, TrainingError
 
 MakeRecords = Callable[[int, RecordLayout], RecordStore]
-AHEAD = 1  # batches admitted before their own lookup
+AHEAD = 1  # number of batches admitted ahead of the current lookup
 _FILLED, _READING, _STARTING = (
     0,
     1,
     2,
-)  # a slot has its row, or waits for a record or initial values
+)  # states of a slot: it has its row, or waits for a record or for initial values
 
 
-_Task = tuple[Callable[[], None], threading.Event | None]  # (work, whom a failure must wake)
+_Task = tuple[Callable[[], None], threading.Event | None]  # (work, event to set after a failure)
 
 
 @dataclass(slots=True)
 class CacheCounts:
     """Counts the rows that a store has moved, and the seconds that training waited for rows."""
 
-    fetched: int = 0  # rows that came into a slot
-    new: int = 0  # of these, rows that had never been written
+    fetched: int = 0  # rows brought into slots
+    new: int = 0  # fetched rows that had never been written
     written: int = 0
     wait_s: float = 0.0
 
@@ -59,20 +60,20 @@ class CacheCounts:
 
 @dataclass(slots=True)
 class _Flight:
-    """A batch between its announcement and its release."""
+    """Holds the state of a batch between its announcement and its release."""
 
     addresses: Tensor
-    known: torch.cuda.Event | None  # after the addresses
+    known: torch.cuda.Event | None  # recorded after the addresses
     ready: threading.Event = field(default_factory=threading.Event)
     slots: Tensor | None = None
-    placed: torch.cuda.Event | None = None  # after the slots
+    placed: torch.cuda.Event | None = None  # recorded after the slots
 
 
 class Mover:
-    """Plans slots and moves rows, in a thread of its own.
+    """Plans slots and moves rows in a separate thread.
 
-    The thread has no reference to the store, so that both end when the store is freed.
-    ``_lock`` guards the slots: which rows they have, and the rows on their way from and to them.
+    The thread has no reference to the store, so freeing the store also ends the thread. ``_lock``
+    guards the mapping of rows to slots, and the rows that are moving into or out of slots.
     """
 
     def __init__(
@@ -92,17 +93,17 @@ class Mover:
         self.tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._initial, self._ahead, self._key = request.initial, ahead, key
         self._name = f"table {request.shards[0].table.name}"
-        self._flights: dict[int, _Flight] = {}  # by number, in the order of their announcement
-        self._by_batch: dict[int, _Flight] = {}  # by the planner's number; only this thread's
-        self._demanded = -1  # the last batch whose lookup waits or has happened
+        self._flights: dict[int, _Flight] = {}  # by the caller's number, in announcement order
+        self._by_batch: dict[int, _Flight] = {}  # by the planner's number; used only by this thread
+        self._demanded = -1  # the last batch whose lookup was requested
         self._lock = threading.Lock()
         self._pending = np.zeros(num_slots + 1, np.uint8)
-        self._leaving = np.empty(0, np.int64)  # rows between slots and records, ascending
+        self._leaving = np.empty(0, np.int64)  # evicted rows not yet in records, ascending
         self._leaving_records = self.layout.empty(0)
         self._buffers = [self.layout.empty(0), self.layout.empty(0)]
         self._failure: BaseException | None = None
 
-    # The training thread.
+    # Methods called by the training thread
 
     def announce(self, number: int, addresses: Tensor) -> None:
         """See ``RowStore.announce``."""
@@ -132,19 +133,19 @@ class Mover:
         self.tasks.put((self._release, None))
 
     def check(self) -> None:
-        """Raise the error that ended the thread's work, if there was one."""
+        """Raise the error that stopped the thread, if any."""
         if self._failure is not None:
             raise self._failure
 
     def wait_idle(self) -> None:
-        """Wait until all tasks so far are done."""
+        """Wait until all tasks queued so far are done."""
         done = threading.Event()
         self.tasks.put((done.set, done))
         done.wait()
         self.check()
 
     def read(self, rows: Array) -> Array:
-        """Return the newest records of ``rows``, wherever they are; any thread can call this."""
+        """Return the newest records of ``rows`` from any location; any thread can call this."""
         self.check()
         out = self.layout.empty(rows.size)
         with self._lock:
@@ -162,7 +163,7 @@ class Mover:
                 leaves = self._leaving[place] == rows[away]
                 out[away[leaves]] = self._leaving_records[place[leaves]]
                 away = away[~leaves]
-        # A row can be fetched and updated from here on. Then its listeners have its old values.
+        # Without the lock, rows can be fetched and updated; listeners then get the old values.
         if away.size:
             found = self.layout.empty(away.size)
             self.records.read(rows[away], found)
@@ -174,7 +175,7 @@ class Mover:
         return out
 
     def write(self, rows: Array, values: Mapping[str, Tensor]) -> None:
-        """Set values of rows. Rows that still have their initial values are not stored."""
+        """Set values of rows. Rows whose values equal their initial values are not stored."""
         with self._lock, torch.no_grad():
             slots = self.planner.records[rows, SLOT]
             here = torch.from_numpy(slots >= 0)
@@ -200,10 +201,10 @@ class Mover:
             self.records.write(rows[away[changed]], found[changed])
             self.planner.records[rows[away[changed]], SLOT] = STORED
 
-    # The mover's thread.
+    # Methods called by the mover's thread
 
     def run(self) -> None:
-        """Run tasks until the store is freed. After a failure, only wake waiting threads."""
+        """Run tasks until the store is freed; after a failure, only wake waiting threads."""
         with torch.no_grad(), self._block.section():
             while (task := self.tasks.get()) is not None:
                 work, wakes = task
@@ -238,7 +239,7 @@ class Mover:
         self._admit_ready()
 
     def _admit_ready(self) -> None:
-        """Admit the batches up to ``_ahead`` behind the one that is looked up, if they fit."""
+        """Admit up to ``_ahead`` batches after the one being looked up, while their rows fit."""
         planner = self.planner
         last = max(self._demanded, planner.num_released - 1) + self._ahead
         while planner.num_admitted < min(planner.num_announced, last + 1):
@@ -271,7 +272,7 @@ class Mover:
         return True
 
     def _take_out(self, found: Admission) -> None:
-        """Copy the rows that leave to a buffer, in ascending order."""
+        """Copy the evicted rows to a buffer, in ascending order."""
         order = found.evicted.argsort()
         self._leaving = found.evicted[order]
         self._leaving_records = self._buffer(0, order.size)
@@ -279,7 +280,7 @@ class Mover:
         self._pending[found.slots] = np.where(found.is_new, _STARTING, _READING)
 
     def _fill(self, found: Admission) -> None:
-        """Bring the missing rows into their slots."""
+        """Read or compute the missing rows, and write them to their slots."""
         is_old = ~found.is_new
         old, new = found.missing[is_old], found.missing[found.is_new]
         records = self._buffer(1, old.size)
@@ -295,7 +296,7 @@ class Mover:
         return self._initial(torch.from_numpy(rows).to(torch.int64))
 
     def _buffer(self, number: int, num_rows: int) -> Array:
-        """Return reused memory for records [num_rows, words]."""
+        """Return a reused buffer for records [num_rows, words]."""
         if len(self._buffers[number]) < num_rows:
             self._buffers[number] = self.layout.empty(num_rows * 5 // 4)
         return self._buffers[number][:num_rows]

@@ -1,4 +1,4 @@
-"""A prefetch instruction for numba loops; imported only if numba is installed."""
+"""Provides a prefetch instruction for numba loops; imported only if numba is installed."""
 
 from typing import Any
 

@@ -1,6 +1,7 @@
-"""Records, which hold a row and its optimizer state in one piece, and the memories that keep them.
+"""Stores records: a row and its optimizer state in one contiguous block.
 
-A record is a sequence of words: the largest integers that fit the rows of all tensors.
+A record is a sequence of words. The word type is the largest integer type that divides the rows of
+all tensors.
 """
 
 import math
@@ -21,10 +22,10 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 class RecordLayout:
-    """Describes where the tensors of a row are in its record; ``tensors`` have any length."""
+    """Describes the places of a row's tensors in its record; ``tensors`` have any length."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        # By falling item size, every tensor starts at a multiple of its item size.
+        # In order of decreasing item size, every tensor starts at a multiple of its item size.
         self.like = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
         sizes = {name: _row_bytes(tensor) for name, tensor in self.like.items()}
         word = math.gcd(8, *sizes.values())
@@ -38,7 +39,7 @@ class RecordLayout:
         self.num_bytes = start * word
 
     def empty(self, num_rows: int) -> Array:
-        """Return memory for records [num_rows, words]."""
+        """Allocate memory for records [num_rows, words]."""
         return torch.empty(num_rows, self.num_words, dtype=self.word).numpy()
 
     def words(self, tensor: Tensor) -> Tensor:
@@ -63,7 +64,7 @@ def _row_bytes(tensor: Tensor) -> int:
 
 
 class RecordStore(Protocol):
-    """Keeps the records of all rows in slower memory. Different threads can use it at a time."""
+    """Keeps the records of all rows in slower memory; several threads can call it at once."""
 
     @property
     def num_bytes(self) -> int:
@@ -74,7 +75,7 @@ class RecordStore(Protocol):
         """Copy the records of ``rows`` [n] to ``out`` [n, words]; undefined if never written."""
 
     def write(self, rows: Array, records: Array) -> None:
-        """Set the records of ``rows``, each given once."""
+        """Set the records of ``rows``, which must be distinct."""
 
 
 class MappedRecords:
@@ -95,16 +96,16 @@ class MappedRecords:
 
 
 def host_records(num_rows: int, layout: RecordLayout, *, pinned: bool) -> MappedRecords:
-    """Allocate records in host memory, which a GPU can read directly if it is ``pinned``."""
+    """Allocate records in host memory; a GPU can read ``pinned`` memory directly."""
     shape = (num_rows, layout.num_words)
     return MappedRecords(torch.empty(shape, dtype=layout.word, pin_memory=pinned).numpy())
 
 
 def file_records(num_rows: int, layout: RecordLayout, folder: Path, key: str) -> MappedRecords:
-    """Create records in a file of ``folder`` without a name; the file ends with the process.
+    """Create records in an unnamed file in ``folder``; the file ends with the process.
 
-    All its blocks are allocated here, since writing to a mapped file on a full disk would kill the
-    process. Raises ConfigError with ``key`` if that fails.
+    All blocks of the file are allocated here, because writing to a mapped file on a full disk would
+    kill the process. Raise ConfigError with ``key`` if the allocation fails.
     """
     size = max(num_rows * layout.num_bytes, 1)
     try:

@@ -1,4 +1,4 @@
-"""Slot planning in numpy, for machines without numba; see ``slot_loops``."""
+"""Plans slots in numpy, for machines without numba; see ``slot_loops``."""
 
 import numpy as np
 
@@ -30,7 +30,7 @@ def announce(
     candidates: Array,
     num_candidates: Array,
 ) -> tuple[int, int]:
-    """Like ``slot_loops.announce``, but lists all rows or none."""
+    """Do the same as ``slot_loops.announce``, but list all rows or none."""
     ring, num_rows = rows.shape[0], records.shape[0] - 1
     at = batch % ring
     _, first = np.unique(addresses, return_index=True)
@@ -100,7 +100,7 @@ def _victims(
     queue: Array,
     state: Array,
 ) -> Array:
-    """Return ``count`` rows to evict: without a next use, oldest first; then furthest use."""
+    """Return ``count`` rows to evict: unused rows, oldest first, and then those used furthest."""
     found: list[Array] = [np.empty(0, np.int32)]
     while count and state[HEAD] < state[TAIL]:
         head = int(state[HEAD])

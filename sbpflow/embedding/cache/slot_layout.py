@@ -1,4 +1,4 @@
-"""The arrays of slot planning: columns of a row's record, and positions in the state."""
+"""Defines the arrays of slot planning: columns of a row's record, and positions in the state."""
 
 from typing import Any
 
@@ -6,12 +6,14 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-# Columns of the 16-byte record of a row: its slot; the last batch announced for it, and its place
-# in the list of that batch; and the batch that uses it next, or uses it now.
+# Columns of a row's 16-byte record: SLOT is the row's slot, LAST is the last announced batch with
+# the row, PLACE is the row's place in that batch's list, and NEXT is the batch of the current or
+# next use.
 SLOT, LAST, PLACE, NEXT = range(4)
 RECORD_BYTES = 16
-NEW, STORED = -1, -2  # slots of rows without one: never written, and in slower memory
-NEVER = 2**31 - 1  # the next use of a row that no announced batch uses
+NEW, STORED = -1, -2  # values of SLOT without a slot: row never written; row in slower memory
+NEVER = 2**31 - 1  # value of NEXT for a row that no announced batch uses
 
-# Unused slots; rows of admitted batches; and the ends of the queue of rows without a next use.
+# Positions in the state: the number of unused slots, the number of rows of admitted batches, and
+# the two ends of the queue of rows without a next use.
 FREE, LEASED, HEAD, TAIL = range(4)

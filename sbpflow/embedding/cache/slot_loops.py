@@ -1,6 +1,6 @@
-"""Compiled loops of slot planning; imported only if numba is installed.
+"""Plans slots in compiled loops; imported only if numba is installed.
 
-``slot_arrays`` has the same functions in numpy, which make the same decisions.
+``slot_arrays`` has the same functions in numpy and makes the same decisions.
 """
 
 from sbpflow.embedding.cache.prefetch import DISTANCE, prefetch
@@ -33,10 +33,10 @@ def announce(
     candidates: Array,
     num_candidates: Array,
 ) -> tuple[int, int]:
-    """List the unique rows of a batch, and note it as the next use of each.
+    """List the unique rows of a batch, and record the batch as the next use of each row.
 
-    Start at address ``start`` with ``count`` rows listed. Return both at the end, or when the list
-    is full.
+    Start at address ``start`` with ``count`` rows already listed. Stop at the end, or when the list
+    is full; return the new ``start`` and ``count``.
     """
     ring, num_rows = rows.shape[0], records.shape[0] - 1
     at = batch % ring
@@ -75,7 +75,7 @@ def _next_victim(
     queue: Array,
     state: Array,
 ) -> tuple[int, int]:
-    """Return the row to evict next, and the batch where the search of next uses continues."""
+    """Return the row to evict next, and the batch at which the next search continues."""
     while state[HEAD] < state[TAIL]:
         head = state[HEAD]
         if head + DISTANCE < state[TAIL]:
@@ -95,7 +95,7 @@ def _next_victim(
             if records[row, SLOT] >= 0 and records[row, NEXT] == use:
                 return int(row), use
         use -= 1
-    return -1, use  # impossible: the caller has counted the rows that can leave
+    return -1, use  # unreachable: the caller has counted the rows that can be evicted
 
 
 @compiled
@@ -117,8 +117,8 @@ def admit(
 ) -> tuple[int, int]:
     """Give every row of a batch a slot; return the numbers of missing and evicted rows.
 
-    The evicted rows leave the last of ``slots``. If the rows of the batches in flight do not fit,
-    change nothing and return -1 and the number of slots that would do.
+    The last entries of ``slots`` are those of the evicted rows. If the rows of the batches in
+    flight do not fit, change nothing and return -1 and a sufficient number of slots.
     """
     num_missing, added = 0, 0
     for i in range(wanted.size):
@@ -167,7 +167,7 @@ def release(
     queue: Array,
     state: Array,
 ) -> None:
-    """Make rows without another admitted use candidates for eviction."""
+    """Make rows that no other admitted batch uses candidates for eviction."""
     ring = candidates.shape[0]
     for i in range(wanted.size):
         if i + DISTANCE < wanted.size:
@@ -203,7 +203,7 @@ def compact(records: Array, queue: Array, state: Array) -> None:
 
 @compiled
 def translate(addresses: Array, records: Array, slots: Array) -> int:
-    """Write the slot of each address; return how many have none."""
+    """Write the slot of each address; return the number of addresses without a slot."""
     misses = 0
     for i in range(addresses.size):
         slot = records[addresses[i], SLOT]

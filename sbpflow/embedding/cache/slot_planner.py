@@ -1,9 +1,9 @@
-"""Decides which rows are in which slots: pure integer work on the ids of announced batches.
+"""Assigns rows to slots, using only the integer ids of announced batches.
 
-Decisions depend on the order of the calls alone, never on timing. Rows leave a slot in the order of
-Belady's MIN, as far as it is known: rows that no announced batch uses leave first, the longest
-unused one of them at first; then those with the furthest next use. Rows of batches that are
-admitted and not released never leave.
+Decisions depend only on the order of the calls, never on timing. Rows are evicted in the order of
+Belady's MIN, applied to the announced batches: first rows that no announced batch uses, starting
+with the least recently used row, and then rows with the furthest next use. Rows of batches that are
+admitted but not yet released are never evicted.
 """
 
 import math
@@ -31,21 +31,21 @@ _QUEUE_ENTRIES = 3  # for each slot
 
 
 def planning_bytes(num_rows: int, num_slots: int) -> int:
-    """Return the memory of a planner, without the lists of the batches in flight."""
+    """Return the bytes of a planner, without the lists of the batches in flight."""
     return RECORD_BYTES * (num_rows + 1) + (4 + 8 * _QUEUE_ENTRIES) * num_slots
 
 
 def cache_for(num_slots: int, num_rows: int) -> str:
-    """Return a value of ``cache`` that gives ``num_slots`` slots and a quarter more."""
+    """Return a value of ``cache`` that provides 1.25 times ``num_slots`` slots."""
     return f"{min(100.0, math.ceil(1250 * num_slots / num_rows) / 10):g}%"
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """The rows that an admitted batch lacks, and those that make room for them.
+    """Lists the missing rows of an admitted batch, and the rows evicted for them.
 
-    Row ``missing[i]`` gets ``slots[i]``; if ``is_new[i]``, it was never evicted and so has its
-    initial values. ``evicted`` are the previous rows of the last of these slots. The arrays are
+    Row ``missing[i]`` gets ``slots[i]``. If ``is_new[i]``, the row was never evicted and still has
+    its initial values. ``evicted`` are the previous rows of the last of these slots. The arrays are
     valid until the next admission.
     """
 
@@ -60,9 +60,9 @@ class Admission:
 
 
 class SlotPlanner:
-    """Leases ``num_slots`` slots to the rows of batches, of which there are ``num_rows``.
+    """Leases ``num_slots`` slots to the rows of batches; a rank has ``num_rows`` rows.
 
-    Batches are announced, admitted, and released in the same order; they are numbered from 0.
+    Batches are announced, admitted, and released in the same order, and are numbered from 0.
     ``records`` has a record for each row, and one for the address after the last row.
     """
 
@@ -78,7 +78,7 @@ class SlotPlanner:
         self.num_rows, self.num_slots = num_rows, num_slots
         self.records = np.empty((num_rows + 1, 4), np.int32)
         self.records[:] = NEW, -1, 0, NEVER
-        self.records[num_rows, SLOT] = num_slots  # the kernel's slot of absent rows
+        self.records[num_rows, SLOT] = num_slots  # the kernel's slot for absent rows
         self._free = np.arange(num_slots - 1, -1, -1, dtype=np.int32)
         self._queue = np.empty((_QUEUE_ENTRIES * num_slots, 2), np.int32)
         self._state = np.zeros(4, np.int64)
@@ -89,17 +89,17 @@ class SlotPlanner:
 
     @property
     def num_leased(self) -> int:
-        """Return the number of rows of admitted batches that are not released."""
+        """Return the number of rows of batches that are admitted but not released."""
         return int(self._state[LEASED])
 
     @property
     def num_bytes(self) -> int:
-        """Return the memory of all arrays."""
+        """Return the size of all arrays in bytes."""
         arrays = (self.records, self._free, self._queue, self._rows, self._nexts, self._candidates)
         return sum(array.nbytes for array in arrays)
 
     def announce(self, addresses: Array) -> int:
-        """Announce ``addresses`` of the next batch, with duplicates; return the number of rows."""
+        """Announce the next batch's ``addresses`` (with duplicates); return its number of rows."""
         batch, start, count = self.num_announced, 0, 0
         ring, width = self._rows.shape
         if batch - self.num_released >= ring - 1:
@@ -127,13 +127,13 @@ class SlotPlanner:
         return count
 
     def admit(self) -> Admission | int:
-        """Admit the oldest announced batch that is not admitted.
+        """Admit the oldest announced batch that is not yet admitted.
 
-        If the rows of this batch and of those in flight do not fit, change nothing and return the
-        number of slots that would do.
+        If the rows of this batch and of the batches in flight do not fit, change nothing and return
+        a sufficient number of slots.
         """
         batch = self.num_admitted
-        if self._refused[:2] == (batch, self.num_released):  # until a release, nothing changes
+        if self._refused[:2] == (batch, self.num_released):  # no change until a release
             return self._refused[2]
         missing, slots, evicted = self._found
         num_missing, num_evicted = self._loops.admit(
@@ -164,7 +164,7 @@ class SlotPlanner:
         )
 
     def release(self) -> None:
-        """Release the oldest batch, which need not be admitted."""
+        """Release the oldest batch, even if it is not admitted."""
         batch = self.num_released
         wanted = self._wanted(batch)
         if self._state[TAIL] + wanted.size > len(self._queue):
@@ -184,7 +184,7 @@ class SlotPlanner:
         self.num_admitted = max(self.num_admitted, self.num_released)
 
     def translate(self, addresses: Array, slots: Array) -> int:
-        """Write the slot of each address of an admitted batch; return how many have none."""
+        """Write the slot of each address of an admitted batch; return the number without a slot."""
         return self._loops.translate(addresses, self.records, slots)
 
     def _wanted(self, batch: int) -> Array:
@@ -192,7 +192,7 @@ class SlotPlanner:
         return self._rows[at, : self._counts[at]]
 
     def _resize(self, ring: int, width: int) -> None:
-        """Make room for more batches in flight, or for more rows of each."""
+        """Allocate space for more batches in flight, or for more rows per batch."""
         new = [np.empty((ring, width), np.int32) for _ in range(3)]
         counts = [np.zeros(ring, np.int64) for _ in range(2)]
         if hasattr(self, "_rows"):

@@ -1,6 +1,6 @@
-"""A row store with few slots: all other rows are in slower memory, one record per row.
+"""Defines a row store that keeps some rows in slots, and all rows as records in slower memory.
 
-Batches are announced well before their lookup, so ``Mover`` has their rows in slots by then.
+Batches are announced well before their lookup, so that ``Mover`` can move their rows into slots.
 """
 
 import threading
@@ -18,11 +18,11 @@ from sbpflow.embedding.storage.base import RowKernel, RowListener
 from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.store import WEIGHTS, StoreRequest
 
-_READ_ROWS = 4096  # read while the mover waits
+_READ_ROWS = 4096  # rows read or written at once, while the mover waits
 
 
 def _end(tasks: "SimpleQueue[Any]", thread: threading.Thread) -> None:
-    """End the mover's thread; if it were in C++ code, Python's exit would abort the process."""
+    """End the mover's thread; Python's exit aborts the process if a thread is in C++ code."""
     tasks.put(None)
     if thread is not threading.current_thread():  # the garbage collector can run in any thread
         thread.join()
@@ -76,7 +76,9 @@ class CachedStore:
         rows = own.rows()
         like = self.kernel.weights
         block = like.new_zeros(rows.numel(), like.shape[1])
-        stored = rows[rows < self.num_rows]  # an absent address is the last one, and reads as zeros
+        stored = rows[
+            rows < self.num_rows
+        ]  # the last address means an absent row, which reads as zeros
         self.read(stored, {WEIGHTS: block[: stored.numel()]})
         return self.kernel.pool(block, own.place(own.inverse()))
 

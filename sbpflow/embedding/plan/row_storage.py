@@ -1,4 +1,4 @@
-"""Where the rows of a table are stored, if not all of them in the memory of the device."""
+"""Describes the storage of a table whose rows are not all in device memory."""
 
 import math
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ Outside = Literal["host", "file"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowStorage:
-    """All rows are in ``kind`` of memory; slots on the device hold ``share`` of them.
+    """Places all rows in storage ``kind``; slots on the device hold the fraction ``share``.
 
-    ``key`` is the configuration key that says so.
+    ``key`` is the configuration key of the rule.
     """
 
     kind: Outside
@@ -19,5 +19,5 @@ class RowStorage:
     key: str
 
     def num_slots(self, num_rows: int) -> int:
-        """Slots of a rank with ``num_rows`` rows."""
+        """Return the number of slots of a rank with ``num_rows`` rows."""
         return min(num_rows, math.ceil(num_rows * self.share))

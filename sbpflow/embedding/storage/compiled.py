@@ -200,7 +200,7 @@ def fill_uniform(
 
 @compiled
 def fill_uniform_rows(out: Array, counters: Array, bounds: Array, first_column: int) -> None:
-    """Fill ``out`` with the same values as ``streams.uniform_rows``; ``bounds`` has one per row."""
+    """Fill ``out`` with the values of ``streams.uniform_rows``; ``bounds`` has one per row."""
     for r in range(out.shape[0]):
         scale = 2.0 * bounds[r] / 9007199254740992.0
         for c in range(out.shape[1]):

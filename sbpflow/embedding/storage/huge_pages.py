@@ -16,9 +16,9 @@ LEAST_BYTES = 4 << 20  # two huge pages; a smaller block does not justify a sepa
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros at an address that is fixed for the lifetime of a table.
+    """Return zeros whose address does not change during the lifetime of a table.
 
-    Raises ConfigError if they do not fit in memory.
+    Raise ConfigError if the zeros do not fit in memory.
     """
     numel = torch.Size(shape).numel()
     advice = getattr(mmap, "MADV_HUGEPAGE", None)

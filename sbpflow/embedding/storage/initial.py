@@ -51,7 +51,7 @@ def initial_rows(
     addresses, and values are a function of (seed, table, key, column).
     """
     rows = rows.to(torch.int64)
-    first = shards[0]  # all shards of a store have equal columns
+    first = shards[0]  # all shards of a store have the same columns
     bases = torch.tensor([shard.base for shard in shards], device=rows.device)
     shard_of = torch.searchsorted(bases[1:], rows, right=True)
     shifts = torch.tensor([shard.shift for shard in shards], device=rows.device)
@@ -79,7 +79,7 @@ def initial_rows(
 def _uniform_rows(
     counters: Tensor, width: int, bounds: Tensor, first_column: int, dtype: torch.dtype
 ) -> Tensor:
-    """Return ``uniform_rows`` with a bound for each row, compiled if numba is loaded anyway."""
+    """Return ``uniform_rows`` with a bound per row; compiled if numba is already loaded."""
     if counters.device.type != "cpu" or "numba" not in sys.modules:
         return uniform_rows(counters, width, bounds.unsqueeze(1), first_column).to(dtype)
     from sbpflow.embedding.storage import compiled

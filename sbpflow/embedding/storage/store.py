@@ -56,7 +56,7 @@ class RowStore(Protocol):
 
     @property
     def starts_initial(self) -> bool:
-        """Return True if rows that were never written read as their initial values."""
+        """Return True if reading a row that was never written returns its initial values."""
         ...
 
     @property

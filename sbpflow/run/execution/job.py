@@ -138,7 +138,7 @@ def build_job(
 
 
 def _row_folder(config: Config, key: str) -> Path:
-    """The folder of a table's rows; ``key`` is that of a rule of ``parallel.storage``."""
+    """Return the folder of a table's rows; ``key`` is the key of a ``parallel.storage`` rule."""
     rule = config.parallel.storage[key.removeprefix("parallel.storage.")]
     return rule.path or config.run.dir
 

@@ -1,4 +1,4 @@
-"""Forecast what the caches of a run will fetch, by planning slots for its first batches."""
+"""Forecasts the rows that a run's caches will fetch, by planning slots for its first batches."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
@@ -22,7 +22,7 @@ Forecast = Mapping[str, Mapping[int, Mapping[str, float]]]  # table, rank, name 
 
 
 def cached_stacks(plan: RunPlan) -> Iterator[tuple[TableBatch, RowStorage]]:
-    """Yield the stacks whose rows are not all on the device."""
+    """Yield the stacks that do not have all rows on the device."""
     for group in plan.embeddings.groups:
         for stack in group.stacks:
             if (storage := stack.tables[0].storage) is not None:

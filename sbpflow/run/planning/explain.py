@@ -33,7 +33,7 @@ def check_world_size(world_size: int) -> None:
 
 
 def describe(plan: RunPlan, forecast: Forecast | None = None) -> dict[str, Any]:
-    """Return the plan as JSON-ready values; ``forecast`` is that of its caches.
+    """Return the plan as JSON-ready values; ``forecast`` is the forecast of its caches.
 
     Bytes are per iteration of ``batch_size`` rows including an update, although only one in
     ``accumulate`` iterations updates.
@@ -76,7 +76,7 @@ def _describe_table(
     shards: list[dict[str, Any]] = []
     for shard in shards_of(table, layout.layout):
         rows: float = shard.num_rows
-        if table.storage is not None:  # its part of the slots that the tables of a stack share
+        if table.storage is not None:  # this table's part of the slots shared by a stack
             of_stack = stack.num_rows(shard.rank)
             rows = table.storage.num_slots(of_stack) * shard.num_rows / of_stack
         state = rows * (by_row + by_element * shard.width)

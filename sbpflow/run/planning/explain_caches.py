@@ -1,4 +1,4 @@
-"""Describe the cached tables of a run: slots, memory, and the rows that a step fetches."""
+"""Describes the cached tables of a run: slots, memory, and rows fetched per step."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,13 +8,13 @@ from sbpflow.run.planning.cache_forecast import Forecast, cached_stacks
 from sbpflow.run.planning.plan import RunPlan
 from sbpflow.run.planning.text import columns, format_size
 
-_STEPS_PER_S = 10  # for which the rate of the store is shown
+_STEPS_PER_S = 10  # step rate for which the required storage rate is shown
 
 
 def describe_caches(plan: RunPlan, forecast: Forecast | None = None) -> list[dict[str, Any]]:
     """Return a dictionary for each stack of cached tables and rank, JSON-ready.
 
-    ``forecast`` is that of ``cache_forecast``; its figures are rows and bytes per step.
+    ``forecast`` is the result of ``cache_forecast``, in rows per step.
     """
     found: list[dict[str, Any]] = []
     for stack, storage in cached_stacks(plan):
@@ -44,7 +44,7 @@ def describe_caches(plan: RunPlan, forecast: Forecast | None = None) -> list[dic
 
 
 def cache_lines(caches: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the facts of ``describe_caches`` as text; no lines without caches."""
+    """Return the facts of ``describe_caches`` as lines of text; return no lines without caches."""
     if not caches:
         return []
     rows: list[tuple[str, ...]] = [

@@ -1,4 +1,4 @@
-"""Apply ``parallel.storage`` to the tables of a run, and refuse what cannot be cached."""
+"""Applies ``parallel.storage`` to the tables of a run, and rejects tables that cannot be cached."""
 
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -12,7 +12,8 @@ from sbpflow.embedding.plan.row_storage import RowStorage
 from sbpflow.embedding.plan.tables import OutputConfig, TableConfig
 from sbpflow.errors import ConfigError
 
-# Fetched rows reach the minimum when about three times as many batches are known as fill the cache.
+# The number of fetched rows reaches its minimum when the known batches have about three times as
+# many rows as the cache has slots.
 AUTO_LOOKAHEAD = 64
 
 
@@ -36,8 +37,8 @@ def with_storage(
             continue
         if rule.kind == "host" and device_type == "cpu":
             raise ConfigError(
-                f"{key}.kind: host on cpu, where it is the same memory as device; use kind: file, "
-                "or parallel.device: cuda"
+                f"{key}.kind: host on cpu, where host and device are the same memory; use kind: "
+                "file, or parallel.device: cuda"
             )
         own = [table for table in tables if chosen.get(table.name) == pattern]
         for table in own:
@@ -63,13 +64,13 @@ def row_bytes(table: TableConfig, config: Config) -> int:
 def _check_width(table: TableConfig, num_bytes: int, key: str) -> None:
     if table.by_key:
         raise ConfigError(
-            f"{key}: table {table.name} is by_key, whose rows are assigned on the device; leave it "
-            "out, or use kind: device"
+            f"{key}: table {table.name} is by_key, so its rows are assigned on the device; exclude "
+            "the table, or use kind: device"
         )
     if num_bytes <= RECORD_BYTES:
         raise ConfigError(
             f"{key}: a row of table {table.name} has {num_bytes} bytes, but planning its slots "
-            f"takes {RECORD_BYTES} bytes of memory; leave it out, or use kind: device"
+            f"takes {RECORD_BYTES} bytes; exclude the table, or use kind: device"
         )
 
 
@@ -79,8 +80,8 @@ def check_storage(plan: EmbeddingPlan) -> None:
         for table in group.tables:
             if table.storage is not None and group.kind.copies and plan.world.size > 1:
                 raise ConfigError(
-                    f"{table.storage.key}: table {table.name} is B on {plan.world.size} ranks, "
-                    "which update rows that they did not look up; use S(0), or kind: device"
+                    f"{table.storage.key}: table {table.name} is B on {plan.world.size} ranks, and "
+                    "copies cannot be cached; use S(0), or kind: device"
                 )
 
 
@@ -92,7 +93,7 @@ def lookahead_of(config: Config, plan: EmbeddingPlan) -> int:
         return 1 if key is None else AUTO_LOOKAHEAD
     if key is not None and given < 2:
         raise ConfigError(
-            f"train.lookahead: {given} with {key}: rows are fetched when a batch is known before "
-            "its step; use 2 or more, or auto"
+            f"train.lookahead: {given} with {key}: rows are fetched before the step that uses "
+            "them; use 2 or more, or auto"
         )
     return given

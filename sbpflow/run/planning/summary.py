@@ -27,7 +27,7 @@ from sbpflow.run.planning.text import columns, format_size
 
 WIDTH = 120  # width of the lines of a plan with short names
 NUM_LARGEST = 3
-_HELPS = 0.95  # a change is not shown if every cost stays above this share
+_HELPS = 0.95  # a change is shown if it lowers some cost below this share
 _CHANGES = {"scheme": "auto", "comm_dtype": "bfloat16", "table_dtype": "bfloat16"}
 
 
@@ -36,7 +36,7 @@ def format_summary(
 ) -> str:
     """Return one line per table, totals per rank and link, and the largest transfers.
 
-    ``helps`` contains the lines of ``what_helps``; ``forecast`` is that of ``cache_forecast``.
+    ``helps`` contains the lines of ``what_helps``; ``forecast`` comes from ``cache_forecast``.
     """
     facts = describe(plan, forecast)
     lines = [

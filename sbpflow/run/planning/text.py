@@ -20,7 +20,7 @@ def short_lists(text: str) -> str:
 
 
 def _runs(numbers: Sequence[int]) -> list[str]:
-    """Shorten three or more consecutive numbers to ``a..b``, and equal ones to ``n x a``."""
+    """Shorten three or more consecutive numbers to ``a..b``, and equal numbers to ``n x a``."""
     shown: list[str] = []
     start = 0
     while start < len(numbers):

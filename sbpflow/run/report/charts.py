@@ -137,7 +137,7 @@ _PICTURE_STYLE = (
 
 
 def picture(title: str, figures: Sequence[str]) -> str:
-    """Return one SVG file with the charts of other functions in two columns."""
+    """Combine charts into one SVG file with two columns."""
     gap, tops, body = 20, [40, 40], list[str]()
     for figure in filter(None, figures):
         element = ElementTree.fromstring(figure)
@@ -165,7 +165,7 @@ def picture(title: str, figures: Sequence[str]) -> str:
 
 
 def _shade(place: int, count: int) -> str:
-    if count <= len(COLORS):  # the colors of lines, so a part and a line of one name match
+    if count <= len(COLORS):  # bars and lines with the same name get the same color
         return COLORS[place]
     return f"hsl({round(360 * place / count + 205) % 360} 50% {48 + 14 * (place % 2)}%)"
 

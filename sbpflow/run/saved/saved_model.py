@@ -69,7 +69,7 @@ def find_checkpoint(path: Path, which: Literal["best", "last"] | None = None) ->
 
 
 def weights_text(checkpoint: Checkpoint) -> str:
-    """Return one line that says which weights of a run a checkpoint has."""
+    """Return one line that states which weights of a run a checkpoint contains."""
     text, best = f"weights of step {checkpoint.step} from {checkpoint.path}", best_of(checkpoint)
     if best is None:
         return text

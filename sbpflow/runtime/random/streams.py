@@ -62,7 +62,7 @@ def fill_uniform(
 def uniform_rows(
     counters: Tensor, columns: int, bound: float | Tensor, first_column: int = 0
 ) -> Tensor:
-    """Return [rows, columns] float64 in U(-bound, bound); ``counters`` has each row's first.
+    """Return [rows, columns] float64 in U(-bound, bound); ``counters`` has the first of each row.
 
     ``bound`` can be a tensor [rows, 1] float64.
     """
