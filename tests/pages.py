@@ -60,7 +60,7 @@ def follow(command: str, folder: Path, limit_s: float = 180) -> str:
 
 
 def missing_lines(printed: str, shown: str) -> list[str]:
-    """Return lines that a page shows but the command did not print, ignoring numbers and digests."""
+    """Return lines that a page shows but a command did not print, ignoring numbers and digests."""
     found = _words(printed)
     return [
         line
