@@ -60,7 +60,7 @@ def follow(command: str, folder: Path, limit_s: float = 180) -> str:
 
 
 def missing_lines(printed: str, shown: str) -> list[str]:
-    """Return lines that a page shows but the command did not print, ignoring numbers."""
+    """Return lines that a page shows but a command did not print, ignoring numbers and digests."""
     found = _words(printed)
     return [
         line
@@ -71,5 +71,5 @@ def missing_lines(printed: str, shown: str) -> list[str]:
 
 
 def _words(text: str) -> list[str]:
-    """Return the text without numbers and column layout, which depend on machine and data."""
-    return re.sub(r"[\d.,:%|_+-]+", " ", text).split()
+    """Return the text without numbers, digests, and column layout, which vary."""
+    return re.sub(r"\b[\da-f]{16}\b|[\d.,:%|_+-]+", " ", text).split()
