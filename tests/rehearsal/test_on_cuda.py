@@ -99,7 +99,7 @@ def ids_in_host_memory(world):
 def test_ids_in_host_memory_are_rejected_with_the_feature_name(rehearsed_ranks):
     ((whole, by_name),) = rehearsed_ranks(1, ids_in_host_memory)
     assert re.fullmatch(r'ids: is on cpu,.*on cuda:0; pass .to\("cuda:0"\)', whole)
-    assert by_name.startswith("feature C1: ids: on cpu")
+    assert by_name.startswith("feature C1: ids: is on cpu")
 
 
 def bad_ids(world):
