@@ -272,7 +272,7 @@ class Bench:
 
 
 def data_package(root: Path) -> str:
-    """Return the package of the loader and its commands; its place depends on the commit."""
+    """Return the package that contains the loader; its name depends on the commit."""
     return "data" if (root / "data" / "__init__.py").exists() else "sbpflow.data"
 
 

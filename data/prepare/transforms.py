@@ -1,7 +1,7 @@
 """Transform dense values, including missing values; each convention has its own function.
 
 Each function accepts a column's values as float32 [n] (integers are exact below 2^24) and a mask
-[n] of missing values. A function returns float32 [n] and the number of clamped values for the
+[n] of missing values. A function returns float32 [n] and the number of clipped values for the
 report.
 """
 
@@ -73,7 +73,7 @@ def standardise(
 def transform(
     column: DenseColumn, name: str, values: Values, missing: Mask, fitted: Mapping[str, float]
 ) -> tuple[NDArray[np.float32], int]:
-    """Return a column's clipped and transformed values and the number of clamped values."""
+    """Return a column's clipped and transformed values and the number of clipped values."""
     clamped = 0
     if column.clip is not None:
         low, high = (np.float32(end) for end in column.clip)

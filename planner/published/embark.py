@@ -28,7 +28,7 @@ from sbpflow.planner.task import Shape
 
 ITERATIONS = 20
 LEAST_COLUMNS = 32  # only wider column parts are halved, as in the source
-# shares of tables to copy (the smallest) and for distinct rows (the coldest)
+# shares of tables: the smallest are copied, the coldest exchange distinct rows
 SHARES = (0.0, 0.25, 0.5)
 
 

@@ -183,7 +183,7 @@ class _Role(Enum):
 
 
 def _cells(layout: Layout, shape: tuple[int, ...], role: _Role) -> list[_Cell]:
-    """Group the ranks by the box that they have, and source ranks also by the term."""
+    """Group the ranks by their boxes; group source ranks by their terms as well."""
     # Sources send all of their terms, but only one coordinate along a destination's P axes
     # receives.
     together = Broadcast if role is _Role.SOURCE else (Broadcast, Partial)

@@ -72,7 +72,7 @@ NUM_FEATURES = len(FEATURES)
 MEMORY, BUFFERS = INDEX["memory_bytes"], INDEX["buffer_bytes"]
 SENT = [INDEX[name] for name in ("ids_bytes", "counted_bytes", "vector_bytes", "gradient_bytes")]
 
-Counts = Mapping[str, float]  # counts by feature; missing features count 0
+Counts = Mapping[str, float]  # counts by feature; missing features count as 0
 Key = tuple[Any, ...]  # index of a feature, and the values that distinguish its keys
 Cut = tuple[float, int]  # (row parts, column parts)
 

@@ -151,7 +151,7 @@ def test_the_auc_of_a_feature_comes_from_rates_of_train_on_other_rows(profile, f
     assert of(profile, "fixed").auc == 0.5
     assert of(profile, "leak").auc == 1.0
     assert of(profile, "leak_number").auc == 1.0
-    assert of(profile, "user").auc == 0.5  # all users of val and test are new
+    assert of(profile, "user").auc == 0.5  # all users in val and test are new
 
 
 def test_each_problem_has_one_warning(profile):

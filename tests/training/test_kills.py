@@ -30,7 +30,7 @@ def test_interrupted_and_killed_runs_equal_an_undisturbed_run(synth_set, tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_signal_to_one_rank_saves_for_all_and_ends_them_in_seconds(synth_set, tmp_path, who):
-    """The signal resembles a preemption of one machine."""
+    """The signal simulates the preemption of one machine."""
     run = Campaign(synth_set, tmp_path / "run", 2, random.Random(3))
     ranks = start(synth_set, run.folder, run.log, 2, "train.max_steps=5000", "train.epochs=1000")
     assert wait(ranks, lambda: steps_done(run.folder) > EVERY, 120.0)

@@ -59,7 +59,7 @@ class KeyedStore:
         self._rows, self._map, self._initial = rows, row_map, request.initial
         self.kernel, self.num_rows, self.width = rows.kernel, rows.num_rows, rows.width
         self._addresses = torch.empty(self.num_rows, dtype=torch.int64)  # address of each row
-        self.num_live = 0  # number of rows with keys; trained batches have the first rows
+        self.num_live = 0  # number of rows with keys; rows of trained batches come first
         self.num_trained = 0
         self._live_after: dict[int, int] = {}  # announced batch -> ``num_live`` after it
         self._admitted: set[int] = set()

@@ -147,7 +147,7 @@ class PlainModel(nn.Module):
         for number, feature in enumerate(ragged):
             if ids.lists is None:
                 raise ConfigError(
-                    f"feature {feature.name}: is ragged, but the batch has no lists; use the set "
+                    f"feature {feature.name} is ragged, but the batch has no lists; use the set "
                     "that the model was trained on"
                 )
             lists = ids.lists.take(torch.tensor([number], device=ids.matrix.device))

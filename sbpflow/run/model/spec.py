@@ -70,7 +70,7 @@ class Fields:
 
     @property
     def ids(self) -> tuple[IdField, ...]:
-        """Return all columns of ids, in the order of a batch."""
+        """Return all id columns, in the order of a batch."""
         return self.sparse + self.crosses
 
     @staticmethod

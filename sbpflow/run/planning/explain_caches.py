@@ -12,7 +12,7 @@ _STEPS_PER_S = 10  # step rate for which the required storage rate is shown
 
 
 def describe_caches(plan: RunPlan, forecast: Forecast | None = None) -> list[dict[str, Any]]:
-    """Return a dictionary for each stack of cached tables and rank, JSON-ready.
+    """Return one JSON-ready dictionary per rank for each stack of cached tables.
 
     ``forecast`` is the result of ``cache_forecast``, in rows per step.
     """
