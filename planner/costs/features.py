@@ -111,7 +111,8 @@ def from_bins(
     """
     if len(bin_rows) != NUM_BINS or len(bin_lookups) != NUM_BINS:
         raise ConfigError(
-            f"ids: rows has {len(bin_rows)} bins and mass has {len(bin_lookups)}; use {NUM_BINS}"
+            f"ids: bins.rows has {len(bin_rows)} values and bins.lookups {len(bin_lookups)}; use "
+            f"{NUM_BINS}"
         )
     lookups = BIN_SAMPLES * ids_per_sample
     per_row = np.array([1.0, *(1.5 * 2.0 ** (j - 1) for j in range(1, NUM_BINS))])
