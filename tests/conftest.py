@@ -1,6 +1,7 @@
 """Defines fixtures for all tests: ranks on gloo, on NCCL, and on rehearsed CUDA devices."""
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,10 @@ except ImportError:  # a GPU machine may lack the test packages
 else:  # no deadline, because a busy machine is slow
     settings.register_profile("suite", deadline=None)
     settings.load_profile("suite")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts background jobs with SIGINT ignored, and processes of the tests inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not torch.cuda.is_available():
     # triton reads this at its first import; its kernels then run in Python on CPU tensors.

@@ -15,7 +15,7 @@ import pytest
 
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.processes.start_ranks import start_ranks
-from tests.deadlines import output_of
+from tests.deadlines import Deadline, output_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,9 +51,9 @@ def started(synth_set, tmp_path) -> Iterator:
 
 
 def wait_for_steps(folder: Path, limit_s: float = 60) -> None:
-    end = time.monotonic() + limit_s
+    deadline = Deadline(limit_s)
     while '"step"' not in (folder.read_text() if folder.exists() else ""):
-        assert time.monotonic() < end, "no step came"
+        assert not deadline.over(), "no step came"
         time.sleep(0.05)
 
 
