@@ -8,7 +8,7 @@ so the waits are exact on a busy machine; times of steps are not.
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from sbpflow.embedding.cache.records import RecordLayout, RecordStore, file_reco
 from sbpflow.embedding.cache.store import CachedStore
 from sbpflow.embedding.rules.lazy_adam import LazyAdam
 from sbpflow.embedding.storage.base import RowListener
-from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.store import WEIGHTS, RowStore, StoreRequest, device_store
 from sbpflow.models.wdl import WdlConfig, WideConfig
 from sbpflow.run.execution.job import Job, build_job
@@ -180,20 +179,6 @@ class DemandStore:
         self._records.write(self._row_in[slots], records)
         self._slot_of[self._row_in[slots]] = -1
         self._row_in[slots], self._last_use[slots] = -1, -1
-
-    def peek(self, lookup: Lookup) -> Tensor:
-        """Refuse: the benchmark does not evaluate."""
-        raise NotImplementedError("DemandStore only trains")
-
-    def read(
-        self, rows: slice | Tensor, into: Mapping[str, Tensor] | None = None
-    ) -> Mapping[str, Tensor]:
-        """Refuse: the benchmark does not save."""
-        raise NotImplementedError("DemandStore only trains")
-
-    def write(self, rows: slice | Tensor, values: Mapping[str, Tensor]) -> None:
-        """Refuse: the benchmark does not load."""
-        raise NotImplementedError("DemandStore only trains")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -151,7 +151,7 @@ class Planners:
 
 
 def one_task(case: Judged, planners: Planners, optimum: bool) -> dict[str, object]:
-    """Return the judged ms of every planner's plan; None if it does not fit or there is no plan."""
+    """Return the judged ms of every planner's plan; None for no plan or one that does not fit."""
     seen, judge = case.setting, case.judge
     ms: dict[str, float | None] = {}
     seconds: dict[str, float] = {}

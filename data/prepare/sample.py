@@ -47,7 +47,7 @@ def needs_schema(source: Input) -> bool:
 
 
 def read_sample(inputs: Sequence[Input]) -> Sample:
-    """Return the first rows of up to eight files; raise DataError if there are no column names."""
+    """Return the first rows of up to eight files; raise DataError without column names."""
     count = min(len(inputs), _MAX_FILES)
     chosen = [inputs[k * len(inputs) // count] for k in range(count)]
     names = tuple(source.path.name for source in chosen)

@@ -1,8 +1,8 @@
 """Runs planned conversions on plain local tensors.
 
 This module executes the steps of ``plan`` without decisions of its own. Only this module and the
-embedding exchange call collectives of c10d; ``pairs`` sends messages. There is no autograd: results
-have no history, and ``global_tensor`` pairs each conversion with its adjoint.
+embedding exchange call collectives of c10d; ``pairs`` sends messages. Results have no autograd
+history: ``global_tensor`` pairs each conversion with its adjoint.
 """
 
 from collections.abc import Callable, Generator, Iterable, Sequence

@@ -111,5 +111,5 @@ def last_linear_layout(
 
 
 def format_steps(steps: Sequence[BoxingStep]) -> str:
-    """Return one line per step, or one line if there are no steps."""
+    """Return one line per step, or one line for a plan without steps."""
     return "\n".join(str(step) for step in steps) or "nothing to do: the layouts are equal"

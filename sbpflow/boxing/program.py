@@ -240,7 +240,7 @@ def _leave_out_own(
 ) -> Program | None:
     """Return the exchange without this rank's own piece; None if that would cost an extra copy.
 
-    There is no extra copy if the other pieces are still one range of the part, or must be packed
+    No extra copy is made if the other pieces are still one range of the part, or must be packed
     anyway.
     """
     if rank not in sent or base.sizes is None or len(sent) < 2:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sbpflow.run.execution.job import Job
     from sbpflow.run.model.spec import ModelSpec
     from sbpflow.run.planning.plan import RunPlan
-    from sbpflow.run.saved.resume import Resumed
+    from sbpflow.run.saved.resume import DataFacts, Resumed
     from sbpflow.runtime.ranks.topology import Topology
     from sbpflow.training.loop import Reporter
 
@@ -122,13 +122,7 @@ def train_config(
         if joined is not None:
             joined(world.rank)
         opened.callback(lock_run_folder(config, boxing).close)
-        data = resume.DataFacts(
-            path=str(manifest.path),
-            fingerprint=manifest.fingerprint,
-            content_id=manifest.content_id,
-            vocabulary_digest=manifest.vocabulary_digest,
-            ancestors=tuple(ancestor.digest for ancestor in manifest.ancestors),
-        )
+        data = facts_of(manifest)
         decision = resume.decide(config, data, boxing)
         loaders = open_loaders(
             manifest,
@@ -149,6 +143,19 @@ def train_config(
         check_rows(config, manifest.splits, batch_norm=norms)
         run = resume.Resumed(decision, resume.load(decision, job, data, boxing), data)
         _fit(config, manifest, job, loaders, run, planned, tracker, opened)
+
+
+def facts_of(manifest: "Manifest") -> "DataFacts":
+    """Return what a resumed run compares with its own set."""
+    from sbpflow.run.saved.resume import DataFacts
+
+    return DataFacts(
+        path=str(manifest.path),
+        fingerprint=manifest.fingerprint,
+        content_id=manifest.content_id,
+        vocabulary_digest=manifest.vocabulary_digest,
+        ancestors=tuple(ancestor.digest for ancestor in manifest.ancestors),
+    )
 
 
 def run_planner(

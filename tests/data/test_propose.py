@@ -142,7 +142,7 @@ NUMBERS = [f"{n / 7:.3f}" for n in range(60)]
 )
 def test_the_use_of_a_column(tmp_path, column, cells, line):
     _, text = proposed(tmp_path, c=cycle("p", "q", "r"), **{column: cells}, click=cycle("0", "1"))
-    assert any(l.strip("# ").startswith(line) for l in text.splitlines()), text  # noqa: E741
+    assert any(shown.strip("# ").startswith(line) for shown in text.splitlines()), text
     assert read_schema(load_yaml(text)).label == "click"
 
 

@@ -20,6 +20,7 @@ from sbpflow.commands import train
 from sbpflow.commands.checkpoint import checkpoint as checkpoint_command
 from sbpflow.commands.predict import predict
 from sbpflow.commands.report import report
+from sbpflow.commands.train import facts_of
 from sbpflow.config.load import load_config
 from sbpflow.data import fields_of, load_manifest
 from sbpflow.data.__main__ import main as data_main
@@ -97,13 +98,7 @@ def _go_on(world: World, name: str, steps: int, data: str = "set"):
         assert plan is not None, f"{name}: the plan that was saved is not the plan of today"
     boxing = Boxing(world)
     job = build_job(config, spec, plan, boxing)
-    facts = resume.DataFacts(
-        path=str(manifest.path),
-        fingerprint=manifest.fingerprint,
-        content_id=manifest.content_id,
-        vocabulary_digest=manifest.vocabulary_digest,
-        ancestors=tuple(ancestor.digest for ancestor in manifest.ancestors),
-    )
+    facts = facts_of(manifest)
     decision = resume.Decision(folder=path.parent, run="", newest=path)
     start = resume.load(decision, job, facts, boxing)
     before = _held(job)
