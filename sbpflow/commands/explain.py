@@ -1,10 +1,16 @@
 """``sbpflow explain``: show what a run would do, without starting the run."""
 
 import json
+import statistics
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sbpflow.commands.train import config_parser, run_planner
+
+if TYPE_CHECKING:
+    from sbpflow.run.planning.plan import RunPlan
 
 
 def explain(argv: Sequence[str]) -> int:
@@ -31,6 +37,7 @@ def explain(argv: Sequence[str]) -> int:
     from sbpflow.run.planning.build_plan import plan_run
     from sbpflow.run.planning.cache_forecast import cached_stacks, forecast
     from sbpflow.run.planning.explain import check_world_size, describe, format_plan
+    from sbpflow.run.planning.explain_caches import rate_lines
     from sbpflow.run.planning.kernels import with_known_kernels
     from sbpflow.run.planning.summary import format_summary, what_helps
     from sbpflow.runtime.ranks.world import device_type_of
@@ -55,8 +62,10 @@ def explain(argv: Sequence[str]) -> int:
         rows = forecast(plan, (batch.ids for batch in loaders["train"].epoch(0)))
     facts = describe(plan, rows)
     growth = growth_of(manifest, facts["tables"])
+    folder = Path(config.run.dir)
+    speed = batches_per_s(folder, plan) if rows else None
     if args.json:
-        json.dump(facts | {"growth": growth}, sys.stdout, indent=1)
+        json.dump(facts | {"growth": growth, "batches_per_s": speed}, sys.stdout, indent=1)
         print()
         return 0
     if args.transfers:
@@ -64,5 +73,19 @@ def explain(argv: Sequence[str]) -> int:
     else:
         helps = what_helps(config, fields, plan, device_type=device_type, planned=rules)
         text = format_summary(plan, helps, shards=args.shards, forecast=rows)
-    print("\n\n".join(part for part in (text, growth_text(growth)) if part))
+    rates = "\n".join(rate_lines(facts["caches"], speed, folder)) if speed else ""
+    print("\n\n".join(part for part in (text, rates, growth_text(growth)) if part))
     return 0
+
+
+def batches_per_s(folder: Path, plan: "RunPlan") -> float | None:
+    """Return the median speed of an earlier run with the same batches and ranks, if any."""
+    from sbpflow.run.report.data import read_run
+    from sbpflow.runtime.files.run_folder import METRICS_FILE
+
+    if not (folder / METRICS_FILE).is_file():
+        return None
+    run = read_run(folder, folder.name)
+    speeds = [event["samples_per_s"] for event in run.of("step") if event["samples_per_s"]]
+    same = all(run.plan.get(key) == getattr(plan, key) for key in ("world_size", "batch_size"))
+    return statistics.median(speeds) / plan.batch_size if speeds and same else None

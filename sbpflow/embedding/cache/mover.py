@@ -23,17 +23,14 @@ from sbpflow.embedding.cache.records import RecordLayout, RecordStore
 from sbpflow.embedding.cache.slot_layout import NEW, SLOT, STORED, Array
 from sbpflow.embedding.cache.slot_planner import Admission, SlotPlanner, cache_for
 from sbpflow.embedding.storage.base import RowKernel
-from sbpflow.embedding.storage.store import StoreRequest
+from sbpflow.embedding.storage.store import WEIGHTS, StoreRequest
 from sbpflow.errors import ConfigError, TrainingError
 
 MakeRecords = Callable[[int, RecordLayout], RecordStore]
 AHEAD = 1  # number of batches admitted ahead of the current lookup
-_FILLED, _READING, _STARTING = (
-    0,
-    1,
-    2,
-)  # states of a slot: it has its row, or waits for a record or for initial values
-
+AT_ONCE = 4096  # rows read or written at once, while the mover waits
+# States of a slot: it has its row, or waits for a record or for initial values.
+_FILLED, _READING, _STARTING = 0, 1, 2
 
 _Task = tuple[Callable[[], None], threading.Event | None]  # (work, event to set after a failure)
 
@@ -143,6 +140,35 @@ class Mover:
         self.tasks.put((done.set, done))
         done.wait()
         self.check()
+
+    def read_soon(self, rows: Array, block: Tensor) -> Callable[[], None]:
+        """Read the weights of ``rows`` into ``block`` in the thread; return a function that waits.
+
+        The rows must not change until then.
+        """
+        flight = _Flight(block, self._block.mark())
+
+        def work() -> None:
+            self._block.wait(flight.known, block)
+            self.read_into(rows, {WEIGHTS: block})
+            flight.placed = self._block.mark()
+            flight.ready.set()
+
+        def wait() -> None:
+            flight.ready.wait()
+            self.check()
+            self._block.wait(flight.placed, block)
+
+        self.tasks.put((work, flight.ready))
+        return wait
+
+    def read_into(self, rows: Array, into: Mapping[str, Tensor]) -> None:
+        """Copy the newest values of ``rows`` to the start of tensors, by name."""
+        for start in range(0, rows.size, AT_ONCE):
+            part = slice(start, min(start + AT_ONCE, rows.size))
+            found = self.read(rows[part])
+            for name, target in into.items():
+                target[part].copy_(self.layout.values(found, name))
 
     def read(self, rows: Array) -> Array:
         """Return the newest records of ``rows`` from any location; any thread can call this."""
@@ -257,7 +283,11 @@ class Mover:
             self._take_out(found)
         slots = torch.empty_like(flight.addresses)
         if misses := self.planner.translate(flight.addresses.numpy(), slots.numpy()):
-            raise RuntimeError(f"{misses} rows of batch {batch} have no slot after its admission")
+            row = int(flight.addresses[slots < 0][0])
+            raise RuntimeError(
+                f"{self._name}: {misses} ids of batch {batch}, the first of row {row}, have no "
+                "slot after its admission"
+            )
         self._fill(found)
         flight.slots = self._block.to_device(slots)
         flight.placed = self._block.mark()

@@ -8,9 +8,6 @@ admitted but not yet released are never evicted.
 
 import math
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
-from typing import Any
 
 import numpy as np
 
@@ -23,6 +20,7 @@ from sbpflow.embedding.cache.slot_layout import (
     SLOT,
     TAIL,
     Array,
+    find_loops,
 )
 from sbpflow.errors import ConfigError
 
@@ -67,14 +65,11 @@ class SlotPlanner:
     """
 
     def __init__(self, num_rows: int, num_slots: int, *, compiled: bool | None = None) -> None:
-        if compiled is None:
-            compiled = find_spec("numba") is not None
         if num_rows >= NEVER:
             raise ConfigError(
                 f"{num_rows:,} cached rows on a rank are more than {NEVER - 1:,}; use more ranks"
             )
-        name = "slot_loops" if compiled else "slot_arrays"
-        self._loops: Any = import_module(f"sbpflow.embedding.cache.{name}")
+        self._loops = find_loops(compiled=compiled)
         self.num_rows, self.num_slots = num_rows, num_slots
         self.records = np.empty((num_rows + 1, 4), np.int32)
         self.records[:] = NEW, -1, 0, NEVER
@@ -84,6 +79,7 @@ class SlotPlanner:
         self._state = np.zeros(4, np.int64)
         self._state[FREE] = num_slots
         self._resize(_LEAST_RING, _LEAST_ROWS)
+        self._loops.compact(self.records, self._queue, self._state)  # compiled before training
         self.num_announced = self.num_admitted = self.num_released = 0
         self._refused = (-1, 0, 0)  # batch, number of releases, slots needed
 
