@@ -150,6 +150,28 @@ def test_training_with_slow_storage_took_the_recorded_times():
     assert [row.split(" | ") for row in shown] == expected
 
 
+def test_evaluations_with_slow_storage_took_the_recorded_times():
+    lines = [line for line in read("cache_store.jsonl") if line["benchmark"] == "evaluation"]
+    device, *cached = lines
+    assert f"takes {device['pipelined_ms']:.1f} ms per batch" in PAGES["cache"]
+    formats = {
+        "rate, Mbit/s": ("mbit_per_s", ",.0f"),
+        "reads, ms": ("read_ms", ".0f"),
+        "one by one, ms": ("one_by_one_ms", ".0f"),
+        "with the next rows read ahead, ms": ("pipelined_ms", ".0f"),
+        "multiple of the ideal": ("times_ideal", ".2f"),
+    }
+    table = PAGES["cache"].split("**Evaluation**")[1].split("\n\n**")[0]
+    for name, (key, form) in formats.items():
+        assert f"| {name} | {' | '.join(format(line[key], form) for line in cached)} |" in table
+
+
+def test_planning_took_at_most_the_stated_times():
+    for line in read("cache_planning.jsonl"):
+        assert line.get("plan_us_per_row", 0.0) <= 0.10
+    assert "at most 0.10 us" in PAGES["cache"]
+
+
 def test_no_cached_case_differed():
     lines = read("cache_matrix.jsonl")
     assert sum(line["differing"] for line in lines) == 0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sbpflow.embedding.cache.records import RecordLayout
-from sbpflow.embedding.cache.slot_layout import Array, find_loops
+from sbpflow.embedding.cache.slot_layout import Array, find_loops, warm_up_copies
 from sbpflow.embedding.storage.base import RowKernel
 from sbpflow.embedding.storage.store import WEIGHTS
 
@@ -26,6 +26,8 @@ class SlotBlock:
         self._loops = find_loops()
         self._device = kernel.weights.device
         self._is_cuda = self._device.type == "cuda"
+        if not self._is_cuda:
+            warm_up_copies(*(words.numpy() for words in self._words.values()))
         self._mover = torch.cuda.Stream(self._device) if self._is_cuda else None
         self._training = torch.cuda.current_stream(self._device) if self._is_cuda else None
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sbpflow.embedding.cache.slot_layout import Array, find_loops
+from sbpflow.embedding.cache.slot_layout import Array, find_loops, warm_up_copies
 from sbpflow.errors import ConfigError
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -84,6 +84,7 @@ class MappedRecords:
     def __init__(self, records: Array) -> None:
         self._records = records
         self._loops = find_loops()
+        warm_up_copies(records)
 
     @property
     def num_bytes(self) -> int:

@@ -26,3 +26,11 @@ def find_loops(*, compiled: bool | None = None) -> Any:  # noqa: ANN401 (a modul
     if compiled is None:
         compiled = find_spec("numba") is not None
     return import_module(f"sbpflow.embedding.cache.{'slot_loops' if compiled else 'slot_arrays'}")
+
+
+def warm_up_copies(*blocks: Array) -> None:
+    """Compile ``take`` and ``put`` for the types of ``blocks`` [rows, words] before training."""
+    loops, none = find_loops(), np.empty(0, np.int32)
+    for block in blocks:
+        loops.take(block, none, np.empty_like(block[:0]), 0)
+        loops.put(block, none, np.empty_like(block[:0]), 0)
