@@ -25,6 +25,7 @@ def announce(
     batch: int,
     oldest: int,
     records: Array,
+    _seen: Array,
     rows: Array,
     nexts: Array,
     candidates: Array,

@@ -29,6 +29,7 @@ def announce(
     batch: int,
     oldest: int,
     records: Array,
+    seen: Array,
     rows: Array,
     nexts: Array,
     candidates: Array,
@@ -37,33 +38,37 @@ def announce(
     """List the unique rows of a batch, and record the batch as the next use of each row.
 
     Start at address ``start`` with ``count`` rows already listed. Stop at the end, or when the list
-    is full; return the new ``start`` and ``count``.
+    is full; return the new ``start`` and ``count``. ``seen`` has a bit for each listed row until
+    the end of the batch.
     """
     mask, num_rows = rows.shape[0] - 1, records.shape[0] - 1
     at = batch & mask
     i, stop, first, width = start, addresses.size, count, rows.shape[1]
-    # Duplicates are as unpredictable as the ids, so this loop overwrites them instead of branching.
+    # Most addresses can be duplicates, so this loop uses bits, which fit in a cache, instead of the
+    # records. Duplicates are unpredictable, so the loop overwrites them instead of branching.
     while i < stop and count < width:
-        if i + DISTANCE < stop:
-            prefetch(records, addresses[i + DISTANCE])
         row = addresses[i]
-        last = records[row, LAST]
-        records[row, LAST] = batch
-        rows[at, count], nexts[at, count] = row, last
-        count += (last != batch) & (row < num_rows)
+        bit, known = 1 << (row & 63), seen[row >> 6]
+        seen[row >> 6] = known | bit
+        rows[at, count] = row
+        count += ((known & bit) == 0) & (row < num_rows)
         i += 1
     for n in range(first, count):
         if n + DISTANCE < count:
             prefetch(records, rows[at, n + DISTANCE])
-        row, last = rows[at, n], nexts[at, n]
+        row = rows[at, n]
+        last = records[row, LAST]
         if last >= oldest:
             nexts[last & mask, records[row, PLACE]] = batch
         elif records[row, SLOT] >= 0:
             records[row, NEXT] = batch
             candidates[at, num_candidates[at]] = row
             num_candidates[at] += 1
-        records[row, PLACE] = n
+        records[row, LAST], records[row, PLACE] = batch, n
         nexts[at, n] = NEVER
+    if i == stop:
+        for n in range(count):
+            seen[rows[at, n] >> 6] = 0
     return i, count
 
 

@@ -30,7 +30,11 @@ _QUEUE_ENTRIES = 3  # for each slot
 
 def planning_bytes(num_rows: int, num_slots: int) -> int:
     """Return the bytes of a planner, without the lists of the batches in flight."""
-    return RECORD_BYTES * (num_rows + 1) + (4 + 8 * _QUEUE_ENTRIES) * num_slots
+    return (
+        RECORD_BYTES * (num_rows + 1)
+        + 8 * (num_rows // 64 + 1)
+        + (4 + 8 * _QUEUE_ENTRIES) * num_slots
+    )
 
 
 def cache_for(num_slots: int, num_rows: int) -> str:
@@ -74,6 +78,7 @@ class SlotPlanner:
         self.records = np.empty((num_rows + 1, 4), np.int32)
         self.records[:] = NEW, -1, 0, NEVER
         self.records[num_rows, SLOT] = num_slots  # the kernel's slot for absent rows
+        self._seen = np.zeros(num_rows // 64 + 1, np.int64)
         self._free = np.arange(num_slots - 1, -1, -1, dtype=np.int32)
         self._queue = np.empty((_QUEUE_ENTRIES * num_slots, 2), np.int32)
         self._state = np.zeros(4, np.int64)
@@ -91,7 +96,15 @@ class SlotPlanner:
     @property
     def num_bytes(self) -> int:
         """Return the size of all arrays in bytes."""
-        arrays = (self.records, self._free, self._queue, self._rows, self._nexts, self._candidates)
+        arrays = (
+            self.records,
+            self._seen,
+            self._free,
+            self._queue,
+            self._rows,
+            self._nexts,
+            self._candidates,
+        )
         return sum(array.nbytes for array in arrays)
 
     def announce(self, addresses: Array) -> int:
@@ -110,6 +123,7 @@ class SlotPlanner:
                 batch,
                 self.num_released,
                 self.records,
+                self._seen,
                 self._rows,
                 self._nexts,
                 self._candidates,
