@@ -240,7 +240,7 @@ class EmbeddingCollection:
     def read_ahead(self, batch: EmbeddingsInFlight) -> None:
         """Start reading the cached rows of a batch that is not trained, before its ``lookup``.
 
-        No update and no other ``read_ahead`` can run in between.
+        No update can run in between.
         """
         self.arrive(batch)
         for group, part in self._parts(batch):

@@ -427,12 +427,12 @@ class Trainer:
             self._embeddings.read_ahead(started)
             if ready is not None:
                 yield ready[0], self._logits_of(*ready)
-            self._embeddings.lookup(started)
             ready = batch, started
         if ready is not None:
             yield ready[0], self._logits_of(*ready)
 
     def _logits_of(self, batch: Batch, embeddings: EmbeddingsInFlight) -> Tensor:
+        self._embeddings.lookup(embeddings)
         batch_size, vectors = batch.batch_size, self._embeddings.gather_outputs(embeddings)
         logits = self._dense_logits(batch.dense, vectors, batch_size, training=False, seed=0)
         return logits.to(self._home_layout(batch_size), id="predict").part.squeeze(1)

@@ -278,9 +278,14 @@ def test_rows_are_read_ahead_for_evaluation():
     store.read_ahead(lookups[0])
     assert made[0].reads.wait(30)  # before the lookup
     assert torch.equal(store.peek(lookups[0]), expected[lookups[0].addresses])
-    store.read_ahead(lookups[0])
-    for lookup in reversed(lookups):  # another lookup reads its own rows
+    for lookup in lookups:
+        store.read_ahead(lookup)
+    for lookup in [*reversed(lookups), *lookups]:
         assert torch.equal(store.peek(lookup), expected[lookup.addresses])
+    store.read_ahead(lookups[0])
+    store._mover.wait_idle()
+    del lookup, lookups
+    assert not store._ahead  # a lookup that is not used leaves nothing
     assert store.counts == before
 
 

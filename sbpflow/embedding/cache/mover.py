@@ -95,7 +95,7 @@ class Mover:
         self._demanded = -1  # the last batch whose lookup was requested
         self._lock = threading.Lock()
         self._pending = np.zeros(num_slots + 1, np.uint8)
-        self._leaving = np.empty(0, np.int64)  # evicted rows not yet in records, ascending
+        self._leaving = np.empty(0, np.int64)  # evicted rows not yet in records
         self._leaving_records = self.layout.empty(0)
         self._buffers = [self.layout.empty(0), self.layout.empty(0)]
         self._failure: BaseException | None = None
@@ -183,9 +183,10 @@ class Mover:
             self._block.take(slots[here], resident)
             out[here] = resident
             away = np.flatnonzero(~here & ~is_new)
-            place = np.searchsorted(self._leaving, rows[away])
-            place = place.clip(max=max(self._leaving.size - 1, 0))
             if self._leaving.size:
+                order = self._leaving.argsort()
+                place = np.searchsorted(self._leaving, rows[away], sorter=order)
+                place = order[place.clip(max=order.size - 1)]
                 leaves = self._leaving[place] == rows[away]
                 out[away[leaves]] = self._leaving_records[place[leaves]]
                 away = away[~leaves]
@@ -302,11 +303,10 @@ class Mover:
         return True
 
     def _take_out(self, found: Admission) -> None:
-        """Copy the evicted rows to a buffer, in ascending order."""
-        order = found.evicted.argsort()
-        self._leaving = found.evicted[order]
-        self._leaving_records = self._buffer(0, order.size)
-        self._block.take(found.evicted_slots[order], self._leaving_records)
+        """Copy the evicted rows to a buffer."""
+        self._leaving = found.evicted
+        self._leaving_records = self._buffer(0, found.evicted.size)
+        self._block.take(found.evicted_slots, self._leaving_records)
         self._pending[found.slots] = np.where(found.is_new, _STARTING, _READING)
 
     def _fill(self, found: Admission) -> None:

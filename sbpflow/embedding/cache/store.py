@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from queue import SimpleQueue
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from torch import Tensor
@@ -47,8 +48,10 @@ class CachedStore:
         self.counts = self._mover.counts
         self._thread = threading.Thread(target=self._mover.run, name="row mover", daemon=True)
         self._thread.start()
-        # The lookup passed to ``read_ahead``, its rows, and a function that waits for them.
-        self._ahead: tuple[Lookup, Lookup, Tensor, Callable[[], None]] | None = None
+        # By the argument of ``read_ahead``: a lookup in a block of rows, and a function that waits
+        # for the block.
+        self._ahead: WeakKeyDictionary[Lookup, tuple[Lookup, Tensor, Callable[[], None]]]
+        self._ahead = WeakKeyDictionary()
         weakref.finalize(self, _end, self._mover.tasks, self._thread)
 
     @property
@@ -72,14 +75,13 @@ class CachedStore:
         self._mover.release(number)
 
     def read_ahead(self, lookup: Lookup) -> None:
-        """Start reading the rows of the next ``peek``; no update can run until then."""
+        """Start reading the rows of a coming ``peek``; no update can run until then."""
         own, block, numbers = self._peeked(lookup)
-        self._ahead = (lookup, own, block, self._mover.read_soon(numbers, block))
+        self._ahead[lookup] = (own, block, self._mover.read_soon(numbers, block))
 
     def peek(self, lookup: Lookup) -> Tensor:
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead[0] is lookup:
-            _, own, block, wait = ahead
+        if (ahead := self._ahead.pop(lookup, None)) is not None:
+            own, block, wait = ahead
             wait()
         else:
             own, block, numbers = self._peeked(lookup)
