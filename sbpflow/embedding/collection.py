@@ -238,10 +238,7 @@ class EmbeddingCollection:
             self._flagged.append(batch.check)
 
     def read_ahead(self, batch: EmbeddingsInFlight) -> None:
-        """Start reading the cached rows of a batch that is not trained, before its ``lookup``.
-
-        No update can run in between.
-        """
+        """Start reading cached rows for a prediction; no update can run before its ``lookup``."""
         self.arrive(batch)
         for group, part in self._parts(batch):
             for lookup, (_, store) in zip(part.lookups, group.stores(), strict=False):
