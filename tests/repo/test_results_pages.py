@@ -153,7 +153,7 @@ def test_training_with_slow_storage_took_the_recorded_times():
 def test_evaluations_with_slow_storage_took_the_recorded_times():
     lines = [line for line in read("cache_store.jsonl") if line["benchmark"] == "evaluation"]
     device, *cached = lines
-    assert f"takes {device['pipelined_ms']:.1f} ms per batch" in PAGES["cache"]
+    assert f"{device['pipelined_ms']:.1f} ms per batch" in PAGES["cache"]
     formats = {
         "rate, Mbit/s": ("mbit_per_s", ",.0f"),
         "reads, ms": ("read_ms", ".0f"),
