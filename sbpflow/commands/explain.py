@@ -80,12 +80,13 @@ def explain(argv: Sequence[str]) -> int:
 
 def batches_per_s(folder: Path, plan: "RunPlan") -> float | None:
     """Return the median speed of an earlier run with the same batches and ranks, if any."""
+    from sbpflow.errors import ConfigError
     from sbpflow.run.report.data import read_run
-    from sbpflow.runtime.files.run_folder import METRICS_FILE
 
-    if not (folder / METRICS_FILE).is_file():
+    try:
+        run = read_run(folder, folder.name)
+    except ConfigError:  # there is no run, or it has no events yet
         return None
-    run = read_run(folder, folder.name)
     speeds = [event["samples_per_s"] for event in run.of("step") if event["samples_per_s"]]
     same = all(run.plan.get(key) == getattr(plan, key) for key in ("world_size", "batch_size"))
     return statistics.median(speeds) / plan.batch_size if speeds and same else None

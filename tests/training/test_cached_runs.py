@@ -52,7 +52,8 @@ def test_a_cached_run_equals_one_in_memory_and_shows_its_figures(
     assert "cached on rank" in (tmp_path / "start.txt").read_text()
     given = ["--config", CONFIG, *words(synth_set, tmp_path, *COMMON, *CACHED)]
     shown = "batches/s, the median of the run in "
-    for more, is_shown in (([], True), (["data.batch_size=400"], False)):
+    other = f"run.dir={tmp_path / 'none'}"
+    for more, is_shown in (([], True), (["data.batch_size=400"], False), ([other], False)):
         capsys.readouterr()
         assert explain([*given, *more, "--world-size", "1"]) == 0
         assert (shown in capsys.readouterr().out) == is_shown
