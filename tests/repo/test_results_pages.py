@@ -150,6 +150,28 @@ def test_training_with_slow_storage_took_the_recorded_times():
     assert [row.split(" | ") for row in shown] == expected
 
 
+def test_rates_caches_and_known_batches_took_the_recorded_times():
+    keys = {"rates": "mbit_per_s", "capacities": "capacity", "lookaheads": "lookahead"}
+    heads = {"rates": "rate, Mbit/s", "capacities": "slots", "lookaheads": "known batches"}
+    formats = {"step with lookahead, ms": ("step_ms", ".0f")}
+    formats["CPU time of the mover, ms"] = ("mover_cpu_ms", ".1f")
+    for part, key in keys.items():
+        found = {
+            line[key]: line
+            for line in read("cache_store.jsonl")
+            if line["system"] == "lookahead"
+            and line["benchmark"] in ("systems", part)
+            and line.get("full_duplex")
+        }
+        lines = [found[value] for value in sorted(found)]
+        shown = " | ".join(f"{line[key]:,.0f}" for line in lines)
+        table = PAGES["cache"].split(f"| {heads[part]} | {shown} |\n")[1].split("\n\n")[0]
+        for name, (value, form) in formats.items():
+            assert (
+                f"| {name} | {' | '.join(format(line[value], form) for line in lines)} |" in table
+            )
+
+
 def test_evaluations_with_slow_storage_took_the_recorded_times():
     lines = [line for line in read("cache_store.jsonl") if line["benchmark"] == "evaluation"]
     device, *cached = lines
