@@ -1,16 +1,11 @@
 """``sbpflow explain``: show what a run would do, without starting the run."""
 
 import json
-import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from sbpflow.commands.train import config_parser, run_planner
-
-if TYPE_CHECKING:
-    from sbpflow.run.planning.plan import RunPlan
 
 
 def explain(argv: Sequence[str]) -> int:
@@ -40,6 +35,7 @@ def explain(argv: Sequence[str]) -> int:
     from sbpflow.run.planning.explain_caches import rate_lines
     from sbpflow.run.planning.kernels import with_known_kernels
     from sbpflow.run.planning.summary import format_summary, what_helps
+    from sbpflow.run.report.data import batches_per_s
     from sbpflow.runtime.ranks.world import device_type_of
 
     check_world_size(args.world_size)
@@ -76,17 +72,3 @@ def explain(argv: Sequence[str]) -> int:
     rates = "\n".join(rate_lines(facts["caches"], speed, folder)) if speed else ""
     print("\n\n".join(part for part in (text, rates, growth_text(growth)) if part))
     return 0
-
-
-def batches_per_s(folder: Path, plan: "RunPlan") -> float | None:
-    """Return the median speed of an earlier run with the same batches and ranks, if any."""
-    from sbpflow.errors import ConfigError
-    from sbpflow.run.report.data import read_run
-
-    try:
-        run = read_run(folder, folder.name)
-    except ConfigError:  # there is no run, or it has no events yet
-        return None
-    speeds = [event["samples_per_s"] for event in run.of("step") if event["samples_per_s"]]
-    same = all(run.plan.get(key) == getattr(plan, key) for key in ("world_size", "batch_size"))
-    return statistics.median(speeds) / plan.batch_size if speeds and same else None
