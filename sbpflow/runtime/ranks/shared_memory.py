@@ -255,28 +255,29 @@ def share_memory(
     secret = store.claim("shared memory secret", uuid.uuid4().hex)
     fault = _obstacle() if len(neighbors) > 1 else "alone"
     with contextlib.ExitStack() as stack:
+        listener: socket.socket | None = None
+        own = Greeting(secret, rank, size, -1)
         if not fault:
             try:
                 memory, handle = _make_arena()
                 stack.callback(os.close, handle)
-                arenas[rank] = Arena(memory, size)
+                own, arenas[rank] = Greeting(secret, rank, size, handle), Arena(memory, size)
                 listener = stack.enter_context(_listening(secret, rank, len(neighbors)))
             except OSError as error:
                 fault = f"rank {rank}: {error}"
         ready = gather(store, "listens", rank, size, fault, timeout_s)
         faults = [ready[other] for other in neighbors if ready[other]]
-        if not faults:
+        if listener is not None and not faults:
             try:
                 for other in neighbors:
                     if other < rank:
-                        arenas[other] = _connect(secret, rank, other, handle, size, timeout_s)
-                for _ in range(sum(other > rank for other in neighbors)):
-                    other, arena = _accept(listener, secret, handle, size, timeout_s)
-                    arenas[other] = arena
+                        arenas |= _connect(own, other, timeout_s)
+                    elif other > rank:
+                        arenas |= _accept(own, listener, timeout_s)
             except (OSError, ValueError) as error:
                 fault = f"rank {rank}: {error or type(error).__name__}"
         connected = gather(store, "connected", rank, size, fault, timeout_s)
-    faults = [connected[other] for other in neighbors if connected[other]]
+    faults = [connected[other] for other in neighbors if connected[other]] or faults
     if not faults:
         return SharedMemory(arenas, rank, timeout_s)
     for other, arena in arenas.items():
@@ -285,6 +286,37 @@ def share_memory(
     if faults[0] != "alone":
         LOG.info("ranks of this host do not share memory: %s", faults[0])
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """What a rank sends to each peer."""
+
+    secret: str
+    rank: int
+    size: int
+    handle: int  # of the rank's arena
+
+    def exchange(self, peer: socket.socket) -> dict[int, Arena]:
+        """Send this rank's number and arena, and return those of the peer.
+
+        Raises OSError if the peer is another user's process or not a rank.
+        """
+        peer_ids = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _IDS.size)
+        if _IDS.unpack(peer_ids)[1] != os.getuid():
+            raise OSError(errno.EPERM, "a process of another user connected")
+        token = self.secret[16:]
+        words = f"{token} {self.rank:8d}".encode()
+        socket.send_fds(peer, [words], [self.handle])
+        answer, handles, _, _ = socket.recv_fds(peer, len(words), 1)
+        try:
+            answered = answer.decode(errors="replace").split()
+            if len(answered) != 2 or answered[0] != token or len(handles) != 1:
+                raise OSError(errno.EPROTO, "a process that is not a rank answered")
+            return {int(answered[1]): Arena(_mapped(handles[0]), self.size, peer.detach())}
+        finally:
+            for received in handles:
+                os.close(received)
 
 
 def _obstacle() -> str:
@@ -325,43 +357,18 @@ def _listening(secret: str, rank: int, backlog: int) -> Generator[socket.socket]
         yield listener
 
 
-def _connect(secret: str, rank: int, other: int, handle: int, size: int, timeout_s: float) -> Arena:
-    """Exchange arenas with ``other``, which listens."""
+def _connect(own: Greeting, other: int, timeout_s: float) -> dict[int, Arena]:
+    """Exchange arenas with rank ``other``, which listens."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
         peer.settimeout(timeout_s)
-        peer.connect(_name(secret, other))
-        _, arena = _swap(peer, secret, rank, handle, size)
-        return arena
+        peer.connect(_name(own.secret, other))
+        return own.exchange(peer)
 
 
-def _accept(
-    listener: socket.socket, secret: str, handle: int, size: int, timeout_s: float
-) -> tuple[int, Arena]:
-    """Exchange arenas with the next rank that connects; return its number."""
+def _accept(own: Greeting, listener: socket.socket, timeout_s: float) -> dict[int, Arena]:
+    """Exchange arenas with the next rank that connects."""
     listener.settimeout(timeout_s)
     peer, _ = listener.accept()
     with peer:
         peer.settimeout(timeout_s)
-        return _swap(peer, secret, int(listener.getsockname().rsplit(b"/", 1)[1]), handle, size)
-
-
-def _swap(peer: socket.socket, secret: str, rank: int, handle: int, size: int) -> tuple[int, Arena]:
-    """Send this rank's token, number and file, and return the peer's number and arena.
-
-    Raises OSError if the peer is another user's process.
-    """
-    peer_ids = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _IDS.size)
-    if _IDS.unpack(peer_ids)[1] != os.getuid():
-        raise OSError(errno.EPERM, "a process of another user connected")
-    greeting = f"{secret[16:]} {rank:8d}".encode()
-    socket.send_fds(peer, [greeting], [handle])
-    answer, handles, _, _ = socket.recv_fds(peer, len(greeting), 1)
-    try:
-        words = answer.decode(errors="replace").split()
-        if len(words) != 2 or words[0] != secret[16:] or len(handles) != 1:
-            raise OSError(errno.EPROTO, "a process that is not a rank answered")
-        arena = Arena(_mapped(handles[0]), size, peer.detach())
-        return int(words[1]), arena
-    finally:
-        for received in handles:
-            os.close(received)
+        return own.exchange(peer)
