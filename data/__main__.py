@@ -188,8 +188,10 @@ def parser(
         "folders of such files, in time order; fsspec URLs such as s3:// also work")  # fmt: skip
     add("--output", type=local_path, required=True, metavar="DIR",
         help="folder of the set, which is built in DIR.work first")  # fmt: skip
-    add("--split", default="time:0.8,0.1,0.1", help="time:TRAIN,VAL,TEST | ratio:... | "
-        "file:val=PATTERN,test=PATTERN (default %(default)s)")  # fmt: skip
+    add("--split", default="time:0.8,0.1,0.1", help="by row order (time:TRAIN,VAL,TEST), by date "
+        "(time:COLUMN<DATE,COLUMN<DATE, the first times of val and test), at random "
+        "(ratio:TRAIN,VAL,TEST), or by file (file:val=PATTERN,test=PATTERN) (default %(default)s)",
+        )  # fmt: skip
     add("--min-count", type=int, help="values with fewer lookups in train share id 1 (default 2)")
     add("--crosses", help="pairs of columns for the wide part (default C1xC2,C3xC4; or none)")
     add("--hash-size", help="table rows of hashed fields: N for all, or C3=N,C12=N")

@@ -6,6 +6,7 @@ from the beginning, and so must text with quotes, because a line end may be insi
 
 import json
 from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
 from typing import IO
 
 from sbpflow.data.format.schema import SEPARATORS, Schema
@@ -50,24 +51,38 @@ def columns_of(source: Input, schema: Schema, may_lack_labels: bool) -> tuple[st
     labels = (schema.label, *schema.labels) if may_lack_labels else ()
     wanted = [name for name in schema.used if name not in labels]
     if absent := [name for name in wanted if name not in columns]:
-        more = ", ..." if len(columns) > _SHOWN_COLUMNS else ""
+        shown = ", ".join(map(repr, absent[:_SHOWN_COLUMNS]))
+        has = ", ".join(columns[:_SHOWN_COLUMNS]) + (
+            ", ..." if len(columns) > _SHOWN_COLUMNS else ""
+        )
+        advice = _how_to_find(absent[0], columns, schema, is_fixed=may_lack_labels)
         raise DataError(
-            f"{source.path}: no column {absent[0]!r}; it has "
-            f"{', '.join(columns[:_SHOWN_COLUMNS])}{more}; "
-            f"{_how_to_find(absent[0], columns, schema)}"
+            f"{source.path}: no column{'s' if len(absent) > 1 else ''} {shown}; it has {has}; "
+            f"{advice}"
         )
     return columns
 
 
-def _how_to_find(name: str, columns: Sequence[str], schema: Schema) -> str:
-    """Return advice on how to change the schema so that the column is found."""
+def _how_to_find(name: str, columns: Sequence[str], schema: Schema, *, is_fixed: bool) -> str:
+    """Return advice on how to make the column found, by changing the schema or a fixed one's rows.
+
+    New rows have the schema of an existing set, which cannot change.
+    """
+    if is_fixed:
+        form = f" and the separator {json.dumps(schema.separator)}" if schema.header else ""
+        return f"new rows need the columns of the training set, except the labels{form}"
     for mark in SEPARATORS:
         cells = [cell.strip('"') for column in columns for cell in column.split(mark)]
         if mark != schema.separator and len(columns) == 1 and name in cells:
             return f"write `separator: {json.dumps(mark)}` in the --schema file"
     if schema.quote is None and f'"{name}"' in columns:
         return "write `quote: '\"'` in the --schema file"
-    return "name the columns in a --schema file"
+    near = get_close_matches(name, columns, 1)
+    return (
+        f"write {near[0]!r} in the --schema file"
+        if near
+        else ("the --schema file must name columns of the table")
+    )
 
 
 def _first_line(path: InputPath) -> str:

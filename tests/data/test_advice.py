@@ -74,7 +74,7 @@ def test_the_missing_key_is_named(tmp_path, text, schema, advice):
 def test_rows_with_other_categories_are_advised_to_use_a_schema(tmp_path):
     row = "\t".join(["1", *["3"] * 13, *["Berlin"] * 26])
     message = message_of(tmp_path, f"{row}\n" * 3, None)
-    assert "3 x category is not eight hex digits" in message
+    assert "3 x C1 is not eight hex digits" in message
     assert "describe any other table in a --schema file (docs/data.md)" in message
 
 

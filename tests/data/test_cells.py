@@ -18,7 +18,7 @@ COMMAS = Schema(
     kinds=("string",),
     separator=",",
 )
-IS_DENSE = "dense value is not a 32-bit integer"
+IS_DENSE = "d is not a 32-bit integer"
 
 
 @pytest.mark.parametrize("column", [1, 7, 13])

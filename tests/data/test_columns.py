@@ -68,7 +68,7 @@ def test_columns_with_a_shared_vocabulary_give_a_value_the_same_id(tmp_path, has
         (SHARED.replace("work: {kind: string", "work: {kind: integer"), [], "shared with home"),
         (SHARED.replace("city", "shop"), [], "vocabulary 'shop' is the name of a column"),
         (SHARED, ["--hash-size", "home=50"], "home and work share the vocabulary city"),
-        (SHARED.replace("city", "a/b"), [], "'a/b' may have only letters"),
+        (SHARED.replace("city", "a/b"), [], "'a/b': the name must start with a letter"),
     ],
 )
 def test_a_vocabulary_that_cannot_be_shared_is_refused(tmp_path, capsys, schema, more, message):

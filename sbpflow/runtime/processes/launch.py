@@ -117,10 +117,10 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
         if error.code in (None, 0):
             raise
         exits.leave(*_exit_of_program(error))
-    except KeyboardInterrupt:
-        exits.leave(Reason("interrupt"), EXIT_INTERRUPT)
-    except Terminated:
-        exits.leave(Reason("terminated"), EXIT_INTERRUPT)
+    except KeyboardInterrupt as error:
+        exits.leave(Reason("interrupt", str(error)), EXIT_INTERRUPT)
+    except Terminated as error:
+        exits.leave(Reason("terminated", str(error)), EXIT_INTERRUPT)
     except BaseException as error:  # any error ends the rank
         reason, code = classify(error)
         logger.debug("ending with exit code %d", code, exc_info=True)
