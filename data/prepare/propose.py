@@ -40,6 +40,8 @@ _UNUSABLE = {
     "empty": "no values",
     "date": "a date column, which can only be the time",
 }
+_MIN_IDS = 100
+"""Minimum number of distinct integers that are remarked as possible IDs"""
 _SKEW = 20
 """Minimum ratio of the 99% quantile to the median for which a logarithm is proposed"""
 _CHOOSE = 'label:  # write the column to predict: NAME, {NAME: VALUE} or {NAME: ">= 4"}'
@@ -81,7 +83,7 @@ def _of_sample(sample: Sample) -> Proposal:
     free = [column for column in columns if column is not label]
     time = _time(free)
     named = (column for column in of_words(free, _KEYS) if column.kind in ("integer", "text"))
-    texts = (column for column in free if column.kind == "text")
+    texts = (column for column in free if column.kind == "text" and not column.odd)
     keys = (column for column in (*named, *texts) if column.is_unique and column is not time)
     key = next(keys, None)
     features = [column for column in free if column is not time and column is not key]
@@ -227,8 +229,8 @@ def _features(columns: Sequence[ColumnFacts]) -> list[str]:
 def _remark(column: ColumnFacts) -> str:
     """Return a doubt about the use of a column, or ""."""
     if column.odd:
-        return f"; cells such as {column.odd!r:.40} are not numbers: clean them, or keep categories"
-    if column.kind != "integer" or column.distinct <= _MAX_SMALL or column.words & _ENTITY_WORDS:
+        return f"; cells such as {column.odd!r:.40} are not numbers; clean them for dense"
+    if column.kind != "integer" or column.distinct < _MIN_IDS or column.words & _ENTITY_WORDS:
         return ""
     low, high = (float(value) for value in (column.values.min(), column.values.max()))
     is_dense = high - low < 2 * column.distinct  # most numbers of the range occur
@@ -244,7 +246,7 @@ def _why_unused(column: ColumnFacts, is_sparse: bool) -> str:
     if column.distinct == 1:
         return f"only the value {column.values[0]!r:.40}"
     if column.kind == "text" and column.is_unique:
-        return "every row has its own text"
+        return f"every row has its own text{_remark(column)}"
     if PATTERN.fullmatch(column.name) or (is_sparse and not FIELD_NAME.fullmatch(column.name)):
         return f"rename the column; a name {NAME_RULE}"
     return ""

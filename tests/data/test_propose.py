@@ -142,10 +142,16 @@ NUMBERS = [f"{n / 7:.3f}" for n in range(60)]
         ("left", cycle("1", "2", "NA"), 'missing_values: ["NA"]'),
         ("left", cycle("1.5", "2", "?"), "left: standardise"),
         ("price", [f'"{n},5"' for n in range(60)], 'price: {transform: standardise, decimal: ","}'),
-        ("price", [f'"{n},500"' for n in range(60)], "price: string"),
-        ("budget", [f'"$1,2{n}.50"' for n in range(10, 70)], "budget: string"),
+        ("price", [f'"{n // 2},500"' for n in range(60)], "price: string"),
+        ("budget", [f'"$1,2{n // 2}.50"' for n in range(20, 80)], "budget: string"),
+        ("budget", [f'"$1,2{n}.50"' for n in range(20, 80)], "budget: every row has its own text"),
         ("day", [f"{n % 28 + 1:02}/05/2024" for n in range(60)], 'time: {day: "%d/%m/%Y"}'),
-        ("when", [f"0{n % 9 + 1}.05.2024 10:{n}" for n in range(10, 70)], "when: string"),
+        (
+            "when",
+            [f"{n % 9 + 13}.05.2024 10:{n % 50 + 10}" for n in range(60)],
+            'time: {when: "%d.%m.%Y %H:%M"}',
+        ),
+        ("when", cycle("1 May 2024", "2 May 2024"), "when: string"),
         ("size", [str(n // 2) for n in range(60)], "size: standardise"),
         ("one", cycle("x"), "one: only the value 'x'"),
     ],
@@ -230,15 +236,24 @@ def test_remote_tables_are_copied_first(tmp_path):
     ("column", "cells", "remark"),
     [
         ("budget", [f'"$1,2{n}.50"' for n in range(10, 70)], "cells such as '$1,210.50' are not"),
+        ("budget", [f'"$1,{n // 2}.50"' for n in range(60)], "cells such as '$1,0.50' are not"),
         ("share", [f"{n // 2} %" for n in range(60)], "cells such as '0 %' are not numbers"),
-        ("mixed", cycle("1", "x"), "cells such as 'x' are not numbers: clean them, or keep"),
-        ("listener", [str(n // 2) for n in range(60)], "for IDs, write listener: integer under sp"),
+        ("mixed", cycle("1", "x"), "cells such as 'x' are not numbers; clean them for dense"),
         ("day", [f"{n % 9 + 1}/5/2024" for n in range(60)], "or the format %m/%d/%Y"),
     ],
 )
 def test_the_remark_on_a_column(tmp_path, column, cells, remark):
     _, text = proposed(tmp_path, c=cycle("p", "q", "r"), **{column: cells}, click=cycle("0", "1"))
     assert remark in text
+
+
+def test_a_number_that_may_be_an_id_is_remarked(tmp_path):
+    ids = [n // 2 for n in range(400)]
+    columns = {"listener": ids, "gain": [n**2 for n in ids], "c": ["p"] * 200 + ["q"] * 200}
+    pl.DataFrame({**columns, "liked": [0, 1] * 200}).write_parquet(tmp_path / "t.parquet")
+    text = propose([tmp_path / "t.parquet"]).text
+    assert "listener: standardise  # 200 values, 0 to 199; for IDs, write listener: intege" in text
+    assert text.count("for IDs") == 1
 
 
 def test_a_second_unique_text_and_unreadable_types_are_not_used(tmp_path):
