@@ -83,6 +83,7 @@ def test_two_ranks_train_and_report_once(started, tmp_path):
     assert "on 2 ranks" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_mistake_is_one_message_and_exit_status_2(started, tmp_path, ranks):
     done = started("optimizer.dense.lr=-1", ranks=ranks)
@@ -92,6 +93,7 @@ def test_a_mistake_is_one_message_and_exit_status_2(started, tmp_path, ranks):
     assert "optimizer.dense.lr: -1" in line
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_is_named_last(started, tmp_path):
     done = started("train.epochs=1000")
     wait_for_steps(tmp_path / "run/metrics.jsonl")
