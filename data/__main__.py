@@ -21,7 +21,7 @@ from sbpflow.data.prepare.schema_file import parse_crosses, read_schema
 from sbpflow.data.prepare.split import parse_split
 from sbpflow.errors import ConfigError, DataError
 from sbpflow.runtime.files.local_path import local_path
-from sbpflow.runtime.processes.launch import until_nobody_reads
+from sbpflow.runtime.processes.launch import ArgumentParser, until_nobody_reads
 
 _LOG = logging.getLogger(__name__)
 _DISK_FACTOR = {".gz": 4.5, ".parquet": 4.5}
@@ -175,11 +175,9 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         "other parts (default %(default)s)")  # fmt: skip
 
 
-def parser(
-    kind: type[argparse.ArgumentParser] = argparse.ArgumentParser,
-) -> argparse.ArgumentParser:
+def parser() -> ArgumentParser:
     """Parse the commands with their options; ``run`` of the result runs the command."""
-    parser = kind(prog="sbpflow", description=__doc__)
+    parser = ArgumentParser(prog="sbpflow", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     prepare = commands.add_parser("prepare", help="turn raw rows into a prepared set")
     add = prepare.add_argument
@@ -296,7 +294,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(argv: list[str] | None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    args = parser().parse_args(argv)
+    try:
+        args = parser().parse_args(argv)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     if args.command in ("prepare", "encode"):
         from sbpflow.runtime.compute.malloc import keep_freed_memory
 

@@ -12,7 +12,6 @@ from sbpflow.data.__main__ import parser
 from sbpflow.data.format.manifest import MANIFEST, SPLITS, Manifest
 from sbpflow.data.prepare.remote import input_path
 from sbpflow.errors import ConfigError, DataError
-from sbpflow.runtime.processes.launch import ArgumentParser
 
 Frame = Any  # a pandas or Polars DataFrame, or an Arrow table; pandas and pyarrow are optional
 
@@ -49,7 +48,7 @@ def prepared_set(
         words += [f"--{key.replace('_', '-')}", *([] if value is True else [str(value)])]
     if isinstance(schema, str | Path):
         words += ["--schema", str(schema)]
-    args = parser(ArgumentParser).parse_args(words)
+    args = parser().parse_args(words)
     if isinstance(schema, Mapping):
         args.schema = plain(schema)
     with named_rows(folder):

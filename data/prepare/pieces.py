@@ -69,8 +69,8 @@ def _how_to_find(name: str, columns: Sequence[str], schema: Schema, *, is_fixed:
     New rows have the schema of an existing set, which cannot change.
     """
     if is_fixed:
-        form = f" and the separator {json.dumps(schema.separator)}" if schema.header else ""
-        return f"new rows need the columns of the training set, except the labels{form}"
+        mark = f" and its separator {json.dumps(schema.separator)}" if schema.header else ""
+        return f"new rows need all columns of the training set except the labels{mark}"
     for mark in SEPARATORS:
         cells = [cell.strip('"') for column in columns for cell in column.split(mark)]
         if mark != schema.separator and len(columns) == 1 and name in cells:

@@ -387,3 +387,19 @@ def test_the_message_for_many_bad_lines_names_the_given_limit(tmp_path, capsys):
     path.write_text("x\n" * 12_000 + "\t".join(ROWS[0]) + "\n")
     message = refused(capsys, tmp_path / "set", "--input", path, "--max-bad-fraction", "0.002")
     assert "more than --max-bad-fraction 0.002" in message
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["prepare", "--inputt", "x"], "--input"),
+        (["stats"], "required: DIR"),
+        (["statss"], "stats"),
+    ],
+)
+def test_a_wrong_option_is_one_message(capsys, words, message):
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+    assert "; usage: sbpflow" in error

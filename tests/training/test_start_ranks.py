@@ -116,6 +116,7 @@ def test_an_interrupt_saves_and_ends_with_130(started, tmp_path, to):
     step = saved.name.removeprefix("step-")
     last = f"; step {step} is saved in {saved}; the same command resumes the run from it"
     assert text.splitlines()[-1].startswith("stopped by ")
+    assert "death signal" not in text, "a message of torch's launcher"
     assert text.rstrip().endswith(last)
 
 

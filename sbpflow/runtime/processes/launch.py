@@ -18,6 +18,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from types import FrameType
 from typing import NoReturn
 
@@ -74,7 +75,8 @@ def dispatch(
         sys.stdout.write(f"usage: {prog} {{{','.join(commands)}}} [-h] ...\n")
         return 0
     if name not in commands:
-        raise ConfigError(f"unknown command {name!r}; use {' or '.join(commands)}")
+        near = [f"; did you mean {match}?" for match in get_close_matches(name, commands, 1)]
+        raise ConfigError(f"unknown command {name!r}{''.join(near)}; use {', '.join(commands)}")
     return until_nobody_reads(lambda: commands[name](argv[1:]))
 
 
