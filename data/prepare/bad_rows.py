@@ -143,7 +143,7 @@ def _advice(staged: Sequence[StagedPiece], options: PrepareOptions) -> list[str]
             "column names, eight hex digits per category; describe any other table in a --schema "
             f"file{needs} (docs/data.md)"
         ]
-    advice = [f"the --schema file probably needs {keys}"] if settings else []
+    advice = [f"the schema probably needs {keys}"] if settings else []
     return advice + list(dict.fromkeys(filter(None, map(_cell_advice, examples))))
 
 

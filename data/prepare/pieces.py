@@ -34,7 +34,7 @@ def columns_of(source: Input, schema: Schema, may_lack_labels: bool) -> tuple[st
         if not line:
             problem = "the first line is empty" if source.num_bytes else "the file is empty"
             raise DataError(
-                f"{source.path}: {problem}; with `header: true` in the --schema file the first "
+                f"{source.path}: {problem}; with `header: true` in the schema the first "
                 f"line must name the columns (for example, "
                 f"{schema.separator.join(schema.used[:4])!r})"
             )
@@ -64,24 +64,19 @@ def columns_of(source: Input, schema: Schema, may_lack_labels: bool) -> tuple[st
 
 
 def _how_to_find(name: str, columns: Sequence[str], schema: Schema, *, is_fixed: bool) -> str:
-    """Return advice on how to make the column found, by changing the schema or a fixed one's rows.
-
-    New rows have the schema of an existing set, which cannot change.
-    """
+    """Return advice on how to find the column: change the schema, or the rows if it is fixed."""
     if is_fixed:
         mark = f" and its separator {json.dumps(schema.separator)}" if schema.header else ""
         return f"new rows need all columns of the training set except the labels{mark}"
     for mark in SEPARATORS:
         cells = [cell.strip('"') for column in columns for cell in column.split(mark)]
         if mark != schema.separator and len(columns) == 1 and name in cells:
-            return f"write `separator: {json.dumps(mark)}` in the --schema file"
+            return f"write `separator: {json.dumps(mark)}` in the schema"
     if schema.quote is None and f'"{name}"' in columns:
-        return "write `quote: '\"'` in the --schema file"
+        return "write `quote: '\"'` in the schema"
     near = get_close_matches(name, columns, 1)
     return (
-        f"write {near[0]!r} in the --schema file"
-        if near
-        else ("the --schema file must name columns of the table")
+        f"write {near[0]!r} in the schema" if near else "the schema must name columns of the table"
     )
 
 

@@ -41,7 +41,7 @@ _UNUSABLE = {
     "date": "a date column, which can only be the time",
 }
 _MIN_IDS = 100
-"""Minimum number of distinct integers that are remarked as possible IDs"""
+"""Minimum number of distinct integers for the remark that they may be IDs"""
 _SKEW = 20
 """Minimum ratio of the 99% quantile to the median for which a logarithm is proposed"""
 _CHOOSE = 'label:  # write the column to predict: NAME, {NAME: VALUE} or {NAME: ">= 4"}'

@@ -96,8 +96,8 @@ def test_a_label_that_cannot_be_decided_is_a_bad_row(tmp_path, label, cell, reas
         ("{y: '>50k'}", ["<=50K", ">50K"], "label: no row has a y that is '>50k', so all labels "
          "would be equal; write a rule that separates its values (for example, '<=50K', '>50K')"),
         ("{y: '>= 1'}", ["1", "2"], "every row has a y that >= 1, so all labels would be equal"),
-        ("y", ["<=50K", ">50K"], 'the --schema file probably needs `label: {y: "<=50K"}`'),
-        ("y", ["4.5", "3"], 'the --schema file probably needs `label: {y: ">= 4.5"}`'),
+        ("y", ["<=50K", ">50K"], 'the schema probably needs `label: {y: "<=50K"}`'),
+        ("y", ["4.5", "3"], 'the schema probably needs `label: {y: ">= 4.5"}`'),
     ],
 )  # fmt: skip
 def test_a_wrong_label_is_refused_with_the_values_of_the_column(
