@@ -167,7 +167,7 @@ def _text_kind(texts: pl.Series) -> _Kind:
         if shares >= _MIN_LISTS and lists.explode().n_unique() < texts.n_unique():
             return _Kind("list", lists, mark)
     odd = texts.filter(~texts.str.contains(f"^{REAL_PATTERN}$"))
-    is_number = 2 * texts.str.contains(_LIKE_NUMBER).sum() >= len(texts)
+    is_number = 2 * int(texts.str.contains(_LIKE_NUMBER).sum()) >= len(texts)
     return _Kind("text", texts, odd=odd[0] if is_number and len(odd) else "")
 
 

@@ -207,7 +207,7 @@ def _features(columns: Sequence[ColumnFacts]) -> list[str]:
     unused: list[str] = []
     for column in columns:
         line = f"  {_name(column.name)}: "
-        is_id = column.words & _ENTITY_WORDS or column.distinct <= _MAX_SMALL
+        is_id = column.distinct <= _MAX_SMALL or bool(column.words & _ENTITY_WORDS)
         is_sparse = column.kind in ("boolean", "text", "list") or (
             column.kind == "integer" and is_id
         )
