@@ -103,6 +103,19 @@ def test_neither_of_two_senders_waits(sharing):
     assert sharing(2, send_much) == [True, True]
 
 
+def send_one_element(world: World) -> bool:
+    """A contiguous tensor of one element can have the stride 0."""
+    link, peer = world.link([0, 1], "one"), 1 - world.rank
+    sent, target = torch.tensor(7.0 + world.rank).expand(1), torch.empty(1)
+    assert sent.stride() == (0,)
+    pairs.pass_messages({peer: sent}, {peer: target}, link).wait()
+    return target.item() == 7.0 + peer
+
+
+def test_a_message_of_one_element(sharing):
+    assert sharing(2, send_one_element) == [True, True]
+
+
 def send_large(world: World) -> bool:
     shared_memory.MOST_BYTES = 1000
     try:
