@@ -4,23 +4,26 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
-from sbpflow.costs.counts import INDEX, Facts, Key, vector_of, work_of
+from sbpflow.costs.counts import INDEX, Facts, Ints, Key, vector_of, work_of
 from sbpflow.costs.ids import Floats
 from sbpflow.embedding.plan.exchanges import exchange_for
 from sbpflow.embedding.plan.group_plan import Exchange, Member
 from sbpflow.embedding.plan.tables import TableConfig
 from sbpflow.planner.task import Shape, Task
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
 
 
 @dataclass(frozen=True, slots=True)
 class ShapeCost:
     """Contains the counts that one table adds in one shape.
 
-    ``shards`` [S, F] are added to the ranks of the shards, in their order, and ``home`` [F] to
-    every rank. ``keys(ranks)`` are counted once per plan.
+    ``kinds[kind[s]]`` [F] are added to the rank of shard s, and ``home`` [F] to every rank.
+    ``keys(ranks)`` are counted once per plan.
     """
 
-    shards: Floats
+    kinds: Floats
+    kind: Ints
     home: Floats
     keys: Callable[[tuple[int, ...]], tuple[Key, ...]]
 
@@ -50,11 +53,16 @@ def base_work(task: Task) -> Floats:
 def shape_work(task: Task, table: TableConfig, shape: Shape) -> ShapeCost:
     """Return the counts that ``table`` in ``shape`` adds to the ranks of ``task``."""
     size = task.world_size
-    layout, most = shape.layout(task.world), task.most_lookups(table)
+    layout, most = _layout(shape, task.device_type, size), task.most_lookups(table)
     exchange = exchange_for(table, layout, shape.exchange, most, size)
     facts = _facts(task, table)
-    shards, home = work_of(exchange, facts, shape.parts)
-    return ShapeCost(shards, home, _keys(task, table, shape, exchange))
+    work = work_of(exchange, facts, shape.parts)
+    return ShapeCost(*work, _keys(task, table, shape, exchange))
+
+
+@cache
+def _layout(shape: Shape, device_type: str, world_size: int) -> Layout:
+    return shape.layout(Placement.line(device_type, world_size))
 
 
 def _facts(task: Task, table: TableConfig) -> Facts:
