@@ -132,7 +132,7 @@ def plan_tables(
         topology=topology,
     )
     profile = crowded(profile, draft.topology.most_ranks_per_host)
-    task = replace(task_of(draft, stats, num_rows), kernel=config.parallel.kernel)
+    task = task_of(draft, stats, num_rows)
     cost = TaskCost(profile, task)
     plan, seed = dict(task.pinned), config.run.seed
     if len(plan) < len(task.tables):

@@ -27,7 +27,7 @@ from sbpflow.embedding.plan.tables import (
     TableConfig,
     TableLayout,
 )
-from sbpflow.embedding.rules.base import KernelRequest, SparseOptimizer
+from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.errors import ConfigError
 from sbpflow.planner.costs.features import IdStats
 from sbpflow.runtime.compute.devices import backend_of_device
@@ -150,8 +150,7 @@ class Task:
     ``stats`` is by table name. ``ids_per_sample`` is by feature name, for ragged features with
     fewer than ``hotness`` ids. ``device_bytes`` is the memory that each rank may fill, ``None`` for
     no limit. ``batch_size`` is global; a step has ``accumulate`` batches, and ids are exchanged
-    ``lookahead`` batches ahead. ``pinned`` tables keep their given choice. ``kernel`` is the run's
-    request; a table's own request takes precedence.
+    ``lookahead`` batches ahead. ``pinned`` tables keep their given choice.
     """
 
     outputs: tuple[OutputConfig, ...]
@@ -170,7 +169,6 @@ class Task:
     accumulate: int = 1
     lookahead: int = 1
     pinned: Mapping[str, Choice] = field(default_factory=dict[str, Choice])
-    kernel: KernelRequest = "auto"
 
     def __post_init__(self) -> None:
         if self.world_size < 1 or self.batch_size < self.world_size:

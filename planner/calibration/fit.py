@@ -62,6 +62,10 @@ def fit(
     world_size = len(records[0].totals)
     work, transfers = fitted_prices(records)
     byte_ms, call_ms = transfers[INDEX["vector_bytes"]], transfers[INDEX["num_id_calls"]]
+    errors: dict[str, float] = {}
+    if len(samples) >= 2 * FOLDS:
+        of_tasks = errors_of(records, held_out_steps(records))
+        errors = {name: statistics.mean(values) for name, values in of_tasks.items()}
     link = Link()
     if world_size > 1:
         link = Link(
@@ -73,7 +77,7 @@ def fit(
         link=link,
         world_size=world_size,
         backend=backend,
-        errors=held_out_errors(records) if len(samples) >= 2 * FOLDS else {},
+        errors=errors,
         sources={"work": "measured", "transfers": "measured"},
         about=dict(about or {}),
     )
@@ -152,11 +156,11 @@ def _nonnegative(gram: Floats, right: Floats, rounds: int = 2000) -> Floats:
     return weights
 
 
-def held_out_errors(
+def held_out_steps(
     records: Sequence[Record], prices_of: Callable[[Sequence[Record]], Floats] = fitted_prices
-) -> dict[str, float]:
-    """Return the errors on every task of a fit to the other tasks; each fold has a ``FOLDS``-th of
-    them.
+) -> Floats:
+    """Return the steps that a fit to the other tasks predicts; each of ``FOLDS`` has its share of
+    the tasks.
     """
     samples = sorted({record.sample for record in records})
     predicted = np.zeros(len(records))
@@ -165,7 +169,7 @@ def held_out_errors(
         mine = [n for n, record in enumerate(records) if record.sample in held]
         prices = prices_of([record for record in records if record.sample not in held])
         predicted[mine] = predicted_ms(prices, [records[n] for n in mine])
-    return {name: float(np.mean(values)) for name, values in errors_of(records, predicted).items()}
+    return predicted
 
 
 def errors_of(records: Sequence[Record], predicted: Floats) -> dict[str, list[float]]:
