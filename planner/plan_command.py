@@ -22,7 +22,10 @@ from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.feasible import checked
 from sbpflow.planner.planners import PLANNERS, Planned, PlannerName, make_plan, planner_of
 from sbpflow.planner.report import as_html, as_json, as_text, report_of
+from sbpflow.planner.search.auto import NUM_ALIKE
+from sbpflow.planner.search.local import weights_of
 from sbpflow.planner.search.problem import Assignment, price_of
+from sbpflow.planner.search.seeds import families, homogeneous
 from sbpflow.planner.shapes import assignment_of, plan_of, problem_of
 from sbpflow.planner.tables_file import read_tables
 from sbpflow.planner.task import plan_from_yaml, plan_of_tree, plan_to_yaml, plan_tree
@@ -218,8 +221,8 @@ def to_measure(planned: Planned, count: int) -> dict[str, Assignment]:
             break
         chosen.append(near[least.index(max(least))])
     named = {f"{planned.planner} {place + 1}": plan for place, plan in enumerate(chosen)}
-    alike = [name for name in found.plans if name.startswith("all ")]
-    return named | {name: found.plans[name] for name in alike if found.seeds[name].feasible}
+    alike = dict(homogeneous(problem, weights_of(problem), families(problem)[:NUM_ALIKE]))
+    return named | {n: plan for n, plan in alike.items() if price_of(problem, plan).feasible}
 
 
 def _num_moved(plan: Assignment, other: Assignment) -> int:

@@ -17,13 +17,13 @@ from sbpflow.planner.search.local import LocalSearch, build, descend, weights_of
 from sbpflow.planner.search.problem import (
     BYTES,
     Assignment,
+    Floats,
     Priced,
     Problem,
     check_assignment,
     price_of,
 )
 from sbpflow.planner.search.seeds import (
-    bytes_of,
     families,
     greedy,
     heaviest_first,
@@ -33,10 +33,10 @@ from sbpflow.planner.search.seeds import (
 )
 
 STARTS = 4  # number of seeds that local search improves before it continues with the best
-ALIKE = 8  # number of the cheapest shapes that are tried for all tables
+NUM_ALIKE = 8  # number of the cheapest shapes that are tried for all tables
 MIXED = 3  # number of the cheapest shapes that are tried in pairs
-SCALES = (1.0, 1.1, 1.25)
-CLOSE = 1e-3  # search ends within this share of the lower bound: far less than any model's error
+SCALES = (1.1, 1.25)  # of the mean load, for plans that split only what exceeds it
+CLOSE = 3e-3  # search ends within this share of the lower bound: far less than any model's error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,60 +70,66 @@ def search(
     ``given`` contains additional plans to start from, by name. ``insertions`` limits local search.
     """
     insertions = insertions or default_insertions(problem)
-    inserter = Inserter(problem)
     plans = dict(given or {})
     for plan in plans.values():
         check_assignment(problem, plan)
-    plans |= _seeds(problem, inserter)
-    priced = {name: price_of(problem, plan) for name, plan in plans.items()}
-    best = _starts(plans, priced)
-    feasible = [price.ms for price in priced.values() if price.feasible]
-    lower = bound(problem, min(feasible, default=np.inf))
-    local = LocalSearch(problem, Inserter(problem, lower.options), seed, lower.ms * (1 + CLOSE))
+    inserter, weights = Inserter(problem), weights_of(problem)
+    plans |= greedy(problem, weights, inserter)
+    lower = bound(problem, _least_ms(problem, plans))
+    cheapest = Inserter(problem, tuple(options[:1] for options in lower.options))
+    start = build(problem, cheapest, heaviest_first(weights))
+    plans["options of the lower bound"] = start.assignment()
+    local = LocalSearch(problem, inserter, seed, lower.ms * (1 + CLOSE))
     with tqdm(total=insertions, desc="planning", delay=2, disable=None) as bar:
-        pool = [local.improve(plan, insertions // 8, bar.update) for plan in best]
-        pool.sort(key=lambda plan: price_of(problem, plan).rank)
-        pool.insert(0, local.improve(pool[0], insertions - local.insertions, bar.update))
-    pool = [descend(problem, inserter, pool[0]), *pool, *best]
+        pool = [local.improve(_starts(problem, plans)[0], insertions // 4, bar.update)]
+        if price_of(problem, pool[0]).rank > (0.0, local.enough_ms):
+            plans |= _more_seeds(problem, weights, start.loads[:, :BYTES].mean(axis=0))
+            allowed = bound(problem, _least_ms(problem, plans)).options
+            local.inserter = Inserter(problem, allowed)
+            starts = _starts(problem, plans)
+            pool += [local.improve(plan, insertions // 8, bar.update) for plan in starts]
+            pool.sort(key=lambda plan: price_of(problem, plan).rank)
+            pool.insert(0, local.improve(pool[0], insertions - local.insertions, bar.update))
+    pool = [descend(problem, inserter, pool[0]), *pool, *_starts(problem, plans)]
     unique = sorted(dict.fromkeys(pool), key=lambda plan: price_of(problem, plan).rank)
     return Found(
         assignment=unique[0],
         priced=price_of(problem, unique[0]),
-        seeds=priced,
+        seeds={name: price_of(problem, plan) for name, plan in plans.items()},
         plans=plans,
         others=tuple(unique[1:]),
     )
 
 
-def _seeds(problem: Problem, inserter: Inserter) -> Iterator[tuple[str, Assignment]]:
-    """Generate plans by name: greedy ones, the cheapest options on average, and simple ones."""
-    weights = weights_of(problem)
-    yield from greedy(problem, weights, inserter)
-    cheapest = bound(problem, np.inf).options
-    narrow = Inserter(problem, tuple(options[:1] for options in cheapest))
-    state = build(problem, narrow, heaviest_first(weights))
-    yield "options of the lower bound", state.assignment()
-    mean = state.loads[:, :BYTES].mean(axis=0)
-    for order in (heaviest_first(weights), heaviest_first(bytes_of(problem))):
-        for scale in SCALES:
-            packed = build(problem, Inserter(problem, floor=scale * mean), order)
-            yield f"packed {scale} {order[:2]}", packed.assignment()
-    leading = families(problem)[:ALIKE]
+def _more_seeds(
+    problem: Problem, weights: Floats, mean: Floats
+) -> Iterator[tuple[str, Assignment]]:
+    """Generate plans by name, for problems in which the first plans are far from the bound."""
+    order = heaviest_first(weights)
+    for scale in SCALES:
+        packed = build(problem, Inserter(problem, floor=scale * mean), order)
+        yield f"packed to {scale} of the mean load", packed.assignment()
+    leading = families(problem)[:NUM_ALIKE]
     yield from homogeneous(problem, weights, leading)
     yield from partly_copied(problem, weights, leading[:MIXED])
     yield from mixed(problem, weights, leading[:MIXED])
 
 
-def _starts(plans: Mapping[str, Assignment], priced: Mapping[str, Priced]) -> list[Assignment]:
-    """Return the best seeds with different prices, so that no plan appears under two names."""
+def _least_ms(problem: Problem, plans: Mapping[str, Assignment]) -> float:
+    prices = (price_of(problem, plan) for plan in plans.values())
+    return min((price.ms for price in prices if price.feasible), default=np.inf)
+
+
+def _starts(problem: Problem, plans: Mapping[str, Assignment]) -> list[Assignment]:
+    """Return the best plans with different prices, so that no plan appears under two names."""
     chosen: list[Assignment] = []
     seen: set[tuple[float, float]] = set()
-    for name in sorted(plans, key=lambda name: priced[name].rank):
-        rank = priced[name].rank
+    ranked = sorted(
+        ((price_of(problem, plan).rank, plan) for plan in plans.values()), key=lambda p: p[0]
+    )
+    for rank, plan in ranked:
         place = (round(rank[0], 3), round(rank[1], 9))
         if place not in seen:
             seen.add(place)
-            chosen.append(plans[name])
-        if len(chosen) == STARTS:
-            break
-    return chosen
+            chosen.append(plan)
+    return chosen[:STARTS]

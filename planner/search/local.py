@@ -151,7 +151,7 @@ class LocalSearch:
 
     def _chosen(self, state: State) -> list[int]:
         """Choose the tables to remove: from a slowest rank and another rank, or any tables."""
-        most = max(2, min(LARGEST_RUIN, self.problem.num_tables // 3))
+        most = min(LARGEST_RUIN, max(4, self.problem.num_tables // 3))
         count = min(int(self.random.integers(1, most + 1)), self.problem.num_tables)
         if self.random.random() < 0.3:
             return self._drawn(range(self.problem.num_tables), count)

@@ -136,8 +136,11 @@ class Facts:
         return self.vector_item + self.gradient_item
 
     def squares(self, rows: float, cut: Cut) -> dict[str, float]:
-        """Return the counts of the sums over ranks that share ``rows``, in both directions."""
-        return {"square_bytes": 8.0 * rows if cut[1] > 1 and self.shares_state else 0.0}
+        """Return the counts of the sums over ranks that share ``rows``; in a ring of N ranks, each
+        sends (N - 1) / N of the 4-byte numbers twice.
+        """
+        sent = 8.0 * rows * (cut[1] - 1) / cut[1]
+        return {"square_bytes": sent if self.shares_state else 0.0}
 
 
 class Counted(Protocol):

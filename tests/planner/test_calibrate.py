@@ -239,7 +239,7 @@ def test_lists_of_ids_are_measured_and_every_host_gets_the_profile(ranks, tmp_pa
 
 def test_predicted_memory_is_what_the_ranks_use(ranks):
     peak, predicted = ranks(2, peak_and_prediction)[0]
-    assert predicted == [pytest.approx(used, rel=0.25) for used in peak]
+    assert list(predicted) == [pytest.approx(used, rel=0.25) for used in peak]
     assert predicted[1] > predicted[0] + 15e6  # the whole table is on rank 1
 
 

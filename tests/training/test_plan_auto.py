@@ -83,7 +83,7 @@ def test_planned_runs_save_their_plan_and_rate_its_prediction(
     folder = tmp_path / "run"
     words = [*SMALL, f"data.path={synth_set}", f"run.dir={folder}"]
     assert train.main(["--config", CONFIG, *words, "parallel.plan=auto"]) == 0
-    assert re.search(r"step time:\s+predicted [0-9.]+ ms .*measured", capsys.readouterr().err)
+    assert re.search(r"step time:\s+predicted [0-9.]+ ms.*measured", capsys.readouterr().err)
     first = plan_from_json((folder / "plan.json").read_text())
     tables, start = len(first.layouts), (folder / "start.txt").read_text()
     assert re.search(rf"{tables} of {tables} tables planned in [0-9.]+ s, a step predicted", start)
@@ -217,7 +217,7 @@ def test_accumulated_steps_are_predicted_as_one_step(synth_set):
     _, _, four = planned(synth_set, ("train.accumulate=4",))
     assert four.task.accumulate == 4
     assert 3 < four.prediction.step_ms / planned_run.prediction.step_ms < 4.1
-    assert re.fullmatch(r"predicted .* ms .*, measured 5.00 ms \([+-].* %\)", four.against(5.0))
+    assert re.fullmatch(r"predicted .* ms.*, measured 5.00 ms \([+-].* %\)", four.against(5.0))
     assert "not measured: the first step" in four.against(math.nan)
 
 
