@@ -13,12 +13,11 @@ from sbpflow.embedding.plan.tables import TableConfig
 from sbpflow.errors import PlanError
 from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.costs.work import base_work, shape_work
-from sbpflow.planner.search.problem import Assignment, Key, Move, Option, Problem
+from sbpflow.planner.search.problem import NO_LIMIT, Assignment, Key, Move, Option, Problem
 from sbpflow.planner.task import Choice, Plan, Shape, Task
 
 COPIED = Shape("B", "local")
 WHOLE = Shape("B", "columns")
-NO_LIMIT = 1e18  # bytes
 
 
 def shapes_of(task: Task, table: TableConfig) -> tuple[Shape, ...]:

@@ -7,10 +7,20 @@ that a few array operations compute for all options at once.
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from sbpflow.planner.search.problem import BYTES, Floats, Ints, Move, Option, Problem, State
+from sbpflow.planner.search.problem import (
+    BYTES,
+    NO_LIMIT,
+    Floats,
+    Ints,
+    Move,
+    Option,
+    Problem,
+    State,
+)
 
 # This is the mean load's share in the search goal, in addition to the step's time. The step is a
 # maximum over ranks, so most moves do not change it; the mean rewards less work and balanced work.
@@ -18,8 +28,7 @@ EVENNESS = 0.05
 NO_ROOM = 1e6  # penalty in ms for exceeding a rank's memory by its whole limit
 
 
-@dataclass(frozen=True, slots=True)
-class Insertion:
+class Insertion(NamedTuple):
     """Contains a move, the search ``goal`` that it reaches, and the step's time, in ms."""
 
     goal: float
@@ -65,6 +74,8 @@ class Inserter:
     ) -> None:
         self.problem = problem
         self._floor = np.append(np.broadcast_to(floor, BYTES), 0.0)
+        self._limited = bool(problem.limit_bytes.min() < NO_LIMIT)
+        self._no_room = NO_ROOM / float(problem.limit_bytes.mean())
         self._tried = [
             _by_count(problem, options, range(len(options)) if allowed is None else allowed[table])
             for table, options in enumerate(problem.options)
@@ -77,12 +88,10 @@ class Inserter:
 
         Options with a key in ``avoid`` are omitted unless no other option remains.
         """
-        options, loads = self.problem.options[table], state.loads
-        room = self.problem.limit_bytes - loads[:, BYTES]
+        options, now = self.problem.options[table], _Sums.of(state)
         found: list[Insertion] = []
         for tried in self._tried[table]:
-            for ranks in self._ranks(tried, loads, room):
-                found += self._priced(state, room, options, tried, ranks)
+            found += self._priced(state, now, options, tried)
         if avoid:
             keys = (options[i.move.option].keys(i.move.ranks) for i in found)
             free = [i for i, mine in zip(found, keys, strict=True) if avoid.isdisjoint(mine)]
@@ -93,56 +102,77 @@ class Inserter:
     def best(self, state: State, table: int, avoid: frozenset[object] = frozenset()) -> Insertion:
         return self.ranked(state, table, avoid)[0]
 
-    def _ranks(self, tried: _Tried, loads: Floats, room: Floats) -> list[Ints]:
-        """Return choices of ranks [n, count] for the n options: the best ranks, the best block.
+    def _ranks(self, now: "_Sums", tried: _Tried) -> tuple[Ints, Ints]:
+        """Choose ranks [m, count] for the options ``which`` [m]: the best ranks and the best block.
 
         Tables on the same block share the keys that depend on ranks, and single ranks rarely agree.
         """
-        size, count = len(loads), tried.count
+        size, count, which = len(now.loads), tried.count, np.arange(len(tried.numbers))
         if count in (0, size):
-            return [np.tile(np.arange(count), (len(tried.numbers), 1))]
+            return which, np.tile(np.arange(count), (len(which), 1))
         largest = tried.shards.max(axis=1)[:, None]  # [n, 1, 3]
-        most = np.maximum(loads.max(axis=0), self._floor)
-        above = np.maximum(loads + largest - most, 0.0)[..., :BYTES].sum(axis=-1)
-        lacking = np.maximum((tried.homes[:, None] + largest)[..., BYTES] - room, 0.0)
-        scores = above + EVENNESS * loads[:, :BYTES].sum(axis=-1)
-        scores += NO_ROOM / self.problem.limit_bytes.mean() * lacking
+        most = np.maximum(now.most, self._floor)
+        above = np.maximum(now.loads + largest - most, 0.0)
+        scores = above[..., 0] + above[..., 1] + now.evenness
+        if self._limited:
+            lacking = np.maximum((tried.homes[:, None] + largest)[..., BYTES] - now.room, 0.0)
+            scores += self._no_room * lacking
         if count == 1:
-            return [scores.argmin(axis=1)[:, None]]
-        chosen = [np.sort(np.argpartition(scores, count - 1, axis=1)[:, :count], axis=1)]
-        if size % count == 0:
-            block = scores.reshape(len(scores), -1, count).max(axis=-1).argmin(axis=1)
-            chosen.append(count * block[:, None] + np.arange(count))
-        return chosen
+            return which, scores.argmin(axis=1)[:, None]
+        chosen = np.sort(np.argpartition(scores, count - 1, axis=1)[:, :count], axis=1)
+        if size % count:
+            return which, chosen
+        block = scores.reshape(len(which), -1, count).max(axis=-1).argmin(axis=1)
+        aligned = count * block[:, None] + np.arange(count)
+        return np.concatenate([which, which]), np.concatenate([chosen, aligned])
 
     def _priced(
-        self,
-        state: State,
-        room: Floats,
-        options: tuple[Option, ...],
-        tried: _Tried,
-        ranks: Ints,
+        self, state: State, now: "_Sums", options: tuple[Option, ...], tried: _Tried
     ) -> list[Insertion]:
-        """Return the insertions of each option on its row of ``ranks``."""
-        loads = state.loads
-        moves = [Move(n, tuple(r)) for n, r in zip(tried.numbers, ranks.tolist(), strict=True)]
-        homes = tried.homes + [state.new_keys(options[m.option], m.ranks) for m in moves]
-        size, mine = len(loads), loads[ranks]  # [n, count, 3]
-        after = mine + tried.shards
-        most = np.maximum(after.max(axis=1, initial=0.0), loads.max(axis=0))
+        """Return the insertions of options with one number of shards on their chosen ranks."""
+        which, ranks = self._ranks(now, tried)
+        numbers = [tried.numbers[n] for n in which.tolist()]
+        moves = [Move(n, tuple(r)) for n, r in zip(numbers, ranks.tolist(), strict=True)]
+        homes = tried.homes[which] + [state.new_keys(options[m.option], m.ranks) for m in moves]
+        shards, mine = tried.shards[which], now.loads[ranks]  # [m, count, 3]
+        most = np.maximum((mine + shards).max(axis=1, initial=0.0), now.most)
         ms = np.maximum(most + homes, self._floor)[:, :BYTES].sum(axis=1)
         # Squares change by the home's load on all ranks, and by the shards' loads on some.
-        squares = np.square(loads).sum(0) + 2 * homes * loads.sum(0) + size * np.square(homes)
-        squares += (np.square(after) - np.square(mine)).sum(1)
-        squares += 2 * homes * (after - mine).sum(1)
-        even = np.sqrt(np.maximum(squares[:, :BYTES], 0.0) / size).sum(axis=1)
-        held = homes[:, BYTES, None]
-        lacking = np.maximum(held - room, 0.0).sum(axis=1)
-        lacking += np.maximum(held + (after - mine)[..., BYTES] - room[ranks], 0.0).sum(axis=1)
-        lacking -= np.maximum(held - room[ranks], 0.0).sum(axis=1)
-        goals = ms + EVENNESS * even + NO_ROOM / self.problem.limit_bytes.mean() * lacking
+        squares = now.squares + homes * (2 * now.total + len(now.loads) * homes)
+        squares += (shards * (2 * (mine + homes[:, None]) + shards)).sum(1)
+        even = np.sqrt(np.maximum(squares[:, :BYTES], 0.0) / len(now.loads)).sum(axis=1)
+        goals = ms + EVENNESS * even
+        if self._limited:
+            held, room = homes[:, BYTES, None], now.room
+            lacking = np.maximum(held - room, 0.0).sum(axis=1)
+            lacking += np.maximum(held + shards[..., BYTES] - room[ranks], 0.0).sum(axis=1)
+            lacking -= np.maximum(held - room[ranks], 0.0).sum(axis=1)
+            goals += self._no_room * lacking
         values = zip(goals.tolist(), ms.tolist(), moves, strict=True)
         return [Insertion(goal, step, move) for goal, step, move in values]
+
+
+class _Sums(NamedTuple):
+    """Contains a state's loads [ranks, 3], and values of them that all insertions use."""
+
+    loads: Floats
+    most: Floats
+    total: Floats
+    squares: Floats
+    evenness: Floats  # [ranks]
+    room: Floats
+
+    @staticmethod
+    def of(state: State) -> "_Sums":
+        loads = state.loads
+        return _Sums(
+            loads=loads,
+            most=loads.max(axis=0),
+            total=loads.sum(axis=0),
+            squares=np.square(loads).sum(axis=0),
+            evenness=EVENNESS * (loads[:, 0] + loads[:, 1]),
+            room=state.problem.limit_bytes - loads[:, BYTES],
+        )
 
 
 def _by_count(

@@ -19,6 +19,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Key = tuple[Any, ...]
 BYTES = 2  # the last number of a load
+NO_LIMIT = 1e18  # bytes
 _NOTHING = np.zeros(3)
 # shards whose loads differ by less are treated as equal when ranks are chosen
 ALIKE = 0.01
