@@ -133,7 +133,8 @@ class Inserter:
         which, ranks = self._ranks(now, tried)
         numbers = [tried.numbers[n] for n in which.tolist()]
         moves = [Move(n, tuple(r)) for n, r in zip(numbers, ranks.tolist(), strict=True)]
-        homes = tried.homes[which] + [state.new_keys(options[m.option], m.ranks) for m in moves]
+        keys = np.array([state.new_keys(options[m.option], m.ranks) for m in moves])
+        homes = tried.homes[which] + keys
         shards, mine = tried.shards[which], now.loads[ranks]  # [m, count, 3]
         most = np.maximum((mine + shards).max(axis=1, initial=0.0), now.most)
         ms = np.maximum(most + homes, self._floor)[:, :BYTES].sum(axis=1)

@@ -12,7 +12,7 @@ from sbpflow.planner.clusters import described
 from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.planners import make_plan
 from sbpflow.planner.report import report_of
-from sbpflow.planner.search.auto import search
+from sbpflow.planner.search.auto import CLOSE, search
 from sbpflow.planner.search.bounds import bound
 from sbpflow.planner.search.insertion import Inserter, goal
 from sbpflow.planner.search.local import LEAST_GAIN, LocalSearch, descend, weights_of
@@ -70,7 +70,7 @@ def test_the_search_reaches_the_optimum_of_small_problems(seed):
     best, _ = enumerated(problem, numbers)
     result = search(problem, insertions=SMALL)
     assert result.priced.feasible
-    assert result.priced.ms <= price_of(problem, best).ms * (1 + 1e-9)
+    assert result.priced.ms <= price_of(problem, best).ms * (1 + CLOSE)
 
 
 def test_a_search_is_no_worse_than_its_seeds_and_reproducible():
