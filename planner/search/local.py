@@ -28,8 +28,6 @@ START_THRESHOLD = 0.02  # a worse plan is accepted up to this initial excess of 
 LARGEST_RUIN = 12
 GROUP_RUIN = 0.02
 SWAP_SHARE = 0.3
-
-
 LEAST_GAIN = 1e-6  # relative; smaller differences of two plans are rounding errors
 
 
