@@ -91,7 +91,7 @@ def fitted_prices(records: Sequence[Record], shrinkage: float = SHRINKAGE) -> Fl
     """
     totals = np.stack([record.totals for record in records])
     ms = np.array([record.step_ms for record in records])
-    prices = _FACTORS.sum(axis=0)
+    scaled, prices = _FACTORS, _FACTORS.sum(axis=0)
     for _ in range(3):
         scaled = _FACTORS * _solve(_busiest(totals, prices), _FACTORS, ms)[:, None, None]
         prices = scaled.sum(axis=0)

@@ -1,8 +1,7 @@
 """Computes a lower bound on the predicted time of any plan.
 
-A step is a sum of two maxima over ranks. A plan is therefore at least as slow as a plan in which
-all ranks have its mean load, and as a plan in which all ranks have the load of any one rank. Both
-bounds are sums over tables:
+A step is a sum of two maxima over ranks, of work and of transfers. Each is at least the mean of the
+ranks, and at least that of any one rank. Both bounds are sums over tables:
 
 * Each table adds to the mean at least as much as its cheapest option. A multiplier on bytes
   accounts for the memory that the ranks lack in total.
@@ -50,12 +49,11 @@ def bound(problem: Problem, plan_ms: float) -> Bound:
     at most 1. The bound is valid for all their values, so they are raised as long as the bound
     improves (dual ascent).
     """
-    before = problem.base[:, :BYTES].sum(axis=1)
-    first = float(before.mean())
+    before = problem.base[:, :BYTES]
     room = float(problem.limit_bytes.sum() - problem.base[:, BYTES].sum())
-    dual = _Dual(problem, plan_ms - float(before.min()), float(np.ptp(before)))
+    dual = _Dual(problem, plan_ms - float(before.min(axis=0).sum()), np.ptp(before, axis=0))
     raised, above = dual.raised(room)
-    ms = min(first + raised, plan_ms)
+    ms = min(float(before.mean(axis=0).sum()) + raised, plan_ms)
     options = dual.options(above, plan_ms - ms)
     return Bound(ms=ms, plan_ms=plan_ms, options=options)
 
@@ -69,7 +67,7 @@ class _Dual:
     have ``uneven_ms`` less than the mean.
     """
 
-    def __init__(self, problem: Problem, most_ms: float, uneven_ms: float) -> None:
+    def __init__(self, problem: Problem, most_ms: float, uneven_ms: Floats) -> None:
         self._uneven_ms = uneven_ms
         least_home = np.array(
             [
@@ -78,7 +76,7 @@ class _Dual:
             ]
         )
         self.numbers: list[int] = []
-        rows: list[tuple[float, float, float, float]] = []
+        rows: list[Floats] = []
         first: list[int] = []
         needs: list[list[Key]] = []
         for table, options in enumerate(problem.options):
@@ -88,13 +86,15 @@ class _Dual:
                 n for n, option in enumerate(options) if option.num_shards <= problem.num_ranks
             ]
             priced = [_row(problem, options[n]) for n in usable]
-            fast = [others + row[0] + row[2] < most_ms for row in priced]
+            fast = [others + row[0] + row[4] + row[5] < most_ms for row in priced]
             for number, is_fast, row in zip(usable, fast, priced, strict=True):
                 if is_fast or not any(fast):
                     rows.append(row)
                     self.numbers.append(number)
                     needs.append(_shared(problem, options[number]))
-        self.homes, self.spread, self.heaviest, self.sizes = np.array(rows).T
+        columns = np.array(rows).T
+        self.homes, self.sizes = columns[0], columns[1]
+        self.spread, self.heaviest = columns[2:4], columns[4:6]
         self.first = np.array(first)
         self.table = np.repeat(np.arange(len(first)), np.diff([*first, len(rows)]))
         known = list(dict.fromkeys(key for keys in needs for key in keys))
@@ -103,8 +103,8 @@ class _Dual:
         pairs = [(row, place[key]) for row, keys in enumerate(needs) for key in keys]
         self.rows = np.array([row for row, _ in pairs], dtype=np.int64)
         self.keys = np.array([key for _, key in pairs], dtype=np.int64)
-        # These are shares of the bound for the ranks with the heaviest shards.
-        self.shares = np.zeros(len(first))
+        # Shares of the bounds of work and of transfers for the ranks with the heaviest shards.
+        self.shares = np.zeros((BYTES, len(first)))
         self._pair_up()
 
     def _pair_up(self) -> None:
@@ -116,8 +116,9 @@ class _Dual:
         self.paid = self.key_ms[self.pair_key] / np.maximum(payers[self.pair_key], 1)
 
     def _priced(self, multiplier: float) -> Floats:
-        ms = self.homes + (1.0 - self.shares.sum()) * self.spread + multiplier * self.sizes
-        ms += self.shares[self.table] * self.heaviest
+        mean = 1.0 - self.shares.sum(axis=1)
+        ms = self.homes + mean @ self.spread + multiplier * self.sizes
+        ms += (self.shares[:, self.table] * self.heaviest).sum(axis=0)
         np.add.at(ms, self.rows, self.paid[self.pair])
         return ms
 
@@ -128,7 +129,8 @@ class _Dual:
         )
 
     def _total(self, least: Floats, multiplier: float, room: float) -> float:
-        return float(least.sum() - multiplier * room - self.shares.sum() * self._uneven_ms)
+        uneven = float(self.shares.sum(axis=1) @ self._uneven_ms)
+        return float(least.sum() - multiplier * room) - uneven
 
     def raised(self, room: float) -> tuple[float, Floats]:
         """Return the best bound over rounds that move the shares, and [options] the excess of plans
@@ -174,20 +176,21 @@ class _Dual:
         self.paid = self.paid / over[self.pair_key]
 
     def _share(self, near: NDArray[np.bool_], step: float) -> None:
-        """Raise the bound's shares for ranks above the mean, up to the whole bound."""
+        """Raise the shares for ranks above the mean, up to the whole bound."""
         chosen = self._first_of(near)
-        above = self.heaviest[chosen] - self.spread[chosen].sum() - self._uneven_ms
-        shares = np.maximum(self.shares + step * above, 0.0)
-        self.shares = shares / max(float(shares.sum()), 1.0)
+        mean = self.spread[:, chosen].sum(axis=1) + self._uneven_ms
+        shares = np.maximum(self.shares + step * (self.heaviest[:, chosen] - mean[:, None]), 0.0)
+        self.shares = shares / np.maximum(shares.sum(axis=1, keepdims=True), 1.0)
 
 
-def _row(problem: Problem, option: Option) -> tuple[float, float, float, float]:
-    """Return the ms of home, of the mean rank's shards and of the heaviest shard, and all bytes."""
+def _row(problem: Problem, option: Option) -> Floats:
+    """Return the ms of home, all bytes, and of work and transfers: the mean rank's shards, and the
+    heaviest shard.
+    """
     size, shards = problem.num_ranks, option.shards
-    ms = shards[:, :BYTES].sum(axis=1)
-    held = float(size * option.home[BYTES] + shards[:, BYTES].sum())
-    home = float(option.home[:BYTES].sum())
-    return home, float(ms.sum()) / size, float(ms.max(initial=0.0)), held
+    held = size * option.home[BYTES] + shards[:, BYTES].sum()
+    spread, heaviest = shards.sum(axis=0) / size, shards.max(axis=0, initial=0.0)
+    return np.array([option.home[:BYTES].sum(), held, *spread[:BYTES], *heaviest[:BYTES]])
 
 
 def _shared(problem: Problem, option: Option) -> list[Key]:
