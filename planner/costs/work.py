@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from sbpflow.costs.counts import INDEX, Facts, Ints, Key, vector_of, work_of
 from sbpflow.costs.ids import Floats
@@ -105,9 +106,9 @@ def _keys(
             sums=output.sums,
             stored=stored,
         )
-        group = (output.name, exchange, *exchange.group_key(member))
+        group = (output.name, type(exchange).__qualname__, *exchange.group_key(member))
         stack = (*group, *member.stack_key)
-        result: list[Key] = [
+        result: list[tuple[Any, ...]] = [
             *((INDEX[name], group, number) for number, name in enumerate(exchange.calls)),
             (INDEX["num_stacks"], stack),
         ]
@@ -115,6 +116,7 @@ def _keys(
             result.append((INDEX["num_id_calls"], "lists" if ragged else "matrix"))
         if shape.parts[1] > 1 and rule.shares_row_state:
             result.append((INDEX["num_squares"], stack))
-        return tuple(result)
+        # A search looks keys up millions of times, and a text keeps its hash.
+        return tuple((feature, repr(rest)) for feature, *rest in result)
 
     return keys

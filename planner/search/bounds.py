@@ -211,9 +211,4 @@ def _key_ms(problem: Problem, key: Key) -> float:
 
 def _anywhere(key: Key, ranks: tuple[int, ...]) -> Key:
     """Return the key without its ranks, so that it is the same key on any ranks."""
-    if len(ranks) == 0:
-        return key
-    return tuple(
-        "ranks" if part == ranks else _anywhere(part, ranks) if isinstance(part, tuple) else part
-        for part in key
-    )
+    return (key[0], key[1].replace(repr(ranks), "ranks")) if ranks else key

@@ -8,16 +8,13 @@ The module is pure arithmetic and does not use the engine.
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from sbpflow.costs.counts import Ints, Key
+from sbpflow.costs.ids import Floats
 from sbpflow.errors import PlanError
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Key = tuple[Any, ...]
 BYTES = 2  # the last number of a load
 NO_LIMIT = 1e18  # bytes
 _NOTHING = np.zeros(3)

@@ -9,7 +9,7 @@ identifies it; a rank counts such a feature by its number of distinct keys.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,7 +75,7 @@ MEMORY, BUFFERS = INDEX["memory_bytes"], INDEX["buffer_bytes"]
 
 Ints = NDArray[np.int64]
 Counts = Mapping[str, float]  # counts by feature; missing features count as 0
-Key = tuple[Any, ...]  # index of a feature, and the values that distinguish its keys
+Key = tuple[int, str]  # index of a feature, and a text that distinguishes its keys
 Cut = tuple[float, int]  # (row parts, column parts)
 
 
