@@ -9,10 +9,10 @@ from pathlib import Path
 from benchmarks.click_model import Shape
 from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import TableRule
-from sbpflow.planner.choose import choose
 from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.costs.features import BIN_SAMPLES, zipf_mandelbrot
-from sbpflow.planner.costs.profile import load
+from sbpflow.planner.costs.profile import default_path, load
+from sbpflow.planner.feasible import choose
 from sbpflow.planner.for_run import task_of
 from sbpflow.planner.task import rules
 from sbpflow.run.model.spec import Fields
@@ -45,7 +45,7 @@ def planned_rules(
         for name, hotness in zip(shape.names, shape.hotness, strict=True)
     ]
     cost = TaskCost(
-        load(Path(profile) if profile else None),
+        load(Path(profile) if profile else default_path()),
         replace(task_of(draft, stats, BIN_SAMPLES), device_bytes=None),
     )
     plan = choose(cost)

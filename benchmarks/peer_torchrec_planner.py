@@ -76,15 +76,11 @@ def machine(setting: Setting) -> dict[str, Any]:
 
 def _bandwidths(setting: Setting) -> tuple[float, float]:
     """Compute bytes per ms of memory and link from the prices of whole tables."""
-    from sbpflow.planner.published.setting import BACKWARD, EXCHANGE, FORWARD
-
-    pricing, base = setting.problem.pricing, setting.problem.base[0]
-    phases = (pricing.rank_ms(base + setting.rows) - pricing.rank_ms(base)).sum(axis=0)
     batch = setting.task.batch_size
     read = 4.0 * batch * float((setting.dims * setting.pooling).sum())
     sent = 4.0 * batch * float(setting.dims.sum())
-    work = float(phases[FORWARD].sum() + phases[BACKWARD].sum())
-    return 3.0 * read / max(work, 1e-9), 2.0 * sent / max(float(phases[EXCHANGE].sum()), 1e-9)
+    work, transfers, _ = setting.rows.sum(axis=0)
+    return 3.0 * read / max(float(work), 1e-9), 2.0 * sent / max(float(transfers), 1e-9)
 
 
 def _move(setting: Setting, table: int, sharding: Any) -> Move:  # noqa: ANN401

@@ -1,7 +1,6 @@
 """Compares our planner with the published ones, by predicted step and by measured time.
 
     python -m benchmarks.planner objective [--journal FILE | --profile FILE] [--tasks 12]
-    python -m benchmarks.planner ranks [--cells 10x4x6 ..] [--profile FILE]
     python -m benchmarks.planner steps [--link 1gbit] [--profile FILE]
     python -m benchmarks.planner speed [--profile FILE]
     python -m benchmarks.planner calibration [--profile FILE] [--link 1gbit]
@@ -12,35 +11,32 @@ the other half prices their plans. With ``--profile``, one model does both, whic
 planners that search it. For each task, the report contains the best greedy plan, every planner, the
 bound, and for 10 tables the optimum of a stated space.
 
-``ranks`` measures each rank's computation, rank by rank, and prices the exchanges; ``steps`` runs
-plans alternately on 2 ranks (``benchmarks/planner_steps.py``).
+``steps`` runs plans alternately on 2 ranks (``benchmarks/planner_steps.py``).
 """
 
 import argparse
 import json
 import math
+import resource
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from benchmarks.peer_torchrec_planner import torchrec_plan
 from benchmarks.planner_embark import EMBARK, embark_task
 from benchmarks.planner_optimum import enumerated
-from benchmarks.planner_steps import run_ranks, run_steps
+from benchmarks.planner_steps import run_steps
 from benchmarks.planner_worker import half_interval
 from benchmarks.record import Results
 from sbpflow.errors import SbpError
-from sbpflow.planner.calibration.candidates import to_measure
-from sbpflow.planner.calibration.design import draw_sample
+from sbpflow.planner.calibration.calibrate import Journal
 from sbpflow.planner.calibration.fit import fit
-from sbpflow.planner.calibration.records import Record, record_of
-from sbpflow.planner.calibration.time_dense import dense_time_of
 from sbpflow.planner.clusters import MACHINES, described
 from sbpflow.planner.costs.cost import TaskCost
-from sbpflow.planner.costs.profile import Profile, load
-from sbpflow.planner.costs.transfers import transfer_of
+from sbpflow.planner.costs.profile import Profile, default_path, load
+from sbpflow.planner.plan_command import to_measure
 from sbpflow.planner.planners import GREEDY, LEARNED, make_plan, published
 from sbpflow.planner.published.setting import Setting
 from sbpflow.planner.search.auto import search
@@ -51,7 +47,6 @@ from sbpflow.planner.task import Task
 from sbpflow.planner.workloads import random_task
 
 CELLS = ("10x2x12", "10x4x12", "20x3x12", "50x4x12", "100x8x6", "200x16x3")  # tables, ranks, tasks
-RANKS_CELLS = ("10x2x6", "10x4x6", "20x3x6", "50x4x6", "50x8x4")
 # maximum number of tables; with more tables, these planners take minutes per task
 SLOW = {"neuroshard": 100, "torchrec": 100}
 SLACKS = (1.1, 1.25, 1.5, 2.0)  # memory per rank, relative to an even plan of whole tables
@@ -72,47 +67,22 @@ class Models:
 class Judged:
     """Contains a task with both pricings."""
 
+    cost: TaskCost
     setting: Setting
     judge: Setting
 
 
-def halves(journal: Path) -> Models:
+def halves(path: Path) -> Models:
     """Fit two models to disjoint samples of one calibration."""
-    entries = [json.loads(line) for line in journal.read_text().splitlines()]
-    facts = entries[-1]["facts"]
-    entries = [entry for entry in entries if entry["facts"] == facts]
-    alone = [transfer_of(tree) for entry in entries for tree in entry.get("transfers", ())]
-    dense = [dense_time_of(tree) for entry in entries for tree in entry.get("dense", ())]
-    entries = [entry for entry in entries if "sample" in entry]
-    size, backend = facts["world"].split()
-    numbers = sorted({entry["sample"] for entry in entries})
-    fitted: list[Profile] = []
-    for parity in (0, 1):
-        mine = set(numbers[parity::2])
-        records: list[Record] = []
-        for entry in entries:
-            if entry["sample"] not in mine:
-                continue
-            task = draw_sample(
-                entry["sample"] + 1000 * int(facts["seed"]),
-                int(size),
-                "cuda" if backend == "nccl" else "cpu",
-                facts["optimizer"],
-                most_rows=int(facts["most_rows"]),
-            ).task
-            records.append(record_of(entry, task))
-        fitted.append(
-            fit(
-                records,
-                backend=backend,
-                transfers=alone,
-                dense=dense,
-                seed=parity,
-                about=facts,
-                judged=False,
-            )
-        )
-    return Models(fitted[0], fitted[1], f"halves of {len(numbers)} samples of a calibration")
+    facts = json.loads(path.read_text().splitlines()[-1])["facts"]
+    records = list(Journal(path, facts).records.values())
+    numbers = sorted({record.sample for record in records})
+    backend = facts["world"].split()[1]
+    seen, judge = (
+        fit([record for record in records if record.sample in half], backend=backend, about=facts)
+        for half in (set(numbers[0::2]), set(numbers[1::2]))
+    )
+    return Models(seen, judge, f"halves of {len(numbers)} samples of a calibration")
 
 
 def judged(models: Models, task: Task, slack: float | None, seed: int) -> Judged:
@@ -124,7 +94,7 @@ def judged(models: Models, task: Task, slack: float | None, seed: int) -> Judged
         task = replace(task, device_bytes=int(slack * held))
     pair = [TaskCost(profile, task) for profile in (models.seen, models.judge)]
     settings = [Setting(task, problem_of(cost), seed) for cost in pair]
-    return Judged(*settings)
+    return Judged(pair[0], *settings)
 
 
 class Planners:
@@ -172,31 +142,24 @@ def one_task(case: Judged, planners: Planners, optimum: bool) -> dict[str, objec
     drawn = [GREEDY["random"](replace(seen, seed=n)) for n in range(MEASURED)]
     keep("random, best of 4", min(drawn, key=lambda p: price_of(judge.problem, p).rank), start)
     start = time.perf_counter()
-    ours = make_plan("auto", cost_of(seen), seed=seen.seed)
+    ours = make_plan("auto", case.cost, seed=seen.seed)
     keep("auto", ours.assignment, start)
     named = to_measure(ours, MEASURED)
     best = [plan for name, plan in named.items() if name.startswith("auto")]
     keep("auto, best of 4", min(best, key=lambda p: price_of(judge.problem, p).rank), start)
     start = time.perf_counter()
-    narrow = problem_of(cost_of(seen), table_wise)
+    narrow = problem_of(case.cost, table_wise)
     table_only = search(narrow, seed=seen.seed)
     keep("auto, whole or copied", _in(judge, narrow, table_only.assignment), start)
     # Search with the judge's own prices for the best known plan, which gaps and bounds need.
     own = search(judge.problem, seed=1, given={"auto": ours.assignment})
-    limit = bound(judge.problem, own.assignment)
-    facts: dict[str, object] = {"bound_ms": limit.ms, "bound_kind": limit.kind}
+    limit = bound(judge.problem, own.priced.ms)
+    facts: dict[str, object] = {"bound_ms": limit.ms}
     if optimum:
         facts |= _optimum(judge)
     known = [own.priced.ms if own.priced.feasible else None, facts.get("optimum_ms"), *ms.values()]
     facts["best_known_ms"] = min((ms for ms in known if ms), default=None)
     return {**facts, "ms": ms, "seconds": {name: round(s, 3) for name, s in seconds.items()}}
-
-
-def cost_of(setting: Setting) -> TaskCost:
-    """Return the cost model of a setting, with its type."""
-    pricing = setting.problem.pricing
-    assert isinstance(pricing, TaskCost)
-    return pricing
 
 
 def _in(judge: Setting, problem: object, assignment: Assignment) -> Assignment:
@@ -331,10 +294,10 @@ def calibration(args: argparse.Namespace) -> None:
     results = Results(
         "planner_calibration", benchmark=args.link or "loopback", recorded=args.recorded
     )
-    kept = ("world", "plans", "samples", "picked by the model", "turns", "taken")
+    kept = ("world", "plans", "samples", "turns", "taken")
     results.add(
         errors={name: round(value, 4) for name, value in profile.errors.items()},
-        hidden=profile.hidden,
+        link=asdict(profile.link),
         about={name: profile.about[name] for name in kept if name in profile.about},
     )
 
@@ -347,7 +310,9 @@ def speed(args: argparse.Namespace) -> None:
         (26, 2, 8192),
         (50, 4, 8192),
         (200, 16, 8192),
+        (300, 64, 65536),
         (1000, 128, 65536),
+        (5000, 128, 65536),
     ):
         task = random_task(
             0, num_tables=num_tables, world_size=size, held_out=True, batch_size=batch
@@ -355,7 +320,7 @@ def speed(args: argparse.Namespace) -> None:
         start, busy = time.perf_counter(), time.process_time()
         planned = make_plan("auto", TaskCost(models.seen, task))
         seconds, busy = time.perf_counter() - start, time.process_time() - busy
-        limit = bound(planned.problem, planned.assignment)
+        limit = bound(planned.problem, planned.priced.ms)
         results.add(
             benchmark="speed",
             tables=num_tables,
@@ -364,18 +329,18 @@ def speed(args: argparse.Namespace) -> None:
             cpu_seconds=round(busy, 2),
             predicted_ms=planned.priced.ms,
             gap=round(limit.gap, 4),
-            bound_kind=limit.kind,
+            memory_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
         )
 
 
 def _one(name: str | None) -> Models:
-    profile = described(name) if name in MACHINES else load(Path(name) if name else None)
+    profile = described(name) if name in MACHINES else load(Path(name) if name else default_path())
     return Models(profile, profile, f"the model that planners see: {name or 'this machine'}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["calibration", "objective", "ranks", "steps", "speed"])
+    parser.add_argument("what", choices=["calibration", "objective", "steps", "speed"])
     parser.add_argument("--journal", help="a calibration's measurements: fits a model to each half")
     parser.add_argument("--profile")
     parser.add_argument("--tasks", type=int, default=6, help="number of tasks (steps)")
@@ -386,25 +351,22 @@ def main() -> None:
         nargs="+",
         default=[*GREEDY, "embark", "torchrec", "neuroshard", "dreamshard", "autoshard"],
     )
-    parser.add_argument("--results", help="default planner_objective or planner_ranks")
+    parser.add_argument("--results", help="default planner_objective")
     parser.add_argument("--recorded", action="store_true", help="write to benchmarks/results")
-    parser.add_argument("--link", choices=["1gbit"])
+    parser.add_argument("--link", help="a rate in tc's notation, such as 1gbit (steps)")
     parser.add_argument(
         "--elsewhere", help="a calibration of 2 ranks over loopback that predicts too (steps)"
     )
     parser.add_argument("--seconds", type=float, default=240.0, help="total time (steps)")
     parser.add_argument("--ranks", type=int, default=2, help="number of ranks (steps)")
     parser.add_argument("--tables", type=int, nargs="+", help="numbers of tables to try (steps)")
-    parser.add_argument("--plans", help="a file of plans: read, or written if new (steps, ranks)")
+    parser.add_argument("--plans", help="a file of plans: read, or written if new (steps)")
     parser.add_argument("--plan-only", action="store_true", help="measure later, with --plans")
     args = parser.parse_args()
     args.results = args.results or f"planner_{args.what}"
-    if args.what == "ranks" and args.cells == CELLS:
-        args.cells = RANKS_CELLS
     kinds = {
         "calibration": calibration,
         "objective": objective,
-        "ranks": run_ranks,
         "steps": run_steps,
         "speed": speed,
     }

@@ -5,8 +5,16 @@ from itertools import product
 
 import numpy as np
 
-from sbpflow.planner.search.exact import moves_of
-from sbpflow.planner.search.problem import Assignment, Floats, Ints, Move, Problem
+from sbpflow.planner.search.problem import (
+    BYTES,
+    Assignment,
+    Floats,
+    Ints,
+    Move,
+    Option,
+    Problem,
+    step_ms,
+)
 
 CHUNK = 4096  # plans priced at once
 
@@ -56,7 +64,7 @@ class _Places:
         self._know_keys()
 
     def _added(self, table: int) -> Floats:
-        """[moves, ranks, features]"""
+        """[moves, ranks, 3]"""
         added = np.zeros((len(self.moves[table]), *self.problem.base.shape))
         for place, move in zip(added, self.moves[table], strict=True):
             option = self.problem.options[table][move.option]
@@ -76,23 +84,30 @@ class _Places:
             np.array([[key in of_move for key in known] for of_move in of_table], dtype=bool)
             for of_table in keys
         ]
-        self.counts = np.zeros((len(known), self.problem.base.shape[1]))
-        for row, key in zip(self.counts, known, strict=True):
-            row[key[0]] = 1.0
+        self.loads = self.problem.key_loads[[key[0] for key in known]]
 
     def priced(self, plans: Ints) -> tuple[Floats, Floats]:
         """Return (bytes in excess, ms) of plans [N, tables]."""
         totals = np.repeat(self.problem.base[None], len(plans), axis=0)
-        present = np.zeros((len(plans), len(self.counts)), dtype=bool)
+        present = np.zeros((len(plans), len(self.loads)), dtype=bool)
         for table, added in enumerate(self.added):
             totals += added[plans[:, table]]
             present |= self.has[table][plans[:, table]]
-        totals += (present @ self.counts)[:, None]
-        phases = self.problem.pricing.rank_ms(totals)
-        return self.problem.excess(totals), self.problem.pricing.combine(phases)
+        totals += (present @ self.loads)[:, None]
+        excess = np.maximum(totals[..., BYTES] - self.problem.limit_bytes, 0.0).sum(axis=-1)
+        return excess, step_ms(totals)
 
     def assignment(self, plan: Ints) -> Assignment:
         return tuple(moves[int(n)] for moves, n in zip(self.moves, plan, strict=True))
+
+
+def moves_of(problem: Problem, option: Option, number: int) -> list[Move]:
+    """List an option's moves: to each rank, to aligned neighbors, or to all ranks."""
+    count, size = option.num_shards, problem.num_ranks
+    if not count:
+        return [Move(number, ())]
+    starts = range(0, size - count + 1, count)
+    return [Move(number, tuple(range(start, start + count))) for start in starts]
 
 
 def _canonical(

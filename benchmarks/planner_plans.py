@@ -14,13 +14,14 @@ import numpy as np
 from benchmarks.peer_torchrec_planner import torchrec_plan
 from sbpflow.config.table_layouts import resolve_table_layouts
 from sbpflow.config.table_rules import ParallelConfig
+from sbpflow.costs.counts import FEATURES
 from sbpflow.costs.ids import IdFrequencies
-from sbpflow.planner.calibration.candidates import to_measure
-from sbpflow.planner.calibration.design import Law, Sample
-from sbpflow.planner.calibration.measure import dense_work_of
+from sbpflow.costs.prices import WORK_MS
+from sbpflow.planner.calibration.design import Law, Sample, dense_work_of
 from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.costs.features import BIN_SAMPLES, from_histogram
-from sbpflow.planner.costs.profile import Profile
+from sbpflow.planner.costs.profile import Link, Profile
+from sbpflow.planner.plan_command import to_measure
 from sbpflow.planner.planners import GREEDY, make_plan, published
 from sbpflow.planner.published.setting import Setting
 from sbpflow.planner.search.auto import search
@@ -33,6 +34,7 @@ from sbpflow.runtime.ranks.topology import Topology
 
 MOST_ROWS, MOST_IDS = 50_000, 20.0
 DIMS = (8, 16, 32)
+HIDDEN = (16,)  # widths of the dense part's hidden layers
 MEASURED = 4  # our plans; a measurement may select the best one
 DRAWN_AT_RANDOM = 4  # random placements; a measurement may select the best one
 Planner = Callable[[Setting], Assignment]
@@ -50,9 +52,9 @@ def make_sample(number: int, world_size: int, *, num_tables: int, batch_size: in
         drawn.append(replace(table, num_rows=rows, active=rows, pooling=pooling))
     dims = [int(d) for d in random.choice(DIMS, num_tables)]
     task = make_task(drawn, dims, world_size=world_size, batch_size=batch_size)
-    task = replace(task, dense=dense_work_of(sum(dims)))
+    task = replace(task, dense=dense_work_of(sum(dims), HIDDEN))
     laws = {f"t{n}": Law(s=one.s, q=one.q) for n, one in enumerate(drawn)}
-    return Sample(task=task, laws=laws)
+    return Sample(task=task, laws=laws, hidden=HIDDEN)
 
 
 def planners_of(profile: Profile, like: Task, names: Sequence[str]) -> dict[str, Planner]:
@@ -62,24 +64,19 @@ def planners_of(profile: Profile, like: Task, names: Sequence[str]) -> dict[str,
     return {**planners, "torchrec": torchrec_plan} if "torchrec" in names else planners
 
 
-def plans_of(
-    task: Task, profile: Profile, planners: dict[str, Planner], *, alike: bool = True
-) -> Named:
-    """Return our best plans, ablations, and other planners' plans; ``alike`` adds homogeneous
-    plans.
-    """
+def plans_of(task: Task, profile: Profile, planners: dict[str, Planner]) -> Named:
+    """Return our best plans, ablations, homogeneous plans, and other planners' plans."""
     cost = TaskCost(profile, task)
     ours = make_plan("auto", cost)
     problem, setting = ours.problem, Setting(task, ours.problem)
     measured = to_measure(ours, MEASURED)
     plans: dict[str, Assignment] = {"auto": measured.pop("auto 1")}
-    plans |= {name: plan for name, plan in measured.items() if alike or name.startswith("auto")}
+    plans |= measured
     for name, planner in planners.items():
         plans[name] = planner(setting)
     for number in range(DRAWN_AT_RANDOM):
         plans[f"random {number + 1}"] = GREEDY["random"](replace(setting, seed=number))
-    if alike:
-        plans["scheme: auto"] = assignment_of(problem, scheme_auto(task))
+    plans["scheme: auto"] = assignment_of(problem, scheme_auto(task))
     for name, plan in ablations(task, profile).items():
         plans[name] = assignment_of(problem, plan)
     return {
@@ -123,9 +120,18 @@ def scheme_auto(task: Task) -> Plan:
     return plan(ranked[0].rules)
 
 
+def unfitted(profile: Profile) -> Profile:
+    """Return the profile with the constants of ``parallel.scheme: auto`` instead of its prices."""
+    link = Topology.one_host(1).host_link
+    return replace(
+        profile,
+        work_ms={name: float(ms) for name, ms in zip(FEATURES, WORK_MS, strict=True) if ms},
+        link=Link(within_gb_per_s=link.gb_per_s, within_call_ms=link.latency_ms),
+    )
+
+
 def ablations(task: Task, profile: Profile) -> dict[str, Plan]:
     """Return the plans of our search without one of its parts."""
-    plain = TaskCost(replace(profile, members=()), task)
     even = {
         table.name: from_histogram(
             [float(table.num_rows)], [1.0], task.lookups(table) / task.batch_size
@@ -136,7 +142,7 @@ def ablations(task: Task, profile: Profile) -> dict[str, Plan]:
     narrow = problem_of(cost, table_wise)
     whole = search(narrow).assignment
     return {
-        "auto, no fusion correction": make_plan("auto", plain).plan,
+        "auto, built-in constants": make_plan("auto", TaskCost(unfitted(profile), task)).plan,
         "auto, ids taken as even": make_plan(
             "auto", TaskCost(profile, replace(task, stats=even))
         ).plan,

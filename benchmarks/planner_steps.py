@@ -1,18 +1,12 @@
-"""Measures plans of different planners on this machine's ranks, by wall clock and rank by rank.
+"""Measures plans of different planners on this machine's ranks.
 
-``steps``: on 2 ranks or more, all plans of a task run alternately, and each round gives the
+On 2 ranks or more, all plans of a task run alternately, and each round gives the
 difference of every plan from ours. A plan runs until its 95 % interval is narrower than 3 %, or as
 far from 0 as it is wide, or the time is over. An interval containing 0 means no significant
 difference.
 
-``ranks`` is for more ranks than cores. Every rank is a process with its part of the plan. The CPU
-clock of its own thread times its moves, so ranks that share a core do not count each other's work.
-The received data is real, as if the ranks were replayed one after another. The profile prices the
-exchanges, and the step is simulated.
-
-The first stated cost belongs to ``ranks``, the second to ``steps``; ``steps`` computes both and
-reports how well they agree. If a planner may measure several plans, half of the rounds or passes
-select the plan, and results are reported on the other half.
+If a planner may measure several plans, half of the rounds select the plan, and results are reported
+on the other half.
 """
 
 import argparse
@@ -31,17 +25,14 @@ from benchmarks.network import start_ranks
 from benchmarks.planner_plans import Named, make_sample, planners_of, plans_of
 from benchmarks.planner_worker import difference
 from benchmarks.record import Results
-from sbpflow.planner.calibration.records import plan_of_tree, plan_tree
 from sbpflow.planner.clusters import crowded, link_of, with_link
 from sbpflow.planner.costs.cost import TaskCost
-from sbpflow.planner.costs.profile import Profile, load
-from sbpflow.planner.costs.simulate import PHASE, TRANSFERS
+from sbpflow.planner.costs.profile import Profile, default_path, load
 from sbpflow.planner.planners import GREEDY
-from sbpflow.planner.task import Task
+from sbpflow.planner.task import Task, plan_of_tree, plan_tree
 
-STEPS_BATCH, RANKS_BATCH = 4096, 2048
+STEPS_BATCH = 4096
 STEPS_TABLES = (10, 26, 40)  # in turn
-PASSES = 3  # passes over every plan's moves: the first pass selects, and the others are reported
 OURS = ("auto", "auto 2", "auto 3", "auto 4")
 
 
@@ -87,7 +78,7 @@ def planned(args: argparse.Namespace, cells: Sequence[tuple[int, int, int]]) -> 
     known: dict[str, Any] = {}
     if path is not None and path.is_file():
         known = json.loads(path.read_text())
-    profile = load(Path(args.profile) if args.profile else None)
+    profile = load(Path(args.profile) if args.profile else default_path())
     trained: dict[int, Any] = {}
     for tables, size, number in cells:
         key, batch = f"{tables}x{size} {number}", args.batch
@@ -96,8 +87,7 @@ def planned(args: argparse.Namespace, cells: Sequence[tuple[int, int, int]]) -> 
         task = make_sample(number, size, num_tables=tables, batch_size=batch).task
         if size not in trained:
             trained[size] = planners_of(profile, task, args.planners)
-        alike = args.what == "steps"
-        plans = plans_of(task, profile, trained[size], alike=alike)
+        plans = plans_of(task, profile, trained[size])
         known[key] = Case(number=number, tables=tables, batch=batch, plans=plans).tree()
         print(f"planned {key}: {len(plans)} plans", flush=True)
         if path is not None:
@@ -119,7 +109,6 @@ def run_steps(args: argparse.Namespace) -> None:
     kind = "steps" if args.tables is None else "job"
     results = Results(f"planner_{kind}_{where}{suffix}", recorded=args.recorded)
     cases = [Case.of(known[f"{tables}x{size} {number}"]) for tables, size, number in cells]
-    profile = load(Path(args.profile) if args.profile else None)
     measured = _measured(cases, size, args.link, ["--seconds", str(args.seconds / len(cases))])
     elsewhere = load(Path(args.elsewhere)) if args.elsewhere else None
     if elsewhere is not None and args.link:
@@ -128,8 +117,7 @@ def run_steps(args: argparse.Namespace) -> None:
     for case, result in zip(cases, measured, strict=True):
         names = [names[0] for names in case.distinct().values()]
         times = dict(zip(names, result["rounds"], strict=True))
-        priced = dict(zip(names, _priced(profile, case, size, result["moves"]), strict=True))
-        row = compared(case, times, priced)
+        row = compared(case, times)
         if elsewhere is not None:
             row |= told_elsewhere(crowded(elsewhere, size), case, size, row["plans"])
         rows.append(row)
@@ -167,33 +155,6 @@ def told_elsewhere(
     }
 
 
-def run_ranks(args: argparse.Namespace) -> None:
-    """Measure rank by rank, for every ``--cells`` TxDxN."""
-    args.batch = RANKS_BATCH
-    profile = load(Path(args.profile) if args.profile else None)
-    results = Results(args.results, recorded=args.recorded)
-    for cell in args.cells:
-        tables, size, tasks = map(int, cell.split("x"))
-        cells = [(tables, size, number) for number in range(tasks)]
-        known = planned(args, cells)
-        if args.plan_only:
-            continue
-        cases = [Case.of(known[f"{tables}x{size} {number}"]) for _, _, number in cells]
-        times = _measured(cases, size, None, ["--passes", str(PASSES)])
-        rows: list[dict[str, Any]] = []
-        for case, one in zip(cases, times, strict=True):
-            names = [names[0] for names in case.distinct().values()]
-            ms = _priced(profile, case, size, one["moves"])
-            passes = {
-                name: [ms[place + turn * len(names)] for turn in range(PASSES)]
-                for place, name in enumerate(names)
-            }
-            row = compared(case, passes)
-            rows.append(row)
-            results.add(benchmark="ranks", number=case.number, tables=tables, ranks=size, **row)
-        results.add(benchmark="cell", tables=tables, ranks=size, tasks=len(rows), **summary(rows))
-
-
 def _measured(
     cases: Sequence[Case], size: int, link: str | None, words: Sequence[str]
 ) -> list[dict[str, Any]]:
@@ -210,24 +171,6 @@ def _measured(
         return json.loads(times_file.read_text())
 
 
-def _priced(
-    profile: Profile, case: Case, size: int, moves: Sequence[Sequence[Sequence[float]]]
-) -> list[float]:
-    """Price a step in ms from measured moves and priced exchanges; ``moves`` may be of many
-    passes.
-    """
-    cost = TaskCost(profile, case.task(size))
-    plans = [case.plans[names[0]][0] for names in case.distinct().values()]
-    exchanges = [PHASE[kind] for kind in TRANSFERS]
-    priced = [cost.rank_ms(cost.totals(plan)) for plan in plans]
-    phases = np.array(moves)
-    for place, of_plan in enumerate(phases):
-        predicted = priced[place % len(plans)]
-        of_plan[:, exchanges] = predicted[:, exchanges]
-        of_plan[:, PHASE["rest"]] = predicted[:, PHASE["rest"]]
-    return [float(ms) for ms in cost.combine(phases)]
-
-
 def best_of(names: Iterable[str]) -> dict[str, list[str]]:
     """Return {selection name: the plans it selects from}; the last one acts as ``--measure 4``."""
     alike = [name for name in names if name.startswith("all ")]
@@ -239,15 +182,11 @@ def best_of(names: Iterable[str]) -> dict[str, list[str]]:
     }
 
 
-def compared(
-    case: Case,
-    times: Mapping[str, Sequence[float]],
-    priced: Mapping[str, float] | None = None,
-) -> dict[str, Any]:
+def compared(case: Case, times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """Return for every plan: predicted ms, its slowdown relative to ours with the interval, and the
     slowdown in ms of our median.
 
-    ``times`` [name] are rounds or passes; plans that dropped out have fewer than ours. A selection
+    ``times`` [name] are rounds; plans that dropped out have fewer than ours. A selection
     among plans uses every other round and is reported on the rest.
     """
     of = {name: names[0] for names in case.distinct().values() for name in names}
@@ -270,8 +209,6 @@ def compared(
         }
         if name in case.plans:
             results[name]["predicted_ms"] = round(case.plans[name][1], 3)
-            if priced is not None:
-                results[name]["rank_by_rank_ms"] = round(priced[of[name]], 3)
     names = list(times)
     clock = [results[name]["ms"] for name in names]
     best = min(names, key=lambda name: results[name]["ms"])
@@ -281,19 +218,17 @@ def compared(
         "auto_over_fastest": round(results["auto"]["ms"] / results[best]["ms"] - 1, 4),
         "spearman_predicted": spearman([case.plans[name][1] for name in names], clock),
     }
-    if priced is not None:
-        row["spearman_rank_by_rank"] = spearman([priced[name] for name in names], clock)
     return row
 
 
 def _choosing(ms: Sequence[float]) -> list[float]:
-    """Return the rounds or passes that select one of several plans."""
-    return list(ms[:1]) if len(ms) <= PASSES else list(ms[0::2])
+    """Return the rounds that select one of several plans."""
+    return list(ms[0::2])
 
 
 def _reported(ms: Sequence[float]) -> list[float]:
-    """Return the rounds or passes that are reported."""
-    return list(ms[1:]) if len(ms) <= PASSES else list(ms[1::2])
+    """Return the rounds that are reported."""
+    return list(ms[1::2])
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -308,7 +243,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if np.isfinite(half):
             planners[name]["interval"] = [round(low, 4), round(high, 4)]
     closed = {name: gap_closed(rows, name) for name in (OURS[0], *best_of(())) if name in names}
-    means = ("auto_over_fastest", "spearman_predicted", "spearman_rank_by_rank")
+    means = ("auto_over_fastest", "spearman_predicted")
     elsewhere = [row["elsewhere"] for row in rows if "elsewhere" in row]
     keys = ("median_error", "median_absolute_error", "spearman")
     return {

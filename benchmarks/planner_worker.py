@@ -1,9 +1,8 @@
-"""Runs one rank of a comparison of plans: alternating steps, or moves by this rank's own clock.
+"""Runs one rank of a comparison of plans: alternating steps.
 
 The worker reads tasks with their plans from a file; rank 0 writes the times of every plan.
-``rounds`` measures steps as in a run. Each round has its own order, because a plan's caches depend
+Each round has its own order, because a plan's caches depend
 on the previous plan, and a plan runs until its difference from the first plan is significant.
-``passes`` measures serial steps, timed move by move.
 """
 
 import argparse
@@ -21,11 +20,10 @@ import torch
 from benchmarks.planner_plans import make_sample
 from sbpflow.boxing.agreement import gather_texts
 from sbpflow.boxing.executor import Boxing
-from sbpflow.planner.calibration.design import draw_batches
-from sbpflow.planner.calibration.measure import Rows, make_trainer, phases_of, time_moves
-from sbpflow.planner.calibration.records import plan_of_tree
+from sbpflow.planner.calibration.design import Rows, draw_batches
+from sbpflow.planner.calibration.measure import make_trainer
+from sbpflow.planner.task import plan_of_tree
 from sbpflow.runtime.ranks.world import World
-from sbpflow.training.step_schedule import OVERLAPPED
 from sbpflow.training.trainer import Trainer
 
 FIRST_ROUNDS = 4  # after these rounds, plans that are far slower or faster drop out
@@ -37,8 +35,6 @@ _T = (
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
     *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
 )
-SERIAL_STEPS = 3  # per pass
-MOVE_TURNS = 3  # number of passes over the plans, in alternating order
 TOLD_APART = 0.03
 
 
@@ -55,25 +51,10 @@ def work(args: argparse.Namespace) -> None:
             )
             plans = [plan_of_tree(tree) for tree in task["plans"]]
             batches = draw_batches(sample, world.rank, 2, world.device)
-            if args.passes:
-                trainers = (make_trainer(boxing, sample.task, plan) for plan in plans * args.passes)
-                moves = [time_moves(boxing, each, batches, SERIAL_STEPS) for each in trainers]
-                results.append({"moves": _joined(boxing, moves)})
-                continue
-            trainers = [make_trainer(boxing, sample.task, plan) for plan in plans]
-            for trainer in trainers:
-                trainer.schedule = OVERLAPPED
-            rounds = _rounds(boxing, trainers, batches, args.seconds)
-            moves = _moves(boxing, trainers, batches)
-            results.append({"rounds": rounds, "moves": _joined(boxing, moves)})
+            trainers = [make_trainer(boxing, sample.task, plan, sample.hidden) for plan in plans]
+            results.append({"rounds": _rounds(boxing, trainers, batches, args.seconds)})
         if world.rank == 0:
             Path(args.output).write_text(json.dumps(results))
-
-
-def _joined(boxing: Boxing, moves: list[list[list[float]]]) -> list[list[list[float]]]:
-    """Return [plan][rank][phase] ms, gathered from all ranks."""
-    ranks = [json.loads(text) for text in gather_texts(boxing, json.dumps(moves))]
-    return [phases_of(of_plan) for of_plan in zip(*ranks, strict=True)]
 
 
 def _rounds(
@@ -95,19 +76,6 @@ def _rounds(
         if len(racing) < 2:
             break
     return times
-
-
-def _moves(
-    boxing: Boxing, trainers: Sequence[Trainer], batches: Sequence[Rows]
-) -> list[list[list[float]]]:
-    """Return [plan][step][phase] ms of this rank; plans run alternately, so drift affects all
-    equally.
-    """
-    found: list[list[list[float]]] = [[] for _ in trainers]
-    for turn in range(MOVE_TURNS):
-        for place in random.Random(turn).sample(range(len(trainers)), len(trainers)):
-            found[place] += time_moves(boxing, trainers[place], batches, SERIAL_STEPS - 1)
-    return found
 
 
 def _timed(world: World, trainer: Trainer, batches: Sequence[Rows]) -> float:
@@ -170,9 +138,6 @@ def main() -> None:
         "--tasks", help="a JSON file with each task's number, tables, batch and plans"
     )
     parser.add_argument("--seconds", type=float, default=0.0, help="seconds of rounds per task")
-    parser.add_argument(
-        "--passes", type=int, default=0, help="passes over moves, instead of rounds"
-    )
     parser.add_argument("--output")
     work(parser.parse_args())
 

@@ -22,7 +22,6 @@ def calibrate(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--seconds", type=float, help="limit of the total time; default: 270")
-    parser.add_argument("--rounds", type=int, help="number of candidate rounds; default: 2")
     parser.add_argument("--optimizer", default="rowwise_adagrad", help="the tables' optimizer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(

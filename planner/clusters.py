@@ -18,7 +18,6 @@ from sbpflow.planner.costs.profile import (
     Profile,
     default_path,
     load,
-    weights_from,
 )
 from sbpflow.runtime.files.local_path import local_path
 
@@ -100,7 +99,7 @@ def profile_of(name: str | None) -> Profile:
             "calibrate (under five minutes), or plan from a data sheet with --profile "
             f"{next(iter(MACHINES))}"
         )
-    return load(None if name is None else Path(name))
+    return load(default_path() if name is None else Path(name))
 
 
 def memory_of(name: str | None) -> int | None:
@@ -119,55 +118,38 @@ def described(name: str) -> Profile:
     byte = 1e-6 / (machine.memory_gb_per_s * machine.share)  # ms
     element, launch = _FLOAT * byte, machine.launch_ms
     ids = 16.0 * _SORT_PASSES * byte
-    counts = ("num_dense_groups", "num_summed_groups", "num_row_transfers", "num_row_gathers")
-    calls = dict.fromkeys(counts, launch)
     mac = 2e-9 / machine.dense_tflop_per_s / machine.share
-    terms = {
-        "start_id_exchange": {
-            "batch_ids": 8 * byte,
-            "home_sort": ids,
-            "num_row_transfers": launch * 4,
-        },
-        "exchange_ids": {
-            "home_unique": 8 * byte,
-            "num_row_transfers": launch,
-            "num_row_gathers": launch,
-        },
-        "lookup": {
-            "seen_ids": 8 * byte,
-            "read_rows": 8 * byte,
-            "read_elements": element,
-            "out_elements": element,
-            "num_stacks": 4 * launch,
-        },
-        "gather_outputs": {"home_elements": 2 * element, "expand_elements": 2 * element, **calls},
-        "forward": {"dense_macs": mac, "always": 10 * launch},
-        "backward": {"dense_macs": 2 * mac, "always": 20 * launch},
-        "send_grads": {
-            "home_elements": 2 * element,
-            "expand_elements": 2 * element,
-            "repeat_elements": element,
-            "whole_elements": 2 * element,
-            **calls,
-        },
-        "receive_grads": {"whole_elements": element},
-        "update": {
-            "update_ids": ids,
-            "update_elements": element,
-            "step_elements": 3 * element,
-            "whole_elements": element,
-            "num_stacks": 6 * launch,
-            "square_bytes": byte,
-        },
-        "update_dense": {"dense_parameters": 6 * element, "always": 2 * launch},
+    work_ms = {
+        "always": 32 * launch,
+        "dense_macs": 3 * mac,
+        "dense_parameters": 6 * element,
+        "batch_ids": 8 * byte,
+        "home_sort": ids,
+        "home_unique": 8 * byte,
+        "seen_ids": 8 * byte,
+        "read_rows": 8 * byte,
+        "read_elements": element,
+        "out_elements": element,
+        "home_elements": 4 * element,
+        "expand_elements": 4 * element,
+        "repeat_elements": element,
+        "whole_elements": 4 * element,
+        "update_ids": ids,
+        "update_elements": element,
+        "step_elements": 3 * element,
+        "square_bytes": byte,
+        "num_dense_groups": 2 * launch,
+        "num_summed_groups": 2 * launch,
+        "num_row_transfers": 7 * launch,
+        "num_row_gathers": 3 * launch,
+        "num_stacks": 10 * launch,
     }
     return Profile(
-        weights=weights_from(terms),
+        work_ms=work_ms,
+        link=machine.link,
         world_size=machine.link.ranks_per_node,
         backend="nccl",
-        hidden={"ids": 1.0, "counts": 1.0, "counted ids": 1.0, "dense gradients": 1.0},
-        link=machine.link,
-        sources={"work": "assumed", "transfers": "assumed", "fusion": "none", "overlap": "assumed"},
+        sources={"work": "assumed, nothing measured", "transfers": "assumed, nothing measured"},
         about={"machine": name, "from": machine.source},
     )
 
@@ -213,15 +195,16 @@ def crowded(profile: Profile, ranks_here: int) -> Profile:
     factor = max(ranks_here, cores) / max(measured, cores)
     if profile.backend == "nccl" or factor == 1.0:
         return profile
+    link = profile.link
     return replace(
         profile,
-        weights=tuple(tuple(factor * value for value in row) for row in profile.weights),
-        members=tuple(
-            {
-                name: replace(fusion, scale=tuple(factor * scale for scale in fusion.scale))
-                for name, fusion in member.items()
-            }
-            for member in profile.members
+        work_ms={name: factor * ms for name, ms in profile.work_ms.items()},
+        link=replace(
+            link,
+            within_gb_per_s=link.within_gb_per_s / factor,
+            between_gb_per_s=link.between_gb_per_s / factor,
+            within_call_ms=link.within_call_ms * factor,
+            between_call_ms=link.between_call_ms * factor,
         ),
     )
 

@@ -18,11 +18,11 @@ from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import TableRule
 from sbpflow.embedding.plan.tables import TableConfig
 from sbpflow.errors import ConfigError
-from sbpflow.planner.choose import choose
 from sbpflow.planner.clusters import USABLE, crowded
 from sbpflow.planner.costs.cost import Prediction, TaskCost
 from sbpflow.planner.costs.features import IdStats, from_histogram, from_ratios
-from sbpflow.planner.costs.profile import Profile, load
+from sbpflow.planner.costs.profile import Profile, default_path, load
+from sbpflow.planner.feasible import choose
 from sbpflow.planner.plan_cache import chosen_once
 from sbpflow.planner.task import (
     Choice,
@@ -76,7 +76,6 @@ class PlannedRun:
         """Return the content of a file for ``parallel.plan``."""
         notes = {
             "predicted_step_ms": round(self.prediction.step_ms, 3),
-            "spread_ms": round(self.prediction.spread_ms, 3),
             "memory_bytes": list(self.prediction.memory_bytes),
             "world_size": self.task.world_size,
             "batch_size": self.task.batch_size,
@@ -96,7 +95,9 @@ class PlannedRun:
         timed.
         """
         predicted = self.prediction.step_ms
-        text = f"predicted {predicted:.2f} ms (+- {self.prediction.spread_ms:.2f})"
+        error = self.prediction.error
+        held_out = f" (9 of 10 held-out steps within {100 * error:.0f} %)"
+        text = f"predicted {predicted:.2f} ms{held_out if math.isfinite(error) else ''}"
         if not math.isfinite(measured_ms):
             return f"{text}, not measured: the first step of a run is not timed"
         return (
@@ -121,7 +122,7 @@ def plan_tables(
     Raises ConfigError if this machine has no calibration, or PlanError if no plan fits in memory.
     """
     start = time.perf_counter()
-    profile = profile or load()
+    profile = profile or load(default_path(device_type))
     _, draft = plan_run(
         config,
         fields,
@@ -131,7 +132,7 @@ def plan_tables(
         topology=topology,
     )
     profile = crowded(profile, draft.topology.most_ranks_per_host)
-    task = replace(task_of(draft, stats, num_rows), kernel=config.parallel.kernel)
+    task = task_of(draft, stats, num_rows)
     cost = TaskCost(profile, task)
     plan, seed = dict(task.pinned), config.run.seed
     if len(plan) < len(task.tables):
@@ -180,7 +181,6 @@ def task_of(plan: RunPlan, stats: Sequence[FieldStats], num_rows: int) -> Task:
         device_type=tables.world.device_type,
         device_bytes=None if memory is None else int(USABLE * min(memory)),
         dense=_dense_work(plan),
-        overlap=not plan.schedule.wait_at_once,
         accumulate=plan.accumulate,
         lookahead=plan.lookahead,
         pinned=pinned,

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import IO
 
 import sbpflow
-from sbpflow.planner.calibration.records import plan_of_tree, plan_tree
 from sbpflow.planner.costs.cost import TaskCost
-from sbpflow.planner.task import Plan, Task
+from sbpflow.planner.task import Plan, Task, plan_of_tree, plan_tree
 from sbpflow.runtime.compute.versions import dist_version
 from sbpflow.runtime.files.cache_dir import cache_dir, make_private
 from sbpflow.runtime.files.file_lock import hold
@@ -98,7 +97,7 @@ def _digest_of(tree: object) -> str:
 
 
 def _digest(cost: TaskCost, seed: int) -> str:
-    packages = " ".join(f"{name} {dist_version(name)}" for name in ("numpy", "torch", "ortools"))
+    packages = " ".join(f"{name} {dist_version(name)}" for name in ("numpy", "torch"))
     facts = "\n".join((_code(), packages, repr(cost.task), cost.prices_digest, str(seed)))
     return hashlib.sha256(facts.encode()).hexdigest()[:32]
 

@@ -4,6 +4,7 @@ Each command returns the text to print.
 """
 
 import json
+import statistics
 import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
@@ -12,24 +13,29 @@ from pathlib import Path
 
 import torch
 
+from sbpflow.boxing.executor import Boxing
 from sbpflow.errors import ConfigError
-from sbpflow.planner.calibration.candidates import to_measure
-from sbpflow.planner.calibration.records import plan_of_tree, plan_tree
-from sbpflow.planner.choose import checked
+from sbpflow.planner.calibration.design import Sample
+from sbpflow.planner.calibration.measure import measure_in_turns
 from sbpflow.planner.clusters import MACHINES, memory_of, profile_name, profile_of
 from sbpflow.planner.costs.cost import TaskCost
-from sbpflow.planner.measured_plans import measure_plans
+from sbpflow.planner.feasible import checked
 from sbpflow.planner.planners import PLANNERS, Planned, PlannerName, make_plan, planner_of
 from sbpflow.planner.report import as_html, as_json, as_text, report_of
-from sbpflow.planner.search.problem import price_of
+from sbpflow.planner.search.auto import NUM_ALIKE
+from sbpflow.planner.search.local import weights_of
+from sbpflow.planner.search.problem import Assignment, price_of
+from sbpflow.planner.search.seeds import families, homogeneous
 from sbpflow.planner.shapes import assignment_of, plan_of, problem_of
 from sbpflow.planner.tables_file import read_tables
-from sbpflow.planner.task import plan_from_yaml, plan_to_yaml
+from sbpflow.planner.task import plan_from_yaml, plan_of_tree, plan_to_yaml, plan_tree
 from sbpflow.runtime.files.json_file import JsonError, is_number, list_of, read_json
 from sbpflow.runtime.files.local_path import local_path
 from sbpflow.runtime.processes.launch import ArgumentParser
 from sbpflow.runtime.processes.start_ranks import start_ranks
+from sbpflow.runtime.ranks.world import World
 
+NEAR = 1.05  # maximum price relative to the best plan: about a model's error among good plans
 WRITERS = {".txt": as_text, ".json": as_json, ".html": as_html}
 
 
@@ -157,8 +163,7 @@ def _write(args: Namespace, cost: TaskCost, planned: Planned) -> str:
             "world_size": cost.task.world_size,
             "batch_size": cost.task.batch_size,
             "predicted_step_ms": round(planned.priced.ms, 4),
-            "lower_bound_ms": round(report.bounds[0].ms, 4),
-            "lower_bound_of": report.bounds[0].kind,
+            "lower_bound_ms": round(report.bound.ms, 4),
         }
         args.output.write_text(plan_to_yaml(planned.plan, notes), encoding="ascii")
     return as_text(report)
@@ -196,6 +201,35 @@ def _measured(args: Namespace, cost: TaskCost, planned: Planned) -> tuple[Planne
     return fastest_plan, lines
 
 
+def to_measure(planned: Planned, count: int) -> dict[str, Assignment]:
+    """Return plans that fit, by name: the best ``count`` plans, and those with one shape for all
+    tables.
+
+    After the best plan, those that differ most are chosen among the plans priced within ``NEAR``.
+    """
+    problem, found, chosen = planned.problem, planned.found, [planned.assignment]
+    if found is None:
+        return {f"{planned.planner} 1": planned.assignment}
+    pool = dict.fromkeys([*found.others, *found.plans.values()])
+    priced = [(plan, price_of(problem, plan)) for plan in pool]
+    near = [
+        plan for plan, price in priced if price.feasible and price.ms < NEAR * planned.priced.ms
+    ]
+    while near and len(chosen) < count:
+        least = [min(_num_moved(plan, other) for other in chosen) for plan in near]
+        if not max(least):
+            break
+        chosen.append(near[least.index(max(least))])
+    named = {f"{planned.planner} {place + 1}": plan for place, plan in enumerate(chosen)}
+    alike = dict(homogeneous(problem, weights_of(problem), families(problem)[:NUM_ALIKE]))
+    return named | {n: plan for n, plan in alike.items() if price_of(problem, plan).feasible}
+
+
+def _num_moved(plan: Assignment, other: Assignment) -> int:
+    """Return the number of tables with another shape or other ranks."""
+    return sum(a != b for a, b in zip(plan, other, strict=True))
+
+
 def _times(path: Path, count: int) -> list[float]:
     """Read the times that ``measure`` wrote; raise ConfigError for any other content."""
     try:
@@ -221,7 +255,11 @@ def measure(argv: Sequence[str]) -> str:
         plans = [plan_of_tree(tree) for tree in list_of(read_json(args.plans), str(args.plans))]
     except (FileNotFoundError, JsonError) as error:
         raise ConfigError(f"--plans: {error}; use the file written by plan --measure") from error
-    times = measure_plans(tables, plans, rounds=args.rounds)
-    if times is not None:
-        args.output.write_text(json.dumps(times))
+    with World.start("auto") as world:
+        if world.device.type == "cpu":
+            torch.set_num_threads(1)
+        sample = Sample(task=tables.task(world.size, world.device.type), laws=tables.laws)
+        rounds = measure_in_turns(Boxing(world), sample, plans, rounds=args.rounds)
+        if world.rank == 0:
+            args.output.write_text(json.dumps([statistics.median(times) for times in rounds]))
     return ""

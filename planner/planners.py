@@ -9,7 +9,7 @@ of the same profile. Training takes up to a minute, and the trained networks are
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
@@ -29,9 +29,9 @@ from sbpflow.planner.published.greedy import (
 from sbpflow.planner.published.model_cache import load_model, path_of, save_model
 from sbpflow.planner.published.neuroshard import NeuroShard
 from sbpflow.planner.published.setting import Setting
-from sbpflow.planner.search.auto import Effort, Found, search
+from sbpflow.planner.search.auto import Found, search
 from sbpflow.planner.search.problem import Assignment, Priced, Problem, price_of
-from sbpflow.planner.shapes import assignment_of, plan_of, problem_of, table_wise
+from sbpflow.planner.shapes import plan_of, problem_of
 from sbpflow.planner.task import Plan
 from sbpflow.planner.workloads import random_task
 
@@ -63,11 +63,10 @@ LEARNED: Mapping[str, type[DreamShard] | type[NeuroShard] | type[AutoShard]] = {
     "autoshard": AutoShard,
 }
 MOST_FOR_EMBARK = 2000  # tables x ranks; above this limit, EMBark's 189 placements take seconds
-MOST_FOR_SEARCHES = 2000  # tables x ranks; above this limit, seeds that need a search take too long
-UNCORRECTED = "without corrections"  # name of the seed that is searched without corrections
-UNSPLIT = "no table split"  # name of the seed that splits no table
 TRAINING_TASKS = 30
 TRAINING_TABLES = (10, 60)  # minimum and maximum number of tables of a training task
+# memory limits of the training tasks, relative to an even plan
+TRAINING_SLACKS = (None, 1.1, 1.25, 1.5, 2.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +90,7 @@ def planner_of(name: str) -> PlannerName:
 
 
 def make_plan(
-    name: PlannerName, cost: TaskCost, *, seed: int = 0, effort: Effort | None = None
+    name: PlannerName, cost: TaskCost, *, seed: int = 0, insertions: int | None = None
 ) -> Planned:
     """Make a plan for the cost's task; if no plan fits, ``priced`` shows the smallest excess."""
     start = time.perf_counter()
@@ -99,7 +98,8 @@ def make_plan(
     setting = Setting(cost.task, problem, seed)
     found: Found | None = None
     if name == "auto":
-        found = search(problem, seed=seed, effort=effort, given=seeds_of(setting, effort))
+        given = published_seeds(setting)
+        found = search(problem, seed=seed, insertions=insertions, given=given)
         assignment = found.assignment
     else:
         assignment = published(name, cost, seed)(setting)
@@ -112,30 +112,6 @@ def make_plan(
         seconds=time.perf_counter() - start,
         found=found,
     )
-
-
-def seeds_of(setting: Setting, effort: Effort | None = None) -> dict[str, Assignment]:
-    """Return the plans that ``auto`` starts from in addition to the search's own seeds.
-
-    They come from the published heuristics that need no training, and from two easier searches that
-    rarely get stuck: one splits no table, and the other ignores learned corrections.
-    """
-    seeds, cost = published_seeds(setting), setting.problem.pricing
-    small = len(setting.tables) * setting.num_ranks <= MOST_FOR_SEARCHES
-    if not small or not isinstance(cost, TaskCost):
-        return seeds
-    # The search that starts from these seeds runs the exact model itself.
-    effort = replace(effort or Effort.of(setting.problem), exact_time=0.0)
-    searched: dict[str, Assignment] = {}
-    if setting.whole_allowed:
-        narrow = problem_of(cost, table_wise)
-        best = search(narrow, seed=setting.seed, effort=effort).assignment
-        searched[UNSPLIT] = assignment_of(setting.problem, plan_of(cost.task, narrow, best))
-    if cost.profile.members:
-        plain = TaskCost(replace(cost.profile, members=()), cost.task)
-        found = search(problem_of(plain), seed=setting.seed, effort=effort, given=seeds)
-        searched[UNCORRECTED] = found.assignment
-    return seeds | searched
 
 
 def published_seeds(setting: Setting) -> dict[str, Assignment]:
@@ -179,7 +155,7 @@ def training_settings(like: TaskCost, seed: int) -> list[Setting]:
             world_size=like.task.world_size,
             held_out=False,
             batch_size=like.task.batch_size,
+            slack=TRAINING_SLACKS[number % len(TRAINING_SLACKS)],
         )
-        cost = TaskCost(like.profile, replace(task, overlap=like.task.overlap))
-        settings.append(Setting(cost.task, problem_of(cost), seed))
+        settings.append(Setting(task, problem_of(TaskCost(like.profile, task)), seed))
     return settings

@@ -1,8 +1,8 @@
 """Implements ``sbpflow clusters``: predicts one model's step on growing numbers of ranks.
 
 The ranks are on this machine or on other machines. For each number of ranks, the command prints the
-best plan's predicted step and its share of communication, as if nothing overlapped. Below the
-table, it lists the measured and the assumed prices.
+best plan's predicted step and the share of communication in it. Below the table, it lists the
+measured and the assumed prices.
 """
 
 import math
@@ -10,7 +10,6 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 
-from sbpflow.costs.ids import Floats
 from sbpflow.errors import ConfigError
 from sbpflow.planner.clusters import (
     MACHINES,
@@ -22,20 +21,11 @@ from sbpflow.planner.clusters import (
 )
 from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.costs.profile import Profile
-from sbpflow.planner.costs.simulate import KINDS, PHASE
 from sbpflow.planner.planners import PLANNERS, make_plan, planner_of
+from sbpflow.planner.search.problem import BYTES
 from sbpflow.planner.tables_file import TablesFile, read_tables
 from sbpflow.runtime.files.local_path import local_path
 from sbpflow.runtime.processes.launch import ArgumentParser
-
-
-def communication_share(phases: Floats) -> float:
-    """Return the transfers' share of all phases [ranks, P] ms, each as long as on its slowest
-    rank.
-    """
-    longest = phases.max(0)
-    transfers = sum(longest[place] for name, place in PHASE.items() if "exchange" in KINDS[name])
-    return float(transfers / max(float(longest.sum()), 1e-12))
 
 
 def clusters(argv: Sequence[str]) -> str:
@@ -73,13 +63,13 @@ def _table(args: Namespace) -> str:
     ]
     for cost in costs:
         planned = make_plan(planner, cost, seed=args.seed)
-        prediction = cost.predict(planned.plan)
-        samples_per_s = 1e3 * cost.task.batch_size / prediction.step_ms
+        loads = planned.priced.loads
+        samples_per_s = 1e3 * cost.task.batch_size / planned.priced.ms
         fits = "" if planned.priced.feasible else "  does not fit"
         lines.append(
-            f"{cost.task.world_size:>6} {prediction.step_ms:>9.3f} {samples_per_s:>12,.0f} "
-            f"{100 * communication_share(prediction.phases):>13.0f}% "
-            f"{max(prediction.memory_bytes) / 1e9:>10.2f}{fits}"
+            f"{cost.task.world_size:>6} {planned.priced.ms:>9.3f} {samples_per_s:>12,.0f} "
+            f"{100 * loads[:, 1].max() / planned.priced.ms:>13.0f}% "
+            f"{loads[:, BYTES].max() / 1e9:>10.2f}{fits}"
         )
     about = {key: profile.about.get(key) for key in ("from", "cpu", "device", "taken")}
     lines += [f"{key}: {value}" for key, value in {**profile.sources, **about}.items() if value]

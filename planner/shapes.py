@@ -5,7 +5,6 @@ rank. The search chooses the ranks of the parts.
 """
 
 from collections.abc import Callable, Collection
-from functools import cache
 
 import numpy as np
 
@@ -13,14 +12,12 @@ from sbpflow.embedding.plan.exchanges import EXCHANGES
 from sbpflow.embedding.plan.tables import TableConfig
 from sbpflow.errors import PlanError
 from sbpflow.planner.costs.cost import TaskCost
-from sbpflow.planner.search.problem import Assignment, Key, Move, Option, Problem
+from sbpflow.planner.costs.work import base_work, shape_work
+from sbpflow.planner.search.problem import NO_LIMIT, Assignment, Key, Move, Option, Problem
 from sbpflow.planner.task import Choice, Plan, Shape, Task
 
 COPIED = Shape("B", "local")
 WHOLE = Shape("B", "columns")
-NO_LIMIT = 1e18  # bytes
-# shards whose counts differ by less are treated as equal when ranks are chosen
-ALIKE = 0.01
 
 
 def shapes_of(task: Task, table: TableConfig) -> tuple[Shape, ...]:
@@ -52,7 +49,7 @@ def problem_of(
     without options.
     """
     task, size = model.task, model.task.world_size
-    base = np.tile(model.base(), (size, 1))
+    base = np.tile(base_work(task) @ model.prices, (size, 1))
     present: list[Key] = []
     names: list[str] = []
     options: list[tuple[Option, ...]] = []
@@ -71,26 +68,25 @@ def problem_of(
         names.append(table.name)
         options.append(tuple(_option(model, table, shape) for shape in shapes))
     for key in present:
-        base[:, key[0]] += 1.0
+        base += model.prices[key[0]]
     return Problem(
         names=tuple(names),
         options=tuple(options),
         limit_bytes=np.full(size, NO_LIMIT if task.device_bytes is None else task.device_bytes),
-        pricing=model,
+        key_loads=model.prices,
         base=base,
         present=tuple(present),
     )
 
 
 def _option(model: TaskCost, table: TableConfig, shape: Shape) -> Option:
-    cost = model.shape_cost(table, shape)
-    shards = cost.shards
+    cost, prices = shape_work(model.task, table, shape), model.prices
     return Option(
         shape=shape,
-        shards=shards,
-        home=cost.home,
-        keys=cache(cost.keys),
-        alike=not len(shards) or bool((np.ptp(shards, 0) <= ALIKE * np.abs(shards[0])).all()),
+        kinds=cost.kinds @ prices,
+        kind=cost.kind,
+        home=cost.home @ prices,
+        keys=cost.keys,
     )
 
 

@@ -10,26 +10,28 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from glob import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import yaml
 
+from sbpflow.config.parse import brief
 from sbpflow.config.table_layouts import resolve_table_layouts
 from sbpflow.config.table_plan import read_table_plan
 from sbpflow.config.table_rules import DTYPES, CommDtype, ParallelConfig, TableRule
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
-from sbpflow.embedding.plan.exchanges import copies
+from sbpflow.embedding.plan.exchanges import copies, exchange_names
 from sbpflow.embedding.plan.tables import (
     FeatureConfig,
     OutputConfig,
     TableConfig,
     TableLayout,
 )
-from sbpflow.embedding.rules.base import KernelRequest, SparseOptimizer
+from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.errors import ConfigError
 from sbpflow.planner.costs.features import IdStats
 from sbpflow.runtime.compute.devices import backend_of_device
+from sbpflow.runtime.files.json_file import is_count, object_of
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Split, format_nd_sbp, parse_nd_sbp
@@ -148,8 +150,7 @@ class Task:
     ``stats`` is by table name. ``ids_per_sample`` is by feature name, for ragged features with
     fewer than ``hotness`` ids. ``device_bytes`` is the memory that each rank may fill, ``None`` for
     no limit. ``batch_size`` is global; a step has ``accumulate`` batches, and ids are exchanged
-    ``lookahead`` batches ahead. ``pinned`` tables keep their given choice. ``kernel`` is the run's
-    request; a table's own request takes precedence.
+    ``lookahead`` batches ahead. ``pinned`` tables keep their given choice.
     """
 
     outputs: tuple[OutputConfig, ...]
@@ -165,11 +166,9 @@ class Task:
     device_type: str = "cpu"
     device_bytes: int | None = None
     dense: DenseWork = DenseWork()
-    overlap: bool = True
     accumulate: int = 1
     lookahead: int = 1
     pinned: Mapping[str, Choice] = field(default_factory=dict[str, Choice])
-    kernel: KernelRequest = "auto"
 
     def __post_init__(self) -> None:
         if self.world_size < 1 or self.batch_size < self.world_size:
@@ -318,3 +317,34 @@ def _rule_tree(rule: TableRule) -> dict[str, Any]:
     if rule.exchange is not None:
         tree["exchange"] = rule.exchange
     return tree
+
+
+def plan_tree(plan: Plan) -> dict[str, list[Any]]:
+    """Convert the plan to a tree that ``json.dumps`` accepts."""
+    return {
+        name: [c.shape.sbp, c.shape.exchange, list(c.shape.parts), list(c.ranks)]
+        for name, c in plan.items()
+    }
+
+
+def plan_of_tree(tree: object) -> Plan:
+    """Return the plan that ``plan_tree`` wrote; raise ConfigError for any other tree."""
+    plan: Plan = {}
+    for name, given in object_of(tree, "plan").items():
+        entry = cast("list[Any]", given)
+        if not isinstance(given, list) or len(entry) != 4:
+            raise ConfigError(f"plan: {brief(name)}: use [sbp, exchange, parts, ranks]")
+        sbp, exchange, parts, ranks = entry
+        known = isinstance(sbp, str) and exchange in exchange_names()
+        counts = [counted for counted in (parts, ranks) if _are_counts(counted)]
+        if not known or len(counts) != 2 or len(parts) != 2:
+            raise ConfigError(
+                f"plan: {brief(name)}: {brief(entry)} is not [sbp, exchange, [row parts, column "
+                "parts], [ranks]] with a known exchange"
+            )
+        plan[name] = Choice(Shape(sbp, exchange, (parts[0], parts[1])), tuple(ranks))
+    return plan
+
+
+def _are_counts(value: object) -> bool:
+    return isinstance(value, list) and all(map(is_count, cast("list[object]", value)))

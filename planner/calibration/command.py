@@ -15,7 +15,6 @@ from sbpflow.planner.calibration.calibrate import QUICK, Settings
 from sbpflow.planner.calibration.calibrate import calibrate as run
 from sbpflow.planner.calibration.measure import from_first_rank
 from sbpflow.planner.costs.profile import Profile, default_path, write_profile
-from sbpflow.planner.costs.transfers import as_lines
 from sbpflow.runtime.ranks.world import World
 
 LOG = logging.getLogger(__name__)
@@ -24,10 +23,10 @@ LOG = logging.getLogger(__name__)
 def run_calibration(args: Namespace) -> str:
     """Calibrate as one of the launched ranks; return the text that rank 0 prints."""
     settings = _settings(args)
-    path = args.output or default_path()
     if torch.get_num_threads() > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     with World.start(args.device) as world:
+        path = args.output or default_path(world.device.type)
         boxing = Boxing(world)
         profile = run(boxing, settings, path.with_suffix(".measured.jsonl"))
         save_on_all_hosts(boxing, profile, path)
@@ -51,9 +50,8 @@ def _settings(args: Namespace) -> Settings:
     rule_class(args.optimizer)
     if args.seconds is not None and args.seconds <= 0:
         raise ConfigError(f"--seconds: {args.seconds}; use a number above 0 (for example, 270)")
-    given = {"seconds": args.seconds, "rounds": args.rounds}
-    given = {key: value for key, value in given.items() if value is not None}
-    return replace(settings, optimizer=args.optimizer, seed=args.seed, **given)
+    seconds = settings.seconds if args.seconds is None else args.seconds
+    return replace(settings, optimizer=args.optimizer, seed=args.seed, seconds=seconds)
 
 
 def default_ranks() -> int:
@@ -67,7 +65,9 @@ def describe(profile: Profile) -> str:
     lines += [f"{'source of ' + key:<22} {value}" for key, value in profile.sources.items()]
     for key, value in profile.errors.items():
         lines.append(f"held out: {key:<28} {value:.3f}")
-    hidden = ", ".join(f"{kind} {share:.2f}" for kind, share in profile.hidden.items())
-    lines.append(f"hidden by overlap: {hidden}")
-    lines += as_lines(profile.transfers)
+    if profile.world_size > 1:
+        link = profile.link
+        lines.append(
+            f"{'link':<22} {link.within_gb_per_s:.3g} GB/s, {link.within_call_ms:.3g} ms a call"
+        )
     return "\n".join(lines)

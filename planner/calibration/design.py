@@ -11,23 +11,26 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from sbpflow.embedding.ids.batch_ids import BatchIds, Lists
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
 from sbpflow.embedding.rules.registry import sparse_optimizer
-from sbpflow.planner.calibration.measure import Rows, dense_work_of
 from sbpflow.planner.costs.features import zipf_mandelbrot
-from sbpflow.planner.task import Choice, Plan, Shape, Task
+from sbpflow.planner.task import Choice, DenseWork, Plan, Shape, Task, dense_work
 from sbpflow.sbp.sbp import balanced_sizes
 
 # limit for all tables of a sample; each rank that holds a table allocates it
 MOST_ELEMENTS = 1 << 24
 DIMS = (4, 8, 16, 32, 64)
+# widths of hidden layers: narrow ones read and write more numbers per multiply-add than wide ones
+HIDDEN = ((16,), (64, 32), (16,), (256, 64))
 LARGE_EVERY = 7  # every seventh sample has as many ids as the batch of a large model
 _SPREAD = 7919  # a prime that spreads the hot rows over a table, as in prepared data sets
 
@@ -42,10 +45,23 @@ class Law:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Stores a random task and the laws of its tables' ids, by table name."""
+    """Stores a random task, the laws of its tables' ids by table name, and the widths of the dense
+    part's hidden layers.
+    """
 
     task: Task
     laws: Mapping[str, Law]
+    hidden: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Rows:
+    """Contains a rank's rows of a batch, as ``Trainer.step`` accepts them."""
+
+    labels: Tensor
+    dense: Tensor
+    ids: Tensor | BatchIds
+    batch_size: int
 
 
 def drawing() -> str:
@@ -83,6 +99,7 @@ def draw_sample(
         for table, q in zip(tables, 10 ** random.uniform(0.3, 1.7, count), strict=True)
     }
     output = OutputConfig(name="fields", tables=tables)
+    hidden = HIDDEN[seed % len(HIDDEN)]
     task = Task(
         outputs=(output,),
         features=tuple(FeatureConfig(name=f"f{n}", hotness=int(h)) for n, h in enumerate(hotness)),
@@ -96,9 +113,14 @@ def draw_sample(
         batch_size=batch,
         optimizer=sparse_optimizer(optimizer, lr=0.05),
         device_type=device_type,
-        dense=dense_work_of(output.width),
+        dense=dense_work_of(output.width, hidden),
     )
-    return Sample(task=task, laws=laws)
+    return Sample(task=task, laws=laws, hidden=hidden)
+
+
+def dense_work_of(width: int, hidden: Sequence[int]) -> DenseWork:
+    """Return the work of the dense part that ``make_trainer`` builds for outputs of this width."""
+    return dense_work([(a, b) for a, b in pairwise((width + 1, *hidden, 1))], biases=True)
 
 
 def draw_batches(sample: Sample, rank: int, count: int, device: torch.device) -> list[Rows]:

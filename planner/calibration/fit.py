@@ -1,270 +1,207 @@
-"""Fits a profile to measurements: weights by least squares, then corrections and overlap.
+"""Fits prices to measured steps: non-negative, and shrunk towards the built-in constants.
 
-Weights are non-negative and minimize relative errors, so short and long phases are equally
-important. ``planner/calibration/corrections.py`` learns the corrections. Errors are reported for
-held-out tasks.
+A step is the work of the busiest rank plus the transfers of the busiest rank. First, four factors
+are fitted freely: of all constants of work, of the dense part, of bytes, and of calls. They adapt
+the constants to the machine and its link. Then each price may differ from its scaled constant, as
+far as the measurements outweigh a penalty. The errors are those on tasks that a fit has not seen.
 """
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from sbpflow.costs.counts import INDEX, NUM_FEATURES
+from sbpflow.costs.counts import FEATURES, INDEX, NUM_FEATURES, vector_of
 from sbpflow.costs.ids import Floats
+from sbpflow.costs.prices import CALLS, SENT, WORK_MS
 from sbpflow.errors import DataError
-from sbpflow.planner.calibration.corrections import examples_of, learn_corrections
-from sbpflow.planner.calibration.cross_validation import (
-    FLOOR_MS,
-    cross_validation,
-    predicted_phases,
-    predicted_steps,
-)
-from sbpflow.planner.calibration.least_squares import nonnegative_least_squares
-from sbpflow.planner.calibration.records import Record, on_one_clock
-from sbpflow.planner.calibration.time_dense import DenseTime, dense_examples
-from sbpflow.planner.costs.profile import KernelPrices, Profile
-from sbpflow.planner.costs.simulate import NUM_PHASES, PHASE, PHASES, REST, TRANSFERS, step_ms
-from sbpflow.planner.costs.transfers import Transfer, examples, ms_per_byte
-from sbpflow.training.step_schedule import (
-    COUNTED_IDS,
-    COUNTS,
-    DENSE_GRADIENTS,
-    IDS,
-    ROW_GRADIENTS,
-    VECTORS,
+from sbpflow.planner.costs.profile import DENSE_BYTES, ERROR, Link, Profile, partners
+
+FOLDS = 4
+LEAST_SAMPLES = 3
+LEAST_PLANS = 3  # tasks with fewer plans are not ranked
+# weight of the squared relative change of a price, in units of one measured step
+SHRINKAGE = 0.01
+DENSE_MS = vector_of(
+    {"dense_macs": 2e-7, "dense_elements": 1e-6, "dense_parameters": 5e-6}
+)  # assumed, until measured
+_BYTES = SENT + vector_of({"dense_parameters": DENSE_BYTES})
+_CALLS = vector_of({**CALLS, "always": 1.0})
+_ALWAYS = vector_of({"always": 1.0})
+_NONE = np.zeros(NUM_FEATURES)
+# Each row is a factor that the first fit finds: [2, F] ms per count of work and of transfers.
+_FACTORS = np.array(
+    [[WORK_MS, _NONE], [DENSE_MS, _NONE], [_ALWAYS, _NONE], [_NONE, 1e-6 * _BYTES], [_NONE, _CALLS]]
 )
 
-_GROUPS = (
-    "num_dense_groups",
-    "num_summed_groups",
-    "num_row_transfers",
-    "num_row_gathers",
-    "num_whole_groups",
-)
-_EXPANDED = ("expand_rows", "expand_elements")
-# A phase's time can depend only on these features; the weights of all other features are 0.
-TERMS: Mapping[str, tuple[str, ...]] = {
-    "start_id_exchange": (
-        "always",
-        "batch_ids",
-        "home_sort",
-        "home_unique",
-        "num_row_transfers",
-        "num_row_gathers",
-    ),
-    "exchange_ids": ("always", "home_unique", "num_row_transfers", "num_row_gathers"),
-    "lookup": (
-        *("always", "seen_ids", "read_rows", "read_elements", "read_touched", "out_elements"),
-        *(*_GROUPS, "num_stacks"),
-    ),
-    "gather_outputs": ("always", "home_elements", *_EXPANDED, *_GROUPS),
-    "forward": ("always", "dense_macs", "dense_elements"),
-    "backward": ("always", "dense_macs", "dense_elements"),
-    "send_grads": (
-        "always",
-        "home_elements",
-        *_EXPANDED,
-        "repeat_elements",
-        "whole_elements",
-        *_GROUPS,
-    ),
-    "receive_grads": ("always", "gradient_in_bytes", "whole_elements", *_GROUPS),
-    "send_dense": ("always", "dense_parameters"),
-    "receive_dense": ("always", "dense_parameters"),
-    "update": (
-        *("always", "update_ids", "update_elements", "step_rows", "step_elements"),
-        *("whole_elements", "square_bytes", "num_stacks", "num_squares"),
-    ),
-    "update_dense": ("always", "dense_parameters"),
-    IDS: ("ids_bytes", "num_id_calls", "num_row_transfers", "num_row_gathers"),
-    COUNTS: (),  # the wait for the counts is part of the wait for the ids
-    COUNTED_IDS: ("counted_bytes", "num_row_transfers", "num_row_gathers"),
-    VECTORS: (
-        "vector_bytes",
-        "vector_in_bytes",
-        "num_dense_groups",
-        "num_summed_groups",
-        "num_row_transfers",
-    ),
-    ROW_GRADIENTS: ("gradient_bytes", "gradient_in_bytes", *_GROUPS),
-    DENSE_GRADIENTS: ("always", "dense_parameters"),
-    REST: (),  # the rest of a step's time; see ``_overlap``
-}
-REST_TERMS = ("always", "num_stacks", "vector_bytes")  # ``vector_bytes`` includes gradients here
-FOLDS = 4
-# weight of the squared errors of transfers and dense parts measured alone, relative to plans
-ALONE_WEIGHT = 8.0
-_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """Describes one measured plan: ``totals`` [D, F] counts, and its step time in each round."""
+
+    sample: int
+    totals: Floats
+    rounds_ms: tuple[float, ...]
+
+    @property
+    def step_ms(self) -> float:
+        return statistics.median(self.rounds_ms)
 
 
 def fit(
-    records: Sequence[Record],
-    *,
-    backend: str,
-    transfers: Sequence[Transfer] = (),
-    dense: Sequence[DenseTime] = (),
-    seed: int = 0,
-    about: Mapping[str, str] | None = None,
-    step_factors: Mapping[str, float] | None = None,
-    kernels: Mapping[str, KernelPrices] | None = None,
-    judged: bool = True,
+    records: Sequence[Record], *, backend: str, about: Mapping[str, str] | None = None
 ) -> Profile:
-    """Fit a profile to measurements of several tasks on one world; raise DataError for too few.
-
-    ``judged`` also fits subsets of the tasks, to report the errors on the other tasks.
-    """
-    samples = sorted({record.sample for record in records})
-    if len(samples) < 3:
+    """Fit a profile to measurements of several tasks on one world; raise DataError for too few."""
+    samples = {record.sample for record in records}
+    if len(samples) < LEAST_SAMPLES:
         raise DataError(
-            f"calibration: {len(samples)} measured samples; use 3 or more: calibrate longer"
+            f"calibration: {len(samples)} measured samples; use {LEAST_SAMPLES} or more: calibrate "
+            "longer"
         )
+    world_size = len(records[0].totals)
+    work, transfers = fitted_prices(records)
+    byte_ms, call_ms = transfers[INDEX["vector_bytes"]], transfers[INDEX["num_id_calls"]]
     errors: dict[str, float] = {}
-    if judged and len(samples) >= 2 * FOLDS:
-        errors = held_out_errors(records, backend, seed, transfers, dense)
-    return replace(
-        _fit(on_one_clock(records), backend, seed, transfers, dense),
-        transfers=tuple(transfers),
-        step_factors=dict(step_factors or {}),
-        kernels=dict(kernels or {}),
+    if len(samples) >= 2 * FOLDS:
+        of_tasks = errors_of(records, held_out_steps(records))
+        errors = {name: statistics.mean(values) for name, values in of_tasks.items()}
+    link = Link()
+    if world_size > 1:
+        link = Link(
+            within_gb_per_s=1e-6 / max(float(byte_ms), 1e-12),
+            within_call_ms=float(call_ms) / partners(world_size),
+        )
+    return Profile(
+        work_ms={name: float(ms) for name, ms in zip(FEATURES, work, strict=True) if ms},
+        link=link,
+        world_size=world_size,
+        backend=backend,
         errors=errors,
-        sources={"work": "measured", "transfers": "measured", "fusion": "learned from measured"},
+        sources={"work": "measured", "transfers": "measured"},
         about=dict(about or {}),
     )
 
 
-def held_out_errors(
-    records: Sequence[Record],
-    backend: str,
-    seed: int,
-    transfers: Sequence[Transfer],
-    dense: Sequence[DenseTime],
-) -> dict[str, float]:
-    """Return the errors on every task of a fit to the other tasks; each fold has a ``FOLDS``-th of
-    them.
+def fitted_prices(records: Sequence[Record], shrinkage: float = SHRINKAGE) -> Floats:
+    """Return [2, F] ms per count of a rank's work and of its transfers.
+
+    The busiest ranks depend on the prices, so the fits are repeated with the prices of the last.
+    An infinite ``shrinkage`` keeps the ratios of the constants.
+    """
+    totals = np.stack([record.totals for record in records])
+    ms = np.array([record.step_ms for record in records])
+    scaled, prices = _FACTORS, _FACTORS.sum(axis=0)
+    for _ in range(3):
+        scaled = _FACTORS * _solve(_busiest(totals, prices), _FACTORS, ms)[:, None, None]
+        prices = scaled.sum(axis=0)
+    if not np.isfinite(shrinkage):
+        return prices
+    terms = _terms(scaled)
+    for _ in range(3):
+        factors = _solve(_busiest(totals, prices), terms, ms, shrinkage)
+        prices = (terms * factors[:, None, None]).sum(axis=0)
+    return prices
+
+
+def predicted_ms(prices: Floats, records: Sequence[Record]) -> Floats:
+    """Return the predicted step of each record."""
+    totals = np.stack([record.totals for record in records])
+    return (totals @ prices.T).max(axis=1).sum(axis=1)
+
+
+def _busiest(totals: Floats, prices: Floats) -> Floats:
+    """Return the counts [n, 2, F] of the rank with the most work, and with the most transfers."""
+    busiest = (totals @ prices.T).argmax(axis=1)  # [n, 2]
+    return np.take_along_axis(totals, busiest[:, :, None], axis=1)
+
+
+def _terms(scaled: Floats) -> Floats:
+    """Return the prices that may change on their own, [T, 2, F]: each count's work; the link's."""
+    work = scaled[:, 0].sum(axis=0)
+    rows = [[np.where(np.arange(NUM_FEATURES) == n, work, 0.0), _NONE] for n in work.nonzero()[0]]
+    return np.concatenate([np.array(rows), scaled[3:]])
+
+
+def _solve(counts: Floats, terms: Floats, ms: Floats, shrinkage: float = 0.0) -> Floats:
+    """Return non-negative factors [T] of ``terms`` with the least squared relative errors.
+
+    ``shrinkage`` is the weight of the squared differences of the factors from 1. The fit is
+    repeated with lower weights for large errors, so single slow measurements do not dominate.
+    """
+    x = np.einsum("nkf,tkf->nt", counts, terms) / ms[:, None]
+    robust, factors = np.ones(len(ms)), np.ones(len(terms))
+    for _ in range(3):
+        weighted = x * robust[:, None]
+        gram = weighted.T @ weighted + shrinkage * np.eye(len(terms))
+        right = weighted.T @ robust + shrinkage
+        factors = _nonnegative(gram, right)
+        residual = np.abs(x @ factors - 1.0)
+        usual = max(float(np.median(residual)), 1e-3)
+        robust = np.sqrt(1.0 / np.maximum(1.0, residual / (3.0 * usual)))
+    return factors
+
+
+def _nonnegative(gram: Floats, right: Floats, rounds: int = 2000) -> Floats:
+    """Return the w >= 0 with the least w.gram.w / 2 - right.w, by coordinate descent."""
+    diagonal = np.maximum(np.diag(gram), 1e-12)
+    weights = np.zeros(len(right))
+    for _ in range(rounds):
+        before = weights.copy()
+        for place in range(len(weights)):
+            step = (right[place] - gram[place] @ weights) / diagonal[place]
+            weights[place] = max(0.0, weights[place] + step)
+        if np.abs(weights - before).max() <= 1e-9 * max(float(weights.max()), 1e-9):
+            break
+    return weights
+
+
+def held_out_steps(
+    records: Sequence[Record], prices_of: Callable[[Sequence[Record]], Floats] = fitted_prices
+) -> Floats:
+    """Return the steps that a fit to the other tasks predicts; each of ``FOLDS`` has its share of
+    the tasks.
     """
     samples = sorted({record.sample for record in records})
-    phases: dict[int, Floats] = {}
-    steps: dict[int, float] = {}
+    predicted = np.zeros(len(records))
     for fold in range(FOLDS):
         held = set(samples[fold::FOLDS])
         mine = [n for n, record in enumerate(records) if record.sample in held]
-        train = [record for record in records if record.sample not in held]
-        profile = _fit(on_one_clock(train), backend, seed, transfers, dense)
-        tested = [records[n] for n in mine]
-        phases |= dict(zip(mine, predicted_phases(profile, tested), strict=True))
-        steps |= dict(zip(mine, predicted_steps(profile, tested).tolist(), strict=True))
-    order = range(len(records))
-    return cross_validation(
-        records, [phases[n] for n in order], np.array([steps[n] for n in order])
-    )
+        prices = prices_of([record for record in records if record.sample not in held])
+        predicted[mine] = predicted_ms(prices, [records[n] for n in mine])
+    return predicted
 
 
-def _fit(
-    records: Sequence[Record],
-    backend: str,
-    seed: int,
-    transfers: Sequence[Transfer],
-    dense: Sequence[DenseTime],
-) -> Profile:
-    world_size = records[0].totals.shape[0]
-    matrix = np.zeros((NUM_FEATURES, NUM_PHASES))
-    for name in PHASES:
-        x, y = examples_of(records, name)
-        timed = (examples(transfers, name, world_size), dense_examples(dense, name))
-        alone, alone_ms = (np.concatenate(parts) for parts in zip(*timed, strict=True))
-        both, importance = np.concatenate([y, alone_ms]), np.ones(len(y) + len(alone_ms))
-        importance[len(y) :] = math.sqrt(ALONE_WEIGHT)
-        matrix[:, PHASE[name]] = _weights(
-            np.concatenate([x, alone]), both, TERMS[name], importance / (both + FLOOR_MS)
-        )
-    members = learn_corrections(records, matrix, TERMS, seed)
-    profile = Profile(
-        weights=tuple(tuple(row) for row in matrix.tolist()),
-        world_size=world_size,
-        backend=backend,
-        members=tuple(members) if members[0] else (),
-    )
-    hidden, rest = _overlap(profile, records, transfers)
-    matrix[:, PHASE[REST]] = rest
-    return replace(profile, weights=tuple(tuple(row) for row in matrix.tolist()), hidden=hidden)
+def errors_of(records: Sequence[Record], predicted: Floats) -> dict[str, list[float]]:
+    """Return the errors of predicted steps: two of all steps, and the others for each task.
 
-
-@dataclass(frozen=True, slots=True)
-class _Overlap:
-    """Stores the shares of transfers hidden by overlap, the rest of the steps [F], and the
-    error.
+    A model can predict steps well and still choose badly. The regret is how much slower the plan
+    with the fastest prediction is than the fastest plan of the task. For comparison, the regret of
+    a random plan and of the first round of measurements (the noise) are returned.
     """
-
-    hidden: dict[str, float]
-    rest: Floats
-    error: float
-
-
-def _overlap(
-    profile: Profile, records: Sequence[Record], transfers: Sequence[Transfer]
-) -> tuple[dict[str, float], Floats]:
-    """Fit the overlap and the rest to the measured steps.
-
-    Both are fitted together: a whole step takes longer than its phases suggest, and overlap shares
-    fitted alone would absorb the difference. First, all transfers get one share, then each transfer
-    gets its own. The rest may depend on bytes, because consecutive steps fill a link more than
-    single steps do. A byte must not cost more than in a transfer measured alone, or the rest fitted
-    to small plans would dominate large plans. Bytes of vectors and of gradients share one weight,
-    because two separate weights absorbed each other's errors.
-    """
-    vectors, gradients = INDEX["vector_bytes"], INDEX["gradient_bytes"]
-    most = np.full(NUM_FEATURES, np.inf)
-    most[vectors] = ms_per_byte(transfers)
-    phases = np.stack(predicted_phases(profile, records))
-    actual = np.array([record.step_ms for record in records])
-    x = np.stack([record.totals.max(0) for record in records])
-    x[:, vectors] += x[:, gradients]
-    x[:, gradients] = 0.0
-
-    def tried(shares: dict[str, float]) -> _Overlap:
-        predicted = step_ms(phases, shares)
-        rest = _weights(x, actual - predicted, REST_TERMS, importance=1.0 / actual, most=most)
-        residual = np.log(np.maximum(predicted + x @ rest, 1e-3) / actual)
-        return _Overlap(shares, rest, float(np.mean(np.minimum(residual**2, 0.25))))
-
-    def least(candidates: Sequence[_Overlap]) -> _Overlap:
-        return min(candidates, key=lambda candidate: candidate.error)
-
-    best = least([tried(dict.fromkeys(TRANSFERS, share)) for share in _SHARES])
-    for kind in TRANSFERS:
-        best = least([best, *(tried({**best.hidden, kind: share}) for share in _SHARES)])
-    best.rest[gradients] = best.rest[vectors]
-    return best.hidden, best.rest
+    residual = np.abs(np.log(predicted / [record.step_ms for record in records]))
+    errors: dict[str, list[float]] = {
+        "step relative": [float(np.expm1(np.median(residual)))],
+        ERROR: [float(np.expm1(np.quantile(residual, 0.9)))],
+    }
+    for sample in sorted({record.sample for record in records}):
+        mine = [n for n, record in enumerate(records) if record.sample == sample]
+        if len(mine) < LEAST_PLANS:
+            continue
+        real = np.array([records[n].step_ms for n in mine])
+        regret = real / real.min() - 1.0
+        errors.setdefault("regret", []).append(float(regret[predicted[mine].argmin()]))
+        errors.setdefault("regret of a random plan", []).append(float(regret.mean()))
+        errors.setdefault("rank correlation", []).append(spearman(real, predicted[mine]))
+        rounds = [records[n].rounds_ms for n in mine]
+        if min(map(len, rounds)) >= 2:
+            later = np.array([np.mean(times[1:]) for times in rounds])
+            first = int(np.argmin([times[0] for times in rounds]))
+            errors.setdefault("regret of one round", []).append(later[first] / later.min() - 1.0)
+    return errors
 
 
-def _weights(
-    x: Floats,
-    y: Floats,
-    terms: Sequence[str],
-    importance: Floats,
-    most: Floats | None = None,
-) -> Floats:
-    """Fit [F] non-negative weights, reweighted twice so that single slow measurements do not
-    dominate.
-
-    ``importance`` [n] multiplies the errors. ``most`` [F] is the upper bound of the weights.
-    """
-    weights = np.zeros(NUM_FEATURES)
-    columns = [INDEX[name] for name in terms]
-    if not columns or not y.any():
-        return weights
-    size = np.maximum(x[:, columns].max(0), 1e-12)
-    scaled = x[:, columns] / size
-    limit = None if most is None else most[columns] * size
-    robust = np.ones_like(y)
-    solution = np.zeros(len(columns))
-    for _ in range(3):
-        factor = importance * robust
-        solution = nonnegative_least_squares(scaled * factor[:, None], y * factor, most=limit)
-        residual = np.abs(scaled @ solution - y) * importance
-        usual = max(float(np.median(residual)), 1e-3)
-        robust = np.sqrt(1.0 / np.maximum(1.0, residual / (3.0 * usual)))
-    weights[columns] = solution / size
-    return weights
+def spearman(a: Floats, b: Floats) -> float:
+    """Return the rank correlation of two lists of different values."""
+    ranks = [np.argsort(np.argsort(values)).astype(float) for values in (a, b)]
+    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])

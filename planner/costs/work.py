@@ -3,24 +3,28 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
-from sbpflow.costs.counts import INDEX, Facts, Key, vector_of, work_of
+from sbpflow.costs.counts import INDEX, Facts, Ints, Key, vector_of, work_of
 from sbpflow.costs.ids import Floats
 from sbpflow.embedding.plan.exchanges import exchange_for
 from sbpflow.embedding.plan.group_plan import Exchange, Member
 from sbpflow.embedding.plan.tables import TableConfig
 from sbpflow.planner.task import Shape, Task
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
 
 
 @dataclass(frozen=True, slots=True)
 class ShapeCost:
     """Contains the counts that one table adds in one shape.
 
-    ``shards`` [S, F] are added to the ranks of the shards, in their order, and ``home`` [F] to
-    every rank. ``keys(ranks)`` are counted once per plan.
+    ``kinds[kind[s]]`` [F] are added to the rank of shard s, and ``home`` [F] to every rank.
+    ``keys(ranks)`` are counted once per plan.
     """
 
-    shards: Floats
+    kinds: Floats
+    kind: Ints
     home: Floats
     keys: Callable[[tuple[int, ...]], tuple[Key, ...]]
 
@@ -50,11 +54,16 @@ def base_work(task: Task) -> Floats:
 def shape_work(task: Task, table: TableConfig, shape: Shape) -> ShapeCost:
     """Return the counts that ``table`` in ``shape`` adds to the ranks of ``task``."""
     size = task.world_size
-    layout, most = shape.layout(task.world), task.most_lookups(table)
+    layout, most = _layout(shape, task.device_type, size), task.most_lookups(table)
     exchange = exchange_for(table, layout, shape.exchange, most, size)
     facts = _facts(task, table)
-    shards, home = work_of(exchange, facts, shape.parts)
-    return ShapeCost(shards, home, _keys(task, table, shape, exchange))
+    work = work_of(exchange, facts, shape.parts)
+    return ShapeCost(*work, _keys(task, table, shape, exchange))
+
+
+@cache
+def _layout(shape: Shape, device_type: str, world_size: int) -> Layout:
+    return shape.layout(Placement.line(device_type, world_size))
 
 
 def _facts(task: Task, table: TableConfig) -> Facts:
@@ -97,9 +106,9 @@ def _keys(
             sums=output.sums,
             stored=stored,
         )
-        group = (output.name, exchange, *exchange.group_key(member))
+        group = (output.name, type(exchange).__qualname__, *exchange.group_key(member))
         stack = (*group, *member.stack_key)
-        result: list[Key] = [
+        result: list[tuple[Any, ...]] = [
             *((INDEX[name], group, number) for number, name in enumerate(exchange.calls)),
             (INDEX["num_stacks"], stack),
         ]
@@ -107,6 +116,7 @@ def _keys(
             result.append((INDEX["num_id_calls"], "lists" if ragged else "matrix"))
         if shape.parts[1] > 1 and rule.shares_row_state:
             result.append((INDEX["num_squares"], stack))
-        return tuple(result)
+        # A search looks keys up millions of times, and a text keeps its hash.
+        return tuple((feature, repr(rest)) for feature, *rest in result)
 
     return keys

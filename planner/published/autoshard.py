@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from sbpflow.planner.published.nets import Scaling, descend, mlp, sums
 from sbpflow.planner.published.setting import NUM_FEATURES, Setting
-from sbpflow.planner.search.problem import Assignment, Ints
+from sbpflow.planner.search.problem import Assignment, Ints, price_of
 
 WIDTH = 32
 ENTROPY, BASELINE, MOST_GRADIENT = 0.001, 0.5, 40.0
@@ -176,8 +176,7 @@ class _Training:
         """
         rewards: list[float] = []
         for number, chosen in enumerate(episodes.chosen.T):
-            measured = setting.measure(setting.whole(episodes.devices(number)))
-            ms = measured.forward + measured.backward
+            ms = price_of(setting.problem, setting.whole(episodes.devices(number))).loads[:, 0]
             if not self.costs:
                 self.model.unit_ms = max(float(ms.mean()), 1e-9)
             for device, cost in enumerate(ms):

@@ -1,17 +1,18 @@
 """Implements DreamShard: measured placements train a cost network, whose output trains a policy.
 
 Source: NeurIPS'22; daochenzha/dreamshard 73128ed and e76a4ad (``models.py``, ``env.py``,
-``training.py``). An MLP over a table's 21 features is summed per device. Three heads predict a
-device's forward, exchange and backward; a fourth predicts the whole placement from the maximum over
-devices. The policy places tables in descending order of predicted cost, with a probability for
-every device with room, and learns by REINFORCE only from the cost network's prediction. As in the
-source, it sees the order of the tables but not the table that it places. Between the updates,
-placements of the policy are measured, and the cost network is trained on all measurements so far.
+``training.py``). An MLP over a table's 21 features is summed per device. Heads predict a device's
+work and exchange; another predicts the whole placement from the maximum over devices. The policy
+places tables in descending order of predicted cost, with a probability for every device with room,
+and learns by REINFORCE only from the cost network's prediction. As in the source, it sees the order
+of the tables but not the table that it places. Between the updates, placements of the policy are
+measured, and the cost network is trained on all measurements so far.
 
-Differences: this machine's prices of whole plans replace measurements, divided by the mean of the
-first ones, because the rates were chosen for milliseconds of another machine; rows, sizes and
-pooling are logarithms, scaled by the training tables instead of each task's own tables; devices
-without room also have probability 0 in training; the episodes of a batch run in parallel.
+Differences: the heads of the forward and the backward are one, because prices do not separate them;
+this machine's prices of whole plans replace measurements, divided by the mean of the first ones,
+because the rates were chosen for milliseconds of another machine; rows, sizes and pooling are
+logarithms, scaled by the training tables instead of each task's own tables; devices without room
+also have probability 0 in training; the episodes of a batch run in parallel.
 """
 
 from collections.abc import Sequence
@@ -24,9 +25,10 @@ from torch.nn import functional
 
 from sbpflow.planner.published.nets import Scaling, descend, mlp, sums
 from sbpflow.planner.published.setting import NUM_FEATURES, Setting
-from sbpflow.planner.search.problem import Assignment, Ints
+from sbpflow.planner.search.problem import Assignment, Ints, price_of
 
 LATENT = 32
+NUM_PARTS = 2
 ENTROPY = 0.001
 
 
@@ -48,14 +50,14 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.table = mlp(NUM_FEATURES, 128, LATENT, last=True)
-        self.heads = nn.ModuleList(mlp(LATENT, 64, 1) for _ in range(3))
+        self.heads = nn.ModuleList(mlp(LATENT, 64, 1) for _ in range(NUM_PARTS))
         self.overall = mlp(LATENT, 64, 1)
         self.policy_table = mlp(NUM_FEATURES, 128, LATENT, last=True)
-        self.policy_cost = mlp(3, 64, 32, last=True)
+        self.policy_cost = mlp(NUM_PARTS, 64, 32, last=True)
         self.policy = nn.Linear(LATENT + 32, 1)
 
     def parts(self, summed: Tensor) -> Tensor:
-        """Map [.., LATENT] of devices to [.., 3]: forward, exchange, backward."""
+        """Map [.., LATENT] of devices to [.., NUM_PARTS]: work and exchange."""
         return torch.cat([head(summed) for head in self.heads], dim=-1)
 
     def whole(self, summed: Tensor) -> Tensor:
@@ -142,7 +144,7 @@ class DreamShard:
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """Stores a measured placement: its costs in units, [devices, 3] and for the whole placement."""
+    """Stores a priced placement: its costs in units, [devices, NUM_PARTS] and for the whole."""
 
     features: Tensor
     devices: Tensor
@@ -183,18 +185,19 @@ class _Training:
             setting = self._any()
             with torch.no_grad():
                 devices, _, _ = self.model.episodes(setting, 1, self.generator)
-            measured = setting.measure(setting.whole(devices[0]))
+            measured = price_of(setting.problem, setting.whole(devices[0]))
             measurements.append((setting, devices[0], measured))
         if not self.samples:
-            self.model.unit_ms = float(np.mean([m.priced.ms for _, _, m in measurements]))
+            self.model.unit_ms = float(np.mean([m.ms for _, _, m in measurements]))
         for setting, devices, measured in measurements:
-            parts = np.stack([measured.forward, measured.exchange, measured.backward], axis=1)
             self.samples.append(
                 _Sample(
                     features=self.model.features(setting),
                     devices=torch.from_numpy(devices),
-                    parts=torch.from_numpy(parts / self.model.unit_ms).float(),
-                    whole=measured.priced.ms / self.model.unit_ms,
+                    parts=torch.from_numpy(
+                        measured.loads[:, :NUM_PARTS] / self.model.unit_ms
+                    ).float(),
+                    whole=measured.ms / self.model.unit_ms,
                 )
             )
 

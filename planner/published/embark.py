@@ -21,8 +21,8 @@ from itertools import product
 import numpy as np
 
 from sbpflow.planner.published.greedy import size_greedy
-from sbpflow.planner.published.setting import EXCHANGE, Setting
-from sbpflow.planner.search.problem import Assignment, Floats, Move, price_of
+from sbpflow.planner.published.setting import Setting
+from sbpflow.planner.search.problem import BYTES, Assignment, Floats, Move, price_of
 from sbpflow.planner.shapes import COPIED, WHOLE, option_number
 from sbpflow.planner.task import Shape
 
@@ -52,14 +52,12 @@ class _Search:
     def __init__(self, setting: Setting) -> None:
         """Derive the weights from the prices of whole tables."""
         self.setting = setting
-        pricing, base = setting.problem.pricing, setting.problem.base[0]
-        phases = pricing.rank_ms(base + setting.rows) - pricing.rank_ms(base)
         batch = setting.task.batch_size
-        work = [n for n in range(phases.shape[1]) if n not in EXCHANGE]
         looked_up = float((batch * setting.dims * setting.pooling).sum())
         sent = float((batch * setting.dims).sum())
-        self.ms_per_lookup = float(phases[:, work].sum()) / looked_up  # per element
-        self.ms_per_output = float(phases[:, EXCHANGE].sum()) / sent
+        work, transfers, _ = setting.rows.sum(axis=0)
+        self.ms_per_lookup = float(work) / looked_up  # per element
+        self.ms_per_output = float(transfers) / sent
 
     def run(self, copied: set[int], unique: set[int]) -> Assignment | None:
         """Return the best of at most 22 plans by the source's own cost; None if no plan fits."""
@@ -109,21 +107,21 @@ class _Search:
         """
         problem, size = self.setting.problem, self.setting.num_ranks
         loads, moves = np.zeros(size), dict[int, Move]()
-        held = problem.pricing.memory(problem.base)
+        held = problem.base[:, BYTES]
         for table in copied:
             number = option_number(problem.options[table], COPIED)
             if number is None:
                 return table
             moves[table] = Move(number, ())
-            held = held + float(problem.pricing.memory(problem.options[table][number].home))
+            held = held + problem.options[table][number].home[BYTES]
         costs = {table: self._shard_cost(table, cut) for table, cut in cuts.items()}
         for table in sorted(cuts, key=lambda t: (-costs[t], t)):
             number = option_number(problem.options[table], self._shape(table, cuts[table], unique))
             if number is None:
                 return table
             option = problem.options[table][number]
-            each = float(problem.pricing.memory(option.shards).max())
-            held = held + float(problem.pricing.memory(option.home))
+            each = float(option.kinds[:, BYTES].max())
+            held = held + option.home[BYTES]
             ranks = self._cheapest(loads, held + each, option.num_shards)
             if ranks is None:
                 return table

@@ -30,7 +30,7 @@ _DAMAGED = (
     *(ValueError, TypeError, LookupError, AttributeError, RuntimeError, EOFError, OSError),
     UnpicklingError,
 )
-VERSION = 1  # increment the version when the same arguments would train another planner
+VERSION = 2  # increment the version when the same arguments would train another planner
 
 
 class Learned(Protocol):
@@ -52,7 +52,7 @@ class Learned(Protocol):
 def path_of(name: str, like: TaskCost, seed: int) -> Path:
     """Return the file of the planner that is trained on tasks like this one."""
     task = like.task
-    facts = [name, VERSION, seed, task.world_size, task.batch_size, task.overlap]
+    facts = [name, VERSION, seed, task.world_size, task.batch_size]
     digest = hashlib.sha256(json.dumps([*facts, like.prices_digest]).encode()).hexdigest()[:20]
     return cache_dir() / "planners" / f"{name}-{digest}.pt"
 

@@ -14,33 +14,19 @@ import numpy as np
 from sbpflow.embedding.plan.tables import TableConfig
 from sbpflow.errors import PlanError
 from sbpflow.planner.costs.features import NUM_BINS
-from sbpflow.planner.costs.simulate import PHASE, PHASES, TRANSFERS
 from sbpflow.planner.search.problem import (
+    BYTES,
     Assignment,
     Floats,
     Ints,
     Move,
     Option,
-    Priced,
     Problem,
-    price_of,
 )
 from sbpflow.planner.shapes import COPIED, WHOLE, option_number
 from sbpflow.planner.task import Shape, Task
 
 NUM_FEATURES = 4 + NUM_BINS
-_BACKWARD = (
-    "backward",
-    "send_grads",
-    "send_dense",
-    "receive_grads",
-    "update",
-    "receive_dense",
-    "update_dense",
-)
-BACKWARD = [PHASE[name] for name in _BACKWARD]
-EXCHANGE = [PHASE[name] for name in TRANSFERS]
-FORWARD = [n for n in range(len(PHASES)) if n not in BACKWARD and n not in EXCHANGE]
 
 
 @dataclass(frozen=True)
@@ -89,15 +75,15 @@ class Setting:
 
     @cached_property
     def rows(self) -> Floats:
-        """Return the [T, features] that each whole table adds to its rank."""
+        """Return the load [T, 3] that each whole table adds to its rank."""
         pairs = zip(self.problem.options, self.whole_option, strict=True)
         chosen = [options[number] for options, number in pairs]
-        return np.stack([o.shards[0] if o.num_shards else o.home for o in chosen])
+        return np.stack([o.kinds[0] if o.num_shards else o.home for o in chosen])
 
     @cached_property
     def held_bytes(self) -> Floats:
         """Return [T] bytes of a whole table on its rank."""
-        return np.asarray(self.problem.pricing.memory(self.rows))
+        return self.rows[:, BYTES]
 
     @cached_property
     def room_bytes(self) -> Floats:
@@ -108,7 +94,7 @@ class Setting:
             (self.problem.options[t][n].home for t, n in enumerate(self.whole_option)),
             start=self.problem.base,
         )
-        return self.problem.limit_bytes - self.problem.pricing.memory(home)
+        return self.problem.limit_bytes - home[:, BYTES]
 
     @cached_property
     def dims(self) -> Floats:
@@ -140,28 +126,8 @@ class Setting:
             for t, (number, device) in enumerate(zip(self.whole_option, devices, strict=True))
         )
 
-    def measure(self, assignment: Assignment) -> "Measured":
-        """Return the times of a plan, computed from the problem's prices."""
-        priced = price_of(self.problem, assignment)
-        return Measured(
-            forward=priced.phases[:, FORWARD].sum(axis=1),
-            exchange=priced.phases[:, EXCHANGE].sum(axis=1),
-            backward=priced.phases[:, BACKWARD].sum(axis=1),
-            priced=priced,
-        )
-
     def option(self, table: int, shape: Shape) -> Option | None:
         """Return a table's option of that shape, or None if it is not allowed."""
         options = self.problem.options[table]
         number = option_number(options, shape)
         return None if number is None else options[number]
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """Stores [ranks] ms of the three parts that DreamShard distinguishes, and the price."""
-
-    forward: Floats
-    exchange: Floats
-    backward: Floats
-    priced: Priced

@@ -1,54 +1,42 @@
-"""Runs the whole search: seeds, local search from the best seeds, and an exact model in between.
+"""Runs the whole search: seeds, local search from the best seeds, and a final descent.
 
-By the model's prices, the result is never worse than any seed. The same problem, seed and effort
-give the same plan, because budgets limit insertions instead of seconds.
+By the model's prices, the result is never worse than any seed, and no table has a better place
+while the others stay. The same problem, seed and effort give the same plan, because budgets limit
+insertions instead of seconds.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from sbpflow.planner.search.exact import cheapest_options, linear_optimum
+import numpy as np
+from tqdm import tqdm
+
+from sbpflow.planner.search.bounds import bound
 from sbpflow.planner.search.insertion import Inserter
-from sbpflow.planner.search.linear import linearized
-from sbpflow.planner.search.local import LocalSearch, lay_out, weights_of
-from sbpflow.planner.search.problem import Assignment, Priced, Problem, check_assignment, price_of
+from sbpflow.planner.search.local import LocalSearch, build, descend, weights_of
+from sbpflow.planner.search.problem import (
+    BYTES,
+    Assignment,
+    Floats,
+    Priced,
+    Problem,
+    check_assignment,
+    price_of,
+)
 from sbpflow.planner.search.seeds import (
-    bytes_of,
     families,
     greedy,
     heaviest_first,
     homogeneous,
     mixed,
-    narrowed,
     partly_copied,
 )
 
 STARTS = 4  # number of seeds that local search improves before it continues with the best
-MIXED = 3  # number of the best shapes that are tried in pairs
-# limit of shards x ranks over all options; above it, only a table's cheapest options are tried
-LARGE = 800_000
-MANY_TABLES = 400  # above this number of tables, only the fastest seeds are used
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
-    """Configures how long to search: ``insertions`` of local search, and time for the exact model.
-
-    ``exact_time`` is in CP-SAT's deterministic units (about a second each); 0 skips the model.
-    """
-
-    insertions: int
-    exact_time: float
-
-    @staticmethod
-    def of(problem: Problem) -> "Effort":
-        """Return the default: about 10 s for 200 tables x 16 ranks, 60 s for 1000 x 128, on one
-        core.
-        """
-        size = problem.num_tables * problem.num_ranks
-        most = max(2000, 6_400_000 // size)
-        insertions = max(800, min(4000, 40 * problem.num_tables, most))
-        return Effort(insertions=insertions, exact_time=0.5 if size <= 800 else 0.0)
+NUM_ALIKE = 8  # number of the cheapest shapes that are tried for all tables
+MIXED = 3  # number of the cheapest shapes that are tried in pairs
+SCALES = (1.1, 1.25)  # of the mean load, for plans that split only what exceeds it
+CLOSE = 3e-3  # search ends within this share of the lower bound: far less than any model's error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,84 +53,83 @@ class Found:
     others: tuple[Assignment, ...]
 
 
+def default_insertions(problem: Problem) -> int:
+    """Return the default effort: a few seconds for 200 tables x 16 ranks, on one core."""
+    return max(800, min(4000, 40 * problem.num_tables))
+
+
 def search(
     problem: Problem,
     *,
     seed: int = 0,
-    effort: Effort | None = None,
+    insertions: int | None = None,
     given: Mapping[str, Assignment] | None = None,
 ) -> Found:
     """Find the fastest plan that fits, or the plan with the smallest excess if none fits.
 
-    ``given`` contains additional plans to start from, by name.
+    ``given`` contains additional plans to start from, by name. ``insertions`` limits local search.
     """
-    effort = effort or Effort.of(problem)
-    inserter = _inserter(problem)
-    weights = weights_of(problem, inserter)
-    plans: dict[str, Assignment] = {}
-    for name, plan in (given or {}).items():
+    insertions = insertions or default_insertions(problem)
+    plans = dict(given or {})
+    for plan in plans.values():
         check_assignment(problem, plan)
-        plans[name] = plan
+    inserter, weights = Inserter(problem), weights_of(problem)
     plans |= greedy(problem, weights, inserter)
-    if problem.num_tables <= MANY_TABLES:
-        alike = dict(homogeneous(problem, weights))
-        rank = {name: price_of(problem, plan).rank for name, plan in alike.items()}
-        pairs = zip(families(problem), alike, strict=True)
-        order = sorted(pairs, key=lambda pair: rank[pair[1]])
-        leading = [shape for shape, _ in order[:MIXED]]
-        plans |= alike
-        plans |= partly_copied(problem, weights, leading)
-        plans |= mixed(problem, weights, leading)
-    priced = {name: price_of(problem, plan) for name, plan in plans.items()}
-    local = LocalSearch(problem, inserter, weights, seed)
-    best = _starts(plans, priced)
-    pool = [local.improve(plan, effort.insertions // 8) for plan in best]
-    if effort.exact_time:
-        leader = min(pool, key=lambda plan: price_of(problem, plan).rank)
-        exact = linear_optimum(problem, leader, exact_time=effort.exact_time, seed=seed)
-        if exact is not None:
-            pool.append(exact.assignment)
-    pool.sort(key=lambda plan: price_of(problem, plan).rank)
-    pool.insert(0, local.improve(pool[0], effort.insertions - local.insertions))
-    pool += best
+    lower = bound(problem, _least_ms(problem, plans))
+    cheapest = Inserter(problem, tuple(options[:1] for options in lower.options))
+    start = build(problem, cheapest, heaviest_first(weights))
+    plans["options of the lower bound"] = start.assignment()
+    local = LocalSearch(problem, inserter, seed, lower.ms * (1 + CLOSE))
+    with tqdm(total=insertions, desc="planning", delay=2, disable=None) as bar:
+        pool = [local.improve(_starts(problem, plans)[0], insertions // 4, bar.update)]
+        if price_of(problem, pool[0]).rank > (0.0, local.enough_ms):
+            plans |= _more_seeds(problem, weights, start.loads[:, :BYTES].mean(axis=0))
+            allowed = bound(problem, _least_ms(problem, plans)).options
+            local.inserter = Inserter(problem, allowed)
+            starts = _starts(problem, plans)
+            pool += [local.improve(plan, insertions // 8, bar.update) for plan in starts]
+            pool.sort(key=lambda plan: price_of(problem, plan).rank)
+            pool.insert(0, local.improve(pool[0], insertions - local.insertions, bar.update))
+    pool = [descend(problem, inserter, pool[0]), *pool, *_starts(problem, plans)]
     unique = sorted(dict.fromkeys(pool), key=lambda plan: price_of(problem, plan).rank)
     return Found(
         assignment=unique[0],
         priced=price_of(problem, unique[0]),
-        seeds=priced,
+        seeds={name: price_of(problem, plan) for name, plan in plans.items()},
         plans=plans,
         others=tuple(unique[1:]),
     )
 
 
-def _inserter(problem: Problem) -> Inserter:
-    """Return an inserter for all options; for large problems, only for the cheapest on the mean
-    rank.
-    """
-    inserter = Inserter(problem)
-    if inserter.num_rows * problem.num_ranks <= LARGE:
-        return inserter
-    whole = [[option.shape for option in mine if option.whole] for mine in problem.options]
-    order = heaviest_first(bytes_of(problem))
-    first = lay_out(problem, narrowed(problem, whole), order).assignment()
-    linear = linearized(problem, first)
-    cheapest = [
-        tuple(cheapest_options(problem, linear, table, first[table].option))
-        for table in range(problem.num_tables)
-    ]
-    return Inserter(problem, tuple(cheapest), most_priced=8)
+def _more_seeds(
+    problem: Problem, weights: Floats, mean: Floats
+) -> Iterator[tuple[str, Assignment]]:
+    """Generate plans by name, for problems in which the first plans are far from the bound."""
+    order = heaviest_first(weights)
+    for scale in SCALES:
+        packed = build(problem, Inserter(problem, floor=scale * mean), order)
+        yield f"packed to {scale} of the mean load", packed.assignment()
+    leading = families(problem)[:NUM_ALIKE]
+    yield from homogeneous(problem, weights, leading)
+    yield from partly_copied(problem, weights, leading[:MIXED])
+    yield from mixed(problem, weights, leading[:MIXED])
 
 
-def _starts(plans: Mapping[str, Assignment], priced: Mapping[str, Priced]) -> list[Assignment]:
-    """Return the best seeds with different prices, so that no plan appears under two names."""
+def _least_ms(problem: Problem, plans: Mapping[str, Assignment]) -> float:
+    prices = (price_of(problem, plan) for plan in plans.values())
+    return min((price.ms for price in prices if price.feasible), default=np.inf)
+
+
+def _starts(problem: Problem, plans: Mapping[str, Assignment]) -> list[Assignment]:
+    """Return the best plans with different prices, so that no plan appears under two names."""
     chosen: list[Assignment] = []
     seen: set[tuple[float, float]] = set()
-    for name in sorted(plans, key=lambda name: priced[name].rank):
-        rank = priced[name].rank
+    ranked = sorted(
+        ((price_of(problem, plan).rank, plan) for plan in plans.values()), key=lambda p: p[0]
+    )
+    for rank, plan in ranked:
         place = (round(rank[0], 3), round(rank[1], 9))
         if place not in seen:
             seen.add(place)
-            chosen.append(plans[name])
-        if len(chosen) == STARTS:
-            break
-    return chosen
+            chosen.append(plan)
+    return chosen[:STARTS]

@@ -1,26 +1,22 @@
-"""Computes lower bounds on the time of any plan, each for a stated model.
+"""Computes a lower bound on the predicted time of any plan.
 
-A step is a convex, symmetric function of the ranks' times (maxima and sums). A plan is therefore at
-least as slow as a plan in which all ranks take its mean, and as a plan in which all ranks take the
-time of any one rank. Both bounds are sums over tables:
+A step is a sum of two maxima over ranks, of work and of transfers. Each is at least the mean of the
+ranks, and at least that of any one rank. Both bounds are sums over tables:
 
 * Each table adds to the mean at least as much as its cheapest option. A multiplier on bytes
   accounts for the memory that the ranks lack in total.
 * The rank with a table's heaviest shard takes the time of that shard plus the work that every
   table adds to all ranks. An option that alone makes this rank slower than the given plan cannot
   be in a better plan and is dropped; shares of the bound apply to such ranks.
-
-The weights of the phases are the slopes of the step at the given plan; there, the bound is
-tightest.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sbpflow.planner.search.linear import Linear, linearized
-from sbpflow.planner.search.problem import Assignment, Floats, Key, Option, Problem, price_of
+from sbpflow.planner.search.problem import BYTES, Floats, Key, Option, Problem
 
 DUAL_ROUNDS = 60
 # These multipliers of bytes are relative to the mean time per memory limit.
@@ -29,63 +25,23 @@ MULTIPLIERS = np.concatenate([[0.0], np.geomspace(1e-4, 1e3, 29)])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """Stores a bound in ``ms`` for the model named by ``kind``; ``gap`` is the plan's excess."""
+    """Stores a bound in ``ms``; ``gap`` is the excess of the plan with ``plan_ms``.
+
+    ``options`` has the options of each table that a faster plan can have, first the one that
+    reaches the bound.
+    """
 
     ms: float
-    kind: str
     plan_ms: float
+    options: tuple[tuple[int, ...], ...]
 
     @property
     def gap(self) -> float:
         return self.plan_ms / self.ms - 1.0 if self.ms > 0 else np.inf
 
 
-def bound(problem: Problem, around: Assignment) -> Bound:
-    """Return a bound for all plans of the problem's options, in the model linearized at ``around``.
-
-    The model is not linear, so a plan far from ``around`` can be faster than this bound.
-    """
-    plan_ms = price_of(problem, around).ms
-    linear = linearized(problem, around)
-    ms = least_ms(problem, _scaled(problem, linear, around), plan_ms)
-    return Bound(ms=ms, plan_ms=plan_ms, kind="model linearized at the plan")
-
-
-def certified(problem: Problem, around: Assignment, slopes: Floats, least: Floats) -> Bound:
-    """Return a bound for all plans in the model itself.
-
-    ``slopes`` [F, P] are the model's slopes without its correction, and ``least`` [P] are the
-    smallest possible factors of the correction.
-    """
-    linear = linearized(problem, around)
-    scaled = _scaled(problem, linear, around)
-    plain = Linear(slopes * least, np.zeros(slopes.shape[1]), scaled.weights)
-    plan_ms = price_of(problem, around).ms
-    return Bound(
-        ms=least_ms(problem, plain, plan_ms),
-        plan_ms=plan_ms,
-        kind="model with the smallest correction",
-    )
-
-
-def _scaled(problem: Problem, linear: Linear, around: Assignment) -> Linear:
-    """Return the linear model with phase weights at the mean rank, scaled to at most its step."""
-    phases = price_of(problem, around).phases.mean(axis=0)
-    even = np.repeat(phases[None], problem.num_ranks, axis=0)
-    tried = np.repeat(even[None], len(phases) + 1, axis=0)
-    step = 1e-6 * max(float(phases.sum()), 1e-9)
-    for phase in range(len(phases)):
-        tried[phase + 1, :, phase] += step
-    times = problem.pricing.combine(tried)
-    weights = np.maximum((times[1:] - times[0]) / step, 0.0)
-    total = float(weights @ phases)
-    if total > float(times[0]):
-        weights *= float(times[0]) / total
-    return Linear(linear.slopes, linear.offsets, weights)
-
-
-def least_ms(problem: Problem, linear: Linear, plan_ms: float) -> float:
-    """Return the least time of a step in the linear model, or ``plan_ms`` if no plan is faster.
+def bound(problem: Problem, plan_ms: float) -> Bound:
+    """Return a bound for all plans of the problem's options, at most ``plan_ms``.
 
     Three kinds of multipliers raise the bound. The first applies to bytes. The second consists of
     shares of a key's cost, paid by the tables that could have the key and in total at most that
@@ -93,12 +49,13 @@ def least_ms(problem: Problem, linear: Linear, plan_ms: float) -> float:
     at most 1. The bound is valid for all their values, so they are raised as long as the bound
     improves (dual ascent).
     """
-    price = linear.slopes @ linear.weights  # [F], ms per count of the mean rank
-    before = (linear.offsets + problem.base @ linear.slopes) @ linear.weights  # [ranks]
-    first = float(before.mean())
-    room = float(problem.limit_bytes.sum() - problem.pricing.memory(problem.base).sum())
-    dual = _Dual(problem, price, plan_ms - float(before.min()), float(np.ptp(before)))
-    return min(first + dual.raised(room), plan_ms)
+    before = problem.base[:, :BYTES]
+    room = float(problem.limit_bytes.sum() - problem.base[:, BYTES].sum())
+    dual = _Dual(problem, plan_ms - float(before.min(axis=0).sum()), np.ptp(before, axis=0))
+    raised, above = dual.raised(room)
+    ms = min(float(before.mean(axis=0).sum()) + raised, plan_ms)
+    options = dual.options(above, plan_ms - ms)
+    return Bound(ms=ms, plan_ms=plan_ms, options=options)
 
 
 class _Dual:
@@ -110,35 +67,44 @@ class _Dual:
     have ``uneven_ms`` less than the mean.
     """
 
-    def __init__(self, problem: Problem, price: Floats, most_ms: float, uneven_ms: float) -> None:
+    def __init__(self, problem: Problem, most_ms: float, uneven_ms: Floats) -> None:
         self._uneven_ms = uneven_ms
         least_home = np.array(
-            [min(float(option.home @ price) for option in options) for options in problem.options]
+            [
+                min(float(option.home[:BYTES].sum()) for option in options)
+                for options in problem.options
+            ]
         )
-        rows: list[tuple[float, float, float, float]] = []
+        self.numbers: list[int] = []
+        rows: list[Floats] = []
         first: list[int] = []
         needs: list[list[Key]] = []
         for table, options in enumerate(problem.options):
             first.append(len(rows))
             others = float(least_home.sum() - least_home[table])
-            usable = [option for option in options if option.num_shards <= problem.num_ranks]
-            priced = [_row(problem, option, price) for option in usable]
-            fast = [others + row[0] + row[2] < most_ms for row in priced]
-            for option, is_fast, row in zip(usable, fast, priced, strict=True):
+            usable = [
+                n for n, option in enumerate(options) if option.num_shards <= problem.num_ranks
+            ]
+            priced = [_row(problem, options[n]) for n in usable]
+            fast = [others + row[0] + row[4] + row[5] < most_ms for row in priced]
+            for number, is_fast, row in zip(usable, fast, priced, strict=True):
                 if is_fast or not any(fast):
                     rows.append(row)
-                    needs.append(_shared(problem, option, price))
-        self.homes, self.spread, self.heaviest, self.sizes = np.array(rows).T
+                    self.numbers.append(number)
+                    needs.append(_shared(problem, options[number]))
+        columns = np.array(rows).T
+        self.homes, self.sizes = columns[0], columns[1]
+        self.spread, self.heaviest = columns[2:4], columns[4:6]
         self.first = np.array(first)
         self.table = np.repeat(np.arange(len(first)), np.diff([*first, len(rows)]))
         known = list(dict.fromkeys(key for keys in needs for key in keys))
-        self.key_ms = np.array([float(price[key[0]]) for key in known])
+        self.key_ms = np.array([_key_ms(problem, key) for key in known])
         place = {key: n for n, key in enumerate(known)}
         pairs = [(row, place[key]) for row, keys in enumerate(needs) for key in keys]
         self.rows = np.array([row for row, _ in pairs], dtype=np.int64)
         self.keys = np.array([key for _, key in pairs], dtype=np.int64)
-        # These are shares of the bound for the ranks with the heaviest shards.
-        self.shares = np.zeros(len(first))
+        # Shares of the bounds of work and of transfers for the ranks with the heaviest shards.
+        self.shares = np.zeros((BYTES, len(first)))
         self._pair_up()
 
     def _pair_up(self) -> None:
@@ -150,32 +116,55 @@ class _Dual:
         self.paid = self.key_ms[self.pair_key] / np.maximum(payers[self.pair_key], 1)
 
     def _priced(self, multiplier: float) -> Floats:
-        ms = self.homes + (1.0 - self.shares.sum()) * self.spread + multiplier * self.sizes
-        ms += self.shares[self.table] * self.heaviest
+        mean = 1.0 - self.shares.sum(axis=1)
+        ms = self.homes + mean @ self.spread + multiplier * self.sizes
+        ms += (self.shares[:, self.table] * self.heaviest).sum(axis=0)
         np.add.at(ms, self.rows, self.paid[self.pair])
         return ms
 
     def value(self, multiplier: float, room: float) -> float:
         """Return the bound for one multiplier on bytes and the current shares."""
-        chosen = np.minimum.reduceat(self._priced(multiplier), self.first).sum()
-        return float(chosen - multiplier * room - self.shares.sum() * self._uneven_ms)
+        return self._total(
+            np.minimum.reduceat(self._priced(multiplier), self.first), multiplier, room
+        )
 
-    def raised(self, room: float) -> float:
-        """Return the best bound over rounds that move the shares to raise it."""
+    def _total(self, least: Floats, multiplier: float, room: float) -> float:
+        uneven = float(self.shares.sum(axis=1) @ self._uneven_ms)
+        return float(least.sum() - multiplier * room) - uneven
+
+    def raised(self, room: float) -> tuple[float, Floats]:
+        """Return the best bound over rounds that move the shares, and [options] the excess of plans
+        with an option over it.
+        """
         unit = max(abs(self.value(0.0, 0.0)), 1e-9)
         bytes_ms = max(
             (float(factor) * unit / max(room, 1.0) for factor in MULTIPLIERS),
             key=lambda multiplier: self.value(multiplier, room),
         )
-        best = self.value(bytes_ms, room)
+        best, above = -np.inf, np.zeros(len(self.table))
         for number in range(DUAL_ROUNDS):
             ms = self._priced(bytes_ms)
             least = np.minimum.reduceat(ms, self.first)
+            value = self._total(least, bytes_ms, room)
+            if value > best:
+                best, above = value, ms - least[self.table]
             near = ms <= least[self.table] + 1e-12
             self._pay(near, 2.0 * unit / len(self.first) / (number + 1))
             self._share(near, 0.5 / (number + 1) / unit)
-            best = max(best, self.value(bytes_ms, room))
-        return best
+        return best, above
+
+    def options(self, above: Floats, most: float) -> tuple[tuple[int, ...], ...]:
+        """Return each table's options at most ``most`` above the bound, in ascending order."""
+        chosen: list[tuple[int, ...]] = []
+        for start, end in pairwise([*self.first, len(self.table)]):
+            order = start + np.argsort(above[start:end], kind="stable")
+            chosen.append(tuple(self.numbers[place] for place in order if above[place] <= most))
+        return tuple(chosen)
+
+    def _first_of(self, near: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """Return each table's first option of those that are marked."""
+        parts = np.split(near, self.first[1:])
+        return self.first + np.array([int(part.argmax()) for part in parts])
 
     def _pay(self, near: NDArray[np.bool_], step_ms: float) -> None:
         """Let tables that choose a key pay more of it, up to its cost."""
@@ -187,24 +176,24 @@ class _Dual:
         self.paid = self.paid / over[self.pair_key]
 
     def _share(self, near: NDArray[np.bool_], step: float) -> None:
-        """Raise the bound's shares for ranks above the mean, up to the whole bound."""
-        chosen = np.array([np.flatnonzero(part)[0] for part in np.split(near, self.first[1:])])
-        chosen = chosen + self.first
-        above = self.heaviest[chosen] - self.spread[chosen].sum() - self._uneven_ms
-        shares = np.maximum(self.shares + step * above, 0.0)
-        self.shares = shares / max(float(shares.sum()), 1.0)
+        """Raise the shares for ranks above the mean, up to the whole bound."""
+        chosen = self._first_of(near)
+        mean = self.spread[:, chosen].sum(axis=1) + self._uneven_ms
+        shares = np.maximum(self.shares + step * (self.heaviest[:, chosen] - mean[:, None]), 0.0)
+        self.shares = shares / np.maximum(shares.sum(axis=1, keepdims=True), 1.0)
 
 
-def _row(problem: Problem, option: Option, price: Floats) -> tuple[float, float, float, float]:
-    """Return the ms of home, of the mean rank's shards and of the heaviest shard, and all bytes."""
-    memory = problem.pricing.memory
-    shards = option.shards @ price
-    held = float(problem.num_ranks * memory(option.home) + memory(option.shards).sum())
-    spread = float(shards.sum()) / problem.num_ranks
-    return float(option.home @ price), spread, float(shards.max(initial=0.0)), held
+def _row(problem: Problem, option: Option) -> Floats:
+    """Return the ms of home, all bytes, and of work and transfers: the mean rank's shards, and the
+    heaviest shard.
+    """
+    size, shards = problem.num_ranks, option.shards
+    held = size * option.home[BYTES] + shards[:, BYTES].sum()
+    spread, heaviest = shards.sum(axis=0) / size, shards.max(axis=0, initial=0.0)
+    return np.array([option.home[:BYTES].sum(), held, *spread[:BYTES], *heaviest[:BYTES]])
 
 
-def _shared(problem: Problem, option: Option, price: Floats) -> list[Key]:
+def _shared(problem: Problem, option: Option) -> list[Key]:
     """Return the option's keys that are not present yet, as if all its possible ranks were the
     same.
     """
@@ -212,15 +201,14 @@ def _shared(problem: Problem, option: Option, price: Floats) -> list[Key]:
     return [
         _anywhere(key, ranks)
         for key in option.keys(ranks)
-        if key not in problem.present and price[key[0]] > 0.0
+        if key not in problem.present and _key_ms(problem, key) > 0.0
     ]
+
+
+def _key_ms(problem: Problem, key: Key) -> float:
+    return float(problem.key_loads[key[0], :BYTES].sum())
 
 
 def _anywhere(key: Key, ranks: tuple[int, ...]) -> Key:
     """Return the key without its ranks, so that it is the same key on any ranks."""
-    if len(ranks) == 0:
-        return key
-    return tuple(
-        "ranks" if part == ranks else _anywhere(part, ranks) if isinstance(part, tuple) else part
-        for part in key
-    )
+    return (key[0], key[1].replace(repr(ranks), "ranks")) if ranks else key

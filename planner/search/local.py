@@ -1,17 +1,26 @@
-"""Implements local search on the full model: remove some tables, reinsert each optimally, repeat.
+"""Implements local search: remove some tables, reinsert each optimally, repeat.
 
 The method is ruin and recreate [Schrimpf et al., J. Computational Physics 2000]. A ruin removes
 tables of the slowest rank and another rank, a whole group, or random tables; a swap exchanges two
 tables between ranks. A worse plan is accepted within a threshold that decreases to 0. The same seed
-and number of insertions give the same plan.
+and number of insertions give the same plan. A last descent moves single tables until no move helps.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from sbpflow.planner.search.insertion import Inserter, goal, goal_of
-from sbpflow.planner.search.problem import Assignment, Floats, Key, Move, Problem, State
+from sbpflow.planner.search.insertion import EVENNESS, NO_ROOM, Inserter, goal
+from sbpflow.planner.search.problem import (
+    BYTES,
+    Assignment,
+    Floats,
+    Key,
+    Move,
+    Option,
+    Problem,
+    State,
+)
 
 START_THRESHOLD = 0.02  # a worse plan is accepted up to this initial excess of the goal
 # A ruin removes at most ``LARGEST_RUIN`` tables; a share ``GROUP_RUIN`` of the ruins moves a whole
@@ -19,56 +28,73 @@ START_THRESHOLD = 0.02  # a worse plan is accepted up to this initial excess of 
 LARGEST_RUIN = 12
 GROUP_RUIN = 0.02
 SWAP_SHARE = 0.3
+LEAST_GAIN = 1e-6  # relative; smaller differences of two plans are rounding errors
 
 
-def build(
-    problem: Problem, inserter: Inserter, order: Sequence[int], start: Sequence[Move] = ()
-) -> State:
+def build(problem: Problem, inserter: Inserter, order: Sequence[int]) -> State:
     """Build a whole plan by inserting tables in ``order``, each in its currently best place."""
-    state = State(problem, start)
+    state = State(problem)
     for table in order:
         state.add(table, inserter.best(state, table).move)
     return state
 
 
-def lay_out(problem: Problem, inserter: Inserter, order: Sequence[int]) -> State:
-    """Build a plan from scores only, for inserters in which only the ranks are open."""
-    state = State(problem)
-    for table in order:
-        state.add(table, inserter.quick(state, table))
-    return state
+def descend(problem: Problem, inserter: Inserter, start: Assignment) -> Assignment:
+    """Move single tables as long as a move makes the plan faster or its excess smaller.
 
-
-def weights_of(problem: Problem, inserter: Inserter) -> Floats:
-    """Return [tables] ms of each table alone, in its best option; heavy tables are placed first.
-
-    The result is summed over ranks and phases, so splitting a table does not make it light.
+    In the result, no insertion of a table is better than its present place.
     """
-    empty = State(problem)
-    before = problem.pricing.rank_ms(empty.totals).sum()
-    weights = np.zeros(problem.num_tables)
-    for table in range(problem.num_tables):
-        empty.add(table, inserter.best(empty, table).move)
-        weights[table] = problem.pricing.rank_ms(empty.totals).sum() - before
-        empty.remove(table)
-    return weights
+    state = State(problem, start)
+    queue, waiting = list(range(problem.num_tables)), 0
+    while waiting < len(queue):
+        table = queue.pop(0)
+        queue.append(table)
+        waiting = 0 if _moved(state, inserter, table) else waiting + 1
+    return state.assignment()
+
+
+def _moved(state: State, inserter: Inserter, table: int) -> bool:
+    """Move the table to a place with a better price, if there is one."""
+    price, before = state.price(), state.remove(table)
+    for insertion in inserter.ranked(state, table):
+        if price.excess_bytes or insertion.ms < price.ms * (1 - LEAST_GAIN):
+            state.add(table, insertion.move)
+            after = state.price()
+            less = after.excess_bytes < price.excess_bytes * (1 - LEAST_GAIN)
+            same = after.excess_bytes <= price.excess_bytes
+            if less or (same and after.ms < price.ms * (1 - LEAST_GAIN)):
+                return True
+            state.remove(table)
+    state.add(table, before)
+    return False
 
 
 class LocalSearch:
-    """Improves plans of one problem; every random choice depends on ``seed``."""
+    """Improves plans of one problem until a plan takes at most ``enough_ms``.
 
-    def __init__(self, problem: Problem, inserter: Inserter, weights: Floats, seed: int) -> None:
-        self.problem, self.inserter, self.weights = problem, inserter, weights
+    Every random choice depends on ``seed``.
+    """
+
+    def __init__(
+        self, problem: Problem, inserter: Inserter, seed: int, enough_ms: float = 0.0
+    ) -> None:
+        self.problem, self.inserter, self.enough_ms = problem, inserter, enough_ms
         self.random = np.random.default_rng(seed)
         self.insertions = 0
+        self._weights = weights_of(problem)
 
-    def improve(self, start: Assignment, insertions: int) -> Assignment:
-        """Return the best plan after this many insertions, never worse than ``start``."""
+    def improve(
+        self, start: Assignment, insertions: int, progress: Callable[[int], object] = int
+    ) -> Assignment:
+        """Return the best plan after this many insertions, never worse than ``start``.
+
+        ``progress`` is called with the number of insertions made since its last call.
+        """
         state = State(self.problem, start)
         current = goal(state)
         best, best_rank = start, state.price().rank
         used, first = 0, self.insertions
-        while used < insertions:
+        while used < insertions and best_rank > (0.0, self.enough_ms):
             threshold = START_THRESHOLD * current * (1.0 - used / insertions) ** 2
             if self.random.random() < SWAP_SHARE:
                 reached = self._swap(state, current + threshold)
@@ -80,6 +106,7 @@ class LocalSearch:
                 rank = state.price().rank
                 if rank < best_rank:
                     best, best_rank = state.assignment(), rank
+            progress(self.insertions - first - used)
             used = self.insertions - first
         return best
 
@@ -96,7 +123,7 @@ class LocalSearch:
         for table in tables:
             state.remove(table)
         noise = self.random.uniform(0.8, 1.25, len(tables))
-        order = np.argsort(-self.weights[tables] * noise, kind="stable")
+        order = np.argsort(-self._weights[tables] * noise, kind="stable")
         reached = 0.0
         for place in order:
             insertion = self.inserter.best(state, tables[place], avoid)
@@ -121,17 +148,15 @@ class LocalSearch:
         return keys[int(self.random.integers(len(keys)))]
 
     def _chosen(self, state: State) -> list[int]:
-        """Choose the tables to remove: from a phase's slowest rank and another rank, or any
-        tables.
-        """
-        most = max(2, min(LARGEST_RUIN, self.problem.num_tables // 3))
+        """Choose the tables to remove: from a slowest rank and another rank, or any tables."""
+        most = min(LARGEST_RUIN, max(4, self.problem.num_tables // 3))
         count = min(int(self.random.integers(1, most + 1)), self.problem.num_tables)
         if self.random.random() < 0.3:
             return self._drawn(range(self.problem.num_tables), count)
-        phases = self.problem.pricing.rank_ms(state.totals)
-        heavy = phases.max(axis=0)
-        phase = int(self.random.choice(len(heavy), p=heavy / heavy.sum()))
-        slowest = int(phases[:, phase].argmax())
+        heavy = state.loads[:, :BYTES].max(axis=0)
+        if not heavy.any():
+            return self._drawn(range(self.problem.num_tables), count)
+        slowest = int(state.loads[:, self.random.choice(BYTES, p=heavy / heavy.sum())].argmax())
         other = int(self.random.integers(self.problem.num_ranks))
         near = [
             table
@@ -152,45 +177,36 @@ class LocalSearch:
             for table, move in enumerate(state.moves)
             if move is not None and options[table][move.option].whole
         }
-        phases = self.problem.pricing.rank_ms(state.totals)
-        slowest = int(phases[:, int(self.random.integers(phases.shape[1]))].argmax())
+        slowest = int(state.loads[:, int(self.random.integers(BYTES))].argmax())
         candidates = [table for table, rank in whole.items() if rank == slowest]
         others = [table for table, rank in whole.items() if rank != slowest]
         if not candidates or not others:
             return None
         table = candidates[int(self.random.integers(len(candidates)))]
         others = self._drawn(others, 64)
-        goals = self._swap_goals(state, table, others, whole, phases)
+        goals = self._swap_goals(state, table, others, whole)
         place = int(np.argmin(goals))
         if goals[place] >= limit:
             return None
         return self._exchange(state, table, others[place], limit)
 
     def _swap_goals(
-        self,
-        state: State,
-        table: int,
-        others: list[int],
-        whole: dict[int, int],
-        phases: Floats,
+        self, state: State, table: int, others: list[int], whole: dict[int, int]
     ) -> Floats:
-        def row(table: int) -> Floats:
+        def shard(table: int) -> Floats:
             move = state.moves[table]
-            return self.problem.options[table][move.option].shards[0] if move else phases[0] * 0
+            return self.problem.options[table][move.option].kinds[0] if move else np.zeros(3)
 
-        # A swap changes only two ranks, so only these ranks are priced; others keep their phases.
-        rank, places = whole[table], np.arange(len(others))
-        change = np.stack([row(other) for other in others]) - row(table)
-        other_ranks = np.array([whole[other] for other in others])
-        totals = np.repeat(state.totals[None], len(others), axis=0)
-        totals[:, rank] += change
-        totals[places, other_ranks] -= change
-        rows = np.stack([totals[:, rank], totals[places, other_ranks]], axis=1)
-        changed = self.problem.pricing.rank_ms(rows)
-        after = np.repeat(phases[None], len(others), axis=0)
-        after[:, rank] = changed[:, 0]
-        after[places, other_ranks] = changed[:, 1]
-        return goal_of(self.problem, totals, after, self.problem.pricing.combine(after))
+        loads, limit = state.loads, self.problem.limit_bytes
+        rank, ranks = whole[table], np.array([whole[other] for other in others])
+        change = np.stack([shard(other) for other in others]) - shard(table)
+        after = np.repeat(loads[None], len(others), axis=0)
+        after[:, rank] += change
+        after[np.arange(len(others)), ranks] -= change
+        step = after[..., :BYTES].max(axis=1).sum(axis=1)
+        even = np.sqrt(np.square(after[..., :BYTES]).mean(axis=1)).sum(axis=1)
+        excess = np.maximum(after[..., BYTES] - limit, 0.0).sum(axis=1)
+        return step + EVENNESS * even + NO_ROOM * excess / limit.mean()
 
     def _exchange(self, state: State, table: int, other: int, limit: float) -> float | None:
         """Swap two whole tables; undo the swap if keys that depend on ranks make it too
@@ -207,3 +223,16 @@ class LocalSearch:
         state.add(table, first)
         state.add(other, second)
         return None
+
+
+def weights_of(problem: Problem) -> Floats:
+    """Return [tables] ms of each table in its cheapest option; heavy tables are placed first."""
+    return np.array(
+        [min(mean_ms(problem, option) for option in options) for options in problem.options]
+    )
+
+
+def mean_ms(problem: Problem, option: Option) -> float:
+    """Return the ms that a table adds to the mean rank, without keys."""
+    spread = option.shards[:, :BYTES].sum() / problem.num_ranks
+    return float(option.home[:BYTES].sum() + spread)

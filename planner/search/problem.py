@@ -1,90 +1,82 @@
-"""Represents a planning problem as arrays: the work that each option of a table adds to the ranks,
-and the cost of sums.
+"""Represents a planning problem as arrays: the load that each option adds to the ranks.
 
-A table's move is an ``Option`` and the ranks of its shards. An option adds a row of features to a
-rank; rows are summed over tables. A ``Pricing`` converts a rank's sums into ms of its phases, and
-the phases of all ranks into the time of a step. A change of plan is therefore a subtraction and an
-addition, and one call prices thousands of changes. The module is pure arithmetic and does not use
-the engine.
+A load has three numbers: ms of work, ms of transfers, and bytes. A table's move is an ``Option``
+and the ranks of its shards. Loads are summed over tables, so a change of plan is a subtraction and
+an addition. A step takes as long as the most work of any rank plus the most transfers of any rank.
+The module is pure arithmetic and does not use the engine.
 """
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from sbpflow.costs.counts import Ints, Key
+from sbpflow.costs.ids import Floats
 from sbpflow.errors import PlanError
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Key = tuple[Any, ...]
+BYTES = 2  # the last number of a load
+NO_LIMIT = 1e18  # bytes
+_NOTHING = np.zeros(3)
+# shards whose loads differ by less are treated as equal when ranks are chosen
+ALIKE = 0.01
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Option:
     """Describes one way to store a table, with its ranks left open.
 
-    ``shape`` names the option. ``shards`` [S, features] is added to the ranks of the shards, and
-    ``home`` [features] is added to every rank for its own samples. A copied table has no shards:
-    all its features are in ``home``. ``keys(ranks)`` are resources that tables can share (a group,
-    a storage): feature ``key[0]`` of every rank is the number of the plan's distinct keys that
-    start with it.
+    ``shape`` names the option. ``kinds[kind[s]]`` is added to the rank of shard s, and ``home`` to
+    every rank for its own samples. A copied table has no shards: its load is in ``home``.
+    ``keys(ranks)`` are resources that tables can share (a group, a storage): every rank has the
+    load ``Problem.key_loads[key[0]]`` for each of the plan's distinct keys.
     """
 
     shape: Hashable
-    shards: Floats
-    home: Floats
+    kinds: Floats  # [K, 3]
+    kind: Ints  # [S]
+    home: Floats  # [3]
     keys: Callable[[tuple[int, ...]], tuple[Key, ...]]
-    alike: bool = True  # whether all shards add about the same features
 
     @property
     def num_shards(self) -> int:
-        return int(self.shards.shape[0])
+        return len(self.kind)
 
     @property
     def whole(self) -> bool:
         """Return whether the table is on a single rank."""
         return self.num_shards == 1
 
+    @property
+    def alike(self) -> bool:
+        """Return whether all shards have about the same load."""
+        kinds = self.kinds
+        return len(kinds) < 2 or bool((np.ptp(kinds, 0) <= ALIKE * np.abs(kinds[0])).all())
 
-class Pricing(Protocol):
-    """Defines the cost model that the search uses; times are in milliseconds.
+    @property
+    def shards(self) -> Floats:
+        """Return the load of every shard, [S, 3]."""
+        return self.kinds[self.kind]
 
-    All functions increase with every feature and phase: more work never makes a step shorter.
-    """
 
-    def rank_ms(self, totals: Floats) -> Floats:
-        """Map [.., features] to [.., phases], separately for each rank."""
-        ...
-
-    def rough_ms(self, totals: Floats) -> Floats:
-        """Approximate ``rank_ms`` at a lower cost: exact enough to select the moves to price."""
-        ...
-
-    def combine(self, phases: Floats) -> Floats:
-        """Map [N, ranks, phases] to [N]: the time of a step."""
-        ...
-
-    def memory(self, totals: Floats) -> Floats:
-        """Map [.., features] to [..] bytes in use; linear in the features."""
-        ...
+def step_ms(loads: Floats) -> Floats:
+    """Map loads [.., ranks, 3] to the ms of a step [..]."""
+    return loads[..., :BYTES].max(axis=-2).sum(axis=-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Contains tables with their options, ranks with their memory, and the cost model.
+    """Contains tables with their options, ranks with their memory, and the loads of keys.
 
     ``options`` contains the allowed options of every table, and ``limit_bytes`` [ranks] the memory
-    of each rank. ``base`` [ranks, features] and the keys ``present`` come from fixed parts, such as
-    pinned tables. Raises PlanError if a table has no option for this many ranks.
+    of each rank. ``base`` [ranks, 3] and the keys ``present`` come from fixed parts, such as pinned
+    tables. Raises PlanError if a table has no option for this many ranks.
     """
 
     names: tuple[str, ...]
     options: tuple[tuple[Option, ...], ...]
     limit_bytes: Floats
-    pricing: Pricing
+    key_loads: Floats = field(repr=False)  # [F, 3], by the first part of a key
     base: Floats = field(repr=False)
     present: tuple[Key, ...] = ()
 
@@ -109,10 +101,6 @@ class Problem:
     def num_ranks(self) -> int:
         return int(self.limit_bytes.shape[0])
 
-    def excess(self, totals: Floats) -> Floats:
-        """Map [.., ranks, features] to [..]: bytes beyond the limits, summed over all ranks."""
-        return np.maximum(self.pricing.memory(totals) - self.limit_bytes, 0.0).sum(axis=-1)
-
 
 @dataclass(frozen=True, slots=True)
 class Move:
@@ -127,12 +115,15 @@ Assignment = tuple[Move, ...]  # one move per table, a complete plan
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """Stores a plan's time, its phases [ranks, phases], and its bytes in use and in excess."""
+    """Stores a plan's time, the loads [ranks, 3], and the bytes in excess of the limits."""
 
     ms: float
-    phases: Floats
-    memory: Floats
+    loads: Floats
     excess_bytes: float
+
+    @property
+    def memory(self) -> Floats:
+        return self.loads[:, BYTES]
 
     @property
     def feasible(self) -> bool:
@@ -145,13 +136,13 @@ class Priced:
 
 
 class State:
-    """Tracks a plan under search: the sums of all ranks, updated as tables are added and
+    """Tracks a plan under search: the loads of all ranks, updated as tables are added and
     removed.
     """
 
     def __init__(self, problem: Problem, assignment: Sequence[Move] = ()) -> None:
         self.problem = problem
-        self.totals = problem.base.copy()
+        self.loads = problem.base.copy()
         self.moves: list[Move | None] = [None] * problem.num_tables
         self.present: dict[Key, int] = dict.fromkeys(problem.present, 1)
         for table, move in enumerate(assignment):
@@ -159,14 +150,11 @@ class State:
 
     def add(self, table: int, move: Move) -> None:
         option = self.problem.options[table][move.option]
-        self.totals += option.home
-        if move.ranks:
-            self.totals[list(move.ranks)] += option.shards
+        self.loads += option.home + self.new_keys(option, move.ranks)
         for key in option.keys(move.ranks):
-            count = self.present.get(key, 0)
-            self.present[key] = count + 1
-            if not count:
-                self.totals[:, key[0]] += 1.0
+            self.present[key] = self.present.get(key, 0) + 1
+        if move.ranks:
+            self.loads[list(move.ranks)] += option.shards
         self.moves[table] = move
 
     def remove(self, table: int) -> Move:
@@ -174,26 +162,20 @@ class State:
         if move is None:
             raise PlanError(f"table {self.problem.names[table]} is not placed")
         option = self.problem.options[table][move.option]
-        self.totals -= option.home
-        if move.ranks:
-            self.totals[list(move.ranks)] -= option.shards
         for key in option.keys(move.ranks):
             self.present[key] -= 1
             if not self.present[key]:
                 del self.present[key]
-                self.totals[:, key[0]] -= 1.0
+        self.loads -= option.home + self.new_keys(option, move.ranks)
+        if move.ranks:
+            self.loads[list(move.ranks)] -= option.shards
         self.moves[table] = None
         return move
 
-    def added(self, option: Option, ranks: tuple[int, ...]) -> Floats:
-        """Return the [features] that a table adds to every rank: its home and its new keys."""
-        extra = option.home
-        fresh = [key[0] for key in option.keys(ranks) if key not in self.present]
-        if fresh:
-            extra = extra.copy()
-            for feature in fresh:
-                extra[feature] += 1.0
-        return extra
+    def new_keys(self, option: Option, ranks: tuple[int, ...]) -> Floats:
+        """Return the load [3] of the option's keys that the plan does not have yet."""
+        new = [key[0] for key in option.keys(ranks) if key not in self.present]
+        return self.problem.key_loads[new].sum(axis=0) if new else _NOTHING
 
     def assignment(self) -> Assignment:
         moves = tuple(move for move in self.moves if move is not None)
@@ -202,12 +184,12 @@ class State:
         return moves
 
     def price(self) -> Priced:
-        phases = self.problem.pricing.rank_ms(self.totals)
+        excess = np.maximum(self.loads[:, BYTES] - self.problem.limit_bytes, 0.0)
         return Priced(
-            ms=float(self.problem.pricing.combine(phases[None])[0]),
-            phases=phases,
-            memory=self.problem.pricing.memory(self.totals),
-            excess_bytes=float(self.problem.excess(self.totals)),
+            ms=float(step_ms(self.loads)),
+            loads=self.loads.copy(),
+            # Rounding errors of sums of bytes must not make a full rank look too full.
+            excess_bytes=float(excess[excess > 0.5].sum()),
         )
 
 

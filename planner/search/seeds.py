@@ -11,8 +11,8 @@ from itertools import combinations
 import numpy as np
 
 from sbpflow.planner.search.insertion import Inserter
-from sbpflow.planner.search.local import build, lay_out
-from sbpflow.planner.search.problem import Assignment, Floats, Key, Problem
+from sbpflow.planner.search.local import build, mean_ms, weights_of
+from sbpflow.planner.search.problem import BYTES, Assignment, Floats, Key, Problem
 
 COPIED_SHARES = (0.25, 0.5, 0.75)  # shares of the tables to copy, the smallest tables first
 
@@ -24,11 +24,12 @@ def heaviest_first(weights: Floats) -> list[int]:
 
 def bytes_of(problem: Problem) -> Floats:
     """Return [tables] bytes of each table when it is stored once, in its smallest option."""
-    held = [
-        [problem.pricing.memory(option.home + option.shards.sum(axis=0)) for option in options]
-        for options in problem.options
-    ]
-    return np.array([float(min(sizes)) for sizes in held])
+    return np.array(
+        [
+            min(float(option.home[BYTES] + option.shards[:, BYTES].sum()) for option in options)
+            for options in problem.options
+        ]
+    )
 
 
 def narrowed(problem: Problem, chosen: Sequence[Sequence[Hashable]]) -> Inserter:
@@ -45,16 +46,26 @@ def narrowed(problem: Problem, chosen: Sequence[Sequence[Hashable]]) -> Inserter
 
 
 def families(problem: Problem) -> list[Hashable]:
-    """Return the shapes that at least one table can have, in order of first appearance."""
-    return list(dict.fromkeys(option.shape for options in problem.options for option in options))
+    """Return the shapes that a table can have, in ascending order of the mean rank's ms if all
+    tables that allow the shape have it.
+    """
+    least = weights_of(problem)
+    total: dict[Hashable, float] = {}
+    for weight, options in zip(least.tolist(), problem.options, strict=True):
+        for option in options:
+            more = mean_ms(problem, option) - weight
+            total[option.shape] = total.get(option.shape, 0.0) + more
+    return sorted(total, key=lambda shape: total[shape])
 
 
-def homogeneous(problem: Problem, weights: Floats) -> Iterator[tuple[str, Assignment]]:
+def homogeneous(
+    problem: Problem, weights: Floats, shapes: Sequence[Hashable]
+) -> Iterator[tuple[str, Assignment]]:
     """Return a plan for every shape, with all tables that allow it in that shape."""
     order = heaviest_first(weights)
-    for shape in families(problem):
+    for shape in shapes:
         inserter = narrowed(problem, [(shape,)] * problem.num_tables)
-        yield f"all {shape}", lay_out(problem, inserter, order).assignment()
+        yield f"all {shape}", build(problem, inserter, order).assignment()
 
 
 def partly_copied(
@@ -76,7 +87,7 @@ def partly_copied(
             chosen = [
                 tuple(copied) if table in small else (rest,) for table in range(problem.num_tables)
             ]
-            built = lay_out(problem, narrowed(problem, chosen), order)
+            built = build(problem, narrowed(problem, chosen), order)
             yield f"{share:.0%} copied, else {rest}", built.assignment()
 
 
@@ -105,7 +116,7 @@ def _paid(problem: Problem, chosen: Sequence[Sequence[Hashable]]) -> Problem:
                 for key in option.keys(tuple(range(option.num_shards))):
                     if key not in present:
                         present[key] = None
-                        base[:, key[0]] += 1.0
+                        base += problem.key_loads[key[0]]
     return replace(problem, base=base, present=tuple(present))
 
 

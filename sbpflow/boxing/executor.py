@@ -48,8 +48,6 @@ class Pending:
     """
 
     def __init__(self, finish: Finish, world: World) -> None:
-        if world.on_wait is not None:
-            finish = partial(world.on_wait, finish)
         self._finish: Finish | None = finish
         if world.wait_at_once:
             result = finish()

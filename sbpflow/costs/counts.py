@@ -8,9 +8,11 @@ identifies it; a rank counts such a feature by its number of distinct keys.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from itertools import product
+from typing import ClassVar, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sbpflow.costs.ids import Floats
 from sbpflow.sbp.sbp import balanced_sizes
@@ -70,10 +72,10 @@ FEATURES = (
 INDEX = {name: place for place, name in enumerate(FEATURES)}
 NUM_FEATURES = len(FEATURES)
 MEMORY, BUFFERS = INDEX["memory_bytes"], INDEX["buffer_bytes"]
-SENT = [INDEX[name] for name in ("ids_bytes", "counted_bytes", "vector_bytes", "gradient_bytes")]
 
+Ints = NDArray[np.int64]
 Counts = Mapping[str, float]  # counts by feature; missing features count as 0
-Key = tuple[Any, ...]  # index of a feature, and the values that distinguish its keys
+Key = tuple[int, str]  # index of a feature, and a text that distinguishes its keys
 Cut = tuple[float, int]  # (row parts, column parts)
 
 
@@ -134,8 +136,11 @@ class Facts:
         return self.vector_item + self.gradient_item
 
     def squares(self, rows: float, cut: Cut) -> dict[str, float]:
-        """Return the counts of the sums over ranks that share ``rows``, in both directions."""
-        return {"square_bytes": 8.0 * rows if cut[1] > 1 and self.shares_state else 0.0}
+        """Return the counts of the sums over ranks that share ``rows``; in a ring of N ranks, each
+        sends (N - 1) / N of the 4-byte numbers twice.
+        """
+        sent = 8.0 * rows * (cut[1] - 1) / cut[1]
+        return {"square_bytes": sent if self.shares_state else 0.0}
 
 
 class Counted(Protocol):
@@ -155,19 +160,18 @@ def vector_of(counts: Counts) -> Floats:
     return values
 
 
-def work_of(exchange: Counted, facts: Facts, cut: tuple[int, int]) -> tuple[Floats, Floats]:
-    """Return counts of an evenly divided table: [S, F] for its shards, and [F] for every rank.
+def work_of(exchange: Counted, facts: Facts, cut: tuple[int, int]) -> tuple[Floats, Ints, Floats]:
+    """Return the counts of an evenly divided table: ``kinds``, ``kind`` and ``home``.
 
-    Shards are in row-major order. The work of equal shards is computed only once: there are at most
-    two sizes per dimension.
+    ``kinds`` [K, F] has a row for each distinct size of a shard: there are at most two sizes per
+    dimension. Shard s, in row-major order, is of kind ``kind[s]``. ``home`` [F] is for every rank.
     """
     home = vector_of(exchange.home(facts, cut))
     if exchange.copies:
-        return np.zeros((0, NUM_FEATURES)), home
+        return np.zeros((0, NUM_FEATURES)), np.zeros(0, dtype=np.int64), home
     rows, widths = balanced_sizes(facts.num_rows, cut[0]), balanced_sizes(facts.dim, cut[1])
-    by_size = {
-        (row, width): vector_of(exchange.part(facts, cut, row, width))
-        for row in set(rows)
-        for width in set(widths)
-    }
-    return np.stack([by_size[row, width] for row in rows for width in widths]), home
+    sizes = list(product(dict.fromkeys(rows), dict.fromkeys(widths)))
+    kinds = [vector_of(exchange.part(facts, cut, row, width)) for row, width in sizes]
+    number = {size: place for place, size in enumerate(sizes)}
+    kind = np.array([number[row, width] for row in rows for width in widths], dtype=np.int64)
+    return np.stack(kinds), kind, home

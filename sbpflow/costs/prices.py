@@ -10,7 +10,7 @@ to the link's speed affect the ranking.
 
 from dataclasses import dataclass
 
-from sbpflow.costs.counts import INDEX, SENT, vector_of
+from sbpflow.costs.counts import vector_of
 from sbpflow.costs.ids import Floats
 
 INDEX_NS = 4.0  # price of finding an id among the unique ids
@@ -19,6 +19,12 @@ SUM_NS, SUM_NS_PER_COLUMN = 4.0, 0.35
 COPY_NS_PER_BYTE = 0.06
 GROUP_MS, STACK_MS = 2.5, 0.5
 
+SENT = vector_of(
+    dict.fromkeys(
+        ("ids_bytes", "counted_bytes", "vector_bytes", "gradient_bytes", "square_bytes"), 1.0
+    )
+)
+"""[F] bytes that a rank sends per count."""
 WORK_NS = vector_of(
     {
         "home_sort": INDEX_NS + SUM_NS,
@@ -34,8 +40,7 @@ WORK_NS = vector_of(
         "copied_bytes": COPY_NS_PER_BYTE,
     }
 )
-# ``_CALLS`` are the numbers of transfers per group, round of rows, or stack.
-_CALLS = {
+CALLS = {  # transfers per group, round of rows, or stack
     "num_dense_groups": 2,
     "num_summed_groups": 2,
     "num_whole_groups": 1,
@@ -44,7 +49,9 @@ _CALLS = {
     "num_squares": 1,
     "num_id_calls": 1,
 }
-_GROUPS = [INDEX[name] for name in _CALLS if name not in ("num_squares", "num_id_calls")]
+_GROUPS = [name for name in CALLS if name not in ("num_squares", "num_id_calls")]
+WORK_MS = 1e-6 * WORK_NS + vector_of({**dict.fromkeys(_GROUPS, GROUP_MS), "num_stacks": STACK_MS})
+"""[F] milliseconds per count of a rank's work, without its transfers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +67,18 @@ class Price:
         return self.work_ms + self.transfer_ms
 
 
+def transfer_ms(byte_ms: float, call_ms: float) -> Floats:
+    """Return the [F] milliseconds per count of a rank's transfers."""
+    return byte_ms * SENT + call_ms * vector_of(CALLS)
+
+
 def price_of(totals: Floats, gb_per_s: float, latency_ms: float) -> Price:
     """Return the price of a step with the counts ``totals`` [ranks, F] of its ranks.
 
     The link has ``gb_per_s`` of bandwidth and costs ``latency_ms`` per call.
     """
-    sent = float((totals[:, SENT].sum(1) + totals[:, INDEX["square_bytes"]]).max())
-    groups, stacks = totals[0, _GROUPS].sum(), totals[0, INDEX["num_stacks"]]
-    calls = sum(count * totals[0, INDEX[name]] for name, count in _CALLS.items())
-    work_ns = float((totals @ WORK_NS).max())
     return Price(
-        work_ms=1e-6 * work_ns + GROUP_MS * groups + STACK_MS * stacks,
-        transfer_ms=1e-6 * sent / gb_per_s + latency_ms * calls,
-        sent_bytes=int(sent),
+        work_ms=float((totals @ WORK_MS).max()),
+        transfer_ms=float((totals @ transfer_ms(1e-6 / gb_per_s, latency_ms)).max()),
+        sent_bytes=int((totals @ SENT).max()),
     )

@@ -14,7 +14,7 @@ from sbpflow.embedding.plan.price import plan_totals, price_plan
 from sbpflow.embedding.storage.measure import StackShape
 from sbpflow.errors import ConfigError
 from sbpflow.planner.clusters import described
-from sbpflow.planner.costs.cost import TaskCost
+from sbpflow.planner.costs.cost import TaskCost, count_work
 from sbpflow.planner.search.auto import search
 from sbpflow.planner.shapes import plan_of, problem_of, shapes_of
 from sbpflow.planner.task import Shape, embedding_plan
@@ -116,7 +116,7 @@ def test_own_exchange_is_priced_and_planned():
         task.check(plan)
         engine = embedding_plan(task, plan)
         assert [group.exchange for group in engine.groups] == ["two_hops"]
-        totals = cost.totals(plan)
+        totals = count_work(task, plan)
         assert totals[0, INDEX["num_row_transfers"]] == 2  # one per round
         assert cost.predict(plan).step_ms > 0
         priced = plan_totals(engine, task.batch_size, {})

@@ -1,24 +1,27 @@
-"""Tests counts, prices and the simulated step, compared with the engine's own plan."""
+"""Tests counts, prices and the predicted step, compared with the engine's own plan."""
 
 import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
-from sbpflow.costs.counts import INDEX, MEMORY, NUM_FEATURES
+from sbpflow.costs.counts import INDEX, MEMORY, vector_of
 from sbpflow.errors import ConfigError
-from sbpflow.planner.calibration.records import count_work
 from sbpflow.planner.clusters import described
-from sbpflow.planner.costs.cost import TaskCost
-from sbpflow.planner.costs.profile import Fusion, Profile, load, weights_from
-from sbpflow.planner.costs.simulate import (
-    NUM_PHASES,
-    PHASE,
-    step_ms,
+from sbpflow.planner.costs.cost import TaskCost, count_work
+from sbpflow.planner.costs.profile import ERROR, Link, Profile, default_path, load
+from sbpflow.planner.search.problem import price_of
+from sbpflow.planner.shapes import assignment_of, problem_of
+from sbpflow.planner.task import (
+    Choice,
+    DenseWork,
+    Shape,
+    embedding_plan,
+    plan_from_yaml,
+    plan_to_yaml,
 )
-from sbpflow.planner.task import Choice, Shape, embedding_plan, plan_from_yaml, plan_to_yaml
-from sbpflow.training.step_schedule import IDS, OVERLAPPED, SERIAL, VECTORS
 from tests.planner.tasks import every_shape, make_task, mixed_plan, random_plan
 
 TASK = make_task()
@@ -100,32 +103,6 @@ def test_ranks_receive_what_other_ranks_send(choice):
         np.testing.assert_allclose(totals[INDEX[sent]], totals[INDEX[received]], err_msg=sent)
 
 
-def test_totals_are_the_base_and_the_counts_of_each_table():
-    cost, plan = price(), mixed_plan(TASK)
-    totals = np.tile(cost.base(), (4, 1))
-    keys = set()
-    for table in TASK.tables:
-        choice = plan[table.name]
-        counts = cost.shape_cost(table, choice.shape)
-        num_shards = 0 if choice.shape.copied else choice.shape.num_shards
-        assert counts.shards.shape == (num_shards, NUM_FEATURES)
-        totals += counts.home
-        for rank, shard in zip(choice.ranks, counts.shards, strict=False):
-            totals[rank] += shard
-        keys |= set(counts.keys(choice.ranks))
-    for key in keys:
-        totals[:, key[0]] += 1
-    np.testing.assert_allclose(cost.totals(plan), totals)
-    assert (totals >= -1e-6).all()
-
-
-def test_plans_priced_together_cost_what_each_costs_alone():
-    cost = price()
-    plans = [random_plan(TASK, seed) for seed in range(5)]
-    steps = cost.combine(cost.rank_ms(np.stack([cost.totals(plan) for plan in plans])))
-    np.testing.assert_allclose(steps, [cost.predict(plan).step_ms for plan in plans])
-
-
 def test_a_written_plan_is_read_back(tmp_path):
     plan, path = mixed_plan(TASK), tmp_path / "tables.yaml"
     path.write_text(plan_to_yaml(plan, {"predicted_step_ms": 1.5}))
@@ -149,122 +126,54 @@ def test_a_plan_that_the_engine_cannot_run_is_refused():
         TASK.check(plan)
 
 
-# The simulated step
+def test_a_step_is_the_most_work_and_the_most_transfers():
+    cost, plan = price(), mixed_plan(TASK)
+    totals, prediction = count_work(TASK, plan), price().predict(plan)
+    work, transfers = (totals @ cost.prices).T[:2]
+    assert prediction.step_ms == pytest.approx(work.max() + transfers.max())
+    assert cost.prices[INDEX["square_bytes"], 1] > 0, "squares of rowwise optimizers travel"
+    problem = problem_of(cost, given=plan)
+    planned = price_of(problem, assignment_of(problem, plan))
+    assert planned.ms == pytest.approx(prediction.step_ms)
+    np.testing.assert_allclose(planned.memory, prediction.memory_bytes, atol=1)
 
 
-def phases(**ms):
-    """Return [1, 2 ranks, P] times of the named phases, by rank."""
-    times = np.zeros((1, 2, NUM_PHASES))
-    for name, values in ms.items():
-        times[0, :, PHASE[name.replace("_", " ") if name not in PHASE else name]] = values
-    return times
-
-
-def test_a_serial_step_is_a_sum():
-    given = phases(start_id_exchange=(1, 2), lookup=(3, 1), update=(2, 2), vectors=(4, 4))
-    # Rank 1 ends its lookup at 3 ms, rank 0 at 4 ms; vectors take 4 ms more, and then the update
-    # follows.
-    assert step_ms(given, {}, SERIAL) == pytest.approx([4 + 4 + 2])
-
-
-def test_transfers_sent_ahead_are_hidden_by_the_moves_between():
-    given = phases(
-        lookup=(1, 1), gather_outputs=(1, 1), forward=(2, 2), backward=(3, 3), ids=(4, 4)
+def test_a_step_of_several_batches_has_one_dense_update():
+    task = replace(TASK, dense=DenseWork(parameters=10_000_000))
+    plan = mixed_plan(task)
+    one, three = (
+        price(task=replace(task, accumulate=count)).predict(plan).step_ms for count in (1, 3)
     )
-    assert step_ms(given, {IDS: 1.0}, OVERLAPPED) == pytest.approx([7.0])
-    assert step_ms(given, {IDS: 0.0}, OVERLAPPED) == pytest.approx([11.0])
-    longer = phases(
-        lookup=(1, 1), gather_outputs=(1, 1), forward=(2, 2), backward=(3, 3), ids=(9, 9)
-    )
-    # The ids of the next batch are sent after the lookup and needed before the next lookup: the
-    # first step has its ids and takes 7 ms, and each later step takes 10 ms.
-    assert step_ms(longer, {IDS: 1.0}, OVERLAPPED) == pytest.approx([(7 + 10 + 10) / 3])
-
-
-def test_transfers_take_turns_on_the_link():
-    both = phases(lookup=(1, 1), vectors=(5, 5), ids=(5, 5), gather_outputs=(1, 1))
-    alone = phases(lookup=(1, 1), vectors=(5, 5), gather_outputs=(1, 1))
-    hidden = {VECTORS: 1.0, IDS: 1.0}
-    assert step_ms(both, hidden)[0] > step_ms(alone, hidden)[0] + 2
-
-
-@pytest.mark.parametrize("schedule", [OVERLAPPED, SERIAL], ids=["overlapped", "serial"])
-def test_a_step_of_several_batches_has_one_dense_update(schedule):
-    given = phases(lookup=(2, 2), backward=(1, 1), update=(3, 3), update_dense=(10, 10))
-    given += phases(dense_gradients=(1, 1), row_gradients=(2, 2), receive_grads=(0.5, 0.5))
-    one, three = (float(step_ms(given, {}, schedule, batches=n)[0]) for n in (1, 3))
-    assert one == pytest.approx(2 + 1 + 2 + 0.5 + 3 + 1 + 10)
-    assert three == pytest.approx(3 * one - 2 * (10 + 1))
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("seed", range(8))
-def test_a_longer_phase_never_makes_the_step_shorter(seed, overlap):
-    random = np.random.default_rng(seed)
-    given = random.random((1, 3, NUM_PHASES)) * 5
-    hidden = {IDS: 0.5, VECTORS: float(random.random())}
-    more = np.repeat(given, NUM_PHASES, 0)
-    for phase in range(NUM_PHASES):
-        more[phase, random.integers(3), phase] += random.random() * 4
-    schedule = OVERLAPPED if overlap else SERIAL
-    for batches in (1, 2, 5):
-        later, before = (step_ms(one, hidden, schedule, batches=batches) for one in (more, given))
-        assert (later >= before - 1e-9).all()
+    once = vector_of({"always": 1.0, "dense_parameters": 1e7}) @ price(task=task).prices
+    assert three == pytest.approx(3 * one - 2 * once[:2].sum())
 
 
 # Profiles
 
 
-def learned(low=0.5, high=2.0):
-    random = np.random.default_rng(3)
-    mix = random.random((2, NUM_FEATURES)) * 1e-4
-    fusion = Fusion(
-        mix=tuple(map(tuple, mix.tolist())), scale=(1.0, 2.0), power=(0.8, 1.3), low=low, high=high
-    )
-    weights = weights_from(
-        {"update": {"step_rows": 1e-4, "always": 0.2}, "lookup": {"read_rows": 1e-4}}
-    )
-    return Profile(weights=weights, world_size=2, backend="gloo", members=({"update": fusion},) * 2)
-
-
-def test_corrections_are_bounded_and_increase_with_work():
-    cost = price(learned())
-    random = np.random.default_rng(0)
-    totals = random.random((200, NUM_FEATURES)) * 10 ** random.uniform(0, 5, (200, NUM_FEATURES))
-    ms = cost.rank_ms(totals)
-    plain = np.maximum(totals @ cost.linear, 0.0)
-    low, high = cost.bounds
-    assert (ms >= low * plain - 1e-9).all()
-    assert (ms <= high * plain + 1e-9).all()
-    assert (ms[:, PHASE["update"]] != plain[:, PHASE["update"]]).any()
-    more = cost.rank_ms(totals + random.random(totals.shape) * totals)
-    assert (more >= ms - 1e-9).all()
+def measured(**changes):
+    link = Link(within_gb_per_s=2.0, within_call_ms=0.3)
+    given = {"work_ms": {"step_rows": 1e-4, "always": 0.2}, "link": link, "errors": {ERROR: 0.3}}
+    return Profile(**{**given, "world_size": 2, "backend": "gloo", **changes})
 
 
 def test_a_written_profile_is_read_back(tmp_path):
     path = tmp_path / "profile.json"
-    learned().save(path)
-    again = load(path)
-    assert again == learned()
-    np.testing.assert_allclose(again.weights_for(2), learned().weights_for(2))
+    measured().save(path)
+    assert load(path) == measured()
+    assert price(load(path)).predict(mixed_plan(TASK)).error == 0.3
+    assert np.isnan(price().predict(mixed_plan(TASK)).error), "nothing was measured"
 
 
-def test_a_profile_with_the_former_names_of_phases_is_read(tmp_path):
+def test_a_profile_of_the_former_format_is_refused_with_both_versions(tmp_path):
     path = tmp_path / "profile.json"
-    profile = learned()
-    fusion = profile.members[0]["update"]
-    profile = replace(profile, members=({"lookup": fusion, "update": fusion},))
-    tree = json.loads(profile.as_json())
-    former = {"start_id_exchange": "begin", "exchange_ids": "advance", "lookup": "look_up"}
-    former |= {"gather_outputs": "outputs", "send_grads": "push", "receive_grads": "collect"}
-    assert set(former) <= set(tree["phases"])
-    tree["phases"] = [former.get(name, name) for name in tree["phases"]]
-    tree["members"] = [{former.get(n, n): fusion for n, fusion in tree["members"][0].items()}]
-    path.write_text(json.dumps(tree))
-    assert load(path) == profile
+    path.write_text(json.dumps({"format": 3, "weights": [], "members": []}))
+    message = r"profile.json is not a profile of this version \(format is 3; this version reads 4\)"
+    with pytest.raises(ConfigError, match=message + "; rerun sbpflow calibrate"):
+        load(path)
 
 
-@pytest.mark.parametrize("content", ["", "{}", '{"format": 99, "features": [], "phases": []}'])
+@pytest.mark.parametrize("content", ["", "{}", '{"format": 99, "work_ms": {}}'])
 def test_an_invalid_profile_is_refused_with_the_command_that_makes_one(tmp_path, content):
     path = tmp_path / "profile.json"
     with pytest.raises(ConfigError, match="calibrate"):
@@ -275,23 +184,20 @@ def test_an_invalid_profile_is_refused_with_the_command_that_makes_one(tmp_path,
 
 
 def test_calls_cost_more_with_more_ranks_and_nothing_on_one():
-    weights = weights_from({"vectors": {"num_row_transfers": 0.5, "vector_bytes": 1e-6}})
-    profile = Profile(weights=weights, world_size=2, backend="gloo")
-    column = PHASE["vectors"]
-    assert profile.weights_for(4)[INDEX["num_row_transfers"], column] == pytest.approx(1.5)
-    assert profile.weights_for(4)[INDEX["vector_bytes"], column] == pytest.approx(1e-6)
-    assert profile.weights_for(1)[:, column].sum() == 0
-    alone = replace(profile, world_size=1)
-    assert alone.weights_for(1).sum() == 0
+    calls, sent = INDEX["num_dense_groups"], INDEX["vector_bytes"]
+    assert measured().prices(2)[calls, 1] == pytest.approx(2 * 0.3)
+    assert measured().prices(4)[calls, 1] == pytest.approx(2 * 0.9)
+    assert measured().prices(4)[sent, 1] == pytest.approx(0.5e-6)
+    assert measured().prices(1)[:, 1].sum() == 0
+    alone = measured(world_size=1, link=Link())
+    assert alone.prices(1)[:, 1].sum() == 0
     with pytest.raises(ConfigError, match=r"world of 2; .*calibrate --ranks 2"):
-        alone.weights_for(2)
-    described_link = replace(alone, link=described("h100-dgx").link)
-    assert described_link.weights_for(2)[:, column].sum() > 0
+        alone.prices(2)
 
 
-def test_an_optimizer_that_was_not_measured_is_named():
-    profile = Profile(
-        weights=learned().weights, world_size=2, backend="gloo", step_factors={"sgd": 1.0}
-    )
-    with pytest.raises(ConfigError, match="no times of rowwise_adagrad, only of sgd"):
-        TaskCost(profile, TASK).totals(mixed_plan(TASK))
+def test_profiles_of_different_backends_and_gpus_have_different_files(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB")
+    cpu, first = default_path("cpu"), default_path("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
+    assert len({cpu, first, default_path("cuda")}) == 3
+    assert cpu.name.endswith("-gloo.json")

@@ -13,11 +13,11 @@ import pytest
 
 from sbpflow.errors import PlanError
 from sbpflow.planner import plan_cache
-from sbpflow.planner.calibration.records import plan_tree
 from sbpflow.planner.clusters import described
 from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.plan_cache import chosen_once
 from sbpflow.planner.planners import make_plan
+from sbpflow.planner.task import plan_tree
 from sbpflow.planner.workloads import random_task
 from sbpflow.runtime.files.cache_dir import cache_dir
 
@@ -61,7 +61,7 @@ def test_the_file_name_depends_on_everything_that_the_choice_does(changed, monke
     elif changed == "batch":
         task = replace(TASK, batch_size=2 * TASK.batch_size)
     elif changed == "prices":
-        profile = replace(profile, buffer_factor=2.0)
+        profile = replace(profile, world_size=4)
     else:
         monkeypatch.setattr(plan_cache, "_code", lambda: "other")
     chosen_once(TaskCost(profile, task), seed, chooser)

@@ -11,9 +11,8 @@ from sbpflow.costs.counts import INDEX
 from sbpflow.errors import ConfigError
 from sbpflow.planner.__main__ import main
 from sbpflow.planner.clusters import MACHINES, crowded, described, link_of, with_link
-from sbpflow.planner.costs.profile import Link, Profile, weights_from
-from sbpflow.planner.costs.simulate import NUM_PHASES, PHASE
-from sbpflow.planner.scaling import clusters, communication_share
+from sbpflow.planner.costs.profile import Link, Profile
+from sbpflow.planner.scaling import clusters
 
 TABLES = {
     "batch_size": 4096,
@@ -54,13 +53,6 @@ def test_weak_scaling_keeps_the_samples_of_each_rank(tables):
     assert float(weak[1][1]) > float(strong[1][1])
 
 
-def test_the_share_of_communication_counts_the_slowest_ranks():
-    phases = np.zeros((2, NUM_PHASES))
-    phases[:, PHASE["update"]] = 3, 1
-    phases[:, PHASE["vectors"]] = 0, 1
-    assert communication_share(phases) == pytest.approx(0.25)
-
-
 def test_bytes_to_other_nodes_cost_their_share_of_the_slower_link():
     link = Link(
         ranks_per_node=4,
@@ -69,25 +61,27 @@ def test_bytes_to_other_nodes_cost_their_share_of_the_slower_link():
         within_call_ms=0.01,
         between_call_ms=0.02,
     )
-    assert link.per_byte_ms(4) == pytest.approx(1e-8)
+    assert link.byte_ms(4) == pytest.approx(1e-8)
     # 4 of the 7 other ranks are on another node
-    assert link.per_byte_ms(8) == pytest.approx(1e-7 * 4 / 7)
+    assert link.byte_ms(8) == pytest.approx(1e-7 * 4 / 7)
     assert link.call_ms(4) == pytest.approx(0.03)
     assert link.call_ms(8) == pytest.approx(0.14)
 
 
+def measured(**changes):
+    given = {"work_ms": {"step_rows": 1e-4, "always": 1.0}, "world_size": 2, "backend": "gloo"}
+    link = Link(within_gb_per_s=2.0, within_call_ms=0.5)
+    return Profile(**{"link": link, "sources": {"work": "measured"}, **given, **changes})
+
+
 def test_another_link_changes_only_transfers_and_is_reported_as_assumed():
-    terms = {"update": {"step_rows": 1e-4}, "vectors": {"vector_bytes": 5.0}}
-    measured = Profile(
-        weights=weights_from(terms), world_size=2, backend="gloo", sources={"work": "measured"}
-    )
     link = MACHINES["h100-dgx"].link
-    moved = with_link(measured, link, "links of h100-dgx")
-    weights = moved.weights_for(16)
-    assert weights[INDEX["step_rows"], PHASE["update"]] == 1e-4
-    assert weights[INDEX["vector_bytes"], PHASE["vectors"]] == pytest.approx(link.per_byte_ms(16))
+    moved = with_link(measured(), link, "links of h100-dgx")
+    prices = moved.prices(16)
+    assert prices[INDEX["step_rows"], 0] == 1e-4
+    assert prices[INDEX["vector_bytes"], 1] == pytest.approx(link.byte_ms(16))
     assert moved.sources == {"work": "measured", "transfers": "assumed: links of h100-dgx"}
-    assert described("a100-dgx").sources["work"] == "assumed"
+    assert described("a100-dgx").sources["work"].startswith("assumed, nothing measured")
 
 
 @pytest.mark.parametrize(
@@ -117,7 +111,7 @@ def test_ethernet_is_shared_by_the_ranks_of_a_node():
     alone, source = link_of("25gbit")
     assert "25gbit" in source
     # All of the 1 MB leaves the node, at 94 % of 25 Gbit/s.
-    assert alone.per_byte_ms(4) * 1e6 == pytest.approx(8e-3 / 25 / 0.94 * 1e3)
+    assert alone.byte_ms(4) * 1e6 == pytest.approx(8e-3 / 25 / 0.94 * 1e3)
     shared, _ = link_of("25gbit", 4)
     assert shared.between_gb_per_s == pytest.approx(alone.between_gb_per_s / 4)
     with pytest.raises(ConfigError, match="--link: 'infiniband'; use h100-dgx, a100-dgx, or"):
@@ -126,12 +120,11 @@ def test_ethernet_is_shared_by_the_ranks_of_a_node():
 
 def test_ranks_beyond_the_cores_take_turns(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    weights = weights_from({"update": {"always": 1.0}, "vectors": {"num_row_transfers": 2.0}})
-    profile = Profile(weights=weights, world_size=2, backend="gloo")
+    profile = measured()
     assert crowded(profile, 2) is profile
     assert crowded(profile, 1) is profile
-    np.testing.assert_allclose(crowded(profile, 6).matrix, 3 * profile.matrix)
-    many = Profile(weights=weights, world_size=8, backend="gloo", about={"ranks on a machine": "4"})
-    np.testing.assert_allclose(crowded(many, 2).matrix, profile.matrix / 2)
-    cuda = Profile(weights=weights, world_size=2, backend="nccl")
+    np.testing.assert_allclose(crowded(profile, 6).prices(2), 3 * profile.prices(2))
+    many = measured(world_size=8, about={"ranks on a machine": "4"})
+    np.testing.assert_allclose(crowded(many, 2).prices(2), profile.prices(2) / 2)
+    cuda = measured(backend="nccl")
     assert crowded(cuda, 6) is cuda

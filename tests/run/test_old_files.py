@@ -27,10 +27,10 @@ from sbpflow.data.__main__ import main as data_main
 from sbpflow.data.read.loaders import open_loaders
 from sbpflow.errors import ConfigError
 from sbpflow.models.registry import MODELS
-from sbpflow.planner.choose import choose
 from sbpflow.planner.clusters import described
 from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.costs.profile import load as load_profile
+from sbpflow.planner.feasible import choose
 from sbpflow.planner.tables_file import read_tables
 from sbpflow.planner.task import plan_from_yaml
 from sbpflow.run.execution.job import build_job
@@ -275,7 +275,7 @@ def test_old_exported_tensors_equal_the_checkpoint():
 
 def test_an_old_calibration_is_refused_and_an_old_plan_is_priced():
     with pytest.raises(
-        ConfigError, match=r"format is 2; this version reads 3.*run sbpflow calibrate"
+        ConfigError, match=r"format is 2; this version reads 4.*run sbpflow calibrate"
     ):
         load_profile(OLD / "profile.json")
     cost = TaskCost(described("h100-dgx"), read_tables(OLD / "tables.json").task(2))

@@ -28,7 +28,7 @@ from sbpflow.data import fields_of, load_manifest
 from sbpflow.data.stats import load_stats
 from sbpflow.errors import ConfigError
 from sbpflow.models.registry import MODELS
-from sbpflow.planner.costs.profile import Profile, default_path, weights_from
+from sbpflow.planner.costs.profile import Link, Profile, default_path
 from sbpflow.planner.for_run import plan_tables
 from sbpflow.planner.task import embedding_plan, rules
 from sbpflow.run.planning.build_plan import plan_run
@@ -44,18 +44,9 @@ SMALL = ["model.hidden=[16]", "data.batch_size=1000", "parallel.scheme=null"]
 
 def profile(step_row=1e-3, vector_byte=1e-6):
     """Return a machine on which only row updates and vector bytes have a cost."""
-    terms = {
-        "update": {"step_rows": step_row, "step_elements": 1e-6, "always": 0.1},
-        "lookup": {"read_rows": 1e-5},
-        "vectors": {"vector_bytes": vector_byte, "num_row_transfers": 0.3, "num_dense_groups": 0.2},
-        "row gradients": {
-            "gradient_bytes": vector_byte,
-            "num_row_transfers": 0.3,
-            "num_row_gathers": 0.1,
-        },
-        "forward": {"always": 1.0},
-    }
-    return Profile(weights=weights_from(terms), world_size=2, backend="gloo")
+    work_ms = {"step_rows": step_row, "step_elements": 1e-6, "read_rows": 1e-5, "always": 1.0}
+    link = Link(within_gb_per_s=1e-6 / vector_byte, within_call_ms=0.1)
+    return Profile(work_ms=work_ms, link=link, world_size=2, backend="gloo")
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +56,7 @@ def own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def calibrated(own_cache):
-    profile().save(default_path())
+    profile().save(default_path("cpu"))
 
 
 @cache
@@ -92,7 +83,7 @@ def test_planned_runs_save_their_plan_and_rate_its_prediction(
     folder = tmp_path / "run"
     words = [*SMALL, f"data.path={synth_set}", f"run.dir={folder}"]
     assert train.main(["--config", CONFIG, *words, "parallel.plan=auto"]) == 0
-    assert re.search(r"step time:\s+predicted [0-9.]+ ms .*measured", capsys.readouterr().err)
+    assert re.search(r"step time:\s+predicted [0-9.]+ ms.*measured", capsys.readouterr().err)
     first = plan_from_json((folder / "plan.json").read_text())
     tables, start = len(first.layouts), (folder / "start.txt").read_text()
     assert re.search(rf"{tables} of {tables} tables planned in [0-9.]+ s, a step predicted", start)
@@ -226,7 +217,7 @@ def test_accumulated_steps_are_predicted_as_one_step(synth_set):
     _, _, four = planned(synth_set, ("train.accumulate=4",))
     assert four.task.accumulate == 4
     assert 3 < four.prediction.step_ms / planned_run.prediction.step_ms < 4.1
-    assert re.fullmatch(r"predicted .* ms .*, measured 5.00 ms \([+-].* %\)", four.against(5.0))
+    assert re.fullmatch(r"predicted .* ms.*, measured 5.00 ms \([+-].* %\)", four.against(5.0))
     assert "not measured: the first step" in four.against(math.nan)
 
 

@@ -99,8 +99,6 @@ class World:
         self.wait_at_once = False  # wait for each transfer where it starts, without overlap
         self.log = CommLog()
         self.draws = Draws()  # the source of random numbers for ops
-        # If set, this is called with the function that waits for a transfer, to measure the wait.
-        self.on_wait: Callable[[Callable[[], Any]], Any] | None = None
         self._timeout = timedelta(seconds=timeout_s)
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
         self._links: dict[tuple[tuple[int, ...], str], Link] = {}

@@ -1,0 +1,90 @@
+"""Compares cost models on a calibration's measurements, each task held out once.
+
+    python -m benchmarks.planner_ablation JOURNAL [--steps NAME=FILE ..] [--recorded]
+
+JOURNAL is the ``.measured.jsonl`` file next to the profile of ``sbpflow calibrate``. FILE has the
+steps that another model predicts for held-out tasks: a JSON list, one number per plan. Every model
+prices the same plans: the built-in constants, the constants with four fitted factors, the shipped
+fit, and the fit without shrinkage.
+"""
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.planner_worker import half_interval
+from benchmarks.record import Results
+from sbpflow.costs.counts import vector_of
+from sbpflow.costs.ids import Floats
+from sbpflow.costs.prices import WORK_MS, transfer_ms
+from sbpflow.planner.calibration.calibrate import Journal
+from sbpflow.planner.calibration.fit import (
+    Record,
+    errors_of,
+    fitted_prices,
+    held_out_steps,
+)
+from sbpflow.runtime.ranks.topology import Link
+
+SHIPPED = "fit, shrunk towards the constants"
+
+
+def constants(_: Sequence[Record]) -> Floats:
+    """Return the prices of ``parallel.scheme: auto``, which no measurement changes."""
+    link = Link()
+    work = WORK_MS + vector_of({"always": 1e-9})  # a step without tables is not free
+    return np.stack([work, transfer_ms(1e-6 / link.gb_per_s, link.latency_ms)])
+
+
+MODELS = {
+    "constants": constants,
+    "constants, four fitted factors": lambda records: fitted_prices(records, math.inf),
+    SHIPPED: fitted_prices,
+    "fit without shrinkage": lambda records: fitted_prices(records, 1e-9),
+}
+
+
+def compare(records: Sequence[Record], others: dict[str, Floats]) -> dict[str, dict[str, object]]:
+    """Return each model's errors; ``over`` is its regret minus that of the shipped fit."""
+    steps = {name: held_out_steps(records, prices) for name, prices in MODELS.items()} | others
+    errors = {name: errors_of(records, ms) for name, ms in steps.items()}
+    rows: dict[str, dict[str, object]] = {}
+    for name, mine in errors.items():
+        differences = np.subtract(mine["regret"], errors[SHIPPED]["regret"]).tolist()
+        rows[name] = {
+            **{key: round(statistics.mean(values), 4) for key, values in mine.items()},
+            "regret interval": round(half_interval(mine["regret"]), 4),
+            "over": round(statistics.mean(differences), 4),
+            "over interval": round(half_interval(differences), 4),
+        }
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("journal", type=Path)
+    parser.add_argument("--steps", nargs="*", default=[], metavar="NAME=FILE")
+    parser.add_argument("--recorded", action="store_true")
+    args = parser.parse_args()
+    facts = json.loads(args.journal.read_text().splitlines()[-1])["facts"]
+    records = list(Journal(args.journal, facts).records.values())
+    others = {}
+    for given in args.steps:
+        name, _, path = given.partition("=")
+        others[name] = np.array(json.loads(Path(path).read_text()))
+    results = Results("planner_ablation", benchmark="ablation", recorded=args.recorded)
+    results.add(
+        world=facts["world"],
+        plans=len(records),
+        tasks=len({record.sample for record in records}),
+        models=compare(records, others),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Checks that a plan fits in memory, or says what would make one fit."""
+
+import math
+from dataclasses import replace
+
+import torch
+
+from sbpflow.embedding.plan.row_storage import RowStorage
+from sbpflow.errors import PlanError
+from sbpflow.planner.costs.cost import TaskCost
+from sbpflow.planner.planners import Planned, make_plan
+from sbpflow.planner.task import Plan, Task
+
+_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+QUICK = 60  # insertions: enough to test whether a changed task fits
+RANKS = (2, 4, 8)  # factors of the number of ranks
+CACHES = (0.5, 0.25, 0.1)  # shares of the rows on the device
+
+
+def choose(cost: TaskCost, *, seed: int = 0) -> Plan:
+    """Return the cheapest plan that the search finds; the same arguments give the same plan.
+
+    Raises PlanError if no plan fits, naming the fullest rank and the smallest changes that would
+    help.
+    """
+    return checked(make_plan("auto", cost, seed=seed), cost).plan
+
+
+def checked(planned: Planned, cost: TaskCost) -> Planned:
+    """Return the plan itself; raise PlanError unless it fits."""
+    if not planned.priced.feasible:
+        raise PlanError(infeasible_text(planned, cost))
+    return planned
+
+
+def infeasible_text(planned: Planned, cost: TaskCost) -> str:
+    """Describe the fullest rank of the plan with the smallest excess, and the changes that would
+    help.
+    """
+    task, memory = cost.task, planned.priced.memory
+    limit = float(task.device_bytes or 0)
+    rank = int(memory.argmax())
+    largest = max(task.tables, key=lambda table: table.num_rows * table.dim)
+    lines = [
+        f"no plan found fits {_size(limit)} a rank: in the plan with the least excess, rank {rank} "
+        f"holds {_size(memory[rank])} ({_size(memory[rank] - limit)} too much), all ranks "
+        f"{_size(memory.sum())} of {_size(limit * len(memory))}",
+        f"the largest table is {largest.name}, {largest.num_rows:,} rows x {largest.dim}",
+        f"it would fit with {_size(float(memory.max()))} a rank",
+        *(f"it would fit with {change}" for change in _changes(cost)),
+    ]
+    return "; ".join(lines)
+
+
+def _changes(cost: TaskCost) -> list[str]:
+    """Return the changes to the task that make a plan fit, each tried alone; of the numbers of
+    ranks and of the caches, only the first that fits.
+    """
+    first = (
+        next((text for text, changed in tried if _fits(cost, changed)), None)
+        for tried in _tried(cost.task)
+    )
+    return [text for text in first if text is not None]
+
+
+def _tried(task: Task) -> list[list[tuple[str, Task]]]:
+    """Return alternatives of each kind of change, with the smallest change first."""
+    rows: list[tuple[str, Task]] = []
+    if task.row_dtype.itemsize > 2:
+        rows.append(("parallel.table_dtype: bfloat16", replace(task, row_dtype=torch.bfloat16)))
+    batch, batch_size = list[tuple[str, Task]](), task.batch_size // 2
+    if task.batch_size >= 4 * task.world_size:
+        batch.append((f"data.batch_size: {batch_size}", replace(task, batch_size=batch_size)))
+    ranks = [task.world_size * factor for factor in RANKS if not task.pinned]
+    more = [
+        (f"{count} ranks", replace(task, world_size=count))
+        for count in ranks
+        if task.batch_size >= count
+    ]
+    return [rows, batch, more, [_cached(task, share) for share in CACHES]]
+
+
+def _cached(task: Task, share: float) -> tuple[str, Task]:
+    """Keep all rows outside the device, and a share of them in a cache on the device."""
+    kind = "host" if task.device_type == "cuda" else "file"
+    storage = RowStorage(kind=kind, share=share, key="parallel.storage.*")
+    outputs = tuple(
+        replace(output, tables=tuple(replace(table, storage=storage) for table in output.tables))
+        for output in task.outputs
+    )
+    text = f"parallel.storage: {{'*': {{kind: {kind}, cache: {share:.0%}}}}} (slower)"
+    return text, replace(task, outputs=outputs)
+
+
+def _fits(cost: TaskCost, task: Task) -> bool:
+    return make_plan("auto", TaskCost(cost.profile, task), insertions=QUICK).priced.feasible
+
+
+def _size(num_bytes: float) -> str:
+    """Format a size, rounded up so that the printed size is enough."""
+    unit, name = next((pair for pair in _UNITS if num_bytes >= pair[0]), _UNITS[-1])
+    return f"{math.ceil(100 * num_bytes / unit) / 100:.2f} {name}"
