@@ -115,7 +115,7 @@ class Vocabularies:
 
     def add_new(self, name: str, ids: Array, keys: Array, checks: Array) -> None:
         """Replace RARE_ID in ``ids`` [n] by the ids of entries that ``with_entries`` added."""
-        if name not in self.added:
+        if name not in self.added or not len(self.added[name][0]):
             return
         new_keys, new_ids, new_checks = self.added[name]
         rare = np.flatnonzero(ids == RARE_ID)

@@ -186,7 +186,7 @@ class Model:
                 elif output["sums"]:
                     parts.append(part.sum(1))
                 else:
-                    parts.append(part.reshape(len(part), -1))
+                    parts.append(part.reshape(len(part), part.shape[1] * part.shape[2]))
             joined = parts[0]
             if len(parts) > 1:
                 joined = torch.stack(parts).sum(0) if output["sums"] else torch.cat(parts, 1)
@@ -216,21 +216,23 @@ class Model:
         Requests on this model keep its values, and the new model shares everything unchanged.
         """
         stores = list(self.stores)
+        changed: dict[int, list[tuple[Tensor, Tensor]]] = {}
         for name, (rows, values) in tables.items():
-            table = self.content["tables"][name]
+            table = self._known("tables", name, self.content["tables"])
             at = torch.from_numpy(np.asarray(rows, dtype=np.int64))
             if len(at) and (int(at.min()) < 0 or int(at.max()) >= table["rows"]):
                 raise BundleError(
                     f"table {name}: has {table['rows']} rows, got row {int(at.max())}"
                 )
-            changed = values if isinstance(values, Tensor) else torch.from_numpy(np.asarray(values))
-            number = table["store"]
-            stores[number] = stores[number].with_rows(at + table["first"], changed)
+            own = changed.setdefault(table["store"], [])
+            own.append((at + table["first"], _tensor(values).float()))
+        for number, parts in changed.items():
+            at, values = (torch.cat(each) for each in zip(*parts, strict=True))
+            stores[number] = stores[number].with_rows(at, values)
         weights = dict(self.weights)
         for name, value in dense.items():
-            old = weights[name]
-            new = value if isinstance(value, Tensor) else torch.from_numpy(np.asarray(value))
-            weights[name] = new.reshape(old.shape).to(old.dtype)
+            old = self._known("dense", name, weights)
+            weights[name] = _tensor(value).reshape(old.shape).to(old.dtype)
         encoder = self.encoder
         if vocabulary and encoder is not None:
             encoder = encoder.with_entries(vocabulary)
@@ -242,6 +244,12 @@ class Model:
             weights=weights,
             dense=self.bind(weights) if dense else self.dense,
         )
+
+    def _known(self, kind: str, name: str, values: Mapping[str, Any]) -> Any:
+        if name not in values:
+            known = ", ".join(list(values)[:8])
+            raise BundleError(f"{kind}: {name!r} is not in the bundle; it has {known}")
+        return values[name]
 
     def check(self) -> None:
         """Raise BundleError if a sample row's score differs from the stored score."""
@@ -258,6 +266,10 @@ class Model:
                     f"{torch.__version__}; the bundle was made with torch "
                     f"{self.content['versions']['torch']}"
                 )
+
+
+def _tensor(values: Array | Tensor) -> Tensor:
+    return values if isinstance(values, Tensor) else torch.from_numpy(np.asarray(values))
 
 
 def _bag(lookup: _Lookup, vectors: Tensor, encoded: Encoded, dtype: torch.dtype) -> Tensor:
