@@ -13,7 +13,7 @@ import importlib
 import json
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,9 +25,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sbpflow.serving.cells import hashed_ids, mixed_bits
+from sbpflow.serving.cells import hashed_ids
 from sbpflow.serving.columns import Array, Column, RowError
 from sbpflow.serving.encoder import Encoded, Encoder, Vocabularies
+from sbpflow.serving.lookups import Gather, Segment, bag_vectors, plan_lookups
 from sbpflow.serving.operations import BundleError, Graph
 from sbpflow.serving.row_store import Store, Tensors
 
@@ -46,77 +47,6 @@ class Version(NamedTuple):
     delta: int = 0
 
 
-class _Lookup(NamedTuple):
-    """The rows of one feature in one table of a store."""
-
-    feature: str
-    first: int
-    rows: int
-    columns: tuple[int, int] | None
-    """Columns of the ids, or None for a ragged feature"""
-    averages: bool
-
-
-class _Segment(NamedTuple):
-    """Columns of an output: vectors [start, stop) of a store's rows, or a ragged feature."""
-
-    store: int
-    start: int
-    stop: int
-    pools: bool
-    """The vectors are the ids of one feature"""
-    lookup: _Lookup
-
-
-class Gather:
-    """Reads the rows that the lookups of one store need, with one gather."""
-
-    def __init__(self, lookups: Sequence[_Lookup]) -> None:
-        fixed = [
-            (each, column) for each in lookups if each.columns for column in range(*each.columns)
-        ]
-        self.columns = np.array([column for _, column in fixed], dtype=np.int64)
-        self._first = np.array([each.first for each, _ in fixed], dtype=np.int64)
-        self._limit = np.array([each.rows for each, _ in fixed], dtype=np.int64)
-        self._names = [each.feature for each, _ in fixed]
-        self.ragged = [each for each in lookups if each.columns is None]
-
-    def __call__(
-        self, store: Store, ids: Array, encoded: Encoded, policy: str
-    ) -> tuple[Tensor, dict[tuple[str, int], Tensor]]:
-        """Return the vectors of fixed ids [n, ids, dim], and of ragged features by first row."""
-        given = ids[:, self.columns].astype(np.int64)
-        rows = _legal(given, self._limit, policy, self._names) + self._first
-        if not self.ragged:
-            flat = store.gather(torch.from_numpy(rows.reshape(-1)))
-            return flat.view(*rows.shape, flat.shape[-1]), {}
-        parts = [rows.reshape(-1)]
-        for lookup in self.ragged:
-            values = encoded.bags[lookup.feature][0].astype(np.int64)
-            parts.append(_legal(values, lookup.rows, policy, lookup.feature) + lookup.first)
-        vectors = store.gather(torch.from_numpy(np.concatenate(parts)))
-        first, *others = vectors.split([len(part) for part in parts])
-        found = {
-            (each.feature, each.first): own for each, own in zip(self.ragged, others, strict=True)
-        }
-        return first.view(*rows.shape, vectors.shape[-1]), found
-
-
-def _legal(ids: Array, limit: Any, policy: str, names: Any) -> Array:
-    """Apply the run's policy to ids that are not rows of their table."""
-    outside = (ids < 0) | (ids >= limit)
-    if not outside.any():
-        return ids
-    if policy == "clamp":
-        return ids.clip(0, limit - 1)
-    if policy == "hash":
-        mixed = mixed_bits(np.ascontiguousarray(ids).view(np.uint64)).view(np.int64) % limit
-        return np.where(outside, mixed, ids)
-    place = np.argwhere(outside)[0]
-    name = names if isinstance(names, str) else names[place[1]]
-    raise IndexError(f"{name}: id {ids[tuple(place)]} in row {place[0]} is not a row of its table")
-
-
 @dataclass(frozen=True)
 class Model:
     """A bundle in memory; ``with_changes`` returns a new model and leaves this one as it is."""
@@ -130,7 +60,7 @@ class Model:
     bind: Callable[[Mapping[str, Tensor]], Dense]
     dense: Dense
     gathers: tuple[Gather, ...]
-    segments: Mapping[str, tuple[_Segment, ...]]
+    segments: Mapping[str, tuple[Segment, ...]]
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -178,7 +108,9 @@ class Model:
             for segment in self.segments[output["name"]]:
                 fixed, ragged = found[segment.store]
                 if segment.lookup.columns is None:
-                    parts.append(_bag(segment.lookup, ragged[segment.lookup[:2]], encoded, dtype))
+                    parts.append(
+                        bag_vectors(segment.lookup, ragged[segment.lookup[:2]], encoded, dtype)
+                    )
                     continue
                 part = fixed[:, segment.start : segment.stop]
                 if segment.pools:
@@ -225,7 +157,7 @@ class Model:
                     f"table {name}: has {table['rows']} rows, got row {int(at.max())}"
                 )
             own = changed.setdefault(table["store"], [])
-            own.append((at + table["first"], _tensor(values).float()))
+            own.append((at + table["first"], _tensor(values)))
         for number, parts in changed.items():
             at, values = (torch.cat(each) for each in zip(*parts, strict=True))
             stores[number] = stores[number].with_rows(at, values)
@@ -270,16 +202,6 @@ class Model:
 
 def _tensor(values: Array | Tensor) -> Tensor:
     return values if isinstance(values, Tensor) else torch.from_numpy(np.asarray(values))
-
-
-def _bag(lookup: _Lookup, vectors: Tensor, encoded: Encoded, dtype: torch.dtype) -> Tensor:
-    """Pool the vectors of a ragged feature's ids [values, dim] to one per row [n, dim]."""
-    _, lengths, *weights = (torch.from_numpy(part) for part in encoded.bags[lookup.feature])
-    if weights:
-        vectors = vectors * weights[0].to(dtype).unsqueeze(1)
-    sample = torch.repeat_interleave(lengths.long())
-    pooled = vectors.new_zeros(len(lengths), vectors.shape[1]).index_add(0, sample, vectors)
-    return pooled / lengths.clamp(min=1).to(pooled).unsqueeze(1) if lookup.averages else pooled
 
 
 def _sample_rows(sample: Mapping[str, Any]) -> Encoded:
@@ -328,7 +250,7 @@ def load(folder: str | Path, *, check: bool = True, compiled: bool = False) -> M
     bind = Graph(content["graph"]).bind
     if compiled:
         bind = _compiled_part(folder / COMPILED, content) or bind
-    gathers, segments = _plan(content)
+    gathers, segments = plan_lookups(content)
     model = Model(
         version=Version(**content["origin"]),
         sample=_read_json(folder / "sample.json"),
@@ -388,45 +310,6 @@ def cpu_features() -> set[str]:
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), ":")
     sets = ("sse", "ssse", "avx", "amx", "fma", "f16c", "bmi", "popcnt", "asimd", "sve")
     return {flag for flag in flags.partition(":")[2].split() if flag.startswith(sets)}
-
-
-def _plan(
-    content: Mapping[str, Any],
-) -> tuple[tuple[Gather, ...], dict[str, tuple[_Segment, ...]]]:
-    """Return the gather of each store, and the segments of each output.
-
-    Neighboring features with one id each are one segment.
-    """
-    lookups: list[list[_Lookup]] = [[] for _ in content["stores"]]
-    ends = [0] * len(lookups)
-    segments: dict[str, tuple[_Segment, ...]] = {}
-    for output in content["outputs"]:
-        own: list[_Segment] = []
-        for name in output["tables"]:
-            table = content["tables"][name]
-            number = table["store"]
-            for feature in table["features"]:
-                at = content["columns"].get(feature)
-                columns = None if at is None else (at[0], at[1])
-                averages = table["pooling"] == "mean"
-                lookup = _Lookup(feature, table["first"], table["rows"], columns, averages)
-                lookups[number].append(lookup)
-                start = ends[number]
-                ends[number] += 0 if columns is None else columns[1] - columns[0]
-                segment = _Segment(number, start, ends[number], ends[number] > start + 1, lookup)
-                last = own[-1] if own else None
-                if last and _joins(last, segment):
-                    own[-1] = last._replace(stop=segment.stop)
-                else:
-                    own.append(segment)
-        segments[output["name"]] = tuple(own)
-    return tuple(map(Gather, lookups)), segments
-
-
-def _joins(last: _Segment, segment: _Segment) -> bool:
-    single = segment.lookup.columns is not None and not segment.pools
-    other = last.lookup.columns is not None and not last.pools
-    return single and other and (last.store, last.stop) == (segment.store, segment.start)
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -121,7 +121,7 @@ def test_scorer_py_is_the_code_of_the_package(exported):
     text = (folder / "wdl/model/scorer.py").read_text()
     assert text == scorer_source()
     assert not [line for line in text.splitlines() if line.startswith("from sbpflow")]
-    for name in ("cells", "columns", "encoder", "operations", "row_store", "scorer"):
+    for name in ("cells", "columns", "encoder", "operations", "row_store", "lookups", "scorer"):
         module = sys.modules[f"sbpflow.serving.{name}"]
         last = Path(module.__file__).read_text().splitlines()[-8:]
         assert "\n".join(last) in text

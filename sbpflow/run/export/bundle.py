@@ -29,7 +29,7 @@ from sbpflow.serving.scorer import FORMAT, VERSION
 
 TESTED_TORCH = "2.11 to 2.13"
 _BLOCK = 1 << 16  # rows copied together
-_SOURCES = ("cells", "columns", "encoder", "operations", "row_store", "scorer")
+_SOURCES = ("cells", "columns", "encoder", "operations", "row_store", "lookups", "scorer")
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
