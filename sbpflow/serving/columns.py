@@ -10,7 +10,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sbpflow.serving.cells import cell_pattern
+from sbpflow.serving.cells import (
+    EXAMPLES,
+    EXPECTED,
+    Misfit,
+    cell_pattern,
+    is_missing,
+    key_of,
+    real_number,
+)
 
 Array = NDArray[Any]
 _NUMBERS = ("int", "uint", "float", "double")
@@ -159,3 +167,85 @@ def _cells(column: Any) -> Any:
         if array.dtype != object:
             return array
     return column.to_list()
+
+
+class Lists(NamedTuple):
+    """The values of a list column, row by row."""
+
+    values: list[Any]
+    lengths: NDArray[np.int32]
+    weights: NDArray[np.float32]
+
+
+def plain(cell: Any) -> Any:
+    return cell.item() if isinstance(cell, np.generic) else cell
+
+
+def _flat(cell: Any, separator: str) -> list[Any]:
+    """Return the elements of a list cell; one missing element means no elements."""
+    if is_missing(cell):
+        return []
+    if isinstance(cell, str):
+        elements: list[Any] = cell.split(separator)
+    elif isinstance(cell, list | tuple | np.ndarray):
+        elements = [plain(each) for each in cell]
+    else:
+        elements = [cell]
+    return [] if len(elements) == 1 and is_missing(elements[0]) else elements
+
+
+def _weight(cell: Any) -> float:
+    """Return a weight as float32, or NaN if it is not a finite number."""
+    try:
+        return float(np.float32(real_number(cell))) if not is_missing(cell) else np.nan
+    except Misfit:
+        return np.nan
+
+
+def _pair_of(element: Any, mark: str) -> tuple[Any, Any]:
+    """Return the value and the weight of a list element such as ``a:0.5``."""
+    if isinstance(element, Mapping):
+        value, weight = element.values()
+        return value, weight
+    value, found, weight = str(element).rpartition(mark)
+    return (value, weight) if found else (element, None)
+
+
+def read_list(entry: Mapping[str, Any], cells: Mapping[str, Any]) -> Lists:
+    """Return the values and weights of a list column, cut to the maximum length."""
+    name, options = entry["name"], entry["list"]
+    separator, inline, others = options["separator"], options["inline"], options["weights"]
+    values: list[Any] = []
+    weights: list[float] = []
+    lengths: list[int] = []
+    for row, raw in enumerate(cells[name]):
+        elements = _flat(plain(raw), separator)
+        own: list[Any] = [1.0] * len(elements)
+        if inline is not None:
+            pairs = [_pair_of(each, inline) for each in elements]
+            elements, own = [value for value, _ in pairs], [_weight(w) for _, w in pairs]
+        if others is not None:
+            own = [_weight(each) for each in _flat(plain(cells[others][row]), separator)]
+            if len(own) != len(elements):
+                rule = f"has {len(elements)} values, but {others!r} has {len(own)} weights"
+                raise RowError(row, name, raw, rule)
+        if not np.isfinite(own).all():
+            raise RowError(row, others or name, raw, "has a weight that is not a finite number")
+        if len(elements) > options["most"] and options["beyond"] == "error":
+            raise RowError(row, name, raw, f"has more than {options['most']} values")
+        kept = (
+            slice(-options["most"], None) if options["beyond"] == "last" else slice(options["most"])
+        )
+        for each in elements:
+            try:
+                if not is_missing(each):
+                    key_of(each, entry["kind"])
+            except Misfit as error:
+                kind = entry["kind"]
+                rule = f"must be {EXPECTED[kind]}, such as {EXAMPLES[kind]}"
+                raise RowError(row, name, each, rule) from error
+        values += elements[kept]
+        weights += own[kept]
+        lengths.append(len(elements[kept]))
+    sizes = np.array(lengths, dtype=np.int32)
+    return Lists(values, sizes, np.array(weights, np.float32))

@@ -29,7 +29,7 @@ from sbpflow.serving.cells import (
     transform,
     whole_number,
 )
-from sbpflow.serving.columns import Array, Column, RawRows, RowError
+from sbpflow.serving.columns import Array, Column, RawRows, RowError, plain, read_list
 
 Entry = Mapping[str, Any]
 
@@ -67,14 +67,6 @@ class Cells(NamedTuple):
             np.zeros(shape, np.uint32),
             np.zeros(shape, np.bool_),
         )
-
-
-class Lists(NamedTuple):
-    """The values of a list column, row by row."""
-
-    values: list[Any]
-    lengths: NDArray[np.int32]
-    weights: NDArray[np.float32]
 
 
 class Vocabularies:
@@ -307,7 +299,7 @@ class Encoder:
 
     def _list_ids(self, entry: Entry, columns: Mapping[str, Any]) -> tuple[Array, ...]:
         """Return the ids, lengths, and weights of a list column."""
-        found = _read_list(entry, columns)
+        found = read_list(entry, columns)
         cells = Cells.empty(len(found.values), 0, 1)
         _read_keys(found.values, entry["name"], entry["kind"], *(part[:, 0] for part in cells[1:]))
         if entry["vocabulary"]:
@@ -332,10 +324,6 @@ def _id_columns(fields: Sequence[Entry]) -> tuple[dict[str, int], int]:
     return columns, width
 
 
-def _plain(cell: Any) -> Any:
-    return cell.item() if isinstance(cell, np.generic) else cell
-
-
 def _read_numbers(cells: Any, entry: Entry, out: NDArray[np.float64]) -> None:
     """Write the numbers of a dense column, NaN for missing; raise RowError for the first misfit."""
     misfit = -1
@@ -348,7 +336,7 @@ def _read_numbers(cells: Any, entry: Entry, out: NDArray[np.float64]) -> None:
     else:
         parse = whole_number if entry["whole"] else real_number
         for row, raw in enumerate(cells):
-            cell = _plain(raw)
+            cell = plain(raw)
             try:
                 out[row] = np.nan if is_missing(cell) else parse(cell)
             except Misfit:
@@ -356,7 +344,7 @@ def _read_numbers(cells: Any, entry: Entry, out: NDArray[np.float64]) -> None:
                 break
     if misfit >= 0:
         rule = "a 32-bit integer" if entry["whole"] else "a number"
-        raise RowError(misfit, entry["name"], _plain(cells[misfit]), f"must be {rule}, such as 3")
+        raise RowError(misfit, entry["name"], plain(cells[misfit]), f"must be {rule}, such as 3")
 
 
 def _read_keys(
@@ -371,7 +359,7 @@ def _read_keys(
             return
     masked = np.ma.getmaskarray(cells) if isinstance(cells, np.ma.MaskedArray) else None
     for row, raw in enumerate(cells):
-        cell = _plain(raw)
+        cell = plain(raw)
         if is_missing(cell) or (masked is not None and masked[row]):
             missing[row] = True
             continue
@@ -380,73 +368,3 @@ def _read_keys(
         except Misfit as error:
             rule = f"must be {EXPECTED[kind]}, such as {EXAMPLES[kind]}"
             raise RowError(row, name, cell, rule) from error
-
-
-def _flat(cell: Any, separator: str) -> list[Any]:
-    """Return the elements of a list cell; one missing element means no elements."""
-    if is_missing(cell):
-        return []
-    if isinstance(cell, str):
-        elements: list[Any] = cell.split(separator)
-    elif isinstance(cell, list | tuple | np.ndarray):
-        elements = [_plain(each) for each in cell]
-    else:
-        elements = [cell]
-    return [] if len(elements) == 1 and is_missing(elements[0]) else elements
-
-
-def _weight(cell: Any) -> float:
-    """Return a weight as float32, or NaN if it is not a finite number."""
-    try:
-        return float(np.float32(real_number(cell))) if not is_missing(cell) else np.nan
-    except Misfit:
-        return np.nan
-
-
-def _pair_of(element: Any, mark: str) -> tuple[Any, Any]:
-    """Return the value and the weight of a list element such as ``a:0.5``."""
-    if isinstance(element, Mapping):
-        value, weight = element.values()
-        return value, weight
-    value, found, weight = str(element).rpartition(mark)
-    return (value, weight) if found else (element, None)
-
-
-def _read_list(entry: Mapping[str, Any], cells: Mapping[str, Any]) -> Lists:
-    """Return the values and weights of a list column, cut to the maximum length."""
-    name, options = entry["name"], entry["list"]
-    separator, inline, others = options["separator"], options["inline"], options["weights"]
-    values: list[Any] = []
-    weights: list[float] = []
-    lengths: list[int] = []
-    for row, raw in enumerate(cells[name]):
-        elements = _flat(_plain(raw), separator)
-        own: list[Any] = [1.0] * len(elements)
-        if inline is not None:
-            pairs = [_pair_of(each, inline) for each in elements]
-            elements, own = [value for value, _ in pairs], [_weight(w) for _, w in pairs]
-        if others is not None:
-            own = [_weight(each) for each in _flat(_plain(cells[others][row]), separator)]
-            if len(own) != len(elements):
-                rule = f"has {len(elements)} values, but {others!r} has {len(own)} weights"
-                raise RowError(row, name, raw, rule)
-        if not np.isfinite(own).all():
-            raise RowError(row, others or name, raw, "has a weight that is not a finite number")
-        if len(elements) > options["most"] and options["beyond"] == "error":
-            raise RowError(row, name, raw, f"has more than {options['most']} values")
-        kept = (
-            slice(-options["most"], None) if options["beyond"] == "last" else slice(options["most"])
-        )
-        for each in elements:
-            try:
-                if not is_missing(each):
-                    key_of(each, entry["kind"])
-            except Misfit as error:
-                kind = entry["kind"]
-                rule = f"must be {EXPECTED[kind]}, such as {EXAMPLES[kind]}"
-                raise RowError(row, name, each, rule) from error
-        values += elements[kept]
-        weights += own[kept]
-        lengths.append(len(elements[kept]))
-    sizes = np.array(lengths, dtype=np.int32)
-    return Lists(values, sizes, np.array(weights, np.float32))
