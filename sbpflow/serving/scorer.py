@@ -290,7 +290,8 @@ def _compiled_part(
     if problem:
         warnings.warn(f"{file}: {problem}; the dense part runs uncompiled", stacklevel=3)
         return None
-    run = torch._inductor.aoti_load_package(str(file))
+    inductor: Any = importlib.import_module("torch._inductor")
+    run = inductor.aoti_load_package(str(file))
     names, order = made["weights"], made["inputs"]
 
     def bind(weights: Mapping[str, Tensor]) -> Dense:

@@ -54,7 +54,8 @@ def write_compiled(folder: Path, model: BundleModel) -> None:
     module, inputs, shapes, names = _functional(model)
     with torch.no_grad():
         program = torch.export.export(module, inputs, dynamic_shapes=shapes)
-        torch._inductor.aoti_compile_and_package(program, package_path=str(folder / COMPILED))
+        inductor: Any = importlib.import_module("torch._inductor")
+        inductor.aoti_compile_and_package(program, package_path=str(folder / COMPILED))
     made = {"cpu": sorted(cpu_features()), "torch": torch.__version__.split("+")[0]}
     add_facts(folder, {"compiled": {**made, **names}})
 

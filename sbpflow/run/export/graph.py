@@ -95,15 +95,14 @@ def _kwargs(node: torch.fx.Node) -> dict[str, Any]:
 def _name(node: torch.fx.Node) -> str:
     """Return a node's operation by its name in the bundle."""
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        base = target.overloadpacket.__name__
-        if target.namespace == "aten" and base == "sym_size":
-            return "python.sym_size"
-        if target.namespace == "aten" and base in OPERATIONS:
-            return f"aten.{base}.{target._overloadname}"
-    name = getattr(target, "__name__", str(target))
-    if node.op == "call_function" and getattr(target, "__module__", "") == "_operator":
-        return f"python.{name}"
+    space, _, rest = str(target).partition(".")
+    base = rest.partition(".")[0]
+    if space == "aten" and base == "sym_size":
+        return "python.sym_size"
+    if space == "aten" and base in OPERATIONS:
+        return str(target)
+    if getattr(target, "__module__", "") == "_operator":
+        return f"python.{getattr(target, '__name__', target)}"
     raise ConfigError(
         f"model: the dense part uses the operation {target}, which bundles do not support; use "
         "other torch operations (for example, those of torch.nn.functional)"
