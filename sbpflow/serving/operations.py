@@ -123,8 +123,11 @@ def _filled(value: Any, values: Mapping[str, Any]) -> Any:
         return value
     if "ref" in value:
         return values[value["ref"]]
-    if "torch" in value:  # a dtype or a memory format
-        return getattr(torch, value["torch"])
+    if "torch" in value:
+        found = getattr(torch, value["torch"], None)
+        if not isinstance(found, torch.dtype | torch.memory_format):
+            raise BundleError(f"model.json: {value['torch']} is not a dtype or a memory format")
+        return found
     if "number" in value:  # inf, -inf and nan are not JSON
         return float(value["number"])
     return {name: _filled(each, values) for name, each in value.items()}

@@ -251,6 +251,39 @@ def test_an_unsupported_operation_is_refused_at_export_by_name():
         graph_of(Noisy(), {"deep": 4}, 3, torch.float32)
 
 
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 1))
+
+    def forward(self, vectors, dense):
+        x = dense.clone()
+        x[:, 0] = 2.0
+        return self.layers(x) + vectors["deep"].sum(1, keepdim=True)
+
+
+def test_operations_in_place_are_replaced():
+    module = InPlace().requires_grad_(False)
+    content, weights = graph_of(module, {"deep": 4}, 3, torch.float32)
+    bound = Graph(json.loads(json.dumps(content))).bind(weights)
+    for rows in (0, 1, 5):
+        vectors, dense = torch.randn(rows, 4), torch.randn(rows, 3)
+        got = bound({"vectors.deep": vectors, "dense": dense})
+        torch.testing.assert_close(got, module({"deep": vectors}, dense))
+
+
+class Branches(nn.Module):
+    def forward(self, vectors, dense):
+        return dense.sum(1) if dense.sum() > 0 else vectors["deep"].sum(1)
+
+
+def test_a_module_that_cannot_be_traced_is_refused_with_the_reason():
+    with pytest.raises(
+        ConfigError, match=r"torch\.export cannot trace the dense part: .+ without P"
+    ):
+        graph_of(Branches(), {"deep": 4}, 3, torch.float32)
+
+
 def test_changes_make_a_new_model_and_leave_the_old_one(exported, prepared):
     folder, _ = exported
     model = load(folder / "deepfm/model")
