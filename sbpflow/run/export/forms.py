@@ -83,6 +83,11 @@ def write_onnx(folder: Path, model: BundleModel) -> None:
         )
 
 
+def write_pt2(folder: Path, model: PlainModel) -> None:
+    """Write the whole model as a ``torch.export`` program."""
+    torch.export.save(exported(model), folder / "model.pt2")
+
+
 def exported(model: PlainModel) -> torch.export.ExportedProgram:
     """Trace the model for any number of rows, and any number of ids in bags."""
     ids, dense, bags = example_inputs(model)
