@@ -233,7 +233,10 @@ def load(folder: str | Path, *, check: bool = True, compiled: bool = False) -> M
     if content["input"] is not None:
         words = Tensors(folder / "vocabulary.safetensors")
         vocabularies = Vocabularies(
-            content["input"]["vocabularies"], *(words.array(n) for n in ("keys", "ids", "checks"))
+            content["input"]["vocabularies"],
+            words.array("keys"),
+            words.array("ids"),
+            words.array("checks"),
         )
         encoder = Encoder(content["input"], vocabularies, _loops())
     dtype = getattr(torch, content["dtype"])
