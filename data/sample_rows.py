@@ -5,6 +5,7 @@ known, unknown, and missing values. They are made from the vocabularies: no inpu
 """
 
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from sbpflow.data.prepare.new_rows import encode
 NUM_ROWS = 6
 _NUMBERS = {True: ("3", "0", "", "120", "-1", " +7"), False: ("1.5", "0", "", "1e2", "-.25", "nan")}
 _UNKNOWN = {"hex": "00000001", "integer": "-987654321", "string": "an unknown value"}
+_DAY = datetime(2024, 1, 31)
 _SIDE = {"hex": "0000000a", "integer": "10", "string": "a", "date": "2024-01-31"}
 
 
@@ -37,10 +39,11 @@ def sample_rows(manifest: Manifest) -> list[dict[str, Any]]:
         row: dict[str, Any] = {} if schema.weight is None else {schema.weight: "1"}
         for place, name in enumerate(schema.dense):
             column = schema.dense_column(name)
-            row[name] = _NUMBERS[column.whole][(number + place) % NUM_ROWS]
+            cell = _NUMBERS[column.whole][(number + place) % NUM_ROWS]
+            row[name] = cell.replace(".", column.decimal)
         for name in schema.sparse:
             row |= _cells(schema, name, values[name], number)
-        row |= {name: _SIDE[kind] for name, kind in side.items()}
+        row |= {name: _SIDE.get(kind) or _DAY.strftime(kind) for name, kind in side.items()}
         rows.append(row)
     return rows
 

@@ -51,9 +51,11 @@ def is_missing(cell: object) -> bool:
     return (isinstance(cell, float) and math.isnan(cell)) or type(cell).__name__ == "NAType"
 
 
-def real_number(cell: object) -> float:
+def real_number(cell: object, decimal: str = ".") -> float:
     """Return the number of a cell that is not missing, or NaN for the text "nan"."""
     if isinstance(cell, str):
+        if decimal == ",":  # 1.234,5 is not a number in either notation
+            cell = cell.replace(".", "?").replace(",", ".", 1)
         if match := _REAL.fullmatch(cell):
             return float(match[1])
         if match := _INFINITE.fullmatch(cell):
