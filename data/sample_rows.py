@@ -17,6 +17,7 @@ from sbpflow.data.format.schema import Kind, Schema
 from sbpflow.data.format.vocabulary import Vocabulary, open_vocabularies
 from sbpflow.data.prepare.content import like_options
 from sbpflow.data.prepare.new_rows import encode
+from sbpflow.errors import unknown_value
 
 NUM_ROWS = 6
 _NUMBERS = {True: ("3", "0", "", "120", "-1", " +7"), False: ("1.5", "0", "", "1e2", "-.25", "nan")}
@@ -59,8 +60,11 @@ def _values(kind: Kind, vocabulary: Vocabulary | None, number: int) -> list[str]
             texts = [f"{key:08x}" for key in keys.tolist()]
         elif kind == "integer":
             texts = [str(key) for key in keys.view(np.int64).tolist()]
-        elif (strings := vocabulary.strings()) is not None:
-            texts = [strings[place] for place in places.tolist()]
+        elif kind == "string":
+            strings = vocabulary.strings()
+            texts = [] if strings is None else [strings[place] for place in places.tolist()]
+        else:
+            raise unknown_value("kind", kind, Kind)
     return [*texts, _UNKNOWN[kind], ""]
 
 

@@ -79,6 +79,8 @@ def _legal(ids: Array, limit: Any, policy: str, names: Any) -> Array:
     if policy == "hash":
         mixed = mixed_bits(np.ascontiguousarray(ids).view(np.uint64)).view(np.int64) % limit
         return np.where(outside, mixed, ids)
+    if policy != "error":
+        raise ValueError(f"out_of_range: {policy!r} is not supported; use clamp, hash or error")
     place = np.argwhere(outside)[0]
     name = names if isinstance(names, str) else names[place[1]]
     raise IndexError(f"{name}: id {ids[tuple(place)]} in row {place[0]} is not a row of its table")

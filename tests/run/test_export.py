@@ -106,8 +106,7 @@ def bundle_of(job: Job, spec, fields: Fields, row_format="as_trained") -> Bundle
 
 def write(folder, job: Job, model: PlainModel, spec, fields: Fields, row_format="as_trained"):
     """Write a bundle of a set without vocabularies, and load it."""
-    ids, dense = sample_ids(model)
-    sample = sample_of(model, ids, dense, half=False, rows=None)
+    sample = sample_of(model, sample_ids(model), half=False, rows=None)
     origin = {"run": "test", "step": 7, "delta": 0}
     bundle = bundle_of(job, spec, fields, row_format)
     write_export(folder, bundle, origin, sample, lambda work: None)
