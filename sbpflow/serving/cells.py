@@ -98,11 +98,11 @@ def key_of(cell: object, kind: str) -> tuple[int, int]:
         if not _HEX.fullmatch(cell):
             raise Misfit
         return int(cell, 16), 0
-    if kind != "integer":
-        raise ValueError(f"kind {kind!r} is not supported; use hex, integer or string")
-    if not _KEY.fullmatch(cell) or (number := int(cell)) not in _INT64:
-        raise Misfit
-    return number & _ALL_BITS, 0
+    if kind == "integer":
+        if not _KEY.fullmatch(cell) or (number := int(cell)) not in _INT64:
+            raise Misfit
+        return number & _ALL_BITS, 0
+    raise ValueError(f"kind {kind!r} is not supported; use hex, integer or string")
 
 
 def _number_text(cell: float, kind: str) -> int | str:
