@@ -19,8 +19,8 @@ from sbpflow.data.format.schema import (
     TimeKind,
     comparison,
 )
-from sbpflow.data.prepare.transforms import TRANSFORMS
 from sbpflow.errors import ConfigError
+from sbpflow.serving.cells import TRANSFORMS
 
 _KEYS = (
     *("label", "labels", "columns", "dense", "sparse", "separator", "header", "quote"),

@@ -111,6 +111,7 @@ COMPILED = (
     "prefetch",
     "shared_loops",
     "slot_loops",
+    "encoder_loops",
     "loops",
     "numba_rules",
     "numba_storage",

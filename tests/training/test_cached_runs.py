@@ -80,7 +80,7 @@ def test_predictions_and_exports_of_a_cached_run_are_equal(synth_set, whole, tmp
         args = ["--checkpoint", folder, "--input", synth_set, "--output", out, "--split", "test"]
         assert predict([*map(str, args)]) == 0
         exported = tmp_path / f"{name}-export"
-        args = ["--checkpoint", folder, "--output", exported, "--forms", "safetensors"]
+        args = ["--checkpoint", folder, "--output", exported]
         assert export([*map(str, args)]) == 0
         weights = sorted(exported.glob("*.safetensors"))
         assert weights

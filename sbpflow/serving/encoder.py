@@ -1,0 +1,378 @@
+"""Encodes raw rows for a model: the ids of categories, and transformed dense values.
+
+The result equals the rows of ``sbpflow encode``. This module needs only numpy, because it is a part
+of a bundle's ``scorer.py``; with numba, ``encoder_loops`` does the same in one pass. ``model.json``
+describes the columns (``input``), and ``vocabulary.safetensors`` has the ids of all values.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sbpflow.runtime.random.splitmix import GAMMA
+from sbpflow.serving.cells import (
+    EXAMPLES,
+    EXPECTED,
+    MISSING_ID,
+    RARE_ID,
+    Misfit,
+    bucket_ids,
+    hashed_key_ids,
+    is_missing,
+    key_of,
+    pair_keys,
+    real_number,
+    transform,
+    whole_number,
+)
+from sbpflow.serving.columns import Array, Column, RawRows, RowError, plain, read_list
+
+Entry = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Encoded rows: ``ids`` int32 [n, columns], ``dense`` float32 [n, fields], and lists.
+
+    ``bags`` maps ragged fields to (values int32, lengths int32 [n]), with weights float32 if
+    weighted. ``missing`` and ``unknown`` count the empty values and the values without an id.
+    """
+
+    ids: NDArray[np.int32]
+    dense: NDArray[np.float32]
+    bags: Mapping[str, tuple[Array, ...]] = field(default_factory=dict[str, tuple[Array, ...]])
+    missing: Mapping[str, int] = field(default_factory=dict[str, int])
+    unknown: Mapping[str, int] = field(default_factory=dict[str, int])
+
+
+class Cells(NamedTuple):
+    """The cells of rows as numbers float64 [rows, dense], where NaN is missing, and as keys.
+
+    ``keys`` uint64, ``checks`` uint32, and ``missing`` bool are [rows, categories].
+    """
+
+    numbers: Array
+    keys: Array
+    checks: Array
+    missing: Array
+
+    @staticmethod
+    def empty(num_rows: int, num_dense: int, num_keys: int) -> "Cells":
+        """Return zeros [rows, dense] and [rows, keys]."""
+        shape = (num_rows, num_keys)
+        return Cells(
+            np.zeros((num_rows, num_dense)),
+            np.zeros(shape, np.uint64),
+            np.zeros(shape, np.uint32),
+            np.zeros(shape, np.bool_),
+        )
+
+
+class Vocabularies:
+    """Open-addressing hash tables of all vocabularies in three arrays.
+
+    An empty slot has key 0 and RARE_ID. ``checks`` has one entry per id of a string vocabulary.
+    """
+
+    def __init__(
+        self,
+        places: Mapping[str, Any],
+        keys: Array,
+        ids: Array,
+        checks: Array,
+        added: Mapping[str, tuple[Array, ...]] | None = None,
+    ) -> None:
+        self.places, self.keys, self.ids, self.checks = places, keys, ids, checks
+        self.added = added or {}
+
+    def places_of(self, names: Sequence[str]) -> Array:
+        """Return the start, the capacity, and the start of the checks (or -1): int64 [3, names]."""
+        places = [self.places[name] for name in names]
+        checks = [-1 if place["checks"] is None else place["checks"] for place in places]
+        starts, sizes = ([place[key] for place in places] for key in ("start", "capacity"))
+        return np.array([starts, sizes, checks], dtype=np.int64)
+
+    def look_up(self, places: Array, cells: Cells) -> NDArray[np.int32]:
+        """Return the ids int32 [rows, fields] of keys [rows, fields] by ``places_of`` fields."""
+        start, capacity, first_check = places
+        spread = (cells.keys * np.uint64(GAMMA)) >> np.uint64(32)
+        slots = ((spread * capacity.astype(np.uint64)) >> np.uint64(32)).astype(np.int64)
+        ids = self._probe(cells.keys, start, capacity, slots)
+        for column in np.flatnonzero(first_check >= 0):
+            checks = self.checks[first_check[column] + ids[:, column]]
+            ids[checks != cells.checks[:, column], column] = RARE_ID
+        ids[cells.missing] = MISSING_ID
+        return ids
+
+    def add_new(self, name: str, ids: Array, keys: Array, checks: Array) -> None:
+        """Replace RARE_ID in ``ids`` [n] by the ids of entries that ``with_entries`` added."""
+        if name not in self.added or not len(self.added[name][0]):
+            return
+        new_keys, new_ids, new_checks = self.added[name]
+        rare = np.flatnonzero(ids == RARE_ID)
+        at = np.searchsorted(new_keys, keys[rare]).clip(max=len(new_keys) - 1)
+        hit = (new_keys[at] == keys[rare]) & (new_checks[at] == checks[rare])
+        ids[rare[hit]] = new_ids[at[hit]]
+
+    def _probe(self, keys: Array, start: Array, capacity: Array, slots: Array) -> Array:
+        at = start + slots
+        ids = self.ids[at]
+        rest = np.nonzero((self.keys[at] != keys) & (ids != RARE_ID))
+        while len(rest[0]):
+            columns = rest[1]
+            slots[rest] = (slots[rest] + 1) % capacity[columns]
+            at = start[columns] + slots[rest]
+            ids[rest] = self.ids[at]
+            again = (self.keys[at] != keys[rest]) & (ids[rest] != RARE_ID)
+            rest = (rest[0][again], columns[again])
+        return ids
+
+    def with_entries(self, entries: Mapping[str, tuple[Array, ...]]) -> "Vocabularies":
+        """Return vocabularies that also have (keys, ids) or (keys, ids, checks) by name."""
+        added = dict(self.added)
+        for name, (keys, ids, *rest) in entries.items():
+            checks = rest[0] if rest else np.zeros(len(keys), dtype=np.uint32)
+            old = added.get(name, (keys[:0], ids[:0], checks[:0]))
+            joined = [np.concatenate(p) for p in zip(old, (keys, ids, checks), strict=True)]
+            order = np.argsort(joined[0], kind="stable")
+            added[name] = (joined[0][order], joined[1][order], joined[2][order])
+        return Vocabularies(self.places, self.keys, self.ids, self.checks, added)
+
+
+class Encoder:
+    """Encodes rows by the ``input`` of a bundle's model.json.
+
+    ``loops`` is the module ``encoder_loops``, or None to use numpy.
+    """
+
+    def __init__(
+        self, content: Entry, vocabularies: Vocabularies, loops: ModuleType | None = None
+    ) -> None:
+        self.content, self.vocabularies = content, vocabularies
+        self.raw = RawRows(content)
+        self._dense: list[Entry] = content["dense"]
+        self._fields: list[Entry] = content["fields"]
+        self.singles = [f for f in self._fields if f["kind"] and not f["list"]]
+        self.lists = [f for f in self._fields if f["list"]]
+        self.pairs = [f for f in self._fields if f["parts"]]
+        place = {each["name"]: n for n, each in enumerate(self.singles)}
+        self._parts = [[place[name] for name in pair["parts"]] for pair in self.pairs]
+        keyed = [*self.singles, *self.pairs]
+        self._looked_up = [n for n, each in enumerate(keyed) if each["vocabulary"]]
+        names = [keyed[n]["vocabulary"] for n in self._looked_up]
+        self._places = vocabularies.places_of(names)
+        self.id_columns, self._width = _id_columns(self._fields)
+        self._keyed = keyed
+        self._compiled = None if loops is None else loops.CompiledInput(self)
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """Return the columns of rows in the order of text lines."""
+        return self.raw.columns
+
+    def with_entries(self, entries: Mapping[str, tuple[Array, ...]]) -> "Encoder":
+        """Return an encoder that also knows (keys, ids) or (keys, ids, checks) by vocabulary."""
+        other = Encoder(self.content, self.vocabularies.with_entries(entries))
+        other._compiled = self._compiled
+        return other
+
+    def encode(self, rows: Any) -> Encoded:
+        """Encode a list of dicts, a data frame, a mapping of columns, or text lines."""
+        if self._compiled is not None and (cells := self._compiled.parse(rows)):
+            return self._encoded(cells, {})
+        return self.encode_columns(self.raw.columns_of(rows))
+
+    def encode_columns(self, columns: Mapping[str, Any]) -> Encoded:
+        """Encode equally long columns by name: numpy arrays (also masked) or lists of cells."""
+        self.raw.check_names(0, columns)
+        required = self.raw.required
+        columns = {name: self.raw.with_missing(columns[name]) for name in required}
+        num_rows = len(columns[required[0]])
+        for name in required:
+            if len(columns[name]) != num_rows:
+                raise ValueError(
+                    f"column {name!r}: has {len(columns[name])} rows, but {required[0]!r} has "
+                    f"{num_rows}; give columns of one length"
+                )
+        cells = Cells.empty(num_rows, len(self._dense), len(self.singles))
+        for number, entry in enumerate(self._dense):
+            _read_numbers(columns[entry["name"]], entry, cells.numbers[:, number])
+        for number, entry in enumerate(self.singles):
+            keys = (part[:, number] for part in cells[1:])
+            _read_keys(columns[entry["name"]], entry["name"], entry["kind"], *keys)
+        return self._encoded(cells, columns)
+
+    def _encoded(self, cells: Cells, columns: Mapping[str, Any]) -> Encoded:
+        """Return the rows of ``cells``, and of the list columns in ``columns``."""
+        with np.errstate(over="ignore"):
+            numbers = cells.numbers.astype(np.float32)
+        self._check_finite(numbers, cells)
+        num_rows = len(numbers)
+        ids = np.zeros((num_rows, self._width), dtype=np.int32)
+        missing: dict[str, int] = {}
+        unknown: dict[str, int] = {}
+        if self._compiled is not None:
+            dense = self._compiled.finish(numbers, cells, ids)
+        else:
+            dense = self._finish(numbers, cells, ids)
+        if self.vocabularies.added:
+            self._add_new(cells, ids)
+        bags: dict[str, tuple[Array, ...]] = {}
+        for entry in self.lists:
+            bag = self._list_ids(entry, columns)
+            unknown[entry["name"]] = int(np.count_nonzero(bag[0] == RARE_ID))
+            missing[entry["name"]] = int(np.count_nonzero(bag[1] == 0))
+            if entry["ragged"]:
+                bags[entry["name"]] = bag if entry["weighted"] else bag[:2]
+            else:
+                place = np.arange(len(bag[0])) - np.repeat(np.cumsum(bag[1]) - bag[1], bag[1])
+                rows = np.repeat(np.arange(num_rows), bag[1])
+                ids[rows, self.id_columns[entry["name"]] + place] = bag[0]
+        absent = np.isnan(numbers).sum(0).tolist()
+        missing |= {e["name"]: count for e, count in zip(self._dense, absent, strict=True)}
+        at = [self.id_columns[entry["name"]] for entry in self._keyed]
+        names = [entry["name"] for entry in self._keyed]
+        for counts, value in ((missing, MISSING_ID), (unknown, RARE_ID)):
+            counts |= dict(zip(names, (ids[:, at] == value).sum(0).tolist(), strict=True))
+        return Encoded(ids, dense, bags, missing, unknown)
+
+    def _check_finite(self, numbers: NDArray[np.float32], cells: Cells) -> None:
+        """Raise RowError for an infinite value of a column without limits."""
+        infinite = np.isinf(numbers)
+        if infinite.any():
+            for row, column in np.argwhere(infinite).tolist():
+                entry = self._dense[column]
+                if entry["clip"] is None and entry["bounds"] is None:
+                    value = float(cells.numbers[row, column])
+                    rule = "must be a finite number within float32, such as 3"
+                    raise RowError(row, entry["name"], value, rule)
+
+    def _finish(
+        self, numbers: NDArray[np.float32], cells: Cells, ids: NDArray[np.int32]
+    ) -> NDArray[np.float32]:
+        """Write the ids of single values, pairs, and buckets; return the dense values."""
+        mask = np.isnan(numbers)
+        numbers = np.where(mask, np.float32(0), numbers)
+        dense: list[Array] = []
+        for number, entry in enumerate(self._dense):
+            values, missing = numbers[:, number], mask[:, number]
+            if entry["bounds"] is not None:
+                place = self.id_columns[entry["name"]]
+                ids[:, place] = bucket_ids(values, missing, entry["bounds"])
+                continue
+            dense.append(transform(entry["transform"], entry["clip"], values, missing, entry)[0])
+            if entry["indicator"]:
+                dense.append(missing.astype(np.float32))
+        keyed = self._with_pairs(cells)
+        table = self.vocabularies.look_up(
+            self._places, Cells(numbers, *(part[:, self._looked_up] for part in keyed[1:]))
+        )
+        for column, number in enumerate(self._looked_up):
+            ids[:, self.id_columns[self._keyed[number]["name"]]] = table[:, column]
+        for number, entry in enumerate(self._keyed):
+            if not entry["vocabulary"]:
+                hashed = hashed_key_ids(keyed.keys[:, number], entry["rows"], entry["salt"])
+                hashed[keyed.missing[:, number]] = MISSING_ID
+                ids[:, self.id_columns[entry["name"]]] = hashed
+        return np.stack(dense, 1) if dense else np.empty((len(numbers), 0), dtype=np.float32)
+
+    def _with_pairs(self, cells: Cells) -> Cells:
+        """Return the cells with the keys of the pairs behind those of the single values."""
+        if not self.pairs:
+            return cells
+        keys, checks, missing = [cells.keys], [cells.checks], [cells.missing]
+        for entry, (a, b) in zip(self.pairs, self._parts, strict=True):
+            both = pair_keys(cells.keys[:, a], cells.keys[:, b], entry["both_hex"])
+            keys.append(both[:, None])
+            missing.append((cells.missing[:, a] | cells.missing[:, b])[:, None])
+            checks.append(np.zeros((len(both), 1), dtype=np.uint32))
+        joined = (np.concatenate(parts, 1) for parts in (keys, checks, missing))
+        return Cells(cells.numbers, *joined)
+
+    def _add_new(self, cells: Cells, ids: NDArray[np.int32]) -> None:
+        keyed = self._with_pairs(cells)
+        for number, entry in enumerate(self._keyed):
+            if entry["vocabulary"]:
+                column = ids[:, self.id_columns[entry["name"]]]
+                keys, checks = keyed.keys[:, number], keyed.checks[:, number]
+                self.vocabularies.add_new(entry["vocabulary"], column, keys, checks)
+
+    def _list_ids(self, entry: Entry, columns: Mapping[str, Any]) -> tuple[Array, ...]:
+        """Return the ids, lengths, and weights of a list column."""
+        found = read_list(entry, columns)
+        cells = Cells.empty(len(found.values), 0, 1)
+        _read_keys(found.values, entry["name"], entry["kind"], *(part[:, 0] for part in cells[1:]))
+        if entry["vocabulary"]:
+            places = self.vocabularies.places_of([entry["vocabulary"]])
+            ids = self.vocabularies.look_up(places, cells)[:, 0]
+            keys, checks = cells.keys[:, 0], cells.checks[:, 0]
+            self.vocabularies.add_new(entry["vocabulary"], ids, keys, checks)
+        else:
+            ids = hashed_key_ids(cells.keys[:, 0], entry["rows"], entry["salt"])
+            ids[cells.missing[:, 0]] = MISSING_ID
+        return ids, found.lengths, found.weights
+
+
+def _id_columns(fields: Sequence[Entry]) -> tuple[dict[str, int], int]:
+    """Return the first column of each field that is not ragged, and the number of columns."""
+    columns: dict[str, int] = {}
+    width = 0
+    for entry in fields:
+        if not entry["ragged"]:
+            columns[entry["name"]] = width
+            width += entry["hot"]
+    return columns, width
+
+
+def _read_numbers(cells: Any, entry: Entry, out: NDArray[np.float64]) -> None:
+    """Write the numbers of a dense column, NaN for missing; raise RowError for the first misfit."""
+    misfit = -1
+    if isinstance(cells, np.ndarray) and cells.dtype.kind in "iufb":
+        out[:] = np.ma.getdata(cells)
+        out[np.ma.getmaskarray(cells)] = np.nan
+        if entry["whole"]:
+            fits = np.isnan(out) | ((out == np.floor(out)) & (np.abs(out + 0.5) < 2.0**31))
+            misfit = -1 if fits.all() else int(fits.argmin())
+    else:
+        for row, raw in enumerate(cells):
+            cell = plain(raw)
+            try:
+                if is_missing(cell):
+                    out[row] = np.nan
+                elif entry["whole"]:
+                    out[row] = whole_number(cell)
+                else:
+                    out[row] = real_number(cell, entry["decimal"])
+            except Misfit:
+                misfit = row
+                break
+    if misfit >= 0:
+        rule = "a 32-bit integer" if entry["whole"] else "a number"
+        raise RowError(misfit, entry["name"], plain(cells[misfit]), f"must be {rule}, such as 3")
+
+
+def _read_keys(
+    cells: Any, name: str, kind: str, keys: Array, checks: Array, missing: Array
+) -> None:
+    """Write the keys, checks, and mask of a category column; raise RowError for a misfit."""
+    if isinstance(cells, np.ndarray) and cells.dtype.kind in "iu" and kind == "integer":
+        values = np.ma.getdata(cells)
+        if values.dtype != np.uint64:
+            missing[:] = np.ma.getmaskarray(cells)
+            keys[:] = np.where(missing, 0, values.astype(np.int64).view(np.uint64))
+            return
+    masked = np.ma.getmaskarray(cells) if isinstance(cells, np.ma.MaskedArray) else None
+    for row, raw in enumerate(cells):
+        cell = plain(raw)
+        if is_missing(cell) or (masked is not None and masked[row]):
+            missing[row] = True
+            continue
+        try:
+            keys[row], checks[row] = key_of(cell, kind)
+        except Misfit as error:
+            rule = f"must be {EXPECTED[kind]}, such as {EXAMPLES[kind]}"
+            raise RowError(row, name, cell, rule) from error

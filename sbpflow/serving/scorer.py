@@ -1,0 +1,322 @@
+"""Loads an exported bundle and scores raw rows; needs only torch and numpy.
+
+    from scorer import load
+
+    scores = load("out/model").score([{"I1": 1, "C1": "68fd1e64", ...}])
+
+``sbpflow export`` writes this module, with the modules that it uses, as ``scorer.py`` of a bundle.
+A bundle contains JSON and safetensors, which cannot run code; files with code are loaded only with
+``compiled=True``.
+"""
+
+import importlib
+import json
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sbpflow.serving.cells import hashed_ids
+from sbpflow.serving.columns import Array, Column, RowError
+from sbpflow.serving.encoder import Encoded, Encoder, Vocabularies
+from sbpflow.serving.lookups import Gather, Segment, bag_vectors, plan_lookups
+from sbpflow.serving.operations import BundleError, Graph
+from sbpflow.serving.row_store import Store, Tensors
+
+__all__ = ["BundleError", "Column", "Encoded", "Model", "RowError", "Version", "load"]
+FORMAT, VERSION = "sbpflow-model", 2
+Dense = Callable[[Mapping[str, Tensor]], Tensor]
+LOOPS = "encoder_loops"
+COMPILED = "dense.pt2"
+
+
+class Version(NamedTuple):
+    """The origin of a model's values: run ID, training step, and number of the delta."""
+
+    run: str
+    step: int
+    delta: int = 0
+
+
+@dataclass(frozen=True)
+class Model:
+    """A bundle in memory; ``with_changes`` returns a new model and leaves this one as it is."""
+
+    version: Version
+    sample: Mapping[str, Any]
+    content: Mapping[str, Any]
+    encoder: Encoder | None
+    stores: tuple[Store, ...]
+    weights: Mapping[str, Tensor]
+    bind: Callable[[Mapping[str, Tensor]], Dense]
+    dense: Dense
+    gathers: tuple[Gather, ...]
+    segments: Mapping[str, tuple[Segment, ...]]
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """Return the columns of raw rows, in the order of text lines."""
+        return self._encoder().columns
+
+    def score(self, rows: object) -> NDArray[np.float32]:
+        """Return the probabilities float32 [n] of dicts, a data frame, or text lines."""
+        return self.score_encoded(self.encode(rows))
+
+    def encode(self, rows: object) -> Encoded:
+        """Return the ids and dense values of raw rows; raise RowError for the first bad row."""
+        return self._encoder().encode(rows)
+
+    def encode_columns(self, columns: Mapping[str, Any]) -> Encoded:
+        """Encode columns by name: numpy arrays (also masked) or lists of cells."""
+        return self._encoder().encode_columns(columns)
+
+    def _encoder(self) -> Encoder:
+        if self.encoder is None:
+            raise BundleError(
+                "the model was trained on a set without vocabularies, so raw rows have no ids; "
+                "use score_encoded with ids, or train on a set of `sbpflow prepare`"
+            )
+        return self.encoder
+
+    def score_encoded(self, encoded: Encoded) -> NDArray[np.float32]:
+        """Return the probabilities float32 [n] of encoded rows."""
+        logits = self.logits(encoded).numpy().astype(np.float64)
+        with np.errstate(over="ignore"):  # a large negative logit overflows exp; 1 / inf is 0
+            return (1.0 / (1.0 + np.exp(-logits))).astype(np.float32)
+
+    @torch.inference_mode()
+    def logits(self, encoded: Encoded) -> Tensor:
+        """Return the logits [n] of encoded rows."""
+        dtype = getattr(torch, self.content["dtype"])
+        ids, policy = self._with_hashed(encoded.ids), self.content["out_of_range"]
+        found = [
+            gather(store, ids, encoded, policy)
+            for gather, store in zip(self.gathers, self.stores, strict=True)
+        ]
+        inputs = {"dense": torch.from_numpy(encoded.dense).to(dtype)}
+        for output in self.content["outputs"]:
+            parts: list[Tensor] = []
+            for segment in self.segments[output["name"]]:
+                fixed, ragged = found[segment.store]
+                if segment.lookup.columns is None:
+                    parts.append(
+                        bag_vectors(segment.lookup, ragged[segment.lookup[:2]], encoded, dtype)
+                    )
+                    continue
+                part = fixed[:, segment.start : segment.stop]
+                if segment.pools:
+                    parts.append(part.mean(1) if segment.lookup.averages else part.sum(1))
+                elif output["sums"]:
+                    parts.append(part.sum(1))
+                else:
+                    parts.append(part.reshape(len(part), part.shape[1] * part.shape[2]))
+            joined = parts[0]
+            if len(parts) > 1:
+                joined = torch.stack(parts).sum(0) if output["sums"] else torch.cat(parts, 1)
+            inputs["vectors." + output["name"]] = joined
+        return self.dense(inputs).reshape(-1).float()
+
+    def _with_hashed(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
+        hashed = self.content["hashed"]
+        if not hashed:
+            return ids
+        columns = [
+            hashed_ids([ids[:, c] for c in each["columns"]], each["rows"]) for each in hashed
+        ]
+        return np.concatenate([ids, np.stack(columns, 1)], 1)
+
+    def with_changes(
+        self,
+        tables: Mapping[str, tuple[Array, Array]],
+        dense: Mapping[str, Array],
+        version: Version,
+        vocabulary: Mapping[str, tuple[Array, ...]] | None = None,
+    ) -> "Model":
+        """Return the model with changed rows, dense weights, and new vocabulary entries.
+
+        ``tables`` maps table names to (rows int64 [n], values [n, dim]), ``dense`` maps weight
+        names to whole values, and ``vocabulary`` maps names to (keys, ids) or (keys, ids, checks).
+        Requests on this model keep its values, and the new model shares everything unchanged.
+        """
+        stores = list(self.stores)
+        changed: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        for name, (rows, values) in tables.items():
+            table = self._known("tables", name, self.content["tables"])
+            at = torch.from_numpy(np.asarray(rows, dtype=np.int64))
+            if len(at) and (int(at.min()) < 0 or int(at.max()) >= table["rows"]):
+                raise BundleError(
+                    f"table {name}: has {table['rows']} rows, got row {int(at.max())}"
+                )
+            own = changed.setdefault(table["store"], [])
+            own.append((at + table["first"], _tensor(values)))
+        for number, parts in changed.items():
+            at, values = (torch.cat(each) for each in zip(*parts, strict=True))
+            stores[number] = stores[number].with_rows(at, values)
+        weights = dict(self.weights)
+        for name, value in dense.items():
+            old = self._known("dense", name, weights)
+            weights[name] = _tensor(value).reshape(old.shape).to(old.dtype)
+        encoder = self.encoder
+        if vocabulary and encoder is not None:
+            encoder = encoder.with_entries(vocabulary)
+        return replace(
+            self,
+            version=version,
+            encoder=encoder,
+            stores=tuple(stores),
+            weights=weights,
+            dense=self.bind(weights) if dense else self.dense,
+        )
+
+    def _known(self, kind: str, name: str, values: Mapping[str, Any]) -> Any:
+        if name not in values:
+            known = ", ".join(list(values)[:8])
+            raise BundleError(f"{kind}: {name!r} is not in the bundle; it has {known}")
+        return values[name]
+
+    def check(self) -> None:
+        """Raise BundleError if a sample row's score differs from the stored score."""
+        if "rows" in self.sample:
+            scores = self.score(self.sample["rows"])
+        else:
+            scores = self.score_encoded(_sample_rows(self.sample))
+        for row, (expected, got) in enumerate(
+            zip(self.sample["scores"], scores.tolist(), strict=True)
+        ):
+            if not math.isclose(expected, got, rel_tol=0, abs_tol=self.sample["tolerance"]):
+                raise BundleError(
+                    f"sample.json: row {row} must score {expected}, got {got} with torch "
+                    f"{torch.__version__}; the bundle was made with torch "
+                    f"{self.content['versions']['torch']}"
+                )
+
+
+def _tensor(values: Array | Tensor) -> Tensor:
+    return values if isinstance(values, Tensor) else torch.from_numpy(np.asarray(values))
+
+
+def _sample_rows(sample: Mapping[str, Any]) -> Encoded:
+    kinds = (np.int32, np.int32, np.float32)
+    bags = {
+        name: tuple(np.array(part, dtype=kind) for part, kind in zip(bag, kinds, strict=False))
+        for name, bag in sample["bags"].items()
+    }
+    return Encoded(
+        np.array(sample["ids"], dtype=np.int32), np.array(sample["dense"], dtype=np.float32), bags
+    )
+
+
+def load(folder: str | Path, *, check: bool = True, compiled: bool = False) -> Model:
+    """Load the bundle in ``folder``; raise BundleError if its sample scores differ here.
+
+    ``compiled=True`` also loads the machine code of ``sbpflow export --compile``, which can do
+    anything: use it only for bundles that you trust.
+    """
+    folder = Path(folder)
+    content = _read_json(folder / "model.json")
+    if content.get("format") != FORMAT or content.get("version") != VERSION:
+        raise BundleError(
+            f"{folder / 'model.json'}: version {content.get('version')!r} of "
+            f"{content.get('format')!r}, but this scorer reads version {VERSION} of {FORMAT!r}; "
+            "export the run again"
+        )
+    tensors = Tensors(folder / "model.safetensors")
+    encoder = None
+    if content["input"] is not None:
+        words = Tensors(folder / "vocabulary.safetensors")
+        vocabularies = Vocabularies(
+            content["input"]["vocabularies"],
+            words.array("keys"),
+            words.array("ids"),
+            words.array("checks"),
+        )
+        encoder = Encoder(content["input"], vocabularies, _loops())
+    dtype = getattr(torch, content["dtype"])
+    stores = tuple(
+        Store([tensors.tensor(*names) for names in store["arrays"]], dtype)
+        for store in content["stores"]
+    )
+    weights = {
+        name.removeprefix("dense/"): tensors.tensor(name)
+        for name in tensors.entries
+        if name.startswith("dense/")
+    }
+    bind = Graph(content["graph"]).bind
+    if compiled:
+        bind = _compiled_part(folder / COMPILED, content) or bind
+    gathers, segments = plan_lookups(content)
+    model = Model(
+        version=Version(**content["origin"]),
+        sample=_read_json(folder / "sample.json"),
+        content=content,
+        encoder=encoder,
+        stores=stores,
+        weights=weights,
+        bind=bind,
+        dense=bind(weights),
+        gathers=gathers,
+        segments=segments,
+    )
+    if check:
+        model.check()
+    return model
+
+
+def _loops() -> ModuleType | None:
+    """Return ``encoder_loops`` of this version of the code, if it and numba are installed."""
+    try:
+        return importlib.import_module(f"{__package__}.encoder_loops" if __package__ else LOOPS)
+    except ImportError:
+        return None
+
+
+def _compiled_part(
+    file: Path, content: Mapping[str, Any]
+) -> Callable[[Mapping[str, Tensor]], Dense] | None:
+    """Return the compiled dense part, or None with a warning if this machine cannot run it."""
+    if not file.exists():
+        raise BundleError(f"{file}: does not exist; export the run with --compile")
+    made = content["compiled"]
+    problem = ""
+    if missing := sorted(set(made["cpu"]) - cpu_features()):
+        problem = f"this CPU lacks {', '.join(missing[:5])}"
+    elif torch.__version__.split("+")[0] != made["torch"]:
+        problem = f"it needs torch {made['torch']}, not {torch.__version__}"
+    if problem:
+        warnings.warn(f"{file}: {problem}; the dense part runs uncompiled", stacklevel=3)
+        return None
+    inductor: Any = importlib.import_module("torch._inductor")
+    run = inductor.aoti_load_package(str(file))
+    names, order = made["weights"], made["inputs"]
+
+    def bind(weights: Mapping[str, Tensor]) -> Dense:
+        fixed = [weights[name] for name in names]
+        return lambda inputs: run(*(inputs[name] for name in order), *fixed)
+
+    return bind
+
+
+def cpu_features() -> set[str]:
+    """Return the names of the CPU's instruction sets, as far as the system lists them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return {torch.backends.cpu.get_cpu_capability()}
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), ":")
+    sets = ("sse", "ssse", "avx", "amx", "fma", "f16c", "bmi", "popcnt", "asimd", "sve")
+    return {flag for flag in flags.partition(":")[2].split() if flag.startswith(sets)}
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BundleError(f"{file}: cannot be read ({error}); export the bundle again") from error
