@@ -1,0 +1,1 @@
+"""Scores rows with exported models."""
