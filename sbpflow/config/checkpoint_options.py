@@ -33,6 +33,15 @@ class CheckpointConfig:
         Range(low=0),
         Key("execution", "Steps between checkpoints; 0 disables them. The last step is saved too."),
     ] = 1000
+    deltas: Annotated[
+        int,
+        Range(low=0),
+        Key(
+            "execution",
+            "Checkpoints after each full one that have only the rows that changed, and the dense "
+            "part.",
+        ),
+    ] = 0
     keep: Annotated[Count, Key("execution", "Number of newest checkpoints to keep.")] = 3
     keep_best: Annotated[
         bool | Metric,

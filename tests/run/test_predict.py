@@ -115,7 +115,7 @@ def test_the_suffix_selects_the_format_of_the_scores(run, folder, tmp_path):
         assert predict(words(run, folder / "set", tmp_path / f"s.{suffix}")) == 0
         found = pl.read_csv(tmp_path / f"s.{suffix}", schema=wanted.schema, **options)
         assert found.equals(wanted)
-    for name in ("s.CSV", "s.csv.gz", "scores"):
+    for name in ("s.CSV", "s.csv.gz"):
         with pytest.raises(ConfigError, match=rf"{name}: must end in \.parquet, \.csv, \.tsv"):
             predict(words(run, folder / "set", tmp_path / name))
 
