@@ -22,6 +22,7 @@ from sbpflow.checkpoint.read import Checkpoint
 from sbpflow.commands.export import export_model
 from sbpflow.commands.fit import train_ranks
 from sbpflow.commands.predict import open_rows, write_scores
+from sbpflow.commands.saved_run import own_classes
 from sbpflow.commands.train import train_config
 from sbpflow.config.load import config_of, read_yaml
 from sbpflow.config.parse import plain
@@ -83,7 +84,7 @@ def fit(
     if isinstance(layouts, dict) and not layouts.keys() & {"scheme", "plan", "tables"}:
         layouts["scheme"] = "auto"
     settings = config_of(tree, models=MODELS)
-    model, optimizers = _own_classes(settings)
+    model, optimizers = own_classes(settings)
     _check_ranks(ranks, [*([model] if model else []), *optimizers])
     with TemporaryDirectory(prefix="sbpflow-") as name:
         folder = Path(name)
@@ -264,13 +265,6 @@ def _check_alone() -> None:
             f"this process is rank {rank} of {size}; call sbpflow.fit, load, and the methods of a "
             "run outside torchrun, and use ranks=N or `sbpflow train` for several ranks"
         )
-
-
-def _own_classes(config: Config) -> tuple[str | None, tuple[str, ...]]:
-    """Return the names package.module:Class of the model and of the table optimizers."""
-    optimizers = [config.optimizer.sparse, *config.optimizer.tables.values()]
-    model, names = config.model.name, dict.fromkeys(each.name for each in optimizers)
-    return model if ":" in model else None, tuple(name for name in names if ":" in name)
 
 
 def _check_ranks(ranks: int, own_classes: list[str]) -> None:

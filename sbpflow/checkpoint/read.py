@@ -179,35 +179,42 @@ class Checkpoint:
                     _put(target, place, piece.place, first, values)
         if saved.patches and self.before is not None:
             self.before.read_into(name, place, out)
-        for patch in saved.patches:
-            if common := patch.place.common(place):
-                self._put_patch(name, patch, target, place, common)
+        for rows, columns, values in self.changes(name, place):
+            left = place.col_start
+            part = target[:, columns.start - left : columns.stop - left]
+            numbers = (rows - place.row_start).to(target.device)
+            part.index_copy_(0, numbers, values.to(target.device, target.dtype))
 
     def changed_rows(self, name: str) -> Tensor:
         """Return the rows of a table's tensor that a delta contains: ascending int64 [n]."""
         rows = [self._rows_of(name, patch) for patch in self.saved(name).patches]
         return torch.cat(rows).unique() if rows else torch.empty(0, dtype=torch.int64)
 
-    def _put_patch(
-        self, name: str, patch: Patch, target: Tensor, place: Place, common: Place
-    ) -> None:
-        """Copy the patch's rows in ``common`` into ``target``, which has the place ``place``."""
-        rows, values = self._rows_of(name, patch), patch.values
-        bounds = torch.tensor([common.row_start, common.row_stop])
-        first, end = torch.searchsorted(rows, bounds).tolist()
-        left, right = common.col_start, common.col_stop
-        columns = slice(left - place.col_start, right - place.col_start)
-        own = slice(left - patch.place.col_start, right - patch.place.col_start)
-        dtype = self.saved(name).dtype
-        step = max(1, BLOCK_BYTES // max(1, patch.place.num_columns * dtype.itemsize))
-        for low in range(first, end, step):
-            changed = replace(values.place, row_start=low, row_stop=min(low + step, end))
-            block = torch.empty(changed.num_rows, changed.num_columns, dtype=dtype)
-            for start, part in self._values(name, values, dtype, changed):
-                _put(block, changed, values.place, start, part)
-            numbers = (rows[low : changed.row_stop] - place.row_start).to(target.device)
-            new = block[:, own].to(target.device, target.dtype)
-            target[:, columns].index_copy_(0, numbers, new)
+    def changes(
+        self, name: str, within: Place | None = None
+    ) -> Iterator[tuple[Tensor, slice, Tensor]]:
+        """Yield rows int64 [n] that a delta changes, columns, and the values [n, columns] there.
+
+        Blocks come in order of the patches; ``within`` selects rows and columns.
+        """
+        saved = self.saved(name)
+        for patch in saved.patches:
+            common = patch.place.common(within or saved.whole)
+            if common is None:
+                continue
+            rows, whole = self._rows_of(name, patch), patch.values.place
+            bounds = torch.tensor([common.row_start, common.row_stop])
+            first, end = torch.searchsorted(rows, bounds).tolist()
+            left = patch.place.col_start
+            own = slice(common.col_start - left, common.col_stop - left)
+            step = max(1, BLOCK_BYTES // max(1, whole.num_columns * saved.dtype.itemsize))
+            for low in range(first, end, step):
+                changed = replace(whole, row_start=low, row_stop=min(low + step, end))
+                block = torch.empty(changed.num_rows, changed.num_columns, dtype=saved.dtype)
+                for start, part in self._values(name, patch.values, saved.dtype, changed):
+                    _put(block, changed, whole, start, part)
+                columns = slice(common.col_start, common.col_stop)
+                yield rows[low : changed.row_stop], columns, block[:, own]
 
     def _rows_of(self, name: str, patch: Patch) -> Tensor:
         """Return the row numbers of a patch; keep those of one table in memory."""
