@@ -10,10 +10,14 @@ if TYPE_CHECKING:
     from sbpflow.config.schema import Config
 
 
-def add_model(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+def add_model(
+    parser: argparse.ArgumentParser, name: str = "--checkpoint", *, required: bool = True
+) -> None:
+    """Add the arguments; ``name`` is an option or, without dashes, a positional argument."""
     add = parser.add_argument
+    options = {"required": required} if name.startswith("-") else {}
     text = "a checkpoint, or a run folder to use its best checkpoint, or else its newest good one"
-    add("--checkpoint", type=local_path, required=required, metavar="DIR", help=text)
+    add(name, type=local_path, metavar="DIR", help=text, **options)
     which = parser.add_mutually_exclusive_group()
     for name, text in (("best", "best checkpoint by val"), ("last", "newest good checkpoint")):
         which.add_argument(
