@@ -5,6 +5,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sbpflow.commands.saved_run import add_model, saved_run
@@ -152,6 +153,7 @@ def open_rows(
     """
     from sbpflow.boxing.agreement import gather_texts
     from sbpflow.data import fields_of, open_loader
+    from sbpflow.embedding.storage.choose import KernelChoice
     from sbpflow.run.execution.job import build_job
     from sbpflow.run.execution.predict import on_rank_0, together
     from sbpflow.run.execution.start import join_ranks, plan_for_ranks
@@ -182,22 +184,31 @@ def open_rows(
     if joined is not None:
         joined(world.rank)
     on_rank_0(boxing, lambda: open_output(scoring, blocks, bad, opened))
-    request = config.parallel.kernel
-    plan = saved_plan(checkpoint, plan, request) or with_measured_kernels(plan, request, boxing)
-    job = build_job(config, spec, plan, boxing)
-    load_values(job, checkpoint)
     if blocks is None:
         on_rank_0(boxing, lambda: scoring.encode(bad))
     elif not gather_texts(boxing, "yes" if on_rank_0(boxing, blocks.is_encoded) else "")[0]:
         together(boxing, lambda: scoring.encode(bad, world.rank, world.size))
         on_rank_0(boxing, blocks.encoded)
+    manifest = scoring.manifest()
+    request, backend = config.parallel.kernel, config.data.loader
+    # For a few rows, compiling and measuring kernels and loading DALI take longer than scoring.
+    few = manifest.splits[scoring.split] <= config.data.batch_size
+    if few and backend == "auto":
+        backend = "memmap"
+    if few and request == "auto":
+        torch = KernelChoice("torch", "there are only a few rows")
+        plan = replace(plan, kernels=dict.fromkeys(plan.kernels, torch))
+    else:
+        plan = saved_plan(checkpoint, plan, request) or with_measured_kernels(plan, request, boxing)
+    job = build_job(config, spec, plan, boxing, initialize=False)
+    load_values(job, checkpoint)
     loader = open_loader(
-        scoring.manifest(),
+        manifest,
         split=scoring.split,
         batch_size=config.data.batch_size,
         rank=world.rank,
         world_size=world.size,
-        backend=config.data.loader,
+        backend=backend,
         shuffle="none",
         device=world.device,
         crosses=spec.hashed_columns,

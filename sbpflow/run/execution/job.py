@@ -82,10 +82,12 @@ def build_job(
     boxing: Boxing,
     *,
     stores: StoreFactory | None = None,
+    initialize: bool = True,
 ) -> Job:
     """Allocate and initialize this rank's part of the run; ``boxing`` then follows the plan.
 
     ``EmbeddingCollection`` describes ``stores``; by default they follow ``parallel.storage``.
+    Without ``initialize``, the caller loads all values of the tables.
     """
     boxing.follow(plan.dense_conversions)
     if boxing.world.backend == "nccl":
@@ -100,6 +102,7 @@ def build_job(
         kernel=plan.kernels,
         row_buffer_fraction=config.parallel.row_buffer_fraction,
         stores=stores or stores_of(partial(_row_folder, config), boxing.world.device),
+        initialize=initialize,
     )
     layouts = {parameter.name: parameter.layout for parameter in plan.dense}
     model = spec.build(layouts, boxing, seed=seed, dtype=dtype)
