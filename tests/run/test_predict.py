@@ -42,16 +42,20 @@ MODELS = {"wdl": WdlConfig}
 STEPS = 6
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """Return a CSV table and its prepared set."""
-    folder = tmp_path_factory.mktemp("predict")
+def prepared(folder: Path) -> Path:
+    """Make a CSV table and its prepared set in ``folder``."""
     (folder / "schema.yaml").write_text(SCHEMA)
     source = write_csv(folder / "t.csv", table(900))
     words = ["--input", source, "--output", folder / "set", "--schema", folder / "schema.yaml"]
     words += ["--split", SPLIT, "--max-bad-fraction", "0.05"]
     assert data_main(["prepare", *map(str, words)]) == 0
     return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Return a CSV table and its prepared set."""
+    return prepared(tmp_path_factory.mktemp("predict"))
 
 
 def config_of(folder: Path, scheme: str = "1") -> Config:

@@ -10,13 +10,12 @@ import polars as pl
 import pytest
 
 from sbpflow.commands.predict import predict
-from sbpflow.data.__main__ import main as data_main
 from sbpflow.data.predictions import Scoring
 from sbpflow.data.score_blocks import INDEX, ScoreBlocks
 from sbpflow.errors import ConfigError
 from tests import deadlines
-from tests.data.tables import INF, SCHEMA, SPLIT, table, write_csv
-from tests.run.test_predict import ROOT, _train, words
+from tests.data.tables import INF, table, write_csv
+from tests.run.test_predict import ROOT, _train, prepared, words
 
 BLOCK = ("--block-rows", "40")
 
@@ -27,13 +26,8 @@ class Killed(BaseException):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Return a CSV table and its prepared set."""
-    folder = tmp_path_factory.mktemp("blocks")
-    (folder / "schema.yaml").write_text(SCHEMA)
-    source = write_csv(folder / "t.csv", table(900))
-    options = ["--input", source, "--output", folder / "set", "--schema", folder / "schema.yaml"]
-    options += ["--split", SPLIT, "--max-bad-fraction", "0.05"]
-    assert data_main(["prepare", *map(str, options)]) == 0
+    """Return a prepared set, and two files with the rows of its test split."""
+    folder = prepared(tmp_path_factory.mktemp("blocks"))
     rows = [row for row in table(900)[24 * 24 :] if row["price"] != INF]
     (folder / "new").mkdir()
     write_csv(folder / "new" / "part-1.csv", rows[:100])
