@@ -142,7 +142,7 @@ def _tensor_diff(left: Checkpoint, right: Checkpoint, name: str) -> str:
         return f"{saved.dtype} {list(saved.shape)} and {other.dtype} {list(other.shape)}"
     rows = elements = 0
     largest = 0.0
-    for part in _row_blocks(saved):
+    for part in _row_blocks(saved, max(left.chain_length, right.chain_length)):
         a, b = left.tensor(name, rows=part), right.tensor(name, rows=part)
         unequal = (a != b) & ~(a.isnan() & b.isnan())
         if not bool(unequal.any()):
@@ -157,7 +157,7 @@ def _tensor_diff(left: Checkpoint, right: Checkpoint, name: str) -> str:
     return f"{elements:,} elements in {rows:,} rows differ, by {largest:.3g} at most"
 
 
-def _row_blocks(saved: SavedTensor, num_blocks: int = 1) -> Iterator[slice]:
+def _row_blocks(saved: SavedTensor, num_blocks: int) -> Iterator[slice]:
     """Yield the rows of a tensor in portions of about ``num_blocks`` blocks."""
     whole = saved.whole
     row_bytes = max(1, whole.num_columns * saved.dtype.itemsize)
