@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from sbpflow.data.prepare.source import Input
 
 SCORE, LABEL, ROW = "score", "label", "row"
+_SMALL_BYTES = 1 << 20
 _LOG = logging.getLogger(__name__)
 _WRITERS: Mapping[str, Callable[["pl.DataFrame", Path], object]] = {
     ".parquet": lambda scores, file: scores.write_parquet(file),
@@ -116,6 +117,12 @@ class Scoring:
         versions = [(*version(source.path), source.num_bytes) for source in self._files()]
         text = json.dumps([versions, self.like.fingerprint, max_bad_fraction], default=str)
         return hashlib.sha256(text.encode()).hexdigest()
+
+    def is_small(self, max_rows: int) -> bool:
+        """Return whether there are at most ``max_rows`` rows, or a small file of raw rows."""
+        if self.is_set:
+            return self.manifest().splits[self.split] <= max_rows
+        return sum(source.num_bytes for source in self._files()) <= _SMALL_BYTES
 
     def _files(self) -> "Sequence[Input]":
         from sbpflow.data.prepare.source import find_inputs

@@ -153,7 +153,6 @@ def open_rows(
     """
     from sbpflow.boxing.agreement import gather_texts
     from sbpflow.data import fields_of, open_loader
-    from sbpflow.embedding.storage.choose import KernelChoice
     from sbpflow.run.execution.job import build_job
     from sbpflow.run.execution.predict import on_rank_0, together
     from sbpflow.run.execution.start import join_ranks, plan_for_ranks
@@ -165,6 +164,8 @@ def open_rows(
     world_size = world_size_of_environment()
     config, planned = saved_layouts(checkpoint, config, world_size)
     device_type = device_type_of(config.parallel.device)
+    few = world_size == 1 and scoring.is_small(config.data.batch_size)
+    config = _for_few_rows(config) if few else config
 
     def make(topology: "Topology") -> "tuple[RunPlan, ModelSpec]":
         spec, plan = plan_run(
@@ -174,6 +175,7 @@ def open_rows(
             device_type=device_type,
             planned=planned,
             topology=topology,
+            traced=not few,
         )
         return plan, spec
 
@@ -190,17 +192,9 @@ def open_rows(
         together(boxing, lambda: scoring.encode(bad, world.rank, world.size))
         on_rank_0(boxing, blocks.encoded)
     manifest = scoring.manifest()
-    request, backend = config.parallel.kernel, config.data.loader
-    # For a few rows, compiling and measuring kernels and loading DALI take longer than scoring.
-    few = manifest.splits[scoring.split] <= config.data.batch_size
-    if few and backend == "auto":
-        backend = "memmap"
-    if few and request == "auto":
-        torch = KernelChoice("torch", "there are only a few rows")
-        plan = replace(plan, kernels=dict.fromkeys(plan.kernels, torch))
-    else:
-        plan = saved_plan(checkpoint, plan, request) or with_measured_kernels(plan, request, boxing)
-    job = build_job(config, spec, plan, boxing, initialize=False)
+    request = config.parallel.kernel
+    plan = saved_plan(checkpoint, plan, request) or with_measured_kernels(plan, request, boxing)
+    job = build_job(config, spec, plan, boxing, training=False)
     load_values(job, checkpoint)
     loader = open_loader(
         manifest,
@@ -208,7 +202,7 @@ def open_rows(
         batch_size=config.data.batch_size,
         rank=world.rank,
         world_size=world.size,
-        backend=backend,
+        backend=config.data.loader,
         shuffle="none",
         device=world.device,
         crosses=spec.hashed_columns,
@@ -216,6 +210,19 @@ def open_rows(
     )
     opened.callback(loader.close)
     return job, loader
+
+
+def _for_few_rows(config: "Config") -> "Config":
+    """Choose what starts fastest: kernels and loaders that need no compilation and few imports.
+
+    Lookups of all kernels give equal results.
+    """
+    parallel, data = config.parallel, config.data
+    return replace(
+        config,
+        parallel=replace(parallel, kernel="torch") if parallel.kernel == "auto" else parallel,
+        data=replace(data, loader="memmap") if data.loader == "auto" else data,
+    )
 
 
 def open_output(
