@@ -297,6 +297,26 @@ def test_the_export_command_scores_like_the_run(run, folder, tmp_path, capsys):
         export([*base, "--output", str(tmp_path / "c"), "--rows", "int8", "data.path=nowhere"])
 
 
+def test_a_few_rows_are_scored_without_compilers(run, tmp_path):
+    """Importing these packages takes longer than everything else together."""
+    source = write_csv(tmp_path / "one.csv", [row for row in table(9) if row["price"] != INF][:1])
+    code = (
+        "import sys\nfrom sbpflow.commands.predict import predict\npredict(sys.argv[1:])\n"
+        "names = ('numba', 'torch._dynamo', 'nvidia.dali', 'fbgemm_gpu')\n"
+        "print('loaded:', *[name for name in names if name in sys.modules])"
+    )
+    more = ("parallel.kernel=auto", "data.loader=auto")
+    done = deadlines.run(
+        [sys.executable, "-c", code, *words(run, source, tmp_path / "s.parquet", *more)],
+        60,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "loaded:"
+    assert len(pl.read_parquet(tmp_path / "s.parquet")) == 1
+
+
 def test_two_ranks_predict_raw_rows_from_the_command_line(run, folder, tmp_path):
     rows = [row for row in table(900)[24 * 24 :] if row["price"] != INF]
     source = write_csv(tmp_path / "new.csv", rows)
