@@ -28,7 +28,7 @@ def embeddings(argv: Sequence[str]) -> int:
     parser = ArgumentParser(prog="sbpflow embeddings", description=embeddings.__doc__)
     add_model(parser, "checkpoint")
     add = parser.add_argument
-    add("--table", required=True, help="name of a table, such as deep.C3")
+    add("--table", required=True, help="name of a table, as `sbpflow explain` prints it")
     text = "a .parquet or .arrow file"
     add("--output", type=local_path, required=True, metavar="FILE", help=text)
     args = parser.parse_intermixed_args(argv)
@@ -63,14 +63,19 @@ def embeddings(argv: Sequence[str]) -> int:
             num_rows += len(frame)
 
     schema = _frame(checkpoint, name, feature, first[0][:0], first[1][:0]).schema
-    # The columns and filters of a query do not matter, because the sink takes whole rows.
-    source = register_io_source(lambda *_: frames(), schema=schema)
+
+    def source(*query: object) -> Iterator[pl.DataFrame]:
+        """Return all rows: the sink makes no query."""
+        del query
+        return frames()
+
+    rows = register_io_source(source, schema=schema)
     partial = output.with_name(output.name + ".partial")
     try:
         if output.suffix == ".parquet":
-            source.sink_parquet(partial)
+            rows.sink_parquet(partial)
         else:
-            source.sink_ipc(partial)
+            rows.sink_ipc(partial)
         partial.replace(output)
     except OSError as error:
         raise ConfigError(f"--output {output} cannot be written ({error})") from error
