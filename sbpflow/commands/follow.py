@@ -63,7 +63,16 @@ def _export_newest(folder: Path, seen: str, args: Namespace) -> str:
 
     def write_base(checkpoint: "Checkpoint", target: Path) -> None:
         config = config_of_run(args, checkpoint)
-        export_model(checkpoint, config, target, rows=args.rows, measured=False)
+        export_model(
+            checkpoint,
+            config,
+            target,
+            rows=args.rows,
+            pt2=args.pt2,
+            compiled=args.compile,
+            onnx=args.onnx,
+            measured=False,
+        )
 
     try:
         checkpoint = next(good_checkpoints(folder), None)
