@@ -8,7 +8,6 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from sbpflow.commands.saved_run import add_model, saved_run
-from sbpflow.errors import ConfigError
 from sbpflow.runtime.files.local_path import local_path
 from sbpflow.runtime.processes.launch import ArgumentParser
 
@@ -44,7 +43,14 @@ def _arguments(argv: Sequence[str]) -> Namespace:
     add("--every-seconds", type=float, default=10.0, metavar="S", help=text)
     add("--deltas", type=int, default=24, metavar="N", help="deltas of --follow after each bundle")
     add("--parent", type=int, help=SUPPRESS)  # the process whose end ends this one
-    return parser.parse_intermixed_args(argv)
+    args = parser.parse_intermixed_args(argv)
+    if (args.checkpoint is None) == (args.follow is None):
+        parser.error("use either --checkpoint DIR or --follow RUN")
+    if not args.every_seconds >= 0 or args.deltas < 0:
+        parser.error(
+            f"--every-seconds {args.every_seconds}, --deltas {args.deltas}: must be 0 or more"
+        )
+    return args
 
 
 def export(argv: Sequence[str]) -> int:
@@ -52,11 +58,6 @@ def export(argv: Sequence[str]) -> int:
     from sbpflow.run.saved.saved_model import weights_text
 
     args = _arguments(argv)
-    if (args.checkpoint is None) == (args.follow is None):
-        raise ConfigError(
-            "sbpflow export: use either --checkpoint DIR or --follow RUN (for example, "
-            "--checkpoint runs/train)"
-        )
     if args.follow is not None:
         from sbpflow.commands.follow import follow
 
