@@ -180,8 +180,9 @@ def open_rows(
         together(boxing, lambda: scoring.encode(bad, world.rank, world.size))
         on_rank_0(boxing, blocks.encoded)
     manifest = scoring.manifest()
-    request = config.parallel.kernel
-    plan = saved_plan(checkpoint, plan, request) or with_measured_kernels(plan, request, boxing)
+    if not few:
+        request = config.parallel.kernel
+        plan = saved_plan(checkpoint, plan, request) or with_measured_kernels(plan, request, boxing)
     job = build_job(config, spec, plan, boxing, training=False)
     load_values(job, checkpoint)
     loader = open_loader(
