@@ -117,7 +117,10 @@ def text_of(rows: str | bytes | Sequence[str | bytes], header: bool) -> str:
         return rows
     if not isinstance(rows, bytes):
         ends = (line.rstrip(b"\r\n" if isinstance(line, bytes) else "\r\n") for line in rows)
-        rows = b"\n".join(line if isinstance(line, bytes) else line.encode() for line in ends)
+        rows = b"\n".join(
+            line if isinstance(line, bytes) else line.encode("utf-8", "surrogatepass")
+            for line in ends
+        )
     try:
         return rows.decode()
     except UnicodeDecodeError as error:
@@ -238,7 +241,8 @@ def read_list(entry: Mapping[str, Any], cells: Mapping[str, Any]) -> Lists:
                 rule = f"has {len(elements)} values, but {others!r} has {len(own)} weights"
                 raise RowError(row, name, raw, rule)
         if not np.isfinite(own).all():
-            raise RowError(row, others or name, raw, "has a weight that is not a finite number")
+            given = raw if others is None else cells[others][row]
+            raise RowError(row, others or name, given, "has a weight that is not a finite number")
         if len(elements) > options["most"] and options["beyond"] == "error":
             raise RowError(row, name, raw, f"has more than {options['most']} values")
         kept = (

@@ -50,12 +50,15 @@ class Encoded:
 
 
 class Cells(NamedTuple):
-    """The cells of rows as numbers and keys; NaN numbers are missing."""
+    """The cells of rows as numbers float64 [rows, dense], where NaN is missing, and as keys.
 
-    numbers: NDArray[np.float64]
-    keys: NDArray[np.uint64]
-    checks: NDArray[np.uint32]
-    missing: NDArray[np.bool_]
+    ``keys`` uint64, ``checks`` uint32, and ``missing`` bool are [rows, categories].
+    """
+
+    numbers: Array
+    keys: Array
+    checks: Array
+    missing: Array
 
     @staticmethod
     def empty(num_rows: int, num_dense: int, num_keys: int) -> "Cells":
