@@ -198,8 +198,7 @@ def _sample(
     )
     half = getattr(spec, "half", None) is not None or model.plan.dtype.itemsize < 4
     if model.raw is None:
-        ids, dense = sample_ids(reference)
-        return sample_of(reference, ids, dense, half=half, rows=None)
+        return sample_of(reference, sample_ids(reference), half=half, rows=None)
     rows = sample_rows(like)
     names = [column["name"] for column in model.raw.content["columns"] if column["required"]]
     with TemporaryDirectory(prefix="sbpflow-") as folder:
@@ -214,7 +213,8 @@ def _sample(
         )
         (batch,) = loader.epoch(0)
         raw = [{name: row[name] for name in names} for row in rows]
-        sample = sample_of(reference, batch.ids, batch.dense, half=half, rows=raw)
+        arguments = reference.arguments_of(batch.ids, batch.dense)
+        sample = sample_of(reference, arguments, half=half, rows=raw)
         loader.close()
     return sample
 

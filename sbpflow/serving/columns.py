@@ -52,6 +52,7 @@ class RawRows:
         self.separator: str = content["separator"]
         self.quote: str | None = content["quote"]
         self.header: bool = content["header"]
+        self.missing_values = frozenset[str](content["missing_values"])
 
     def columns_of(self, rows: Any) -> Mapping[str, Any]:
         """Return the required columns as arrays, masked arrays, or lists of cells."""
@@ -72,6 +73,13 @@ class RawRows:
         raise TypeError(
             f"rows: {type(rows[0]).__name__} is not a row; give dicts, a data frame, or text lines"
         )
+
+    def with_missing(self, cells: Any) -> Any:
+        """Return a column with None in place of the texts that mean a missing value."""
+        absent = self.missing_values
+        if not absent or (isinstance(cells, np.ndarray) and cells.dtype.kind in "iufb"):
+            return cells
+        return [None if isinstance(cell, str) and cell in absent else cell for cell in cells]
 
     def check_names(self, row: int, names: Any) -> None:
         """Raise RowError for the first required column that is not one of ``names``."""

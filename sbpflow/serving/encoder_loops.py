@@ -321,7 +321,8 @@ class CompiledInput:
             for n, entry in enumerate(content["dense"])
         }
         self._kinds |= {e["name"]: (_KINDS[e["kind"]], n) for n, e in enumerate(singles)}
-        self._parses = not encoder.lists
+        points = all(entry["decimal"] == "." for entry in content["dense"])
+        self._parses = points and not encoder.lists and not encoder.raw.missing_values
         self._num_dense, self._num_keys = len(content["dense"]), len(singles)
         self._set_numbers(content["dense"], encoder.id_columns)
         place = {entry["name"]: n for n, entry in enumerate(singles)}
