@@ -1,6 +1,6 @@
 """``sbpflow export``: write a trained model as a bundle that does not need sbpflow."""
 
-from argparse import Namespace
+from argparse import SUPPRESS, Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ def _arguments(argv: Sequence[str]) -> Namespace:
         prog="sbpflow export",
         description="Write a trained model as a bundle, which scores raw rows with only torch.",
     )
-    add_model(parser)
+    add_model(parser, required=False)
     add = parser.add_argument
     add("--output", type=local_path, required=True, metavar="DIR", help="a new folder")
     add("--rows", default="as_trained", help="table row format: as_trained, float16 or int8")
@@ -37,7 +37,20 @@ def _arguments(argv: Sequence[str]) -> Namespace:
     text = "also compile the dense part for this CPU (dense.pt2); takes minutes"
     add("--compile", action="store_true", help=text)
     add("--onnx", action="store_true", help="also write the dense part for ONNX (dense.onnx)")
-    return parser.parse_intermixed_args(argv)
+    text = "export every new checkpoint of this run, as a delta or a new bundle, until the run ends"
+    add("--follow", type=local_path, metavar="RUN", help=text)
+    text = "least time between two exports of --follow (default 10)"
+    add("--every-seconds", type=float, default=10.0, metavar="S", help=text)
+    add("--deltas", type=int, default=24, metavar="N", help="deltas of --follow after each bundle")
+    add("--parent", type=int, help=SUPPRESS)  # the process whose end ends this one
+    args = parser.parse_intermixed_args(argv)
+    if (args.checkpoint is None) == (args.follow is None):
+        parser.error("use either --checkpoint DIR or --follow RUN")
+    if not args.every_seconds >= 0 or args.deltas < 0:
+        parser.error(
+            f"--every-seconds {args.every_seconds}, --deltas {args.deltas}: must be 0 or more"
+        )
+    return args
 
 
 def export(argv: Sequence[str]) -> int:
@@ -45,6 +58,10 @@ def export(argv: Sequence[str]) -> int:
     from sbpflow.run.saved.saved_model import weights_text
 
     args = _arguments(argv)
+    if args.follow is not None:
+        from sbpflow.commands.follow import follow
+
+        return follow(args)
     checkpoint, config = saved_run(args)
     print(weights_text(checkpoint))
     files = export_model(
@@ -74,19 +91,13 @@ def export_model(
     pt2: bool = False,
     compiled: bool = False,
     onnx: bool = False,
+    measured: bool = True,
 ) -> list[Path]:
-    """Write a saved model to the new folder ``output`` and return its files; prints its scores."""
+    """Write a saved model to a new folder and return its files; print scores if ``measured``."""
     from sbpflow.checkpoint.folder import data_folder
     from sbpflow.data import fields_of, load_manifest
-    from sbpflow.data.predictions import check_ids
     from sbpflow.run.export.bundle import BundleModel, add_facts
-    from sbpflow.run.export.export import (
-        check_unscored,
-        facts_of,
-        origin_of,
-        parse_rows,
-        write_export,
-    )
+    from sbpflow.run.export.export import facts_of, origin_of, parse_rows, write_export
     from sbpflow.run.export.forms import write_compiled, write_onnx, write_pt2
     from sbpflow.run.export.plain_model import check_tables, dense_part, plain_model
     from sbpflow.run.planning.build_plan import plan_run
@@ -97,13 +108,12 @@ def export_model(
     like = load_manifest(data_folder(checkpoint.path))
     fields = fields_of(like)
     config, planned = saved_layouts(checkpoint, config, 1)
-    spec, plan = plan_run(config, fields, world_size=1, device_type="cpu", planned=planned)
-    path = scored or config.data.path
-    manifest = load_manifest(path) if path is not None and path.is_dir() else None
-    if manifest is None:
-        check_unscored(row_format, path)
-    else:
-        check_ids(manifest, like)
+    spec, plan = plan_run(
+        config, fields, world_size=1, device_type="cpu", planned=planned, traced=False
+    )
+    manifest = None
+    if measured:
+        manifest = _labelled_set(scored or config.data.path, row_format, like)
     check_tables(plan.embeddings)
     seed, saved = config.run.seed, checkpoint.tensors
     model = BundleModel(
@@ -140,6 +150,22 @@ def export_model(
 
     sample = _sample(like, model, spec, config)
     return write_export(output, model, origin, sample, finish)
+
+
+def _labelled_set(
+    path: Path | None, row_format: "RowFormat", like: "Manifest"
+) -> "Manifest | None":
+    """Return the set to score; raise ConfigError if rows of low precision have none."""
+    from sbpflow.data import load_manifest
+    from sbpflow.data.predictions import check_ids
+    from sbpflow.run.export.export import check_unscored
+
+    if path is None or not path.is_dir():
+        check_unscored(row_format, path)
+        return None
+    manifest = load_manifest(path)
+    check_ids(manifest, like)
+    return manifest
 
 
 def _raw_rows(like: "Manifest") -> "RawInput | None":

@@ -1,1 +1,1 @@
-"""Scores rows with exported bundles; sbpflow's server and the bundles themselves use this code."""
+"""Serves trained models: bundles that score raw rows, their deltas, and an HTTP server."""

@@ -1,0 +1,97 @@
+"""``sbpflow export --follow``: export the checkpoints of a run while it trains."""
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sbpflow.commands.saved_run import config_of_run, own_classes
+
+if TYPE_CHECKING:
+    from sbpflow.checkpoint.read import Checkpoint
+    from sbpflow.config.schema import Config
+
+LOG_FILE = "export.log"
+_LOG = logging.getLogger(__name__)
+_LOOK_S = 1.0
+# The exporting process is not a rank, so it must not have the launcher's variables.
+_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+
+
+def follow(args: Namespace) -> int:
+    """Export new checkpoints until the run has finished, or the parent process has ended."""
+    from sbpflow.checkpoint.commands import checkpoint_folder
+    from sbpflow.checkpoint.run_file import read_run
+    from sbpflow.commands.export import export_model
+    from sbpflow.run.export.chain import export_newest
+    from sbpflow.run.export.export import parse_rows
+
+    def write_base(checkpoint: "Checkpoint", target: Path) -> None:
+        export_model(
+            checkpoint,
+            config_of_run(args, checkpoint),
+            target,
+            rows=args.rows,
+            pt2=args.pt2,
+            compiled=args.compile,
+            onnx=args.onnx,
+            measured=False,
+        )
+
+    parse_rows(args.rows)
+    seen, due = "", time.monotonic()
+    while True:
+        folder = checkpoint_folder(args.follow)
+        facts = read_run(folder)
+        is_over = facts is not None and facts.status == "finished"
+        if is_over or time.monotonic() >= due:
+            newest, written = export_newest(folder, seen, args.output, args.deltas, write_base)
+            if newest != seen:
+                seen, due = newest, time.monotonic() + args.every_seconds
+            if written:
+                print(written, flush=True)
+        if is_over or (args.parent is not None and os.getppid() != args.parent):
+            return 0
+        time.sleep(_LOOK_S)
+
+
+@contextmanager
+def exporting(config: "Config", checkpoints: Path, rank: int) -> Generator[None]:
+    """Export the run's checkpoints in another process, as the group ``export`` says."""
+    if config.export is None or rank:
+        yield
+        return
+    log = config.run.dir / LOG_FILE
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHER)}
+    with log.open("ab") as sink:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "sbpflow", *_words(config, checkpoints)],
+            env={**environment, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            stdout=sink,
+            stderr=sink,
+        )
+    try:
+        yield
+    except BaseException:
+        process.terminate()
+        raise
+    if code := process.wait():
+        _LOG.error("export.dir: the export ended with exit code %d; see %s", code, log)
+
+
+def _words(config: "Config", checkpoints: Path) -> list[str]:
+    export = config.export
+    if export is None:
+        raise RuntimeError("nothing is exported")
+    words = ["export", "--follow", str(checkpoints), "--output", str(export.dir)]
+    words += ["--rows", export.rows, "--deltas", str(export.deltas)]
+    words += ["--every-seconds", str(export.every_seconds), "--parent", str(os.getpid())]
+    model, optimizers = own_classes(config)
+    words += ["--model", model] if model else []
+    return words + [word for name in optimizers for word in ("--optimizer", name)]

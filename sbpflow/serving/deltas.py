@@ -1,0 +1,238 @@
+"""Defines the deltas of an exported model: the rows and dense weights that training has changed.
+
+A folder of exports has one bundle per base, ``step-N``; the newest is current. The deltas of a
+bundle are ``deltas/000001``, ``deltas/000002``, ... in its folder. A delta has two files:
+* ``values.safetensors``: ``tables/T/rows`` int64 [n], ascending; the values of these rows under
+  the names that the table has in ``model.safetensors`` (``tables/T``, or ``tables/T/int8``,
+  ``/scale`` and ``/low``); and all dense weights, ``dense/P``.
+* ``delta.json``: number, digests of base, predecessor and file, run, step, and time.
+All values are from one training step. Each delta names the digest of its predecessor, so that
+readers detect gaps. Folders are written under another name and then renamed.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sbpflow.errors import DataError
+from sbpflow.runtime.files.json_file import JsonError, is_count, is_number, object_of, read_json
+from sbpflow.runtime.files.tensors_file import TensorsFile
+from sbpflow.serving.scorer import BundleError, Tensors
+
+FORMAT, VERSION = "sbpflow-delta", 1
+BUNDLE_FILE, DELTA_FILE, VALUES_FILE = "model.json", "delta.json", "values.safetensors"
+DELTAS_FOLDER = "deltas"
+_NOT_YET = ("removed", "vocabulary")  # of growing tables, which version 1 does not have
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.uint8: "U8",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaHead:
+    """Identifies a delta: ``number`` counts from 1, and ``time`` is in seconds since 1970.
+
+    ``base`` is the digest of the bundle, ``previous`` is the digest of delta ``number - 1`` or, for
+    delta 1, of the bundle. ``step`` is the training step of all values, and ``checkpoint`` is the
+    digest of the run's checkpoint that has these values.
+    """
+
+    number: int
+    base: str
+    previous: str
+    run: str
+    step: int
+    time: float
+    checkpoint: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """A delta that was read and verified.
+
+    ``tables`` has, by table, the changed rows int64 [n], and their values by suffix: ``""``, or
+    ``/int8``, ``/scale`` and ``/low``. ``dense`` has all dense weights by name. The tensors are
+    views of a memory map.
+    """
+
+    head: DeltaHead
+    digest: str
+    tables: Mapping[str, tuple[Tensor, Mapping[str, Tensor]]]
+    dense: Mapping[str, Tensor]
+
+
+def digest_of(bundle: Path) -> str:
+    """Return the digest of a bundle: the SHA-256 of its ``model.json``."""
+    return hashlib.sha256((bundle / BUNDLE_FILE).read_bytes()).hexdigest()
+
+
+def newest_bundle(folder: Path) -> Path:
+    """Return ``folder`` if it is a bundle, else the bundle ``step-N`` in it with the largest N."""
+    if (folder / BUNDLE_FILE).is_file():
+        return folder
+    bundles = bundles_in(folder)
+    if not bundles:
+        raise DataError(
+            f"{folder}: has neither {BUNDLE_FILE} nor bundles step-N; use the output of `sbpflow "
+            "export`"
+        )
+    return bundles[-1]
+
+
+def bundles_in(folder: Path) -> list[Path]:
+    """Return the bundles ``step-N`` in ``folder``, the oldest first."""
+    paths = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
+    return sorted(paths, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def delta_folder(bundle: Path, number: int) -> Path:
+    """Return the folder of a bundle's delta ``number``, whether or not it exists."""
+    return bundle / DELTAS_FOLDER / f"{number:06d}"
+
+
+class DeltaWriter:
+    """Writes one delta of ``bundle``; ``tensors`` are the dtypes and shapes of its values.
+
+    ``append`` the rows of each tensor in order, in pieces of any size; ``close`` publishes the
+    delta and returns its digest.
+    """
+
+    def __init__(
+        self,
+        bundle: Path,
+        head: DeltaHead,
+        tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    ) -> None:
+        self._target = delta_folder(bundle, head.number)
+        self._work = self._target.with_name(f".{self._target.name}.partial")
+        shutil.rmtree(self._work, ignore_errors=True)
+        self._work.mkdir(parents=True)
+        self._head = head
+        sizes = {name: (_NAMES[dtype], shape) for name, (dtype, shape) in tensors.items()}
+        self._file = TensorsFile(self._work / VALUES_FILE, sizes)
+        self._num_rows = dict.fromkeys(tensors, 0)
+
+    def append(self, name: str, values: Tensor) -> None:
+        """Write the next rows of a tensor."""
+        values = values.detach().cpu().contiguous()
+        if values.dtype == torch.bfloat16:
+            values = values.view(torch.int16)
+        self._file.put(name, self._num_rows[name], values.numpy())
+        self._num_rows[name] += len(values) if values.ndim else 1
+
+    def close(self) -> str:
+        """Complete the delta, and return its digest."""
+        with self._file:  # checks that all values were written
+            pass
+        path, head = self._work / VALUES_FILE, self._head
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            values = hashlib.file_digest(file, "sha256").hexdigest()
+        content = {
+            "number": head.number,
+            "base": head.base,
+            "previous": head.previous,
+            "run": head.run,
+            "step": head.step,
+            "time": head.time,
+            "checkpoint": head.checkpoint,
+            "values": {"bytes": path.stat().st_size, "sha256": values},
+            **{name: {} for name in _NOT_YET},
+        }
+        digest = _digest(content)
+        whole = {"format": FORMAT, "version": VERSION, "sha256": digest, "content": content}
+        with (self._work / DELTA_FILE).open("w", encoding="ascii") as file:
+            file.write(json.dumps(whole, indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self._work.rename(self._target)
+        return digest
+
+
+def read_delta(bundle: Path, number: int, *, base: str, previous: str) -> Delta:
+    """Read and verify delta ``number``; ``previous`` is the digest of its predecessor.
+
+    Raise FileNotFoundError if there is no such delta yet, and DataError if it is damaged or belongs
+    to another chain.
+    """
+    folder = delta_folder(bundle, number)
+    head, digest, values = read_head(folder)
+    wanted = {"number": number, "base": base, "previous": previous}
+    for key, value in wanted.items():
+        if getattr(head, key) != value:
+            raise DataError(
+                f"{folder}: its {key} is {getattr(head, key)!r}, not {value!r}: it is from another "
+                "chain, or a delta is missing; load the newest bundle"
+            )
+    tensors = _read_values(folder / VALUES_FILE, values)
+    tables: dict[str, tuple[Tensor, Mapping[str, Tensor]]] = {}
+    for name in [name for name in tensors if name.endswith("/rows")]:
+        table, rows = name.removesuffix("/rows"), tensors.pop(name)
+        suffixes = ("", "/int8", "/scale", "/low")
+        parts = {end: tensors.pop(table + end) for end in suffixes if table + end in tensors}
+        if not parts or any(part.shape[:1] != rows.shape for part in parts.values()):
+            raise DataError(f"{folder}: {table} does not have a value for each of its rows")
+        tables[table.removeprefix("tables/")] = rows, parts
+    dense = {name.removeprefix("dense/"): values for name, values in tensors.items()}
+    return Delta(head=head, digest=digest, tables=tables, dense=dense)
+
+
+def read_head(folder: Path) -> tuple[DeltaHead, str, Mapping[str, Any]]:
+    """Return the head of a delta, its digest, and the size and SHA-256 of its values.
+
+    Raise FileNotFoundError if there is no delta, and DataError for a damaged or unknown file.
+    """
+    path = folder / DELTA_FILE
+    try:
+        tree = object_of(read_json(path), "the file")
+        if tree["format"] != FORMAT or tree["version"] != VERSION:
+            raise JsonError(
+                f"its format is {tree['format']} version {tree['version']}, but this program reads "
+                f"{FORMAT} version {VERSION}"
+            )
+        content = object_of(tree["content"], "content")
+        if _digest(content) != tree["sha256"]:
+            raise JsonError("its checksum does not match")
+        for key in _NOT_YET:
+            if content[key]:
+                raise JsonError(f"{key} is not empty, which this version does not support")
+        values = object_of(content["values"], "values")
+        number, step, time = content["number"], content["step"], content["time"]
+        if not (is_count(number) and is_count(step) and is_number(time)):
+            raise JsonError("number, step, and time must be numbers")
+        names = ("base", "previous", "run", "checkpoint")
+        texts = {name: str(content[name]) for name in names}
+        return DeltaHead(number=number, step=step, time=time, **texts), tree["sha256"], values
+    except (JsonError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: {error}; load the newest bundle") from error
+
+
+def _read_values(path: Path, values: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Check the digest of the file, and return its tensors by name."""
+    try:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            if (file.tell(), digest) != (values["bytes"], values["sha256"]):
+                raise DataError(f"{path}: is damaged; load the newest bundle")
+        tensors = Tensors(path)
+    except (OSError, BundleError) as error:
+        raise DataError(f"{path}: cannot be read ({error}); load the newest bundle") from error
+    return {name: tensors.tensor(name) for name in tensors.entries}
+
+
+def _digest(content: object) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
