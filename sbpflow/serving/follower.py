@@ -1,0 +1,158 @@
+"""Follows the folder of a served model: applies its deltas, and loads its newer bundles.
+
+A new version shares all unchanged values with its predecessor, and replaces it by one assignment,
+so no request waits for it or sees a mixture. A fault keeps the served version, whose age grows in
+the metrics until a good delta or a newer bundle appears.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from sbpflow.errors import DataError
+from sbpflow.serving.deltas import (
+    BUNDLE_FILE,
+    DELTA_FILE,
+    DELTAS_FOLDER,
+    delta_folder,
+    digest_of,
+    newest_bundle,
+    read_delta,
+)
+from sbpflow.serving.scorer import Model, Version
+
+logger = logging.getLogger(__name__)
+
+Load = Callable[[Path], Model]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelVersion:
+    """A version of a model: ``bundle`` with its first ``number`` deltas.
+
+    ``stamp`` identifies the bundle's file, ``base`` is its digest, ``last`` is the digest of the
+    last delta or of the bundle, and ``trained`` is the time of the values in seconds since 1970.
+    """
+
+    model: Model
+    bundle: Path
+    stamp: tuple[int, ...]
+    base: str
+    last: str
+    number: int
+    trained: float
+
+    @property
+    def text(self) -> str:
+        """Return run, step, and number of the delta as one word."""
+        return "-".join(map(str, self.text))
+
+
+class Follower:
+    """Has the newest good version of the model in ``folder``.
+
+    ``folder`` is a bundle, or a folder of bundles ``step-N``. ``load`` loads and checks a bundle.
+    ``count`` is called with the name of each event (``metrics.COUNTERS``).
+    """
+
+    def __init__(self, folder: Path, load: Load) -> None:
+        self._folder, self._load = folder, load
+        self._refused: object = None  # the file that was refused last; it is refused only once
+        self.count: Callable[[str], None] = lambda event: None
+        self.version = self._replayed(newest_bundle(folder))
+
+    def poll(self) -> bool:
+        """Look for a newer version, and return whether there is one."""
+        try:
+            bundle = newest_bundle(self._folder)
+            old = self.version
+            if (bundle, _stamp(bundle / BUNDLE_FILE)) != (old.bundle, old.stamp):
+                self.version = self._replayed(bundle)
+                self.count("reloads")
+                return True
+            following = self._next(old)
+        except (DataError, OSError) as error:
+            return self._refuse(error) and self._rebuild()
+        if following is not None:
+            self.version = following
+        return following is not None
+
+    def _refuse(self, error: Exception) -> bool:
+        """Report a fault, and return whether it is new."""
+        refused = self._stamp_of_next()
+        if refused == self._refused:
+            return False
+        self._refused = refused
+        self.count("delta_errors")
+        logger.error("%s; version %s is kept", error, self.version.text)
+        return True
+
+    def _rebuild(self) -> bool:
+        """Load the bundle again, because its chain may have been written anew."""
+        try:
+            version = self._replayed(self.version.bundle)
+        except (DataError, OSError) as error:
+            logger.error("%s; version %s is kept", error, self.version.text)
+            return False
+        self.count("reloads")
+        newer = version.trained > self.version.trained
+        if newer:
+            self.version = version
+        return newer
+
+    def _replayed(self, bundle: Path) -> ModelVersion:
+        """Load a bundle and all its good deltas."""
+        stamp, base = _stamp(bundle / BUNDLE_FILE), digest_of(bundle)
+        model = self._load(bundle)
+        version = ModelVersion(
+            model=model,
+            bundle=bundle,
+            stamp=stamp,
+            base=base,
+            last=base,
+            number=0,
+            trained=model.trained,
+        )
+        following: ModelVersion | None = version
+        while following is not None:
+            version = following
+            try:
+                following = self._next(version)
+            except (DataError, OSError) as error:
+                logger.error("%s; version %s is used", error, version.text)
+                break
+        return version
+
+    def _next(self, version: ModelVersion) -> ModelVersion | None:
+        """Apply the next delta; return None if there is none yet. Raise DataError for faults."""
+        number, bundle = version.number + 1, version.bundle
+        try:
+            delta = read_delta(bundle, number, base=version.base, previous=version.last)
+        except FileNotFoundError:
+            later = [path.name for path in (bundle / DELTAS_FOLDER).glob("[0-9]*")]
+            if any(int(name) > number for name in later if name.isdigit()):
+                raise DataError(
+                    f"{delta_folder(bundle, number)}: is missing, but there are later deltas; "
+                    "write a new bundle"
+                ) from None
+            return None
+        origin = Version(run=delta.head.run, step=delta.head.step, delta=number)
+        model = version.model.with_changes(delta.tables, delta.dense, origin)
+        self.count("deltas_applied")
+        return replace(
+            version, model=model, number=number, last=delta.digest, trained=delta.head.time
+        )
+
+    def _stamp_of_next(self) -> object:
+        path = delta_folder(self.version.bundle, self.version.number + 1)
+        return path, _stamp(path / DELTA_FILE), _stamp(self.version.bundle / BUNDLE_FILE)
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    """Return numbers that change when a file is replaced; () if there is no file."""
+    try:
+        status = path.stat()
+    except OSError:
+        return ()
+    return status.st_ino, status.st_mtime_ns, status.st_size

@@ -1,0 +1,145 @@
+"""Runs the server: loads the models once, forks the workers, and answers requests in each of them.
+
+A worker has an event loop, which parses, encodes, and scores, and a thread that follows the models'
+folders.
+"""
+
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import uvicorn
+
+from sbpflow.errors import ConfigError
+from sbpflow.serving.app import App, Limits, Served
+from sbpflow.serving.follower import Follower
+from sbpflow.serving.metrics import Metrics
+from sbpflow.serving.scorer import load
+from sbpflow.serving.supervisor import Supervisor
+
+logger = logging.getLogger(__name__)
+
+_NICENESS = 10  # deltas use the time that answers leave
+_MAX_CONNECTIONS = 1024
+_MAX_WAITING = 2048  # connections that are not accepted yet
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """Contains the options of the server."""
+
+    host: str
+    port: int
+    workers: int
+    shadow: str | None
+    compiled: bool
+    limits: Limits
+    poll_s: float
+    grace_s: int
+
+
+def run_server(folders: Mapping[str, Path], settings: Settings) -> int:
+    """Serve the models in ``folders`` by name until SIGTERM, and return the exit code.
+
+    Raise DataError for a bundle that is damaged or does not give its sample scores.
+    """
+    torch.set_num_threads(1)  # one process per core; and a fork has no threads
+    load_bundle = partial(load, check=True, compiled=settings.compiled)
+    followers = {name: Follower(folder, load_bundle) for name, folder in folders.items()}
+    columns = {
+        name: list(follower.version.model.encode([]).missing)
+        for name, follower in followers.items()
+    }
+    metrics = Metrics(columns, settings.workers)
+    with _listen(settings.host, settings.port) as listener:
+        host, port = listener.getsockname()[:2]
+        for name, follower in followers.items():
+            sys.stdout.write(f"{name}: version {follower.version.text}\n")
+        shown = f"[{host}]" if ":" in host else host
+        sys.stdout.write(f"serving on http://{shown}:{port} with {settings.workers} workers\n")
+        sys.stdout.flush()
+        gc.collect()
+        gc.freeze()  # collections in the workers would copy the pages of all these objects
+
+        def work(number: int) -> None:
+            _run_worker(number, listener, followers, settings, metrics)
+
+        return Supervisor(work, settings.workers, metrics.restarted).run(settings.grace_s + 2)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=_MAX_WAITING)
+    except OSError as error:
+        raise ConfigError(
+            f"--host {host} --port {port}: {error.strerror or error}; use another port, or 0 for "
+            "any free port"
+        ) from error
+
+
+def _run_worker(
+    number: int,
+    listener: socket.socket,
+    followers: Mapping[str, Follower],
+    settings: Settings,
+    metrics: Metrics,
+) -> None:
+    """Answer requests until SIGTERM, and then those in flight."""
+    counts = metrics.worker(number)
+    models: list[Served] = []
+    for name, follower in followers.items():
+        follower.count = counts[name].count
+        while follower.poll():  # a replacement starts with the newest version
+            pass
+        models.append(Served(name, follower.version, counts[name]))
+    app = App(models, settings.shadow, settings.limits, metrics, counts[""])
+    supervisor = os.getppid()
+
+    async def check_supervisor() -> None:
+        if os.getppid() != supervisor:  # without its supervisor, a worker would run forever
+            signal.raise_signal(signal.SIGTERM)
+
+    config = uvicorn.Config(
+        app,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        limit_concurrency=_MAX_CONNECTIONS,
+        timeout_graceful_shutdown=settings.grace_s,
+        callback_notify=check_supervisor,
+        timeout_notify=1,
+    )
+    server = uvicorn.Server(config)
+    app.stopping = lambda: server.should_exit
+    pairs = list(zip(models, followers.values(), strict=True))
+    threading.Thread(target=_follow, args=(pairs, settings.poll_s), daemon=True).start()
+    server.run(sockets=[listener])
+
+
+def _follow(pairs: Sequence[tuple[Served, Follower]], poll_s: float) -> None:
+    # On Linux, a thread has a niceness of its own.
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+    while True:
+        time.sleep(poll_s)
+        for served, follower in pairs:
+            try:
+                while follower.poll():
+                    served.switch(follower.version)
+            except Exception:
+                logger.exception("%s: cannot be followed", served.name)
+                served.counts.count("delta_errors")
