@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from sbpflow.data.compiled import find_loops
 from sbpflow.data.format.schema import NUM_RESERVED_IDS, RARE_ID
 from sbpflow.runtime.random.splitmix import GAMMA
+from sbpflow.serving.cells import hash_salt, hashed_key_ids
 
 Keys = NDArray[np.uint32] | NDArray[np.uint64]
 Counts = NDArray[np.int64]
@@ -116,17 +117,21 @@ class HashedIds:
     """Hashes keys to ids from 2 up below ``num_rows`` without a vocabulary; values can collide."""
 
     def __init__(self, num_rows: int, seed: int, name: str) -> None:
-        self._size = np.uint64(num_rows - NUM_RESERVED_IDS)
-        self._salt = np.random.SeedSequence([seed, *name.encode()]).generate_state(1, np.uint64)
+        self._num_rows, self._salt = num_rows, hash_salt(seed, name)
 
     def lookup(self, keys: Keys) -> NDArray[np.int32]:
-        """Return ids int32 [n] for ``keys`` [n] by MurmurHash3's finalizer and a modulo."""
-        mixed = keys.astype(np.uint64) ^ self._salt
-        for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
-            mixed ^= mixed >> np.uint64(33)
-            mixed *= np.uint64(factor)
-        mixed ^= mixed >> np.uint64(33)
-        return (mixed % self._size).astype(np.int32) + np.int32(NUM_RESERVED_IDS)
+        """Return ids int32 [n] for ``keys`` [n]."""
+        return hashed_key_ids(keys, self._num_rows, self._salt)
+
+
+def capacity_of(num_keys: int) -> int:
+    """Return the number of slots of a table.
+
+    A power of two causes few collisions; large tables have only 1.5 slots per key.
+    """
+    if num_keys > _LARGE:
+        return num_keys + num_keys // 2
+    return 1 << max(4, (2 * num_keys - 1).bit_length())
 
 
 class IdTable(ABC):
@@ -137,10 +142,7 @@ class IdTable(ABC):
     """
 
     def __init__(self, keys: Keys, ids: NDArray[np.int32], counts: Counts) -> None:
-        # A power of two causes few collisions; large tables have only 1.5 slots per key.
-        self._capacity = 1 << max(4, (2 * len(keys) - 1).bit_length())
-        if len(keys) > _LARGE:
-            self._capacity = len(keys) + len(keys) // 2
+        self._capacity = capacity_of(len(keys))
         self._allocate(self._capacity)
         for chosen in _hottest_first(counts):
             self._insert(keys, ids, chosen)
@@ -241,18 +243,18 @@ class WideIdTable(IdTable):
     """A table for 64-bit keys with separate arrays of keys and ids."""
 
     def _allocate(self, capacity: int) -> None:
-        self._keys = np.zeros(capacity, dtype=np.uint64)
-        self._ids = np.full(capacity, RARE_ID, dtype=np.int32)
+        self.keys = np.zeros(capacity, dtype=np.uint64)
+        self.ids = np.full(capacity, RARE_ID, dtype=np.int32)
 
     def _put(self, slots: Slots, keys: Keys, ids: NDArray[np.int32]) -> None:
         # If several ids have the same slot, numpy may store any of them, so store the key of that
         # id.
-        self._ids[slots] = ids
-        is_inserted = self._ids[slots] == ids
-        self._keys[slots[is_inserted]] = keys[is_inserted]
+        self.ids[slots] = ids
+        is_inserted = self.ids[slots] == ids
+        self.keys[slots[is_inserted]] = keys[is_inserted]
 
     def _at(self, slots: Slots, keys: Keys) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        return self._ids[slots], self._keys[slots] == keys
+        return self.ids[slots], self.keys[slots] == keys
 
     def _by_loop(self, loops: ModuleType, keys: Keys, ids: NDArray[np.int32]) -> None:
-        loops.look_up_wide(self._keys, self._ids, keys, np.uint64(GAMMA), RARE_ID, ids)
+        loops.look_up_wide(self.keys, self.ids, keys, np.uint64(GAMMA), RARE_ID, ids)

@@ -118,7 +118,7 @@ class DenseColumn:
     whole: bool = False
     """Require 32-bit integers instead of real numbers"""
     transform: str | None = None
-    """Transform of ``data.prepare.transforms``, or None for the transform of ``--dense``"""
+    """Transform of ``sbpflow.serving.cells``, or None for the transform of ``--dense``"""
     clip: tuple[float, float] | None = None
     """Lower and upper limit; values outside are set to the nearer limit and counted"""
     buckets: int = 0

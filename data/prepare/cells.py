@@ -25,6 +25,13 @@ from sbpflow.data.format.schema import (
 from sbpflow.data.prepare.keys import key_of, with_string_keys
 from sbpflow.data.prepare.lists import read_list
 from sbpflow.data.prepare.piece import BadLines, Piece
+from sbpflow.serving.cells import (
+    EXPECTED,
+    INFINITE_PATTERN,
+    INTEGER_PATTERN,
+    NAN_PATTERN,
+    REAL_PATTERN,
+)
 
 LABELS = {
     text: number
@@ -32,20 +39,11 @@ LABELS = {
     for text in texts.split()
 }
 """Labels must match exactly: lines with the label " 1", "01" or "yes" are bad."""
-INTEGER_PATTERN = r" *([+-]?)0*([0-9]{1,10})"
-"""All parsers must accept leading blanks and a plus sign because Polars does. More than ten digits
-after leading zeros cannot fit 32 bits (and Python refuses to convert thousands of digits)."""
-REAL_PATTERN = r" *\+?(-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)"
 _SHOWN_LABELS = 5
-_NAN = r"(?i)^ *[+-]?nan$"
-_INFINITE = r"(?i)^ *([+-]?)inf(?:inity)?$"
+_NAN = f"{NAN_PATTERN[:4]}^{NAN_PATTERN[4:]}$"
+_INFINITE = f"{INFINITE_PATTERN[:4]}^{INFINITE_PATTERN[4:]}$"
 _TIMES = ("%Y-%m-%d", "%Y-%m-%d %H:%M:%S%.f", "%Y-%m-%dT%H:%M:%S%.f")
 _FULL_YEAR = "^ *[0-9]{4}-"
-EXPECTED: dict[Kind, str] = {
-    "hex": "eight hex digits",
-    "integer": "an integer",
-    "string": "a string",
-}
 
 Faults = dict[str, pl.Series]
 RawRow = Callable[[int], bytes]

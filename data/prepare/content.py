@@ -112,6 +112,11 @@ def _side(options: PrepareOptions, columns: Sequence[str]) -> list[dict[str, str
     return [{"name": name, "role": role, "type": kind} for name, role, kind in side]
 
 
+def like_options(manifest: Manifest) -> PrepareOptions:
+    """Return the options of ``manifest`` that affect ids and values."""
+    return options_like(manifest, PrepareOptions(inputs=(), output=Path()))
+
+
 def options_like(manifest: Manifest, options: PrepareOptions) -> PrepareOptions:
     """Return ``options`` with all options that affect ids and values copied from ``manifest``."""
     content = manifest.content

@@ -18,6 +18,7 @@ from sbpflow.data.format.schema import Schema
 from sbpflow.data.prepare.cells import typed_piece
 from sbpflow.data.prepare.piece import BLANK, BadLines, Piece
 from sbpflow.errors import DataError
+from sbpflow.serving.cells import cell_pattern
 
 _MAX_LINES = 1000
 """Maximum number of lines in a record"""
@@ -167,7 +168,7 @@ def _fault(record: str, fits: re.Pattern[str], num_columns: int, schema: Schema)
         return None if num_cells == num_columns else f"{num_cells} fields instead of {num_columns}"
     if fits.fullmatch(record):
         return None
-    cell = _cell_pattern(schema.separator, schema.quote)
+    cell = cell_pattern(schema.separator, schema.quote)
     whole = re.fullmatch(f"{cell}(?:{re.escape(schema.separator)}{cell})*+", record, re.DOTALL)
     if whole is None:
         return "quote does not enclose a whole cell"
@@ -177,19 +178,8 @@ def _fault(record: str, fits: re.Pattern[str], num_columns: int, schema: Schema)
 
 @lru_cache(maxsize=8)
 def _record_pattern(num_columns: int, separator: str, quote: str | None) -> re.Pattern[str]:
-    cell = _cell_pattern(separator, quote)
+    cell = cell_pattern(separator, quote)
     return re.compile(f"{cell}(?:{re.escape(separator)}{cell}){{{num_columns - 1}}}", re.DOTALL)
-
-
-def _cell_pattern(separator: str, quote: str | None) -> str:
-    """Return a pattern for a quoted or plain cell.
-
-    Possessive quantifiers keep the matching time linear in the cell length.
-    """
-    if quote is None:
-        return f"[^{re.escape(separator)}]*+"
-    mark, gap = re.escape(quote), re.escape(separator)
-    return f"(?:{mark}(?:[^{mark}]|{mark}{mark})*+{mark}|[^{gap}{mark}]*+)"
 
 
 def _cells(text: bytes, columns: tuple[str, ...], schema: Schema) -> pl.DataFrame:

@@ -28,8 +28,8 @@ from sbpflow.data.format.vocabulary import Vocabulary
 from sbpflow.data.prepare.bad_rows import StagedPiece
 from sbpflow.data.prepare.options import PrepareOptions
 from sbpflow.data.prepare.stage import ENCODED_KEYS, encoded_record, list_file, staged_files
-from sbpflow.data.prepare.transforms import bucket_ids, transform
 from sbpflow.data.prepare.workspace import read_record, require_record, write_record
+from sbpflow.serving.cells import bucket_ids, transform
 
 Record = dict[str, Any]
 
@@ -188,7 +188,7 @@ class _PieceEncoder:
         """Return the transformed column, with its missing-value indicator if it has one."""
         name, constants = column.name, self._fitted.get(column.name, {})
         floats, self.clamped[name] = transform(
-            column, column.transform or "identity", values, mask, constants
+            column.transform or "identity", column.clip, values, mask, constants
         )
         arrays = {name: floats}
         if column.indicator:

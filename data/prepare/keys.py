@@ -1,6 +1,5 @@
 """Convert cells to keys: integers keep their bits, and strings become 64-bit blake2b hashes."""
 
-import hashlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -8,9 +7,7 @@ import polars as pl
 
 from sbpflow.data.format.schema import CHECK, Kind
 from sbpflow.errors import unknown_value
-
-PATTERNS: dict[Kind, str] = {"hex": r"[0-9a-fA-F]{8}", "integer": r"-?0*[0-9]{1,19}"}
-KEY_BYTES, CHECK_BYTES = 8, 4
+from sbpflow.serving.cells import KEY_PATTERNS, string_digest
 
 
 def key_expression(cell: pl.Expr, kind: Kind) -> pl.Expr:
@@ -40,9 +37,9 @@ def string_keys(cells: pl.Series) -> tuple[pl.Series, pl.Series]:
     depend on library versions.
     """
     distinct = cells.drop_nulls().unique()
-    size = KEY_BYTES + CHECK_BYTES
-    digests = [hashlib.blake2b(value.encode(), digest_size=size).digest() for value in distinct]
-    raw = np.frombuffer(b"".join(digests), dtype=[("key", "<u8"), ("check", "<u4")])
+    raw = np.frombuffer(
+        b"".join(map(string_digest, distinct)), dtype=[("key", "<u8"), ("check", "<u4")]
+    )
     places = pl.Series(np.arange(len(distinct), dtype=np.uint32))
     if len(distinct) == 0:
         empty = pl.repeat(None, len(cells), dtype=pl.UInt64, eager=True)
@@ -62,9 +59,9 @@ def key_of(cells: pl.Series, kind: Kind) -> pl.Series:
 def _key(cells: pl.Series, kind: Kind) -> pl.Expr:
     if cells.dtype == pl.String:
         key = key_expression(pl.col(cells.name), kind)
-        if kind not in PATTERNS:
+        if kind not in KEY_PATTERNS:
             return key
-        return pl.when(pl.col(cells.name).str.contains(f"^({PATTERNS[kind]})$")).then(key)
+        return pl.when(pl.col(cells.name).str.contains(f"^({KEY_PATTERNS[kind]})$")).then(key)
     if cells.dtype == pl.Null or (cells.dtype == pl.Boolean and kind != "string"):
         types = {"hex": pl.UInt32, "integer": pl.UInt64, "string": pl.String}
         return pl.repeat(None, pl.len(), dtype=types[kind])

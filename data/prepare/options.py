@@ -8,8 +8,8 @@ from sbpflow.data.numbers import MAX_SEED, MAX_WORKERS, by_column, check_ranges
 from sbpflow.data.prepare.machines import MachinePart
 from sbpflow.data.prepare.remote import InputPath
 from sbpflow.data.prepare.split import SplitRule
-from sbpflow.data.prepare.transforms import TRANSFORMS
 from sbpflow.errors import ConfigError
+from sbpflow.serving.cells import TRANSFORMS
 
 MAX_PIECES = 8192
 """Each piece becomes one shard per split. Under the usual limit of 65,530 maps per process, a

@@ -13,11 +13,12 @@ import polars as pl
 
 from sbpflow.data.compiled import find_loops
 from sbpflow.data.format.schema import Kind, Schema
-from sbpflow.data.prepare.cells import EXPECTED, INTEGER_PATTERN, LABELS
+from sbpflow.data.prepare.cells import LABELS
 from sbpflow.data.prepare.csv_text import count_byte, is_utf8
-from sbpflow.data.prepare.keys import PATTERNS, key_expression, with_string_keys
+from sbpflow.data.prepare.keys import key_expression, with_string_keys
 from sbpflow.data.prepare.piece import BLANK, BadLines, Piece
 from sbpflow.errors import DataError
+from sbpflow.serving.cells import EXPECTED, INTEGER_PATTERN, KEY_PATTERNS
 
 _BLOCK_LINES = 1000
 _MIN_COMPILED_BYTES = 1 << 22
@@ -110,7 +111,7 @@ def _shape_fits(text: bytes, num_lines: int, schema: Schema) -> bool:
         return False
     if b"\r" in text:
         return False  # Polars drops \r at the end of any cell
-    if any(kind in PATTERNS for kind in schema.kinds) and b"+" in text:
+    if any(kind in KEY_PATTERNS for kind in schema.kinds) and b"+" in text:
         return False  # to_integer would parse +1234567 as a number
     return text.isascii() or is_utf8(text)
 
@@ -197,9 +198,9 @@ def _fault(line: bytes, schema: Schema) -> str | None:
 
 def _fits(kind: Kind, cell: str) -> bool:
     """Return True if a cell is a category of ``kind``; integers must fit 64 bits."""
-    if kind not in PATTERNS:
+    if kind not in KEY_PATTERNS:
         return True
-    if not re.fullmatch(PATTERNS[kind], cell):
+    if not re.fullmatch(KEY_PATTERNS[kind], cell):
         return False
     digits = cell.lstrip("-0") or "0"
     return kind == "hex" or int(digits) < 2**63 + cell.startswith("-")

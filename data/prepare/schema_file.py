@@ -18,8 +18,8 @@ from sbpflow.data.format.schema import (
     Schema,
     comparison,
 )
-from sbpflow.data.prepare.transforms import TRANSFORMS
 from sbpflow.errors import ConfigError
+from sbpflow.serving.cells import TRANSFORMS
 
 _KEYS = (
     *("label", "labels", "columns", "dense", "sparse", "separator", "header", "quote"),

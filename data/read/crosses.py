@@ -10,32 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sbpflow.data.format.manifest import Manifest
-from sbpflow.data.format.schema import NUM_RESERVED_IDS
 from sbpflow.errors import ConfigError
 from sbpflow.run.model.spec import HashedColumn
-from sbpflow.runtime.random.splitmix import GAMMA, MIX_1, MIX_2
-
-_MISSING = 0
-_GAMMA, _MIX_1, _MIX_2 = (np.uint64(c) for c in (GAMMA, MIX_1, MIX_2))
-_SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
-
-
-def hashed_ids(parts: Sequence[NDArray[np.int32]], rows: int) -> NDArray[np.int32]:
-    """Return cross ids int32 [n] below ``rows``: 2 + the hash of ``parts`` modulo (rows - 2).
-
-    The id is 0 (missing) if any part is missing. The hash depends on the order of the parts.
-    """
-    state = np.zeros(len(parts[0]), dtype=np.uint64)
-    for ids in parts:
-        state = (state + _GAMMA) ^ ids.astype(np.uint64)
-        state = (state ^ (state >> _SHIFTS[0])) * _MIX_1
-        state = (state ^ (state >> _SHIFTS[1])) * _MIX_2
-        state ^= state >> _SHIFTS[2]
-    state %= np.uint64(rows - NUM_RESERVED_IDS)
-    ids = state.astype(np.int32) + np.int32(NUM_RESERVED_IDS)
-    for part in parts:
-        ids[part == _MISSING] = _MISSING
-    return ids
+from sbpflow.serving.cells import hashed_ids
 
 
 class CrossColumns:

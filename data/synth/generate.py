@@ -27,7 +27,6 @@ from sbpflow.data.format.manifest import (
 from sbpflow.data.format.parts import LENGTH_TYPES, Parts, chosen_parts, starts_of
 from sbpflow.data.format.schema import CRITEO, MISSING_ID, NUM_RESERVED_IDS
 from sbpflow.data.format.shards import Words, write_shard
-from sbpflow.data.prepare.transforms import FUNCTIONS
 from sbpflow.data.prepare.workspace import MARK, discard, open_work
 from sbpflow.data.stats import compute_stats, stats_json
 from sbpflow.data.synth.bayes import BayesTally
@@ -39,6 +38,7 @@ from sbpflow.data.synth.tails import Floats, Ranks
 from sbpflow.data.synth.text import write_tsv
 from sbpflow.errors import ConfigError, unknown_value
 from sbpflow.runtime.random.splitmix import GAMMA, MIX_1
+from sbpflow.serving.cells import FUNCTIONS
 
 _SHARD_BLOCKS = 4
 _HOT_RANKS = 64

@@ -1,9 +1,11 @@
-"""``sbpflow export``: write a trained model in formats that do not need sbpflow."""
+"""``sbpflow export``: write a trained model as a bundle that does not need sbpflow."""
 
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
 from sbpflow.commands.saved_run import add_model, saved_run
 from sbpflow.runtime.files.local_path import local_path
@@ -13,30 +15,30 @@ if TYPE_CHECKING:
     from sbpflow.checkpoint.read import Checkpoint
     from sbpflow.config.schema import Config
     from sbpflow.data import Manifest
-    from sbpflow.run.export.plain_model import PlainModel
+    from sbpflow.run.export.bundle import BundleModel, RawRows
     from sbpflow.run.export.row_formats import RowFormat
-
-_FORMS = "pt2,safetensors"
+    from sbpflow.run.model.spec import ModelSpec
 
 
 def _arguments(argv: Sequence[str]) -> Namespace:
     parser = ArgumentParser(
         prog="sbpflow export",
-        description="Write a trained model for plain torch and for programs without torch.",
+        description="Write a trained model as a bundle, which scores raw rows with only torch.",
     )
     add_model(parser)
     add = parser.add_argument
     add("--output", type=local_path, required=True, metavar="DIR", help="a new folder")
-    add("--forms", default=_FORMS, help=f"comma-separated file formats (default {_FORMS})")
     add("--rows", default="as_trained", help="table row format: as_trained, float16 or int8")
     text = "labelled set to score, also with the original rows (default: the run's set)"
     add("--score", type=local_path, metavar="SET", help=text)
     add("--split", default="test", choices=("train", "val", "test"), help="split of --score")
+    text = "also write model.pt2, the whole model for torch.export.load; needs 3x its memory"
+    add("--pt2", action="store_true", help=text)
     return parser.parse_intermixed_args(argv)
 
 
 def export(argv: Sequence[str]) -> int:
-    """Write a trained model in formats that do not need sbpflow."""
+    """Write a trained model as a bundle."""
     from sbpflow.run.saved.saved_model import weights_text
 
     args = _arguments(argv)
@@ -46,10 +48,10 @@ def export(argv: Sequence[str]) -> int:
         checkpoint,
         config,
         args.output,
-        forms=args.forms,
         rows=args.rows,
         scored=args.score,
         split=args.split,
+        pt2=args.pt2,
     )
     for file in files:
         print(f"{file}: {file.stat().st_size:,} bytes")
@@ -61,70 +63,156 @@ def export_model(
     config: "Config",
     output: Path,
     *,
-    forms: str = _FORMS,
     rows: str = "as_trained",
     scored: Path | None = None,
     split: str = "test",
+    pt2: bool = False,
 ) -> list[Path]:
     """Write a saved model to the new folder ``output`` and return its files; prints its scores."""
+    import torch
+
     from sbpflow.checkpoint.folder import data_folder
-    from sbpflow.data import fields_of, load_manifest, open_loader
+    from sbpflow.data import fields_of, load_manifest
     from sbpflow.data.predictions import check_ids
+    from sbpflow.run.export.bundle import BundleModel, add_facts, write_bundle
     from sbpflow.run.export.export import (
         check_unscored,
+        exported,
         facts_of,
-        parse_forms,
+        origin_of,
         parse_rows,
-        score_plain,
-        write_model,
+        write_export,
     )
-    from sbpflow.run.export.plain_model import plain_model
+    from sbpflow.run.export.plain_model import check_tables, dense_part, plain_model
     from sbpflow.run.planning.build_plan import plan_run
     from sbpflow.run.saved.saved_model import saved_layouts
 
-    chosen, row_format = parse_forms(forms), parse_rows(rows)
+    row_format = parse_rows(rows)
     like = load_manifest(data_folder(checkpoint.path))
     fields = fields_of(like)
     config, planned = saved_layouts(checkpoint, config, 1)
     spec, plan = plan_run(config, fields, world_size=1, device_type="cpu", planned=planned)
-
-    def make(rows: "RowFormat") -> "PlainModel":
-        return plain_model(
-            spec,
-            plan.embeddings,
-            checkpoint.tensor,
-            saved=checkpoint.tensors,
-            num_dense=len(fields.dense),
-            seed=config.run.seed,
-            row_format=rows,
-        )
-
-    def score(
-        manifest: "Manifest", rows: "RowFormat", model: "PlainModel"
-    ) -> dict[str, float | None]:
-        loader = open_loader(
-            manifest,
-            split=split,
-            batch_size=config.data.batch_size,
-            backend="memmap",
-            shuffle="none",
-            crosses=spec.hashed_columns,
-        )
-        result = score_plain(model, loader.epoch(0))
-        loader.close()
-        scores = f"AUC {result.auc}, logloss {result.logloss:.6f}"
-        print(f"rows {rows}: {scores} ({result.num_rows} rows, {split} of {path})")
-        return {"auc": result.auc, "logloss": result.logloss}
-
     path = scored or config.data.path
     manifest = load_manifest(path) if path is not None and path.is_dir() else None
     if manifest is None:
         check_unscored(row_format, path)
-    model = make(row_format)
-    facts = facts_of(checkpoint, like.vocabulary_digest)
-    if manifest is not None:
+    else:
         check_ids(manifest, like)
-        facts["scores"] = {row_format: score(manifest, row_format, model)}
-        if row_format != "as_trained":
-            facts["scores"]["as_trained"] = score(manifest, "as_trained", make("as_trained"))
-    return write_model(output, model, facts, chosen)
+    check_tables(plan.embeddings)
+    seed, saved = config.run.seed, checkpoint.tensors
+    model = BundleModel(
+        plan=plan.embeddings,
+        hashed=spec.hashed_columns,
+        dense=dense_part(spec, plan.embeddings, checkpoint.tensor, saved, seed).eval(),
+        num_dense=len(fields.dense),
+        read=checkpoint.tensor,
+        row_format=row_format,
+        raw=_raw_rows(like),
+        facts=facts_of(checkpoint, like.vocabulary_digest),
+    )
+    origin = origin_of(checkpoint)
+
+    def finish(work: Path) -> None:
+        if manifest is not None:
+            scores = {row_format: _score(manifest, split, work, row_format, config, spec)}
+            if row_format != "as_trained":
+                with TemporaryDirectory(dir=work) as original:
+                    whole = replace(model, row_format="as_trained", raw=None)
+                    write_bundle(Path(original), whole, origin, {})
+                    scores["as_trained"] = _score(
+                        manifest, split, Path(original), "as_trained", config, spec
+                    )
+            add_facts(work, {"scores": scores})
+        if pt2:
+            whole_model = plain_model(
+                spec,
+                plan.embeddings,
+                checkpoint.tensor,
+                saved=saved,
+                num_dense=len(fields.dense),
+                seed=seed,
+                row_format=row_format,
+            )
+            torch.export.save(exported(whole_model), work / "model.pt2")
+
+    sample = _sample(like, model, spec, config)
+    return write_export(output, model, origin, sample, finish)
+
+
+def _raw_rows(like: "Manifest") -> "RawRows | None":
+    """Describe the raw rows of a run's set, if its values are known."""
+    from sbpflow.data.bundle_input import input_content, write_vocabularies
+    from sbpflow.run.export.bundle import RawRows
+
+    content = input_content(like)
+    if content is None:
+        return None
+    return RawRows(content=content, write_vocabularies=lambda file: write_vocabularies(like, file))
+
+
+def _sample(
+    like: "Manifest", model: "BundleModel", spec: "ModelSpec", config: "Config"
+) -> dict[str, Any]:
+    """Return sample rows with the scores of the run's model."""
+    from sbpflow.data import open_loader
+    from sbpflow.data.sample_rows import encode_sample, sample_rows
+    from sbpflow.run.export.export import sample_ids, sample_of
+    from sbpflow.run.export.plain_model import saved_rows_model
+
+    reference = saved_rows_model(
+        spec,
+        model.plan,
+        model.read,
+        model.dense,
+        num_dense=model.num_dense,
+        row_format=model.row_format,
+    )
+    half = getattr(spec, "half", None) is not None or model.plan.dtype.itemsize < 4
+    if model.raw is None:
+        ids, dense = sample_ids(reference)
+        return sample_of(reference, ids, dense, half=half, rows=None)
+    rows = sample_rows(like)
+    names = [column["name"] for column in model.raw.content["columns"] if column["required"]]
+    with TemporaryDirectory(prefix="sbpflow-") as folder:
+        encoded = encode_sample(rows, like, Path(folder))
+        loader = open_loader(
+            encoded,
+            split="test",
+            batch_size=len(rows),
+            backend="memmap",
+            shuffle="none",
+            crosses=spec.hashed_columns,
+        )
+        (batch,) = loader.epoch(0)
+        raw = [{name: row[name] for name in names} for row in rows]
+        sample = sample_of(reference, batch.ids, batch.dense, half=half, rows=raw)
+        loader.close()
+    return sample
+
+
+def _score(
+    manifest: "Manifest",
+    split: str,
+    folder: Path,
+    rows: "RowFormat",
+    config: "Config",
+    spec: "ModelSpec",
+) -> dict[str, float | None]:
+    """Score a labelled set with the bundle in ``folder``, and print the scores."""
+    from sbpflow.data import open_loader
+    from sbpflow.run.export.export import score_bundle
+    from sbpflow.serving.scorer import load
+
+    loader = open_loader(
+        manifest,
+        split=split,
+        batch_size=config.data.batch_size,
+        backend="memmap",
+        shuffle="none",
+        crosses=spec.hashed_columns,
+    )
+    result = score_bundle(load(folder, check=False), loader.epoch(0))
+    loader.close()
+    scores = f"AUC {result.auc}, logloss {result.logloss:.6f}"
+    print(f"rows {rows}: {scores} ({result.num_rows} rows, {split} of {manifest.path})")
+    return {"auc": result.auc, "logloss": result.logloss}

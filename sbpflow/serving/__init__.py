@@ -1,1 +1,1 @@
-"""Scores rows with exported models."""
+"""Serves trained models: bundles that score raw rows, their deltas, and an HTTP server."""

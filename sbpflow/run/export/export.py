@@ -1,32 +1,32 @@
-"""Writes a trained model to a folder that does not need sbpflow: torch.export and safetensors.
+"""Exports a trained model to a folder that does not need sbpflow: a bundle, and optional forms.
 
-``model.pt2`` contains code and values: ``torch.export.load(FILE).module()`` returns an ordinary
-module and needs only torch. ``model.safetensors`` contains the values by logical name, for other
-programs. ``model.json`` describes the inputs, the tables, and the origin of the model.
+``write_bundle`` writes the bundle. ``model.pt2`` has the whole model as a ``torch.export`` program,
+which contains code: ``torch.export.load(FILE).module()`` returns an ordinary module.
 docs/decisions/export.md explains the choice of formats.
 """
 
-import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sbpflow.checkpoint.read import Checkpoint
 from sbpflow.embedding.ids.batch_ids import BatchIds
 from sbpflow.errors import ConfigError
+from sbpflow.run.execution.predict import probabilities
+from sbpflow.run.export.bundle import BundleModel, array_of, write_bundle
 from sbpflow.run.export.plain_model import Bag, PlainModel
 from sbpflow.run.export.row_formats import ROW_FORMATS, RowFormat
-from sbpflow.runtime.compute.versions import SBPFLOW_VERSION
+from sbpflow.serving.scorer import BundleError, Encoded, Model, load
 from sbpflow.training.metrics import Evaluation, evaluate
 
-FORMAT, VERSION = "sbpflow-model", 1
-Form = Literal["pt2", "safetensors"]
-FORMS: tuple[Form, ...] = ("pt2", "safetensors")
 _EXAMPLE_ROWS = 2  # torch.export treats sizes 0 and 1 as constants
+_TOLERANCE, _HALF_TOLERANCE = 1e-6, 1e-2
+"""Limits for the difference of a sample score; 16-bit arithmetic differs between CPUs"""
 
 
 class LabelledBatch(Protocol):
@@ -40,13 +40,17 @@ class LabelledBatch(Protocol):
     def ids(self) -> Tensor | BatchIds: ...
 
 
-def write_model(
-    folder: Path, model: PlainModel, facts: Mapping[str, Any], forms: Sequence[Form]
+def write_export(
+    folder: Path,
+    model: BundleModel,
+    origin: Mapping[str, Any],
+    sample: Mapping[str, Any],
+    finish: Callable[[Path], None],
 ) -> list[Path]:
-    """Write the model to a new ``folder`` and return the files; ``facts`` go to model.json.
+    """Write a checked bundle to a new ``folder`` and return the files.
 
-    The folder is written under another name and then renamed, so a reader never sees it
-    incomplete. Raises ConfigError if the folder exists.
+    ``finish`` may add files to the bundle. The folder is written under another name and then
+    renamed, so a reader never sees it incomplete. Raises ConfigError if the folder exists.
     """
     if folder.exists():
         raise ConfigError(f"--output {folder}: already exists; use a new folder")
@@ -55,21 +59,82 @@ def write_model(
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     try:
-        if "pt2" in forms:
-            torch.export.save(exported(model), work / "model.pt2")
-        content = {"format": FORMAT, "version": VERSION, **describe_model(model), **facts}
-        text = json.dumps(content, indent=1, default=str)
-        (work / "model.json").write_text(text + "\n", encoding="utf-8")
-        if "safetensors" in forms:
-            file = work / "model.safetensors"
-            _write_safetensors(file, model)
-            # safetensors creates files that only their owner can read.
-            file.chmod((work / "model.json").stat().st_mode)
+        write_bundle(work, model, origin, sample)
+        try:
+            load(work)
+        except BundleError as error:
+            raise ConfigError(f"the bundle does not score as the run: {error}") from error
+        finish(work)
         work.replace(folder)
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
         raise
     return sorted(folder.iterdir())
+
+
+def sample_of(
+    model: PlainModel,
+    ids: Tensor | BatchIds,
+    dense: Tensor,
+    *,
+    half: bool,
+    rows: list[Mapping[str, Any]] | None,
+) -> dict[str, Any]:
+    """Return sample.json: raw ``rows``, or ids and dense values without them, with scores."""
+    arguments = model.arguments_of(ids, dense)
+    with torch.no_grad():
+        scores = probabilities(model(*arguments).float().numpy())
+    tolerance = _HALF_TOLERANCE if half else _TOLERANCE
+    scored = {"scores": [float(score) for score in scores], "tolerance": tolerance}
+    if rows is not None:
+        return {"rows": rows, **scored}
+    bags = {name: [part.tolist() for part in bag] for name, bag in arguments[2].items()}
+    return {"ids": arguments[0].tolist(), "dense": dense.tolist(), "bags": bags, **scored}
+
+
+def sample_ids(model: PlainModel) -> tuple[BatchIds | Tensor, Tensor]:
+    """Return ids and dense values of three rows, for a model whose raw rows are not known."""
+    numbers = torch.arange(3)
+    dense = (numbers.unsqueeze(1) + torch.arange(model.num_dense)) / 4.0
+    rows = {name: table.num_rows for table in model.tables for name in table.features}
+    columns = [
+        (numbers * (place + 5)) % rows.get(name, 1)
+        for name, at in model.columns.items()
+        for place in range(at.start, at.stop)
+    ]
+    return torch.stack(columns, 1).int(), dense
+
+
+def encoded_of(model: Model, ids: Tensor | BatchIds, dense: Tensor) -> Encoded:
+    """Convert a loader's batch to encoded rows of a bundle."""
+    columns = model.content["columns"]
+    num_hashed = len(model.content["hashed"])
+    fixed = max((stop for _, stop in columns.values()), default=0) - num_hashed
+    ragged = [name for name in model.content["features"] if name not in columns]
+    matrix = ids if isinstance(ids, Tensor) else ids.matrix
+    bags: dict[str, tuple[NDArray[Any], ...]] = {}
+    for number, name in enumerate(ragged):
+        if isinstance(ids, Tensor) or ids.lists is None:
+            raise ConfigError(
+                f"feature {name} is ragged, but the batch has no lists; use the set that the model "
+                "was trained on"
+            )
+        lists = ids.lists.take(torch.tensor([number], device=matrix.device))
+        parts = [lists.values, lists.lengths.reshape(-1)]
+        if name in model.content["weighted"] and lists.weights is not None:
+            parts.append(lists.weights)
+        bags[name] = tuple(map(array_of, parts))
+    return Encoded(array_of(matrix[:, :fixed]), array_of(dense), bags)
+
+
+def score_bundle(model: Model, batches: Iterator[LabelledBatch]) -> Evaluation:
+    """Evaluate a bundle on labelled rows."""
+    logits: list[Tensor] = []
+    labels: list[Tensor] = []
+    for batch in batches:
+        logits.append(model.logits(encoded_of(model, batch.ids, batch.dense)))
+        labels.append(batch.labels)
+    return evaluate(torch.cat(logits), torch.cat(labels))
 
 
 def exported(model: PlainModel) -> torch.export.ExportedProgram:
@@ -103,46 +168,6 @@ def example_inputs(model: PlainModel) -> tuple[Tensor, Tensor, dict[str, Bag]]:
     return ids, torch.zeros(_EXAMPLE_ROWS, model.num_dense), bags
 
 
-def describe_model(model: PlainModel) -> dict[str, Any]:
-    """Describe the inputs and the tables for model.json."""
-    return {
-        "inputs": {
-            "ids": {
-                "shape": ["rows", sum(s.stop - s.start for s in model.columns.values())],
-                "dtype": "int32 or int64",
-                "columns": {name: [s.start, s.stop] for name, s in model.columns.items()},
-            },
-            "dense": {"shape": ["rows", model.num_dense], "dtype": "float32"},
-            "bags": {
-                feature.name: ["values [ids]", "lengths [rows]"]
-                + (["weights [ids]"] if feature.weighted else [])
-                for feature in model.features
-                if feature.name not in model.columns
-            },
-        },
-        "output": "logits [rows]; the sigmoid of a logit is the probability of a click",
-        "tables": {
-            table.name: {
-                "rows": table.num_rows,
-                "dim": table.dim,
-                "features": list(table.features),
-                "pooling": table.pooling,
-                "stored": model.rows_of(table.name).format,
-            }
-            for table in model.tables
-        },
-        "versions": {"sbpflow": SBPFLOW_VERSION, "torch": torch.__version__},
-    }
-
-
-def parse_forms(text: str) -> tuple[Form, ...]:
-    """Parse ``--forms``; raise ConfigError for an unknown form."""
-    names = [name.strip() for name in text.split(",")]
-    if unknown := [name for name in names if name not in FORMS]:
-        raise ConfigError(f"--forms: {unknown[0]!r} is not supported; use {' or '.join(FORMS)}")
-    return tuple(form for form in FORMS if form in names)
-
-
 def parse_rows(text: str) -> RowFormat:
     """Parse ``--rows``; raise ConfigError for an unknown value."""
     for name in ROW_FORMATS:
@@ -164,31 +189,12 @@ def facts_of(checkpoint: Checkpoint, vocabulary_digest: str | None) -> dict[str,
     """Describe the origin of the values for model.json."""
     return {
         "trained": {
-            "run": checkpoint.run,
-            "step": checkpoint.step,
             "vocabulary": vocabulary_digest,
             "config": checkpoint.documents.get("config"),
         }
     }
 
 
-@torch.no_grad()
-def score_plain(model: PlainModel, batches: Iterator[LabelledBatch]) -> Evaluation:
-    """Evaluate the model on labelled rows in one process."""
-    logits: list[Tensor] = []
-    labels: list[Tensor] = []
-    for batch in batches:
-        logits.append(model(*model.arguments_of(batch.ids, batch.dense)))
-        labels.append(batch.labels)
-    return evaluate(torch.cat(logits), torch.cat(labels))
-
-
-def _write_safetensors(path: Path, model: PlainModel) -> None:
-    try:
-        from safetensors.torch import save_file
-    except ImportError as error:
-        raise ConfigError(
-            f"--forms: safetensors is not installed ({error}); run pip install 'sbpflow[export]', "
-            "or use --forms pt2"
-        ) from error
-    save_file(model.stored(), path, metadata={"format": "pt"})
+def origin_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the version of the values."""
+    return {"run": checkpoint.run, "step": checkpoint.step, "delta": 0}

@@ -6,6 +6,7 @@ job (``EmbeddingCollection``, then the dense part), but computed with operators 
 """
 
 from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.out_of_range import SUBSTITUTES, OutOfRange
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
 from sbpflow.errors import ConfigError
-from sbpflow.run.export.row_formats import RowFormat, Rows, make_rows
+from sbpflow.run.export.row_formats import RowFormat, Rows, SavedRows, make_rows
 from sbpflow.run.model.spec import ExportableSpec, HashedColumn, ModelSpec
 from sbpflow.runtime.random.splitmix import signed
 from sbpflow.runtime.random.streams import GAMMA, MIX_1, MIX_2
@@ -24,6 +25,12 @@ NUM_RESERVED_IDS = 2  # in a hashed column, 0 means missing, and hashes are neve
 Bag = tuple[Tensor, ...]  # values [n], lengths [rows], and weights [n] of a weighted feature
 Bags = dict[str, Bag]
 ReadState = Callable[[str], Tensor]
+
+
+class ReadRows(Protocol):
+    """Reads a logical tensor, or some of its rows, like ``Checkpoint.tensor``."""
+
+    def __call__(self, name: str, rows: slice | None = None) -> Tensor: ...
 
 
 class PlainModel(nn.Module):
@@ -40,7 +47,7 @@ class PlainModel(nn.Module):
         self,
         plan: EmbeddingPlan,
         hashed: Sequence[HashedColumn],
-        tables: Mapping[str, Rows],
+        tables: Mapping[str, Rows | SavedRows],
         dense: nn.Module,
         num_dense: int,
     ) -> None:
@@ -51,7 +58,7 @@ class PlainModel(nn.Module):
         self._out_of_range: OutOfRange = plan.out_of_range
         features = plan.features[: len(plan.features) - len(hashed)]
         self.features: tuple[FeatureConfig, ...] = features  # the features in a batch
-        self.columns: dict[str, slice] = _columns(features)
+        self.columns: dict[str, slice] = id_columns(features)
         self._hashed = {
             column.name: ([self.columns[name].start for name in column.columns], column.rows)
             for column in hashed
@@ -65,10 +72,10 @@ class PlainModel(nn.Module):
         """Return the tables of all outputs, in order."""
         return tuple(table for output in self._outputs for table in output.tables)
 
-    def rows_of(self, table: str) -> Rows:
+    def rows_of(self, table: str) -> Rows | SavedRows:
         """Return the rows of a table by name."""
         rows = self.get_submodule(_module_name(table))
-        if not isinstance(rows, Rows):
+        if not isinstance(rows, Rows | SavedRows):
             raise RuntimeError(f"{table} is not the name of a table of this model")
         return rows
 
@@ -174,12 +181,8 @@ def plain_model(
     contain keep their values. Each table is read once and released after conversion to
     ``row_format``. Raises ConfigError for a model without a plain form.
     """
-    for table in (table for output in plan.outputs for table in output.tables if table.by_key):
-        raise ConfigError(
-            f"table {table.name}: has rows by key, which exported models do not support; "
-            "score batches with the run's own job, Job.trainer.predict(batch)"
-        )
-    dense = _dense_part(spec, plan, read, saved, seed)
+    check_tables(plan)
+    dense = dense_part(spec, plan, read, saved, seed)
     tables = {
         table.name: make_rows(table.name, read(f"tables/{table.name}"), row_format, plan.dtype)
         for output in plan.outputs
@@ -188,9 +191,40 @@ def plain_model(
     return PlainModel(plan, spec.hashed_columns, tables, dense, num_dense).eval()
 
 
-def _dense_part(
+def check_tables(plan: EmbeddingPlan) -> None:
+    """Raise ConfigError for a table with rows by key."""
+    for table in (table for output in plan.outputs for table in output.tables if table.by_key):
+        raise ConfigError(
+            f"table {table.name}: has rows by key, which exported models do not support; "
+            "score batches with the run's own job, Job.trainer.predict(batch)"
+        )
+
+
+def saved_rows_model(
+    spec: ModelSpec,
+    plan: EmbeddingPlan,
+    read: ReadRows,
+    dense: nn.Module,
+    *,
+    num_dense: int,
+    row_format: RowFormat,
+) -> PlainModel:
+    """Build a model for a few rows, which reads single rows of the tables with ``read``."""
+
+    def rows(table: TableConfig) -> SavedRows:
+        name = f"tables/{table.name}"
+        return SavedRows(
+            table.name, lambda at: read(name, at), table.num_rows, row_format, plan.dtype
+        )
+
+    tables = {t.name: rows(t) for output in plan.outputs for t in output.tables}
+    return PlainModel(plan, spec.hashed_columns, tables, dense, num_dense).eval()
+
+
+def dense_part(
     spec: ModelSpec, plan: EmbeddingPlan, read: ReadState, saved: Container[str], seed: int
 ) -> nn.Module:
+    """Build the dense part as an ordinary module with the trained values."""
     if not hasattr(spec, "plain"):
         raise ConfigError(
             f"model: {type(spec).__name__} has no method plain(seed), which returns its dense part "
@@ -242,7 +276,7 @@ def _shift_right(values: Tensor, bits: int) -> Tensor:
     return (values >> bits) & signed((1 << (64 - bits)) - 1)
 
 
-def _columns(features: Sequence[FeatureConfig]) -> dict[str, slice]:
+def id_columns(features: Sequence[FeatureConfig]) -> dict[str, slice]:
     """Return each feature's columns in the matrix of a batch, without ragged features."""
     columns: dict[str, slice] = {}
     start = 0

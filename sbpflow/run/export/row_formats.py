@@ -4,6 +4,7 @@ An 8-bit row is low + scale * q with q in 0..255 and float32 ``low`` and ``scale
 values are 256 even steps from its minimum to its maximum, as in FBGEMM's rowwise 8-bit format.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Literal, get_args
 
 import torch
@@ -11,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sbpflow.errors import DataError, unknown_value
+from sbpflow.serving.scorer import quantized
 
 RowFormat = Literal["as_trained", "float16", "int8"]
 ROW_FORMATS: tuple[RowFormat, ...] = get_args(RowFormat)
 _BLOCK = 1 << 16  # the number of rows converted together; keeps the float32 copy small
-_STEPS = 255
 
 
 class FloatRows(nn.Module):
@@ -65,54 +66,79 @@ class ByteRows(nn.Module):
 Rows = FloatRows | ByteRows
 
 
+class SavedRows(nn.Module):
+    """Reads the rows of a few ids with ``read(rows)``, so that no table must be in memory."""
+
+    def __init__(
+        self,
+        name: str,
+        read: Callable[[slice], Tensor],
+        num_rows: int,
+        row_format: RowFormat,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self._name, self._read, self._num_rows = name, read, num_rows
+        self._row_format: RowFormat = row_format
+        self._dtype = dtype
+        self.format = "saved"
+
+    def stored(self) -> dict[str, Tensor]:
+        """Raise RuntimeError: the rows are not in memory."""
+        raise RuntimeError(f"table {self._name}: read its rows from the checkpoint")
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Look up ids of any shape: [*ids.shape, dim] of ``dtype``; IndexError if out of range."""
+        rows, places = ids.unique(return_inverse=True)
+        if len(rows) and (int(rows[0]) < 0 or int(rows[-1]) >= self._num_rows):
+            raise IndexError(f"table {self._name}: has rows 0 to {self._num_rows - 1}")
+        read = [self._read(slice(row, row + 1)) for row in rows.tolist() or [0]]
+        stored = to_stored(self._name, torch.cat(read), 0, self._row_format)
+        return rows_of(stored, self._dtype)(places)
+
+
 def make_rows(name: str, weight: Tensor, row_format: RowFormat, dtype: torch.dtype) -> Rows:
     """Convert table ``name`` [rows, dim] to ``row_format``; lookups return ``dtype``.
 
-    ``int8`` needs dim + 8 bytes per row. Narrow tables that need no more in float16 are stored as
-    float16. Raises DataError for a value that the format cannot represent.
-    """
-    """
+    Raises DataError for a value that the format cannot represent.
     """
     if row_format == "as_trained":
         return FloatRows(weight.contiguous(), dtype)
-    rows, dim = weight.shape
+    stored: dict[str, Tensor] = {}
+    for start in range(0, weight.shape[0], _BLOCK):
+        for key, part in to_stored(name, weight[start : start + _BLOCK], start, row_format).items():
+            out = stored.setdefault(key, part.new_empty(weight.shape[0], *part.shape[1:]))
+            out[start : start + len(part)] = part
+    return rows_of(stored, dtype)
+
+
+def rows_of(stored: Mapping[str, Tensor], dtype: torch.dtype) -> Rows:
+    """Return the rows of tensors from ``to_stored``."""
+    if "" in stored:
+        return FloatRows(stored[""], dtype)
+    return ByteRows(stored["/int8"], stored["/scale"], stored["/low"], dtype)
+
+
+def to_stored(name: str, block: Tensor, start: int, row_format: RowFormat) -> dict[str, Tensor]:
+    """Convert rows [n, dim] of table ``name`` from row ``start`` on; the keys are as in ``stored``.
+
+    ``int8`` needs dim + 8 bytes per row. Narrow tables that need no more in float16 are stored as
+    float16.
+    """
+    if row_format == "as_trained":
+        return {"": block}
+    dim = block.shape[1]
     if row_format not in ("float16", "int8"):
         raise unknown_value("row format", row_format, RowFormat)
-    if row_format == "float16" or dim + 8 >= 2 * dim:
-        return FloatRows(_as_float16(name, weight), dtype)
-    values = torch.empty(rows, dim, dtype=torch.uint8)
-    scale, low = torch.empty(rows), torch.empty(rows)
-    for start in range(0, rows, _BLOCK):
-        part = slice(start, start + _BLOCK)
-        block = weight[part].float()
-        if not bool(block.isfinite().all()):
-            raise _refused(name, block.isfinite().logical_not(), start, weight, "int8")
-        values[part], scale[part], low[part] = to_bytes(block)
-    return ByteRows(values, scale, low, dtype)
-
-
-def to_bytes(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize [n, dim] float32 to uint8 [n, dim], scale [n] and low [n], within half a step."""
-    low, high = rows.aminmax(dim=1)
-    scale = (high - low) / _STEPS
-    step = torch.where(scale > 0, scale, 1.0).unsqueeze(1)
-    values = ((rows - low.unsqueeze(1)) / step).round().clamp(0, _STEPS)
-    return values.to(torch.uint8), scale, low
-
-
-def _as_float16(name: str, weight: Tensor) -> Tensor:
-    out = torch.empty(weight.shape, dtype=torch.float16)
-    for start in range(0, weight.shape[0], _BLOCK):
-        part = slice(start, start + _BLOCK)
-        out[part] = weight[part]
-        if not bool(out[part].isfinite().all()):
-            raise _refused(name, out[part].isfinite().logical_not(), start, weight, "float16")
-    return out
-
-
-def _refused(name: str, bad: Tensor, start: int, weight: Tensor, row_format: str) -> DataError:
-    row, column = bad.nonzero()[0].tolist()
-    return DataError(
-        f"table {name}: {float(weight[start + row, column])} in row {start + row} cannot be "
-        f"represented in {row_format}; use --rows as_trained"
-    )
+    narrow = row_format == "float16" or dim + 8 >= 2 * dim
+    converted = block.to(torch.float16) if narrow else block.float()
+    if not bool(converted.isfinite().all()):
+        row, column = converted.isfinite().logical_not().nonzero()[0].tolist()
+        stored_as = "float16" if narrow else "int8"
+        raise DataError(
+            f"table {name}: {float(block[row, column])} in row {start + row} cannot be represented "
+            f"in {stored_as}; use --rows as_trained"
+        )
+    if narrow:
+        return {"": converted}
+    return dict(zip(("/int8", "/scale", "/low"), quantized(converted), strict=True))

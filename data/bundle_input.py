@@ -1,0 +1,154 @@
+"""Describes the raw rows of a set for an exported bundle, and writes the set's vocabularies.
+
+``sbpflow.serving.encoder`` reads both.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sbpflow.data.format.ids import WideIdTable, capacity_of
+from sbpflow.data.format.manifest import Manifest
+from sbpflow.data.format.vocabulary import open_vocabularies
+from sbpflow.data.prepare.content import like_options
+from sbpflow.data.prepare.options import PrepareOptions
+from sbpflow.runtime.files.tensors_file import TensorsFile
+from sbpflow.serving.cells import CHECK_BYTES, KEY_BYTES, hash_salt, hashed_key_ids, string_key
+
+_TEXTS = ("", "red", "05db9164", "K\u00f6ln")
+
+
+def input_content(manifest: Manifest) -> dict[str, Any] | None:
+    """Return ``input`` of model.json, or None for a set without vocabularies."""
+    if manifest.content.get("vocabulary") is None or "schema" not in manifest.content:
+        return None
+    options = like_options(manifest)
+    schema, fitted = options.schema, manifest.content["fitted"]
+    places, _, _ = _places(manifest)
+    return {
+        "separator": schema.separator,
+        "quote": schema.quote,
+        "header": schema.header,
+        "columns": _columns(options),
+        "dense": [
+            {
+                "name": column.name,
+                "whole": column.whole,
+                "transform": column.transform,
+                "clip": column.clip,
+                "indicator": column.indicator,
+                "bounds": fitted[column.name]["bounds"] if column.buckets else None,
+                "mean": fitted.get(column.name, {}).get("mean"),
+                "std": fitted.get(column.name, {}).get("std"),
+            }
+            for column in options.numbers
+        ],
+        "fields": [_field(entry, options) for entry in manifest.content["fields"]],
+        "vocabularies": places,
+        "hashes": _hashes(),
+    }
+
+
+def _columns(options: PrepareOptions) -> list[dict[str, Any]]:
+    schema = options.schema
+    required = {*schema.features, *(c.weights for c in schema.many if c.weights)}
+    kinds: dict[str, str] = dict(zip(schema.sparse, schema.kinds, strict=True))
+    kinds |= dict.fromkeys(schema.dense, "dense")
+    kinds |= dict.fromkeys((schema.label, *schema.labels), "label")
+    kinds |= {column.weights: "weights" for column in schema.many if column.weights}
+    kinds |= {column.name: "list" for column in schema.many}
+    return [
+        {"name": name, "kind": kinds.get(name, "ignored"), "required": name in required}
+        for name in schema.columns or schema.used
+    ]
+
+
+def _field(entry: dict[str, Any], options: PrepareOptions) -> dict[str, Any]:
+    name, schema = entry["name"], options.schema
+    parts = entry.get("parts", ())
+    column = schema.list_column(name)
+    vocabulary = schema.vocabulary(name)
+    counted = {field: of for of, fields in options.counted.items() for field in fields}
+    return {
+        "name": name,
+        "rows": entry["rows"],
+        "kind": entry.get("kind"),
+        "hot": entry.get("hot", 1),
+        "ragged": entry.get("ragged", False),
+        "weighted": entry.get("weighted", False),
+        "parts": list(parts),
+        "both_hex": bool(parts) and all(schema.kind(part) == "hex" for part in parts),
+        "vocabulary": counted.get(name),
+        "salt": hash_salt(options.seed, vocabulary) if entry.get("hashed") else None,
+        "list": None
+        if column is None
+        else {
+            "separator": column.separator,
+            "most": column.most,
+            "beyond": column.beyond,
+            "weights": column.weights,
+            "inline": column.inline,
+        },
+    }
+
+
+def _hashes() -> dict[str, Any]:
+    """Define the hashes, with results that another implementation can compare."""
+    keys = np.array([0, 7, 2**64 - 1], dtype=np.uint64)
+    return {
+        "string": {
+            "definition": f"blake2b of the UTF-8 bytes with {KEY_BYTES + CHECK_BYTES} bytes; the "
+            f"key is the first {KEY_BYTES} bytes and the check the rest, little-endian",
+            "vectors": [[text, *string_key(text)] for text in _TEXTS],
+        },
+        "hashed": {
+            "definition": "2 + murmur3_finalizer(key xor salt) mod (rows - 2)",
+            "vectors": [
+                [key, 5, 1000, got]
+                for key, got in zip(
+                    keys.tolist(), hashed_key_ids(keys, 1000, 5).tolist(), strict=True
+                )
+            ],
+            "columns": ["key", "salt", "rows", "id"],
+        },
+    }
+
+
+def _places(manifest: Manifest) -> tuple[dict[str, Any], int, int]:
+    """Return each vocabulary's place in the arrays, and the lengths of slots and checks."""
+    options, known = like_options(manifest), open_vocabularies(manifest)
+    places: dict[str, Any] = {}
+    slots, checks = 0, 0
+    for name, fields in options.counted.items():
+        vocabulary = known[fields[0]]
+        capacity = capacity_of(len(vocabulary.keys))
+        has_checks = vocabulary.checks is not None
+        places[name] = {
+            "start": slots,
+            "capacity": capacity,
+            "rows": vocabulary.num_rows,
+            "values": len(vocabulary.keys),
+            "checks": checks if has_checks else None,
+        }
+        slots += capacity
+        checks += vocabulary.num_rows if has_checks else 0
+    return places, slots, checks
+
+
+def write_vocabularies(manifest: Manifest, file: Path) -> None:
+    """Write the hash tables of all vocabularies, one vocabulary at a time."""
+    options, known = like_options(manifest), open_vocabularies(manifest)
+    places, slots, checks = _places(manifest)
+    arrays = {"keys": ("U64", [slots]), "ids": ("I32", [slots]), "checks": ("U32", [checks])}
+    with TensorsFile(file, arrays) as out:
+        for name, fields in options.counted.items():
+            vocabulary, place = known[fields[0]], places[name]
+            table = WideIdTable(vocabulary.keys, vocabulary.ids, vocabulary.counts)
+            out.put("keys", place["start"], table.keys)
+            out.put("ids", place["start"], table.ids)
+            if vocabulary.checks is not None:
+                by_id: NDArray[np.uint32] = np.zeros(vocabulary.num_rows, dtype=np.uint32)
+                by_id[vocabulary.ids] = vocabulary.checks
+                out.put("checks", place["checks"], by_id)

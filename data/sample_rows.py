@@ -1,0 +1,91 @@
+"""Makes a few raw rows in the format of a set, and encodes them with ``sbpflow encode``.
+
+A bundle stores the rows with their scores, so that its scorer can check itself. The rows have
+known, unknown, and missing values. They are made from the vocabularies: no input row is read.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from sbpflow.data.format.manifest import Manifest
+from sbpflow.data.format.schema import Kind, Schema
+from sbpflow.data.format.vocabulary import Vocabulary, open_vocabularies
+from sbpflow.data.prepare.content import like_options
+from sbpflow.data.prepare.new_rows import encode
+
+NUM_ROWS = 6
+_NUMBERS = {True: ("3", "0", "", "120", "-1", " +7"), False: ("1.5", "0", "", "1e2", "-.25", "nan")}
+_UNKNOWN = {"hex": "00000001", "integer": "-987654321", "string": "an unknown value"}
+_SIDE = {"hex": "0000000a", "integer": "10", "string": "a", "date": "2024-01-31"}
+
+
+def sample_rows(manifest: Manifest) -> list[dict[str, Any]]:
+    """Return rows with all columns that ``encode`` needs; cells are text or lists of text."""
+    options = like_options(manifest)
+    schema, known = options.schema, open_vocabularies(manifest)
+    values = {
+        name: _values(schema.kind(name), known.get(name), number)
+        for number, name in enumerate(schema.sparse)
+    }
+    side = dict(pair for pair in (schema.group, schema.time, schema.row_key) if pair)
+    rows: list[dict[str, Any]] = []
+    for number in range(NUM_ROWS):
+        row: dict[str, Any] = {} if schema.weight is None else {schema.weight: "1"}
+        for place, name in enumerate(schema.dense):
+            column = schema.dense_column(name)
+            row[name] = _NUMBERS[column.whole][(number + place) % NUM_ROWS]
+        for name in schema.sparse:
+            row |= _cells(schema, name, values[name], number)
+        row |= {name: _SIDE[kind] for name, kind in side.items()}
+        rows.append(row)
+    return rows
+
+
+def _values(kind: Kind, vocabulary: Vocabulary | None, number: int) -> list[str]:
+    """Return texts of known values, spread over the vocabulary, an unknown one, and a missing."""
+    texts: list[str] = []
+    count = 0 if vocabulary is None else len(vocabulary.keys)
+    if vocabulary is not None and count:
+        places = np.unique((np.arange(1, 5) * (number + 7) * count // 37) % count)
+        keys = np.asarray(vocabulary.keys[places])
+        if kind == "hex":
+            texts = [f"{key:08x}" for key in keys.tolist()]
+        elif kind == "integer":
+            texts = [str(key) for key in keys.view(np.int64).tolist()]
+        elif (strings := vocabulary.strings()) is not None:
+            texts = [strings[place] for place in places.tolist()]
+    return [*texts, _UNKNOWN[kind], ""]
+
+
+def _cells(schema: Schema, name: str, values: list[str], number: int) -> dict[str, Any]:
+    """Return the cell of a sparse column in row ``number``, with its column of weights if any."""
+    column = schema.list_column(name)
+    if column is None:
+        return {name: values[number % len(values)]}
+    count = min(number % 4, column.most)
+    chosen = [values[(number + place) % len(values)] for place in range(count)]
+    chosen = [] if chosen == [""] else chosen
+    weights = [f"0.{place + 1}" for place in range(len(chosen))]
+    if column.inline is not None:
+        pairs = zip(chosen, weights, strict=True)
+        return {name: [f"{value}{column.inline}{weight}" for value, weight in pairs]}
+    return {name: chosen} | ({column.weights: weights} if column.weights else {})
+
+
+def encode_sample(rows: list[Mapping[str, Any]], manifest: Manifest, folder: Path) -> Manifest:
+    """Encode the rows like ``sbpflow encode`` into a set in ``folder``."""
+    pl.DataFrame(rows, infer_schema_length=None).write_ipc(folder / "sample.arrow")
+    encoded = encode(
+        [folder / "sample.arrow"],
+        folder / "sample",
+        like=manifest.path,
+        workers=1,
+        max_bad_fraction=0.0,
+    )
+    if encoded is None:
+        raise RuntimeError("one machine encodes the sample rows")
+    return encoded

@@ -1,0 +1,130 @@
+"""Converts the dense part of a model to the list of torch operations in a bundle's model.json.
+
+``torch.export`` traces the module, so any module that it can trace becomes a list. The operations
+are those that the module calls, so the results are bit-for-bit equal to the module's.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export.graph_signature import InputKind
+
+from sbpflow.errors import ConfigError
+from sbpflow.serving.scorer import OPERATIONS
+
+_ROWS = 2  # torch.export treats sizes 0 and 1 as constants
+_DEFAULTS = ("device", "pin_memory", "layout")
+
+
+class DenseInputs(nn.Module):
+    """Calls a dense part with the vectors of the outputs, in order, and then the dense fields."""
+
+    def __init__(self, dense: nn.Module, outputs: tuple[str, ...]) -> None:
+        super().__init__()
+        self.dense = dense
+        self._outputs = outputs
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Compute logits from [rows, width] of each output and dense [rows, fields]."""
+        return self.dense(dict(zip(self._outputs, inputs, strict=False)), inputs[-1])
+
+
+def example_inputs(
+    widths: Mapping[str, int], num_dense: int, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    """Return inputs of ``DenseInputs`` with two rows of zeros."""
+    return tuple(torch.zeros(_ROWS, n, dtype=dtype) for n in (*widths.values(), num_dense))
+
+
+def traced(module: nn.Module, inputs: tuple[Tensor, ...]) -> torch.export.ExportedProgram:
+    """Trace a module of variadic inputs for any number of rows."""
+    rows = torch.export.Dim("rows")
+    with torch.no_grad():
+        return torch.export.export(
+            module, inputs, dynamic_shapes=(tuple({0: rows} for _ in inputs),)
+        )
+
+
+def graph_of(
+    dense: nn.Module, widths: Mapping[str, int], num_dense: int, dtype: torch.dtype
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the dense part as JSON, and its weights and constants by name.
+
+    ``widths`` are the widths of the embedding outputs. Raises ConfigError for an operation that
+    bundles do not support.
+    """
+    module = DenseInputs(dense, tuple(widths))
+    program = traced(module, example_inputs(widths, num_dense, dtype))
+    names = [f"vectors.{name}" for name in widths] + ["dense"]
+    inputs: dict[str, str] = {}
+    weights: dict[str, str] = {}
+    values = {name: value.contiguous() for name, value in dense.state_dict().items()}
+    given = iter(names)
+    for spec in program.graph_signature.input_specs:
+        node = spec.arg.name
+        if spec.kind == InputKind.USER_INPUT:
+            inputs[next(given)] = node
+            continue
+        name = str(spec.target).removeprefix("dense.")
+        if name not in values:
+            values[name] = program.constants[str(spec.target)].contiguous()
+        weights[node] = name
+    (result,) = next(node for node in program.graph.nodes if node.op == "output").args[0]
+    nodes: list[list[Any]] = []
+    needed = {result.name}
+    for node in reversed(list(program.graph.nodes)):
+        if node.name not in needed or node.op == "placeholder":
+            continue
+        nodes.append([_name(node), node.name, _encoded(node.args), _encoded(_kwargs(node))])
+        needed |= {each.name for each in node.all_input_nodes}
+    content = {
+        "inputs": inputs,
+        "weights": {node: name for node, name in weights.items() if node in needed},
+        "nodes": nodes[::-1],
+        "output": result.name,
+    }
+    return content, values
+
+
+def _kwargs(node: torch.fx.Node) -> dict[str, Any]:
+    return {name: value for name, value in node.kwargs.items() if name not in _DEFAULTS}
+
+
+def _name(node: torch.fx.Node) -> str:
+    """Return a node's operation by its name in the bundle."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        base = target.overloadpacket.__name__
+        if target.namespace == "aten" and base == "sym_size":
+            return "python.sym_size"
+        if target.namespace == "aten" and base in OPERATIONS:
+            return f"aten.{base}.{target._overloadname}"
+    name = getattr(target, "__name__", str(target))
+    if node.op == "call_function" and getattr(target, "__module__", "") == "_operator":
+        return f"python.{name}"
+    raise ConfigError(
+        f"model: the dense part uses the operation {target}, which bundles do not support; use "
+        "other torch operations (for example, those of torch.nn.functional)"
+    )
+
+
+def _encoded(value: Any) -> Any:
+    """Return an argument of a node as JSON."""
+    if isinstance(value, torch.fx.Node):
+        return {"ref": value.name}
+    if isinstance(value, tuple | list):
+        return [_encoded(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _encoded(each) for name, each in value.items()}
+    if isinstance(value, torch.dtype | torch.memory_format):
+        return {"torch": str(value).removeprefix("torch.")}
+    if isinstance(value, float) and not float("-inf") < value < float("inf"):
+        return {"number": str(value)}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ConfigError(
+        f"model: the dense part calls an operation with a {type(value).__name__}, which bundles do "
+        "not support; use numbers and tensors"
+    )

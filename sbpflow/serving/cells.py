@@ -1,0 +1,275 @@
+"""Defines what a cell means: its number, its key, and the id of its key.
+
+``data.prepare`` applies these rules to whole files with Polars expressions, and bundles apply them
+to rows with numpy. This module needs only numpy, because it is a part of a bundle's ``scorer.py``.
+An empty cell, None, and NaN are missing values. Arguments that are masks are True where missing.
+"""
+
+import hashlib
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sbpflow.runtime.random.splitmix import GAMMA, MIX_1, MIX_2
+
+MISSING_ID, RARE_ID, NUM_RESERVED_IDS = 0, 1, 2
+INTEGER_PATTERN = r" *([+-]?)0*([0-9]{1,10})"
+"""All parsers must accept leading blanks and a plus sign because Polars does. More than ten digits
+after leading zeros cannot fit 32 bits (and Python refuses to convert thousands of digits)."""
+REAL_PATTERN = r" *\+?(-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)"
+NAN_PATTERN = r"(?i) *[+-]?nan"
+INFINITE_PATTERN = r"(?i) *([+-]?)inf(?:inity)?"
+KEY_PATTERNS = {"hex": r"[0-9a-fA-F]{8}", "integer": r"-?0*[0-9]{1,19}"}
+KEY_BYTES, CHECK_BYTES = 8, 4
+EXPECTED = {"hex": "eight hex digits", "integer": "an integer", "string": "a string"}
+EXAMPLES = {"hex": "05db9164", "integer": "7", "string": "red"}
+
+Floats = NDArray[np.float32]
+Mask = NDArray[np.bool_]
+Words = NDArray[np.uint64]
+_INTEGER, _REAL, _NAN, _INFINITE, _KEY = (
+    re.compile(p)
+    for p in (INTEGER_PATTERN, REAL_PATTERN, NAN_PATTERN, INFINITE_PATTERN, KEY_PATTERNS["integer"])
+)
+_HEX = re.compile(KEY_PATTERNS["hex"])
+_ALL_BITS = (1 << 64) - 1
+_INT32, _INT64, _UINT32 = range(-(1 << 31), 1 << 31), range(-(1 << 63), 1 << 63), range(1 << 32)
+
+
+class Misfit(ValueError):
+    """A cell is present but does not fit its column."""
+
+
+def is_missing(cell: object) -> bool:
+    """Return True for None, NaN, and an empty string; pandas' NA is recognized by its name."""
+    if cell is None or cell == "":
+        return True
+    return (isinstance(cell, float) and math.isnan(cell)) or type(cell).__name__ == "NAType"
+
+
+def real_number(cell: object) -> float:
+    """Return the number of a cell that is not missing, or NaN for the text "nan"."""
+    if isinstance(cell, str):
+        if match := _REAL.fullmatch(cell):
+            return float(match[1])
+        if match := _INFINITE.fullmatch(cell):
+            return -math.inf if match[1] == "-" else math.inf
+        if _NAN.fullmatch(cell):
+            return math.nan
+        raise Misfit
+    if isinstance(cell, bool | int | float):
+        try:
+            return float(cell)
+        except OverflowError as error:
+            raise Misfit from error
+    raise Misfit
+
+
+def whole_number(cell: object) -> float:
+    """Return the 32-bit integer of a cell that is not missing."""
+    if isinstance(cell, str):
+        match = _INTEGER.fullmatch(cell)
+        if match is None or (number := int(match[1] + match[2])) not in _INT32:
+            raise Misfit
+        return number
+    number = real_number(cell)
+    if not number.is_integer() or int(number) not in _INT32:
+        raise Misfit
+    return number
+
+
+def key_of(cell: object, kind: str) -> tuple[int, int]:
+    """Return the 64-bit key of a category that is not missing, and the check of a string."""
+    if isinstance(cell, int | float):
+        cell = _number_text(cell, kind)
+        if isinstance(cell, int):
+            return cell & _ALL_BITS, 0
+    if not isinstance(cell, str):
+        raise Misfit
+    if kind == "string":
+        return string_key(cell)
+    if kind == "hex":
+        if not _HEX.fullmatch(cell):
+            raise Misfit
+        return int(cell, 16), 0
+    if not _KEY.fullmatch(cell) or (number := int(cell)) not in _INT64:
+        raise Misfit
+    return number & _ALL_BITS, 0
+
+
+def _number_text(cell: float, kind: str) -> int | str:
+    """Return a number as the key of a category, or as text if the column has strings."""
+    if isinstance(cell, bool):
+        if kind != "string":
+            raise Misfit
+        return str(cell).lower()
+    if isinstance(cell, float) and not cell.is_integer():  # 7.0 is the category 7, but 7.5 is not
+        raise Misfit
+    number, legal = int(cell), {"hex": _UINT32, "integer": _INT64}.get(kind, _INT64)
+    is_wide = kind == "string" and isinstance(cell, int) and number in range(1 << 64)
+    if number not in legal and not is_wide:
+        raise Misfit
+    return str(number) if kind == "string" else number
+
+
+def string_digest(text: str) -> bytes:
+    """Return the key and then the check of a string: a blake2b hash of its UTF-8 bytes."""
+    return hashlib.blake2b(text.encode(), digest_size=KEY_BYTES + CHECK_BYTES).digest()
+
+
+def string_key(text: str) -> tuple[int, int]:
+    """Return the key (64 bits) and the check (32 bits) of a string, both little-endian."""
+    try:
+        digest = string_digest(text)
+    except UnicodeEncodeError as error:
+        raise Misfit from error
+    return int.from_bytes(digest[:KEY_BYTES], "little"), int.from_bytes(
+        digest[KEY_BYTES:], "little"
+    )
+
+
+def pair_keys(a: Words, b: Words, both_hex: bool) -> Words:
+    """Return 64-bit keys of pairs of keys [n]; keys of two hex columns never collide."""
+    if both_hex:
+        return (a << np.uint64(32)) | b
+    return (a * np.uint64(GAMMA)) ^ (b + (a >> np.uint64(29)))
+
+
+def hash_salt(seed: int, name: str) -> int:
+    """Return the salt of ``hashed_key_ids`` for a field without a vocabulary."""
+    return int(np.random.SeedSequence([seed, *name.encode()]).generate_state(1, np.uint64)[0])
+
+
+def hashed_key_ids(keys: NDArray[Any], num_rows: int, salt: int) -> NDArray[np.int32]:
+    """Hash keys [n] to ids from 2 up below ``num_rows``: MurmurHash3's finalizer and a modulo."""
+    mixed = keys.astype(np.uint64) ^ np.uint64(salt)
+    for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+        mixed ^= mixed >> np.uint64(33)
+        mixed *= np.uint64(factor)
+    mixed ^= mixed >> np.uint64(33)
+    size = np.uint64(num_rows - NUM_RESERVED_IDS)
+    return (mixed % size).astype(np.int32) + np.int32(NUM_RESERVED_IDS)
+
+
+def mixed_bits(state: Words) -> Words:
+    """Apply SplitMix64's finalizer."""
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(MIX_1)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(MIX_2)
+    return state ^ (state >> np.uint64(31))
+
+
+def hashed_ids(parts: Sequence[NDArray[np.int32]], rows: int) -> NDArray[np.int32]:
+    """Return ids int32 [n] below ``rows`` of several columns' ids: 2 + their hash % (rows - 2).
+
+    The id is 0 (missing) if any part is missing. The hash depends on the order of the parts.
+    """
+    state = np.zeros(len(parts[0]), dtype=np.uint64)
+    for ids in parts:
+        state = mixed_bits((state + np.uint64(GAMMA)) ^ ids.astype(np.uint64))
+    state %= np.uint64(rows - NUM_RESERVED_IDS)
+    ids = state.astype(np.int32) + np.int32(NUM_RESERVED_IDS)
+    for part in parts:
+        ids[part == MISSING_ID] = MISSING_ID
+    return ids
+
+
+def bucket_ids(values: Floats, missing: Mask, bounds: Sequence[float]) -> NDArray[np.int32]:
+    """Return the values' quantile bucket ids, which start at 2, and MISSING_ID where missing."""
+    edges = np.array(bounds, dtype=np.float32)
+    ids = np.searchsorted(edges, values, side="right").astype(np.int32)
+    return np.where(missing, np.int32(MISSING_ID), ids + np.int32(NUM_RESERVED_IDS))
+
+
+def _log_shifted(values: Floats, missing: Mask, shift: float, lowest: float) -> tuple[Floats, int]:
+    """Return ln(x + shift); ``missing`` values become 0, like the value ``1 - shift``."""
+    values = np.where(missing, np.float32(1.0 - shift), values)
+    clamped = int(np.count_nonzero(values < lowest))
+    np.maximum(values, np.float32(lowest), out=values)
+    values += np.float32(shift)
+    return np.log(values, out=values), clamped
+
+
+def log3(values: Floats, missing: Mask) -> tuple[Floats, int]:
+    """Return ln(max(x, -2) + 3), 0 for missing values, and the number of values below -2.
+
+    Criteo's smallest value is -2 (column I2), which becomes ln 1 = 0 like a missing cell.
+    Source: NVIDIA DeepLearningExamples DLRM, preproc_NVTabular.py at 729963dd.
+    """
+    return _log_shifted(values, missing, 3.0, -2.0)
+
+
+def log1(values: Floats, missing: Mask) -> tuple[Floats, int]:
+    """Return ln(max(x, 0) + 1), 0 for missing values, and the number of negative values.
+
+    Source: facebookresearch/dlrm, dlrm_data_pytorch.py at 090956ee.
+    """
+    return _log_shifted(values, missing, 1.0, 0.0)
+
+
+def squared_log(values: Floats, missing: Mask) -> tuple[Floats, int]:
+    """Return floor(ln(x)^2) for x above 2, other values unchanged, and 0 for missing values.
+
+    Source: FuxiCTR, fuxictr/datasets/criteo.py at 0245987f, which uses the result as a category.
+    """
+    large = values > 2
+    logs = np.log(np.where(large, values, 1.0).astype(np.float64))
+    out = np.where(large, np.floor(logs * logs), values)
+    out[missing] = 0.0
+    return out.astype(np.float32), 0
+
+
+def identity(values: Floats, missing: Mask) -> tuple[Floats, int]:
+    """Return the values unchanged, and 0 for missing values."""
+    return np.where(missing, 0.0, values).astype(np.float32), 0
+
+
+def standardise(values: Floats, missing: Mask, mean: float, std: float) -> tuple[Floats, int]:
+    """Return (x - mean) / std with the train part's mean and std, and 0 for missing values."""
+    out = np.where(missing, 0.0, (values.astype(np.float64) - mean) / std)
+    limit = float(np.finfo(np.float32).max)
+    clamped = int(np.count_nonzero(np.abs(out) > limit))
+    return np.clip(out, -limit, limit).astype(np.float32), clamped
+
+
+def transform(
+    name: str,
+    clip: Sequence[float] | None,
+    values: Floats,
+    missing: Mask,
+    fitted: Mapping[str, float],
+) -> tuple[Floats, int]:
+    """Return a column's clipped and transformed values and the number of clipped values."""
+    clamped = 0
+    if clip is not None:
+        low, high = (np.float32(end) for end in clip)
+        clamped = int(np.count_nonzero(((values < low) | (values > high)) & ~missing))
+        values = np.clip(values, low, high)
+    if name == "standardise":
+        out, more = standardise(values, missing, fitted["mean"], fitted["std"])
+    else:
+        out, more = FUNCTIONS[name](values, missing)
+    return out, clamped + more
+
+
+FUNCTIONS: dict[str, Callable[[Floats, Mask], tuple[Floats, int]]] = {
+    "log3": log3,
+    "log1": log1,
+    "squared_log": squared_log,
+    "identity": identity,
+}
+TRANSFORMS = (*FUNCTIONS, "standardise")
+
+
+def cell_pattern(separator: str, quote: str | None) -> str:
+    """Return a pattern for a quoted or plain cell of text.
+
+    Possessive quantifiers keep the matching time linear in the cell length.
+    """
+    if quote is None:
+        return f"[^{re.escape(separator)}]*+"
+    mark, gap = re.escape(quote), re.escape(separator)
+    return f"(?:{mark}(?:[^{mark}]|{mark}{mark})*+{mark}|[^{gap}{mark}]*+)"
