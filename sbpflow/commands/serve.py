@@ -26,7 +26,7 @@ def _arguments(argv: Sequence[str]) -> Namespace:
     add("--workers", type=int, default=cores, help="processes (default: one per core)")
     add("--shadow", metavar="NAME", help="model that scores the requests of the others afterwards")
     add("--compiled", action="store_true", help="also load .pt2 and .so files, which contain code")
-    add("--max-body-bytes", type=int, default=8 << 20, help="largest body (default 8 MiB)")
+    add("--max-body-bytes", type=int, default=4 << 20, help="largest body (default 4 MiB)")
     add("--max-rows", type=int, default=8192, help="rows per request (default 8192)")
     add("--batch-rows", type=int, default=1024, help="rows that are scored together (default 1024)")
     add("--poll-seconds", type=float, default=1.0, help="time between looks for deltas (default 1)")
@@ -69,7 +69,7 @@ def serve(argv: Sequence[str]) -> int:
     try:
         from sbpflow.serving.app import Limits
         from sbpflow.serving.server import Settings, run_server
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise ConfigError(f"{error}; run pip install 'sbpflow[serve]'") from error
     limits = Limits(body_bytes=args.max_body_bytes, rows=args.max_rows, batch_rows=args.batch_rows)
     return run_server(

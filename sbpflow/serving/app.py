@@ -17,10 +17,11 @@ import numpy as np
 
 from sbpflow.serving import inference_protocol
 from sbpflow.serving.batcher import Batcher
-from sbpflow.serving.bodies import BodyError, Scores, format_of
+from sbpflow.serving.bodies import BodyError, Scores, check_rows, format_of
+from sbpflow.serving.encoder import RowError
 from sbpflow.serving.follower import ModelVersion
 from sbpflow.serving.metrics import Metrics, ModelCounts
-from sbpflow.serving.scorer import Model, RowError
+from sbpflow.serving.scorer import Model
 
 logger = logging.getLogger(__name__)
 
@@ -192,7 +193,13 @@ class App:
 
     async def _scores(self, served: Served, model: Model, rows: Any) -> Scores:  # noqa: ANN401
         counts = served.counts
-        encoded = model.encode(rows)
+        try:
+            encoded = model.encode(rows)
+        except RowError:
+            raise
+        except ValueError as error:
+            raise BodyError(str(error)) from error
+        check_rows(len(encoded.ids), self._limits.rows)
         scores = await self._batcher.score(model, encoded)
         counts.count("rows", len(scores))
         counts.observe("score", scores)

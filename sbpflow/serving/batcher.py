@@ -14,7 +14,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from sbpflow.serving.scorer import Encoded, Model
+from sbpflow.serving.encoder import Encoded
+from sbpflow.serving.scorer import Model
 
 Scores = NDArray[np.float32]
 _Waiting = tuple[Model, Encoded, "asyncio.Future[Scores]"]

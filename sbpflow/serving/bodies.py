@@ -75,8 +75,7 @@ def _refuse_constant(text: str) -> NoReturn:
 
 
 def _read_text(body: bytes, max_rows: int) -> bytes:
-    check_rows(body.count(b"\n") + (not body.endswith(b"\n")), max_rows)
-    return body
+    return body  # quoted cells may contain line ends, so the rows are counted when encoded
 
 
 def _write_text(scores: Scores, name: str, version: str) -> bytes:

@@ -6,9 +6,11 @@ the metrics until a good delta or a newer bundle appears.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+from torch import Tensor
 
 from sbpflow.errors import DataError
 from sbpflow.serving.deltas import (
@@ -20,7 +22,7 @@ from sbpflow.serving.deltas import (
     newest_bundle,
     read_delta,
 )
-from sbpflow.serving.scorer import Model, Version
+from sbpflow.serving.scorer import BundleError, Model, Version
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +34,8 @@ class ModelVersion:
     """A version of a model: ``bundle`` with its first ``number`` deltas.
 
     ``stamp`` identifies the bundle's file, ``base`` is its digest, ``last`` is the digest of the
-    last delta or of the bundle, and ``trained`` is the time of the values in seconds since 1970.
+    last delta or of the bundle, and ``trained`` is the time of the values in seconds since 1970
+    (of a bundle, the time of its export).
     """
 
     model: Model
@@ -72,7 +75,7 @@ class Follower:
                 self.count("reloads")
                 return True
             following = self._next(old)
-        except (DataError, OSError) as error:
+        except (DataError, BundleError, OSError) as error:
             return self._refuse(error) and self._rebuild()
         if following is not None:
             self.version = following
@@ -92,7 +95,7 @@ class Follower:
         """Load the bundle again, because its chain may have been written anew."""
         try:
             version = self._replayed(self.version.bundle)
-        except (DataError, OSError) as error:
+        except (DataError, BundleError, OSError) as error:
             logger.error("%s; version %s is kept", error, self.version.text)
             return False
         self.count("reloads")
@@ -112,14 +115,14 @@ class Follower:
             base=base,
             last=base,
             number=0,
-            trained=model.trained,
+            trained=(bundle / BUNDLE_FILE).stat().st_mtime,
         )
         following: ModelVersion | None = version
         while following is not None:
             version = following
             try:
                 following = self._next(version)
-            except (DataError, OSError) as error:
+            except (DataError, BundleError, OSError) as error:
                 logger.error("%s; version %s is used", error, version.text)
                 break
         return version
@@ -138,7 +141,10 @@ class Follower:
                 ) from None
             return None
         origin = Version(run=delta.head.run, step=delta.head.step, delta=number)
-        model = version.model.with_changes(delta.tables, delta.dense, origin)
+        tables = {
+            name: (rows.numpy(), _stored(parts)) for name, (rows, parts) in delta.tables.items()
+        }
+        model = version.model.with_changes(tables, delta.dense, origin)
         self.count("deltas_applied")
         return replace(
             version, model=model, number=number, last=delta.digest, trained=delta.head.time
@@ -147,6 +153,11 @@ class Follower:
     def _stamp_of_next(self) -> object:
         path = delta_folder(self.version.bundle, self.version.number + 1)
         return path, _stamp(path / DELTA_FILE), _stamp(self.version.bundle / BUNDLE_FILE)
+
+
+def _stored(parts: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    """Return the arrays of changed rows in the order of the stored format."""
+    return tuple(parts[suffix] for suffix in ("", "/int8", "/scale", "/low") if suffix in parts)
 
 
 def _stamp(path: Path) -> tuple[int, ...]:

@@ -17,20 +17,22 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import httptools
 import torch
 import uvicorn
 
-from sbpflow.errors import ConfigError
+from sbpflow.errors import ConfigError, DataError
 from sbpflow.serving.app import App, Limits, Served
 from sbpflow.serving.follower import Follower
 from sbpflow.serving.metrics import Metrics
-from sbpflow.serving.scorer import load
+from sbpflow.serving.scorer import BundleError, load
 from sbpflow.serving.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
 
 _NICENESS = 10  # deltas use the time that answers leave
 _MAX_CONNECTIONS = 1024
+_KEEP_ALIVE_S = 75  # longer than proxies keep idle connections, so that they close them first
 _MAX_WAITING = 2048  # connections that are not accepted yet
 
 
@@ -54,12 +56,15 @@ def run_server(folders: Mapping[str, Path], settings: Settings) -> int:
     Raise DataError for a bundle that is damaged or does not give its sample scores.
     """
     torch.set_num_threads(1)  # one process per core; and a fork has no threads
-    load_bundle = partial(load, check=True, compiled=settings.compiled)
-    followers = {name: Follower(folder, load_bundle) for name, folder in folders.items()}
-    columns = {
-        name: list(follower.version.model.encode([]).missing)
-        for name, follower in followers.items()
-    }
+    try:
+        load_bundle = partial(load, check=True, compiled=settings.compiled)
+        followers = {name: Follower(folder, load_bundle) for name, folder in folders.items()}
+        columns = {
+            name: list(follower.version.model.encode([]).missing)
+            for name, follower in followers.items()
+        }
+    except BundleError as error:
+        raise DataError(str(error)) from error
     metrics = Metrics(columns, settings.workers)
     with _listen(settings.host, settings.port) as listener:
         host, port = listener.getsockname()[:2]
@@ -112,8 +117,9 @@ def _run_worker(
 
     config = uvicorn.Config(
         app,
-        http="httptools",
+        http=httptools.__name__,  # imported here, so that its absence is noticed at once
         ws="none",
+        timeout_keep_alive=_KEEP_ALIVE_S,
         lifespan="off",
         log_config=None,
         log_level="warning",
