@@ -64,7 +64,6 @@ def export(folder: Path, rows: str) -> dict[str, float]:
     scores = json.loads((output / "model.json").read_text())["scores"]
     return {
         "run_s": round(seconds, 1),
-        "pt2_bytes": (output / "model.pt2").stat().st_size,
         "safetensors_bytes": (output / "model.safetensors").stat().st_size,
         "auc": scores[rows]["auc"],
         "logloss": scores[rows]["logloss"],

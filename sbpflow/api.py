@@ -191,24 +191,29 @@ class Run:
         self,
         output: str | Path,
         *,
-        forms: str = "pt2,safetensors",
         rows: str = "as_trained",
         score: str | Path | None = None,
         split: str = "test",
+        pt2: bool = False,
+        compiled: bool = False,
+        onnx: bool = False,
     ) -> list[Path]:
-        """Write the model for programs without sbpflow, like ``sbpflow export``; returns the files.
+        """Write the model as a bundle, like ``sbpflow export``; returns the files.
 
-        ``score`` is a labeled prepared set, which ``rows`` of lower precision need.
+        ``score`` is a labeled prepared set, which ``rows`` of lower precision need. ``pt2``,
+        ``compiled`` and ``onnx`` add optional files.
         """
         checkpoint, config = self._checkpoint()
         return export_model(
             checkpoint,
             config,
             local_path(output),
-            forms=forms,
             rows=rows,
             scored=None if score is None else local_path(score),
             split=split,
+            pt2=pt2,
+            compiled=compiled,
+            onnx=onnx,
         )
 
     def _checkpoint(self) -> tuple[Checkpoint, Config]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from sbpflow.checkpoint.read import Checkpoint
     from sbpflow.config.schema import Config
     from sbpflow.data import Manifest
-    from sbpflow.run.export.bundle import BundleModel, RawRows
+    from sbpflow.run.export.bundle import BundleModel, RawInput
     from sbpflow.run.export.row_formats import RowFormat
     from sbpflow.run.model.spec import ModelSpec
 
@@ -34,6 +34,9 @@ def _arguments(argv: Sequence[str]) -> Namespace:
     add("--split", default="test", choices=("train", "val", "test"), help="split of --score")
     text = "also write model.pt2, the whole model for torch.export.load; needs 3x its memory"
     add("--pt2", action="store_true", help=text)
+    text = "also compile the dense part for this CPU (dense.pt2); takes minutes"
+    add("--compile", action="store_true", help=text)
+    add("--onnx", action="store_true", help="also write the dense part for ONNX (dense.onnx)")
     return parser.parse_intermixed_args(argv)
 
 
@@ -52,6 +55,8 @@ def export(argv: Sequence[str]) -> int:
         scored=args.score,
         split=args.split,
         pt2=args.pt2,
+        compiled=args.compile,
+        onnx=args.onnx,
     )
     for file in files:
         print(f"{file}: {file.stat().st_size:,} bytes")
@@ -67,6 +72,8 @@ def export_model(
     scored: Path | None = None,
     split: str = "test",
     pt2: bool = False,
+    compiled: bool = False,
+    onnx: bool = False,
 ) -> list[Path]:
     """Write a saved model to the new folder ``output`` and return its files; prints its scores."""
     import torch
@@ -77,15 +84,16 @@ def export_model(
     from sbpflow.run.export.bundle import BundleModel, add_facts, write_bundle
     from sbpflow.run.export.export import (
         check_unscored,
-        exported,
         facts_of,
         origin_of,
         parse_rows,
         write_export,
     )
+    from sbpflow.run.export.forms import exported, write_compiled, write_onnx
     from sbpflow.run.export.plain_model import check_tables, dense_part, plain_model
     from sbpflow.run.planning.build_plan import plan_run
     from sbpflow.run.saved.saved_model import saved_layouts
+    from sbpflow.serving.scorer import load
 
     row_format = parse_rows(rows)
     like = load_manifest(data_folder(checkpoint.path))
@@ -123,6 +131,11 @@ def export_model(
                         manifest, split, Path(original), "as_trained", config, spec
                     )
             add_facts(work, {"scores": scores})
+        if compiled:
+            write_compiled(work, model)
+            load(work, compiled=True)
+        if onnx:
+            write_onnx(work, model)
         if pt2:
             whole_model = plain_model(
                 spec,
@@ -139,15 +152,15 @@ def export_model(
     return write_export(output, model, origin, sample, finish)
 
 
-def _raw_rows(like: "Manifest") -> "RawRows | None":
+def _raw_rows(like: "Manifest") -> "RawInput | None":
     """Describe the raw rows of a run's set, if its values are known."""
     from sbpflow.data.bundle_input import input_content, write_vocabularies
-    from sbpflow.run.export.bundle import RawRows
+    from sbpflow.run.export.bundle import RawInput
 
     content = input_content(like)
     if content is None:
         return None
-    return RawRows(content=content, write_vocabularies=lambda file: write_vocabularies(like, file))
+    return RawInput(content=content, write_vocabularies=lambda file: write_vocabularies(like, file))
 
 
 def _sample(

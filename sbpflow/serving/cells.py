@@ -185,12 +185,15 @@ def bucket_ids(values: Floats, missing: Mask, bounds: Sequence[float]) -> NDArra
 
 
 def _log_shifted(values: Floats, missing: Mask, shift: float, lowest: float) -> tuple[Floats, int]:
-    """Return ln(x + shift); ``missing`` values become 0, like the value ``1 - shift``."""
+    """Return ln(x + shift); ``missing`` values become 0, like the value ``1 - shift``.
+
+    The logarithm is computed in float64: numpy's float32 logarithm is up to 3 units in the last
+    place off, and depends on the CPU.
+    """
     values = np.where(missing, np.float32(1.0 - shift), values)
     clamped = int(np.count_nonzero(values < lowest))
-    np.maximum(values, np.float32(lowest), out=values)
-    values += np.float32(shift)
-    return np.log(values, out=values), clamped
+    shifted = np.maximum(values, np.float32(lowest)) + np.float32(shift)
+    return np.log(shifted.astype(np.float64)).astype(np.float32), clamped
 
 
 def log3(values: Floats, missing: Mask) -> tuple[Floats, int]:

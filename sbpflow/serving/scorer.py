@@ -6,65 +6,37 @@
 
 ``sbpflow export`` writes this module, with the modules that it uses, as ``scorer.py`` of a bundle.
 A bundle contains JSON and safetensors, which cannot run code; files with code are loaded only with
-``compiled=True``. The dense part is a list of torch operations from the fixed list ``OPERATIONS``.
+``compiled=True``.
 """
 
+import importlib
 import json
 import math
-import operator
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sbpflow.serving.cells import hashed_ids, mixed_bits
-from sbpflow.serving.encoder import Array, Column, Encoded, Encoder, Vocabularies
+from sbpflow.serving.cells import hashed_ids
+from sbpflow.serving.columns import Array, Column, RowError
+from sbpflow.serving.encoder import Encoded, Encoder, Vocabularies
+from sbpflow.serving.lookups import Gather, Segment, bag_vectors, plan_lookups
+from sbpflow.serving.operations import BundleError, Graph
+from sbpflow.serving.row_store import Store, Tensors
 
+__all__ = ["BundleError", "Column", "Encoded", "Model", "RowError", "Version", "load"]
 FORMAT, VERSION = "sbpflow-model", 2
-TOLERANCE = 1e-6
-OPERATIONS = frozenset(
-    "_softmax _to_copy abs add addcdiv addcmul addmm alias amax amin arange argmax argmin "
-    "avg_pool1d avg_pool2d baddbmm batch_norm bmm cat celu ceil chunk clamp clamp_max clamp_min "
-    "clone concat contiguous conv1d conv2d convolution cos cosine_similarity cumsum detach "
-    "diagonal div dot dropout einsum elu embedding embedding_bag empty_like eq erf exp expand "
-    "expand_as expm1 eye feature_dropout flatten flip floor floor_divide full full_like gather "
-    "ge gelu glu group_norm gt hardsigmoid hardswish hardtanh index index_add index_select "
-    "instance_norm isfinite isinf isnan layer_norm le leaky_relu lerp lift_fresh_copy "
-    "linalg_vector_norm linear log log10 log1p log2 log_sigmoid log_softmax logical_and "
-    "logical_not logical_or logsumexp lt masked_fill matmul max max_pool1d max_pool2d maximum "
-    "mean min minimum mish mm movedim mul mv narrow ne neg new_empty new_full new_ones "
-    "new_zeros norm normalize ones ones_like outer permute pow prelu prod reciprocal relu relu6 "
-    "remainder repeat repeat_interleave reshape rms_norm roll round rsqrt rsub scalar_tensor "
-    "scaled_dot_product_attention scatter scatter_add select selu sigmoid sign silu sin slice "
-    "softmax softplus sort split split_with_sizes sqrt square squeeze stack std sub sum "
-    "swapaxes t take tan tanh tensordot tile to topk transpose tril tril_indices triu "
-    "triu_indices type_as unbind unfold unsqueeze upsample_nearest1d var var_mean view view_as "
-    "where zeros zeros_like".split()
-)
-"""The torch operations that a dense part may use; none of them has effects or draws numbers"""
-_PYTHON: dict[str, Callable[..., Any]] = {
-    "getitem": operator.getitem,
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "floordiv": operator.floordiv,
-    "mod": operator.mod,
-    "neg": operator.neg,
-    "sym_size": lambda tensor, dim: tensor.shape[dim],
-}
-_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
-           "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8",
-           "U32": "uint32", "U64": "uint64", "BOOL": "bool"}  # fmt: skip
-
-
-class BundleError(ValueError):
-    """A bundle is damaged, or its scores on this machine differ from its sample scores."""
+Dense = Callable[[Mapping[str, Tensor]], Tensor]
+LOOPS = ("sbpflow.serving.encoder_loops", "encoder_loops")
+COMPILED = "dense.pt2"
 
 
 class Version(NamedTuple):
@@ -73,231 +45,6 @@ class Version(NamedTuple):
     run: str
     step: int
     delta: int = 0
-
-
-class Tensors:
-    """The arrays of a safetensors file, mapped into memory."""
-
-    def __init__(self, file: Path) -> None:
-        try:
-            with file.open("rb") as opened:
-                size = int.from_bytes(opened.read(8), "little")
-                header = json.loads(opened.read(size))
-        except (OSError, ValueError) as error:
-            raise BundleError(
-                f"{file}: cannot be read ({error}); export the bundle again"
-            ) from error
-        self._start, self._file = 8 + size, file
-        header.pop("__metadata__", None)
-        self.entries: dict[str, Any] = header
-        self._bytes = np.memmap(file, dtype=np.uint8, mode="c")
-        ends = [entry["data_offsets"][1] for entry in header.values()]
-        if len(self._bytes) != self._start + max(ends, default=0):
-            raise BundleError(f"{file}: has {len(self._bytes):,} bytes; export the bundle again")
-
-    def array(self, *names: str) -> Array:
-        """Return an array, or arrays that are neighbors in the file as one array by rows."""
-        entries = [self.entries[name] for name in names]
-        first, last = entries[0]["data_offsets"][0], entries[-1]["data_offsets"][1]
-        kind = {"BF16": "uint16"}.get(entries[0]["dtype"], _DTYPES[entries[0]["dtype"]])
-        flat = self._bytes[self._start + first : self._start + last].view(kind)
-        if len(entries) == 1:
-            return flat.reshape(entries[0]["shape"])
-        return flat.reshape(-1, *entries[0]["shape"][1:])
-
-    def tensor(self, *names: str) -> Tensor:
-        """Return ``array`` as a tensor without copying."""
-        tensor = torch.from_numpy(self.array(*names))
-        return tensor.view(torch.bfloat16) if self.entries[names[0]]["dtype"] == "BF16" else tensor
-
-
-def quantized(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize [n, dim] float32 to uint8 [n, dim], scale [n] and low [n], within half a step."""
-    low, high = rows.aminmax(dim=1)
-    scale = (high - low) / 255
-    step = torch.where(scale > 0, scale, 1.0).unsqueeze(1)
-    values = ((rows - low.unsqueeze(1)) / step).round().clamp(0, 255)
-    return values.to(torch.uint8), scale, low
-
-
-class Graph:
-    """A dense part: torch operations over its inputs and weights.
-
-    Operations that depend on weights alone run once, in ``bind``.
-    """
-
-    def __init__(self, content: Mapping[str, Any]) -> None:
-        self._content = content
-        self._steps = [
-            (_operation(name), out, args, kwargs) for name, out, args, kwargs in content["nodes"]
-        ]
-
-    def bind(self, weights: Mapping[str, Tensor]) -> "BoundGraph":
-        """Return the graph with the weights by name."""
-        values: dict[str, Any] = {
-            node: weights[name] for node, name in self._content["weights"].items()
-        }
-        late: list[tuple[Callable[..., Any], str, Any, Any]] = []
-        inputs = set(self._content["inputs"].values())
-        for run, out, args, kwargs in self._steps:
-            if _refs([args, kwargs]) & inputs:
-                inputs.add(out)
-                late.append((run, out, args, kwargs))
-            else:
-                values[out] = run(*_filled(args, values), **_filled(kwargs, values))
-        return BoundGraph(self._content["inputs"], self._content["output"], late, values)
-
-
-class BoundGraph:
-    """A graph with its weights; call it with the vectors by name and the dense fields."""
-
-    def __init__(
-        self, inputs: Mapping[str, str], output: str, steps: Sequence[Any], values: dict[str, Any]
-    ) -> None:
-        self._inputs, self._output, self._values = inputs, output, values
-        self._steps = [
-            (run, out, _filler(args, values), _filler(kwargs, values))
-            for run, out, args, kwargs in steps
-        ]
-
-    def __call__(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        values: dict[str, Any] = {node: inputs[name] for name, node in self._inputs.items()}
-        for run, out, args, kwargs in self._steps:
-            values[out] = run(*args(values), **kwargs(values))
-        output: Tensor = values.get(self._output, self._values.get(self._output))
-        return output
-
-
-def _operation(name: str) -> Callable[..., Any]:
-    """Return the function of a node; raise BundleError unless it is in the fixed list."""
-    kind, _, rest = name.partition(".")
-    base, _, overload = rest.partition(".")
-    if kind == "python" and base in _PYTHON:
-        return _PYTHON[base]
-    if kind != "aten" or base not in OPERATIONS or "out" in overload:
-        raise BundleError(f"model.json: {name} is not an operation that bundles may use")
-    packet = getattr(torch.ops.aten, base)
-    return cast("Callable[..., Any]", getattr(packet, overload))
-
-
-def _refs(value: Any) -> set[str]:
-    if isinstance(value, dict):
-        if "ref" in value:
-            return {value["ref"]}
-        return set().union(*map(_refs, value.values()))
-    return set().union(*map(_refs, value)) if isinstance(value, list) else set()
-
-
-def _filled(value: Any, values: Mapping[str, Any]) -> Any:
-    """Return an argument with references, dtypes, and special numbers replaced by their values."""
-    if isinstance(value, list):
-        return [_filled(each, values) for each in value]
-    if not isinstance(value, dict):
-        return value
-    if "ref" in value:
-        return values[value["ref"]]
-    if "torch" in value:  # a dtype or a memory format
-        return getattr(torch, value["torch"])
-    if "number" in value:  # inf, -inf and nan are not JSON
-        return float(value["number"])
-    return {name: _filled(each, values) for name, each in value.items()}
-
-
-def _filler(value: Any, constants: Mapping[str, Any]) -> Callable[[dict[str, Any]], Any]:
-    """Return a fast function from the values of a request to ``_filled`` arguments."""
-    if not _refs(value) - constants.keys():
-        fixed = _filled(value, constants)
-        return lambda values: fixed
-    if isinstance(value, dict) and "ref" in value:
-        return operator.itemgetter(value["ref"])
-    if isinstance(value, list):
-        parts = [_filler(each, constants) for each in value]
-        return lambda values: [part(values) for part in parts]
-    named = {name: _filler(each, constants) for name, each in value.items()}
-    return lambda values: {name: part(values) for name, part in named.items()}
-
-
-class Store:
-    """The rows of all tables of one width and format, and the rows that deltas have changed.
-
-    ``base`` is mapped from the bundle. A changed row gets a free slot of ``extra``, which versions
-    share: a version reads only the slots of its own ``slots``, [rows] int32, where slots from
-    ``num_rows`` on are in ``extra``. A slot becomes free when no version uses it.
-    """
-
-    def __init__(self, base: Sequence[Tensor], dtype: torch.dtype) -> None:
-        self._base, self._dtype = tuple(base), dtype
-        self.num_rows = base[0].shape[0]
-        self._slots: Tensor | None = None
-        self._extra: tuple[Tensor, ...] = tuple(part[:0] for part in base)
-        self._versions: weakref.WeakSet[Store] = weakref.WeakSet()
-
-    def gather(self, rows: Tensor) -> Tensor:
-        """Return rows int64 [n] as [n, dim] of the compute dtype."""
-        if self._slots is None:
-            return self._values([part.index_select(0, rows) for part in self._base])
-        slots = self._slots.index_select(0, rows)
-        changed = (slots >= self.num_rows).nonzero().reshape(-1)
-        found = [part.index_select(0, rows) for part in self._base]
-        if len(changed):
-            at = slots.index_select(0, changed) - self.num_rows
-            for part, extra in zip(found, self._extra, strict=True):
-                part.index_copy_(0, changed, extra.index_select(0, at))
-        return self._values(found)
-
-    def _values(self, parts: Sequence[Tensor]) -> Tensor:
-        if len(parts) == 1:
-            return parts[0].to(self._dtype)
-        values, scale, low = parts
-        return (values.float() * scale.unsqueeze(1) + low.unsqueeze(1)).to(self._dtype)
-
-    def with_rows(self, rows: Tensor, values: Tensor) -> "Store":
-        """Return a store in which ``rows`` int64 [n], without repetitions, have ``values``."""
-        parts = (values.to(self._base[0].dtype),)
-        if len(self._base) > 1:
-            parts = quantized(values.float())
-        new = Store(self._base, self._dtype)
-        new._versions = self._versions
-        if self._slots is None:
-            new._slots = torch.arange(self.num_rows, dtype=torch.int32)
-        else:
-            new._slots = self._slots.clone()
-        slots = self._free_slots(len(rows))
-        used, size = len(self._extra[0]), int(slots.max()) + 1 if len(slots) else 0
-        new._extra = self._extra
-        if size > used:
-            more = max(size - used, used // 2)
-            new._extra = tuple(
-                torch.cat([part, part.new_empty(more, *part.shape[1:])]) for part in self._extra
-            )
-        for part, changed in zip(new._extra, parts, strict=True):
-            part.index_copy_(0, slots, changed)
-        new._slots.index_copy_(0, rows, (slots + self.num_rows).to(torch.int32))
-        new._versions.add(new)
-        return new
-
-    def _free_slots(self, count: int) -> Tensor:
-        """Return slots of ``extra`` that no living version uses, first those before its end."""
-        used = torch.zeros(len(self._extra[0]), dtype=torch.bool)
-        for version in list(self._versions):
-            if version._slots is not None:
-                used[version._slots[version._slots >= self.num_rows] - self.num_rows] = True
-        free = (~used).nonzero().reshape(-1)[:count]
-        return torch.cat([free, torch.arange(len(used), len(used) + count - len(free))])
-
-
-class _Lookup(NamedTuple):
-    """The rows of one feature in one table of a store."""
-
-    output: int
-    place: int
-    first: int
-    rows: int
-    dim: int
-    columns: tuple[int, int] | None
-    """Columns of the ids, or None for a ragged feature"""
-    feature: str
-    averages: bool
 
 
 @dataclass(frozen=True)
@@ -310,9 +57,10 @@ class Model:
     encoder: Encoder | None
     stores: tuple[Store, ...]
     weights: Mapping[str, Tensor]
-    graph: Graph
-    dense: Callable[[Mapping[str, Tensor]], Tensor]
-    lookups: tuple[tuple[_Lookup, ...], ...]
+    bind: Callable[[Mapping[str, Tensor]], Dense]
+    dense: Dense
+    gathers: tuple[Gather, ...]
+    segments: Mapping[str, tuple[Segment, ...]]
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -349,48 +97,33 @@ class Model:
     def logits(self, encoded: Encoded) -> Tensor:
         """Return the logits [n] of encoded rows."""
         dtype = getattr(torch, self.content["dtype"])
-        ids = self._with_hashed(encoded.ids)
-        parts: list[dict[int, Tensor]] = [{} for _ in self.content["outputs"]]
-        for store, lookups in zip(self.stores, self.lookups, strict=True):
-            wanted = [self._rows(lookup, ids, encoded) for lookup in lookups]
-            flat = np.concatenate([rows.reshape(-1) for rows in wanted])
-            vectors = store.gather(torch.from_numpy(flat))
-            start = 0
-            for lookup, rows in zip(lookups, wanted, strict=True):
-                own = vectors[start : start + rows.size]
-                start += rows.size
-                parts[lookup.output][lookup.place] = _pooled(
-                    lookup, own, rows.shape, encoded, dtype
-                )
-        inputs: dict[str, Tensor] = {"dense": torch.from_numpy(encoded.dense).to(dtype)}
-        for output, pieces in zip(self.content["outputs"], parts, strict=True):
-            ordered = [pieces[place] for place in sorted(pieces)]
-            joined = torch.stack(ordered).sum(0) if output["sums"] else torch.cat(ordered, 1)
-            inputs["vectors." + output["name"]] = joined if len(ordered) > 1 else ordered[0]
+        ids, policy = self._with_hashed(encoded.ids), self.content["out_of_range"]
+        found = [
+            gather(store, ids, encoded, policy)
+            for gather, store in zip(self.gathers, self.stores, strict=True)
+        ]
+        inputs = {"dense": torch.from_numpy(encoded.dense).to(dtype)}
+        for output in self.content["outputs"]:
+            parts: list[Tensor] = []
+            for segment in self.segments[output["name"]]:
+                fixed, ragged = found[segment.store]
+                if segment.lookup.columns is None:
+                    parts.append(
+                        bag_vectors(segment.lookup, ragged[segment.lookup[:2]], encoded, dtype)
+                    )
+                    continue
+                part = fixed[:, segment.start : segment.stop]
+                if segment.pools:
+                    parts.append(part.mean(1) if segment.lookup.averages else part.sum(1))
+                elif output["sums"]:
+                    parts.append(part.sum(1))
+                else:
+                    parts.append(part.reshape(len(part), part.shape[1] * part.shape[2]))
+            joined = parts[0]
+            if len(parts) > 1:
+                joined = torch.stack(parts).sum(0) if output["sums"] else torch.cat(parts, 1)
+            inputs["vectors." + output["name"]] = joined
         return self.dense(inputs).reshape(-1).float()
-
-    def _rows(self, lookup: _Lookup, ids: Array, encoded: Encoded) -> NDArray[np.int64]:
-        if lookup.columns is None:
-            given = encoded.bags[lookup.feature][0]
-        else:
-            given = ids[:, lookup.columns[0] : lookup.columns[1]]
-        rows = given.astype(np.int64)
-        if rows.size and (rows.min() < 0 or rows.max() >= lookup.rows):
-            rows = self._substituted(rows, lookup)
-        return rows + lookup.first
-
-    def _substituted(self, rows: NDArray[np.int64], lookup: _Lookup) -> NDArray[np.int64]:
-        policy = self.content["out_of_range"]
-        outside = (rows < 0) | (rows >= lookup.rows)
-        if policy == "clamp":
-            return rows.clip(0, lookup.rows - 1)
-        if policy == "hash":
-            mixed = mixed_bits(rows.view(np.uint64)).view(np.int64) % lookup.rows
-            return np.where(outside, mixed, rows)
-        raise IndexError(
-            f"{lookup.feature}: id {rows[outside][0]} is not a row of its table; use 0 to "
-            f"{lookup.rows - 1}"
-        )
 
     def _with_hashed(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
         hashed = self.content["hashed"]
@@ -415,32 +148,40 @@ class Model:
         Requests on this model keep its values, and the new model shares everything unchanged.
         """
         stores = list(self.stores)
+        changed: dict[int, list[tuple[Tensor, Tensor]]] = {}
         for name, (rows, values) in tables.items():
-            table = self.content["tables"][name]
+            table = self._known("tables", name, self.content["tables"])
             at = torch.from_numpy(np.asarray(rows, dtype=np.int64))
             if len(at) and (int(at.min()) < 0 or int(at.max()) >= table["rows"]):
                 raise BundleError(
                     f"table {name}: has {table['rows']} rows, got row {int(at.max())}"
                 )
-            changed = values if isinstance(values, Tensor) else torch.from_numpy(np.asarray(values))
-            number = table["store"]
-            stores[number] = stores[number].with_rows(at + table["first"], changed)
+            own = changed.setdefault(table["store"], [])
+            own.append((at + table["first"], _tensor(values)))
+        for number, parts in changed.items():
+            at, values = (torch.cat(each) for each in zip(*parts, strict=True))
+            stores[number] = stores[number].with_rows(at, values)
         weights = dict(self.weights)
         for name, value in dense.items():
-            old = weights[name]
-            new = value if isinstance(value, Tensor) else torch.from_numpy(np.asarray(value))
-            weights[name] = new.reshape(old.shape).to(old.dtype)
+            old = self._known("dense", name, weights)
+            weights[name] = _tensor(value).reshape(old.shape).to(old.dtype)
         encoder = self.encoder
         if vocabulary and encoder is not None:
-            encoder = encoder.with_vocabularies(encoder.vocabularies.with_entries(vocabulary))
+            encoder = encoder.with_entries(vocabulary)
         return replace(
             self,
             version=version,
             encoder=encoder,
             stores=tuple(stores),
             weights=weights,
-            dense=self.graph.bind(weights) if dense else self.dense,
+            dense=self.bind(weights) if dense else self.dense,
         )
+
+    def _known(self, kind: str, name: str, values: Mapping[str, Any]) -> Any:
+        if name not in values:
+            known = ", ".join(list(values)[:8])
+            raise BundleError(f"{kind}: {name!r} is not in the bundle; it has {known}")
+        return values[name]
 
     def check(self) -> None:
         """Raise BundleError if a sample row's score differs from the stored score."""
@@ -459,21 +200,8 @@ class Model:
                 )
 
 
-def _pooled(
-    lookup: _Lookup, vectors: Tensor, shape: tuple[int, ...], encoded: Encoded, dtype: torch.dtype
-) -> Tensor:
-    """Return one vector per row [n, dim] from the vectors of a feature's ids."""
-    if lookup.columns is not None:
-        if shape[1] == 1:
-            return vectors
-        each = vectors.view(shape[0], shape[1], lookup.dim)
-        return each.mean(1) if lookup.averages else each.sum(1)
-    _, given, *weights = (torch.from_numpy(part) for part in encoded.bags[lookup.feature])
-    if weights:
-        vectors = vectors * weights[0].to(dtype).unsqueeze(1)
-    sample = torch.repeat_interleave(given.long())
-    pooled = vectors.new_zeros(len(given), lookup.dim).index_add(0, sample, vectors)
-    return pooled / given.clamp(min=1).to(pooled).unsqueeze(1) if lookup.averages else pooled
+def _tensor(values: Array | Tensor) -> Tensor:
+    return values if isinstance(values, Tensor) else torch.from_numpy(np.asarray(values))
 
 
 def _sample_rows(sample: Mapping[str, Any]) -> Encoded:
@@ -508,7 +236,7 @@ def load(folder: str | Path, *, check: bool = True, compiled: bool = False) -> M
         vocabularies = Vocabularies(
             content["input"]["vocabularies"], *(words.array(n) for n in ("keys", "ids", "checks"))
         )
-        encoder = Encoder(content["input"], vocabularies)
+        encoder = Encoder(content["input"], vocabularies, _loops())
     dtype = getattr(torch, content["dtype"])
     stores = tuple(
         Store([tensors.tensor(*names) for names in store["arrays"]], dtype)
@@ -519,7 +247,10 @@ def load(folder: str | Path, *, check: bool = True, compiled: bool = False) -> M
         for name in tensors.entries
         if name.startswith("dense/")
     }
-    graph = Graph(content["graph"])
+    bind = Graph(content["graph"]).bind
+    if compiled:
+        bind = _compiled_part(folder / COMPILED, content) or bind
+    gathers, segments = plan_lookups(content)
     model = Model(
         version=Version(**content["origin"]),
         sample=_read_json(folder / "sample.json"),
@@ -527,31 +258,58 @@ def load(folder: str | Path, *, check: bool = True, compiled: bool = False) -> M
         encoder=encoder,
         stores=stores,
         weights=weights,
-        graph=graph,
-        dense=graph.bind(weights),
-        lookups=_lookups(content),
+        bind=bind,
+        dense=bind(weights),
+        gathers=gathers,
+        segments=segments,
     )
     if check:
         model.check()
     return model
 
 
-def _lookups(content: Mapping[str, Any]) -> tuple[tuple[_Lookup, ...], ...]:
-    """Return the lookups of each store."""
-    found: list[list[_Lookup]] = [[] for _ in content["stores"]]
-    for number, output in enumerate(content["outputs"]):
-        place = 0
-        for name in output["tables"]:
-            table = content["tables"][name]
-            for feature in table["features"]:
-                columns = content["columns"].get(feature)
-                found[table["store"]].append(_Lookup(
-                    number, place, table["first"], table["rows"], table["dim"],
-                    None if columns is None else (columns[0], columns[1]),
-                    feature, table["pooling"] == "mean",
-                ))  # fmt: skip
-                place += 1
-    return tuple(map(tuple, found))
+def _loops() -> ModuleType | None:
+    """Return ``encoder_loops`` if numba and the module are installed."""
+    for name in LOOPS if find_spec("numba") else ():
+        if find_spec(name.partition(".")[0]):
+            return importlib.import_module(name)
+    return None
+
+
+def _compiled_part(
+    file: Path, content: Mapping[str, Any]
+) -> Callable[[Mapping[str, Tensor]], Dense] | None:
+    """Return the compiled dense part, or None with a warning if this machine cannot run it."""
+    if not file.exists():
+        raise BundleError(f"{file}: does not exist; export the run with --compile")
+    made = content["compiled"]
+    problem = ""
+    if missing := sorted(set(made["cpu"]) - cpu_features()):
+        problem = f"this CPU lacks {', '.join(missing[:5])}"
+    elif torch.__version__.split("+")[0] != made["torch"]:
+        problem = f"it needs torch {made['torch']}, not {torch.__version__}"
+    if problem:
+        warnings.warn(f"{file}: {problem}; the dense part runs uncompiled", stacklevel=3)
+        return None
+    run = torch._inductor.aoti_load_package(str(file))
+    names, order = made["weights"], made["inputs"]
+
+    def bind(weights: Mapping[str, Tensor]) -> Dense:
+        fixed = [weights[name] for name in names]
+        return lambda inputs: run(*(inputs[name] for name in order), *fixed)
+
+    return bind
+
+
+def cpu_features() -> set[str]:
+    """Return the names of the CPU's instruction sets, as far as the system lists them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return {torch.backends.cpu.get_cpu_capability()}
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), ":")
+    sets = ("sse", "ssse", "avx", "amx", "fma", "f16c", "bmi", "popcnt", "asimd", "sve")
+    return {flag for flag in flags.partition(":")[2].split() if flag.startswith(sets)}
 
 
 def _read_json(file: Path) -> dict[str, Any]:

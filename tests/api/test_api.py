@@ -30,6 +30,7 @@ from sbpflow.data.__main__ import main as data_main
 from sbpflow.data.prepare.new_rows import encode
 from sbpflow.errors import CheckpointError, ConfigError, DataError
 from sbpflow.models.dlrm import DlrmConfig
+from sbpflow.serving import scorer
 from sbpflow.training.progress import Progress
 from sbpflow.training.trainer import Trainer
 
@@ -360,13 +361,16 @@ def test_embeddings_of_all_values_and_of_some(run):
 
 
 def test_an_exported_model_gives_the_same_scores(run, tmp_path):
-    files = run.export(tmp_path / "model", forms="pt2")
-    assert [file.name for file in files] == ["model.json", "model.pt2"]
+    files = run.export(tmp_path / "model", pt2=True)
+    assert {"model.json", "model.pt2", "scorer.py"} <= {file.name for file in files}
     model = torch.export.load(tmp_path / "model" / "model.pt2").module()
     ids, dense = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, 1)  # all values are missing
     missing = pl.DataFrame({"user": [None], "item": [None], "city": [None], "price": [0.0]})
     (score,) = run.predict(missing)["score"]
     assert torch.sigmoid(model(ids, dense, {})).tolist() == pytest.approx([score] * 2, abs=1e-6)
+    assert scorer.load(tmp_path / "model").score(missing).tolist() == pytest.approx(
+        [score], abs=1e-6
+    )
 
 
 def test_a_later_run_in_the_same_folder_is_not_mistaken_for_this_one(tmp_path):

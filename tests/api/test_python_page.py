@@ -25,4 +25,4 @@ def test_the_program_of_the_page_runs(tmp_path):
     assert min(auc, test_auc) > 0.7
     assert shape[0] > 100
     assert shape[1] == 8
-    assert (tmp_path / "out/notebook/model.pt2").is_file()
+    assert (tmp_path / "out/notebook/scorer.py").is_file()

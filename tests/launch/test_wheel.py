@@ -40,7 +40,7 @@ train --config run.yaml model={name: own_module:OwnModel} run.dir=own
 checkpoint ls run/checkpoints
 checkpoint verify run/checkpoints
 predict --checkpoint run --input tomorrow.csv --output scores.parquet
-export --checkpoint run --output model --forms pt2
+export --checkpoint run --output model --pt2
 report run own
 calibrate --ranks 2 --quick --seconds 10 --output profile.json
 plan --tables tables.json --profile profile.json --output plan.yaml

@@ -110,6 +110,7 @@ COMPILED = (
     "mark_loops",
     "prefetch",
     "slot_loops",
+    "encoder_loops",
     "loops",
     "numba_rules",
     "numba_storage",

@@ -68,6 +68,6 @@ def test_both_layouts_have_the_same_losses(folder):
 
 def test_the_files_that_the_page_names_are_there(folder):
     assert (folder / "runs/clicks/report.html").is_file()
-    assert (folder / "out/model/model.pt2").is_file()
+    assert (folder / "out/model/scorer.py").is_file()
     assert "label rate by time" not in (folder / "out/stats.html").read_text()
     assert "Warnings" in (folder / "out/stats.html").read_text()

@@ -117,12 +117,12 @@ def test_the_best_step_is_scored_reported_predicted_and_exported_alike(
         assert found.logloss == pytest.approx(logloss, abs=1e-6)
 
     capsys.readouterr()
-    words = ["--checkpoint", str(stopped), "--forms", "safetensors"]
+    words = ["--checkpoint", str(stopped)]
     for which, step, auc in (([], best, final["auc"]), (["--last"], last, final["last_auc"])):
         out = tmp_path / f"export{step}"
         assert export([*words, "--output", str(out), *which]) == 0
         facts = json.loads((out / "model.json").read_text())
-        assert facts["trained"]["step"] == step
+        assert facts["origin"]["step"] == step
         assert facts["scores"]["as_trained"]["auc"] == pytest.approx(auc, abs=1e-6)
     text = capsys.readouterr().out
     assert re.search(rf"weights of step {best} from .*, with the best logloss of val, 0\.", text)

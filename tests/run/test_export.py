@@ -28,14 +28,25 @@ from sbpflow.models.deepfm import DeepFmConfig
 from sbpflow.models.dlrm import DlrmConfig
 from sbpflow.models.wdl import WdlConfig, WideConfig
 from sbpflow.run.execution.job import Job, build_job
-from sbpflow.run.export.export import FORMS, exported, score_plain, write_model
-from sbpflow.run.export.plain_model import PlainModel, hashed_ids, plain_model
+from sbpflow.run.export.bundle import BundleModel
+from sbpflow.run.export.export import (
+    encoded_of,
+    sample_ids,
+    sample_of,
+    score_bundle,
+    write_export,
+)
+from sbpflow.run.export.forms import exported
+from sbpflow.run.export.plain_model import PlainModel, dense_part, hashed_ids, plain_model
 from sbpflow.run.export.row_formats import ROW_FORMATS, make_rows
 from sbpflow.run.model.spec import Fields, IdField, embedding_output
 from sbpflow.run.model.torch_model import TorchModel
 from sbpflow.run.planning.build_plan import plan_run
 from sbpflow.runtime.ranks.world import World
+from sbpflow.serving.operations import BundleError
+from sbpflow.serving.scorer import load
 from sbpflow.training.evaluate import score_split
+from sbpflow.training.metrics import evaluate
 from tests.data.tables import SCHEMA, SPLIT, table, write_csv
 from tests.run.test_torch_model import Model as OwnModel
 from tests.training.wdl_case import FIELDS, make_batches, make_config
@@ -78,12 +89,42 @@ def plain_of(job: Job, spec, fields: Fields, row_format="as_trained") -> PlainMo
     )
 
 
+def bundle_of(job: Job, spec, fields: Fields, row_format="as_trained") -> BundleModel:
+    def read(name: str, rows: slice | None = None) -> Tensor:
+        return values_of(job, name)[rows or slice(None)]
+
+    embeddings, read_all = job.plan.embeddings, partial(values_of, job)
+    return BundleModel(
+        plan=embeddings,
+        hashed=spec.hashed_columns,
+        dense=dense_part(spec, embeddings, read_all, job.state(), 7).eval(),
+        num_dense=len(fields.dense),
+        read=read,
+        row_format=row_format,
+    )
+
+
+def write(folder, job: Job, model: PlainModel, spec, fields: Fields, row_format="as_trained"):
+    """Write a bundle of a set without vocabularies, and load it."""
+    ids, dense = sample_ids(model)
+    sample = sample_of(model, ids, dense, half=False, rows=None)
+    origin = {"run": "test", "step": 7, "delta": 0}
+    bundle = bundle_of(job, spec, fields, row_format)
+    write_export(folder, bundle, origin, sample, lambda work: None)
+    return load(folder)
+
+
 def _criteo_like(world: World, folder):
     """Return the differences of the plain model, and of its file in a process with only torch."""
     config = make_config("1", "adagrad", dtype="float32")
     batches = make_batches(7, 30)
     job, model = trained(world, config, FIELDS, batches)
     inputs = [model.arguments_of(batch.ids, batch.dense) for batch in batches]
+    spec, _ = plan_run(config, FIELDS, world_size=1, device_type="cpu")
+    bundle = write(folder / "model", job, model, spec, FIELDS)
+    served = [bundle.logits(encoded_of(bundle, batch.ids, batch.dense)) for batch in batches]
+    equal = [torch.equal(a, job.trainer.predict(b)) for a, b in zip(served, batches, strict=True)]
+    torch.export.save(exported(model), folder / "model/model.pt2")
     inputs += [(*(t[:n] for t in inputs[0][:2]), {}) for n in (0, 1)]
     wanted = [model(*one) for one in inputs]
     apart = [
@@ -91,31 +132,34 @@ def _criteo_like(world: World, folder):
         for found, batch in zip(wanted, batches, strict=False)
     ]
     torch.save(inputs, folder / "inputs")
-    write_model(folder / "model", model, {"step": 7}, FORMS)
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     words = ["-c", ALONE, folder / "model/model.pt2", folder / "inputs", folder / "logits"]
     subprocess.run([sys.executable, *map(str, words)], check=True, cwd=folder, env=env)
     got = torch.load(folder / "logits", weights_only=True)
     same = [torch.equal(one, other) for one, other in zip(got, wanted, strict=True)]
     names = {name: values_of(job, name) for name in job.state() if name.count("/") == 1}
-    return apart, same, names
+    return apart, same, names, equal
 
 
 def test_an_exported_file_gives_the_job_s_logits_with_torch_alone(ranks, tmp_path):
-    ((apart, same, state),) = ranks(1, _criteo_like, tmp_path)
+    ((apart, same, state, equal),) = ranks(1, _criteo_like, tmp_path)
+    assert equal == [True] * 7, "a bundle's logits equal the run's bit for bit"
     assert max(apart) < 1e-6
     assert same == [True] * 9
     stored = load_file(tmp_path / "model/model.safetensors")
     assert set(stored) == set(state)
     assert all(torch.equal(stored[name], state[name]) for name in state)
     content = json.loads((tmp_path / "model/model.json").read_text())
-    assert content["step"] == 7
-    assert content["inputs"]["ids"]["columns"] == {
+    assert content["origin"] == {"run": "test", "step": 7, "delta": 0}
+    assert content["columns"] == {
         "C1": [0, 1], "C2": [1, 2], "C3": [2, 3], "C4": [3, 4], "C1xC2": [4, 5], "C3xC4": [5, 6]
     }  # fmt: skip
     assert content["tables"]["deep.C1"] == {
-        "rows": 37, "dim": 5, "features": ["C1"], "pooling": "sum", "stored": "float32"
+        "rows": 37, "dim": 5, "features": ["C1"], "pooling": "sum", "stored": "float32",
+        "store": 1, "first": 0,
     }  # fmt: skip
+    with pytest.raises(BundleError, match="set without vocabularies, so raw rows have no ids"):
+        load(tmp_path / "model").score([{}])
 
 
 def _lists(world: World, folder):
@@ -132,11 +176,13 @@ def _lists(world: World, folder):
         float((model(*model.arguments_of(b.ids, b.dense)) - job.trainer.predict(b)).abs().max())
         for b in batches
     ]
-    write_model(folder / "model", model, {}, ["pt2"])
-    loaded = torch.export.load(folder / "model/model.pt2").module()
+    torch.export.save(exported(model), folder / "model.pt2")
+    loaded = torch.export.load(folder / "model.pt2").module()
     inputs = [model.arguments_of(b.ids, b.dense) for b in batches]
     same = [torch.equal(loaded(*one), model(*one)) for one in inputs]
-    scored = score_plain(model, loaders["val"].epoch(0))
+    spec, _ = plan_run(config, fields_of(manifest), world_size=1, device_type="cpu")
+    bundle = write(folder / "model", job, model, spec, fields_of(manifest))
+    scored = score_bundle(bundle, loaders["val"].epoch(0))
     wanted = score_split(job.trainer, loaders["val"], job.boxing)
     return apart, same, abs(scored.auc - wanted.auc) + abs(scored.logloss - wanted.logloss)
 
@@ -231,25 +277,28 @@ def test_every_model_is_exported_with_all_its_state(ranks, name):
 
 
 @pytest.mark.parametrize("policy", ["clamp", "hash", "error"])
-def test_ids_out_of_range_are_treated_as_in_the_run(ranks, policy):
-    ((apart, error),) = ranks(1, _out_of_range, policy)
-    if policy == "error":
-        assert error == "IndexError"
-    else:
-        assert apart < 1e-6
+def test_ids_out_of_range_are_treated_as_in_the_run(ranks, tmp_path, policy):
+    assert ranks(1, _out_of_range, policy, tmp_path)[0] < 1e-6
 
 
-def _out_of_range(world: World, policy: str):
+def _out_of_range(world: World, policy: str, folder):
     config = make_config("2", "sgd", dtype="float32")
     config = replace(config, data=replace(config.data, out_of_range=policy))
     batch = make_batches(2, 30)[0]
     job, model = trained(world, config, FIELDS, [batch])
     batch.ids[0, 0], batch.ids[1, 3] = 10**6, -5
-    try:
-        logits = model(*model.arguments_of(batch.ids, batch.dense))
-    except IndexError as error:
-        return None, type(error).__name__
-    return float((logits - job.trainer.predict(batch)).abs().max()), None
+    spec, _ = plan_run(config, FIELDS, world_size=1, device_type="cpu")
+    bundle = write(folder / policy, job, model, spec, FIELDS)
+    if policy == "error":
+        with pytest.raises(IndexError):
+            model(*model.arguments_of(batch.ids, batch.dense))
+        with pytest.raises(IndexError, match="C1: id 1000000 in row 0 is not a row of its table"):
+            bundle.logits(encoded_of(bundle, batch.ids, batch.dense))
+        return 0.0
+    logits = model(*model.arguments_of(batch.ids, batch.dense))
+    served = bundle.logits(encoded_of(bundle, batch.ids, batch.dense))
+    wanted = job.trainer.predict(batch)
+    return float(torch.stack([(each - wanted).abs() for each in (logits, served)]).max())
 
 
 def test_hashed_columns_equal_the_loader_s():
@@ -260,7 +309,7 @@ def test_hashed_columns_equal_the_loader_s():
         assert got.tolist() == hashed_by_loader(parts, rows).tolist()
 
 
-def _hashed(world: World):
+def _hashed(world: World, folder):
     config = make_config("3", "sgd", dtype="float32")
     wide = WideConfig(crosses=(("C1", "C2"), ("C1", "C2", "C3")), hash_size=97)
     config = replace(config, model=WdlConfig(embedding_dim=4, hidden=(7,), wide=wide, dropout=0.0))
@@ -275,11 +324,16 @@ def _hashed(world: World):
         batch.ids = torch.from_numpy(np.column_stack([ids, *crosses]))
     job, model = trained(world, config, fields, whole[:2])
     narrow = whole[2].ids[:, :4]
-    return float((model(narrow, whole[2].dense, {}) - job.trainer.predict(whole[2])).abs().max())
+    spec, _ = plan_run(config, fields, world_size=1, device_type="cpu")
+    bundle = write(folder / "model", job, model, spec, fields)
+    wanted = job.trainer.predict(whole[2])
+    served = bundle.logits(encoded_of(bundle, narrow, whole[2].dense))
+    logits = model(narrow, whole[2].dense, {})
+    return float(torch.stack([(each - wanted).abs() for each in (logits, served)]).max())
 
 
-def test_an_exported_model_hashes_the_columns_of_the_set_itself(ranks):
-    assert ranks(1, _hashed)[0] < 1e-6
+def test_an_exported_model_hashes_the_columns_of_the_set_itself(ranks, tmp_path):
+    assert ranks(1, _hashed, tmp_path)[0] < 1e-6
 
 
 def test_the_error_of_8_bit_rows_is_at_most_half_a_step():
@@ -317,12 +371,13 @@ def _formats(world: World, folder):
     sizes, found = {}, {}
     for row_format in ROW_FORMATS:
         model = plain_of(job, spec, FIELDS, row_format)
-        write_model(folder / row_format, model, {}, ["safetensors"])
+        bundle = write(folder / row_format, job, model, spec, FIELDS, row_format)
         file = load_file(folder / row_format / "model.safetensors")
         tables = [value for name, value in file.items() if name.startswith("tables/deep")]
         sizes[row_format] = sum(value.nbytes for value in tables)
-        found[row_format] = score_plain(model, iter(batches))
-    return sizes, found, score_plain(plain_of(job, spec, FIELDS), iter(batches))
+        found[row_format] = score_bundle(bundle, iter(batches))
+    logits = torch.cat([job.trainer.predict(batch) for batch in batches])
+    return sizes, found, evaluate(logits, torch.cat([batch.labels for batch in batches]))
 
 
 def test_row_formats_with_fewer_bits_are_smaller_and_nearly_as_accurate(ranks, tmp_path):
@@ -354,4 +409,4 @@ def test_models_that_cannot_be_exported_are_refused(tmp_path):
         make(Odd())
     (tmp_path / "there").mkdir()
     with pytest.raises(ConfigError, match="there: already exists"):
-        write_model(tmp_path / "there", None, {}, FORMS)
+        write_export(tmp_path / "there", None, {}, {}, lambda work: None)

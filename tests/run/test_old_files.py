@@ -40,6 +40,8 @@ from sbpflow.run.saved import resume
 from sbpflow.run.saved.saved_model import saved_config, saved_layouts, saved_plan
 from sbpflow.runtime.compute.versions import minor
 from sbpflow.runtime.ranks.world import World
+from sbpflow.serving.scorer import BundleError
+from sbpflow.serving.scorer import load as load_bundle
 from tests.fixtures.facts import events, norms, row_digests, rows_of, tensor_digest
 
 OLD = Path(__file__).parents[1] / "fixtures" / "d4baee1"
@@ -259,6 +261,13 @@ def test_an_old_exported_model_scores_like_its_run():
         bags[name] = (own[0], lengths[:, place].contiguous(), *own[1:][:weighted])
     scores = model(rows["ids"], rows["dense"], bags).sigmoid().tolist()
     assert scores == pytest.approx(EXPECTED["finished"]["scores"], abs=FLOAT32)
+
+
+def test_an_old_export_is_refused_with_a_way_to_migrate():
+    with pytest.raises(
+        BundleError, match=r"version 1 of .* reads version 2 .*; export the run again"
+    ):
+        load_bundle(OLD / "export")
 
 
 def test_old_exported_tensors_equal_the_checkpoint():

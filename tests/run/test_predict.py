@@ -278,7 +278,7 @@ def test_a_model_of_a_module_is_imported_only_if_the_command_names_it(run, folde
 
 
 def test_the_export_command_scores_like_the_run(run, folder, tmp_path, capsys):
-    more = ["--forms", "safetensors", "--split", "test"]
+    more = ["--split", "test"]
     base = ["--checkpoint", str(run)]
     assert export([*base, "--output", str(tmp_path / "a"), *more]) == 0
     assert export([*base, "--output", str(tmp_path / "b"), "--rows", "float16", *more]) == 0
@@ -287,8 +287,6 @@ def test_the_export_command_scores_like_the_run(run, folder, tmp_path, capsys):
     assert "rows float16: AUC 0." in text
     with pytest.raises(ConfigError, match=r"--rows: 'int4' .*as_trained"):
         export([*base, "--output", str(tmp_path / "c"), "--rows", "int4"])
-    with pytest.raises(ConfigError, match=r"--forms: 'onnx' .*pt2"):
-        export([*base, "--output", str(tmp_path / "c"), "--forms", "onnx"])
     with pytest.raises(ConfigError, match="--score: rows in int8 cost some AUC"):
         export([*base, "--output", str(tmp_path / "c"), "--rows", "int8", "data.path=nowhere"])
 

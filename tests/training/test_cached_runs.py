@@ -70,7 +70,7 @@ def test_predictions_and_exports_of_a_cached_run_are_equal(synth_set, whole, tmp
         words = ["--checkpoint", folder, "--input", synth_set, "--output", out, "--split", "test"]
         assert predict([*map(str, words)]) == 0
         exported = tmp_path / f"{name}-export"
-        words = ["--checkpoint", folder, "--output", exported, "--forms", "safetensors"]
+        words = ["--checkpoint", folder, "--output", exported]
         assert export([*map(str, words)]) == 0
         weights = sorted(exported.glob("*.safetensors"))
         assert weights

@@ -29,7 +29,7 @@ from sbpflow.serving.scorer import FORMAT, VERSION
 
 TESTED_TORCH = "2.11 to 2.13"
 _BLOCK = 1 << 16  # rows copied together
-_SOURCES = ("cells", "encoder", "scorer")
+_SOURCES = ("cells", "columns", "encoder", "operations", "row_store", "lookups", "scorer")
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -43,7 +43,7 @@ _DTYPES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class RawRows:
+class RawInput:
     """What a bundle knows about raw rows: ``input`` of model.json, and the vocabularies."""
 
     content: Mapping[str, Any]
@@ -60,7 +60,7 @@ class BundleModel:
     num_dense: int
     read: ReadRows
     row_format: RowFormat = "as_trained"
-    raw: RawRows | None = None
+    raw: RawInput | None = None
     facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @property

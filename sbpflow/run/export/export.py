@@ -1,9 +1,4 @@
-"""Exports a trained model to a folder that does not need sbpflow: a bundle, and optional forms.
-
-``write_bundle`` writes the bundle. ``model.pt2`` has the whole model as a ``torch.export`` program,
-which contains code: ``torch.export.load(FILE).module()`` returns an ordinary module.
-docs/decisions/export.md explains the choice of formats.
-"""
+"""Exports a trained model: writes a bundle to a new folder, checks it, and scores a set with it."""
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -19,12 +14,13 @@ from sbpflow.embedding.ids.batch_ids import BatchIds
 from sbpflow.errors import ConfigError
 from sbpflow.run.execution.predict import probabilities
 from sbpflow.run.export.bundle import BundleModel, array_of, write_bundle
-from sbpflow.run.export.plain_model import Bag, PlainModel
+from sbpflow.run.export.plain_model import PlainModel
 from sbpflow.run.export.row_formats import ROW_FORMATS, RowFormat
-from sbpflow.serving.scorer import BundleError, Encoded, Model, load
+from sbpflow.serving.encoder import Encoded
+from sbpflow.serving.operations import BundleError
+from sbpflow.serving.scorer import Model, load
 from sbpflow.training.metrics import Evaluation, evaluate
 
-_EXAMPLE_ROWS = 2  # torch.export treats sizes 0 and 1 as constants
 _TOLERANCE, _HALF_TOLERANCE = 1e-6, 1e-2
 """Limits for the difference of a sample score; 16-bit arithmetic differs between CPUs"""
 
@@ -135,37 +131,6 @@ def score_bundle(model: Model, batches: Iterator[LabelledBatch]) -> Evaluation:
         logits.append(model.logits(encoded_of(model, batch.ids, batch.dense)))
         labels.append(batch.labels)
     return evaluate(torch.cat(logits), torch.cat(labels))
-
-
-def exported(model: PlainModel) -> torch.export.ExportedProgram:
-    """Trace the model for any number of rows, and any number of ids in bags."""
-    ids, dense, bags = example_inputs(model)
-    rows = torch.export.Dim("rows")
-    sizes = {
-        name: tuple({0: torch.export.Dim(f"num_ids_{number}")} for _ in bag)
-        for number, (name, bag) in enumerate(bags.items())
-    }
-    shapes = {
-        "ids": {0: rows},
-        "dense": {0: rows},
-        "bags": {name: (size[0], {0: rows}, *size[2:]) for name, size in sizes.items()},
-    }
-    with torch.no_grad():
-        return torch.export.export(model, (ids, dense, bags), dynamic_shapes=shapes)
-
-
-def example_inputs(model: PlainModel) -> tuple[Tensor, Tensor, dict[str, Bag]]:
-    """Return inputs of two rows in which every id is 0."""
-    bags: dict[str, Bag] = {}
-    for feature in model.features:
-        if feature.name not in model.columns:
-            values = torch.zeros(_EXAMPLE_ROWS + 1, dtype=torch.int32)
-            lengths = torch.tensor([1, _EXAMPLE_ROWS], dtype=torch.int32)
-            weights = (torch.ones(values.shape),) if feature.weighted else ()
-            bags[feature.name] = (values, lengths, *weights)
-    columns = max((place.stop for place in model.columns.values()), default=0)
-    ids = torch.zeros(_EXAMPLE_ROWS, columns, dtype=torch.int32)
-    return ids, torch.zeros(_EXAMPLE_ROWS, model.num_dense), bags
 
 
 def parse_rows(text: str) -> RowFormat:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sbpflow.errors import DataError, unknown_value
-from sbpflow.serving.scorer import quantized
+from sbpflow.serving.row_store import quantized
 
 RowFormat = Literal["as_trained", "float16", "int8"]
 ROW_FORMATS: tuple[RowFormat, ...] = get_args(RowFormat)

@@ -1,0 +1,251 @@
+"""Reads raw rows as columns: dicts, data frames of pandas, Polars, and Arrow, and text lines.
+
+This module needs only numpy, because it is a part of a bundle's ``scorer.py``.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sbpflow.serving.cells import (
+    EXAMPLES,
+    EXPECTED,
+    Misfit,
+    cell_pattern,
+    is_missing,
+    key_of,
+    real_number,
+)
+
+Array = NDArray[Any]
+_NUMBERS = ("int", "uint", "float", "double")
+
+
+class RowError(ValueError):
+    """A row cannot be encoded; ``row`` counts from 0, and ``column`` may be None."""
+
+    def __init__(self, row: int, column: str | None, value: object, rule: str) -> None:
+        self.row, self.column, self.value = row, column, value
+        place = f"row {row}" if column is None else f"row {row}, column {column!r}"
+        shown = repr(value)
+        super().__init__(f"{place}: {shown if len(shown) < 80 else shown[:77] + '...'} {rule}")
+
+
+class Column(NamedTuple):
+    """A column of raw rows, in the order of text lines; other columns are ignored."""
+
+    name: str
+    kind: str
+    """dense, hex, integer, string, or list, weights and label"""
+    required: bool
+
+
+class RawRows:
+    """Reads rows in the format of the training file, as described by ``input`` of model.json."""
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        self.columns = tuple(Column(**column) for column in content["columns"])
+        self.required = [column.name for column in self.columns if column.required]
+        self.separator: str = content["separator"]
+        self.quote: str | None = content["quote"]
+        self.header: bool = content["header"]
+
+    def columns_of(self, rows: Any) -> Mapping[str, Any]:
+        """Return the required columns as arrays, masked arrays, or lists of cells."""
+        if isinstance(rows, Mapping) or hasattr(rows, "columns"):
+            names = list(getattr(rows, "column_names", None) or getattr(rows, "columns", rows))
+            self.check_names(0, names)
+            return {name: _cells(rows[name]) for name in self.required}
+        if not len(rows):
+            return {name: [] for name in self.required}
+        if isinstance(rows[0], Mapping):
+            try:
+                return {name: [row[name] for row in rows] for name in self.required}
+            except KeyError:
+                for number, row in enumerate(rows):
+                    self.check_names(number, row)
+        if isinstance(rows, str | bytes) or isinstance(rows[0], str | bytes):
+            return self._text_columns(text_of(rows))
+        raise TypeError(
+            f"rows: {type(rows[0]).__name__} is not a row; give dicts, a data frame, or text lines"
+        )
+
+    def check_names(self, row: int, names: Any) -> None:
+        """Raise RowError for the first required column that is not one of ``names``."""
+        if absent := [name for name in self.required if name not in names]:
+            rule = "lacks this column; add it, with null or an empty cell for a missing value"
+            raise RowError(row, absent[0], list(names), rule)
+
+    def file_columns(self, num_cells: int) -> list[str]:
+        """Return the columns of lines without a header; label columns may be left out."""
+        others = [column.name for column in self.columns if column.kind != "label"]
+        return others if num_cells == len(others) else [column.name for column in self.columns]
+
+    def _text_columns(self, text: str) -> dict[str, Any]:
+        """Return the cells of text lines."""
+        quote, separator = self.quote, self.separator
+        quoted = quote is not None and quote in text
+        if not quoted:
+            text = text.replace("\r\n", "\n")
+        lines = _records(text, quote) if quoted and quote else text.removesuffix("\n").split("\n")
+        rows = [_split(line, separator, quote, n) for n, line in enumerate(lines if text else [])]
+        if self.header:
+            names, rows = rows[0] if rows else [], rows[1:]
+        else:
+            names = self.file_columns(len(rows[0]) if rows else 0)
+        self.check_names(0, names)
+        for number, row in enumerate(rows):
+            if len(row) != len(names):
+                rule = f"has {len(row)} cells instead of {len(names)}: {separator.join(names)!r}"
+                raise RowError(number, None, separator.join(row), rule)
+        places = {name: place for place, name in enumerate(names)}
+        return {name: [row[places[name]] for row in rows] for name in self.required}
+
+
+def text_of(rows: str | bytes | Sequence[str | bytes]) -> str:
+    """Return text, or a list of lines, as one string; raise RowError unless it is UTF-8."""
+    if isinstance(rows, str):
+        return rows
+    if not isinstance(rows, bytes):
+        ends = (line.rstrip(b"\r\n" if isinstance(line, bytes) else "\r\n") for line in rows)
+        return "".join(f"{text_of(line)}\n" for line in ends)
+    try:
+        return rows.decode()
+    except UnicodeDecodeError as error:
+        row, value = rows.count(b"\n", 0, error.start), rows[error.start : error.start + 20]
+        raise RowError(row, None, value, "is not UTF-8 text; encode the rows in UTF-8") from error
+
+
+def _records(text: str, quote: str) -> list[str]:
+    """Join the lines of records whose quoted cells contain line ends."""
+    records: list[str] = []
+    open_record: list[str] = []
+    for line in text.removesuffix("\n").split("\n"):
+        open_record.append(line)
+        if sum(part.count(quote) for part in open_record) % 2 == 0:
+            records.append("\n".join(open_record).removesuffix("\r"))
+            open_record = []
+    return records + ["\n".join(open_record)] * bool(open_record)
+
+
+def _split(record: str, separator: str, quote: str | None, number: int) -> list[str]:
+    if not record:
+        raise RowError(number, None, record, "is a blank line; remove it")
+    if quote is None or quote not in record:
+        if "\r" in record:
+            raise RowError(number, None, record, "has a stray carriage return; remove it")
+        return record.split(separator)
+    cell = cell_pattern(separator, quote)
+    if not re.fullmatch(f"{cell}(?:{re.escape(separator)}{cell})*+", record, re.DOTALL):
+        raise RowError(
+            number, None, record, f"has a quote {quote} that does not enclose a whole cell"
+        )
+    found = re.findall(f"(?:^|{re.escape(separator)})({cell})", record, re.DOTALL)
+    double = quote + quote
+    return [c[1:-1].replace(double, quote) if c.startswith(quote) else c for c in found]
+
+
+def _cells(column: Any) -> Any:
+    """Return a data frame's column as an array, a masked array, or a list.
+
+    Integers with missing values become lists, because numpy would make them floats.
+    """
+    if isinstance(column, np.ndarray | list):
+        return column
+    if hasattr(column, "to_pylist"):  # Arrow
+        if column.null_count == 0 and str(column.type).startswith(_NUMBERS):
+            return column.to_numpy()
+        return column.to_pylist()
+    if not hasattr(column, "to_list"):
+        return list(column)
+    count = getattr(column, "null_count", int)  # pandas has no null_count: its arrays have NaN
+    if str(column.dtype).lower().startswith(_NUMBERS) and not count():
+        array = column.to_numpy()
+        if array.dtype != object:
+            return array
+    return column.to_list()
+
+
+class Lists(NamedTuple):
+    """The values of a list column, row by row."""
+
+    values: list[Any]
+    lengths: NDArray[np.int32]
+    weights: NDArray[np.float32]
+
+
+def plain(cell: Any) -> Any:
+    return cell.item() if isinstance(cell, np.generic) else cell
+
+
+def _flat(cell: Any, separator: str) -> list[Any]:
+    """Return the elements of a list cell; one missing element means no elements."""
+    if is_missing(cell):
+        return []
+    if isinstance(cell, str):
+        elements: list[Any] = cell.split(separator)
+    elif isinstance(cell, list | tuple | np.ndarray):
+        elements = [plain(each) for each in cell]
+    else:
+        elements = [cell]
+    return [] if len(elements) == 1 and is_missing(elements[0]) else elements
+
+
+def _weight(cell: Any) -> float:
+    """Return a weight as float32, or NaN if it is not a finite number."""
+    try:
+        return float(np.float32(real_number(cell))) if not is_missing(cell) else np.nan
+    except Misfit:
+        return np.nan
+
+
+def _pair_of(element: Any, mark: str) -> tuple[Any, Any]:
+    """Return the value and the weight of a list element such as ``a:0.5``."""
+    if isinstance(element, Mapping):
+        value, weight = element.values()
+        return value, weight
+    value, found, weight = str(element).rpartition(mark)
+    return (value, weight) if found else (element, None)
+
+
+def read_list(entry: Mapping[str, Any], cells: Mapping[str, Any]) -> Lists:
+    """Return the values and weights of a list column, cut to the maximum length."""
+    name, options = entry["name"], entry["list"]
+    separator, inline, others = options["separator"], options["inline"], options["weights"]
+    values: list[Any] = []
+    weights: list[float] = []
+    lengths: list[int] = []
+    for row, raw in enumerate(cells[name]):
+        elements = _flat(plain(raw), separator)
+        own: list[Any] = [1.0] * len(elements)
+        if inline is not None:
+            pairs = [_pair_of(each, inline) for each in elements]
+            elements, own = [value for value, _ in pairs], [_weight(w) for _, w in pairs]
+        if others is not None:
+            own = [_weight(each) for each in _flat(plain(cells[others][row]), separator)]
+            if len(own) != len(elements):
+                rule = f"has {len(elements)} values, but {others!r} has {len(own)} weights"
+                raise RowError(row, name, raw, rule)
+        if not np.isfinite(own).all():
+            raise RowError(row, others or name, raw, "has a weight that is not a finite number")
+        if len(elements) > options["most"] and options["beyond"] == "error":
+            raise RowError(row, name, raw, f"has more than {options['most']} values")
+        kept = (
+            slice(-options["most"], None) if options["beyond"] == "last" else slice(options["most"])
+        )
+        for each in elements:
+            try:
+                if not is_missing(each):
+                    key_of(each, entry["kind"])
+            except Misfit as error:
+                kind = entry["kind"]
+                rule = f"must be {EXPECTED[kind]}, such as {EXAMPLES[kind]}"
+                raise RowError(row, name, each, rule) from error
+        values += elements[kept]
+        weights += own[kept]
+        lengths.append(len(elements[kept]))
+    sizes = np.array(lengths, dtype=np.int32)
+    return Lists(values, sizes, np.array(weights, np.float32))

@@ -1,0 +1,421 @@
+"""Encodes rows in single passes, compiled by numba; numpy needs dozens of calls.
+
+``scorer`` imports this module only if numba is installed. Every loop returns the same result as the
+rules of ``cells``, which handle text in rarer forms.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sbpflow.runtime.compute.compiled import Array, compiled
+from sbpflow.runtime.random.splitmix import GAMMA
+from sbpflow.serving.columns import text_of
+from sbpflow.serving.encoder import Cells, Encoder
+
+U8, U32, U64 = np.uint8, np.uint32, np.uint64
+SKIPPED, WHOLE, REAL, HEX, INTEGER, STRING = range(6)
+BUCKET, LOG3, LOG1, SQUARED_LOG, IDENTITY, STANDARDISE = range(6)
+_TRANSFORMS = {"log3": LOG3, "log1": LOG1, "squared_log": SQUARED_LOG, "identity": IDENTITY,
+               "standardise": STANDARDISE}  # fmt: skip
+_KINDS = {"hex": HEX, "integer": INTEGER, "string": STRING}
+_END, _PLUS, _MINUS, _POINT, _ZERO = 10, 43, 45, 46, 48
+_FACTOR, _MIX_1, _MIX_2 = U64(GAMMA), U64(0xFF51AFD7ED558CCD), U64(0xC4CEB9FE1A85EC53)
+_LARGEST = float(np.finfo(np.float32).max)
+_POWERS = 10.0 ** np.arange(23)
+"""Powers of ten that float64 represents exactly"""
+_IV = np.array(
+    [0x6A09E667F3BCC908, 0xBB67AE8584CAA73B, 0x3C6EF372FE94F82B, 0xA54FF53A5F1D36F1,
+     0x510E527FADE682D1, 0x9B05688C2B3E6C1F, 0x1F83D9ABFB41BD6B, 0x5BE0CD19137E2179],
+    dtype=U64,
+)  # fmt: skip
+_SIGMA = np.array(
+    [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15],
+     [14, 10, 4, 8, 9, 15, 13, 6, 1, 12, 0, 2, 11, 7, 5, 3],
+     [11, 8, 12, 0, 5, 2, 15, 13, 10, 14, 3, 6, 7, 1, 9, 4],
+     [7, 9, 3, 1, 13, 12, 11, 14, 2, 6, 5, 10, 4, 0, 15, 8],
+     [9, 0, 5, 7, 2, 4, 10, 15, 14, 1, 11, 12, 6, 8, 3, 13],
+     [2, 12, 6, 10, 0, 11, 8, 3, 4, 13, 7, 5, 15, 14, 1, 9],
+     [12, 5, 1, 15, 14, 13, 4, 10, 0, 7, 6, 3, 9, 2, 8, 11],
+     [13, 11, 7, 14, 12, 1, 3, 9, 5, 0, 15, 4, 8, 6, 2, 10],
+     [6, 15, 14, 9, 11, 3, 0, 8, 12, 2, 13, 7, 1, 4, 10, 5],
+     [10, 2, 8, 4, 7, 6, 1, 5, 15, 11, 9, 14, 3, 12, 13, 0]],
+    dtype=np.int64,
+)  # fmt: skip
+_MIXES = np.array(
+    [[0, 4, 8, 12], [1, 5, 9, 13], [2, 6, 10, 14], [3, 7, 11, 15],
+     [0, 5, 10, 15], [1, 6, 11, 12], [2, 7, 8, 13], [3, 4, 9, 14]],
+    dtype=np.int64,
+)  # fmt: skip
+
+
+@compiled
+def _rotated(x: np.uint64, bits: int) -> np.uint64:
+    return (x >> U64(bits)) | (x << U64(64 - bits))
+
+
+@compiled
+def digest(text: Array, start: int, stop: int) -> tuple[np.uint64, np.uint64]:
+    """Return the first two words of the 12-byte blake2b hash of text[start:stop] (RFC 7693)."""
+    h = _IV.copy()
+    h[0] ^= U64(0x01010000 ^ 12)
+    m, v = np.empty(16, dtype=U64), np.empty(16, dtype=U64)
+    done, size = 0, stop - start
+    while True:
+        length = min(128, size - done)
+        m[:] = U64(0)
+        for k in range(length):
+            m[k >> 3] |= U64(text[start + done + k]) << U64(8 * (k & 7))
+        done += length
+        v[:8], v[8:] = h, _IV
+        v[12] ^= U64(done)
+        if done == size:
+            v[14] = ~v[14]
+        for number in range(12):
+            order = _SIGMA[number % 10]
+            for k in range(8):
+                a, b, c, d = _MIXES[k]
+                v[a] += v[b] + m[order[2 * k]]
+                v[d] = _rotated(v[d] ^ v[a], 32)
+                v[c] += v[d]
+                v[b] = _rotated(v[b] ^ v[c], 24)
+                v[a] += v[b] + m[order[2 * k + 1]]
+                v[d] = _rotated(v[d] ^ v[a], 16)
+                v[c] += v[d]
+                v[b] = _rotated(v[b] ^ v[c], 63)
+        for k in range(8):
+            h[k] ^= v[k] ^ v[k + 8]
+        if done == size:
+            return h[0], h[1]
+
+
+@compiled
+def _integer(text: Array, at: int, stop: int, most: int) -> tuple[np.int64, bool]:
+    """Return text[at:stop] as an integer of at most ``most`` digits, and whether it is one."""
+    negative = text[at] == _MINUS
+    at += negative
+    if stop == at or stop - at > most:
+        return 0, False
+    number = np.int64(0)
+    for k in range(at, stop):
+        digit = np.int64(text[k]) - _ZERO
+        if digit < 0 or digit > 9:
+            return 0, False
+        number = 10 * number + digit
+    return (-number if negative else number), True
+
+
+@compiled
+def _real(text: Array, at: int, stop: int, powers: Array) -> tuple[float, bool]:
+    """Return a decimal number of at most 15 digits and an exact power of ten, and if it is one.
+
+    Both factors are exact in float64, so the result is rounded correctly.
+    """
+    negative = text[at] == _MINUS
+    at += negative
+    mantissa, digits, scale, seen_point = np.int64(0), 0, 0, False
+    while at < stop:
+        digit = np.int64(text[at]) - _ZERO
+        if digit >= 0 and digit <= 9:
+            mantissa = 10 * mantissa + digit
+            digits += 1
+            scale -= seen_point
+        elif text[at] == _POINT and not seen_point:
+            seen_point = True
+        else:
+            break
+        at += 1
+    if digits == 0 or digits > 15:
+        return 0.0, False
+    if at < stop and (text[at] == 101 or text[at] == 69):
+        at += 1
+        at += at < stop and text[at] == _PLUS
+        if at == stop:
+            return 0.0, False
+        exponent, fits = _integer(text, at, stop, 3)
+        if not fits:
+            return 0.0, False
+        scale, at = scale + exponent, stop
+    if at < stop or scale < -22 or scale > 22:
+        return 0.0, False
+    number = mantissa / powers[-scale] if scale < 0 else mantissa * powers[scale]
+    return (-number if negative else number), True
+
+
+@compiled
+def parse_text(  # noqa: C901 - a function per kind of cell is three times slower
+    text: Array,
+    separator: int,
+    kinds: Array,
+    targets: Array,
+    powers: Array,
+    numbers: Array,
+    keys: Array,
+    checks: Array,
+    missing: Array,
+) -> bool:
+    """Parse lines into ``numbers`` [rows, dense], and ``keys``, ``checks``, ``missing`` [rows, n].
+
+    ``kinds`` and ``targets`` [columns] give each cell's kind and its column in the outputs. Return
+    False if a cell has a rarer form, or if the number of lines or cells is wrong.
+    """
+    at, end, columns = 0, text.size, kinds.size
+    for row in range(numbers.shape[0]):
+        for column in range(columns):
+            last = _END if column == columns - 1 else separator
+            start, kind, target = at, kinds[column], targets[column]
+            while at < end and text[at] != separator and text[at] != _END:
+                at += 1
+            if at == end or text[at] != last:
+                return False
+            if kind == WHOLE or kind == REAL:
+                fits, number = True, np.nan
+                if at > start:
+                    if kind == WHOLE:
+                        number, fits = _integer(text, start, at, 9)
+                    else:
+                        number, fits = _real(text, start, at, powers)
+                if not fits:
+                    return False
+                numbers[row, target] = number
+            elif kind != SKIPPED:
+                if at == start:
+                    missing[row, target] = True
+                elif kind == HEX:
+                    if at - start != 8:
+                        return False
+                    value = U64(0)
+                    for k in range(start, at):
+                        letter = np.int64(text[k])
+                        digit = letter - _ZERO
+                        if digit < 0 or digit > 9:
+                            digit = (letter | 32) - 87
+                            if digit < 10 or digit > 15:
+                                return False
+                        value = (value << U64(4)) | U64(digit)
+                    keys[row, target] = value
+                elif kind == INTEGER:
+                    whole, fits = _integer(text, start, at, 18)
+                    if not fits:
+                        return False
+                    keys[row, target] = U64(whole)
+                elif kind == STRING:
+                    keys[row, target], check = digest(text, start, at)
+                    checks[row, target] = U32(check & U64(0xFFFFFFFF))
+                else:
+                    raise ValueError("a kind of cell must be one of the constants of this module")
+            at += 1
+    return at == end
+
+
+@compiled
+def transform_numbers(
+    numbers: Array,
+    codes: Array,
+    clips: Array,
+    fitted: Array,
+    bounds: Array,
+    ends: Array,
+    places: Array,
+    flags: Array,
+    dense: Array,
+    ids: Array,
+) -> None:
+    """Write the transformed ``numbers`` [rows, columns] to ``dense``, and buckets to ``ids``.
+
+    ``flags`` [columns] is the column of the missing-value indicator, or -1.
+    """
+    for row in range(numbers.shape[0]):
+        for column in range(codes.size):
+            code, place = codes[column], places[column]
+            value = numbers[row, column]
+            absent = np.isnan(value)
+            if code == BUCKET:
+                first = 0 if column == 0 else ends[column - 1]
+                found = np.searchsorted(bounds[first : ends[column]], value, side="right")
+                ids[row, place] = 0 if absent else 2 + found
+                continue
+            out = np.float32(0)
+            if not absent:
+                value = min(max(value, clips[0, column]), clips[1, column])
+                if code == LOG3:
+                    out = np.float32(np.log(np.float64(max(value, np.float32(-2)) + np.float32(3))))
+                elif code == LOG1:
+                    out = np.float32(np.log(np.float64(max(value, np.float32(0)) + np.float32(1))))
+                elif code == SQUARED_LOG:
+                    out = value
+                    if value > 2:
+                        log = np.log(np.float64(value))
+                        out = np.float32(np.floor(log * log))
+                elif code == IDENTITY:
+                    out = value
+                else:
+                    even = (np.float64(value) - fitted[0, column]) / fitted[1, column]
+                    out = np.float32(min(max(even, -_LARGEST), _LARGEST))
+            dense[row, place] = out
+            if flags[column] >= 0:
+                dense[row, flags[column]] = np.float32(absent)
+
+
+@compiled
+def look_up(
+    keys: Array,
+    checks: Array,
+    missing: Array,
+    parts: Array,
+    where: Array,
+    words: Array,
+    slot_ids: Array,
+    known_checks: Array,
+    columns: Array,
+    ids: Array,
+) -> None:
+    """Write the ids of single values and then of pairs to their ``columns`` of ``ids``.
+
+    ``parts`` [fields, 3] is (left, right, both are hex), or (value, -1, 0). ``where`` [fields, 4]
+    is a vocabulary's start, capacity, and first check (or -1), or (-1, rows, 0, salt as int64).
+    """
+    for row in range(ids.shape[0]):
+        for number in range(columns.size):
+            left, right, both_hex = parts[number]
+            key, absent = keys[row, left], missing[row, left]
+            check = checks[row, left]
+            if right >= 0:
+                other = keys[row, right]
+                absent, check = absent or missing[row, right], U32(0)
+                if both_hex:
+                    key = (key << U64(32)) | other
+                else:
+                    key = (key * _FACTOR) ^ (other + (key >> U64(29)))
+            start, size, first_check, salt = where[number]
+            found = 0
+            if absent:
+                found = 0
+            elif start < 0:
+                mixed = key ^ U64(salt)
+                mixed = (mixed ^ (mixed >> U64(33))) * _MIX_1
+                mixed = (mixed ^ (mixed >> U64(33))) * _MIX_2
+                mixed ^= mixed >> U64(33)
+                found = np.int64(mixed % U64(size - 2)) + 2
+            else:
+                slot = np.int64((((key * _FACTOR) >> U64(32)) * U64(size)) >> U64(32))
+                while words[start + slot] != key and slot_ids[start + slot] != 1:
+                    slot += 1
+                    if slot == size:
+                        slot = 0
+                found = np.int64(slot_ids[start + slot])
+                if first_check >= 0 and known_checks[first_check + found] != check:
+                    found = 1
+            ids[row, columns[number]] = found
+
+
+class CompiledInput:
+    """The arrays that describe an encoder's columns to the loops."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        content, singles, pairs = encoder.content, encoder.singles, encoder.pairs
+        self._kinds: dict[str, tuple[int, int]] = {
+            entry["name"]: (WHOLE if entry["whole"] else REAL, n)
+            for n, entry in enumerate(content["dense"])
+        }
+        self._kinds |= {e["name"]: (_KINDS[e["kind"]], n) for n, e in enumerate(singles)}
+        self._parses = not encoder.lists
+        self._num_dense, self._num_keys = len(content["dense"]), len(singles)
+        self._set_numbers(content["dense"], encoder.id_columns)
+        place = {entry["name"]: n for n, entry in enumerate(singles)}
+        parts = [(n, -1, 0) for n in range(len(singles))]
+        parts += [(*(place[p] for p in e["parts"]), int(e["both_hex"])) for e in pairs]
+        self._parts = np.array(parts, dtype=np.int64).reshape(-1, 3)
+        vocabularies = encoder.vocabularies
+        where: list[tuple[int, ...]] = []
+        for entry in (*singles, *pairs):
+            if entry["vocabulary"]:
+                start, size, check = vocabularies.places_of([entry["vocabulary"]])[:, 0].tolist()
+                where.append((start, size, check, 0))
+            else:
+                salt = int(np.uint64(entry["salt"]).view(np.int64))
+                where.append((-1, entry["rows"], 0, salt))
+        self._where = np.array(where, dtype=np.int64).reshape(-1, 4)
+        self._words = (vocabularies.keys, vocabularies.ids, vocabularies.checks)
+        columns = [encoder.id_columns[entry["name"]] for entry in (*singles, *pairs)]
+        self._columns = np.array(columns, dtype=np.int64)
+        self._lines: dict[int, tuple[Array, Array]] = {}
+        self._raw = encoder.raw
+
+    def _set_numbers(self, dense: Sequence[Mapping[str, Any]], columns: Mapping[str, int]) -> None:
+        codes: list[int] = []
+        places: list[int] = []
+        flags: list[int] = []
+        width = 0
+        for entry in dense:
+            is_bucket = entry["bounds"] is not None
+            codes.append(BUCKET if is_bucket else _TRANSFORMS[entry["transform"]])
+            places.append(columns[entry["name"]] if is_bucket else width)
+            width += not is_bucket
+            flags.append(width if entry["indicator"] else -1)
+            width += entry["indicator"]
+        self._width = width
+        self._codes, self._places, self._flags = (
+            np.array(each, dtype=np.int64) for each in (codes, places, flags)
+        )
+        clips = [entry["clip"] or (-np.inf, np.inf) for entry in dense]
+        self._clips = np.array(clips, dtype=np.float32).reshape(-1, 2).T.copy()
+        fitted = [(entry["mean"] or 0.0, entry["std"] or 1.0) for entry in dense]
+        self._fitted = np.array(fitted).reshape(-1, 2).T.copy()
+        bounds = [entry["bounds"] or [] for entry in dense]
+        self._bounds = np.array([each for own in bounds for each in own], dtype=np.float32)
+        self._ends = np.cumsum([len(own) for own in bounds], dtype=np.int64)
+
+    def parse(self, rows: Any) -> Cells | None:
+        """Return the cells of text lines; None for other rows and for text with rarer forms."""
+        if not self._parses or not len(rows):
+            return None
+        if not isinstance(rows, str | bytes):
+            if not isinstance(rows, list | tuple) or not isinstance(rows[0], str | bytes):
+                return None
+            rows = text_of(rows)
+        try:
+            text = rows.encode() if isinstance(rows, str) else rows
+        except UnicodeEncodeError:
+            return None
+        raw = self._raw
+        if b"\r" in text or (raw.quote is not None and raw.quote.encode() in text):
+            return None
+        if not text.isascii() and isinstance(rows, bytes):
+            text_of(rows)  # raises RowError unless it is UTF-8
+        text = text if text.endswith(b"\n") else text + b"\n"
+        first, _, rest = text.partition(b"\n")
+        if raw.header:
+            names, text = first.decode().split(raw.separator), rest
+            raw.check_names(0, names)
+            kinds, targets = self._targets(names)
+        else:
+            count = first.count(raw.separator.encode()) + 1
+            if count not in self._lines:
+                self._lines[count] = self._targets(raw.file_columns(count))
+            kinds, targets = self._lines[count]
+        if len(kinds) != first.count(raw.separator.encode()) + 1 or len(kinds) == 1:
+            return None
+        cells = Cells.empty(text.count(b"\n"), self._num_dense, self._num_keys)
+        array = np.frombuffer(text, dtype=U8)
+        fits = parse_text(array, ord(raw.separator), kinds, targets, _POWERS, *cells)
+        return cells if fits else None
+
+    def _targets(self, names: Sequence[str]) -> tuple[Array, Array]:
+        found = [self._kinds.get(name, (SKIPPED, 0)) for name in names]
+        kinds, targets = zip(*found, strict=True)
+        return np.array(kinds, dtype=np.int64), np.array(targets, dtype=np.int64)
+
+    def finish(
+        self, numbers: NDArray[np.float32], cells: Cells, ids: NDArray[np.int32]
+    ) -> NDArray[np.float32]:
+        """Write the ids of single values, pairs, and buckets; return the dense values."""
+        dense = np.empty((len(numbers), self._width), dtype=np.float32)
+        transform_numbers(
+            numbers, self._codes, self._clips, self._fitted, self._bounds, self._ends,
+            self._places, self._flags, dense, ids,
+        )  # fmt: skip
+        look_up(*cells[1:], self._parts, self._where, *self._words, self._columns, ids)
+        return dense

@@ -1,0 +1,133 @@
+"""Plans and runs the lookups of a bundle: one gather per store, and the outputs' vectors."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sbpflow.serving.cells import mixed_bits
+from sbpflow.serving.columns import Array
+from sbpflow.serving.encoder import Encoded
+from sbpflow.serving.row_store import Store
+
+
+class Lookup(NamedTuple):
+    """The rows of one feature in one table of a store."""
+
+    feature: str
+    first: int
+    rows: int
+    columns: tuple[int, int] | None
+    """Columns of the ids, or None for a ragged feature"""
+    averages: bool
+
+
+class Segment(NamedTuple):
+    """Columns of an output: vectors [start, stop) of a store's rows, or a ragged feature."""
+
+    store: int
+    start: int
+    stop: int
+    pools: bool
+    """The vectors are the ids of one feature"""
+    lookup: Lookup
+
+
+class Gather:
+    """Reads the rows that the lookups of one store need, with one gather."""
+
+    def __init__(self, lookups: Sequence[Lookup]) -> None:
+        fixed = [
+            (each, column) for each in lookups if each.columns for column in range(*each.columns)
+        ]
+        self.columns = np.array([column for _, column in fixed], dtype=np.int64)
+        self._first = np.array([each.first for each, _ in fixed], dtype=np.int64)
+        self._limit = np.array([each.rows for each, _ in fixed], dtype=np.int64)
+        self._names = [each.feature for each, _ in fixed]
+        self.ragged = [each for each in lookups if each.columns is None]
+
+    def __call__(
+        self, store: Store, ids: Array, encoded: Encoded, policy: str
+    ) -> tuple[Tensor, dict[tuple[str, int], Tensor]]:
+        """Return the vectors of fixed ids [n, ids, dim], and of ragged features by first row."""
+        given = ids[:, self.columns].astype(np.int64)
+        rows = _legal(given, self._limit, policy, self._names) + self._first
+        if not self.ragged:
+            flat = store.gather(torch.from_numpy(rows.reshape(-1)))
+            return flat.view(*rows.shape, flat.shape[-1]), {}
+        parts = [rows.reshape(-1)]
+        for lookup in self.ragged:
+            values = encoded.bags[lookup.feature][0].astype(np.int64)
+            parts.append(_legal(values, lookup.rows, policy, lookup.feature) + lookup.first)
+        vectors = store.gather(torch.from_numpy(np.concatenate(parts)))
+        first, *others = vectors.split([len(part) for part in parts])
+        found = {
+            (each.feature, each.first): own for each, own in zip(self.ragged, others, strict=True)
+        }
+        return first.view(*rows.shape, vectors.shape[-1]), found
+
+
+def _legal(ids: Array, limit: Any, policy: str, names: Any) -> Array:
+    """Apply the run's policy to ids that are not rows of their table."""
+    outside = (ids < 0) | (ids >= limit)
+    if not outside.any():
+        return ids
+    if policy == "clamp":
+        return ids.clip(0, limit - 1)
+    if policy == "hash":
+        mixed = mixed_bits(np.ascontiguousarray(ids).view(np.uint64)).view(np.int64) % limit
+        return np.where(outside, mixed, ids)
+    place = np.argwhere(outside)[0]
+    name = names if isinstance(names, str) else names[place[1]]
+    raise IndexError(f"{name}: id {ids[tuple(place)]} in row {place[0]} is not a row of its table")
+
+
+def bag_vectors(lookup: Lookup, vectors: Tensor, encoded: Encoded, dtype: torch.dtype) -> Tensor:
+    """Pool the vectors of a ragged feature's ids [values, dim] to one per row [n, dim]."""
+    _, lengths, *weights = (torch.from_numpy(part) for part in encoded.bags[lookup.feature])
+    if weights:
+        vectors = vectors * weights[0].to(dtype).unsqueeze(1)
+    sample = torch.repeat_interleave(lengths.long())
+    pooled = vectors.new_zeros(len(lengths), vectors.shape[1]).index_add(0, sample, vectors)
+    return pooled / lengths.clamp(min=1).to(pooled).unsqueeze(1) if lookup.averages else pooled
+
+
+def plan_lookups(
+    content: Mapping[str, Any],
+) -> tuple[tuple[Gather, ...], dict[str, tuple[Segment, ...]]]:
+    """Return the gather of each store, and the segments of each output.
+
+    Neighboring features with one id each are one segment.
+    """
+    lookups: list[list[Lookup]] = [[] for _ in content["stores"]]
+    ends = [0] * len(lookups)
+    segments: dict[str, tuple[Segment, ...]] = {}
+    for output in content["outputs"]:
+        own: list[Segment] = []
+        for name in output["tables"]:
+            table = content["tables"][name]
+            number = table["store"]
+            for feature in table["features"]:
+                at = content["columns"].get(feature)
+                columns = None if at is None else (at[0], at[1])
+                averages = table["pooling"] == "mean"
+                lookup = Lookup(feature, table["first"], table["rows"], columns, averages)
+                lookups[number].append(lookup)
+                start = ends[number]
+                ends[number] += 0 if columns is None else columns[1] - columns[0]
+                segment = Segment(number, start, ends[number], ends[number] > start + 1, lookup)
+                last = own[-1] if own else None
+                if last and _joins(last, segment):
+                    own[-1] = last._replace(stop=segment.stop)
+                else:
+                    own.append(segment)
+        segments[output["name"]] = tuple(own)
+    return tuple(map(Gather, lookups)), segments
+
+
+def _joins(last: Segment, segment: Segment) -> bool:
+    single = segment.lookup.columns is not None and not segment.pools
+    other = last.lookup.columns is not None and not last.pools
+    return single and other and (last.store, last.stop) == (segment.store, segment.start)

@@ -1,0 +1,144 @@
+"""Runs the dense part of a bundle: a list of torch operations in model.json.
+
+Only the operations in ``OPERATIONS`` run, so a bundle cannot run other code. Each operation is the
+one that the trained module calls, so results are bit-for-bit equal to the module's.
+"""
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+OPERATIONS = frozenset(
+    "_softmax _to_copy abs add addcdiv addcmul addmm alias amax amin arange argmax argmin "
+    "avg_pool1d avg_pool2d baddbmm batch_norm bmm cat celu ceil chunk clamp clamp_max clamp_min "
+    "clone concat contiguous conv1d conv2d convolution cos cosine_similarity cumsum detach "
+    "diagonal div dot dropout einsum elu embedding embedding_bag empty_like eq erf exp expand "
+    "expand_as expm1 eye feature_dropout flatten flip floor floor_divide full full_like gather "
+    "ge gelu glu group_norm gt hardsigmoid hardswish hardtanh index index_add index_select "
+    "instance_norm isfinite isinf isnan layer_norm le leaky_relu lerp lift_fresh_copy "
+    "linalg_vector_norm linear log log10 log1p log2 log_sigmoid log_softmax logical_and "
+    "logical_not logical_or logsumexp lt masked_fill matmul max max_pool1d max_pool2d maximum "
+    "mean min minimum mish mm movedim mul mv narrow ne neg new_empty new_full new_ones "
+    "new_zeros norm normalize ones ones_like outer permute pow prelu prod reciprocal relu relu6 "
+    "remainder repeat repeat_interleave reshape rms_norm roll round rsqrt rsub scalar_tensor "
+    "scaled_dot_product_attention scatter scatter_add select selu sigmoid sign silu sin slice "
+    "softmax softplus sort split split_with_sizes sqrt square squeeze stack std sub sum "
+    "swapaxes t take tan tanh tensordot tile to topk transpose tril tril_indices triu "
+    "triu_indices type_as unbind unfold unsqueeze upsample_nearest1d var var_mean view view_as "
+    "where zeros zeros_like".split()
+)
+"""The torch operations that a dense part may use; none of them has effects or draws numbers"""
+_PYTHON: dict[str, Callable[..., Any]] = {
+    "getitem": operator.getitem,
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "floordiv": operator.floordiv,
+    "mod": operator.mod,
+    "neg": operator.neg,
+    "sym_size": lambda tensor, dim: tensor.shape[dim],
+}
+
+
+class BundleError(ValueError):
+    """A bundle is damaged, or its scores on this machine differ from its sample scores."""
+
+
+class Graph:
+    """A dense part: torch operations over its inputs and weights.
+
+    Operations that depend on weights alone run once, in ``bind``.
+    """
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        self._content = content
+        self._steps = [
+            (_operation(name), out, args, kwargs) for name, out, args, kwargs in content["nodes"]
+        ]
+
+    def bind(self, weights: Mapping[str, Tensor]) -> "BoundGraph":
+        """Return the graph with the weights by name."""
+        values: dict[str, Any] = {
+            node: weights[name] for node, name in self._content["weights"].items()
+        }
+        late: list[tuple[Callable[..., Any], str, Any, Any]] = []
+        inputs = set(self._content["inputs"].values())
+        for run, out, args, kwargs in self._steps:
+            if _refs([args, kwargs]) & inputs:
+                inputs.add(out)
+                late.append((run, out, args, kwargs))
+            else:
+                values[out] = run(*_filled(args, values), **_filled(kwargs, values))
+        return BoundGraph(self._content["inputs"], self._content["output"], late, values)
+
+
+class BoundGraph:
+    """A graph with its weights; call it with the vectors by name and the dense fields."""
+
+    def __init__(
+        self, inputs: Mapping[str, str], output: str, steps: Sequence[Any], values: dict[str, Any]
+    ) -> None:
+        self._inputs, self._output, self._values = inputs, output, values
+        self._steps = [
+            (run, out, _filler(args, values), _filler(kwargs, values))
+            for run, out, args, kwargs in steps
+        ]
+
+    def __call__(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        values: dict[str, Any] = {node: inputs[name] for name, node in self._inputs.items()}
+        for run, out, args, kwargs in self._steps:
+            values[out] = run(*args(values), **kwargs(values))
+        output: Tensor = values.get(self._output, self._values.get(self._output))
+        return output
+
+
+def _operation(name: str) -> Callable[..., Any]:
+    """Return the function of a node; raise BundleError unless it is in the fixed list."""
+    kind, _, rest = name.partition(".")
+    base, _, overload = rest.partition(".")
+    if kind == "python" and base in _PYTHON:
+        return _PYTHON[base]
+    if kind != "aten" or base not in OPERATIONS or "out" in overload:
+        raise BundleError(f"model.json: {name} is not an operation that bundles may use")
+    packet = getattr(torch.ops.aten, base)
+    return cast("Callable[..., Any]", getattr(packet, overload))
+
+
+def _refs(value: Any) -> set[str]:
+    if isinstance(value, dict):
+        if "ref" in value:
+            return {value["ref"]}
+        return set().union(*map(_refs, value.values()))
+    return set().union(*map(_refs, value)) if isinstance(value, list) else set()
+
+
+def _filled(value: Any, values: Mapping[str, Any]) -> Any:
+    """Return an argument with references, dtypes, and special numbers replaced by their values."""
+    if isinstance(value, list):
+        return [_filled(each, values) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if "ref" in value:
+        return values[value["ref"]]
+    if "torch" in value:  # a dtype or a memory format
+        return getattr(torch, value["torch"])
+    if "number" in value:  # inf, -inf and nan are not JSON
+        return float(value["number"])
+    return {name: _filled(each, values) for name, each in value.items()}
+
+
+def _filler(value: Any, constants: Mapping[str, Any]) -> Callable[[dict[str, Any]], Any]:
+    """Return a fast function from the values of a request to ``_filled`` arguments."""
+    if not _refs(value) - constants.keys():
+        fixed = _filled(value, constants)
+        return lambda values: fixed
+    if isinstance(value, dict) and "ref" in value:
+        return operator.itemgetter(value["ref"])
+    if isinstance(value, list):
+        parts = [_filler(each, constants) for each in value]
+        return lambda values: [part(values) for part in parts]
+    named = {name: _filler(each, constants) for name, each in value.items()}
+    return lambda values: {name: part(values) for name, part in named.items()}

@@ -1,0 +1,244 @@
+"""Tests that a bundle encodes rows exactly as ``sbpflow encode``, with numpy and compiled."""
+
+import csv
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+import yaml
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from sbpflow.data import load_manifest, open_loader
+from sbpflow.data.__main__ import main
+from sbpflow.data.bundle_input import input_content, write_vocabularies
+from sbpflow.data.format.schema import DenseColumn
+from sbpflow.data.prepare.cells import _dense
+from sbpflow.data.prepare.keys import key_of, with_string_keys
+from sbpflow.data.prepare.new_rows import encode
+from sbpflow.serving import cells, encoder_loops
+from sbpflow.serving.columns import RowError
+from sbpflow.serving.encoder import Encoder, Vocabularies
+from sbpflow.serving.row_store import Tensors
+
+ODD = ["", " ", "5", "+5", "-5", " 5", "5 ", "-", "007", "0x5", "1e1", "1.0", "-.5", "5.", ".",
+       "1e", "1e-3", "1e400", "nan", "-NaN", "inf", "-Infinity", "-0", "2147483647", "2147483648",
+       "-2147483648", "99999999999", "9223372036854775807", "9223372036854775808",
+       "-9223372036854775808", "0" * 30 + "7", "0123abCD", "0123abcg", "\u0665", "a,b", 'say "x"',
+       "two\nlines", "p|q", "a:b", "3.4028236e38", "123456789012345678", "1_0"]  # fmt: skip
+TYPED = [None, 0, 1, -1, 7, 2**31, -(2**63), 2**63 - 1, 2**32 - 1]
+FLOATS = [None, float("nan"), 0.0, -0.0, 7.0, 7.5, 1e300, -1e39, float("inf"), 2.0**63, -(2.0**63)]
+TEXT = st.one_of(st.sampled_from(ODD), st.text(max_size=6))
+
+
+def encoder_of(manifest, folder, loops=None) -> Encoder:
+    content = input_content(manifest)
+    write_vocabularies(manifest, folder / "vocabulary")
+    words = Tensors(folder / "vocabulary")
+    arrays = (words.array(name) for name in ("keys", "ids", "checks"))
+    return Encoder(content, Vocabularies(content["vocabularies"], *arrays), loops)
+
+
+def found(rule, cell, *more):
+    """Return the result of a rule of ``cells``, None for missing, and "misfit"."""
+    if cells.is_missing(cell):
+        return None
+    try:
+        return rule(cell, *more)
+    except cells.Misfit:
+        return "misfit"
+
+
+def columns_of_one(values):
+    if all(value is None or isinstance(value, str) for value in values):
+        return pl.Series("c", values, dtype=pl.String).replace("", None)
+    return (
+        pl.Series("c", values, strict=False).fill_nan(None)
+        if any(isinstance(value, float) for value in values)
+        else pl.Series("c", values)
+    )
+
+
+@pytest.mark.parametrize("kind", ["hex", "integer", "string"])
+@settings(max_examples=150, deadline=None)
+@given(values=st.one_of(
+    st.lists(TEXT, min_size=1, max_size=8),
+    st.lists(st.sampled_from(TYPED), min_size=1, max_size=5),
+    st.lists(st.sampled_from(FLOATS), min_size=1, max_size=5),
+    st.lists(st.sampled_from([None, True, False]), min_size=1, max_size=3),
+))  # fmt: skip
+def test_keys_equal_those_of_prepare(kind, values):
+    try:
+        series = columns_of_one(values)
+        keys = key_of(series, kind)
+        if kind == "string":
+            pair = with_string_keys(keys.to_frame(), ["c"])
+            got = [None if k is None else (k, c) for k, c in pair.rows()]
+        else:
+            got = [None if key is None else (key, 0) for key in keys.to_list()]
+    except UnicodeEncodeError:
+        assume(False)
+    misfit = (series.is_not_null() & keys.is_null()).to_list()
+    wanted = ["misfit" if bad else key for bad, key in zip(misfit, got, strict=True)]
+    assert [found(cells.key_of, value, kind) for value in values] == wanted
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@settings(max_examples=150, deadline=None)
+@given(values=st.one_of(
+    st.lists(TEXT, min_size=1, max_size=8),
+    st.lists(st.sampled_from(TYPED), min_size=1, max_size=5),
+    st.lists(st.sampled_from(FLOATS), min_size=1, max_size=5),
+))  # fmt: skip
+def test_numbers_equal_those_of_prepare(whole, values):
+    series, faults = columns_of_one(values), {}
+    typed = _dense(series, DenseColumn(name="c", whole=whole, clip=(0, 1)), faults)
+    bad = np.any([flags.to_numpy() for flags in faults.values()], axis=0)
+    wanted = ["misfit" if b else v for b, v in zip(bad, typed.to_list(), strict=True)]
+    rule = cells.whole_number if whole else cells.real_number
+    got = [found(rule, value) for value in values]
+    with np.errstate(over="ignore"):
+        got = [v if v in (None, "misfit") else float(np.float32(v)) for v in got]
+    assert [None if v != v else v for v in got] == wanted
+
+
+NAMES = st.sampled_from("abcdefgh")
+DENSE = st.fixed_dictionaries(
+    {},
+    optional={
+        "kind": st.just("integer"),
+        "transform": st.sampled_from(["log1", "log3", "squared_log", "identity", "standardise"]),
+        "clip": st.just([-3, 40.5]),
+        "buckets": st.sampled_from([2, 4]),
+        "missing": st.just("indicator"),
+    },
+).filter(lambda d: "buckets" not in d or not {"transform", "missing"} & d.keys())
+KIND = st.sampled_from(["hex", "integer", "string"])
+LIST = st.fixed_dictionaries(
+    {"kind": KIND},
+    optional={
+        "weights": st.just({"after": ":"}),
+        "beyond": st.sampled_from(["first", "last", "error"]),
+    },
+)
+GOOD = {"hex": ["05db9164", "FFFFFFFF", "00000000", ""], "integer": ["7", "-12", "0", "007", ""],
+        "string": ["red", "K\u00f6ln", "a" * 300, "x y", ""]}  # fmt: skip
+
+
+@st.composite
+def tables(draw):
+    """Draw a schema, options of prepare, good rows to train on, and any rows to encode."""
+    dense = {f"d{n}": each for n, each in enumerate(draw(st.lists(DENSE, max_size=3)))}
+    singles = {
+        f"s{n}": {"kind": k} for n, k in enumerate(draw(st.lists(KIND, min_size=1, max_size=3)))
+    }
+    lists = {f"l{n}": {"max": 3, **each} for n, each in enumerate(draw(st.lists(LIST, max_size=2)))}
+    if lists and draw(st.booleans()):
+        spec = lists["l0"]
+        spec["width"] = spec.pop("max")
+        spec.pop("weights", None)
+    cells_of = {}
+    for name, spec in dense.items():
+        cells_of[name] = ["", "3", "-2", "0", "17"] + ([] if "kind" in spec else ["1.5", "-.25e1"])
+    for name, spec in singles.items():
+        cells_of[name] = GOOD[spec["kind"]]
+    for name, spec in lists.items():
+        one = [v for v in GOOD[spec["kind"]] if v]
+        ends = (":0.5", ":2") if "weights" in spec else ("", "")
+        cells_of[name] = ["", one[0] + ends[0], f"{one[1]}{ends[0]}|{one[0]}{ends[1]}"]
+    options = []
+    if draw(st.booleans()):
+        options += ["--hash-size", "s0=13"]
+    if len(singles) > 1:
+        options += ["--crosses", "s0xs1"]
+    else:
+        options += ["--crosses", "none"]
+    good = {name: st.sampled_from(values) for name, values in cells_of.items()}
+    rows = draw(st.lists(st.fixed_dictionaries(good), min_size=12, max_size=24))
+    odd = {
+        name: st.one_of(st.sampled_from(v), st.sampled_from(v), TEXT)
+        for name, v in cells_of.items()
+    }
+    new = draw(st.lists(st.fixed_dictionaries(odd), min_size=1, max_size=8))
+    new = [row for row in new if not any("\r" in c or "\x00" in c for c in row.values())]
+    schema = {"label": "y", "separator": ",", "quote": '"', "dense": dense,
+              "sparse": {**singles, **lists}}  # fmt: skip
+    return schema, options, rows, new + rows[:2]
+
+
+def lines_of(path: Path, rows) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerows([number % 2, *row.values()] for number, row in enumerate(rows))
+
+
+def line(row) -> str:
+    with tempfile.TemporaryFile("w+", newline="", encoding="utf-8") as file:
+        csv.writer(file, lineterminator="\n").writerow(row.values())
+        file.seek(0)
+        return file.read()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(drawn=tables())
+def test_ids_equal_those_of_encode(compiled, drawn):
+    schema, options, rows, new = drawn
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        try:
+            lines_of(folder / "t.csv", rows)
+            lines_of(folder / "new.csv", new)
+        except UnicodeEncodeError:
+            assume(False)
+        (folder / "s.yaml").write_text(yaml.safe_dump(schema))
+        words = ["--input", folder / "t.csv", "--output", folder / "set", "--min-count", "2"]
+        words += ["--schema", folder / "s.yaml", "--max-bad-fraction", "0.9", *options]
+        assert main(["prepare", *map(str, words)]) == 0
+        like = load_manifest(folder / "set")
+        manifest = encode([folder / "new.csv"], folder / "new", like=like.path, workers=1,
+                          max_bad_fraction=1.0)  # fmt: skip
+        encoder = encoder_of(like, folder, encoder_loops if compiled else None)
+        good = []
+        for row in new:
+            try:
+                encoder.encode(line(row))
+                good.append(row)
+            except RowError:
+                continue
+        assert len(good) == manifest.splits["test"]
+        text = encoder.encode("".join(map(line, good)))
+        dicts = encoder.encode(good)
+        loader = open_loader(manifest, split="test", batch_size=len(good), backend="memmap",
+                             shuffle="none")  # fmt: skip
+        (batch,) = loader.epoch(0)
+        for got in (text, dicts):
+            check_equal(got, batch, manifest)
+        loader.close()
+
+
+def check_equal(got, batch, manifest):
+    matrix = batch.ids if not manifest.lists else batch.ids.matrix
+    assert got.ids.tolist() == matrix.tolist()
+    np.testing.assert_array_max_ulp(got.dense, batch.dense.numpy(), maxulp=1)
+    for number, field in enumerate(manifest.lists):
+        lists = batch.ids.lists.take(torch.tensor([number]))
+        values, lengths, *weights = got.bags[field.name]
+        assert lengths.tolist() == lists.lengths.reshape(-1).tolist()
+        assert values.tolist() == lists.values.tolist()
+        if weights:
+            assert weights[0].tolist() == lists.weights.tolist()
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(max_size=300))
+def test_compiled_string_keys_are_blake2b(text):
+    try:
+        raw = np.frombuffer(text.encode() + b"\n", dtype=np.uint8)
+    except UnicodeEncodeError:
+        assume(False)
+    first, second = encoder_loops.digest(raw, 0, len(raw) - 1)
+    assert (first, second & 0xFFFFFFFF) == cells.string_key(text)
