@@ -4,6 +4,8 @@
     python -m benchmarks.faults --kills 8       one of each kind
     python -m benchmarks.faults --storage file --kills 20
                                 tables in files, compared with an uninterrupted run without
+    python -m benchmarks.faults --deltas 4 --kills 20
+                                each full checkpoint is followed by 4 deltas
     python -m benchmarks.faults --folder F --limit-s 400
                                 as many runs as can start in that time; repeat it to continue
 
@@ -188,6 +190,7 @@ class Campaign:
     size: int
     chance: random.Random
     storage: str = "device"
+    deltas: int = 0
     killed: Counter[str] = field(default_factory=Counter[str])
     leaving_s: list[float] = field(default_factory=list[float])
 
@@ -198,6 +201,7 @@ class Campaign:
     def _start(self) -> Ranks:
         """Start the run; every start may know other batches ahead, and cache other rows."""
         more = [f"train.lookahead={self.chance.choice(LOOKAHEADS[self.storage])}"]
+        more.append(f"checkpoint.deltas={self.deltas}")
         if self.storage == "file":
             cache = self.chance.choice(CACHES)
             more.append(f'parallel.storage={{"deep.*": {{kind: file, cache: {cache}}}}}')
@@ -309,11 +313,13 @@ def uninterrupted(data: Path, folder: Path, size: int) -> list[dict[str, object]
     return json.loads(end.read_text())
 
 
-def one_run(base: Path, number: int, size: int, seed: int, storage: str) -> dict[str, object]:
+def one_run(
+    base: Path, number: int, size: int, seed: int, storage: str, deltas: int
+) -> dict[str, object]:
     """Kill one run several times; raise SystemExit if it differs from the uninterrupted run."""
     expected = uninterrupted(base / "set", base / "whole", size)
     chance = random.Random(seed * 1000 + number)
-    run = Campaign(base / "set", base / f"run{number}", size, chance, storage)
+    run = Campaign(base / "set", base / f"run{number}", size, chance, storage, deltas)
     for place in range(KILLS_OF_A_RUN):
         run.kill(KINDS[(KILLS_OF_A_RUN * number + place) % len(KINDS)])
     run.finish()
@@ -331,6 +337,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--storage", choices=LOOKAHEADS, default="device", help="of deep tables")
+    parser.add_argument("--deltas", type=int, default=0, help="after each full checkpoint")
     parser.add_argument(
         "--folder", type=Path, help="the folder for finished work; default: a temporary one"
     )
@@ -340,7 +347,7 @@ def main() -> None:
     args = parser.parse_args()
     begin = time.monotonic()
     least, name = {"device": (50, "faults"), "file": (20, "cache_faults")}[args.storage]
-    results = Results(name, recorded=args.kills >= least)
+    results = Results(name, recorded=args.kills >= least and not args.deltas)
     with tempfile.TemporaryDirectory() as scratch:
         base: Path = args.folder or Path(scratch)
         base.mkdir(parents=True, exist_ok=True)
@@ -357,12 +364,13 @@ def main() -> None:
                 raise SystemExit(f"{killed.total()} of {args.kills} kills; run again to continue")
             # A failed run is repeated with other moments and reported as failed.
             number = len(list(base.glob("run*.log")))
-            outcome = one_run(base, number, args.ranks, args.seed, args.storage)
+            outcome = one_run(base, number, args.ranks, args.seed, args.storage, args.deltas)
             with done.open("a") as file:
                 file.write(json.dumps({"number": number, **outcome}) + "\n")
         tried = len(list(base.glob("run*.log")))
     results.add(
         storage=args.storage,
+        deltas=args.deltas,
         ranks=args.ranks,
         kills=killed.total(),
         by_kind=dict(killed),

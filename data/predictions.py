@@ -1,14 +1,20 @@
 """Encode raw rows, collect their scores, and write the scores to a file in row order.
 
+``score_blocks`` writes a folder of files instead.
+
 The columns are the row key, or the number among the valid rows (``row``) if rows have no keys;
 ``score``, the predicted click probability; and ``label`` if the rows have labels.
 """
 
+import hashlib
+import json
 import logging
 import os
 import shutil
 import tempfile
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,15 +22,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sbpflow.data.format.lists import SplitPart
-from sbpflow.data.format.manifest import MANIFEST, Manifest, ShardPart, load_manifest
-from sbpflow.data.format.npy import open_array
-from sbpflow.data.prepare.remote import input_path
+from sbpflow.data.format.manifest import MANIFEST, Manifest, Shard, load_manifest
+from sbpflow.data.format.npy import read_array
+from sbpflow.data.prepare.machines import MachinePart
+from sbpflow.data.prepare.remote import input_path, version
 from sbpflow.errors import ConfigError
 
 if TYPE_CHECKING:
     import polars as pl
 
+    from sbpflow.data.prepare.source import Input
+
 SCORE, LABEL, ROW = "score", "label", "row"
+_SMALL_BYTES = 1 << 20
 _LOG = logging.getLogger(__name__)
 _WRITERS: Mapping[str, Callable[["pl.DataFrame", Path], object]] = {
     ".parquet": lambda scores, file: scores.write_parquet(file),
@@ -34,30 +44,34 @@ _WRITERS: Mapping[str, Callable[["pl.DataFrame", Path], object]] = {
 
 
 class Scoring:
-    """Rows to score and an output file for the scores; every rank creates an equal instance.
+    """Rows to score and an output for the scores; every rank creates an equal instance.
 
-    Only rank 0 calls ``open``, ``encode`` and ``close``. ``inputs`` are raw rows, or the folder of
-    one prepared set to score its ``split``. ``like`` is the run's set with the vocabularies. Raise
-    ConfigError for a prepared set if its ids may have another meaning, or for an unknown suffix.
+    ``inputs`` are raw rows, or the folder of one prepared set to score its ``split``. ``like`` is
+    the run's set with the vocabularies. ``output`` is a file, for which only rank 0 calls ``open``
+    and ``close``, or a folder, which ``score_blocks`` fills. Raise ConfigError for a prepared set
+    if its ids may have another meaning, or for an unknown suffix.
     """
 
     def __init__(
         self, inputs: Sequence[str], output: Path, split: str, like: Manifest, *, overwrite: bool
     ) -> None:
-        if output.suffix not in _WRITERS:
+        self.is_folder = not output.suffix
+        if output.suffix not in _WRITERS and not self.is_folder:
             raise ConfigError(
                 f"--output {output}: must end in {', '.join(_WRITERS)}, which is the format of the "
-                "file; use, for example, --output scores.parquet"
+                "file, or have no suffix to write a folder of Parquet files; use, for example, "
+                "--output scores.parquet"
             )
-        self._inputs, self._output, self.like = tuple(inputs), output, like
-        self._overwrite = overwrite
+        self._inputs, self.output, self.like = tuple(inputs), output, like
+        self.overwrite = overwrite
         first, prepared = input_path(self._inputs[0]), None
         if len(self._inputs) == 1 and isinstance(first, Path) and (first / MANIFEST).is_file():
             prepared = first
             check_ids(load_manifest(prepared), like)
-        self._is_set = prepared is not None
-        self._folder = prepared or output.with_name(output.name + ".rows")
-        self.split = split if self._is_set else "test"
+        self.is_set = prepared is not None
+        rows = output / "rows" if self.is_folder else output.with_name(output.name + ".rows")
+        self.rows = prepared or rows
+        self.split = split if self.is_set else "test"
         self._partial = output.with_name(output.name + ".partial")
         self._scores: list[NDArray[np.float32]] = []
         self._labels: list[NDArray[np.float32]] = []
@@ -66,9 +80,9 @@ class Scoring:
         return f"{' '.join(self._inputs)} ({self.split})"
 
     def open(self) -> None:
-        """Check that the file can be written before any row is scored."""
-        path = self._output
-        if path.exists() and not self._overwrite:
+        """Check that the output can be written before any row is scored."""
+        path = self.output
+        if path.exists() and not self.overwrite and not self.is_folder:
             raise ConfigError(f"--output {path} already exists; use --overwrite to replace it")
         try:
             with tempfile.TemporaryFile(dir=path.parent):
@@ -79,28 +93,49 @@ class Scoring:
                 f"--output {path}: {path.parent}: {reason}; use, for example, scores.parquet"
             ) from error
 
-    def encode(self, max_bad_fraction: float) -> None:
-        """Encode raw rows with the run's ids to a folder next to the output."""
-        if self._is_set:
+    def encode(self, max_bad_fraction: float, rank: int = 0, num_ranks: int = 1) -> None:
+        """Encode raw rows with the run's ids to a folder; the ranks share the input files.
+
+        A killed run continues, if the number of ranks is the same.
+        """
+        if self.is_set:
             return
         from sbpflow.data.prepare.new_rows import encode
 
         encode(
             [input_path(text) for text in self._inputs],
-            self._folder,
+            self.rows,
             like=self.like.path,
-            workers=os.cpu_count() or 1,
+            workers=max(1, (os.cpu_count() or 1) // min(num_ranks, len(self._files()))),
             max_bad_fraction=max_bad_fraction,
             overwrite=True,
+            part=MachinePart(rank + 1, num_ranks, float("inf")),
         )
+
+    def inputs_digest(self, max_bad_fraction: float) -> str:
+        """Return a digest that changes with the raw rows, the vocabularies, or this setting."""
+        versions = [(*version(source.path), source.num_bytes) for source in self._files()]
+        text = json.dumps([versions, self.like.fingerprint, max_bad_fraction], default=str)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def is_small(self, max_rows: int) -> bool:
+        """Return whether there are at most ``max_rows`` rows, or a small file of raw rows."""
+        if self.is_set:
+            return self.manifest().splits[self.split] <= max_rows
+        return sum(source.num_bytes for source in self._files()) <= _SMALL_BYTES
+
+    def _files(self) -> "Sequence[Input]":
+        from sbpflow.data.prepare.source import find_inputs
+
+        return find_inputs([input_path(text) for text in self._inputs], log=False)
 
     def manifest(self) -> Manifest:
         """Return the set of the rows to score."""
-        manifest = load_manifest(self._folder)
+        manifest = load_manifest(self.rows)
         if not manifest.splits[self.split]:
             names = ", ".join(name for name, rows in manifest.splits.items() if rows)
             raise ConfigError(
-                f"--split: {self.split} of {self._folder} has no rows; non-empty splits: {names}; "
+                f"--split: {self.split} of {self.rows} has no rows; non-empty splits: {names}; "
                 f"use, for example, --split {names.split(', ')[0]}"
             )
         return manifest
@@ -112,28 +147,47 @@ class Scoring:
 
     def close(self) -> None:
         """Write the file atomically, and remove the encoded rows."""
-        import polars as pl
-
         manifest = self.manifest()
+        num_rows = manifest.splits[self.split]
         scores = np.concatenate(self._scores)
-        if len(scores) != manifest.splits[self.split]:
-            raise RuntimeError(f"{len(scores)} scores, {manifest.splits[self.split]} rows")
-        columns = row_keys(manifest, self.split)
-        columns[SCORE] = pl.Series(scores)
-        if manifest.labelled:
-            columns[LABEL] = pl.Series(np.concatenate(self._labels))
+        if len(scores) != num_rows:
+            raise RuntimeError(f"{len(scores)} scores, {num_rows} rows")
+        labels = np.concatenate(self._labels)
+        frame = scored_rows(manifest, self.split, 0, num_rows, scores, labels)
         try:
-            _WRITERS[self._output.suffix](pl.DataFrame(columns), self._partial)
-            self._partial.replace(self._output)
+            _WRITERS[self.output.suffix](frame, self._partial)
+            self._partial.replace(self.output)
         except OSError as error:
             self._partial.unlink(missing_ok=True)
-            raise ConfigError(f"--output {self._output} cannot be written ({error})") from error
-        bad = sum(manifest.content.get("bad_lines", {}).values()) if not self._is_set else 0
-        if bad:
+            raise ConfigError(f"--output {self.output} cannot be written ({error})") from error
+        self.remove_rows(manifest)
+        _LOG.info("%s: %d scores, mean %.6f", self.output, len(scores), scores.mean())
+
+    def remove_rows(self, manifest: Manifest) -> None:
+        """Remove the encoded rows, and report how many lines were bad."""
+        if self.is_set:
+            return
+        if bad := sum(manifest.content.get("bad_lines", {}).values()):
             _LOG.warning("%d bad lines have no score and no row number", bad)
-        if not self._is_set:
-            shutil.rmtree(self._folder)
-        _LOG.info("%s: %d scores, mean %.6f", self._output, len(scores), scores.mean())
+        shutil.rmtree(self.rows)
+
+
+def scored_rows(
+    manifest: Manifest,
+    split: str,
+    start: int,
+    stop: int,
+    scores: NDArray[np.float32],
+    labels: NDArray[np.float32],
+) -> "pl.DataFrame":
+    """Return rows [start, stop) of the output."""
+    import polars as pl
+
+    columns = row_keys(manifest, split, start, stop)
+    columns[SCORE] = pl.Series(scores)
+    if manifest.labelled:
+        columns[LABEL] = pl.Series(labels)
+    return pl.DataFrame(columns)
 
 
 def check_ids(manifest: Manifest, like: Manifest) -> None:
@@ -155,39 +209,46 @@ def check_ids(manifest: Manifest, like: Manifest) -> None:
     )
 
 
-def row_keys(manifest: Manifest, split: str) -> "dict[str, pl.Series]":
-    """Map the key column's name to the row keys of ``split``, or ``row`` to row numbers."""
+def row_keys(manifest: Manifest, split: str, start: int, stop: int) -> "dict[str, pl.Series]":
+    """Map the key column's name to row keys, or ``row`` to row numbers, of rows [start, stop)."""
     import polars as pl
 
     key = manifest.side_column("row_key")
-    num_rows = manifest.splits[split]
     if key is None:
-        return {ROW: pl.Series(np.arange(num_rows))}
+        return {ROW: pl.Series(np.arange(start, stop))}
     name = key.name if key.name not in (SCORE, LABEL) else "row_key"
     if key.type == "string":
-        return {name: pl.Series(_texts(manifest, split), dtype=pl.String)}
+        return {name: pl.Series(_texts(manifest, split, start, stop), dtype=pl.String)}
     if key.type != "int64":
         raise ValueError(f"row key {key.name}: type {key.type!r}; use string or int64")
-    out = np.empty(num_rows, dtype=np.int64)
-    part = SplitPart(manifest, split, "row_key")
-    part.read(0, num_rows, out)
+    out = np.empty(stop - start, dtype=np.int64)
+    part = SplitPart(manifest, split, "row_key", 0)
+    part.read(start, stop, out)
     part.close()
     return {name: pl.Series(out)}
 
 
-def _texts(manifest: Manifest, split: str) -> list[str]:
-    """Split the concatenated text keys of each shard."""
+def _texts(manifest: Manifest, split: str, start: int, stop: int) -> list[str]:
+    """Return the text keys of rows [start, stop); each shard has concatenated keys."""
     keys: list[str] = []
-    for shard in manifest.shards(split):
-        ends, raw = (_part(manifest, shard.rows, shard.parts, part) for part in ("ends", "bytes"))
-        text, start = raw.tobytes(), 0
-        for end in ends.tolist():
-            keys.append(text[start:end].decode())
-            start = end
+    shards = manifest.shards(split)
+    starts = [0, *accumulate(shard.rows for shard in shards)]
+    for index in range(bisect_right(starts, start) - 1, bisect_left(starts, stop)):
+        shard, first = shards[index], starts[index]
+        low, high = max(start - first, 0), min(stop - first, shard.rows)
+        if low >= high:
+            continue
+        ends = _part(manifest, shard, "ends", max(low - 1, 0), high)
+        begin = int(ends[0]) if low else 0
+        text = _part(manifest, shard, "bytes", begin, int(ends[-1])).tobytes()
+        at = begin
+        for end in (ends[1:] if low else ends).tolist():
+            keys.append(text[at - begin : end - begin].decode())
+            at = end
     return keys
 
 
-def _part(manifest: Manifest, rows: int, parts: Mapping[str, ShardPart], part: str) -> NDArray[Any]:
-    kind = manifest.part_types[f"row_key_{part}"]
-    file = parts[f"row_key_{part}"]
-    return open_array(manifest.path / file.file, kind.dtype, kind.shape(rows, file.count))
+def _part(manifest: Manifest, shard: Shard, part: str, start: int, stop: int) -> NDArray[Any]:
+    kind, file = manifest.part_types[f"row_key_{part}"], shard.parts[f"row_key_{part}"]
+    shape = kind.shape(shard.rows, file.count)
+    return read_array(manifest.path / file.file, kind.dtype, shape, start, stop)

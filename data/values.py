@@ -1,5 +1,7 @@
 """Finds the values of a field and their ids in the vocabulary of a set."""
 
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -24,22 +26,9 @@ def values_and_ids(
     given unless the set keeps them, because a vocabulary has only hashes of strings. Raises
     ConfigError.
     """
-    vocabulary = manifest.content.get("vocabulary") or {"fields": {}}
-    schema = schema_from(manifest.content["schema"]) if vocabulary["fields"] else None
-    if schema is None:
-        raise ConfigError(
-            f"{field}: {manifest.path} does not store the values of its ids; {HOW_TO_HAVE_VALUES}"
-        )
-    if field not in schema.sparse or field not in vocabulary["fields"]:
-        known = [name for name in schema.sparse if name in vocabulary["fields"]]
-        raise ConfigError(
-            f"{field}: crosses, buckets, and hashed columns have no stored values; use a table of "
-            f"one of {', '.join(known) or 'no column here'}"
-        )
-    kind, rows = schema.kind(field), manifest.field(field).rows
-    stored = read_vocabulary(manifest.path, field, rows, vocabulary["fields"][field])
+    stored, kind = _vocabulary(manifest, field)
     if given is None:
-        return _decoded(stored, kind), np.asarray(stored.ids)
+        return _decoded(stored, kind, slice(None)), np.asarray(stored.ids)
     values = given.drop_nulls().unique(maintain_order=True)
     keys, checks = key_of(values, kind), None
     if kind == "string":
@@ -52,22 +41,53 @@ def values_and_ids(
     return values.to_numpy()[has_own], ids[has_own]
 
 
-def _decoded(stored: Vocabulary, kind: Kind) -> NDArray[Any]:
-    if kind == "integer":
-        return np.asarray(stored.keys).view(np.int64)
-    if kind == "hex":
-        return np.array([f"{key:08x}" for key in stored.keys])
-    if kind == "string":
-        return _strings(stored)
-    raise unknown_value("kind", kind, Kind)
+def value_blocks(
+    manifest: Manifest, field: str, block_rows: int
+) -> Iterator[tuple[NDArray[Any], NDArray[np.int32]]]:
+    """Yield all values and ids of ``values_and_ids`` in blocks, by ascending id.
+
+    The ids of a block are at most ``block_rows`` apart. The order of the ids needs 8 bytes per
+    value; strings are read block by block.
+    """
+    stored, kind = _vocabulary(manifest, field)
+    order = np.argsort(stored.ids)
+    starts = range(0, stored.num_rows, block_rows)
+    bounds = np.searchsorted(stored.ids, [*starts, stored.num_rows], sorter=order)
+    for low, high in pairwise(bounds.tolist()):
+        places = order[low:high]
+        if len(places):
+            yield _decoded(stored, kind, places), np.asarray(stored.ids)[places]
 
 
-def _strings(stored: Vocabulary) -> NDArray[Any]:
-    strings = stored.strings()
-    if strings is None:
+def _vocabulary(manifest: Manifest, field: str) -> tuple[Vocabulary, Kind]:
+    vocabulary = manifest.content.get("vocabulary") or {"fields": {}}
+    schema = schema_from(manifest.content["schema"]) if vocabulary["fields"] else None
+    if schema is None:
         raise ConfigError(
-            f"values: not given, but the vocabulary of {stored.name} has only hashes of its "
-            f"strings; pass the strings (for example, values=frame[{stored.name!r}]), or prepare "
-            "the set with --keep-strings"
+            f"{field}: {manifest.path} does not store the values of its ids; {HOW_TO_HAVE_VALUES}"
         )
-    return np.array(strings, dtype=object)  # fixed width would pad all strings to the longest
+    if field not in schema.sparse or field not in vocabulary["fields"]:
+        known = [name for name in schema.sparse if name in vocabulary["fields"]]
+        raise ConfigError(
+            f"{field}: crosses, buckets, and hashed columns have no stored values; use a table of "
+            f"one of {', '.join(known) or 'no column here'}"
+        )
+    entry, rows = vocabulary["fields"][field], manifest.field(field).rows
+    return read_vocabulary(manifest.path, field, rows, entry), schema.kind(field)
+
+
+def _decoded(stored: Vocabulary, kind: Kind, places: slice | NDArray[np.int64]) -> NDArray[Any]:
+    if kind == "integer":
+        return np.asarray(stored.keys)[places].view(np.int64)
+    if kind == "hex":
+        return np.array([f"{key:08x}" for key in np.asarray(stored.keys)[places]])
+    if kind == "string":
+        strings = stored.strings(places)
+        if strings is None:
+            raise ConfigError(
+                f"values: not given, but the vocabulary of {stored.name} has only hashes of its "
+                f"strings; pass the strings (for example, values=frame[{stored.name!r}]), or "
+                "prepare the set with --keep-strings"
+            )
+        return np.array(strings, dtype=object)  # fixed width would pad all strings to the longest
+    raise unknown_value("kind", kind, Kind)

@@ -7,10 +7,9 @@ imports this module. Errors are exceptions with the messages of the commands.
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from difflib import get_close_matches
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import polars as pl
@@ -19,14 +18,16 @@ from numpy.typing import NDArray
 
 from sbpflow.checkpoint.folder import data_folder
 from sbpflow.checkpoint.read import Checkpoint
+from sbpflow.commands.embeddings import source_of
 from sbpflow.commands.export import export_model
 from sbpflow.commands.fit import train_ranks
 from sbpflow.commands.predict import open_rows, write_scores
+from sbpflow.commands.saved_run import own_classes
 from sbpflow.commands.train import train_config
 from sbpflow.config.load import config_of, read_yaml
 from sbpflow.config.parse import plain
 from sbpflow.config.schema import Config
-from sbpflow.data import RowLoader, fields_of, load_manifest
+from sbpflow.data import RowLoader, load_manifest
 from sbpflow.data.frames import Frame, input_of, like, prepared_set
 from sbpflow.data.predictions import Scoring
 from sbpflow.data.values import values_and_ids
@@ -41,9 +42,6 @@ from sbpflow.runtime.files.local_path import local_path
 from sbpflow.runtime.processes.environment import rank_and_world_size
 from sbpflow.training.evaluate import ScoreOptions, score_split
 from sbpflow.training.report import figures_of
-
-if TYPE_CHECKING:
-    from sbpflow.run.model.spec import ModelConfig
 
 
 def fit(
@@ -83,7 +81,7 @@ def fit(
     if isinstance(layouts, dict) and not layouts.keys() & {"scheme", "plan", "tables"}:
         layouts["scheme"] = "auto"
     settings = config_of(tree, models=MODELS)
-    model, optimizers = _own_classes(settings)
+    model, optimizers = own_classes(settings)
     _check_ranks(ranks, [*([model] if model else []), *optimizers])
     with TemporaryDirectory(prefix="sbpflow-") as name:
         folder = Path(name)
@@ -173,17 +171,9 @@ class Run:
         column of strings, ``values`` is required unless the set was prepared with ``keep_strings``.
         """
         checkpoint, config = self._checkpoint()
-        manifest = load_manifest(data_folder(checkpoint.path))
-        spec = cast("ModelConfig", config.model).spec(fields_of(manifest))
-        tables = {each.name: each for output in spec.outputs for each in output.tables}
-        if table not in tables:
-            near = get_close_matches(table, tables, 1) or list(tables)[:1]
-            raise ConfigError(
-                f"table: {table!r} is not a table of this model; use one of "
-                f"{', '.join(tables)} (for example, {near[0]})"
-            )
+        manifest, feature = source_of(checkpoint, config, table)
         given = None if values is None else pl.Series(cast("Any", values))
-        keys, ids = values_and_ids(manifest, tables[table].features[0], given)
+        keys, ids = values_and_ids(manifest, feature, given)
         rows = checkpoint.tensor(f"tables/{table}", dtype=torch.float32)
         return keys, rows.numpy()[ids]
 
@@ -269,13 +259,6 @@ def _check_alone() -> None:
             f"this process is rank {rank} of {size}; call sbpflow.fit, load, and the methods of a "
             "run outside torchrun, and use ranks=N or `sbpflow train` for several ranks"
         )
-
-
-def _own_classes(config: Config) -> tuple[str | None, tuple[str, ...]]:
-    """Return the names package.module:Class of the model and of the table optimizers."""
-    optimizers = [config.optimizer.sparse, *config.optimizer.tables.values()]
-    model, names = config.model.name, dict.fromkeys(each.name for each in optimizers)
-    return model if ":" in model else None, tuple(name for name in names if ":" in name)
 
 
 def _check_ranks(ranks: int, own_classes: list[str]) -> None:

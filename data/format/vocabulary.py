@@ -54,12 +54,16 @@ class Vocabulary:
         kind = NarrowIdTable if self.keys.dtype == np.uint32 else WideIdTable
         return kind(self.keys, self.ids, self.counts)
 
-    def strings(self) -> list[str] | None:
-        """Return the original strings in key order, or None if they were not kept."""
+    def strings(self, places: slice | NDArray[np.int64] = slice(None)) -> list[str] | None:
+        """Return the original strings at ``places`` of the key order, or None if not kept."""
         if self.string_ends is None or self.string_bytes is None:
             return None
-        raw, ends = self.string_bytes.tobytes(), self.string_ends.tolist()
-        return [raw[a:b].decode() for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+        raw, ends = self.string_bytes, self.string_ends
+        if isinstance(places, slice):
+            places = np.arange(len(ends))[places]
+        starts = np.where(places, ends[places - 1], 0).tolist()
+        spans = zip(starts, ends[places].tolist(), strict=True)
+        return [raw[a:b].tobytes().decode() for a, b in spans]
 
     def with_strings(self, strings: Sequence[str]) -> "Vocabulary":
         """Return this vocabulary with the original ``strings`` in key order."""

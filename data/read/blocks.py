@@ -54,12 +54,17 @@ class BlockReader:
     """Reads rows of a split into blocks, and divides blocks into columns."""
 
     def __init__(
-        self, manifest: Manifest, split: str, crosses: Sequence[HashedColumn] = ()
+        self,
+        manifest: Manifest,
+        split: str,
+        crosses: Sequence[HashedColumn] = (),
+        most: int | None = None,
     ) -> None:
         types = manifest.part_types
         self._manifest, self._split_name = manifest, split
         # Divide the maps among the kinds of files; words may be mapped a second time for views.
-        self._max_maps = max(1, max_maps() // (1 + max(1, len(types))))
+        share = max(1, max_maps() // (1 + max(1, len(types))))
+        self._max_maps = share if most is None else most
         self._words = SplitRows(manifest, split, self._max_maps)
         self._crosses = CrossColumns(manifest, crosses)
         self.num_rows = self._words.num_rows

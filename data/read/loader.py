@@ -120,7 +120,19 @@ class RowLoader:
             check_shards(self._manifest, self._split)
         self._begin(epoch)
         self._read += 1
-        return self._deliver(epoch, self._read, views)
+        return self._deliver(epoch, self._read, views, self._steps(self._cursor))
+
+    def windows(self, windows: Sequence[tuple[int, int]], batch_size: int) -> Iterator[Batch]:
+        """Yield batches with rows [start, stop) of the file order for each window of this rank.
+
+        ``batch_size`` is the number of rows of each batch on all ranks. As in ``epoch``, this call
+        ends any earlier read.
+        """
+        self._check_open("windows")
+        check_shards(self._manifest, self._split)
+        self._read += 1
+        steps = [_Step(k, stop, batch_size, start, stop) for k, (start, stop) in enumerate(windows)]
+        return self._deliver(0, self._read, None, steps)
 
     def _check_open(self, call: str) -> None:
         if self._is_closed:
@@ -133,9 +145,11 @@ class RowLoader:
                 "second loader for concurrent reads"
             )
 
-    def _deliver(self, epoch: int, number: int, views: SplitRows | None) -> Iterator[Batch]:
+    def _deliver(
+        self, epoch: int, number: int, views: SplitRows | None, steps: list[_Step]
+    ) -> Iterator[Batch]:
         self._check_read(number)
-        order, steps = self._order(epoch), self._steps(self._cursor)
+        order = self._order(epoch)
         groups = self._groups(steps)
         buffers = Buffers()
 
@@ -297,13 +311,15 @@ def open_loader(
     device: torch.device | None = None,
     tail: Tail = "keep",
     crosses: Sequence[HashedColumn] = (),
+    max_maps: int | None = None,
 ) -> RowLoader:
     """Open one split for one rank.
 
     ``batch_size`` is global. With ``tail`` ``keep``, a short last batch keeps its size (a rank may
     get no rows). With ``drop``, the loader drops a short last batch and logs its row count.
     ``crosses`` are computed from the set's columns and follow the columns in ``Batch.ids``. The
-    order is the same for both backends, and ``auto`` selects DALI if it is installed. Raise
+    order is the same for both backends, and ``auto`` selects DALI if it is installed. At most
+    ``max_maps`` files are mapped into memory; others are read on request. Raise
     ConfigError for an invalid argument, and DataError for a damaged set.
     """
     _check_integer("world_size", world_size, 1, MAX_SEED)
@@ -327,7 +343,7 @@ def open_loader(
             f"device: {device!r} is {type(device).__name__}, not torch.device; use, for example, "
             'device=torch.device("cpu")'
         )
-    rows = BlockReader(manifest, split, crosses)
+    rows = BlockReader(manifest, split, crosses, max_maps)
     loader = RowLoader(
         manifest,
         rows,

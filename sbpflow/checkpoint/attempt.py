@@ -16,7 +16,18 @@ from typing import Any
 import torch
 
 from sbpflow.checkpoint.folder import partial_folder, publish, step_folder
-from sbpflow.checkpoint.format import Index, Piece, SavedTensor, piece_from_json, piece_to_json
+from sbpflow.checkpoint.format import (
+    Index,
+    Patch,
+    Piece,
+    Previous,
+    SavedTensor,
+    digest_of,
+    patch_from_json,
+    patch_to_json,
+    piece_from_json,
+    piece_to_json,
+)
 from sbpflow.checkpoint.write import named
 from sbpflow.errors import CheckpointError
 from sbpflow.runtime.processes.store import TimedStore
@@ -37,8 +48,8 @@ class TensorSpec:
     column_starts: tuple[int, ...] | None
     by_key: bool = False
 
-    def saved(self, pieces: Sequence[Piece]) -> SavedTensor:
-        """Return the tensor with the pieces of all ranks, in rank order."""
+    def saved(self, pieces: Sequence[Piece], patches: Sequence[Patch]) -> SavedTensor:
+        """Return the tensor with the pieces and patches of all ranks, in rank order."""
         shape = self.shape
         if self.by_key:
             ends = list(accumulate((piece.place.num_rows for piece in pieces), initial=0))
@@ -52,6 +63,7 @@ class TensorSpec:
             dtype=self.dtype,
             pieces=tuple(pieces),
             column_starts=self.column_starts,
+            patches=tuple(patches),
         )
 
 
@@ -59,7 +71,8 @@ class TensorSpec:
 class Attempt:
     """Writes the checkpoint of ``step`` in ``folder`` as one of ``size`` ranks.
 
-    The hexadecimal ``nonce`` is unique among all attempts in the folder.
+    The hexadecimal ``nonce`` is unique among all attempts in the folder. A delta has ``previous``,
+    whose digest is known on rank 0.
     """
 
     folder: Path
@@ -72,6 +85,7 @@ class Attempt:
     deadline_s: float
     tensors: Mapping[str, TensorSpec]
     documents: Mapping[str, Any]
+    previous: Previous | None = None
 
     def file(self) -> Path:
         """Create the folder of the file that this rank writes, and return the file's path."""
@@ -79,27 +93,32 @@ class Attempt:
             self._partial.mkdir(exist_ok=True)
         return self._partial / f"rank-{self.rank}.bin"
 
-    def report(self, pieces: Sequence[tuple[str, Piece]]) -> None:
-        """Report that this rank has written ``pieces`` to disk."""
+    def report(
+        self, pieces: Sequence[tuple[str, Piece]], patches: Sequence[tuple[str, Patch]] = ()
+    ) -> None:
+        """Report that this rank has written ``pieces`` and ``patches`` to disk."""
         path = self._partial / f"rank-{self.rank}.bin"
         with named(path):  # the folder may have been deleted
             size = path.stat().st_size
         listed = [[name, *piece_to_json(piece)] for name, piece in pieces]
-        self._post(self._key(self.rank), {"pieces": listed, "size": size})
+        changed = [[name, patch_to_json(patch)] for name, patch in patches]
+        report = {"pieces": listed, "patches": changed, "size": size}
+        self._post(self._key(self.rank), report)
 
     def give_up(self, reason: str) -> None:
         """Report that this rank could not write its file."""
         self._post(self._key(self.rank), {"refused": reason})
 
-    def finish(self) -> Path:
-        """Wait until the checkpoint is complete; return its folder.
+    def finish(self) -> tuple[Path, str]:
+        """Wait until the checkpoint is complete; return its folder, and its digest on rank 0.
 
         Raise CheckpointError on every rank if a rank could not write or did not report in time. The
         message gives the reason or names the missing ranks.
         """
+        digest = ""
         if self.rank == 0:
             try:
-                reason = self._complete()
+                reason, digest = self._complete()
             except CheckpointError as error:
                 reason = str(error)
             if reason:
@@ -111,27 +130,36 @@ class Attempt:
             reason = self._read(self._done)["refused"]
         if reason:
             raise CheckpointError(reason)
-        return self._target
+        return self._target, digest
 
-    def _complete(self) -> str:
-        """Write the index from all reports on rank 0; return "" or why the index is not written."""
+    def _complete(self) -> tuple[str, str]:
+        """Write the index from all reports on rank 0; return why it is not written, and its digest.
+
+        One of the two is "".
+        """
         keys = [self._key(rank) for rank in range(self.size)]
         if missing := self._await(keys, self.deadline_s):
             ranks = [rank for rank in range(self.size) if self._key(rank) in missing]
             return (
                 f"{self._target}: ranks {ranks} did not report within {self.deadline_s:g} s "
-                "(parallel.timeout_s); earlier checkpoints are unchanged"
+                "(parallel.timeout_s); earlier checkpoints are unchanged",
+                "",
             )
         reports = [self._read(key) for key in keys]
         self.store.forget(keys)  # the thousands of reports of a long run would fill the store
         for rank, report in enumerate(reports):
             if "refused" in report:
-                return f"rank {rank}: {report['refused']}"
+                return f"rank {rank}: {report['refused']}", ""
         pieces: dict[str, list[Piece]] = {name: [] for name in self.tensors}
+        patches: dict[str, list[Patch]] = {name: [] for name in self.tensors}
         for report in reports:
             for name, *piece in report["pieces"]:
                 pieces[name].append(piece_from_json(piece))
-        tensors = {name: tensor.saved(pieces[name]) for name, tensor in self.tensors.items()}
+            for name, patch in report["patches"]:
+                patches[name].append(patch_from_json(patch))
+        tensors = {
+            name: tensor.saved(pieces[name], patches[name]) for name, tensor in self.tensors.items()
+        }
         files = {f"rank-{rank}.bin": report["size"] for rank, report in enumerate(reports)}
         index = Index(
             step=self.step,
@@ -139,9 +167,10 @@ class Attempt:
             tensors=tensors,
             files=files,
             documents=self.documents,
+            previous=self.previous,
         )
         publish(self.folder, self._partial, index)
-        return ""
+        return "", digest_of(index)
 
     @property
     def _partial(self) -> Path:

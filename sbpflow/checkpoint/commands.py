@@ -1,18 +1,30 @@
-"""Produces the text of ``sbpflow checkpoint ls | verify | diff | prune``.
+"""Produces the text of ``sbpflow checkpoint ls | verify | diff | prune | compact``.
 
-The commands read and remove checkpoints, but do not load them into a job.
+The commands read, rewrite, and remove checkpoints, but do not load them into a job.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from sbpflow.checkpoint.folder import best_of, checked, list_checkpoints, remove_checkpoint
+from sbpflow.checkpoint.folder import (
+    best_of,
+    checked,
+    list_checkpoints,
+    needed_by,
+    partial_folder,
+    publish,
+    remove_checkpoint,
+    tidy,
+)
 from sbpflow.checkpoint.format import BLOCK_BYTES, INDEX_FILE, SavedTensor
 from sbpflow.checkpoint.read import Checkpoint
+from sbpflow.checkpoint.write import PieceFile, PieceWriter, bytes_of, named
 from sbpflow.errors import CheckpointError, ConfigError
 from sbpflow.runtime.files.file_lock import HeldError, hold
 from sbpflow.runtime.files.run_folder import CHECKPOINTS_FOLDER, LOCK_FILE
@@ -61,6 +73,8 @@ def list_text(path: Path) -> str:
 def _describe(checkpoint: Checkpoint) -> str:
     """Describe the run, the number of ranks that wrote it, and its score if it is the best."""
     text = f"run {checkpoint.run}, written by {len(checkpoint.index.files)} ranks"
+    if checkpoint.before is not None and checkpoint.previous is not None:
+        text = f"delta {checkpoint.previous.number} after {checkpoint.before.path.name}, {text}"
     best = best_of(checkpoint)
     if best is not None and best["step"] == checkpoint.step:
         text += f", best so far: {best.get('metric')} {best['value']:.6g} of val"
@@ -69,17 +83,35 @@ def _describe(checkpoint: Checkpoint) -> str:
 
 def verify_text(path: Path) -> tuple[str, bool]:
     """Read every byte of every checkpoint; return a line for each and whether all are intact."""
-    lines: list[str] = []
-    intact = True
-    for folder in checkpoints_of(path):
-        try:
-            checkpoint = checked(folder)
+    faults = dict[Path, str]()
+    lines = list[str]()
+    folders = checkpoints_of(path)
+    for folder in folders:
+        checkpoint, fault = _verified(folder, faults)
+        whole = (
+            f"ok      {folder}: all {checkpoint.num_bytes:,} bytes are intact" if checkpoint else ""
+        )
+        lines.append(f"DAMAGED {fault}" if fault else whole)
+    return "\n".join(lines), not any(faults[folder] for folder in folders)
+
+
+def _verified(folder: Path, faults: dict[Path, str]) -> tuple[Checkpoint | None, str]:
+    """Read every byte of a checkpoint and of what it continues; return its fault, or "".
+
+    ``faults`` has the results so far, so that nothing is read twice.
+    """
+    checkpoint, fault = None, ""
+    try:
+        checkpoint = checked(folder)
+        if checkpoint.before is not None:
+            _, fault = _verified(checkpoint.before.path, faults)
+            fault = f"{folder}: is a delta that needs {fault}" if fault else ""
+        if folder not in faults and not fault:
             checkpoint.verify()
-            lines.append(f"ok      {folder}: all {checkpoint.num_bytes:,} bytes are intact")
-        except CheckpointError as error:
-            intact = False
-            lines.append(f"DAMAGED {error}")
-    return "\n".join(lines), intact
+    except CheckpointError as error:
+        fault = str(error)
+    fault = faults.setdefault(folder, fault)
+    return checkpoint, fault
 
 
 def diff_text(left_path: Path, right_path: Path) -> tuple[str, bool]:
@@ -110,7 +142,7 @@ def _tensor_diff(left: Checkpoint, right: Checkpoint, name: str) -> str:
         return f"{saved.dtype} {list(saved.shape)} and {other.dtype} {list(other.shape)}"
     rows = elements = 0
     largest = 0.0
-    for part in _row_blocks(saved):
+    for part in _row_blocks(saved, max(left.chain_length, right.chain_length)):
         a, b = left.tensor(name, rows=part), right.tensor(name, rows=part)
         unequal = (a != b) & ~(a.isnan() & b.isnan())
         if not bool(unequal.any()):
@@ -125,9 +157,11 @@ def _tensor_diff(left: Checkpoint, right: Checkpoint, name: str) -> str:
     return f"{elements:,} elements in {rows:,} rows differ, by {largest:.3g} at most"
 
 
-def _row_blocks(saved: SavedTensor) -> Iterator[slice]:
+def _row_blocks(saved: SavedTensor, num_blocks: int) -> Iterator[slice]:
+    """Yield the rows of a tensor in portions of about ``num_blocks`` blocks."""
     whole = saved.whole
-    step = max(1, BLOCK_BYTES // max(1, whole.num_columns * saved.dtype.itemsize))
+    row_bytes = max(1, whole.num_columns * saved.dtype.itemsize)
+    step = max(1, num_blocks * BLOCK_BYTES // row_bytes)
     for start in range(0, whole.row_stop, step):
         yield slice(start, min(start + step, whole.row_stop))
 
@@ -156,31 +190,86 @@ def prune(path: Path, keep: int, *, dry_run: bool) -> list[str]:
     if keep < 1:
         raise ConfigError(f"--keep: must be 1 or more, got {keep}; use, for example, --keep 3")
     paths = checkpoints_of(path)
+    with _held(paths[0].parent):
+        return _prune(paths, keep, dry_run=dry_run)
+
+
+@contextmanager
+def _held(folder: Path) -> Generator[None]:
+    """Lock a folder of checkpoints; raise ConfigError if a run is saving there."""
     try:
-        with hold(paths[0].parent / LOCK_FILE):
-            return _prune(paths, keep, dry_run=dry_run)
+        file = hold(folder / LOCK_FILE)
     except HeldError as error:
         raise ConfigError(
-            f"{paths[0].parent}: a run is saving there{error} and applies checkpoint.keep itself; "
-            "wait until the run has ended, then prune"
+            f"{folder}: a run is saving there{error} and applies checkpoint.keep itself; wait "
+            "until the run has ended, then repeat this command"
         ) from error
+    with file:
+        yield
 
 
 def _prune(paths: Sequence[Path], keep: int, *, dry_run: bool) -> list[str]:
-    num_kept, lines, best = 0, list[str](), None
+    kept, lines, best = list[Path](), dict[Path, str](), None
+    faults = dict[Path, str]()
     for path in paths:
-        try:
-            checkpoint = checked(path)
-            checkpoint.verify()
-        except CheckpointError as error:
-            lines.append(f"skipped, damaged: {error}")
+        checkpoint, fault = _verified(path, faults)
+        if checkpoint is None or fault:
+            lines[path] = f"skipped, damaged: {fault}"
             continue
         best = best or best_of(checkpoint)  # the newest checkpoint has the best step of the run
-        if num_kept < keep or (best and best["step"] == checkpoint.step):
-            num_kept += 1
-            lines.append(f"kept {path}")
-            continue
-        if not dry_run:
-            remove_checkpoint(path)
-        lines.append(f"{'would remove' if dry_run else 'removed'} {path}")
-    return lines
+        if len(kept) < keep or (best and best["step"] == checkpoint.step):
+            kept.append(path)
+    needed = needed_by(kept)
+    for path in paths:
+        if path in kept:
+            lines[path] = f"kept {path}"
+        elif path in needed:
+            lines[path] = f"kept {path}, which a delta needs"
+        elif path not in lines:
+            if not dry_run:
+                remove_checkpoint(path)
+            lines[path] = f"{'would remove' if dry_run else 'removed'} {path}"
+    return [lines[path] for path in paths]
+
+
+def compact(path: Path) -> str:
+    """Replace the newest delta at ``path`` by a full checkpoint; return a line about it.
+
+    Raise CheckpointError if another delta continues it.
+    """
+    paths = checkpoints_of(path)
+    delta = checked(paths[0])
+    if delta.previous is None:
+        return f"{delta.path} is a full checkpoint already"
+    folder = delta.path.parent
+    with _held(folder):
+        for other in list_checkpoints(folder):
+            if other != delta.path and delta.path in needed_by([other]):
+                raise CheckpointError(
+                    f"{delta.path}: {other.name} is a delta that continues it; compact {other}"
+                )
+        partial = partial_folder(folder, delta.step, "c0")
+        tidy(folder)
+        with named(partial):
+            partial.mkdir()
+        tensors = _write_full(delta, partial / "rank-0.bin")
+        size = (partial / "rank-0.bin").stat().st_size
+        index = replace(delta.index, tensors=tensors, files={"rank-0.bin": size}, previous=None)
+        publish(folder, partial, index)
+    return f"{delta.path} is now a full checkpoint of {size:,} bytes"
+
+
+def _write_full(delta: Checkpoint, path: Path) -> dict[str, SavedTensor]:
+    """Write every tensor as one piece, row by row, in portions."""
+    file, tensors = PieceFile(path), dict[str, SavedTensor]()
+    try:
+        for name, saved in delta.tensors.items():
+            num_bytes = saved.whole.num_elements * saved.dtype.itemsize
+            writer = PieceWriter(file, saved.whole, num_bytes)
+            for rows in _row_blocks(saved, delta.chain_length):
+                writer.write(bytes_of(delta.tensor(name, rows)))
+            tensors[name] = replace(saved, pieces=(writer.done(),), patches=())
+        file.close()
+    finally:
+        file.close(sync=False)
+    return tensors

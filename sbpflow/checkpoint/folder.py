@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -114,11 +114,33 @@ def publish(folder: Path, partial: Path, index: Index) -> Path:
 
 
 def keep_only(folder: Path, *, newest: int, step: int, and_step: int | None) -> None:
-    """Remove checkpoints up to ``step``, but keep the ``newest`` last ones and ``and_step``."""
+    """Remove checkpoints up to ``step``, but keep the ``newest`` last ones and ``and_step``.
+
+    Also keep what these checkpoints need to be read. Deltas are removed before what they need.
+    """
     paths = [path for path in list_checkpoints(folder) if step_of(path) <= step]
+    needed = needed_by([*paths[:newest], *(path for path in paths if step_of(path) == and_step)])
     for path in paths[newest:]:
-        if step_of(path) != and_step:
+        if path not in needed:
             remove_checkpoint(path)
+
+
+def needed_by(paths: Iterable[Path]) -> set[Path]:
+    """Return the paths of checkpoints and of all checkpoints that their deltas continue.
+
+    Damaged checkpoints need nothing.
+    """
+    needed = set[Path]()
+    for path in paths:
+        needed.add(path)
+        try:
+            checkpoint = open_checkpoint(path).before
+        except CheckpointError:
+            continue
+        while checkpoint is not None:
+            needed.add(checkpoint.path)
+            checkpoint = checkpoint.before
+    return needed
 
 
 def step_of(path: Path) -> int:

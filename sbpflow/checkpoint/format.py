@@ -2,9 +2,10 @@
 
 A checkpoint is a folder with ``index.json`` and binary files. For every logical tensor, the index
 has the full shape and the pieces that cover it: the rectangle of each piece, its file and offset,
-and a CRC32 per block. The index does not depend on ranks or layouts, and includes a digest of its
-own content. Reading untrusted files is safe: they contain only JSON and bytes, and nothing is
-executed or imported.
+and a CRC32 per block. In a delta, the tensors of tables have patches instead: the numbers and
+values of the rows that changed since the previous checkpoint. The index does not depend on ranks or
+layouts, and includes a digest of its own content. Reading untrusted files is safe: they contain
+only JSON and bytes, and nothing is executed or imported.
 """
 
 import hashlib
@@ -23,7 +24,7 @@ from sbpflow.errors import CheckpointError
 from sbpflow.runtime.files.json_file import is_count, object_of, parse_json, why_not
 
 FORMAT = "sbpflow-checkpoint"
-VERSION = 1
+VERSION, DELTA_VERSION = 1, 2
 INDEX_FILE = "index.json"
 BLOCK_BYTES = 8 * 2**20  # size of the blocks with one CRC; a multiple of every item size
 DTYPES = {
@@ -89,8 +90,24 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Patch:
+    """The changed rows of the rectangle ``place``: their numbers and their values.
+
+    ``rows`` refers to ascending row numbers of the tensor, int64 [n]. ``values`` refers to [n,
+    columns]. The places of both pieces have rows [0, n).
+    """
+
+    place: Place
+    rows: Piece
+    values: Piece
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SavedTensor:
     """A logical tensor: its full ``shape``, and pieces that cover it without gaps or overlaps.
+
+    In a delta, a tensor of a table has ``patches``, whose rectangles cover the tensor, instead of
+    ``pieces``.
 
     ``column_starts`` has the first table column of each shard; it is set only for state with one
     value per row and column shard.
@@ -100,6 +117,7 @@ class SavedTensor:
     dtype: torch.dtype
     pieces: tuple[Piece, ...]
     column_starts: tuple[int, ...] | None = None
+    patches: tuple[Patch, ...] = ()
 
     @property
     def whole(self) -> Place:
@@ -107,8 +125,20 @@ class SavedTensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Previous:
+    """The checkpoint that a delta continues: its step, and the digest of its index.
+
+    ``number`` counts the deltas since the last full checkpoint.
+    """
+
+    step: int
+    sha256: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Index:
-    """Everything in a checkpoint except the bytes of its tensors.
+    """Everything in a checkpoint except the bytes of its tensors; a delta has ``previous``.
 
     ``run`` is the ID of the run that wrote it, ``files`` has the size of every file in bytes, and
     ``documents`` has further JSON values, such as configuration, plan, and cursor.
@@ -119,6 +149,7 @@ class Index:
     tensors: Mapping[str, SavedTensor]
     files: Mapping[str, int]
     documents: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    previous: Previous | None = None
 
 
 def whole_of(shape: Sequence[int]) -> Place:
@@ -128,6 +159,18 @@ def whole_of(shape: Sequence[int]) -> Place:
 
 def to_json(index: Index) -> str:
     """Return the text of the index file; ``from_json`` reads it."""
+    content = _content(index)
+    version = VERSION if index.previous is None else DELTA_VERSION
+    head = {"format": FORMAT, "version": version, "sha256": _digest(content)}
+    return json.dumps({**head, "content": content}) + "\n"
+
+
+def digest_of(index: Index) -> str:
+    """Return the digest in the index file."""
+    return _digest(_content(index))
+
+
+def _content(index: Index) -> dict[str, Any]:
     content = {
         "step": index.step,
         "run": index.run,
@@ -137,8 +180,9 @@ def to_json(index: Index) -> str:
         "tensors": {name: _tensor_to_json(tensor) for name, tensor in index.tensors.items()},
         "documents": dict(index.documents),
     }
-    head = {"format": FORMAT, "version": VERSION, "sha256": _digest(content)}
-    return json.dumps({**head, "content": content}) + "\n"
+    if index.previous is not None:
+        content["previous"] = list(astuple(index.previous))
+    return content
 
 
 def from_json(text: str, path: Path) -> Index:
@@ -168,14 +212,33 @@ def piece_from_json(value: Sequence[Any]) -> Piece:
     return Piece(file=file, offset=offset, place=place, crc32=crcs)
 
 
+def patch_to_json(patch: Patch) -> list[Any]:
+    """Return [rectangle, piece of the row numbers, piece of the values]."""
+    return [list(astuple(patch.place)), piece_to_json(patch.rows), piece_to_json(patch.values)]
+
+
+def patch_from_json(value: Sequence[Any]) -> Patch:
+    """Invert ``patch_to_json``; raise ValueError for a malformed value."""
+    sides, rows, values = value
+    place = Place(*(_count(side) for side in sides))
+    patch = Patch(place=place, rows=piece_from_json(rows), values=piece_from_json(values))
+    num_rows = patch.rows.place.num_rows
+    if patch.rows.place != Place(0, num_rows, 0, 1):
+        _wrong(f"the row numbers of a patch have the place {patch.rows.place}")
+    if patch.values.place != Place(0, num_rows, place.col_start, place.col_stop):
+        _wrong(f"the patch of {place} has values of {patch.values.place}")
+    return patch
+
+
 def _parse(text: str) -> Index:
     # A document may contain infinity, such as an infinite loss; the code that reads the document
     # checks its values.
     tree = object_of(parse_json(text, finite=False), "the file")
     if tree["format"] != FORMAT:
         _wrong(f"its format is {tree['format']!r}, not {FORMAT}")
-    if type(tree["version"]) is not int or tree["version"] != VERSION:
-        _wrong(f"its version is {tree['version']!r}, but this program reads {VERSION}")
+    version = tree["version"]
+    if type(version) is not int or version not in (VERSION, DELTA_VERSION):
+        _wrong(f"its version is {version!r}, but this program reads {VERSION} and {DELTA_VERSION}")
     content = tree["content"]
     if _digest(content) != tree["sha256"]:
         _wrong("its checksum does not match: it was changed after it was written")
@@ -190,12 +253,19 @@ def _parse(text: str) -> Index:
     documents = object_of(content["documents"], "documents")
     if not isinstance(content["run"], str):
         _wrong(f"its run is {content['run']!r}, not a string")
+    previous = None
+    if version == DELTA_VERSION:
+        step, sha256, number = content["previous"]
+        previous = Previous(step=_count(step), sha256=str(sha256), number=_count(number))
+    if previous is None and any(tensor.patches for tensor in tensors.values()):
+        _wrong("it has patches, but no previous checkpoint")
     return Index(
         step=_count(content["step"]),
         run=content["run"],
         tensors=tensors,
         files=files,
         documents=documents,
+        previous=previous,
     )
 
 
@@ -207,6 +277,8 @@ def _tensor_to_json(tensor: SavedTensor) -> dict[str, Any]:
     }
     if tensor.column_starts is not None:
         value["column_starts"] = list(tensor.column_starts)
+    if tensor.patches:
+        value["patches"] = [patch_to_json(patch) for patch in tensor.patches]
     return value
 
 
@@ -218,14 +290,21 @@ def _tensor_from_json(name: str, value: Mapping[str, Any], files: Mapping[str, i
         dtype=dtype,
         pieces=tuple(piece_from_json(piece) for piece in value["pieces"]),
         column_starts=None if starts is None else tuple(_count(start) for start in starts),
+        patches=tuple(patch_from_json(patch) for patch in value.get("patches", ())),
     )
-    for piece in tensor.pieces:
-        num_bytes = piece.place.num_elements * dtype.itemsize
+    sizes = [(piece, dtype.itemsize) for piece in tensor.pieces]
+    for patch in tensor.patches:
+        sizes += [(patch.rows, torch.int64.itemsize), (patch.values, dtype.itemsize)]
+    for piece, itemsize in sizes:
+        num_bytes = piece.place.num_elements * itemsize
         if piece.offset + num_bytes > files[piece.file]:
             _wrong(f"{name}: {piece.place} goes beyond the end of {piece.file}")
         if len(piece.crc32) != -(-num_bytes // BLOCK_BYTES):
             _wrong(f"{name}: {piece.place} has {len(piece.crc32)} checksums")
-    if reason := cover_fault(tensor.whole, [piece.place for piece in tensor.pieces]):
+    if tensor.pieces and tensor.patches:
+        _wrong(f"{name}: has pieces and patches")
+    places = [part.place for part in (*tensor.pieces, *tensor.patches)]
+    if reason := cover_fault(tensor.whole, places):
         _wrong(f"{name}: {reason}")
     return tensor
 

@@ -1,11 +1,14 @@
 """Reads a checkpoint: whole tensors or rectangles of them; every block is verified before use.
 
 Reading converts to the requested dtype and needs the memory of one block in addition to the result.
+A delta is read through the chain of its predecessors: the values of the full checkpoint, and over
+them the changed rows of every delta in order.
 A checkpoint contains only JSON and bytes; nothing in it is imported or executed.
 """
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +20,18 @@ from sbpflow.checkpoint.format import (
     BLOCK_BYTES,
     INDEX_FILE,
     Index,
+    Patch,
     Piece,
     Place,
+    Previous,
     SavedTensor,
+    digest_of,
     from_json,
 )
 from sbpflow.errors import CheckpointError
 from sbpflow.runtime.files.json_file import JsonError, read_text
+
+_KEPT_ROWS = 64  # a table has a patch per rank
 
 
 def open_checkpoint(path: str | Path) -> "Checkpoint":
@@ -44,17 +52,63 @@ def open_checkpoint(path: str | Path) -> "Checkpoint":
         ) from error
     except JsonError as error:
         raise CheckpointError(f"{error}; use another checkpoint") from error
-    checkpoint = Checkpoint(folder, from_json(text, file))
+    index = from_json(text, file)
+    before = None
+    if index.previous is not None:
+        before = _open_previous(folder, index, index.previous)
+    checkpoint = Checkpoint(folder, index, before)
     checkpoint.check_files()
     return checkpoint
+
+
+def _open_previous(folder: Path, index: Index, previous: Previous) -> "Checkpoint":
+    parent = folder.parent if folder.name else folder.resolve().parent
+    path = parent / f"step-{previous.step}"
+    if previous.step >= index.step:
+        raise CheckpointError(
+            f"{folder}: continues step {previous.step}, which is not an earlier step; use another "
+            "checkpoint"
+        )
+    try:
+        before = open_checkpoint(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: is a delta that needs {path}; {error}") from error
+    number = 1 if before.previous is None else before.previous.number + 1
+    if (digest_of(before.index), number) != (previous.sha256, previous.number):
+        raise CheckpointError(
+            f"{folder}: is a delta of another checkpoint than {path}; restore that checkpoint, or "
+            "use another one"
+        )
+    shapes = [(each.shape, each.dtype, each.column_starts) for each in _tables(before, index)]
+    if shapes != [(each.shape, each.dtype, each.column_starts) for each in _tables(index, index)]:
+        raise CheckpointError(f"{folder}: has other tables than {path}; use another checkpoint")
+    return before
+
+
+def _tables(source: "Index | Checkpoint", delta: Index) -> list[SavedTensor]:
+    """Return the tensors of ``source`` that have patches in ``delta``."""
+    names = [name for name, saved in delta.tensors.items() if saved.patches]
+    return [source.tensors[name] for name in names if name in source.tensors]
 
 
 class Checkpoint:
     """An open checkpoint; ``tensors`` has the logical tensors by their names in ``Job.state``."""
 
-    def __init__(self, path: Path, index: Index) -> None:
+    def __init__(self, path: Path, index: Index, before: "Checkpoint | None" = None) -> None:
         self.path = path
         self.index = index
+        self.before = before  # the predecessor of a delta
+        self._rows: dict[Piece, Tensor] = {}  # row numbers of the patches of one table
+
+    @property
+    def previous(self) -> Previous | None:
+        """Return what a delta continues; None for a full checkpoint."""
+        return self.index.previous
+
+    @property
+    def chain_length(self) -> int:
+        """Return the number of checkpoints that reading uses."""
+        return 1 if self.before is None else 1 + self.before.chain_length
 
     @property
     def step(self) -> int:
@@ -123,13 +177,75 @@ class Checkpoint:
             if common := piece.place.common(place):
                 for first, values in self._values(name, piece, saved.dtype, common):
                     _put(target, place, piece.place, first, values)
+        if saved.patches and self.before is not None:
+            self.before.read_into(name, place, out)
+        for rows, columns, values in self.changes(name, place):
+            left = place.col_start
+            part = target[:, columns.start - left : columns.stop - left]
+            numbers = (rows - place.row_start).to(target.device)
+            part.index_copy_(0, numbers, values.to(target.device, target.dtype))
+
+    def changed_rows(self, name: str) -> Tensor:
+        """Return the rows of a table's tensor that a delta contains: ascending int64 [n]."""
+        rows = [self._rows_of(name, patch) for patch in self.saved(name).patches]
+        return torch.cat(rows).unique() if rows else torch.empty(0, dtype=torch.int64)
+
+    def changes(
+        self, name: str, within: Place | None = None
+    ) -> Iterator[tuple[Tensor, slice, Tensor]]:
+        """Yield rows int64 [n] that a delta changes, columns, and the values [n, columns] there.
+
+        Blocks come in order of the patches; ``within`` selects rows and columns.
+        """
+        saved = self.saved(name)
+        for patch in saved.patches:
+            common = patch.place.common(within or saved.whole)
+            if common is None:
+                continue
+            rows, whole = self._rows_of(name, patch), patch.values.place
+            bounds = torch.tensor([common.row_start, common.row_stop])
+            first, end = torch.searchsorted(rows, bounds).tolist()
+            left = patch.place.col_start
+            own = slice(common.col_start - left, common.col_stop - left)
+            step = max(1, BLOCK_BYTES // max(1, whole.num_columns * saved.dtype.itemsize))
+            for low in range(first, end, step):
+                changed = replace(whole, row_start=low, row_stop=min(low + step, end))
+                block = torch.empty(changed.num_rows, changed.num_columns, dtype=saved.dtype)
+                for start, part in self._values(name, patch.values, saved.dtype, changed):
+                    _put(block, changed, whole, start, part)
+                columns = slice(common.col_start, common.col_stop)
+                yield rows[low : changed.row_stop], columns, block[:, own]
+
+    def _rows_of(self, name: str, patch: Patch) -> Tensor:
+        """Return the row numbers of a patch; keep those of one table in memory."""
+        piece = patch.rows
+        if piece not in self._rows:
+            if len(self._rows) >= _KEPT_ROWS:
+                self._rows.clear()
+            rows = torch.empty(piece.place.num_rows, dtype=torch.int64)
+            for start, part in self._values(f"{name}, rows", piece, rows.dtype, piece.place):
+                rows[start : start + part.numel()] = part
+            in_order = bool((rows[1:] > rows[:-1]).all())
+            inside = (
+                not len(rows)
+                or (patch.place.row_start <= int(rows[0]) and int(rows[-1]) < patch.place.row_stop)
+            )  # fmt: skip
+            if not (in_order and inside):
+                raise CheckpointError(
+                    f"{self.path}: {name}: the changed rows are not ascending rows of "
+                    f"{patch.place}; use another checkpoint"
+                )
+            self._rows[piece] = rows
+        return self._rows[piece]
 
     def verify(self) -> None:
-        """Read every byte; raise CheckpointError at the first damaged block."""
+        """Read every byte of this folder; raise CheckpointError at the first damaged block."""
         for name, saved in self.tensors.items():
-            for piece in saved.pieces:
+            for piece in (*saved.pieces, *(patch.values for patch in saved.patches)):
                 for _ in self._values(name, piece, saved.dtype, piece.place):
                     pass
+            for patch in saved.patches:
+                self._rows_of(name, patch)
 
     def check_files(self) -> None:
         """Raise CheckpointError unless every file exists and has the right size."""

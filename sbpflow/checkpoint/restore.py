@@ -125,10 +125,10 @@ def _fill(checkpoint: Checkpoint, name: str, saved: Place, rectangle: Rectangle)
 
 
 def _write(checkpoint: Checkpoint, name: str, place: Place, values: StoredRows) -> None:
-    """Read and write the rows in portions of about one block."""
+    """Read and write the rows in portions of about one block per checkpoint that is read."""
     row_bytes = max(1, values[:1].numel() * values.itemsize)
     start = place.row_start
-    for part in values.split(max(1, BLOCK_BYTES // row_bytes)):
+    for part in values.split(max(1, BLOCK_BYTES * checkpoint.chain_length // row_bytes)):
         rows = torch.empty(part.shape, dtype=part.dtype)
         stop = start + part.shape[0]
         checkpoint.read_into(name, replace(place, row_start=start, row_stop=stop), rows)

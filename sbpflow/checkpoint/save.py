@@ -5,7 +5,7 @@ import os
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import astuple
 from pathlib import Path
@@ -16,9 +16,10 @@ import torch
 from sbpflow.boxing.agreement import gather_facts, gather_texts
 from sbpflow.boxing.executor import Boxing
 from sbpflow.checkpoint.attempt import Attempt, TensorSpec
-from sbpflow.checkpoint.format import Place, cover_fault, whole_of
+from sbpflow.checkpoint.changes import Changes, ChangeTracker, Stores, Written
+from sbpflow.checkpoint.format import Patch, Place, Previous, cover_fault, whole_of
 from sbpflow.checkpoint.share import share_out
-from sbpflow.checkpoint.snapshot import SaveCost, Snapshot, Stores
+from sbpflow.checkpoint.snapshot import SaveCost, Snapshot
 from sbpflow.checkpoint.write import Part, rectangle_place, write_parts
 from sbpflow.embedding.state import LogicalTensor, Values
 from sbpflow.errors import CheckpointError
@@ -34,6 +35,9 @@ class Saver:
 
     ``run`` is the ID of the run. All ranks must finish writing within ``deadline_s``. ``start``
     calls ``stores`` to get the stores of the tables in ``state``.
+
+    After each full checkpoint, up to ``num_deltas`` checkpoints have only the rows that changed.
+    ``previous`` is the checkpoint in ``folder`` with the state at construction, if there is one.
     """
 
     def __init__(
@@ -45,6 +49,8 @@ class Saver:
         run: str,
         deadline_s: float,
         stores: Stores = tuple,
+        num_deltas: int = 0,
+        previous: Previous | None = None,
     ) -> None:
         self.folder = folder
         self._boxing = boxing
@@ -61,6 +67,14 @@ class Saver:
         self._names: list[str] = []  # names of the tensors that the ranks have agreed on
         self._tensors: dict[str, TensorSpec] = {}
         self._share: dict[str, list[Place]] = {}
+        self._num_deltas = num_deltas
+        self._tracker = ChangeTracker(stores) if num_deltas else None
+        self._previous = previous  # ``number`` is that of the next delta
+
+    def close(self) -> None:
+        """Stop marking changed rows."""
+        if self._tracker is not None:
+            self._tracker.close()
 
     def save(self, step: int, documents: Mapping[str, Any]) -> Path:
         """Save the state after ``step`` steps; return when the checkpoint is complete on all ranks.
@@ -69,12 +83,12 @@ class Saver:
         write, raise CheckpointError on every rank; earlier checkpoints are unchanged.
         """
         self.wait()
-        attempt, parts = self._begin(step, documents)
+        attempt, parts, changes = self._begin(step, documents)
         try:
-            attempt.report(write_parts(attempt.file(), parts))
+            attempt.report(*_patches(write_parts(attempt.file(), parts), changes))
         except CheckpointError as error:
             attempt.give_up(str(error))
-        return attempt.finish()
+        return self._finish(attempt)
 
     def start(
         self, step: int, documents: Mapping[str, Any], done: Callable[[], None] | None = None
@@ -86,19 +100,19 @@ class Saver:
         save.
         """
         self.wait()
-        attempt, parts = self._begin(step, documents)
+        attempt, parts, changes = self._begin(step, documents)
         snapshot = Snapshot(parts, self._stores)
 
         def work() -> None:
             _lower_priority()
             try:
-                attempt.report(snapshot.write(attempt.file()))
+                attempt.report(*_patches(snapshot.write(attempt.file()), changes))
             except CheckpointError as error:
                 attempt.give_up(str(error))
             finally:
                 snapshot.end()
                 self.last_cost = snapshot.cost
-            attempt.finish()
+            self._finish(attempt)
             if done is not None:
                 done()
 
@@ -119,11 +133,23 @@ class Saver:
         if self._under_way is not None and self._under_way.done():
             self.wait()
 
-    def _begin(self, step: int, documents: Mapping[str, Any]) -> tuple[Attempt, list[Part]]:
+    def _finish(self, attempt: Attempt) -> Path:
+        path, digest = attempt.finish()
+        number = 1 if attempt.previous is None else attempt.previous.number + 1
+        self._previous = Previous(step=attempt.step, sha256=digest, number=number)
+        return path
+
+    def _begin(
+        self, step: int, documents: Mapping[str, Any]
+    ) -> tuple[Attempt, list[Part], Changes | None]:
         state = self._state()
         if self._names != list(state):
             self._agree(state)
         self._count += 1
+        changes = self._tracker.take() if self._tracker is not None else None
+        previous = self._previous
+        if previous is None or previous.number > self._num_deltas:
+            changes, previous = None, None
         attempt = Attempt(
             folder=self.folder,
             nonce=f"{self._nonce}{self._count:x}",
@@ -135,9 +161,11 @@ class Saver:
             deadline_s=self._deadline_s,
             tensors=self._tensors,
             documents=documents,
+            previous=previous,
         )
         keyed = {name: _places(tensor) for name, tensor in state.items() if tensor.by_key}
-        return attempt, parts_of(state, {**self._share, **keyed})
+        parts = parts_of(state, {**self._share, **keyed})
+        return attempt, changes.parts_of(parts) if changes else parts, changes
 
     def _agree(self, state: State) -> None:
         """Agree on the tensors and on what each rank writes of them; every rank must call this.
@@ -181,6 +209,12 @@ class Saver:
             )
             for name, tensor in state.items()
         }
+
+
+def _patches(
+    written: Written, changes: Changes | None
+) -> tuple[Written, Sequence[tuple[str, Patch]]]:
+    return (written, ()) if changes is None else changes.patches_of(written)
 
 
 def _lower_priority() -> None:

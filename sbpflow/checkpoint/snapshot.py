@@ -5,22 +5,22 @@ Tables are saved through an undo log; everything else is copied at construction.
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
+from sbpflow.checkpoint.changes import ChangedRows, Stores
 from sbpflow.checkpoint.format import BLOCK_BYTES, Piece
 from sbpflow.checkpoint.spill import SpillFile
 from sbpflow.checkpoint.undo import RowLog
 from sbpflow.checkpoint.write import Part, PieceFile, PieceWriter, bytes_of, write_part
 from sbpflow.embedding.plan.tables import Shard
 from sbpflow.embedding.state import StoredRows
-from sbpflow.embedding.storage.keyed import TrainedRows
+from sbpflow.embedding.storage.keyed import SelectedRows, TrainedRows
 from sbpflow.embedding.storage.store import WEIGHTS, RowStore
 
-Stores = Callable[[], Iterable[tuple[RowStore, Sequence[Shard]]]]
 RANGE_BYTES = BLOCK_BYTES  # bytes copied and written per range of a tensor
 # After each range, the writing thread sleeps REST times as long as the range took, which slows
 # training less. The thread wakes up every _REST_S to return segments of the log.
@@ -77,9 +77,17 @@ class Snapshot:
                 name = f"tables/{shard.table.name}"
                 for key in store.read(slice(0, 0)):
                     places[name if key == WEIGHTS else f"{name}/{key}"] = store, key, shard
-        spans: dict[int, tuple[RowStore | TrainedRows, list[_Span]]] = {}
+        spans: dict[int, tuple[RowStore | SelectedRows, list[_Span]]] = {}
         self._rest: list[Part] = []
         for part in parts:
+            if isinstance(part.values, StoredRows) and isinstance(part.values.store, ChangedRows):
+                rows = part.values
+                if rows.start == rows.stop:
+                    self._rest.append(part)
+                    continue
+                span = _Span(rows.key, rows.start, rows.stop, part)
+                spans.setdefault(id(rows.store), (part.values.store, []))[1].append(span)
+                continue
             if part.name not in places:
                 if not isinstance(
                     part.values, StoredRows
@@ -164,12 +172,14 @@ class Snapshot:
             logged.log.close()
 
 
-def _watch(source: RowStore | TrainedRows, spans: list[_Span]) -> _Logged:
-    order = source if isinstance(source, TrainedRows) else None
-    store = source.store if isinstance(source, TrainedRows) else source
-    pending = torch.zeros(source.num_rows, dtype=torch.bool)
+def _watch(source: RowStore | SelectedRows, spans: list[_Span]) -> _Logged:
+    order = source if isinstance(source, SelectedRows) else None
+    store = source.store if isinstance(source, SelectedRows) else source
+    pending = torch.zeros(store.num_rows, dtype=torch.bool)
     for span in spans:
-        pending[span.start : span.stop] = True
+        rows = slice(span.start, span.stop)
+        # The rows of TrainedRows are all rows up to a number, so no sorting is needed here.
+        pending[source.numbers(rows) if isinstance(source, ChangedRows) else rows] = True
     item = store.read(slice(0, 0))[WEIGHTS].itemsize
     rows = max(1, RANGE_BYTES // max(1, store.width * item))
     log = RowLog(store, pending, rows, order)

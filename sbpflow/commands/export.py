@@ -1,6 +1,6 @@
 """``sbpflow export``: write a trained model as a bundle that does not need sbpflow."""
 
-from argparse import Namespace
+from argparse import SUPPRESS, Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from sbpflow.commands.saved_run import add_model, saved_run
+from sbpflow.errors import ConfigError
 from sbpflow.runtime.files.local_path import local_path
 from sbpflow.runtime.processes.launch import ArgumentParser
 
@@ -25,7 +26,7 @@ def _arguments(argv: Sequence[str]) -> Namespace:
         prog="sbpflow export",
         description="Write a trained model as a bundle, which scores raw rows with only torch.",
     )
-    add_model(parser)
+    add_model(parser, required=False)
     add = parser.add_argument
     add("--output", type=local_path, required=True, metavar="DIR", help="a new folder")
     add("--rows", default="as_trained", help="table row format: as_trained, float16 or int8")
@@ -37,6 +38,12 @@ def _arguments(argv: Sequence[str]) -> Namespace:
     text = "also compile the dense part for this CPU (dense.pt2); takes minutes"
     add("--compile", action="store_true", help=text)
     add("--onnx", action="store_true", help="also write the dense part for ONNX (dense.onnx)")
+    text = "export every new checkpoint of this run, as a delta or a new bundle, until the run ends"
+    add("--follow", type=local_path, metavar="RUN", help=text)
+    text = "least time between two exports of --follow (default 10)"
+    add("--every-seconds", type=float, default=10.0, metavar="S", help=text)
+    add("--deltas", type=int, default=24, metavar="N", help="deltas of --follow after each bundle")
+    add("--parent", type=int, help=SUPPRESS)  # the process whose end ends this one
     return parser.parse_intermixed_args(argv)
 
 
@@ -45,6 +52,15 @@ def export(argv: Sequence[str]) -> int:
     from sbpflow.run.saved.saved_model import weights_text
 
     args = _arguments(argv)
+    if (args.checkpoint is None) == (args.follow is None):
+        raise ConfigError(
+            "sbpflow export: use either --checkpoint DIR or --follow RUN (for example, "
+            "--checkpoint runs/train)"
+        )
+    if args.follow is not None:
+        from sbpflow.commands.follow import follow
+
+        return follow(args)
     checkpoint, config = saved_run(args)
     print(weights_text(checkpoint))
     files = export_model(
@@ -74,8 +90,12 @@ def export_model(
     pt2: bool = False,
     compiled: bool = False,
     onnx: bool = False,
+    measured: bool = True,
 ) -> list[Path]:
-    """Write a saved model to the new folder ``output`` and return its files; prints its scores."""
+    """Write a saved model to the new folder ``output`` and return its files; prints its scores.
+
+    If not ``measured``, score no set.
+    """
     import torch
 
     from sbpflow.checkpoint.folder import data_folder
@@ -101,11 +121,12 @@ def export_model(
     config, planned = saved_layouts(checkpoint, config, 1)
     spec, plan = plan_run(config, fields, world_size=1, device_type="cpu", planned=planned)
     path = scored or config.data.path
-    manifest = load_manifest(path) if path is not None and path.is_dir() else None
-    if manifest is None:
-        check_unscored(row_format, path)
-    else:
+    manifest = None
+    if measured and path is not None and path.is_dir():
+        manifest = load_manifest(path)
         check_ids(manifest, like)
+    elif measured:
+        check_unscored(row_format, path)
     check_tables(plan.embeddings)
     seed, saved = config.run.seed, checkpoint.tensors
     model = BundleModel(

@@ -10,10 +10,14 @@ if TYPE_CHECKING:
     from sbpflow.config.schema import Config
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
+def add_model(
+    parser: argparse.ArgumentParser, name: str = "--checkpoint", *, required: bool = True
+) -> None:
+    """Add the arguments; ``name`` is an option or, without dashes, a positional argument."""
     add = parser.add_argument
+    options = {"required": required} if name.startswith("-") else {}
     text = "a checkpoint, or a run folder to use its best checkpoint, or else its newest good one"
-    add("--checkpoint", type=local_path, required=True, metavar="DIR", help=text)
+    add(name, type=local_path, metavar="DIR", help=text, **options)
     which = parser.add_mutually_exclusive_group()
     for name, text in (("best", "best checkpoint by val"), ("last", "newest good checkpoint")):
         which.add_argument(
@@ -33,14 +37,28 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 def saved_run(args: argparse.Namespace) -> "tuple[Checkpoint, Config]":
     """Return the checkpoint that a command names, and the configuration of the checkpoint's run."""
-    from sbpflow.models.registry import MODELS
-    from sbpflow.run.saved.saved_model import find_checkpoint, saved_config
+    from sbpflow.run.saved.saved_model import find_checkpoint
 
     checkpoint = find_checkpoint(args.checkpoint, args.which)
-    return checkpoint, saved_config(
+    return checkpoint, config_of_run(args, checkpoint)
+
+
+def config_of_run(args: argparse.Namespace, checkpoint: "Checkpoint") -> "Config":
+    """Return the configuration of a checkpoint's run, with the overrides of the command."""
+    from sbpflow.models.registry import MODELS
+    from sbpflow.run.saved.saved_model import saved_config
+
+    return saved_config(
         checkpoint,
         args.overrides,
         models=MODELS,
         own_model=args.model,
         own_optimizers=args.optimizer,
     )
+
+
+def own_classes(config: "Config") -> tuple[str | None, tuple[str, ...]]:
+    """Return the names package.module:Class of the model and of the table optimizers."""
+    optimizers = [config.optimizer.sparse, *config.optimizer.tables.values()]
+    model, names = config.model.name, dict.fromkeys(each.name for each in optimizers)
+    return model if ":" in model else None, tuple(name for name in names if ":" in name)

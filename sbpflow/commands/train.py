@@ -195,6 +195,7 @@ def _fit(
 ) -> None:
     """Train, score and report, starting from the current state of the job."""
     from sbpflow.checkpoint.folder import DATA_FOLDER
+    from sbpflow.commands.follow import exporting
     from sbpflow.data.format.metadata import copy_metadata
     from sbpflow.run.planning.explain import format_plan
     from sbpflow.run.planning.plan_file import PLAN_FILE, plan_to_json
@@ -234,29 +235,30 @@ def _fit(
             keep_set=lambda folder: copy_metadata(manifest, folder / DATA_FOLDER),
         )
         opened.callback(checkpoints.close)
-        result = fit(
-            job.trainer,
-            loaders,
-            config.train,
-            boxing=boxing,
-            watch=health.LossWatch(boxing, manifest.dense, manifest.dense_ranges),
-            reporter=Reporters([report, *([tracker(world.rank)] if tracker else [])]),
-            checkpoints=checkpoints,
-            profiler=StepProfiler.of(config.train.profile, config.run.dir, world),
-        )
-        health.check_replicas(job.copies, job.embeddings, boxing)
-        notes = {"ids out of range": health.out_of_range_note(job.embeddings, boxing)}
-        if planned is not None:
-            rows = config.data.batch_size * config.train.accumulate
-            notes["step time"] = planned.against(1e3 * rows / result.samples_per_s)
-        report.final(
-            steps=result.steps,
-            samples_per_s=result.samples_per_s,
-            val=result.val,
-            test=result.test,
-            best_step=result.best_step,
-            last=(result.last_val, result.last_test),
-            notes={**result.notes, **notes},
-            peak_memory_bytes=health.peak_memory_bytes(boxing),
-        )
-        checkpoints.finished()
+        with exporting(config, run.decision.folder, world.rank):
+            result = fit(
+                job.trainer,
+                loaders,
+                config.train,
+                boxing=boxing,
+                watch=health.LossWatch(boxing, manifest.dense, manifest.dense_ranges),
+                reporter=Reporters([report, *([tracker(world.rank)] if tracker else [])]),
+                checkpoints=checkpoints,
+                profiler=StepProfiler.of(config.train.profile, config.run.dir, world),
+            )
+            health.check_replicas(job.copies, job.embeddings, boxing)
+            notes = {"ids out of range": health.out_of_range_note(job.embeddings, boxing)}
+            if planned is not None:
+                rows = config.data.batch_size * config.train.accumulate
+                notes["step time"] = planned.against(1e3 * rows / result.samples_per_s)
+            report.final(
+                steps=result.steps,
+                samples_per_s=result.samples_per_s,
+                val=result.val,
+                test=result.test,
+                best_step=result.best_step,
+                last=(result.last_val, result.last_test),
+                notes={**result.notes, **notes},
+                peak_memory_bytes=health.peak_memory_bytes(boxing),
+            )
+            checkpoints.finished()

@@ -33,6 +33,15 @@ class CheckpointConfig:
         Range(low=0),
         Key("execution", "Steps between checkpoints; 0 disables them. The last step is saved too."),
     ] = 1000
+    deltas: Annotated[
+        int,
+        Range(low=0),
+        Key(
+            "execution",
+            "Checkpoints after each full one that have only the rows that changed, and the dense "
+            "part.",
+        ),
+    ] = 0
     keep: Annotated[Count, Key("execution", "Number of newest checkpoints to keep.")] = 3
     keep_best: Annotated[
         bool | Metric,
@@ -57,3 +66,23 @@ class CheckpointConfig:
             "Action on the first Ctrl-C or SIGTERM. A second signal ends the run.",
         ),
     ] = "save"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportConfig:
+    """Exports the run's checkpoints while it trains, as a bundle followed by deltas."""
+
+    dir: Annotated[
+        Path, Example("out/model"), Key("execution", "Folder of the bundles and their deltas.")
+    ]
+    every_seconds: Annotated[
+        float, Range(low=0), Key("execution", "Least time between two exports.")
+    ] = 600.0
+    deltas: Annotated[
+        int,
+        Range(low=0),
+        Key("execution", "Deltas after each bundle; 0 writes bundles only."),
+    ] = 24
+    rows: Annotated[
+        Literal["as_trained", "float16", "int8"], Key("execution", "Row format of the tables.")
+    ] = "as_trained"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal, Protocol
 
-from sbpflow.config.checkpoint_options import CheckpointConfig
+from sbpflow.config.checkpoint_options import CheckpointConfig, ExportConfig
 from sbpflow.config.metrics import Metric
 from sbpflow.config.model_tables import InitialRange
 from sbpflow.config.parse import Example, Tagged, Untagged
@@ -346,6 +346,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    export: Annotated[ExportConfig | None, Example({"dir": "out/model"})] = None
 
     @property
     def best_metric(self) -> Metric | None:
@@ -369,6 +370,17 @@ class Config:
         return metrics
 
     def __post_init__(self) -> None:
+        if self.export is not None and not self.checkpoint.every:
+            raise ConfigError(
+                "export.dir: the run exports its checkpoints, but checkpoint.every is 0, so "
+                "nothing is saved; use, for example, checkpoint.every: 1000"
+            )
+        if self.export is not None and self.export.deltas and not self.checkpoint.deltas:
+            raise ConfigError(
+                f"export.deltas: {self.export.deltas}, but checkpoint.deltas is 0, so the run "
+                "does not know which rows have changed; use checkpoint.deltas: "
+                f"{self.export.deltas}, or export.deltas: 0 for bundles only"
+            )
         keep, stop = self.checkpoint.keep_best, self.train.stop
         if stop is not None and keep not in (True, False, stop.metric):
             raise ConfigError(

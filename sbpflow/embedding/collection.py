@@ -78,8 +78,9 @@ class EmbeddingCollection:
         kernel: KernelRequest | Mapping[str, KernelChoice] = "auto",
         row_buffer_fraction: float | None = None,
         stores: StoreFactory = device_store,
+        initialize: bool = True,
     ) -> None:
-        """Allocate the stores and fill them with initial values.
+        """Allocate the stores and, with ``initialize``, fill them with initial values.
 
         ``kernel`` is a request, or the choice per table if it has been made already. On CUDA,
         ``row_buffer_fraction`` makes training batches send rows in fixed-size buffers of this
@@ -109,7 +110,7 @@ class EmbeddingCollection:
         self._last: EmbeddingsInFlight | None = None
         self._flagged: list[IdCheck] = []  # checks of batches looked up since the last update
         self._assembly = {out.name: Assembly(plan, out, world.device) for out in plan.outputs}
-        for stored in self.stored():
+        for stored in self.stored() if initialize else ():
             fill_shard(stored, seed=seed)
         self._lr_factor = 1.0
 

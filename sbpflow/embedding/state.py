@@ -15,7 +15,7 @@ from torch import Tensor
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.table_batch import TableBatch
 from sbpflow.embedding.plan.tables import Shard, shards_of
-from sbpflow.embedding.storage.keyed import KEYS, KeyedStore, TrainedKeys, TrainedRows
+from sbpflow.embedding.storage.keyed import KEYS, KeyedStore, SelectedRows, TrainedKeys
 from sbpflow.embedding.storage.store import WEIGHTS, RowStore
 
 
@@ -26,7 +26,7 @@ class StoredRows:
     ``is_column`` makes one number per row a column [rows, 1] of a logical tensor.
     """
 
-    store: RowStore | TrainedRows | TrainedKeys
+    store: RowStore | SelectedRows | TrainedKeys
     key: str  # ``WEIGHTS``, or a name of optimizer state
     start: int
     stop: int
@@ -72,7 +72,7 @@ class StoredRows:
 
     def write(self, values: Tensor) -> None:
         """Set the rows."""
-        if isinstance(self.store, TrainedRows | TrainedKeys):
+        if isinstance(self.store, SelectedRows | TrainedKeys):
             raise TypeError(f"{type(self.store).__name__} is read-only; write to the store")
         shape = (self.stop - self.start, *self._like().shape[1:])
         self.store.write(slice(self.start, self.stop), {self.key: values.view(shape)})
@@ -94,7 +94,7 @@ class StoredShard:
     """A shard on this rank, with its store."""
 
     shard: Shard
-    store: RowStore | TrainedRows
+    store: RowStore | SelectedRows
 
     @property
     def rows(self) -> slice:

@@ -12,8 +12,6 @@ readers detect gaps. Folders are written under another name and then renamed.
 
 import hashlib
 import json
-import math
-import mmap
 import os
 import re
 import shutil
@@ -26,30 +24,22 @@ import torch
 from torch import Tensor
 
 from sbpflow.errors import DataError
-from sbpflow.runtime.files.json_file import (
-    JsonError,
-    is_count,
-    is_number,
-    object_of,
-    parse_json,
-    read_json,
-)
+from sbpflow.runtime.files.json_file import JsonError, is_count, is_number, object_of, read_json
+from sbpflow.runtime.files.tensors_file import TensorsFile
+from sbpflow.serving.scorer import BundleError, Tensors
 
 FORMAT, VERSION = "sbpflow-delta", 1
 BUNDLE_FILE, DELTA_FILE, VALUES_FILE = "model.json", "delta.json", "values.safetensors"
 DELTAS_FOLDER = "deltas"
 _NOT_YET = ("removed", "vocabulary")  # of growing tables, which version 1 does not have
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "U8": torch.uint8,
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.uint8: "U8",
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_HASHED_BYTES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +47,8 @@ class DeltaHead:
     """Identifies a delta: ``number`` counts from 1, and ``time`` is in seconds since 1970.
 
     ``base`` is the digest of the bundle, ``previous`` is the digest of delta ``number - 1`` or, for
-    delta 1, of the bundle. ``step`` is the training step of all values.
+    delta 1, of the bundle. ``step`` is the training step of all values, and ``checkpoint`` is the
+    digest of the run's checkpoint that has these values.
     """
 
     number: int
@@ -66,6 +57,7 @@ class DeltaHead:
     run: str
     step: int
     time: float
+    checkpoint: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,38 +122,25 @@ class DeltaWriter:
         shutil.rmtree(self._work, ignore_errors=True)
         self._work.mkdir(parents=True)
         self._head = head
-        header, end = dict[str, Any](), 0
-        # Tensors with larger items come first, so that every tensor is aligned.
-        for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):
-            start, end = end, end + math.prod(shape) * dtype.itemsize
-            offsets = [start, end]
-            header[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": offsets}
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        self._file = (self._work / VALUES_FILE).open("wb")
-        self._file.write(len(text).to_bytes(8, "little") + text)
-        begin = self._file.tell()
-        self._places = {
-            name: [begin + place for place in entry["data_offsets"]]
-            for name, entry in header.items()
-        }
+        sizes = {name: (_NAMES[dtype], shape) for name, (dtype, shape) in tensors.items()}
+        self._file = TensorsFile(self._work / VALUES_FILE, sizes)
+        self._num_rows = dict.fromkeys(tensors, 0)
 
     def append(self, name: str, values: Tensor) -> None:
         """Write the next rows of a tensor."""
-        data = values.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        place = self._places[name]
-        self._file.seek(place[0])
-        place[0] += self._file.write(data.data)
+        values = values.detach().cpu().contiguous()
+        if values.dtype == torch.bfloat16:
+            values = values.view(torch.int16)
+        self._file.put(name, self._num_rows[name], values.numpy())
+        self._num_rows[name] += len(values) if values.ndim else 1
 
     def close(self) -> str:
         """Complete the delta, and return its digest."""
-        if short := [name for name, (place, end) in self._places.items() if place != end]:
-            raise RuntimeError(f"{self._work}: {short[0]} is incomplete")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        with self._file:  # checks that all values were written
+            pass
         path, head = self._work / VALUES_FILE, self._head
         with path.open("rb") as file:
+            os.fsync(file.fileno())
             values = hashlib.file_digest(file, "sha256").hexdigest()
         content = {
             "number": head.number,
@@ -170,6 +149,7 @@ class DeltaWriter:
             "run": head.run,
             "step": head.step,
             "time": head.time,
+            "checkpoint": head.checkpoint,
             "values": {"bytes": path.stat().st_size, "sha256": values},
             **{name: {} for name in _NOT_YET},
         }
@@ -234,41 +214,24 @@ def read_head(folder: Path) -> tuple[DeltaHead, str, Mapping[str, Any]]:
         number, step, time = content["number"], content["step"], content["time"]
         if not (is_count(number) and is_count(step) and is_number(time)):
             raise JsonError("number, step, and time must be numbers")
-        texts = [str(content[key]) for key in ("base", "previous", "run")]
-        head = DeltaHead(
-            number=number, step=step, time=time, base=texts[0], previous=texts[1], run=texts[2]
-        )
-        return head, tree["sha256"], values
+        names = ("base", "previous", "run", "checkpoint")
+        texts = {name: str(content[name]) for name in names}
+        return DeltaHead(number=number, step=step, time=time, **texts), tree["sha256"], values
     except (JsonError, KeyError, TypeError) as error:
         raise DataError(f"{path}: {error}; load the newest bundle") from error
 
 
 def _read_values(path: Path, values: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Map the file, check its digest, and return its tensors by name."""
-    fault = f"{path}: is damaged; load the newest bundle"
+    """Check the digest of the file, and return its tensors by name."""
     try:
         with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size != values["bytes"]:
-                raise DataError(fault)
-            # Copy-on-write, because torch has no read-only tensors.
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    except OSError as error:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            if (file.tell(), digest) != (values["bytes"], values["sha256"]):
+                raise DataError(f"{path}: is damaged; load the newest bundle")
+        tensors = Tensors(path)
+    except (OSError, BundleError) as error:
         raise DataError(f"{path}: cannot be read ({error}); load the newest bundle") from error
-    digest, view = hashlib.sha256(), memoryview(data)
-    for start in range(0, len(view), _HASHED_BYTES):
-        digest.update(view[start : start + _HASHED_BYTES])
-    if digest.hexdigest() != values["sha256"]:
-        raise DataError(fault)
-    begin = 8 + int.from_bytes(view[:8], "little")
-    header = object_of(parse_json(bytes(view[8:begin]).decode(), str(path)), str(path))
-    tensors: dict[str, Tensor] = {}
-    for name, entry in header.items():
-        dtype, (start, stop) = _DTYPES[entry["dtype"]], entry["data_offsets"]
-        flat = torch.empty(0, dtype=dtype)
-        if count := (stop - start) // dtype.itemsize:  # frombuffer rejects 0
-            flat = torch.frombuffer(data, dtype=dtype, count=count, offset=begin + start)
-        tensors[name] = flat.view(entry["shape"])
-    return tensors
+    return {name: tensors.tensor(name) for name in tensors.entries}
 
 
 def _digest(content: object) -> str:

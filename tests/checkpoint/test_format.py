@@ -207,7 +207,8 @@ def test_truncated_missing_or_foreign_files_are_never_loaded(tmp_path):
     ("change", "why"),
     [
         (lambda tree: tree["content"].update(step=-1), "checksum"),
-        (lambda tree: tree.update(version=2), "version is 2"),
+        (lambda tree: tree.update(version=3), "version is 3"),
+        (lambda tree: tree.update(version=2), "has no 'previous'"),
         (lambda tree: tree.update(format="other"), "'other'"),
         (lambda tree: tree.pop("content"), "'content'"),
         (lambda tree: tree.update(content=[]), "checksum"),

@@ -42,16 +42,20 @@ MODELS = {"wdl": WdlConfig}
 STEPS = 6
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """Return a CSV table and its prepared set."""
-    folder = tmp_path_factory.mktemp("predict")
+def prepared(folder: Path) -> Path:
+    """Make a CSV table and its prepared set in ``folder``."""
     (folder / "schema.yaml").write_text(SCHEMA)
     source = write_csv(folder / "t.csv", table(900))
     words = ["--input", source, "--output", folder / "set", "--schema", folder / "schema.yaml"]
     words += ["--split", SPLIT, "--max-bad-fraction", "0.05"]
     assert data_main(["prepare", *map(str, words)]) == 0
     return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Return a CSV table and its prepared set."""
+    return prepared(tmp_path_factory.mktemp("predict"))
 
 
 def config_of(folder: Path, scheme: str = "1") -> Config:
@@ -115,7 +119,7 @@ def test_the_suffix_selects_the_format_of_the_scores(run, folder, tmp_path):
         assert predict(words(run, folder / "set", tmp_path / f"s.{suffix}")) == 0
         found = pl.read_csv(tmp_path / f"s.{suffix}", schema=wanted.schema, **options)
         assert found.equals(wanted)
-    for name in ("s.CSV", "s.csv.gz", "scores"):
+    for name in ("s.CSV", "s.csv.gz"):
         with pytest.raises(ConfigError, match=rf"{name}: must end in \.parquet, \.csv, \.tsv"):
             predict(words(run, folder / "set", tmp_path / name))
 
@@ -289,6 +293,26 @@ def test_the_export_command_scores_like_the_run(run, folder, tmp_path, capsys):
         export([*base, "--output", str(tmp_path / "c"), "--rows", "int4"])
     with pytest.raises(ConfigError, match="--score: rows in int8 cost some AUC"):
         export([*base, "--output", str(tmp_path / "c"), "--rows", "int8", "data.path=nowhere"])
+
+
+def test_a_few_rows_are_scored_without_compilers(run, tmp_path):
+    """Importing these packages takes longer than everything else together."""
+    source = write_csv(tmp_path / "one.csv", [row for row in table(9) if row["price"] != INF][:1])
+    code = (
+        "import sys\nfrom sbpflow.commands.predict import predict\npredict(sys.argv[1:])\n"
+        "names = ('numba', 'torch._dynamo', 'nvidia.dali', 'fbgemm_gpu')\n"
+        "print('loaded:', *[name for name in names if name in sys.modules])"
+    )
+    more = ("parallel.kernel=auto", "data.loader=auto")
+    done = deadlines.run(
+        [sys.executable, "-c", code, *words(run, source, tmp_path / "s.parquet", *more)],
+        60,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "loaded:"
+    assert len(pl.read_parquet(tmp_path / "s.parquet")) == 1
 
 
 def test_two_ranks_predict_raw_rows_from_the_command_line(run, folder, tmp_path):

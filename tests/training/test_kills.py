@@ -11,17 +11,21 @@ from tests.deadlines import Deadline
 
 
 @pytest.mark.slow
-def test_interrupted_and_killed_runs_equal_an_undisturbed_run(synth_set, tmp_path, monkeypatch):
+@pytest.mark.parametrize("deltas", [0, 3])
+def test_interrupted_and_killed_runs_equal_an_undisturbed_run(
+    synth_set, tmp_path, monkeypatch, deltas
+):
     monkeypatch.setattr(faults, "STEPS", 60)
     expected = faults.uninterrupted(synth_set, tmp_path / "whole", 2)
-    run = Campaign(synth_set, tmp_path / "run", 2, random.Random(3))
-    ranks = start(synth_set, run.folder, run.log, 2)
+    run = Campaign(synth_set, tmp_path / "run", 2, random.Random(3), deltas=deltas)
+    ranks = start(synth_set, run.folder, run.log, 2, f"checkpoint.deltas={deltas}")
     assert wait(ranks, lambda: steps_done(run.folder) > EVERY, 120.0)
     ranks.signal(signal.SIGTERM)
     assert ranks.codes(60.0) == [130, 130]
     saved = max(int(path.name[5:]) for path in run.folder.glob("checkpoints/step-*"))
     assert saved == steps_done(run.folder), "it was saved after the step under way"
-    run.kill("one")
+    for kind in ("one", "save") if deltas else ("one",):
+        run.kill(kind)
     run.finish()
     assert faults.events(run.folder) == expected
     assert run.left_over() == []

@@ -93,6 +93,25 @@ def test_interrupted_runs_resume_bit_for_bit(synth_set, whole, tmp_path, monkeyp
     assert (tmp_path / "checkpoints" / "data" / "manifest.json").is_file()
 
 
+@pytest.mark.parametrize(
+    "more", [(), ("checkpoint.background=true",),
+             ("parallel.storage={'deep.*': {kind: file, cache: '40%'}}",)],
+)  # fmt: skip
+def test_a_run_with_deltas_resumes_bit_for_bit(synth_set, whole, tmp_path, monkeypatch, more):
+    deltas = ("checkpoint.every=2", "checkpoint.deltas=3", "checkpoint.keep=2", *more)
+    for at in (3, 7, 13):
+        interrupted(synth_set, tmp_path, monkeypatch, at, *deltas)
+    assert run(synth_set, tmp_path, *deltas) == 0
+    assert events(tmp_path) == events(whole)
+    # The chain goes on over the interrupts: 2 is full, then 4, 6, 8; 10 is full, and so on.
+    folder = tmp_path / "checkpoints"
+    assert [path.name for path in list_checkpoints(folder)] == ["step-20", "step-18"]
+    one, two = (open_checkpoint(path / "checkpoints" / "step-20") for path in (whole, tmp_path))
+    assert two.chain_length == 2
+    for name in one.tensors:
+        assert one.tensor(name).equal(two.tensor(name)), name
+
+
 def interrupted(synth_set, folder, monkeypatch, at=9, *more):
     with monkeypatch.context() as patch:
         interrupt(patch, at)

@@ -10,7 +10,7 @@ from torch import Tensor
 from sbpflow.embedding.plan.tables import Shard
 from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.state import StoredShard
-from sbpflow.embedding.storage.keyed import TrainedRows
+from sbpflow.embedding.storage.keyed import SelectedRows
 from sbpflow.embedding.storage.store import WEIGHTS
 from sbpflow.runtime.random.streams import fill_uniform, stream_key, uniform_rows
 
@@ -22,7 +22,7 @@ _ROWS_AT_A_TIME = 1 << 16
 def fill_shard(stored: StoredShard, *, seed: int) -> None:
     """Fill with U(-initial_range, initial_range) as a function of (seed, table, row, column)."""
     store, rows = stored.store, stored.rows
-    if isinstance(store, TrainedRows) or store.starts_initial:
+    if isinstance(store, SelectedRows) or store.starts_initial:
         return
     if store.is_in_place:
         _fill(stored.weights, stored.shard, seed)

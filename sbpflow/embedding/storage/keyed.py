@@ -172,7 +172,28 @@ class KeyedStore:
         return -(-count * self._shard.table.num_rows // self.num_rows) * 5 // 4
 
 
-class TrainedRows:
+class SelectedRows:
+    """A read-only selection of ``num_rows`` rows of ``store``, in an order of its own."""
+
+    is_in_place = False
+
+    def __init__(self, store: RowStore, num_rows: int) -> None:
+        self.store, self.num_rows, self.width = store, num_rows, store.width
+
+    def numbers(self, rows: slice) -> slice | Tensor:
+        """Return the store's numbers of these rows."""
+        raise NotImplementedError
+
+    def places(self, numbers: Tensor) -> Tensor:
+        """Return the inverse of ``numbers``."""
+        raise NotImplementedError
+
+    def read(self, rows: slice, into: Mapping[str, Tensor] | None = None) -> Mapping[str, Tensor]:
+        """Read rows as ``RowStore.read`` does."""
+        return self.store.read(self.numbers(rows), into)
+
+
+class TrainedRows(SelectedRows):
     """A snapshot of the first rows of ``store``, numbered by ascending address.
 
     ``addresses`` [n] are the addresses of the store's rows from row 0 on. Sorting the addresses
@@ -180,10 +201,8 @@ class TrainedRows:
     thread does this.
     """
 
-    is_in_place = False
-
     def __init__(self, store: RowStore, addresses: Tensor) -> None:
-        self.store, self.num_rows, self.width = store, addresses.numel(), store.width
+        super().__init__(store, addresses.numel())
         self._addresses = addresses.clone()
 
     @cached_property
@@ -196,20 +215,14 @@ class TrainedRows:
         return torch.empty_like(order).scatter_(0, order, torch.arange(self.num_rows))
 
     def numbers(self, rows: slice) -> slice | Tensor:
-        """Return the store's numbers of these rows."""
         return rows if rows == NO_ROWS else self._sorted[1][rows]
 
     def places(self, numbers: Tensor) -> Tensor:
-        """Return the inverse of ``numbers``."""
         return self._places[numbers]
 
     def keys(self, rows: slice) -> Tensor:
         """Return the keys of these rows."""
         return self._addresses[rows] if rows == NO_ROWS else keys_of(self._sorted[0][rows])
-
-    def read(self, rows: slice, into: Mapping[str, Tensor] | None = None) -> Mapping[str, Tensor]:
-        """Read rows as ``RowStore.read`` does."""
-        return self.store.read(self.numbers(rows), into)
 
 
 class TrainedKeys:

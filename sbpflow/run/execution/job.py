@@ -82,10 +82,13 @@ def build_job(
     boxing: Boxing,
     *,
     stores: StoreFactory | None = None,
+    training: bool = True,
 ) -> Job:
     """Allocate and initialize this rank's part of the run; ``boxing`` then follows the plan.
 
     ``EmbeddingCollection`` describes ``stores``; by default they follow ``parallel.storage``.
+    Without ``training``, the job only predicts: the caller loads the values of the tables, and the
+    dense part has no optimizer, whose class takes a second to import.
     """
     boxing.follow(plan.dense_conversions)
     if boxing.world.backend == "nccl":
@@ -100,6 +103,7 @@ def build_job(
         kernel=plan.kernels,
         row_buffer_fraction=config.parallel.row_buffer_fraction,
         stores=stores or stores_of(partial(_row_folder, config), boxing.world.device),
+        initialize=training,
     )
     layouts = {parameter.name: parameter.layout for parameter in plan.dense}
     model = spec.build(layouts, boxing, seed=seed, dtype=dtype)
@@ -115,10 +119,13 @@ def build_job(
     clip, clipper = config.optimizer.clip, None
     if clip is not None:
         clipper = Clipper(clip, model.parameters, embeddings, boxing, plan.clip)
+    optimizer = None
+    if training:
+        optimizer = make_dense_optimizer(config.optimizer.dense, parts, capturable=use_graph)
     trainer = Trainer(
         model,
         embeddings,
-        make_dense_optimizer(config.optimizer.dense, parts, capturable=use_graph),
+        optimizer,
         boxing,
         dtype=dtype,
         seed=seed,

@@ -1,19 +1,20 @@
-"""Predicts a split with a trained job, batch by batch, and gathers the results on rank 0."""
+"""Predicts a split with a trained job: all scores on rank 0, or each range of rows on one rank."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from sbpflow.boxing.agreement import gather_facts
 from sbpflow.boxing.executor import Boxing
 from sbpflow.errors import MESSAGE_ERRORS, ConfigError
 from sbpflow.runtime.processes.background import in_background
 from sbpflow.sbp.sbp import balanced_sizes
-from sbpflow.training.batch import Loader
+from sbpflow.training.batch import Batch, Loader
 from sbpflow.training.evaluate import gather_rows
 from sbpflow.training.trainer import Trainer
 
@@ -38,6 +39,62 @@ def predictions(
             yield probabilities(logits.numpy()), labels.float().numpy()
 
 
+class Range(Protocol):
+    """Rows [start, stop) of the split."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def stop(self) -> int: ...
+
+
+class WindowLoader(Protocol):
+    """A loader that reads any rows, such as ``data.read.loader.RowLoader``."""
+
+    def windows(self, windows: Sequence[tuple[int, int]], batch_size: int) -> Iterator[Batch]:
+        """Yield batches with these rows of this rank; ``batch_size`` counts all ranks' rows."""
+        ...
+
+
+def predict_ranges(
+    trainer: Trainer,
+    loader: WindowLoader,
+    boxing: Boxing,
+    todo: Sequence[Range],
+    batch_size: int,
+    num_rows: int,
+) -> Iterator[tuple[int, Floats, Floats]]:
+    """Predict each range of rows on one rank; yield (index, probabilities, labels) of own ranges.
+
+    Every rank must iterate over equal ``todo``. Each step has ``batch_size`` rows in equal parts,
+    or fewer if the split has only ``num_rows``. A part beyond the end of its range is moved back,
+    and the rows that it repeats are dropped. So the matrix shapes, and the bits of a score, do not
+    depend on which ranges are left to do.
+    """
+    size, rank = boxing.world.size, boxing.world.rank
+    part = min(batch_size // size, num_rows)
+    for first in range(0, len(todo), size):
+        together = todo[first : first + size]
+        mine = together[min(rank, len(together) - 1)]
+        num_steps = max(-(-(each.stop - each.start) // part) for each in together)
+        wanted = [mine.start + step * part for step in range(num_steps)]
+        starts = [max(0, min(start, mine.stop - part)) for start in wanted]
+        batches = loader.windows([(start, start + part) for start in starts], part * size)
+        logits, labels = list[Tensor](), list[Tensor]()
+        for start, moved, batch in zip(wanted, starts, batches, strict=True):
+            values = trainer.predict(batch)
+            if rank < len(together):
+                own = slice(start - moved, max(start - moved, mine.stop - moved))
+                logits.append(values[own].cpu())
+                labels.append(batch.labels[own].cpu())
+        if rank < len(together):
+            yield (
+                first + rank,
+                probabilities(torch.cat(logits).numpy()),
+                torch.cat(labels).float().numpy(),
+            )
+
+
 def probabilities(logits: NDArray[np.floating]) -> Floats:
     """Return the sigmoids, computed in float64 so that they do not depend on the batch size.
 
@@ -48,26 +105,29 @@ def probabilities(logits: NDArray[np.floating]) -> Floats:
 
 
 def on_rank_0(boxing: Boxing, work: Callable[[], Result], *, ask_s: float = 2.0) -> Result | None:
-    """Run ``work`` on rank 0 and return its result there; None on the other ranks.
+    """Run ``work`` on rank 0 as ``together`` does; return its result there, and None elsewhere."""
+    return together(boxing, work if boxing.world.rank == 0 else lambda: None, ask_s=ask_s)
 
-    Every rank must call this function. Rank 0 reports to the others every ``ask_s`` seconds, so
-    that collectives do not time out during long work. All ranks raise the errors of
-    ``work`` that are a user's mistakes.
+
+def together(boxing: Boxing, work: Callable[[], Result], *, ask_s: float = 2.0) -> Result:
+    """Run ``work`` on every rank and return its result.
+
+    Every rank must call this function. The ranks report to each other every ``ask_s`` seconds, so
+    that collectives do not time out during long work. All ranks raise the errors of ``work`` that
+    are a user's mistakes.
     """
     if boxing.world.size == 1:
         return work()
-    attempt = in_background(work, "rank 0's work") if boxing.world.rank == 0 else None
+    attempt = in_background(work, "work")
     while True:
-        report = {"state": "done", "error": ""}
-        if attempt is not None:
-            wait([attempt], ask_s)
-            report["state"] = "done" if attempt.done() else "busy"
-            if attempt.done() and isinstance(attempt.exception(), MESSAGE_ERRORS):
-                report["error"] = str(attempt.exception())
-        report = gather_facts(boxing, report)[0]
-        if attempt is not None and report["state"] == "done":
+        wait([attempt], ask_s)
+        report = {"state": "done" if attempt.done() else "busy", "error": ""}
+        if attempt.done() and isinstance(attempt.exception(), MESSAGE_ERRORS):
+            report["error"] = str(attempt.exception())
+        reports = gather_facts(boxing, report)
+        if attempt.done() and attempt.exception() is not None:
+            return attempt.result()  # raises
+        if errors := [each["error"] for each in reports if each["error"]]:
+            raise ConfigError(errors[0])
+        if all(each["state"] == "done" for each in reports):
             return attempt.result()
-        if report["error"]:
-            raise ConfigError(report["error"])
-        if report["state"] == "done":
-            return None

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sbpflow.checkpoint.format import digest_of
 from sbpflow.checkpoint.read import Checkpoint
 from sbpflow.embedding.ids.batch_ids import BatchIds
 from sbpflow.errors import ConfigError
@@ -153,10 +154,11 @@ def check_unscored(rows: RowFormat, path: Path | None) -> None:
 def facts_of(checkpoint: Checkpoint, vocabulary_digest: str | None) -> dict[str, Any]:
     """Describe the origin of the values for model.json."""
     return {
+        "checkpoint": digest_of(checkpoint.index),
         "trained": {
             "vocabulary": vocabulary_digest,
             "config": checkpoint.documents.get("config"),
-        }
+        },
     }
 
 

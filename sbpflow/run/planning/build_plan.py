@@ -25,7 +25,7 @@ from sbpflow.embedding.storage.choose import choose_kernels
 from sbpflow.errors import ConfigError, SbpError
 from sbpflow.run.model.spec import Fields, ModelConfig, ModelSpec
 from sbpflow.run.planning.auto_scheme import candidates, rank_candidates
-from sbpflow.run.planning.dense_steps import dense_steps
+from sbpflow.run.planning.dense_steps import DenseSteps, dense_steps
 from sbpflow.run.planning.plan import DenseParameter, PricedPlan, RunPlan
 from sbpflow.run.planning.storage import check_storage, lookahead_of, with_storage
 from sbpflow.runtime.compute.devices import backend_of_device
@@ -88,12 +88,14 @@ def plan_run(
     device_type: str,
     planned: Mapping[str, TableRule] | None = None,
     topology: Topology | None = None,
+    traced: bool = True,
 ) -> tuple[ModelSpec, RunPlan]:
     """Return the model's shapes and the plan of the run; raise ConfigError for a misfit.
 
     ``planned`` are the rules to use for ``parallel.plan``: the planner's rules for ``auto``, or the
     rules of a saved run. By default, the file that ``parallel.plan`` names is read. ``topology`` is
-    by default the file of ``parallel.topology``, or else one host like this machine.
+    by default the file of ``parallel.topology``, or else one host like this machine. If not
+    ``traced``, the plan lacks the steps of the dense part, which one rank can do without.
     """
     spec = cast("ModelConfig", config.model).spec(fields)
     parts = ("outputs", "parameters", "schemes", "hashed_columns", "splits_parameters", "build")
@@ -119,16 +121,18 @@ def plan_run(
     layouts, embeddings, priced = _plan_tables(config, spec, fields, world, planned, topology)
     check_storage(embeddings)
     dense = _dense_parameters(config, spec, device_type, world_size)
-    sent = dense_steps(
-        spec,
-        fields,
-        {parameter.name: parameter.layout for parameter in dense},
-        world,
-        dtype=dtype,
-        backend=backend,
-        batch_size=config.data.batch_size,
-        loss=config.train.loss,
-    )
+    sent = DenseSteps(forward=(), backward=(), conversions=())
+    if traced:  # takes two seconds, because torch imports its compiler for tensors without values
+        sent = dense_steps(
+            spec,
+            fields,
+            {parameter.name: parameter.layout for parameter in dense},
+            world,
+            dtype=dtype,
+            backend=backend,
+            batch_size=config.data.batch_size,
+            loss=config.train.loss,
+        )
     slice_columns(config.train.slices, embeddings)
     _check_metrics(config, fields)
     clip = config.optimizer.clip

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from sbpflow.boxing.agreement import gather_facts, run_on_all_ranks
 from sbpflow.boxing.executor import Boxing
 from sbpflow.checkpoint.folder import checked, keep_only, step_folder, tidy
+from sbpflow.checkpoint.format import Previous, digest_of
 from sbpflow.checkpoint.run_file import RunFacts, write_run
 from sbpflow.checkpoint.save import Saver
 from sbpflow.config.checks import writable_folder
@@ -77,6 +78,11 @@ class Checkpoints:
             read.load_state_dict(start.cursor)
         if not config.checkpoint.every:
             return
+        if config.checkpoint.deltas and config.parallel.cuda_graph:
+            raise ConfigError(
+                "checkpoint.deltas: does not work with parallel.cuda_graph, because a graph cannot "
+                "mark changed rows; use checkpoint.deltas=0 or parallel.cuda_graph=false"
+            )
         folder = run_on_all_ranks(job.boxing, lambda: _folder(decision.folder))
         check_shared(folder, job.boxing)
         facts = relevant_facts(config, data)
@@ -95,6 +101,8 @@ class Checkpoints:
             run=decision.run,
             deadline_s=config.parallel.timeout_s,
             stores=job.embeddings.stores,
+            num_deltas=config.checkpoint.deltas,
+            previous=_continued(folder, resumed),
         )
         if {"save": True, "end": False}[config.checkpoint.on_signal]:
             self._signals = watch_signals()
@@ -164,6 +172,7 @@ class Checkpoints:
         self._end_signals()
         if self._saver is not None:
             self._saver.wait()
+            self._saver.close()
         if self._lock is not None:
             self._lock.close()
 
@@ -188,6 +197,15 @@ class Checkpoints:
             "world_size": self._world.size,
             "versions": version_summary(),
         }
+
+
+def _continued(folder: Path, resumed: Resumed) -> Previous | None:
+    """Return what the first delta continues: the checkpoint from which the run was resumed."""
+    if not resumed.decision.resumes or not resumed.start.step:
+        return None
+    checkpoint = checked(step_folder(folder, resumed.start.step))
+    number = 1 if checkpoint.previous is None else checkpoint.previous.number + 1
+    return Previous(step=checkpoint.step, sha256=digest_of(checkpoint.index), number=number)
 
 
 def _folder(folder: Path) -> Path:

@@ -1,0 +1,165 @@
+"""Write scores to a folder, with a Parquet file per block of rows, and continue after a kill.
+
+A block is finished once its record exists; the record has the file's size and CRC32. The mark of
+the folder names the rows and weights, so that blocks of another prediction are never kept. The
+index is written last, and then the records, the mark, and the encoded rows are removed.
+"""
+
+import logging
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sbpflow.data.format.manifest import Manifest
+from sbpflow.data.format.npy import file_crc32
+from sbpflow.data.predictions import Scoring, scored_rows
+from sbpflow.data.prepare.workspace import read_record, require_record, write_record
+from sbpflow.errors import ConfigError
+
+INDEX = "scores.json"
+_MARK, _ENCODED = "unfinished.json", "rows.json"
+_INDEX_KEYS = ("format", "version", "run", "step", "split", "rows", "files")
+_KEYS = ("plan", "file", "start", "rows", "bytes", "crc32", "sum")
+_LOG = logging.getLogger(__name__)
+
+
+class Block(NamedTuple):
+    """Rows [start, stop) of the split."""
+
+    number: int
+    start: int
+    stop: int
+
+
+class ScoreBlocks:
+    """The files of the folder ``scoring.output``, in blocks of ``block_rows`` rows.
+
+    ``weights`` identifies the trained values and the settings that affect scores.
+    """
+
+    def __init__(self, scoring: Scoring, block_rows: int, weights: str) -> None:
+        self._scoring, self._folder = scoring, scoring.output
+        self._block_rows, self._plan = block_rows, f"{weights} {block_rows} {scoring.split}"
+
+    def open(self, rows: str) -> None:
+        """Create the folder, or continue an unfinished prediction of equal ``rows`` and weights.
+
+        Raise ConfigError if the folder has something else, unless it may be overwritten.
+        """
+        folder, overwrite = self._folder, self._scoring.overwrite
+        plan = {"plan": f"{rows} {self._plan}"}
+        mark = read_record(folder / _MARK, ("plan",))
+        if read_record(folder / INDEX, _INDEX_KEYS) is not None:
+            if not overwrite:
+                raise ConfigError(
+                    f"--output {folder} already exists; use --overwrite to replace it"
+                )
+            shutil.rmtree(folder)
+        elif mark is not None and mark != plan:
+            if not overwrite:
+                raise ConfigError(
+                    f"--output {folder}: has unfinished scores of other rows, weights, or options; "
+                    "use another folder, or --overwrite to replace them"
+                )
+            shutil.rmtree(folder)
+        elif mark is None and folder.exists() and any(folder.iterdir()):
+            raise ConfigError(
+                f"--output {folder}: is not empty and has no scores; use a new folder"
+            )
+        folder.mkdir(exist_ok=True)
+        write_record(folder / _MARK, plan)
+
+    def is_encoded(self) -> bool:
+        """Return whether an earlier start has encoded all rows; remove a set that may be stale."""
+        if self._scoring.is_set:
+            return True
+        rows = self._scoring.rows
+        record = read_record(self._folder / _ENCODED, ("fingerprint",))
+        if record is None:
+            if rows.exists():
+                shutil.rmtree(rows)
+                shutil.rmtree(rows.with_name(rows.name + ".work"), ignore_errors=True)
+            return False
+        return self._scoring.manifest().fingerprint == record["fingerprint"]
+
+    def encoded(self) -> None:
+        """Record that all rows are encoded."""
+        if not self._scoring.is_set:
+            fingerprint = self._scoring.manifest().fingerprint
+            write_record(self._folder / _ENCODED, {"fingerprint": fingerprint})
+
+    def blocks(self, manifest: Manifest) -> list[Block]:
+        """Return all blocks of the split."""
+        num_rows = manifest.splits[self._scoring.split]
+        starts = range(0, num_rows, self._block_rows)
+        return [Block(k, a, min(a + self._block_rows, num_rows)) for k, a in enumerate(starts)]
+
+    def is_finished(self, block: Block) -> bool:
+        """Return whether the block's file is complete and undamaged."""
+        record = read_record(self._record(block), _KEYS)
+        path = self._file(block)
+        return (
+            record is not None
+            and (record["plan"], record["rows"]) == (self._plan, block.stop - block.start)
+            and path.is_file()
+            and path.stat().st_size == record["bytes"]
+            and file_crc32(path) == record["crc32"]
+        )
+
+    def write(
+        self,
+        manifest: Manifest,
+        block: Block,
+        scores: NDArray[np.float32],
+        labels: NDArray[np.float32],
+    ) -> None:
+        """Write the file of a block, and then its record."""
+        path = self._file(block)
+        partial = path.with_suffix(".partial")
+        frame = scored_rows(manifest, self._scoring.split, block.start, block.stop, scores, labels)
+        try:
+            frame.write_parquet(partial)
+            partial.replace(path)
+            record = {
+                "plan": self._plan,
+                "file": path.name,
+                "start": block.start,
+                "rows": len(frame),
+                "bytes": path.stat().st_size,
+                "crc32": file_crc32(path),
+                "sum": float(scores.sum(dtype=np.float64)),
+            }
+            write_record(self._record(block), record)
+        except OSError as error:
+            raise ConfigError(f"--output {path} cannot be written ({error})") from error
+
+    def finish(self, manifest: Manifest, blocks: Sequence[Block], run: str, step: int) -> None:
+        """Write the index, and remove everything but the files of the blocks."""
+        records = [require_record(self._record(block), _KEYS) for block in blocks]
+        num_rows = sum(record["rows"] for record in records)
+        files = [{key: record[key] for key in _KEYS[1:-1]} for record in records]
+        content = {
+            "format": "sbpflow-scores",
+            "version": 1,
+            "run": run,
+            "step": step,
+            "split": self._scoring.split,
+            "rows": num_rows,
+            "files": files,
+        }
+        write_record(self._folder / INDEX, content)
+        for path in (*map(self._record, blocks), self._folder / _MARK, self._folder / _ENCODED):
+            path.unlink(missing_ok=True)
+        self._scoring.remove_rows(manifest)
+        mean = sum(record["sum"] for record in records) / num_rows
+        _LOG.info("%s: %d scores in %d files, mean %.6f", self._folder, num_rows, len(files), mean)
+
+    def _file(self, block: Block) -> Path:
+        return self._folder / f"part-{block.number:06d}.parquet"
+
+    def _record(self, block: Block) -> Path:
+        return self._file(block).with_suffix(".json")

@@ -1,0 +1,117 @@
+"""``sbpflow embeddings``: write the vectors of a trained table with the original values."""
+
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, cast
+
+from sbpflow.commands.saved_run import add_model, saved_run
+from sbpflow.runtime.files.local_path import local_path
+from sbpflow.runtime.processes.launch import ArgumentParser
+
+if TYPE_CHECKING:
+    import numpy as np
+    import polars as pl
+    from numpy.typing import NDArray
+
+    from sbpflow.checkpoint.read import Checkpoint
+    from sbpflow.config.schema import Config
+    from sbpflow.data import Manifest
+    from sbpflow.run.model.spec import ModelConfig
+
+VECTOR = "vector"
+_BLOCK_BYTES = 32 << 20
+_SUFFIXES = (".parquet", ".arrow")
+
+
+def embeddings(argv: Sequence[str]) -> int:
+    """Write a table's values and vectors to a file, ready for a vector index."""
+    parser = ArgumentParser(prog="sbpflow embeddings", description=embeddings.__doc__)
+    add_model(parser, "checkpoint")
+    add = parser.add_argument
+    add("--table", required=True, help="name of a table, such as deep.C3")
+    text = "a .parquet or .arrow file"
+    add("--output", type=local_path, required=True, metavar="FILE", help=text)
+    args = parser.parse_intermixed_args(argv)
+
+    import polars as pl
+    from polars.io.plugins import register_io_source
+
+    from sbpflow.data.values import value_blocks
+    from sbpflow.errors import ConfigError
+
+    output = args.output
+    if output.suffix not in _SUFFIXES or output.exists():
+        fault = "already exists" if output.exists() else f"must end in {' or '.join(_SUFFIXES)}"
+        raise ConfigError(f"--output {output}: {fault}; use, for example, items.parquet")
+    checkpoint, config = saved_run(args)
+    manifest, feature = source_of(checkpoint, config, args.table)
+    name = f"tables/{args.table}"
+    dim = checkpoint.saved(name).shape[1]
+    block_rows = max(1, _BLOCK_BYTES // (4 * dim))
+    blocks = value_blocks(manifest, feature, block_rows)
+    first = next(blocks, None)
+    if first is None:
+        raise ConfigError(f"--table {args.table}: no value of {feature} has a row of its own")
+    num_rows = 0
+
+    def frames() -> Iterator[pl.DataFrame]:
+        nonlocal num_rows
+        yield (head := _frame(checkpoint, name, feature, *first))
+        num_rows += len(head)
+        for values, ids in blocks:
+            yield (frame := _frame(checkpoint, name, feature, values, ids))
+            num_rows += len(frame)
+
+    schema = _frame(checkpoint, name, feature, first[0][:0], first[1][:0]).schema
+    # The columns and filters of a query do not matter, because the sink takes whole rows.
+    source = register_io_source(lambda *_: frames(), schema=schema)
+    partial = output.with_name(output.name + ".partial")
+    try:
+        if output.suffix == ".parquet":
+            source.sink_parquet(partial)
+        else:
+            source.sink_ipc(partial)
+        partial.replace(output)
+    except OSError as error:
+        raise ConfigError(f"--output {output} cannot be written ({error})") from error
+    finally:
+        partial.unlink(missing_ok=True)
+    print(f"{output}: {num_rows:,} values of {feature} with vectors of {dim} numbers")
+    return 0
+
+
+def source_of(checkpoint: "Checkpoint", config: "Config", table: str) -> "tuple[Manifest, str]":
+    """Return the run's set, and the column whose values a table has."""
+    from sbpflow.checkpoint.folder import data_folder
+    from sbpflow.data import fields_of, load_manifest
+    from sbpflow.errors import ConfigError
+
+    manifest = load_manifest(data_folder(checkpoint.path))
+    spec = cast("ModelConfig", config.model).spec(fields_of(manifest))
+    tables = {each.name: each for output in spec.outputs for each in output.tables}
+    if table not in tables:
+        near = get_close_matches(table, tables, 1) or list(tables)[:1]
+        raise ConfigError(
+            f"table: {table!r} is not a table of this model; use one of {', '.join(tables)} (for "
+            f"example, {near[0]})"
+        )
+    return manifest, tables[table].features[0]
+
+
+def _frame(
+    checkpoint: "Checkpoint",
+    name: str,
+    feature: str,
+    values: "NDArray[Any]",
+    ids: "NDArray[np.int32]",
+) -> "pl.DataFrame":
+    """Return values and their rows of a table; the ids ascend."""
+    import polars as pl
+    import torch
+
+    dim = checkpoint.saved(name).shape[1]
+    start, stop = (int(ids[0]), int(ids[-1]) + 1) if len(ids) else (0, 0)
+    rows = checkpoint.tensor(name, slice(start, stop), dtype=torch.float32).numpy()
+    kind = pl.Int64 if values.dtype.kind == "i" else pl.String
+    vectors = pl.Series(rows[ids - start], dtype=pl.Array(pl.Float32, dim))
+    return pl.DataFrame({feature: pl.Series(values.tolist(), dtype=kind), VECTOR: vectors})

@@ -1,0 +1,170 @@
+"""Follows the checkpoints of a run with bundles and their deltas (``sbpflow.serving.deltas``).
+
+A delta has the rows that the run's checkpoints since the last export name as changed, so it needs
+checkpoints with deltas. Otherwise, or after ``num_deltas`` deltas, a new bundle starts the chain
+again; the old bundle is removed when the new one is complete.
+"""
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from sbpflow.checkpoint.format import INDEX_FILE, digest_of
+from sbpflow.checkpoint.read import Checkpoint
+from sbpflow.errors import DataError
+from sbpflow.run.export.row_formats import RowFormat, to_stored
+from sbpflow.runtime.files.json_file import JsonError, object_of, read_json
+from sbpflow.serving import deltas
+from sbpflow.serving.deltas import BUNDLE_FILE, DeltaHead, DeltaWriter, bundles_in, delta_folder
+
+_BLOCK = 1 << 16  # rows converted together
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """The last export: a bundle with its first ``number`` deltas, and its checkpoint's digest."""
+
+    bundle: Path
+    content: Mapping[str, Any]
+    number: int
+    digest: str
+    checkpoint: str
+
+
+def last_export(folder: Path) -> Exported | None:
+    """Return the newest bundle of ``folder`` with its last good delta; None without a bundle."""
+    for bundle in reversed(bundles_in(folder)):
+        try:
+            content = object_of(read_json(bundle / BUNDLE_FILE), str(bundle / BUNDLE_FILE))
+        except (JsonError, FileNotFoundError):
+            continue
+        base = deltas.digest_of(bundle)
+        last = Exported(
+            bundle=bundle,
+            content=content,
+            number=0,
+            digest=base,
+            checkpoint=str(content.get("checkpoint")),
+        )
+        while (following := _next(last, base)) is not None:
+            last = following
+        return last
+    return None
+
+
+def _next(last: Exported, base: str) -> Exported | None:
+    try:
+        delta = deltas.read_delta(last.bundle, last.number + 1, base=base, previous=last.digest)
+    except (FileNotFoundError, DataError):
+        return None
+    return Exported(
+        bundle=last.bundle,
+        content=last.content,
+        number=last.number + 1,
+        digest=delta.digest,
+        checkpoint=delta.head.checkpoint,
+    )
+
+
+def export_next(
+    checkpoint: Checkpoint,
+    folder: Path,
+    num_deltas: int,
+    write_base: Callable[[Checkpoint, Path], object],
+) -> Path | None:
+    """Export a checkpoint to ``folder`` as a delta or a new bundle; return the new folder.
+
+    Return None if the checkpoint is the last export.
+    """
+    last = last_export(folder)
+    if last is not None:
+        if last.checkpoint == digest_of(checkpoint.index):
+            return None
+        members = _since(checkpoint, last.checkpoint)
+        if members and last.number < num_deltas:
+            return _write_delta(checkpoint, members, last)
+    target = folder / f"step-{checkpoint.step}"
+    if target.exists():  # of a run that was started again
+        shutil.rmtree(target)
+    write_base(checkpoint, target)
+    for old in bundles_in(folder):
+        if old != target:
+            shutil.rmtree(old)
+    return target
+
+
+def _since(checkpoint: Checkpoint, digest: str) -> list[Checkpoint]:
+    """Return the deltas after the checkpoint with this digest, the oldest first, or []."""
+    members: list[Checkpoint] = []
+    member: Checkpoint | None = checkpoint
+    while member is not None and member.previous is not None:
+        members.append(member)
+        if member.previous.sha256 == digest:
+            return members[::-1]
+        member = member.before
+    return []
+
+
+def _write_delta(checkpoint: Checkpoint, members: Sequence[Checkpoint], last: Exported) -> Path:
+    base = deltas.digest_of(last.bundle)
+    head = DeltaHead(
+        number=last.number + 1,
+        base=base,
+        previous=last.digest,
+        run=checkpoint.run,
+        step=checkpoint.step,
+        time=(checkpoint.path / INDEX_FILE).stat().st_mtime,
+        checkpoint=digest_of(checkpoint.index),
+    )
+    tables = cast("Mapping[str, Mapping[str, Any]]", last.content["tables"])
+    rows = {name: _changed_rows(members, f"tables/{name}") for name in tables}
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for name, changed in rows.items():
+        saved = checkpoint.saved(f"tables/{name}")
+        one = torch.zeros(1, *saved.shape[1:], dtype=saved.dtype)
+        tensors[f"tables/{name}/rows"] = torch.int64, (len(changed),)
+        for suffix, part in to_stored(name, one, 0, _format_of(tables[name], saved.dtype)).items():
+            tensors[f"tables/{name}{suffix}"] = part.dtype, (len(changed), *part.shape[1:])
+    weights = {f"dense/{name}" for name in last.content["graph"]["weights"].values()}
+    dense = {name: saved for name, saved in checkpoint.tensors.items() if name in weights}
+    tensors |= {name: (saved.dtype, saved.shape) for name, saved in dense.items()}
+    writer = DeltaWriter(last.bundle, head, tensors)
+    for name, changed in rows.items():
+        writer.append(f"tables/{name}/rows", changed)
+        values = _changed_values(members, f"tables/{name}", changed)
+        row_format = _format_of(tables[name], values.dtype)
+        for start in range(0, len(changed), _BLOCK):
+            block = values[start : start + _BLOCK]
+            for suffix, part in to_stored(name, block, start, row_format).items():
+                writer.append(f"tables/{name}{suffix}", part)
+    for name in dense:
+        writer.append(name, checkpoint.tensor(name))
+    writer.close()
+    return delta_folder(last.bundle, head.number)
+
+
+def _format_of(table: Mapping[str, Any], dtype: torch.dtype) -> RowFormat:
+    """Return the format in which a bundle stores a table with trained rows of ``dtype``."""
+    stored = table["stored"]
+    if stored == "int8":
+        return "int8"
+    return "float16" if getattr(torch, stored) != dtype else "as_trained"
+
+
+def _changed_rows(members: Sequence[Checkpoint], name: str) -> Tensor:
+    return torch.cat([member.changed_rows(name) for member in members]).unique()
+
+
+def _changed_values(members: Sequence[Checkpoint], name: str, changed: Tensor) -> Tensor:
+    """Return the last values [n, dim] of the changed rows, all of which the members contain."""
+    saved = members[-1].saved(name)
+    values = torch.empty(len(changed), *saved.shape[1:], dtype=saved.dtype)
+    for member in members:
+        for rows, columns, part in member.changes(name):
+            values[:, columns].index_copy_(0, torch.searchsorted(changed, rows), part)
+    return values

@@ -1,0 +1,138 @@
+"""Tests that bundles with deltas have the values of the run's checkpoints."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sbpflow.checkpoint.read import open_checkpoint
+from sbpflow.commands import train
+from sbpflow.commands.export import export, export_model
+from sbpflow.errors import ConfigError
+from sbpflow.models.registry import MODELS
+from sbpflow.run.export.chain import export_next
+from sbpflow.run.saved.saved_model import saved_config
+from sbpflow.serving.deltas import bundles_in, delta_folder, digest_of, newest_bundle, read_delta
+from sbpflow.serving.scorer import Tensors, load
+from tests import deadlines
+from tests.training.conftest import synth_set  # noqa: F401 (a fixture)
+from tests.training.test_resume import CONFIG, words
+
+ROOT = Path(__file__).parents[2]
+OPTIONS = ("checkpoint.every=2", "checkpoint.deltas=4", "checkpoint.keep=50")
+
+
+@pytest.fixture(scope="module")
+def run(synth_set, tmp_path_factory) -> Path:  # noqa: F811
+    """Return a run with full checkpoints of steps 2 and 12, and deltas of 4 to 10 and 14 to 20."""
+    folder = tmp_path_factory.mktemp("followed")
+    assert train.main(["--config", CONFIG, *words(synth_set, folder, *OPTIONS)]) == 0
+    return folder / "checkpoints"
+
+
+def writer(rows: str):
+    def write_base(checkpoint, target):
+        config = saved_config(checkpoint, [], models=MODELS, own_model=None)
+        export_model(checkpoint, config, target, rows=rows, measured=False)
+
+    return write_base
+
+
+def values_of(bundle: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a bundle with all its deltas applied."""
+    stored = Tensors(bundle / "model.safetensors")
+    values = {name: stored.tensor(name).clone() for name in stored.entries}
+    base = previous = digest_of(bundle)
+    number = 0
+    while delta_folder(bundle, number + 1).exists():
+        number += 1
+        delta = read_delta(bundle, number, base=base, previous=previous)
+        previous = delta.digest
+        for table, (rows, parts) in delta.tables.items():
+            for suffix, part in parts.items():
+                values[f"tables/{table}{suffix}"][rows] = part
+        for name, value in delta.dense.items():
+            values[f"dense/{name}"] = value
+    return values
+
+
+@pytest.mark.parametrize("rows", ["as_trained", "int8"])
+def test_a_bundle_with_deltas_equals_a_bundle_of_the_same_step(run, tmp_path, rows):
+    def follow(step: int, num_deltas: int = 24) -> str | None:
+        checkpoint = open_checkpoint(run / f"step-{step}")
+        written = export_next(checkpoint, tmp_path / "out", num_deltas, writer(rows))
+        return written and str(written.relative_to(tmp_path / "out"))
+
+    (tmp_path / "out").mkdir()
+    assert follow(2) == "step-2"
+    assert follow(2) is None
+    assert follow(4) == "step-2/deltas/000001"
+    assert follow(10) == "step-2/deltas/000002", "it has the changes of three checkpoints"
+    writer(rows)(open_checkpoint(run / "step-10"), tmp_path / "fresh")
+    found, wanted = values_of(tmp_path / "out" / "step-2"), values_of(tmp_path / "fresh")
+    before = values_of_base(tmp_path / "out" / "step-2")
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert found[name].dtype == value.dtype
+        assert torch.equal(found[name], value), name
+    changed = [name for name in wanted if not torch.equal(before[name], wanted[name])]
+    assert {name.split("/")[0] for name in changed} == {"tables", "dense"}
+    # A full checkpoint, or too many deltas, starts the chain again.
+    assert follow(12) == "step-12"
+    assert [path.name for path in bundles_in(tmp_path / "out")] == ["step-12"]
+    assert follow(14) == "step-12/deltas/000001"
+    assert follow(16, num_deltas=1) == "step-16"
+    assert newest_bundle(tmp_path / "out").name == "step-16"
+    load(tmp_path / "out" / "step-16")
+
+
+def values_of_base(bundle: Path) -> dict[str, torch.Tensor]:
+    stored = Tensors(bundle / "model.safetensors")
+    return {name: stored.tensor(name) for name in stored.entries}
+
+
+def test_follow_ends_after_the_last_checkpoint_of_a_finished_run(run, tmp_path, capsys):
+    out = tmp_path / "new" / "out"
+    words = ["--follow", str(run.parent), "--output", str(out), "--deltas", "5"]
+    assert export(words) == 0
+    assert "step-20: weights of step 20" in capsys.readouterr().out
+    assert [path.name for path in out.iterdir()] == ["step-20"]
+    assert export(words) == 0
+    assert capsys.readouterr().out == ""
+    for wrong, text in (
+        (["--checkpoint", str(run), *words], "use either --checkpoint DIR or --follow RUN"),
+        ([*words, "--deltas", "-1"], "--deltas -1: must be 0 or more"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            export(wrong)
+
+
+def test_a_training_run_exports_while_it_trains(synth_set, tmp_path):  # noqa: F811
+    more = [f"export={{dir: {tmp_path / 'out'}, every_seconds: 0, deltas: 4}}"]
+    command = [sys.executable, "-m", "sbpflow", "train", "--config", CONFIG]
+    done = deadlines.run(
+        [*command, *words(synth_set, tmp_path / "run", *OPTIONS, *more)],
+        90,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+    )
+    log = (tmp_path / "run" / "export.log").read_text()
+    assert done.returncode == 0, done.stderr
+    assert log.strip().endswith("weights of step 20"), log
+    bundle = newest_bundle(tmp_path / "out")
+    checkpoint = open_checkpoint(tmp_path / "run" / "checkpoints" / "step-20")
+    writer("as_trained")(checkpoint, tmp_path / "fresh")
+    found, wanted = values_of(bundle), values_of(tmp_path / "fresh")
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+def test_export_in_a_run_needs_checkpoints_with_deltas(synth_set, tmp_path):  # noqa: F811
+    for more, text in (
+        ("checkpoint.every=0", "checkpoint.every is 0, so nothing is saved"),
+        ("checkpoint.deltas=0", "use checkpoint.deltas: 24, or export.deltas: 0"),
+    ):
+        options = words(synth_set, tmp_path, "export={dir: out}", more)
+        with pytest.raises(ConfigError, match=text):
+            train.main(["--config", CONFIG, *options])
