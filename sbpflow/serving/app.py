@@ -191,7 +191,7 @@ class App:
         text = inference_protocol.write_response(served.name, version.text, number, scores)
         return _Answer(text, scored=(served, rows, scores))
 
-    async def _scores(self, served: Served, model: Model, rows: Any) -> Scores:  # noqa: ANN401
+    async def _scores(self, served: Served, model: Model, rows: Any) -> Scores:
         counts = served.counts
         try:
             encoded = model.encode(rows)
@@ -229,7 +229,7 @@ class App:
         limit = self._limits.body_bytes
         return BodyError(f"the body has more than {limit:,} bytes (--max-body-bytes)", 413)
 
-    def _score_later(self, served: Served, rows: Any, scores: Scores) -> None:  # noqa: ANN401
+    def _score_later(self, served: Served, rows: Any, scores: Scores) -> None:
         if len(self._behind) == _MAX_BEHIND:
             served.counts.count("shadow_dropped")
             return

@@ -82,7 +82,7 @@ def _write_text(scores: Scores, name: str, version: str) -> bytes:
     return "".join(f"{score!r}\n" for score in scores.tolist()).encode()
 
 
-def _read_json(body: bytes, max_rows: int) -> Any:  # noqa: ANN401
+def _read_json(body: bytes, max_rows: int) -> Any:
     value = read_json_body(body)
     keys = cast("Mapping[str, Any]", value) if isinstance(value, dict) else {"rows": value}
     if len(keys) != 1 or not keys.keys() <= {"rows", "columns"}:
@@ -115,7 +115,7 @@ def _write_json(scores: Scores, name: str, version: str) -> bytes:
     return f'{{"scores": [{numbers}], "model": "{name}", "version": "{version}"}}\n'.encode()
 
 
-def _read_arrow(body: bytes, max_rows: int) -> Any:  # noqa: ANN401
+def _read_arrow(body: bytes, max_rows: int) -> Any:
     arrow = _pyarrow()
     try:
         _check_messages(arrow, body, max_rows)
@@ -142,7 +142,7 @@ def _check_messages(arrow: ModuleType, body: bytes, max_rows: int) -> None:
                 )
 
 
-def _batch_facts(message: Any) -> tuple[int, bool]:  # noqa: ANN401
+def _batch_facts(message: Any) -> tuple[int, bool]:
     """Return a batch's number of rows and whether it is compressed, from its flatbuffer.
 
     pyarrow has verified the flatbuffer, but does not expose these fields.

@@ -142,7 +142,7 @@ class Follower:
             return None
         origin = Version(run=delta.head.run, step=delta.head.step, delta=number)
         tables = {
-            name: (rows.numpy(), _stored(parts)) for name, (rows, parts) in delta.tables.items()
+            name: (rows.numpy(), _values(parts)) for name, (rows, parts) in delta.tables.items()
         }
         model = version.model.with_changes(tables, delta.dense, origin)
         self.count("deltas_applied")
@@ -155,9 +155,11 @@ class Follower:
         return path, _stamp(path / DELTA_FILE), _stamp(self.version.bundle / BUNDLE_FILE)
 
 
-def _stored(parts: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    """Return the arrays of changed rows in the order of the stored format."""
-    return tuple(parts[suffix] for suffix in ("", "/int8", "/scale", "/low") if suffix in parts)
+def _values(parts: Mapping[str, Tensor]) -> Tensor:
+    """Return the values of changed rows; 8-bit rows are the same after they are quantized again."""
+    if "/int8" not in parts:
+        return parts[""]
+    return parts["/int8"] * parts["/scale"].unsqueeze(1) + parts["/low"].unsqueeze(1)
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
