@@ -44,9 +44,9 @@ _MAX_SHOWN = 100  # characters of a value in an error
 class Limits:
     """Limits the size of a request and of a batch."""
 
-    body_bytes: int
-    rows: int
-    batch_rows: int
+    body_bytes: int = 4 << 20
+    rows: int = 8192
+    batch_rows: int = 1024
 
 
 class Served:

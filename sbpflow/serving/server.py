@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -40,14 +40,14 @@ _MAX_WAITING = 2048  # connections that are not accepted yet
 class Settings:
     """Contains the options of the server."""
 
-    host: str
-    port: int
-    workers: int
-    shadow: str | None
-    compiled: bool
-    limits: Limits
-    poll_s: float
-    grace_s: int
+    host: str = "127.0.0.1"
+    port: int = 8000
+    workers: int = 1
+    shadow: str | None = None
+    compiled: bool = False
+    limits: Limits = field(default_factory=Limits)
+    poll_s: float = 1.0
+    grace_s: int = 10
 
 
 def run_server(folders: Mapping[str, Path], settings: Settings) -> int:
@@ -56,16 +56,7 @@ def run_server(folders: Mapping[str, Path], settings: Settings) -> int:
     Raise DataError for a bundle that is damaged or does not give its sample scores.
     """
     torch.set_num_threads(1)  # one process per core; and a fork has no threads
-    try:
-        load_bundle = partial(load, check=True, compiled=settings.compiled)
-        followers = {name: Follower(folder, load_bundle) for name, folder in folders.items()}
-        columns = {
-            name: list(follower.version.model.encode([]).missing)
-            for name, follower in followers.items()
-        }
-    except BundleError as error:
-        raise DataError(str(error)) from error
-    metrics = Metrics(columns, settings.workers)
+    followers, metrics = _load(folders, settings, settings.workers)
     with _listen(settings.host, settings.port) as listener:
         host, port = listener.getsockname()[:2]
         for name, follower in followers.items():
@@ -77,9 +68,31 @@ def run_server(folders: Mapping[str, Path], settings: Settings) -> int:
         gc.freeze()  # collections in the workers would copy the pages of all these objects
 
         def work(number: int) -> None:
-            _run_worker(number, listener, followers, settings, metrics)
+            _run_worker(_make_app(number, followers, settings, metrics), listener, settings)
 
         return Supervisor(work, settings.workers, metrics.restarted).run(settings.grace_s + 2)
+
+
+def asgi_app(folders: Mapping[str, Path], settings: Settings | None = None) -> App:
+    """Return the application for one process of another ASGI server; it follows its models."""
+    settings = settings or Settings()
+    followers, metrics = _load(folders, settings, 1)
+    return _make_app(0, followers, settings, metrics)
+
+
+def _load(
+    folders: Mapping[str, Path], settings: Settings, num_workers: int
+) -> tuple[dict[str, Follower], Metrics]:
+    try:
+        load_bundle = partial(load, check=True, compiled=settings.compiled)
+        followers = {name: Follower(folder, load_bundle) for name, folder in folders.items()}
+        columns = {
+            name: list(follower.version.model.encode([]).missing)
+            for name, follower in followers.items()
+        }
+    except BundleError as error:
+        raise DataError(str(error)) from error
+    return followers, Metrics(columns, num_workers)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -93,14 +106,10 @@ def _listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def _run_worker(
-    number: int,
-    listener: socket.socket,
-    followers: Mapping[str, Follower],
-    settings: Settings,
-    metrics: Metrics,
-) -> None:
-    """Answer requests until SIGTERM, and then those in flight."""
+def _make_app(
+    number: int, followers: Mapping[str, Follower], settings: Settings, metrics: Metrics
+) -> App:
+    """Return the application of a worker, and start the thread that follows its models."""
     counts = metrics.worker(number)
     models: list[Served] = []
     for name, follower in followers.items():
@@ -108,7 +117,13 @@ def _run_worker(
         while follower.poll():  # a replacement starts with the newest version
             pass
         models.append(Served(name, follower.version, counts[name]))
-    app = App(models, settings.shadow, settings.limits, metrics, counts[""])
+    pairs = list(zip(models, followers.values(), strict=True))
+    threading.Thread(target=_follow, args=(pairs, settings.poll_s), daemon=True).start()
+    return App(models, settings.shadow, settings.limits, metrics, counts[""])
+
+
+def _run_worker(app: App, listener: socket.socket, settings: Settings) -> None:
+    """Answer requests until SIGTERM, and then those in flight."""
     supervisor = os.getppid()
 
     async def check_supervisor() -> None:
@@ -132,8 +147,6 @@ def _run_worker(
     )
     server = uvicorn.Server(config)
     app.stopping = lambda: server.should_exit
-    pairs = list(zip(models, followers.values(), strict=True))
-    threading.Thread(target=_follow, args=(pairs, settings.poll_s), daemon=True).start()
     server.run(sockets=[listener])
 
 
