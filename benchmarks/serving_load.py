@@ -116,6 +116,7 @@ class _Client:
     def _next(self, connection: _Connection) -> None:
         now = time.perf_counter()
         if now >= self._end:
+            self._select(connection, 0)
             connection.socket.close()
             return
         if self._rate and self._sent > (now - self._begin) * self._rate:
@@ -185,7 +186,8 @@ class _Client:
     def _replace(self, connection: _Connection) -> None:
         self._select(connection, 0)
         connection.socket.close()
-        self._next(_Connection(self._port))
+        if time.perf_counter() < self._end:
+            self._next(_Connection(self._port))
 
 
 def _head(head: bytes) -> tuple[int, dict[bytes, bytes]]:

@@ -264,9 +264,7 @@ def _unknown_path(path: str) -> BodyError:
 
 def _refusal(error: BodyError | RowError) -> _Answer:
     if isinstance(error, BodyError):
-        # The rest of a large body is not read.
-        headers = [(b"connection", b"close")] if error.status == 413 else []
-        return _Answer(_error(str(error)), status=error.status, headers=headers)
+        return _Answer(_error(str(error)), status=error.status)
     value = error.value if isinstance(error.value, str) else repr(error.value)
     place = {"row": error.row, "column": error.column, "value": value[:_MAX_SHOWN]}
     return _Answer(_error(str(error), **place), status=400)
