@@ -149,6 +149,8 @@ class _Client:
         connection.unsent = connection.unsent[sent:]
         writing = selectors.EVENT_WRITE if connection.unsent else 0
         self._select(connection, selectors.EVENT_READ | writing)
+        if connection.received and not connection.unsent:
+            self._complete(connection, closed=False)
 
     def _read(self, connection: _Connection) -> None:
         try:
@@ -158,14 +160,19 @@ class _Client:
         except OSError:
             part = b""
         connection.received += part
+        # An early answer counts when the request is sent, so that the next one can follow.
+        if not connection.unsent or not part:
+            self._complete(connection, closed=not part)
+
+    def _complete(self, connection: _Connection, *, closed: bool) -> None:
         head, found, rest = bytes(connection.received).partition(b"\r\n\r\n")
         if found:
             status, headers = _head(head)
             size = int(headers[b"content-length"])
             if len(rest) >= size:
-                self._answered(connection, status, headers, rest[:size], closed=not part)
+                self._answered(connection, status, headers, rest[:size], closed=closed)
                 return
-        if not part:
+        if closed:
             self._answers.lost.append((time.time(), connection.number))
             self._replace(connection)
 
