@@ -49,7 +49,7 @@ class ModelVersion:
     @property
     def text(self) -> str:
         """Return run, step, and number of the delta as one word."""
-        return "-".join(map(str, self.text))
+        return "-".join(map(str, self.model.version))
 
 
 class Follower:

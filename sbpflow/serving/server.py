@@ -25,7 +25,7 @@ from sbpflow.errors import ConfigError, DataError
 from sbpflow.serving.app import App, Limits, Served
 from sbpflow.serving.follower import Follower
 from sbpflow.serving.metrics import Metrics
-from sbpflow.serving.scorer import BundleError, load
+from sbpflow.serving.scorer import BundleError, Model, load
 from sbpflow.serving.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,17 @@ def _load(
         }
     except BundleError as error:
         raise DataError(str(error)) from error
+    for follower in followers.values():
+        _compile(follower.version.model)
     return followers, Metrics(columns, num_workers)
+
+
+def _compile(model: Model) -> None:
+    """Encode a text row of missing values, so that no request waits for the compiler."""
+    content, names = model.content["input"], [column.name for column in model.columns]
+    lines = [names] * content["header"] + [[""] * len(names)]
+    if len(names) > 1:  # a blank line is not a row
+        model.score("\n".join(content["separator"].join(line) for line in lines))
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -37,6 +37,7 @@ class Supervisor:
         The signal is passed to the workers, which answer the requests in flight; a worker that
         runs longer than ``grace_s`` is killed. Return 1 if a worker fails right after its start.
         """
+        signal.set_wakeup_fd(-1)  # the launcher's watcher would end a shutdown of over two seconds
         for number in _SIGNALS:
             signal.signal(number, self._on_signal)
         for number in range(self._num_workers):
@@ -94,7 +95,6 @@ class Supervisor:
         try:
             for name in _SIGNALS:
                 signal.signal(name, signal.SIG_DFL)
-            signal.set_wakeup_fd(-1)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
             self._work(number)
             code = 0
