@@ -160,16 +160,16 @@ class Scoring:
         except OSError as error:
             self._partial.unlink(missing_ok=True)
             raise ConfigError(f"--output {self.output} cannot be written ({error})") from error
-        self.remove_rows(manifest)
+        self.report_bad(manifest)
+        if not self.is_set:
+            shutil.rmtree(self.rows)
         _LOG.info("%s: %d scores, mean %.6f", self.output, len(scores), scores.mean())
 
-    def remove_rows(self, manifest: Manifest) -> None:
-        """Remove the encoded rows, and report how many lines were bad."""
-        if self.is_set:
-            return
-        if bad := sum(manifest.content.get("bad_lines", {}).values()):
+    def report_bad(self, manifest: Manifest) -> None:
+        """Log how many raw lines were bad."""
+        bad = 0 if self.is_set else sum(manifest.content.get("bad_lines", {}).values())
+        if bad:
             _LOG.warning("%d bad lines have no score and no row number", bad)
-        shutil.rmtree(self.rows)
 
 
 def scored_rows(

@@ -54,6 +54,7 @@ class ScoreBlocks:
         plan = {"plan": f"{rows} {self._plan}"}
         mark = read_record(folder / _MARK, ("plan",))
         if read_record(folder / INDEX, _INDEX_KEYS) is not None:
+            self._clean()  # an earlier start may have been killed before it did this
             if not overwrite:
                 raise ConfigError(
                     f"--output {folder} already exists; use --overwrite to replace it"
@@ -152,11 +153,18 @@ class ScoreBlocks:
             "files": files,
         }
         write_record(self._folder / INDEX, content)
-        for path in (*map(self._record, blocks), self._folder / _MARK, self._folder / _ENCODED):
-            path.unlink(missing_ok=True)
-        self._scoring.remove_rows(manifest)
+        self._scoring.report_bad(manifest)
+        self._clean()
         mean = sum(record["sum"] for record in records) / num_rows
         _LOG.info("%s: %d scores in %d files, mean %.6f", self._folder, num_rows, len(files), mean)
+
+    def _clean(self) -> None:
+        """Remove everything but the index and the files of the blocks."""
+        folder = self._folder
+        for path in (*folder.glob("part-*.json"), folder / _ENCODED, folder / _MARK):
+            path.unlink(missing_ok=True)
+        if not self._scoring.is_set:
+            shutil.rmtree(self._scoring.rows, ignore_errors=True)
 
     def _file(self, block: Block) -> Path:
         return self._folder / f"part-{block.number:06d}.parquet"

@@ -129,7 +129,6 @@ class RowLoader:
         ends any earlier read.
         """
         self._check_open("windows")
-        check_shards(self._manifest, self._split)
         self._read += 1
         steps = [_Step(k, stop, batch_size, start, stop) for k, (start, stop) in enumerate(windows)]
         return self._deliver(0, self._read, None, steps)

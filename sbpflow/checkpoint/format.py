@@ -171,7 +171,7 @@ def digest_of(index: Index) -> str:
 
 
 def _content(index: Index) -> dict[str, Any]:
-    content = {
+    content: dict[str, Any] = {
         "step": index.step,
         "run": index.run,
         "byte_order": sys.byteorder,

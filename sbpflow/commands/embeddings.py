@@ -1,7 +1,6 @@
 """``sbpflow embeddings``: write the vectors of a trained table with the original values."""
 
 from collections.abc import Iterator, Sequence
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, cast
 
 from sbpflow.commands.saved_run import add_model, saved_run
@@ -28,7 +27,7 @@ def embeddings(argv: Sequence[str]) -> int:
     parser = ArgumentParser(prog="sbpflow embeddings", description=embeddings.__doc__)
     add_model(parser, "checkpoint")
     add = parser.add_argument
-    add("--table", required=True, help="name of a table, such as deep.C3")
+    add("--table", required=True, help="name of a table, as `sbpflow explain` prints it")
     text = "a .parquet or .arrow file"
     add("--output", type=local_path, required=True, metavar="FILE", help=text)
     args = parser.parse_intermixed_args(argv)
@@ -37,12 +36,11 @@ def embeddings(argv: Sequence[str]) -> int:
     from polars.io.plugins import register_io_source
 
     from sbpflow.data.values import value_blocks
-    from sbpflow.errors import ConfigError
 
     output = args.output
     if output.suffix not in _SUFFIXES or output.exists():
         fault = "already exists" if output.exists() else f"must end in {' or '.join(_SUFFIXES)}"
-        raise ConfigError(f"--output {output}: {fault}; use, for example, items.parquet")
+        parser.error(f"--output {output}: {fault}")
     checkpoint, config = saved_run(args)
     manifest, feature = source_of(checkpoint, config, args.table)
     name = f"tables/{args.table}"
@@ -51,7 +49,7 @@ def embeddings(argv: Sequence[str]) -> int:
     blocks = value_blocks(manifest, feature, block_rows)
     first = next(blocks, None)
     if first is None:
-        raise ConfigError(f"--table {args.table}: no value of {feature} has a row of its own")
+        parser.error(f"--table {args.table}: no value of {feature} has a row of its own")
     num_rows = 0
 
     def frames() -> Iterator[pl.DataFrame]:
@@ -63,17 +61,22 @@ def embeddings(argv: Sequence[str]) -> int:
             num_rows += len(frame)
 
     schema = _frame(checkpoint, name, feature, first[0][:0], first[1][:0]).schema
-    # The columns and filters of a query do not matter, because the sink takes whole rows.
-    source = register_io_source(lambda *_: frames(), schema=schema)
+
+    def source(*query: object) -> Iterator[pl.DataFrame]:
+        """Return all rows: the sink makes no query."""
+        del query
+        return frames()
+
+    rows = register_io_source(source, schema=schema)
     partial = output.with_name(output.name + ".partial")
     try:
         if output.suffix == ".parquet":
-            source.sink_parquet(partial)
+            rows.sink_parquet(partial)
         else:
-            source.sink_ipc(partial)
+            rows.sink_ipc(partial)
         partial.replace(output)
     except OSError as error:
-        raise ConfigError(f"--output {output} cannot be written ({error})") from error
+        parser.error(f"--output {output} cannot be written ({error})")
     finally:
         partial.unlink(missing_ok=True)
     print(f"{output}: {num_rows:,} values of {feature} with vectors of {dim} numbers")
@@ -84,18 +87,10 @@ def source_of(checkpoint: "Checkpoint", config: "Config", table: str) -> "tuple[
     """Return the run's set, and the column whose values a table has."""
     from sbpflow.checkpoint.folder import data_folder
     from sbpflow.data import fields_of, load_manifest
-    from sbpflow.errors import ConfigError
+    from sbpflow.run.saved.saved_model import feature_of
 
     manifest = load_manifest(data_folder(checkpoint.path))
-    spec = cast("ModelConfig", config.model).spec(fields_of(manifest))
-    tables = {each.name: each for output in spec.outputs for each in output.tables}
-    if table not in tables:
-        near = get_close_matches(table, tables, 1) or list(tables)[:1]
-        raise ConfigError(
-            f"table: {table!r} is not a table of this model; use one of {', '.join(tables)} (for "
-            f"example, {near[0]})"
-        )
-    return manifest, tables[table].features[0]
+    return manifest, feature_of(cast("ModelConfig", config.model).spec(fields_of(manifest)), table)
 
 
 def _frame(

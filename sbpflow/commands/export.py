@@ -8,7 +8,6 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from sbpflow.commands.saved_run import add_model, saved_run
-from sbpflow.errors import ConfigError
 from sbpflow.runtime.files.local_path import local_path
 from sbpflow.runtime.processes.launch import ArgumentParser
 
@@ -44,7 +43,14 @@ def _arguments(argv: Sequence[str]) -> Namespace:
     add("--every-seconds", type=float, default=10.0, metavar="S", help=text)
     add("--deltas", type=int, default=24, metavar="N", help="deltas of --follow after each bundle")
     add("--parent", type=int, help=SUPPRESS)  # the process whose end ends this one
-    return parser.parse_intermixed_args(argv)
+    args = parser.parse_intermixed_args(argv)
+    if (args.checkpoint is None) == (args.follow is None):
+        parser.error("use either --checkpoint DIR or --follow RUN")
+    if not args.every_seconds >= 0 or args.deltas < 0:
+        parser.error(
+            f"--every-seconds {args.every_seconds}, --deltas {args.deltas}: must be 0 or more"
+        )
+    return args
 
 
 def export(argv: Sequence[str]) -> int:
@@ -52,11 +58,6 @@ def export(argv: Sequence[str]) -> int:
     from sbpflow.run.saved.saved_model import weights_text
 
     args = _arguments(argv)
-    if (args.checkpoint is None) == (args.follow is None):
-        raise ConfigError(
-            "sbpflow export: use either --checkpoint DIR or --follow RUN (for example, "
-            "--checkpoint runs/train)"
-        )
     if args.follow is not None:
         from sbpflow.commands.follow import follow
 
@@ -92,23 +93,13 @@ def export_model(
     onnx: bool = False,
     measured: bool = True,
 ) -> list[Path]:
-    """Write a saved model to the new folder ``output`` and return its files; prints its scores.
-
-    If not ``measured``, score no set.
-    """
+    """Write a saved model to a new folder and return its files; print scores if ``measured``."""
     import torch
 
     from sbpflow.checkpoint.folder import data_folder
     from sbpflow.data import fields_of, load_manifest
-    from sbpflow.data.predictions import check_ids
     from sbpflow.run.export.bundle import BundleModel, add_facts, write_bundle
-    from sbpflow.run.export.export import (
-        check_unscored,
-        facts_of,
-        origin_of,
-        parse_rows,
-        write_export,
-    )
+    from sbpflow.run.export.export import facts_of, origin_of, parse_rows, write_export
     from sbpflow.run.export.forms import exported, write_compiled, write_onnx
     from sbpflow.run.export.plain_model import check_tables, dense_part, plain_model
     from sbpflow.run.planning.build_plan import plan_run
@@ -119,14 +110,12 @@ def export_model(
     like = load_manifest(data_folder(checkpoint.path))
     fields = fields_of(like)
     config, planned = saved_layouts(checkpoint, config, 1)
-    spec, plan = plan_run(config, fields, world_size=1, device_type="cpu", planned=planned)
-    path = scored or config.data.path
+    spec, plan = plan_run(
+        config, fields, world_size=1, device_type="cpu", planned=planned, traced=False
+    )
     manifest = None
-    if measured and path is not None and path.is_dir():
-        manifest = load_manifest(path)
-        check_ids(manifest, like)
-    elif measured:
-        check_unscored(row_format, path)
+    if measured:
+        manifest = _labelled_set(scored or config.data.path, row_format, like)
     check_tables(plan.embeddings)
     seed, saved = config.run.seed, checkpoint.tensors
     model = BundleModel(
@@ -171,6 +160,22 @@ def export_model(
 
     sample = _sample(like, model, spec, config)
     return write_export(output, model, origin, sample, finish)
+
+
+def _labelled_set(
+    path: Path | None, row_format: "RowFormat", like: "Manifest"
+) -> "Manifest | None":
+    """Return the set to score; raise ConfigError if rows of low precision have none."""
+    from sbpflow.data import load_manifest
+    from sbpflow.data.predictions import check_ids
+    from sbpflow.run.export.export import check_unscored
+
+    if path is None or not path.is_dir():
+        check_unscored(row_format, path)
+        return None
+    manifest = load_manifest(path)
+    check_ids(manifest, like)
+    return manifest
 
 
 def _raw_rows(like: "Manifest") -> "RawInput | None":

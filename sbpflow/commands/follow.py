@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,63 +23,42 @@ _LOOK_S = 1.0
 # The exporting process is not a rank, so it must not have the launcher's variables.
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 
-Export = Callable[["Checkpoint"], Path | None]
-
 
 def follow(args: Namespace) -> int:
     """Export new checkpoints until the run has finished, or the parent process has ended."""
     from sbpflow.checkpoint.commands import checkpoint_folder
     from sbpflow.checkpoint.run_file import read_run
-    from sbpflow.errors import ConfigError
+    from sbpflow.commands.export import export_model
+    from sbpflow.run.export.chain import export_newest
     from sbpflow.run.export.export import parse_rows
 
-    parse_rows(args.rows)
-    if not args.every_seconds >= 0 or args.deltas < 0:
-        raise ConfigError(
-            f"--every-seconds {args.every_seconds}, --deltas {args.deltas}: must be 0 or more; "
-            "use, for example, --every-seconds 600 --deltas 24"
+    def write_base(checkpoint: "Checkpoint", target: Path) -> None:
+        export_model(
+            checkpoint,
+            config_of_run(args, checkpoint),
+            target,
+            rows=args.rows,
+            pt2=args.pt2,
+            compiled=args.compile,
+            onnx=args.onnx,
+            measured=False,
         )
+
+    parse_rows(args.rows)
     seen, due = "", time.monotonic()
     while True:
         folder = checkpoint_folder(args.follow)
         facts = read_run(folder)
         is_over = facts is not None and facts.status == "finished"
         if is_over or time.monotonic() >= due:
-            before, seen = seen, _export_newest(folder, seen, args)
-            if seen != before:
-                due = time.monotonic() + args.every_seconds
+            newest, written = export_newest(folder, seen, args.output, args.deltas, write_base)
+            if newest != seen:
+                seen, due = newest, time.monotonic() + args.every_seconds
+            if written:
+                print(written, flush=True)
         if is_over or (args.parent is not None and os.getppid() != args.parent):
             return 0
         time.sleep(_LOOK_S)
-
-
-def _export_newest(folder: Path, seen: str, args: Namespace) -> str:
-    """Export the newest checkpoint unless it is ``seen``; return what identifies it."""
-    from sbpflow.checkpoint.folder import good_checkpoints
-    from sbpflow.checkpoint.format import INDEX_FILE
-    from sbpflow.commands.export import export_model
-    from sbpflow.errors import CheckpointError
-    from sbpflow.run.export.chain import export_next
-
-    def write_base(checkpoint: "Checkpoint", target: Path) -> None:
-        config = config_of_run(args, checkpoint)
-        export_model(checkpoint, config, target, rows=args.rows, measured=False)
-
-    try:
-        checkpoint = next(good_checkpoints(folder), None)
-        if checkpoint is None:
-            return seen
-        file = checkpoint.path / INDEX_FILE
-        newest = f"{file} {file.stat().st_mtime_ns}"
-        if newest != seen:
-            written = export_next(checkpoint, args.output, args.deltas, write_base)
-            if written is not None:
-                print(f"{written}: weights of step {checkpoint.step}", flush=True)
-        return newest
-    except (CheckpointError, FileNotFoundError) as error:
-        # The run may have removed the checkpoint meanwhile; then there is a newer one.
-        _LOG.warning("%s; exporting the next checkpoint instead", error)
-        return seen
 
 
 @contextmanager

@@ -47,15 +47,12 @@ def predict(argv: Sequence[str]) -> int:
     from sbpflow.checkpoint.folder import data_folder
     from sbpflow.data import load_manifest
     from sbpflow.data.predictions import Scoring
-    from sbpflow.errors import ConfigError
     from sbpflow.run.execution.start import closing
     from sbpflow.run.saved.saved_model import weights_text
     from sbpflow.training.report import setup_logging
 
     if args.block_rows < 1:
-        raise ConfigError(
-            f"--block-rows: {args.block_rows} must be 1 or more; use, for example, {_BLOCK_ROWS}"
-        )
+        parser.error(f"--block-rows: {args.block_rows} must be 1 or more")
     checkpoint, config = saved_run(args)
     like = load_manifest(data_folder(checkpoint.path))
     scoring = Scoring(args.input, args.output, args.split, like, overwrite=args.overwrite)
@@ -104,25 +101,17 @@ def write_blocks(
     checkpoint: "Checkpoint",
 ) -> None:
     """Score the rows that no earlier start has scored; every rank writes its own blocks."""
-    from sbpflow.boxing.agreement import gather_texts, run_on_all_ranks
-    from sbpflow.run.execution.predict import on_rank_0, predict_ranges, together
+    from sbpflow.run.execution.predict import on_rank_0, predict_ranges, unfinished
 
-    boxing, world, manifest = job.boxing, job.boxing.world, scoring.manifest()
+    manifest, num_rows = scoring.manifest(), scoring.manifest().splits[scoring.split]
     every = blocks.blocks(manifest)
-    mine = every[world.rank :: world.size]
-    left = together(boxing, lambda: [b.number for b in mine if not blocks.is_finished(b)])
-    numbers = " ".join(gather_texts(boxing, " ".join(map(str, left)))).split()
-    todo = [every[number] for number in sorted(map(int, numbers))]
-    if len(todo) < len(every):
-        log = logging.getLogger(__name__)
-        log.info("%d of %d blocks are finished already", len(every) - len(todo), len(every))
-    num_rows, batch_size = manifest.splits[scoring.split], job.plan.batch_size
-    scored = predict_ranges(job.trainer, loader, boxing, todo, batch_size, num_rows)
+    todo = unfinished(job.boxing, every, blocks.is_finished)
+    scored = predict_ranges(job.trainer, loader, job.boxing, todo, job.plan.batch_size, num_rows)
     for index, scores, labels in scored:
         blocks.write(manifest, todo[index], scores, labels)
     loader.close()
-    run_on_all_ranks(boxing, lambda: None)  # every rank has written its files
-    on_rank_0(boxing, lambda: blocks.finish(manifest, every, checkpoint.run, checkpoint.step))
+    on_rank_0(job.boxing, lambda: None)  # every rank has written its files
+    on_rank_0(job.boxing, lambda: blocks.finish(manifest, every, checkpoint.run, checkpoint.step))
 
 
 def write_scores(job: "Job", loader: "RowLoader", scoring: "Scoring") -> None:
@@ -151,10 +140,9 @@ def open_rows(
     have joined. Closing ``opened`` closes everything that this function has opened. With
     ``blocks``, every rank encodes some of the input files.
     """
-    from sbpflow.boxing.agreement import gather_texts
     from sbpflow.data import fields_of, open_loader
     from sbpflow.run.execution.job import build_job
-    from sbpflow.run.execution.predict import on_rank_0, together
+    from sbpflow.run.execution.predict import on_rank_0, rank_0_says, together
     from sbpflow.run.execution.start import join_ranks, plan_for_ranks
     from sbpflow.run.planning.build_plan import plan_run
     from sbpflow.run.planning.kernels import with_measured_kernels
@@ -188,12 +176,13 @@ def open_rows(
     on_rank_0(boxing, lambda: open_output(scoring, blocks, bad, opened))
     if blocks is None:
         on_rank_0(boxing, lambda: scoring.encode(bad))
-    elif not gather_texts(boxing, "yes" if on_rank_0(boxing, blocks.is_encoded) else "")[0]:
+    elif not rank_0_says(boxing, blocks.is_encoded):
         together(boxing, lambda: scoring.encode(bad, world.rank, world.size))
         on_rank_0(boxing, blocks.encoded)
     manifest = scoring.manifest()
-    request = config.parallel.kernel
-    plan = saved_plan(checkpoint, plan, request) or with_measured_kernels(plan, request, boxing)
+    if not few:
+        request = config.parallel.kernel
+        plan = saved_plan(checkpoint, plan, request) or with_measured_kernels(plan, request, boxing)
     job = build_job(config, spec, plan, boxing, training=False)
     load_values(job, checkpoint)
     loader = open_loader(

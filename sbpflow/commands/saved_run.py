@@ -1,7 +1,7 @@
 """Adds the arguments of commands that start from a checkpoint, and finds the run they name."""
 
 import argparse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sbpflow.runtime.files.local_path import local_path
 
@@ -15,7 +15,7 @@ def add_model(
 ) -> None:
     """Add the arguments; ``name`` is an option or, without dashes, a positional argument."""
     add = parser.add_argument
-    options = {"required": required} if name.startswith("-") else {}
+    options: dict[str, Any] = {"required": required} if name.startswith("-") else {}
     text = "a checkpoint, or a run folder to use its best checkpoint, or else its newest good one"
     add(name, type=local_path, metavar="DIR", help=text, **options)
     which = parser.add_mutually_exclusive_group()

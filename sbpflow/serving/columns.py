@@ -68,7 +68,7 @@ class RawRows:
                 for number, row in enumerate(rows):
                     self.check_names(number, row)
         if isinstance(rows, str | bytes) or isinstance(rows[0], str | bytes):
-            return self._text_columns(text_of(rows))
+            return self._text_columns(text_of(rows, self.header))
         raise TypeError(
             f"rows: {type(rows[0]).__name__} is not a row; give dicts, a data frame, or text lines"
         )
@@ -91,7 +91,10 @@ class RawRows:
         if not quoted:
             text = text.replace("\r\n", "\n")
         lines = _records(text, quote) if quoted and quote else text.removesuffix("\n").split("\n")
-        rows = [_split(line, separator, quote, n) for n, line in enumerate(lines if text else [])]
+        rows = [
+            _split(line, separator, quote, max(number - self.header, 0))
+            for number, line in enumerate(lines if text else [])
+        ]
         if self.header:
             names, rows = rows[0] if rows else [], rows[1:]
         else:
@@ -105,18 +108,23 @@ class RawRows:
         return {name: [row[places[name]] for row in rows] for name in self.required}
 
 
-def text_of(rows: str | bytes | Sequence[str | bytes]) -> str:
-    """Return text, or a list of lines, as one string; raise RowError unless it is UTF-8."""
+def text_of(rows: str | bytes | Sequence[str | bytes], header: bool) -> str:
+    """Return text, or a list of lines, as one string; raise RowError unless it is UTF-8.
+
+    Rows are counted after the ``header``.
+    """
     if isinstance(rows, str):
         return rows
     if not isinstance(rows, bytes):
         ends = (line.rstrip(b"\r\n" if isinstance(line, bytes) else "\r\n") for line in rows)
-        return "".join(f"{text_of(line)}\n" for line in ends)
+        rows = b"\n".join(line if isinstance(line, bytes) else line.encode() for line in ends)
     try:
         return rows.decode()
     except UnicodeDecodeError as error:
         row, value = rows.count(b"\n", 0, error.start), rows[error.start : error.start + 20]
-        raise RowError(row, None, value, "is not UTF-8 text; encode the rows in UTF-8") from error
+        raise RowError(
+            max(row - header, 0), None, value, "is not UTF-8 text; encode the rows in UTF-8"
+        ) from error
 
 
 def _records(text: str, quote: str) -> list[str]:

@@ -375,7 +375,7 @@ class CompiledInput:
         if not isinstance(rows, str | bytes):
             if not isinstance(rows, list | tuple) or not isinstance(rows[0], str | bytes):
                 return None
-            rows = text_of(rows)
+            rows = text_of(rows, self._raw.header)
         try:
             text = rows.encode() if isinstance(rows, str) else rows
         except UnicodeEncodeError:
@@ -384,7 +384,7 @@ class CompiledInput:
         if b"\r" in text or (raw.quote is not None and raw.quote.encode() in text):
             return None
         if not text.isascii() and isinstance(rows, bytes):
-            text_of(rows)  # raises RowError unless it is UTF-8
+            text_of(rows, raw.header)  # raises RowError unless it is UTF-8
         text = text if text.endswith(b"\n") else text + b"\n"
         first, _, rest = text.partition(b"\n")
         if raw.header:

@@ -33,7 +33,8 @@ parallel.storage.deep.C1.kind parallel.storage.deep.C1.cache parallel.storage.de
 parallel.tf32 parallel.overlap parallel.cuda_graph parallel.row_buffer_fraction parallel.timeout_s
 parallel.checked
 checkpoint.dir checkpoint.every checkpoint.keep checkpoint.keep_best checkpoint.background
-checkpoint.resume checkpoint.on_signal
+checkpoint.resume checkpoint.on_signal checkpoint.deltas
+export.dir export.every_seconds export.deltas export.rows
 """.split()
 EXECUTION += [
     "parallel.storage (order)",
@@ -63,6 +64,7 @@ EVERYTHING = (
     *("optimizer.tables.wide.*={name: lazy_adam, betas: [0.9, 0.99]}", "optimizer.tables.*.lr=1.0"),
     *("optimizer.sparse_schedule.warmup_steps=3", "model.wide.hash_size=100"),
     *("model.fields.*_shop.table=shop", "model.tables.deep.C1={dim: 8, pooling: mean}"),
+    *("checkpoint.deltas=24", "export.dir=out/model"),
 )
 STOP, PLATEAU = "train.stop.metric=auc", "train.plateau.metric=auc"
 CASES = [

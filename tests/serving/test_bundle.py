@@ -196,12 +196,12 @@ def test_bad_text_is_refused_with_its_row(exported, prepared):
     header, first = (prepared.parent / "t.csv").read_text().split("\n")[:2]
     for line, message in (
         (first + ",1", r"row 1: .* has 16 cells instead of 15"),
-        ("", r"row 2: '' is a blank line"),
-        ('"a"b' + first, r"row 2: .* has a quote \" that does not enclose a whole cell"),
+        ("", r"row 1: '' is a blank line"),
+        ('"a"b' + first, r"row 1: .* has a quote \" that does not enclose a whole cell"),
     ):
         with pytest.raises(RowError, match=message):
             model.score(f"{header}\n{first}\n{line}\n")
-    with pytest.raises(RowError, match=r"row 2: b'\\xff.*' is not UTF-8 text"):
+    with pytest.raises(RowError, match=r"row 1: b'\\xff.*' is not UTF-8 text"):
         model.score(f"{header}\n{first}\n".encode() + b"\xff\n")
     with pytest.raises(TypeError, match="int is not a row"):
         model.score([3])

@@ -1,5 +1,6 @@
 """Predicts a split with a trained job: all scores on rank 0, or each range of rows on one rank."""
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from typing import Protocol, TypeVar
@@ -9,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sbpflow.boxing.agreement import gather_facts
+from sbpflow.boxing.agreement import gather_facts, gather_texts
 from sbpflow.boxing.executor import Boxing
 from sbpflow.errors import MESSAGE_ERRORS, ConfigError
 from sbpflow.runtime.processes.background import in_background
@@ -20,6 +21,8 @@ from sbpflow.training.trainer import Trainer
 
 Floats = NDArray[np.float32]
 Result = TypeVar("Result")
+Block = TypeVar("Block")
+logger = logging.getLogger(__name__)
 
 
 def predictions(
@@ -93,6 +96,24 @@ def predict_ranges(
                 probabilities(torch.cat(logits).numpy()),
                 torch.cat(labels).float().numpy(),
             )
+
+
+def unfinished(
+    boxing: Boxing, every: Sequence[Block], is_finished: Callable[[Block], bool]
+) -> list[Block]:
+    """Return the blocks that are not finished; the ranks share the work of checking."""
+    numbers = range(boxing.world.rank, len(every), boxing.world.size)
+    left = together(boxing, lambda: [n for n in numbers if not is_finished(every[n])])
+    numbers_left = " ".join(gather_texts(boxing, " ".join(map(str, left)))).split()
+    if len(numbers_left) < len(every):
+        done = len(every) - len(numbers_left)
+        logger.info("%d of %d blocks are finished already", done, len(every))
+    return [every[number] for number in sorted(map(int, numbers_left))]
+
+
+def rank_0_says(boxing: Boxing, question: Callable[[], bool]) -> bool:
+    """Return rank 0's answer on every rank."""
+    return gather_texts(boxing, "yes" if on_rank_0(boxing, question) else "")[0] == "yes"
 
 
 def probabilities(logits: NDArray[np.floating]) -> Floats:

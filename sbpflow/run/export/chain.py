@@ -5,6 +5,7 @@ checkpoints with deltas. Otherwise, or after ``num_deltas`` deltas, a new bundle
 again; the old bundle is removed when the new one is complete.
 """
 
+import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,14 +15,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from sbpflow.checkpoint.folder import good_checkpoints
 from sbpflow.checkpoint.format import INDEX_FILE, digest_of
 from sbpflow.checkpoint.read import Checkpoint
-from sbpflow.errors import DataError
+from sbpflow.errors import CheckpointError, DataError
 from sbpflow.run.export.row_formats import RowFormat, to_stored
 from sbpflow.runtime.files.json_file import JsonError, object_of, read_json
 from sbpflow.serving import deltas
 from sbpflow.serving.deltas import BUNDLE_FILE, DeltaHead, DeltaWriter, bundles_in, delta_folder
 
+WriteBase = Callable[[Checkpoint, Path], object]
+logger = logging.getLogger(__name__)
 _BLOCK = 1 << 16  # rows converted together
 
 
@@ -71,11 +75,34 @@ def _next(last: Exported, base: str) -> Exported | None:
     )
 
 
+def export_newest(
+    run: Path, seen: str, folder: Path, num_deltas: int, write_base: WriteBase
+) -> tuple[str, str]:
+    """Export the newest good checkpoint in ``run`` unless it is ``seen``.
+
+    Return what identifies the checkpoint, and a line about the export, or "" if there was none.
+    """
+    try:
+        checkpoint = next(good_checkpoints(run), None)
+        if checkpoint is None:
+            return seen, ""
+        file = checkpoint.path / INDEX_FILE
+        newest = f"{file} {file.stat().st_mtime_ns}"
+        written = None
+        if newest != seen:
+            written = export_next(checkpoint, folder, num_deltas, write_base)
+    except (CheckpointError, FileNotFoundError) as error:
+        # The run may have removed the checkpoint meanwhile; then there is a newer one.
+        logger.warning("%s; the next checkpoint is exported instead", error)
+        return seen, ""
+    return newest, f"{written}: weights of step {checkpoint.step}" if written else ""
+
+
 def export_next(
     checkpoint: Checkpoint,
     folder: Path,
     num_deltas: int,
-    write_base: Callable[[Checkpoint, Path], object],
+    write_base: WriteBase,
 ) -> Path | None:
     """Export a checkpoint to ``folder`` as a delta or a new bundle; return the new folder.
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from glob import escape
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -28,6 +29,7 @@ from sbpflow.embedding.state import KEYS
 from sbpflow.embedding.storage.choose import missing_kernels, request_of
 from sbpflow.errors import CheckpointError, ConfigError, DataError
 from sbpflow.run.execution.job import Job
+from sbpflow.run.model.spec import ModelSpec
 from sbpflow.run.planning.plan import RunPlan
 from sbpflow.run.planning.plan_file import plan_from_json
 
@@ -184,6 +186,18 @@ def saved_plan(checkpoint: Checkpoint, plan: RunPlan, request: KernelRequest) ->
     if any(kernel.name in missing for kernel in kernels.values()):
         return None
     return replace(saved, kernels=kernels)
+
+
+def feature_of(spec: ModelSpec, table: str) -> str:
+    """Return the first column that ``table`` looks up; raise ConfigError for an unknown table."""
+    tables = {each.name: each for output in spec.outputs for each in output.tables}
+    if table not in tables:
+        near = get_close_matches(table, tables, 1) or list(tables)[:1]
+        raise ConfigError(
+            f"table: {table!r} is not a table of this model; use one of {', '.join(tables)} (for "
+            f"example, {near[0]})"
+        )
+    return tables[table].features[0]
 
 
 def load_values(job: Job, checkpoint: Checkpoint) -> None:
