@@ -17,6 +17,7 @@ from sbpflow.serving.deltas import (
     BUNDLE_FILE,
     DELTA_FILE,
     DELTAS_FOLDER,
+    VALUES_FILE,
     delta_folder,
     digest_of,
     newest_bundle,
@@ -61,7 +62,7 @@ class Follower:
 
     def __init__(self, folder: Path, load: Load) -> None:
         self._folder, self._load = folder, load
-        self._refused: object = None  # the file that was refused last; it is refused only once
+        self._refused: object = None  # the delta that was refused last; it is refused only once
         self.count: Callable[[str], None] = lambda event: None
         self.version = self._replayed(newest_bundle(folder))
 
@@ -74,6 +75,8 @@ class Follower:
                 self.version = self._replayed(bundle)
                 self.count("reloads")
                 return True
+            if self._refused == self._stamps_of_next():
+                return False  # reading it again would not help
             following = self._next(old)
         except (DataError, BundleError, OSError) as error:
             return self._refuse(error) and self._rebuild()
@@ -83,7 +86,7 @@ class Follower:
 
     def _refuse(self, error: Exception) -> bool:
         """Report a fault, and return whether it is new."""
-        refused = self._stamp_of_next()
+        refused = self._stamps_of_next()
         if refused == self._refused:
             return False
         self._refused = refused
@@ -150,9 +153,11 @@ class Follower:
             version, model=model, number=number, last=delta.digest, trained=delta.head.time
         )
 
-    def _stamp_of_next(self) -> object:
-        path = delta_folder(self.version.bundle, self.version.number + 1)
-        return path, _stamp(path / DELTA_FILE), _stamp(self.version.bundle / BUNDLE_FILE)
+    def _stamps_of_next(self) -> object:
+        bundle = self.version.bundle
+        folder = delta_folder(bundle, self.version.number + 1)
+        files = (bundle / BUNDLE_FILE, folder / DELTA_FILE, folder / VALUES_FILE)
+        return folder, *map(_stamp, files)
 
 
 def _values(parts: Mapping[str, Tensor]) -> Tensor:
