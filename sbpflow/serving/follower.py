@@ -62,50 +62,48 @@ class Follower:
 
     def __init__(self, folder: Path, load: Load) -> None:
         self._folder, self._load = folder, load
-        self._refused: object = None  # the delta that was refused last; it is refused only once
+        self._refused: object = None  # the files that were refused last; they are not read again
         self.count: Callable[[str], None] = lambda event: None
         self.version = self._replayed(newest_bundle(folder))
 
     def poll(self) -> bool:
         """Look for a newer version, and return whether there is one."""
+        old = self.version
         try:
             bundle = newest_bundle(self._folder)
-            old = self.version
-            if (bundle, _stamp(bundle / BUNDLE_FILE)) != (old.bundle, old.stamp):
-                self.version = self._replayed(bundle)
-                self.count("reloads")
-                return True
+            if bundle != old.bundle or _stamp(bundle / BUNDLE_FILE) != old.stamp:
+                return self._reload(bundle, only_newer=False)
             if self._refused == self._stamps_of_next():
                 return False  # reading it again would not help
             following = self._next(old)
         except (DataError, BundleError, OSError) as error:
-            return self._refuse(error) and self._rebuild()
+            self._refuse(self._stamps_of_next(), error)
+            # The chain may have been written anew.
+            return self._reload(old.bundle, only_newer=True)
         if following is not None:
             self.version = following
         return following is not None
 
-    def _refuse(self, error: Exception) -> bool:
-        """Report a fault, and return whether it is new."""
-        refused = self._stamps_of_next()
-        if refused == self._refused:
+    def _reload(self, bundle: Path, *, only_newer: bool) -> bool:
+        """Load a bundle with its deltas, and return whether its version is used."""
+        stamps = bundle, _stamp(bundle / BUNDLE_FILE)
+        if self._refused == stamps:
             return False
-        self._refused = refused
-        self.count("delta_errors")
-        logger.error("%s; version %s is kept", error, self.version.text)
-        return True
-
-    def _rebuild(self) -> bool:
-        """Load the bundle again, because its chain may have been written anew."""
         try:
-            version = self._replayed(self.version.bundle)
+            version = self._replayed(bundle)
         except (DataError, BundleError, OSError) as error:
-            logger.error("%s; version %s is kept", error, self.version.text)
+            self._refuse(stamps, error)
             return False
         self.count("reloads")
-        newer = version.trained > self.version.trained
-        if newer:
-            self.version = version
-        return newer
+        if only_newer and version.trained <= self.version.trained:
+            return False
+        self.version = version
+        return True
+
+    def _refuse(self, stamps: object, error: Exception) -> None:
+        self._refused = stamps
+        self.count("delta_errors")
+        logger.error("%s; version %s is kept", error, self.version.text)
 
     def _replayed(self, bundle: Path) -> ModelVersion:
         """Load a bundle and all its good deltas."""

@@ -23,7 +23,7 @@ Array = NDArray[np.float64]
 COUNTERS = {
     "rows": "Scored rows.",
     "deltas_applied": "Deltas applied by a worker.",
-    "delta_errors": "Deltas that a worker refused, such as damaged ones.",
+    "delta_errors": "Deltas and bundles that a worker refused, such as damaged ones.",
     "reloads": "Bundles that a worker loaded while serving.",
     "shadow_rows": "Rows that the shadow model scored too.",
     "shadow_dropped": "Requests that the shadow model did not score, because it was behind.",
