@@ -99,8 +99,8 @@ class Chain:
         self.base = self.last = digest_of(bundle)
         self.number, self.step = 0, model.version.step
 
-    def write(self, seed: int, num_rows: int = 40) -> Model:
-        """Write a delta with random values for about ``num_rows`` rows and all dense weights."""
+    def write(self, seed: int, num_rows: int = 40, noise: float = 0.125) -> Model:
+        """Write a delta with random values for about ``num_rows`` rows, and noisy dense weights."""
         random = torch.Generator().manual_seed(seed)
         tables = self.model.content["tables"]
         total = sum(table["rows"] for table in tables.values())
@@ -111,8 +111,8 @@ class Chain:
             tensors[f"tables/{name}/rows"] = rows
             tensors[f"tables/{name}"] = torch.randn(len(rows), table["dim"], generator=random) / 8
         for name, value in self.model.weights.items():
-            noise = torch.randn(value.shape, generator=random) / 8
-            tensors[f"dense/{name}"] = value + noise.to(value.dtype)
+            change = torch.randn(value.shape, generator=random) * noise
+            tensors[f"dense/{name}"] = value + change.to(value.dtype)
         self.number += 1
         self.step += 1
         head = DeltaHead(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 from torch import Tensor
 
 from sbpflow.errors import DataError
@@ -146,6 +147,12 @@ class Follower:
             name: (rows.numpy(), _values(parts)) for name, (rows, parts) in delta.tables.items()
         }
         model = version.model.with_changes(tables, delta.dense, origin)
+        scores = model.score(model.sample["rows"])
+        if not np.isfinite(scores).all():
+            raise DataError(
+                f"{delta_folder(bundle, number)}: gives a sample row the score "
+                f"{scores[~np.isfinite(scores)][0]}; write a delta with finite values"
+            )
         self.count("deltas_applied")
         return replace(
             version, model=model, number=number, last=delta.digest, trained=delta.head.time

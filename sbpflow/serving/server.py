@@ -165,8 +165,8 @@ def _run_worker(app: App, listener: socket.socket, settings: Settings) -> None:
 
 
 def _follow(pairs: Sequence[tuple[Served, Follower]], poll_s: float) -> None:
-    # On Linux, a thread has a niceness of its own.
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+    if sys.platform == "linux":  # where a thread has a niceness of its own
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
     while True:
         time.sleep(poll_s)
         for served, follower in pairs:

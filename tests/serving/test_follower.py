@@ -1,4 +1,4 @@
-"""Tests which version a server uses when deltas and bundles appear, are damaged, or are repaired."""
+"""Tests which version a server uses when deltas and bundles appear, or are damaged or repaired."""
 
 import json
 import os
@@ -124,6 +124,15 @@ def test_a_newer_bundle_replaces_the_chain_and_a_damaged_one_does_not(chain, exp
     shutil.copytree(exported, good)
     assert follower.poll()
     assert same(follower, Chain(good, load(good)))
+
+
+def test_a_delta_whose_scores_are_not_finite_is_refused(chain, caplog):
+    follower, events = following(chain.bundle)
+    chain.write(1, noise=float("nan"))
+    assert not follower.poll()
+    assert events[0] == "delta_errors"
+    assert "000001: gives a sample row the score nan" in caplog.text
+    assert np.isfinite(follower.version.model.score(follower.version.model.sample["rows"])).all()
 
 
 def test_a_folder_without_a_bundle_is_refused(tmp_path):
