@@ -14,21 +14,13 @@ from sbpflow.errors import DataError
 from sbpflow.serving.follower import Follower
 from sbpflow.serving.scorer import load
 from tests.serving.bundles import good_rows
-from tests.serving.running import run_and_export
 
 LOAD = partial(load, check=True)
 
 
-@pytest.fixture(scope="module")
-def exported(_cpu_ranks, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("followed")
-    _cpu_ranks(1, run_and_export, folder, "wdl")
-    return folder / "model"
-
-
 @pytest.fixture
 def chain(exported, tmp_path) -> Chain:
-    shutil.copytree(exported, tmp_path / "step-5")
+    shutil.copytree(exported / "model", tmp_path / "step-5")
     os.utime(tmp_path / "step-5" / "model.json", (1e9, 1e9))  # before the deltas
     return Chain(tmp_path / "step-5", load(tmp_path / "step-5"))
 
@@ -113,7 +105,7 @@ def test_a_newer_bundle_replaces_the_chain_and_a_damaged_one_does_not(chain, exp
     chain.write(1)
     assert follower.poll()
     bad = chain.bundle.parent / "step-8"
-    shutil.copytree(exported, bad)
+    shutil.copytree(exported / "model", bad)
     sample = json.loads((bad / "sample.json").read_text())
     sample["scores"][0] += 0.1
     (bad / "sample.json").write_text(json.dumps(sample))
@@ -121,7 +113,7 @@ def test_a_newer_bundle_replaces_the_chain_and_a_damaged_one_does_not(chain, exp
     assert events == ["deltas_applied", "delta_errors"]
     assert same(follower, chain)
     good = chain.bundle.parent / "step-9"
-    shutil.copytree(exported, good)
+    shutil.copytree(exported / "model", good)
     assert follower.poll()
     assert same(follower, Chain(good, load(good)))
 

@@ -13,19 +13,15 @@ from sbpflow.serving.scorer import load
 from tests.data.tables import write_csv
 from tests.pages import ROOT, follow
 from tests.serving.bundles import good_rows
-from tests.serving.running import run_and_export
 
 SECTION = (ROOT / "docs" / "serving.md").read_text().split("\n## Serve\n")[1].split("\n## ")[0]
 COMMANDS = SECTION.split("```\n")[1].splitlines()
 
 
-def test_three_commands_lead_from_a_run_to_an_answer(ranks, tmp_path):
+def test_three_commands_lead_from_a_run_to_an_answer(exported, tmp_path):
     assert len(COMMANDS) == 3
     export, serve, curl = COMMANDS
-    ranks(1, run_and_export, tmp_path, "wdl")
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "run").rename(tmp_path / "runs" / "train")
-    shutil.rmtree(tmp_path / "model")
+    shutil.copytree(exported / "run", tmp_path / "runs" / "train")
     follow(export, tmp_path)
     text = write_csv(tmp_path / "rows.tsv", good_rows(9, seed=5)).read_text()
     program, command, folder = shlex.split(serve)
