@@ -1,0 +1,340 @@
+"""Measures the server: CPU time per request, latency, and a long run with deltas and faults.
+
+    python -m benchmarks.serving build --folder F [--rows 400000]
+    python -m benchmarks.serving cost --folder F
+    python -m benchmarks.serving latency --folder F [--wrk wrk]
+    python -m benchmarks.serving delta --folder F [--changed 500000]
+    python -m benchmarks.serving soak --folder F [--seconds 600]
+
+``build`` generates rows, trains Wide & Deep for some steps, and exports the bundle ``F/model``.
+``cost`` divides the CPU time of a worker (/proc) by its requests. ``latency`` runs wrk, which must
+be installed, and compares with an ASGI application that only returns a fixed answer. ``delta``
+compares the latency while a delta is applied with the latency before. ``soak`` sends requests,
+some of them malformed, while deltas arrive, one of them damaged, and one worker is killed; every
+answer must be the answer of exactly one version.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.cpu_criteo import run
+from benchmarks.record import Results
+from benchmarks.serving_load import Answers, LoadProcess, load, request
+from benchmarks.serving_tools import Chain, cpu_ms, memory_mb, name_of, serving
+from sbpflow.serving.bodies import JSON, TEXT
+from sbpflow.serving.scorer import Model
+from sbpflow.serving.scorer import load as load_bundle
+
+SIZES = (1, 64, 1024)
+EMPTY = """
+import sys
+import uvicorn
+
+START = {"type": "http.response.start", "status": 200,
+         "headers": [(b"content-type", b"text/plain"), (b"content-length", b"20")]}
+
+async def app(scope, receive, send):
+    while (await receive()).get("more_body"):
+        pass
+    await send(START)
+    await send({"type": "http.response.body", "body": b"0.12345678901234567\\n"})
+
+uvicorn.run(app, port=int(sys.argv[1]), http="httptools", lifespan="off", log_level="warning",
+            access_log=False, server_header=False, ws="none")
+"""
+
+
+def build(folder: Path, rows: int) -> None:
+    """Make ``folder/model`` and ``folder/rows.tsv``."""
+    folder.mkdir(parents=True)
+    source, data = folder / "all.tsv", folder / "set"
+    run("-m", "data", "synth", "--rows", str(rows), "--vocab-scale", "0.1", "--format", "tsv",
+        "--output", str(source))  # fmt: skip
+    with source.open() as file, (folder / "rows.tsv").open("w") as out:
+        out.writelines(line for line, _ in zip(file, range(4096), strict=False))
+    run("-m", "data", "prepare", "--input", str(source), "--output", str(data))
+    source.unlink()
+    run("train_wdl.py", "--config", "configs/scheme1.yaml", f"data.path={data}",
+        f"run.dir={folder / 'run'}", "train.max_steps=50", "train.eval_every=0")  # fmt: skip
+    run("-m", "sbpflow", "export", "--checkpoint", str(folder / "run"), "--output",
+        str(folder / "model"))  # fmt: skip
+    shutil.rmtree(data)
+    shutil.rmtree(folder / "run")
+
+
+def bodies_of(folder: Path, size: int) -> dict[str, list[bytes]]:
+    """Return request bodies of ``size`` rows by content type."""
+    lines = (folder / "rows.tsv").read_bytes().splitlines(keepends=True)
+    model = load_bundle(folder / "model", check=False)
+    names = [column.name for column in model.columns]
+    chunks = [lines[at : at + size] for at in range(0, min(len(lines), 64 * size), size)]
+    rows = [
+        [dict(zip(names, line.decode().rstrip("\n").split("\t"), strict=True)) for line in chunk]
+        for chunk in chunks
+    ]
+    required = {column.name for column in model.columns if column.required}
+    cells = [[{n: c for n, c in row.items() if n in required} for row in part] for part in rows]
+    return {
+        TEXT: [b"".join(chunk) for chunk in chunks],
+        JSON: [json.dumps(part).encode() for part in cells],
+    }
+
+
+@contextmanager
+def empty_application() -> Iterator[tuple[int, int]]:
+    """Start the application that only returns a fixed answer; yield its port and process ID."""
+    with tempfile.TemporaryDirectory() as scratch:
+        file, port = Path(scratch) / "empty.py", 18700 + os.getpid() % 1000
+        file.write_text(EMPTY)
+        process = subprocess.Popen([sys.executable, str(file), str(port)])
+        try:
+            _wait_for_port(port)
+            yield port, process.pid
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _wait_for_port(port: int) -> None:
+    for _ in range(200):
+        try:
+            load(port, [request("/", b"")], 0.01, 1)
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+        else:
+            return
+    raise RuntimeError(f"nothing answers on port {port}")
+
+
+def _mean_cpu(port: int, pid: int, requests: list[bytes], seconds: float) -> dict[str, float]:
+    load(port, requests, 0.5, 1)  # warm-up
+    start = cpu_ms(pid)
+    answers = load(port, requests, seconds, 1)
+    used, count = cpu_ms(pid) - start, len(answers.latency)
+    assert {status for _, _, status, _ in answers.bodies} == {200}
+    return {
+        "requests": count,
+        "cpu_ms": round(used / count, 4),
+        "p50_ms": round(float(np.median(answers.latency)) * 1000, 4),
+        "p99_ms": round(float(np.quantile(answers.latency, 0.99)) * 1000, 4),
+    }
+
+
+def cost(folder: Path, seconds: float, results: Results) -> None:
+    """Measure the CPU time of one worker per request, with one connection."""
+    with empty_application() as (port, pid):
+        found = _mean_cpu(port, pid, [request("/", b"x" * 200)], seconds)
+        results.add(benchmark="cost", server="empty", **found)
+    with serving(folder / "model") as server:
+        (pid,) = server.workers()
+        for size in SIZES:
+            for kind, bodies in bodies_of(folder, size).items():
+                requests = [request("/score", body, kind) for body in bodies]
+                found = _mean_cpu(server.port, pid, requests, seconds)
+                results.add(benchmark="cost", server="sbpflow", rows=size, format=kind, **found)
+    with serving(folder / "model", workers=2) as server:
+        requests = [request("/score", body) for body in bodies_of(folder, 64)[TEXT]]
+        load(server.port, requests, 2.0, 8)
+        size = (folder / "model" / "model.safetensors").stat().st_size
+        workers = [memory_mb(pid) for pid in server.workers()]
+        results.add(benchmark="memory", model_mb=round(size / 2**20, 1), workers=workers,
+                    supervisor=memory_mb(server.process.pid))  # fmt: skip
+
+
+def _wrk(wrk: str, port: int, body: bytes, connections: int, seconds: int) -> dict[str, float]:
+    """Return percentiles in ms and requests per second of one run of wrk."""
+    with tempfile.TemporaryDirectory() as scratch:
+        data, script = Path(scratch) / "body", Path(scratch) / "post.lua"
+        data.write_bytes(body)
+        script.write_text(
+            f'wrk.method = "POST"\nwrk.headers["Content-Type"] = "{TEXT}"\n'
+            f'local file = io.open("{data}", "rb")\nwrk.body = file:read("*a")\n'
+            "done = function(summary, latency)\n"
+            '  io.write(string.format("%f %f %f %d\\n", latency:percentile(50),\n'
+            "    latency:percentile(99), summary.requests / summary.duration * 1e6,\n"
+            "    summary.errors.status + summary.errors.read + summary.errors.timeout))\nend\n"
+        )
+        words = [wrk, "-t1", f"-c{connections}", f"-d{seconds}", "-s", str(script)]
+        done = subprocess.run(
+            [*words, f"http://127.0.0.1:{port}/score"], capture_output=True, text=True, check=True
+        )
+    p50, p99, rate, errors = map(float, done.stdout.split("\n")[-2].split())
+    assert errors == 0, done.stdout
+    return {
+        "p50_ms": round(p50 / 1000, 3), "p99_ms": round(p99 / 1000, 3),
+        "requests_per_s": round(rate),
+    }  # fmt: skip
+
+
+def latency(folder: Path, seconds: float, wrk: str, results: Results) -> None:
+    """Compare the latency of one row with the empty application, in alternating runs."""
+    (body, *_) = bodies_of(folder, 1)[TEXT]
+    with empty_application() as (port, _), serving(folder / "model") as server:
+        for connections in (1, 8):
+            for _ in range(3):
+                for name, at in (("empty", port), ("sbpflow", server.port)):
+                    found = _wrk(wrk, at, body, connections, int(seconds))
+                    results.add(
+                        benchmark="latency", server=name, rows=1, connections=connections,
+                        client="wrk", **found,
+                    )  # fmt: skip
+
+
+def delta(folder: Path, changed: int, results: Results) -> None:
+    """Measure the latency of one row before and while a large delta is applied."""
+    with _copy(folder) as chain, serving(chain.bundle, "--poll-seconds", "0.2") as server:
+        requests = [request("/score", body) for body in bodies_of(folder, 1)[TEXT]]
+        for seed in range(3):
+            client = LoadProcess(server.port, requests, 12.0, 1, 400.0)
+            time.sleep(4.0)
+            hidden = chain.bundle / "deltas" / f".{chain.number + 1:06d}"
+            chain.write(seed, changed)  # writing takes CPU time too, so it is published later
+            path = chain.bundle / "deltas" / f"{chain.number:06d}"
+            path.rename(hidden)
+            time.sleep(1.0)
+            start = time.time()
+            hidden.rename(path)
+            while not server.serve_version(chain.model):
+                time.sleep(0.05)
+            end = time.time()
+            answers = client.result()
+            idle = answers.latency[answers.at < start - 3.0]
+            during = answers.latency[(answers.at >= start) & (answers.at <= end)]
+            results.add(
+                benchmark="delta", changed_rows=changed, apply_s=round(end - start, 2),
+                idle_p50_ms=_quantile(idle, 0.5), idle_p99_ms=_quantile(idle, 0.99),
+                during_p50_ms=_quantile(during, 0.5), during_p99_ms=_quantile(during, 0.99),
+                during_max_ms=_quantile(during, 1.0), requests=len(during),
+            )  # fmt: skip
+
+
+def _quantile(latency: np.ndarray, share: float) -> float:
+    return round(float(np.quantile(latency, share)) * 1000, 3)
+
+
+@contextmanager
+def _copy(folder: Path) -> Iterator[Chain]:
+    """Yield the chain of a copy of the bundle, which shares its large files."""
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        bundle = Path(scratch) / "step-50"
+        bundle.mkdir()
+        for file in (folder / "model").iterdir():
+            os.link(file, bundle / file.name)
+        yield Chain(bundle, load_bundle(bundle))
+
+
+def soak(folder: Path, seconds: float, results: Results) -> None:
+    """Run the server for a long time with deltas and faults, and check every answer."""
+    bodies = [*bodies_of(folder, 1)[TEXT][:4], *bodies_of(folder, 64)[TEXT][:2]]
+    good = [request("/score", body) for body in bodies]
+    bad = [
+        request("/score", b"1\t2\n"), request("/score", b"[1", JSON), request("/none", b""),
+        request("/score", b" " * (5 << 20)), b"GARBAGE\r\n\r\n",
+    ]  # fmt: skip
+    statuses = [200] * len(good) + [400, 400, 404, 413, 400]
+    every = min(10.0, seconds / 6)
+    with _copy(folder) as chain, serving(chain.bundle.parent, workers=2) as server:
+        versions = {name_of(chain.model): chain.model}
+        memory: list[tuple[float, float]] = []
+        client = LoadProcess(server.port, [*good * 8, *bad], seconds, 8, 400.0)
+        begin = time.time()
+        killed = 0.0
+        while time.time() - begin < seconds - every:
+            number = chain.number
+            time.sleep(every)
+            if number == 2:
+                killed = time.time()
+                os.kill(server.workers()[0], signal.SIGKILL)
+            if number == 4:
+                _publish_damaged(chain)
+                time.sleep(every)
+                shutil.rmtree(chain.bundle / "deltas" / f"{number + 1:06d}")
+            changed = chain.write(number, 5000)
+            versions[name_of(changed)] = changed
+            workers = [memory_mb(pid) for pid in server.workers()]
+            memory.append((time.time() - begin, sum(worker["pss_mb"] for worker in workers)))
+        answers = client.result()
+        counts = server.metrics()
+    wrong = _check(answers, [*good * 8, *bad], bodies, statuses, versions)
+    late = [at for at, _ in answers.lost if not 0 <= at - killed < 1.0]
+    assert not wrong, wrong[:5]
+    assert not late, f"{len(late)} requests were lost without a killed worker"
+    errors = next(n for name, n in counts.items() if name.startswith("sbpflow_delta_errors"))
+    results.add(
+        benchmark="soak", seconds=seconds, requests=len(answers.latency),
+        versions_seen=len({version for _, version, _, _ in answers.bodies if version}),
+        deltas=chain.number, refused_deltas=errors, lost_with_killed_worker=len(answers.lost),
+        restarts=counts["sbpflow_worker_restarts_total"], wrong_answers=0,
+        p50_ms=_quantile(answers.latency, 0.5), p99_ms=_quantile(answers.latency, 0.99),
+        pss_mb_after_5_deltas=memory[min(5, len(memory) - 1)][1], pss_mb_at_end=memory[-1][1],
+    )  # fmt: skip
+
+
+def _publish_damaged(chain: Chain) -> None:
+    """Publish a damaged copy of the last delta under the next number."""
+    source = chain.bundle / "deltas" / f"{chain.number:06d}"
+    work = chain.bundle / "deltas" / ".damaged"
+    shutil.copytree(source, work)
+    values = bytearray((work / "values.safetensors").read_bytes())
+    values[-1] ^= 1
+    (work / "values.safetensors").write_bytes(values)
+    work.rename(chain.bundle / "deltas" / f"{chain.number + 1:06d}")
+
+
+def _check(
+    answers: Answers, sent: list[bytes], bodies: list[bytes], statuses: list[int],
+    versions: dict[str, Model],
+) -> list[object]:  # fmt: skip
+    """Return the answers that differ from the answer of their version."""
+    num_bad = len(statuses) - len(bodies)
+    wrong: list[object] = []
+    for number, version, status, body in answers.bodies:
+        good = number < len(sent) - num_bad
+        kind = number % len(bodies) if good else len(bodies) + number - (len(sent) - num_bad)
+        if status != statuses[kind]:
+            wrong.append((number, status, body[:200]))
+        elif good:
+            wanted = versions[version].score(bodies[kind])
+            found = np.array([float(line) for line in body.split()])
+            if found.shape != wanted.shape or not np.allclose(found, wanted, rtol=0, atol=1e-6):
+                wrong.append((number, version, found[:3], wanted[:3]))
+    return wrong
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("build", "cost", "latency", "delta", "soak"))
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--rows", type=int, default=400_000)
+    parser.add_argument("--seconds", type=float)
+    parser.add_argument("--changed", type=int, default=500_000)
+    parser.add_argument("--wrk", default="wrk")
+    args = parser.parse_args()
+    if args.what == "build":
+        build(args.folder, args.rows)
+        return
+    results = Results(f"serving_{args.what}")
+    if args.what == "cost":
+        cost(args.folder, args.seconds or 3.0, results)
+    elif args.what == "latency":
+        latency(args.folder, args.seconds or 3.0, args.wrk, results)
+    elif args.what == "delta":
+        delta(args.folder, args.changed, results)
+    else:
+        soak(args.folder, args.seconds or 600.0, results)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

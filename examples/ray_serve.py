@@ -1,0 +1,30 @@
+"""Serves a bundle under Ray Serve: replicas on several machines, with sbpflow's paths and metrics.
+
+    pip install 'ray[serve]' 'sbpflow[serve]'
+    SBPFLOW_BUNDLE=out/model serve run examples.ray_serve:app
+
+Every replica maps the bundle and follows its deltas, so the folder must be on all machines. Ray
+routes requests, restarts replicas, and can scale them; each replica has its own /metrics.
+"""
+
+import os
+from pathlib import Path
+
+from ray import serve
+
+from sbpflow.serving.app import App
+from sbpflow.serving.server import asgi_app
+
+
+def build() -> App:
+    """Load the bundle in a replica; the application cannot be sent from another process."""
+    return asgi_app({"model": Path(os.environ["SBPFLOW_BUNDLE"])})
+
+
+app = serve.deployment(
+    num_replicas=2,
+    ray_actor_options={
+        "num_cpus": 1,
+        "runtime_env": {"env_vars": {"SBPFLOW_BUNDLE": os.environ.get("SBPFLOW_BUNDLE", "")}},
+    },
+)(serve.ingress(build)()).bind()

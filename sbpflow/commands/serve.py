@@ -1,0 +1,87 @@
+"""``sbpflow serve``: answer HTTP requests with the scores of exported models."""
+
+import os
+import re
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from sbpflow.errors import ConfigError
+from sbpflow.runtime.files.local_path import local_path
+from sbpflow.runtime.processes.launch import ArgumentParser
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+
+def _arguments(argv: Sequence[str]) -> Namespace:
+    parser = ArgumentParser(
+        prog="sbpflow serve", description="Answer HTTP requests with the scores of exported models."
+    )
+    add = parser.add_argument
+    text = "a folder of `sbpflow export`, with a name for several models; the first is the default"
+    add("models", nargs="+", metavar="[NAME=]DIR", help=text)
+    add("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    add("--port", type=int, default=8000, help="port, or 0 for any free port (default 8000)")
+    cores = len(os.sched_getaffinity(0))
+    add("--workers", type=int, default=cores, help="processes (default: one per core)")
+    add("--shadow", metavar="NAME", help="model that scores the requests of the others afterwards")
+    add("--compiled", action="store_true", help="also load .pt2 and .so files, which contain code")
+    add("--max-body-bytes", type=int, default=4 << 20, help="largest body (default 4 MiB)")
+    add("--max-rows", type=int, default=8192, help="rows per request (default 8192)")
+    add("--batch-rows", type=int, default=1024, help="rows that are scored together (default 1024)")
+    add("--poll-seconds", type=float, default=1.0, help="time between looks for deltas (default 1)")
+    add("--grace-seconds", type=int, default=10, help="time to answer after SIGTERM (default 10)")
+    args = parser.parse_args(argv)
+    for name in ("workers", "max_body_bytes", "max_rows", "batch_rows", "poll_seconds"):
+        if not getattr(args, name) > 0:
+            key = name.replace("_", "-")
+            raise ConfigError(f"--{key}: {getattr(args, name)} is not above 0; use 1 or more")
+    if args.port not in range(1 << 16):
+        raise ConfigError(f"--port: {args.port} is not a port; use 0 to 65535")
+    return args
+
+
+def folders_of(models: Sequence[str]) -> dict[str, Path]:
+    """Return the folders of models by name; raise ConfigError for bad or repeated names."""
+    folders: dict[str, Path] = {}
+    for text in models:
+        name, given, path = text.partition("=")
+        folder = local_path(path if given else text)
+        name = name if given else folder.resolve().name
+        if not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"{text}: {name!r} cannot be a name in paths; use letters, digits, and ._- as in "
+                f"main={folder}"
+            )
+        if name in folders:
+            raise ConfigError(f"{text}: the name {name!r} is used twice; use NAME=DIR")
+        folders[name] = folder
+    return folders
+
+
+def serve(argv: Sequence[str]) -> int:
+    """Answer HTTP requests with the scores of exported models."""
+    args = _arguments(argv)
+    folders = folders_of(args.models)
+    if args.shadow is not None and args.shadow not in list(folders)[1:]:
+        others = " or ".join(list(folders)[1:]) or "a second model, as in a=DIR b=DIR --shadow b"
+        raise ConfigError(f"--shadow: {args.shadow!r} is not a second model; use {others}")
+    try:
+        from sbpflow.serving.app import Limits
+        from sbpflow.serving.server import Settings, run_server
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error}; run pip install 'sbpflow[serve]'") from error
+    limits = Limits(body_bytes=args.max_body_bytes, rows=args.max_rows, batch_rows=args.batch_rows)
+    return run_server(
+        folders,
+        Settings(
+            host=args.host,
+            port=args.port,
+            workers=args.workers,
+            shadow=args.shadow,
+            compiled=args.compiled,
+            limits=limits,
+            poll_s=args.poll_seconds,
+            grace_s=args.grace_seconds,
+        ),
+    )

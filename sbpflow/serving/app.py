@@ -1,0 +1,274 @@
+"""Answers HTTP requests with the scores of models: a bare ASGI application.
+
+The server limits what it reads, and refuses bad rows with the row and column at fault. TLS and
+authentication belong to a proxy in front of it.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sbpflow.serving import inference_protocol
+from sbpflow.serving.batcher import Batcher
+from sbpflow.serving.bodies import BodyError, Scores, check_rows, format_of
+from sbpflow.serving.encoder import RowError
+from sbpflow.serving.follower import ModelVersion
+from sbpflow.serving.metrics import Metrics, ModelCounts
+from sbpflow.serving.scorer import Model
+
+logger = logging.getLogger(__name__)
+
+Message = dict[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+_JSON = b"application/json"
+_TEXT = b"text/plain; charset=utf-8"
+_METRICS = b"text/plain; version=0.0.4; charset=utf-8"
+_ROUTES = (
+    "POST /score, POST /models/NAME/score, GET /health, GET /ready, GET /metrics, GET /v2, and the "
+    "paths of the Open Inference Protocol below /v2"
+)
+_MAX_BEHIND = 64  # requests that may wait for the shadow model
+_MAX_SHOWN = 100  # characters of a value in an error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Limits the size of a request and of a batch."""
+
+    body_bytes: int = 4 << 20
+    rows: int = 8192
+    batch_rows: int = 1024
+
+
+class Served:
+    """A name under which a model is served; ``switch`` replaces its version."""
+
+    def __init__(self, name: str, version: ModelVersion, counts: ModelCounts) -> None:
+        self.name, self.counts = name, counts
+        self.switch(version)
+
+    def switch(self, version: ModelVersion) -> None:
+        """Serve another version; requests in flight keep the version that they started with."""
+        self.version = version
+        self.counts.serve(version.text, version.trained)
+
+
+@dataclass(slots=True)
+class _Answer:
+    body: bytes
+    type: bytes = _JSON
+    status: int = 200
+    headers: Sequence[tuple[bytes, bytes]] = ()
+    scored: "tuple[Served, Any, Scores] | None" = None
+
+
+class _DisconnectedError(Exception):
+    """The client closed the connection before the end of its request."""
+
+
+class App:
+    """Implements the routes. The first model is the default; ``other`` counts unknown paths."""
+
+    def __init__(
+        self,
+        models: Sequence[Served],
+        shadow: str | None,
+        limits: Limits,
+        metrics: Metrics,
+        other: ModelCounts,
+    ) -> None:
+        self._models: Mapping[str, Served] = {served.name: served for served in models}
+        self._default = models[0]
+        self._shadow = self._models[shadow] if shadow else None
+        self._behind: deque[tuple[Served, Any, Scores]] = deque()
+        self._limits, self._metrics, self._other = limits, metrics, other
+        self._batcher = Batcher(limits.batch_rows)
+        self.stopping: Callable[[], bool] = lambda: False
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        started = time.perf_counter()
+        served, rest = self._find(scope["path"])
+        try:
+            answer = await self._answer(served, rest, scope, receive)
+        except _DisconnectedError:
+            return
+        except (BodyError, RowError) as error:
+            answer = _refusal(error)
+        except Exception:
+            logger.exception("%s %s failed", scope["method"], scope["path"])
+            answer = _Answer(_error("the server failed; its log has the reason"), status=500)
+        headers = [
+            (b"content-type", answer.type),
+            (b"content-length", b"%d" % len(answer.body)),
+            *answer.headers,
+        ]
+        await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+        await send({"type": "http.response.body", "body": answer.body})
+        counts = served.counts if served else self._other
+        counts.answer(answer.status, time.perf_counter() - started)
+        if answer.scored and self._shadow and served is not self._shadow:
+            self._score_later(*answer.scored)
+
+    def _find(self, path: str) -> tuple[Served | None, str]:
+        """Return the model that a path names, if any, and the path without its name."""
+        if path == "/score":
+            return self._default, path
+        for prefix in ("/models/", "/v2/models/"):
+            if path.startswith(prefix):
+                name, slash, rest = path.removeprefix(prefix).partition("/")
+                return self._models.get(name), prefix + slash + rest
+        return None, path
+
+    async def _answer(
+        self, served: Served | None, path: str, scope: Message, receive: Receive
+    ) -> _Answer:
+        if served is None:
+            answer = self._answer_server(path)
+            _check_method(scope, "GET", "HEAD")
+            return answer
+        if path in ("/score", "/models//score"):
+            _check_method(scope, "POST")
+            return await self._score(served, scope, receive)
+        version, action = served.version, path.removeprefix("/v2/models/").removeprefix("/")
+        if action.startswith("versions/"):
+            wanted, _, action = action.removeprefix("versions/").partition("/")
+            if wanted != version.text:
+                text = f"version {wanted!r} is not served; {served.name} has {version.text}"
+                raise BodyError(text, 404)
+        if path.startswith("/v2/") and action == "infer":
+            _check_method(scope, "POST")
+            return await self._infer(served, scope, receive)
+        if path.startswith("/v2/") and action in ("", "ready"):
+            _check_method(scope, "GET", "HEAD")
+            if action:
+                return self._readiness()
+            return _Answer(inference_protocol.model_metadata(served.name, version))
+        raise _unknown_path(scope["path"])
+
+    def _answer_server(self, path: str) -> _Answer:
+        if path in ("/health", "/v2/health/live"):
+            return _Answer(b"ok\n", _TEXT)
+        if path in ("/ready", "/v2/health/ready"):
+            return self._readiness()
+        if path == "/metrics":
+            return _Answer(self._metrics.text(time.time()).encode(), _METRICS)
+        if path == "/v2":
+            return _Answer(inference_protocol.server_metadata())
+        if path.startswith(("/models/", "/v2/models/")):
+            raise BodyError(f"no model has this name; the names are {', '.join(self._models)}", 404)
+        raise _unknown_path(path)
+
+    def _readiness(self) -> _Answer:
+        if self.stopping():
+            return _Answer(b"stopping\n", _TEXT, 503)
+        return _Answer(b"ready\n", _TEXT)
+
+    async def _score(self, served: Served, scope: Message, receive: Receive) -> _Answer:
+        content_type, body = await self._body(scope, receive)
+        form = format_of(content_type)
+        version = served.version
+        rows = form.read(body, self._limits.rows)
+        scores = await self._scores(served, version.model, rows)
+        headers = (b"x-model", served.name.encode()), (b"x-model-version", version.text.encode())
+        text = form.write(scores, served.name, version.text)
+        return _Answer(text, form.type, headers=headers, scored=(served, rows, scores))
+
+    async def _infer(self, served: Served, scope: Message, receive: Receive) -> _Answer:
+        _, body = await self._body(scope, receive)
+        version = served.version
+        number, rows = inference_protocol.read_request(body, self._limits.rows)
+        scores = await self._scores(served, version.model, rows)
+        text = inference_protocol.write_response(served.name, version.text, number, scores)
+        return _Answer(text, scored=(served, rows, scores))
+
+    async def _scores(self, served: Served, model: Model, rows: Any) -> Scores:
+        counts = served.counts
+        try:
+            encoded = model.encode(rows)
+        except RowError:
+            raise
+        except ValueError as error:
+            raise BodyError(str(error)) from error
+        check_rows(len(encoded.ids), self._limits.rows)
+        scores = await self._batcher.score(model, encoded)
+        counts.count("rows", len(scores))
+        counts.observe("score", scores)
+        counts.values(encoded.missing, encoded.unknown)
+        return scores
+
+    async def _body(self, scope: Message, receive: Receive) -> tuple[str, bytes]:
+        """Return the content type and the body; raise BodyError if the body is too large."""
+        limit, headers = self._limits.body_bytes, dict[bytes, bytes](scope["headers"])
+        if headers.get(b"content-encoding", b"identity") != b"identity":
+            raise BodyError("Content-Encoding: is not supported; send the body as it is", 415)
+        size = headers.get(b"content-length", b"0")
+        if not size.isdigit() or int(size) > limit:
+            raise self._too_large()
+        body, more = b"", True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise _DisconnectedError
+            part, more = message.get("body", b""), message.get("more_body", False)
+            body = body + part if body else part
+            if len(body) > limit:
+                raise self._too_large()
+        return headers.get(b"content-type", b"").decode("latin-1"), body
+
+    def _too_large(self) -> BodyError:
+        limit = self._limits.body_bytes
+        return BodyError(f"the body has more than {limit:,} bytes (--max-body-bytes)", 413)
+
+    def _score_later(self, served: Served, rows: Any, scores: Scores) -> None:
+        if len(self._behind) == _MAX_BEHIND:
+            served.counts.count("shadow_dropped")
+            return
+        self._behind.append((served, rows, scores))
+        if len(self._behind) == 1:
+            asyncio.get_running_loop().call_soon(self._score_shadow)
+
+    def _score_shadow(self) -> None:
+        """Compare the shadow model's scores of one request; then let the loop answer others."""
+        served, rows, scores = self._behind[0]
+        try:
+            other = self._shadow.version.model.score(rows) if self._shadow else scores
+            served.counts.observe("shadow_difference", np.abs(other - scores))
+            served.counts.count("shadow_rows", len(scores))
+        except Exception:
+            served.counts.count("shadow_errors")
+            logger.debug("the shadow model failed", exc_info=True)
+        self._behind.popleft()
+        if self._behind:
+            asyncio.get_running_loop().call_soon(self._score_shadow)
+
+
+def _check_method(scope: Message, *methods: str) -> None:
+    if scope["method"] not in methods:
+        text = f"{scope['method']} {scope['path']} is not supported; use {methods[0]}"
+        raise BodyError(text, 405)
+
+
+def _unknown_path(path: str) -> BodyError:
+    return BodyError(f"{path[:_MAX_SHOWN]!r} is not a path of this server; use {_ROUTES}", 404)
+
+
+def _refusal(error: BodyError | RowError) -> _Answer:
+    if isinstance(error, BodyError):
+        return _Answer(_error(str(error)), status=error.status)
+    value = error.value if isinstance(error.value, str) else repr(error.value)
+    place = {"row": error.row, "column": error.column, "value": value[:_MAX_SHOWN]}
+    return _Answer(_error(str(error), **place), status=400)
+
+
+def _error(text: str, **place: str | int | None) -> bytes:
+    return json.dumps({"error": text, **place}).encode() + b"\n"

@@ -1,0 +1,200 @@
+"""Reads rows from request bodies and writes scores, in the formats of the server.
+
+A content type decides the format; an answer has the format of its request. Nothing is unpickled.
+"""
+
+import io
+import json
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+from typing import Any, NoReturn, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sbpflow.runtime.files.json_file import kind_name
+
+Scores = NDArray[np.float32]
+TEXT, JSON = "text/tab-separated-values", "application/json"
+ARROW = "application/vnd.apache.arrow.stream"
+
+
+class BodyError(ValueError):
+    """A request cannot be answered; ``status`` is the HTTP status of the answer."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """``read(body, max_rows)`` returns rows for ``Model.encode``; ``write`` returns a body."""
+
+    type: bytes
+    read: Callable[[bytes, int], Any]
+    write: Callable[[Scores, str, str], bytes]
+
+
+def format_of(content_type: str) -> Format:
+    """Return the format of a content type; raise BodyError (415) for others."""
+    kind = content_type.partition(";")[0].strip().lower()
+    try:
+        return _FORMATS[kind]
+    except KeyError:
+        raise BodyError(
+            f"Content-Type: {kind!r} is not supported; use {TEXT}, {JSON}, or {ARROW}", 415
+        ) from None
+
+
+def check_rows(number: int, max_rows: int) -> None:
+    """Raise BodyError (413) for more than ``max_rows`` rows."""
+    if number > max_rows:
+        raise BodyError(
+            f"the request has {number:,} rows; the server accepts up to {max_rows:,} (--max-rows)",
+            413,
+        )
+
+
+def read_json_body(body: bytes) -> object:
+    """Return the JSON value of a body; raise BodyError for anything else."""
+    # parse_json is stricter, but calls Python for each number.
+    try:
+        return json.loads(body, parse_constant=_refuse_constant)
+    except RecursionError as error:
+        raise BodyError("the body is not JSON (too many levels of nesting)") from error
+    except ValueError as error:  # also of invalid UTF-8
+        raise BodyError(f"the body is not JSON ({error})") from error
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not a JSON number; use null for a missing value")
+
+
+def _read_text(body: bytes, max_rows: int) -> bytes:
+    return body  # quoted cells may contain line ends, so the rows are counted when encoded
+
+
+def _write_text(scores: Scores, name: str, version: str) -> bytes:
+    return "".join(f"{score!r}\n" for score in scores.tolist()).encode()
+
+
+def _read_json(body: bytes, max_rows: int) -> Any:
+    value = read_json_body(body)
+    keys = cast("Mapping[str, Any]", value) if isinstance(value, dict) else {"rows": value}
+    if len(keys) != 1 or not keys.keys() <= {"rows", "columns"}:
+        raise BodyError(
+            f'the body has the keys {sorted(keys)}; use {{"rows": [{{"column": value, ..}}, ..]}} '
+            'or {"columns": {"column": [value, ..], ..}}'
+        )
+    (key, found), wanted = next(iter(keys.items())), list if "rows" in keys else dict
+    if not isinstance(found, wanted):
+        use = '[{"column": value, ..}, ..]' if wanted is list else '{"column": [value, ..], ..}'
+        raise BodyError(f"{key}: is {kind_name(found)}; use {use}")
+    if wanted is list:
+        check_rows(len(found), max_rows)
+        for row, cells in enumerate(found):
+            if not isinstance(cells, dict):
+                what = f"row {row}: is {kind_name(cells)}"
+                raise BodyError(f'{what}, not an object; use {{"column": value, ..}}')
+        return found
+    for column, values in found.items():
+        if not isinstance(values, list):
+            what = f"columns: {column} is {kind_name(values)}"
+            raise BodyError(f"{what}, not a list; use one value per row")
+        check_rows(len(cast("list[Any]", values)), max_rows)
+    return found
+
+
+def _write_json(scores: Scores, name: str, version: str) -> bytes:
+    # Python's floats and JSON's numbers have the same text. Names are quoted by the server.
+    numbers = ", ".join(map(repr, scores.tolist()))
+    return f'{{"scores": [{numbers}], "model": "{name}", "version": "{version}"}}\n'.encode()
+
+
+def _read_arrow(body: bytes, max_rows: int) -> Any:
+    arrow = _pyarrow()
+    try:
+        _check_messages(arrow, body, max_rows)
+        table = arrow.ipc.open_stream(body).read_all()
+        table.validate(full=True)  # offsets of a hostile body could point anywhere
+    except (arrow.ArrowException, OSError) as error:
+        raise BodyError(f"the body is not an Arrow IPC stream ({error})") from error
+    return table
+
+
+def _check_messages(arrow: ModuleType, body: bytes, max_rows: int) -> None:
+    """Raise BodyError for too many rows, or compressed buffers, before any buffer is allocated."""
+    stream, num_rows = io.BytesIO(body), 0
+    reader = arrow.ipc.MessageReader.open_stream(stream)
+    for message in reader:
+        if message.type in ("record batch", "dictionary"):
+            rows, compressed = _batch_facts(message)
+            num_rows += rows if message.type == "record batch" else 0
+            check_rows(max(num_rows, rows), max_rows)
+            if compressed:
+                raise BodyError(
+                    "the Arrow stream is compressed, so its size has no limit; write it without "
+                    "compression"
+                )
+
+
+def _batch_facts(message: Any) -> tuple[int, bool]:
+    """Return a batch's number of rows and whether it is compressed, from its flatbuffer.
+
+    pyarrow has verified the flatbuffer, but does not expose these fields.
+    """
+    data = bytes(message.metadata)
+
+    def field(table: int, number: int) -> int:
+        """Return the position of a table's field, or 0 if the table lacks the field."""
+        entries = table - struct.unpack_from("<i", data, table)[0]
+        if 4 + 2 * number >= struct.unpack_from("<H", data, entries)[0]:
+            return 0
+        offset = struct.unpack_from("<H", data, entries + 4 + 2 * number)[0]
+        return table + offset if offset else 0
+
+    def target(place: int) -> int:
+        return place + struct.unpack_from("<I", data, place)[0]
+
+    batch = target(field(target(0), 2))  # Message.header
+    if message.type == "dictionary":
+        batch = target(field(batch, 1))  # DictionaryBatch.data
+    length = field(batch, 0)
+    rows = struct.unpack_from("<q", data, length)[0] if length else 0
+    return rows, bool(field(batch, 3))  # RecordBatch.compression
+
+
+def _write_arrow(scores: Scores, name: str, version: str) -> bytes:
+    arrow = _pyarrow()
+    table = arrow.table({"score": scores})
+    table = table.replace_schema_metadata({"model": name, "version": version})
+    sink = arrow.BufferOutputStream()
+    with arrow.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue().to_pybytes()
+
+
+def _pyarrow() -> ModuleType:
+    try:
+        import_module("pyarrow.ipc")
+        return import_module("pyarrow")
+    except ImportError as error:
+        raise BodyError(
+            f"Content-Type: {ARROW} needs pyarrow on the server ({error})", 415
+        ) from error
+
+
+_TEXT = Format(b"text/plain", _read_text, _write_text)
+_FORMATS = {
+    TEXT: _TEXT,
+    "text/plain": _TEXT,
+    "text/csv": _TEXT,
+    "": _TEXT,
+    "application/x-www-form-urlencoded": _TEXT,  # what curl --data-binary sends by default
+    JSON: Format(b"application/json", _read_json, _write_json),
+    ARROW: Format(ARROW.encode(), _read_arrow, _write_arrow),
+}

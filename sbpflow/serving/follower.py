@@ -1,0 +1,181 @@
+"""Follows the folder of a served model: applies its deltas, and loads its newer bundles.
+
+A new version shares all unchanged values with its predecessor, and replaces it by one assignment,
+so no request waits for it or sees a mixture. A fault keeps the served version, whose age grows in
+the metrics until a good delta or a newer bundle appears.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from sbpflow.errors import DataError
+from sbpflow.serving.deltas import (
+    BUNDLE_FILE,
+    DELTA_FILE,
+    DELTAS_FOLDER,
+    VALUES_FILE,
+    delta_folder,
+    digest_of,
+    newest_bundle,
+    read_delta,
+)
+from sbpflow.serving.scorer import BundleError, Model, Version
+
+logger = logging.getLogger(__name__)
+
+Load = Callable[[Path], Model]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelVersion:
+    """A version of a model: ``bundle`` with its first ``number`` deltas.
+
+    ``stamp`` identifies the bundle's file, ``base`` is its digest, ``last`` is the digest of the
+    last delta or of the bundle, and ``trained`` is the time of the values in seconds since 1970
+    (of a bundle, the time of its export).
+    """
+
+    model: Model
+    bundle: Path
+    stamp: tuple[int, ...]
+    base: str
+    last: str
+    number: int
+    trained: float
+
+    @property
+    def text(self) -> str:
+        """Return run, step, and number of the delta as one word."""
+        return "-".join(map(str, self.model.version))
+
+
+class Follower:
+    """Has the newest good version of the model in ``folder``.
+
+    ``folder`` is a bundle, or a folder of bundles ``step-N``. ``load`` loads and checks a bundle.
+    ``count`` is called with the name of each event (``metrics.COUNTERS``).
+    """
+
+    def __init__(self, folder: Path, load: Load) -> None:
+        self._folder, self._load = folder, load
+        self._refused: object = None  # the files that were refused last; they are not read again
+        self.count: Callable[[str], None] = lambda event: None
+        self.version = self._replayed(newest_bundle(folder))
+
+    def poll(self) -> bool:
+        """Look for a newer version, and return whether there is one."""
+        old = self.version
+        try:
+            bundle = newest_bundle(self._folder)
+            if bundle != old.bundle or _stamp(bundle / BUNDLE_FILE) != old.stamp:
+                return self._reload(bundle, only_newer=False)
+            if self._refused == self._stamps_of_next():
+                return False  # reading it again would not help
+            following = self._next(old)
+        except (DataError, BundleError, OSError) as error:
+            self._refuse(self._stamps_of_next(), error)
+            # The chain may have been written anew.
+            return self._reload(old.bundle, only_newer=True)
+        if following is not None:
+            self.version = following
+        return following is not None
+
+    def _reload(self, bundle: Path, *, only_newer: bool) -> bool:
+        """Load a bundle with its deltas, and return whether its version is used."""
+        stamps = bundle, _stamp(bundle / BUNDLE_FILE)
+        if self._refused == stamps:
+            return False
+        try:
+            version = self._replayed(bundle)
+        except (DataError, BundleError, OSError) as error:
+            self._refuse(stamps, error)
+            return False
+        self.count("reloads")
+        if only_newer and version.trained <= self.version.trained:
+            return False
+        self.version = version
+        return True
+
+    def _refuse(self, stamps: object, error: Exception) -> None:
+        self._refused = stamps
+        self.count("delta_errors")
+        logger.error("%s; version %s is kept", error, self.version.text)
+
+    def _replayed(self, bundle: Path) -> ModelVersion:
+        """Load a bundle and all its good deltas."""
+        stamp, base = _stamp(bundle / BUNDLE_FILE), digest_of(bundle)
+        model = self._load(bundle)
+        version = ModelVersion(
+            model=model,
+            bundle=bundle,
+            stamp=stamp,
+            base=base,
+            last=base,
+            number=0,
+            trained=(bundle / BUNDLE_FILE).stat().st_mtime,
+        )
+        following: ModelVersion | None = version
+        while following is not None:
+            version = following
+            try:
+                following = self._next(version)
+            except (DataError, BundleError, OSError) as error:
+                logger.error("%s; version %s is used", error, version.text)
+                break
+        return version
+
+    def _next(self, version: ModelVersion) -> ModelVersion | None:
+        """Apply the next delta; return None if there is none yet. Raise DataError for faults."""
+        number, bundle = version.number + 1, version.bundle
+        try:
+            delta = read_delta(bundle, number, base=version.base, previous=version.last)
+        except FileNotFoundError:
+            later = [path.name for path in (bundle / DELTAS_FOLDER).glob("[0-9]*")]
+            if any(int(name) > number for name in later if name.isdigit()):
+                raise DataError(
+                    f"{delta_folder(bundle, number)}: is missing, but there are later deltas; "
+                    "write a new bundle"
+                ) from None
+            return None
+        origin = Version(run=delta.head.run, step=delta.head.step, delta=number)
+        tables = {
+            name: (rows.numpy(), _values(parts)) for name, (rows, parts) in delta.tables.items()
+        }
+        model = version.model.with_changes(tables, delta.dense, origin)
+        scores = model.score(model.sample["rows"])
+        if not np.isfinite(scores).all():
+            raise DataError(
+                f"{delta_folder(bundle, number)}: gives a sample row the score "
+                f"{scores[~np.isfinite(scores)][0]}; write a delta with finite values"
+            )
+        self.count("deltas_applied")
+        return replace(
+            version, model=model, number=number, last=delta.digest, trained=delta.head.time
+        )
+
+    def _stamps_of_next(self) -> object:
+        bundle = self.version.bundle
+        folder = delta_folder(bundle, self.version.number + 1)
+        files = (bundle / BUNDLE_FILE, folder / DELTA_FILE, folder / VALUES_FILE)
+        return folder, *map(_stamp, files)
+
+
+def _values(parts: Mapping[str, Tensor]) -> Tensor:
+    """Return the values of changed rows; 8-bit rows are the same after they are quantized again."""
+    if "/int8" not in parts:
+        return parts[""]
+    return parts["/int8"] * parts["/scale"].unsqueeze(1) + parts["/low"].unsqueeze(1)
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    """Return numbers that change when a file is replaced; () if there is no file."""
+    try:
+        status = path.stat()
+    except OSError:
+        return ()
+    return status.st_ino, status.st_mtime_ns, status.st_size

@@ -1,0 +1,107 @@
+"""Implements the JSON of the Open Inference Protocol, version 2, as KServe and Triton define it.
+
+Each input is a column of the training table: its shape is [rows] or [rows, 1], and its datatype is
+BYTES for text cells, or a number type. The output ``score`` [rows] is FP32. The binary tensor
+extension is not supported.
+"""
+
+import json
+from typing import Any, cast
+
+from sbpflow.runtime.compute.versions import SBPFLOW_VERSION
+from sbpflow.serving.bodies import BodyError, Scores, check_rows, read_json_body
+from sbpflow.serving.follower import ModelVersion
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "BYTES": (str,),
+    **{f"FP{bits}": (float, int) for bits in (16, 32, 64)},
+    **{f"{sign}INT{bits}": (int,) for sign in ("", "U") for bits in (8, 16, 32, 64)},
+}
+_EXAMPLE = '{"name": "C1", "shape": [2], "datatype": "BYTES", "data": ["a", "b"]}'
+
+
+def server_metadata() -> bytes:
+    """Return the body for ``/v2``."""
+    return _body({"name": "sbpflow", "version": SBPFLOW_VERSION, "extensions": []})
+
+
+def model_metadata(name: str, version: ModelVersion) -> bytes:
+    """Return the body for ``/v2/models/NAME``."""
+    inputs = [
+        {"name": column.name, "datatype": "BYTES", "shape": [-1]}
+        for column in version.model.columns
+        if column.required
+    ]
+    output = {"name": "score", "datatype": "FP32", "shape": [-1]}
+    return _body(
+        {
+            "name": name,
+            "versions": [version.text],
+            "platform": "sbpflow",
+            "inputs": inputs,
+            "outputs": [output],
+        }
+    )
+
+
+def read_request(body: bytes, max_rows: int) -> tuple[str | None, dict[str, list[Any]]]:
+    """Return a request's ``id`` and its columns; raise BodyError for other bodies."""
+    request = read_json_body(body)
+    if not isinstance(request, dict) or not isinstance(request.get("inputs"), list):
+        raise BodyError(f'the body has no list "inputs"; use {{"inputs": [{_EXAMPLE}, ..]}}')
+    request = cast("dict[str, Any]", request)
+    columns: dict[str, list[Any]] = {}
+    for number, tensor in enumerate(request["inputs"]):
+        name, values = _column(tensor, f"inputs[{number}]")
+        check_rows(len(values), max_rows)
+        if name in columns:
+            raise BodyError(f"inputs[{number}]: {name!r} is given twice; use one input per column")
+        columns[name] = values
+    number = request.get("id")
+    if number is not None and not isinstance(number, str):
+        raise BodyError(f"id: {number!r} is not a string")
+    outputs = request.get("outputs") or [{"name": "score"}]
+    if not isinstance(outputs, list) or any(
+        not isinstance(output, dict) or output.get("name") != "score" for output in outputs
+    ):
+        raise BodyError('outputs: the only output of the model is "score"')
+    return number, columns
+
+
+def _column(tensor: object, where: str) -> tuple[str, list[Any]]:
+    if not isinstance(tensor, dict):
+        raise BodyError(f"{where}: is not an object; use {_EXAMPLE}")
+    tensor = cast("dict[str, Any]", tensor)
+    name, shape, values = tensor.get("name"), tensor.get("shape"), tensor.get("data")
+    if not isinstance(name, str) or not isinstance(values, list):
+        raise BodyError(f'{where}: needs a string "name" and a list "data"; use {_EXAMPLE}')
+    values = cast("list[Any]", values)
+    if shape == [len(values), 1] and any(isinstance(value, list) for value in values):
+        values = [value[0] if isinstance(value, list) and value else value for value in values]
+    if shape not in ([len(values)], [len(values), 1]):
+        raise BodyError(
+            f"{where}: shape {shape!r} does not fit {len(values)} values of {name!r}; use "
+            f"[{len(values)}] or [{len(values)}, 1]"
+        )
+    datatype = tensor.get("datatype")
+    kinds = _KINDS.get(datatype) if isinstance(datatype, str) else None
+    if kinds is None:
+        raise BodyError(f"{where}: datatype {datatype!r} is not supported; use {', '.join(_KINDS)}")
+    for row, value in enumerate(values):
+        if value is not None and type(value) not in kinds:
+            raise BodyError(
+                f"row {row}, column {name!r}: {value!r} is not {datatype}; use null for a missing "
+                "value"
+            )
+    return name, values
+
+
+def write_response(name: str, version: str, number: str | None, scores: Scores) -> bytes:
+    """Return the body of an inference response."""
+    output = {"name": "score", "datatype": "FP32", "shape": [len(scores)], "data": scores.tolist()}
+    response: dict[str, Any] = {"model_name": name, "model_version": version, "outputs": [output]}
+    return _body(response if number is None else {"id": number, **response})
+
+
+def _body(value: object) -> bytes:
+    return json.dumps(value).encode()

@@ -1,0 +1,224 @@
+"""Counts events of all worker processes in shared memory, and writes them in Prometheus' format.
+
+Each worker adds to a column of its own, so no lock is needed. A scrape adds up the columns, so the
+worker that happens to answer does not matter. A restarted worker continues its predecessor's
+column, so counters never decrease.
+"""
+
+import mmap
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+STATUSES = (200, 400, 404, 405, 413, 415, 500, 503)
+LATENCIES = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
+SCORES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
+DIFFERENCES = (1e-6, 1e-4, 1e-3, 0.003, 0.01, 0.03, 0.1, 0.3)
+_VERSION_BYTES = 80
+
+Array = NDArray[np.float64]
+# One cell is a name, its help text, and its kind.
+COUNTERS = {
+    "rows": "Scored rows.",
+    "deltas_applied": "Deltas applied by a worker.",
+    "delta_errors": "Deltas and bundles that a worker refused, such as damaged ones.",
+    "reloads": "Bundles that a worker loaded while serving.",
+    "shadow_rows": "Rows that the shadow model scored too.",
+    "shadow_dropped": "Requests that the shadow model did not score, because it was behind.",
+    "shadow_errors": "Requests that the shadow model could not score.",
+}
+HISTOGRAMS: dict[str, tuple[Sequence[float], str]] = {
+    "request_seconds": (LATENCIES, "Seconds from a request's headers to its answer."),
+    "score": (SCORES, "Scores."),
+    "shadow_difference": (DIFFERENCES, "Absolute difference of the shadow model's scores."),
+}
+
+
+class ModelCounts:
+    """Contains one worker's counts of one model, and the version that this worker serves."""
+
+    def __init__(self, columns: Sequence[str], cells: Array, version: NDArray[np.bytes_]) -> None:
+        self._places = {column: place for place, column in enumerate(columns)}
+        self._version = version
+        place = 0
+
+        def take(size: int) -> Array:
+            nonlocal place
+            place += size
+            return cells[place - size : place]
+
+        self.trained = take(1)  # seconds since 1970
+        self.requests = take(len(STATUSES))
+        self.counters = dict(
+            zip(COUNTERS, np.split(take(len(COUNTERS)), len(COUNTERS)), strict=True)
+        )
+        self.histograms = {key: take(len(at) + 2) for key, (at, _) in HISTOGRAMS.items()}
+        self.unknown, self.missing = take(len(columns)), take(len(columns))
+
+    @staticmethod
+    def size(num_columns: int) -> int:
+        """Return the number of cells of a model with ``num_columns`` columns."""
+        histograms = sum(len(bounds) + 2 for bounds, _ in HISTOGRAMS.values())
+        return 1 + len(STATUSES) + len(COUNTERS) + histograms + 2 * num_columns
+
+    def serve(self, version: str, trained: float) -> None:
+        """Set the version that is served from now on, and the time of its training step."""
+        self._version[0] = version.encode()[:_VERSION_BYTES]
+        self.trained[0] = trained
+
+    @property
+    def version(self) -> str:
+        """Return the version that the worker serves."""
+        return bytes(self._version[0]).decode()
+
+    def count(self, name: str, number: int = 1) -> None:
+        """Add to a counter."""
+        self.counters[name][0] += number
+
+    def values(self, missing: Mapping[str, int], unknown: Mapping[str, int]) -> None:
+        """Count missing and unknown values by column."""
+        for cells, numbers in ((self.missing, missing), (self.unknown, unknown)):
+            for column, number in numbers.items():
+                if number:
+                    cells[self._places[column]] += number
+
+    def answer(self, status: int, seconds: float) -> None:
+        """Count an answered request."""
+        self.requests[STATUSES.index(status)] += 1
+        cells = self.histograms["request_seconds"]
+        cells[bisect_left(LATENCIES, seconds)] += 1
+        cells[-1] += seconds
+
+    def observe(self, name: str, values: NDArray[np.float32]) -> None:
+        """Add values to a histogram, whose last cell is their sum."""
+        bounds, cells = HISTOGRAMS[name][0], self.histograms[name]
+        if len(values) == 1:
+            cells[bisect_left(bounds, float(values[0]))] += 1
+        else:
+            cells[:-1] += np.bincount(np.searchsorted(bounds, values), minlength=len(cells) - 1)
+        cells[-1] += values.sum(dtype=np.float64)
+
+
+class Metrics:
+    """Contains the counts of all workers; create it before the workers are forked."""
+
+    def __init__(self, columns: Mapping[str, Sequence[str]], num_workers: int) -> None:
+        self._columns = {"": (), **columns}  # the model "" counts requests for unknown paths
+        sizes = [ModelCounts.size(len(names)) for names in self._columns.values()]
+        self._starts = np.cumsum([0, *sizes]).tolist()
+        width = self._starts[-1] * 8 + len(sizes) * _VERSION_BYTES
+        width += -width % 64  # a cache line is written by one process only
+        self._memory = mmap.mmap(-1, width * (num_workers + 1))
+        shape = (num_workers + 1, width)
+        self._bytes = np.frombuffer(self._memory, dtype=np.uint8).reshape(shape)
+        self._restarts = self._bytes[-1, :8].view(np.float64)
+
+    def worker(self, number: int) -> dict[str, ModelCounts]:
+        """Return the counts of worker ``number``, by model."""
+        line = self._bytes[number]
+        cells = line[: self._starts[-1] * 8].view(np.float64)
+        versions = line[self._starts[-1] * 8 :][: len(self._columns) * _VERSION_BYTES]
+        versions = versions.view(f"S{_VERSION_BYTES}")
+        return {
+            name: ModelCounts(
+                columns, cells[self._starts[at] : self._starts[at + 1]], versions[at:]
+            )
+            for at, (name, columns) in enumerate(self._columns.items())
+        }
+
+    def restarted(self) -> None:
+        """Count a restarted worker."""
+        self._restarts[0] += 1
+
+    def text(self, now: float) -> str:
+        """Return all metrics in Prometheus' text format, version 0.0.4."""
+        workers = [self.worker(number) for number in range(len(self._bytes) - 1)]
+        sums = {name: _Sums([worker[name] for worker in workers]) for name in self._columns}
+        models = {name: model for name, model in sums.items() if name}
+        lines = _head("requests_total", "counter", "Answered requests by HTTP status.")
+        lines += [
+            _line("requests_total", number, model=name, status=str(status))
+            for name, model in sums.items()
+            for status, number in zip(STATUSES, model.requests, strict=True)
+            if number
+        ]
+        for counter, text in COUNTERS.items():
+            lines += _head(f"{counter}_total", "counter", text)
+            lines += [
+                _line(f"{counter}_total", model.counters[counter], model=name)
+                for name, model in models.items()
+            ]
+        for kind in ("unknown", "missing"):
+            lines += _head(f"{kind}_values_total", "counter", f"{kind.title()} values by column.")
+            lines += [
+                _line(f"{kind}_values_total", number, model=name, column=column)
+                for name, model in models.items()
+                for column, number in zip(self._columns[name], getattr(model, kind), strict=True)
+            ]
+        for histogram, (bounds, text) in HISTOGRAMS.items():
+            lines += _head(histogram, "histogram", text)
+            for name, model in models.items():
+                lines += _histogram(histogram, name, bounds, model.histograms[histogram])
+        lines += _head("staleness_seconds", "gauge", "Age of the oldest weights being served.")
+        lines += [
+            _line("staleness_seconds", now - model.trained, model=name)
+            for name, model in models.items()
+            if model.trained
+        ]
+        lines += _head("model_workers", "gauge", "Workers that serve a version of a model.")
+        lines += [
+            _line("model_workers", number, model=name, version=version)
+            for name, model in models.items()
+            for version, number in model.versions.items()
+        ]
+        lines += _head("worker_restarts_total", "counter", "Workers that died and were replaced.")
+        lines.append(_line("worker_restarts_total", self._restarts[0]))
+        return "\n".join(lines) + "\n"
+
+
+class _Sums:
+    """Contains the counts of one model, added up over the workers."""
+
+    def __init__(self, workers: Sequence[ModelCounts]) -> None:
+        self.requests = _sum(worker.requests for worker in workers)
+        self.unknown = _sum(worker.unknown for worker in workers)
+        self.missing = _sum(worker.missing for worker in workers)
+        self.counters = {
+            name: float(_sum(worker.counters[name] for worker in workers)[0]) for name in COUNTERS
+        }
+        self.histograms = {
+            name: _sum(worker.histograms[name] for worker in workers) for name in HISTOGRAMS
+        }
+        serving = [worker for worker in workers if worker.trained[0]]
+        self.trained = min((float(worker.trained[0]) for worker in serving), default=0.0)
+        self.versions: dict[str, int] = {}
+        for worker in serving:
+            version = worker.version
+            self.versions[version] = self.versions.get(version, 0) + 1
+
+
+def _sum(arrays: Iterable[Array]) -> Array:
+    return np.sum(list(arrays), axis=0)
+
+
+def _head(name: str, kind: str, text: str) -> list[str]:
+    return [f"# HELP sbpflow_{name} {text}", f"# TYPE sbpflow_{name} {kind}"]
+
+
+def _line(name: str, value: float, **labels: str) -> str:
+    escaped = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+    shown = ",".join(f'{key}="{text.translate(escaped)}"' for key, text in labels.items())
+    return f"sbpflow_{name}{{{shown}}} {value:.17g}" if shown else f"sbpflow_{name} {value:.17g}"
+
+
+def _histogram(name: str, model: str, bounds: Sequence[float], cells: Array) -> list[str]:
+    totals = np.cumsum(cells[:-1])
+    edges = [*(f"{bound:g}" for bound in bounds), "+Inf"]
+    lines = [
+        _line(f"{name}_bucket", total, model=model, le=edge)
+        for edge, total in zip(edges, totals, strict=True)
+    ]
+    lines.append(_line(f"{name}_sum", cells[-1], model=model))
+    return [*lines, _line(f"{name}_count", totals[-1], model=model)]

@@ -1,0 +1,178 @@
+"""Runs the server: loads the models once, forks the workers, and answers requests in each of them.
+
+A worker has an event loop, which parses, encodes, and scores, and a thread that follows the models'
+folders.
+"""
+
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import httptools
+import torch
+import uvicorn
+
+from sbpflow.errors import ConfigError, DataError
+from sbpflow.serving.app import App, Limits, Served
+from sbpflow.serving.follower import Follower
+from sbpflow.serving.metrics import Metrics
+from sbpflow.serving.scorer import BundleError, Model, load
+from sbpflow.serving.supervisor import Supervisor
+
+logger = logging.getLogger(__name__)
+
+_NICENESS = 10  # deltas use the time that answers leave
+_MAX_CONNECTIONS = 1024
+_KEEP_ALIVE_S = 75  # longer than proxies keep idle connections, so that they close them first
+_MAX_WAITING = 2048  # connections that are not accepted yet
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """Contains the options of the server."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    workers: int = 1
+    shadow: str | None = None
+    compiled: bool = False
+    limits: Limits = field(default_factory=Limits)
+    poll_s: float = 1.0
+    grace_s: int = 10
+
+
+def run_server(folders: Mapping[str, Path], settings: Settings) -> int:
+    """Serve the models in ``folders`` by name until SIGTERM, and return the exit code.
+
+    Raise DataError for a bundle that is damaged or does not give its sample scores.
+    """
+    torch.set_num_threads(1)  # one process per core; and a fork has no threads
+    followers, metrics = _load(folders, settings, settings.workers)
+    with _listen(settings.host, settings.port) as listener:
+        host, port = listener.getsockname()[:2]
+        for name, follower in followers.items():
+            sys.stdout.write(f"{name}: version {follower.version.text}\n")
+        shown = f"[{host}]" if ":" in host else host
+        sys.stdout.write(f"serving on http://{shown}:{port} with {settings.workers} workers\n")
+        sys.stdout.flush()
+        gc.collect()
+        gc.freeze()  # collections in the workers would copy the pages of all these objects
+
+        def work(number: int) -> None:
+            _run_worker(_make_app(number, followers, settings, metrics), listener, settings)
+
+        return Supervisor(work, settings.workers, metrics.restarted).run(settings.grace_s + 2)
+
+
+def asgi_app(folders: Mapping[str, Path], settings: Settings | None = None) -> App:
+    """Return the application for one process of another ASGI server; it follows its models."""
+    settings = settings or Settings()
+    followers, metrics = _load(folders, settings, 1)
+    return _make_app(0, followers, settings, metrics)
+
+
+def _load(
+    folders: Mapping[str, Path], settings: Settings, num_workers: int
+) -> tuple[dict[str, Follower], Metrics]:
+    try:
+        load_bundle = partial(load, check=True, compiled=settings.compiled)
+        followers = {name: Follower(folder, load_bundle) for name, folder in folders.items()}
+        columns = {
+            name: list(follower.version.model.encode([]).missing)
+            for name, follower in followers.items()
+        }
+    except BundleError as error:
+        raise DataError(str(error)) from error
+    for follower in followers.values():
+        _compile(follower.version.model)
+    return followers, Metrics(columns, num_workers)
+
+
+def _compile(model: Model) -> None:
+    """Encode a text row of missing values, so that no request waits for the compiler."""
+    content, names = model.content["input"], [column.name for column in model.columns]
+    lines = [names] * content["header"] + [[""] * len(names)]
+    if len(names) > 1:  # a blank line is not a row
+        model.score("\n".join(content["separator"].join(line) for line in lines))
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port), family=family, backlog=_MAX_WAITING)
+        # Connections inherit the option. Without it, the body of an answer, which is written after
+        # the headers, waits about 40 ms for their acknowledgment.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return listener
+    except OSError as error:
+        raise ConfigError(
+            f"--host {host} --port {port}: {error.strerror or error}; use another port, or 0 for "
+            "any free port"
+        ) from error
+
+
+def _make_app(
+    number: int, followers: Mapping[str, Follower], settings: Settings, metrics: Metrics
+) -> App:
+    """Return the application of a worker, and start the thread that follows its models."""
+    counts = metrics.worker(number)
+    models: list[Served] = []
+    for name, follower in followers.items():
+        follower.count = counts[name].count
+        while follower.poll():  # a replacement starts with the newest version
+            pass
+        models.append(Served(name, follower.version, counts[name]))
+    pairs = list(zip(models, followers.values(), strict=True))
+    threading.Thread(target=_follow, args=(pairs, settings.poll_s), daemon=True).start()
+    return App(models, settings.shadow, settings.limits, metrics, counts[""])
+
+
+def _run_worker(app: App, listener: socket.socket, settings: Settings) -> None:
+    """Answer requests until SIGTERM, and then those in flight."""
+    supervisor = os.getppid()
+
+    async def check_supervisor() -> None:
+        if os.getppid() != supervisor:  # without its supervisor, a worker would run forever
+            signal.raise_signal(signal.SIGTERM)
+
+    config = uvicorn.Config(
+        app,
+        http=httptools.__name__,  # imported here, so that its absence is noticed at once
+        ws="none",
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        lifespan="off",
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        limit_concurrency=_MAX_CONNECTIONS,
+        timeout_graceful_shutdown=settings.grace_s,
+        callback_notify=check_supervisor,
+        timeout_notify=1,
+    )
+    server = uvicorn.Server(config)
+    app.stopping = lambda: server.should_exit
+    server.run(sockets=[listener])
+
+
+def _follow(pairs: Sequence[tuple[Served, Follower]], poll_s: float) -> None:
+    if sys.platform == "linux":  # where a thread has a niceness of its own
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+    while True:
+        time.sleep(poll_s)
+        for served, follower in pairs:
+            try:
+                while follower.poll():
+                    served.switch(follower.version)
+            except Exception:
+                logger.exception("%s: cannot be followed", served.name)
+                served.counts.count("delta_errors")

@@ -1,0 +1,105 @@
+"""Runs worker processes that share one listening socket, and replaces those that die.
+
+Workers are forked, not spawned: they share the imported libraries and the mapped model with the
+supervisor, and a replacement starts within milliseconds. So the supervisor must not start threads
+that hold locks.
+"""
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import NoReturn
+
+logger = logging.getLogger(__name__)
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SOON_S = 2.0  # a worker that fails this soon after its start would fail again
+_PAUSE_S = 0.05
+
+
+class Supervisor:
+    """Keeps ``num_workers`` processes running; ``work(number)`` is the whole work of one."""
+
+    def __init__(
+        self, work: Callable[[int], None], num_workers: int, restarted: Callable[[], None]
+    ) -> None:
+        self._work, self._restarted = work, restarted
+        self._num_workers = num_workers
+        self._workers: dict[int, tuple[int, float]] = {}  # pid -> number, start time
+        self._stopping = False
+
+    def run(self, grace_s: float) -> int:
+        """Run until SIGTERM or SIGINT, and return the exit code of the command.
+
+        The signal is passed to the workers, which answer the requests in flight; a worker that
+        runs longer than ``grace_s`` is killed. Return 1 if a worker fails right after its start.
+        """
+        signal.set_wakeup_fd(-1)  # the launcher's watcher would end a shutdown of over two seconds
+        for number in _SIGNALS:
+            signal.signal(number, self._on_signal)
+        for number in range(self._num_workers):
+            self._start(number)
+        failed = False
+        while not self._stopping:
+            failed = self._replace_dead()
+            time.sleep(_PAUSE_S)
+        self._signal(signal.SIGTERM)
+        deadline = time.monotonic() + grace_s
+        while self._workers and time.monotonic() < deadline:
+            self._replace_dead()
+            time.sleep(_PAUSE_S)
+        self._signal(signal.SIGKILL)
+        return int(failed)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._stopping = True
+
+    def _signal(self, number: int) -> None:
+        for pid in self._workers:
+            os.kill(pid, number)  # not reaped yet, so the pid cannot belong to another process
+
+    def _replace_dead(self) -> bool:
+        """Reap workers that ended, and start others unless stopping; return whether one failed."""
+        for pid in list(self._workers):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if not ended:
+                continue
+            number, started = self._workers.pop(pid)
+            if self._stopping:
+                continue
+            code = os.waitstatus_to_exitcode(status)
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            if code >= 0 and time.monotonic() - started < _SOON_S:
+                logger.error("worker %d ended with %s right after its start", number, how)
+                self._stopping = True
+                return True
+            logger.warning("worker %d (pid %d) ended with %s; it is replaced", number, pid, how)
+            self._restarted()
+            self._start(number)
+        return False
+
+    def _start(self, number: int) -> None:
+        # A signal that arrives before the worker has handlers of its own must not be lost.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        pid = os.fork()
+        if not pid:
+            self._become_worker(number)
+        self._workers[pid] = number, time.monotonic()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+
+    def _become_worker(self, number: int) -> NoReturn:
+        code = 1
+        try:
+            for name in _SIGNALS:
+                signal.signal(name, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+            self._work(number)
+            code = 0
+        except BaseException:
+            logger.exception("worker %d failed", number)
+        finally:
+            # Exit handlers and buffers belong to the supervisor.
+            os._exit(code)

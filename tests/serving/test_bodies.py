@@ -1,0 +1,154 @@
+"""Tests what request bodies are read, and which are refused before they cost memory."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from sbpflow.serving.bodies import ARROW, JSON, TEXT, BodyError, format_of
+from sbpflow.serving.inference_protocol import read_request
+
+SCORES = np.array([0.1, 0.25], dtype=np.float32)
+
+
+def refused(kind: str, body: bytes, max_rows: int = 9) -> tuple[str, int]:
+    with pytest.raises(BodyError) as error:
+        format_of(kind).read(body, max_rows)
+    return str(error.value), error.value.status
+
+
+def stream(table: pa.Table, codec: str | None = None) -> bytes:
+    sink = pa.BufferOutputStream()
+    options = pa.ipc.IpcWriteOptions(compression=codec)
+    with pa.ipc.new_stream(sink, table.schema, options=options) as writer:
+        writer.write_table(table)
+    return sink.getvalue().to_pybytes()
+
+
+@pytest.mark.parametrize("kind", [TEXT, f"{TEXT}; charset=utf-8", "Text/CSV", "", "text/plain"])
+def test_text_is_passed_on_and_its_rows_are_limited(kind):
+    form = format_of(kind)
+    assert form.read(b"1\t2\n3\t4", 2) == b"1\t2\n3\t4"
+    assert form.read(b"1\t2\n3\t4\n", 2) == b"1\t2\n3\t4\n"
+    message, status = refused(kind, b"1\n2\n3\n", 2)
+    assert (message, status) == (
+        "the request has 3 rows; the server accepts up to 2 (--max-rows)",
+        413,
+    )
+    assert form.write(SCORES, "m", "v") == b"0.10000000149011612\n0.25\n"
+
+
+def test_json_rows_and_columns_are_read():
+    form = format_of(JSON)
+    rows = [{"C1": "a", "I1": None}, {"C1": "b", "I1": 2}]
+    assert form.read(json.dumps(rows).encode(), 2) == rows
+    assert form.read(json.dumps({"rows": rows}).encode(), 2) == rows
+    columns = {"C1": ["a", "b"], "I1": [None, 2]}
+    assert form.read(json.dumps({"columns": columns}).encode(), 2) == columns
+    assert json.loads(form.write(SCORES, "m", "v")) == {
+        "scores": SCORES.tolist(), "model": "m", "version": "v"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"{", "the body is not JSON"),
+        (b'[{"a": NaN}]', "NaN is not a JSON number; use null"),
+        (b'[{"a": "\xff"}]', "the body is not JSON"),
+        (b"[" * 100_000, "too many levels"),
+        (b"[" + b"1" * 5000 + b"]", "the body is not JSON"),
+        (b"7", r"rows: is a number; use \[{"),
+        (b'{"row": []}', r"the body has the keys \['row'\]; use"),
+        (b'{"rows": [], "columns": {}}', "the body has the keys"),
+        (b'{"rows": {"C1": "a"}}', r"rows: is an object; use \[{"),
+        (b'[{"C1": "a"}, 7]', "row 1: is a number, not an object; use"),
+        (b'{"columns": {"C1": "a"}}', "columns: C1 is a string, not a list"),
+    ],
+)
+def test_other_json_is_refused_with_its_place(body, words):
+    with pytest.raises(BodyError, match=words) as error:
+        format_of(JSON).read(body, 9)
+    assert error.value.status == 400
+
+
+def test_json_rows_are_limited():
+    assert refused(JSON, b"[{}, {}, {}]", 2)[1] == 413
+    assert refused(JSON, b'{"columns": {"C1": [1, 2, 3]}}', 2)[1] == 413
+
+
+def test_arrow_streams_are_read():
+    dictionary = pa.array(["x", None, "x"]).dictionary_encode()
+    table = pa.table({"I1": [1, None, 3], "C1": ["a", "b", None], "C2": dictionary})
+    assert format_of(ARROW).read(stream(table), 3).equals(table)
+    body = format_of(ARROW).write(SCORES, "m", "v")
+    answer = pa.ipc.open_stream(body).read_all()
+    assert answer["score"].to_numpy().tolist() == SCORES.tolist()
+    assert answer.schema.metadata == {b"model": b"m", b"version": b"v"}
+
+
+def test_arrow_streams_are_limited_before_they_are_read():
+    table = pa.table({"I1": list(range(10))})
+    assert refused(ARROW, stream(table), 9)[1] == 413
+    parts = pa.Table.from_batches(table.slice(0, 5).to_batches() * 2)
+    assert refused(ARROW, stream(parts), 9)[1] == 413
+    message, status = refused(ARROW, stream(table, "zstd"), 99)
+    assert status == 400
+    assert "compressed" in message
+    words = pa.table({"C1": pa.array(["x" * 1000] * 9).dictionary_encode()})
+    assert "compressed" in refused(ARROW, stream(words, "zstd"), 99)[0]
+
+
+@pytest.mark.parametrize("cut", [0, 1, 7, 8, 100, 300, -1])
+def test_damaged_arrow_streams_are_refused(cut):
+    body = stream(pa.table({"C1": ["a", "bb", "ccc"] * 3}))
+    message, status = refused(ARROW, body[:cut])
+    assert status == 400
+    assert "Arrow" in message
+
+
+def test_arrow_offsets_outside_of_the_body_are_refused():
+    body = bytearray(stream(pa.table({"C1": ["a", "bb", "ccc"]})))
+    offsets = np.array([0, 1, 3, 6], dtype=np.int32).tobytes()
+    at = body.index(offsets)
+    body[at + 12 : at + 16] = np.int32(1 << 30).tobytes()
+    assert refused(ARROW, bytes(body))[1] == 400
+
+
+def test_unknown_content_types_are_refused():
+    with pytest.raises(BodyError, match=f"'image/png' is not supported; use {TEXT}, ") as error:
+        format_of("image/png")
+    assert error.value.status == 415
+
+
+def tensor(**changes: object) -> bytes:
+    column = {"name": "C1", "shape": [2], "datatype": "BYTES", "data": ["a", None], **changes}
+    return json.dumps({"id": "7", "inputs": [column]}).encode()
+
+
+def test_an_inference_request_is_read_as_columns():
+    assert read_request(tensor(), 2) == ("7", {"C1": ["a", None]})
+    assert read_request(tensor(shape=[2, 1]), 2) == ("7", {"C1": ["a", None]})
+    assert read_request(tensor(shape=[2, 1], data=[["a"], ["b"]]), 2)[1] == {"C1": ["a", "b"]}
+    assert read_request(tensor(datatype="FP32", data=[1, 2.5]), 2)[1] == {"C1": [1, 2.5]}
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"[]", "the body has no list"),
+        (b'{"inputs": [7]}', r"inputs\[0\]: is not an object"),
+        (tensor(name=7), "needs a string"),
+        (tensor(shape=[3]), r"shape \[3\] does not fit 2 values of 'C1'; use \[2\] or \[2, 1\]"),
+        (tensor(datatype="BOOL"), "datatype 'BOOL' is not supported; use BYTES"),
+        (tensor(datatype=[]), r"datatype \[\] is not supported"),
+        (tensor(data=["a", 7]), "row 1, column 'C1': 7 is not BYTES; use null"),
+        (tensor(datatype="INT64", data=[1, True]), "row 1, column 'C1': True is not INT64"),
+        (b'{"inputs": [], "outputs": [{"name": "x"}]}', "the only output"),
+        (b'{"inputs": [], "id": 7}', "id: 7 is not a string"),
+    ],
+)
+def test_other_inference_requests_are_refused_with_their_place(body, words):
+    with pytest.raises(BodyError, match=words):
+        read_request(body, 9)

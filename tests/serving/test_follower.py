@@ -1,0 +1,132 @@
+"""Tests which version a server uses when deltas and bundles appear, or are damaged or repaired."""
+
+import json
+import os
+import shutil
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.serving_tools import Chain
+from sbpflow.errors import DataError
+from sbpflow.serving.follower import Follower
+from sbpflow.serving.scorer import load
+from tests.serving.bundles import good_rows
+
+LOAD = partial(load, check=True)
+
+
+@pytest.fixture
+def chain(exported, tmp_path) -> Chain:
+    shutil.copytree(exported / "model", tmp_path / "step-5")
+    os.utime(tmp_path / "step-5" / "model.json", (1e9, 1e9))  # before the deltas
+    return Chain(tmp_path / "step-5", load(tmp_path / "step-5"))
+
+
+def following(folder: Path) -> tuple[Follower, list[str]]:
+    events: list[str] = []
+    follower = Follower(folder, LOAD)
+    follower.count = events.append
+    return follower, events
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def same(follower: Follower, chain: Chain) -> bool:
+    rows = [
+        {column.name: row[column.name] for column in chain.model.columns if column.required}
+        for row in good_rows(20, 3)
+    ]
+    found, wanted = follower.version.model.score(rows), chain.model.score(rows)
+    return np.array_equal(found, wanted) and follower.version.model.version == chain.model.version
+
+
+def test_deltas_are_applied_one_by_one_and_at_the_start(chain):
+    follower, events = following(chain.bundle.parent)
+    assert not follower.poll()
+    for seed in range(3):
+        chain.write(seed)
+        assert follower.poll()
+        assert same(follower, chain)
+        assert not follower.poll()
+    assert events == ["deltas_applied"] * 3
+    assert same(following(chain.bundle)[0], chain)
+
+
+def test_a_damaged_delta_is_refused_once_and_used_when_it_is_repaired(chain):
+    follower, events = following(chain.bundle)
+    old = follower.version
+    chain.write(1)
+    values = chain.bundle / "deltas" / "000001" / "values.safetensors"
+    flip(values)
+    assert [follower.poll(), follower.poll()] == [False, False]
+    assert events == ["delta_errors", "reloads"]
+    assert follower.version is old
+    flip(values)
+    assert follower.poll()
+    assert same(follower, chain)
+
+
+def test_a_missing_delta_is_a_gap(chain, caplog):
+    follower, events = following(chain.bundle)
+    old = follower.version
+    chain.write(1)
+    chain.write(2)
+    (chain.bundle / "deltas" / "000001").rename(chain.bundle / "hidden")
+    assert [follower.poll(), follower.poll()] == [False, False]
+    assert "000001: is missing, but there are later deltas" in caplog.text
+    assert events == ["delta_errors", "reloads"]
+    assert follower.version is old
+    (chain.bundle / "hidden").rename(chain.bundle / "deltas" / "000001")
+    assert [follower.poll(), follower.poll(), follower.poll()] == [True, True, False]
+    assert same(follower, chain)
+
+
+def test_a_chain_that_was_written_anew_is_loaded_from_its_base(chain):
+    chain.write(1)
+    follower, events = following(chain.bundle)
+    shutil.rmtree(chain.bundle / "deltas")
+    anew = Chain(chain.bundle, load(chain.bundle))
+    anew.write(7)
+    anew.write(8)  # its predecessor is not the delta that was applied
+    assert follower.poll()
+    assert events[0] == "delta_errors"
+    assert same(follower, anew)
+
+
+def test_a_newer_bundle_replaces_the_chain_and_a_damaged_one_does_not(chain, exported):
+    follower, events = following(chain.bundle.parent)
+    chain.write(1)
+    assert follower.poll()
+    bad = chain.bundle.parent / "step-8"
+    shutil.copytree(exported / "model", bad)
+    sample = json.loads((bad / "sample.json").read_text())
+    sample["scores"][0] += 0.1
+    (bad / "sample.json").write_text(json.dumps(sample))
+    assert [follower.poll(), follower.poll()] == [False, False]
+    assert events == ["deltas_applied", "delta_errors"]
+    assert same(follower, chain)
+    good = chain.bundle.parent / "step-9"
+    shutil.copytree(exported / "model", good)
+    assert follower.poll()
+    assert same(follower, Chain(good, load(good)))
+
+
+def test_a_delta_whose_scores_are_not_finite_is_refused(chain, caplog):
+    follower, events = following(chain.bundle)
+    chain.write(1, noise=float("nan"))
+    assert not follower.poll()
+    assert events[0] == "delta_errors"
+    assert "000001: gives a sample row the score nan" in caplog.text
+    assert np.isfinite(follower.version.model.score(follower.version.model.sample["rows"])).all()
+
+
+def test_a_folder_without_a_bundle_is_refused(tmp_path):
+    with pytest.raises(DataError, match="use the output of `sbpflow export`"):
+        Follower(tmp_path, LOAD)

@@ -1,0 +1,78 @@
+"""Tests that the workers' counts are added up, and that Prometheus can read them."""
+
+import os
+
+import numpy as np
+import pytest
+
+from sbpflow.serving.metrics import LATENCIES, Metrics
+
+COLUMNS = {"a": ["I1", "C1"], "b": ["C1"]}
+
+
+def values(text: str) -> dict[str, float]:
+    """Return the numbers of Prometheus' text format by name and labels, as a scraper reads them."""
+    found: dict[str, float] = {}
+    kinds: dict[str, str] = {}
+    for line in text.splitlines():
+        if line.startswith("# TYPE "):
+            _, _, name, kind = line.split()
+            assert name not in kinds, f"{name} has two blocks"
+            kinds[name] = kind
+        elif not line.startswith("# HELP "):
+            name, _, number = line.rpartition(" ")
+            assert name not in found, line
+            found[name] = float(number)
+            base = name.partition("{")[0]
+            for suffix in ("_bucket", "_sum", "_count"):
+                base = base.removesuffix(suffix) if kinds.get(base) is None else base
+            assert base in kinds, line
+    return found
+
+
+def test_the_counts_of_all_processes_are_added_up():
+    metrics = Metrics(COLUMNS, 2)
+    for number in (0, 1, 1):
+        pid = os.fork()
+        if not pid:  # a worker, or the replacement of one
+            counts = metrics.worker(number)
+            counts["a"].answer(200, 0.0006)
+            counts["a"].answer(400, 2.0)
+            counts["a"].count("rows", 3)
+            counts["a"].observe("score", np.array([0.05, 0.4, 0.95], dtype=np.float32))
+            counts["a"].values({"I1": 2, "C1": 0}, {"C1": 1})
+            counts[""].answer(404, 0.001)
+            counts["a"].serve(f"run-{number}", 1000.0 + number)
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+    metrics.restarted()
+    found = values(metrics.text(now=1500.0))
+    assert found['sbpflow_requests_total{model="a",status="200"}'] == 3
+    assert found['sbpflow_requests_total{model="a",status="400"}'] == 3
+    assert found['sbpflow_requests_total{model="",status="404"}'] == 3
+    assert found['sbpflow_rows_total{model="a"}'] == 9
+    assert found['sbpflow_rows_total{model="b"}'] == 0
+    assert found['sbpflow_missing_values_total{model="a",column="I1"}'] == 6
+    assert found['sbpflow_unknown_values_total{model="a",column="C1"}'] == 3
+    assert found['sbpflow_score_bucket{model="a",le="0.1"}'] == 3
+    assert found['sbpflow_score_bucket{model="a",le="0.5"}'] == 6
+    assert found['sbpflow_score_count{model="a"}'] == 9
+    assert found['sbpflow_score_sum{model="a"}'] == pytest.approx(4.2, abs=1e-6)  # float32 scores
+    assert found['sbpflow_request_seconds_bucket{model="a",le="0.0005"}'] == 0
+    assert found['sbpflow_request_seconds_bucket{model="a",le="0.001"}'] == 3
+    assert found['sbpflow_request_seconds_bucket{model="a",le="+Inf"}'] == 6
+    assert found['sbpflow_request_seconds_sum{model="a"}'] == pytest.approx(6.0018)
+    assert found['sbpflow_staleness_seconds{model="a"}'] == 500
+    assert 'sbpflow_staleness_seconds{model="b"}' not in found
+    assert found['sbpflow_model_workers{model="a",version="run-0"}'] == 1
+    assert found['sbpflow_model_workers{model="a",version="run-1"}'] == 1
+    assert found["sbpflow_worker_restarts_total"] == 1
+
+
+@pytest.mark.parametrize("size", [1, 5])
+def test_a_value_on_a_bound_is_in_the_bucket_of_the_bound(size):
+    counts = Metrics({"a": []}, 1).worker(0)["a"]
+    counts.observe("score", np.full(size, 0.5, dtype=np.float32))
+    counts.answer(200, LATENCIES[2])
+    assert counts.histograms["score"][7] == size  # 0.5 is bound 7
+    assert counts.histograms["request_seconds"][2] == 1

@@ -1,0 +1,76 @@
+"""Tests that workers are replaced when they die, and end when the supervisor ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.deadlines import Deadline, output_of
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKERS = r"""
+import os, signal, sys, time
+from sbpflow.serving.supervisor import Supervisor
+
+def say(text):
+    os.write(1, f"{text}\n".encode())  # whole lines, also of two processes
+
+def work(number):
+    if sys.argv[1] == "fails":
+        raise RuntimeError("no worker works")
+    if sys.argv[1] == "works":
+        signal.signal(signal.SIGTERM, lambda *_: (say(f"end {number}"), os._exit(0)))
+    else:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    say(f"start {number} {os.getpid()}")
+    while True:
+        time.sleep(1)
+
+sys.exit(Supervisor(work, 2, lambda: say("restart")).run(float(sys.argv[2])))
+"""
+
+
+def start(how: str, grace_s: float = 20) -> subprocess.Popen[str]:
+    pipe, both = subprocess.PIPE, subprocess.STDOUT
+    command = [sys.executable, "-c", WORKERS, how, str(grace_s)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=both, text=True)
+
+
+def test_a_killed_worker_is_replaced_and_all_end_with_the_supervisor():
+    with start("works") as process:
+        pids = {}
+        for _ in range(2):
+            _, number, pid = process.stdout.readline().split()
+            pids[number] = int(pid)
+        assert pids.keys() == {"0", "1"}
+        os.kill(pids["1"], signal.SIGKILL)
+        lines = [process.stdout.readline() for _ in range(3)]
+        assert "worker 1" in lines[0]
+        assert "signal 9" in lines[0]
+        assert lines[1] == "restart\n"
+        assert lines[2].startswith("start 1 ")
+        assert int(lines[2].split()[2]) != pids["1"]
+        process.terminate()
+        assert sorted(output_of(process, 20).splitlines()) == ["end 0", "end 1"]
+        assert process.returncode == 0
+
+
+def test_a_worker_that_fails_at_its_start_ends_the_command():
+    with start("fails") as process:
+        printed = output_of(process, 20)
+        assert process.returncode == 1
+    assert "RuntimeError: no worker works" in printed
+    assert "right after its start" in printed
+
+
+def test_a_worker_that_ignores_the_signal_is_killed():
+    with start("ignores", grace_s=0.2) as process:
+        pids = [int(process.stdout.readline().split()[2]) for _ in range(2)]
+        process.terminate()
+        output_of(process, 20)
+    deadline = Deadline(10)
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert not deadline.over()
+        time.sleep(0.05)
