@@ -31,6 +31,7 @@ def input_content(manifest: Manifest) -> dict[str, Any] | None:
         "separator": schema.separator,
         "quote": schema.quote,
         "header": schema.header,
+        "missing_values": list(schema.missing_values),
         "columns": _columns(options),
         "dense": [
             {
@@ -39,6 +40,7 @@ def input_content(manifest: Manifest) -> dict[str, Any] | None:
                 "transform": column.transform,
                 "clip": column.clip,
                 "indicator": column.indicator,
+                "decimal": column.decimal,
                 "bounds": fitted[column.name]["bounds"] if column.buckets else None,
                 "mean": fitted.get(column.name, {}).get("mean"),
                 "std": fitted.get(column.name, {}).get("std"),

@@ -5,6 +5,7 @@ known, unknown, and missing values. They are made from the vocabularies: no inpu
 """
 
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from sbpflow.data.format.schema import Kind, Schema
 from sbpflow.data.format.vocabulary import Vocabulary, open_vocabularies
 from sbpflow.data.prepare.content import like_options
 from sbpflow.data.prepare.new_rows import encode
+from sbpflow.errors import unknown_value
 
 NUM_ROWS = 6
 _NUMBERS = {True: ("3", "0", "", "120", "-1", " +7"), False: ("1.5", "0", "", "1e2", "-.25", "nan")}
 _UNKNOWN = {"hex": "00000001", "integer": "-987654321", "string": "an unknown value"}
+_DAY = datetime(2024, 1, 31)
 _SIDE = {"hex": "0000000a", "integer": "10", "string": "a", "date": "2024-01-31"}
 
 
@@ -37,10 +40,11 @@ def sample_rows(manifest: Manifest) -> list[dict[str, Any]]:
         row: dict[str, Any] = {} if schema.weight is None else {schema.weight: "1"}
         for place, name in enumerate(schema.dense):
             column = schema.dense_column(name)
-            row[name] = _NUMBERS[column.whole][(number + place) % NUM_ROWS]
+            cell = _NUMBERS[column.whole][(number + place) % NUM_ROWS]
+            row[name] = cell.replace(".", column.decimal)
         for name in schema.sparse:
             row |= _cells(schema, name, values[name], number)
-        row |= {name: _SIDE[kind] for name, kind in side.items()}
+        row |= {name: _SIDE.get(kind) or _DAY.strftime(kind) for name, kind in side.items()}
         rows.append(row)
     return rows
 
@@ -56,8 +60,11 @@ def _values(kind: Kind, vocabulary: Vocabulary | None, number: int) -> list[str]
             texts = [f"{key:08x}" for key in keys.tolist()]
         elif kind == "integer":
             texts = [str(key) for key in keys.view(np.int64).tolist()]
-        elif (strings := vocabulary.strings()) is not None:
-            texts = [strings[place] for place in places.tolist()]
+        elif kind == "string":
+            strings = vocabulary.strings()
+            texts = [] if strings is None else [strings[place] for place in places.tolist()]
+        else:
+            raise unknown_value("kind", kind, Kind)
     return [*texts, _UNKNOWN[kind], ""]
 
 

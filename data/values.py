@@ -87,7 +87,8 @@ def _decoded(stored: Vocabulary, kind: Kind, places: slice | NDArray[np.int64]) 
             raise ConfigError(
                 f"values: not given, but the vocabulary of {stored.name} has only hashes of its "
                 f"strings; pass the strings (for example, values=frame[{stored.name!r}]), or "
-                "prepare the set with --keep-strings"
+                'prepare the set with --keep-strings (in sbpflow.fit, prepare={"keep_strings": '
+                "True})"
             )
         return np.array(strings, dtype=object)  # fixed width would pad all strings to the longest
     raise unknown_value("kind", kind, Kind)

@@ -94,13 +94,11 @@ def export_model(
     measured: bool = True,
 ) -> list[Path]:
     """Write a saved model to a new folder and return its files; print scores if ``measured``."""
-    import torch
-
     from sbpflow.checkpoint.folder import data_folder
     from sbpflow.data import fields_of, load_manifest
-    from sbpflow.run.export.bundle import BundleModel, add_facts, write_bundle
+    from sbpflow.run.export.bundle import BundleModel, add_facts
     from sbpflow.run.export.export import facts_of, origin_of, parse_rows, write_export
-    from sbpflow.run.export.forms import exported, write_compiled, write_onnx
+    from sbpflow.run.export.forms import write_compiled, write_onnx, write_pt2
     from sbpflow.run.export.plain_model import check_tables, dense_part, plain_model
     from sbpflow.run.planning.build_plan import plan_run
     from sbpflow.run.saved.saved_model import saved_layouts
@@ -132,15 +130,7 @@ def export_model(
 
     def finish(work: Path) -> None:
         if manifest is not None:
-            scores = {row_format: _score(manifest, split, work, row_format, config, spec)}
-            if row_format != "as_trained":
-                with TemporaryDirectory(dir=work) as original:
-                    whole = replace(model, row_format="as_trained", raw=None)
-                    write_bundle(Path(original), whole, origin, {})
-                    scores["as_trained"] = _score(
-                        manifest, split, Path(original), "as_trained", config, spec
-                    )
-            add_facts(work, {"scores": scores})
+            add_facts(work, {"scores": _scores(manifest, split, work, model, config, spec)})
         if compiled:
             write_compiled(work, model)
             load(work, compiled=True)
@@ -152,11 +142,11 @@ def export_model(
                 plan.embeddings,
                 checkpoint.tensor,
                 saved=saved,
-                num_dense=len(fields.dense),
+                num_dense=model.num_dense,
                 seed=seed,
                 row_format=row_format,
             )
-            torch.export.save(exported(whole_model), work / "model.pt2")
+            write_pt2(work, whole_model)
 
     sample = _sample(like, model, spec, config)
     return write_export(output, model, origin, sample, finish)
@@ -208,8 +198,7 @@ def _sample(
     )
     half = getattr(spec, "half", None) is not None or model.plan.dtype.itemsize < 4
     if model.raw is None:
-        ids, dense = sample_ids(reference)
-        return sample_of(reference, ids, dense, half=half, rows=None)
+        return sample_of(reference, sample_ids(reference), half=half, rows=None)
     rows = sample_rows(like)
     names = [column["name"] for column in model.raw.content["columns"] if column["required"]]
     with TemporaryDirectory(prefix="sbpflow-") as folder:
@@ -224,9 +213,31 @@ def _sample(
         )
         (batch,) = loader.epoch(0)
         raw = [{name: row[name] for name in names} for row in rows]
-        sample = sample_of(reference, batch.ids, batch.dense, half=half, rows=raw)
+        arguments = reference.arguments_of(batch.ids, batch.dense)
+        sample = sample_of(reference, arguments, half=half, rows=raw)
         loader.close()
     return sample
+
+
+def _scores(
+    manifest: "Manifest",
+    split: str,
+    work: Path,
+    model: "BundleModel",
+    config: "Config",
+    spec: "ModelSpec",
+) -> dict[str, dict[str, float | None]]:
+    """Score a labelled set with the bundle in ``work``, and with the rows as trained."""
+    from sbpflow.run.export.bundle import write_bundle
+
+    scores = {model.row_format: _score(manifest, split, work, model.row_format, config, spec)}
+    if model.row_format != "as_trained":
+        with TemporaryDirectory(dir=work) as name:
+            original = replace(model, row_format="as_trained", raw=None)
+            write_bundle(Path(name), original, {"run": "", "step": 0}, {})
+            rows: RowFormat = "as_trained"
+            scores[rows] = _score(manifest, split, Path(name), rows, config, spec)
+    return dict(scores)
 
 
 def _score(

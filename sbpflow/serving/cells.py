@@ -51,9 +51,11 @@ def is_missing(cell: object) -> bool:
     return (isinstance(cell, float) and math.isnan(cell)) or type(cell).__name__ == "NAType"
 
 
-def real_number(cell: object) -> float:
+def real_number(cell: object, decimal: str = ".") -> float:
     """Return the number of a cell that is not missing, or NaN for the text "nan"."""
     if isinstance(cell, str):
+        if decimal == ",":  # 1.234,5 is not a number in either notation
+            cell = cell.replace(".", "?").replace(",", ".", 1)
         if match := _REAL.fullmatch(cell):
             return float(match[1])
         if match := _INFINITE.fullmatch(cell):
@@ -96,9 +98,11 @@ def key_of(cell: object, kind: str) -> tuple[int, int]:
         if not _HEX.fullmatch(cell):
             raise Misfit
         return int(cell, 16), 0
-    if not _KEY.fullmatch(cell) or (number := int(cell)) not in _INT64:
-        raise Misfit
-    return number & _ALL_BITS, 0
+    if kind == "integer":
+        if not _KEY.fullmatch(cell) or (number := int(cell)) not in _INT64:
+            raise Misfit
+        return number & _ALL_BITS, 0
+    raise ValueError(f"kind {kind!r} is not supported; use hex, integer or string")
 
 
 def _number_text(cell: float, kind: str) -> int | str:

@@ -52,6 +52,7 @@ class RawRows:
         self.separator: str = content["separator"]
         self.quote: str | None = content["quote"]
         self.header: bool = content["header"]
+        self.missing_values = frozenset[str](content["missing_values"])
 
     def columns_of(self, rows: Any) -> Mapping[str, Any]:
         """Return the required columns as arrays, masked arrays, or lists of cells."""
@@ -72,6 +73,13 @@ class RawRows:
         raise TypeError(
             f"rows: {type(rows[0]).__name__} is not a row; give dicts, a data frame, or text lines"
         )
+
+    def with_missing(self, cells: Any) -> Any:
+        """Return a column with None in place of the texts that mean a missing value."""
+        absent = self.missing_values
+        if not absent or (isinstance(cells, np.ndarray) and cells.dtype.kind in "iufb"):
+            return cells
+        return [None if isinstance(cell, str) and cell in absent else cell for cell in cells]
 
     def check_names(self, row: int, names: Any) -> None:
         """Raise RowError for the first required column that is not one of ``names``."""
@@ -117,7 +125,10 @@ def text_of(rows: str | bytes | Sequence[str | bytes], header: bool) -> str:
         return rows
     if not isinstance(rows, bytes):
         ends = (line.rstrip(b"\r\n" if isinstance(line, bytes) else "\r\n") for line in rows)
-        rows = b"\n".join(line if isinstance(line, bytes) else line.encode() for line in ends)
+        rows = b"\n".join(
+            line if isinstance(line, bytes) else line.encode("utf-8", "surrogatepass")
+            for line in ends
+        )
     try:
         return rows.decode()
     except UnicodeDecodeError as error:
@@ -238,7 +249,8 @@ def read_list(entry: Mapping[str, Any], cells: Mapping[str, Any]) -> Lists:
                 rule = f"has {len(elements)} values, but {others!r} has {len(own)} weights"
                 raise RowError(row, name, raw, rule)
         if not np.isfinite(own).all():
-            raise RowError(row, others or name, raw, "has a weight that is not a finite number")
+            given = raw if others is None else cells[others][row]
+            raise RowError(row, others or name, given, "has a weight that is not a finite number")
         if len(elements) > options["most"] and options["beyond"] == "error":
             raise RowError(row, name, raw, f"has more than {options['most']} values")
         kept = (

@@ -50,12 +50,15 @@ class Encoded:
 
 
 class Cells(NamedTuple):
-    """The cells of rows as numbers and keys; NaN numbers are missing."""
+    """The cells of rows as numbers float64 [rows, dense], where NaN is missing, and as keys.
 
-    numbers: NDArray[np.float64]
-    keys: NDArray[np.uint64]
-    checks: NDArray[np.uint32]
-    missing: NDArray[np.bool_]
+    ``keys`` uint64, ``checks`` uint32, and ``missing`` bool are [rows, categories].
+    """
+
+    numbers: Array
+    keys: Array
+    checks: Array
+    missing: Array
 
     @staticmethod
     def empty(num_rows: int, num_dense: int, num_keys: int) -> "Cells":
@@ -187,6 +190,7 @@ class Encoder:
         """Encode equally long columns by name: numpy arrays (also masked) or lists of cells."""
         self.raw.check_names(0, columns)
         required = self.raw.required
+        columns = {name: self.raw.with_missing(columns[name]) for name in required}
         num_rows = len(columns[required[0]])
         for name in required:
             if len(columns[name]) != num_rows:
@@ -334,11 +338,15 @@ def _read_numbers(cells: Any, entry: Entry, out: NDArray[np.float64]) -> None:
             fits = np.isnan(out) | ((out == np.floor(out)) & (np.abs(out + 0.5) < 2.0**31))
             misfit = -1 if fits.all() else int(fits.argmin())
     else:
-        parse = whole_number if entry["whole"] else real_number
         for row, raw in enumerate(cells):
             cell = plain(raw)
             try:
-                out[row] = np.nan if is_missing(cell) else parse(cell)
+                if is_missing(cell):
+                    out[row] = np.nan
+                elif entry["whole"]:
+                    out[row] = whole_number(cell)
+                else:
+                    out[row] = real_number(cell, entry["decimal"])
             except Misfit:
                 misfit = row
                 break

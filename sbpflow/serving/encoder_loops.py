@@ -52,12 +52,12 @@ _MIXES = np.array(
 
 
 @compiled
-def _rotated(x: np.uint64, bits: int) -> np.uint64:
+def _rotated(x: Any, bits: int) -> Any:
     return (x >> U64(bits)) | (x << U64(64 - bits))
 
 
 @compiled
-def digest(text: Array, start: int, stop: int) -> tuple[np.uint64, np.uint64]:
+def digest(text: Array, start: int, stop: int) -> tuple[Any, Any]:
     """Return the first two words of the 12-byte blake2b hash of text[start:stop] (RFC 7693)."""
     h = _IV.copy()
     h[0] ^= U64(0x01010000 ^ 12)
@@ -92,7 +92,7 @@ def digest(text: Array, start: int, stop: int) -> tuple[np.uint64, np.uint64]:
 
 
 @compiled
-def _integer(text: Array, at: int, stop: int, most: int) -> tuple[np.int64, bool]:
+def _integer(text: Array, at: int, stop: int, most: int) -> tuple[Any, bool]:
     """Return text[at:stop] as an integer of at most ``most`` digits, and whether it is one."""
     negative = text[at] == _MINUS
     at += negative
@@ -321,7 +321,8 @@ class CompiledInput:
             for n, entry in enumerate(content["dense"])
         }
         self._kinds |= {e["name"]: (_KINDS[e["kind"]], n) for n, e in enumerate(singles)}
-        self._parses = not encoder.lists
+        points = all(entry["decimal"] == "." for entry in content["dense"])
+        self._parses = points and not encoder.lists and not encoder.raw.missing_values
         self._num_dense, self._num_keys = len(content["dense"]), len(singles)
         self._set_numbers(content["dense"], encoder.id_columns)
         place = {entry["name"]: n for n, entry in enumerate(singles)}

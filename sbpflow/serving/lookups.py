@@ -79,9 +79,11 @@ def _legal(ids: Array, limit: Any, policy: str, names: Any) -> Array:
     if policy == "hash":
         mixed = mixed_bits(np.ascontiguousarray(ids).view(np.uint64)).view(np.int64) % limit
         return np.where(outside, mixed, ids)
-    place = np.argwhere(outside)[0]
-    name = names if isinstance(names, str) else names[place[1]]
-    raise IndexError(f"{name}: id {ids[tuple(place)]} in row {place[0]} is not a row of its table")
+    if policy == "error":
+        at = np.argwhere(outside)[0]
+        name = names if isinstance(names, str) else names[at[1]]
+        raise IndexError(f"{name}: id {ids[tuple(at)]} in row {at[0]} is not a row of its table")
+    raise ValueError(f"out_of_range: {policy!r} is not supported; use clamp, hash or error")
 
 
 def bag_vectors(lookup: Lookup, vectors: Tensor, encoded: Encoded, dtype: torch.dtype) -> Tensor:

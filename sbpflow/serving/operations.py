@@ -31,6 +31,12 @@ OPERATIONS = frozenset(
     "where zeros zeros_like".split()
 )
 """The torch operations that a dense part may use; none of them has effects or draws numbers"""
+
+
+def _size(tensor: Tensor, dim: int) -> int:
+    return tensor.shape[dim]
+
+
 _PYTHON: dict[str, Callable[..., Any]] = {
     "getitem": operator.getitem,
     "add": operator.add,
@@ -39,7 +45,7 @@ _PYTHON: dict[str, Callable[..., Any]] = {
     "floordiv": operator.floordiv,
     "mod": operator.mod,
     "neg": operator.neg,
-    "sym_size": lambda tensor, dim: tensor.shape[dim],
+    "sym_size": _size,
 }
 
 
@@ -91,8 +97,7 @@ class BoundGraph:
         values: dict[str, Any] = {node: inputs[name] for name, node in self._inputs.items()}
         for run, out, args, kwargs in self._steps:
             values[out] = run(*args(values), **kwargs(values))
-        output: Tensor = values.get(self._output, self._values.get(self._output))
-        return output
+        return values[self._output] if self._output in values else self._values[self._output]
 
 
 def _operation(name: str) -> Callable[..., Any]:
@@ -123,8 +128,11 @@ def _filled(value: Any, values: Mapping[str, Any]) -> Any:
         return value
     if "ref" in value:
         return values[value["ref"]]
-    if "torch" in value:  # a dtype or a memory format
-        return getattr(torch, value["torch"])
+    if "torch" in value:
+        found = getattr(torch, value["torch"], None)
+        if not isinstance(found, torch.dtype | torch.memory_format):
+            raise BundleError(f"model.json: {value['torch']} is not a dtype or a memory format")
+        return found
     if "number" in value:  # inf, -inf and nan are not JSON
         return float(value["number"])
     return {name: _filled(each, values) for name, each in value.items()}
@@ -140,5 +148,6 @@ def _filler(value: Any, constants: Mapping[str, Any]) -> Callable[[dict[str, Any
     if isinstance(value, list):
         parts = [_filler(each, constants) for each in value]
         return lambda values: [part(values) for part in parts]
-    named = {name: _filler(each, constants) for name, each in value.items()}
+    content = cast("dict[str, Any]", value)
+    named = {name: _filler(each, constants) for name, each in content.items()}
     return lambda values: {name: part(values) for name, part in named.items()}

@@ -15,7 +15,6 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -35,7 +34,7 @@ from sbpflow.serving.row_store import Store, Tensors
 __all__ = ["BundleError", "Column", "Encoded", "Model", "RowError", "Version", "load"]
 FORMAT, VERSION = "sbpflow-model", 2
 Dense = Callable[[Mapping[str, Tensor]], Tensor]
-LOOPS = ("sbpflow.serving.encoder_loops", "encoder_loops")
+LOOPS = "encoder_loops"
 COMPILED = "dense.pt2"
 
 
@@ -234,7 +233,10 @@ def load(folder: str | Path, *, check: bool = True, compiled: bool = False) -> M
     if content["input"] is not None:
         words = Tensors(folder / "vocabulary.safetensors")
         vocabularies = Vocabularies(
-            content["input"]["vocabularies"], *(words.array(n) for n in ("keys", "ids", "checks"))
+            content["input"]["vocabularies"],
+            words.array("keys"),
+            words.array("ids"),
+            words.array("checks"),
         )
         encoder = Encoder(content["input"], vocabularies, _loops())
     dtype = getattr(torch, content["dtype"])
@@ -269,11 +271,11 @@ def load(folder: str | Path, *, check: bool = True, compiled: bool = False) -> M
 
 
 def _loops() -> ModuleType | None:
-    """Return ``encoder_loops`` if numba and the module are installed."""
-    for name in LOOPS if find_spec("numba") else ():
-        if find_spec(name.partition(".")[0]):
-            return importlib.import_module(name)
-    return None
+    """Return ``encoder_loops`` of this version of the code, if it and numba are installed."""
+    try:
+        return importlib.import_module(f"{__package__}.encoder_loops" if __package__ else LOOPS)
+    except ImportError:
+        return None
 
 
 def _compiled_part(
@@ -291,7 +293,8 @@ def _compiled_part(
     if problem:
         warnings.warn(f"{file}: {problem}; the dense part runs uncompiled", stacklevel=3)
         return None
-    run = torch._inductor.aoti_load_package(str(file))
+    inductor: Any = importlib.import_module("torch._inductor")
+    run = inductor.aoti_load_package(str(file))
     names, order = made["weights"], made["inputs"]
 
     def bind(weights: Mapping[str, Tensor]) -> Dense:

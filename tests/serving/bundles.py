@@ -53,7 +53,7 @@ class Own(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class OwnConfig:
-    name: str = "own"
+    name: str = "tests.serving.bundles:OwnConfig"
 
     def spec(self, fields: Fields) -> TorchModel:
         deep = embedding_output("all", fields.sparse, dim=3)

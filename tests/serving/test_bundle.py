@@ -136,8 +136,10 @@ def test_rows_of_every_form_have_equal_scores(exported, prepared):
     rows = [{name: row[name] for name in NAMES} for row in good_rows(40)]
     wanted = model.score(rows)
     text = (prepared.parent / "t.csv").read_text()
-    assert model.score(text)[:40].tolist() == wanted.tolist()
-    assert model.score(text.encode())[:40].tolist() == wanted.tolist()
+    lines = text.split("\n")
+    assert model.score(text.encode()).tolist() == model.score(text).tolist()
+    assert model.score(lines[:-1]).tolist() == model.score(text).tolist()
+    np.testing.assert_allclose(model.score(text)[:40], wanted, rtol=0, atol=1e-6)
     types = {"shop": pl.Int64, "tags": pl.List(pl.String), "tag_weights": pl.List(pl.Float64),
              "genre": pl.List(pl.String), "more": pl.List(pl.Int64)}  # fmt: skip
     frame = pl.DataFrame(rows, schema_overrides=types)
@@ -193,7 +195,9 @@ def test_a_bad_row_is_refused_with_its_row_and_column(exported, change, message)
 def test_bad_text_is_refused_with_its_row(exported, prepared):
     folder, _ = exported
     model = load(folder / "wdl/model", check=False)
-    header, first = (prepared.parent / "t.csv").read_text().split("\n")[:2]
+    header = (prepared.parent / "t.csv").read_text().partition("\n")[0]
+    first = "1,0,1.5,20,2,Paris,3,a|b,1|2,x;y,1|2,1,u1,2024-04-01,r1"
+    assert len(model.score(f"{header}\n{first}\n{first}")) == 2
     for line, message in (
         (first + ",1", r"row 1: .* has 16 cells instead of 15"),
         ("", r"row 1: '' is a blank line"),
@@ -245,6 +249,39 @@ class Noisy(nn.Module):
 def test_an_unsupported_operation_is_refused_at_export_by_name():
     with pytest.raises(ConfigError, match=r"uses the operation aten\.rand\.default, which bundles"):
         graph_of(Noisy(), {"deep": 4}, 3, torch.float32)
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 1))
+
+    def forward(self, vectors, dense):
+        x = dense.clone()
+        x[:, 0] = 2.0
+        return self.layers(x) + vectors["deep"].sum(1, keepdim=True)
+
+
+def test_operations_in_place_are_replaced():
+    module = InPlace().requires_grad_(False)
+    content, weights = graph_of(module, {"deep": 4}, 3, torch.float32)
+    bound = Graph(json.loads(json.dumps(content))).bind(weights)
+    for rows in (0, 1, 5):
+        vectors, dense = torch.randn(rows, 4), torch.randn(rows, 3)
+        got = bound({"vectors.deep": vectors, "dense": dense})
+        torch.testing.assert_close(got, module({"deep": vectors}, dense))
+
+
+class Branches(nn.Module):
+    def forward(self, vectors, dense):
+        return dense.sum(1) if dense.sum() > 0 else vectors["deep"].sum(1)
+
+
+def test_a_module_that_cannot_be_traced_is_refused_with_the_reason():
+    with pytest.raises(
+        ConfigError, match=r"torch\.export cannot trace the dense part: .+ without P"
+    ):
+        graph_of(Branches(), {"deep": 4}, 3, torch.float32)
 
 
 def test_changes_make_a_new_model_and_leave_the_old_one(exported, prepared):

@@ -24,8 +24,9 @@ from sbpflow.serving.columns import RowError
 from sbpflow.serving.encoder import Encoder, Vocabularies
 from sbpflow.serving.row_store import Tensors
 
-ODD = ["", " ", "5", "+5", "-5", " 5", "5 ", "-", "007", "0x5", "1e1", "1.0", "-.5", "5.", ".",
-       "1e", "1e-3", "1e400", "nan", "-NaN", "inf", "-Infinity", "-0", "2147483647", "2147483648",
+ODD = ["NA", "", " ", "5", "+5", "-5", " 5", "5 ", "-", "007", "0x5", "1e1", "1.0", "-.5", "5.",
+       ".", "1,5", "1.0,5", "1e", "1e-3", "1e400", "nan", "-NaN", "inf", "-Infinity", "-0",
+       "2147483647", "2147483648",
        "-2147483648", "99999999999", "9223372036854775807", "9223372036854775808",
        "-9223372036854775808", "0" * 30 + "7", "0123abCD", "0123abcg", "\u0665", "a,b", 'say "x"',
        "two\nlines", "p|q", "a:b", "3.4028236e38", "123456789012345678", "1_0"]  # fmt: skip
@@ -63,7 +64,7 @@ def columns_of_one(values):
 
 
 @pytest.mark.parametrize("kind", ["hex", "integer", "string"])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(values=st.one_of(
     st.lists(TEXT, min_size=1, max_size=8),
     st.lists(st.sampled_from(TYPED), min_size=1, max_size=5),
@@ -86,20 +87,21 @@ def test_keys_equal_those_of_prepare(kind, values):
     assert [found(cells.key_of, value, kind) for value in values] == wanted
 
 
-@pytest.mark.parametrize("whole", [True, False])
-@settings(max_examples=150, deadline=None)
+@pytest.mark.parametrize(("whole", "decimal"), [(True, "."), (False, "."), (False, ",")])
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(values=st.one_of(
     st.lists(TEXT, min_size=1, max_size=8),
     st.lists(st.sampled_from(TYPED), min_size=1, max_size=5),
     st.lists(st.sampled_from(FLOATS), min_size=1, max_size=5),
 ))  # fmt: skip
-def test_numbers_equal_those_of_prepare(whole, values):
+def test_numbers_equal_those_of_prepare(whole, decimal, values):
     series, faults = columns_of_one(values), {}
-    typed = _dense(series, DenseColumn(name="c", whole=whole, clip=(0, 1)), faults)
+    typed = _dense(series, DenseColumn(name="c", whole=whole, clip=(0, 1), decimal=decimal), faults)
     bad = np.any([flags.to_numpy() for flags in faults.values()], axis=0)
-    wanted = ["misfit" if b else v for b, v in zip(bad, typed.to_list(), strict=True)]
-    rule = cells.whole_number if whole else cells.real_number
-    got = [found(rule, value) for value in values]
+    typed = typed.cast(pl.Float32).to_list()
+    wanted = ["misfit" if b else v for b, v in zip(bad, typed, strict=True)]
+    rule, more = (cells.whole_number, ()) if whole else (cells.real_number, (decimal,))
+    got = [found(rule, value, *more) for value in values]
     with np.errstate(over="ignore"):
         got = [v if v in (None, "misfit") else float(np.float32(v)) for v in got]
     assert [None if v != v else v for v in got] == wanted
@@ -165,8 +167,11 @@ def tables(draw):
     new = draw(st.lists(st.fixed_dictionaries(odd), min_size=1, max_size=8))
     new = [row for row in new if not any("\r" in c or "\x00" in c for c in row.values())]
     schema = {"label": "y", "separator": ",", "quote": '"', "dense": dense,
+              **draw(st.sampled_from([{}, {"missing_values": ["NA", "-"]}])),
               "sparse": {**singles, **lists}}  # fmt: skip
-    return schema, options, rows, new + rows[:2]
+    names = [*dense, *singles, *lists]
+    return schema, options, *([{n: row[n] for n in names} for row in each]
+                              for each in (rows, rows[:2] + new))  # fmt: skip
 
 
 def lines_of(path: Path, rows) -> None:
@@ -194,7 +199,7 @@ def test_ids_equal_those_of_encode(compiled, drawn):
             lines_of(folder / "new.csv", new)
         except UnicodeEncodeError:
             assume(False)
-        (folder / "s.yaml").write_text(yaml.safe_dump(schema))
+        (folder / "s.yaml").write_text(yaml.safe_dump(schema, sort_keys=False))
         words = ["--input", folder / "t.csv", "--output", folder / "set", "--min-count", "2"]
         words += ["--schema", folder / "s.yaml", "--max-bad-fraction", "0.9", *options]
         assert main(["prepare", *map(str, words)]) == 0
@@ -233,7 +238,7 @@ def check_equal(got, batch, manifest):
             assert weights[0].tolist() == lists.weights.tolist()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(text=st.text(max_size=300))
 def test_compiled_string_keys_are_blake2b(text):
     try:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,6 @@ import torch
 
 from sbpflow.errors import ConfigError
 from sbpflow.models.dcnv2 import DcnV2Config
-from sbpflow.run.export import forms
 from sbpflow.serving import scorer
 from sbpflow.serving.scorer import BundleError, Version, load
 from tests.serving.bundles import config_of, export, make_set, train
@@ -68,10 +68,7 @@ def test_code_is_loaded_only_if_asked_for(folder, monkeypatch):
 
 
 def test_onnx_needs_a_package(folder, tmp_path, monkeypatch):
-    def missing(name: str) -> None:
-        raise ImportError(f"No module named {name!r}")
-
-    monkeypatch.setattr(forms.importlib, "import_module", missing)
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
     with pytest.raises(ConfigError, match=r"--onnx: onnxscript is not installed .*sbpflow\[onnx\]"):
         export(folder / "run", config_of(folder / "set", MODEL), tmp_path / "model", onnx=True)
     assert not (tmp_path / "model").exists()

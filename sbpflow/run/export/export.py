@@ -15,7 +15,7 @@ from sbpflow.embedding.ids.batch_ids import BatchIds
 from sbpflow.errors import ConfigError
 from sbpflow.run.execution.predict import probabilities
 from sbpflow.run.export.bundle import BundleModel, array_of, write_bundle
-from sbpflow.run.export.plain_model import PlainModel
+from sbpflow.run.export.plain_model import Bags, PlainModel
 from sbpflow.run.export.row_formats import ROW_FORMATS, RowFormat
 from sbpflow.serving.encoder import Encoded
 from sbpflow.serving.operations import BundleError
@@ -71,14 +71,12 @@ def write_export(
 
 def sample_of(
     model: PlainModel,
-    ids: Tensor | BatchIds,
-    dense: Tensor,
+    arguments: tuple[Tensor, Tensor, Bags],
     *,
     half: bool,
     rows: list[Mapping[str, Any]] | None,
 ) -> dict[str, Any]:
-    """Return sample.json: raw ``rows``, or ids and dense values without them, with scores."""
-    arguments = model.arguments_of(ids, dense)
+    """Return sample.json: raw ``rows``, or the ``arguments`` of the model without them, scored."""
     with torch.no_grad():
         scores = probabilities(model(*arguments).float().numpy())
     tolerance = _HALF_TOLERANCE if half else _TOLERANCE
@@ -86,11 +84,11 @@ def sample_of(
     if rows is not None:
         return {"rows": rows, **scored}
     bags = {name: [part.tolist() for part in bag] for name, bag in arguments[2].items()}
-    return {"ids": arguments[0].tolist(), "dense": dense.tolist(), "bags": bags, **scored}
+    return {"ids": arguments[0].tolist(), "dense": arguments[1].tolist(), "bags": bags, **scored}
 
 
-def sample_ids(model: PlainModel) -> tuple[BatchIds | Tensor, Tensor]:
-    """Return ids and dense values of three rows, for a model whose raw rows are not known."""
+def sample_ids(model: PlainModel) -> tuple[Tensor, Tensor, Bags]:
+    """Return arguments of three rows, for a model whose raw rows are not known."""
     numbers = torch.arange(3)
     dense = (numbers.unsqueeze(1) + torch.arange(model.num_dense)) / 4.0
     rows = {name: table.num_rows for table in model.tables for name in table.features}
@@ -99,7 +97,14 @@ def sample_ids(model: PlainModel) -> tuple[BatchIds | Tensor, Tensor]:
         for name, at in model.columns.items()
         for place in range(at.start, at.stop)
     ]
-    return torch.stack(columns, 1).int(), dense
+    bags: Bags = {}
+    for feature in model.features:
+        if feature.name not in model.columns:
+            weights = (torch.tensor([0.5, 1.5, 1.0]),) if feature.weighted else ()
+            ids = (numbers * 7) % rows.get(feature.name, 1)
+            bags[feature.name] = (ids.int(), torch.tensor([2, 0, 1], dtype=torch.int32), *weights)
+    matrix = torch.stack(columns, 1) if columns else torch.zeros(3, 0)
+    return matrix.int(), dense, bags
 
 
 def encoded_of(model: Model, ids: Tensor | BatchIds, dense: Tensor) -> Encoded:

@@ -54,7 +54,8 @@ def write_compiled(folder: Path, model: BundleModel) -> None:
     module, inputs, shapes, names = _functional(model)
     with torch.no_grad():
         program = torch.export.export(module, inputs, dynamic_shapes=shapes)
-        torch._inductor.aoti_compile_and_package(program, package_path=str(folder / COMPILED))
+        inductor: Any = importlib.import_module("torch._inductor")
+        inductor.aoti_compile_and_package(program, package_path=str(folder / COMPILED))
     made = {"cpu": sorted(cpu_features()), "torch": torch.__version__.split("+")[0]}
     add_facts(folder, {"compiled": {**made, **names}})
 
@@ -80,6 +81,11 @@ def write_onnx(folder: Path, model: BundleModel) -> None:
             external_data=False,
             verbose=False,
         )
+
+
+def write_pt2(folder: Path, model: PlainModel) -> None:
+    """Write the whole model as a ``torch.export`` program."""
+    torch.export.save(exported(model), folder / "model.pt2")
 
 
 def exported(model: PlainModel) -> torch.export.ExportedProgram:

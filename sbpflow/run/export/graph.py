@@ -4,7 +4,7 @@
 are those that the module calls, so the results are bit-for-bit equal to the module's.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,12 +52,28 @@ def graph_of(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the dense part as JSON, and its weights and constants by name.
 
-    ``widths`` are the widths of the embedding outputs. Raises ConfigError for an operation that
-    bundles do not support.
+    ``widths`` are the widths of the embedding outputs. Raises ConfigError for a module that cannot
+    be traced, or an operation that bundles do not support.
     """
     module = DenseInputs(dense, tuple(widths))
-    program = traced(module, example_inputs(widths, num_dense, dtype))
-    names = [f"vectors.{name}" for name in widths] + ["dense"]
+    try:
+        program = traced(module, example_inputs(widths, num_dense, dtype))
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"model: torch.export cannot trace the dense part: {str(error).splitlines()[0]}; "
+            "compute it with torch operations alone, without Python branches on values"
+        ) from error
+    names = [*(f"vectors.{name}" for name in widths), "dense"]
+    try:
+        return _content(program, names, dense)
+    except ConfigError:
+        # Without in-place operations, and with compound operations split up, it may be supported.
+        return _content(program.run_decompositions({}), names, dense)
+
+
+def _content(
+    program: torch.export.ExportedProgram, names: Sequence[str], dense: nn.Module
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     inputs: dict[str, str] = {}
     weights: dict[str, str] = {}
     values = {name: value.contiguous() for name, value in dense.state_dict().items()}
@@ -74,7 +90,7 @@ def graph_of(
     (result,) = next(node for node in program.graph.nodes if node.op == "output").args[0]
     nodes: list[list[Any]] = []
     needed = {result.name}
-    for node in reversed(list(program.graph.nodes)):
+    for node in reversed(list(program.graph.nodes)):  # asserts are not needed for the result
         if node.name not in needed or node.op == "placeholder":
             continue
         nodes.append([_name(node), node.name, _encoded(node.args), _encoded(_kwargs(node))])
@@ -95,15 +111,14 @@ def _kwargs(node: torch.fx.Node) -> dict[str, Any]:
 def _name(node: torch.fx.Node) -> str:
     """Return a node's operation by its name in the bundle."""
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        base = target.overloadpacket.__name__
-        if target.namespace == "aten" and base == "sym_size":
-            return "python.sym_size"
-        if target.namespace == "aten" and base in OPERATIONS:
-            return f"aten.{base}.{target._overloadname}"
-    name = getattr(target, "__name__", str(target))
-    if node.op == "call_function" and getattr(target, "__module__", "") == "_operator":
-        return f"python.{name}"
+    space, _, rest = str(target).partition(".")
+    base = rest.partition(".")[0]
+    if space == "aten" and base == "sym_size":
+        return "python.sym_size"
+    if space == "aten" and base in OPERATIONS:
+        return str(target)
+    if getattr(target, "__module__", "") == "_operator":
+        return f"python.{getattr(target, '__name__', target)}"
     raise ConfigError(
         f"model: the dense part uses the operation {target}, which bundles do not support; use "
         "other torch operations (for example, those of torch.nn.functional)"
