@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from http.client import HTTPConnection
 from pathlib import Path
@@ -84,7 +85,10 @@ def serving(*words: object, workers: int = 1, **environment: str) -> Iterator[Se
             printed += line
             if not line:
                 raise RuntimeError(printed)
-        yield Server(process, int(found[1]))
+        server = Server(process, int(found[1]))
+        while len(server.workers()) < workers:  # they start after the message
+            time.sleep(0.01)
+        yield server
     finally:
         process.kill()
         process.wait()
