@@ -196,23 +196,26 @@ def latency(folder: Path, seconds: float, wrk: str, results: Results) -> None:
 
 def delta(folder: Path, changed: int, results: Results) -> None:
     """Measure the latency of one row before and while a large delta is applied."""
-    with _copy(folder) as chain, serving(chain.bundle, "--poll-seconds", "0.2") as server:
+    with (
+        _copy(folder) as served,
+        _copy(folder) as chain,  # deltas are written here, and published later
+        serving(served.bundle, "--poll-seconds", "0.2") as server,
+    ):
         requests = [request("/score", body) for body in bodies_of(folder, 1)[TEXT]]
+        (served.bundle / "deltas").mkdir()
         for seed in range(3):
-            client = LoadProcess(server.port, requests, 12.0, 1, 400.0)
-            time.sleep(4.0)
-            hidden = chain.bundle / "deltas" / f".{chain.number + 1:06d}"
-            chain.write(seed, changed)  # writing takes CPU time too, so it is published later
-            path = chain.bundle / "deltas" / f"{chain.number:06d}"
-            path.rename(hidden)
-            time.sleep(1.0)
+            chain.write(seed, changed)
+            client = LoadProcess(server.port, requests, 8.0, 1, 400.0)
+            time.sleep(5.0)
+            name = f"deltas/{chain.number:06d}"
+            shutil.copytree(chain.bundle / name, served.bundle / f"{name}.copy")
             start = time.time()
-            hidden.rename(path)
+            (served.bundle / f"{name}.copy").rename(served.bundle / name)
             while not server.serve_version(chain.model):
                 time.sleep(0.05)
             end = time.time()
             answers = client.result()
-            idle = answers.latency[answers.at < start - 3.0]
+            idle = answers.latency[answers.at < start - 1.0]
             during = answers.latency[(answers.at >= start) & (answers.at <= end)]
             results.add(
                 benchmark="delta", changed_rows=changed, apply_s=round(end - start, 2),

@@ -55,7 +55,7 @@ class Server:
     def serve_version(self, model: Model) -> bool:
         """Return whether all workers serve this version of the first model."""
         version = name_of(model)
-        key = re.compile(rf'sbpflow_model_workers\{{model="\w+",version="{version}"\}}')
+        key = re.compile(rf'sbpflow_model_workers\{{model="[^"]+",version="{version}"\}}')
         found = [number for name, number in self.metrics().items() if key.fullmatch(name)]
         return found[:1] == [len(self.workers())]
 
