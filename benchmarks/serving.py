@@ -1,6 +1,6 @@
 """Measures the server: CPU time per request, latency, and a long run with deltas and faults.
 
-    python -m benchmarks.serving build --folder F [--rows 400000]
+    python -m benchmarks.serving build --folder F [--rows 300000]
     python -m benchmarks.serving cost --folder F
     python -m benchmarks.serving latency --folder F [--wrk wrk]
     python -m benchmarks.serving delta --folder F [--changed 500000]
@@ -56,18 +56,20 @@ uvicorn.run(app, port=int(sys.argv[1]), http="httptools", lifespan="off", log_le
 """
 
 
-def build(folder: Path, rows: int) -> None:
+def build(folder: Path, rows: int, hidden: str) -> None:
     """Make ``folder/model`` and ``folder/rows.tsv``."""
     folder.mkdir(parents=True)
     source, data = folder / "all.tsv", folder / "set"
-    run("-m", "data", "synth", "--rows", str(rows), "--vocab-scale", "0.1", "--format", "tsv",
+    run("-m", "data", "synth", "--rows", str(rows), "--vocab-scale", "0.3", "--format", "tsv",
         "--output", str(source))  # fmt: skip
     with source.open() as file, (folder / "rows.tsv").open("w") as out:
         out.writelines(line for line, _ in zip(file, range(4096), strict=False))
-    run("-m", "data", "prepare", "--input", str(source), "--output", str(data))
+    run("-m", "data", "prepare", "--input", str(source), "--output", str(data),
+        "--min-count", "1")  # fmt: skip
     source.unlink()
     run("train_wdl.py", "--config", "configs/scheme1.yaml", f"data.path={data}",
-        f"run.dir={folder / 'run'}", "train.max_steps=50", "train.eval_every=0")  # fmt: skip
+        f"run.dir={folder / 'run'}", "train.max_steps=50", "train.eval_every=0",
+        f"model.hidden={hidden}")  # fmt: skip
     run("-m", "sbpflow", "export", "--checkpoint", str(folder / "run"), "--output",
         str(folder / "model"))  # fmt: skip
     shutil.rmtree(data)
@@ -194,23 +196,26 @@ def latency(folder: Path, seconds: float, wrk: str, results: Results) -> None:
 
 def delta(folder: Path, changed: int, results: Results) -> None:
     """Measure the latency of one row before and while a large delta is applied."""
-    with _copy(folder) as chain, serving(chain.bundle, "--poll-seconds", "0.2") as server:
+    with (
+        _copy(folder) as served,
+        _copy(folder) as chain,  # deltas are written here, and published later
+        serving(served.bundle, "--poll-seconds", "0.2") as server,
+    ):
         requests = [request("/score", body) for body in bodies_of(folder, 1)[TEXT]]
+        (served.bundle / "deltas").mkdir()
         for seed in range(3):
-            client = LoadProcess(server.port, requests, 12.0, 1, 400.0)
-            time.sleep(4.0)
-            hidden = chain.bundle / "deltas" / f".{chain.number + 1:06d}"
-            chain.write(seed, changed)  # writing takes CPU time too, so it is published later
-            path = chain.bundle / "deltas" / f"{chain.number:06d}"
-            path.rename(hidden)
-            time.sleep(1.0)
+            chain.write(seed, changed)
+            client = LoadProcess(server.port, requests, 8.0, 1, 400.0)
+            time.sleep(5.0)
+            name = f"deltas/{chain.number:06d}"
+            shutil.copytree(chain.bundle / name, served.bundle / f"{name}.copy")
             start = time.time()
-            hidden.rename(path)
+            (served.bundle / f"{name}.copy").rename(served.bundle / name)
             while not server.serve_version(chain.model):
                 time.sleep(0.05)
             end = time.time()
             answers = client.result()
-            idle = answers.latency[answers.at < start - 3.0]
+            idle = answers.latency[answers.at < start - 1.0]
             during = answers.latency[(answers.at >= start) & (answers.at <= end)]
             results.add(
                 benchmark="delta", changed_rows=changed, apply_s=round(end - start, 2),
@@ -255,8 +260,10 @@ def soak(folder: Path, seconds: float, results: Results) -> None:
             number = chain.number
             time.sleep(every)
             if number == 2:
-                killed = time.time()
-                os.kill(server.workers()[0], signal.SIGKILL)
+                killed, (pid, _) = time.time(), server.workers()
+                os.kill(pid, signal.SIGKILL)
+                while pid in server.workers() or len(server.workers()) < 2:
+                    time.sleep(0.01)
             if number == 4:
                 _publish_damaged(chain)
                 time.sleep(every)
@@ -317,13 +324,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("build", "cost", "latency", "delta", "soak"))
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--rows", type=int, default=400_000)
+    parser.add_argument("--rows", type=int, default=300_000)
+    parser.add_argument("--hidden", default="[400, 400]", help="dense layers of the model")
     parser.add_argument("--seconds", type=float)
     parser.add_argument("--changed", type=int, default=500_000)
     parser.add_argument("--wrk", default="wrk")
     args = parser.parse_args()
     if args.what == "build":
-        build(args.folder, args.rows)
+        build(args.folder, args.rows, args.hidden)
         return
     results = Results(f"serving_{args.what}")
     if args.what == "cost":

@@ -98,7 +98,7 @@ class _Client:
         self._end = self._begin + seconds
         for _ in range(connections):
             self._next(_Connection(self._port))
-        while self._selector.get_map():
+        while self._selector.get_map() or self._idle:
             for key, events in self._selector.select(0.001 if self._idle else 1.0):
                 connection: _Connection = key.data
                 if events & selectors.EVENT_WRITE:

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from http.client import HTTPConnection
 from pathlib import Path
@@ -54,7 +55,7 @@ class Server:
     def serve_version(self, model: Model) -> bool:
         """Return whether all workers serve this version of the first model."""
         version = name_of(model)
-        key = re.compile(rf'sbpflow_model_workers\{{model="\w+",version="{version}"\}}')
+        key = re.compile(rf'sbpflow_model_workers\{{model="[^"]+",version="{version}"\}}')
         found = [number for name, number in self.metrics().items() if key.fullmatch(name)]
         return found[:1] == [len(self.workers())]
 
@@ -84,7 +85,10 @@ def serving(*words: object, workers: int = 1, **environment: str) -> Iterator[Se
             printed += line
             if not line:
                 raise RuntimeError(printed)
-        yield Server(process, int(found[1]))
+        server = Server(process, int(found[1]))
+        while len(server.workers()) < workers:  # they start after the message
+            time.sleep(0.01)
+        yield server
     finally:
         process.kill()
         process.wait()

@@ -101,7 +101,7 @@ def _read_json(body: bytes, max_rows: int) -> Any:
                 what = f"row {row}: is {kind_name(cells)}"
                 raise BodyError(f'{what}, not an object; use {{"column": value, ..}}')
         return found
-    for column, values in found.items():
+    for column, values in cast("dict[str, Any]", found).items():
         if not isinstance(values, list):
             what = f"columns: {column} is {kind_name(values)}"
             raise BodyError(f"{what}, not a list; use one value per row")

@@ -135,8 +135,8 @@ class Model:
 
     def with_changes(
         self,
-        tables: Mapping[str, tuple[Array, Array]],
-        dense: Mapping[str, Array],
+        tables: Mapping[str, tuple[Array, Array | Tensor]],
+        dense: Mapping[str, Array | Tensor],
         version: Version,
         vocabulary: Mapping[str, tuple[Array, ...]] | None = None,
     ) -> "Model":

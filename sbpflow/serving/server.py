@@ -31,6 +31,7 @@ from sbpflow.serving.supervisor import Supervisor
 logger = logging.getLogger(__name__)
 
 _NICENESS = 10  # deltas use the time that answers leave
+_SWITCH_S = 0.0005  # the longest wait for the thread that applies deltas; Python's default is 5 ms
 _MAX_CONNECTIONS = 1024
 _KEEP_ALIVE_S = 75  # longer than proxies keep idle connections, so that they close them first
 _MAX_WAITING = 2048  # connections that are not accepted yet
@@ -139,6 +140,7 @@ def _make_app(
 def _run_worker(app: App, listener: socket.socket, settings: Settings) -> None:
     """Answer requests until SIGTERM, and then those in flight."""
     supervisor = os.getppid()
+    sys.setswitchinterval(_SWITCH_S)
 
     async def check_supervisor() -> None:
         if os.getppid() != supervisor:  # without its supervisor, a worker would run forever

@@ -163,7 +163,9 @@ def test_text_is_ascii_without_paths_of_a_machine():
         if not text.isascii():
             lines = [n for n, line in enumerate(text.splitlines(), 1) if not line.isascii()]
             wrong.append(f"{name(path)}: not ASCII in lines {lines}")
-        if home := re.search(rb"(?<![\w.$}])/(home|root|work|Users|mnt|opt)/\w+", text):
+        # KServe mounts every model at /mnt/models.
+        machine = rb"(?<![\w.$}])/(?!mnt/models)(home|root|work|Users|mnt|opt)/\w+"
+        if home := re.search(machine, text):
             wrong.append(f"{name(path)}: {home[0].decode()} is a path of one machine")
     assert wrong == []
 

@@ -313,11 +313,11 @@ def test_the_export_command_scores_like_the_run(run, folder, tmp_path, capsys):
 
 
 def test_a_few_rows_are_scored_without_compilers(run, tmp_path):
-    """Importing these packages takes longer than everything else together."""
+    """Importing these packages takes longer than scoring; lists of ids still need numba's loops."""
     source = write_csv(tmp_path / "one.csv", [row for row in table(9) if row["price"] != INF][:1])
     code = (
         "import sys\nfrom sbpflow.commands.predict import predict\npredict(sys.argv[1:])\n"
-        "names = ('numba', 'torch._dynamo', 'nvidia.dali', 'fbgemm_gpu')\n"
+        "names = ('torch._dynamo', 'nvidia.dali', 'fbgemm_gpu')\n"
         "print('loaded:', *[name for name in names if name in sys.modules])"
     )
     more = ("parallel.kernel=auto", "data.loader=auto")

@@ -79,6 +79,12 @@ def test_text_gives_the_scores_of_the_bundle(server, model, tmp_path):
         assert [float(line) for line in answer.body.split()] == model.score(text).tolist()
 
 
+def test_rows_of_text_are_limited(server, tmp_path):
+    answer = server.request("POST", "/score", text_of(tmp_path, 51), TEXT)
+    assert answer.status == 413
+    assert "has 51 rows; the server accepts up to 50" in json.loads(answer.body)["error"]
+
+
 def test_the_open_inference_protocol(server, model):
     assert json.loads(server.request("GET", "/v2").body)["name"] == "sbpflow"
     assert server.request("GET", "/v2/health/live").status == 200
