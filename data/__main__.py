@@ -29,15 +29,17 @@ _DISK_FACTOR = {".gz": 4.5, ".parquet": 4.5}
 
 _SHARED = (
     *("schema", "crosses", "min_count", "hash_size", "dense", "seed", "spare"),
-    "keep_strings",
+    *("keep_strings", "keys"),
 )
+_OF_VOCABULARIES = ("min_count", "spare", "keep_strings", "grow")
+"""Options of prepare that affect only fields with a vocabulary"""
 """Options of prepare that come from the set of ``--like``"""
 
 
 def _prepare(args: argparse.Namespace) -> Manifest | None:
     from sbpflow.data.prepare.content import options_like
     from sbpflow.data.prepare.machines import parse_part
-    from sbpflow.data.prepare.options import PrepareOptions, parse_hash_sizes
+    from sbpflow.data.prepare.options import PrepareOptions, parse_hash_sizes, parse_keys
     from sbpflow.data.prepare.prepare import prepare
 
     given = [key for key in _SHARED if getattr(args, key) is not None]
@@ -61,6 +63,7 @@ def _prepare(args: argparse.Namespace) -> Manifest | None:
         min_count=2 if args.min_count is None else args.min_count,
         transform=args.dense or "log3",
         hash_sizes=parse_hash_sizes(args.hash_size, hashable) if args.hash_size else (),
+        keys=parse_keys(args.keys, hashable) if args.keys else (),
         workers=args.workers,
         seed=7 if args.seed is None else args.seed,
         max_bad_fraction=args.max_bad_fraction,
@@ -72,6 +75,13 @@ def _prepare(args: argparse.Namespace) -> Manifest | None:
     )
     if args.like is not None:
         options = options_like(load_manifest(args.like, "--like"), options)
+    useless = [key for key in _OF_VOCABULARIES if getattr(args, key)]
+    if options.keys and useless and not options.counted:
+        raise ConfigError(
+            f"--{useless[0].replace('_', '-')}: no field has a vocabulary, because all have keys "
+            "(--keys); remove the option, or name the fields with keys, such as --keys "
+            f"{options.keys[0]}. Training admits keys by model.fields.PATTERN.admit_count"
+        )
     return prepare(options)
 
 
@@ -193,6 +203,14 @@ def parser(
     add("--min-count", type=int, help="values with fewer lookups in train share id 1 (default 2)")
     add("--crosses", help="pairs of columns for the wide part (default C1xC2,C3xC4; or none)")
     add("--hash-size", help="table rows of hashed fields: N for all, or C3=N,C12=N")
+    add(
+        "--keys",
+        nargs="?",
+        const="*",
+        metavar="FIELDS",
+        help="store 64-bit keys instead of ids "
+        "for these fields, such as C1,C2 (default: all), for tables that grow while they train",
+    )
     add("--dense", help="transform of the dense values (default log3)")
     add("--schema", type=local_path, metavar="FILE|auto", help="YAML with label, dense, sparse, "
         "columns (default: Criteo); auto accepts the proposal of `sbpflow schema`")  # fmt: skip
@@ -251,7 +269,10 @@ def parser(
 
 def _summary(manifest: Manifest) -> str:
     rows = " ".join(f"{name} {count:,}" for name, count in manifest.splits.items())
-    tables = f"{len(manifest.fields)} tables with {sum(f.rows for f in manifest.fields):,} rows"
+    num_keyed = sum(field.keyed for field in manifest.fields)
+    tables = f"{len(manifest.fields) - num_keyed} tables with "
+    tables += f"{sum(field.rows for field in manifest.fields):,} rows"
+    tables += f", {num_keyed} fields with keys" if num_keyed else ""
     text = f"{manifest.path}: rows {rows}; {tables}; fingerprint {manifest.fingerprint[:16]}"
     if manifest.bayes:
         bayes = manifest.bayes

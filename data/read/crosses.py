@@ -1,29 +1,33 @@
 """Compute crosses while rows are read, by hashing the ids of other columns.
 
-The hash uses ids rather than raw values, so it needs only the rows. Values with the same id (such
-as rare values) also have the same id in the cross. Equal ids have equal hashes on every machine.
+The hash uses ids or keys rather than raw values, so it needs only the rows. Values with the same id
+(such as rare values) also have the same id in the cross. Equal ids have equal hashes on every
+machine.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sbpflow.data.format.manifest import Manifest
-from sbpflow.data.format.schema import NUM_RESERVED_IDS
+from sbpflow.data.format.schema import MISSING_ID, MISSING_KEY, NUM_RESERVED_IDS
 from sbpflow.errors import ConfigError
 from sbpflow.run.model.spec import HashedColumn
 from sbpflow.runtime.random.splitmix import GAMMA, MIX_1, MIX_2
 
-_MISSING = 0
 _GAMMA, _MIX_1, _MIX_2 = (np.uint64(c) for c in (GAMMA, MIX_1, MIX_2))
 _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 
 
-def hashed_ids(parts: Sequence[NDArray[np.int32]], rows: int) -> NDArray[np.int32]:
+def hashed_ids(
+    parts: "Sequence[NDArray[Any]]", rows: int, missing: Sequence[int] | None = None
+) -> NDArray[np.int32]:
     """Return cross ids int32 [n] below ``rows``: 2 + the hash of ``parts`` modulo (rows - 2).
 
-    The id is 0 (missing) if any part is missing. The hash depends on the order of the parts.
+    The id is 0 (missing) if any part is missing, that is, equal to its value in ``missing`` (by
+    default, 0). The hash depends on the order of the parts.
     """
     state = np.zeros(len(parts[0]), dtype=np.uint64)
     for ids in parts:
@@ -33,8 +37,8 @@ def hashed_ids(parts: Sequence[NDArray[np.int32]], rows: int) -> NDArray[np.int3
         state ^= state >> _SHIFTS[2]
     state %= np.uint64(rows - NUM_RESERVED_IDS)
     ids = state.astype(np.int32) + np.int32(NUM_RESERVED_IDS)
-    for part in parts:
-        ids[part == _MISSING] = _MISSING
+    for part, value in zip(parts, missing or [MISSING_ID] * len(parts), strict=True):
+        ids[part == value] = MISSING_ID
     return ids
 
 
@@ -43,6 +47,7 @@ class CrossColumns:
 
     def __init__(self, manifest: Manifest, crosses: Sequence[HashedColumn]) -> None:
         indices: dict[str, int] = {}
+        missing = {f.name: MISSING_KEY if f.keyed else MISSING_ID for f in manifest.fixed}
         column = 0
         for field in manifest.fixed:
             if field.hot == 1:
@@ -54,13 +59,16 @@ class CrossColumns:
                     f"cross {cross.name}: {absent[0]} is not a column with one id per row; "
                     f"{manifest.path} has {', '.join(indices)}"
                 )
-        self._crosses = [([indices[name] for name in c.columns], c.rows) for c in crosses]
+        self._crosses = [
+            ([indices[name] for name in c.columns], c.rows, [missing[name] for name in c.columns])
+            for c in crosses
+        ]
         self.rows = tuple(cross.rows for cross in crosses)
 
     def __len__(self) -> int:
         return len(self._crosses)
 
-    def fill(self, ids: NDArray[np.int32], out: NDArray[np.int32]) -> None:
+    def fill(self, ids: "NDArray[Any]", out: "NDArray[Any]") -> None:
         """Compute ``out`` [n, crosses] from ``ids`` [n, columns]."""
-        for index, (columns, rows) in enumerate(self._crosses):
-            out[:, index] = hashed_ids([ids[:, column] for column in columns], rows)
+        for index, (columns, rows, missing) in enumerate(self._crosses):
+            out[:, index] = hashed_ids([ids[:, column] for column in columns], rows, missing)

@@ -37,8 +37,9 @@ from sbpflow.training.dense_part import DensePart
 class IdField:
     """Describes a column of ids, each below ``rows``; ``FeatureConfig`` defines ``hotness``.
 
-    Fields with the same ``vocabulary`` have the same id for a value; "" is a private vocabulary.
-    ``frequencies`` describes how ids repeat, if known; cost estimates of a step use it.
+    If ``keyed``, the ids are 64-bit keys with any bits, and ``rows`` is 0. Fields with the same
+    ``vocabulary`` have the same id for a value; "" is a private vocabulary. ``frequencies``
+    describes how ids repeat, if known; cost estimates of a step use it.
     """
 
     name: str
@@ -48,6 +49,7 @@ class IdField:
     weighted: bool = False
     vocabulary: str = ""
     frequencies: IdFrequencies | None = None
+    keyed: bool = False
 
     def feature(self) -> FeatureConfig:
         """Return the field as a feature of the embedding engine."""
