@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 
+from sbpflow.embedding.plan.growth import Growth
 from sbpflow.embedding.plan.numbering import NUMBERINGS, Numbering
 from sbpflow.embedding.plan.row_storage import RowStorage
 from sbpflow.embedding.rules.base import KernelRequest, SparseOptimizer
@@ -51,9 +52,9 @@ class TableConfig:
 
     ``pooling`` combines a sample's rows into one vector by their sum or mean. ``optimizer`` and
     ``kernel`` override the settings of the plan and the run. Initial values have the distribution
-    U(-initial_range, initial_range). With ``by_key``, ids are arbitrary 64-bit keys, and each key
-    gets one of the ``num_rows`` rows in its first training batch. If only some
-    rows are on the device, ``storage`` is set.
+    U(-initial_range, initial_range). With ``growth``, ids are arbitrary 64-bit keys, which get and
+    lose the ``num_rows`` rows during training. If only some rows are on the device, ``storage`` is
+    set.
     """
 
     name: str
@@ -65,6 +66,7 @@ class TableConfig:
     initial_range: float = INITIAL_RANGE
     kernel: KernelRequest | None = None
     by_key: bool = False
+    growth: Growth | None = None
     storage: RowStorage | None = None
 
     def __post_init__(self) -> None:
@@ -78,6 +80,11 @@ class TableConfig:
             raise ConfigError(
                 f"table {self.name}: got initial_range {self.initial_range}; use a finite number "
                 "of 0 or more (for example, 0.05)"
+            )
+        if self.growth is not None and self.growth.evict.max_rows != self.num_rows:
+            raise ConfigError(
+                f"table {self.name}: got num_rows {self.num_rows}; use evict.max_rows, "
+                f"{self.growth.evict.max_rows}"
             )
         if not self.features or len(set(self.features)) != len(self.features):
             raise ConfigError(
