@@ -133,12 +133,13 @@ def _synth(args: argparse.Namespace) -> Manifest | None:
     from sbpflow.data.synth.generate import synth
     from sbpflow.data.synth.options import SynthOptions, parse_hot, parse_skew
 
-    same = ("rows", "output", "format", "vocab_scale", "ctr", "auc", "products", "drift", "seed")
+    same = ("rows", "output", "format", "vocab_scale", "ctr", "auc", "products", "drift", "keys")
     options = SynthOptions(
         skew=parse_skew(args.skew) if args.skew else (),
         hot=parse_hot(args.hot) if args.hot else (),
         split=parse_split(args.split),
         workers=args.workers,
+        seed=args.seed,
         **{name: getattr(args, name) for name in same},
     )
     return synth(options)
@@ -183,6 +184,27 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         "that run the same command with one shared output")  # fmt: skip
     add("--wait", type=float, default=1440, metavar="MINUTES", help="maximum wait for files of "
         "other parts (default %(default)s)")  # fmt: skip
+
+
+def _add_synth(synth: argparse.ArgumentParser) -> None:
+    add = synth.add_argument
+    add("--rows", type=int, required=True)
+    add("--output", type=local_path, required=True, metavar="PATH", help="folder, or file for tsv")
+    add("--format", choices=("prepared", "tsv"), default="prepared")
+    add("--vocab-scale", type=float, default=1.0, help="size relative to Criteo's vocabularies, "
+        "up to 1")  # fmt: skip
+    add("--ctr", type=float, default=0.2562, help="click-through rate (default %(default)s)")
+    add("--auc", type=float, default=0.80, help="best possible AUC (default %(default)s)")
+    add("--products", type=float, default=0.0, help="share of vector products in the logit")
+    add("--skew", help="exponent applied to frequencies: 1.2 for all columns, or C3=1.2,C1=0.5")
+    add("--drift", type=float, default=0.0, help="share of values replaced per million rows, in "
+        "columns with many values")  # fmt: skip
+    add("--keys", action="store_true", help="write 64-bit keys instead of ids")
+    add("--hot", help="number of ids per row: mlperf, mlperf-ragged, or C1=3,C20=0-12")
+    add("--split", default="time:0.8,0.1,0.1")
+    add("--seed", type=int, default=7)
+    add("--workers", type=int, default=os.cpu_count() or 1)
+    synth.set_defaults(run=_synth)
 
 
 def parser(
@@ -235,23 +257,7 @@ def parser(
     add("--output", type=local_path, required=True, metavar="DIR")
     _add_common(encode)
     encode.set_defaults(run=_encode)
-    synth = commands.add_parser("synth", help="generate rows with a known best AUC")
-    add = synth.add_argument
-    add("--rows", type=int, required=True)
-    add("--output", type=local_path, required=True, metavar="PATH", help="folder, or file for tsv")
-    add("--format", choices=("prepared", "tsv"), default="prepared")
-    add("--vocab-scale", type=float, default=1.0, help="size relative to Criteo's vocabularies, "
-        "up to 1")  # fmt: skip
-    add("--ctr", type=float, default=0.2562, help="click-through rate (default %(default)s)")
-    add("--auc", type=float, default=0.80, help="best possible AUC (default %(default)s)")
-    add("--products", type=float, default=0.0, help="share of vector products in the logit")
-    add("--skew", help="exponent applied to frequencies: 1.2 for all columns, or C3=1.2,C1=0.5")
-    add("--drift", type=float, default=0.0, help="share of rare values replaced per million rows")
-    add("--hot", help="number of ids per row: mlperf, mlperf-ragged, or C1=3,C20=0-12")
-    add("--split", default="time:0.8,0.1,0.1")
-    add("--seed", type=int, default=7)
-    add("--workers", type=int, default=os.cpu_count() or 1)
-    synth.set_defaults(run=_synth)
+    _add_synth(commands.add_parser("synth", help="generate rows with a known best AUC"))
     stats = commands.add_parser("stats", help="describe the splits and tables of a set")
     add = stats.add_argument
     add("path", type=local_path, metavar="DIR")

@@ -30,6 +30,12 @@ def values_and_ids(
         raise ConfigError(
             f"{field}: {manifest.path} does not store the values of its ids; {HOW_TO_HAVE_VALUES}"
         )
+    if manifest.field(field).keyed:
+        raise ConfigError(
+            f"{field}: the data has keys for this column, whose rows change during training; read "
+            "the keys and rows in a checkpoint (tables/TABLE/keys and tables/TABLE), or use a table "
+            "of a field with a vocabulary"
+        )
     if field not in schema.sparse or field not in vocabulary["fields"]:
         known = [name for name in schema.sparse if name in vocabulary["fields"]]
         raise ConfigError(

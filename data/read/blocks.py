@@ -251,5 +251,7 @@ class _Sections(Generic[Array]):
         begin, self._at = self._at, self._at + size * words
         section = self.words[begin : self._at]
         if words == 2:
+            # Without the shape [0, 2], torch cannot view an empty section.
+            section = section.reshape(size, 2)
             section = section.view(torch.int64 if isinstance(section, Tensor) else np.int64)
-        return section if columns is None else section.reshape(num_rows, columns)
+        return section.reshape(size) if columns is None else section.reshape(num_rows, columns)

@@ -25,7 +25,7 @@ def explain(argv: Sequence[str]) -> int:
     from sbpflow.config.checks import data_path
     from sbpflow.config.load import load_config
     from sbpflow.data import fields_of, load_manifest
-    from sbpflow.data.growth import growth_of, growth_text
+    from sbpflow.data.growth import growing_of, growing_text, growth_of, growth_text
     from sbpflow.data.read.loaders import open_loaders
     from sbpflow.models.registry import MODELS
     from sbpflow.run.planning.build_plan import plan_run
@@ -55,8 +55,9 @@ def explain(argv: Sequence[str]) -> int:
         rows = forecast(plan, (batch.ids for batch in loaders["train"].epoch(0)))
     facts = describe(plan, rows)
     growth = growth_of(manifest, facts["tables"])
+    growing = growing_of(manifest, facts["tables"])
     if args.json:
-        json.dump(facts | {"growth": growth}, sys.stdout, indent=1)
+        json.dump(facts | {"growth": growth, "growing": growing}, sys.stdout, indent=1)
         print()
         return 0
     if args.transfers:
@@ -64,5 +65,6 @@ def explain(argv: Sequence[str]) -> int:
     else:
         helps = what_helps(config, fields, plan, device_type=device_type, planned=rules)
         text = format_summary(plan, helps, shards=args.shards, forecast=rows)
-    print("\n\n".join(part for part in (text, growth_text(growth)) if part))
+    parts = (text, growth_text(growth), growing_text(growing))
+    print("\n\n".join(part for part in parts if part))
     return 0

@@ -4,6 +4,7 @@ import hashlib
 import json
 
 import numpy as np
+import polars as pl
 import pytest
 import torch
 
@@ -12,12 +13,14 @@ from sbpflow.data.__main__ import main
 from sbpflow.data.format.manifest import MANIFEST, SPLITS, fingerprint_of
 from sbpflow.data.format.schema import MISSING_KEY
 from sbpflow.data.format.shards import RowFiles
+from sbpflow.data.frames import prepared_set
 from sbpflow.data.prepare.distinct import count_fields
 from sbpflow.data.profile import profile_set
 from sbpflow.data.read.crosses import hashed_ids
 from sbpflow.data.stats import compute_stats, load_stats
+from sbpflow.data.values import values_and_ids
 from sbpflow.embedding.ids.batch_ids import BatchIds
-from sbpflow.errors import DataError
+from sbpflow.errors import ConfigError, DataError
 from sbpflow.run.model.spec import HashedColumn
 from sbpflow.runtime.files.json_file import read_json
 from tests.data.backends import BACKENDS
@@ -280,6 +283,21 @@ def test_growth_and_shared_vocabularies_are_checked(keyed, tmp_path, capsys):
     assert main([*map(str, words), "--keys", "city,user"]) == 0
     fields = load_manifest(tmp_path / "s").fields
     assert [(field.vocabulary, field.keyed) for field in fields] == [("places", True)] * 2
+
+
+def test_values_of_keys_are_refused_with_a_reason(mixed, keyed):
+    for manifest in (mixed, keyed):
+        with pytest.raises(ConfigError, match="city: the data has keys for this column"):
+            values_and_ids(manifest, "city", None)
+    values, ids = values_and_ids(mixed, "shop", None)
+    assert len(values) == len(ids) > 0
+
+
+def test_frames_accept_a_list_of_keys(tmp_path):
+    frame = pl.DataFrame({"click": [0, 1] * 20, "user": list(range(40)), "shop": [5, 6] * 20})
+    schema = {"label": "click", "sparse": {"user": "integer", "shop": "integer"}}
+    path = prepared_set(frame, tmp_path, schema, {"keys": ["user"], "min_count": 1})
+    assert [field.keyed for field in load_manifest(path).fields] == [True, False]
 
 
 def test_keys_are_not_counted(tmp_path, monkeypatch):
