@@ -24,17 +24,17 @@ def values_and_ids(
     given unless the set keeps them, because a vocabulary has only hashes of strings. Raises
     ConfigError.
     """
+    if any(each.name == field and each.keyed for each in manifest.fields):
+        raise ConfigError(
+            f"{field}: the data has keys for this column, whose rows change during training; read "
+            "tables/TABLE/keys and tables/TABLE of a checkpoint, or use a table of a field with a "
+            "vocabulary"
+        )
     vocabulary = manifest.content.get("vocabulary") or {"fields": {}}
     schema = schema_from(manifest.content["schema"]) if vocabulary["fields"] else None
     if schema is None:
         raise ConfigError(
             f"{field}: {manifest.path} does not store the values of its ids; {HOW_TO_HAVE_VALUES}"
-        )
-    if manifest.field(field).keyed:
-        raise ConfigError(
-            f"{field}: the data has keys for this column, whose rows change during training; read "
-            "the keys and rows in a checkpoint (tables/TABLE/keys and tables/TABLE), or use a table "
-            "of a field with a vocabulary"
         )
     if field not in schema.sparse or field not in vocabulary["fields"]:
         known = [name for name in schema.sparse if name in vocabulary["fields"]]

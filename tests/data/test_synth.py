@@ -260,19 +260,20 @@ def test_skew_makes_the_first_rank_more_frequent_and_zero_makes_all_equal():
 def test_drifting_values_come_rise_fade_and_never_return():
     columns = Columns(7, 0.05, {}, 1.0)
     size, blocks = columns.tails["C3"].size, [columns.block(index) for index in range(0, 48, 4)]
-    top = int(np.bincount(blocks[0].ranks["C3"]).argmax())
+    ranks = blocks[0].ranks["C3"]
+    top = int(np.bincount(ranks[ranks >= 0]).argmax())
     shares = []
     for rows in blocks:
-        values = rows.values["C3"]
-        assert np.array_equal(values % size, rows.ranks["C3"])
-        own = values[rows.ranks["C3"] == top] // size
+        values, ranks = rows.values["C3"], rows.ranks["C3"]
+        assert np.array_equal(np.where(values < 0, -1, values % size), ranks)
+        own = values[ranks == top] // size
         shares.append([float((own == generation).mean()) for generation in range(5)])
     shares = np.array(shares)
     assert np.allclose(shares.sum(axis=1), 1)
-    assert ((shares > 0).sum(axis=1) <= 2).all()  # a value and its successor
+    assert ((shares > 0).sum(axis=1) <= 3).all()  # a value and its successors within a block
     # Four blocks are 0.262 million rows, so a value gains or loses 26 % of the rows of its rank.
     second = shares[:, 1][shares[:, 1] > 0]
-    assert np.allclose(np.abs(np.diff(second)).max(), 0.262, atol=0.03)
+    assert np.allclose(np.abs(np.diff(second)).max(), 0.262, atol=0.06)
     assert (np.diff(np.sign(np.diff(second))) <= 0).all(), "it rises once, and then falls"
     assert shares[0, 0] > 0 == shares[-1, 0]
     small = blocks[-1].values["C9"]
