@@ -1,7 +1,7 @@
 """Describes tables that grow while they train: when a key gets a row, and when it loses the row.
 
-The key space is divided into ``NUM_BUCKETS`` buckets for the life of a table. A rank owns a range of
-buckets, and each bucket has an equal share of the rows. Row 0 is shared by all keys without a row.
+The key space is divided into ``NUM_BUCKETS`` buckets for the life of a table. A rank owns a range
+of buckets, and each bucket has an equal share of the rows. All keys without a row share row 0.
 """
 
 from dataclasses import dataclass, fields
@@ -103,3 +103,8 @@ def _check(value: Eviction | Growth, prefix: str) -> None:
         given = getattr(value, field.name)
         if rule := broken_rule(given, hints[field.name]):
             raise ConfigError(f"{prefix}{field.name}: {given}; use {rule}")
+
+
+def first_row_of(bucket: int, num_rows: int) -> int:
+    """Return the first row of a bucket in a table of ``num_rows`` rows."""
+    return num_rows * bucket // NUM_BUCKETS

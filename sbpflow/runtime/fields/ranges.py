@@ -50,8 +50,8 @@ Accumulator = Annotated[
 def broken_rule(value: Any, kind: Any) -> str | None:
     """Return the rule of the annotation ``kind`` if ``value`` breaks it, else None.
 
-    Supports numbers with a Range, tuples of them, ``Literal``, and a union of one of these with None;
-    other kinds always pass.
+    Supports numbers with a Range, tuples of them, ``Literal``, and unions of these with None; other
+    kinds always pass.
     """
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:

@@ -1,0 +1,389 @@
+"""Decides which keys of one field have rows, on the rank that owns a range of key buckets.
+
+The decisions of a batch depend only on the keys of this batch and of earlier ones, so they are made
+when the batch is announced, before earlier batches have been trained. All changes are logged until
+their batch has been trained. Thus evaluations and saves see the vocabulary of the trained batches,
+and announced batches can be canceled. An evicted row is not overwritten before the batch that
+reuses it is looked up; by then, all earlier batches have been trained.
+"""
+
+from bisect import bisect_left
+from collections import deque
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+
+from sbpflow.embedding.plan.growth import NUM_BUCKETS, Growth, first_row_of
+from sbpflow.embedding.vocabulary import key_map as km
+from sbpflow.embedding.vocabulary import vocabulary_loops as loops
+from sbpflow.errors import CheckpointError
+from sbpflow.runtime.compute.compiled import Array
+
+MIN_SLOTS = 1024
+MAX_LOAD = 0.8  # share of used slots at which the map starts to grow
+SWEPT_BUCKETS = 16  # every batch removes the idle keys of this many buckets
+VICTIM_SHARE = 16  # a search finds this share of a bucket's rows to evict
+_EMPTY = np.empty(0, np.int64)
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over trained batches; see ``GrowthCounts``."""
+
+    live: int = 0
+    pending: int = 0
+    admitted: int = 0
+    evicted: int = 0
+    forgotten: int = 0
+    lookups: int = 0
+    pending_lookups: int = 0
+    refused_lookups: int = 0
+
+    def add(self, other: "Totals") -> None:
+        for one in fields(other):
+            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What a batch changed: rows of new keys, with the addresses, and rows that have no key now."""
+
+    rows: Array
+    addresses: Array
+    freed: Array
+
+
+@dataclass(slots=True)
+class _Step:
+    uses: Array
+    logs: list[Array]
+    totals: Totals
+    samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """The keys of a vocabulary, or of a range of its buckets, in the order of their addresses.
+
+    ``lasts`` are numbers of batches; ``clock`` has the samples seen after each of the last batches
+    up to ``now``.
+    """
+
+    addresses: Array
+    lasts: Array
+    counts: Array
+    pending_addresses: Array
+    pending_lasts: Array
+    pending_counts: Array
+    now: int
+    clock: Array
+
+
+@dataclass(slots=True)
+class _Clock:
+    """The samples seen after each batch; ``samples[i]`` belongs to batch ``first + i``."""
+
+    first: int = 0
+    samples: list[int] = field(default_factory=lambda: [0])
+
+    @property
+    def now(self) -> int:
+        return self.first + len(self.samples) - 1
+
+    def limit(self, idle: int | None) -> int:
+        """Return the first batch within the last ``idle`` samples."""
+        if idle is None:
+            return -1
+        return self.first + bisect_left(self.samples, self.samples[-1] - idle)
+
+    def prune(self, idle: int, trained: int) -> None:
+        """Forget batches that no limit needs."""
+        if len(self.samples) > 8192:
+            trained_at = min(trained - self.first, len(self.samples) - 1)
+            keep = bisect_left(self.samples, self.samples[trained_at] - idle) - 1
+            if keep > len(self.samples) // 2:
+                self.samples, self.first = self.samples[keep:], self.first + keep
+
+
+class Vocabulary:
+    """The keys of buckets [first_bucket, last_bucket) of a table of ``num_rows`` rows."""
+
+    def __init__(self, growth: Growth, num_rows: int, first_bucket: int, last_bucket: int) -> None:
+        self.growth, self.buckets = growth, (first_bucket, last_bucket)
+        self._idle, self._forget = growth.evict.idle_samples, growth.forget_after_samples
+        bounds = np.array(
+            [first_row_of(bucket, num_rows) for bucket in range(first_bucket, last_bucket + 1)]
+        )
+        room = np.diff(bounds).astype(np.int32)
+        self.first_row = int(bounds[0])
+        if first_bucket == 0:  # row 0 is the shared row
+            self.first_row, room[0] = 1, room[0] - 1
+        self.num_rows = int(bounds[-1]) - self.first_row
+        self._is_lfu = growth.evict.policy == "lfu"
+        self._reset(room)
+
+    def _reset(self, room: Array) -> None:
+        num_buckets, rows = room.size, self.num_rows
+        state = np.zeros(km.STATE_SIZE, np.int64)
+        first, last = self.buckets
+        state[km.FIRST_BUCKET], state[km.LAST_BUCKET] = first, last
+        state[km.FIRST] = (first - NUM_BUCKETS // 2) << (km.SHIFT - 32)
+        state[km.ADMIT_COUNT], state[km.IS_LFU] = self.growth.admit_count, self._is_lfu
+        depth = max(4, -(-rows // num_buckets) // VICTIM_SHARE)
+        self._arrays = km.Arrays(
+            state=state,
+            slots=_slots(0),
+            new_slots=_slots(0),
+            rows=np.empty((rows, 3), np.int32),
+            row_counts=np.empty(rows if self._is_lfu else 0, np.int32),
+            free_rows=np.empty(rows, np.int32),
+            pending=np.empty((MIN_SLOTS, 4), np.int32),
+            free_pending=np.empty(MIN_SLOTS, np.int32),
+            live=np.zeros(num_buckets, np.int32),
+            room=room,
+            victims=np.empty((num_buckets, depth, 2), np.int32),
+            heads=np.zeros(num_buckets, np.int32),
+            tails=np.zeros(num_buckets, np.int32),
+        )
+        self._set_slots(MIN_SLOTS)
+        self._steps: deque[_Step] = deque()  # announced batches that have not been trained
+        self._clock = _Clock()
+        self._patch: tuple[Array, Array] | None = None
+        self._step_start = 0
+        self.totals = Totals()
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of the map and the records in use."""
+        t, s = self._arrays, self._arrays.state
+        slots = t.slots.nbytes + t.new_slots.nbytes
+        return slots + int(s[km.NEXT_ROW]) * 12 + int(s[km.NEXT_PENDING]) * 16
+
+    @property
+    def num_trained(self) -> int:
+        """Return the number of trained batches."""
+        return self._clock.now - len(self._steps)
+
+    def announce(
+        self, keys: Array, counts: Array, samples: int, *, begins_step: bool = True
+    ) -> tuple[Array, Changes]:
+        """Decide a batch of ``samples``; return the row of each key, 0 for the shared row.
+
+        ``counts`` are the occurrences of ``keys``, or empty if each key counts once; keys can
+        repeat. A key used by a batch of the same optimizer step keeps its row.
+        """
+        n, sizes = keys.size, np.zeros(4, np.int64)
+        self._make_room(n)
+        t = self._arrays
+        self._clock.samples.append(self._clock.samples[-1] + samples)
+        now = self._clock.now
+        self._step_start = now if begins_step else self._step_start
+        t.state[km.NOW], t.state[km.STEP_START] = now, self._step_start
+        out, uses = np.empty(n, np.int64), np.empty((n, 3), np.int32)
+        log, unresolved = np.empty((n, 5), np.int64), np.empty(n, np.int64)
+        candidates = np.empty(n, np.int64)
+        loops.observe(t, keys, counts, out, uses, log, candidates, unresolved, sizes)
+        num_uses, num_log, num_candidates, num_unresolved = sizes.tolist()
+        candidates = candidates[:num_candidates]
+        decided = np.empty((3 * num_candidates, 5), np.int64)
+        new_rows, admitted = np.empty((2, num_candidates), np.int64)
+        loops.decide(t, candidates, decided, new_rows, admitted, sizes)
+        num_decided, num_new, num_evicted, _ = sizes.tolist()
+        loops.resolve(t, counts, unresolved[:num_unresolved], admitted[:num_new], out, sizes)
+        num_pending, num_refused = sizes[:2].tolist()
+        swept, num_idle, num_forgotten = self._sweep(now)
+        step = _Step(
+            uses=uses[:num_uses].copy(),
+            logs=[log[:num_log].copy(), decided[:num_decided], swept],
+            samples=samples,
+            totals=Totals(
+                live=num_new - num_evicted - num_idle,
+                pending=num_log - num_new - num_forgotten,
+                admitted=num_new,
+                evicted=num_evicted + num_idle,
+                forgotten=num_forgotten,
+                lookups=int(counts.sum()) if counts.size else n,
+                pending_lookups=num_pending,
+                refused_lookups=num_refused,
+            ),
+        )
+        self._steps.append(step)
+        self._patch = None
+        rows = np.where(out < 0, 0, out + self.first_row)
+        return rows, self._changes(step, new_rows[:num_new])
+
+    def _changes(self, step: _Step, new_rows: Array) -> Changes:
+        _, decided, swept = step.logs
+        gone = np.concatenate([
+            log[(log[:, 0] == loops.REMOVED) & (log[:, 1] < km.PENDING), 1]
+            for log in (decided, swept)
+        ])  # fmt: skip
+        freed = gone[self._arrays.rows[gone, km.LAST] < 0]
+        addresses = _addresses(self._arrays.rows[new_rows])
+        return Changes(new_rows + self.first_row, addresses, freed + self.first_row)
+
+    def _sweep(self, now: int) -> tuple[Array, int, int]:
+        """Remove idle keys from the buckets whose turn it is."""
+        log = np.empty((0, 5), np.int64)
+        if self._idle is None and self._forget is None:
+            return log, 0, 0
+        first, last = self.buckets
+        start = now % (NUM_BUCKETS // SWEPT_BUCKETS) * SWEPT_BUCKETS
+        start, stop = max(start, first) - first, min(start + SWEPT_BUCKETS, last) - first
+        if start >= stop:
+            return log, 0, 0
+        sizes = np.zeros(4, np.int64)
+        limits = self._clock.limit(self._idle), self._clock.limit(self._forget)
+        log = np.empty((loops.count_entries(self._arrays, start, stop), 5), np.int64)
+        loops.sweep(self._arrays, start, stop, *limits, log, sizes)
+        return log[: sizes[0]].copy(), int(sizes[1]), int(sizes[2])
+
+    def release(self) -> None:
+        """End the oldest announced batch, which has been trained."""
+        step = self._steps.popleft()
+        self.totals.add(step.totals)
+        self._patch = None
+        longest = max(self._idle or 0, self._forget or 0)
+        self._clock.prune(longest, self.num_trained)
+
+    def roll_back(self) -> None:
+        """Undo all announced batches."""
+        while self._steps:
+            step = self._steps.pop()
+            for log in reversed(step.logs):
+                self._make_room(log.shape[0])
+                loops.undo_log(self._arrays, log, True)
+            loops.undo_uses(self._arrays, step.uses)
+            self._clock.samples.pop()
+        self._arrays.heads[:] = self._arrays.tails
+        self._patch = None
+
+    def peek(self, keys: Array) -> Array:
+        """Return the row of each key after the trained batches, 0 for the shared row."""
+        out = np.empty(keys.size, np.int64)
+        loops.find_all(self._arrays, keys, out)
+        addresses, rows = self._patched()
+        if addresses.size:
+            own = np.empty(keys.size, np.int64)
+            loops.addresses_of(keys, own)
+            at = np.searchsorted(addresses, own).clip(max=addresses.size - 1)
+            out = np.where(addresses[at] == own, rows[at], out)
+        return np.where(out < 0, 0, out + self.first_row)
+
+    def _patched(self) -> tuple[Array, Array]:
+        """Return the addresses that announced batches changed, ascending, and their former rows."""
+        if self._patch is None:
+            logs = [log[::-1] for step in reversed(self._steps) for log in reversed(step.logs)]
+            changes = np.concatenate(logs) if logs else np.empty((0, 5), np.int64)
+            removed_row = (changes[:, 0] == loops.REMOVED) & (changes[:, 1] < km.PENDING)
+            rows = np.where(removed_row, changes[:, 1], -1)
+            order = np.argsort(changes[:, 2], kind="stable")
+            addresses = changes[order, 2]
+            is_oldest = np.append(addresses[1:] != addresses[:-1], True)[: addresses.size]
+            self._patch = addresses[is_oldest], rows[order][is_oldest]
+        return self._patch
+
+    def save(self) -> Saved:
+        """Return a copy of the vocabulary after the trained batches."""
+        t, s = self._arrays, self._arrays.state
+        used, pending = int(s[km.NEXT_ROW]), int(s[km.NEXT_PENDING])
+        most = [used, pending]
+        copies = t._replace(
+            rows=t.rows[: most[0]].copy(),
+            row_counts=t.row_counts[: most[0]].copy(),
+            pending=t.pending[: most[1]].copy(),
+        )
+        for step in reversed(self._steps):
+            for log in reversed(step.logs):
+                loops.undo_log(copies, log, False)
+            loops.undo_uses(copies, step.uses)
+        # Entries that only announced batches use are marked as free by the undo.
+        rows = np.flatnonzero(copies.rows[:, km.LAST] >= 0)
+        waiting = np.flatnonzero(copies.pending[:, km.LAST] >= 0)
+        addresses = _addresses(copies.rows[rows])
+        waiting_addresses = _addresses(copies.pending[waiting])
+        order, waiting_order = np.argsort(addresses), np.argsort(waiting_addresses)
+        rows, waiting = rows[order], waiting[waiting_order]
+        counts = copies.row_counts[rows] if self._is_lfu else np.zeros(rows.size, np.int32)
+        trained = self.num_trained - self._clock.first
+        return Saved(
+            addresses=addresses[order],
+            lasts=copies.rows[rows, km.LAST],
+            counts=counts,
+            pending_addresses=waiting_addresses[waiting_order],
+            pending_lasts=copies.pending[waiting, km.LAST],
+            pending_counts=copies.pending[waiting, km.COUNT],
+            now=self.num_trained,
+            clock=np.array(self._clock.samples[: trained + 1]),
+        )
+
+    def load(self, saved: Saved) -> None:
+        """Replace the vocabulary; the keys get the first rows in the order of their addresses."""
+        if self._steps:
+            raise RuntimeError("cannot load keys while batches are in flight")
+        totals, room = self.totals, self._arrays.room
+        self._reset(room)
+        totals.live, totals.pending = saved.addresses.size, saved.pending_addresses.size
+        self.totals = totals
+        live = np.bincount(
+            (saved.addresses >> km.SHIFT) + NUM_BUCKETS // 2 - self.buckets[0],
+            minlength=room.size,
+        )
+        if (live > room).any():
+            bucket = int((live - room).argmax())
+            fits = -(-int(live[bucket]) * NUM_BUCKETS * 5 // 4)
+            raise CheckpointError(
+                f"evict.max_rows: bucket {bucket + self.buckets[0]} has {int(room[bucket])} rows "
+                f"for {int(live[bucket])} saved keys; use {fits} or more"
+            )
+        self._make_room(saved.addresses.size + saved.pending_addresses.size)
+        t = self._arrays
+        loops.load_rows(t, saved.addresses, saved.lasts, saved.counts)
+        loops.load_pending(t, saved.pending_addresses, saved.pending_lasts, saved.pending_counts)
+        clock = saved.clock.tolist()
+        self._clock = _Clock(saved.now - len(clock) + 1, clock)
+
+    def _make_room(self, count: int) -> None:
+        """Prepare for ``count`` new keys: grow arrays, and continue or start to grow the map."""
+        t, s = self._arrays, self._arrays.state
+        if s[km.NEXT_PENDING] + count > t.pending.shape[0]:
+            size = max(2 * t.pending.shape[0], int(s[km.NEXT_PENDING]) + count)
+            t.pending.resize((size, 4), refcheck=False)
+            t.free_pending.resize(size, refcheck=False)
+        entries = int(s[km.ENTRIES]) + count
+        if not s[km.EDGE] and not s[km.NEW_SLOTS] and entries > MAX_LOAD * s[km.SLOTS]:
+            factor = 1.25 if s[km.SLOTS] > 2**22 else 2.0
+            self._begin_to_grow(max(int(s[km.SLOTS] * factor), int(entries / MAX_LOAD * 1.1)))
+        t = self._arrays
+        if s[km.NEW_SLOTS]:
+            must_end = entries > 0.85 * s[km.SLOTS]
+            portion = t.slots.shape[0] if must_end else max(16 * count, int(s[km.SLOTS]) // 256)
+            if km.migrate(s, t.slots, t.new_slots, t.rows, t.pending, portion):
+                self._arrays = t._replace(slots=t.new_slots, new_slots=_slots(0))
+                s[km.SLOTS], s[km.SCALE] = s[km.NEW_SLOTS], s[km.NEW_SCALE]
+                s[km.EDGE] = s[km.NEW_SLOTS] = s[km.NEW_SCALE] = 0
+
+    def _begin_to_grow(self, slots: int) -> None:
+        state = self._arrays.state
+        self._arrays = self._arrays._replace(new_slots=_slots(slots))
+        state[km.NEW_SLOTS], state[km.NEW_SCALE] = slots, self._scale(slots)
+
+    def _set_slots(self, slots: int) -> None:
+        state = self._arrays.state
+        self._arrays = self._arrays._replace(slots=_slots(slots))
+        state[km.SLOTS], state[km.SCALE] = slots, self._scale(slots)
+
+    def _scale(self, slots: int) -> int:
+        """Return the factor from the upper 32 bits of an address to a slot, times 2^32."""
+        first, last = self.buckets
+        return (slots << 32) // ((last - first) << (km.SHIFT - 32))
+
+
+def _slots(count: int) -> Array:
+    return np.zeros((count + km.PAD, 1), np.uint64)
+
+
+def _addresses(records: Array) -> Array:
+    """Return the addresses of rows or counters."""
+    high, low = records[:, km.HIGH].astype(np.int64), records[:, km.LOW].astype(np.int64)
+    return (high << 32) | (low & km.LOW_32)
