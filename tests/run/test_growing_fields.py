@@ -10,7 +10,7 @@ from sbpflow.config.load import load_config
 from sbpflow.config.model_tables import FieldRule
 from sbpflow.data.growth import growing_text
 from sbpflow.embedding.plan.growth import Eviction, Growth, GrowthCounts
-from sbpflow.errors import ConfigError
+from sbpflow.errors import ConfigError, DataError
 from sbpflow.models.dcnv2 import DcnV2Config
 from sbpflow.models.deepfm import DeepFmConfig
 from sbpflow.models.dlrm import DlrmConfig
@@ -237,6 +237,14 @@ def test_the_report_page_shows_growing_fields(tmp_path):
     assert "Growing tables" in text
     assert "keys with a row" in text
     assert "Growing tables" not in write_report([write(tmp_path / "plain", events())]).read_text()
+
+
+def test_the_report_page_shows_slices_by_key(tmp_path):
+    lines = [{**line, "value": -(2**63)} if line["event"] == "slice" else line for line in events()]
+    assert str(-(2**63)) in write_report([write(tmp_path / "run", lines)]).read_text()
+    damaged = [{**line, "value": 2**63} if line["event"] == "slice" else line for line in lines]
+    with pytest.raises(DataError, match="value cannot be"):
+        write_report([write(tmp_path / "damaged", damaged)])
 
 
 def test_explain_compares_the_limit_with_the_keys_of_the_data():
