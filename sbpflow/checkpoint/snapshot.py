@@ -17,7 +17,7 @@ from sbpflow.checkpoint.undo import RowLog
 from sbpflow.checkpoint.write import Part, PieceFile, PieceWriter, bytes_of, write_part
 from sbpflow.embedding.plan.tables import Shard
 from sbpflow.embedding.state import StoredRows
-from sbpflow.embedding.storage.keyed import TrainedRows
+from sbpflow.embedding.storage.live_rows import TrainedRows
 from sbpflow.embedding.storage.store import WEIGHTS, RowStore
 
 Stores = Callable[[], Iterable[tuple[RowStore, Sequence[Shard]]]]
@@ -167,9 +167,12 @@ class Snapshot:
 def _watch(source: RowStore | TrainedRows, spans: list[_Span]) -> _Logged:
     order = source if isinstance(source, TrainedRows) else None
     store = source.store if isinstance(source, TrainedRows) else source
-    pending = torch.zeros(source.num_rows, dtype=torch.bool)
-    for span in spans:
-        pending[span.start : span.stop] = True
+    pending = torch.zeros(store.num_rows, dtype=torch.bool)
+    if order is None:
+        for span in spans:
+            pending[span.start : span.stop] = True
+    else:  # the spans are all rows with keys; the writing thread sorts them
+        pending[order.unsorted()] = True
     item = store.read(slice(0, 0))[WEIGHTS].itemsize
     rows = max(1, RANGE_BYTES // max(1, store.width * item))
     log = RowLog(store, pending, rows, order)

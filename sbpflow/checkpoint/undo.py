@@ -24,7 +24,7 @@ from sbpflow.checkpoint.slabs import Ints, Slabs
 from sbpflow.checkpoint.spill import Extent, SpillFile
 from sbpflow.checkpoint.write import bytes_of
 from sbpflow.embedding.storage import huge_pages
-from sbpflow.embedding.storage.keyed import TrainedRows
+from sbpflow.embedding.storage.live_rows import TrainedRows
 from sbpflow.embedding.storage.store import RowStore
 
 # These shares of a store's rows limit the log's memory; docs/decisions/state.md has measurements.
@@ -57,7 +57,7 @@ class RowLog:
     """Keeps the rows of ``store`` as they are at construction.
 
     ``pending`` [rows] bool, on the CPU, marks the rows that will be read; the log takes ownership
-    of it. Rows are read in ranges of ``range_rows``. If ``order`` is given, it permutes the rows;
+    of it. Rows are read in ranges of ``range_rows``. If ``order`` is given, it numbers the rows;
     only the reading thread uses it. On CUDA, copies run on the stream that is current at
     construction, which is the training stream. The log is in host memory.
     """
@@ -76,7 +76,7 @@ class RowLog:
         self._like = dict(sorted(empty, key=lambda item: -item[1].itemsize))
         self._pending: np.ndarray[tuple[int], np.dtype[np.bool]] = pending.numpy()
         self._range_rows = range_rows
-        num_rows = self._pending.size
+        self._num_rows = num_rows = self._pending.size if order is None else order.num_rows
         self._row_bytes = 8 + sum(
             tensor.shape[1:].numel() * tensor.itemsize for tensor in self._like.values()
         )
@@ -165,7 +165,7 @@ class RowLog:
         Each range must be read exactly once; only one thread may read.
         """
         start = number * self._range_rows
-        stop = min(start + self._range_rows, self._pending.size)
+        stop = min(start + self._range_rows, self._num_rows)
         numbers = slice(start, stop)
         if self._order is not None:
             numbers = self._order.numbers(numbers)
@@ -262,7 +262,7 @@ class RowLog:
     def _copy(self, numbers: slice | Tensor, count: int) -> dict[str, Tensor]:
         """Copy rows of the store into reusable buffers."""
         if not self._copies:
-            rows = min(self._range_rows, self._pending.size)
+            rows = min(self._range_rows, self._num_rows)
             self._copies = {
                 key: torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype)
                 for key, tensor in self._like.items()

@@ -6,9 +6,11 @@ work between them. ``forward`` and ``apply_gradients`` run all moves in sequence
 moves depend only on ids and can run any number of batches ahead. Outputs are S(0) over the batch.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,6 +30,7 @@ from sbpflow.embedding.ids.reader import IdCheck, IdReader
 from sbpflow.embedding.in_flight import EmbeddingsInFlight
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.group_plan import GroupPlan
+from sbpflow.embedding.plan.growth import GrowthCounts
 from sbpflow.embedding.plan.table_batch import TableBatch
 from sbpflow.embedding.plan.tables import Shard
 from sbpflow.embedding.rules.base import KernelRequest, SumOverColumns
@@ -40,7 +43,7 @@ from sbpflow.embedding.storage.choose import (
     warm_up_kernels,
 )
 from sbpflow.embedding.storage.initial import fill_shard, initial_rows
-from sbpflow.embedding.storage.keyed import KeyedStore
+from sbpflow.embedding.storage.live_rows import Changes
 from sbpflow.embedding.storage.rounding import RowNoise
 from sbpflow.embedding.storage.store import (
     DeviceStore,
@@ -52,6 +55,10 @@ from sbpflow.embedding.storage.store import (
 from sbpflow.embedding.storage.torch_storage import TorchStorage
 from sbpflow.errors import ConfigError, DataError, SbpError
 from sbpflow.sbp.sbp import balanced_sizes
+
+if TYPE_CHECKING:  # these modules need numba
+    from sbpflow.embedding.growing import Growing
+    from sbpflow.embedding.vocabulary.field_keys import FieldKeys
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +101,7 @@ class EmbeddingCollection:
         self.kernels = choose_kernels(plan, kernel) if isinstance(kernel, str) else dict(kernel)
         warm_up_kernels(plan, self.kernels)
         warm_up_loops(plan, world.device)
+        self.growing = _growing(plan, boxing, seed) if plan.vocabularies else None
         context = GroupContext(
             self._make_store,
             {column: n for n, column in enumerate(plan.needed[world.rank])},
@@ -117,12 +125,15 @@ class EmbeddingCollection:
         """Multiply the learning rates of batches looked up from now on by ``factor``."""
         self._lr_factor = factor
 
-    def start_id_exchange(self, ids: Ids, batch_size: int, *, training: bool) -> EmbeddingsInFlight:
+    def start_id_exchange(
+        self, ids: Ids, batch_size: int, *, training: bool, begins_step: bool = True
+    ) -> EmbeddingsInFlight:
         """Check the ids of this rank's samples and start their exchange.
 
         ``ids`` has any form that ``IdReader.read`` accepts; ``batch_size`` is global. Raise
         DataError for malformed ids. Out-of-range ids of a training batch raise DataError later: in
-        ``lookup``, or on CUDA in the next ``update``, before anything changes.
+        ``lookup``, or on CUDA in the next ``update``, before anything changes. ``begins_step`` is
+        False for a batch that is accumulated with the previous one, whose keys then keep their rows.
         """
         check = IdCheck() if training else None
         with self._stream.section(ids):
@@ -132,6 +143,11 @@ class EmbeddingCollection:
                 raise DataError(
                     f"rank {self._world.rank}: got ids of {local.num_samples} samples; pass "
                     f"{share} samples, the rank's share of a batch of {batch_size}"
+                )
+            changes: Sequence[Changes] = ()
+            if self.growing is not None:
+                local, changes = self.growing.rows_of(
+                    local, batch_size, training=training, begins_step=begins_step
                 )
             transfer = IdsUnderWay(self._transfer, local, batch_size)
             self._num_begun += training
@@ -143,7 +159,7 @@ class EmbeddingCollection:
                 [(transfer, transfer.sizes), *self._counts(parts)],
                 at_once=self._world.device.type == "cuda",
             )
-            batch = EmbeddingsInFlight(transfer, parts, counts, check)
+            batch = EmbeddingsInFlight(transfer, parts, counts, check, changes)
             if counts.are_known:  # all sizes are fixed, so the host need not wait for them
                 self._exchange_ids(batch)
         return batch
@@ -219,10 +235,15 @@ class EmbeddingCollection:
                 group.announce(part)
 
     def cancel(self, batch: EmbeddingsInFlight) -> None:
-        """Discard a started batch that will not be looked up. Every rank must call this method."""
+        """Discard a started batch that will not be looked up. Every rank must call this method.
+
+        All other batches that have been started must be discarded, too.
+        """
         self.receive_ids(batch)
         for group, part in self._parts(batch):
             group.cancel(part)
+        if self.growing is not None:
+            self.growing.cancel()
 
     def lookup(self, batch: EmbeddingsInFlight) -> None:
         """Read the rows and start sending vectors. Raise DataError for an out-of-range id."""
@@ -239,6 +260,8 @@ class EmbeddingCollection:
 
     def read(self, batch: EmbeddingsInFlight) -> None:
         """Run the second half of ``lookup``: read the rows and start sending vectors."""
+        if self.growing is not None and any(part.training for part in batch.groups):
+            self.growing.begin(batch.changes, list(self._stores()))
         for group, part in self._parts(batch):
             part.lr_factor = self._lr_factor
             group.lookup(part)
@@ -289,6 +312,8 @@ class EmbeddingCollection:
         """Run ``update`` without its checks, using only device operations."""
         for group in self._groups:
             group.update(step)
+        if self.growing is not None:
+            self.growing.end_step()
 
     def describe_buffers(self) -> list[str]:
         """Return a line for each group with fixed-size buffers."""
@@ -300,6 +325,8 @@ class EmbeddingCollection:
             return "vectors and gradients are exchanged between ranks"
         for stack, store in self._stores():
             table = stack.tables[0].name
+            if stack.grows:
+                return f"table {table} grows, so the host initializes rows in every step"
             if stack.ragged:
                 return f"table {table} has lists of ids, and their number varies between batches"
             if not isinstance(store, DeviceStore):
@@ -389,7 +416,14 @@ class EmbeddingCollection:
 
         Names are ``tables/T`` and ``tables/T/STATE``.
         """
-        return logical_state(self.plan, list(self.stored()))
+        return logical_state(self.plan, list(self.stored()), self._fields())
+
+    def _fields(self) -> Sequence["FieldKeys"]:
+        return () if self.growing is None else self.growing.fields
+
+    def growth_counts(self) -> dict[str, GrowthCounts]:
+        """Return the counts of growing fields by name; every rank must call this method."""
+        return {} if self.growing is None else self.growing.counts()
 
     def copies(self) -> list[Copies]:
         """Return the state that several ranks hold identically, in the same order on all ranks.
@@ -438,7 +472,8 @@ class EmbeddingCollection:
         shards, table = stack.shards(rank), stack.tables[0]
         noise: RowNoise | None = None
         if self.plan.row_dtype != self.plan.dtype:
-            noise = RowNoise(shards, self._seed, self._world.device)
+            addresses_of = self.growing.numbers_of(shards) if stack.grows and self.growing else None
+            noise = RowNoise(shards, self._seed, self._world.device, addresses_of)
         rows, width = stack.num_rows(rank), stack.width(rank) if stack.uses_on(rank) else stack.dim
 
         def kernel_of(slots: int) -> RowKernel:
@@ -474,12 +509,6 @@ class EmbeddingCollection:
                 ),
             )
         )
-        if shards and table.by_key != isinstance(store, KeyedStore):
-            raise ConfigError(
-                f"table {table.name}: by_key={table.by_key} does not work with "
-                f"{type(store).__name__}; the stores function must return a KeyedStore if and "
-                "only if by_key=True"
-            )
         is_copied = group.kind.copies and self._world.size > 1
         if is_copied and not isinstance(store, DeviceStore):
             raise ConfigError(
@@ -488,3 +517,14 @@ class EmbeddingCollection:
                 "DeviceStore or another layout such as S(0)"
             )
         return store
+
+
+def _growing(plan: EmbeddingPlan, boxing: Boxing, seed: int) -> "Growing":
+    if find_spec("numba") is None:
+        raise ConfigError(
+            f"table {plan.vocabularies[0].tables[0]}: grows, but numba is not installed; install "
+            "numba, or use a fitted vocabulary"
+        )
+    from sbpflow.embedding.growing import Growing
+
+    return Growing(plan, boxing, seed)

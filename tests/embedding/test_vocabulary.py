@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sbpflow.embedding.plan.growth import MIN_ROWS, NUM_BUCKETS, Eviction, Growth
-from sbpflow.embedding.vocabulary.vocabulary import Saved, Vocabulary
+from sbpflow.embedding.storage.live_rows import Saved
+from sbpflow.embedding.vocabulary.vocabulary import Vocabulary
 from sbpflow.runtime.random.streams import unmix
 from tests.embedding.vocabulary_reference import ReferenceVocabulary, address_in, as_arrays
 
@@ -79,7 +80,7 @@ class Parts:
         live: dict[int, int] = {}
         pending: dict[int, tuple[int, int]] = {}
         for part in self.parts:
-            saved = part.save()
+            saved = part.save().saved
             assert (saved.addresses[1:] > saved.addresses[:-1]).all()
             live |= dict(zip(saved.addresses.tolist(), saved.lasts.tolist(), strict=True))
             waiting = zip(saved.pending_lasts.tolist(), saved.pending_counts.tolist(), strict=True)
@@ -89,7 +90,7 @@ class Parts:
     def resharded(self, ranks: int) -> "Parts":
         """Return the vocabularies of another number of ranks, after a save and a load."""
         new = Parts(self.growth, ranks)
-        saves = [part.save() for part in self.parts]
+        saves = [part.save().saved for part in self.parts]
         for part in new.parts:
 
             def own(names: list[str], by: str, saves=saves, part=part) -> list[np.ndarray]:

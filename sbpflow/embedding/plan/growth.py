@@ -108,3 +108,8 @@ def _check(value: Eviction | Growth, prefix: str) -> None:
 def first_row_of(bucket: int, num_rows: int) -> int:
     """Return the first row of a bucket in a table of ``num_rows`` rows."""
     return num_rows * bucket // NUM_BUCKETS
+
+
+def first_address(bucket: int) -> int:
+    """Return the first address of a bucket; the end of the last bucket is 2^63."""
+    return (bucket - NUM_BUCKETS // 2) * (2**64 // NUM_BUCKETS)

@@ -9,11 +9,14 @@ reuses it is looked up; by then, all earlier batches have been trained.
 
 from bisect import bisect_left
 from collections import deque
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, field, fields
+from functools import cached_property
 
 import numpy as np
 
 from sbpflow.embedding.plan.growth import NUM_BUCKETS, Growth, first_row_of
+from sbpflow.embedding.storage.live_rows import Changes, Saved
 from sbpflow.embedding.vocabulary import key_map as km
 from sbpflow.embedding.vocabulary import vocabulary_loops as loops
 from sbpflow.errors import CheckpointError
@@ -44,39 +47,12 @@ class Totals:
             setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 
 
-@dataclass(frozen=True, slots=True)
-class Changes:
-    """What a batch changed: rows of new keys, with the addresses, and rows that have no key now."""
-
-    rows: Array
-    addresses: Array
-    freed: Array
-
-
 @dataclass(slots=True)
 class _Step:
     uses: Array
     logs: list[Array]
     totals: Totals
     samples: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
-    """The keys of a vocabulary, or of a range of its buckets, in the order of their addresses.
-
-    ``lasts`` are numbers of batches; ``clock`` has the samples seen after each of the last batches
-    up to ``now``.
-    """
-
-    addresses: Array
-    lasts: Array
-    counts: Array
-    pending_addresses: Array
-    pending_lasts: Array
-    pending_counts: Array
-    now: int
-    clock: Array
 
 
 @dataclass(slots=True)
@@ -108,6 +84,8 @@ class _Clock:
 class Vocabulary:
     """The keys of buckets [first_bucket, last_bucket) of a table of ``num_rows`` rows."""
 
+    NUM_TOTALS = len(fields(Totals))
+
     def __init__(self, growth: Growth, num_rows: int, first_bucket: int, last_bucket: int) -> None:
         self.growth, self.buckets = growth, (first_bucket, last_bucket)
         self._idle, self._forget = growth.evict.idle_samples, growth.forget_after_samples
@@ -119,7 +97,7 @@ class Vocabulary:
         if first_bucket == 0:  # row 0 is the shared row
             self.first_row, room[0] = 1, room[0] - 1
         self.num_rows = int(bounds[-1]) - self.first_row
-        self._is_lfu = growth.evict.policy == "lfu"
+        self.is_lfu = growth.evict.policy == "lfu"
         self._reset(room)
 
     def _reset(self, room: Array) -> None:
@@ -128,14 +106,14 @@ class Vocabulary:
         first, last = self.buckets
         state[km.FIRST_BUCKET], state[km.LAST_BUCKET] = first, last
         state[km.FIRST] = (first - NUM_BUCKETS // 2) << (km.SHIFT - 32)
-        state[km.ADMIT_COUNT], state[km.IS_LFU] = self.growth.admit_count, self._is_lfu
+        state[km.ADMIT_COUNT], state[km.IS_LFU] = self.growth.admit_count, self.is_lfu
         depth = max(4, -(-rows // num_buckets) // VICTIM_SHARE)
         self._arrays = km.Arrays(
             state=state,
             slots=_slots(0),
             new_slots=_slots(0),
             rows=np.empty((rows, 3), np.int32),
-            row_counts=np.empty(rows if self._is_lfu else 0, np.int32),
+            row_counts=np.empty(rows if self.is_lfu else 0, np.int32),
             free_rows=np.empty(rows, np.int32),
             pending=np.empty((MIN_SLOTS, 4), np.int32),
             free_pending=np.empty(MIN_SLOTS, np.int32),
@@ -283,48 +261,35 @@ class Vocabulary:
             self._patch = addresses[is_oldest], rows[order][is_oldest]
         return self._patch
 
-    def save(self) -> Saved:
+    def save(self) -> "VocabularyCopy":
         """Return a copy of the vocabulary after the trained batches."""
         t, s = self._arrays, self._arrays.state
         used, pending = int(s[km.NEXT_ROW]), int(s[km.NEXT_PENDING])
-        most = [used, pending]
         copies = t._replace(
-            rows=t.rows[: most[0]].copy(),
-            row_counts=t.row_counts[: most[0]].copy(),
-            pending=t.pending[: most[1]].copy(),
+            rows=t.rows[:used].copy(),
+            row_counts=t.row_counts[:used].copy(),
+            pending=t.pending[:pending].copy(),
         )
         for step in reversed(self._steps):
             for log in reversed(step.logs):
                 loops.undo_log(copies, log, False)
             loops.undo_uses(copies, step.uses)
-        # Entries that only announced batches use are marked as free by the undo.
-        rows = np.flatnonzero(copies.rows[:, km.LAST] >= 0)
-        waiting = np.flatnonzero(copies.pending[:, km.LAST] >= 0)
-        addresses = _addresses(copies.rows[rows])
-        waiting_addresses = _addresses(copies.pending[waiting])
-        order, waiting_order = np.argsort(addresses), np.argsort(waiting_addresses)
-        rows, waiting = rows[order], waiting[waiting_order]
-        counts = copies.row_counts[rows] if self._is_lfu else np.zeros(rows.size, np.int32)
         trained = self.num_trained - self._clock.first
-        return Saved(
-            addresses=addresses[order],
-            lasts=copies.rows[rows, km.LAST],
-            counts=counts,
-            pending_addresses=waiting_addresses[waiting_order],
-            pending_lasts=copies.pending[waiting, km.LAST],
-            pending_counts=copies.pending[waiting, km.COUNT],
-            now=self.num_trained,
-            clock=np.array(self._clock.samples[: trained + 1]),
-        )
+        clock = np.array(self._clock.samples[: trained + 1])
+        return VocabularyCopy(self, copies, clock, self.totals)
 
-    def load(self, saved: Saved) -> None:
-        """Replace the vocabulary; the keys get the first rows in the order of their addresses."""
+    def load(self, saved: Saved, totals: Sequence[int] = ()) -> None:
+        """Replace the vocabulary; the keys get the first rows in the order of their addresses.
+
+        ``totals`` are the sums of all owners so far, or empty.
+        """
         if self._steps:
             raise RuntimeError("cannot load keys while batches are in flight")
-        totals, room = self.totals, self._arrays.room
+        room = self._arrays.room
         self._reset(room)
-        totals.live, totals.pending = saved.addresses.size, saved.pending_addresses.size
-        self.totals = totals
+        self.totals = Totals(*totals)
+        self.totals.live = saved.addresses.size
+        self.totals.pending = saved.pending_addresses.size
         live = np.bincount(
             (saved.addresses >> km.SHIFT) + NUM_BUCKETS // 2 - self.buckets[0],
             minlength=room.size,
@@ -377,6 +342,60 @@ class Vocabulary:
         """Return the factor from the upper 32 bits of an address to a slot, times 2^32."""
         first, last = self.buckets
         return (slots << 32) // ((last - first) << (km.SHIFT - 32))
+
+
+class VocabularyCopy:
+    """The keys of a vocabulary at one moment; they are sorted on first use."""
+
+    def __init__(self, part: Vocabulary, arrays: km.Arrays, clock: Array, totals: Totals) -> None:
+        self._arrays, self._clock, self._now = arrays, clock, part.num_trained
+        self._is_lfu, self._has_clock = part.is_lfu, part.buckets[0] == 0
+        self._totals = np.array(astuple(totals), np.int64)
+        # The undo has marked entries that only announced batches use as free.
+        self._rows = np.flatnonzero(arrays.rows[:, km.LAST] >= 0)
+        self._pending = np.flatnonzero(arrays.pending[:, km.LAST] >= 0)
+        self.num_rows, self.num_pending = self._rows.size, self._pending.size
+
+    def size(self, kind: str) -> int:
+        """Return the number of values of ``column``."""
+        if kind == "clock":
+            return (1 + self._clock.size) if self._has_clock else 0
+        if kind == "totals":
+            return self._totals.size
+        return self.num_pending if kind.startswith("pending") else self.num_rows
+
+    def column(self, kind: str) -> Array:
+        """Return the values of one of ``state.KEY_TENSORS``."""
+        saved = self.saved
+        columns = {
+            "keys": lambda: loops.keys_of(saved.addresses),
+            "last_uses": lambda: saved.lasts,
+            "counts": lambda: saved.counts,
+            "pending_keys": lambda: loops.keys_of(saved.pending_addresses),
+            "pending_last_uses": lambda: saved.pending_lasts,
+            "pending_counts": lambda: saved.pending_counts,
+            "clock": lambda: np.append(self._now, self._clock),
+            "totals": lambda: self._totals,
+        }
+        return columns[kind]()
+
+    @cached_property
+    def saved(self) -> Saved:
+        """Return the keys in the order of their addresses."""
+        t = self._arrays
+        addresses, waiting = _addresses(t.rows[self._rows]), _addresses(t.pending[self._pending])
+        order, waiting_order = np.argsort(addresses), np.argsort(waiting)
+        rows, pending = self._rows[order], self._pending[waiting_order]
+        return Saved(
+            addresses=addresses[order],
+            lasts=t.rows[rows, km.LAST],
+            counts=t.row_counts[rows] if self._is_lfu else np.zeros(rows.size, np.int32),
+            pending_addresses=waiting[waiting_order],
+            pending_lasts=t.pending[pending, km.LAST],
+            pending_counts=t.pending[pending, km.COUNT],
+            now=self._now,
+            clock=self._clock,
+        )
 
 
 def _slots(count: int) -> Array:

@@ -1,6 +1,7 @@
 """Compiled loops over the keys of a batch: count, admit, evict, forget, and undo."""
 
 import numpy as np
+import torch
 
 from sbpflow.embedding.cache.prefetch import DISTANCE, prefetch
 from sbpflow.embedding.plan.growth import NUM_BUCKETS
@@ -44,6 +45,7 @@ from sbpflow.embedding.vocabulary.key_map import (
     slot_of,
 )
 from sbpflow.runtime.compute.compiled import Array, compiled
+from sbpflow.runtime.random.streams import unmix
 
 # Operations in a log of changes: an entry was taken from the stack of free entries, was taken from
 # the end of the used entries, or was removed.
@@ -583,3 +585,8 @@ def count_entries(t: Arrays, first: int, last: int) -> int:
             count += array[at, 0] != U64(0)
             at += 1
     return count
+
+
+def keys_of(addresses: Array) -> Array:
+    """Return the keys that have these addresses."""
+    return unmix(torch.from_numpy(addresses.copy())).numpy()

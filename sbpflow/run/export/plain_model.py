@@ -174,9 +174,9 @@ def plain_model(
     contain keep their values. Each table is read once and released after conversion to
     ``row_format``. Raises ConfigError for a model without a plain form.
     """
-    for table in (table for output in plan.outputs for table in output.tables if table.by_key):
+    for vocabulary in plan.vocabularies:
         raise ConfigError(
-            f"table {table.name}: has rows by key, which exported models do not support; "
+            f"field {vocabulary.name}: grows, which exported models do not support; "
             "score batches with the run's own job, Job.trainer.predict(batch)"
         )
     dense = _dense_part(spec, plan, read, saved, seed)
