@@ -22,7 +22,7 @@ from sbpflow.data.read.batch import Ids
 from sbpflow.data.read.crosses import CrossColumns
 from sbpflow.data.read.order import Runs
 from sbpflow.embedding.ids.batch_ids import BatchIds, IdBounds, Lists
-from sbpflow.embedding.plan.numbering import ANY_ID
+from sbpflow.embedding.plan.tables import ANY_ID
 from sbpflow.run.model.spec import HashedColumn
 
 Words = NDArray[np.int32]

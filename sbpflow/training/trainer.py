@@ -20,6 +20,7 @@ from sbpflow.config.train_options import LossConfig
 from sbpflow.embedding.cache.mover import CacheCounts
 from sbpflow.embedding.collection import EmbeddingCollection, EmbeddingsInFlight
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
+from sbpflow.embedding.plan.growth import GrowthCounts
 from sbpflow.errors import DataError, SbpError, TrainingError
 from sbpflow.runtime.random.streams import stream_key
 from sbpflow.sbp.layout import Layout
@@ -171,6 +172,10 @@ class Trainer:
     def cache_counts(self) -> CacheCounts | None:
         """See ``EmbeddingCollection.cache_counts``."""
         return self._embeddings.cache_counts()
+
+    def growth_counts(self) -> dict[str, GrowthCounts]:
+        """See ``EmbeddingCollection.growth_counts``."""
+        return self._embeddings.growth_counts()
 
     def announce(self, batch: Batch) -> None:
         """Queue ``batch`` after the batches announced so far, which are the same on every rank.

@@ -161,6 +161,7 @@ def test_the_planner_searches_no_copies_of_growing_tables():
     growing = replace(table, num_rows=100_000, growth=USER)
     shapes = shapes_of(task, growing)
     assert "local" not in {shape.exchange for shape in shapes}
+    assert {shape.parts[0] for shape in shapes} == {1, task.world_size}
     assert set(shapes) < set(shapes_of(task, replace(growing, growth=None)))
 
 
