@@ -159,6 +159,7 @@ def test_two_ranks_train_alike_and_leave_the_process_as_it_was(run, tmp_path):
     np.testing.assert_allclose(two.predict(new)["score"], run.predict(new)["score"], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_mistake_of_the_ranks_is_raised_here(tmp_path):
     before = state()
     tables = {"kernel": "torch", "device": "cpu", "tables": {"none": {"sbp": "B"}}, "scheme": "1"}
@@ -181,6 +182,7 @@ class Failing(DlrmConfig):
         raise ZeroDivisionError("a bug of the model")
 
 
+@pytest.mark.slow
 def test_a_crash_of_a_rank_comes_with_its_traceback(tmp_path):
     model = {**CONFIG["model"], "name": f"{__name__}:Failing"}
     with pytest.raises(RuntimeError, match="ZeroDivisionError: a bug of the model") as crash:
@@ -228,6 +230,7 @@ def test_a_second_interrupt_ends_at_once(tmp_path, monkeypatch):
     assert list_checkpoints(tmp_path / "run/checkpoints") == []
 
 
+@pytest.mark.slow
 def test_an_interrupt_reaches_two_ranks(tmp_path):
     before = state()
     metrics = tmp_path / "run/metrics.jsonl"

@@ -227,6 +227,7 @@ def test_the_best_is_kept_until_a_better_one_is_complete(data, tmp_path, monkeyp
     assert names == {f"step-{best}", "step-8"}
 
 
+@pytest.mark.slow
 def test_two_ranks_end_with_the_best_weights(data, tmp_path):
     """Each rank loads its own rows; a prediction on one rank has the scores of the run."""
     words = [*WORDS, STOP, f"data.path={data}", f"run.dir={tmp_path / 'run'}"]

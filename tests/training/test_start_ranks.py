@@ -83,6 +83,7 @@ def test_two_ranks_train_and_report_once(started, tmp_path):
     assert "on 2 ranks" in text
 
 
+@pytest.mark.slow
 def test_a_mistake_is_one_message_and_exit_status_2(started, tmp_path):
     done = started("optimizer.dense.lr=-1")
     text = output_of(done, 60)
@@ -91,6 +92,7 @@ def test_a_mistake_is_one_message_and_exit_status_2(started, tmp_path):
     assert "optimizer.dense.lr: -1" in line
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_is_named_last(started, tmp_path):
     done = started("train.epochs=1000")
     wait_for_steps(tmp_path / "run/metrics.jsonl")
