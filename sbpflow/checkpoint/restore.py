@@ -9,7 +9,7 @@ the range.
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from sbpflow.checkpoint.read import Checkpoint
 from sbpflow.checkpoint.write import rectangle_place
 from sbpflow.embedding.plan.growth import first_address
 from sbpflow.embedding.state import LogicalTensor, Rectangle, StoredRows
-from sbpflow.embedding.storage.live_rows import Saved, TrainedRows
+from sbpflow.embedding.storage.live_rows import Array, Saved, TrainedRows
 from sbpflow.errors import CheckpointError
 from sbpflow.runtime.random.streams import mix
 
@@ -160,7 +160,7 @@ class _Growing:
     def _addresses(self, name: str) -> "_Addresses":
         return _Addresses(self._checkpoint, f"{self._name}/{name}")
 
-    def _read(self, name: str, rows: slice) -> Any:
+    def _read(self, name: str, rows: slice) -> Array:
         return self._checkpoint.tensor(f"{self._name}/{name}", rows).numpy()
 
     def _whole(self, name: str) -> Tensor:

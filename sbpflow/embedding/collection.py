@@ -133,7 +133,8 @@ class EmbeddingCollection:
         ``ids`` has any form that ``IdReader.read`` accepts; ``batch_size`` is global. Raise
         DataError for malformed ids. Out-of-range ids of a training batch raise DataError later: in
         ``lookup``, or on CUDA in the next ``update``, before anything changes. ``begins_step`` is
-        False for a batch that is accumulated with the previous one, whose keys then keep their rows.
+        False for a batch that is accumulated with the previous one, whose keys also keep their
+        rows.
         """
         check = IdCheck() if training else None
         with self._stream.section(ids):

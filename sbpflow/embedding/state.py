@@ -86,8 +86,8 @@ class StoredRows:
 
 
 Values = Tensor | StoredRows
-# The tensors of a growing field. ``clock`` has the number of trained batches, the samples after each
-# of the last batches, and nothing on ranks other than the first owner. ``totals`` has a row of
+# The tensors of a growing field. ``clock`` has the number of trained batches and the samples after
+# each of the last batches; only the first owner has it. ``totals`` has a row of
 # ``vocabulary.Totals`` per owner.
 KEY_TENSORS = {
     "keys": torch.int64,

@@ -341,8 +341,9 @@ class _Window:
             if step is None:
                 break
             self._queue.append(step)
-            for batch in step.batches:
-                self._trainer.announce(batch)
+            full = [batch for batch in step.batches if batch.batch_size]
+            for batch in full:
+                self._trainer.announce(batch, begins_step=batch is full[0])
         return self._queue.popleft() if self._queue else None
 
     @property

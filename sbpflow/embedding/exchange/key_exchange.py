@@ -86,7 +86,7 @@ class KeyExchange:
                 field.part.roll_back()
 
     def totals(self) -> Array:
-        """Return [fields, ranks, ``NAMES``] sums over trained batches; every rank must call this."""
+        """Return sums [fields, ranks, ``NAMES``] of trained batches; every rank must call this."""
         own = np.zeros((len(self.fields), len(self.NAMES)), np.int64)
         for index, field in enumerate(self.fields):
             if field.part is not None:

@@ -7,6 +7,7 @@ range of rows also owns the corresponding range of key buckets.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 
@@ -44,10 +45,6 @@ class VocabularyPlan:
     hotness: int
     is_local: bool
     tables: tuple[str, ...]
-
-    def first_bucket(self, row: int) -> int:
-        """Return the bucket that starts at ``row``."""
-        return -(-row * NUM_BUCKETS // self.num_rows)
 
 
 def key_steps(
@@ -231,4 +228,4 @@ def _bucket_sizes(num_rows: int, parts: int) -> tuple[int, ...]:
     """Return the sizes of row parts that have about equally many buckets."""
     ends = [0, *_ends(balanced_sizes(NUM_BUCKETS, parts))]
     rows = [first_row_of(end, num_rows) for end in ends]
-    return tuple(stop - start for start, stop in zip(rows, rows[1:], strict=False))
+    return tuple(stop - start for start, stop in pairwise(rows))

@@ -94,8 +94,8 @@ def store_rounded(
 
     ``dropped`` is the number of mantissa bits to drop: 16 gives bfloat16, 13 float16. The result
     equals ``round_randomly`` with the noise of ``rounding.RowNoise`` for ``rows`` (ascending).
-    ``keys`` (uint64) are the noise keys of the step. ``addresses`` are the addresses of the rows' keys
-    in growing tables, or empty.
+    ``keys`` (uint64) are the noise keys of the step. ``addresses`` are the addresses of keys in
+    growing tables, or empty.
     """
     top = 0x7F7F0000 if dropped == 16 else 0x477FE000  # largest finite value, as float32 bits
     mask = (1 << dropped) - 1
