@@ -79,26 +79,31 @@ def reference(case: GrowingCase) -> tuple[list[dict[str, np.ndarray]], dict[str,
                     del rows[table][address]
                 for address in set(where[name]) - {None} - before:
                     rows[table][address] = start_of(table, address, dim)
-        made = {}
-        for output in case.outputs():
-            parts = []
-            for table in output.tables:
-                values = fixed.get(table.name) if table.growth is None else rows[table.name]
-                parts.append(np.array([values[key] for key in where[table.features[0]]]))
-            sums = output.name == "wide"
-            made[output.name] = sum(parts) if sums else np.concatenate(parts, 1)
-            width = made[output.name].shape[1]
-            grad = coefficients(batch, output.name, width)
-            grad = grad * (1 - np.tanh(made[output.name]) ** 2)
-            column = 0
-            for table in output.tables:
-                own = grad if sums else grad[:, column : column + table.dim]
-                column += table.dim
-                values = fixed.get(table.name) if table.growth is None else rows[table.name]
-                for key, change in zip(where[table.features[0]], own, strict=True):
-                    values[key] = values[key] - case.optimizer.lr * change
-        outputs.append(made)
+        outputs.append(train(case, batch, where, rows, fixed))
     return outputs, rows
+
+
+def train(case, batch, where, rows, fixed) -> dict[str, np.ndarray]:
+    """Return the outputs of a batch, and take a step of SGD on the rows."""
+    made = {}
+    for output in case.outputs():
+        parts = []
+        for table in output.tables:
+            values = fixed.get(table.name) if table.growth is None else rows[table.name]
+            parts.append(np.array([values[key] for key in where[table.features[0]]]))
+        sums = output.name == "wide"
+        made[output.name] = sum(parts) if sums else np.concatenate(parts, 1)
+        width = made[output.name].shape[1]
+        grad = coefficients(batch, output.name, width)
+        grad = grad * (1 - np.tanh(made[output.name]) ** 2)
+        column = 0
+        for table in output.tables:
+            own = grad if sums else grad[:, column : column + table.dim]
+            column += table.dim
+            values = fixed.get(table.name) if table.growth is None else rows[table.name]
+            for key, change in zip(where[table.features[0]], own, strict=True):
+                values[key] = values[key] - case.optimizer.lr * change
+    return made
 
 
 def test_rows_follow_the_rules(ranks, tmp_path):

@@ -19,7 +19,7 @@ from sbpflow.embedding.plan.tables import Shard
 from sbpflow.embedding.storage.live_rows import Changes
 from sbpflow.embedding.vocabulary import requests
 from sbpflow.embedding.vocabulary.field_keys import FieldKeys
-from sbpflow.embedding.vocabulary.vocabulary import Totals
+from sbpflow.embedding.vocabulary.vocabulary_copy import Totals
 from sbpflow.runtime.compute.compiled import Array
 
 KEYS = "keys"
