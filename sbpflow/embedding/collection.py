@@ -134,9 +134,7 @@ class EmbeddingCollection:
                 )
             changes: Sequence[Changes] = ()
             if self.growing is not None:
-                local, changes = self.growing.rows_of(
-                    local, batch_size, training=training, begins_step=begins_step
-                )
+                local, changes = self.growing.rows_of(local, batch_size, training, begins_step)
             transfer = IdsUnderWay(self._transfer, local, batch_size)
             self._num_begun += training
             number = self._num_begun if training else None

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from sbpflow.embedding.storage.base import notify
 from sbpflow.embedding.storage.initial import initial_rows
 from sbpflow.embedding.storage.live_rows import Changes, LiveRows
 from sbpflow.embedding.storage.store import RowStore
+from sbpflow.errors import ConfigError
 
 
 class Growing(KeyExchange):
@@ -75,6 +77,30 @@ class Growing(KeyExchange):
         )
         notify(store.listeners, joined)
         store.write(joined, values)
+
+    def erase(self, name: str, keys: Tensor) -> int:
+        """Remove keys [n] int64 of a field, as if they had never occurred.
+
+        Return the number of rows that keys owned by this rank had. Every rank must call this method
+        with the same keys, and without batches in flight. The rows are not in later checkpoints.
+        """
+        names = [field.plan.name for field in self.fields]
+        if name not in names:
+            raise ConfigError(f"erase: field {name!r} does not grow; use {', '.join(names)}")
+        changes: list[Changes] = []
+        none = np.empty(0, np.int64)
+        for field in self.fields:
+            freed = none
+            if field.plan.name == name and field.part is not None:
+                freed = field.part.erase(field.part.owned(keys.numpy()))
+            changes.append(Changes(none, none, freed))
+        number = changes[names.index(name)].freed.size
+        if not all(field.plan.is_local for field in self.fields):
+            changes = self._tell_all(changes, 1)
+        for field, change in zip(self.fields, changes, strict=True):
+            if field.live is not None:
+                field.live.apply(change)
+        return number
 
     def end_step(self) -> None:
         """End all batches that were looked up, after their update."""

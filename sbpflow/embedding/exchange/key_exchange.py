@@ -56,7 +56,7 @@ class KeyExchange:
         self._transfer = RowTransfer(self._world, KEYS)
 
     def rows_of(
-        self, ids: BatchIds, batch_size: int, *, training: bool, begins_step: bool
+        self, ids: BatchIds, batch_size: int, training: bool, begins_step: bool
     ) -> tuple[BatchIds, list[Changes]]:
         """Return the ids with row numbers in place of keys, and the changes of a training batch."""
         matrix, lists = ids.matrix.numpy(), ids.lists

@@ -28,12 +28,14 @@ from sbpflow.embedding.vocabulary.key_map import (
     U64,
     Arrays,
     address_at,
+    address_of,
     entry_of,
     home,
     place_of,
     remove_at,
     set_address,
     set_slot,
+    slot_at,
     slot_of,
 )
 from sbpflow.runtime.compute.compiled import Array, compiled
@@ -273,3 +275,25 @@ def count_entries(t: Arrays, first: int, last: int) -> int:
             count += array[at, 0] != U64(0)
             at += 1
     return count
+
+
+@compiled
+def erase(t: Arrays, keys: Array, sizes: Array) -> Array:
+    """Remove keys; return their rows. The numbers of rows and counters are written to ``sizes``."""
+    state, slots, new_slots, rows, free_rows = t.state, t.slots, t.new_slots, t.rows, t.free_rows
+    pending, free_pending, live = t.pending, t.free_pending, t.live
+    freed, num_rows = np.empty(keys.size, np.int64), 0
+    for i in range(keys.size):
+        address = address_of(keys[i])
+        place = place_of(state, slots, new_slots, rows, pending, address)
+        entry = entry_of(slot_at(slots, new_slots, place))
+        if entry >= PENDING:
+            remove_at(state, slots, new_slots, rows, pending, place)
+            free_counter(state, pending, free_pending, entry - PENDING)
+            sizes[1] += 1
+        elif entry >= 0:
+            free_row(state, slots, new_slots, rows, pending, free_rows, live, entry, address)
+            freed[num_rows] = entry
+            num_rows += 1
+    sizes[0] = num_rows
+    return freed[:num_rows]

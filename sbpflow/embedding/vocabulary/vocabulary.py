@@ -68,7 +68,7 @@ class Vocabulary:
         state[km.FIRST] = (first - NUM_BUCKETS // 2) << (km.SHIFT - 32)
         state[km.ADMIT_COUNT], state[km.IS_LFU] = self.growth.admit_count, self.is_lfu
         depth = max(4, -(-rows // num_buckets) // VICTIM_SHARE)
-        self._arrays = km.Arrays(
+        self.arrays = km.Arrays(
             state=state,
             slots=_slots(0),
             new_slots=_slots(0),
@@ -83,7 +83,7 @@ class Vocabulary:
             heads=np.zeros(num_buckets, np.int32),
             tails=np.zeros(num_buckets, np.int32),
         )
-        self._set_slots(MIN_SLOTS)
+        self.reserve(0)
         self._steps: deque[_Step] = deque()  # announced batches that have not been trained
         self._clock = Clock()
         self._patch: tuple[Array, Array] | None = None
@@ -93,7 +93,7 @@ class Vocabulary:
     @property
     def num_bytes(self) -> int:
         """Return the bytes of the map and the records in use."""
-        t, s = self._arrays, self._arrays.state
+        t, s = self.arrays, self.arrays.state
         slots = t.slots.nbytes + t.new_slots.nbytes
         return slots + int(s[km.NEXT_ROW]) * 12 + int(s[km.NEXT_PENDING]) * 16
 
@@ -112,7 +112,7 @@ class Vocabulary:
         """
         n, sizes = keys.size, np.zeros(4, np.int64)
         self._make_room(n)
-        t = self._arrays
+        t = self.arrays
         self._clock.samples.append(self._clock.samples[-1] + samples)
         now = self._clock.now
         self._step_start = now if begins_step else self._step_start
@@ -158,8 +158,8 @@ class Vocabulary:
             log[(log[:, 0] == entries.REMOVED) & (log[:, 1] < km.PENDING), 1]
             for log in (decided, swept)
         ])  # fmt: skip
-        freed = gone[self._arrays.rows[gone, km.LAST] < 0]
-        addresses = stored_addresses(self._arrays.rows[new_rows])
+        freed = gone[self.arrays.rows[gone, km.LAST] < 0]
+        addresses = stored_addresses(self.arrays.rows[new_rows])
         return Changes(new_rows + self.first_row, addresses, freed + self.first_row)
 
     def _sweep(self, now: int) -> tuple[Array, int, int]:
@@ -174,9 +174,16 @@ class Vocabulary:
             return log, 0, 0
         sizes = np.zeros(4, np.int64)
         limits = self._clock.limit(self._idle), self._clock.limit(self._forget)
-        log = np.empty((eviction_loops.count_entries(self._arrays, start, stop), 5), np.int64)
-        eviction_loops.sweep(self._arrays, start, stop, *limits, log, sizes)
+        log = np.empty((eviction_loops.count_entries(self.arrays, start, stop), 5), np.int64)
+        eviction_loops.sweep(self.arrays, start, stop, *limits, log, sizes)
         return log[: sizes[0]].copy(), int(sizes[1]), int(sizes[2])
+
+    def owned(self, keys: Array) -> Array:
+        """Return the keys in the buckets of this vocabulary."""
+        addresses = np.empty(keys.size, np.int64)
+        counting_loops.addresses_of(keys, addresses)
+        buckets = (addresses >> km.SHIFT) + NUM_BUCKETS // 2
+        return keys[(buckets >= self.buckets[0]) & (buckets < self.buckets[1])]
 
     def release(self) -> None:
         """End the oldest announced batch, which has been trained."""
@@ -192,16 +199,16 @@ class Vocabulary:
             step = self._steps.pop()
             for log in reversed(step.logs):
                 self._make_room(log.shape[0])
-                undo_loops.undo_log(self._arrays, log, True)
-            undo_loops.undo_uses(self._arrays, step.uses)
+                undo_loops.undo_log(self.arrays, log, True)
+            undo_loops.undo_uses(self.arrays, step.uses)
             self._clock.samples.pop()
-        self._arrays.heads[:] = self._arrays.tails
+        self.arrays.heads[:] = self.arrays.tails
         self._patch = None
 
     def peek(self, keys: Array) -> Array:
         """Return the row of each key after the trained batches, 0 for the shared row."""
         out = np.empty(keys.size, np.int64)
-        counting_loops.find_all(self._arrays, keys, out)
+        counting_loops.find_all(self.arrays, keys, out)
         addresses, rows = self._patched()
         if addresses.size:
             own = np.empty(keys.size, np.int64)
@@ -225,7 +232,7 @@ class Vocabulary:
 
     def save(self) -> "VocabularyCopy":
         """Return a copy of the vocabulary after the trained batches."""
-        t, s = self._arrays, self._arrays.state
+        t, s = self.arrays, self.arrays.state
         used, pending = int(s[km.NEXT_ROW]), int(s[km.NEXT_PENDING])
         copies = t._replace(
             rows=t.rows[:used].copy(),
@@ -248,7 +255,7 @@ class Vocabulary:
         """
         if self._steps:
             raise RuntimeError("cannot load keys while batches are in flight")
-        room = self._arrays.room
+        room = self.arrays.room
         self._reset(room)
         self.totals = Totals(*totals)
         self.totals.live = saved.addresses.size
@@ -265,7 +272,7 @@ class Vocabulary:
                 f"for {int(live[bucket])} saved keys; use {fits} or more"
             )
         self._make_room(saved.addresses.size + saved.pending_addresses.size)
-        t = self._arrays
+        t = self.arrays
         undo_loops.load_rows(t, saved.addresses, saved.lasts, saved.counts)
         undo_loops.load_pending(
             t, saved.pending_addresses, saved.pending_lasts, saved.pending_counts
@@ -273,9 +280,19 @@ class Vocabulary:
         clock = saved.clock.tolist()
         self._clock = Clock(saved.now - len(clock) + 1, clock)
 
+    def erase(self, keys: Array) -> Array:
+        """Remove keys and their counts; return the freed rows. No batch may be in flight."""
+        if self._steps:
+            raise RuntimeError("cannot erase keys while batches are in flight")
+        sizes = np.zeros(2, np.int64)
+        freed = eviction_loops.erase(self.arrays, keys, sizes)
+        self.totals.live -= int(sizes[0])
+        self.totals.pending -= int(sizes[1])
+        return freed + self.first_row
+
     def _make_room(self, count: int) -> None:
         """Prepare for ``count`` new keys: grow arrays, and continue or start to grow the map."""
-        t, s = self._arrays, self._arrays.state
+        t, s = self.arrays, self.arrays.state
         if s[km.NEXT_PENDING] + count > t.pending.shape[0]:
             size = max(2 * t.pending.shape[0], int(s[km.NEXT_PENDING]) + count)
             t.pending.resize((size, 4), refcheck=False)
@@ -284,23 +301,24 @@ class Vocabulary:
         if not s[km.EDGE] and not s[km.NEW_SLOTS] and num_entries > MAX_LOAD * s[km.SLOTS]:
             factor = 1.25 if s[km.SLOTS] > 2**22 else 2.0
             self._begin_to_grow(max(int(s[km.SLOTS] * factor), int(num_entries / MAX_LOAD * 1.1)))
-        t = self._arrays
+        t = self.arrays
         if s[km.NEW_SLOTS]:
             must_end = num_entries > 0.85 * s[km.SLOTS]
             portion = t.slots.shape[0] if must_end else max(16 * count, int(s[km.SLOTS]) // 256)
             if km.migrate(s, t.slots, t.new_slots, t.rows, t.pending, portion):
-                self._arrays = t._replace(slots=t.new_slots, new_slots=_slots(0))
+                self.arrays = t._replace(slots=t.new_slots, new_slots=_slots(0))
                 s[km.SLOTS], s[km.SCALE] = s[km.NEW_SLOTS], s[km.NEW_SCALE]
                 s[km.EDGE] = s[km.NEW_SLOTS] = s[km.NEW_SCALE] = 0
 
     def _begin_to_grow(self, slots: int) -> None:
-        state = self._arrays.state
-        self._arrays = self._arrays._replace(new_slots=_slots(slots))
+        state = self.arrays.state
+        self.arrays = self.arrays._replace(new_slots=_slots(slots))
         state[km.NEW_SLOTS], state[km.NEW_SCALE] = slots, self._scale(slots)
 
-    def _set_slots(self, slots: int) -> None:
-        state = self._arrays.state
-        self._arrays = self._arrays._replace(slots=_slots(slots))
+    def reserve(self, num_keys: int) -> None:
+        """Make room for keys in an empty map."""
+        slots, state = max(MIN_SLOTS, int(num_keys / 0.7)), self.arrays.state
+        self.arrays = self.arrays._replace(slots=_slots(slots))
         state[km.SLOTS], state[km.SCALE] = slots, self._scale(slots)
 
     def _scale(self, slots: int) -> int:
