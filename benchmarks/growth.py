@@ -4,9 +4,9 @@
     python -m benchmarks.growth decisions
     python -m benchmarks.growth steps
 
-``decisions`` and ``steps`` use 26 fields at batch 16,384, with ids as skewed as Criteo's. The keys
-of large fields drift, so keys are admitted and evicted in every step. ``steps`` trains a Wide & Deep
-model on fitted ids and on keys, alternately.
+``decisions`` and ``steps`` use 26 fields at batch 16,384, with ids as skewed as those of Criteo.
+The keys of large fields drift, so keys are admitted and evicted in every step. ``steps`` trains a
+Wide & Deep model on fitted ids and on keys, alternately.
 """
 
 import argparse

@@ -61,10 +61,17 @@ class Growing(KeyExchange):
         self, stack: TableBatch, store: RowStore, new: dict[str, tuple[Tensor, Tensor]]
     ) -> None:
         shards = stack.shards(self._world.rank)
-        rows = [new[shard.table.name][0] + shard.shift for shard in shards]
-        if not sum(part.numel() for part in rows):
+        rows: list[Tensor] = []
+        addresses: list[Tensor] = []
+        for shard in shards:
+            table_rows, keys = new[shard.table.name]
+            # The rank can store more rows of another table of the field.
+            mine = (table_rows >= shard.row_start) & (table_rows < shard.row_stop)
+            rows.append(table_rows[mine] + shard.shift)
+            addresses.append(keys[mine])
+        joined = torch.cat([torch.empty(0, dtype=torch.int64), *rows])
+        if not joined.numel():
             return
-        joined = torch.cat(rows)
         values = initial_rows(
             joined,
             shards,
@@ -73,7 +80,7 @@ class Growing(KeyExchange):
             width=store.width,
             dtype=self._plan.dtype,
             row_dtype=self._plan.row_dtype,
-            addresses=torch.cat([new[shard.table.name][1] for shard in shards]),
+            addresses=torch.cat(addresses),
         )
         notify(store.listeners, joined)
         store.write(joined, values)

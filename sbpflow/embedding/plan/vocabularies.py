@@ -62,7 +62,6 @@ def key_steps(
         ("keys/rows", "all_to_all", 8 * every, 8 * every, "the rows of the keys"),
     ]
     if not all(vocabulary.is_local for vocabulary in vocabularies):
-    if not all(vocabulary.is_local for vocabulary in vocabularies):
         sent = 16 * every * (world.size - 1)
         steps += [
             ("keys/changed", "all_to_all", counts, counts * world.size, "numbers of new keys"),
