@@ -112,7 +112,6 @@ class _Growing:
         self._parts = [
             (_range(addresses, first, last), row) for first, last, row in field.first_rows()
         ]
-        self._has_shared = field.live is not None and field.live.start == 0
         live = field.live
         if live is not None:
             self._parts = [
@@ -144,13 +143,18 @@ class _Growing:
     def fill(self, name: str, tensor: LogicalTensor, rectangle: Rectangle) -> None:
         """Write the shared row, and the rows of keys, to their rows of the store."""
         values, saved = rectangle.values, self._checkpoint.tensors[name].whole
+        shard = tensor.shard
         if not isinstance(values, StoredRows) or not isinstance(values.store, TrainedRows):
             raise TypeError(f"{name}: rows of keys must be StoredRows, not {type(values)}")
+        if shard is None:
+            raise TypeError(f"{name}: has rows on this rank, but no shard")
         columns = replace(saved, col_start=rectangle.col_start, col_stop=rectangle.col_stop)
-        parts = [(slice(0, 1), 0)] if self._has_shared else []
+        parts = [(slice(0, 1), 0)]  # the shared row
         parts += [(slice(keys.start + 1, keys.stop + 1), row) for keys, row in self._parts]
         for rows, row in parts:
-            start = row + tensor.shift
+            if not shard.row_start <= row < shard.row_stop:
+                continue
+            start = row + shard.shift
             target = replace(
                 values, store=values.store.store, start=start, stop=start + rows.stop - rows.start
             )

@@ -127,7 +127,7 @@ class RowLog:
 
     def _log(self, rows: Ints) -> None:
         with self._lock:
-            count = min(rows.size, self._pending.size)  # duplicate rows are taken once
+            count = min(rows.size, self._num_rows)  # duplicate rows are taken once
             while (segment := self._with_room(count)) is None:
                 self._lock.wait()
             if self._closed:

@@ -7,7 +7,6 @@ moves depend only on ids and can run any number of batches ahead. Outputs are S(
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.assembly import Assembly
 from sbpflow.embedding.cache.mover import CacheCounts
 from sbpflow.embedding.cache.store import CachedStore
+from sbpflow.embedding.copies import Copies, copies_of
 from sbpflow.embedding.exchange.base import AnyGroup, GroupContext, GroupInFlight, make_group
 from sbpflow.embedding.exchange.counts import CountsUnderWay
 from sbpflow.embedding.exchange.id_transfer import IdsUnderWay, IdTransfer
@@ -34,7 +34,7 @@ from sbpflow.embedding.plan.growth import GrowthCounts
 from sbpflow.embedding.plan.table_batch import TableBatch
 from sbpflow.embedding.plan.tables import Shard
 from sbpflow.embedding.rules.base import KernelRequest, SumOverColumns
-from sbpflow.embedding.state import LogicalTensor, StoredShard, Values, logical_state
+from sbpflow.embedding.state import LogicalTensor, StoredShard, logical_state
 from sbpflow.embedding.storage.base import RowKernel
 from sbpflow.embedding.storage.choose import (
     KernelChoice,
@@ -56,21 +56,8 @@ from sbpflow.embedding.storage.torch_storage import TorchStorage
 from sbpflow.errors import ConfigError, DataError, SbpError
 from sbpflow.sbp.sbp import balanced_sizes
 
-if TYPE_CHECKING:  # these modules need numba
+if TYPE_CHECKING:  # the module needs numba
     from sbpflow.embedding.growing import Growing
-    from sbpflow.embedding.vocabulary.field_keys import FieldKeys
-
-
-@dataclass(frozen=True, slots=True)
-class Copies:
-    """Tensors that must be bit-equal within each of several sets of ranks.
-
-    ``tensors`` are this rank's copies; the list is empty on a rank outside the sets.
-    """
-
-    name: str
-    ranks: tuple[tuple[int, ...], ...]
-    tensors: list[Values]
 
 
 class EmbeddingCollection:
@@ -147,9 +134,7 @@ class EmbeddingCollection:
                 )
             changes: Sequence[Changes] = ()
             if self.growing is not None:
-                local, changes = self.growing.rows_of(
-                    local, batch_size, training=training, begins_step=begins_step
-                )
+                local, changes = self.growing.rows_of(local, batch_size, training, begins_step)
             transfer = IdsUnderWay(self._transfer, local, batch_size)
             self._num_begun += training
             number = self._num_begun if training else None
@@ -417,10 +402,8 @@ class EmbeddingCollection:
 
         Names are ``tables/T`` and ``tables/T/STATE``.
         """
-        return logical_state(self.plan, list(self.stored()), self._fields())
-
-    def _fields(self) -> Sequence["FieldKeys"]:
-        return () if self.growing is None else self.growing.fields
+        fields = () if self.growing is None else self.growing.fields
+        return logical_state(self.plan, list(self.stored()), fields)
 
     def growth_counts(self) -> dict[str, GrowthCounts]:
         """Return the counts of growing fields by name; every rank must call this method."""
@@ -432,21 +415,7 @@ class EmbeddingCollection:
         This state consists of B tables with their optimizer state, and the row state of tables
         whose columns are distributed over ranks.
         """
-        stored_by_table = {stored.shard.table.name: stored for stored in self.stored()}
-        copies: list[Copies] = []
-        for group in self.plan.groups:
-            for index, stack in enumerate(group.stacks):
-                ranks = group.copy_ranks(index)
-                for table in stack.tables if ranks else ():
-                    stored = stored_by_table.get(table.name)
-                    name = f"{table.name} (optimizer state)"
-                    tensors = stored.values() if stored else {}
-                    keys = {key for key, size in stack.optimizer.state.items() if size == "row"}
-                    if group.kind.copies:
-                        name, keys = table.name, tensors.keys()
-                    equal = [tensor for key, tensor in tensors.items() if key in keys]
-                    copies.append(Copies(name, ranks, equal))
-        return copies
+        return copies_of(self.plan, list(self.stored()))
 
     def cache_counts(self) -> CacheCounts | None:
         """Return the counts of this rank's caches, or ``None`` if the rank has no caches."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from sbpflow.embedding.storage.base import notify
 from sbpflow.embedding.storage.initial import initial_rows
 from sbpflow.embedding.storage.live_rows import Changes, LiveRows
 from sbpflow.embedding.storage.store import RowStore
+from sbpflow.errors import ConfigError
 
 
 class Growing(KeyExchange):
@@ -59,10 +61,17 @@ class Growing(KeyExchange):
         self, stack: TableBatch, store: RowStore, new: dict[str, tuple[Tensor, Tensor]]
     ) -> None:
         shards = stack.shards(self._world.rank)
-        rows = [new[shard.table.name][0] + shard.shift for shard in shards]
-        if not sum(part.numel() for part in rows):
+        rows: list[Tensor] = []
+        addresses: list[Tensor] = []
+        for shard in shards:
+            table_rows, keys = new[shard.table.name]
+            # The rank can store more rows of another table of the field.
+            mine = (table_rows >= shard.row_start) & (table_rows < shard.row_stop)
+            rows.append(table_rows[mine] + shard.shift)
+            addresses.append(keys[mine])
+        joined = torch.cat([torch.empty(0, dtype=torch.int64), *rows])
+        if not joined.numel():
             return
-        joined = torch.cat(rows)
         values = initial_rows(
             joined,
             shards,
@@ -71,10 +80,34 @@ class Growing(KeyExchange):
             width=store.width,
             dtype=self._plan.dtype,
             row_dtype=self._plan.row_dtype,
-            addresses=torch.cat([new[shard.table.name][1] for shard in shards]),
+            addresses=torch.cat(addresses),
         )
         notify(store.listeners, joined)
         store.write(joined, values)
+
+    def erase(self, name: str, keys: Tensor) -> int:
+        """Remove keys [n] int64 of a field, as if they had never occurred.
+
+        Return the number of rows that keys owned by this rank had. Every rank must call this method
+        with the same keys, and without batches in flight. The rows are not in later checkpoints.
+        """
+        names = [field.plan.name for field in self.fields]
+        if name not in names:
+            raise ConfigError(f"erase: field {name!r} does not grow; use {', '.join(names)}")
+        changes: list[Changes] = []
+        none = np.empty(0, np.int64)
+        for field in self.fields:
+            freed = none
+            if field.plan.name == name and field.part is not None:
+                freed = field.part.erase(field.part.owned(keys.numpy()))
+            changes.append(Changes(none, none, freed))
+        number = changes[names.index(name)].freed.size
+        if not all(field.plan.is_local for field in self.fields):
+            changes = self._tell_all(changes, 1)
+        for field, change in zip(self.fields, changes, strict=True):
+            if field.live is not None:
+                field.live.apply(change)
+        return number
 
     def end_step(self) -> None:
         """End all batches that were looked up, after their update."""

@@ -162,8 +162,8 @@ class LogicalTensor:
 
     No rank knows the full shape of a tensor of a growing field (``field``): ``shape`` and the
     rectangle cover only the rows of this rank. The rows of the next rank follow the rows of this
-    rank. A row of the table is row + ``shift`` of its store. If ``is_copy``, other ranks save the
-    rectangle.
+    rank. ``shard`` has the place of the table's rows in its store. If ``is_copy``, other ranks save
+    the rectangle.
     """
 
     name: str
@@ -171,7 +171,7 @@ class LogicalTensor:
     rectangles: tuple[Rectangle, ...]
     column_starts: tuple[int, ...] | None = None
     field: "FieldKeys | None" = None
-    shift: int = 0
+    shard: Shard | None = None
     is_copy: bool = False
 
     @property
@@ -200,14 +200,14 @@ def logical_state(
                 tensor: Callable[..., LogicalTensor] = LogicalTensor
                 is_copy = False
                 if (field := by_table.get(table.name)) is not None:
-                    shift, num_rows = held.shard.shift if held else 0, 0
+                    shard, num_rows = held.shard if held else None, 0
                     is_copy = held is not None and held.shard.col_start > 0
                     if held is not None:
                         rows = trained[id(held.store)]
                         num_rows, base = rows.count(table.name), rows.starts[table.name]
                         part = replace(held.shard, row_start=0, row_stop=num_rows, base=base)
                         held = StoredShard(part, rows)
-                    tensor = partial(LogicalTensor, field=field, shift=shift)
+                    tensor = partial(LogicalTensor, field=field, shard=shard)
                 parts = () if held is None else (_rectangle(held, held.values()[WEIGHTS]),)
                 tensors.append(tensor(name=name, shape=(num_rows, dim), rectangles=parts))
                 starts = sorted({shard.col_start for shard in shards_of(table, layout)})

@@ -308,8 +308,9 @@ class Trainer:
             flight.begins_step != (flight is in_flight[0]) for flight in in_flight
         ):
             raise SbpError(
-                f"step: {len(batches)} batches, but they were announced as other steps, on which "
-                "growing tables depend; pass begins_step=False for all but the first batch of a step"
+                f"step: got {len(batches)} batches, but they were announced for other steps, and "
+                "growing tables depend on that; announce all but the first batch of a step with "
+                "begins_step=False"
             )
         step_size = sum(batch.batch_size for batch in batches)
         for number, flight in enumerate(in_flight):

@@ -31,16 +31,18 @@ from tests.embedding.vocabulary_reference import address_in
 
 BUCKETS = (0, 5, 17, 3000, 8191, 8192, 12000, NUM_BUCKETS - 1)
 BATCH = 24
+UNIQUE = Spec("S(0)", "unique")
+GROWTH = Growth(evict=Eviction(max_rows=MIN_ROWS), admit_count=2)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GrowingCase:
     """Fields f and g grow, each with a deep and a wide table; h has row numbers."""
 
-    deep: Spec = Spec("S(0)", "unique")
-    wide: Spec = Spec("S(0)", "unique")
+    deep: Spec = UNIQUE
+    wide: Spec = UNIQUE
     optimizer: SparseOptimizer = field(default_factory=lambda: sparse_optimizer("adagrad", lr=0.1))
-    growth: Growth = Growth(evict=Eviction(max_rows=MIN_ROWS), admit_count=2)
+    growth: Growth = GROWTH
     dtype: torch.dtype = torch.float64
     row_dtype: torch.dtype | None = None
     kernel: str = "torch"

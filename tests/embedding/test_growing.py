@@ -22,6 +22,7 @@ from tests.embedding.growing_case import (
     coefficients,
     ids_of,
     joined,
+    keys_of,
     run_case,
     saved_tensors,
     size_of,
@@ -79,26 +80,31 @@ def reference(case: GrowingCase) -> tuple[list[dict[str, np.ndarray]], dict[str,
                     del rows[table][address]
                 for address in set(where[name]) - {None} - before:
                     rows[table][address] = start_of(table, address, dim)
-        made = {}
-        for output in case.outputs():
-            parts = []
-            for table in output.tables:
-                values = fixed.get(table.name) if table.growth is None else rows[table.name]
-                parts.append(np.array([values[key] for key in where[table.features[0]]]))
-            sums = output.name == "wide"
-            made[output.name] = sum(parts) if sums else np.concatenate(parts, 1)
-            width = made[output.name].shape[1]
-            grad = coefficients(batch, output.name, width)
-            grad = grad * (1 - np.tanh(made[output.name]) ** 2)
-            column = 0
-            for table in output.tables:
-                own = grad if sums else grad[:, column : column + table.dim]
-                column += table.dim
-                values = fixed.get(table.name) if table.growth is None else rows[table.name]
-                for key, change in zip(where[table.features[0]], own, strict=True):
-                    values[key] = values[key] - case.optimizer.lr * change
-        outputs.append(made)
+        outputs.append(train(case, batch, where, rows, fixed))
     return outputs, rows
+
+
+def train(case, batch, where, rows, fixed) -> dict[str, np.ndarray]:
+    """Return the outputs of a batch, and take a step of SGD on the rows."""
+    made = {}
+    for output in case.outputs():
+        parts = []
+        for table in output.tables:
+            values = fixed.get(table.name) if table.growth is None else rows[table.name]
+            parts.append(np.array([values[key] for key in where[table.features[0]]]))
+        sums = output.name == "wide"
+        made[output.name] = sum(parts) if sums else np.concatenate(parts, 1)
+        width = made[output.name].shape[1]
+        grad = coefficients(batch, output.name, width)
+        grad = grad * (1 - np.tanh(made[output.name]) ** 2)
+        column = 0
+        for table in output.tables:
+            own = grad if sums else grad[:, column : column + table.dim]
+            column += table.dim
+            values = fixed.get(table.name) if table.growth is None else rows[table.name]
+            for key, change in zip(where[table.features[0]], own, strict=True):
+                values[key] = values[key] - case.optimizer.lr * change
+    return made
 
 
 def test_rows_follow_the_rules(ranks, tmp_path):
@@ -301,3 +307,44 @@ def test_unsupported_plans_are_rejected(change, says):
         case = replace(case, wide=case.deep)
     with pytest.raises(ConfigError, match=says):
         case.plan(2)
+
+
+def erased(world, case, folder):
+    run = Run(world, case)
+    run.train(12)
+    run.drain()
+    state = run.collection.growing
+    counts = run.collection.growth_counts()["f"]
+    keys = keys_of(sorted({a for batch in range(12) for a in addresses_of(batch, "f")}))
+    before = run.evaluate(11)
+    number = state.erase("f", keys[::2])
+    after = run.evaluate(11)
+    assert not np.array_equal(before["deep"], after["deep"]) or not before["deep"].size
+    left = run.collection.growth_counts()["f"]
+    assert left.pending < counts.pending
+    assert run.collection.growth_counts()["g"].live > 0
+    run.saver(folder).save(12, {})
+    return number, keys[::2], keys[1::2], counts.live - left.live
+
+
+@pytest.mark.parametrize("layout", ["unique", "columns"])
+def test_erased_keys_leave_no_trace(ranks, tmp_path, layout):
+    deep, wide = LAYOUTS[layout]
+    results = ranks(2, erased, replace(CASE, deep=deep, wide=wide), tmp_path)
+    number = sum(result[0] for result in results)
+    _, gone, kept, lost = results[0]
+    assert number == lost > 0
+    saved = saved_tensors(tmp_path / "step-12")
+    for name in ("keys", "pending_keys"):
+        keys = set(saved[f"vocabularies/f/{name}"].tolist())
+        assert not keys & set(gone.tolist())
+        assert keys <= set(kept.tolist())
+    assert saved["tables/deep.f"].shape[0] == 1 + saved["vocabularies/f/keys"].size
+    run = ranks(1, erase_unknown, CASE)
+    assert "erase: field 'h' does not grow; use f, g" in run[0]
+
+
+def erase_unknown(world, case):
+    with pytest.raises(ConfigError) as caught:
+        Run(world, case).collection.growing.erase("h", torch.zeros(1, dtype=torch.int64))
+    return str(caught.value)

@@ -19,7 +19,7 @@ from sbpflow.embedding.plan.tables import Shard
 from sbpflow.embedding.storage.live_rows import Changes
 from sbpflow.embedding.vocabulary import requests
 from sbpflow.embedding.vocabulary.field_keys import FieldKeys
-from sbpflow.embedding.vocabulary.vocabulary import Totals
+from sbpflow.embedding.vocabulary.vocabulary_copy import Totals
 from sbpflow.runtime.compute.compiled import Array
 
 KEYS = "keys"
@@ -56,7 +56,7 @@ class KeyExchange:
         self._transfer = RowTransfer(self._world, KEYS)
 
     def rows_of(
-        self, ids: BatchIds, batch_size: int, *, training: bool, begins_step: bool
+        self, ids: BatchIds, batch_size: int, training: bool, begins_step: bool
     ) -> tuple[BatchIds, list[Changes]]:
         """Return the ids with row numbers in place of keys, and the changes of a training batch."""
         matrix, lists = ids.matrix.numpy(), ids.lists

@@ -7,18 +7,22 @@ and announced batches can be canceled. An evicted row is not overwritten before 
 reuses it is looked up; by then, all earlier batches have been trained.
 """
 
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field, fields
-from functools import cached_property
+from dataclasses import dataclass, fields
 
 import numpy as np
 
 from sbpflow.embedding.plan.growth import NUM_BUCKETS, Growth, first_row_of
 from sbpflow.embedding.storage.live_rows import Changes, Saved
+from sbpflow.embedding.vocabulary import counting_loops, entries, eviction_loops, undo_loops
 from sbpflow.embedding.vocabulary import key_map as km
-from sbpflow.embedding.vocabulary import vocabulary_loops as loops
+from sbpflow.embedding.vocabulary.vocabulary_copy import (
+    Clock,
+    Totals,
+    VocabularyCopy,
+    stored_addresses,
+)
 from sbpflow.errors import CheckpointError
 from sbpflow.runtime.compute.compiled import Array
 
@@ -30,55 +34,11 @@ _EMPTY = np.empty(0, np.int64)
 
 
 @dataclass(slots=True)
-class Totals:
-    """Sums over trained batches; see ``GrowthCounts``."""
-
-    live: int = 0
-    pending: int = 0
-    admitted: int = 0
-    evicted: int = 0
-    forgotten: int = 0
-    lookups: int = 0
-    pending_lookups: int = 0
-    refused_lookups: int = 0
-
-    def add(self, other: "Totals") -> None:
-        for one in fields(other):
-            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
-
-
-@dataclass(slots=True)
 class _Step:
     uses: Array
     logs: list[Array]
     totals: Totals
     samples: int
-
-
-@dataclass(slots=True)
-class _Clock:
-    """The samples seen after each batch; ``samples[i]`` belongs to batch ``first + i``."""
-
-    first: int = 0
-    samples: list[int] = field(default_factory=lambda: [0])
-
-    @property
-    def now(self) -> int:
-        return self.first + len(self.samples) - 1
-
-    def limit(self, idle: int | None) -> int:
-        """Return the first batch within the last ``idle`` samples."""
-        if idle is None:
-            return -1
-        return self.first + bisect_left(self.samples, self.samples[-1] - idle)
-
-    def prune(self, idle: int, trained: int) -> None:
-        """Forget batches that no limit needs."""
-        if len(self.samples) > 8192:
-            trained_at = min(trained - self.first, len(self.samples) - 1)
-            keep = bisect_left(self.samples, self.samples[trained_at] - idle) - 1
-            if keep > len(self.samples) // 2:
-                self.samples, self.first = self.samples[keep:], self.first + keep
 
 
 class Vocabulary:
@@ -108,7 +68,7 @@ class Vocabulary:
         state[km.FIRST] = (first - NUM_BUCKETS // 2) << (km.SHIFT - 32)
         state[km.ADMIT_COUNT], state[km.IS_LFU] = self.growth.admit_count, self.is_lfu
         depth = max(4, -(-rows // num_buckets) // VICTIM_SHARE)
-        self._arrays = km.Arrays(
+        self.arrays = km.Arrays(
             state=state,
             slots=_slots(0),
             new_slots=_slots(0),
@@ -123,9 +83,9 @@ class Vocabulary:
             heads=np.zeros(num_buckets, np.int32),
             tails=np.zeros(num_buckets, np.int32),
         )
-        self._set_slots(MIN_SLOTS)
+        self.reserve(0)
         self._steps: deque[_Step] = deque()  # announced batches that have not been trained
-        self._clock = _Clock()
+        self._clock = Clock()
         self._patch: tuple[Array, Array] | None = None
         self._step_start = 0
         self.totals = Totals()
@@ -133,7 +93,7 @@ class Vocabulary:
     @property
     def num_bytes(self) -> int:
         """Return the bytes of the map and the records in use."""
-        t, s = self._arrays, self._arrays.state
+        t, s = self.arrays, self.arrays.state
         slots = t.slots.nbytes + t.new_slots.nbytes
         return slots + int(s[km.NEXT_ROW]) * 12 + int(s[km.NEXT_PENDING]) * 16
 
@@ -152,7 +112,7 @@ class Vocabulary:
         """
         n, sizes = keys.size, np.zeros(4, np.int64)
         self._make_room(n)
-        t = self._arrays
+        t = self.arrays
         self._clock.samples.append(self._clock.samples[-1] + samples)
         now = self._clock.now
         self._step_start = now if begins_step else self._step_start
@@ -160,14 +120,16 @@ class Vocabulary:
         out, uses = np.empty(n, np.int64), np.empty((n, 3), np.int32)
         log, unresolved = np.empty((n, 5), np.int64), np.empty(n, np.int64)
         candidates = np.empty(n, np.int64)
-        loops.observe(t, keys, counts, out, uses, log, candidates, unresolved, sizes)
+        counting_loops.observe(t, keys, counts, out, uses, log, candidates, unresolved, sizes)
         num_uses, num_log, num_candidates, num_unresolved = sizes.tolist()
         candidates = candidates[:num_candidates]
         decided = np.empty((3 * num_candidates, 5), np.int64)
         new_rows, admitted = np.empty((2, num_candidates), np.int64)
-        loops.decide(t, candidates, decided, new_rows, admitted, sizes)
+        eviction_loops.decide(t, candidates, decided, new_rows, admitted, sizes)
         num_decided, num_new, num_evicted, _ = sizes.tolist()
-        loops.resolve(t, counts, unresolved[:num_unresolved], admitted[:num_new], out, sizes)
+        counting_loops.resolve(
+            t, counts, unresolved[:num_unresolved], admitted[:num_new], out, sizes
+        )
         num_pending, num_refused = sizes[:2].tolist()
         swept, num_idle, num_forgotten = self._sweep(now)
         step = _Step(
@@ -193,11 +155,11 @@ class Vocabulary:
     def _changes(self, step: _Step, new_rows: Array) -> Changes:
         _, decided, swept = step.logs
         gone = np.concatenate([
-            log[(log[:, 0] == loops.REMOVED) & (log[:, 1] < km.PENDING), 1]
+            log[(log[:, 0] == entries.REMOVED) & (log[:, 1] < km.PENDING), 1]
             for log in (decided, swept)
         ])  # fmt: skip
-        freed = gone[self._arrays.rows[gone, km.LAST] < 0]
-        addresses = _addresses(self._arrays.rows[new_rows])
+        freed = gone[self.arrays.rows[gone, km.LAST] < 0]
+        addresses = stored_addresses(self.arrays.rows[new_rows])
         return Changes(new_rows + self.first_row, addresses, freed + self.first_row)
 
     def _sweep(self, now: int) -> tuple[Array, int, int]:
@@ -212,9 +174,16 @@ class Vocabulary:
             return log, 0, 0
         sizes = np.zeros(4, np.int64)
         limits = self._clock.limit(self._idle), self._clock.limit(self._forget)
-        log = np.empty((loops.count_entries(self._arrays, start, stop), 5), np.int64)
-        loops.sweep(self._arrays, start, stop, *limits, log, sizes)
+        log = np.empty((eviction_loops.count_entries(self.arrays, start, stop), 5), np.int64)
+        eviction_loops.sweep(self.arrays, start, stop, *limits, log, sizes)
         return log[: sizes[0]].copy(), int(sizes[1]), int(sizes[2])
+
+    def owned(self, keys: Array) -> Array:
+        """Return the keys in the buckets of this vocabulary."""
+        addresses = np.empty(keys.size, np.int64)
+        counting_loops.addresses_of(keys, addresses)
+        buckets = (addresses >> km.SHIFT) + NUM_BUCKETS // 2
+        return keys[(buckets >= self.buckets[0]) & (buckets < self.buckets[1])]
 
     def release(self) -> None:
         """End the oldest announced batch, which has been trained."""
@@ -230,20 +199,20 @@ class Vocabulary:
             step = self._steps.pop()
             for log in reversed(step.logs):
                 self._make_room(log.shape[0])
-                loops.undo_log(self._arrays, log, True)
-            loops.undo_uses(self._arrays, step.uses)
+                undo_loops.undo_log(self.arrays, log, True)
+            undo_loops.undo_uses(self.arrays, step.uses)
             self._clock.samples.pop()
-        self._arrays.heads[:] = self._arrays.tails
+        self.arrays.heads[:] = self.arrays.tails
         self._patch = None
 
     def peek(self, keys: Array) -> Array:
         """Return the row of each key after the trained batches, 0 for the shared row."""
         out = np.empty(keys.size, np.int64)
-        loops.find_all(self._arrays, keys, out)
+        counting_loops.find_all(self.arrays, keys, out)
         addresses, rows = self._patched()
         if addresses.size:
             own = np.empty(keys.size, np.int64)
-            loops.addresses_of(keys, own)
+            counting_loops.addresses_of(keys, own)
             at = np.searchsorted(addresses, own).clip(max=addresses.size - 1)
             out = np.where(addresses[at] == own, rows[at], out)
         return np.where(out < 0, 0, out + self.first_row)
@@ -253,7 +222,7 @@ class Vocabulary:
         if self._patch is None:
             logs = [log[::-1] for step in reversed(self._steps) for log in reversed(step.logs)]
             changes = np.concatenate(logs) if logs else np.empty((0, 5), np.int64)
-            removed_row = (changes[:, 0] == loops.REMOVED) & (changes[:, 1] < km.PENDING)
+            removed_row = (changes[:, 0] == entries.REMOVED) & (changes[:, 1] < km.PENDING)
             rows = np.where(removed_row, changes[:, 1], -1)
             order = np.argsort(changes[:, 2], kind="stable")
             addresses = changes[order, 2]
@@ -263,7 +232,7 @@ class Vocabulary:
 
     def save(self) -> "VocabularyCopy":
         """Return a copy of the vocabulary after the trained batches."""
-        t, s = self._arrays, self._arrays.state
+        t, s = self.arrays, self.arrays.state
         used, pending = int(s[km.NEXT_ROW]), int(s[km.NEXT_PENDING])
         copies = t._replace(
             rows=t.rows[:used].copy(),
@@ -272,11 +241,12 @@ class Vocabulary:
         )
         for step in reversed(self._steps):
             for log in reversed(step.logs):
-                loops.undo_log(copies, log, False)
-            loops.undo_uses(copies, step.uses)
+                undo_loops.undo_log(copies, log, False)
+            undo_loops.undo_uses(copies, step.uses)
         trained = self.num_trained - self._clock.first
         clock = np.array(self._clock.samples[: trained + 1])
-        return VocabularyCopy(self, copies, clock, self.totals)
+        has_clock = self.buckets[0] == 0
+        return VocabularyCopy(copies, self.num_trained, clock, self.totals, has_clock=has_clock)
 
     def load(self, saved: Saved, totals: Sequence[int] = ()) -> None:
         """Replace the vocabulary; the keys get the first rows in the order of their addresses.
@@ -285,7 +255,7 @@ class Vocabulary:
         """
         if self._steps:
             raise RuntimeError("cannot load keys while batches are in flight")
-        room = self._arrays.room
+        room = self.arrays.room
         self._reset(room)
         self.totals = Totals(*totals)
         self.totals.live = saved.addresses.size
@@ -302,40 +272,53 @@ class Vocabulary:
                 f"for {int(live[bucket])} saved keys; use {fits} or more"
             )
         self._make_room(saved.addresses.size + saved.pending_addresses.size)
-        t = self._arrays
-        loops.load_rows(t, saved.addresses, saved.lasts, saved.counts)
-        loops.load_pending(t, saved.pending_addresses, saved.pending_lasts, saved.pending_counts)
+        t = self.arrays
+        undo_loops.load_rows(t, saved.addresses, saved.lasts, saved.counts)
+        undo_loops.load_pending(
+            t, saved.pending_addresses, saved.pending_lasts, saved.pending_counts
+        )
         clock = saved.clock.tolist()
-        self._clock = _Clock(saved.now - len(clock) + 1, clock)
+        self._clock = Clock(saved.now - len(clock) + 1, clock)
+
+    def erase(self, keys: Array) -> Array:
+        """Remove keys and their counts; return the freed rows. No batch may be in flight."""
+        if self._steps:
+            raise RuntimeError("cannot erase keys while batches are in flight")
+        sizes = np.zeros(2, np.int64)
+        freed = eviction_loops.erase(self.arrays, keys, sizes)
+        self.totals.live -= int(sizes[0])
+        self.totals.pending -= int(sizes[1])
+        return freed + self.first_row
 
     def _make_room(self, count: int) -> None:
         """Prepare for ``count`` new keys: grow arrays, and continue or start to grow the map."""
-        t, s = self._arrays, self._arrays.state
+        t, s = self.arrays, self.arrays.state
         if s[km.NEXT_PENDING] + count > t.pending.shape[0]:
             size = max(2 * t.pending.shape[0], int(s[km.NEXT_PENDING]) + count)
             t.pending.resize((size, 4), refcheck=False)
             t.free_pending.resize(size, refcheck=False)
-        entries = int(s[km.ENTRIES]) + count
-        if not s[km.EDGE] and not s[km.NEW_SLOTS] and entries > MAX_LOAD * s[km.SLOTS]:
+        num_entries = int(s[km.ENTRIES]) + count
+        if not s[km.EDGE] and not s[km.NEW_SLOTS] and num_entries > MAX_LOAD * s[km.SLOTS]:
             factor = 1.25 if s[km.SLOTS] > 2**22 else 2.0
-            self._begin_to_grow(max(int(s[km.SLOTS] * factor), int(entries / MAX_LOAD * 1.1)))
-        t = self._arrays
+            self._begin_to_grow(max(int(s[km.SLOTS] * factor), int(num_entries / MAX_LOAD * 1.1)))
+        t = self.arrays
         if s[km.NEW_SLOTS]:
-            must_end = entries > 0.85 * s[km.SLOTS]
+            must_end = num_entries > 0.85 * s[km.SLOTS]
             portion = t.slots.shape[0] if must_end else max(16 * count, int(s[km.SLOTS]) // 256)
             if km.migrate(s, t.slots, t.new_slots, t.rows, t.pending, portion):
-                self._arrays = t._replace(slots=t.new_slots, new_slots=_slots(0))
+                self.arrays = t._replace(slots=t.new_slots, new_slots=_slots(0))
                 s[km.SLOTS], s[km.SCALE] = s[km.NEW_SLOTS], s[km.NEW_SCALE]
                 s[km.EDGE] = s[km.NEW_SLOTS] = s[km.NEW_SCALE] = 0
 
     def _begin_to_grow(self, slots: int) -> None:
-        state = self._arrays.state
-        self._arrays = self._arrays._replace(new_slots=_slots(slots))
+        state = self.arrays.state
+        self.arrays = self.arrays._replace(new_slots=_slots(slots))
         state[km.NEW_SLOTS], state[km.NEW_SCALE] = slots, self._scale(slots)
 
-    def _set_slots(self, slots: int) -> None:
-        state = self._arrays.state
-        self._arrays = self._arrays._replace(slots=_slots(slots))
+    def reserve(self, num_keys: int) -> None:
+        """Make room for keys in an empty map."""
+        slots, state = max(MIN_SLOTS, int(num_keys / 0.7)), self.arrays.state
+        self.arrays = self.arrays._replace(slots=_slots(slots))
         state[km.SLOTS], state[km.SCALE] = slots, self._scale(slots)
 
     def _scale(self, slots: int) -> int:
@@ -344,65 +327,5 @@ class Vocabulary:
         return (slots << 32) // ((last - first) << (km.SHIFT - 32))
 
 
-class VocabularyCopy:
-    """The keys of a vocabulary at one moment; they are sorted on first use."""
-
-    def __init__(self, part: Vocabulary, arrays: km.Arrays, clock: Array, totals: Totals) -> None:
-        self._arrays, self._clock, self._now = arrays, clock, part.num_trained
-        self._is_lfu, self._has_clock = part.is_lfu, part.buckets[0] == 0
-        self._totals = np.array(astuple(totals), np.int64)
-        # The undo has marked entries that only announced batches use as free.
-        self._rows = np.flatnonzero(arrays.rows[:, km.LAST] >= 0)
-        self._pending = np.flatnonzero(arrays.pending[:, km.LAST] >= 0)
-        self.num_rows, self.num_pending = self._rows.size, self._pending.size
-
-    def size(self, kind: str) -> int:
-        """Return the number of values of ``column``."""
-        if kind == "clock":
-            return (1 + self._clock.size) if self._has_clock else 0
-        if kind == "totals":
-            return self._totals.size
-        return self.num_pending if kind.startswith("pending") else self.num_rows
-
-    def column(self, kind: str) -> Array:
-        """Return the values of one of ``state.KEY_TENSORS``."""
-        saved = self.saved
-        columns = {
-            "keys": lambda: loops.keys_of(saved.addresses),
-            "last_uses": lambda: saved.lasts,
-            "counts": lambda: saved.counts,
-            "pending_keys": lambda: loops.keys_of(saved.pending_addresses),
-            "pending_last_uses": lambda: saved.pending_lasts,
-            "pending_counts": lambda: saved.pending_counts,
-            "clock": lambda: np.append(self._now, self._clock),
-            "totals": lambda: self._totals,
-        }
-        return columns[kind]()
-
-    @cached_property
-    def saved(self) -> Saved:
-        """Return the keys in the order of their addresses."""
-        t = self._arrays
-        addresses, waiting = _addresses(t.rows[self._rows]), _addresses(t.pending[self._pending])
-        order, waiting_order = np.argsort(addresses), np.argsort(waiting)
-        rows, pending = self._rows[order], self._pending[waiting_order]
-        return Saved(
-            addresses=addresses[order],
-            lasts=t.rows[rows, km.LAST],
-            counts=t.row_counts[rows] if self._is_lfu else np.zeros(rows.size, np.int32),
-            pending_addresses=waiting[waiting_order],
-            pending_lasts=t.pending[pending, km.LAST],
-            pending_counts=t.pending[pending, km.COUNT],
-            now=self._now,
-            clock=self._clock,
-        )
-
-
 def _slots(count: int) -> Array:
     return np.zeros((count + km.PAD, 1), np.uint64)
-
-
-def _addresses(records: Array) -> Array:
-    """Return the addresses of rows or counters."""
-    high, low = records[:, km.HIGH].astype(np.int64), records[:, km.LOW].astype(np.int64)
-    return (high << 32) | (low & km.LOW_32)
