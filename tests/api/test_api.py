@@ -302,6 +302,20 @@ def test_missing_values_of_pandas_are_missing(run):
     assert run.predict(lost)["score"].tolist() != run.predict(new)["score"].tolist()
 
 
+def test_errors_name_rows_in_memory_as_the_caller_does(run, tmp_path):
+    new = rows(30)
+    with pytest.raises(
+        DataError, match=r"^data: no column 'price'; it has user, item, city, click"
+    ):
+        run.predict(new.drop(columns="price"))
+    new["price"] = "$1,234.50"
+    with pytest.raises(DataError) as error:
+        run.predict(new)
+    assert "data:1: price is not a number: '$1,234.50'" in str(error.value)
+    with pytest.raises(DataError, match=r"data\['val'\]: no column 'price'"):
+        fit(tmp_path / "run", {"train": rows(300), "val": rows(30).drop(columns="price")})
+
+
 def test_an_evaluation_of_the_test_rows_is_that_of_the_run(run):
     scores = run.evaluate(rows(3000)[2700:])
     final = run.result

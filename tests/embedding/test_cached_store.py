@@ -243,7 +243,9 @@ def test_a_full_disk_is_reported_at_the_start(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
     blocked = tmp_path / "file"
     blocked.write_text("")
-    with pytest.raises(ConfigError, match=r"cannot hold a file"):
+    with pytest.raises(
+        ConfigError, match=r"\(not a directory\); use a folder on a local disk that"
+    ):
         file_records(ROWS, layout, blocked / "folder", "parallel.storage.t")
 
 

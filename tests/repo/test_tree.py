@@ -109,6 +109,7 @@ COMPILED = (
     "compiled_half",
     "mark_loops",
     "prefetch",
+    "shared_loops",
     "slot_loops",
     "loops",
     "numba_rules",

@@ -87,6 +87,8 @@ def test_the_best_step_is_scored_reported_predicted_and_exported_alike(
     assert (final["best_step"], best < last) == (best, True)
     tests = {e["step"]: e for e in events(stopped, "eval") if e["split"] == "test"}
     assert set(tests) == {best, last}
+    whole = [(e["split"], e["step"]) for e in events(stopped, "eval")]
+    assert len(whole) == len(set(whole)), "a split is scored twice with the same weights"
     assert (final["auc"], final["logloss"]) == (tests[best]["auc"], tests[best]["logloss"])
     assert (final["last_auc"], final["last_logloss"]) == (
         tests[last]["auc"],

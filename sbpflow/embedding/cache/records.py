@@ -4,6 +4,7 @@ A record is a sequence of words. The word type is the largest integer type that 
 all tensors.
 """
 
+import errno
 import math
 import mmap
 import os
@@ -126,11 +127,12 @@ def file_records(num_rows: int, layout: RecordLayout, folder: Path, key: str) ->
 
 def _file_message(folder: Path, size: int, key: str, error: OSError) -> str:
     reason = (error.strerror or "cannot be used").lower()
-    free = ""
-    if folder.is_dir():
+    advice = "use a folder on a local disk that you can write, such as /scratch"
+    if folder.is_dir() and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         usage = os.statvfs(folder)
-        free = f", {usage.f_bavail * usage.f_frsize / 1e9:.2f} GB are free"
+        reason += f", {usage.f_bavail * usage.f_frsize / 1e9:.2f} GB are free"
+        advice = "use a folder on a larger disk"
     return (
         f"{key}.path: {folder} cannot hold a file of {size / 1e9:.2f} GB for the rows of this rank "
-        f"({reason}{free}); use a folder on a larger disk"
+        f"({reason}); {advice}"
     )

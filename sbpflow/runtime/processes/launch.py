@@ -18,6 +18,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from types import FrameType
 from typing import NoReturn
 
@@ -74,7 +75,8 @@ def dispatch(
         sys.stdout.write(f"usage: {prog} {{{','.join(commands)}}} [-h] ...\n")
         return 0
     if name not in commands:
-        raise ConfigError(f"unknown command {name!r}; use {' or '.join(commands)}")
+        near = [f"; did you mean {match}?" for match in get_close_matches(name, commands, 1)]
+        raise ConfigError(f"unknown command {name!r}{''.join(near)}; use {', '.join(commands)}")
     return until_nobody_reads(lambda: commands[name](argv[1:]))
 
 
@@ -117,10 +119,10 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
         if error.code in (None, 0):
             raise
         exits.leave(*_exit_of_program(error))
-    except KeyboardInterrupt:
-        exits.leave(Reason("interrupt"), EXIT_INTERRUPT)
-    except Terminated:
-        exits.leave(Reason("terminated"), EXIT_INTERRUPT)
+    except KeyboardInterrupt as error:
+        exits.leave(Reason("interrupt", str(error)), EXIT_INTERRUPT)
+    except Terminated as error:
+        exits.leave(Reason("terminated", str(error)), EXIT_INTERRUPT)
     except BaseException as error:  # any error ends the rank
         reason, code = classify(error)
         logger.debug("ending with exit code %d", code, exc_info=True)
