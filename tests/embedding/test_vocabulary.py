@@ -202,8 +202,9 @@ def test_canceled_batches_leave_no_trace(growth):
     run(growth, stream(4, 40), ahead=5, cancel_at=(3, 11, 12, 30))
 
 
-def test_keys_of_an_accumulated_step_stay():
-    run(growth_of(admit=2), stream(5, 60), ahead=7, accumulate=3)
+@pytest.mark.parametrize("growth", [growth_of(admit=2), growth_of(idle=1)], ids=str)
+def test_keys_of_an_accumulated_step_stay(growth):
+    run(growth, stream(5, 60), ahead=7, accumulate=3)
 
 
 @settings(max_examples=25, deadline=None)

@@ -173,7 +173,11 @@ class Vocabulary:
         if start >= stop:
             return log, 0, 0
         sizes = np.zeros(4, np.int64)
-        limits = self._clock.limit(self._idle), self._clock.limit(self._forget)
+        # A key used by this step stays, even if the step has more samples than the limit.
+        limits = (
+            min(self._clock.limit(self._idle), self._step_start),
+            self._clock.limit(self._forget),
+        )
         log = np.empty((eviction_loops.count_entries(self.arrays, start, stop), 5), np.int64)
         eviction_loops.sweep(self.arrays, start, stop, *limits, log, sizes)
         return log[: sizes[0]].copy(), int(sizes[1]), int(sizes[2])
