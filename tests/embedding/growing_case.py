@@ -28,7 +28,8 @@ from sbpflow.sbp.sbp import balanced_sizes
 from tests.embedding.cases import Spec
 from tests.embedding.vocabulary_reference import address_in
 
-BUCKETS = (0, 5, 17, 3000, 8191, 8192, 12000, NUM_BUCKETS - 1)
+# The idle keys of buckets 130 to 330 leave after batches 8 to 20.
+BUCKETS = (0, 130, 200, 260, 330, 8191, 8192, NUM_BUCKETS - 1)
 BATCH = 24
 UNIQUE = Spec("S(0)", "unique")
 GROWTH = Growth(evict=Eviction(max_rows=MIN_ROWS), admit_count=2)
