@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # these modules need numba
     from sbpflow.embedding.vocabulary.vocabulary import Vocabulary
 
 TABLES = "tables/"
+_BLOCK_KEYS = BLOCK_BYTES // 8
 
 
 def check_fits(
@@ -109,22 +110,21 @@ class _Growing:
         self._checkpoint, self._name = checkpoint, f"vocabularies/{field.plan.name}"
         addresses = self._addresses("keys")
         # The saved keys of each owner's buckets, and the rows that they get.
-        self._parts = [
-            (_range(addresses, first, last), row) for first, last, row in field.first_rows()
-        ]
-        live = field.live
-        if live is not None:
+        self._parts: list[tuple[slice, int]] = []
+        if (live := field.live) is not None:
             self._parts = [
-                (keys, row) for keys, row in self._parts if live.start <= row < live.stop
+                (addresses.within(first, last), row)
+                for first, last, row in field.first_rows()
+                if live.start <= row < live.stop
             ]
             live.load([(row, addresses.read(keys)) for keys, row in self._parts])
         if field.part is not None:
             first, last = field.part.buckets
-            self._load(field.part, _range(addresses, first, last), first, last)
+            self._load(field.part, addresses.within(first, last), first, last)
 
     def _load(self, part: "Vocabulary", keys: slice, first: int, last: int) -> None:
         waiting = self._addresses("pending_keys")
-        pending = _range(waiting, first, last)
+        pending = waiting.within(first, last)
         clock, totals = self._whole("clock"), self._whole("totals")
         part.load(
             Saved(
@@ -176,22 +176,27 @@ class _Addresses:
 
     def __init__(self, checkpoint: Checkpoint, name: str) -> None:
         self._checkpoint, self._name = checkpoint, name
+        self._blocks: dict[int, Tensor] = {}
         self.count = checkpoint.tensors[name].whole.num_rows
 
     def read(self, rows: slice) -> Tensor:
         return mix(self._checkpoint.tensor(self._name, rows))
 
-    def one(self, row: int) -> int:
-        return int(self.read(slice(row, row + 1)))
+    def within(self, first: int, last: int) -> slice:
+        """Return the range of saved keys in buckets [first, last)."""
+        start, stop = (
+            bisect_left(range(self.count), first_address(bucket), key=self._address)
+            for bucket in (first, last)
+        )
+        return slice(start, stop)
 
-
-def _range(addresses: _Addresses, first: int, last: int) -> slice:
-    """Return the range of saved keys in buckets [first, last)."""
-    start, stop = (
-        bisect_left(range(addresses.count), first_address(bucket), key=addresses.one)
-        for bucket in (first, last)
-    )
-    return slice(start, stop)
+    def _address(self, row: int) -> int:
+        """Return one address; a search reads few blocks, and some of them several times."""
+        block = row // _BLOCK_KEYS
+        if block not in self._blocks:
+            start = block * _BLOCK_KEYS
+            self._blocks[block] = self.read(slice(start, start + _BLOCK_KEYS))
+        return int(self._blocks[block][row % _BLOCK_KEYS])
 
 
 def _fill(checkpoint: Checkpoint, name: str, saved: Place, rectangle: Rectangle) -> None:

@@ -14,8 +14,8 @@ from sbpflow.embedding.vocabulary.vocabulary import Vocabulary
 from sbpflow.runtime.random.streams import unmix
 from tests.embedding.vocabulary_reference import ReferenceVocabulary, address_in, as_arrays
 
-# Buckets at the ends and in the middle, two of which are swept in the first batches.
-BUCKETS = (0, 5, 17, 8191, 8192, NUM_BUCKETS - 1)
+# Buckets at the ends and in the middle, and buckets whose idle keys leave after batches 8 to 24.
+BUCKETS = (0, 130, 200, 260, 330, 390, 8191, 8192, NUM_BUCKETS - 1)
 NO_COUNTS = np.empty(0, np.int64)
 
 
@@ -202,8 +202,9 @@ def test_canceled_batches_leave_no_trace(growth):
     run(growth, stream(4, 40), ahead=5, cancel_at=(3, 11, 12, 30))
 
 
-def test_keys_of_an_accumulated_step_stay():
-    run(growth_of(admit=2), stream(5, 60), ahead=7, accumulate=3)
+@pytest.mark.parametrize("growth", [growth_of(admit=2), growth_of(idle=1)], ids=str)
+def test_keys_of_an_accumulated_step_stay(growth):
+    run(growth, stream(5, 60), ahead=7, accumulate=3)
 
 
 @settings(max_examples=25, deadline=None)
@@ -224,6 +225,15 @@ def test_any_stream(seed, policy, admit, forget, idle, ranks, ahead, reshard, ca
         growth, stream(seed, 25, 80), ranks=ranks, ahead=ahead, reshards=(reshard,),
         cancel_at=(cancel,),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_idle_keys_leave(policy):
+    growth = growth_of(policy, admit=2, forget=30, idle=45)
+    _, _, totals = run(growth, stream(6, 40), ranks=2, ahead=2)
+    assert sum(t.forgotten for t in totals) > 5
+    unlimited = run(growth_of(policy, admit=2), stream(6, 40))[2]
+    assert sum(t.evicted for t in totals) != sum(t.evicted for t in unlimited)
 
 
 def test_a_full_bucket_refuses_keys():

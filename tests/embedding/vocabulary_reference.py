@@ -60,7 +60,9 @@ class ReferenceVocabulary:
         limits = (self.growth.evict.idle_samples, self.growth.forget_after_samples)
         for keys, limit in zip((self.live, self.pending), limits, strict=True):
             for address in [a for a in keys if start <= bucket_of(a) < start + SWEPT]:
-                if limit is not None and self.clock[now] - self.clock[keys[address][0]] > limit:
+                used = keys[address][0]
+                stays = keys is self.live and used >= self.step_start
+                if limit is not None and self.clock[now] - self.clock[used] > limit and not stays:
                     del keys[address]
 
     def facts(self) -> tuple[dict[int, int], dict[int, tuple[int, int]]]:

@@ -10,6 +10,7 @@ from sbpflow.embedding.vocabulary.key_map import (
     EDGE,
     ENTRIES,
     FIRST,
+    FIRST_ROW,
     HIGH,
     IS_LFU,
     LAST,
@@ -55,7 +56,7 @@ def observe(  # noqa: C901 - searching in a function of its own takes four times
     state, slots, new_slots, rows, row_counts = t.state, t.slots, t.new_slots, t.rows, t.row_counts
     pending, free_pending = t.pending, t.free_pending
     now, admit_count, is_lfu = state[NOW], state[ADMIT_COUNT], state[IS_LFU]
-    first, scale, edge = state[FIRST], state[SCALE], state[EDGE]
+    first, scale, edge, first_row = state[FIRST], state[SCALE], state[EDGE], state[FIRST_ROW]
     num_uses = num_log = num_candidates = num_unresolved = 0
     n = keys.size
     # The search is written out here and in ``find_all``: as a function of several arrays it takes
@@ -118,7 +119,7 @@ def observe(  # noqa: C901 - searching in a function of its own takes four times
                 rows[entry, LAST] = now
             if is_lfu:
                 row_counts[entry] = min(row_counts[entry] + count, 2**30)
-            out[i] = entry
+            out[i] = entry + first_row
             continue
         if is_candidate:
             candidates[num_candidates] = p
@@ -133,21 +134,21 @@ def observe(  # noqa: C901 - searching in a function of its own takes four times
 def resolve(
     t: Arrays, counts: Array, unresolved: Array, admitted: Array, out: Array, sizes: Array
 ) -> None:
-    """Write the rows of admitted keys to ``out``, and -1 for other keys; count the latter."""
+    """Write the rows of admitted keys to ``out``, and row 0 for other keys; count the latter."""
     state, pending, free_pending = t.state, t.pending, t.free_pending
     num_pending = num_refused = 0
     for j in range(unresolved.size):
         i = unresolved[j]
         known = pending[out[i], COUNT]
         if known < 0:
-            out[i] = -1 - known
+            out[i] = -1 - known + state[FIRST_ROW]
             continue
         count = counts[i] if counts.size else 1
         if known >= state[ADMIT_COUNT]:
             num_refused += count
         else:
             num_pending += count
-        out[i] = -1
+        out[i] = 0
     for j in range(admitted.size):
         free_counter(state, pending, free_pending, admitted[j])
     sizes[0], sizes[1] = num_pending, num_refused

@@ -27,7 +27,7 @@ LOW, HIGH, LAST, COUNT = 0, 1, 2, 3  # columns of rows and counters; rows have n
 # Elements of ``state``. ``EDGE`` is the first slot that has not migrated.
 SLOTS, EDGE, NEW_SLOTS, SCALE, NEW_SCALE, FIRST, ENTRIES = 0, 1, 2, 3, 4, 5, 6
 NEXT_ROW, FREE_ROWS, NEXT_PENDING, FREE_PENDING, NOW, STEP_START = 7, 8, 9, 10, 11, 12
-FIRST_BUCKET, LAST_BUCKET, ADMIT_COUNT, IS_LFU = 13, 14, 15, 16
+FIRST_BUCKET, FIRST_ROW, ADMIT_COUNT, IS_LFU = 13, 14, 15, 16
 STATE_SIZE = 17
 
 

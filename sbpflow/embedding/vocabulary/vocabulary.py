@@ -63,8 +63,8 @@ class Vocabulary:
     def _reset(self, room: Array) -> None:
         num_buckets, rows = room.size, self.num_rows
         state = np.zeros(km.STATE_SIZE, np.int64)
-        first, last = self.buckets
-        state[km.FIRST_BUCKET], state[km.LAST_BUCKET] = first, last
+        first = self.buckets[0]
+        state[km.FIRST_BUCKET], state[km.FIRST_ROW] = first, self.first_row
         state[km.FIRST] = (first - NUM_BUCKETS // 2) << (km.SHIFT - 32)
         state[km.ADMIT_COUNT], state[km.IS_LFU] = self.growth.admit_count, self.is_lfu
         depth = max(4, -(-rows // num_buckets) // VICTIM_SHARE)
@@ -149,8 +149,7 @@ class Vocabulary:
         )
         self._steps.append(step)
         self._patch = None
-        rows = np.where(out < 0, 0, out + self.first_row)
-        return rows, self._changes(step, new_rows[:num_new])
+        return out, self._changes(step, new_rows[:num_new])
 
     def _changes(self, step: _Step, new_rows: Array) -> Changes:
         _, decided, swept = step.logs
@@ -173,7 +172,11 @@ class Vocabulary:
         if start >= stop:
             return log, 0, 0
         sizes = np.zeros(4, np.int64)
-        limits = self._clock.limit(self._idle), self._clock.limit(self._forget)
+        # A key used by this step stays, even if the step has more samples than the limit.
+        limits = (
+            min(self._clock.limit(self._idle), self._step_start),
+            self._clock.limit(self._forget),
+        )
         log = np.empty((eviction_loops.count_entries(self.arrays, start, stop), 5), np.int64)
         eviction_loops.sweep(self.arrays, start, stop, *limits, log, sizes)
         return log[: sizes[0]].copy(), int(sizes[1]), int(sizes[2])
