@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from sbpflow.commands.train import config_parser, run_planner
 
@@ -31,8 +32,10 @@ def explain(argv: Sequence[str]) -> int:
     from sbpflow.run.planning.build_plan import plan_run
     from sbpflow.run.planning.cache_forecast import cached_stacks, forecast
     from sbpflow.run.planning.explain import check_world_size, describe, format_plan
+    from sbpflow.run.planning.explain_caches import rate_lines
     from sbpflow.run.planning.kernels import with_known_kernels
     from sbpflow.run.planning.summary import format_summary, what_helps
+    from sbpflow.run.report.data import batches_per_s
     from sbpflow.runtime.ranks.world import device_type_of
 
     check_world_size(args.world_size)
@@ -56,8 +59,11 @@ def explain(argv: Sequence[str]) -> int:
     facts = describe(plan, rows)
     growth = growth_of(manifest, facts["tables"])
     growing = growing_of(manifest, facts["tables"])
+    folder = Path(config.run.dir)
+    speed = batches_per_s(folder, plan) if rows else None
     if args.json:
-        json.dump(facts | {"growth": growth, "growing": growing}, sys.stdout, indent=1)
+        more = {"growth": growth, "growing": growing, "batches_per_s": speed}
+        json.dump(facts | more, sys.stdout, indent=1)
         print()
         return 0
     if args.transfers:
@@ -65,6 +71,7 @@ def explain(argv: Sequence[str]) -> int:
     else:
         helps = what_helps(config, fields, plan, device_type=device_type, planned=rules)
         text = format_summary(plan, helps, shards=args.shards, forecast=rows)
-    parts = (text, growth_text(growth), growing_text(growing))
+    rates = "\n".join(rate_lines(facts["caches"], speed, folder)) if speed else ""
+    parts = (text, rates, growth_text(growth), growing_text(growing))
     print("\n\n".join(part for part in parts if part))
     return 0

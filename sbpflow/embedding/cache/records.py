@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sbpflow.embedding.cache.slot_layout import Array
+from sbpflow.embedding.cache.slot_layout import Array, find_loops, warm_up_copies
 from sbpflow.errors import ConfigError
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -84,16 +84,18 @@ class MappedRecords:
 
     def __init__(self, records: Array) -> None:
         self._records = records
+        self._loops = find_loops()
+        warm_up_copies(records)
 
     @property
     def num_bytes(self) -> int:
         return self._records.nbytes
 
     def read(self, rows: Array, out: Array) -> None:
-        np.take(self._records, rows, axis=0, out=out, mode="clip")
+        self._loops.take(self._records, rows, out, 0)
 
     def write(self, rows: Array, records: Array) -> None:
-        self._records[rows] = records
+        self._loops.put(self._records, rows, records, 0)
 
 
 def host_records(num_rows: int, layout: RecordLayout, *, pinned: bool) -> MappedRecords:

@@ -12,6 +12,7 @@ import contextlib
 import errno
 import logging
 import os
+import resource
 import select
 import signal
 import sys
@@ -145,7 +146,8 @@ def classify(error: BaseException) -> tuple[Reason, int]:
     if isinstance(error, OSError) and error.errno in _FULL:
         return Reason("mistake", f"{(error.strerror or '').lower()}: {_MAKE_ROOM}"), EXIT_MISTAKE
     if detail := _out_of_memory(error):
-        return Reason("mistake", f"out of memory: {detail}; {_NEED_LESS}"), EXIT_MISTAKE
+        text = f"out of memory: {detail}{_memory_limits()}; {_NEED_LESS}"
+        return Reason("mistake", text), EXIT_MISTAKE
     if isinstance(error, AbsentError):
         return Reason("absent", str(error)), EXIT_LOST_PEER
     if isinstance(error, PeerStoppedError):
@@ -177,6 +179,17 @@ def _out_of_memory(error: BaseException) -> str:
     if isinstance(error, RuntimeError) and _CPU_ALLOCATOR in text:
         return text.partition(_CPU_ALLOCATOR)[2].strip(" :.")
     return ""
+
+
+def _memory_limits() -> str:
+    """Return the limits on the memory of this process, or "" without limits."""
+    names = {"RLIMIT_DATA": resource.RLIMIT_DATA, "RLIMIT_AS": resource.RLIMIT_AS}
+    limits = {name: resource.getrlimit(limit)[0] for name, limit in names.items()}
+    return "".join(
+        f"; {name} limits this process to {size / 1e9:.2f} GB"
+        for name, size in limits.items()
+        if size != resource.RLIM_INFINITY
+    )
 
 
 def _torch_peer_errors() -> tuple[type[BaseException], ...]:
