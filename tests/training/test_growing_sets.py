@@ -28,7 +28,7 @@ model:
     C3: {vocabulary: dynamic, admit_count: 2, evict: {max_rows: 65536}}
     C7: {vocabulary: dynamic, admit_count: 3, forget_after_samples: 1000, evict: {max_rows: 65536}}
 optimizer: {sparse: {name: rowwise_adagrad}}
-parallel: {kernel: torch}
+parallel: {kernel: torch, scheme: 3}
 train: {log_every: 8, eval_every: 0}
 checkpoint: {every: 16}
 """
