@@ -107,7 +107,7 @@ class TrainedRows:
     def unsorted(self) -> Tensor:
         """Return the store's numbers of all rows, in any order."""
         parts = [
-            np.concatenate([np.zeros(has_shared, np.int64), numbers]) + base
+            np.concatenate([np.zeros(int(has_shared), np.int64), numbers]) + base
             for base, has_shared, numbers, _ in self._parts
         ]
         return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *parts]))
@@ -115,7 +115,8 @@ class TrainedRows:
     @cached_property
     def _sorted(self) -> Tensor:
         parts = [
-            np.concatenate([np.zeros(has_shared, np.int64), numbers[np.argsort(addresses)]]) + base
+            np.concatenate([np.zeros(int(has_shared), np.int64), numbers[np.argsort(addresses)]])
+            + base
             for base, has_shared, numbers, addresses in self._parts
         ]
         return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *parts]))
