@@ -113,9 +113,11 @@ def planned(
 ) -> tuple[Fetches, int]:
     """``SlotPlanner`` with ``known`` batches announced ahead, and ``ahead`` of them admitted.
 
-    Also returns how often fetch-ahead did not fit.
+    Also returns how often fetch-ahead did not fit. The rows to fetch and to read follow from the
+    trace and the evicted rows; SystemExit if the planner's differ.
     """
     planner = SlotPlanner(num_rows, capacity)
+    cached, touched = np.zeros(num_rows, bool), np.zeros(num_rows, bool)
     fetched, read, shrunk = 0, 0, 0
     for step in range(len(trace)):
         while planner.num_announced < min(step + known + 1, len(trace)):
@@ -127,8 +129,15 @@ def planned(
                     raise SystemExit(f"a batch needs {found} slots, there are {capacity}")
                 shrunk += 1
                 break
-            fetched += found.missing.size
-            read += int((~found.is_new).sum())
+            rows = trace[planner.num_admitted - 1]
+            missing = rows[~cached[rows]]
+            fetched += missing.size
+            read += int(touched[missing].sum())
+            same = np.array_equal(np.sort(found.missing), np.sort(missing))
+            if not same or not np.array_equal(touched[found.missing], ~found.is_new):
+                raise SystemExit(f"batch {step}: the planner fetches or reads other rows")
+            cached[found.evicted] = False
+            cached[rows] = touched[rows] = True
             if planner.num_leased > capacity:
                 raise SystemExit(f"{planner.num_leased} rows are in {capacity} slots")
         planner.release()

@@ -1,5 +1,7 @@
 """Training on a storage of limited rate: fetching on demand, LRU, and lookahead, at equal losses.
 
+``evaluation`` compares predictions one by one with predictions that read the next batch's rows.
+
 The rows are in a file that is in memory. ``PacedRecords`` adds the time that a link would take:
 full duplex, so that reads and writes do not slow each other, or half duplex. A paced thread sleeps,
 so the waits are exact on a busy machine; times of steps are not.
@@ -7,6 +9,7 @@ so the waits are exact on a busy machine; times of steps are not.
 
 import os
 import statistics
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,10 +38,11 @@ from sbpflow.run.planning.build_plan import plan_run
 from sbpflow.runtime.compute.malloc import keep_freed_memory
 from sbpflow.runtime.ranks.world import World
 
-PARTS = ("systems", "rates", "capacities", "lookaheads")
+PARTS = ("systems", "rates", "capacities", "lookaheads", "evaluation")
 BATCH, CAPACITY, LOOKAHEAD = 1024, 22_000, 64
 MBIT = 1e6 / 8  # bytes per second
 WARM_UP, MEASURED = 25, 40
+EVALUATED = 40  # batches
 Array = np.ndarray[Any, Any]
 Batches = Sequence[Any]
 
@@ -199,7 +203,8 @@ class Measured:
 
     losses: list[float] = field(repr=False)
     step_ms: float
-    cpu_ms: float
+    cpu_ms: float  # of the process
+    mover_cpu_ms: float  # of this time, in the threads that move rows
     wait_ms: float
     fetched: float
     read_ms: float  # of the link, per step
@@ -274,17 +279,17 @@ def train(job: Job, stores: Stores, batches: Batches, warm_up: int, measured: in
     """Train; the first ``warm_up`` steps fill the cache."""
     losses: list[float] = []
     times: list[float] = []
-    begin, cpu, before = 0.0, 0.0, stores.figures()
+    begin, cpu, mover_cpu, before = 0.0, 0.0, 0.0, stores.figures()
     for step, loss in enumerate(job.trainer.train_on(iter(batches)), 1):
         losses.append(float(loss))
         now = time.perf_counter()
         times.append(now - begin)
         begin = now
         if step == warm_up:
-            cpu, before = time.process_time(), stores.figures()
+            cpu, mover_cpu, before = time.process_time(), _mover_cpu_s(), stores.figures()
         if step == warm_up + measured:
             break
-    cpu = time.process_time() - cpu
+    cpu, mover_cpu = time.process_time() - cpu, _mover_cpu_s() - mover_cpu
     after = stores.figures()
     job.trainer.drain()
     wait, fetched, read, write = ((b - a) / measured for a, b in zip(before, after, strict=True))
@@ -292,11 +297,18 @@ def train(job: Job, stores: Stores, batches: Batches, warm_up: int, measured: in
         losses=losses,
         step_ms=1e3 * statistics.mean(times[warm_up:]),
         cpu_ms=1e3 * cpu / measured,
+        mover_cpu_ms=1e3 * mover_cpu / measured,
         wait_ms=wait,
         fetched=fetched,
         read_ms=read,
         write_ms=write,
     )
+
+
+def _mover_cpu_s() -> float:
+    threads = [thread.ident for thread in threading.enumerate() if thread.name == "row mover"]
+    clocks = [time.pthread_getcpuclockid(ident) for ident in threads if ident is not None]
+    return sum(map(time.clock_gettime, clocks))
 
 
 def run(world: World, folder: Path, batches: Batches, fields: Fields, setup: Setup) -> Measured:
@@ -355,37 +367,83 @@ def _setups(part: str) -> list[Setup]:
     return [replace(ours, lookahead=known) for known in (2, 4, 8, 16, 32)]
 
 
-def measure(results: Results, folder: Path, part: str) -> None:
+def _measure_evaluation(
+    results: Results, world: World, folder: Path, batches: Batches, fields: Fields
+) -> None:
+    """Times per batch of evaluations after training; SystemExit if any logit differs."""
+    compute_ms, logits = 0.0, list[Tensor]()
+    setups = [Setup(system="lookahead", rate=rate) for rate in (50, 100, 200, 400, 1000)]
+    for setup in (Setup(system="device"), *setups):
+        job, stores = make_job(world, fields, setup, folder)
+        train(job, stores, batches, WARM_UP, MEASURED)
+        times: dict[str, float] = {}
+        for name in ("one_by_one", "pipelined"):
+            for _ in job.trainer.predict_all(batches[:3]):
+                pass
+            before, begin = stores.figures(), time.perf_counter()
+            given = batches[:EVALUATED]
+            if name == "pipelined":
+                found = [logits for _, logits in job.trainer.predict_all(given)]
+            else:
+                found = [job.trainer.predict(batch) for batch in given]
+            times[f"{name}_ms"] = 1e3 * (time.perf_counter() - begin) / EVALUATED
+            read_ms = (stores.figures()[2] - before[2]) / EVALUATED
+            logits = logits or found
+            if not all(map(torch.equal, logits, found)):
+                raise SystemExit(f"{setup}: logits differ from those on the device")
+        if setup.system == "device":
+            compute_ms = times["pipelined_ms"]
+            results.add(system="device", batches=EVALUATED, **times)
+            continue
+        results.add(
+            system=setup.system, mbit_per_s=setup.rate, capacity=setup.capacity,
+            batches=EVALUATED, logits_equal=True, compute_ms=compute_ms, read_ms=read_ms,
+            times_ideal=times["pipelined_ms"] / max(compute_ms, read_ms), **times,
+        )  # fmt: skip
+
+
+def _measure_training(
+    results: Results, world: World, folder: Path, batches: Batches, fields: Fields, part: str
+) -> None:
     """Step times of the setups of a part; SystemExit if any loss differs."""
+    device = run(world, folder, batches, fields, Setup(system="device"))
+    results.add(system="device", step_ms=device.step_ms, cpu_ms=device.cpu_ms)
+    serial: Measured | None = None
+    for setup in _setups(part):
+        found = run(world, folder, batches, fields, setup)
+        if found.losses != device.losses:
+            raise SystemExit(f"{setup}: losses differ from those on the device")
+        if setup.system == "uncached" and not setup.buffered:
+            serial = found
+        busy = (found.read_ms, found.write_ms)
+        link_ms = max(busy) if setup.duplex else sum(busy)
+        ideal: dict[str, float] = {}
+        if serial is not None and setup.system == "lookahead":
+            sync_ms = serial.read_ms + serial.write_ms
+            ideal["times_faster"] = serial.step_ms / found.step_ms
+            ideal["ideal"] = (device.step_ms + sync_ms) / max(device.step_ms, link_ms)
+        results.add(
+            system=setup.system, mbit_per_s=setup.rate, capacity=setup.capacity,
+            lookahead=setup.lookahead if setup.system == "lookahead" else None,
+            full_duplex=setup.duplex, writes_buffered=setup.buffered,
+            losses_equal=len(found.losses), step_ms=found.step_ms, cpu_ms=found.cpu_ms,
+            added_cpu_ms=found.cpu_ms - device.cpu_ms, mover_cpu_ms=found.mover_cpu_ms,
+            exposed_wait_ms=found.wait_ms,
+            exposed_share=found.wait_ms / found.step_ms, fetched_per_step=found.fetched,
+            read_ms=found.read_ms, write_ms=found.write_ms, link_ms=link_ms, **ideal,
+        )  # fmt: skip
+
+
+def measure(results: Results, folder: Path, part: str) -> None:
+    """Measure a part; SystemExit if caching changes any result."""
     keep_freed_memory()
     torch.set_num_threads(1)
     scratch = folder / f"rows-{os.getpid()}"
     with World.start("cpu") as world:
         batches, fields = genuine_batches(folder, world)
-        device = run(world, scratch, batches, fields, Setup(system="device"))
-        results.add(system="device", step_ms=device.step_ms, cpu_ms=device.cpu_ms)
-        serial: Measured | None = None
-        for setup in _setups(part):
-            found = run(world, scratch, batches, fields, setup)
-            if found.losses != device.losses:
-                raise SystemExit(f"{setup}: losses differ from those on the device")
-            if setup.system == "uncached" and not setup.buffered:
-                serial = found
-            busy = (found.read_ms, found.write_ms)
-            link_ms = max(busy) if setup.duplex else sum(busy)
-            ideal: dict[str, float] = {}
-            if serial is not None and setup.system == "lookahead":
-                sync_ms = serial.read_ms + serial.write_ms
-                ideal["times_faster"] = serial.step_ms / found.step_ms
-                ideal["ideal"] = (device.step_ms + sync_ms) / max(device.step_ms, link_ms)
-            results.add(
-                system=setup.system, mbit_per_s=setup.rate, capacity=setup.capacity,
-                lookahead=setup.lookahead if setup.system == "lookahead" else None,
-                full_duplex=setup.duplex, writes_buffered=setup.buffered,
-                losses_equal=len(found.losses), step_ms=found.step_ms, cpu_ms=found.cpu_ms,
-                added_cpu_ms=found.cpu_ms - device.cpu_ms, exposed_wait_ms=found.wait_ms,
-                exposed_share=found.wait_ms / found.step_ms, fetched_per_step=found.fetched,
-                read_ms=found.read_ms, write_ms=found.write_ms, link_ms=link_ms, **ideal,
-            )  # fmt: skip
+        if part == "evaluation":
+            _measure_evaluation(results, world, scratch, batches, fields)
+        else:
+            _measure_training(results, world, scratch, batches, fields, part)
     if scratch.exists():
         scratch.rmdir()

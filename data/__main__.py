@@ -21,7 +21,7 @@ from sbpflow.data.prepare.schema_file import parse_crosses, read_schema
 from sbpflow.data.prepare.split import parse_split
 from sbpflow.errors import ConfigError, DataError
 from sbpflow.runtime.files.local_path import local_path
-from sbpflow.runtime.processes.launch import until_nobody_reads
+from sbpflow.runtime.processes.launch import ArgumentParser, until_nobody_reads
 
 _LOG = logging.getLogger(__name__)
 _DISK_FACTOR = {".gz": 4.5, ".parquet": 4.5}
@@ -175,11 +175,9 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         "other parts (default %(default)s)")  # fmt: skip
 
 
-def parser(
-    kind: type[argparse.ArgumentParser] = argparse.ArgumentParser,
-) -> argparse.ArgumentParser:
+def parser() -> ArgumentParser:
     """Parse the commands with their options; ``run`` of the result runs the command."""
-    parser = kind(prog="sbpflow", description=__doc__)
+    parser = ArgumentParser(prog="sbpflow", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     prepare = commands.add_parser("prepare", help="turn raw rows into a prepared set")
     add = prepare.add_argument
@@ -188,8 +186,10 @@ def parser(
         "folders of such files, in time order; fsspec URLs such as s3:// also work")  # fmt: skip
     add("--output", type=local_path, required=True, metavar="DIR",
         help="folder of the set, which is built in DIR.work first")  # fmt: skip
-    add("--split", default="time:0.8,0.1,0.1", help="time:TRAIN,VAL,TEST | ratio:... | "
-        "file:val=PATTERN,test=PATTERN (default %(default)s)")  # fmt: skip
+    add("--split", default="time:0.8,0.1,0.1", help="by row order (time:TRAIN,VAL,TEST), by date "
+        "(time:COLUMN<DATE,COLUMN<DATE, the first times of val and test), at random "
+        "(ratio:TRAIN,VAL,TEST), or by file (file:val=PATTERN,test=PATTERN) (default %(default)s)",
+        )  # fmt: skip
     add("--min-count", type=int, help="values with fewer lookups in train share id 1 (default 2)")
     add("--crosses", help="pairs of columns for the wide part (default C1xC2,C3xC4; or none)")
     add("--hash-size", help="table rows of hashed fields: N for all, or C3=N,C12=N")
@@ -294,7 +294,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(argv: list[str] | None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    args = parser().parse_args(argv)
+    try:
+        args = parser().parse_args(argv)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     if args.command in ("prepare", "encode"):
         from sbpflow.runtime.compute.malloc import keep_freed_memory
 

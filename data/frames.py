@@ -1,6 +1,7 @@
 """Accepts tables in memory (pandas, Polars, and Arrow), and returns results of the same kind."""
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,7 +12,6 @@ from sbpflow.data.__main__ import parser
 from sbpflow.data.format.manifest import MANIFEST, SPLITS, Manifest
 from sbpflow.data.prepare.remote import input_path
 from sbpflow.errors import ConfigError, DataError
-from sbpflow.runtime.processes.launch import ArgumentParser
 
 Frame = Any  # a pandas or Polars DataFrame, or an Arrow table; pandas and pyarrow are optional
 
@@ -48,11 +48,24 @@ def prepared_set(
         words += [f"--{key.replace('_', '-')}", *([] if value is True else [str(value)])]
     if isinstance(schema, str | Path):
         words += ["--schema", str(schema)]
-    args = parser(ArgumentParser).parse_args(words)
+    args = parser().parse_args(words)
     if isinstance(schema, Mapping):
         args.schema = plain(schema)
-    manifest: Manifest = args.run(args)
+    with named_rows(folder):
+        manifest: Manifest = args.run(args)
     return manifest.path
+
+
+@contextmanager
+def named_rows(folder: Path) -> Generator[None]:
+    """Name rows in memory as the caller does in errors, instead of their files in ``folder``."""
+    try:
+        yield
+    except DataError as error:
+        text = str(error).replace(str(folder / "rows.arrow"), "data")
+        for part in SPLITS:
+            text = text.replace(str(folder / f"{part}.arrow"), f"data[{part!r}]")
+        raise DataError(*text.split("\n  ")) from error
 
 
 def input_of(data: "Frame | str | Path", file: Path, key: str = "data") -> str:

@@ -22,6 +22,8 @@ TIME_BUCKETS = 40
 QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
 _BLOCK_ROWS = 1 << 16
 _DENSE_BINS = 1 << 16
+_FLOAT32 = 2.0**-23
+"""Relative resolution of the stored values"""
 _MAX_ID_BINS = 1 << 18
 """Maximum number of bins; in larger tables, ids other than missing and rare share bins"""
 _SCORES = 1 << 12
@@ -153,7 +155,9 @@ class _Feature:
         keys = np.minimum(places, _DENSE_BINS - 1).astype(np.uint32) << np.uint32(16)
         low, high = self._range
         quantiles = np.clip(values_of_order(keys), low, high).tolist()
-        summary = {"mean": mean, "std": max(square - mean * mean, 0.0) ** 0.5, "min": low}
+        std = max(square - mean * mean, 0.0) ** 0.5
+        mean = mean if abs(mean) > _FLOAT32 * std else 0.0  # the sum of standardised values
+        summary = {"mean": mean, "std": std, "min": low}
         names = (f"p{round(100 * part)}" for part in QUANTILES)
         return {**summary, **dict(zip(names, quantiles, strict=True)), "max": high}
 

@@ -208,7 +208,7 @@ def _unit(manifest: Manifest, profile: Profile) -> float | None:
     """Return the time units per second, or None for numbers that are not times since 1970."""
     if not profile.time_edges:
         return None
-    if manifest.content["schema"]["time"][1] == "date":
+    if manifest.content["schema"]["time"][1] != "integer":
         return 1e6
     return epoch_unit(profile.time_edges[0], profile.time_edges[-1])
 

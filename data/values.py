@@ -68,6 +68,6 @@ def _strings(stored: Vocabulary) -> NDArray[Any]:
         raise ConfigError(
             f"values: not given, but the vocabulary of {stored.name} has only hashes of its "
             f"strings; pass the strings (for example, values=frame[{stored.name!r}]), or prepare "
-            "the set with --keep-strings"
+            'the set with --keep-strings (in sbpflow.fit, prepare={"keep_strings": True})'
         )
     return np.array(strings, dtype=object)  # fixed width would pad all strings to the longest

@@ -27,7 +27,7 @@ from sbpflow.config.load import config_of, read_yaml
 from sbpflow.config.parse import plain
 from sbpflow.config.schema import Config
 from sbpflow.data import RowLoader, fields_of, load_manifest
-from sbpflow.data.frames import Frame, input_of, like, prepared_set
+from sbpflow.data.frames import Frame, input_of, like, named_rows, prepared_set
 from sbpflow.data.predictions import Scoring
 from sbpflow.data.values import values_and_ids
 from sbpflow.errors import CheckpointError, ConfigError, DataError
@@ -243,7 +243,8 @@ class Run:
             folder = Path(name)
             source, output = input_of(data, folder / "rows.arrow"), folder / "scores.parquet"
             scoring = Scoring([source], output, split, manifest, overwrite=False)
-            job, loader = open_rows(checkpoint, config, scoring, opened, bad=max_bad_fraction)
+            with named_rows(folder):
+                job, loader = open_rows(checkpoint, config, scoring, opened, bad=max_bad_fraction)
             yield _Rows(config, scoring, job, loader, output)
 
 

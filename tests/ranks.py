@@ -191,7 +191,8 @@ def _serve(
     meeting = Rendezvous(
         init_method=f"file://{store}", rank=rank, size=world_size, local_rank=local_rank
     )
-    world = World.start(device, timeout_s=TIMEOUT_S, rendezvous=meeting)
+    shared = os.environ.get("SBPFLOW_TEST_SHARED_MEMORY", "1") == "1"
+    world = World.start(device, timeout_s=TIMEOUT_S, rendezvous=meeting, shared_memory=shared)
     while (task := pipe.recv()) is not None:
         pipe.send(_perform(world, *task))
     world.close()

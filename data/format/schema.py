@@ -13,7 +13,8 @@ from sbpflow.errors import ConfigError
 
 Kind = Literal["hex", "string", "integer"]
 Beyond = Literal["error", "first", "last"]
-TimeKind = Literal["date", "integer"]
+TimeKind = str
+"""``date``, ``integer``, or a format with directives of strptime, such as ``%d/%m/%Y``"""
 Compare = Literal["in", ">", ">=", "<", "<="]
 
 MISSING_ID = 0
@@ -24,7 +25,12 @@ SPLIT_COLUMN = "__split"
 SEPARATORS = ("\t", ",", ";", "|", " ", ":", "\x01")
 """Supported separators, which do not occur in numbers; \\x01 is Hive's separator"""
 
-FIELD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+FIELD_NAME = re.compile(r"(?=.{1,100}$)\w[^\x00-\x1f\x7f/\\*?\[\]=,\"'`]*")
+"""Names of fields are parts of file names and options, and are matched by patterns"""
+NAME_RULE = (
+    "must start with a letter, digit or '_', must not contain any of / \\ * ? [ ] = , \" ' `, and "
+    "may have up to 100 characters"
+)
 PATTERN = re.compile(r"\*|\^.*\$", re.DOTALL)
 KINDS: tuple[Kind, ...] = ("hex", "string", "integer")
 BEYOND: tuple[Beyond, ...] = ("error", "first", "last")
@@ -125,6 +131,8 @@ class DenseColumn:
     """Number of quantile buckets of an id field, or 0 for a dense column"""
     indicator: bool = False
     """Add a dense column ``NAME_missing`` that is 1 where the value is missing"""
+    decimal: str = "."
+    """Decimal separator of numbers in text: a point or a comma"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +149,8 @@ class Schema:
     """Every text file starts with a line of column names; ``columns`` then need no order"""
     quote: str | None = None
     """Quote character of text cells that contain separators or line ends, or None"""
+    missing_values: tuple[str, ...] = ()
+    """Texts that mean a missing cell, such as NA; an empty cell is always missing"""
     many: tuple[ListColumn, ...] = ()
     vocabularies: tuple[tuple[str, str], ...] = ()
     """Pairs of a sparse column and the name of its shared vocabulary"""
@@ -159,9 +169,8 @@ class Schema:
     def is_plain(self) -> bool:
         """Return True if the fast text parser supports all columns of the schema."""
         side = (self.labels, self.weight, self.group, self.time, self.row_key, self.label_rule)
-        return not (self.header or self.quote or self.many or any(side)) and all(
-            self.dense_column(name).whole for name in self.dense
-        )
+        other = (self.header, self.quote, self.missing_values, self.many, *side)
+        return not any(other) and all(self.dense_column(name).whole for name in self.dense)
 
     def dense_column(self, name: str) -> DenseColumn:
         """Return the options of dense column ``name``."""
@@ -224,8 +233,8 @@ class Schema:
         fields = (*self.sparse, *(column.name for column in self.buckets))
         if invalid := [name for name in fields if not FIELD_NAME.fullmatch(name)]:
             raise ConfigError(
-                f"{key}: sparse column {invalid[0]!r} may have only letters, digits, '_', '-' and "
-                "'.', and must start with a letter or digit for use in file and option names"
+                f"{key}: sparse column {invalid[0]!r}: as a part of file names and options, it "
+                f"{NAME_RULE}; rename the column in the table"
             )
         if patterns := [name for name in used if PATTERN.fullmatch(name)]:
             raise ConfigError(
@@ -244,7 +253,7 @@ class Schema:
         for name, shared in self.vocabularies:
             own = f"{key}: sparse {name}: vocabulary {shared!r}"
             if not FIELD_NAME.fullmatch(shared):
-                raise ConfigError(f"{own} may have only letters, digits, '_', '-' and '.'")
+                raise ConfigError(f"{own}: the name {NAME_RULE}")
             if shared in fields and dict(self.vocabularies).get(shared) != shared:
                 raise ConfigError(
                     f"{own} is the name of a column with another vocabulary; use a new name"

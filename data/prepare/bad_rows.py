@@ -8,14 +8,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sbpflow.data.format.schema import CRITEO, NUMBER, SEPARATORS, Schema
-from sbpflow.data.prepare.cells import LABELS
+from sbpflow.data.prepare.cells import EXPECTED, LABELS, NOT_A_NUMBER, NOT_A_TIME
 from sbpflow.data.prepare.options import PrepareOptions
 from sbpflow.data.prepare.piece import BadLines
 from sbpflow.data.prepare.remote import InputPath
 from sbpflow.errors import DataError
 
 _WRONG_NUMBER = "fields instead of"
-_NOT_HEX = "category is not eight hex digits"
+_NOT_HEX = "is not eight hex digits"
+_FIXES = {
+    NOT_A_NUMBER: "write plain numbers such as 1234.5, or make it a sparse column of kind string, "
+    "which uses its cells as categories",
+    f"is not {EXPECTED['integer']}": "write whole numbers, or use kind string instead of integer",
+    "is not a 32-bit integer": "write whole numbers, or remove kind: integer",
+    NOT_A_TIME: "write dates such as 2024-05-01 12:30:00, or their format as in "
+    '`time: {NAME: "%d/%m/%Y"}`',
+}
+"""What to do about the cells that break a rule"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +101,8 @@ def bad_lines(staged: Sequence[StagedPiece], shown: int = 5) -> list[str]:
     for piece in staged:
         first = line_of_file.get(piece.file, 1) + piece.num_names
         line_of_file[piece.file] = first + piece.num_lines
-        for number, reason, line in piece.bad.examples[:shown]:
-            messages.append(f"{piece.file}:{first + number}: {reason}: {line!r}")
+        for number, reason, line, cell in piece.bad.examples[:shown]:
+            messages.append(f"{piece.file}:{first + number}: {reason}: {cell or line!r}")
         shown -= min(shown, len(piece.bad.examples))
     return messages
 
@@ -102,22 +111,22 @@ def _advice(staged: Sequence[StagedPiece], options: PrepareOptions) -> list[str]
     """Return a hint about the schema if the first bad lines suggest one, else an empty list."""
     schema = options.schema
     examples = [example for piece in staged for example in piece.bad.examples]
-    text = next((line for _, reason, line in examples if _WRONG_NUMBER in reason), None)
+    text = next((line for _, reason, line, _ in examples if _WRONG_NUMBER in reason), None)
     settings: list[str] = []
     if text is not None and schema.separator not in text:
         counts = {mark: text.count(mark) for mark in SEPARATORS}
         mark = max(counts, key=counts.__getitem__)
         if counts[mark]:
             settings.append(f"separator: {json.dumps(mark)}")
-    if schema.quote is None and any('"' in line for _, _, line in examples):
+    if schema.quote is None and any('"' in line for _, _, line, _ in examples):
         settings.append("quote: '\"'")
     separators = {schema.separator, *(mark for mark in SEPARATORS if text and mark in text)}
     if not schema.header and any(
-        schema.label in line.split(mark) for _, _, line in examples for mark in separators
+        schema.label in line.split(mark) for _, _, line, _ in examples for mark in separators
     ):
         settings.append("header: true")
     others = [cell for piece in staged for cell in piece.label_cells if cell not in LABELS]
-    if others and any(reason == "label is not 0 or 1" for _, reason, _ in examples):
+    if others and any(reason == f"{schema.label} is not 0 or 1" for _, reason, _, _ in examples):
         rule = f">= {others[0]}" if re.fullmatch(NUMBER, others[0]) else others[0]
         settings.append(f"label: {{{schema.label}: {json.dumps(rule)}}}")
     keys = " and ".join(f"`{key}`" for key in settings)
@@ -126,7 +135,7 @@ def _advice(staged: Sequence[StagedPiece], options: PrepareOptions) -> list[str]
             return []
         columns = f"the columns of {options.like}: {', '.join(schema.columns or schema.used)}"
         return [f"rows are read with the schema of --like, but it has {columns}"]
-    not_hex = any(_NOT_HEX in reason for _, reason, _ in examples)
+    not_hex = any(_NOT_HEX in reason for _, reason, _, _ in examples)
     if schema == CRITEO and (text is not None or settings or not_hex):
         needs = f", which probably needs {keys}" if settings else ""
         return [
@@ -134,4 +143,19 @@ def _advice(staged: Sequence[StagedPiece], options: PrepareOptions) -> list[str]
             "column names, eight hex digits per category; describe any other table in a --schema "
             f"file{needs} (docs/data.md)"
         ]
-    return [f"the --schema file probably needs {keys}"] if settings else []
+    advice = [f"the schema probably needs {keys}"] if settings else []
+    return advice + list(dict.fromkeys(filter(None, map(_cell_advice, examples))))
+
+
+def _cell_advice(example: tuple[int, str, str, str]) -> str:
+    """Return what to do about a cell that does not fit its column, or ""."""
+    _, reason, _, cell = example
+    rule = next((rule for rule in _FIXES if f" {rule}" in reason), None)
+    if rule is None or not cell:
+        return ""
+    name = reason.partition(f" {rule}")[0]
+    if rule != NOT_A_TIME and not re.search("[0-9]", cell):
+        return f"{name}: if {cell!r} means missing, add `missing_values: [{json.dumps(cell)}]`"
+    if rule == NOT_A_NUMBER and re.fullmatch(NUMBER, cell.replace(",", ".", 1)):
+        return f'{name}: for a decimal comma, write `decimal: ","` in its options'
+    return f"{name}: {_FIXES[rule]}"

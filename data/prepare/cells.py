@@ -21,6 +21,7 @@ from sbpflow.data.format.schema import (
     LabelRule,
     ListColumn,
     Schema,
+    TimeKind,
 )
 from sbpflow.data.prepare.keys import key_of, with_string_keys
 from sbpflow.data.prepare.lists import read_list
@@ -41,13 +42,15 @@ _NAN = r"(?i)^ *[+-]?nan$"
 _INFINITE = r"(?i)^ *([+-]?)inf(?:inity)?$"
 _TIMES = ("%Y-%m-%d", "%Y-%m-%d %H:%M:%S%.f", "%Y-%m-%dT%H:%M:%S%.f")
 _FULL_YEAR = "^ *[0-9]{4}-"
+NOT_A_NUMBER, NOT_A_TIME = "is not a number", "is not a time"
 EXPECTED: dict[Kind, str] = {
     "hex": "eight hex digits",
     "integer": "an integer",
     "string": "a string",
 }
 
-Faults = dict[str, pl.Series]
+Faults = dict[tuple[str, str], pl.Series]
+"""Flags that mark the bad rows by the column and the rule that its cell breaks"""
 RawRow = Callable[[int], bytes]
 
 
@@ -63,14 +66,15 @@ def typed_piece(
     ``frame`` has the schema's used columns. Rows are unlabeled if ``frame`` has no label column.
     ``raw_row`` returns the original text of a row for error messages.
     """
+    absent = ["", *schema.missing_values]
     frame = frame.with_columns(
-        pl.col(pl.Float32, pl.Float64).fill_nan(None), pl.col(pl.String).replace("", None)
+        pl.col(pl.Float32, pl.Float64).fill_nan(None), pl.col(pl.String).replace(absent, None)
     )
     columns: list[pl.Series] = []
     faults: Faults = {}
     if schema.label in frame.columns:
         columns.append(label := _label(frame[schema.label], schema.label_rule))
-        faults[_label_fault(schema)] = label.is_null()
+        faults[schema.label, _label_rule(schema)] = label.is_null()
     for name in schema.dense:
         columns.append(_dense(frame[name], schema.dense_column(name), faults))
     lists: dict[str, pl.DataFrame] = {}
@@ -84,8 +88,7 @@ def typed_piece(
             lists[name] = values.drop("text", strict=False)
             continue
         columns.append(keys := key_of(frame[name], kind))
-        reason = f"category is not {EXPECTED[kind]}"
-        _add(faults, reason, frame[name].is_not_null() & keys.is_null())
+        faults[name, f"is not {EXPECTED[kind]}"] = frame[name].is_not_null() & keys.is_null()
     columns += _side_columns(frame, schema, faults)
     if not columns:  # all columns are list columns, but the frame still needs its row count
         columns.append(pl.Series(SPLIT_COLUMN, np.zeros(len(frame), dtype=np.uint8)))
@@ -95,7 +98,9 @@ def typed_piece(
     for name in strings:
         series = (typed[name].alias("key"), typed[name + CHECK].alias("check"))
         texts[name] = pl.DataFrame([*series, cells[name].alias("text")])
-    piece = _without_faults(typed, faults, lists, cut, num_lines, raw_row)
+    bad = BadLines()
+    is_bad = _report(frame, faults, raw_row, bad)
+    piece = _without_faults(typed, is_bad, bad, lists, cut, num_lines)
     if keep_strings:
         piece.strings.update({name: frame.drop_nulls().unique() for name, frame in texts.items()})
     if schema.label in frame.columns and (schema.label_rule or typed[schema.label].null_count()):
@@ -104,20 +109,28 @@ def typed_piece(
     return piece
 
 
+def _report(frame: pl.DataFrame, faults: Faults, raw_row: RawRow, bad: BadLines) -> pl.Series:
+    """Add the bad rows to ``bad``, and return the flags that mark them."""
+    is_bad = pl.repeat(False, len(frame), eager=True)
+    for flags in faults.values():
+        is_bad |= flags
+    for number in is_bad.arg_true():
+        name, rule = next(place for place, flags in faults.items() if flags[number])
+        cell = frame[name][number]
+        reason = f"{name} is missing" if cell is None else f"{name} {rule}"
+        shown = "" if cell is None else str(cell.to_list() if isinstance(cell, pl.Series) else cell)
+        bad.add(number, reason, raw_row(number), shown)
+    return is_bad
+
+
 def _without_faults(
     typed: pl.DataFrame,
-    faults: Faults,
+    is_bad: pl.Series,
+    bad: BadLines,
     lists: dict[str, pl.DataFrame],
     cut: dict[str, NDArray[np.int64]],
     num_lines: int,
-    raw_row: RawRow,
 ) -> Piece:
-    bad = BadLines()
-    flags = pl.DataFrame(faults) if faults else pl.DataFrame({"": [False] * len(typed)})
-    is_bad = flags.select(pl.any_horizontal(pl.all())).to_series()
-    for number in is_bad.arg_true():
-        reason = next(name for name in flags.columns if flags[name][number])
-        bad.add(number, reason, raw_row(number))
     is_good = ~is_bad.to_numpy()
     new_row = np.cumsum(is_good) - 1
     counts: list[pl.Series] = []
@@ -133,10 +146,6 @@ def _without_faults(
     frame = typed.filter(~is_bad) if bad.total else typed
     num_cut = {name: int(values[is_good].sum()) for name, values in cut.items()}
     return Piece(frame.with_columns(counts), num_lines, bad, lists, num_cut)
-
-
-def _add(faults: Faults, reason: str, flags: pl.Series) -> None:
-    faults[reason] = faults[reason] | flags if reason in faults else flags
 
 
 def _label(cells: pl.Series, rule: LabelRule | None = None) -> pl.Series:
@@ -168,24 +177,22 @@ def _by_rule(cells: pl.Series, rule: LabelRule) -> pl.Series:
             return values <= limit
 
 
-def _label_fault(schema: Schema) -> str:
+def _label_rule(schema: Schema) -> str:
     if schema.label_rule is None:
-        return "label is not 0 or 1"
-    problem = "is missing" if schema.label_rule.numbers is None else "is not a number"
-    return f"label {schema.label} {problem}"
+        return "is not 0 or 1"
+    return "cannot be compared" if schema.label_rule.numbers is None else NOT_A_NUMBER
 
 
 def _dense(cells: pl.Series, column: DenseColumn, faults: Faults) -> pl.Series:
     if column.whole:
         values = cells.to_frame().select(_integer(cells)).to_series().alias(cells.name)
-        reason = "dense value is not a 32-bit integer"
-        _add(faults, reason, cells.is_not_null() & values.is_null())
+        faults[cells.name, "is not a 32-bit integer"] = cells.is_not_null() & values.is_null()
         return values
-    values, is_number = _real(cells)
-    _add(faults, "dense value is not a number", ~is_number)
+    values, is_number = _real(cells, column.decimal)
+    faults[cells.name, NOT_A_NUMBER] = ~is_number
     if column.clip is None and not column.buckets:
-        reason = "dense value is infinite or exceeds float32 (use clip to limit it)"
-        _add(faults, reason, values.is_infinite().fill_null(False))
+        rule = "is infinite or exceeds float32 (use clip to limit it)"
+        faults[cells.name, rule] = values.is_infinite().fill_null(False)
     return values
 
 
@@ -202,17 +209,19 @@ def _integer(cells: pl.Series) -> pl.Expr:
     return pl.when(whole).then(number.cast(pl.Int32, strict=False)).alias(cells.name)
 
 
-def _real(cells: pl.Series) -> tuple[pl.Series, pl.Series]:
+def _real(cells: pl.Series, decimal: str = ".") -> tuple[pl.Series, pl.Series]:
     """Return float32 values, null if missing or NaN, and flags that are True for numbers."""
-    values, is_number = _numbers(cells)
+    values, is_number = _numbers(cells, decimal)
     return values.cast(pl.Float32), is_number
 
 
-def _numbers(cells: pl.Series) -> tuple[pl.Series, pl.Series]:
+def _numbers(cells: pl.Series, decimal: str = ".") -> tuple[pl.Series, pl.Series]:
     """Return ``_real``'s values as float64."""
     if cells.dtype != pl.String:
         return cells.cast(pl.Float64), pl.repeat(True, len(cells), eager=True)
     cell = pl.col(cells.name)
+    if decimal == ",":  # 1.234,5 is not a number in either notation
+        cell = cell.str.replace_all(".", "?", literal=True).str.replace(",", ".", literal=True)
     frame = cells.to_frame().select(
         number=cell.str.extract(f"^{REAL_PATTERN}$", 1).cast(pl.Float64, strict=False),
         infinite=cell.str.extract(_INFINITE, 1).replace_strict(
@@ -228,12 +237,12 @@ def _list(
     frame: pl.DataFrame, column: ListColumn, kind: Kind, faults: Faults
 ) -> tuple[pl.DataFrame, NDArray[np.int64]]:
     lists = read_list(frame, column, kind)
-    _add(faults, f"category is not {EXPECTED[kind]}", lists.misfits)
+    faults[column.name, f"has a value that is not {EXPECTED[kind]}"] = lists.misfits
     if column.beyond == "error":
-        _add(faults, f"{column.name} has more than {column.most} values", lists.too_long)
+        faults[column.name, f"has more than {column.most} values"] = lists.too_long
     if column.weighted:
-        _add(faults, f"{column.name} has different numbers of values and weights", lists.unpaired)
-        _add(faults, f"a weight of {column.name} is not a finite number", lists.bad_weights)
+        faults[column.name, "has different numbers of values and weights"] = lists.unpaired
+        faults[column.name, "has a weight that is not a finite number"] = lists.bad_weights
     return lists.values, lists.num_cut
 
 
@@ -243,40 +252,41 @@ def _side_columns(frame: pl.DataFrame, schema: Schema, faults: Faults) -> list[p
     for name in schema.labels:
         if name in frame.columns:
             columns.append(label := _label(frame[name]).cast(pl.Float32))
-            reason = f"{name} is not 0, 1 or missing"
-            _add(faults, reason, frame[name].is_not_null() & label.is_null())
+            faults[name, "is not 0, 1 or missing"] = frame[name].is_not_null() & label.is_null()
     if schema.weight:
         weight, _ = _real(frame[schema.weight])
         columns.append(weight)
         fits = (weight >= 0) & weight.is_finite()
-        _add(faults, f"{schema.weight} is not a weight of 0 or more", ~fits.fill_null(False))
+        faults[schema.weight, "is not a weight of 0 or more"] = ~fits.fill_null(False)
     if schema.group:
         name, kind = schema.group
         cells = key_of(frame[name], kind)
         if kind == "string":
             cells = with_string_keys(cells.to_frame(), [name])[name]
         columns.append(cells.cast(pl.UInt64).alias(GROUP))
-        _add(faults, f"{name} is not a group ({kind})", cells.is_null())
+        faults[name, f"is not a group ({kind})"] = cells.is_null()
     if schema.time:
         name, kind = schema.time
         columns.append(time := times(frame[name], kind).alias(TIME))
-        _add(faults, f"{name} is not a time ({kind})", time.is_null())
+        faults[name, f"{NOT_A_TIME} ({kind})"] = time.is_null()
     if schema.row_key:
         name, kind = schema.row_key
         cells = key_of(frame[name], kind)
         if kind == "integer":
             cells = cells.reinterpret(signed=True)
         columns.append(cells.alias(ROW_KEY))
-        _add(faults, f"{name} is not a row key ({kind})", cells.is_null())
+        faults[name, f"is not a row key ({kind})"] = cells.is_null()
     return columns
 
 
-def times(cells: pl.Series, kind: str) -> pl.Series:
+def times(cells: pl.Series, kind: TimeKind) -> pl.Series:
     """Return times as int64: integers unchanged, dates as microseconds since 1970 (UTC)."""
     if kind == "integer":
         return key_of(cells, "integer").reinterpret(signed=True)
-    if kind != "date":
-        raise ValueError(f"time: kind {kind!r}; use date or integer")
+    if kind != "date" and "%" not in kind:
+        raise ValueError(f"time: kind {kind!r}; use date, integer or a format such as %d/%m/%Y")
+    if cells.dtype == pl.String and kind != "date":
+        return cells.str.to_datetime(kind, strict=False, time_unit="us").cast(pl.Int64)
     if cells.dtype == pl.String:
         cell = pl.col(cells.name).str.strip_suffix("Z")
         moments = [cell.str.to_datetime(form, strict=False, time_unit="us") for form in _TIMES]

@@ -74,8 +74,8 @@ def parse_table(
         return schema.separator.join(cells).encode()
 
     piece = typed_piece(frame, schema, num_lines, raw_row, keep_strings)
-    for row, reason, line in piece.bad.examples:
-        bad.examples.append((row if numbers is None else numbers[row], reason, line))
+    for row, reason, line, cell in piece.bad.examples:
+        bad.examples.append((row if numbers is None else numbers[row], reason, line, cell))
     for reason, count in piece.bad.counts.items():
         bad.counts[reason] = bad.counts.get(reason, 0) + count
     bad.examples = sorted(bad.examples)[:5]

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import polars as pl
 
@@ -16,6 +16,14 @@ _LIST_MARKS = ("|", ";")
 _MIN_LISTS = 0.2
 """Minimum fraction of cells with a separator in a text column of lists"""
 _SHOWN_CHARS = 24
+_MISSING = ("NA", "N/A", "n/a", "NULL", "Null", "null", "None", "?", "-", "--")
+"""Cells that mean missing if the other cells of the column are numbers or dates"""
+_COMMA = r"^[+-]?[0-9]+(,[0-9]+)?$"
+_THOUSANDS = r"^[+-]?[0-9]{1,3}(,[0-9]{3})?$"
+_LIKE_NUMBER = r"^[(+-]? ?\p{Sc}? ?[0-9][0-9.,' ]* ?(%|\p{Sc})?\)?$"
+"""Numbers with currency symbols, percent signs or separators of thousands, or in parentheses"""
+_DATES = ("%d/%m/%Y", "%m/%d/%Y", "%d.%m.%Y", "%d-%m-%Y", "%m-%d-%Y", "%Y/%m/%d")
+_TIMES = ("", " %H:%M", " %H:%M:%S")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +41,12 @@ class ColumnFacts:
     """Separator of the values in a text cell of a list column"""
     longest: int = 0
     """Number of values of the longest list"""
-    is_number_text: bool = False
-    """True for real numbers in text, where 3.0 is not an integer"""
+    decimal: str = "."
+    """Decimal separator of numbers in text"""
+    forms: tuple[str, ...] = ()
+    """Formats of dates in text that differ from 2024-05-01; several if they are ambiguous"""
+    odd: str = ""
+    """A cell that is not a number, in a text column whose cells mostly look like numbers"""
 
     @property
     def words(self) -> set[str]:
@@ -77,11 +89,9 @@ def column_facts(frame: pl.DataFrame) -> list[ColumnFacts]:
 
 
 def _facts(cells: pl.Series) -> ColumnFacts:
-    if isinstance(cells.dtype, pl.Categorical | pl.Enum):
-        cells = cells.cast(pl.String)
     values = cells.drop_nulls()
     missing = 1 - len(values) / max(len(cells), 1)
-    kind, values, mark = _kind(values)
+    kind, values, mark, decimal, forms, odd = _kind(values)
     longest = int(values.list.len().max() or 0) if kind == "list" else 0
     distinct = (values.explode() if kind == "list" else values).n_unique() if len(values) else 0
     return ColumnFacts(
@@ -92,54 +102,90 @@ def _facts(cells: pl.Series) -> ColumnFacts:
         distinct=distinct,
         mark=mark,
         longest=longest,
-        is_number_text=cells.dtype == pl.String and kind == "real",
+        decimal=decimal,
+        forms=forms,
+        odd=odd,
     )
 
 
-def _kind(values: pl.Series) -> tuple[ColumnKind, pl.Series, str]:
-    """Return the kind, the converted values, and the separator of lists in text."""
+class _Kind(NamedTuple):
+    """Describes the values without missing cells; the fields are those of ``ColumnFacts``."""
+
+    kind: ColumnKind
+    values: pl.Series
+    mark: str = ""
+    decimal: str = "."
+    forms: tuple[str, ...] = ()
+    odd: str = ""
+
+
+def _kind(values: pl.Series) -> _Kind:
     kind = values.dtype
     if len(values) == 0 or kind == pl.Null:
-        return "empty", values, ""
+        return _Kind("empty", values)
     if kind == pl.String:
         return _text_kind(values)
     if kind == pl.Boolean:
-        return "boolean", values.cast(pl.String), ""
+        return _Kind("boolean", values.cast(pl.String))
     if kind.is_integer():
-        return "integer", values, ""
+        return _Kind("integer", values)
     if kind.is_float():
-        whole = bool((values == values.floor()).all())
-        return ("integer", values.cast(pl.Int64, strict=False), "") if whole else (
-            "real", values, ""
-        )  # fmt: skip
+        if bool((values == values.floor()).all()):
+            return _Kind("integer", values.cast(pl.Int64, strict=False))
+        return _Kind("real", values)
     if kind == pl.Date or isinstance(kind, pl.Datetime):
-        return "date", values.cast(pl.Datetime("us")).cast(pl.Int64), ""
+        return _Kind("date", values.cast(pl.Datetime("us")).cast(pl.Int64))
     if isinstance(kind, pl.List) and not kind.inner.is_nested():
-        return "list", values, ""
-    return "other", values, ""
+        return _Kind("list", values)
+    return _Kind("other", values)
 
 
-def _text_kind(texts: pl.Series) -> tuple[ColumnKind, pl.Series, str]:
+def _text_kind(texts: pl.Series) -> _Kind:
     def all_match(pattern: str) -> bool:
         return bool(texts.str.contains(pattern).all())
 
     if all_match(_INTEGER):
-        return "integer", texts.cast(pl.Int64), ""
+        return _Kind("integer", texts.cast(pl.Int64))
     is_code = bool(texts.str.contains("^0[0-9]+$").any())  # 00501 and 501 may differ
     if not is_code and all_match(f"^{REAL_PATTERN}$|(?i)^nan$"):
         numbers = texts.str.strip_chars(" +").cast(pl.Float64, strict=False)
-        return "real", numbers.fill_nan(None).drop_nulls(), ""
+        return _Kind("real", numbers.fill_nan(None).drop_nulls())
+    if not is_code and all_match(_COMMA) and not all_match(_THOUSANDS):  # 1,234 may mean 1234
+        numbers = texts.str.replace(",", ".", literal=True).cast(pl.Float64)
+        return _Kind("real", numbers, decimal=",")
     if texts.is_in(tuple(LABELS)).all():
-        return "boolean", texts, ""
+        return _Kind("boolean", texts)
     moments = times(texts, "date")
     if moments.null_count() == 0:
-        return "date", moments, ""
+        return _Kind("date", moments)
+    forms = tuple(form + time for form in _DATES for time in _TIMES if _fits(texts, form + time))
+    if forms:
+        return _Kind("date", times(texts, forms[0]), forms=forms)
     for mark in _LIST_MARKS:
         lists = texts.str.split(mark)
         shares = float(texts.str.contains(mark, literal=True).mean() or 0)
         if shares >= _MIN_LISTS and lists.explode().n_unique() < texts.n_unique():
-            return "list", lists, mark
-    return "text", texts, ""
+            return _Kind("list", lists, mark)
+    odd = texts.filter(~texts.str.contains(f"^{REAL_PATTERN}$"))
+    is_number = 2 * int(texts.str.contains(_LIKE_NUMBER).sum()) >= len(texts)
+    return _Kind("text", texts, odd=odd[0] if is_number and len(odd) else "")
+
+
+def _fits(texts: pl.Series, form: str) -> bool:
+    """Return True if all texts have the date format; the first texts save time on other columns."""
+    return all(times(part, form).null_count() == 0 for part in (texts.head(100), texts))
+
+
+def missing_texts(frame: pl.DataFrame) -> list[str]:
+    """Return the texts, such as NA, that mean missing in columns of numbers or dates."""
+    found: dict[str, None] = {}
+    for cells in frame.select(pl.col(pl.String)).get_columns():
+        texts = cells.drop_nulls()
+        is_missing = texts.is_in(_MISSING)
+        others = texts.filter(~is_missing)
+        if len(others) < len(texts) and _kind(others).kind in ("integer", "real", "date"):
+            found |= dict.fromkeys(texts.filter(is_missing).unique(maintain_order=True))
+    return list(found)
 
 
 def of_words(columns: Sequence[ColumnFacts], words: str) -> list[ColumnFacts]:

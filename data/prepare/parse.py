@@ -163,35 +163,36 @@ def _sort_out(lines: list[bytes], schema: Schema) -> tuple[bytes, BadLines]:
             good.append(text)
             continue
         for number, line in enumerate(block, start):
-            reason = _fault(line, schema)
-            if reason is None:
+            fault = _fault(line, schema)
+            if fault is None:
                 good.append(line + b"\n")
             else:
-                bad.add(number, reason, line)
+                bad.add(number, fault[0], line, fault[1])
     return b"".join(good), bad
 
 
-def _fault(line: bytes, schema: Schema) -> str | None:
-    """Return the reason why a line is bad, or None (slow but strict)."""
+def _fault(line: bytes, schema: Schema) -> tuple[str, str] | None:
+    """Return why a line is bad and its bad cell (or ""), or None (slow but strict)."""
     if not line:
-        return BLANK
+        return BLANK, ""
     try:
         cells = line.decode("utf-8").split(schema.separator)
     except UnicodeDecodeError:
-        return "broken encoding"
+        return "broken encoding", ""
     if b"\r" in line:
-        return "stray carriage return"
+        return "stray carriage return", ""
     if len(cells) != len(schema.columns):
-        return f"{len(cells)} fields instead of {len(schema.columns)}"
+        return f"{len(cells)} fields instead of {len(schema.columns)}", ""
     row = dict(zip(schema.columns, cells, strict=True))
     if row[schema.label] not in LABELS:
-        return "label is not 0 or 1"
+        rule = "is not 0 or 1" if row[schema.label] else "is missing"
+        return f"{schema.label} {rule}", row[schema.label]
     for name in schema.dense:
         if row[name] and not _is_int32(row[name]):
-            return "dense value is not a 32-bit integer"
+            return f"{name} is not a 32-bit integer", row[name]
     for name, kind in zip(schema.sparse, schema.kinds, strict=True):
         if row[name] and not _fits(kind, row[name]):
-            return f"category is not {EXPECTED[kind]}"
+            return f"{name} is not {EXPECTED[kind]}", row[name]
     return None
 
 

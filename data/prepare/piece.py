@@ -15,7 +15,8 @@ class BadLines:
     """Counts of the skipped lines of a piece by reason, and the first few skipped lines."""
 
     counts: dict[str, int] = field(default_factory=dict)
-    examples: list[tuple[int, str, str]] = field(default_factory=list)
+    examples: list[tuple[int, str, str, str]] = field(default_factory=list)
+    """Number, reason, text and bad cell of the first few lines; the cell is "" if it is unknown"""
 
     @property
     def total(self) -> int:
@@ -27,12 +28,12 @@ class BadLines:
         """Return the number of blank lines."""
         return self.counts.get(BLANK, 0)
 
-    def add(self, number: int, reason: str, line: bytes) -> None:
-        """Count line ``number`` of the piece as skipped for ``reason``."""
+    def add(self, number: int, reason: str, line: bytes, cell: str = "") -> None:
+        """Count line ``number`` of the piece as skipped for ``reason``, because of ``cell``."""
         self.counts[reason] = self.counts.get(reason, 0) + 1
         if reason != BLANK and len(self.examples) < _SHOWN_LINES:
-            shown = line[:_SHOWN_CHARS].decode("ascii", "backslashreplace")
-            self.examples.append((number, reason, shown))
+            shown = line.decode("utf-8", "backslashreplace")[:_SHOWN_CHARS]
+            self.examples.append((number, reason, shown, cell[:_SHOWN_CHARS]))
 
 
 @dataclass(frozen=True)

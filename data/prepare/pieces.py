@@ -6,6 +6,7 @@ from the beginning, and so must text with quotes, because a line end may be insi
 
 import json
 from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
 from typing import IO
 
 from sbpflow.data.format.schema import SEPARATORS, Schema
@@ -33,7 +34,7 @@ def columns_of(source: Input, schema: Schema, may_lack_labels: bool) -> tuple[st
         if not line:
             problem = "the first line is empty" if source.num_bytes else "the file is empty"
             raise DataError(
-                f"{source.path}: {problem}; with `header: true` in the --schema file the first "
+                f"{source.path}: {problem}; with `header: true` in the schema the first "
                 f"line must name the columns (for example, "
                 f"{schema.separator.join(schema.used[:4])!r})"
             )
@@ -50,24 +51,33 @@ def columns_of(source: Input, schema: Schema, may_lack_labels: bool) -> tuple[st
     labels = (schema.label, *schema.labels) if may_lack_labels else ()
     wanted = [name for name in schema.used if name not in labels]
     if absent := [name for name in wanted if name not in columns]:
-        more = ", ..." if len(columns) > _SHOWN_COLUMNS else ""
+        shown = ", ".join(map(repr, absent[:_SHOWN_COLUMNS]))
+        has = ", ".join(columns[:_SHOWN_COLUMNS]) + (
+            ", ..." if len(columns) > _SHOWN_COLUMNS else ""
+        )
+        advice = _how_to_find(absent[0], columns, schema, is_fixed=may_lack_labels)
         raise DataError(
-            f"{source.path}: no column {absent[0]!r}; it has "
-            f"{', '.join(columns[:_SHOWN_COLUMNS])}{more}; "
-            f"{_how_to_find(absent[0], columns, schema)}"
+            f"{source.path}: no column{'s' if len(absent) > 1 else ''} {shown}; it has {has}; "
+            f"{advice}"
         )
     return columns
 
 
-def _how_to_find(name: str, columns: Sequence[str], schema: Schema) -> str:
-    """Return advice on how to change the schema so that the column is found."""
+def _how_to_find(name: str, columns: Sequence[str], schema: Schema, *, is_fixed: bool) -> str:
+    """Return advice on how to find the column: change the schema, or the rows if it is fixed."""
+    if is_fixed:
+        mark = f" and its separator {json.dumps(schema.separator)}" if schema.header else ""
+        return f"new rows need all columns of the training set except the labels{mark}"
     for mark in SEPARATORS:
         cells = [cell.strip('"') for column in columns for cell in column.split(mark)]
         if mark != schema.separator and len(columns) == 1 and name in cells:
-            return f"write `separator: {json.dumps(mark)}` in the --schema file"
+            return f"write `separator: {json.dumps(mark)}` in the schema"
     if schema.quote is None and f'"{name}"' in columns:
-        return "write `quote: '\"'` in the --schema file"
-    return "name the columns in a --schema file"
+        return "write `quote: '\"'` in the schema"
+    near = get_close_matches(name, columns, 1)
+    return (
+        f"write {near[0]!r} in the schema" if near else "the schema must name columns of the table"
+    )
 
 
 def _first_line(path: InputPath) -> str:

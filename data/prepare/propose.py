@@ -12,9 +12,9 @@ from datetime import UTC, datetime, timedelta
 import polars as pl
 
 from sbpflow.config.yaml_text import load_yaml
-from sbpflow.data.format.schema import FIELD_NAME, PATTERN, comparison
+from sbpflow.data.format.schema import FIELD_NAME, NAME_RULE, PATTERN, comparison
 from sbpflow.data.numbers import epoch_unit
-from sbpflow.data.prepare.facts import ColumnFacts, column_facts, of_words
+from sbpflow.data.prepare.facts import ColumnFacts, column_facts, missing_texts, of_words
 from sbpflow.data.prepare.remote import InputPath
 from sbpflow.data.prepare.sample import Sample, needs_schema, read_sample
 from sbpflow.data.prepare.source import find_inputs
@@ -32,13 +32,16 @@ _ENTITIES = (
     "creative site app device category cat brand city region country zip postal type code page "
     "query session customer member visitor author artist genre publisher channel"
 )
+_ENTITY_WORDS = set(_ENTITIES.split())
+_SPARSE_KINDS = {"boolean": "string", "text": "string", "integer": "integer"}
 _MAX_SMALL = 20
 """Maximum number of distinct integers that are categories whatever their name"""
 _UNUSABLE = {
     "empty": "no values",
     "date": "a date column, which can only be the time",
-    "other": "its type cannot be read",
 }
+_MIN_IDS = 100
+"""Minimum number of distinct integers for the remark that they may be IDs"""
 _SKEW = 20
 """Minimum ratio of the 99% quantile to the median for which a logarithm is proposed"""
 _CHOOSE = 'label:  # write the column to predict: NAME, {NAME: VALUE} or {NAME: ">= 4"}'
@@ -72,30 +75,41 @@ def refuse_guess(paths: Sequence[InputPath]) -> None:
 
 
 def _of_sample(sample: Sample) -> Proposal:
-    columns = column_facts(sample.frame)
+    absent = missing_texts(sample.frame)
+    frame = sample.frame.with_columns(pl.col(pl.String).replace(absent, None))
+    columns = column_facts(frame)
     label, others = _label(columns)
     rule = None if label is None else _rule(label)
     free = [column for column in columns if column is not label]
     time = _time(free)
-    key = next((column for column in of_words(free, _KEYS) if column.is_unique), None)
-    key = key if key is not None and key.kind in ("integer", "text") and key is not time else None
+    named = (column for column in of_words(free, _KEYS) if column.kind in ("integer", "text"))
+    texts = (column for column in free if column.kind == "text" and not column.odd)
+    keys = (column for column in (*named, *texts) if column.is_unique and column is not time)
+    key = next(keys, None)
     features = [column for column in free if column is not time and column is not key]
     group = next(
         (
             column
             for column in of_words(features, _GROUPS)
-            if column.kind in ("integer", "text") and 1 < column.distinct < 0.7 * len(sample.frame)
+            if column.kind in ("integer", "text") and 1 < column.distinct < 0.7 * len(frame)
         ),
         None,
     )
     lines = _head(sample)
+    if absent:
+        lines.append(
+            f"missing_values: {json.dumps(absent)}  # found in columns of numbers or dates"
+        )
     if label is None or rule is None:
         lines.append(_CHOOSE)
     else:
         lines.append(f"label: {rule[0]}  # guess: {label.shown()}; {rule[1]:.1%} are 1{others}")
     if time is not None:
-        kind = "" if time.kind == "date" else "{%s: integer}"
-        lines.append(f"time: {(kind or '%s') % _name(time.name)}  # guess: {_span(time)}")
+        kind = json.dumps(time.forms[0]) if time.forms else "integer"
+        text = _name(time.name)
+        text = text if time.kind == "date" and not time.forms else f"{{{text}: {kind}}}"
+        others = "".join(f", or the format {form}" for form in time.forms[1:])
+        lines.append(f"time: {text}  # guess: {_span(time)}{others}")
         if not time.is_sorted:
             lines.append(f"# The rows are not in time order; to split by time, add: {_split(time)}")
     if group is not None:
@@ -193,18 +207,17 @@ def _features(columns: Sequence[ColumnFacts]) -> list[str]:
     unused: list[str] = []
     for column in columns:
         line = f"  {_name(column.name)}: "
-        if reason := _why_unused(column):
+        is_id = column.distinct <= _MAX_SMALL or bool(column.words & _ENTITY_WORDS)
+        is_sparse = column.kind in ("boolean", "text", "list") or (
+            column.kind == "integer" and is_id
+        )
+        if reason := _why_unused(column, is_sparse):
             unused.append(f"#   {repr(column.name)[1:-1]}: {reason}")
-        elif column.kind in ("boolean", "text"):
-            sparse.append(f"{line}string  # {column.shown()}")
-        elif column.kind == "list":
-            sparse.append(f"{line}{_list(column)}  # {column.shown()}")
-        elif column.kind == "integer" and (
-            column.words & set(_ENTITIES.split()) or column.distinct <= _MAX_SMALL
-        ):
-            sparse.append(f"{line}integer  # {column.shown()}")
+        elif is_sparse:
+            kind = _list(column) if column.kind == "list" else _SPARSE_KINDS[column.kind]
+            sparse.append(f"{line}{kind}  # {column.shown()}{_remark(column)}")
         else:
-            dense.append(f"{line}{_transform(column)}  # {column.shown()}")
+            dense.append(f"{line}{_transform(column)}  # {column.shown()}{_remark(column)}")
     lines = ["dense:", *dense] if dense else []
     if sparse:
         lines += ["sparse:", *sparse]
@@ -213,15 +226,29 @@ def _features(columns: Sequence[ColumnFacts]) -> list[str]:
     return lines + (["# Not used:", *unused] if unused else [])
 
 
-def _why_unused(column: ColumnFacts) -> str:
+def _remark(column: ColumnFacts) -> str:
+    """Return a doubt about the use of a column, or ""."""
+    if column.odd:
+        return f"; cells such as {column.odd!r:.40} are not numbers; clean them for dense"
+    if column.kind != "integer" or column.distinct < _MIN_IDS or column.words & _ENTITY_WORDS:
+        return ""
+    low, high = (float(value) for value in (column.values.min(), column.values.max()))
+    is_dense = high - low < 2 * column.distinct  # most numbers of the range occur
+    return f"; for IDs, write {_name(column.name)}: integer under sparse" if is_dense else ""
+
+
+def _why_unused(column: ColumnFacts, is_sparse: bool) -> str:
     if reason := _UNUSABLE.get(column.kind):
         return reason
+    if column.kind == "other":
+        kind = f"{column.values.dtype!s:.40}"
+        return f"values of type {kind} cannot be read; convert them to numbers or strings"
     if column.distinct == 1:
         return f"only the value {column.values[0]!r:.40}"
     if column.kind == "text" and column.is_unique:
-        return "every row has its own text"
-    if not FIELD_NAME.fullmatch(column.name) or PATTERN.fullmatch(column.name):
-        return "rename the column; names may have letters, digits, '_', '-' and '.'"
+        return f"every row has its own text{_remark(column)}"
+    if PATTERN.fullmatch(column.name) or (is_sparse and not FIELD_NAME.fullmatch(column.name)):
+        return f"rename the column; a name {NAME_RULE}"
     return ""
 
 
@@ -233,11 +260,12 @@ def _list(column: ColumnFacts) -> str:
 
 
 def _transform(column: ColumnFacts) -> str:
-    """Return ``log1`` for skewed values of 0 or more, and ``standardise`` otherwise."""
+    """Return ``log1`` for skewed values of 0 or more, or ``standardise``, with other options."""
     values = column.values.cast(float)
     median, high = values.median(), values.quantile(0.99)
     is_skewed = isinstance(median, float) and high is not None and high > _SKEW * max(median, 1.0)
-    return "log1" if is_skewed and float(values.min()) >= 0 else "standardise"
+    name = "log1" if is_skewed and float(values.min()) >= 0 else "standardise"
+    return name if column.decimal == "." else f'{{transform: {name}, decimal: "{column.decimal}"}}'
 
 
 def _name(name: str) -> str:

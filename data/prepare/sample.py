@@ -12,7 +12,7 @@ from sbpflow.data.format.schema import CRITEO, SEPARATORS
 from sbpflow.data.prepare.cells import REAL_PATTERN
 from sbpflow.data.prepare.csv_text import is_utf8
 from sbpflow.data.prepare.source import Input, open_text
-from sbpflow.data.prepare.tables import table_columns, table_head
+from sbpflow.data.prepare.tables import plain_types, table_columns, table_head
 from sbpflow.errors import ConfigError, DataError
 
 MAX_ROWS = 100_000
@@ -58,7 +58,7 @@ def read_sample(inputs: Sequence[Input]) -> Sample:
         )
     if chosen[0].is_table:
         frames = [table_head(source.path, MAX_ROWS // count) for source in chosen]
-        frame = pl.concat(frames, how="diagonal_relaxed")
+        frame = plain_types(pl.concat(frames, how="diagonal_relaxed"))
         return Sample(frame.with_columns(pl.col(pl.Float32, pl.Float64).fill_nan(None)), names)
     texts = [_head(source, _MAX_BYTES // count) for source in chosen]
     separator = _separator(texts[0])

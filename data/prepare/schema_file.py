@@ -16,6 +16,7 @@ from sbpflow.data.format.schema import (
     LabelRule,
     ListColumn,
     Schema,
+    TimeKind,
     comparison,
 )
 from sbpflow.data.prepare.transforms import TRANSFORMS
@@ -23,9 +24,9 @@ from sbpflow.errors import ConfigError
 
 _KEYS = (
     *("label", "labels", "columns", "dense", "sparse", "separator", "header", "quote"),
-    *("weight", "group", "time", "row_key"),
+    *("missing_values", "weight", "group", "time", "row_key"),
 )
-_DENSE_KEYS = ("kind", "transform", "clip", "buckets", "missing")
+_DENSE_KEYS = ("kind", "transform", "clip", "buckets", "missing", "decimal")
 _SPARSE_KEYS = ("kind", "separator", "max", "width", "beyond", "weights", "vocabulary")
 _MAX_VALUES = 2**16 - 1
 _MAX_BUCKETS = 4096
@@ -65,6 +66,9 @@ class _Reader:
             value = raw.get(key, [])
             self.need(isinstance(value, list), key, value, "a list of names")
             self.names(key, value)
+        absent = raw.get("missing_values", [])
+        fits = isinstance(absent, list) and all(type(each) in (str, int) for each in absent)
+        self.need(fits, "missing_values", absent, "a list of cells in quotes, such as ['NA', '?']")
         numbers = self.dense(raw.get("dense", []))
         kinds, many, shared = self.sparse(raw.get("sparse", {}))
         label, label_rule = self.label(raw.get("label", "label"))
@@ -78,13 +82,14 @@ class _Reader:
             separator=str(raw.get("separator", "\t")),
             header=self.flag("header", raw.get("header", False)),
             quote=None if raw.get("quote") is None else str(raw["quote"]),
+            missing_values=tuple(map(str, absent)),
             many=many,
             vocabularies=shared,
             numbers=numbers,
             labels=tuple(map(str, raw.get("labels", ()))),
             weight=self.name("weight", raw["weight"]) if "weight" in raw else None,
             group=cast("Any", self.pair(raw, "group", KINDS, "string")),
-            time=cast("Any", self.pair(raw, "time", ("date", "integer"), "date")),
+            time=self.time(raw),
             row_key=cast("Any", self.pair(raw, "row_key", ("string", "integer"), "string")),
         )
         return replace(schema, columns=tuple(map(str, raw.get("columns", schema.used))))
@@ -155,6 +160,13 @@ class _Reader:
             return self.name(key, name), self.choice(f"{key} {name}:", kind, kinds)
         return self.name(key, value), default
 
+    def time(self, raw: Mapping[str, Any]) -> tuple[str, TimeKind] | None:
+        """Parse NAME, ``{NAME: integer}``, or the format of the dates, ``{NAME: "%d/%m/%Y"}``."""
+        value = raw.get("time")
+        form = next(iter(value.values()), None) if isinstance(value, dict) else None
+        forms = (form,) if isinstance(form, str) and "%" in form else ('"%d/%m/%Y"',)
+        return self.pair(raw, "time", ("date", "integer", *forms), "date")
+
     def dense(self, raw: object) -> tuple[DenseColumn, ...]:
         self.need(isinstance(raw, dict | list), "dense", raw, "names, or name: transform")
         self.names("dense", raw)
@@ -187,6 +199,10 @@ class _Reader:
                 )
         kind = self.choice(f"{place}kind", how.get("kind", "real"), ("real", "integer"))
         missing = self.choice(f"{place}missing", how.get("missing", "zero"), ("zero", "indicator"))
+        decimal = how.get("decimal", ".")
+        self.need(decimal in (".", ","), f"{place}decimal", decimal, "'.' or ','")
+        if decimal == "," and kind == "integer":
+            raise ConfigError(f"{self.key}: {place}integers have no decimal comma; remove decimal")
         return DenseColumn(
             name=name,
             whole=kind == "integer",
@@ -194,6 +210,7 @@ class _Reader:
             clip=(float(clip[0]), float(clip[1])) if clip else None,
             buckets=buckets,
             indicator=missing == "indicator",
+            decimal=decimal,
         )
 
     def sparse(
@@ -264,6 +281,7 @@ def schema_from(content: Mapping[str, Any]) -> Schema:
     shared = tuple((name, vocabulary) for name, vocabulary in raw.pop("vocabularies", ()))
     pairs = {key: tuple(raw[key]) if raw.get(key) else None for key in ("group", "time", "row_key")}
     lists = {key: tuple(raw[key]) for key in ("columns", "dense", "sparse", "kinds", "labels")}
+    lists["missing_values"] = tuple(raw.get("missing_values", ()))
     if rule := raw.get("label_rule"):
         raw["label_rule"] = LabelRule(compare=rule["compare"], values=tuple(rule["values"]))
     return Schema(**{**raw, **pairs, **lists}, many=many, numbers=numbers, vocabularies=shared)

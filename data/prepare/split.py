@@ -150,8 +150,8 @@ def _moment(text: str, kind: str) -> int:
         if not text.lstrip("-").isdecimal():
             raise ConfigError(f"--split: {text!r} must be an integer like the values of the column")
         return int(text)
-    if kind != "date":
-        raise ValueError(f"time: kind {kind!r}; use date or integer")
+    if kind != "date" and "%" not in kind:
+        raise ValueError(f"time: kind {kind!r}; use date, integer or a format such as %d/%m/%Y")
     try:
         moment = datetime.fromisoformat(text)
     except ValueError as error:

@@ -46,6 +46,13 @@ def table_head(path: Path, num_rows: int) -> pl.DataFrame:
         raise _unreadable(path, error) from error
 
 
+def plain_types(frame: pl.DataFrame) -> pl.DataFrame:
+    """Return categories as strings, and decimals as real numbers."""
+    return frame.with_columns(
+        pl.col(pl.Categorical, pl.Enum).cast(pl.String), pl.selectors.decimal().cast(pl.Float64)
+    )
+
+
 def _unreadable(path: Path, error: BaseException) -> BaseException:
     """Return a DataError for errors caused by a damaged file, and return other errors unchanged.
 
@@ -68,7 +75,7 @@ def table_piece(path: Path, index: int, schema: Schema, keep_strings: bool = Fal
         frame = lazy.slice(index * PIECE_ROWS, PIECE_ROWS).collect()
     except BaseException as error:
         raise _unreadable(path, error) from error
-    frame = frame.with_columns(pl.col(pl.Categorical, pl.Enum).cast(pl.String))
+    frame = plain_types(frame)
     if unsupported := [
         f"{name} ({frame[name].dtype})" for name in wanted if not _fits(frame, name, schema)
     ]:
@@ -100,5 +107,5 @@ def _fits(frame: pl.DataFrame, name: str, schema: Schema) -> bool:
         # Dates that are read as integers would be in days, or in another unit that the file uses.
         is_date = kind == pl.Date or isinstance(kind, pl.Datetime)
         is_date = is_date and name not in schema.features
-        return kind in _COLUMN_TYPES or (is_date and schema.time[1] == "date")
+        return kind in _COLUMN_TYPES or (is_date and schema.time[1] != "integer")
     return kind in _COLUMN_TYPES

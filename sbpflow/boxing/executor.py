@@ -23,6 +23,7 @@ from sbpflow.boxing.step import BoxingStep
 from sbpflow.errors import SbpError
 from sbpflow.runtime.ranks.comm_log import CommRecord
 from sbpflow.runtime.ranks.world import (
+    Link,
     World,
     all_gather_single,
     broken,
@@ -70,7 +71,7 @@ class Boxing:
         self._staging = Staging()
         # Programs are found by id(step), because hashing a step costs more than running its Python
         # part. A program refers to its step, so the id is not reused.
-        self._ready: dict[tuple[int, str], tuple[Program, dist.ProcessGroup | None]] = {}
+        self._ready: dict[tuple[int, str], tuple[Program, Link | None]] = {}
         self._planned: dict[ConversionKey, tuple[BoxingStep, ...]] = {}
         self._requested: list[ConversionKey] | None = None
 
@@ -161,19 +162,17 @@ class Boxing:
     def _go_on(self, rest: Sequence[BoxingStep], finish: Finish, channel: str) -> Tensor | None:
         return self.run(rest, finish(), channel)
 
-    def _get_ready(
-        self, step: BoxingStep, channel: str
-    ) -> tuple[Program, dist.ProcessGroup | None]:
-        """Return the step compiled for this rank, and this rank's process group."""
+    def _get_ready(self, step: BoxingStep, channel: str) -> tuple[Program, Link | None]:
+        """Return the step compiled for this rank, and the link of this rank's group."""
         if len(self._ready) >= MAX_READY_STEPS:
             self._ready.clear()
-        world, own_group = self.world, None
+        world, own_link = self.world, None
         for ranks in step.groups:  # c10d requires all ranks to create all groups, in the same order
-            group = world.group(ranks, channel, step.id)
-            own_group = group if world.rank in ranks else own_group
-        in_pairs = len(world.topology.hosts) > 1 and world.backend_of(step.dst) == "gloo"
+            link = world.link(ranks, channel, step.id)
+            own_link = link if world.rank in ranks else own_link
+        in_pairs = world.passes_messages(world.backend_of(step.dst))
         program = compile_step(step, world.rank, in_pairs=in_pairs)
-        ready = self._ready[id(step), channel] = (program, own_group)
+        ready = self._ready[id(step), channel] = (program, own_link)
         return ready
 
     def _issue(self, step: BoxingStep, part: Tensor | None, channel: str, donate: bool) -> Finish:
@@ -182,7 +181,7 @@ class Boxing:
         if world.checked and step.groups:  # check before all ranks create groups
             self._check(step, part, channel)
         ready = self._ready.get((id(step), channel))
-        program, group = ready or self._get_ready(step, channel)
+        program, link = ready or self._get_ready(step, channel)
         if (
             part is None
             or part.shape != program.part_shape
@@ -190,7 +189,7 @@ class Boxing:
             or program.changes_device
         ):
             part = self._accept(step, program.part_shape, part)
-        if group is None:
+        if link is None:
             return lambda: program.unpack(part)
         if world.log.enabled:
             ranks = program.group or ()
@@ -198,11 +197,11 @@ class Boxing:
         loan = self._staging.loan()
         try:
             if program.stays is not None:
-                return _exchange_apart(program, program.stays, part, group, loan)
+                return _exchange_apart(program, program.stays, part, link, loan)
             if step.collective == "all_reduce":
-                received, work = _run_all_reduce(program, part, group, donate)
+                received, work = _run_all_reduce(program, part, link.group, donate)
             else:
-                received, work = _COLLECTIVES[step.collective](program, part, group, loan)
+                received, work = _COLLECTIVES[step.collective](program, part, link, loan)
         except RuntimeError as error:
             raise refused(error, step.id, step.collective) from error
         finish = program.unpack
@@ -296,9 +295,7 @@ def _wait(work: Work, program: Program) -> None:
         raise broken(error, program.step.id, program.step.collective) from error
 
 
-def _exchange_apart(
-    program: Program, stays: Stays, part: Tensor, group: dist.ProcessGroup, loan: Loan
-) -> Finish:
+def _exchange_apart(program: Program, stays: Stays, part: Tensor, link: Link, loan: Loan) -> Finish:
     """Run an all-to-all; meanwhile, copy the piece that stays on this rank."""
     packed = program.pack(part, loan)
     out = part.new_empty(stays.shape)
@@ -306,7 +303,7 @@ def _exchange_apart(
         received = _receive_buffer(program, part, loan)
     else:
         received = out.view(-1)[stays.run]
-    work = _all_to_all(program, received, packed, group)
+    work = _all_to_all(program, received, packed, link)
     stays.put(out).copy_(stays.cut(part))
 
     return partial(_finish, work, program, partial(stays.place, out), received, loan)
@@ -324,7 +321,7 @@ def _receive_buffer(program: Program, like: Tensor, loan: Loan) -> Tensor:
     return like.new_empty(shape) if program.keeps_received else loan.take(shape, like)
 
 
-def _run_all_gather(program: Program, part: Tensor, group: dist.ProcessGroup, loan: Loan) -> Issued:
+def _run_all_gather(program: Program, part: Tensor, link: Link, loan: Loan) -> Issued:
     packed = program.pack(part, loan)
     gathered = _receive_buffer(program, part, loan)
     sent, into = _as_sent(program, packed), _as_sent(program, gathered)
@@ -332,33 +329,30 @@ def _run_all_gather(program: Program, part: Tensor, group: dist.ProcessGroup, lo
     # shape.
     if sent.ndim == 0 or sent.shape[1:] != into.shape[1:] or not into.numel():
         sent, into = sent.view(-1), into.view(-1)
-    return gathered, all_gather_single(into, sent, group=group, async_op=True)
+    return gathered, all_gather_single(into, sent, group=link.group, async_op=True)
 
 
-def _run_reduce_scatter(
-    program: Program, part: Tensor, group: dist.ProcessGroup, loan: Loan
-) -> Issued:
+def _run_reduce_scatter(program: Program, part: Tensor, link: Link, loan: Loan) -> Issued:
     packed = program.pack(part, loan)
     reduced = part.new_empty(program.receive_shape)
     op = _REDUCE_OPS[program.reduction]
-    return reduced, reduce_scatter_single(reduced, packed, op=op, group=group, async_op=True)
+    return reduced, reduce_scatter_single(reduced, packed, op=op, group=link.group, async_op=True)
 
 
-def _run_all_to_all(program: Program, part: Tensor, group: dist.ProcessGroup, loan: Loan) -> Issued:
+def _run_all_to_all(program: Program, part: Tensor, link: Link, loan: Loan) -> Issued:
     packed = program.pack(part, loan)
     received = _receive_buffer(program, part, loan)
-    return received, _all_to_all(program, received, packed, group)
+    return received, _all_to_all(program, received, packed, link)
 
 
-def _all_to_all(
-    program: Program, received: Tensor, packed: Tensor, group: dist.ProcessGroup
-) -> Work:
+def _all_to_all(program: Program, received: Tensor, packed: Tensor, link: Link) -> Work:
     received, packed = _as_sent(program, received), _as_sent(program, packed)
     if program.in_pairs is not None:
         rank, ranks = program.in_pairs, program.group or ()
         even = [packed.numel() // len(ranks)] * len(ranks)
         sizes = program.sizes or (even, even)
-        return pairs.all_to_all(_flat(received), _flat(packed), sizes, ranks, rank, group)
+        return pairs.all_to_all(_flat(received), _flat(packed), sizes, ranks, rank, link)
+    group = link.group
     if program.sizes is None:
         received, packed = _by_rank(received, group), _by_rank(packed, group)
         return dist.all_to_all_single(received, packed, group=group, async_op=True)

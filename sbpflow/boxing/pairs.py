@@ -1,4 +1,7 @@
-"""Sends messages between pairs of ranks, and implements all-to-all for links between hosts.
+"""Sends messages between pairs of ranks, and implements all-to-all with them.
+
+Messages between ranks of a host go through shared memory if the host shares memory, and other
+messages through gloo.
 
 gloo's own all-to-all posts its sends before its receives. A rank signals that it is ready to
 receive in the same stream as its data, so the slower of two ranks signals after all its data. The
@@ -14,6 +17,9 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch import Tensor
 
+from sbpflow.runtime.ranks.shared_memory import Arriving
+from sbpflow.runtime.ranks.world import Link
+
 _MAX_TAG = 2**31 - 1
 # The transfers of each group are counted; a group's ranks make the same transfers in the same
 # order.
@@ -24,7 +30,7 @@ _transfers: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 class Messages:
     """Messages in flight; do not use the send or receive buffers before ``wait``."""
 
-    works: Sequence[dist.Work]
+    works: Sequence[dist.Work | Arriving]
 
     def wait(self) -> None:
         """Wait for all messages. c10d raises RuntimeError if a peer is gone."""
@@ -33,22 +39,32 @@ class Messages:
 
 
 def pass_messages(
-    sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], group: dist.ProcessGroup
+    sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], link: Link
 ) -> Messages:
-    """Send to and receive from ranks of ``group``, by global rank; skip empty tensors.
+    """Send to and receive from ranks of the link, by global rank; gloo skips empty tensors.
 
-    Every rank of the group makes the same calls in the same order, and both ends of a message use
+    Every rank of the link makes the same calls in the same order, and both ends of a message use
     the same size. Each call has its own tag in gloo. If ranks disagree on a size, messages of one
     call therefore cannot be received by the next call, and ``wait`` raises RuntimeError for the
     missing messages.
     """
+    group, shared = link.group, link.shared
     tag = _transfers.get(group, 0)
     _transfers[group] = (tag + 1) & _MAX_TAG  # count even if this rank sends and receives nothing
-    operations = [
-        dist.P2POp(dist.irecv, t, r, group, tag) for r, t in receives.items() if t.numel()
-    ]
-    operations += [dist.P2POp(dist.isend, t, r, group, tag) for r, t in sends.items() if t.numel()]
-    return Messages(dist.batch_isend_irecv(operations) if operations else [])
+    arriving: list[Arriving] = []
+    operations: list[dist.P2POp] = []
+    for rank, target in receives.items():
+        if shared is not None and shared.takes(rank, target):
+            arriving.append(shared.receive(rank, target))
+        elif target.numel():
+            operations.append(dist.P2POp(dist.irecv, target, rank, group, tag))
+    for rank, message in sends.items():
+        if shared is not None and shared.takes(rank, message):
+            shared.send(rank, message)
+        elif message.numel():
+            operations.append(dist.P2POp(dist.isend, message, rank, group, tag))
+    works = dist.batch_isend_irecv(operations) if operations else []
+    return Messages([*works, *arriving])
 
 
 def all_to_all(
@@ -57,16 +73,16 @@ def all_to_all(
     sizes: tuple[Sequence[int], Sequence[int]],
     ranks: Sequence[int],
     rank: int,
-    group: dist.ProcessGroup,
+    link: Link,
 ) -> Messages:
     """Do the same as ``all_to_all_single`` on the first dim.
 
-    ``sizes`` are the sizes received from and sent to each of the group's ``ranks``, in ascending
+    ``sizes`` are the sizes received from and sent to each of the link's ``ranks``, in ascending
     order. ``rank`` is this rank. ``received`` and ``sent`` must be contiguous.
     """
     receives = dict(zip(ranks, received.split(list(sizes[0])), strict=True))
     sends = dict(zip(ranks, sent.split(list(sizes[1])), strict=True))
     own_target, own_source = receives.pop(rank), sends.pop(rank)
-    messages = pass_messages(sends, receives, group)
+    messages = pass_messages(sends, receives, link)
     own_target.copy_(own_source)  # this copy overlaps the transfer
     return messages

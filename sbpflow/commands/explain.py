@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from sbpflow.commands.train import config_parser, run_planner
 
@@ -31,8 +32,10 @@ def explain(argv: Sequence[str]) -> int:
     from sbpflow.run.planning.build_plan import plan_run
     from sbpflow.run.planning.cache_forecast import cached_stacks, forecast
     from sbpflow.run.planning.explain import check_world_size, describe, format_plan
+    from sbpflow.run.planning.explain_caches import rate_lines
     from sbpflow.run.planning.kernels import with_known_kernels
     from sbpflow.run.planning.summary import format_summary, what_helps
+    from sbpflow.run.report.data import batches_per_s
     from sbpflow.runtime.ranks.world import device_type_of
 
     check_world_size(args.world_size)
@@ -55,8 +58,10 @@ def explain(argv: Sequence[str]) -> int:
         rows = forecast(plan, (batch.ids for batch in loaders["train"].epoch(0)))
     facts = describe(plan, rows)
     growth = growth_of(manifest, facts["tables"])
+    folder = Path(config.run.dir)
+    speed = batches_per_s(folder, plan) if rows else None
     if args.json:
-        json.dump(facts | {"growth": growth}, sys.stdout, indent=1)
+        json.dump(facts | {"growth": growth, "batches_per_s": speed}, sys.stdout, indent=1)
         print()
         return 0
     if args.transfers:
@@ -64,5 +69,6 @@ def explain(argv: Sequence[str]) -> int:
     else:
         helps = what_helps(config, fields, plan, device_type=device_type, planned=rules)
         text = format_summary(plan, helps, shards=args.shards, forecast=rows)
-    print("\n\n".join(part for part in (text, growth_text(growth)) if part))
+    rates = "\n".join(rate_lines(facts["caches"], speed, folder)) if speed else ""
+    print("\n\n".join(part for part in (text, rates, growth_text(growth)) if part))
     return 0

@@ -252,6 +252,14 @@ class ParallelConfig:
         Range(above=0, high=1e6),
         Key("execution", "Seconds that a rank waits for other ranks before it fails."),
     ] = 300.0
+    shared_memory: Annotated[
+        bool,
+        Key(
+            "execution",
+            "CPU only: ranks of a host pass rows and ids through shared memory (Linux, with numba) "
+            "instead of gloo.",
+        ),
+    ] = True
     checked: Annotated[
         bool,
         Key("execution", "Compare the ranks' next operations before each transfer, which is slow."),

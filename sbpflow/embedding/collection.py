@@ -244,6 +244,14 @@ class EmbeddingCollection:
             self._reader.account(batch.check)
             self._flagged.append(batch.check)
 
+    def read_ahead(self, batch: EmbeddingsInFlight) -> None:
+        """Start reading cached rows for a prediction; no update can run before its ``lookup``."""
+        self.arrive(batch)
+        for group, part in self._parts(batch):
+            for lookup, (_, store) in zip(part.lookups, group.stores(), strict=False):
+                if isinstance(store, CachedStore):
+                    store.read_ahead(lookup)
+
     def read(self, batch: EmbeddingsInFlight) -> None:
         """Run the second half of ``lookup``: read the rows and start sending vectors."""
         if self.growing is not None and any(part.training for part in batch.groups):

@@ -7,7 +7,7 @@ do not depend on the number of ranks. For larger splits, all ranks add up their 
 import difflib
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -144,11 +144,19 @@ def score_split(
     """
     options = options or ScoreOptions()
     rows = _Rows(boxing, options)
-    for batch in loader.epoch(0):
-        rows.add(trainer.predict(batch), batch)
-        if options.max_rows is not None and rows.total >= options.max_rows:
-            break
+    for batch, logits in trainer.predict_all(_first(loader.epoch(0), options.max_rows)):
+        rows.add(logits, batch)
     return rows.evaluation()
+
+
+def _first(batches: Iterable[Batch], max_rows: int | None) -> Iterator[Batch]:
+    """Yield batches up to the one that reaches ``max_rows`` rows."""
+    total = 0
+    for batch in batches:
+        yield batch
+        total += batch.batch_size
+        if max_rows is not None and total >= max_rows:
+            return
 
 
 def gather_rows(part: Tensor, sizes: tuple[int, ...], boxing: Boxing) -> Tensor | None:

@@ -237,6 +237,7 @@ def _with_best_weights(
     """Load the best weights unless these are the last weights, and score the weights."""
     if best_step == result.steps:
         return replace(result, best_step=best_step)
+    logger.info("step %d is the best on val; loading and scoring its weights", best_step)
     checkpoints.load_weights(best_step)
     return replace(
         result,
@@ -350,7 +351,7 @@ class _Window:
 
 
 class _Scores:
-    """Scores and reports splits, but never scores a whole split twice at the same step."""
+    """Scores and reports splits, but never scores a whole split twice with the same weights."""
 
     def __init__(
         self,
@@ -366,18 +367,18 @@ class _Scores:
             exact_rows=train.exact_auc_rows,
             slices=slice_columns(train.slices, trainer.embedding_plan),
         )
-        self._last: tuple[str, int, Evaluation | None] | None = None
+        self._done: dict[tuple[str, int], Evaluation | None] = {}
 
     def __call__(self, split: str, step: int, max_rows: int | None = None) -> Evaluation | None:
         """Score ``max_rows`` rows of the split, or all, after ``step``; ``None`` off rank 0."""
         if split not in self._loaders or not self._loaders[split].num_steps:
             return None
-        if self._last is not None and self._last[:2] == (split, step):
-            return self._last[2]
+        if (split, step) in self._done:
+            return self._done[split, step]
         options = replace(self._options, max_rows=max_rows)
         evaluation = score_split(self._trainer, self._loaders[split], self._boxing, options)
         if max_rows is None:
-            self._last = (split, step, evaluation)
+            self._done[split, step] = evaluation
         if evaluation is not None:
             self._reporter.evaluation(split, step, evaluation)
         return evaluation

@@ -92,7 +92,7 @@ class OverlapWatch:
         if not off:
             return self._why_not or "on; the run ended before overlap was measured"
         on_ms, off_ms = statistics.median(on), statistics.median(off)
-        return (
-            f"saves {off_ms - on_ms:.2f} ms of a step of {off_ms:.2f} ms (medians of {len(on)} "
-            f"steps with overlap and {len(off)} without)"
-        )
+        text = f"saves {off_ms - on_ms:.2f} ms of a step of {off_ms:.2f} ms"
+        if on_ms >= off_ms:
+            text = f"saves nothing: {on_ms:.2f} ms per step with overlap, {off_ms:.2f} ms without"
+        return f"{text} (medians of {len(on)} steps with overlap and {len(off)} without)"

@@ -36,7 +36,9 @@ class Progress:
         self._start: tuple[int, float] | None = None
         self._bar = None
         if visible and bar and can_show_bars():
-            self._bar = tqdm(total=num_steps, initial=first_step, unit="step", dynamic_ncols=True)
+            self._bar = tqdm(
+                desc="train", total=num_steps, initial=first_step, unit="step", dynamic_ncols=True
+            )
 
     def close(self) -> None:
         if self._bar is not None:

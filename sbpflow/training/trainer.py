@@ -425,11 +425,32 @@ class Trainer:
                 else:
                     group["lr"] = base * factor
 
-    @torch.no_grad()
     def predict(self, batch: Batch) -> Tensor:
         """Return the logits [local batch] of this rank's rows."""
-        batch_size = batch.batch_size
-        vectors = self._embeddings.forward(batch.ids, batch_size, training=False)
+        [(_, logits)] = self.predict_all([batch])
+        return logits
+
+    @torch.no_grad()
+    def predict_all(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, Tensor]]:
+        """Yield each batch with its logits, and read the next batch's rows during the computation.
+
+        Every rank must iterate over all batches, without training steps in between.
+        """
+        ready: tuple[Batch, EmbeddingsInFlight] | None = None
+        for batch in batches:
+            started = self._embeddings.start_id_exchange(
+                batch.ids, batch.batch_size, training=False
+            )
+            self._embeddings.read_ahead(started)
+            if ready is not None:
+                yield ready[0], self._logits_of(*ready)
+            ready = batch, started
+        if ready is not None:
+            yield ready[0], self._logits_of(*ready)
+
+    def _logits_of(self, batch: Batch, embeddings: EmbeddingsInFlight) -> Tensor:
+        self._embeddings.lookup(embeddings)
+        batch_size, vectors = batch.batch_size, self._embeddings.gather_outputs(embeddings)
         logits = self._dense_logits(batch.dense, vectors, batch_size, training=False, seed=0)
         return logits.to(self._home_layout(batch_size), id="predict").part.squeeze(1)
 

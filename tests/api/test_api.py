@@ -159,6 +159,7 @@ def test_two_ranks_train_alike_and_leave_the_process_as_it_was(run, tmp_path):
     np.testing.assert_allclose(two.predict(new)["score"], run.predict(new)["score"], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_mistake_of_the_ranks_is_raised_here(tmp_path):
     before = state()
     tables = {"kernel": "torch", "device": "cpu", "tables": {"none": {"sbp": "B"}}, "scheme": "1"}
@@ -181,6 +182,7 @@ class Failing(DlrmConfig):
         raise ZeroDivisionError("a bug of the model")
 
 
+@pytest.mark.slow
 def test_a_crash_of_a_rank_comes_with_its_traceback(tmp_path):
     model = {**CONFIG["model"], "name": f"{__name__}:Failing"}
     with pytest.raises(RuntimeError, match="ZeroDivisionError: a bug of the model") as crash:
@@ -228,6 +230,7 @@ def test_a_second_interrupt_ends_at_once(tmp_path, monkeypatch):
     assert list_checkpoints(tmp_path / "run/checkpoints") == []
 
 
+@pytest.mark.slow
 def test_an_interrupt_reaches_two_ranks(tmp_path):
     before = state()
     metrics = tmp_path / "run/metrics.jsonl"
@@ -297,6 +300,20 @@ def test_missing_values_of_pandas_are_missing(run):
     )
     assert run.predict(lost)["score"].tolist() == run.predict(nulls)["score"].to_list()
     assert run.predict(lost)["score"].tolist() != run.predict(new)["score"].tolist()
+
+
+def test_errors_name_rows_in_memory_as_the_caller_does(run, tmp_path):
+    new = rows(30)
+    with pytest.raises(
+        DataError, match=r"^data: no column 'price'; it has user, item, city, click"
+    ):
+        run.predict(new.drop(columns="price"))
+    new["price"] = "$1,234.50"
+    with pytest.raises(DataError) as error:
+        run.predict(new)
+    assert "data:1: price is not a number: '$1,234.50'" in str(error.value)
+    with pytest.raises(DataError, match=r"data\['val'\]: no column 'price'"):
+        fit(tmp_path / "run", {"train": rows(300), "val": rows(30).drop(columns="price")})
 
 
 def test_an_evaluation_of_the_test_rows_is_that_of_the_run(run):

@@ -122,6 +122,7 @@ def test_a_kernel_survives_failures_and_interrupts(kernel):
     assert error == "", "the interrupt saved the run"
 
 
+@pytest.mark.slow
 def test_a_kernel_survives_failures_and_interrupts_of_ranks(kernel):
     error, _ = kernel.run("fit('own', name='__main__:Mine', ranks=2)")
     assert error.startswith("ConfigError: ranks: 2, but __main__:Mine is defined in this notebook")

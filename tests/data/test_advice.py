@@ -43,27 +43,27 @@ def test_an_empty_file_is_reported_as_empty(tmp_path, name, schema):
     [
         (ROWS.replace(",", "\t"), None, "describe any other table in a --schema file (docs"),
         (ROWS, None, 'in a --schema file, which probably needs `separator: ","`'),
-        (ROWS, UNNAMED, 'the --schema file probably needs `separator: ","`'),
-        (f"click,income,city\n{ROWS}", NAMED, 'write `separator: ","` in the --schema file'),
+        (ROWS, UNNAMED, 'the schema probably needs `separator: ","`'),
+        (f"click,income,city\n{ROWS}", NAMED, 'write `separator: ","` in the schema'),
         (
             f"click,income,city\n{ROWS}",
             f"{UNNAMED}\nseparator: ','",
-            "the --schema file probably needs `header: true`",
+            "the schema probably needs `header: true`",
         ),
         (
             '1,3,"Berlin, Mitte"\n0,2,Paris\n',
             f"{UNNAMED}\nseparator: ','",
-            "the --schema file probably needs `quote: '\"'`",
+            "the schema probably needs `quote: '\"'`",
         ),
         (
             '1,"3",Berlin\n0,"2",Paris\n',
             f"{UNNAMED}\nseparator: ','",
-            "the --schema file probably needs `quote: '\"'`",
+            "the schema probably needs `quote: '\"'`",
         ),
         (
             '"click","income","city"\n"1","3","Berlin"\n',
             f"{NAMED}\nseparator: ','",
-            "write `quote: '\"'` in the --schema file",
+            "write `quote: '\"'` in the schema",
         ),
     ],
 )
@@ -74,7 +74,7 @@ def test_the_missing_key_is_named(tmp_path, text, schema, advice):
 def test_rows_with_other_categories_are_advised_to_use_a_schema(tmp_path):
     row = "\t".join(["1", *["3"] * 13, *["Berlin"] * 26])
     message = message_of(tmp_path, f"{row}\n" * 3, None)
-    assert "3 x category is not eight hex digits" in message
+    assert "3 x C1 is not eight hex digits" in message
     assert "describe any other table in a --schema file (docs/data.md)" in message
 
 

@@ -18,7 +18,6 @@ COMMAS = Schema(
     kinds=("string",),
     separator=",",
 )
-IS_DENSE = "dense value is not a 32-bit integer"
 
 
 @pytest.mark.parametrize("column", [1, 7, 13])
@@ -29,7 +28,8 @@ def test_a_dense_cell_does_not_depend_on_its_neighbours(cell, column):
     alone = parse_piece("\n".join(lines).encode(), CRITEO)
     with_bad = parse_piece("\n".join([*lines, "zz"]).encode(), CRITEO)
     is_number = cell.lstrip(" ").lstrip("+-").isdigit()
-    assert alone.bad.counts == ({} if is_number else {IS_DENSE: 1})
+    reason = f"I{column} is not a 32-bit integer"
+    assert alone.bad.counts == ({} if is_number else {reason: 1})
     assert with_bad.bad.total == alone.bad.total + 1
     assert alone.frame.equals(with_bad.frame)
 
@@ -41,7 +41,9 @@ def test_blanks_and_tabs_in_dense_cells_of_comma_separated_text(cell):
     alone = parse_piece(good + line, COMMAS)
     with_bad = parse_piece(good + line + b"zz\n", COMMAS)
     is_good = cell in (" 5", "")
-    assert alone.bad.counts == ({} if is_good else {IS_DENSE: 1})
+    assert alone.bad.counts == (
+        {} if is_good else {f"{COMMAS.dense[1]} is not a 32-bit integer": 1}
+    )
     assert alone.frame.equals(with_bad.frame)
     assert len(alone.frame) == 2 + is_good
 
@@ -91,7 +93,7 @@ def test_a_parquet_table_without_dense_columns_is_read(tmp_path):
     piece = table_piece(tmp_path / "r.parquet", 0, schema)
     assert piece.frame["y"].to_list() == [0, 1]
     assert piece.frame["c"].null_count() == 1
-    assert piece.bad.counts == {"label is not 0 or 1": 1}
+    assert piece.bad.counts == {"y is not 0 or 1": 1}
     manifest = run_prepare(
         tmp_path / "set", tmp_path / "r.parquet", schema=schema, crosses=(), max_bad_fraction=0.5
     )

@@ -108,7 +108,7 @@ def test_a_label_must_be_exactly_0_or_1_next_to_any_row(label):
     lines[7] = "\t".join([label, *ROWS[7][1:]])
     alone = parse_piece("\n".join(lines).encode(), CRITEO)
     with_bad = parse_piece("\n".join([*lines, "broken"]).encode(), CRITEO)
-    assert alone.bad.counts == {"label is not 0 or 1": 1}
+    assert alone.bad.counts == {f"label is {'not 0 or 1' if label else 'missing'}": 1}
     assert alone.frame.equals(with_bad.frame)
     assert len(alone.frame) == 19
 
@@ -154,8 +154,8 @@ def test_whole_parquet_floats_and_categoricals_are_read(tmp_path):
     assert floats.frame["I1"].to_list() == [5, None]
     broken = small_parquet(tmp_path, [0, 1], [5.5, 1.0], ["x", "y"], [7.0, 7.5])
     assert broken.bad.counts == {
-        "category is not an integer": 1,
-        "dense value is not a 32-bit integer": 1,
+        "C2 is not an integer": 1,
+        "I1 is not a 32-bit integer": 1,
     }
 
 
@@ -293,7 +293,10 @@ def test_the_message_after_an_interrupt_says_what_a_rerun_does(
         ('dense: ["*"]\nsparse: [C1]\n', "the column name '*' as a pattern"),
         ('dense: ["^d.*$"]\nsparse: [C1]\n', "the column name '^d.*$' as a pattern"),
         ('label: "^.*$"\nsparse: [C1]\n', "the column name '^.*$' as a pattern"),
-        ("sparse: [a/b]\n", "'a/b' may have only letters"),
+        (
+            "sparse: [a/b]\n",
+            "'a/b': as a part of file names and options, it must start with a letter",
+        ),
         ("sparse: [[C1]]\n", "sparse has ['C1']; write column names"),
         ("sparse: [C1, C2]\ndense: [C1xC2]\n", "--crosses: 'C1xC2' is also the name of a column"),
     ],
@@ -384,3 +387,19 @@ def test_the_message_for_many_bad_lines_names_the_given_limit(tmp_path, capsys):
     path.write_text("x\n" * 12_000 + "\t".join(ROWS[0]) + "\n")
     message = refused(capsys, tmp_path / "set", "--input", path, "--max-bad-fraction", "0.002")
     assert "more than --max-bad-fraction 0.002" in message
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["prepare", "--inputt", "x"], "--input"),
+        (["stats"], "required: DIR"),
+        (["statss"], "stats"),
+    ],
+)
+def test_a_wrong_option_is_one_message(capsys, words, message):
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+    assert "; usage: sbpflow" in error

@@ -25,7 +25,7 @@ MAPS = 40
 """Maps per loader; the limit of the process is four times as many."""
 
 
-FEW = (("rows", "dali"), ("runs", "memmap"))
+FEW = (("rows", "dali"),)
 COMBINATIONS = [
     pytest.param(*pair, marks=[pytest.mark.slow] * (pair not in FEW))
     for pair in product(SHUFFLES, INSTALLED)

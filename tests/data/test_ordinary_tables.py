@@ -77,8 +77,8 @@ def test_the_same_rules_apply_to_typed_columns(tmp_path, label, cells, expected)
 
 @pytest.mark.parametrize(
     ("label", "cell", "reason"),
-    [("{y: '>= 4'}", "x", "label y is not a number"), ("{y: '>= 4'}", "", "label y is not a"),
-     ("{y: b}", "", "label y is missing"), ("y", "2", "label is not 0 or 1")],
+    [("{y: '>= 4'}", "x", "y is not a number"), ("{y: '>= 4'}", "", "y is missing"),
+     ("{y: b}", "", "y is missing"), ("y", "2", "y is not 0 or 1")],
 )  # fmt: skip
 def test_a_label_that_cannot_be_decided_is_a_bad_row(tmp_path, label, cell, reason):
     cells = ["5", "1", "b"] if label == "{y: b}" else ["5", "1"] if "4" in label else ["0", "1"]
@@ -96,8 +96,8 @@ def test_a_label_that_cannot_be_decided_is_a_bad_row(tmp_path, label, cell, reas
         ("{y: '>50k'}", ["<=50K", ">50K"], "label: no row has a y that is '>50k', so all labels "
          "would be equal; write a rule that separates its values (for example, '<=50K', '>50K')"),
         ("{y: '>= 1'}", ["1", "2"], "every row has a y that >= 1, so all labels would be equal"),
-        ("y", ["<=50K", ">50K"], 'the --schema file probably needs `label: {y: "<=50K"}`'),
-        ("y", ["4.5", "3"], 'the --schema file probably needs `label: {y: ">= 4.5"}`'),
+        ("y", ["<=50K", ">50K"], 'the schema probably needs `label: {y: "<=50K"}`'),
+        ("y", ["4.5", "3"], 'the schema probably needs `label: {y: ">= 4.5"}`'),
     ],
 )  # fmt: skip
 def test_a_wrong_label_is_refused_with_the_values_of_the_column(
@@ -278,3 +278,82 @@ def test_a_schema_with_a_rule_is_read_back_from_the_manifest(tmp_path):
     assert run(tmp_path, schema, tmp_path / "t.csv") == 0
     content = load_manifest(tmp_path / "set").content["schema"]
     assert schema_from(content) == read_schema(tmp_path / "schema.yaml")
+
+
+FOREIGN = """
+separator: ";"
+header: true
+quote: '"'
+missing_values: [NA, "?"]
+label: {Vendu: Oui}
+time: {"jour d\u00e9p\u00f4t": "%d/%m/%Y"}
+row_key: r\u00e9f
+dense:
+  "prix (\u20ac)": {transform: identity, decimal: ","}
+sparse: {"note vendeur": integer, \u00e9tat: string}
+"""
+SPARSE = ("note vendeur", "\u00e9tat")
+FOREIGN_ROWS = [
+    "r\u00e9f;jour d\u00e9p\u00f4t;prix (\u20ac);note vendeur;\u00e9tat;Vendu",
+    'A1;31/01/2024;22,5;3;"bon; neuf";Oui',
+    "A2;01/02/2024;NA;NA;NA;Non",
+    "A3;02/02/2024;7;3;?;Oui",
+]
+
+
+def test_a_foreign_table_with_accents_commas_dates_and_marks_of_missing_cells(tmp_path):
+    (tmp_path / "t.csv").write_text("\n".join(FOREIGN_ROWS) + "\n")
+    words = ["--min-count", "1", "--split", "time:jour d\u00e9p\u00f4t<2024-02-01"]
+    assert run(tmp_path, FOREIGN, tmp_path / "t.csv", *words) == 0
+    manifest = load_manifest(tmp_path / "set")
+    verify_set(manifest, 1)
+    assert manifest.splits == {"train": 1, "val": 0, "test": 2}
+    test = all_words(manifest, "test")
+    assert test[:, 0].view(np.float32).tolist() == [0, 1]
+    assert test[:, 1].view(np.float32).tolist() == [0, 7]
+    assert [ids_of(manifest, name).tolist() for name in SPARSE] == [[2], [2]]
+    assert test[:, 2:].tolist() == [[0, 0], [2, 0]]
+    assert schema_from(manifest.content["schema"]).missing_values == ("NA", "?")
+    values, known = values_and_ids(manifest, "note vendeur", None)
+    assert (values.tolist(), known.tolist()) == ([3], [2])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("22,5;3", "$1,234.50;3", "t.csv:2: prix (\u20ac) is not a number: '$1,234.50'\n  prix "
+         "(\u20ac): write plain numbers such as 1234.5, or make it a sparse column of kind string"),
+        ("22,5;3", "1.234,5;3", "prix (\u20ac): write plain numbers"),
+        ("22,5;3", "n/a;3", "if 'n/a' means missing, add `missing_values: [\"n/a\"]`"),
+        ("22,5;3", "22,5;3,5", "t.csv:2: note vendeur is not an integer: '3,5'\n  note "
+         "vendeur: write whole numbers, or use kind string instead of integer"),
+        ("31/01", "31/13", "t.csv:2: jour d\u00e9p\u00f4t is not a time (%d/%m/%Y): "
+         "'31/13/2024'\n  jour d\u00e9p\u00f4t: write dates such as 2024-05-01 12:30:00, or their"),
+        ("A2", "", "t.csv:3: r\u00e9f is missing: "),
+        (', decimal: ","', "", "prix (\u20ac): for a decimal comma, write `decimal"),
+    ],
+)  # fmt: skip
+def test_a_bad_row_names_the_column_the_cell_and_what_to_do(tmp_path, capsys, old, new, message):
+    text = "\n".join(FOREIGN_ROWS) + "\n"
+    assert (old in text) != (old in FOREIGN)
+    (tmp_path / "t.csv").write_text(text.replace(old, new))
+    assert run(tmp_path, FOREIGN.replace(old, new), tmp_path / "t.csv") == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("[NA, ", "[1.5, ", "missing_values is [1.5, '?']; write a list of cells in quotes"),
+        ('decimal: ","', "decimal: ;", "dense prix (\u20ac): decimal is ';'; write '.' or ','"),
+        ("transform: identity", "kind: integer", "integers have no decimal comma; remove decimal"),
+        ('"%d/%m/%Y"', "day", 'must be one of date, integer, "%d/%m/%Y"'),
+        ("note vendeur", "note, vendeur", "must not contain any of / "),
+        ("note vendeur", "n" * 101, "may have up to 100 characters"),
+    ],
+)
+def test_options_of_foreign_tables_are_checked(tmp_path, old, new, message):
+    (tmp_path / "schema.yaml").write_text(FOREIGN.replace(old, new))
+    with pytest.raises(ConfigError) as error:
+        read_schema(tmp_path / "schema.yaml")
+    assert message in str(error.value)

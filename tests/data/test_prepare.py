@@ -180,8 +180,8 @@ BAD = {
     "39 fields instead of 40": "\t".join(ROWS[0][:-1]),
     "41 fields instead of 40": "\t".join([*ROWS[0], "x"]),
     "label is not 0 or 1": "\t".join(["2", *ROWS[0][1:]]),
-    "dense value is not a 32-bit integer": "\t".join(["1", "1.5", *ROWS[0][2:]]),
-    "category is not eight hex digits": "\t".join([*ROWS[0][:-1], "+1234567"]),
+    "I1 is not a 32-bit integer": "\t".join(["1", "1.5", *ROWS[0][2:]]),
+    "C26 is not eight hex digits": "\t".join([*ROWS[0][:-1], "+1234567"]),
     "broken encoding": "\t".join([*ROWS[0][:-1], "\xff1234567"]),
 }
 
@@ -231,8 +231,9 @@ def test_bad_parquet_cells_are_counted(tmp_path):
 
     content = load_manifest(tmp_path / "s").content
     assert content["bad_lines"] == {
-        "dense value is not a 32-bit integer": 1,
-        "label is not 0 or 1": 2,
+        "I1 is not a 32-bit integer": 1,
+        "label is missing": 1,
+        "label is not 0 or 1": 1,
     }
 
 

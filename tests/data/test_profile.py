@@ -250,3 +250,11 @@ def test_a_clean_set_without_times_has_no_warnings(tmp_path):
     assert concerns(profile) == []
     assert profile_text(manifest, profile).endswith("No warnings.")
     assert "<p>No warnings.</p>" in profile_page(manifest, profile)
+
+
+def test_the_mean_of_standardised_values_is_0_without_rounding_errors(tmp_path):
+    schema = "label: y\ndense: {late: standardise}\nsparse: {city: string}\n"
+    manifest = prepared(tmp_path, rows(), schema=schema)
+    summary = of(profile_set(manifest), "late").summary["train"]
+    assert summary["mean"] == 0.0
+    assert summary["std"] == pytest.approx(1.0, rel=1e-6)

@@ -69,9 +69,9 @@ dense:
   capital-gain: log1  # 50 values, 0 to 99939
 sparse:
   workclass: string  # 'Gov' or 'Private', 33.8% missing
+  marital status: string  # 'a', 'b', 'c'
   sex: string  # 'Female' or 'Male'
 # Not used:
-#   marital status: rename the column; names may have letters, digits, '_', '-' and '.'
 #   country: only the value 'US'
 """
 
@@ -136,7 +136,23 @@ NUMBERS = [f"{n / 7:.3f}" for n in range(60)]
         ("order_id", [str(n) for n in range(60)], "row_key: {order_id: integer}"),
         ("session", [f"s{n // 3}" for n in range(60)], "group: session"),
         ("none", cycle(""), "none: no values"),
-        ("note", [f"text {n}" for n in range(60)], "note: every row has its own text"),
+        ("note", [f"text {n}" for n in range(60)], "row_key: note"),
+        ("a/b", cycle("p", "q", "r"), "a/b: rename the column; a name must start with a letter"),
+        ("note vendeur", cycle("1", "2", "3"), "note vendeur: integer"),
+        ("left", cycle("1", "2", "NA"), 'missing_values: ["NA"]'),
+        ("left", cycle("1.5", "2", "?"), "left: standardise"),
+        ("price", [f'"{n},5"' for n in range(60)], 'price: {transform: standardise, decimal: ","}'),
+        ("price", [f'"{n // 2},500"' for n in range(60)], "price: string"),
+        ("budget", [f'"$1,2{n // 2}.50"' for n in range(20, 80)], "budget: string"),
+        ("budget", [f'"$1,2{n}.50"' for n in range(20, 80)], "budget: every row has its own text"),
+        ("day", [f"{n % 28 + 1:02}/05/2024" for n in range(60)], 'time: {day: "%d/%m/%Y"}'),
+        (
+            "when",
+            [f"{n % 9 + 13}.05.2024 10:{n % 50 + 10}" for n in range(60)],
+            'time: {when: "%d.%m.%Y %H:%M"}',
+        ),
+        ("when", cycle("1 May 2024", "2 May 2024"), "when: string"),
+        ("size", [str(n // 2) for n in range(60)], "size: standardise"),
         ("one", cycle("x"), "one: only the value 'x'"),
     ],
 )
@@ -214,3 +230,41 @@ def test_remote_tables_are_copied_first(tmp_path):
     fsspec.filesystem("memory").pipe("/p/t.parquet", (tmp_path / "t.parquet").read_bytes())
     with pytest.raises(ConfigError, match="copy one of the files, and run `sbpflow schema`"):
         propose([input_path("memory://p/t.parquet")])
+
+
+@pytest.mark.parametrize(
+    ("column", "cells", "remark"),
+    [
+        ("budget", [f'"$1,2{n}.50"' for n in range(10, 70)], "cells such as '$1,210.50' are not"),
+        ("budget", [f'"$1,{n // 2}.50"' for n in range(60)], "cells such as '$1,0.50' are not"),
+        ("share", [f"{n // 2} %" for n in range(60)], "cells such as '0 %' are not numbers"),
+        ("mixed", cycle("1", "x"), "cells such as 'x' are not numbers; clean them for dense"),
+        ("day", [f"{n % 9 + 1}/5/2024" for n in range(60)], "or the format %m/%d/%Y"),
+    ],
+)
+def test_the_remark_on_a_column(tmp_path, column, cells, remark):
+    _, text = proposed(tmp_path, c=cycle("p", "q", "r"), **{column: cells}, click=cycle("0", "1"))
+    assert remark in text
+
+
+def test_a_number_that_may_be_an_id_is_remarked(tmp_path):
+    ids = [n // 2 for n in range(400)]
+    columns = {"listener": ids, "gain": [n**2 for n in ids], "c": ["p"] * 200 + ["q"] * 200}
+    pl.DataFrame({**columns, "liked": [0, 1] * 200}).write_parquet(tmp_path / "t.parquet")
+    text = propose([tmp_path / "t.parquet"]).text
+    assert "listener: standardise  # 200 values, 0 to 199; for IDs, write listener: intege" in text
+    assert text.count("for IDs") == 1
+
+
+def test_a_second_unique_text_and_unreadable_types_are_not_used(tmp_path):
+    unique = [f"t{n}" for n in range(60)]
+    pl.DataFrame({
+        "play uuid": unique, "title": unique, "ctx": [{"a": n} for n in range(60)],
+        "paid": pl.Series([str(n % 7) + ".25" for n in range(60)]).cast(pl.Decimal(10, 2)),
+        "c": cycle("p", "q"), "liked": cycle(0, 1),
+    }).write_parquet(tmp_path / "t.parquet")  # fmt: skip
+    text = propose([tmp_path / "t.parquet"]).text
+    assert "row_key: play uuid" in text
+    assert "#   title: every row has its own text" in text
+    assert "#   ctx: values of type Struct({'a': Int64}) cannot be read; convert them" in text
+    assert "  paid: standardise" in text

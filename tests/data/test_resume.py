@@ -138,7 +138,10 @@ def edits(record):
             yield {**record, key: value + 1 if isinstance(value, int) else value + "x"}
 
 
-@pytest.mark.parametrize(("step", "folder"), [("stage", "stage"), ("encoded", "encoded")])
+@pytest.mark.parametrize(
+    ("step", "folder"),
+    [pytest.param("stage", "stage", marks=pytest.mark.slow), ("encoded", "encoded")],
+)
 def test_an_edited_record_is_ignored(tmp_path, monkeypatch, source, clean, step, folder):
     """Lines, counts and clamped values are in the manifest but not in any shard."""
     whole = stopped_at(monkeypatch, step, tmp_path / "whole" / "set", source)

@@ -30,6 +30,8 @@ def _between_hosts(world: World, fn, *args):
     """Return the result of ``fn`` as if every rank had its own host, and the number of messages."""
     count = mock.Mock(side_effect=dist.batch_isend_irecv)
     usual, world.topology = world.topology, Topology(hosts=tuple((n,) for n in range(world.size)))
+    shared, world._shared = world._shared, None
+    links, world._links = world._links, {}
     try:
         with (
             mock.patch.object(dist, "batch_isend_irecv", count),
@@ -41,7 +43,7 @@ def _between_hosts(world: World, fn, *args):
         ):
             return fn(world, *args), count.call_count
     finally:
-        world.topology = usual
+        world.topology, world._shared, world._links = usual, shared, links
 
 
 def _converted(world: World, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -83,13 +85,13 @@ def _sized_differently(world: World) -> list[float]:
     """Return rank 1's data from the second of three transfers; rank 0 skipped the first
     transfer.
     """
-    group = world.group([0, 1], "sized differently")
+    link = world.link([0, 1], "sized differently")
     into = torch.full((3, 2), -1.0)
     under_way = []
     for number, part in enumerate(into):
         sent = torch.full((2 if number else 0,), float(number))
         sends, receives = ({1: sent}, {}) if world.rank == 0 else ({}, {0: part})
-        under_way.append(pairs.pass_messages(sends, receives, group))
+        under_way.append(pairs.pass_messages(sends, receives, link))
     for messages in under_way if world.rank == 0 else under_way[1:2]:
         messages.wait()
     world.barrier()  # everything sent has arrived

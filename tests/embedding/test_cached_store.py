@@ -9,12 +9,14 @@ import sys
 import threading
 import time
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from sbpflow.embedding.cache.records import MappedRecords, RecordLayout, file_records, host_records
+from sbpflow.embedding.cache.slot_layout import SLOT, STORED
 from sbpflow.embedding.cache.store import CachedStore
 from sbpflow.embedding.plan.tables import Shard, TableConfig
 from sbpflow.embedding.rules.registry import sparse_optimizer
@@ -52,7 +54,8 @@ class SlowRecords(MappedRecords):
     """Records with random delays before and after each operation, and optional failures."""
 
     def __init__(self, inner, seed, fail_at=None):
-        self._records, self._random, self._fail_at = inner._records, random.Random(seed), fail_at
+        super().__init__(inner._records)
+        self._random, self._fail_at = random.Random(seed), fail_at
         self._calls = {"read": 0, "write": 0}
 
     def read(self, rows, out):
@@ -142,8 +145,12 @@ class BlockedRecords(MappedRecords):
     """Records whose writes wait for ``opens``."""
 
     def __init__(self, inner):
-        self._records = inner._records
-        self.opens, self.waits = threading.Event(), threading.Event()
+        super().__init__(inner._records)
+        self.opens, self.waits, self.reads = (threading.Event() for _ in range(3))
+
+    def read(self, rows, out):
+        self.reads.set()
+        MappedRecords.read(self, rows, out)
 
     def write(self, rows, records):
         self.waits.set()
@@ -178,6 +185,108 @@ def test_reads_do_not_wait_for_a_slow_write_and_a_row_that_returns_is_exact():
     slots = store.admit(3)
     assert store.kernel.weights[slots, 0].tolist() == [1002, 1003, 9, 8]
     assert store.read(torch.tensor([4, 5]))[WEIGHTS][:, 0].tolist() == [1004, 1005]
+
+
+class LoggedRecords(MappedRecords):
+    """Records that log the rows read and written."""
+
+    def __init__(self, inner, log):
+        super().__init__(inner._records)
+        self._log = log
+
+    def read(self, rows, out):
+        self._log.append(("read", set(rows.tolist())))
+        MappedRecords.read(self, rows, out)
+
+    def write(self, rows, records):
+        self._log.append(("written", set(rows.tolist())))
+        MappedRecords.write(self, rows, records)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_exactly_the_fetched_rows_that_an_earlier_batch_used_are_read(seed):
+    """Compare what the store moves with sets of rows that follow from the batches alone."""
+    log = []
+
+    def records(rows, layout):
+        return LoggedRecords(host_records(rows, layout, pinned=False), log)
+
+    def logged(rows):
+        log.append(("computed", set(rows.tolist())))
+        return initial(rows)
+
+    draw, given, slots = random.Random(seed), batches(seed), 35 + 10 * seed
+    request = replace(REQUEST, initial=logged)
+    store = CachedStore(request, records, slots, ahead=draw.choice((0, 1, 2)))
+    train(store, given, draw.choice((1, 3, 20)), initial(torch.arange(ROWS))[WEIGHTS])
+    store._mover.wait_idle()
+    counts, fetched, read = store.counts, 0, 0
+    cached, touched = set(), set()
+    for batch in given:
+        wanted = set(batch.tolist())
+        missing = wanted - cached
+        for kind, rows in (("read", missing & touched), ("computed", missing - touched)):
+            assert not rows or log.pop(0) == (kind, rows)
+        left = log.pop(0)[1] if log and log[0][0] == "written" else set()
+        assert left <= cached - wanted
+        cached = cached - left | wanted
+        assert len(cached) <= slots
+        fetched += len(missing)
+        read += len(missing & touched)
+        touched |= wanted
+    assert not log
+    assert (counts.fetched, counts.fetched - counts.new) == (fetched, read)
+    assert fetched - read == len(touched)
+    assert read > 20
+
+
+def test_every_row_without_a_slot_stops_its_batch():
+    batch = torch.tensor([7, 3, 7, 199, 0])
+    for row in batch.unique().tolist():
+        store = make_store(40)
+        planner, admit = store._mover.planner, store._mover.planner.admit
+
+        def lose(row=row, planner=planner, admit=admit):
+            found = admit()
+            planner.records[row, SLOT] = STORED
+            return found
+
+        planner.admit = lose
+        store.announce(0, batch)
+        count = int((batch == row).sum())
+        text = f"table t: {count} ids of batch 0, the first of row {row}, have no slot"
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=text):
+                store.admit(0)
+
+
+def test_rows_are_read_ahead_for_evaluation():
+    made = []
+
+    def records(rows, layout):
+        made.append(BlockedRecords(host_records(rows, layout, pinned=False)))
+        return made[-1]
+
+    store = CachedStore(REQUEST, records, 40, key="key")
+    made[0].opens.set()
+    expected = initial(torch.arange(ROWS))[WEIGHTS]
+    train(store, batches(1, 20), 4, expected)
+    store._mover.wait_idle()
+    before = replace(store.counts)
+    made[0].reads.clear()
+    lookups = [Lookup(torch.arange(start, ROWS, 2)) for start in (0, 1)]
+    store.read_ahead(lookups[0])
+    assert made[0].reads.wait(30)  # before the lookup
+    assert torch.equal(store.peek(lookups[0]), expected[lookups[0].addresses])
+    for lookup in lookups:
+        store.read_ahead(lookup)
+    for lookup in [*reversed(lookups), *lookups]:
+        assert torch.equal(store.peek(lookup), expected[lookup.addresses])
+    store.read_ahead(lookups[0])
+    store._mover.wait_idle()
+    del lookup, lookups
+    assert not store._ahead  # a lookup that is not used leaves nothing
+    assert store.counts == before
 
 
 def test_evaluation_reads_without_moving_rows():
@@ -243,7 +352,9 @@ def test_a_full_disk_is_reported_at_the_start(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
     blocked = tmp_path / "file"
     blocked.write_text("")
-    with pytest.raises(ConfigError, match=r"cannot hold a file"):
+    with pytest.raises(
+        ConfigError, match=r"\(not a directory\); use a folder on a local disk that"
+    ):
         file_records(ROWS, layout, blocked / "folder", "parallel.storage.t")
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from sbpflow.embedding.cache.slot_layout import find_loops
 from sbpflow.embedding.cache.slot_planner import Admission, SlotPlanner
 
 ROWS = 300
@@ -138,6 +139,22 @@ def test_the_longest_unused_row_leaves_first():
     assert found.evicted.tolist() == [1]
     planner.announce(np.array([0]))
     assert planner.admit().evicted.tolist() == [2]
+
+
+@FORMS
+@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.int16, np.uint8])
+def test_rows_are_copied_to_and_from_columns(compiled, dtype):
+    loops, rng = find_loops(compiled=compiled), np.random.default_rng(1)
+    source = rng.integers(0, 200, (90, 3)).astype(dtype)
+    for rows in (rng.permutation(90)[:50].astype(np.int32), np.arange(0), np.array([89, 0])):
+        records = np.full((rows.size, 7), 201).astype(dtype)
+        loops.take(source, rows, records, 2)
+        assert np.array_equal(records[:, 2:5], source[rows])
+        assert (np.delete(records, np.s_[2:5], 1) == np.array(201).astype(dtype)).all()
+        target = np.zeros_like(source)
+        loops.put(target, rows, records, 2)
+        assert np.array_equal(target[rows], source[rows])
+        assert target.any(1).sum() <= rows.size
 
 
 @FORMS

@@ -108,7 +108,7 @@ def train_ahead(world, mix, stores, ahead):
     """Train with ``ahead`` batches announced in advance; return outputs and rows. The last batches
     are canceled.
 
-    A batch in the middle is looked up without training.
+    A batch in the middle is looked up twice without training, once with rows read ahead.
     """
     collection = make_collection(world, mix, stores)
     window, outputs = deque(), []
@@ -137,9 +137,12 @@ def train_ahead(world, mix, stores, ahead):
         if (step + 1) % mix.accumulate == 0:
             collection.update((step + 1) // mix.accumulate)
         if step == last // 2:
-            scored = begin(last, training=False)
-            collection.read(scored)
-            outputs += collection.gather_outputs(scored).values()
+            for is_read_ahead in (False, True):
+                scored = begin(last, training=False)
+                if is_read_ahead:
+                    collection.read_ahead(scored)
+                collection.read(scored)
+                outputs += collection.gather_outputs(scored).values()
     for batch in window:
         collection.cancel(batch)
     rows = [

@@ -179,6 +179,7 @@ def start_some(folder: Path, size: int, here: dict[int, float], mode: str = "wor
     return outputs, [process.returncode for process in ranks]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "patience",
     [
@@ -208,6 +209,7 @@ def test_rank_0_names_all_ranks_that_did_not_join(tmp_path):
     assert "Traceback" not in output
 
 
+@pytest.mark.slow
 def test_a_rank_number_used_by_two_processes_is_refused(tmp_path):
     """Otherwise the third process would wait for the missing rank number."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": 3}

@@ -41,6 +41,8 @@ TERMINATED_LATER = Reason("terminated", order=3)
         ([INTERRUPT, LOST], "stopped by Ctrl-C"),
         ([TERMINATED, TERMINATED], "stopped by SIGTERM"),
         ([TERMINATED, LOST], "stopped by SIGTERM"),
+        ([Reason("interrupt", "step 6 is saved"), LOST], "stopped by Ctrl-C; step 6 is saved"),
+        ([TERMINATED, Reason("terminated", "a")], "stopped by SIGTERM; a"),
         ([TERMINATED, None], "error: rank 1 died or does not answer; "),
         ([LOST, None], "error: rank 1 died or does not answer; "),
         ([LOST, None, None], "error: ranks 1, 2 died or does not answer; "),

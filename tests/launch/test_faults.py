@@ -127,6 +127,7 @@ def test_memory_that_is_not_there_is_one_message_with_ways_out(tmp_path):
     done = script(tmp_path, OUT_OF_MEMORY)
     assert done.returncode == 2
     assert "error: out of memory: you tried to allocate 17179869184 bytes" in done.stderr
+    assert "; RLIMIT_AS limits this process to 8.59 GB; `sbpflow explain`" in done.stderr
     assert "`sbpflow explain` prints the memory that each rank needs" in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -90,6 +90,7 @@ def test_a_mistake_on_one_rank_is_printed_and_ends_all(run: Run) -> None:
     assert not own_traceback(output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", ["crash_on_all"], indirect=True)
 def test_an_error_of_the_program_prints_the_traceback_of_one_rank(run: Run) -> None:
     output = run.output(START_S)
@@ -113,6 +114,7 @@ def test_an_unexpected_error_keeps_its_traceback_whatever_its_text(run: Run) -> 
     assert "died" not in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", ["exit_on_one"], indirect=True)
 def test_a_rank_that_exits_is_named_with_its_code_and_line(run: Run) -> None:
     run.pids()
@@ -134,6 +136,7 @@ def test_survivors_name_the_rank_that_died(run: Run) -> None:
     assert not own_traceback(output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "signum",
     [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM],

@@ -61,6 +61,7 @@ def rank_of(machine: Machine, pids: dict[int, int]) -> int:
     return next(rank for rank, inode in found.items() if inode == namespace)
 
 
+@pytest.mark.slow
 def test_a_cut_cable_is_told_on_both_machines_and_no_rank_hangs(machines, tmp_path):
     pids = start(machines, tmp_path)
     ranks = [rank_of(machine, pids) for machine in machines]
@@ -74,6 +75,7 @@ def test_a_cut_cable_is_told_on_both_machines_and_no_rank_hangs(machines, tmp_pa
     assert "the store at 10.77.0.1:" in message, "the machine without the store names it"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "which",
     [0, pytest.param(1, marks=pytest.mark.slow)],

@@ -109,7 +109,7 @@ def test_a_wrong_argument_of_clusters_is_named(tables, words, message):
 
 def test_an_unknown_command_is_refused(monkeypatch):
     monkeypatch.setattr("sys.argv", ["planner", "guess"])
-    with pytest.raises(ConfigError, match="unknown command 'guess'; use calibrate or"):
+    with pytest.raises(ConfigError, match="unknown command 'guess'; use calibrate, "):
         main()
 
 

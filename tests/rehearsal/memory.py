@@ -4,6 +4,7 @@ A real device would sometimes read garbage. Here an op that accesses such memory
 the line that started the transfer.
 """
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -71,13 +72,15 @@ def _bytes(tensor: Tensor) -> Sequence[int]:
 class Pinned:
     """Tracks pinned host memory and the copies into it that have not arrived.
 
-    The contents are undefined until an event recorded after the copy has been waited for.
+    The contents are undefined until an event recorded after the copy has been waited for. Threads
+    can start copies and wait for them concurrently.
     """
 
     def __init__(self) -> None:
         # kept, so that the address is not reused
         self._blocks: dict[int, torch.UntypedStorage] = {}
         self._coming: list[tuple[int, int, Tensor, Tensor]] = []
+        self._lock = threading.Lock()
 
     def add(self, host: Tensor) -> Tensor:
         storage = host.untyped_storage()
@@ -89,21 +92,24 @@ class Pinned:
 
     def copy_later(self, target: Tensor, values: Tensor, stream: int, count: int) -> None:
         """Set ``target`` to ``values`` once the host has waited for op ``count`` of ``stream``."""
-        self._coming.append((stream, count, target, values.clone()))
-        if target.dtype.is_floating_point:
-            target.fill_(float("nan"))
-        elif target.dtype != torch.bool:
-            target.fill_(torch.iinfo(target.dtype).max - 1)
+        values = values.clone()
+        with self._lock:
+            self._coming.append((stream, count, target, values))
+            if target.dtype.is_floating_point:
+                target.fill_(float("nan"))
+            elif target.dtype != torch.bool:
+                target.fill_(torch.iinfo(target.dtype).max - 1)
 
     def arrive(self, sees: Mapping[int, int] | None = None) -> None:
         """Finish complete copies: all copies, or those covered by a wait."""
-        left = []
-        for stream, count, target, values in self._coming:
-            if sees is None or count <= sees.get(stream, 0):
-                target.copy_(values)
-            else:
-                left.append((stream, count, target, values))
-        self._coming = left
+        with self._lock:
+            left = []
+            for stream, count, target, values in self._coming:
+                if sees is None or count <= sees.get(stream, 0):
+                    target.copy_(values)
+                else:
+                    left.append((stream, count, target, values))
+            self._coming = left
 
 
 PINNED = Pinned()

@@ -7,6 +7,7 @@ is freed while another stream may use it is rejected as soon as its own stream a
 because the allocator would reuse it.
 """
 
+import itertools
 import threading
 import weakref
 from collections.abc import Iterator
@@ -21,7 +22,10 @@ Seen = dict[int, int]  # stream number -> amount of its work that is complete
 
 
 class Clock:
-    """Models the queue of a stream; NCCL has one per process group."""
+    """Models the queue of a stream; NCCL has one per process group.
+
+    Several threads can submit work to a stream, so its counts change only under a lock.
+    """
 
     made = 0
 
@@ -31,6 +35,7 @@ class Clock:
         self.sees: Seen = {self.number: 0}
         self.freed: list[tuple[str, dict[Clock, int]]] = []
         self._host_version = 0
+        self._lock = threading.RLock()
         CLOCKS.add(self)
 
     @property
@@ -40,21 +45,26 @@ class Clock:
     def tick(self) -> None:
         """Add one op, ordered after all work that the host has waited for."""
         host = _thread.host
-        if self._host_version != host.version:
-            self.join(host.sees)
-            self._host_version = host.version
-        self.sees[self.number] += 1
+        with self._lock:
+            if self._host_version != host.version:
+                self.join(host.sees)
+                self._host_version = host.version
+            self.sees[self.number] += 1
 
     def join(self, sees: Seen) -> None:
         """Order subsequent work after ``sees``."""
         # Copy the items, because another thread may submit work to this stream at the same time.
-        for number, count in tuple(sees.items()):
-            if count > self.sees.get(number, -1):
-                self.sees[number] = count
+        with self._lock:
+            for number, count in tuple(sees.items()):
+                if count > self.sees.get(number, -1):
+                    self.sees[number] = count
+
+
+_versions = itertools.count(1)
 
 
 class _Host:
-    """Tracks the work that the host's thread has waited for."""
+    """Tracks the work that the host's thread has waited for; no two threads share a version."""
 
     def __init__(self) -> None:
         self.sees: Seen = {}
@@ -96,7 +106,7 @@ def nccl_stream(group: str) -> Clock:
 def host_waits(sees: Seen) -> None:
     """Record a wait of the host; all later requests of this thread are ordered after it."""
     host = _thread.host
-    host.version += 1
+    host.version = next(_versions)
     for number, count in tuple(sees.items()):
         host.sees[number] = max(count, host.sees.get(number, 0))
 

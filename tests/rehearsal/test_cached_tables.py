@@ -39,8 +39,17 @@ def both_ways(world, mix, slots, folder):
     return sum(store.counts.written for store in made)
 
 
-@pytest.mark.parametrize("kind", ["host", "file"])
-@pytest.mark.parametrize("exchange", ["columns", "reduce", "unique", UNIQUE_COLUMNS])
+QUICK = {("columns", "file"), ("reduce", "host"), ("unique", "host"), (UNIQUE_COLUMNS, "file")}
+
+
+@pytest.mark.parametrize(
+    ("exchange", "kind"),
+    [
+        pytest.param(exchange, kind, marks=[pytest.mark.slow] * ((exchange, kind) not in QUICK))
+        for exchange in ("columns", "reduce", "unique", UNIQUE_COLUMNS)
+        for kind in ("host", "file")
+    ],
+)
 def test_cached_tables_equal_tables_on_the_device(rehearsed_ranks, tmp_path, exchange, kind):
     rule = sparse_optimizer("rowwise_adagrad", lr=0.1)
     mix = mix_of(exchange, 8, rule, accumulate=2, batch_sizes=(2, 1, 0, 2, 1) * 6)

@@ -53,8 +53,14 @@ def test_one_rank_matches_the_reference(rehearsed_ranks, sparse):
     training.test_one_gpu_trains_like_the_reference_in_float64(rehearsed_ranks, sparse)
 
 
-@pytest.mark.parametrize("sparse", SPARSE)
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(
+    ("scheme", "sparse"),
+    [
+        pytest.param(scheme, sparse, marks=[pytest.mark.slow] * ((row + column) % 2))
+        for row, scheme in enumerate(SCHEMES)
+        for column, sparse in enumerate(SPARSE)
+    ],
+)
 def test_schemes_match_the_reference(rehearsed_ranks, scheme, sparse):
     training.check_scheme(rehearsed_ranks, scheme, sparse, 8)
 

@@ -200,6 +200,7 @@ def benchmarks_of_ranks(world):
     return gpu_ranks.collective(world), gpu_ranks.overlap(world, 2600, config)
 
 
+@pytest.mark.slow
 def test_benchmarks_of_several_ranks_run(rehearsed_ranks):
     for small, overlap in rehearsed_ranks(2, benchmarks_of_ranks):
         assert small["first_all_reduce_s"] > 0

@@ -75,6 +75,7 @@ def run_on_two_ranks(script: Path) -> list[str]:
     return [path.read_text() for path in sorted(log.glob("*/*/*/stdout.log"))]
 
 
+@pytest.mark.slow
 def test_the_block_trains_equally_on_one_rank_and_on_two(tmp_path, capfd):
     """Every rank has the same samples, so the mean over the batch is the same for any number of
     ranks; gradients multiplied by the number of ranks would change it.

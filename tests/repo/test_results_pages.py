@@ -150,6 +150,50 @@ def test_training_with_slow_storage_took_the_recorded_times():
     assert [row.split(" | ") for row in shown] == expected
 
 
+def test_rates_caches_and_known_batches_took_the_recorded_times():
+    keys = {"rates": "mbit_per_s", "capacities": "capacity", "lookaheads": "lookahead"}
+    heads = {"rates": "rate, Mbit/s", "capacities": "slots", "lookaheads": "known batches"}
+    formats = {"step with lookahead, ms": ("step_ms", ".0f")}
+    formats["CPU time of the mover, ms"] = ("mover_cpu_ms", ".1f")
+    for part, key in keys.items():
+        found = {
+            line[key]: line
+            for line in read("cache_store.jsonl")
+            if line["system"] == "lookahead"
+            and line["benchmark"] in ("systems", part)
+            and line.get("full_duplex")
+        }
+        lines = [found[value] for value in sorted(found)]
+        shown = " | ".join(f"{line[key]:,.0f}" for line in lines)
+        table = PAGES["cache"].split(f"| {heads[part]} | {shown} |\n")[1].split("\n\n")[0]
+        for name, (value, form) in formats.items():
+            assert (
+                f"| {name} | {' | '.join(format(line[value], form) for line in lines)} |" in table
+            )
+
+
+def test_evaluations_with_slow_storage_took_the_recorded_times():
+    lines = [line for line in read("cache_store.jsonl") if line["benchmark"] == "evaluation"]
+    device, *cached = lines
+    assert f"{device['pipelined_ms']:.1f} ms per batch" in PAGES["cache"]
+    formats = {
+        "rate, Mbit/s": ("mbit_per_s", ",.0f"),
+        "reads, ms": ("read_ms", ".0f"),
+        "one by one, ms": ("one_by_one_ms", ".0f"),
+        "with the next rows read ahead, ms": ("pipelined_ms", ".0f"),
+        "multiple of the ideal": ("times_ideal", ".2f"),
+    }
+    table = PAGES["cache"].split("**Evaluation**")[1].split("\n\n**")[0]
+    for name, (key, form) in formats.items():
+        assert f"| {name} | {' | '.join(format(line[key], form) for line in cached)} |" in table
+
+
+def test_planning_took_at_most_the_stated_times():
+    for line in read("cache_planning.jsonl"):
+        assert line.get("plan_us_per_row", 0.0) <= 0.10
+    assert "at most 0.10 us" in PAGES["cache"]
+
+
 def test_no_cached_case_differed():
     lines = read("cache_matrix.jsonl")
     assert sum(line["differing"] for line in lines) == 0

@@ -111,6 +111,7 @@ COMPILED = (
     "key_exchange",
     "mark_loops",
     "prefetch",
+    "shared_loops",
     "slot_loops",
     "loops",
     "numba_rules",

@@ -87,6 +87,8 @@ def test_the_best_step_is_scored_reported_predicted_and_exported_alike(
     assert (final["best_step"], best < last) == (best, True)
     tests = {e["step"]: e for e in events(stopped, "eval") if e["split"] == "test"}
     assert set(tests) == {best, last}
+    whole = [(e["split"], e["step"]) for e in events(stopped, "eval")]
+    assert len(whole) == len(set(whole)), "a split is scored twice with the same weights"
     assert (final["auc"], final["logloss"]) == (tests[best]["auc"], tests[best]["logloss"])
     assert (final["last_auc"], final["last_logloss"]) == (
         tests[last]["auc"],
@@ -227,6 +229,7 @@ def test_the_best_is_kept_until_a_better_one_is_complete(data, tmp_path, monkeyp
     assert names == {f"step-{best}", "step-8"}
 
 
+@pytest.mark.slow
 def test_two_ranks_end_with_the_best_weights(data, tmp_path):
     """Each rank loads its own rows; a prediction on one rank has the scores of the run."""
     words = [*WORDS, STOP, f"data.path={data}", f"run.dir={tmp_path / 'run'}"]

@@ -18,7 +18,7 @@ SIGNAL_STEP = 5
 def _train(world, who):
     """Run steps that need all ranks; return the last step and the exit code."""
     coordinated_stop._LOOK_S = 0.0
-    signals = SimpleNamespace(signum=0, leave=lambda: None)
+    signals = SimpleNamespace(signum=0, leave=lambda saved: None)
     stop = CoordinatedStop(signals, world, timeout_s=20.0)
     for step in range(1, 100):
         world.barrier()
@@ -26,7 +26,7 @@ def _train(world, who):
             signals.signum = 15
         if stop.after(step):
             try:
-                stop.leave()
+                stop.leave("step 6 is saved")
             except PeerStoppedError as error:
                 return step, classify(error)[1]
             return step, EXIT_INTERRUPT  # ``stop.leave`` raised the signal again

@@ -2,7 +2,10 @@
 
 from pathlib import Path
 
+import pytest
+
 from sbpflow.boxing.executor import Boxing
+from sbpflow.errors import ConfigError
 from sbpflow.run.execution import machine_checks
 from sbpflow.runtime.compute import doctor
 from sbpflow.runtime.compute.doctor import Finding
@@ -62,3 +65,11 @@ def test_the_report_includes_data_checks_and_fails_with_them(tmp_path, capsys):
 
     assert doctor.main([], failing) == 1
     assert "BROKEN ranks" in capsys.readouterr().out
+
+
+def test_a_file_instead_of_a_folder_is_refused(tmp_path):
+    (tmp_path / "t.csv").write_text("")
+    with pytest.raises(
+        ConfigError, match=r"t.csv is a file; use a folder .for example, --dir runs"
+    ):
+        doctor.main(["--dir", str(tmp_path / "t.csv")])

@@ -162,6 +162,23 @@ def test_predictions_of_unlabelled_parquet_have_no_labels(run, tmp_path):
     assert found["score"].is_between(0, 1).all()
 
 
+@pytest.mark.parametrize("suffix", ["parquet", "csv"])
+def test_a_missing_column_is_named_with_its_file(run, tmp_path, suffix):
+    frame = pl.DataFrame(table(60), infer_schema_length=None).drop("click", "buy", "price")
+    source = tmp_path / f"new.{suffix}"
+    if suffix == "parquet":
+        frame.write_parquet(source)
+    else:
+        simple = [name for name in frame.columns if not frame[name].dtype.is_nested()]
+        frame.select(simple).write_csv(source)
+    with pytest.raises(DataError) as error:
+        predict(words(run, source, tmp_path / "s.parquet"))
+    assert str(error.value).startswith(f"{source}: no column")
+    assert "'price'" in str(error.value)
+    assert "new rows need all columns of the training set except the labels" in str(error.value)
+    assert "--schema" not in str(error.value)
+
+
 def _predict(world: World, folder: Path, run: Path, overrides: list[str]):
     """Return the scores on rank 0, and whether the plan of the run was used."""
     checkpoint = find_checkpoint(run)

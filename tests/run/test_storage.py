@@ -1,6 +1,7 @@
 """``parallel.storage``: what is refused and why, the plan, its memory, and the forecast."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +14,10 @@ from sbpflow.errors import ConfigError
 from sbpflow.run.planning.build_plan import plan_run
 from sbpflow.run.planning.cache_forecast import forecast
 from sbpflow.run.planning.explain import describe, format_plan
+from sbpflow.run.planning.explain_caches import rate_lines
 from sbpflow.run.planning.plan_file import plan_from_json, plan_to_json
 from sbpflow.run.planning.storage import AUTO_LOOKAHEAD
+from sbpflow.run.planning.text import format_size
 from tests.training.test_stores import FIELDS, batch_of
 from tests.training.wdl_case import FIELDS as SMALL
 from tests.training.wdl_case import make_config, make_job
@@ -138,7 +141,14 @@ def test_explain_shows_the_caches_and_what_they_will_fetch():
     assert cache["slot_bytes"] == cache["slots"] * (8 * 8 + 8)
     text = format_plan(plan, forecast=found)
     assert "cached on rank" in text
-    assert "10 steps/s need" in text
+    read, written = cache["read_bytes_per_step"], cache["written_bytes_per_step"]
+    assert read == round(found[cached][0]["read"] * 72)
+    lines = rate_lines(facts["caches"], 20.0, Path("runs/a"))
+    for shown, speed in ((text, 1), ("\n".join(lines), 20)):
+        sizes = [format_size(speed * size) for size in (max(read, written), read + written)]
+        assert f"the storage must sustain {sizes[0]}/s, or {sizes[1]}/s if" in shown
+    assert lines[0] == "at 20 batches/s, the median of the run in runs/a:"
+    assert len(lines) == 3
     assert "cached on rank" not in format_plan(plan_of({}))
     small = {"deep.*": {"kind": "file", "cache": "0.5%"}}
     with pytest.raises(

@@ -7,9 +7,10 @@ import pytest
 
 from sbpflow.checkpoint.folder import list_checkpoints
 from sbpflow.checkpoint.read import open_checkpoint
+from sbpflow.commands.explain import explain
 from sbpflow.commands.export import export
 from sbpflow.commands.predict import predict
-from tests.training.test_resume import events, interrupted, run
+from tests.training.test_resume import CONFIG, events, interrupted, run, words
 
 # The kernel is given, because runs with other storage measure kernels anew.
 COMMON = (
@@ -38,7 +39,9 @@ def check_equal(one: Path, other: Path) -> None:
         assert one.tensor(name).equal(other.tensor(name)), name
 
 
-def test_a_cached_run_equals_one_in_memory_and_shows_its_figures(synth_set, whole, tmp_path):
+def test_a_cached_run_equals_one_in_memory_and_shows_its_figures(
+    synth_set, whole, tmp_path, capsys
+):
     assert run(synth_set, tmp_path, *COMMON, *CACHED) == 0
     check_equal(tmp_path, whole)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -47,6 +50,13 @@ def test_a_cached_run_equals_one_in_memory_and_shows_its_figures(synth_set, whol
     assert sum(line["cache_written"] for line in steps) > 100
     assert all(line["cache_wait_ms"] >= 0 for line in steps)
     assert "cached on rank" in (tmp_path / "start.txt").read_text()
+    given = ["--config", CONFIG, *words(synth_set, tmp_path, *COMMON, *CACHED)]
+    shown = "batches/s, the median of the run in "
+    other = f"run.dir={tmp_path / 'none'}"
+    for more, is_shown in (([], True), (["data.batch_size=400"], False), ([other], False)):
+        capsys.readouterr()
+        assert explain([*given, *more, "--world-size", "1"]) == 0
+        assert (shown in capsys.readouterr().out) == is_shown
     left = {path.name for path in tmp_path.iterdir()}
     assert left <= {path.name for path in whole.iterdir()}
 
@@ -67,11 +77,11 @@ def test_predictions_and_exports_of_a_cached_run_are_equal(synth_set, whole, tmp
     found = {}
     for name, folder in (("whole", whole), ("cached", tmp_path / "run")):
         out = tmp_path / f"{name}.csv"
-        words = ["--checkpoint", folder, "--input", synth_set, "--output", out, "--split", "test"]
-        assert predict([*map(str, words)]) == 0
+        args = ["--checkpoint", folder, "--input", synth_set, "--output", out, "--split", "test"]
+        assert predict([*map(str, args)]) == 0
         exported = tmp_path / f"{name}-export"
-        words = ["--checkpoint", folder, "--output", exported, "--forms", "safetensors"]
-        assert export([*map(str, words)]) == 0
+        args = ["--checkpoint", folder, "--output", exported, "--forms", "safetensors"]
+        assert export([*map(str, args)]) == 0
         weights = sorted(exported.glob("*.safetensors"))
         assert weights
         found[name] = out.read_bytes(), [path.read_bytes() for path in weights]

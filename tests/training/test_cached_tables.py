@@ -1,6 +1,9 @@
 """Cached tables train, save, and resume bit-equal to tables on the device."""
 
+import itertools
 import random
+import threading
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from tests.training.test_stores import (
     STEPS,
     UNIQUE_COLUMNS,
     Case,
+    batch_of,
     check_checkpoints,
     make_job,
     saver_of,
@@ -111,3 +115,49 @@ def test_cached_tables_equal_tables_on_the_device(ranks, memory, size, case):
     if case.kernel == "fbgemm":
         pytest.importorskip("fbgemm_gpu")
     check(ranks, size, case, memory)
+
+
+def evaluate_both_ways(world: World, folder: Path) -> list[list[list[float]]]:
+    """Predict batches alone and in a row; in a row, the next batch's rows are read meanwhile."""
+    case = Case("3", "torch", "lazy_adam", lookahead=2)
+    cached = FileStores(folder / "scratch", 2 * 4 * BATCH)
+    coming = [batch_of(number).part(world.rank, world.size) for number in range(100, 106)]
+    found: list[list[list[float]]] = []
+    reads: Counter[CachedStore] = Counter()
+    changed = threading.Condition()
+    for stores in (device_store, cached):
+        job = make_job(world, case, stores)
+        train(job, 1, 5, case.lookahead)
+        job.trainer.drain()
+        found.append([job.trainer.predict(batch).tolist() for batch in coming])
+        for store in cached.made:
+
+            def read_into(rows, into, store=store, real=store._mover.read_into):
+                assert threading.current_thread() is store._thread
+                real(rows, into)
+                with changed:
+                    reads[store] += 1
+                    changed.notify_all()
+
+            store._mover.read_into = read_into
+        compute = job.trainer._dense_logits
+        computed = itertools.count(2)
+
+        def waiting(*args, compute=compute, computed=computed, **named):
+            wanted = min(next(computed), len(coming))
+            with changed:
+                done = [lambda s=store: reads[s] >= wanted for store in cached.made]
+                assert all(changed.wait_for(check, 30) for check in done)
+            return compute(*args, **named)
+
+        job.trainer._dense_logits = waiting
+        predicted = list(job.trainer.predict_all(coming))
+        assert [batch for batch, _ in predicted] == coming
+        found.append([logits.tolist() for _, logits in predicted])
+    assert cached.made
+    return found
+
+
+def test_the_rows_of_the_next_evaluation_batch_are_read_during_the_computation(ranks, memory):
+    for device, *others in ranks(2, evaluate_both_ways, memory):
+        assert all(other == device for other in others)

@@ -22,11 +22,11 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def started(synth_set, tmp_path) -> Iterator:
-    """Start two ranks with further arguments, in a new process group."""
+    """Start ranks, two by default, with further arguments in a new process group."""
     processes = []
 
-    def start(*words: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "sbpflow", "train", "-n", "2"]
+    def start(*words: str, ranks: int = 2) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "sbpflow", "train", "-n", str(ranks)]
         command += ["--config", "configs/scheme1.yaml", f"data.path={synth_set}"]
         command += [f"run.dir={tmp_path / 'run'}", "model.hidden=[16]", "data.batch_size=500"]
         env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
@@ -83,14 +83,17 @@ def test_two_ranks_train_and_report_once(started, tmp_path):
     assert "on 2 ranks" in text
 
 
-def test_a_mistake_is_one_message_and_exit_status_2(started, tmp_path):
-    done = started("optimizer.dense.lr=-1")
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_mistake_is_one_message_and_exit_status_2(started, tmp_path, ranks):
+    done = started("optimizer.dense.lr=-1", ranks=ranks)
     text = output_of(done, 60)
     assert done.returncode == 2
     (line,) = filter(None, text.splitlines())
     assert "optimizer.dense.lr: -1" in line
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_is_named_last(started, tmp_path):
     done = started("train.epochs=1000")
     wait_for_steps(tmp_path / "run/metrics.jsonl")
@@ -109,7 +112,12 @@ def test_an_interrupt_saves_and_ends_with_130(started, tmp_path, to):
     text = output_of(done, 60)
     assert done.returncode == 130, text
     assert "Traceback" not in text
-    assert len(list((tmp_path / "run/checkpoints").glob("step-*"))) == 1
+    (saved,) = (tmp_path / "run/checkpoints").glob("step-*")
+    step = saved.name.removeprefix("step-")
+    last = f"; step {step} is saved in {saved}; the same command resumes the run from it"
+    assert text.splitlines()[-1].startswith("stopped by ")
+    assert "death signal" not in text, "a message of torch's launcher"
+    assert text.rstrip().endswith(last)
 
 
 def test_impossible_numbers_of_ranks_are_refused(monkeypatch):

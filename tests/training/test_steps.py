@@ -218,7 +218,11 @@ def step_without(world: World, config: Config, step_id: str) -> int:
 @pytest.mark.parametrize(
     ("scheme", "step_id"),
     [
-        *((scheme, step) for scheme in SCHEMES for step in EXPECTED[scheme]),
+        *(
+            pytest.param(scheme, step, marks=[pytest.mark.slow] * (number % 3 > 0))
+            for scheme in SCHEMES
+            for number, step in enumerate(EXPECTED[scheme])
+        ),
         ("1", "deep/columns/bwd/row_state.0"),
     ],
 )

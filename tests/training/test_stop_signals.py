@@ -49,9 +49,13 @@ def test_a_signal_saves_the_step_under_way_and_ends(
 ):
     with monkeypatch.context() as patch:
         signal_in_step(patch, 6, number)
-        with pytest.raises(ENDS[number]):
+        with pytest.raises(ENDS[number]) as stopped:
             run(synth_set, tmp_path)
     assert saved(tmp_path) == ["step-6", "step-4"]
+    path = tmp_path / "checkpoints" / "step-6"
+    assert str(stopped.value) == (
+        f"step 6 is saved in {path}; the same command resumes the run from it"
+    )
     assert signal.getsignal(signal.SIGTERM) is launch._raise_terminated, "handed back"
     assert run(synth_set, tmp_path, "train.max_steps=9") == 0
     assert [e["step"] for e in events(tmp_path) if e["event"] == "step"] == list(range(1, 10))

@@ -196,8 +196,13 @@ def check_checkpoints(folder: Path, other: str) -> None:
 
 KINDS = [("torch", "lazy_adam", None), ("numba", "rowwise_adagrad", "bfloat16"),
          ("numba", "lazy_adam", None), ("torch", "rowwise_adagrad", "bfloat16")]  # fmt: skip
+QUICK = {(1, "1"), (2, "1"), (2, "2"), (2, "3"), (4, "3")}
 CASES = [
-    (size, Case(scheme, *KINDS[number % len(KINDS)]))
+    pytest.param(
+        size,
+        Case(scheme, *KINDS[number % len(KINDS)]),
+        marks=[pytest.mark.slow] * ((size, scheme) not in QUICK),
+    )
     for number, (size, scheme) in enumerate(itertools.product((1, 2, 4), "123"))
 ]
 
@@ -207,7 +212,7 @@ def test_a_store_of_few_slots_equals_the_device(ranks, memory, size, case):
     check(ranks, size, case, memory)
 
 
-FAR = ((1, "3"), (2, "1"), (2, "2"), (4, "3"))
+FAR = ((1, "3"), (2, "1"), (4, "3"))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sbpflow.embedding.cache.records import RecordLayout
-from sbpflow.embedding.cache.slot_layout import Array
+from sbpflow.embedding.cache.slot_layout import Array, find_loops, warm_up_copies
 from sbpflow.embedding.storage.base import RowKernel
 from sbpflow.embedding.storage.store import WEIGHTS
 
@@ -23,8 +23,11 @@ class SlotBlock:
         self._tensors = {WEIGHTS: kernel.weights, **kernel.state}
         self.layout = RecordLayout({name: one[:0] for name, one in self._tensors.items()})
         self._words = {name: self.layout.words(one) for name, one in self._tensors.items()}
+        self._loops = find_loops()
         self._device = kernel.weights.device
         self._is_cuda = self._device.type == "cuda"
+        if not self._is_cuda:
+            warm_up_copies(*(words.numpy() for words in self._words.values()))
         self._mover = torch.cuda.Stream(self._device) if self._is_cuda else None
         self._training = torch.cuda.current_stream(self._device) if self._is_cuda else None
 
@@ -56,7 +59,7 @@ class SlotBlock:
         """Copy the records of ``slots`` to ``out`` [n, words]; on CUDA, wait for the copy."""
         if not self._is_cuda:
             for name, words in self._words.items():
-                out[:, self.layout.columns[name]] = words.numpy()[slots]
+                self._loops.take(words.numpy(), slots, out, self.layout.columns[name].start)
         elif slots.size:
             at = self.to_device(torch.from_numpy(slots))
             copied = self.mark()
@@ -71,7 +74,7 @@ class SlotBlock:
         """Write records to their slots."""
         if not self._is_cuda:
             for name, words in self._words.items():
-                words.numpy()[slots] = records[:, self.layout.columns[name]]
+                self._loops.put(words.numpy(), slots, records, self.layout.columns[name].start)
         elif slots.size:
             found = self.to_device(torch.from_numpy(records))
             columns = self.layout.columns.items()
@@ -79,8 +82,13 @@ class SlotBlock:
 
     def put_values(self, slots: Array, values: Mapping[str, Tensor]) -> None:
         """Write values by name to their slots."""
-        found = [(self._tensors[name], self.to_device(value)) for name, value in values.items()]
-        self._put(slots, found)
+        if self._is_cuda:
+            found = [(self._tensors[name], self.to_device(value)) for name, value in values.items()]
+            self._put(slots, found)
+        elif slots.size:
+            for name, value in values.items():
+                words = self.layout.words(value.contiguous()).numpy()
+                self._loops.put(self._words[name].numpy(), slots, words, 0)
 
     def _put(self, slots: Array, values: Sequence[tuple[Tensor, Tensor]]) -> None:
         at = self.to_device(torch.from_numpy(slots).to(torch.int64))

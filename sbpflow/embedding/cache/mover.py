@@ -23,17 +23,14 @@ from sbpflow.embedding.cache.records import RecordLayout, RecordStore
 from sbpflow.embedding.cache.slot_layout import NEW, SLOT, STORED, Array
 from sbpflow.embedding.cache.slot_planner import Admission, SlotPlanner, cache_for
 from sbpflow.embedding.storage.base import RowKernel
-from sbpflow.embedding.storage.store import StoreRequest
+from sbpflow.embedding.storage.store import WEIGHTS, StoreRequest
 from sbpflow.errors import ConfigError, TrainingError
 
 MakeRecords = Callable[[int, RecordLayout], RecordStore]
 AHEAD = 1  # number of batches admitted ahead of the current lookup
-_FILLED, _READING, _STARTING = (
-    0,
-    1,
-    2,
-)  # states of a slot: it has its row, or waits for a record or for initial values
-
+AT_ONCE = 4096  # rows read or written at once, while the mover waits
+# States of a slot: it has its row, or waits for a record or for initial values.
+_FILLED, _READING, _STARTING = 0, 1, 2
 
 _Task = tuple[Callable[[], None], threading.Event | None]  # (work, event to set after a failure)
 
@@ -98,7 +95,7 @@ class Mover:
         self._demanded = -1  # the last batch whose lookup was requested
         self._lock = threading.Lock()
         self._pending = np.zeros(num_slots + 1, np.uint8)
-        self._leaving = np.empty(0, np.int64)  # evicted rows not yet in records, ascending
+        self._leaving = np.empty(0, np.int64)  # evicted rows not yet in records
         self._leaving_records = self.layout.empty(0)
         self._buffers = [self.layout.empty(0), self.layout.empty(0)]
         self._failure: BaseException | None = None
@@ -144,6 +141,35 @@ class Mover:
         done.wait()
         self.check()
 
+    def read_soon(self, rows: Array, block: Tensor) -> Callable[[], None]:
+        """Read the weights of ``rows`` into ``block`` in the thread; return a function that waits.
+
+        The rows must not change until then.
+        """
+        flight = _Flight(block, self._block.mark())
+
+        def work() -> None:
+            self._block.wait(flight.known, block)
+            self.read_into(rows, {WEIGHTS: block})
+            flight.placed = self._block.mark()
+            flight.ready.set()
+
+        def wait() -> None:
+            flight.ready.wait()
+            self.check()
+            self._block.wait(flight.placed, block)
+
+        self.tasks.put((work, flight.ready))
+        return wait
+
+    def read_into(self, rows: Array, into: Mapping[str, Tensor]) -> None:
+        """Copy the newest values of ``rows`` to the start of tensors, by name."""
+        for start in range(0, rows.size, AT_ONCE):
+            part = slice(start, min(start + AT_ONCE, rows.size))
+            found = self.read(rows[part])
+            for name, target in into.items():
+                target[part].copy_(self.layout.values(found, name))
+
     def read(self, rows: Array) -> Array:
         """Return the newest records of ``rows`` from any location; any thread can call this."""
         self.check()
@@ -157,9 +183,10 @@ class Mover:
             self._block.take(slots[here], resident)
             out[here] = resident
             away = np.flatnonzero(~here & ~is_new)
-            place = np.searchsorted(self._leaving, rows[away])
-            place = place.clip(max=max(self._leaving.size - 1, 0))
             if self._leaving.size:
+                order = self._leaving.argsort()
+                place = np.searchsorted(self._leaving, rows[away], sorter=order)
+                place = order[place.clip(max=order.size - 1)]
                 leaves = self._leaving[place] == rows[away]
                 out[away[leaves]] = self._leaving_records[place[leaves]]
                 away = away[~leaves]
@@ -257,7 +284,11 @@ class Mover:
             self._take_out(found)
         slots = torch.empty_like(flight.addresses)
         if misses := self.planner.translate(flight.addresses.numpy(), slots.numpy()):
-            raise RuntimeError(f"{misses} rows of batch {batch} have no slot after its admission")
+            row = int(flight.addresses[slots < 0][0])
+            raise RuntimeError(
+                f"{self._name}: {misses} ids of batch {batch}, the first of row {row}, have no "
+                "slot after its admission"
+            )
         self._fill(found)
         flight.slots = self._block.to_device(slots)
         flight.placed = self._block.mark()
@@ -272,11 +303,10 @@ class Mover:
         return True
 
     def _take_out(self, found: Admission) -> None:
-        """Copy the evicted rows to a buffer, in ascending order."""
-        order = found.evicted.argsort()
-        self._leaving = found.evicted[order]
-        self._leaving_records = self._buffer(0, order.size)
-        self._block.take(found.evicted_slots[order], self._leaving_records)
+        """Copy the evicted rows to a buffer."""
+        self._leaving = found.evicted
+        self._leaving_records = self._buffer(0, found.evicted.size)
+        self._block.take(found.evicted_slots, self._leaving_records)
         self._pending[found.slots] = np.where(found.is_new, _STARTING, _READING)
 
     def _fill(self, found: Admission) -> None:

@@ -6,7 +6,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-DISTANCE = 16  # rows between a prefetch and its use
+DISTANCE = 48  # rows between a prefetch and its use
 
 
 def _prefetch(typing: Any, array: Any, row: Any) -> Any:  # noqa: ANN401 (types of numba)

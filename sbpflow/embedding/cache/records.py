@@ -4,6 +4,7 @@ A record is a sequence of words. The word type is the largest integer type that 
 all tensors.
 """
 
+import errno
 import math
 import mmap
 import os
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sbpflow.embedding.cache.slot_layout import Array
+from sbpflow.embedding.cache.slot_layout import Array, find_loops, warm_up_copies
 from sbpflow.errors import ConfigError
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -83,16 +84,18 @@ class MappedRecords:
 
     def __init__(self, records: Array) -> None:
         self._records = records
+        self._loops = find_loops()
+        warm_up_copies(records)
 
     @property
     def num_bytes(self) -> int:
         return self._records.nbytes
 
     def read(self, rows: Array, out: Array) -> None:
-        np.take(self._records, rows, axis=0, out=out, mode="clip")
+        self._loops.take(self._records, rows, out, 0)
 
     def write(self, rows: Array, records: Array) -> None:
-        self._records[rows] = records
+        self._loops.put(self._records, rows, records, 0)
 
 
 def host_records(num_rows: int, layout: RecordLayout, *, pinned: bool) -> MappedRecords:
@@ -126,11 +129,12 @@ def file_records(num_rows: int, layout: RecordLayout, folder: Path, key: str) ->
 
 def _file_message(folder: Path, size: int, key: str, error: OSError) -> str:
     reason = (error.strerror or "cannot be used").lower()
-    free = ""
-    if folder.is_dir():
+    advice = "use a folder on a local disk that you can write, such as /scratch"
+    if folder.is_dir() and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         usage = os.statvfs(folder)
-        free = f", {usage.f_bavail * usage.f_frsize / 1e9:.2f} GB are free"
+        reason += f", {usage.f_bavail * usage.f_frsize / 1e9:.2f} GB are free"
+        advice = "use a folder on a larger disk"
     return (
         f"{key}.path: {folder} cannot hold a file of {size / 1e9:.2f} GB for the rows of this rank "
-        f"({reason}{free}); use a folder on a larger disk"
+        f"({reason}); {advice}"
     )

@@ -1,4 +1,4 @@
-"""Plans slots in numpy, for machines without numba; see ``slot_loops``."""
+"""Plans slots and copies rows in numpy, for machines without numba; see ``slot_loops``."""
 
 import numpy as np
 
@@ -25,6 +25,7 @@ def announce(
     batch: int,
     oldest: int,
     records: Array,
+    _seen: Array,
     rows: Array,
     nexts: Array,
     candidates: Array,
@@ -160,6 +161,16 @@ def translate(addresses: Array, records: Array, slots: Array) -> int:
     """Like ``slot_loops.translate``."""
     slots[:] = records[addresses, SLOT]
     return int((slots < 0).sum())
+
+
+def take(source: Array, rows: Array, out: Array, first: int) -> None:
+    """Like ``slot_loops.take``."""
+    out[:, first : first + source.shape[1]] = source[rows]
+
+
+def put(target: Array, rows: Array, values: Array, first: int) -> None:
+    """Like ``slot_loops.put``."""
+    target[rows] = values[:, first : first + target.shape[1]]
 
 
 def _is_idle(records: Array, entries: Array) -> Array:

@@ -1,5 +1,7 @@
 """Defines the arrays of slot planning: columns of a row's record, and positions in the state."""
 
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -17,3 +19,18 @@ NEVER = 2**31 - 1  # value of NEXT for a row that no announced batch uses
 # Positions in the state: the number of unused slots, the number of rows of admitted batches, and
 # the two ends of the queue of rows without a next use.
 FREE, LEASED, HEAD, TAIL = range(4)
+
+
+def find_loops(*, compiled: bool | None = None) -> Any:  # noqa: ANN401 (a module)
+    """Return the module ``slot_loops`` if numba is installed, and otherwise ``slot_arrays``."""
+    if compiled is None:
+        compiled = find_spec("numba") is not None
+    return import_module(f"sbpflow.embedding.cache.{'slot_loops' if compiled else 'slot_arrays'}")
+
+
+def warm_up_copies(*blocks: Array) -> None:
+    """Compile ``take`` and ``put`` for the types of ``blocks`` [rows, words] before training."""
+    loops, none = find_loops(), np.empty(0, np.int32)
+    for block in blocks:
+        loops.take(block, none, np.empty_like(block[:0]), 0)
+        loops.put(block, none, np.empty_like(block[:0]), 0)

@@ -1,6 +1,7 @@
-"""Plans slots in compiled loops; imported only if numba is installed.
+"""Plans slots and copies rows in compiled loops; imported only if numba is installed.
 
-``slot_arrays`` has the same functions in numpy and makes the same decisions.
+``slot_arrays`` has the same functions in numpy and makes the same decisions. The number of lists of
+batches is a power of two.
 """
 
 from sbpflow.embedding.cache.prefetch import DISTANCE, prefetch
@@ -28,6 +29,7 @@ def announce(
     batch: int,
     oldest: int,
     records: Array,
+    seen: Array,
     rows: Array,
     nexts: Array,
     candidates: Array,
@@ -36,66 +38,86 @@ def announce(
     """List the unique rows of a batch, and record the batch as the next use of each row.
 
     Start at address ``start`` with ``count`` rows already listed. Stop at the end, or when the list
-    is full; return the new ``start`` and ``count``.
+    is full; return the new ``start`` and ``count``. ``seen`` has a bit for each listed row until
+    the end of the batch.
     """
-    ring, num_rows = rows.shape[0], records.shape[0] - 1
-    at = batch % ring
-    for i in range(start, addresses.size):
-        if i + DISTANCE < addresses.size:
-            prefetch(records, addresses[i + DISTANCE])
+    mask, num_rows = rows.shape[0] - 1, records.shape[0] - 1
+    at = batch & mask
+    i, stop, first, width = start, addresses.size, count, rows.shape[1]
+    # Most addresses can be duplicates, so this loop uses bits, which fit in a cache, instead of the
+    # records. Duplicates are unpredictable, so the loop overwrites them instead of branching.
+    while i < stop and count < width:
         row = addresses[i]
-        if row >= num_rows:
-            continue
+        bit, known = 1 << (row & 63), seen[row >> 6]
+        seen[row >> 6] = known | bit
+        rows[at, count] = row
+        count += ((known & bit) == 0) & (row < num_rows)
+        i += 1
+    for n in range(first, count):
+        if n + DISTANCE < count:
+            prefetch(records, rows[at, n + DISTANCE])
+        row = rows[at, n]
         last = records[row, LAST]
-        if last == batch:
-            continue
-        if count == rows.shape[1]:
-            return i, count
         if last >= oldest:
-            nexts[last % ring, records[row, PLACE]] = batch
+            nexts[last & mask, records[row, PLACE]] = batch
         elif records[row, SLOT] >= 0:
             records[row, NEXT] = batch
             candidates[at, num_candidates[at]] = row
             num_candidates[at] += 1
-        records[row, LAST] = batch
-        records[row, PLACE] = count
-        rows[at, count] = row
-        nexts[at, count] = NEVER
-        count += 1
-    return addresses.size, count
+        records[row, LAST], records[row, PLACE] = batch, n
+        nexts[at, n] = NEVER
+    if i == stop:
+        for n in range(count):
+            seen[rows[at, n] >> 6] = 0
+    return i, count
 
 
 @compiled
-def _next_victim(
+def _evict(
+    count: int,
     batch: int,
-    use: int,
+    newest: int,
     records: Array,
     candidates: Array,
     num_candidates: Array,
     queue: Array,
     state: Array,
-) -> tuple[int, int]:
-    """Return the row to evict next, and the batch at which the next search continues."""
-    while state[HEAD] < state[TAIL]:
-        head = state[HEAD]
-        if head + DISTANCE < state[TAIL]:
+    slots: Array,
+    evicted: Array,
+) -> None:
+    """Evict ``count`` rows, and list them with their slots.
+
+    Unused rows leave first, oldest first, and then those used furthest. Entries can be outdated;
+    the loops overwrite such entries instead of branching. Enough rows can be evicted.
+    """
+    n, head, tail = 0, state[HEAD], state[TAIL]
+    while n < count and head < tail:
+        if head + DISTANCE < tail:
             prefetch(records, queue[head + DISTANCE, 0])
         row, last = queue[head, 0], queue[head, 1]
-        state[HEAD] = head + 1
-        entry = records[row]
-        if entry[SLOT] >= 0 and entry[NEXT] == NEVER and entry[LAST] == last:
-            return int(row), use
-    while use > batch:
-        at = use % candidates.shape[0]
-        while num_candidates[at] > 0:
-            num_candidates[at] -= 1
-            if num_candidates[at] >= DISTANCE:
-                prefetch(records, candidates[at, num_candidates[at] - DISTANCE])
-            row = candidates[at, num_candidates[at]]
-            if records[row, SLOT] >= 0 and records[row, NEXT] == use:
-                return int(row), use
+        head += 1
+        slot = records[row, SLOT]
+        leaves = (slot >= 0) & (records[row, NEXT] == NEVER) & (records[row, LAST] == last)
+        evicted[n], slots[n] = row, slot
+        records[row, SLOT] = STORED if leaves else slot
+        n += leaves
+    state[HEAD] = head
+    use, mask = newest, candidates.shape[0] - 1
+    while n < count and use > batch:
+        at = use & mask
+        left = num_candidates[at]
+        while n < count and left > 0:
+            left -= 1
+            if left >= DISTANCE:
+                prefetch(records, candidates[at, left - DISTANCE])
+            row = candidates[at, left]
+            slot = records[row, SLOT]
+            leaves = (slot >= 0) & (records[row, NEXT] == use)
+            evicted[n], slots[n] = row, slot
+            records[row, SLOT] = STORED if leaves else slot
+            n += leaves
+        num_candidates[at] = left
         use -= 1
-    return -1, use  # unreachable: the caller has counted the rows that can be evicted
 
 
 @compiled
@@ -126,32 +148,34 @@ def admit(
             prefetch(records, wanted[i + DISTANCE])
         row = wanted[i]
         slot = records[row, SLOT]
-        if slot < 0:
-            missing[num_missing], is_new[num_missing] = row, slot == NEW
-            num_missing += 1
-            added += 1
-        elif records[row, NEXT] >= batch:
-            added += 1
+        lacks = slot < 0
+        missing[num_missing], is_new[num_missing] = row, slot == NEW
+        num_missing += lacks
+        added += lacks | (records[row, NEXT] >= batch)
     if state[LEASED] + added > num_slots:
         return -1, state[LEASED] + added
     state[LEASED] += added
     for i in range(wanted.size):
         records[wanted[i], NEXT] = batch
-    num_evicted, use = 0, newest
+    unused = min(num_missing, state[FREE])
+    for i in range(unused):
+        state[FREE] -= 1
+        slots[i] = free[state[FREE]]
+    num_evicted = num_missing - unused
+    _evict(
+        num_evicted,
+        batch,
+        newest,
+        records,
+        candidates,
+        num_candidates,
+        queue,
+        state,
+        slots[unused:],
+        evicted,
+    )
     for i in range(num_missing):
-        if state[FREE] > 0:
-            state[FREE] -= 1
-            slot = free[state[FREE]]
-        else:
-            victim, use = _next_victim(
-                batch, use, records, candidates, num_candidates, queue, state
-            )
-            slot = records[victim, SLOT]
-            records[victim, SLOT] = STORED
-            evicted[num_evicted] = victim
-            num_evicted += 1
-        records[missing[i], SLOT] = slot
-        slots[i] = slot
+        records[missing[i], SLOT] = slots[i]
     return num_missing, num_evicted
 
 
@@ -168,7 +192,7 @@ def release(
     state: Array,
 ) -> None:
     """Make rows that no other admitted batch uses candidates for eviction."""
-    ring = candidates.shape[0]
+    mask = candidates.shape[0] - 1
     for i in range(wanted.size):
         if i + DISTANCE < wanted.size:
             prefetch(records, wanted[i + DISTANCE])
@@ -183,7 +207,7 @@ def release(
             queue[state[TAIL], 0], queue[state[TAIL], 1] = row, batch
             state[TAIL] += 1
         else:
-            at = use % ring
+            at = use & mask
             candidates[at, num_candidates[at]] = row
             num_candidates[at] += 1
 
@@ -206,7 +230,29 @@ def translate(addresses: Array, records: Array, slots: Array) -> int:
     """Write the slot of each address; return the number of addresses without a slot."""
     misses = 0
     for i in range(addresses.size):
+        if i + DISTANCE < addresses.size:
+            prefetch(records, addresses[i + DISTANCE])
         slot = records[addresses[i], SLOT]
         slots[i] = slot
         misses += slot < 0
     return misses
+
+
+@compiled
+def take(source: Array, rows: Array, out: Array, first: int) -> None:
+    """Copy ``source[rows]`` to the columns of ``out`` that start at ``first``."""
+    for i in range(rows.size):
+        if i + DISTANCE < rows.size:
+            prefetch(source, rows[i + DISTANCE])
+        for column in range(source.shape[1]):
+            out[i, first + column] = source[rows[i], column]
+
+
+@compiled
+def put(target: Array, rows: Array, values: Array, first: int) -> None:
+    """Set ``target[rows]`` to the columns of ``values`` that start at ``first``."""
+    for i in range(rows.size):
+        if i + DISTANCE < rows.size:
+            prefetch(target, rows[i + DISTANCE])
+        for column in range(target.shape[1]):
+            target[rows[i], column] = values[i, first + column]

@@ -8,9 +8,6 @@ admitted but not yet released are never evicted.
 
 import math
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
-from typing import Any
 
 import numpy as np
 
@@ -23,6 +20,7 @@ from sbpflow.embedding.cache.slot_layout import (
     SLOT,
     TAIL,
     Array,
+    find_loops,
 )
 from sbpflow.errors import ConfigError
 
@@ -32,7 +30,11 @@ _QUEUE_ENTRIES = 3  # for each slot
 
 def planning_bytes(num_rows: int, num_slots: int) -> int:
     """Return the bytes of a planner, without the lists of the batches in flight."""
-    return RECORD_BYTES * (num_rows + 1) + (4 + 8 * _QUEUE_ENTRIES) * num_slots
+    return (
+        RECORD_BYTES * (num_rows + 1)
+        + 8 * (num_rows // 64 + 1)
+        + (4 + 8 * _QUEUE_ENTRIES) * num_slots
+    )
 
 
 def cache_for(num_slots: int, num_rows: int) -> str:
@@ -67,23 +69,22 @@ class SlotPlanner:
     """
 
     def __init__(self, num_rows: int, num_slots: int, *, compiled: bool | None = None) -> None:
-        if compiled is None:
-            compiled = find_spec("numba") is not None
         if num_rows >= NEVER:
             raise ConfigError(
                 f"{num_rows:,} cached rows on a rank are more than {NEVER - 1:,}; use more ranks"
             )
-        name = "slot_loops" if compiled else "slot_arrays"
-        self._loops: Any = import_module(f"sbpflow.embedding.cache.{name}")
+        self._loops = find_loops(compiled=compiled)
         self.num_rows, self.num_slots = num_rows, num_slots
         self.records = np.empty((num_rows + 1, 4), np.int32)
         self.records[:] = NEW, -1, 0, NEVER
         self.records[num_rows, SLOT] = num_slots  # the kernel's slot for absent rows
+        self._seen = np.zeros(num_rows // 64 + 1, np.int64)
         self._free = np.arange(num_slots - 1, -1, -1, dtype=np.int32)
         self._queue = np.empty((_QUEUE_ENTRIES * num_slots, 2), np.int32)
         self._state = np.zeros(4, np.int64)
         self._state[FREE] = num_slots
         self._resize(_LEAST_RING, _LEAST_ROWS)
+        self._loops.compact(self.records, self._queue, self._state)  # compiled before training
         self.num_announced = self.num_admitted = self.num_released = 0
         self._refused = (-1, 0, 0)  # batch, number of releases, slots needed
 
@@ -95,7 +96,15 @@ class SlotPlanner:
     @property
     def num_bytes(self) -> int:
         """Return the size of all arrays in bytes."""
-        arrays = (self.records, self._free, self._queue, self._rows, self._nexts, self._candidates)
+        arrays = (
+            self.records,
+            self._seen,
+            self._free,
+            self._queue,
+            self._rows,
+            self._nexts,
+            self._candidates,
+        )
         return sum(array.nbytes for array in arrays)
 
     def announce(self, addresses: Array) -> int:
@@ -114,6 +123,7 @@ class SlotPlanner:
                 batch,
                 self.num_released,
                 self.records,
+                self._seen,
                 self._rows,
                 self._nexts,
                 self._candidates,

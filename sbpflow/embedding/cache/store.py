@@ -5,20 +5,19 @@ Batches are announced well before their lookup, so that ``Mover`` can move their
 
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from queue import SimpleQueue
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from torch import Tensor
 
-from sbpflow.embedding.cache.mover import AHEAD, MakeRecords, Mover
+from sbpflow.embedding.cache.mover import AHEAD, AT_ONCE, MakeRecords, Mover
 from sbpflow.embedding.cache.slot_layout import Array
 from sbpflow.embedding.storage.base import RowKernel, RowListener
 from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.store import WEIGHTS, StoreRequest
-
-_READ_ROWS = 4096  # rows read or written at once, while the mover waits
 
 
 def _end(tasks: "SimpleQueue[Any]", thread: threading.Thread) -> None:
@@ -49,6 +48,10 @@ class CachedStore:
         self.counts = self._mover.counts
         self._thread = threading.Thread(target=self._mover.run, name="row mover", daemon=True)
         self._thread.start()
+        # By the argument of ``read_ahead``: a lookup in a block of rows, and a function that waits
+        # for the block.
+        self._ahead: WeakKeyDictionary[Lookup, tuple[Lookup, Tensor, Callable[[], None]]]
+        self._ahead = WeakKeyDictionary()
         weakref.finalize(self, _end, self._mover.tasks, self._thread)
 
     @property
@@ -71,16 +74,29 @@ class CachedStore:
     def release(self, number: int) -> None:
         self._mover.release(number)
 
+    def read_ahead(self, lookup: Lookup) -> None:
+        """Start reading the rows of a coming ``peek``; no update can run until then."""
+        own, block, numbers = self._peeked(lookup)
+        self._ahead[lookup] = (own, block, self._mover.read_soon(numbers, block))
+
     def peek(self, lookup: Lookup) -> Tensor:
+        if (ahead := self._ahead.pop(lookup, None)) is not None:
+            own, block, wait = ahead
+            wait()
+        else:
+            own, block, numbers = self._peeked(lookup)
+            self._mover.read_into(numbers, {WEIGHTS: block})
+        return self.kernel.pool(block, own.place(own.inverse()))
+
+    def _peeked(self, lookup: Lookup) -> tuple[Lookup, Tensor, Array]:
+        """Return a lookup in a block of its unique rows, the block, and the rows to read into it.
+
+        The last address means an absent row, which reads as zeros.
+        """
         own = Lookup(lookup.addresses, lookup.offsets, lookup.weights)
         rows = own.rows()
-        like = self.kernel.weights
-        block = like.new_zeros(rows.numel(), like.shape[1])
-        stored = rows[
-            rows < self.num_rows
-        ]  # the last address means an absent row, which reads as zeros
-        self.read(stored, {WEIGHTS: block[: stored.numel()]})
-        return self.kernel.pool(block, own.place(own.inverse()))
+        block = self.kernel.weights.new_zeros(rows.numel(), self.kernel.weights.shape[1])
+        return own, block, self._numbers(rows[rows < self.num_rows])
 
     def read(
         self, rows: slice | Tensor, into: Mapping[str, Tensor] | None = None
@@ -91,18 +107,14 @@ class CachedStore:
             into = {
                 name: one.new_empty((numbers.size, *one.shape[1:])) for name, one in like.items()
             }
-        for start in range(0, numbers.size, _READ_ROWS):
-            part = slice(start, min(start + _READ_ROWS, numbers.size))
-            found = self._mover.read(numbers[part])
-            for name, target in into.items():
-                target[part].copy_(self._mover.layout.values(found, name))
+        self._mover.read_into(numbers, into)
         return into
 
     def write(self, rows: slice | Tensor, values: Mapping[str, Tensor]) -> None:
         numbers = self._numbers(rows)
         self._mover.wait_idle()
-        for start in range(0, numbers.size, _READ_ROWS):
-            part = slice(start, min(start + _READ_ROWS, numbers.size))
+        for start in range(0, numbers.size, AT_ONCE):
+            part = slice(start, min(start + AT_ONCE, numbers.size))
             self._mover.write(numbers[part], {name: value[part] for name, value in values.items()})
 
     def _numbers(self, rows: slice | Tensor) -> Array:

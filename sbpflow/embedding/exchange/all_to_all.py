@@ -16,7 +16,7 @@ from sbpflow.boxing.executor import Pending
 from sbpflow.embedding.plan.group_plan import ExchangeStep
 from sbpflow.errors import SbpError
 from sbpflow.runtime.ranks.comm_log import CommRecord
-from sbpflow.runtime.ranks.world import World, broken, refused
+from sbpflow.runtime.ranks.world import Link, World, broken, refused
 
 
 class RowTransfer:
@@ -47,15 +47,15 @@ class RowTransfer:
             raise SbpError(f"{step.id}: got {send.dtype}; use {step.dtype} as planned")
         world.check(step.id, step.collective)
         received = send.new_empty(sum(into), *send.shape[1:])
-        ranks, group = self._group(step)
+        ranks, link = self._link(step)
         send = send.contiguous()
         try:
-            if len(world.topology.hosts) > 1 and send.device.type == "cpu":
+            if world.passes_messages("gloo" if send.device.type == "cpu" else "nccl"):
                 sizes = (into, out)
-                work = pairs.all_to_all(received, send, sizes, ranks, world.rank, group)
+                work = pairs.all_to_all(received, send, sizes, ranks, world.rank, link)
             else:
                 work = dist.all_to_all_single(
-                    received, send, list(into), list(out), group=group, async_op=True
+                    received, send, list(into), list(out), group=link.group, async_op=True
                 )
         except RuntimeError as error:
             raise refused(error, step.id, step.collective) from error
@@ -73,28 +73,28 @@ class RowTransfer:
         if send.dtype != step.dtype:
             raise SbpError(f"{step.id}: got {send.dtype}; use {step.dtype} as planned")
         world.check(step.id, step.collective)
-        send, (ranks, group) = send.contiguous(), self._group(step)
+        send, (ranks, link) = send.contiguous(), self._link(step)
         received = send.new_empty(sum(into), *send.shape[1:])
         parts = dict(zip(ranks, received.split(list(into)), strict=True))
         parts[world.rank].copy_(send)
         others = [rank for rank in ranks if rank != world.rank]
         sends, receives = dict.fromkeys(others, send), {rank: parts[rank] for rank in others}
         try:
-            messages = pairs.pass_messages(sends, receives, group)
+            messages = pairs.pass_messages(sends, receives, link)
         except RuntimeError as error:
             raise refused(error, step.id, step.collective) from error
         self._log(step, ranks, send, len(others) * send.shape[0])
         return Pending(partial(_arrived, step, messages, received, send), world)
 
-    def _group(self, step: ExchangeStep) -> tuple[tuple[int, ...], dist.ProcessGroup]:
-        """Return the group of ``step`` that contains this rank, and its process group.
+    def _link(self, step: ExchangeStep) -> tuple[tuple[int, ...], Link]:
+        """Return the group of ``step`` that contains this rank, and its link.
 
         Creating a process group is collective, so every rank creates all groups of the step in the
         same order.
         """
         own = step.group_of(self._world.rank)
-        groups = {r: self._world.group(r, self._channel, step.id) for r in step.groups}
-        return own, groups[own]
+        links = {r: self._world.link(r, self._channel, step.id) for r in step.groups}
+        return own, links[own]
 
     def _log(self, step: ExchangeStep, ranks: tuple[int, ...], send: Tensor, rows: int) -> None:
         """Record a transfer of ``rows`` rows of ``send`` to other ranks."""

@@ -239,7 +239,7 @@ def warm_up_kernels(plan: EmbeddingPlan, kernels: Mapping[str, KernelChoice]) ->
         return
     from sbpflow.embedding.storage.numba_storage import log_warm_up, warm_up
 
-    message = "compiling numba kernels, once per machine ..."
+    message = "loading numba kernels; the first start on a machine compiles them ..."
     notice = threading.Timer(_NOTICE_AFTER_S, LOG.info, [message])
     notice.start()
     try:

@@ -29,8 +29,7 @@ def predictions(
     Every rank must iterate; other ranks yield nothing. An evaluation computes the same logits.
     """
     world = boxing.world
-    for batch in loader.epoch(0):
-        logits = trainer.predict(batch)
+    for batch, logits in trainer.predict_all(loader.epoch(0)):
         part = torch.stack([logits, batch.labels.to(logits)], 1)
         rows = gather_rows(part, balanced_sizes(batch.batch_size, world.size), boxing)
         if rows is not None:

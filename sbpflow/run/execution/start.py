@@ -58,6 +58,7 @@ def join_ranks(config: Config, plan: RunPlan, *, data_set: str) -> Boxing:
             config.parallel.device,
             timeout_s=config.parallel.timeout_s,
             checked=config.parallel.checked,
+            shared_memory=config.parallel.shared_memory,
             facts={**config_facts(config), "data set": data_set, "plan": plan_digest(plan)},
             topology=None if plan.topology.hosts_source == "assumed" else plan.topology,
         )

@@ -110,12 +110,13 @@ class PlainModel(nn.Module):
                 vectors = vectors * weights[0].to(self._dtype).unsqueeze(1)
             # This gives the sample of each value. repeat_interleave would be simpler, but its
             # result's size depends on the data, which torch.export does not support well.
-            ends = torch.cumsum(lengths.to(torch.int64), 0)
+            # torch.export would fix the type of an argument of ``to``; these accept any integers.
+            ends = torch.cumsum(lengths, 0, dtype=torch.int64)
             places = torch.arange(values.shape[0], device=values.device)
             sample = torch.searchsorted(ends, places, right=True)
             pooled = vectors.new_zeros(lengths.shape[0], table.dim).index_add(0, sample, vectors)
             if table.averages:
-                pooled = pooled / lengths.clamp(min=1).to(pooled).unsqueeze(1)
+                pooled = pooled / lengths.clamp(min=1).unsqueeze(1)
             return pooled
         columns = self._ids(name, ids)
         vectors = rows(self._in_range(columns, table.num_rows))

@@ -1,14 +1,13 @@
 """Describes the cached tables of a run: slots, memory, and rows fetched per step."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from sbpflow.embedding.cache.slot_planner import planning_bytes
 from sbpflow.run.planning.cache_forecast import Forecast, cached_stacks
 from sbpflow.run.planning.plan import RunPlan
 from sbpflow.run.planning.text import columns, format_size
-
-_STEPS_PER_S = 10  # step rate for which the required storage rate is shown
 
 
 def describe_caches(plan: RunPlan, forecast: Forecast | None = None) -> list[dict[str, Any]]:
@@ -65,11 +64,29 @@ def cache_lines(caches: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _forecast_line(cache: Mapping[str, Any], name: str) -> str:
     rows = cache["rows_per_step"]
-    read, written = (cache[f"{key}_bytes_per_step"] for key in ("read", "written"))
-    rate = _STEPS_PER_S * max(read, written)
+    read, written = (format_size(cache[f"{key}_bytes_per_step"]) for key in ("read", "written"))
     return (
         f"rank {cache['rank']}, {name}: a batch has {rows['unique']:,.0f} rows, "
-        f"{rows['fetched']:,.0f} fetched, {rows['read']:,.0f} read ({format_size(read)}), "
-        f"{rows['written']:,.0f} written ({format_size(written)}); "
-        f"{_STEPS_PER_S} steps/s need {format_size(rate)}/s"
+        f"{rows['fetched']:,.0f} fetched, {rows['read']:,.0f} read ({read}), "
+        f"{rows['written']:,.0f} written ({written}); for each batch per second, {_rates(cache)}"
+    )
+
+
+def rate_lines(
+    caches: Sequence[Mapping[str, Any]], batches_per_s: float, folder: Path
+) -> list[str]:
+    """Return the rates that storage must sustain at the speed of an earlier run in ``folder``."""
+    lines = [f"at {batches_per_s:.3g} batches/s, the median of the run in {folder}:"]
+    for cache in caches:
+        if "rows_per_step" in cache:
+            rates = _rates(cache, batches_per_s)
+            lines.append(f"rank {cache['rank']}, {cache['tables'][0]}: {rates}")
+    return lines
+
+
+def _rates(cache: Mapping[str, Any], batches_per_s: float = 1.0) -> str:
+    sizes = [batches_per_s * cache[f"{key}_bytes_per_step"] for key in ("read", "written")]
+    return (
+        f"the storage must sustain {format_size(max(sizes))}/s, or {format_size(sum(sizes))}/s if "
+        "reads and writes share a link"
     )

@@ -1,5 +1,6 @@
 """Reads the data of a run's report page from the files in the run's folder."""
 
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -10,6 +11,7 @@ from sbpflow.config.parse import brief
 from sbpflow.config.yaml_text import load_yaml
 from sbpflow.errors import ConfigError, DataError
 from sbpflow.run.planning.explain import describe
+from sbpflow.run.planning.plan import RunPlan
 from sbpflow.run.planning.plan_file import plan_from_json
 from sbpflow.run.report.events import Event, check_event, time_of
 from sbpflow.runtime.files.json_file import JsonError, parse_json, read_text
@@ -97,6 +99,17 @@ def read_run(folder: Path, name: str) -> Run:
     settings, settings_note = _settings(folder / START_FILE)
     notes += [note for note in (plan_note, settings_note) if note]
     return Run(name=name, events=events, plan=plan, settings=settings, notes=tuple(notes))
+
+
+def batches_per_s(folder: Path, plan: RunPlan) -> float | None:
+    """Return the median speed of an earlier run with the same batches and ranks, if any."""
+    try:
+        run = read_run(folder, folder.name)
+    except ConfigError:  # there is no run, or it has no events yet
+        return None
+    speeds = [event["samples_per_s"] for event in run.of("step") if event["samples_per_s"]]
+    same = all(run.plan.get(key) == getattr(plan, key) for key in ("world_size", "batch_size"))
+    return statistics.median(speeds) / plan.batch_size if speeds and same else None
 
 
 def _events(file: Path) -> tuple[tuple[Event, ...], list[str]]:

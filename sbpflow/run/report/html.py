@@ -4,22 +4,22 @@ from collections.abc import Sequence
 from html import escape
 
 STYLE = """
-:root { color-scheme: light dark; --line: #8884; --soft: #8888; }
+:root { color-scheme: light dark; --line: #8884; --soft: #777; }
 body { font: 14px/1.45 system-ui, sans-serif; max-width: 1000px; margin: 2em auto; padding: 0 1em; }
 h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin: 2em 0 .5em; }
 .row { display: flex; flex-wrap: wrap; gap: 1em; }
 figure { margin: 0 0 1em; flex: 1 1 400px; max-width: 480px; }
-figure:has(.full) { flex-basis: 100%; max-width: none; }
+figure:has(.full) { flex-basis: 100%; max-width: none; overflow-x: auto; }
 figcaption { font-weight: 600; margin-bottom: .2em; }
 svg { width: 100%; height: auto; font: 11px system-ui, sans-serif; }
-svg text { fill: currentColor; } svg .axis { fill: var(--soft); }
+svg.full { min-width: 600px; } svg text { fill: currentColor; } svg .axis { fill: var(--soft); }
 .grid { stroke: var(--line); } .even { stroke: var(--soft); stroke-dasharray: 2 3; }
 polyline { fill: none; stroke-width: 1.8; }
 .legend { display: flex; flex-wrap: wrap; gap: .2em 1.2em; font-size: 12px; }
 .legend i { display: inline-block; width: 18px; margin-right: 5px; vertical-align: middle; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: .2em 1em .2em 0; border-bottom: 1px solid var(--line); }
-td.n { text-align: right; } th { font-weight: 600; }
+td { white-space: nowrap; } td.n { text-align: right; } th { font-weight: 600; }
 .scroll { overflow-x: auto; } .note { color: var(--soft); } details { margin: .5em 0; }
 """
 

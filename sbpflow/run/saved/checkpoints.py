@@ -71,7 +71,7 @@ class Checkpoints:
         self._saver: Saver | None = None
         self._signals: GracefulShutdown | GracefulInterrupt | None = None
         self._stop: CoordinatedStop | None = None
-        self._stopping = False
+        self._stopping, self._last_saved = False, start.step
         self._lock: RunLock | None = None
         if start.cursor is not None:
             read.load_state_dict(start.cursor)
@@ -129,6 +129,7 @@ class Checkpoints:
     def save(self, step: int, batch: Batch, loop: Mapping[str, Any]) -> None:
         if self._saver is None:
             return
+        self._last_saved = step
         documents, best = self._documents(batch, loop), loop.get("best", {}).get("step")
         if self._config.checkpoint.background and not self._stopping:
             self._saver.start(step, documents, lambda: self._prune(step, best))
@@ -141,9 +142,12 @@ class Checkpoints:
         return self._stopping
 
     def leave(self) -> None:
-        if self._stop is None:
+        if self._stop is None or self._saver is None:
             raise RuntimeError("this run was not asked to stop")
-        self._stop.leave()
+        path = step_folder(self._saver.folder, self._last_saved)
+        self._stop.leave(
+            f"step {self._last_saved} is saved in {path}; the same command resumes the run from it"
+        )
 
     def _prune(self, step: int, best: int | None) -> None:
         if self._saver is not None and self._world.rank == 0:

@@ -19,8 +19,8 @@ class StopSignal(Protocol):
 
     signum: int
 
-    def leave(self) -> None:
-        """Raise the exception of the signal."""
+    def leave(self, saved: str = "") -> None:
+        """Raise the exception of the signal with ``saved`` as its text."""
         ...
 
 
@@ -58,11 +58,14 @@ class CoordinatedStop:
             return False
         return store.check(["at"]) and step >= int(store.get("at"))
 
-    def leave(self) -> None:
-        """End this rank after the save: raise the signal's exception, or PeerStoppedError."""
+    def leave(self, saved: str) -> None:
+        """End this rank after the save: raise the signal's exception, or PeerStoppedError.
+
+        ``saved`` describes what was saved, for the last message of the run.
+        """
         if not self._stop.signum:
-            raise PeerStoppedError("another rank received a stop signal; the run was saved")
-        self._stop.leave()
+            raise PeerStoppedError(f"another rank received a stop signal; {saved}")
+        self._stop.leave(saved)
 
     def _is_asked(self, store: TimedStore) -> bool:
         if self._stop.signum:

@@ -3,7 +3,6 @@
 Each check runs an operator or a collective, because an installed package may fail to load.
 """
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from sbpflow.runtime.compute.versions import (
 )
 from sbpflow.runtime.files.local_path import local_path
 from sbpflow.runtime.processes.environment import rank_and_world_size
+from sbpflow.runtime.processes.launch import ArgumentParser
 
 State = Literal["ok", "absent", "broken"]
 _MARKS: dict[State, str] = {"ok": "ok    ", "absent": "absent", "broken": "BROKEN"}
@@ -44,10 +44,12 @@ def main(argv: Sequence[str] = (), data_checks: DataChecks | None = None) -> int
 
     Every rank takes part in ``data_checks``, which get the value of ``--dir``.
     """
-    parser = argparse.ArgumentParser(prog="sbpflow doctor", description=__doc__)
+    parser = ArgumentParser(prog="sbpflow doctor", description=__doc__)
     text = "folder of runs; doctor checks its space and a test checkpoint (default: runs)"
     parser.add_argument("--dir", type=local_path, default=Path("runs"), help=text)
     args = parser.parse_args(argv)
+    if args.dir.is_file():
+        raise ConfigError(f"--dir: {args.dir} is a file; use a folder (for example, --dir runs)")
     rank, _ = rank_and_world_size()
     findings = [_run(check) for check in CHECKS] if rank == 0 else []
     if data_checks is not None:

@@ -156,11 +156,11 @@ class Meeting:
         """Post why this rank will exit, which also shows that this rank is alive.
 
         A later post replaces an earlier one, except for a received signal: errors after a signal
-        are its consequences.
+        are its consequences. The text of the signal says what was saved.
         """
         earlier = self.posts.get(self.rank)
         if earlier is not None and earlier.kind in ("terminated", "interrupt"):
-            reason = earlier
+            reason = replace(earlier, text=reason.text if reason.kind == earlier.kind else "")
         self.posts[self.rank] = reason
         if self.store is None:
             return
@@ -243,10 +243,12 @@ def compose(
         return "\n".join(causes or [f"error: {text}" for text in absent[:1]])
     silent = sorted(set(range(world_size)) - set(posts) - set(alive))
     where = machines or dict.fromkeys(range(world_size), "")
+    texts = [r.text for r in posts.values() if r.kind in ("interrupt", "terminated") and r.text]
+    saved = f"; {texts[0]}" if texts else ""
     if interrupted := sorted(n for n, reason in posts.items() if reason.kind == "interrupt"):
-        return _stopped("Ctrl-C", interrupted, where)
+        return _stopped("Ctrl-C", interrupted, where) + saved
     if terminated := _terminated(posts, silent, where):
-        return _stopped("SIGTERM", terminated, where)
+        return _stopped("SIGTERM", terminated, where) + saved
     lost = [reason.text for reason in posts.values() if reason.kind == "lost_peer"]
     detail = "; ".join([*lost[:1], *([store_lost] if store_lost else [])]) or "SIGTERM"
     return f"error: {_lost(silent, where)} ({detail})"

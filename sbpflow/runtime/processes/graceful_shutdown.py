@@ -36,10 +36,14 @@ class GracefulShutdown:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
-    def leave(self) -> None:
-        """Raise the received signal again, with the previous handler."""
+    def leave(self, saved: str = "") -> None:
+        """Raise the received signal again, with the previous handler and ``saved`` as its text."""
         self.end()
-        signal.raise_signal(self.signum)
+        try:
+            signal.raise_signal(self.signum)
+        except BaseException as stopped:
+            stopped.args = (saved,) if saved else ()
+            raise
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         first, self.signum = not self.signum, self.signum or number
@@ -72,10 +76,10 @@ class GracefulInterrupt:
         """Restore Python's own handler."""
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def leave(self) -> None:
-        """Raise the KeyboardInterrupt."""
+    def leave(self, saved: str = "") -> None:
+        """Raise the KeyboardInterrupt with ``saved`` as its text."""
         self.end()
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(*([saved] if saved else []))
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if self.signum:

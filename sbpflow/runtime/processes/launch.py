@@ -12,12 +12,14 @@ import contextlib
 import errno
 import logging
 import os
+import resource
 import select
 import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from types import FrameType
 from typing import NoReturn
 
@@ -74,7 +76,8 @@ def dispatch(
         sys.stdout.write(f"usage: {prog} {{{','.join(commands)}}} [-h] ...\n")
         return 0
     if name not in commands:
-        raise ConfigError(f"unknown command {name!r}; use {' or '.join(commands)}")
+        near = [f"; did you mean {match}?" for match in get_close_matches(name, commands, 1)]
+        raise ConfigError(f"unknown command {name!r}{''.join(near)}; use {', '.join(commands)}")
     return until_nobody_reads(lambda: commands[name](argv[1:]))
 
 
@@ -117,10 +120,10 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
         if error.code in (None, 0):
             raise
         exits.leave(*_exit_of_program(error))
-    except KeyboardInterrupt:
-        exits.leave(Reason("interrupt"), EXIT_INTERRUPT)
-    except Terminated:
-        exits.leave(Reason("terminated"), EXIT_INTERRUPT)
+    except KeyboardInterrupt as error:
+        exits.leave(Reason("interrupt", str(error)), EXIT_INTERRUPT)
+    except Terminated as error:
+        exits.leave(Reason("terminated", str(error)), EXIT_INTERRUPT)
     except BaseException as error:  # any error ends the rank
         reason, code = classify(error)
         logger.debug("ending with exit code %d", code, exc_info=True)
@@ -143,7 +146,8 @@ def classify(error: BaseException) -> tuple[Reason, int]:
     if isinstance(error, OSError) and error.errno in _FULL:
         return Reason("mistake", f"{(error.strerror or '').lower()}: {_MAKE_ROOM}"), EXIT_MISTAKE
     if detail := _out_of_memory(error):
-        return Reason("mistake", f"out of memory: {detail}; {_NEED_LESS}"), EXIT_MISTAKE
+        text = f"out of memory: {detail}{_memory_limits()}; {_NEED_LESS}"
+        return Reason("mistake", text), EXIT_MISTAKE
     if isinstance(error, AbsentError):
         return Reason("absent", str(error)), EXIT_LOST_PEER
     if isinstance(error, PeerStoppedError):
@@ -175,6 +179,17 @@ def _out_of_memory(error: BaseException) -> str:
     if isinstance(error, RuntimeError) and _CPU_ALLOCATOR in text:
         return text.partition(_CPU_ALLOCATOR)[2].strip(" :.")
     return ""
+
+
+def _memory_limits() -> str:
+    """Return the limits on the memory of this process, or "" without limits."""
+    names = {"RLIMIT_DATA": resource.RLIMIT_DATA, "RLIMIT_AS": resource.RLIMIT_AS}
+    limits = {name: resource.getrlimit(limit)[0] for name, limit in names.items()}
+    return "".join(
+        f"; {name} limits this process to {size / 1e9:.2f} GB"
+        for name, size in limits.items()
+        if size != resource.RLIM_INFINITY
+    )
 
 
 def _torch_peer_errors() -> tuple[type[BaseException], ...]:

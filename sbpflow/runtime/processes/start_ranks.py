@@ -78,7 +78,9 @@ def _launcher_settings() -> Generator[None]:
     notebook.
     """
     environment = dict(os.environ)
-    loggers = {logging.getLogger(name): logging.getLogger(name).level for name in _LOGGERS}
+    # Some of the launcher's loggers have levels of their own.
+    names = (*_LOGGERS, *(n for n in logging.root.manager.loggerDict if n.startswith(_LOGGERS)))
+    loggers = {logging.getLogger(name): logging.getLogger(name).level for name in names}
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks already run in parallel
     for logger in loggers:

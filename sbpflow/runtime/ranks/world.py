@@ -29,6 +29,7 @@ from sbpflow.runtime.processes.store import TimedStore, loopback_name, within
 from sbpflow.runtime.random.draws import Draws
 from sbpflow.runtime.ranks.comm_log import CommLog
 from sbpflow.runtime.ranks.hosts import find_topology
+from sbpflow.runtime.ranks.shared_memory import SharedChannel, SharedMemory, share_memory
 from sbpflow.runtime.ranks.topology import Topology
 from sbpflow.sbp.layout import Layout
 
@@ -64,6 +65,14 @@ class Rendezvous:
     local_rank: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A process group, and the memory that its ranks on this host share."""
+
+    group: dist.ProcessGroup
+    shared: SharedChannel | None = None
+
+
 class World:
     """All ranks of one run. Create it with ``World.start``; ``close`` it before the process ends.
 
@@ -94,6 +103,8 @@ class World:
         self.on_wait: Callable[[Callable[[], Any]], Any] | None = None
         self._timeout = timedelta(seconds=timeout_s)
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
+        self._links: dict[tuple[tuple[int, ...], str], Link] = {}
+        self._shared: SharedMemory | None = None
         self._owns_default_group = owns_default_group
         self._closed = False
         self._served: Meeting | None = None
@@ -107,6 +118,7 @@ class World:
         rendezvous: Rendezvous | None = None,
         facts: Mapping[str, str] | None = None,
         topology: Topology | None = None,
+        shared_memory: bool = True,
     ) -> "World":
         """Join the other ranks; without a launcher, return a world of one rank.
 
@@ -115,8 +127,10 @@ class World:
         default process group is used, and ``close`` does not destroy it. ``facts`` maps keys to
         values that must be equal on all ranks; they are compared, with device, backend and
         versions, before torch connects the ranks. Without a ``topology`` the ranks discover which
-        of them share a host. Raises ConfigError if facts differ, the device is unavailable or the
-        environment is incomplete, and AbsentError if some ranks do not join in time.
+        of them share a host. On CPU, ranks of a host pass messages through shared memory, unless
+        ``shared_memory`` is False or numba is not installed. Raises ConfigError if facts differ,
+        the device is unavailable or the environment is incomplete, and AbsentError if some ranks do
+        not join in time.
         """
         meeting = rendezvous or _meeting_from_environment()
         chosen = choose_device(device, meeting.local_rank)
@@ -166,7 +180,30 @@ class World:
             common = world.store("hosts") if world.size > 1 else None
             ranks = (world.rank, world.size, chosen.type)
             world.topology = find_topology(common, *ranks, timeout_s)
+        if shared_memory and chosen.type == "cpu" and world.size > 1:
+            here = world.topology.hosts[world.topology.host_of(world.rank)]
+            store = world.store("shared memory")
+            world._shared = share_memory(store, world.rank, world.size, here, timeout_s)
         return world
+
+    def passes_messages(self, backend: str) -> bool:
+        """Return whether an all-to-all of ``backend`` consists of messages between pairs of ranks.
+
+        The other form is a collective of the backend, for ranks of a host without shared memory.
+        """
+        return backend == "gloo" and (len(self.topology.hosts) > 1 or self._shared is not None)
+
+    def link(self, ranks: Sequence[int], channel: str, step_id: str = "") -> Link:
+        """Return ``group`` with the same channel of shared memory, if this host shares memory."""
+        key = (tuple(sorted(ranks)), channel)
+        link = self._links.get(key)
+        if link is None:
+            group = self.group(ranks, channel, step_id)
+            # All ranks create all groups in the same order, so the numbers agree.
+            number = list(self._groups).index(key)
+            shared = self._shared.channel(number) if self._shared is not None else None
+            link = self._links[key] = Link(group, shared)
+        return link
 
     def group(self, ranks: Sequence[int], channel: str, step_id: str = "") -> dist.ProcessGroup:
         """Return the process group of ``ranks`` (in any order) on ``channel``.
@@ -279,6 +316,8 @@ class World:
         if self._closed:
             return
         self._closed = True
+        if self._shared is not None:
+            self._shared.close()
         if self._owns_default_group:
             close_process_groups()
         self._groups.clear()

@@ -1,0 +1,71 @@
+"""Signals between processes through shared memory, compiled by numba; needs Linux."""
+
+import platform
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from sbpflow.runtime.compute.compiled import Array, compiled
+
+# The number of the futex system call, by machine (linux: asm/unistd.h).
+FUTEX_CALLS = {"x86_64": 202, "aarch64": 98}
+_FUTEX = FUTEX_CALLS.get(platform.machine(), -1)
+_WAIT, _WAKE = 0, 1
+_SPINS = 200  # checks before sleeping, a few microseconds
+
+# glibc's ``syscall``; the arguments are those of futex(2).
+_syscall: Any = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7))
+
+
+def _atomic(load: bool) -> Any:  # noqa: ANN401 (an intrinsic of numba)
+    number = ir.IntType(32)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ANN401
+        pointer = builder.inttoptr(args[0], number.as_pointer())
+        if load:
+            return builder.load_atomic(pointer, "seq_cst", 4)
+        builder.store_atomic(args[1], pointer, "seq_cst", 4)
+        return context.get_dummy_value()
+
+    def typed_load(typing: Any, address: Any) -> Any:  # noqa: ANN401
+        """Read the int32 at ``address``, ordered with all other accesses."""
+        return types.int32(types.int64), generate
+
+    def typed_store(typing: Any, address: Any, value: Any) -> Any:  # noqa: ANN401
+        """Write the int32 at ``address``, ordered with all other accesses."""
+        return types.void(types.int64, types.int32), generate
+
+    return intrinsic(typed_load if load else typed_store)
+
+
+_load: Any = _atomic(load=True)
+_store: Any = _atomic(load=False)
+
+
+@compiled
+def publish(sent: int, waiting: int, value: int) -> None:
+    """Set the int32 at address ``sent`` to ``value``, and wake the process that waits for it."""
+    _store(sent, np.int32(value))
+    if _load(waiting) != 0:
+        _store(waiting, np.int32(0))
+        _syscall(_FUTEX, sent, _WAKE, 1, 0, 0, 0)
+
+
+@compiled
+def wait_until(sent: int, waiting: int, value: int, limit: Array) -> bool:
+    """Wait until the int32 at address ``sent`` reaches ``value``; return False after a time limit.
+
+    ``limit`` is [2] int64: seconds and nanoseconds. The count may wrap around.
+    """
+    for _ in range(_SPINS):
+        if np.int32(_load(sent) - np.int32(value)) >= 0:
+            return True
+    _store(waiting, np.int32(1))
+    now = _load(sent)
+    if np.int32(now - np.int32(value)) >= 0:
+        return True
+    _syscall(_FUTEX, sent, _WAIT, np.int64(now), limit.ctypes.data, 0, 0)
+    return bool(np.int32(_load(sent) - np.int32(value)) >= 0)

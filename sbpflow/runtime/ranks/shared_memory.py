@@ -1,0 +1,374 @@
+"""Passes messages between the ranks of a host through shared memory.
+
+Each rank owns an arena, a file in memory without a name (memfd), that the other ranks of its host
+map. A message is copied into the sender's arena and from there into the receiver's tensor, so
+sending never waits for the receiver. Every pair of ranks and channel has a counter of sent messages
+(a futex) and a ring of descriptors; the receiver marks the descriptors of messages that it has
+copied, and the sender then reuses their memory. The kernel frees an arena when the last process
+that maps it ends.
+
+The ranks pass the files to each other through abstract Unix sockets, which exist only within a
+network namespace. Ranks in different namespaces therefore do not share memory, even on one machine,
+so that a link with a limited rate between them is used.
+"""
+
+import contextlib
+import errno
+import logging
+import mmap
+import os
+import platform
+import select
+import socket
+import struct
+import sys
+import time
+import uuid
+from collections import deque
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sbpflow.errors import SbpError
+from sbpflow.runtime.processes.startup import gather
+from sbpflow.runtime.processes.store import TimedStore
+
+LOG = logging.getLogger(__name__)
+
+ARENA_BYTES = 1 << 36  # address space; only used pages take memory
+MOST_BYTES = 1 << 28  # longer messages use the process group
+IN_FLIGHT = 1024  # messages per pair and channel
+_CHANNELS = 512
+_LINE = 16  # int32 words per cache line
+_ENTRY = 4  # int64 words of a descriptor: offset, bytes, number, number when taken
+_RING_BYTES = 4 * 2 * _LINE + 8 * _ENTRY * IN_FLIGHT
+_CHECK_S = 0.02  # between two checks for signals and dead peers
+_SMALLEST = 256
+_IDS = struct.Struct("3i")  # process, user and group of the peer of a socket
+
+
+class SharedMemory:
+    """The memory that this rank shares with the other ranks of its host."""
+
+    def __init__(self, arenas: dict[int, "Arena"], rank: int, timeout_s: float) -> None:
+        from sbpflow.runtime.ranks import shared_loops
+
+        self.loops = shared_loops
+        self._arenas, self._rank, self._timeout_s = arenas, rank, timeout_s
+        self._own = arenas[rank]
+        self.peers = frozenset(arenas) - {rank}
+        self._limit = np.array([0, int(_CHECK_S * 1e9)], dtype=np.int64)
+        self._poll = select.poll()
+        for peer in self.peers:
+            self._poll.register(arenas[peer].connection, select.POLLRDHUP)
+
+    def channel(self, number: int) -> "SharedChannel":
+        """Return the channel; equal numbers on two ranks are ends of the same channel."""
+        if number >= _CHANNELS:
+            raise SbpError(f"channel {number}: a world has at most {_CHANNELS} process groups")
+        return SharedChannel(self, number)
+
+    def sending(self, number: int, peer: int) -> "Sending":
+        """Return this rank's end of the channel to ``peer``."""
+        return Sending(self._own, self._own.ring(number, peer))
+
+    def receiving(self, number: int, peer: int) -> "Receiving":
+        """Return this rank's end of the channel from ``peer``."""
+        arena = self._arenas[peer]
+        return Receiving(arena, arena.ring(number, self._rank), peer)
+
+    def await_message(self, ring: "Ring", number: int, peer: int) -> None:
+        """Wait until ``peer`` has sent message ``number``.
+
+        Raises RuntimeError if the peer has ended or does not send within the time limit.
+        """
+        end = 0.0
+        while not self.loops.wait_until(ring.sent, ring.waiting, number + 1, self._limit):
+            now = time.monotonic()
+            end = end or now + self._timeout_s
+            ended = {handle for handle, _ in self._poll.poll(0)}
+            if self._arenas[peer].connection in ended:
+                if self.loops.wait_until(ring.sent, ring.waiting, number + 1, self._limit):
+                    return
+                raise RuntimeError(f"Connection closed by peer: rank {peer} has ended")
+            if now > end:
+                raise RuntimeError(
+                    f"Timed out waiting {1000 * self._timeout_s:.0f}ms for rank {peer}"
+                )
+
+    def close(self) -> None:
+        """Let the peers know that this rank has ended."""
+        for peer in self.peers:
+            with contextlib.suppress(OSError):
+                os.close(self._arenas[peer].connection)
+        self.peers = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """Descriptors of the messages from one rank to another on one channel."""
+
+    sent: int  # address of the int32 count of sent messages
+    waiting: int  # address of an int32, not 0 while the receiver sleeps
+    entries: np.ndarray  # [IN_FLIGHT, _ENTRY] int64
+
+
+@dataclass(slots=True)
+class Arena:
+    """The memory of one rank: rings by channel and receiver, then messages."""
+
+    memory: Tensor  # [ARENA_BYTES] uint8
+    size: int  # number of ranks
+    connection: int = -1  # to the peer that owns the arena
+    free: dict[int, list[int]] = field(default_factory=dict)  # offsets by size
+    end: int = 0
+
+    def __post_init__(self) -> None:
+        self.end = _CHANNELS * self.size * _RING_BYTES
+
+    def ring(self, channel: int, receiver: int) -> Ring:
+        start = (channel * self.size + receiver) * _RING_BYTES
+        raw = self.memory[start : start + _RING_BYTES].numpy()
+        address = int(raw.ctypes.data)
+        entries = raw[4 * 2 * _LINE :].view(np.int64).reshape(IN_FLIGHT, _ENTRY)
+        return Ring(address, address + 4 * _LINE, entries)
+
+    def take(self, count: int) -> tuple[int, int]:
+        """Return the offset and size of a free piece of at least ``count`` bytes."""
+        step = max(_SMALLEST, 1 << max(count.bit_length() - 3, 0))
+        size = -(-count // step) * step
+        pieces = self.free.get(size)
+        if pieces:
+            return pieces.pop(), size
+        if self.end + size > ARENA_BYTES:
+            raise SbpError(
+                f"{self.end:,} bytes of messages are in flight between the ranks of this host; "
+                "set parallel.shared_memory: false"
+            )
+        self.end += size
+        return self.end - size, size
+
+
+class Sending:
+    """The sender's end of a channel to one rank."""
+
+    def __init__(self, arena: Arena, ring: Ring) -> None:
+        self._arena, self._ring = arena, ring
+        self._number = 0
+        self._in_flight: deque[tuple[int, int]] = deque()  # (offset, size), oldest first
+
+    def send(self, message: Tensor, shared: SharedMemory) -> None:
+        """Copy a contiguous tensor into the arena and notify the receiver."""
+        raw, entries = message.view(-1).view(torch.uint8), self._ring.entries
+        while self._in_flight:
+            oldest = self._number - len(self._in_flight)
+            if entries[oldest % IN_FLIGHT, 3] != oldest + 1:
+                break
+            offset, size = self._in_flight.popleft()
+            self._arena.free.setdefault(size, []).append(offset)
+        if len(self._in_flight) == IN_FLIGHT:
+            raise SbpError(f"{IN_FLIGHT} messages are in flight; wait for them first")
+        count = raw.numel()
+        offset, size = self._arena.take(count)
+        self._arena.memory[offset : offset + count].copy_(raw)
+        self._in_flight.append((offset, size))
+        entries[self._number % IN_FLIGHT] = (offset, count, self._number, 0)
+        self._number += 1
+        shared.loops.publish(self._ring.sent, self._ring.waiting, self._number)
+
+
+class Receiving:
+    """The receiver's end of a channel from one rank."""
+
+    def __init__(self, arena: Arena, ring: Ring, peer: int) -> None:
+        self._arena, self._ring, self._peer = arena, ring, peer
+        self._number = 0
+
+    def next_message(self, target: Tensor, shared: SharedMemory) -> "Arriving":
+        """Return the next message, which ``Arriving.wait`` copies into ``target``."""
+        self._number += 1
+        return Arriving(self, self._number - 1, target, shared)
+
+    def receive(self, number: int, target: Tensor, shared: SharedMemory) -> None:
+        ring = self._ring
+        shared.await_message(ring, number, self._peer)
+        entry = ring.entries[number % IN_FLIGHT]
+        offset, count, _, _ = entry.tolist()
+        raw = target.view(-1).view(torch.uint8)
+        if count != raw.numel():
+            raise RuntimeError(
+                f"enforce fail: Received data size doesn't match expected size: {count} bytes "
+                f"from rank {self._peer}, expected {raw.numel()}"
+            )
+        raw.copy_(self._arena.memory[offset : offset + count])
+        entry[3] = number + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Arriving:
+    """A message to this rank; ``wait`` copies it into its target."""
+
+    source: Receiving
+    number: int
+    target: Tensor
+    shared: SharedMemory
+
+    def wait(self) -> None:
+        """Wait for the message; RuntimeError if it does not arrive or has another size."""
+        self.source.receive(self.number, self.target, self.shared)
+
+
+class SharedChannel:
+    """Messages between the ranks of a host on one channel; each end counts its messages."""
+
+    def __init__(self, shared: SharedMemory, number: int) -> None:
+        self._shared = shared
+        self._sending = {peer: shared.sending(number, peer) for peer in shared.peers}
+        self._receiving = {peer: shared.receiving(number, peer) for peer in shared.peers}
+
+    def takes(self, peer: int, message: Tensor) -> bool:
+        """Return whether a message of this size to or from ``peer`` goes through shared memory."""
+        return peer in self._sending and message.numel() * message.itemsize <= MOST_BYTES
+
+    def send(self, peer: int, message: Tensor) -> None:
+        """Send a contiguous CPU tensor; it may change as soon as this method returns."""
+        self._sending[peer].send(message, self._shared)
+
+    def receive(self, peer: int, target: Tensor) -> Arriving:
+        """Receive into a contiguous CPU tensor of the message's size."""
+        return self._receiving[peer].next_message(target, self._shared)
+
+
+def share_memory(
+    store: TimedStore, rank: int, size: int, neighbors: Sequence[int], timeout_s: float
+) -> SharedMemory | None:
+    """Connect the ranks ``neighbors`` of this rank's host; None if they cannot share memory.
+
+    Every rank of ``store`` must call this function. A host shares memory only if all its ranks can;
+    otherwise, each rank logs the first reason.
+    """
+    arenas: dict[int, Arena] = {}
+    secret = store.claim("shared memory secret", uuid.uuid4().hex)
+    fault = _obstacle() if len(neighbors) > 1 else "alone"
+    with contextlib.ExitStack() as stack:
+        listener: socket.socket | None = None
+        own = Greeting(secret, rank, size, -1)
+        if not fault:
+            try:
+                memory, handle = _make_arena()
+                stack.callback(os.close, handle)
+                own, arenas[rank] = Greeting(secret, rank, size, handle), Arena(memory, size)
+                listener = stack.enter_context(_listening(secret, rank, len(neighbors)))
+            except OSError as error:
+                fault = f"rank {rank}: {error}"
+        ready = gather(store, "listens", rank, size, fault, timeout_s)
+        faults = [ready[other] for other in neighbors if ready[other]]
+        if listener is not None and not faults:
+            try:
+                for other in neighbors:
+                    if other < rank:
+                        arenas |= _connect(own, other, timeout_s)
+                    elif other > rank:
+                        arenas |= _accept(own, listener, timeout_s)
+            except (OSError, ValueError) as error:
+                fault = f"rank {rank}: {error or type(error).__name__}"
+        connected = gather(store, "connected", rank, size, fault, timeout_s)
+    faults = [connected[other] for other in neighbors if connected[other]] or faults
+    if not faults:
+        return SharedMemory(arenas, rank, timeout_s)
+    for other, arena in arenas.items():
+        if other != rank:
+            os.close(arena.connection)
+    if faults[0] != "alone":
+        LOG.info("ranks of this host do not share memory: %s", faults[0])
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """What a rank sends to each peer."""
+
+    secret: str
+    rank: int
+    size: int
+    handle: int  # of the rank's arena
+
+    def exchange(self, peer: socket.socket) -> dict[int, Arena]:
+        """Send this rank's number and arena, and return those of the peer.
+
+        Raises OSError if the peer is another user's process or not a rank.
+        """
+        peer_ids = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _IDS.size)
+        if _IDS.unpack(peer_ids)[1] != os.getuid():
+            raise OSError(errno.EPERM, "a process of another user connected")
+        token = self.secret[16:]
+        words = f"{token} {self.rank:8d}".encode()
+        socket.send_fds(peer, [words], [self.handle])
+        answer, handles, _, _ = socket.recv_fds(peer, len(words), 1)
+        try:
+            answered = answer.decode(errors="replace").split()
+            if len(answered) != 2 or answered[0] != token or len(handles) != 1:
+                raise OSError(errno.EPROTO, "a process that is not a rank answered")
+            return {int(answered[1]): Arena(_mapped(handles[0]), self.size, peer.detach())}
+        finally:
+            for received in handles:
+                os.close(received)
+
+
+def _obstacle() -> str:
+    """Return why this process cannot share memory, or ""."""
+    if not sys.platform.startswith("linux"):
+        return f"{sys.platform} has no futex"
+    if find_spec("numba") is None:
+        return "numba is not installed"
+    from sbpflow.runtime.ranks.shared_loops import FUTEX_CALLS
+
+    machine = platform.machine()
+    return "" if machine in FUTEX_CALLS else f"the number of futex on {machine} is not known"
+
+
+def _make_arena() -> tuple[Tensor, int]:
+    handle = os.memfd_create("sbpflow")
+    try:
+        os.ftruncate(handle, ARENA_BYTES)
+        return _mapped(handle), handle
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def _mapped(handle: int) -> Tensor:
+    return torch.frombuffer(mmap.mmap(handle, ARENA_BYTES), dtype=torch.uint8)
+
+
+def _name(secret: str, rank: int) -> str:
+    return f"\0sbpflow-memory/{secret[:16]}/{rank}"
+
+
+@contextlib.contextmanager
+def _listening(secret: str, rank: int, backlog: int) -> Generator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(_name(secret, rank))
+        listener.listen(backlog)
+        yield listener
+
+
+def _connect(own: Greeting, other: int, timeout_s: float) -> dict[int, Arena]:
+    """Exchange arenas with rank ``other``, which listens."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
+        peer.settimeout(timeout_s)
+        peer.connect(_name(own.secret, other))
+        return own.exchange(peer)
+
+
+def _accept(own: Greeting, listener: socket.socket, timeout_s: float) -> dict[int, Arena]:
+    """Exchange arenas with the next rank that connects."""
+    listener.settimeout(timeout_s)
+    peer, _ = listener.accept()
+    with peer:
+        peer.settimeout(timeout_s)
+        return own.exchange(peer)

@@ -1,0 +1,211 @@
+"""Tests messages between the ranks of a host through shared memory."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from sbpflow.boxing import pairs
+from sbpflow.runtime.ranks import shared_memory
+from sbpflow.runtime.ranks.world import World
+from tests.deadlines import output_of
+from tests.launch.machines import PORT, Machine, needs_namespaces, two_machines
+from tests.ranks import RanksFailed
+
+pytest.importorskip("numba")
+ROOT = Path(__file__).resolve().parents[2]
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
+
+
+def message(seed: int, size: int) -> torch.Tensor:
+    values = torch.arange(size, dtype=torch.int64) * 7919 + seed * 31
+    return (values % 251).to(DTYPES[seed % len(DTYPES)])
+
+
+def exchange_at_random(world: World, seed: int) -> int:
+    """Send random messages on random channels, and wait for them in a random order."""
+    rng = random.Random(seed)  # equal on all ranks
+    others = [rank for rank in range(world.size) if rank != world.rank]
+    links = [world.link(range(world.size), f"random {name}") for name in range(3)]
+    waiting = []
+    for number in range(120):
+        link = rng.choice(links)
+        if len(waiting) > rng.randint(0, 40):
+            rng.shuffle(waiting)
+        size_of = {
+            (a, b): rng.choice([0, 1, 7, 300, 5_000, 90_000])
+            for a in range(world.size)
+            for b in range(world.size)
+        }
+        sends = {r: message(number + world.rank, size_of[world.rank, r]) for r in others}
+        expected = {r: message(number + r, size_of[r, world.rank]) for r in others}
+        receives = {r: torch.empty_like(wanted) for r, wanted in expected.items()}
+        waiting.append((pairs.pass_messages(sends, receives, link), receives, expected))
+        for sent in sends.values():
+            sent.zero_()  # a message may change once it is sent
+        while len(waiting) > 30:
+            check(waiting.pop(rng.randrange(len(waiting))))
+    for entry in waiting:
+        check(entry)
+    world.barrier()
+    return world._shared._own.end  # pyright: ignore
+
+
+def check(entry) -> None:
+    messages, receives, expected = entry
+    messages.wait()
+    for rank, wanted in expected.items():
+        assert torch.equal(receives[rank], wanted)
+
+
+@pytest.fixture
+def sharing(ranks):
+    """Return ``ranks``; skip if the suite runs without shared memory."""
+    if os.environ.get("SBPFLOW_TEST_SHARED_MEMORY", "1") != "1":
+        pytest.skip("the suite runs without shared memory")
+    return ranks
+
+
+@pytest.mark.parametrize(("size", "seed"), [(2, 1), (2, 2), (3, 3), (4, 4)])
+def test_messages_arrive_in_any_order_of_waits(sharing, size, seed):
+    sharing(size, exchange_at_random, seed)
+
+
+def test_memory_of_messages_is_reused(sharing):
+    first = sharing(2, exchange_at_random, 5)
+    for seed in (6, 7, 8):
+        again = sharing(2, exchange_at_random, seed)
+    assert max(again) < 2 * max(first)
+
+
+def send_much(world: World) -> bool:
+    """Both ranks send 200 MB before either receives."""
+    link = world.link([0, 1], "much")
+    sent = torch.full((1_000_000,), float(world.rank))
+    waiting = []
+    for _ in range(50):
+        target = torch.empty_like(sent)
+        peer = 1 - world.rank
+        waiting.append((pairs.pass_messages({peer: sent}, {peer: target}, link), target))
+    for messages, target in waiting:
+        messages.wait()
+        assert bool((target == peer).all())
+    return True
+
+
+def test_neither_of_two_senders_waits(sharing):
+    assert sharing(2, send_much) == [True, True]
+
+
+def send_large(world: World) -> bool:
+    shared_memory.MOST_BYTES = 1000
+    try:
+        link = world.link([0, 1], "large")
+        sent, peer = torch.full((251,), float(world.rank)), 1 - world.rank
+        target = torch.empty_like(sent)
+        pairs.pass_messages({peer: sent}, {peer: target}, link).wait()
+        return link.shared._sending[peer]._number == 0 and bool((target == peer).all())
+    finally:
+        shared_memory.MOST_BYTES = 1 << 28
+
+
+def test_long_messages_use_the_process_group(sharing):
+    assert sharing(2, send_large) == [True, True]
+
+
+def die_while_awaited(world: World) -> float:
+    link = world.link([0, 1], "death")
+    if world.rank == 1:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    target, start = torch.empty(10), time.monotonic()
+    try:
+        pairs.pass_messages({}, {1: target}, link).wait()
+    except RuntimeError as error:
+        assert "rank 1 has ended" in str(error)  # noqa: PT017
+        raise RuntimeError(f"noticed after {time.monotonic() - start:.2f} s") from error
+    return 0.0
+
+
+def test_a_killed_peer_is_noticed_at_once(sharing):
+    with pytest.raises(RanksFailed) as failure:
+        sharing(2, die_while_awaited)
+    text = failure.value.errors[0]
+    seconds = float(text.rsplit("noticed after ", 1)[1].split()[0])
+    assert 0.25 < seconds < 5
+
+
+def send_too_few(world: World) -> str:
+    link = world.link([0, 1], "too few")
+    if world.rank == 0:
+        pairs.pass_messages({1: torch.ones(3)}, {}, link).wait()
+        world.barrier()
+        return ""
+    with pytest.raises(RuntimeError, match="12 bytes from rank 0, expected 16") as error:
+        pairs.pass_messages({}, {0: torch.ones(4)}, link).wait()
+    world.barrier()
+    return str(error.value)
+
+
+def test_another_size_than_expected_is_an_error(sharing):
+    assert "enforce fail" in sharing(2, send_too_few)[1]
+
+
+SCRIPT = """
+import os, sys
+from pathlib import Path
+import torch
+from sbpflow.boxing import pairs
+from sbpflow.runtime.ranks.world import World
+if "refuse" in sys.argv and os.environ["RANK"] == "1":
+    def refused(name):
+        raise PermissionError(1, "memfd_create is not permitted")
+    os.memfd_create = refused
+with World.start("cpu", timeout_s=60) as world:
+    link = world.link([0, 1], "x")
+    peer, target = 1 - world.rank, torch.empty(1000)
+    pairs.pass_messages({peer: torch.full((1000,), 3.0)}, {peer: target}, link).wait()
+    assert bool((target == 3).all())
+    own = 0 if link.shared is None else link.shared._sending[peer]._number
+    Path(sys.argv[1], str(world.rank)).write_text(str(own))
+    world.barrier()
+"""
+
+
+def script(folder: Path, rank: int, *words: str, inside: Machine | None = None):
+    where = {"MASTER_ADDR": "10.77.0.1" if inside else "127.0.0.1", "MASTER_PORT": str(PORT + 7)}
+    if inside:
+        where["GLOO_SOCKET_IFNAME"] = inside.interface
+    prefix = ["ip", "netns", "exec", inside.name] if inside else []
+    return subprocess.Popen(
+        [*prefix, sys.executable, "-c", SCRIPT, str(folder), *words],
+        cwd=ROOT,
+        env=os.environ | where | {"RANK": str(rank), "WORLD_SIZE": "2"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@needs_namespaces
+def test_ranks_in_different_network_namespaces_do_not_share_memory(tmp_path):
+    with two_machines() as machines:
+        processes = [script(tmp_path, r, inside=machine) for r, machine in enumerate(machines)]
+        outputs = [output_of(process, 120) for process in processes]
+        assert not any(process.returncode for process in processes), outputs
+    assert [(tmp_path / str(rank)).read_text() for rank in (0, 1)] == ["0", "0"]
+
+
+@pytest.mark.parametrize("words", [(), ("refuse",)], ids=["usual", "refused on one rank"])
+def test_a_host_shares_memory_only_if_all_its_ranks_can(tmp_path, words):
+    processes = [script(tmp_path, rank, *words) for rank in (0, 1)]
+    outputs = [output_of(process, 120) for process in processes]
+    assert not any(process.returncode for process in processes), outputs
+    expected = "0" if words else "1"
+    assert [(tmp_path / str(rank)).read_text() for rank in (0, 1)] == [expected, expected]
