@@ -8,6 +8,7 @@ moves depend only on ids and can run any number of batches ahead. Outputs are S(
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 import torch
@@ -90,9 +91,8 @@ class EmbeddingCollection:
         self.growing: Growing | None = None
         if plan.vocabularies:
             check_numba(plan.vocabularies[0].name)
-            from sbpflow.embedding.growing import Growing  # needs numba
-
-            self.growing = Growing(plan, boxing, seed)
+            growing = import_module("sbpflow.embedding.growing")  # needs numba
+            self.growing = growing.Growing(plan, boxing, seed)
         context = GroupContext(
             self._make_store,
             {column: n for n, column in enumerate(plan.needed[world.rank])},
