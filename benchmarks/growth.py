@@ -5,8 +5,8 @@
     python -m benchmarks.growth steps
 
 ``decisions`` and ``steps`` use 26 fields at batch 16,384, with ids as skewed as those of Criteo.
-The keys of large fields drift, so keys are admitted, evicted, and forgotten in every step. ``steps`` trains a
-Wide & Deep model on fitted ids and on keys, alternately.
+The keys of large fields drift, so keys are admitted, evicted, and forgotten in every step.
+``steps`` trains a Wide & Deep model on fitted ids and on keys, alternately.
 """
 
 import argparse
