@@ -125,7 +125,7 @@ def observe(  # noqa: C901 - searching in a function of its own takes four times
             is_candidate = before + count >= admit_count and (is_first or before < admit_count)
         else:
             if rows[entry, LAST] != now:
-                before = row_counts[entry] if is_lfu else 0
+                before = int(row_counts[entry]) if is_lfu else 0
                 num_uses = _log_use(uses, num_uses, entry, rows[entry, LAST], before)
                 rows[entry, LAST] = now
             if is_lfu:

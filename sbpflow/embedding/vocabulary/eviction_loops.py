@@ -253,7 +253,7 @@ def sweep(
                 free_counter(state, pending, free_pending, p)
                 num_forgotten += 1
             else:
-                count = row_counts[entry] if state[IS_LFU] else 0
+                count = int(row_counts[entry]) if state[IS_LFU] else 0
                 used = rows[entry, LAST]
                 num_log = log_change(log, num_log, REMOVED, entry, address, used, count)
                 free_row(state, slots, new_slots, rows, pending, free_rows, live, entry, address)
