@@ -8,7 +8,7 @@ moves depend only on ids and can run any number of batches ahead. Outputs are S(
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from importlib.util import find_spec
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,7 +43,7 @@ from sbpflow.embedding.storage.choose import (
     warm_up_kernels,
 )
 from sbpflow.embedding.storage.initial import fill_shard, initial_rows
-from sbpflow.embedding.storage.live_rows import Changes
+from sbpflow.embedding.storage.live_rows import Changes, check_numba
 from sbpflow.embedding.storage.rounding import RowNoise
 from sbpflow.embedding.storage.store import (
     DeviceStore,
@@ -56,7 +56,7 @@ from sbpflow.embedding.storage.torch_storage import TorchStorage
 from sbpflow.errors import ConfigError, DataError, SbpError
 from sbpflow.sbp.sbp import balanced_sizes
 
-if TYPE_CHECKING:  # the module needs numba
+if TYPE_CHECKING:
     from sbpflow.embedding.growing import Growing
 
 
@@ -88,7 +88,11 @@ class EmbeddingCollection:
         self.kernels = choose_kernels(plan, kernel) if isinstance(kernel, str) else dict(kernel)
         warm_up_kernels(plan, self.kernels)
         warm_up_loops(plan, world.device)
-        self.growing = _growing(plan, boxing, seed) if plan.vocabularies else None
+        self.growing: Growing | None = None
+        if plan.vocabularies:
+            check_numba(plan.vocabularies[0].name)
+            growing = import_module("sbpflow.embedding.growing")  # needs numba
+            self.growing = growing.Growing(plan, boxing, seed)
         context = GroupContext(
             self._make_store,
             {column: n for n, column in enumerate(plan.needed[world.rank])},
@@ -221,10 +225,7 @@ class EmbeddingCollection:
                 group.announce(part)
 
     def cancel(self, batch: EmbeddingsInFlight) -> None:
-        """Discard a started batch that will not be looked up. Every rank must call this method.
-
-        All other batches that have been started must be discarded, too.
-        """
+        """Discard a started batch and all later ones; every rank must cancel each of them."""
         self.receive_ids(batch)
         for group, part in self._parts(batch):
             group.cancel(part)
@@ -495,14 +496,3 @@ class EmbeddingCollection:
                 "DeviceStore or another layout such as S(0)"
             )
         return store
-
-
-def _growing(plan: EmbeddingPlan, boxing: Boxing, seed: int) -> "Growing":
-    if find_spec("numba") is None:
-        raise ConfigError(
-            f"table {plan.vocabularies[0].tables[0]}: grows, but numba is not installed; install "
-            "numba, or use a fitted vocabulary"
-        )
-    from sbpflow.embedding.growing import Growing
-
-    return Growing(plan, boxing, seed)

@@ -285,7 +285,7 @@ def test_cached_tables_grow(ranks, alone, tmp_path, kind):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"deep": Spec("B", "local")}, r"table deep.f: grows: layout B .*; use S\(0\) or S\(1\)"),
+        ({"deep": Spec("B", "local")}, r"table deep.f: grows: layout B@.*; use S\(0\) or S\(1\)"),
         (
             {"growth": Growth(evict=Eviction(max_rows=MIN_ROWS, idle_time=1.0))},
             "table deep.f: grows: evict.idle_time .* no event time; use null",

@@ -211,7 +211,7 @@ class KeyExchange:
                 np.stack([one.freed, np.zeros_like(one.freed)], 1),
             )
         ]
-        send, step = torch.from_numpy(np.concatenate(blocks)), steps["keys/new"]
+        send, step = _tensor(np.concatenate(blocks)), steps["keys/new"]
         into = sizes.sum(1).tolist()
         pending = self._transfer.start_for_all(step, send, into)
         parts = _split(received(step, pending, sum(into)).numpy(), sizes)
@@ -225,8 +225,13 @@ class KeyExchange:
         self, step: ExchangeStep, send: Array, out: list[int], into: list[int] | None = None
     ) -> Array:
         into = out if into is None else into
-        pending = self._transfer.start(step, torch.from_numpy(send), out, into)
+        pending = self._transfer.start(step, _tensor(send), out, into)
         return received(step, pending, sum(into)).numpy()
+
+
+def _tensor(values: Array) -> torch.Tensor:
+    # Without elements, the strides of numpy are not those of a contiguous tensor.
+    return torch.from_numpy(values) if values.size else torch.empty(values.shape, dtype=torch.int64)
 
 
 def _joined(blocks: list[list[Array]], empty: tuple[int, ...]) -> Array:

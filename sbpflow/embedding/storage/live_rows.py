@@ -7,6 +7,7 @@ Rows get and lose keys during training. This module does not need numba; the dec
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from sbpflow.embedding.plan.tables import Shard
 from sbpflow.embedding.storage.store import WEIGHTS, RowStore
+from sbpflow.errors import ConfigError
 
 Array = np.ndarray[Any, Any]
 NO_ROWS = slice(0, 0)  # for reading names, shapes, and dtypes without triggering a sort
@@ -45,6 +47,15 @@ class Saved:
     pending_counts: Array
     now: int
     clock: Array
+
+
+def check_numba(field: str) -> None:
+    """Raise ConfigError unless numba, which decides about the keys of a field, is installed."""
+    if find_spec("numba") is None:
+        raise ConfigError(
+            f"field {field}: vocabulary: dynamic, but numba is not installed; install numba, or "
+            "use vocabulary: fitted"
+        )
 
 
 class LiveRows:
@@ -107,7 +118,7 @@ class TrainedRows:
     def unsorted(self) -> Tensor:
         """Return the store's numbers of all rows, in any order."""
         parts = [
-            np.concatenate([np.zeros(has_shared, np.int64), numbers]) + base
+            np.concatenate([np.zeros(int(has_shared), np.int64), numbers]) + base
             for base, has_shared, numbers, _ in self._parts
         ]
         return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *parts]))
@@ -115,7 +126,8 @@ class TrainedRows:
     @cached_property
     def _sorted(self) -> Tensor:
         parts = [
-            np.concatenate([np.zeros(has_shared, np.int64), numbers[np.argsort(addresses)]]) + base
+            np.concatenate([np.zeros(int(has_shared), np.int64), numbers[np.argsort(addresses)]])
+            + base
             for base, has_shared, numbers, addresses in self._parts
         ]
         return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *parts]))

@@ -21,6 +21,7 @@ from sbpflow.embedding.vocabulary.key_map import (
     SCALE,
     U64,
     Arrays,
+    address_at,
     address_of,
     entry_of,
     home,
@@ -33,6 +34,29 @@ from sbpflow.embedding.vocabulary.key_map import (
 )
 from sbpflow.runtime.compute.compiled import Array, compiled
 from sbpflow.runtime.random.streams import unmix
+
+
+@compiled
+def _log_use(uses: Array, n: int, entry: int, last: int, count: int) -> int:
+    uses[n, 0], uses[n, 1], uses[n, 2] = entry, last, count
+    return n + 1
+
+
+@compiled
+def _begin_to_count(
+    state: Array,
+    slots: Array,
+    new_slots: Array,
+    pending: Array,
+    place: int,
+    p: int,
+    address: int,
+    count: int,
+) -> None:
+    set_address(pending, p, address)
+    pending[p, LAST], pending[p, COUNT] = state[NOW], count
+    set_slot(slots, new_slots, place, slot_of(address, PENDING + p))
+    state[ENTRIES] += 1
 
 
 @compiled
@@ -49,9 +73,9 @@ def observe(  # noqa: C901 - searching in a function of its own takes four times
 ) -> None:
     """Count the occurrences of ``keys`` [n], and write the row of each key that has one to ``out``.
 
-    ``counts`` is [n], or [0] if every key occurs once. The numbers of written ``uses`` (old last
-    uses and counts), ``log`` entries, ``candidates`` for admission (counters), and ``unresolved``
-    places of keys without rows are written to ``sizes``.
+    ``counts`` is [n], or [0] for single occurrences. ``sizes`` gets the numbers of ``uses`` (old
+    last uses and counts), ``log`` entries, ``candidates`` for admission (counters), and
+    ``unresolved`` places of keys without rows.
     """
     state, slots, new_slots, rows, row_counts = t.state, t.slots, t.new_slots, t.rows, t.row_counts
     pending, free_pending = t.pending, t.free_pending
@@ -77,14 +101,8 @@ def observe(  # noqa: C901 - searching in a function of its own takes four times
             slot = slots[place, 0]
             entry = entry_of(slot)
             while entry >= 0:
-                if slot >> U64(32) == tag:
-                    if entry < PENDING:
-                        other = joined(rows[entry, HIGH], rows[entry, LOW])
-                    else:
-                        p = entry - PENDING
-                        other = joined(pending[p, HIGH], pending[p, LOW])
-                    if other == address:
-                        break
+                if slot >> U64(32) == tag and address_at(rows, pending, entry) == address:
+                    break
                 place += 1
                 slot = slots[place, 0]
                 entry = entry_of(slot)
@@ -93,29 +111,22 @@ def observe(  # noqa: C901 - searching in a function of its own takes four times
             entry = entry_of(slot_at(slots, new_slots, place))
         if entry < 0:
             p, op = take_pending(state, free_pending)
-            entry = PENDING + p
-            set_address(pending, p, address)
-            pending[p, LAST], pending[p, COUNT] = now, count
-            set_slot(slots, new_slots, place, slot_of(address, entry))
-            state[ENTRIES] += 1
-            num_log = log_change(log, num_log, op, entry, address, 0, 0)
+            _begin_to_count(state, slots, new_slots, pending, place, p, address, count)
+            num_log = log_change(log, num_log, op, PENDING + p, address, 0, 0)
             is_candidate = count >= admit_count
         elif entry >= PENDING:
             p = entry - PENDING
             before = pending[p, COUNT]
             is_first = pending[p, LAST] != now
             if is_first:
-                uses[num_uses, 0] = -p - 1
-                uses[num_uses, 1], uses[num_uses, 2] = pending[p, LAST], before
-                num_uses += 1
+                num_uses = _log_use(uses, num_uses, -p - 1, pending[p, LAST], before)
                 pending[p, LAST] = now
             pending[p, COUNT] = min(before + count, 2**30)
             is_candidate = before + count >= admit_count and (is_first or before < admit_count)
         else:
             if rows[entry, LAST] != now:
-                uses[num_uses, 0], uses[num_uses, 1] = entry, rows[entry, LAST]
-                uses[num_uses, 2] = row_counts[entry] if is_lfu else 0
-                num_uses += 1
+                before = int(row_counts[entry]) if is_lfu else 0
+                num_uses = _log_use(uses, num_uses, entry, rows[entry, LAST], before)
                 rows[entry, LAST] = now
             if is_lfu:
                 row_counts[entry] = min(row_counts[entry] + count, 2**30)

@@ -1,5 +1,7 @@
 """Compiled steps that take and free the rows and counters of a vocabulary, and log this."""
 
+from typing import Any
+
 from sbpflow.embedding.plan.growth import NUM_BUCKETS
 from sbpflow.embedding.vocabulary.key_map import (
     COUNT,
@@ -33,7 +35,7 @@ def log_change(log: Array, n: int, op: int, entry: int, address: int, last: int,
 
 
 @compiled
-def take_pending(state: Array, free_pending: Array) -> tuple[int, int]:
+def take_pending(state: Array, free_pending: Array) -> tuple[Any, int]:
     if state[FREE_PENDING]:
         state[FREE_PENDING] -= 1
         return free_pending[state[FREE_PENDING]], TAKEN
@@ -42,7 +44,7 @@ def take_pending(state: Array, free_pending: Array) -> tuple[int, int]:
 
 
 @compiled
-def take_row(state: Array, free_rows: Array) -> tuple[int, int]:
+def take_row(state: Array, free_rows: Array) -> tuple[Any, int]:
     if state[FREE_ROWS]:
         state[FREE_ROWS] -= 1
         return free_rows[state[FREE_ROWS]], TAKEN

@@ -184,7 +184,7 @@ def decide(
         addresses[i] = address_at(rows, pending, PENDING + candidates[i])
     order = np.argsort(addresses)
     for i in range(candidates.size):
-        p, address = candidates[order[i]], addresses[order[i]]
+        p, address = candidates[order[i]], int(addresses[order[i]])
         bucket = bucket_of(state, address)
         if live[bucket] >= room[bucket]:
             victim = _next_victim(
@@ -200,7 +200,7 @@ def decide(
             num_evicted += 1
         row, op = take_row(state, free_rows)
         last, count = pending[p, LAST], pending[p, COUNT]
-        num_log = log_change(log, num_log, REMOVED, PENDING + p, address, last, count)
+        num_log = log_change(log, num_log, REMOVED, PENDING + int(p), address, last, count)
         num_log = log_change(log, num_log, op, row, address, 0, 0)
         set_slot(
             slots,
@@ -226,7 +226,7 @@ def sweep(
     """Remove keys of buckets [first, last) that were last used before the batch of a limit."""
     state, slots, new_slots, rows, row_counts = t.state, t.slots, t.new_slots, t.rows, t.row_counts
     free_rows, pending, free_pending, live = t.free_rows, t.pending, t.free_pending, t.live
-    num_log = num_evicted = num_forgotten = 0
+    num_log = num_evicted = num_forgotten = p = address = 0
     for is_new in (False, True):
         if is_new and state[EDGE] == 0:
             continue
@@ -253,7 +253,7 @@ def sweep(
                 free_counter(state, pending, free_pending, p)
                 num_forgotten += 1
             else:
-                count = row_counts[entry] if state[IS_LFU] else 0
+                count = int(row_counts[entry]) if state[IS_LFU] else 0
                 used = rows[entry, LAST]
                 num_log = log_change(log, num_log, REMOVED, entry, address, used, count)
                 free_row(state, slots, new_slots, rows, pending, free_rows, live, entry, address)

@@ -69,7 +69,7 @@ def home(address: int, scale: int, first: int) -> int:
 
 
 @compiled
-def joined(high: int, low: int) -> int:
+def joined(high: int, low: int) -> Any:  # noqa: ANN401 (numba types)
     """Return the address with these halves."""
     return (I64(high) << 32) | (I64(low) & LOW_32)
 
@@ -90,7 +90,7 @@ def set_address(records: Array, at: int, address: int) -> None:
 
 
 @compiled
-def entry_of(slot: np.uint64) -> int:
+def entry_of(slot: np.uint64) -> Any:  # noqa: ANN401 (numba types)
     """Return the entry in a slot, or -1 for an empty slot."""
     return I64(slot & U64(LOW_32)) - 1
 

@@ -1,8 +1,11 @@
 """Compiled loops that undo logged changes, and load saved keys."""
 
+from sbpflow.embedding.cache.prefetch import DISTANCE, prefetch
 from sbpflow.embedding.vocabulary.entries import NEW, REMOVED, TAKEN, bucket_of
 from sbpflow.embedding.vocabulary.key_map import (
     COUNT,
+    ENTRIES,
+    FIRST,
     FREE_PENDING,
     FREE_ROWS,
     IS_LFU,
@@ -10,10 +13,14 @@ from sbpflow.embedding.vocabulary.key_map import (
     NEXT_PENDING,
     NEXT_ROW,
     PENDING,
+    SCALE,
+    U64,
     Arrays,
+    home,
     insert,
     remove,
     set_address,
+    slot_of,
 )
 from sbpflow.runtime.compute.compiled import Array, compiled
 
@@ -77,16 +84,23 @@ def undo_uses(t: Arrays, uses: Array) -> None:
 
 @compiled
 def load_rows(t: Arrays, addresses: Array, lasts: Array, counts: Array) -> None:
-    """Give rows 0, 1, ... to the addresses of an empty vocabulary."""
-    state, slots, new_slots, rows, row_counts = t.state, t.slots, t.new_slots, t.rows, t.row_counts
-    pending, live = t.pending, t.live
+    """Give rows 0, 1, ... to the addresses of an empty vocabulary, whose map does not migrate."""
+    state, slots, rows, row_counts, live = t.state, t.slots, t.rows, t.row_counts, t.live
+    first, scale = state[FIRST], state[SCALE]
     for row in range(addresses.size):
-        set_address(rows, row, addresses[row])
+        if row + DISTANCE < addresses.size:
+            prefetch(slots, home(addresses[row + DISTANCE], scale, first))
+        address = addresses[row]
+        set_address(rows, row, address)
         rows[row, LAST] = lasts[row]
         if state[IS_LFU]:
             row_counts[row] = counts[row]
-        insert(state, slots, new_slots, rows, pending, addresses[row], row)
-        live[bucket_of(state, addresses[row])] += 1
+        place = home(address, scale, first)
+        while slots[place, 0] != U64(0):
+            place += 1
+        slots[place, 0] = slot_of(address, row)
+        live[bucket_of(state, address)] += 1
+    state[ENTRIES] += addresses.size
     state[NEXT_ROW] = addresses.size
 
 

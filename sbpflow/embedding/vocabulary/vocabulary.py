@@ -274,7 +274,8 @@ class Vocabulary:
                 f"evict.max_rows: bucket {bucket + self.buckets[0]} has {int(room[bucket])} rows "
                 f"for {int(live[bucket])} saved keys; use {fits} or more"
             )
-        self._make_room(saved.addresses.size + saved.pending_addresses.size)
+        self.reserve(saved.addresses.size + saved.pending_addresses.size)
+        self._make_room(saved.pending_addresses.size)
         t = self.arrays
         undo_loops.load_rows(t, saved.addresses, saved.lasts, saved.counts)
         undo_loops.load_pending(
