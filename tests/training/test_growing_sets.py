@@ -130,7 +130,7 @@ def test_a_run_continues_on_rows_of_another_day(run):
         (["model.fields={}"], r"model\.fields\.C3: the data has 64-bit keys for this field"),
         (
             ["model.fields={C*: {vocabulary: dynamic, evict: {max_rows: 65536}}}"],
-            r"model\.fields\.C1xC2\.vocabulary: dynamic, but .* --keys C1xC2",
+            r"model\.fields\.C1xC2\.vocabulary: dynamic, but .*`--keys C1xC2`",
         ),
     ],
 )
