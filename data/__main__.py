@@ -29,15 +29,17 @@ _DISK_FACTOR = {".gz": 4.5, ".parquet": 4.5}
 
 _SHARED = (
     *("schema", "crosses", "min_count", "hash_size", "dense", "seed", "spare"),
-    "keep_strings",
+    *("keep_strings", "keys"),
 )
 """Options of prepare that come from the set of ``--like``"""
+_OF_VOCABULARIES = ("min_count", "spare", "keep_strings", "grow")
+"""Options of prepare that affect only fields with a vocabulary"""
 
 
 def _prepare(args: argparse.Namespace) -> Manifest | None:
     from sbpflow.data.prepare.content import options_like
     from sbpflow.data.prepare.machines import parse_part
-    from sbpflow.data.prepare.options import PrepareOptions, parse_hash_sizes
+    from sbpflow.data.prepare.options import PrepareOptions, parse_hash_sizes, parse_keys
     from sbpflow.data.prepare.prepare import prepare
 
     given = [key for key in _SHARED if getattr(args, key) is not None]
@@ -61,6 +63,7 @@ def _prepare(args: argparse.Namespace) -> Manifest | None:
         min_count=2 if args.min_count is None else args.min_count,
         transform=args.dense or "log3",
         hash_sizes=parse_hash_sizes(args.hash_size, hashable) if args.hash_size else (),
+        keys=parse_keys(args.keys, hashable) if args.keys else (),
         workers=args.workers,
         seed=7 if args.seed is None else args.seed,
         max_bad_fraction=args.max_bad_fraction,
@@ -72,6 +75,13 @@ def _prepare(args: argparse.Namespace) -> Manifest | None:
     )
     if args.like is not None:
         options = options_like(load_manifest(args.like, "--like"), options)
+    useless = [key for key in _OF_VOCABULARIES if getattr(args, key)]
+    if options.keys and useless and not options.counted:
+        raise ConfigError(
+            f"--{useless[0].replace('_', '-')}: no field has a vocabulary, because all have keys "
+            "(--keys); remove the option, or name the fields with keys, such as --keys "
+            f"{options.keys[0]}. Training admits keys by model.fields.PATTERN.admit_count"
+        )
     return prepare(options)
 
 
@@ -123,12 +133,13 @@ def _synth(args: argparse.Namespace) -> Manifest | None:
     from sbpflow.data.synth.generate import synth
     from sbpflow.data.synth.options import SynthOptions, parse_hot, parse_skew
 
-    same = ("rows", "output", "format", "vocab_scale", "ctr", "auc", "products", "drift", "seed")
+    same = ("rows", "output", "format", "vocab_scale", "ctr", "auc", "products", "drift", "keys")
     options = SynthOptions(
         skew=parse_skew(args.skew) if args.skew else (),
         hot=parse_hot(args.hot) if args.hot else (),
         split=parse_split(args.split),
         workers=args.workers,
+        seed=args.seed,
         **{name: getattr(args, name) for name in same},
     )
     return synth(options)
@@ -175,6 +186,27 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         "other parts (default %(default)s)")  # fmt: skip
 
 
+def _add_synth(synth: argparse.ArgumentParser) -> None:
+    add = synth.add_argument
+    add("--rows", type=int, required=True)
+    add("--output", type=local_path, required=True, metavar="PATH", help="folder, or file for tsv")
+    add("--format", choices=("prepared", "tsv"), default="prepared")
+    add("--vocab-scale", type=float, default=1.0, help="size relative to Criteo's vocabularies, "
+        "up to 1")  # fmt: skip
+    add("--ctr", type=float, default=0.2562, help="click-through rate (default %(default)s)")
+    add("--auc", type=float, default=0.80, help="best possible AUC (default %(default)s)")
+    add("--products", type=float, default=0.0, help="share of vector products in the logit")
+    add("--skew", help="exponent applied to frequencies: 1.2 for all columns, or C3=1.2,C1=0.5")
+    add("--drift", type=float, default=0.0, help="share of values replaced per million rows, in "
+        "columns with many values")  # fmt: skip
+    add("--keys", action="store_true", help="write 64-bit keys instead of ids")
+    add("--hot", help="number of ids per row: mlperf, mlperf-ragged, or C1=3,C20=0-12")
+    add("--split", default="time:0.8,0.1,0.1")
+    add("--seed", type=int, default=7)
+    add("--workers", type=int, default=os.cpu_count() or 1)
+    synth.set_defaults(run=_synth)
+
+
 def parser() -> ArgumentParser:
     """Parse the commands with their options; ``run`` of the result runs the command."""
     parser = ArgumentParser(prog="sbpflow", description=__doc__)
@@ -193,6 +225,8 @@ def parser() -> ArgumentParser:
     add("--min-count", type=int, help="values with fewer lookups in train share id 1 (default 2)")
     add("--crosses", help="pairs of columns for the wide part (default C1xC2,C3xC4; or none)")
     add("--hash-size", help="table rows of hashed fields: N for all, or C3=N,C12=N")
+    add("--keys", nargs="?", const="*", metavar="FIELDS", help="store 64-bit keys instead of ids "
+        "of these fields (such as C1,C2; default all) for tables that grow")  # fmt: skip
     add("--dense", help="transform of the dense values (default log3)")
     add("--schema", type=local_path, metavar="FILE|auto", help="YAML with label, dense, sparse, "
         "columns (default: Criteo); auto accepts the proposal of `sbpflow schema`")  # fmt: skip
@@ -217,23 +251,7 @@ def parser() -> ArgumentParser:
     add("--output", type=local_path, required=True, metavar="DIR")
     _add_common(encode)
     encode.set_defaults(run=_encode)
-    synth = commands.add_parser("synth", help="generate rows with a known best AUC")
-    add = synth.add_argument
-    add("--rows", type=int, required=True)
-    add("--output", type=local_path, required=True, metavar="PATH", help="folder, or file for tsv")
-    add("--format", choices=("prepared", "tsv"), default="prepared")
-    add("--vocab-scale", type=float, default=1.0, help="size relative to Criteo's vocabularies, "
-        "up to 1")  # fmt: skip
-    add("--ctr", type=float, default=0.2562, help="click-through rate (default %(default)s)")
-    add("--auc", type=float, default=0.80, help="best possible AUC (default %(default)s)")
-    add("--products", type=float, default=0.0, help="share of vector products in the logit")
-    add("--skew", help="exponent applied to frequencies: 1.2 for all columns, or C3=1.2,C1=0.5")
-    add("--drift", type=float, default=0.0, help="share of rare values replaced per million rows")
-    add("--hot", help="number of ids per row: mlperf, mlperf-ragged, or C1=3,C20=0-12")
-    add("--split", default="time:0.8,0.1,0.1")
-    add("--seed", type=int, default=7)
-    add("--workers", type=int, default=os.cpu_count() or 1)
-    synth.set_defaults(run=_synth)
+    _add_synth(commands.add_parser("synth", help="generate rows with a known best AUC"))
     stats = commands.add_parser("stats", help="describe the splits and tables of a set")
     add = stats.add_argument
     add("path", type=local_path, metavar="DIR")
@@ -251,7 +269,10 @@ def parser() -> ArgumentParser:
 
 def _summary(manifest: Manifest) -> str:
     rows = " ".join(f"{name} {count:,}" for name, count in manifest.splits.items())
-    tables = f"{len(manifest.fields)} tables with {sum(f.rows for f in manifest.fields):,} rows"
+    num_keyed = sum(field.keyed for field in manifest.fields)
+    tables = f"{len(manifest.fields) - num_keyed} tables with "
+    tables += f"{sum(field.rows for field in manifest.fields):,} rows"
+    tables += f", {num_keyed} fields with keys" if num_keyed else ""
     text = f"{manifest.path}: rows {rows}; {tables}; fingerprint {manifest.fingerprint[:16]}"
     if manifest.bayes:
         bayes = manifest.bayes

@@ -45,7 +45,8 @@ def prepared_set(
         words.append(input_of(data, folder / "rows.arrow"))
     words += ["--split", f"file:{','.join(split)}"] if split else []
     for key, value in options.items():
-        words += [f"--{key.replace('_', '-')}", *([] if value is True else [str(value)])]
+        text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+        words += [f"--{key.replace('_', '-')}", *([] if value is True else [text])]
     if isinstance(schema, str | Path):
         words += ["--schema", str(schema)]
     args = parser().parse_args(words)

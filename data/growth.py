@@ -1,4 +1,6 @@
-"""Measure how evenly a grown vocabulary loads the parts of a row-split table."""
+"""Measure how evenly a grown vocabulary loads the parts of a row-split table, and compare the row
+limits of growing tables with the keys of a set.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,6 +9,7 @@ import numpy as np
 
 from sbpflow.data.format.manifest import Manifest
 from sbpflow.data.format.vocabulary import open_vocabularies
+from sbpflow.data.stats import load_stats
 
 
 def growth_of(manifest: Manifest, tables: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -53,3 +56,47 @@ def growth_text(entries: Sequence[Mapping[str, Any]]) -> str:
         for entry in entries
     ]
     return "\n".join(["grown vocabularies:", *lines]) if lines else ""
+
+
+def growing_of(manifest: Manifest, tables: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the limits of each growing table, and the number of keys that occur in train.
+
+    ``tables`` comes from ``run.explain.describe``. Encoded rows have no statistics, so their
+    ``train_keys`` are None.
+    """
+    stats = load_stats(manifest) if manifest.content.get("stats") else []
+    keys = {field.name: field.distinct for field in stats}
+    return [
+        {
+            "table": table["name"],
+            "fields": table["features"],
+            **table["growth"],
+            "train_keys": max((keys[f] for f in table["features"] if f in keys), default=None),
+        }
+        for table in tables
+        if table["growth"]
+    ]
+
+
+def growing_text(entries: Sequence[Mapping[str, Any]]) -> str:
+    """Format the result of ``growing_of`` as one line per table."""
+    lines = [f"  {entry['table']}: {_limits(entry)}" for entry in entries]
+    return "\n".join(["growing tables:", *lines]) if lines else ""
+
+
+def _limits(entry: Mapping[str, Any]) -> str:
+    evict, keys = entry["evict"], entry["train_keys"]
+    count, forget = entry["admit_count"], entry["forget_after_samples"]
+    parts = [f"a key gets a row after {count} occurrence{'s' * (count > 1)}"]
+    parts[0] += f" within {forget:,} samples each" if forget else ""
+    parts.append(f"at most {evict['max_rows']:,} rows, then {evict['policy']} eviction")
+    if evict["idle_samples"]:
+        parts.append(f"eviction after {evict['idle_samples']:,} samples without use")
+    if evict["idle_time"]:
+        parts.append(f"eviction after {evict['idle_time']:,} of event time without use")
+    if keys is not None:
+        text = f"train has {keys:,} keys"
+        if keys > evict["max_rows"] and count == 1:
+            text += ", so an epoch evicts keys (raise evict.max_rows or admit_count to avoid this)"
+        parts.append(text)
+    return "; ".join(parts)

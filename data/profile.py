@@ -13,7 +13,13 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from sbpflow.data.format.manifest import SPLITS, Manifest
-from sbpflow.data.format.schema import MISSING_ID, NUM_RESERVED_IDS, RARE_ID, Field
+from sbpflow.data.format.schema import (
+    MISSING_ID,
+    MISSING_KEY,
+    NUM_RESERVED_IDS,
+    RARE_ID,
+    Field,
+)
 from sbpflow.data.format.shards import RowFiles
 from sbpflow.data.prepare.fit import ordered, values_of_order
 from sbpflow.data.stats import ids_in, out_of_range
@@ -172,9 +178,15 @@ def _bins_of(values: NDArray[np.float32]) -> Bins:
     return ordered(values) >> 16
 
 
-def _id_bins(ids: NDArray[np.int32], num_bins: int) -> Bins:
+def _num_bins(field: Field) -> int:
+    return _MAX_ID_BINS if field.keyed else min(field.rows, _MAX_ID_BINS)
+
+
+def _id_bins(ids: NDArray[Any], num_bins: int, keyed: bool) -> Bins:
     size = max(num_bins - NUM_RESERVED_IDS, 1)
     shared = (ids - NUM_RESERVED_IDS) % size + NUM_RESERVED_IDS
+    if keyed:
+        return np.where(ids == MISSING_KEY, MISSING_ID, shared)
     return np.where(ids < num_bins, ids, shared).astype(np.int64)
 
 
@@ -210,8 +222,7 @@ def profile_set(manifest: Manifest) -> Profile:
     """Return the profile of a set. Raise DataError for ids outside their tables."""
     files = {split: RowFiles(manifest, split) for split in SPLITS}
     edges = _time_edges(manifest, files)
-    tables = {f.name: min(f.rows, _MAX_ID_BINS) for f in manifest.fields}
-    fields = [_Feature(name, bins, dense=False) for name, bins in tables.items()]
+    fields = [_Feature(f.name, _num_bins(f), dense=False) for f in manifest.fields]
     dense = [_Feature(name, _DENSE_BINS, dense=True) for name in manifest.dense]
     splits: dict[str, SplitProfile] = {}
     base, scored = 0.0, np.zeros(2, dtype=np.int64)
@@ -253,6 +264,7 @@ class _Block:
         stop = min(start + _BLOCK_ROWS, rows.num_rows)
         self._manifest, self._split, self._start = manifest, split, start
         self._words = rows.read(start, stop)
+        self._keys = rows.keys(start, stop)
         self._lists = rows.lists(start, stop) if manifest.lists else None
         labels = np.ascontiguousarray(self._words[:, 0]).view(np.float32)
         self.labels: Bins = (labels == 1).astype(np.int64)
@@ -266,7 +278,7 @@ class _Block:
             feature.summarize(values)
             self._add(feature, _bins_of(values), None, base)
         ragged = 0
-        of_fields = ids_in(self._manifest, self._words, self._lists)
+        of_fields = ids_in(self._manifest, self._words, self._keys, self._lists)
         for table, feature, ids in zip(self._manifest.fields, fields, of_fields, strict=True):
             owners = None
             if table.ragged and self._lists is not None:
@@ -275,11 +287,11 @@ class _Block:
             elif table.hot > 1:
                 owners = np.repeat(np.arange(len(self.labels)), table.hot)
             self._check(table, ids)
-            bins = _id_bins(ids.reshape(-1), min(table.rows, _MAX_ID_BINS))
+            bins = _id_bins(ids.reshape(-1), _num_bins(table), table.keyed)
             self._add(feature, bins, owners, base)
 
-    def _check(self, table: Field, ids: NDArray[np.int32]) -> None:
-        if ids.size and (ids.min() < 0 or ids.max() >= table.rows):
+    def _check(self, table: Field, ids: NDArray[Any]) -> None:
+        if ids.size and not table.keyed and (ids.min() < 0 or ids.max() >= table.rows):
             raise out_of_range(self._manifest, table, self._split, self._start, ids)
 
     def _add(self, feature: _Feature, bins: Bins, owners: Bins | None, base: float | None) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sbpflow.data.format.manifest import Manifest
-from sbpflow.data.format.schema import MISSING_ID, RARE_ID, Field
+from sbpflow.data.format.schema import MISSING_ID, MISSING_KEY, RARE_ID, Field
 from sbpflow.data.format.shards import RowFiles, Words
 from sbpflow.errors import DataError
 
@@ -30,7 +30,10 @@ _BLOCK_ROWS = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class FieldStats:
-    """Lookup statistics of one table in train; masses and ratios are fractions of the lookups."""
+    """Lookup statistics of one table in train; masses and ratios are fractions of the lookups.
+
+    For a field with keys, ``rows`` is 0.
+    """
 
     name: str
     rows: int
@@ -59,7 +62,7 @@ def field_stats(
     batch: NDArray[np.int64],
     batch_samples: int,
 ) -> FieldStats:
-    """Compute the statistics of one table from ``counts`` [rows] int64, the lookups per row.
+    """Compute the statistics of one table from ``counts`` int64, as in ``count_lookups``.
 
     ``batch`` [touched rows] int64 has the ascending lookups of the rows touched by one batch.
     """
@@ -131,27 +134,33 @@ def unique_ratios(manifest: Manifest) -> dict[str, dict[int, float]]:
     return ratios
 
 
-def field_ids(manifest: Manifest, rows: RowFiles, start: int, stop: int) -> Iterator[Words]:
+def field_ids(manifest: Manifest, rows: RowFiles, start: int, stop: int) -> Iterator[NDArray[Any]]:
     """Yield each field's ids in rows [start, stop) as [rows, hot], or [ids] for a ragged field."""
     lists = rows.lists(start, stop) if manifest.lists else None
-    return ids_in(manifest, rows.read(start, stop), lists)
+    return ids_in(manifest, rows.read(start, stop), rows.keys(start, stop), lists)
 
 
 def ids_in(
-    manifest: Manifest, words: Words, of_lists: tuple[NDArray[Any], Words] | None
-) -> Iterator[Words]:
-    """Yield each field's ids in ``words`` [rows, words] and in the lengths and values of lists."""
-    lists: Iterator[Words] = iter(()) if of_lists is None else list_ids(*of_lists)
-    column = 1 + len(manifest.dense)
+    manifest: Manifest,
+    words: Words,
+    keys: NDArray[np.int64] | None,
+    of_lists: tuple[NDArray[Any], NDArray[Any]] | None,
+) -> Iterator[NDArray[Any]]:
+    """Yield each field's ids in ``words``, ``keys``, and the lengths and values of lists."""
+    lists: Iterator[NDArray[Any]] = iter(()) if of_lists is None else list_ids(*of_lists)
+    column, key_column = 1 + len(manifest.dense), 0
     for field in manifest.fields:
         if field.ragged:
             yield next(lists)
+        elif field.keyed and keys is not None:
+            yield keys[:, key_column : key_column + field.hot]
+            key_column += field.hot
         else:
             yield words[:, column : column + field.hot]
             column += field.hot
 
 
-def list_ids(lengths: NDArray[Any], values: Words) -> Iterator[Words]:
+def list_ids(lengths: NDArray[Any], values: NDArray[Any]) -> Iterator[NDArray[Any]]:
     """Yield each list column's ids from ``lengths`` [rows, lists] and the values of all lists."""
     owner = np.repeat(np.tile(np.arange(lengths.shape[1]), len(lengths)), lengths.reshape(-1))
     for number in range(lengths.shape[1]):
@@ -159,21 +168,54 @@ def list_ids(lengths: NDArray[Any], values: Words) -> Iterator[Words]:
 
 
 def count_lookups(manifest: Manifest, names: Sequence[str]) -> dict[str, NDArray[np.int64]]:
-    """Count the lookups per table row of the named fields in one pass over the train part."""
+    """Count the lookups per table row of the named fields in one pass over the train part.
+
+    For a field with keys, the counts are those of missing values, 0, and of each other key.
+    """
     counts = {f.name: np.zeros(f.rows, dtype=np.int64) for f in manifest.fields if f.name in names}
+    keyed = {f.name: _KeyCounts() for f in manifest.fields if f.keyed and f.name in names}
     rows = RowFiles(manifest, "train")
     for start in range(0, rows.num_rows, _BLOCK_ROWS):
         all_ids = field_ids(manifest, rows, start, min(start + _BLOCK_ROWS, rows.num_rows))
         for field, ids in zip(manifest.fields, all_ids, strict=True):
-            if field.name in counts and ids.size:
+            if field.name in keyed:
+                keyed[field.name].add(ids)
+            elif field.name in counts and ids.size:
                 distinct, times = np.unique(ids, return_counts=True)
                 if distinct[0] < 0 or distinct[-1] >= field.rows:
                     raise out_of_range(manifest, field, "train", start, ids)
                 counts[field.name][distinct] += times
-    return counts
+    return counts | {name: found.counts() for name, found in keyed.items()}
 
 
-def out_of_range(manifest: Manifest, field: Field, split: str, start: int, ids: Words) -> DataError:
+class _KeyCounts:
+    """Counts keys; new counts are merged when they are as many as the distinct keys so far."""
+
+    def __init__(self) -> None:
+        self._runs = [(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))]
+
+    def add(self, keys: NDArray[np.int64]) -> None:
+        self._runs.append(np.unique(keys, return_counts=True))
+        if sum(len(run[0]) for run in self._runs[1:]) > len(self._runs[0][0]):
+            self._merge()
+
+    def _merge(self) -> None:
+        keys, counts = (np.concatenate(parts) for parts in zip(*self._runs, strict=True))
+        distinct, place = np.unique(keys, return_inverse=True)
+        total = np.zeros(len(distinct), dtype=np.int64)
+        np.add.at(total, place, counts)
+        self._runs = [(distinct, total)]
+
+    def counts(self) -> NDArray[np.int64]:
+        self._merge()
+        ((keys, counts),) = self._runs
+        is_missing = keys == MISSING_KEY
+        return np.concatenate([[counts[is_missing].sum(), 0], counts[~is_missing]])
+
+
+def out_of_range(
+    manifest: Manifest, field: Field, split: str, start: int, ids: NDArray[Any]
+) -> DataError:
     """Return the error for ids outside the field's table in the rows from ``start`` on."""
     place = tuple(np.argwhere((ids < 0) | (ids >= field.rows))[0])
     where = f"row {start + int(place[0])}" if ids.ndim == 2 else "a row"
@@ -254,7 +296,7 @@ def stats_table(stats: Sequence[FieldStats]) -> str:
     head += "".join(f" {'uniq@' + _short(size):>9}" for size in sizes) + f" {'tail':>6}"
     lines = [head]
     for s in stats:
-        line = f"{s.name:>{width}} {s.rows:>11,} {s.distinct:>10,}"
+        line = f"{s.name:>{width}} {f'{s.rows:,}' if s.rows else 'keys':>11} {s.distinct:>10,}"
         missing, rare = (100 * n / max(s.lookups, 1) for n in (s.missing, s.rare))
         line += f" {missing:>6.2f} {rare:>6.2f}"
         line += "".join(f" {100 * s.top_mass[str(k)]:>8.2f}" for k in TOP)

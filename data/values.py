@@ -60,6 +60,12 @@ def value_blocks(
 
 
 def _vocabulary(manifest: Manifest, field: str) -> tuple[Vocabulary, Kind]:
+    if any(each.name == field and each.keyed for each in manifest.fields):
+        raise ConfigError(
+            f"{field}: the data has keys for this column, whose rows change during training; read "
+            "tables/TABLE/keys and tables/TABLE of a checkpoint, or use a table of a field with a "
+            "vocabulary"
+        )
     vocabulary = manifest.content.get("vocabulary") or {"fields": {}}
     schema = schema_from(manifest.content["schema"]) if vocabulary["fields"] else None
     if schema is None:

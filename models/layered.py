@@ -79,7 +79,7 @@ class ModelOptions:
     fields: Annotated[
         Mapping[str, FieldRule],
         Example({"*_shop": FieldRule(table="shop")}),
-        Key("results", "Shared tables by pattern of field names."),
+        Key("results", "Shared and growing tables by pattern of field names."),
     ] = field(default_factory=dict[str, FieldRule])
     tables: Annotated[
         Mapping[str, TableShape],

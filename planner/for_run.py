@@ -223,7 +223,7 @@ def _stats_of(
     return from_ratios(
         {int(size): ratio for size, ratio in largest.unique_ratio.items()},
         max(per_sample[largest.name], 1e-6),
-        distinct=float(max(largest.distinct, 1)),
+        distinct=float(max(min(largest.distinct, table.num_rows), 1)),
         bin_rows=largest.bins_rows,
         bin_lookups=largest.bins_lookups,
     )

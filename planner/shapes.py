@@ -25,11 +25,14 @@ def shapes_of(task: Task, table: TableConfig) -> tuple[Shape, ...]:
     size = task.world_size
     if size == 1:
         return (COPIED,)
+    can_copy = table.storage is None and table.growth is None  # cached or growing: no copies
+    # All tables of a growing field must split their rows alike: not at all, or over all ranks.
+    cuts = range(1, size + 1) if table.growth is None else (1, size)
     shapes = dict.fromkeys(
         Shape(sbp, exchange.name, parts)
         for exchange in EXCHANGES
         for sbp, parts in exchange.cuts(table.num_rows, table.dim, size)
-        if table.storage is None or not exchange.copies or size == 1  # copied rows cannot be cached
+        if parts[0] in cuts and (can_copy or not exchange.copies)
     )
     return tuple(sorted(shapes, key=lambda shape: shape.num_shards > 1))
 

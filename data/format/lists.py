@@ -108,10 +108,13 @@ class SplitLists:
         self,
         extents: Extents,
         lengths: "NDArray[Any]",
-        values: NDArray[np.int32],
+        values: "NDArray[Any]",
         weights: NDArray[np.float32] | None,
     ) -> None:
-        """Copy lengths [rows, lists] and ids [n], and also weights [n] if the set has weights."""
+        """Copy lengths [rows, lists] and ids [n], and also weights [n] if the set has weights.
+
+        ``values`` is int32, or int64 if the set has keys.
+        """
         self.lengths.gather(*extents.rows, lengths)
         _copy(self._values, extents, values)
         if weights is not None and self._weights is not None:

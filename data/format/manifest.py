@@ -2,10 +2,10 @@
 
 A prepared set is a folder with ``manifest.json`` and ``.npy`` shards of int32 words
 [rows, 1 + dense + fixed ids]: label, dense values (both as float32 bit patterns), and the ids of
-fields with a fixed number of ids. Lists and side columns (``data.format.parts``) are stored next to
-each shard, and ``vocabulary/`` has the ids of values. The fingerprint covers the whole manifest,
-including the checksums of all files, so it identifies one set of files. The content ID covers the
-rows, and equal rows from other inputs, versions or shards have the same content ID.
+fields with a fixed number of ids. Keys, lists and side columns (``data.format.parts``) are stored
+next to each shard, and ``vocabulary/`` has the ids of values. The fingerprint covers the whole
+manifest, including the checksums of all files, so it identifies one set of files. The content ID
+covers the rows, and equal rows from other inputs, versions or shards have the same content ID.
 """
 
 import contextlib
@@ -36,6 +36,8 @@ from sbpflow.runtime.files.local_path import PathError, local_path
 
 FORMAT = "sbpflow-prepared"
 VERSION = 2
+KEYED_VERSION = 3
+"""Version of sets with keys, which programs for version 2 cannot read"""
 MANIFEST = "manifest.json"
 
 
@@ -106,19 +108,20 @@ class Manifest:
         return tuple(
             Field(
                 entry["name"],
-                entry["rows"],
+                entry.get("rows", 0),
                 entry.get("hot", 1),
                 entry.get("ragged", False),
                 entry.get("weighted", False),
                 tuple(entry.get("parts", ())),
                 entry.get("vocabulary", ""),
+                entry.get("keyed", False),
             )
             for entry in self.content["fields"]
         )
 
     @property
     def fixed(self) -> tuple[Field, ...]:
-        """Return the fields stored in columns of the words, in column order."""
+        """Return the fields with a fixed number of ids or keys, in the order of a batch."""
         return tuple(field for field in self.fields if not field.ragged)
 
     @property
@@ -152,7 +155,19 @@ class Manifest:
     def part_types(self) -> Mapping[str, PartType]:
         """Return the files that every shard has in addition to its words."""
         length_type = self.content.get("length_type", LENGTH_TYPES[0])
-        return part_types(len(self.lists), length_type, self.weighted, self.side)
+        return part_types(
+            len(self.lists),
+            length_type,
+            self.weighted,
+            self.side,
+            num_keys=sum(field.hot for field in self.fixed if field.keyed),
+            keys_in_lists=any(field.keyed for field in self.lists),
+        )
+
+    @property
+    def keyed(self) -> bool:
+        """Return True if any field has keys, so that batches have int64 ids."""
+        return any(field.keyed for field in self.fields)
 
     @property
     def vocabulary_digest(self) -> str | None:
@@ -179,7 +194,7 @@ class Manifest:
     @property
     def num_words(self) -> int:
         """Return the number of 32-bit words per row."""
-        return 1 + len(self.dense) + sum(field.hot for field in self.fixed)
+        return 1 + len(self.dense) + sum(field.hot for field in self.fixed if not field.keyed)
 
     @cached_property
     def splits(self) -> Mapping[str, int]:
@@ -204,7 +219,7 @@ class Manifest:
                 "dense": [
                     [entry["name"], entry.get("transform")] for entry in self.content["dense"]
                 ],
-                "fields": [asdict(field) for field in self.fields],
+                "fields": [_facts_of(field) for field in self.fields],
                 "side": [asdict(column) for column in self.side],
                 "labelled": self.labelled,
                 "vocabulary": self.vocabulary_digest,
@@ -260,6 +275,11 @@ class Manifest:
         raise DataError(f"{self.path}: no field {name!r} in this set; it has: {known}")
 
 
+def _facts_of(field: Field) -> dict[str, Any]:
+    """Return the field as JSON, without ``keyed`` if False, which older content IDs do not have."""
+    return {key: value for key, value in asdict(field).items() if key != "keyed" or value}
+
+
 def shard_from(entry: Mapping[str, Any]) -> Shard:
     """Return a shard from its manifest entry or from a piece's record."""
     parts = {name: ShardPart(**part) for name, part in entry.get("parts", {}).items()}
@@ -284,7 +304,8 @@ def fingerprint_of(content: Mapping[str, Any]) -> str:
 
 def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
     """Write ``manifest.json`` atomically, and add the format, version and fingerprint."""
-    full = {"format": FORMAT, "version": VERSION, **content}
+    is_keyed = any(entry.get("keyed", False) for entry in content["fields"])
+    full = {"format": FORMAT, "version": KEYED_VERSION if is_keyed else VERSION, **content}
     full["fingerprint"] = fingerprint_of(full)
     partial = folder / (MANIFEST + ".partial")
     partial.write_text(json.dumps(full, indent=1) + "\n", encoding="ascii")
@@ -362,10 +383,11 @@ def _checked(file: Path, raw: object) -> Mapping[str, Any]:
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise DataError(f"{file} is not the manifest of a prepared set; {HOW_TO_MAKE_DATA}")
     content = cast("dict[str, Any]", raw)
-    if content.get("version") != VERSION:
+    if content.get("version") not in (VERSION, KEYED_VERSION):
         raise DataError(
             f"{file}: format version {content.get('version')!r}, but this program reads only "
-            f"version {VERSION}; prepare the set again: {how_to_rebuild(file.parent, content)}"
+            f"versions {VERSION} and {KEYED_VERSION}; prepare the set again: "
+            f"{how_to_rebuild(file.parent, content)}"
         )
     if content.get("fingerprint") != fingerprint_of(content):
         raise DataError(

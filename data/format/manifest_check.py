@@ -46,7 +46,6 @@ def check_content(file: Path, content: Mapping[str, Any]) -> None:
     check.need(bool(fields), "fields", content["fields"], "a list of at least one table")
     for i, entry in fields:
         names.append(check.name(f"fields[{i}]", entry))
-        check.integer(f"fields[{i}].rows", entry.get("rows"), 2, _MAX_ROWS)
         check.field(f"fields[{i}]", entry)
     names += check.side(content)
     check.columns(content)
@@ -101,6 +100,12 @@ class _Check:
         self.need(fits, key, value, f"a whole number from {least} to {most}")
 
     def field(self, key: str, entry: Mapping[str, Any]) -> None:
+        keyed = entry.get("keyed", False)
+        self.need(isinstance(keyed, bool), f"{key}.keyed", keyed, "true or false")
+        if keyed:
+            self.need("rows" not in entry, f"{key}.rows", entry.get("rows"), "absent with keys")
+        else:
+            self.integer(f"{key}.rows", entry.get("rows"), 2, _MAX_ROWS)
         parts = entry.get("parts", [])
         fits = isinstance(parts, list) and len(parts) != 1 and all(type(p) is str for p in parts)
         self.need(fits, f"{key}.parts", parts, "the names of the two columns of a cross")
@@ -210,10 +215,12 @@ class _Check:
 
 def _part_names(content: Mapping[str, Any]) -> set[str]:
     """Derive the parts that every shard must have from checked fields and side columns."""
-    lists = [entry for entry in content["fields"] if entry.get("ragged", False)]
+    fields = content["fields"]
+    lists = [entry for entry in fields if entry.get("ragged", False)]
+    num_keys = sum(entry.get("keyed", False) and entry not in lists for entry in fields)
     side = [SideColumn(e["name"], e["role"], e["type"]) for e in content.get("side", [])]
     weighted = any(entry.get("weighted", False) for entry in lists)
-    return set(part_types(len(lists), LENGTH_TYPES[0], weighted, side))
+    return set(part_types(len(lists), LENGTH_TYPES[0], weighted, side, num_keys=num_keys))
 
 
 def _named(names: set[str]) -> str:

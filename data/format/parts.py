@@ -61,14 +61,25 @@ class PartType:
 
 
 def part_types(
-    num_lists: int, length_type: str, weighted: bool, side: Sequence[SideColumn]
+    num_lists: int,
+    length_type: str,
+    weighted: bool,
+    side: Sequence[SideColumn],
+    *,
+    num_keys: int = 0,
+    keys_in_lists: bool = False,
 ) -> dict[str, PartType]:
-    """Return every part of a set's shards, by name."""
+    """Return every part of a set's shards, by name.
+
+    ``num_keys`` is the number of columns of keys. With ``keys_in_lists``, a list has keys.
+    """
     types: dict[str, PartType] = {}
+    if num_keys:
+        types["keys"] = PartType("<i8", (num_keys,))
     if num_lists:
         types["lengths"] = PartType(length_type, (num_lists,))
         types["starts"] = PartType("<i8", extra=1)
-        types["values"] = PartType("<i4", counted=True)
+        types["values"] = PartType("<i8" if keys_in_lists else "<i4", counted=True)
         if weighted:
             types["value_weights"] = PartType("<f4", counted=True)
     labels = [column for column in side if column.role == "label"]

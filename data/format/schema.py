@@ -20,6 +20,9 @@ Compare = Literal["in", ">", ">=", "<", "<="]
 MISSING_ID = 0
 RARE_ID = 1
 NUM_RESERVED_IDS = 2
+MISSING_KEY = -(2**63)
+"""Key of missing values in fields with keys: the smallest int64, which also means "not a time" in
+NumPy. A 0 would be a valid key."""
 
 SPLIT_COLUMN = "__split"
 SEPARATORS = ("\t", ",", ";", "|", " ", ":", "\x01")
@@ -59,6 +62,8 @@ class Field:
     """Columns of a cross"""
     vocabulary: str = ""
     """Name of a vocabulary shared with other fields; "" for the field's own vocabulary"""
+    keyed: bool = False
+    """Rows hold 64-bit keys instead of ids, so the field has no vocabulary and 0 ``rows``"""
 
     @property
     def parts(self) -> tuple[str, ...]:

@@ -106,22 +106,25 @@ class RowFiles:
             return pieces[0]
         return np.concatenate([np.empty((0, self.num_words), dtype=np.int32), *pieces])
 
-    def lists(self, start: int, stop: int) -> tuple["NDArray[Any]", Words]:
+    def lists(self, start: int, stop: int) -> tuple["NDArray[Any]", "NDArray[Any]"]:
         """Return list lengths [stop - start, lists] and values [n] of rows [start, stop)."""
         types, folder = self._manifest.part_types, self._manifest.path
         none = np.empty((0, len(self._manifest.lists)), dtype=types["lengths"].dtype)
         lengths: list[NDArray[Any]] = [none]
-        values: list[Words] = [np.empty(0, dtype=np.int32)]
+        values: list[NDArray[Any]] = [np.empty(0, dtype=types["values"].dtype)]
         for shard, a, b in self._inside(start, stop):
             part, kind = shard.parts["lengths"], types["lengths"]
             shape = kind.shape(shard.rows, None)
             lengths.append(read_array(folder / part.file, kind.dtype, shape, a, b))
             starts = folder / shard.parts["starts"].file
             ends = [int(read_array(starts, "<i8", (), row, row + 1)[0]) for row in (a, b)]
-            values.append(
-                read_array(folder / shard.parts["values"].file, _WORD, (), ends[0], ends[1])
-            )
+            file = folder / shard.parts["values"].file
+            values.append(read_array(file, types["values"].dtype, (), ends[0], ends[1]))
         return np.concatenate(lengths), np.concatenate(values)
+
+    def keys(self, start: int, stop: int) -> NDArray[np.int64] | None:
+        """Return the keys [stop - start, columns] of fields with keys, or None without any."""
+        return self.part("keys", start, stop) if "keys" in self._manifest.part_types else None
 
     def part(self, name: str, start: int, stop: int) -> "NDArray[Any]":
         """Return rows [start, stop) of a part with one entry per row."""

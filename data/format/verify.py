@@ -47,12 +47,13 @@ def check_rows(manifest: Manifest, shard: Shard) -> None:
         bad = ~np.isfinite(values) | (values < np.float32(low)) | (values > np.float32(high))
         _refuse(path, entry["name"], values, bad, f"finite, from {low:g} to {high:g}")
     column = 1 + len(manifest.dense)
-    limits = np.repeat([f.rows for f in manifest.fixed], [f.hot for f in manifest.fixed])
+    fields = [field for field in manifest.fixed if not field.keyed]  # any key is valid
+    limits = np.repeat([f.rows for f in fields], [f.hot for f in fields])
     all_ids = words[:, column:]
     in_range = not all_ids.size or bool(
         (all_ids.min(axis=0) >= 0).all() and (all_ids.max(axis=0) < limits).all()
     )
-    for field in () if in_range else manifest.fixed:
+    for field in () if in_range else fields:
         ids = words[:, column : column + field.hot]
         bad = ((ids < 0) | (ids >= field.rows)).any(axis=1)
         _refuse(path, f"{field.name} id", ids, bad, f"0..{field.rows - 1}, a row of its table")
@@ -99,8 +100,9 @@ def check_lists(manifest: Manifest, shard: Shard) -> None:
             f"at most {field.hot}",
         )
     limits = np.array([field.rows for field in manifest.lists])
+    keyed = np.array([field.keyed for field in manifest.lists])
     owner = np.repeat(np.tile(np.arange(len(limits)), len(lengths)), lengths.reshape(-1))
-    bad = (values < 0) | (values >= limits[owner])
+    bad = ((values < 0) | (values >= limits[owner])) & ~keyed[owner]
     if bad.any():
         index = int(bad.argmax())
         row = int(np.searchsorted(ends, index, side="right")) - 1

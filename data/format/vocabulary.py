@@ -185,6 +185,7 @@ def vocabulary_content(
         entry = entries.get(field["name"], {})
         arrays = {key: entry[key]["crc32"] for key in ("keys", "ids") if key in entry}
         settings = {k: field.get(k) for k in ("name", "rows", "hashed", "buckets", "kind")}
+        settings |= {"keyed": True} if field.get("keyed") else {}
         facts.append([settings, arrays, entry.get("values")])
     return {
         "digest": digest(facts),

@@ -272,7 +272,9 @@ def field_entry(
         entry["vocabulary"] = vocabulary
     if pair := next((pair for pair in options.crosses if "x".join(pair) == name), None):
         entry["parts"] = list(pair)
-    if name in hashed:
+    if name in options.keys:
+        entry["keyed"] = True
+    elif name in hashed:
         entry |= {"rows": hashed[name], "hashed": True}
     elif vocabulary in vocabularies:
         filtered = vocabularies[vocabulary]

@@ -17,6 +17,7 @@ from sbpflow.data.format.schema import (
     CHECK,
     GROUP,
     MISSING_ID,
+    MISSING_KEY,
     RARE_ID,
     ROW_KEY,
     SPLIT_COLUMN,
@@ -56,9 +57,22 @@ class FieldIds:
         return ids
 
 
+class RawKeys:
+    """Keeps the bits of the staged keys of a field."""
+
+    def lookup(
+        self, keys: Keys, missing: NDArray[np.bool_] | None, checks: object
+    ) -> NDArray[np.int64]:
+        """Return keys int64 [n] with the bits of ``keys`` [n], and MISSING_KEY if ``missing``."""
+        bits = keys.astype(np.uint64).view(np.int64)
+        if missing is not None:
+            np.copyto(bits, np.int64(MISSING_KEY), where=missing)
+        return bits
+
+
 def encode_all(
     staged: Sequence[StagedPiece],
-    tables: Mapping[str, FieldIds],
+    tables: Mapping[str, FieldIds | RawKeys],
     fitted: Mapping[str, Any],
     options: PrepareOptions,
     work: Path,
@@ -123,7 +137,7 @@ class _PieceEncoder:
     def __init__(
         self,
         path: Path,
-        tables: Mapping[str, FieldIds],
+        tables: Mapping[str, FieldIds | RawKeys],
         fitted: Mapping[str, Any],
         options: PrepareOptions,
     ) -> None:
@@ -136,8 +150,10 @@ class _PieceEncoder:
         """Number of lookups by field of values that are rare or absent from train"""
         self.ranges: dict[str, tuple[float, float]] = {}
         """Smallest and largest value of each dense column"""
+        self._keys: list[NDArray[np.int64]] = []
         self.words: Words = self._words()
-        self.parts: Parts = {**self._list_parts(), **self._side_parts()}
+        keys: Parts = {"keys": np.stack(self._keys, axis=1)} if self._keys else {}
+        self.parts: Parts = {**keys, **self._list_parts(), **self._side_parts()}
 
     def splits(self, start: int, total: int) -> NDArray[np.uint8]:
         """Return each row's split uint8 [rows]; ``start`` of the ``total`` rows precede it."""
@@ -169,14 +185,15 @@ class _PieceEncoder:
                 columns += self._dense_columns(column, values, mask)
         for name in options.fields:
             list_column = schema.list_column(name)
+            out: list[Any] = self._keys if name in options.keys else columns
             if name in buckets:
-                columns.append(buckets[name])
+                out.append(buckets[name])
             elif list_column is None:
                 mask = missing[name].to_numpy() if name in has_missing else None
                 checks = full[name + CHECK].to_numpy() if name + CHECK in full.columns else None
-                columns.append(self._ids(name, full[name].to_numpy(), mask, checks))
+                out.append(self._ids(name, full[name].to_numpy(), mask, checks))
             elif list_column.fixed:
-                columns += _matrix(
+                out += _matrix(
                     self._lists[name], self._list_ids(name), len(frame), list_column.most
                 )
         by_place = {str(place): array for place, array in enumerate(columns)}
@@ -204,12 +221,13 @@ class _PieceEncoder:
         keys: Keys,
         missing: NDArray[np.bool_] | None,
         checks: NDArray[np.uint32] | None,
-    ) -> NDArray[np.int32]:
+    ) -> "NDArray[Any]":
         ids = self._tables[name].lookup(keys, missing, checks)
-        self.rare[name] = int(np.count_nonzero(ids == RARE_ID))
+        if name not in self._options.keys:
+            self.rare[name] = int(np.count_nonzero(ids == RARE_ID))
         return ids
 
-    def _list_ids(self, name: str) -> NDArray[np.int32]:
+    def _list_ids(self, name: str) -> "NDArray[Any]":
         values = self._lists[name]
         checks = values["check"].fill_null(0).to_numpy() if "check" in values.columns else None
         missing = values["key"].is_null().to_numpy()
@@ -226,7 +244,8 @@ class _PieceEncoder:
         lengths = np.stack(columns, axis=1)
         flat = lengths.reshape(-1)
         begin = (np.cumsum(flat) - flat).reshape(lengths.shape)
-        values = np.empty(int(flat.sum()), dtype=np.int32)
+        dtype = np.int64 if set(names) & set(self._options.keys) else np.int32
+        values = np.empty(int(flat.sum()), dtype=dtype)
         weights = np.ones(len(values), dtype=np.float32)
         for number, name in enumerate(names):
             table, own = self._lists[name], lengths[:, number]
@@ -274,13 +293,14 @@ class _PieceEncoder:
 
 
 def _matrix(
-    values: pl.DataFrame, ids: NDArray[np.int32], num_rows: int, width: int
-) -> list[NDArray[np.int32]]:
-    """Return ``width`` columns of ids int32 [num_rows], with MISSING_ID for absent values."""
+    values: pl.DataFrame, ids: "NDArray[Any]", num_rows: int, width: int
+) -> "list[NDArray[Any]]":
+    """Return ``width`` columns of ids or keys [num_rows], with "missing" for absent values."""
     rows = values["row"].to_numpy()
     lengths = np.bincount(rows, minlength=num_rows)
     place = np.arange(len(rows)) - (np.cumsum(lengths) - lengths)[rows]
-    matrix = np.full((num_rows, width), MISSING_ID, dtype=np.int32)
+    missing = MISSING_KEY if ids.dtype == np.int64 else MISSING_ID
+    matrix = np.full((num_rows, width), missing, dtype=ids.dtype)
     matrix[rows, place] = ids
     return list(matrix.T)
 

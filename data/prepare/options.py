@@ -31,6 +31,8 @@ class PrepareOptions:
     transform: str = "log3"
     hash_sizes: tuple[tuple[str, int], ...] = ()
     """Number of table rows of each hashed field (hashed fields have no vocabulary)"""
+    keys: tuple[str, ...] = ()
+    """Fields whose rows hold 64-bit keys instead of ids of a vocabulary"""
     seed: int = 7
     piece_bytes: int = 32 << 20
     """Bytes of text per piece; doubled up to 128 MiB until at most ``MAX_PIECES`` pieces remain"""
@@ -67,8 +69,9 @@ class PrepareOptions:
 
     @property
     def counted(self) -> dict[str, list[str]]:
-        """Map vocabulary names to their fields; hashed and bucketed fields have no vocabulary."""
+        """Map vocabulary names to their fields; other fields are hashed, bucketed or keyed."""
         others = {name for name, _ in self.hash_sizes} | {c.name for c in self.schema.buckets}
+        others |= set(self.keys)
         vocabularies: dict[str, list[str]] = {}
         for name in self.fields:
             if name not in others:
@@ -104,11 +107,17 @@ class PrepareOptions:
                 f"--crosses: {twice[0]!r} is also the name of a column; rename that column"
             )
         hashable = [name for name in self.fields if name not in self.schema.dense]
+        for key, names in (("--hash-size", dict(self.hash_sizes)), ("--keys", self.keys)):
+            for name in names:
+                if name not in hashable:
+                    problem = "has buckets" if name in self.fields else "is not a field"
+                    known = ", ".join(hashable)
+                    raise ConfigError(f"{key}: {name!r} {problem}; choose from {known}")
         for name, size in self.hash_sizes:
-            if name not in hashable:
-                problem = "has buckets" if name in self.fields else "is not a field"
-                known = ", ".join(hashable)
-                raise ConfigError(f"--hash-size: {name!r} {problem}; choose from {known}")
+            if name in self.keys:
+                raise ConfigError(
+                    f"--keys: {name} also has a --hash-size, which gives it ids; remove one"
+                )
             if not NUM_RESERVED_IDS < size < 2**31:
                 raise ConfigError(f"--hash-size: {name}={size} must be 3 or more, below 2^31")
         self._check_shared()
@@ -136,10 +145,25 @@ class PrepareOptions:
                     f"--hash-size: {other} and {name} share the vocabulary {vocabulary} and need "
                     f"the same size (for example, {other}=1000000,{name}=1000000)"
                 )
+            if (name in self.keys) != (other in self.keys):
+                raise ConfigError(
+                    f"--keys: {other} and {name} share the vocabulary {vocabulary}, so either both "
+                    f"or neither have keys; use, for example, --keys {other},{name}"
+                )
         if same := [pair for pair in self.crosses if "x".join(pair) in first]:
             raise ConfigError(
                 f"--crosses: {'x'.join(same[0])!r} is also the name of a vocabulary; rename that"
             )
+
+
+def parse_keys(text: str, fields: tuple[str, ...]) -> tuple[str, ...]:
+    """Parse field names such as ``C1,C2``, or ``*`` for every field; return them in set order."""
+    if text == "*":
+        return fields
+    names = [name.strip() for name in text.split(",")]
+    if unknown := [name for name in names if name not in fields]:
+        raise ConfigError(f"--keys: {unknown[0]!r} is not a field; choose from {', '.join(fields)}")
+    return tuple(name for name in fields if name in names)
 
 
 def parse_hash_sizes(text: str, fields: tuple[str, ...]) -> tuple[tuple[str, int], ...]:

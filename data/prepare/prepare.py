@@ -25,7 +25,7 @@ from sbpflow.data.format.vocabulary import vocabulary_content
 from sbpflow.data.prepare.bad_rows import bad_lines
 from sbpflow.data.prepare.content import manifest_content
 from sbpflow.data.prepare.count import build_vocabularies, field_entry, fit_columns
-from sbpflow.data.prepare.encode import FieldIds, all_records, encode_all
+from sbpflow.data.prepare.encode import FieldIds, RawKeys, all_records, encode_all
 from sbpflow.data.prepare.fetch import fetch_table
 from sbpflow.data.prepare.machines import read_mark
 from sbpflow.data.prepare.options import PrepareOptions
@@ -168,7 +168,7 @@ def _ancestors(like: Manifest | None) -> list[Ancestor]:
     """Return the vocabularies with the same ids as a set made from ``like``, nearest first."""
     if like is None or like.vocabulary_digest is None:
         return []
-    rows = {field.name: field.rows for field in like.fields}
+    rows = {field.name: field.rows for field in like.fields if not field.keyed}
     return [Ancestor(like.vocabulary_digest, rows), *like.ancestors]
 
 
@@ -187,9 +187,9 @@ def _advance(bar: "tqdm[NoReturn]", num_bytes: float) -> None:
 
 def _tables(
     vocabularies: Mapping[str, FilteredVocabulary], options: PrepareOptions
-) -> dict[str, FieldIds]:
-    """Return a table for each field that maps keys to ids."""
-    tables: dict[str, FieldIds] = {}
+) -> dict[str, FieldIds | RawKeys]:
+    """Return a table for each field that maps staged keys to ids, or to keys of the set."""
+    tables: dict[str, FieldIds | RawKeys] = dict.fromkeys(options.keys, RawKeys())
     for name, fields in options.counted.items():
         vocabulary = vocabularies[name].vocabulary()
         tables |= dict.fromkeys(fields, FieldIds(vocabulary.table(), vocabulary))

@@ -28,8 +28,9 @@ class Batch:
     dense: Tensor
     """[b, dense] float32"""
     ids: Ids
-    """[b, columns] int32 with the fields in the order of ``Manifest.fixed``. For a set with ragged
-    fields, this matrix and the lists of ``Manifest.lists``, sample by sample, as in the engine"""
+    """[b, columns] int32, or int64 for a set with keys, with the fields in the order of
+    ``Manifest.fixed``. For a set with ragged fields, this matrix and the lists of
+    ``Manifest.lists``, sample by sample, as in the engine"""
     batch_size: int
     """Number of rows of the global batch over all ranks"""
     step: int

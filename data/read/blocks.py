@@ -1,8 +1,9 @@
 """Read a batch's rows into one block of int32 for a single transfer.
 
-A block is a concatenation of sections: 64-bit columns, words (floats and then ids if crosses are
-computed here), list lengths, additional labels, row weights, ids in lists, and weights of these
-ids. The row count and the block size determine the section sizes.
+A block is a concatenation of sections: 64-bit columns, ids if they differ from those in the words
+(int64 for a set with keys, or with crosses computed here), ids in lists, words or floats, list
+lengths, additional labels, row weights, and weights of ids in lists. 64-bit sections come first
+because they must be aligned. The row count and the block size determine the section sizes.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from sbpflow.data.read.batch import Ids
 from sbpflow.data.read.crosses import CrossColumns
 from sbpflow.data.read.order import Runs
 from sbpflow.embedding.ids.batch_ids import BatchIds, IdBounds, Lists
+from sbpflow.embedding.plan.tables import ANY_ID
 from sbpflow.run.model.spec import HashedColumn
 
 Words = NDArray[np.int32]
@@ -73,6 +75,7 @@ class BlockReader:
             return SplitPart(manifest, split, name, self._max_maps)
 
         self._wide = {name: part(name) for name in _WIDE_COLUMNS if name in types}
+        self._keys = part("keys") if "keys" in types else None
         self._lists = SplitLists(manifest, split, self._max_maps) if manifest.lists else None
         self._weighted = manifest.weighted
         self._labels = part("labels") if "labels" in types else None
@@ -80,17 +83,22 @@ class BlockReader:
         self._num_floats = 1 + len(manifest.dense)
         self._num_lists = len(manifest.lists)
         self._num_labels = types["labels"].tail[0] if "labels" in types else 0
+        keyed = np.array([f.keyed for f in manifest.fixed for _ in range(f.hot)], dtype=np.bool_)
+        self._num_keys, self._num_stored = int(keyed.sum()), len(keyed)
+        self._key_places, self._id_places = _columns_where(keyed), _columns_where(~keyed)
+        self._num_columns = self._num_stored + len(self._crosses)
+        self._id_words = 2 if manifest.keyed else 1
+        self._has_own_ids = manifest.keyed or len(self._crosses) > 0
         self._row_words = (
             2 * len(self._wide)
-            + self._words.num_words
-            + len(self._crosses)
+            + self._num_floats
+            + self._id_words * self._num_columns
             + self._num_lists
             + self._num_labels
             + (self._weight is not None)
         )
-        self._num_columns = self._words.num_words - self._num_floats + len(self._crosses)
         self._bounds = id_bounds(manifest, self._crosses.rows)
-        self._only_words = self._row_words == self._words.num_words
+        self._only_words = self._row_words == self._words.num_words and not manifest.keyed
 
     @property
     def max_rows(self) -> int:
@@ -121,15 +129,17 @@ class BlockReader:
         lists = self._lists
         extents = None if lists is None else lists.find(runs.firsts, runs.lengths)
         num_values = 0 if extents is None else extents.num_values
-        size = num_rows * self._row_words + num_values * (1 + self._weighted)
+        size = num_rows * self._row_words + num_values * (self._id_words + self._weighted)
         sections = _Sections(take(size))
         for part in self._wide.values():
-            part.gather(*runs, sections.next(num_rows, 2).view(np.int64)[:, 0])
-        if len(self._crosses):
+            part.gather(*runs, sections.next(num_rows, words=2))
+        if self._has_own_ids:
+            ids = sections.next(num_rows, self._num_columns, words=self._id_words)
+            values = sections.next(num_values, words=self._id_words)
             floats = sections.next(num_rows, self._num_floats)
-            ids = sections.next(num_rows, self._num_columns)
-            self._read_with_crosses(runs, take, floats, ids)
+            self._read_own_ids(runs, take, floats, ids)
         else:
+            values = sections.next(num_values)
             self._words.gather(*runs, sections.next(num_rows, self._words.num_words))
         lengths = sections.next(num_rows, self._num_lists)
         if self._labels is not None:
@@ -138,22 +148,26 @@ class BlockReader:
             self._weight.gather(*runs, sections.next(num_rows).view(np.float32))
         if lists is not None and extents is not None:
             narrow = lists.lengths.new(num_rows)
-            values = sections.next(num_values)
             weights = sections.next(num_values).view(np.float32) if self._weighted else None
             lists.gather(extents, narrow, values, weights)
             lengths[:] = narrow
         return sections.words
 
-    def _read_with_crosses(
+    def _read_own_ids(
         self, runs: Runs, take: Callable[[int], Words], floats: Words, ids: Words
     ) -> None:
-        num_words = self._words.num_words
-        words = take(len(floats) * num_words).reshape(-1, num_words)
+        """Read the floats, and combine ids, keys and crosses in the order of a batch."""
+        num_rows, num_words = len(floats), self._words.num_words
+        words = take(num_rows * num_words).reshape(-1, num_words)
         self._words.gather(*runs, words)
         floats[:] = words[:, : self._num_floats]
-        num_stored = num_words - self._num_floats
-        ids[:, :num_stored] = words[:, self._num_floats :]
-        self._crosses.fill(ids[:, :num_stored], ids[:, num_stored:])
+        ids[:, self._id_places] = words[:, self._num_floats :]
+        if self._keys is not None:
+            keys = take(2 * num_rows * self._num_keys).view(np.int64)
+            keys = keys.reshape(num_rows, self._num_keys)
+            self._keys.gather(*runs, keys)
+            ids[:, self._key_places] = keys
+        self._crosses.fill(ids[:, : self._num_stored], ids[:, self._num_stored :])
 
     def split(self, words: Tensor, sizes: tuple[int, ...]) -> list[BatchColumns]:
         """Return views of each batch's columns in a block [n] int32."""
@@ -162,11 +176,15 @@ class BlockReader:
 
     def _split(self, words: Tensor, num_rows: int) -> BatchColumns:
         sections = _Sections(words)
-        columns = {name: sections.next(num_rows, 2).view(torch.int64)[:, 0] for name in self._wide}
-        if len(self._crosses):
+        num_list_words = words.shape[0] - num_rows * self._row_words
+        num_values = num_list_words // (self._id_words + self._weighted)
+        columns = {name: sections.next(num_rows, words=2) for name in self._wide}
+        if self._has_own_ids:
+            ids = sections.next(num_rows, self._num_columns, words=self._id_words)
+            values = sections.next(num_values, words=self._id_words)
             floats = sections.next(num_rows, self._num_floats)
-            ids = sections.next(num_rows, self._num_columns)
         else:
+            values = sections.next(num_values)
             rows = sections.next(num_rows, self._words.num_words)
             floats, ids = rows[:, : self._num_floats], rows[:, self._num_floats :]
         lengths = sections.next(num_rows, self._num_lists)
@@ -175,23 +193,16 @@ class BlockReader:
         weights = None
         if self._weight is not None:
             weights = sections.next(num_rows).view(torch.float32)
-        ids = (
-            BatchIds(ids, self._split_lists(sections, lengths), self._bounds)
-            if self._lists
-            else ids
-        )
+        if self._lists:
+            of_ids = sections.next(num_values).view(torch.float32) if self._weighted else None
+            ids = BatchIds(ids, Lists(lengths, values, of_ids), self._bounds)
         floats = floats.view(torch.float32)
         return BatchColumns(floats[:, 0], floats[:, 1:], ids, weights, columns)
 
-    def _split_lists(self, sections: "_Sections", lengths: Tensor) -> Lists:
-        num_values = sections.num_left // (1 + self._weighted)
-        values = sections.next(num_values)
-        weights = sections.next(num_values).view(torch.float32) if self._weighted else None
-        return Lists(lengths, values, weights)
-
     def close(self) -> None:
         """Release the memory maps."""
-        for part in (self._words, self._lists, self._labels, self._weight, *self._wide.values()):
+        parts = (self._words, self._keys, self._lists, self._labels, self._weight)
+        for part in (*parts, *self._wide.values()):
             if part is not None:
                 part.close()
 
@@ -211,11 +222,17 @@ def _batches(whole: BatchColumns, sizes: tuple[int, ...]) -> list[BatchColumns]:
     ]
 
 
+def _columns_where(chosen: NDArray[np.bool_]) -> "slice | NDArray[np.int64]":
+    """Return the indices of chosen columns, as a slice if possible because slices are faster."""
+    return slice(0, len(chosen)) if chosen.all() else np.flatnonzero(chosen)
+
+
 def id_bounds(manifest: Manifest, crosses: tuple[int, ...]) -> IdBounds:
     """Return the bounds of ids in the set, which ``prepare`` and the checksums guarantee."""
+    limits = {field.name: ANY_ID if field.keyed else field.rows for field in manifest.fields}
     return IdBounds(
-        columns=tuple(f.rows for f in manifest.fixed for _ in range(f.hot)) + crosses,
-        lists=tuple(field.rows for field in manifest.lists),
+        columns=tuple(limits[f.name] for f in manifest.fixed for _ in range(f.hot)) + crosses,
+        lists=tuple(limits[field.name] for field in manifest.lists),
         lengths=tuple(field.hot for field in manifest.lists),
     )
 
@@ -230,12 +247,16 @@ class _Sections(Generic[Array]):
         self.words = words
         self._at = 0
 
-    @property
-    def num_left(self) -> int:
-        return self.words.shape[0] - self._at
+    def next(self, num_rows: int, columns: int | None = None, *, words: int = 1) -> Array:
+        """Return the next section with shape [num_rows] or [num_rows, columns].
 
-    def next(self, num_rows: int, columns: int | None = None) -> Array:
-        """Return the next section with shape [num_rows] or [num_rows, columns]."""
-        begin, self._at = self._at, self._at + num_rows * (1 if columns is None else columns)
+        Items are int32, or int64 with two ``words`` each.
+        """
+        size = num_rows * (1 if columns is None else columns)
+        begin, self._at = self._at, self._at + size * words
         section = self.words[begin : self._at]
-        return section if columns is None else section.reshape(num_rows, columns)
+        if words == 2:
+            # Without the shape [0, 2], torch cannot view an empty section.
+            section = section.reshape(size, 2)
+            section = section.view(torch.int64 if isinstance(section, Tensor) else np.int64)
+        return section.reshape(size) if columns is None else section.reshape(num_rows, columns)

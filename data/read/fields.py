@@ -36,5 +36,6 @@ def _id_field(column: Field, stats: FieldStats | None, num_rows: int) -> IdField
         ragged=column.ragged,
         weighted=column.weighted,
         vocabulary=column.vocabulary,
+        keyed=column.keyed,
         frequencies=frequencies,
     )

@@ -20,7 +20,7 @@ from sbpflow.data.format.schema import CRITEO
 from sbpflow.data.synth.tails import Bits, Coarsening, Floats, Ranks, Segment, Tail, uniform
 from sbpflow.errors import DataError
 from sbpflow.runtime.files.json_file import JsonError, object_of, read_json
-from sbpflow.runtime.random.splitmix import GAMMA
+from sbpflow.runtime.random.splitmix import GAMMA, MIX_1
 
 BLOCK_ROWS = 1 << 16
 CHAINS = (("C3", "C12", "C21", "C16", "C4", "C24"), ("C15", "C18", "C2"), ("C11", "C13"))
@@ -39,8 +39,8 @@ _DERIVED = {name for chain in CHAINS for name in chain[1:]} | {"C7"}
 _INTEGERS_IN_ORDER = ("I5", *(name for name in CRITEO.dense if name != "I5"))
 _TABLE_BITS = 16
 _DRIFT_ROWS = 1_000_000
-_FREQUENT_SEGMENTS = 2
-"""Number of tail segments (up to rank 1000 of full Criteo) that carry signal and do not drift"""
+_MOST_SEGMENTS = 2
+"""Maximum number of tail segments (1000 values in full Criteo) of columns that do not drift"""
 
 
 @cache
@@ -55,9 +55,14 @@ def profile() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Rows:
-    """Consecutive rows with ranks (-1 for missing), integers and missing masks by column name."""
+    """Consecutive rows with ranks (-1 for missing), integers and missing masks by column name.
+
+    A rank decides how frequent a value is and how it affects the click. ``values`` [rows] tells
+    apart all values that have a rank at different times; without drift, they equal the ranks.
+    """
 
     ranks: dict[str, Ranks]
+    values: dict[str, Ranks]
     integers: dict[str, NDArray[np.int32]]
     missing: dict[str, NDArray[np.bool_]]
     label_draw: Floats
@@ -91,7 +96,7 @@ class Columns:
         bits = np.random.PCG64(np.random.SeedSequence([self._seed, stream, index]))
         draws = iter(bits.random_raw((self._num_draws, BLOCK_ROWS)))
         missing = _missing(draws)
-        ranks = {n: self._drifted(n, self.tails[n].draw(next(draws)), index) for n in self._own}
+        ranks = {name: self.tails[name].draw(next(draws)) for name in self._own}
         ranks["C7"] = self._children(ranks["C11"], uniform(next(draws)))
         for chain in CHAINS:
             for fine, coarse in pairwise(chain):
@@ -99,18 +104,27 @@ class Columns:
         for name, mask in missing.items():
             if name in ranks:
                 ranks[name][mask] = -1
-        return Rows(ranks, self._integer_values(draws), missing, uniform(next(draws)))
+        values = {name: self._values(name, each, index) for name, each in ranks.items()}
+        return Rows(ranks, values, self._integer_values(draws), missing, uniform(next(draws)))
 
-    def _drifted(self, name: str, ranks: Ranks, block: int) -> Ranks:
-        """Apply drift to ranks; each rare value is replaced by another value at its own row."""
-        segments = self.tails[name].segments
-        if not self._drift or len(segments) <= _FREQUENT_SEGMENTS:
+    def _values(self, name: str, ranks: Ranks, block: int) -> Ranks:
+        """Return the values with these ranks: rank + size * generation, and -1 for missing.
+
+        During a generation, the rows of a rank move from one value to the next, so the frequency of
+        a value first rises and then falls. Each rank begins its generations at its own row.
+        """
+        tail = self.tails[name]
+        if not self._drift or len(tail.segments) <= _MOST_SEGMENTS:
             return ranks
-        first = int(segments[_FREQUENT_SEGMENTS].start)
-        span = self.tails[name].size - first
-        moment = uniform(ranks.astype(np.uint64) * np.uint64(GAMMA))
-        times = np.floor(moment + self._drift * block * BLOCK_ROWS / _DRIFT_ROWS).astype(np.int64)
-        return np.where(ranks < first, ranks, first + (ranks - first + times * (span // 2)) % span)
+        numbers = np.arange(BLOCK_ROWS, dtype=np.uint64) + np.uint64(block * BLOCK_ROWS)
+        phase = uniform(ranks.astype(np.uint64) * np.uint64(GAMMA))
+        age = phase + self._drift * numbers / _DRIFT_ROWS
+        draw = (numbers + np.uint64(1)) * np.uint64(GAMMA) ^ np.uint64(
+            int(name[1:]) * MIX_1 % 2**64
+        )
+        draw = (draw ^ (draw >> np.uint64(30))) * np.uint64(MIX_1)
+        generation = np.floor(age + uniform(draw ^ (draw >> np.uint64(27)))).astype(np.int64)
+        return np.where(ranks < 0, -1, ranks + generation * tail.size)
 
     def _integer_values(self, draws: Iterator[Bits]) -> dict[str, NDArray[np.int32]]:
         places: dict[str, Bits] = {}

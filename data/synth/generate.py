@@ -25,7 +25,7 @@ from sbpflow.data.format.manifest import (
     write_manifest,
 )
 from sbpflow.data.format.parts import LENGTH_TYPES, Parts, chosen_parts, starts_of
-from sbpflow.data.format.schema import CRITEO, MISSING_ID, NUM_RESERVED_IDS
+from sbpflow.data.format.schema import CRITEO, MISSING_ID, MISSING_KEY, NUM_RESERVED_IDS
 from sbpflow.data.format.shards import Words, write_shard
 from sbpflow.data.prepare.workspace import MARK, discard, open_work
 from sbpflow.data.stats import compute_stats, stats_json
@@ -33,9 +33,8 @@ from sbpflow.data.synth.bayes import BayesTally
 from sbpflow.data.synth.columns import BLOCK_ROWS, Columns, Rows
 from sbpflow.data.synth.generator import Generator, block_ranges
 from sbpflow.data.synth.options import CROSSES, Format, Hot, SynthOptions
-from sbpflow.data.synth.signal import pair_rank
 from sbpflow.data.synth.tails import Floats, Ranks
-from sbpflow.data.synth.text import write_tsv
+from sbpflow.data.synth.text import hex_keys, write_tsv
 from sbpflow.errors import ConfigError, unknown_value
 from sbpflow.runtime.random.splitmix import GAMMA, MIX_1
 from sbpflow.serving.cells import FUNCTIONS
@@ -43,20 +42,28 @@ from sbpflow.serving.cells import FUNCTIONS
 _SHARD_BLOCKS = 4
 _HOT_RANKS = 64
 _TRANSPOSED_ROWS = 1024
+_NEXT_PLACE = 0.382
+"""Distance of a rank's consecutive values in a table, as a fraction of the table"""
 
 
 class IdMaps:
-    """Maps ranks and pairs of ranks to table ids by the rules of ``data.format.ids``."""
+    """Maps values and pairs of values to table ids by the rules of ``data.format.ids``, or to keys.
+
+    A table has as many rows as its column has values at a time. With drift, an id therefore stands
+    for another value after some time.
+    """
 
     def __init__(self, options: SynthOptions, columns: Columns) -> None:
-        self.hot = dict(options.hot)
+        self.hot, self.keyed = dict(options.hot), options.keys
         self.names = (*CRITEO.sparse, *("x".join(pair) for pair in CROSSES))
         self._pair_rows = int(np.clip(400_000 * options.vocab_scale, 20_000, 400_000))
-        sample = columns.block(0, stream=3)
+        self._sizes = {name: tail.size for name, tail in columns.tails.items()}
         self._ids: dict[str, NDArray[np.int32]] = {}
+        if self.keyed:
+            return
+        sample = columns.block(0, stream=3)
         for name in self.names:
-            pair = name.split("x")
-            size = columns.tails[name].size if len(pair) == 1 else self._pair_rows
+            size = self._sizes.get(name, self._pair_rows)
             places = self._places(sample, name)
             counts = np.bincount(places[places >= 0], minlength=size)
             reserved = (int((places < 0).sum()), 0)
@@ -83,12 +90,14 @@ class IdMaps:
         drawn = least + _mixed(numbers ^ salt, most - least + 1)
         return np.where(rows.ranks[name] < 0, 0, drawn)
 
-    def ids(self, rows: Rows, name: str) -> list[NDArray[np.int32]]:
-        """Return the ids of a field (``C1`` or ``C1xC2``) as one array per hot position.
+    def ids(self, rows: Rows, name: str) -> "list[NDArray[Any]]":
+        """Return the ids or keys of a field (``C1`` or ``C1xC2``) as one array per hot position.
 
         As in the MLPerf DLRMv2 data, ids after the first position are a fixed function of the first
         id and evenly spread over the table.
         """
+        if self.keyed:
+            return self._keys(rows, name)
         places, table = self._places(rows, name), self._ids[name]
         present = places >= 0
         out: list[NDArray[np.int32]] = []
@@ -98,18 +107,36 @@ class IdMaps:
         return out
 
     def _places(self, rows: Rows, name: str) -> Ranks:
-        """Return the ranks of a column or the places of a pair, and -1 for missing values.
+        """Return the places of values in the table of a column or pair, and -1 if missing.
 
-        A pair of two frequent ranks has its own place, and other pairs are hashed.
+        A pair of two frequent values has its own place, and other pairs are hashed.
         """
-        if name in rows.ranks:
-            return rows.ranks[name]
-        left, right = name.split("x")
-        a, b, keys = rows.ranks[left], rows.ranks[right], pair_rank(rows, (left, right))
+        if name in rows.values:
+            generation, rank = np.divmod(rows.values[name], self._sizes[name])
+            place = (rank + generation * round(_NEXT_PLACE * self._sizes[name])) % self._sizes[name]
+            return np.where(generation < 0, -1, place)
+        a, b = (rows.values[part] for part in name.split("x"))
         own = _HOT_RANKS * _HOT_RANKS
-        hashed = own + _mixed(keys.astype(np.uint64), self._pair_rows - own)
+        hashed = own + _mixed(((a << 32) | b).astype(np.uint64), self._pair_rows - own)
         frequent = (a < _HOT_RANKS) & (b < _HOT_RANKS)
-        return np.where(keys < 0, -1, np.where(frequent, a * _HOT_RANKS + b, hashed))
+        missing = (a < 0) | (b < 0)
+        return np.where(missing, -1, np.where(frequent, a * _HOT_RANKS + b, hashed))
+
+    def _keys(self, rows: Rows, name: str) -> list[NDArray[np.int64]]:
+        """Return the keys that ``prepare --keys`` computes from the text of the same rows."""
+        parts = name.split("x")
+        values = [rows.values[part] for part in parts]
+        missing = np.any([each < 0 for each in values], axis=0)
+        columns = [CRITEO.sparse.index(part) for part in parts]
+        out: list[NDArray[np.int64]] = []
+        for position in range(self.hot_of(name)[1]):
+            if position:
+                values = [_spread(rows.values[name], position, self._sizes[name])]
+            keys = np.zeros(len(missing), dtype=np.uint64)
+            for each, column in zip(values, columns, strict=True):
+                keys = (keys << np.uint64(32)) | hex_keys(each, column)
+            out.append(np.where(missing, MISSING_KEY, keys.view(np.int64)))
+        return out
 
 
 def _spread(places: Ranks, position: int, size: int) -> Ranks:
@@ -174,7 +201,7 @@ def _content(
         "fields": [
             {
                 "name": name,
-                "rows": maps.num_rows(name),
+                **({"keyed": True} if maps.keyed else {"rows": maps.num_rows(name)}),
                 "hot": maps.hot_of(name)[1],
                 "ragged": name in maps.ragged,
                 **({"parts": list(crosses[name])} if name in crosses else {}),
@@ -224,25 +251,28 @@ def _write_range(
 def make_rows(
     generator: Generator, maps: IdMaps, start: int, stop: int
 ) -> tuple[Words, Parts, Floats]:
-    """Generate rows [start, stop): words [rows, 1 + dense + fixed ids], lists, probabilities."""
+    """Generate rows [start, stop): words [rows, 1 + dense + fixed ids], parts, probabilities."""
     pieces: list[Words] = []
     probabilities: list[Floats] = []
     lengths: list[NDArray[np.int64]] = []
-    values: list[NDArray[np.int32]] = []
+    values: list[NDArray[Any]] = []
+    keys: list[NDArray[np.int64]] = []
     for block, first, last in block_ranges(start, stop):
         rows, probability, labels = generator.block(block)
         columns = [labels.astype(np.float32).view(np.int32)]
         columns += [_dense_bits(rows, name) for name in CRITEO.dense]
-        for name in maps.names:
-            if name not in maps.ragged:
-                columns += maps.ids(rows, name)
+        fixed = [ids for n in maps.names if n not in maps.ragged for ids in maps.ids(rows, n)]
+        if maps.keyed:
+            keys.append(np.stack([ids[first:last] for ids in fixed], axis=1))
+        else:
+            columns += fixed
         if maps.ragged:
             block_lengths, block_values = _lists(maps, rows, block, first, last)
             lengths.append(block_lengths)
             values.append(block_values)
         pieces.append(_transposed(columns, first, last))
         probabilities.append(probability[first:last])
-    parts: Parts = {}
+    parts: Parts = {"keys": np.concatenate(keys)} if keys else {}
     if lengths:
         all_lengths = np.concatenate(lengths)
         parts["lengths"] = all_lengths.astype(_length_type(maps))
@@ -253,13 +283,13 @@ def make_rows(
 
 def _lists(
     maps: IdMaps, rows: Rows, block: int, first: int, last: int
-) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+) -> tuple[NDArray[np.int64], "NDArray[Any]"]:
     """Return list lengths [rows, lists] and ids of rows [first, last) of a block, row by row."""
     names = maps.ragged
     lengths = np.stack([maps.lengths(rows, name, block)[first:last] for name in names], axis=1)
     flat = lengths.reshape(-1)
     begin = (np.cumsum(flat) - flat).reshape(lengths.shape)
-    values = np.empty(int(flat.sum()), dtype=np.int32)
+    values = np.empty(int(flat.sum()), dtype=np.int64 if maps.keyed else np.int32)
     for number, name in enumerate(names):
         for position, ids in enumerate(maps.ids(rows, name)):
             has = lengths[:, number] > position

@@ -40,6 +40,8 @@ class SynthOptions:
     """Share of the logit's variance from vector products of two columns' values"""
     skew: tuple[tuple[str, float], ...] = ()
     drift: float = 0.0
+    keys: bool = False
+    """Write 64-bit keys instead of ids, the same as ``prepare --keys`` from the text"""
     hot: tuple[tuple[str, Hot], ...] = ()
     split: SplitRule = field(default_factory=lambda: SplitRule("time", (0.8, 0.1, 0.1)))
     seed: int = 7
@@ -51,6 +53,8 @@ class SynthOptions:
             raise ConfigError("--split: generated rows need a split such as time:0.8,0.1,0.1")
         if self.format == "tsv" and any(most > 1 for _, (_, most) in self.hot):
             raise ConfigError("--hot: Criteo text has one value per column; use --format prepared")
+        if self.format == "tsv" and self.keys:
+            raise ConfigError("--keys: text has no ids; prepare the text with `prepare --keys`")
         check_ranges(
             ("--rows", self.rows, 1, 10**11),
             ("--ctr", self.ctr, 0.001, 0.999),

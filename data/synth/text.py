@@ -18,9 +18,9 @@ from sbpflow.data.synth.tails import Ranks
 _DIGITS = pl.Series([f"{value:04x}" for value in range(1 << 16)])
 
 
-def hex_keys(ranks: Ranks, column: int) -> NDArray[np.uint32]:
-    """Map each rank of a column to a distinct 32-bit value by MurmurHash3's finalizer."""
-    key = (np.maximum(ranks, 0) + column * 0x06F0_0001).astype(np.uint32)
+def hex_keys(values: Ranks, column: int) -> NDArray[np.uint32]:
+    """Map each value of a column, modulo 2^32, to another number by MurmurHash3's finalizer."""
+    key = (np.maximum(values, 0) + column * 0x06F0_0001).astype(np.uint32)
     key ^= key >> np.uint32(16)
     key *= np.uint32(0x85EBCA6B)
     key ^= key >> np.uint32(13)
@@ -36,10 +36,10 @@ def text_frame(rows: Rows, labels: NDArray[np.bool_], first: int, last: int) -> 
         mask = rows.missing.get(name)
         columns[name] = values if mask is None else _blank(values, mask[first:last])
     for number, name in enumerate(CRITEO.sparse):
-        ranks = rows.ranks[name][first:last]
-        keys = hex_keys(ranks, number)
+        values = rows.values[name][first:last]
+        keys = hex_keys(values, number)
         text = _DIGITS.gather(keys >> np.uint32(16)) + _DIGITS.gather(keys & np.uint32(0xFFFF))
-        columns[name] = _blank(text, ranks < 0)
+        columns[name] = _blank(text, values < 0)
     return pl.DataFrame(columns)
 
 

@@ -9,7 +9,6 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +38,8 @@ _FIRST_POLL_S, _LAST_POLL_S = 0.001, 0.1  # a small checkpoint takes millisecond
 class TensorSpec:
     """Describes a logical tensor without its values; the same on all ranks.
 
-    If ``by_key``, the number of rows is known only when all ranks have reported theirs. The rows
-    are saved in rank order.
+    If ``by_key``, the number of rows is known only when all ranks have reported theirs. The rows of
+    equal columns are saved in rank order.
     """
 
     shape: tuple[int, ...]
@@ -52,12 +51,14 @@ class TensorSpec:
         """Return the tensor with the pieces and patches of all ranks, in rank order."""
         shape = self.shape
         if self.by_key:
-            ends = list(accumulate((piece.place.num_rows for piece in pieces), initial=0))
-            pieces = [
-                replace(piece, place=replace(piece.place, row_start=start, row_stop=stop))
-                for piece, (start, stop) in zip(pieces, pairwise(ends), strict=True)
-            ]
-            shape = (ends[-1], *shape[1:])
+            ends: dict[int, int] = {}  # by first column
+            placed: list[Piece] = []
+            for piece in pieces:
+                start = ends.get(piece.place.col_start, 0)
+                stop = ends[piece.place.col_start] = start + piece.place.num_rows
+                place = replace(piece.place, row_start=start, row_stop=stop)
+                placed.append(replace(piece, place=place))
+            pieces, shape = placed, (max(ends.values(), default=0), *shape[1:])
         return SavedTensor(
             shape=shape,
             dtype=self.dtype,

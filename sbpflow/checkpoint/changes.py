@@ -17,7 +17,7 @@ from sbpflow.checkpoint.write import Part
 from sbpflow.embedding.plan.tables import Shard
 from sbpflow.embedding.state import StoredRows
 from sbpflow.embedding.storage.base import RowListener
-from sbpflow.embedding.storage.keyed import NO_ROWS, SelectedRows
+from sbpflow.embedding.storage.selected_rows import NO_ROWS, SelectedRows
 from sbpflow.embedding.storage.store import WEIGHTS, RowStore
 from sbpflow.errors import ConfigError
 
@@ -52,9 +52,9 @@ class ChangeTracker:
         self._marks: list[tuple[RowStore, Tensor, RowListener]] = []
         for store, shards in stores():
             for shard in shards:
-                if shard.table.by_key:
+                if shard.table.growth is not None:
                     raise ConfigError(
-                        f"checkpoint.deltas: table {shard.table.name} has rows by key, which "
+                        f"checkpoint.deltas: table {shard.table.name} grows, which "
                         "deltas do not support; use checkpoint.deltas=0"
                     )
             # The additional mark is for padding, which fixed-size lookups report as a row.

@@ -1,25 +1,34 @@
 """Restores a checkpoint into a job of any layout: each rank reads the rectangles that it stores.
 
 Conversion to half precision rounds to nearest; widening is exact. If a table has more rows than
-were saved, the additional rows keep their initial values. ``by_key`` rows are saved in address
-order, so a rank's rows form one range for any number of ranks. A binary search finds the range.
+were saved, the additional rows keep their initial values. The rows of keys are saved in the order
+of their addresses, so a rank's rows form one range for any number of ranks. A binary search finds
+the range.
 """
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from sbpflow.checkpoint.format import BLOCK_BYTES, Place, SavedTensor
 from sbpflow.checkpoint.read import Checkpoint
 from sbpflow.checkpoint.write import rectangle_place
-from sbpflow.embedding.plan.numbering import NUMBERINGS
+from sbpflow.embedding.plan.growth import first_address
 from sbpflow.embedding.state import LogicalTensor, Rectangle, StoredRows
-from sbpflow.embedding.storage.keyed import KEYS, KeyedStore
+from sbpflow.embedding.storage.live_rows import Array, Saved, TrainedRows
 from sbpflow.errors import CheckpointError
+from sbpflow.runtime.random.streams import mix
+
+if TYPE_CHECKING:  # these modules need numba
+    from sbpflow.embedding.vocabulary.field_keys import FieldKeys
+    from sbpflow.embedding.vocabulary.vocabulary import Vocabulary
 
 TABLES = "tables/"
+_BLOCK_KEYS = BLOCK_BYTES // 8
 
 
 def check_fits(
@@ -79,34 +88,115 @@ def restore(checkpoint: Checkpoint, state: Mapping[str, LogicalTensor]) -> None:
     Raise CheckpointError at a damaged block; by then, part of the state is already overwritten.
     """
     with torch.no_grad():
-        keyed_rows: dict[KeyedStore, slice] = {}
+        growing: dict[str, _Growing] = {}
         for name, tensor in state.items():
             saved = checkpoint.tensors[name].whole
-            for rectangle in tensor.rectangles:
-                values = rectangle.values
-                if tensor.keyed is None:
+            if tensor.field is None:
+                for rectangle in tensor.rectangles:
                     _fill(checkpoint, name, saved, rectangle)
-                elif not isinstance(values, StoredRows):
-                    raise TypeError(f"{name}: by_key rows must be StoredRows, not {type(values)}")
-                elif values.key == KEYS:  # the first tensor of its table
-                    rows = keyed_rows[tensor.keyed] = _rows_in(checkpoint, name, tensor.keyed.span)
-                    tensor.keyed.load(checkpoint.tensor(name, rows))
-                else:
-                    rows = keyed_rows[tensor.keyed]
-                    place = replace(saved, row_start=rows.start, row_stop=rows.stop)
-                    target = replace(values, store=tensor.keyed, start=0, stop=place.num_rows)
-                    _write(checkpoint, name, place, target)
+                continue
+            plan = tensor.field.plan
+            if plan.name not in growing:
+                growing[plan.name] = _Growing(checkpoint, tensor.field)
+            if name.startswith(TABLES):
+                for rectangle in tensor.rectangles:
+                    growing[plan.name].fill(name, tensor, rectangle)
 
 
-def _rows_in(checkpoint: Checkpoint, keys: str, span: tuple[int, int]) -> slice:
-    """Return the range of saved rows whose addresses lie within ``span``, both ends included."""
+class _Growing:
+    """Restores the vocabulary of a growing field, and then the rows of its tables."""
 
-    def address(row: int) -> int:
-        return int(NUMBERINGS[True].addresses(checkpoint.tensor(keys, slice(row, row + 1))))
+    def __init__(self, checkpoint: Checkpoint, field: "FieldKeys") -> None:
+        self._checkpoint, self._name = checkpoint, f"vocabularies/{field.plan.name}"
+        addresses = self._addresses("keys")
+        # The saved keys of each owner's buckets, and the rows that they get.
+        self._parts: list[tuple[slice, int]] = []
+        if (live := field.live) is not None:
+            self._parts = [
+                (addresses.within(first, last), row)
+                for first, last, row in field.first_rows()
+                if live.start <= row < live.stop
+            ]
+            live.load([(row, addresses.read(keys)) for keys, row in self._parts])
+        if field.part is not None:
+            first, last = field.part.buckets
+            self._load(field.part, addresses.within(first, last), first, last)
 
-    rows = range(checkpoint.tensors[keys].whole.num_rows)
-    start = bisect_left(rows, span[0], key=address)
-    return slice(start, bisect_right(rows, span[1], lo=start, key=address))
+    def _load(self, part: "Vocabulary", keys: slice, first: int, last: int) -> None:
+        waiting = self._addresses("pending_keys")
+        pending = waiting.within(first, last)
+        clock, totals = self._whole("clock"), self._whole("totals")
+        part.load(
+            Saved(
+                addresses=self._addresses("keys").read(keys).numpy(),
+                lasts=self._read("last_uses", keys),
+                counts=self._read("counts", keys),
+                pending_addresses=waiting.read(pending).numpy(),
+                pending_lasts=self._read("pending_last_uses", pending),
+                pending_counts=self._read("pending_counts", pending),
+                now=int(clock[0]),
+                clock=clock[1:].numpy(),
+            ),
+            totals.view(-1, part.NUM_TOTALS).sum(0).tolist() if first == 0 else [],
+        )
+
+    def fill(self, name: str, tensor: LogicalTensor, rectangle: Rectangle) -> None:
+        """Write the shared row, and the rows of keys, to their rows of the store."""
+        values, saved = rectangle.values, self._checkpoint.tensors[name].whole
+        shard = tensor.shard
+        if not isinstance(values, StoredRows) or not isinstance(values.store, TrainedRows):
+            raise TypeError(f"{name}: rows of keys must be StoredRows, not {type(values)}")
+        if shard is None:
+            raise TypeError(f"{name}: has rows on this rank, but no shard")
+        columns = replace(saved, col_start=rectangle.col_start, col_stop=rectangle.col_stop)
+        parts = [(slice(0, 1), 0)]  # the shared row
+        parts += [(slice(keys.start + 1, keys.stop + 1), row) for keys, row in self._parts]
+        for rows, row in parts:
+            if not shard.row_start <= row < shard.row_stop:
+                continue
+            start = row + shard.shift
+            target = replace(
+                values, store=values.store.store, start=start, stop=start + rows.stop - rows.start
+            )
+            place = replace(columns, row_start=rows.start, row_stop=rows.stop)
+            _write(self._checkpoint, name, place, target)
+
+    def _addresses(self, name: str) -> "_Addresses":
+        return _Addresses(self._checkpoint, f"{self._name}/{name}")
+
+    def _read(self, name: str, rows: slice) -> Array:
+        return self._checkpoint.tensor(f"{self._name}/{name}", rows).numpy()
+
+    def _whole(self, name: str) -> Tensor:
+        return self._checkpoint.tensor(f"{self._name}/{name}")
+
+
+class _Addresses:
+    """The ascending addresses of saved keys."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
+        self._checkpoint, self._name = checkpoint, name
+        self._blocks: dict[int, Tensor] = {}
+        self.count = checkpoint.tensors[name].whole.num_rows
+
+    def read(self, rows: slice) -> Tensor:
+        return mix(self._checkpoint.tensor(self._name, rows))
+
+    def within(self, first: int, last: int) -> slice:
+        """Return the range of saved keys in buckets [first, last)."""
+        start, stop = (
+            bisect_left(range(self.count), first_address(bucket), key=self._address)
+            for bucket in (first, last)
+        )
+        return slice(start, stop)
+
+    def _address(self, row: int) -> int:
+        """Return one address; a search reads few blocks, and some of them several times."""
+        block = row // _BLOCK_KEYS
+        if block not in self._blocks:
+            start = block * _BLOCK_KEYS
+            self._blocks[block] = self.read(slice(start, start + _BLOCK_KEYS))
+        return int(self._blocks[block][row % _BLOCK_KEYS])
 
 
 def _fill(checkpoint: Checkpoint, name: str, saved: Place, rectangle: Rectangle) -> None:

@@ -173,7 +173,7 @@ class Saver:
         The agreement is repeated if the set of tensors changes, as after an optimizer's first step.
         """
         world = self._boxing.world
-        # Exclude ``by_key`` rows: their number changes from save to save, and each is on only one
+        # Exclude the rows of keys: their number changes from save to save, and each is on only one
         # rank.
         mine = {
             name: [astuple(place) for place in _places(tensor) if not tensor.by_key]
@@ -248,5 +248,7 @@ def _view(tensor: LogicalTensor, place: Place) -> Values:
 
 
 def _places(tensor: LogicalTensor) -> list[Place]:
+    if tensor.is_copy:
+        return []
     places = [rectangle_place(rectangle) for rectangle in tensor.rectangles]
     return [place for place in places if place.num_elements]

@@ -18,7 +18,8 @@ from sbpflow.checkpoint.undo import RowLog
 from sbpflow.checkpoint.write import Part, PieceFile, PieceWriter, bytes_of, write_part
 from sbpflow.embedding.plan.tables import Shard
 from sbpflow.embedding.state import StoredRows
-from sbpflow.embedding.storage.keyed import SelectedRows, TrainedRows
+from sbpflow.embedding.storage.live_rows import TrainedRows
+from sbpflow.embedding.storage.selected_rows import SelectedRows
 from sbpflow.embedding.storage.store import WEIGHTS, RowStore
 
 RANGE_BYTES = BLOCK_BYTES  # bytes copied and written per range of a tensor
@@ -176,10 +177,12 @@ def _watch(source: RowStore | SelectedRows, spans: list[_Span]) -> _Logged:
     order = source if isinstance(source, SelectedRows) else None
     store = source.store if isinstance(source, SelectedRows) else source
     pending = torch.zeros(store.num_rows, dtype=torch.bool)
-    for span in spans:
-        rows = slice(span.start, span.stop)
-        # The rows of TrainedRows are all rows up to a number, so no sorting is needed here.
-        pending[source.numbers(rows) if isinstance(source, ChangedRows) else rows] = True
+    if isinstance(source, TrainedRows):  # the spans are all its rows; the writing thread sorts them
+        pending[source.unsorted()] = True
+    else:
+        for span in spans:
+            rows = slice(span.start, span.stop)
+            pending[rows if order is None else order.numbers(rows)] = True
     item = store.read(slice(0, 0))[WEIGHTS].itemsize
     rows = max(1, RANGE_BYTES // max(1, store.width * item))
     log = RowLog(store, pending, rows, order)

@@ -24,7 +24,7 @@ from sbpflow.checkpoint.slabs import Ints, Slabs
 from sbpflow.checkpoint.spill import Extent, SpillFile
 from sbpflow.checkpoint.write import bytes_of
 from sbpflow.embedding.storage import huge_pages
-from sbpflow.embedding.storage.keyed import SelectedRows
+from sbpflow.embedding.storage.selected_rows import SelectedRows
 from sbpflow.embedding.storage.store import RowStore
 
 # These shares of a store's rows limit the log's memory; docs/decisions/state.md has measurements.
@@ -76,7 +76,7 @@ class RowLog:
         self._like = dict(sorted(empty, key=lambda item: -item[1].itemsize))
         self._pending: np.ndarray[tuple[int], np.dtype[np.bool]] = pending.numpy()
         self._range_rows = range_rows
-        num_rows = self._num_rows = order.num_rows if order else self._pending.size
+        num_rows = self._num_rows = self._pending.size if order is None else order.num_rows
         self._row_bytes = 8 + sum(
             tensor.shape[1:].numel() * tensor.itemsize for tensor in self._like.values()
         )

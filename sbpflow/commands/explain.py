@@ -26,7 +26,7 @@ def explain(argv: Sequence[str]) -> int:
     from sbpflow.config.checks import data_path
     from sbpflow.config.load import load_config
     from sbpflow.data import fields_of, load_manifest
-    from sbpflow.data.growth import growth_of, growth_text
+    from sbpflow.data.growth import growing_of, growing_text, growth_of, growth_text
     from sbpflow.data.read.loaders import open_loaders
     from sbpflow.models.registry import MODELS
     from sbpflow.run.planning.build_plan import plan_run
@@ -58,10 +58,12 @@ def explain(argv: Sequence[str]) -> int:
         rows = forecast(plan, (batch.ids for batch in loaders["train"].epoch(0)))
     facts = describe(plan, rows)
     growth = growth_of(manifest, facts["tables"])
+    growing = growing_of(manifest, facts["tables"])
     folder = Path(config.run.dir)
     speed = batches_per_s(folder, plan) if rows else None
     if args.json:
-        json.dump(facts | {"growth": growth, "batches_per_s": speed}, sys.stdout, indent=1)
+        more = {"growth": growth, "growing": growing, "batches_per_s": speed}
+        json.dump(facts | more, sys.stdout, indent=1)
         print()
         return 0
     if args.transfers:
@@ -70,5 +72,6 @@ def explain(argv: Sequence[str]) -> int:
         helps = what_helps(config, fields, plan, device_type=device_type, planned=rules)
         text = format_summary(plan, helps, shards=args.shards, forecast=rows)
     rates = "\n".join(rate_lines(facts["caches"], speed, folder)) if speed else ""
-    print("\n\n".join(part for part in (text, rates, growth_text(growth)) if part))
+    parts = (text, rates, growth_text(growth), growing_text(growing))
+    print("\n\n".join(part for part in parts if part))
     return 0

@@ -8,12 +8,15 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Annotated, Literal, Protocol, runtime_checkable
+from typing import Annotated, Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from sbpflow.config.parse import Example
+from sbpflow.embedding.plan.growth import MIN_ROWS, Eviction, Growth
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.fields.keys import Key
-from sbpflow.runtime.fields.ranges import NonNegative, Range
+from sbpflow.runtime.fields.ranges import Count, NonNegative, Range
+
+Rule = TypeVar("Rule", "FieldRule", "TableShape")
 
 InitialRange = Annotated[
     NonNegative | None,
@@ -24,12 +27,46 @@ InitialRange = Annotated[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FieldRule:
-    """Lets the fields that a pattern matches share one table, named ``table``, in each output.
+    """Sets the tables of the fields that a pattern matches, in each output.
 
-    The fields must share a vocabulary: otherwise one id would mean a different value in each field.
+    Fields with the same ``table`` must share a vocabulary: otherwise one id would mean a different
+    value in each field. Tables of fields with keys (``vocabulary: dynamic``) grow during training.
     """
 
-    table: Annotated[str, Example("shop"), Key("results", "Name of the shared table.")]
+    table: Annotated[
+        str | None, Example("shop"), Key("results", "Name of a table that these fields share.")
+    ] = None
+    vocabulary: Annotated[
+        Literal["fitted", "dynamic"] | None,
+        Example("dynamic"),
+        Key(
+            "results",
+            "dynamic: rows are assigned to 64-bit keys during training (`sbpflow prepare --keys`); "
+            "fitted, the default: the data set assigns ids.",
+        ),
+    ] = None
+    admit_count: Annotated[
+        Count | None,
+        Example(3),
+        Key("results", "Occurrences after which a key gets a row. The default is 1."),
+    ] = None
+    forget_after_samples: Annotated[
+        Count | None,
+        Example(200_000),
+        Key(
+            "results",
+            "Forget the occurrences of a key without a row that does not occur in this many "
+            "samples. The default is never.",
+        ),
+    ] = None
+    evict: Annotated[Eviction | None, Example({"max_rows": 50_000_000})] = None
+
+    def __post_init__(self) -> None:
+        if self.vocabulary == "fitted" and (given := _growth_keys(self)):
+            raise ConfigError(
+                f"{given[0]}: has no effect with vocabulary: fitted; remove it, or use vocabulary: "
+                "dynamic"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,20 +103,65 @@ class TableRules(Protocol):
 
 def shape_of(rules: TableRules, name: str) -> tuple[TableShape, str]:
     """Return the settings of table ``name`` by its patterns, and the last one that set ``dim``."""
-    settings: dict[str, object] = {}
-    dim_pattern = ""
-    for pattern, shape in rules.tables.items():
-        if fnmatchcase(name, pattern):
-            given = {key: getattr(shape, key) for key in shape.__dataclass_fields__}
-            settings |= {key: value for key, value in given.items() if value is not None}
-            dim_pattern = pattern if shape.dim is not None else dim_pattern
-    return TableShape(**settings), dim_pattern  # pyright: ignore[reportArgumentType]
+    dims = [p for p, shape in rules.tables.items() if fnmatchcase(name, p) and shape.dim]
+    return TableShape(**_combined(rules.tables, name)), dims[-1] if dims else ""
 
 
 def table_of(rules: TableRules, field: str) -> str | None:
-    """Return a field's shared table, from the last matching pattern; None without one."""
-    tables = [rule.table for pattern, rule in rules.fields.items() if fnmatchcase(field, pattern)]
-    return tables[-1] if tables else None
+    """Return a field's shared table, from the last pattern that sets one; None without one."""
+    return _combined(rules.fields, field).get("table")
+
+
+def growth_of(rules: TableRules | None, field: str, *, keyed: bool) -> Growth | None:
+    """Return how the tables of a field grow, or None for a field with ids.
+
+    ``keyed`` is True if the data has keys for the field. Raises ConfigError if that contradicts
+    ``rules``.
+    """
+    given = _combined({} if rules is None else rules.fields, field)
+    key, growing = f"model.fields.{field}", given.get("vocabulary") == "dynamic"
+    example = f"{{vocabulary: dynamic, evict: {{max_rows: {16 * MIN_ROWS}}}}}"
+    if keyed and not growing:
+        raise ConfigError(
+            f"{key}: the data has 64-bit keys for this field, whose rows are assigned during "
+            f"training; use, for example, {key}: {example}"
+        )
+    if growing and not keyed:
+        raise ConfigError(
+            f"{key}.vocabulary: dynamic, but the data has ids of a fitted vocabulary; prepare the "
+            f"data with `--keys {field}`, or use {key}.vocabulary: fitted"
+        )
+    settings = {name: given[name] for name in _GROWTH if name in given}
+    if not growing:
+        if settings and "vocabulary" not in given:
+            raise ConfigError(
+                f"{key}.{min(settings)}: has no effect without vocabulary: dynamic; add it, or "
+                f"remove {min(settings)}"
+            )
+        return None
+    if "evict" not in settings:
+        raise ConfigError(
+            f"{key}.evict: not given, but a growing table needs a row limit; use, for example, "
+            f"evict: {{max_rows: {16 * MIN_ROWS}}}"
+        )
+    return Growth(**settings)
+
+
+_GROWTH = ("admit_count", "forget_after_samples", "evict")
+
+
+def _growth_keys(rule: FieldRule) -> list[str]:
+    return [name for name in _GROWTH if getattr(rule, name) is not None]
+
+
+def _combined(rules: Mapping[str, Rule], name: str) -> dict[str, Any]:
+    """Return the given settings of ``name``; later patterns replace earlier ones key by key."""
+    settings: dict[str, Any] = {}
+    for pattern, rule in rules.items():
+        if fnmatchcase(name, pattern):
+            given = {key: getattr(rule, key) for key in rule.__dataclass_fields__}
+            settings |= {key: value for key, value in given.items() if value is not None}
+    return settings
 
 
 def check_matches(key: str, patterns: Iterable[str], names: Iterable[str], kind: str) -> None:

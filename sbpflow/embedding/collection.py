@@ -6,9 +6,10 @@ work between them. ``forward`` and ``apply_gradients`` run all moves in sequence
 moves depend only on ids and can run any number of batches ahead. Outputs are S(0) over the batch.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.assembly import Assembly
 from sbpflow.embedding.cache.mover import CacheCounts
 from sbpflow.embedding.cache.store import CachedStore
+from sbpflow.embedding.copies import Copies, copies_of
 from sbpflow.embedding.exchange.base import AnyGroup, GroupContext, GroupInFlight, make_group
 from sbpflow.embedding.exchange.counts import CountsUnderWay
 from sbpflow.embedding.exchange.id_transfer import IdsUnderWay, IdTransfer
@@ -28,10 +30,11 @@ from sbpflow.embedding.ids.reader import IdCheck, IdReader
 from sbpflow.embedding.in_flight import EmbeddingsInFlight
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.group_plan import GroupPlan
+from sbpflow.embedding.plan.growth import GrowthCounts
 from sbpflow.embedding.plan.table_batch import TableBatch
 from sbpflow.embedding.plan.tables import Shard
 from sbpflow.embedding.rules.base import KernelRequest, SumOverColumns
-from sbpflow.embedding.state import LogicalTensor, StoredShard, Values, logical_state
+from sbpflow.embedding.state import LogicalTensor, StoredShard, logical_state
 from sbpflow.embedding.storage.base import RowKernel
 from sbpflow.embedding.storage.choose import (
     KernelChoice,
@@ -40,7 +43,7 @@ from sbpflow.embedding.storage.choose import (
     warm_up_kernels,
 )
 from sbpflow.embedding.storage.initial import fill_shard, initial_rows
-from sbpflow.embedding.storage.keyed import KeyedStore
+from sbpflow.embedding.storage.live_rows import Changes, check_numba
 from sbpflow.embedding.storage.rounding import RowNoise
 from sbpflow.embedding.storage.store import (
     DeviceStore,
@@ -53,17 +56,8 @@ from sbpflow.embedding.storage.torch_storage import TorchStorage
 from sbpflow.errors import ConfigError, DataError, SbpError
 from sbpflow.sbp.sbp import balanced_sizes
 
-
-@dataclass(frozen=True, slots=True)
-class Copies:
-    """Tensors that must be bit-equal within each of several sets of ranks.
-
-    ``tensors`` are this rank's copies; the list is empty on a rank outside the sets.
-    """
-
-    name: str
-    ranks: tuple[tuple[int, ...], ...]
-    tensors: list[Values]
+if TYPE_CHECKING:
+    from sbpflow.embedding.growing import Growing
 
 
 class EmbeddingCollection:
@@ -95,6 +89,11 @@ class EmbeddingCollection:
         self.kernels = choose_kernels(plan, kernel) if isinstance(kernel, str) else dict(kernel)
         warm_up_kernels(plan, self.kernels)
         warm_up_loops(plan, world.device)
+        self.growing: Growing | None = None
+        if plan.vocabularies:
+            check_numba(plan.vocabularies[0].name)
+            growing = import_module("sbpflow.embedding.growing")  # needs numba
+            self.growing = growing.Growing(plan, boxing, seed)
         context = GroupContext(
             self._make_store,
             {column: n for n, column in enumerate(plan.needed[world.rank])},
@@ -118,12 +117,16 @@ class EmbeddingCollection:
         """Multiply the learning rates of batches looked up from now on by ``factor``."""
         self._lr_factor = factor
 
-    def start_id_exchange(self, ids: Ids, batch_size: int, *, training: bool) -> EmbeddingsInFlight:
+    def start_id_exchange(
+        self, ids: Ids, batch_size: int, *, training: bool, begins_step: bool = True
+    ) -> EmbeddingsInFlight:
         """Check the ids of this rank's samples and start their exchange.
 
         ``ids`` has any form that ``IdReader.read`` accepts; ``batch_size`` is global. Raise
         DataError for malformed ids. Out-of-range ids of a training batch raise DataError later: in
-        ``lookup``, or on CUDA in the next ``update``, before anything changes.
+        ``lookup``, or on CUDA in the next ``update``, before anything changes. ``begins_step`` is
+        False for a batch that is accumulated with the previous one, whose keys also keep their
+        rows.
         """
         check = IdCheck() if training else None
         with self._stream.section(ids):
@@ -134,6 +137,9 @@ class EmbeddingCollection:
                     f"rank {self._world.rank}: got ids of {local.num_samples} samples; pass "
                     f"{share} samples, the rank's share of a batch of {batch_size}"
                 )
+            changes: Sequence[Changes] = ()
+            if self.growing is not None:
+                local, changes = self.growing.rows_of(local, batch_size, training, begins_step)
             transfer = IdsUnderWay(self._transfer, local, batch_size)
             self._num_begun += training
             number = self._num_begun if training else None
@@ -144,7 +150,7 @@ class EmbeddingCollection:
                 [(transfer, transfer.sizes), *self._counts(parts)],
                 at_once=self._world.device.type == "cuda",
             )
-            batch = EmbeddingsInFlight(transfer, parts, counts, check)
+            batch = EmbeddingsInFlight(transfer, parts, counts, check, changes)
             if counts.are_known:  # all sizes are fixed, so the host need not wait for them
                 self._exchange_ids(batch)
         return batch
@@ -220,10 +226,12 @@ class EmbeddingCollection:
                 group.announce(part)
 
     def cancel(self, batch: EmbeddingsInFlight) -> None:
-        """Discard a started batch that will not be looked up. Every rank must call this method."""
+        """Discard a started batch and all later ones; every rank must cancel each of them."""
         self.receive_ids(batch)
         for group, part in self._parts(batch):
             group.cancel(part)
+        if self.growing is not None:
+            self.growing.cancel()
 
     def lookup(self, batch: EmbeddingsInFlight) -> None:
         """Read the rows and start sending vectors. Raise DataError for an out-of-range id."""
@@ -248,6 +256,8 @@ class EmbeddingCollection:
 
     def read(self, batch: EmbeddingsInFlight) -> None:
         """Run the second half of ``lookup``: read the rows and start sending vectors."""
+        if self.growing is not None and any(part.training for part in batch.groups):
+            self.growing.begin(batch.changes, list(self._stores()))
         for group, part in self._parts(batch):
             part.lr_factor = self._lr_factor
             group.lookup(part)
@@ -298,6 +308,8 @@ class EmbeddingCollection:
         """Run ``update`` without its checks, using only device operations."""
         for group in self._groups:
             group.update(step)
+        if self.growing is not None:
+            self.growing.end_step()
 
     def describe_buffers(self) -> list[str]:
         """Return a line for each group with fixed-size buffers."""
@@ -309,6 +321,8 @@ class EmbeddingCollection:
             return "vectors and gradients are exchanged between ranks"
         for stack, store in self._stores():
             table = stack.tables[0].name
+            if stack.grows:
+                return f"table {table} grows, so the host initializes rows in every step"
             if stack.ragged:
                 return f"table {table} has lists of ids, and their number varies between batches"
             if not isinstance(store, DeviceStore):
@@ -398,7 +412,12 @@ class EmbeddingCollection:
 
         Names are ``tables/T`` and ``tables/T/STATE``.
         """
-        return logical_state(self.plan, list(self.stored()))
+        fields = () if self.growing is None else self.growing.fields
+        return logical_state(self.plan, list(self.stored()), fields)
+
+    def growth_counts(self) -> dict[str, GrowthCounts]:
+        """Return the counts of growing fields by name; every rank must call this method."""
+        return {} if self.growing is None else self.growing.counts()
 
     def copies(self) -> list[Copies]:
         """Return the state that several ranks hold identically, in the same order on all ranks.
@@ -406,21 +425,7 @@ class EmbeddingCollection:
         This state consists of B tables with their optimizer state, and the row state of tables
         whose columns are distributed over ranks.
         """
-        stored_by_table = {stored.shard.table.name: stored for stored in self.stored()}
-        copies: list[Copies] = []
-        for group in self.plan.groups:
-            for index, stack in enumerate(group.stacks):
-                ranks = group.copy_ranks(index)
-                for table in stack.tables if ranks else ():
-                    stored = stored_by_table.get(table.name)
-                    name = f"{table.name} (optimizer state)"
-                    tensors = stored.values() if stored else {}
-                    keys = {key for key, size in stack.optimizer.state.items() if size == "row"}
-                    if group.kind.copies:
-                        name, keys = table.name, tensors.keys()
-                    equal = [tensor for key, tensor in tensors.items() if key in keys]
-                    copies.append(Copies(name, ranks, equal))
-        return copies
+        return copies_of(self.plan, list(self.stored()))
 
     def cache_counts(self) -> CacheCounts | None:
         """Return the counts of this rank's caches, or ``None`` if the rank has no caches."""
@@ -447,7 +452,8 @@ class EmbeddingCollection:
         shards, table = stack.shards(rank), stack.tables[0]
         noise: RowNoise | None = None
         if self.plan.row_dtype != self.plan.dtype:
-            noise = RowNoise(shards, self._seed, self._world.device)
+            addresses_of = self.growing.numbers_of(shards) if stack.grows and self.growing else None
+            noise = RowNoise(shards, self._seed, self._world.device, addresses_of)
         rows, width = stack.num_rows(rank), stack.width(rank) if stack.uses_on(rank) else stack.dim
 
         def kernel_of(slots: int) -> RowKernel:
@@ -483,12 +489,6 @@ class EmbeddingCollection:
                 ),
             )
         )
-        if shards and table.by_key != isinstance(store, KeyedStore):
-            raise ConfigError(
-                f"table {table.name}: by_key={table.by_key} does not work with "
-                f"{type(store).__name__}; the stores function must return a KeyedStore if and "
-                "only if by_key=True"
-            )
         is_copied = group.kind.copies and self._world.size > 1
         if is_copied and not isinstance(store, DeviceStore):
             raise ConfigError(

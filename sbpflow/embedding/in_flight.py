@@ -1,5 +1,6 @@
 """Defines the state of one batch between the moves of a collection."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -8,6 +9,7 @@ from sbpflow.embedding.exchange.base import GroupInFlight
 from sbpflow.embedding.exchange.counts import CountsUnderWay
 from sbpflow.embedding.exchange.id_transfer import IdsUnderWay
 from sbpflow.embedding.ids.reader import IdCheck
+from sbpflow.embedding.storage.live_rows import Changes
 from sbpflow.runtime.compute.async_scalar_read import AsyncScalarRead
 
 
@@ -20,11 +22,13 @@ class EmbeddingsInFlight:
         groups: list[GroupInFlight],
         counts: CountsUnderWay,
         check: IdCheck | None,
+        changes: Sequence[Changes] = (),
     ) -> None:
         self.ids = ids
         self.groups = groups
         self.counts = counts
         self.check = check
+        self.changes = changes  # rows of growing fields that get new keys with this batch
         self.ids_exchanged = self.received = False
         self.most_requested: AsyncScalarRead | None = None  # result of ``PaddedGroups.ask``
         self.outputs: dict[str, Tensor] = {}
@@ -43,6 +47,6 @@ class EmbeddingsInFlight:
             replace(part, lookups=[lookup.new_like() for lookup in part.lookups])
             for part in self.groups
         ]
-        batch = EmbeddingsInFlight(self.ids, groups, self.counts, self.check)
+        batch = EmbeddingsInFlight(self.ids, groups, self.counts, self.check, self.changes)
         batch.ids_exchanged = batch.received = True
         return batch

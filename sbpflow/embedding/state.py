@@ -1,13 +1,14 @@
 """Defines the logical state of a collection: a checkpoint's tensors, for any layout.
 
 ``tables/T`` has the rows of table T, and ``tables/T/STATE`` has its optimizer state. Each tensor
-has a full shape, and each rank stores rectangles of the tensor. A ``by_key`` table also has
-``tables/T/keys``; its rows are sorted by the addresses of their keys.
+has a full shape, and each rank stores rectangles of the tensor. A growing table has only the shared
+row and the rows of keys, sorted by the addresses of the keys in ``vocabularies/F/keys``.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,8 +16,12 @@ from torch import Tensor
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.table_batch import TableBatch
 from sbpflow.embedding.plan.tables import Shard, shards_of
-from sbpflow.embedding.storage.keyed import KEYS, KeyedStore, SelectedRows, TrainedKeys
+from sbpflow.embedding.storage.live_rows import KeyColumn, LiveRows, TrainedRows
+from sbpflow.embedding.storage.selected_rows import SelectedRows
 from sbpflow.embedding.storage.store import WEIGHTS, RowStore
+
+if TYPE_CHECKING:  # this module needs numba
+    from sbpflow.embedding.vocabulary.field_keys import FieldKeys
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +31,7 @@ class StoredRows:
     ``is_column`` makes one number per row a column [rows, 1] of a logical tensor.
     """
 
-    store: RowStore | SelectedRows | TrainedKeys
+    store: RowStore | SelectedRows | KeyColumn
     key: str  # ``WEIGHTS``, or a name of optimizer state
     start: int
     stop: int
@@ -72,7 +77,7 @@ class StoredRows:
 
     def write(self, values: Tensor) -> None:
         """Set the rows."""
-        if isinstance(self.store, SelectedRows | TrainedKeys):
+        if isinstance(self.store, SelectedRows | KeyColumn):
             raise TypeError(f"{type(self.store).__name__} is read-only; write to the store")
         shape = (self.stop - self.start, *self._like().shape[1:])
         self.store.write(slice(self.start, self.stop), {self.key: values.view(shape)})
@@ -82,6 +87,19 @@ class StoredRows:
 
 
 Values = Tensor | StoredRows
+# The tensors of a growing field. ``clock`` has the number of trained batches and the samples after
+# each of the last batches; only the first owner has it. ``totals`` has a row of
+# ``vocabulary.Totals`` per owner.
+KEY_TENSORS = {
+    "keys": torch.int64,
+    "last_uses": torch.int32,
+    "counts": torch.int32,
+    "pending_keys": torch.int64,
+    "pending_last_uses": torch.int32,
+    "pending_counts": torch.int32,
+    "clock": torch.int64,
+    "totals": torch.int64,
+}
 
 
 def read_values(values: Values) -> Tensor:
@@ -143,42 +161,54 @@ class LogicalTensor:
     are distributed over ranks. ``column_starts`` is set for state with one number per row and
     column shard; it has the first table column of each shard.
 
-    No rank knows the full shape of a ``by_key`` table: ``shape`` and the rectangle cover only the
-    rows of this rank. The rows of the next rank follow the rows of this rank. ``keyed`` is the
-    store.
+    No rank knows the full shape of a tensor of a growing field (``field``): ``shape`` and the
+    rectangle cover only the rows of this rank. The rows of the next rank follow the rows of this
+    rank. ``shard`` has the place of the table's rows in its store. If ``is_copy``, other ranks save
+    the rectangle.
     """
 
     name: str
     shape: tuple[int, ...]
     rectangles: tuple[Rectangle, ...]
     column_starts: tuple[int, ...] | None = None
-    by_key: bool = False
-    keyed: KeyedStore | None = None
+    field: "FieldKeys | None" = None
+    shard: Shard | None = None
+    is_copy: bool = False
+
+    @property
+    def by_key(self) -> bool:
+        """Return True if the number of rows changes during training."""
+        return self.field is not None
 
 
-def logical_state(plan: EmbeddingPlan, stored: list[StoredShard]) -> dict[str, LogicalTensor]:
+def logical_state(
+    plan: EmbeddingPlan, stored: list[StoredShard], fields: "Sequence[FieldKeys]"
+) -> dict[str, LogicalTensor]:
     """Return the collection's state by name, with the same names on all ranks.
 
-    With ``row_state: per_shard``, the state of rowwise Adagrad is [rows, column shards]. A
-    ``by_key`` table has the rows of trained batches. The keys come first, because a restore needs
-    them first.
+    With ``row_state: per_shard``, the state of rowwise Adagrad is [rows, column shards]. A growing
+    table has the rows of trained batches.
     """
     stored_by_table = {shard.shard.table.name: shard for shard in stored}
-    tensors: list[LogicalTensor] = []
+    by_table = {name: field for field in fields for name in field.plan.tables}
+    trained = _trained_rows(stored, by_table)
+    tensors: list[LogicalTensor] = [tensor for field in fields for tensor in _keys_of(field)]
     for group in plan.groups:
         for stack in group.stacks:
             for table, layout in zip(stack.tables, stack.layouts, strict=True):
                 held = stored_by_table.get(table.name)
                 name, (num_rows, dim) = f"tables/{table.name}", table.shape
                 tensor: Callable[..., LogicalTensor] = LogicalTensor
-                if table.by_key:
-                    keyed = held.store if held and isinstance(held.store, KeyedStore) else None
-                    held, keys = _trained(held, keyed)
-                    num_rows = sum(rectangle.row_stop for rectangle in keys)
-                    tensor = partial(LogicalTensor, by_key=True, keyed=keyed)
-                    tensors.append(
-                        tensor(name=f"{name}/{KEYS}", shape=(num_rows,), rectangles=keys)
-                    )
+                is_copy = False
+                if (field := by_table.get(table.name)) is not None:
+                    shard, num_rows = held.shard if held else None, 0
+                    is_copy = held is not None and held.shard.col_start > 0
+                    if held is not None:
+                        rows = trained[id(held.store)]
+                        num_rows, base = rows.count(table.name), rows.starts[table.name]
+                        part = replace(held.shard, row_start=0, row_stop=num_rows, base=base)
+                        held = StoredShard(part, rows)
+                    tensor = partial(LogicalTensor, field=field, shard=shard)
                 parts = () if held is None else (_rectangle(held, held.values()[WEIGHTS]),)
                 tensors.append(tensor(name=name, shape=(num_rows, dim), rectangles=parts))
                 starts = sorted({shard.col_start for shard in shards_of(table, layout)})
@@ -186,6 +216,7 @@ def logical_state(plan: EmbeddingPlan, stored: list[StoredShard]) -> dict[str, L
                     parts = () if held is None else (_state(held, key, starts, stack),)
                     shape = stack.optimizer.state_shape(key, num_rows, dim)
                     column_starts = None
+                    is_shared = len(shape) == 1 and stack.optimizer.shares_row_state
                     if len(shape) == 1 and not stack.optimizer.shares_row_state:
                         shape, column_starts = (num_rows, len(starts)), tuple(starts)
                     tensors.append(
@@ -194,22 +225,46 @@ def logical_state(plan: EmbeddingPlan, stored: list[StoredShard]) -> dict[str, L
                             shape=shape,
                             rectangles=parts,
                             column_starts=column_starts,
+                            is_copy=is_copy and is_shared,
                         )
                     )
     return {tensor.name: tensor for tensor in tensors}
 
 
-def _trained(
-    held: StoredShard | None, keyed: KeyedStore | None
-) -> tuple[StoredShard | None, tuple[Rectangle, ...]]:
-    """Return the trained rows of a ``by_key`` table as one shard, and their keys."""
-    if held is None or keyed is None:
-        return None, ()
-    rows = keyed.trained()
-    stop = rows.num_rows
-    values = StoredRows(TrainedKeys(rows), KEYS, 0, stop)
-    keys = Rectangle(row_start=0, row_stop=stop, col_start=0, col_stop=1, values=values)
-    return StoredShard(replace(held.shard, row_start=0, row_stop=stop), rows), (keys,)
+def _trained_rows(
+    stored: list[StoredShard], by_table: "Mapping[str, FieldKeys]"
+) -> dict[int, TrainedRows]:
+    """Return a snapshot of each store with growing tables, by the identity of the store."""
+    by_store: dict[int, list[StoredShard]] = {}
+    for one in stored:
+        if one.shard.table.name in by_table:
+            by_store.setdefault(id(one.store), []).append(one)
+    result: dict[int, TrainedRows] = {}
+    for number, members in by_store.items():
+        live: list[LiveRows] = []
+        for one in members:
+            rows = by_table[one.shard.table.name].live
+            if rows is not None:
+                live.append(rows)
+        store = members[0].store
+        if not isinstance(store, TrainedRows):
+            result[number] = TrainedRows(store, [one.shard for one in members], live)
+    return result
+
+
+def _keys_of(field: "FieldKeys") -> list[LogicalTensor]:
+    """Return the vocabulary of a growing field: keys, last uses, counts, and the clock."""
+    part, names = field.part, [f"vocabularies/{field.plan.name}/{name}" for name in KEY_TENSORS]
+    if part is None:
+        return [LogicalTensor(name=name, shape=(0,), rectangles=(), field=field) for name in names]
+    copy = part.save()
+    tensors: list[LogicalTensor] = []
+    for name, kind, dtype in zip(names, KEY_TENSORS, KEY_TENSORS.values(), strict=True):
+        count = copy.size(kind)
+        values = StoredRows(KeyColumn(partial(copy.column, kind), dtype), WEIGHTS, 0, count)
+        parts = Rectangle(row_start=0, row_stop=count, col_start=0, col_stop=1, values=values)
+        tensors.append(LogicalTensor(name=name, shape=(count,), rectangles=(parts,), field=field))
+    return tensors
 
 
 def _rectangle(

@@ -166,18 +166,21 @@ def mixed_bits(state: Words) -> Words:
     return state ^ (state >> np.uint64(31))
 
 
-def hashed_ids(parts: Sequence[NDArray[np.int32]], rows: int) -> NDArray[np.int32]:
+def hashed_ids(
+    parts: Sequence[NDArray[Any]], rows: int, missing: Sequence[int] | None = None
+) -> NDArray[np.int32]:
     """Return ids int32 [n] below ``rows`` of several columns' ids: 2 + their hash % (rows - 2).
 
-    The id is 0 (missing) if any part is missing. The hash depends on the order of the parts.
+    The id is 0 (missing) if any part is missing, that is, equal to its value in ``missing`` (by
+    default, 0). The hash depends on the order of the parts.
     """
     state = np.zeros(len(parts[0]), dtype=np.uint64)
     for ids in parts:
         state = mixed_bits((state + np.uint64(GAMMA)) ^ ids.astype(np.uint64))
     state %= np.uint64(rows - NUM_RESERVED_IDS)
     ids = state.astype(np.int32) + np.int32(NUM_RESERVED_IDS)
-    for part in parts:
-        ids[part == MISSING_ID] = MISSING_ID
+    for part, value in zip(parts, missing or [MISSING_ID] * len(parts), strict=True):
+        ids[part == value] = MISSING_ID
     return ids
 
 

@@ -29,7 +29,10 @@ class Batch(Protocol):
 
     @property
     def ids(self) -> Tensor | BatchIds:
-        """Return int32 ids [local batch, id columns], or a ``BatchIds`` if fields have id lists."""
+        """Return ids [local batch, id columns], or a ``BatchIds`` if fields have id lists.
+
+        The ids are int32, or int64 if a field has keys.
+        """
         ...
 
     @property

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from sbpflow.boxing.agreement import combine_parts, gather_texts
 from sbpflow.boxing.executor import Boxing
-from sbpflow.embedding.collection import Copies, EmbeddingCollection
+from sbpflow.embedding.collection import EmbeddingCollection
+from sbpflow.embedding.copies import Copies
 from sbpflow.embedding.state import Values, read_values
 from sbpflow.errors import ReplicaError, SbpError, TrainingError
 from sbpflow.runtime.compute.async_scalar_read import AsyncScalarRead

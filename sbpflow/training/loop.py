@@ -15,6 +15,7 @@ from sbpflow.errors import ConfigError
 from sbpflow.training.batch import Batch, Loader
 from sbpflow.training.cache_watch import CacheWatch
 from sbpflow.training.evaluate import ScoreOptions, score_split, slice_columns
+from sbpflow.training.growth_watch import GrowthWatch
 from sbpflow.training.health import LossWatch
 from sbpflow.training.metrics import Evaluation
 from sbpflow.training.move_times import MoveTimes, StepProfiler
@@ -178,6 +179,7 @@ def fit(
     _check_val(train, watchers, loaders, last)
     _check_profile(profiler, last)
     pace, times, caches, step = Pace(), MoveTimes(), CacheWatch(trainer), checkpoints.step
+    growth = GrowthWatch(trainer.growth_counts)
     overlap = OverlapWatch(trainer, boxing.world.size, last, boxing.world.device)
     steps = _read_steps(loaders["train"], range(checkpoints.epoch, train.epochs), train.accumulate)
     steps_left = 0 if watchers.stops else max(last - step, 0)
@@ -200,7 +202,8 @@ def fit(
         if logged:
             rate, split = pace.interval(times.take())
             extra = {"epoch": current.epoch + 1, **split, **watch.figures(), **watchers.figures()}
-            reporter.step(step, watch.last, rate, extra | caches.figures(step))
+            extra |= caches.figures(step) | growth.figures()
+            reporter.step(step, watch.last, rate, extra)
         if scored:
             watch.flush()
             watchers.push(step, score("val", step, train.eval_rows), boxing)
@@ -339,8 +342,9 @@ class _Window:
             if step is None:
                 break
             self._queue.append(step)
-            for batch in step.batches:
-                self._trainer.announce(batch)
+            full = [batch for batch in step.batches if batch.batch_size]
+            for batch in full:
+                self._trainer.announce(batch, begins_step=batch is full[0])
         return self._queue.popleft() if self._queue else None
 
     @property

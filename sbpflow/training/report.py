@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 Event = Literal["step", "eval", "slice", "calibration", "final"]
 Value = float | int | str | list[float] | list[int] | None
+_NOT_SHOWN = ("move_", "growth.")
 
 
 class _ProgressBarHandler(logging.Handler):
@@ -206,12 +207,13 @@ class Report:
     ) -> None:
         """Report a log interval; the names of times in ``extra`` end in ``_ms``.
 
-        The times of the moves (``move_*``) are written to the file but not shown.
+        The times of the moves (``move_*``) and the figures of each growing field (``growth.*``) are
+        written to the file but not shown.
         """
         scale = extra.get("lr_scale", 1.0)
         rates = {name: lr * factor(step) * scale for name, (lr, factor) in self._rates.items()}
         values = {"step": step, "loss": loss, "samples_per_s": samples_per_s, **extra, **rates}
-        shown = {name: value for name, value in extra.items() if not name.startswith("move_")}
+        shown = {name: value for name, value in extra.items() if not name.startswith(_NOT_SHOWN)}
         self._progress.interval(step, loss, samples_per_s, shown)
         self._write("step", step, {**values, "eta_s": self._progress.eta_s(step)})
 

@@ -20,6 +20,7 @@ from sbpflow.config.train_options import LossConfig
 from sbpflow.embedding.cache.mover import CacheCounts
 from sbpflow.embedding.collection import EmbeddingCollection, EmbeddingsInFlight
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
+from sbpflow.embedding.plan.growth import GrowthCounts
 from sbpflow.errors import DataError, SbpError, TrainingError
 from sbpflow.runtime.random.streams import stream_key
 from sbpflow.sbp.layout import Layout
@@ -61,6 +62,7 @@ class _BatchInFlight(BatchInFlight):
     batch: Batch
     share: float = 1.0  # this batch's share of the step's rows
     number: int = 0  # number of the batch within the step
+    begins_step: bool = True  # False: the step also trains the batch announced before
     embeddings: EmbeddingsInFlight | None = None
     vectors: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     loss: GlobalTensor | None = None
@@ -172,17 +174,23 @@ class Trainer:
         """See ``EmbeddingCollection.cache_counts``."""
         return self._embeddings.cache_counts()
 
-    def announce(self, batch: Batch) -> None:
+    def growth_counts(self) -> dict[str, GrowthCounts]:
+        """See ``EmbeddingCollection.growth_counts``."""
+        return self._embeddings.growth_counts()
+
+    def announce(self, batch: Batch, *, begins_step: bool = True) -> None:
         """Queue ``batch`` after the batches announced so far, which are the same on every rank.
 
         The first ``lookahead`` announced batches exchange their ids during earlier steps. This call
-        sends nothing. A batch without rows is ignored. Raises SbpError if ``batch`` is not a batch,
+        sends nothing. A batch without rows is ignored. With growing tables, pass ``begins_step``
+        False for a batch of the same step as the previous one. Raises SbpError if ``batch`` is not
+        a batch,
         and TrainingError after a failed step.
         """
         _check_batch(batch)
         self._check_usable("announce")
         if batch.batch_size:
-            self._window.append(_BatchInFlight(batch))
+            self._window.append(_BatchInFlight(batch, begins_step=begins_step))
 
     def step(self, batches: Batch | list[Batch]) -> Tensor:
         """Train on one batch, or on several as if they were one batch.
@@ -291,8 +299,19 @@ class Trainer:
                     "or call drain() first"
                 )
         in_flight = [
-            self._window.popleft() if self._window else _BatchInFlight(batch) for batch in batches
+            self._window.popleft()
+            if self._window
+            else _BatchInFlight(batch, begins_step=batch is batches[0])
+            for batch in batches
         ]
+        if self.embedding_plan.vocabularies and any(
+            flight.begins_step != (flight is in_flight[0]) for flight in in_flight
+        ):
+            raise SbpError(
+                f"step: got {len(batches)} batches, but they were announced for other steps, and "
+                "growing tables depend on that; announce all but the first batch of a step with "
+                "begins_step=False"
+            )
         step_size = sum(batch.batch_size for batch in batches)
         for number, flight in enumerate(in_flight):
             flight.number, flight.share = number, flight.batch.batch_size / step_size
@@ -301,7 +320,10 @@ class Trainer:
     def _start_id_exchange(self, flight: _BatchInFlight) -> None:
         try:
             flight.embeddings = self._embeddings.start_id_exchange(
-                flight.batch.ids, flight.batch.batch_size, training=True
+                flight.batch.ids,
+                flight.batch.batch_size,
+                training=True,
+                begins_step=flight.begins_step,
             )
         except DataError as error:
             if flight not in self._window:

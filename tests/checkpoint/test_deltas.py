@@ -192,7 +192,7 @@ def test_flipped_bits_of_a_delta_load_no_wrong_value(folder):
         path.write_bytes(whole)
 
 
-def test_tables_by_key_have_no_deltas():
-    table = SimpleNamespace(name="grown", by_key=True)
-    with pytest.raises(ConfigError, match="table grown has rows by key"):
+def test_growing_tables_have_no_deltas():
+    table = SimpleNamespace(name="grown", growth=object())
+    with pytest.raises(ConfigError, match="table grown grows"):
         ChangeTracker(lambda: [(None, [SimpleNamespace(table=table)])])

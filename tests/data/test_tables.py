@@ -261,7 +261,7 @@ def test_a_set_of_format_1_is_refused_with_the_command_to_rebuild_it(tmp_path, c
     (tmp_path / MANIFEST).write_text(json.dumps(old))
     assert main(["stats", str(tmp_path)]) == 2
     error = capsys.readouterr().err
-    assert "format version 1, but this program reads only version 2" in error
+    assert "format version 1, but this program reads only versions 2 and 3" in error
     assert (
         "sbpflow prepare --input FOLDER/train.tsv --split time:0.8,0.1,0.1 --crosses C1xC2 "
         f"--hash-size C1xC2=9 --min-count 3 --seed 9 --dense log1 --output {tmp_path}"

@@ -240,5 +240,6 @@ def test_rooms_import_downwards_only():
         "storage",
         "cache",
         "ids",
+        "vocabulary",
         "exchange",
     ]

@@ -200,7 +200,7 @@ class Recorder:
         self.lookahead, self.drained = 1, 0
         self.announced: list[Any] = []
 
-    def announce(self, batch: Any) -> None:
+    def announce(self, batch: Any, *, begins_step: bool = True) -> None:
         self.announced.append(batch)
 
     def drain(self) -> None:

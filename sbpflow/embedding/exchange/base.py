@@ -168,8 +168,7 @@ class Group(ABC, Generic[BatchT]):
         """Announce a training batch to the stores; call this once, after ``receive_ids``."""
         if batch.number is not None:
             for lookup, (_, store) in zip(batch.lookups, self.stores(), strict=True):
-                rows = store.announce(batch.number, lookup.addresses)
-                lookup.addresses = lookup.addresses if rows is None else rows
+                store.announce(batch.number, lookup.addresses)
 
     def cancel(self, batch: BatchT) -> None:
         """End the leases of an announced batch that will not be looked up."""
@@ -209,8 +208,9 @@ class Group(ABC, Generic[BatchT]):
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         if self.plan.kind.copies and self.world.rank != self.plan.world.ranks[0]:
             return total
-        for (lookup, grads), (_, store) in zip(merged, self.stores(), strict=True):
-            total += sum_of_squares(store.kernel, lookup, grads)
+        for (lookup, grads), (stack, store) in zip(merged, self.stores(), strict=True):
+            # The row numbers of growing tables change when a run resumes.
+            total += sum_of_squares(store.kernel, lookup, grads, in_order=stack.grows)
         return total
 
     def scale_gradients(self, factor: Tensor) -> None:

@@ -2,8 +2,7 @@
 
 ``LocalAddresses`` is for ranks that look ids up in their own shards. ``OwnerAddresses`` is for
 exchanges of single rows; its addresses also identify the rank that owns the row. Both classes
-return a ``Lookup``: addresses, the bags they form, and a weight per address for weighted sums. For
-``by_key`` tables, the addresses are int64 addresses of keys, which the store converts to rows.
+return a ``Lookup``: addresses, the bags they form, and a weight per address for weighted sums.
 """
 
 from collections.abc import Mapping
@@ -147,10 +146,9 @@ class LocalAddresses:
             spread = [value for value, n in zip(values, repeat, strict=True) for _ in range(n)]
             return torch.tensor(spread, dtype=torch.int64, device=device)
 
-        self._addresses = stack.numbering.addresses
         self._shift = per_column([shard.shift if shard else 0 for shard in held])
-        self._firsts = per_column([shard.span[0] if shard else 0 for shard in held])
-        self._lasts = per_column([shard.span[1] if shard else -1 for shard in held])
+        self._firsts = per_column([shard.row_start if shard else 0 for shard in held])
+        self._lasts = per_column([shard.row_stop - 1 if shard else -1 for shard in held])
         self._ragged = stack.ragged
         self._loops = find_loops(device) if stack.ragged else None
         self._whole = all(
@@ -174,12 +172,12 @@ class LocalAddresses:
         if self._ragged:
             lists = bags.lists(ids)
             use = bags.use_of(lists)
-            wanted, shift = self._addresses(lists.values), self._shift.index_select(0, use)
+            wanted, shift = lists.values, self._shift.index_select(0, use)
             firsts, lasts = self._firsts.index_select(0, use), self._lasts.index_select(0, use)
             offsets: Tensor | None = bags.list_offsets(lists, pooled=pooled)
             weights = bags.list_weights(lists)
         else:
-            wanted = self._addresses(bags.matrix(ids))
+            wanted = bags.matrix(ids)
             shift, firsts, lasts = self._shift, self._firsts, self._lasts
             samples = wanted.shape[0]
             offsets, weights = bags.offsets(samples, pooled=pooled), bags.shares(samples)
@@ -203,7 +201,7 @@ class LocalAddresses:
         out_weights = torch.empty_like(all_weights)
         addresses = torch.empty(total, dtype=torch.int64)
         offsets = torch.empty(samples * (1 if pooled else uses) + 1, dtype=torch.int64)
-        values = self._addresses(lists.values)
+        values = lists.values
         ids = (values, lists.lengths, self._shift, self._firsts, self._lasts)
         arrays = (*ids, all_weights, addresses, out_weights, offsets)
         count = loops.local_addresses(*(array.contiguous().numpy() for array in arrays))
@@ -214,9 +212,8 @@ class OwnerAddresses:
     """Converts the ids of a stack's uses to job-wide addresses, in ascending order of owning ranks.
 
     Rank r owns the addresses after ``lasts[r - 1]`` up to ``lasts[r]`` and receives them relative
-    to ``bases[r]``. For row numbers, each rank's addresses are consecutive in the order of its
-    store, and ``num_addresses`` is the number of addresses. For keys, ``num_addresses`` is
-    ``None``.
+    to ``bases[r]``. Each rank's addresses are consecutive in the order of its store, and
+    ``num_addresses`` is the number of addresses.
     """
 
     def __init__(
@@ -230,18 +227,11 @@ class OwnerAddresses:
     ) -> None:
         self.bags = BagShape(stack.uses, device, ragged=stack.ragged, dtype=dtype)
         self._ragged, self._dtype = stack.ragged, address_dtype
-        self._addresses = stack.numbering.addresses
-        self.num_addresses: int | None = None
-        if stack.tables[0].by_key:
-            self.bases = [0] * world_size
-            self.lasts = [shard.span[1] for r in range(world_size) for shard in stack.shards(r)]
-            parts = {stack.tables[0].name: [(0, 0)]}
-        else:
-            *self.bases, self.num_addresses = accumulate(
-                map(stack.num_rows, range(world_size)), initial=0
-            )
-            self.lasts = [stop - 1 for stop in (*self.bases[1:], self.num_addresses)]
-            parts = _row_parts(stack, self.bases)
+        *self.bases, self.num_addresses = accumulate(
+            map(stack.num_rows, range(world_size)), initial=0
+        )
+        self.lasts = [stop - 1 for stop in (*self.bases[1:], self.num_addresses)]
+        parts = _row_parts(stack, self.bases)
         most = max(len(table_parts) for table_parts in parts.values())
         last = torch.iinfo(address_dtype).max
         firsts: list[list[int]] = []  # by use: first row of each part after the first part
@@ -275,10 +265,10 @@ class OwnerAddresses:
             return self._by_loop(self._loops, bags.lists(ids))
         if self._ragged:
             lists = bags.lists(ids)
-            addresses = self._address(self._addresses(lists.values), bags.use_of(lists))
+            addresses = self._address(lists.values, bags.use_of(lists))
             offsets = bags.list_offsets(lists, pooled=False)
             return Lookup(addresses, offsets, bags.list_weights(lists))
-        wanted = self._addresses(bags.matrix(ids))
+        wanted = bags.matrix(ids)
         addresses = self._address(wanted, None).reshape(-1)
         samples = wanted.shape[0]
         return Lookup(addresses, bags.offsets(samples, pooled=False), bags.shares(samples))
@@ -287,7 +277,7 @@ class OwnerAddresses:
         """Do the same as ``make_lookup`` for lists, in one compiled pass."""
         addresses = torch.empty(lists.values.shape, dtype=self._dtype)
         offsets = torch.empty(lists.lengths.numel() + 1, dtype=torch.int64)
-        values = self._addresses(lists.values)
+        values = lists.values
         arrays = (values, lists.lengths, *self._by_use, addresses, offsets)
         loops.owner_addresses(*(array.contiguous().numpy() for array in arrays))
         return Lookup(addresses, offsets, self.bags.list_weights(lists))

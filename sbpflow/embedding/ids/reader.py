@@ -12,8 +12,8 @@ from torch import Tensor
 from sbpflow.embedding.ids.batch_ids import Bags, BatchIds, IdBounds, Ids, Lists, positions
 from sbpflow.embedding.ids.list_loops import find_loops
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
-from sbpflow.embedding.plan.numbering import ANY_ID
 from sbpflow.embedding.plan.out_of_range import SUBSTITUTES
+from sbpflow.embedding.plan.tables import ANY_ID
 from sbpflow.errors import DataError
 from sbpflow.runtime.compute.async_scalar_read import AsyncScalarRead
 

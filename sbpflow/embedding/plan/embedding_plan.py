@@ -22,9 +22,14 @@ from sbpflow.embedding.plan.tables import (
     OutputConfig,
     TableConfig,
     TableLayout,
-    check_by_key,
     check_cover,
     shards_of,
+)
+from sbpflow.embedding.plan.vocabularies import (
+    VocabularyPlan,
+    aligned,
+    key_steps,
+    plan_vocabularies,
 )
 from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.errors import ConfigError
@@ -43,6 +48,7 @@ class EmbeddingPlan:
     features. ``needed`` and ``needed_lists`` give the columns and lists that each rank looks up for
     the global batch. Rows are stored as ``row_dtype``; arithmetic uses ``dtype``. ``out_of_range``
     is the policy for ids beyond a table's rows: raise an error, or replace the ids (clamp, hash).
+    ``vocabularies`` turn the keys of growing tables into row numbers before anything else.
     """
 
     outputs: tuple[OutputConfig, ...]
@@ -58,6 +64,7 @@ class EmbeddingPlan:
     world: Placement
     backend: str
     out_of_range: OutOfRange = "error"
+    vocabularies: tuple[VocabularyPlan, ...] = ()
 
     @property
     def sent_columns(self) -> tuple[int, ...]:
@@ -113,6 +120,10 @@ class EmbeddingPlan:
             for id, dtype, what in payloads
         )
 
+    def key_steps(self, batch_size: int) -> tuple[ExchangeStep, ...]:
+        """Return the steps that turn the keys of growing tables into row numbers."""
+        return key_steps(self.vocabularies, self.world, batch_size)
+
     def ahead_steps(self, batch_size: int) -> tuple[Step, ...]:
         """Return all id transfers of a training batch. No id transfer depends on an update."""
         later = [
@@ -122,6 +133,7 @@ class EmbeddingPlan:
             for step in self._steps(batch_size, purpose, number)
         ]
         return (
+            *self.key_steps(batch_size),
             *self.id_steps(batch_size),
             *self.length_steps(batch_size),
             *self._steps(batch_size, "counts"),
@@ -204,6 +216,7 @@ def plan_embeddings(
     """
     outputs, features = tuple(outputs), tuple(features)
     tables = [table for output in outputs for table in output.tables]
+    layouts = aligned(tables, layouts)
     _check_names("table", [table.name for table in tables])
     _check_names("feature", [feature.name for feature in features])
     _check_names("output", [output.name for output in outputs])
@@ -220,12 +233,6 @@ def plan_embeddings(
         layout = layouts[table.name].layout
         check_cover(table, layout, shards_of(table, layout))
         check_exchange(table, layouts[table.name], world)
-        check_by_key(table, layout, world)
-        if table.by_key and row_dtype not in (None, dtype):
-            raise ConfigError(
-                f"table {table.name}: by_key does not support row_dtype {row_dtype}, because "
-                f"rounding depends on row numbers; use {dtype}"
-            )
     if out_of_range != "error":
         _check_substitutes(tables, features, out_of_range)
     groups, ids = make_groups(
@@ -247,6 +254,7 @@ def plan_embeddings(
         world=world,
         backend=backend,
         out_of_range=out_of_range,
+        vocabularies=plan_vocabularies(outputs, layouts, features, ids, world),
     )
 
 
@@ -285,7 +293,7 @@ def _check_substitutes(
         sharing = [table for table in tables if feature.name in table.features]
         if len({table.num_ids for table in sharing}) > 1:
             sizes = ", ".join(
-                f"{table.name} ({'keys' if table.by_key else f'{table.num_rows} rows'})"
+                f"{table.name} ({'keys' if table.growth else f'{table.num_rows} rows'})"
                 for table in sharing
             )
             raise ConfigError(

@@ -382,7 +382,7 @@ class GroupPlan:
 
     def address_dtype(self) -> torch.dtype:
         """Return int32 if the addresses of all rows fit, else int64."""
-        total = sum(table.num_ids + 1 for table in self.tables)
+        total = sum(table.num_rows + 1 for table in self.tables)
         return torch.int32 if total < 2**31 else torch.int64
 
     def row_step(

@@ -144,13 +144,12 @@ def _group_key(table: TableConfig, output: OutputConfig, context: _Context) -> _
 def _member(table: TableConfig, output: OutputConfig, context: _Context) -> Member:
     layout = context.layouts[table.name].layout
     ragged, rule = table.name in context.ragged, table.optimizer or context.optimizer
-    keyed = table.by_key and table.name  # a store has one key map, so it stores only this table
     return Member(
         ranks=layout.placement.ranks,
         grid=layout.placement.shape,
         columns=_column_split(layout),
         sums=output.sums,
-        stored=(table.dim, ragged, rule, table.kernel, keyed, table.storage),
+        stored=(table.dim, ragged, rule, table.kernel, table.growth is not None, table.storage),
     )
 
 

@@ -117,15 +117,6 @@ class Unique(RowExchange):
         kind = layout.nd_sbp[0]
         return len(layout.nd_sbp) == 1 and isinstance(kind, Split) and kind.dim == 0
 
-    def refusal(self, table: TableConfig, layout: Layout, world: Placement) -> str:
-        held = len(shards_of(table, layout))
-        if not table.by_key or held == world.size:
-            return ""
-        return (
-            f"does not support this by_key table: {world.size - held} of {world.size} ranks store "
-            f"no rows; use all ranks and num_rows of {world.size} or more, or exchange reduce"
-        )
-
     def cuts(self, num_rows: int, dim: int, world_size: int) -> Cuts:
         rows = [cut for cut in powers(world_size) if cut <= num_rows]
         return [("S(0)", (cut, 1)) for cut in (1, *rows)]

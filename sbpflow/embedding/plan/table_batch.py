@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from sbpflow.embedding.plan.numbering import Numbering
 from sbpflow.embedding.plan.tables import Shard, TableConfig, shard_on
 from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.sbp.layout import Layout
@@ -34,7 +33,7 @@ class TableBatch:
     """A stack: tables of equal dim that every rank stores as one block of rows of equal width.
 
     ``optimizer`` updates all tables of the stack. ``ragged`` stacks get ids as lists, and other
-    stacks get ids as columns of a matrix. A ``by_key`` table has its own stack.
+    stacks get ids as columns of a matrix.
     """
 
     tables: tuple[TableConfig, ...]
@@ -48,9 +47,9 @@ class TableBatch:
         return self.tables[0].dim
 
     @property
-    def numbering(self) -> Numbering:
-        """Return how ids identify the rows of the stack's tables."""
-        return self.tables[0].numbering
+    def grows(self) -> bool:
+        """Return True if the tables assign their rows to keys; all or none of a stack do."""
+        return self.tables[0].growth is not None
 
     def shards(self, rank: int) -> tuple[Shard, ...]:
         """Return the shards of this rank in storage order, without empty shards."""

@@ -12,17 +12,17 @@ from typing import Literal
 
 import torch
 
-from sbpflow.embedding.plan.numbering import NUMBERINGS, Numbering
+from sbpflow.embedding.plan.growth import Growth
 from sbpflow.embedding.plan.row_storage import RowStorage
 from sbpflow.embedding.rules.base import KernelRequest, SparseOptimizer
 from sbpflow.errors import ConfigError
 from sbpflow.sbp.layout import Layout
-from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Partial
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)  # half-precision dtypes of rows and sent vectors
 Combine = Literal["concat", "sum"]
 Pooling = Literal["sum", "mean"]
+ANY_ID = 2**63 - 1  # as ``num_ids``, it makes every 64-bit id valid
 INITIAL_RANGE = 0.05  # U(-0.05, 0.05), as OneFlow-Benchmark's wdl_train_eval.py at de4698a7
 
 
@@ -51,9 +51,9 @@ class TableConfig:
 
     ``pooling`` combines a sample's rows into one vector by their sum or mean. ``optimizer`` and
     ``kernel`` override the settings of the plan and the run. Initial values have the distribution
-    U(-initial_range, initial_range). With ``by_key``, ids are arbitrary 64-bit keys, and each key
-    gets one of the ``num_rows`` rows in its first training batch. If only some
-    rows are on the device, ``storage`` is set.
+    U(-initial_range, initial_range). With ``growth``, ids are arbitrary 64-bit keys, which get and
+    lose the ``num_rows`` rows during training. If only some rows are on the device, ``storage`` is
+    set.
     """
 
     name: str
@@ -64,7 +64,7 @@ class TableConfig:
     optimizer: SparseOptimizer | None = None
     initial_range: float = INITIAL_RANGE
     kernel: KernelRequest | None = None
-    by_key: bool = False
+    growth: Growth | None = None
     storage: RowStorage | None = None
 
     def __post_init__(self) -> None:
@@ -79,6 +79,11 @@ class TableConfig:
                 f"table {self.name}: got initial_range {self.initial_range}; use a finite number "
                 "of 0 or more (for example, 0.05)"
             )
+        if self.growth is not None and self.growth.evict.max_rows != self.num_rows:
+            raise ConfigError(
+                f"table {self.name}: got num_rows {self.num_rows}; use evict.max_rows, "
+                f"{self.growth.evict.max_rows}"
+            )
         if not self.features or len(set(self.features)) != len(self.features):
             raise ConfigError(
                 f"table {self.name}: got features {list(self.features)}; list 1 or more, once each"
@@ -89,14 +94,9 @@ class TableConfig:
         return (self.num_rows, self.dim)
 
     @property
-    def numbering(self) -> Numbering:
-        """Return how ids identify the table's rows."""
-        return NUMBERINGS[self.by_key]
-
-    @property
     def num_ids(self) -> int:
-        """Return the limit of valid ids; see ``Numbering.num_ids``."""
-        return self.numbering.num_ids(self.num_rows)
+        """Return the limit of valid ids: ids are below it, unless it is ``ANY_ID``."""
+        return self.num_rows if self.growth is None else ANY_ID
 
     @property
     def averages(self) -> bool:
@@ -197,14 +197,9 @@ class Shard:
         return self.num_rows * self.width
 
     @property
-    def span(self) -> tuple[int, int]:
-        """Return the first and last address of the shard's rows, both included."""
-        return self.table.numbering.span(self.row_start, self.row_stop, self.table.num_rows)
-
-    @property
     def shift(self) -> int:
-        """Return a row's number in the store minus its address; 0 for a ``by_key`` table."""
-        return self.table.numbering.shift(self.base, self.row_start)
+        """Return a row's number in the store minus its number in the table."""
+        return self.base - self.row_start
 
 
 def shard_on(table: TableConfig, layout: Layout, rank: int, base: int = 0) -> Shard | None:
@@ -251,23 +246,6 @@ def check_cover(table: TableConfig, layout: Layout, shards: tuple[Shard, ...]) -
     overlapping = _overlap([shard for shard in distinct.values() if shard.num_elements])
     if overlapping is not None:
         raise ConfigError(f"table {table.name}: {overlapping[0]} and {overlapping[1]} overlap")
-
-
-def check_by_key(table: TableConfig, layout: Layout, world: Placement) -> None:
-    """Raise ConfigError if a ``by_key`` table is not on CPU or not split by rows."""
-    if not table.by_key:
-        return
-    ranks = layout.placement.ranks
-    replicated = len(ranks) > 1 and isinstance(layout.nd_sbp[0], Broadcast)
-    problem = ""
-    if world.device_type != "cpu":
-        problem = f"device {world.device_type} is not supported; use device cpu"
-    elif replicated or any(shard.width < table.dim for shard in shards_of(table, layout)):
-        problem = f"layout {layout} would put the map of a key on several ranks; use S(0)"
-    elif list(ranks) != sorted(ranks):
-        problem = f"layout {layout} has ranks out of order; list them in ascending order"
-    if problem:
-        raise ConfigError(f"table {table.name}: by_key: {problem}")
 
 
 def _overlap(shards: Sequence[Shard]) -> tuple[Shard, Shard] | None:

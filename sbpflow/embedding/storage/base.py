@@ -92,14 +92,17 @@ def notify(listeners: Sequence[RowListener], rows: Tensor) -> None:
         listener(rows)
 
 
-def sum_of_squares(kernel: RowKernel, lookup: Lookup, grads: Tensor) -> Tensor:
+def sum_of_squares(
+    kernel: RowKernel, lookup: Lookup, grads: Tensor, *, in_order: bool = False
+) -> Tensor:
     """Return the sum of squared gradients of the rows stored here as a 0-d float64 tensor.
 
-    The gradients of duplicate rows are summed before squaring, as in an update.
+    The gradients of duplicate rows are summed before squaring, as in an update. With ``in_order``,
+    the result does not depend on the row numbers.
     """
     rows, sums = kernel.row_gradients(lookup, grads)
     squares = sums.to(torch.float64).square().sum(1)
     if kernel.absent is None or rows.numel() == 0:
-        return squares.sum()
+        return (torch.sort(squares).values if in_order else squares).sum()
     is_first = torch.arange(rows.numel(), device=rows.device) <= lookup.runs().number[-1]
     return torch.where(is_first & (rows != kernel.absent), squares, 0.0).sum()

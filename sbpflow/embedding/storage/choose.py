@@ -249,13 +249,12 @@ def warm_up_kernels(plan: EmbeddingPlan, kernels: Mapping[str, KernelChoice]) ->
     log_warm_up(sum(seconds))
 
 
-def deduplicator(kernel: str, num_addresses: int | None) -> Callable[[Lookup], Lookup]:
+def deduplicator(kernel: str, num_addresses: int) -> Callable[[Lookup], Lookup]:
     """Return a function that makes lookups deduplicate with the method of a kernel.
 
-    Addresses must be below ``num_addresses``. Pass ``None`` for addresses of keys: they can be
-    negative, so they cannot use the compiled loops.
+    Addresses must be below ``num_addresses``.
     """
-    if kernel != "numba" or num_addresses is None:
+    if kernel != "numba":
         return lambda lookup: lookup
     from sbpflow.embedding.storage.numba_storage import CompiledLookup, Indexer
 

@@ -85,6 +85,7 @@ def store_rounded(
     keys: Array,
     bases: Array,
     shift: Array,
+    addresses: Array,
     words_per_row: int,
     first_column: int,
     dropped: int,
@@ -93,7 +94,8 @@ def store_rounded(
 
     ``dropped`` is the number of mantissa bits to drop: 16 gives bfloat16, 13 float16. The result
     equals ``round_randomly`` with the noise of ``rounding.RowNoise`` for ``rows`` (ascending).
-    ``keys`` (uint64) are the noise keys of the step.
+    ``keys`` (uint64) are the noise keys of the step. ``addresses`` are the addresses of keys in
+    growing tables, or empty.
     """
     top = 0x7F7F0000 if dropped == 16 else 0x477FE000  # largest finite value, as float32 bits
     mask = (1 << dropped) - 1
@@ -102,7 +104,8 @@ def store_rounded(
         slot, row = np.int64(slots[j]), np.int64(rows[j])
         while shard + 1 < bases.size and bases[shard + 1] <= row:
             shard += 1
-        number = (row + shift[shard]) * words_per_row
+        number = addresses[j] if addresses.size else row + shift[shard]
+        number *= words_per_row
         word, held = U64(0), -1
         for k in range(values.shape[1]):
             column = first_column + k

@@ -10,9 +10,9 @@ from torch import Tensor
 from sbpflow.embedding.plan.tables import Shard
 from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.state import StoredShard
-from sbpflow.embedding.storage.keyed import SelectedRows
+from sbpflow.embedding.storage.selected_rows import SelectedRows
 from sbpflow.embedding.storage.store import WEIGHTS
-from sbpflow.runtime.random.streams import fill_uniform, stream_key, uniform_rows
+from sbpflow.runtime.random.streams import GAMMA, fill_uniform, mix, stream_key, uniform_rows
 
 # Above this number of elements, the torch loop takes longer than loading numba (0.5 s).
 LEAST_ELEMENTS = 1 << 20
@@ -20,12 +20,17 @@ _ROWS_AT_A_TIME = 1 << 16
 
 
 def fill_shard(stored: StoredShard, *, seed: int) -> None:
-    """Fill with U(-initial_range, initial_range) as a function of (seed, table, row, column)."""
+    """Fill with U(-initial_range, initial_range) as a function of (seed, table, row, column).
+
+    In a growing table, only the shared row starts with these values.
+    """
     store, rows = stored.store, stored.rows
     if isinstance(store, SelectedRows) or store.starts_initial:
         return
+    if stored.shard.table.growth is not None:
+        rows = slice(rows.start, rows.start + (stored.shard.row_start == 0))
     if store.is_in_place:
-        _fill(stored.weights, stored.shard, seed)
+        _fill(store.read(rows)[WEIGHTS], stored.shard, seed)
         return
     for start in range(rows.start, rows.stop, _ROWS_AT_A_TIME):
         part = slice(start, min(start + _ROWS_AT_A_TIME, rows.stop))
@@ -43,12 +48,13 @@ def initial_rows(
     width: int,
     dtype: torch.dtype,
     row_dtype: torch.dtype,
+    addresses: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Return the values that ``fill_shard`` writes to ``rows`` [n] of a rank's shards, with their
     state.
 
-    ``rows`` are numbered over all shards of the store. In a ``by_key`` table, ``rows`` are
-    addresses, and values are a function of (seed, table, key, column).
+    ``rows`` are numbered over all shards of the store. With the ``addresses`` of keys, the values
+    are a function of (seed, table, key, column).
     """
     rows = rows.to(torch.int64)
     first = shards[0]  # all shards of a store have the same columns
@@ -57,11 +63,11 @@ def initial_rows(
     shifts = torch.tensor([shard.shift for shard in shards], device=rows.device)
     streams = [stream_key(seed, shard.table.name) for shard in shards]
     ranges = torch.tensor([shard.table.initial_range for shard in shards], dtype=torch.float64)
-    counters = first.table.numbering.counters(
-        rows - shifts[shard_of],
-        first.table.dim,
-        torch.tensor(streams, device=rows.device)[shard_of],
-    )
+    stream = torch.tensor(streams, device=rows.device)[shard_of]
+    if addresses is None:
+        counters = (rows - shifts[shard_of]) * first.table.dim * GAMMA + stream
+    else:  # a product with the dim would lose the upper bits of the address
+        counters = mix(addresses + stream)
     bounds = ranges.to(rows.device)[shard_of]
     weights = _uniform_rows(counters, width, bounds, first.col_start, row_dtype)
     state = {

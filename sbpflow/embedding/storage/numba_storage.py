@@ -168,6 +168,9 @@ class NumbaStorage(TorchStorage):
             return
         noise = self.noise_of_rows()
         keys = step_keys(noise.keys, step).numpy().view(np.uint64)
+        addresses = np.empty(0, np.int64)
+        if noise.addresses_of is not None:
+            addresses = noise.addresses_of(rows.to(torch.int64)).numpy()
         for start in range(0, rows.numel(), CHUNK_ROWS):
             part = slice(start, start + CHUNK_ROWS)
             block = self.weights.index_select(0, slots[part]).to(self.dtype)
@@ -182,6 +185,7 @@ class NumbaStorage(TorchStorage):
                 keys,
                 noise.bases.numpy(),
                 noise.shift.numpy(),
+                addresses[part] if addresses.size else addresses,
                 noise.words_per_row,
                 noise.first_column,
                 _DROPPED[self.weights.dtype],

@@ -4,7 +4,7 @@ The rounding direction is a pure function of (seed, step, table, row, column). T
 not depend on which rank stores a row or which tables share its store.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,10 +22,19 @@ class RowNoise:
     """The random bits of a store's rows, numbered over its shards.
 
     The element (table, row, column) uses 16 bits of word row * ceil(dim / 4) + column // 4. This
-    word of random bits comes from the table's random stream of the step.
+    word of random bits comes from the table's random stream of the step. In growing tables, the
+    addresses of keys take the place of row numbers: ``addresses_of`` returns those of ascending
+    rows.
     """
 
-    def __init__(self, shards: Sequence[Shard], seed: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        seed: int,
+        device: torch.device,
+        addresses_of: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.addresses_of = addresses_of
         keys = [stream_key(seed, f"rounding/{shard.table.name}") for shard in shards]
         self.keys = torch.tensor(keys, dtype=torch.int64, device=device)
         self.bases = torch.tensor([s.base for s in shards], dtype=torch.int64, device=device)
@@ -42,7 +51,10 @@ class RowNoise:
         first, skipped = divmod(self.first_column, COLUMNS_PER_WORD)
         count = -(-(skipped + width) // COLUMNS_PER_WORD)
         words = torch.arange(first, first + count, device=rows.device)
-        numbers = (rows + self.shift.index_select(0, shard)) * self.words_per_row
+        if self.addresses_of is None:
+            numbers = (rows + self.shift.index_select(0, shard)) * self.words_per_row
+        else:
+            numbers = self.addresses_of(rows) * self.words_per_row
         counters = (numbers.unsqueeze(1) + words) * GAMMA + keys.index_select(0, shard).unsqueeze(1)
         bits = mix(counters).view(torch.int16)[:, skipped : skipped + width]
         return bits.to(torch.int32).bitwise_and_(0xFFFF)

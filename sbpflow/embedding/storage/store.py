@@ -62,14 +62,12 @@ class RowStore(Protocol):
     @property
     def listeners(self) -> list[RowListener]: ...
 
-    def announce(self, number: int, addresses: Tensor) -> Tensor | None:
+    def announce(self, number: int, addresses: Tensor) -> None:
         """Announce that training batch ``number`` will look up ``addresses`` [n] (duplicates
         allowed).
 
-        The addresses can include the kernel's ``absent`` address. A ``by_key`` table expects
-        addresses of keys and returns row numbers, which the caller must use from then on.
+        The addresses can include the kernel's ``absent`` address.
         """
-        ...
 
     def admit(self, number: int) -> Tensor | None:
         """Return the slot [n] of each address of an announced batch, fixed until its release.
@@ -174,8 +172,7 @@ class StoreRequest:
 
     ``make_kernel`` allocates a kernel's block with the given number of slots, all in the
     optimizer's initial state; a store calls it once. ``initial`` returns the initial values and
-    state of rows [n] by name, so a store need not keep rows that were never written. In a
-    ``by_key`` table, the argument of ``initial`` is addresses.
+    state of rows [n] by name, so a store need not keep rows that were never written.
     """
 
     shards: tuple[Shard, ...]

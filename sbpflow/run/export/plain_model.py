@@ -193,10 +193,10 @@ def plain_model(
 
 
 def check_tables(plan: EmbeddingPlan) -> None:
-    """Raise ConfigError for a table with rows by key."""
-    for table in (table for output in plan.outputs for table in output.tables if table.by_key):
+    """Raise ConfigError for a growing field."""
+    for vocabulary in plan.vocabularies:
         raise ConfigError(
-            f"table {table.name}: has rows by key, which exported models do not support; "
+            f"field {vocabulary.name}: grows, which exported models do not support; "
             "score batches with the run's own job, Job.trainer.predict(batch)"
         )
 

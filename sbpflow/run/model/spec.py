@@ -13,9 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from sbpflow.boxing.executor import Boxing
-from sbpflow.config.model_tables import TableRules, TableShape, shape_of, table_of
+from sbpflow.config.model_tables import (
+    TableRules,
+    TableShape,
+    growth_of,
+    shape_of,
+    table_of,
+)
 from sbpflow.config.table_rules import Scheme, TableRule
 from sbpflow.costs.ids import IdFrequencies
+from sbpflow.embedding.plan.growth import Growth
 from sbpflow.embedding.plan.tables import (
     INITIAL_RANGE,
     Combine,
@@ -37,8 +44,9 @@ from sbpflow.training.dense_part import DensePart
 class IdField:
     """Describes a column of ids, each below ``rows``; ``FeatureConfig`` defines ``hotness``.
 
-    Fields with the same ``vocabulary`` have the same id for a value; "" is a private vocabulary.
-    ``frequencies`` describes how ids repeat, if known; cost estimates of a step use it.
+    If ``keyed``, the ids are 64-bit keys with any bits, and ``rows`` is 0. Fields with the same
+    ``vocabulary`` have the same id for a value; "" is a private vocabulary. ``frequencies``
+    describes how ids repeat, if known; cost estimates of a step use it.
     """
 
     name: str
@@ -48,6 +56,7 @@ class IdField:
     weighted: bool = False
     vocabulary: str = ""
     frequencies: IdFrequencies | None = None
+    keyed: bool = False
 
     def feature(self) -> FeatureConfig:
         """Return the field as a feature of the embedding engine."""
@@ -202,9 +211,9 @@ def embedding_output(
 ) -> OutputConfig:
     """Return an output with one table ``<name>.<field>`` of ``dim`` columns per field.
 
-    ``rules``, a model's configuration with ``fields`` and ``tables``, may change this by pattern.
-    ``fixed_dim`` is the reason why rules must not set the dim, or "". Raises ConfigError for rules
-    that set a fixed dim, and for fields that cannot share a table.
+    ``rules``, a model's configuration with ``fields`` and ``tables``, may change this by pattern;
+    fields with keys need such rules. ``fixed_dim`` is the reason why rules must not set the dim, or
+    "". Raises ConfigError for rules that set a fixed dim, and for fields that cannot share a table.
     """
     tables: list[TableConfig] = []
     for suffix, members in _tables_of(fields, rules).items():
@@ -215,18 +224,34 @@ def embedding_output(
                 f"model.tables.{pattern}: dim {shape.dim} for {table}, but its dim must be {dim}: "
                 f"{fixed_dim}; use a pattern that does not match {table}"
             )
+        growth = _growth_of(members, rules, suffix)
         initial = INITIAL_RANGE if shape.initial_range is None else shape.initial_range
         tables.append(
             TableConfig(
                 name=table,
                 features=tuple(field.name for field in members),
-                num_rows=members[0].rows,
+                num_rows=members[0].rows if growth is None else growth.evict.max_rows,
                 dim=shape.dim or dim,
                 pooling=shape.pooling or pooling,
                 initial_range=initial,
+                growth=growth,
             )
         )
     return OutputConfig(name=name, tables=tuple(tables), combine=combine)
+
+
+def _growth_of(members: Sequence[IdField], rules: TableRules | None, table: str) -> Growth | None:
+    """Return how a table of these fields grows; raise ConfigError if the fields' rules differ."""
+    first, *others = members
+    growth = growth_of(rules, first.name, keyed=first.keyed)
+    for other in others:
+        if growth_of(rules, other.name, keyed=other.keyed) != growth:
+            raise ConfigError(
+                f"model.fields: {first.name} and {other.name} share table {table}, but their "
+                "vocabulary settings differ; use one pattern that matches both for vocabulary, "
+                "admit_count, forget_after_samples, and evict"
+            )
+    return growth
 
 
 def _tables_of(fields: Sequence[IdField], rules: TableRules | None) -> dict[str, list[IdField]]:

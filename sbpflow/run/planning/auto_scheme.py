@@ -43,9 +43,13 @@ def candidates(
     In some candidates all tables have the same layout, or whole tables are balanced over the ranks.
     The other candidates combine one of these with copies of small tables on every rank.
     """
-    alike: dict[str, Callable[[TableConfig], TableRule]] = {
-        "all B": lambda _: TableRule(sbp="B", exchange="local"),
-    }
+    rows = TableRule(sbp="S(0)", exchange="unique")
+    copies = TableRule(sbp="B", exchange="local")
+
+    def copied(table: TableConfig) -> TableRule:  # a growing table cannot have copies
+        return copies if table.growth is None or world_size == 1 else rows
+
+    alike: dict[str, Callable[[TableConfig], TableRule]] = {"all B": copied}
     if world_size > 1:
         whole = _balanced(tables, features, world_size, batch_size, frequencies or {})
         columns = TableRule(sbp="S(1)", exchange="columns")
@@ -55,7 +59,7 @@ def candidates(
             return rule if table.dim >= world_size else whole[table.name]
 
         alike |= {
-            "all unique": lambda _: TableRule(sbp="S(0)", exchange="unique"),
+            "all unique": lambda _: rows,
             "all reduce": lambda _: TableRule(sbp="S(0)", exchange="reduce"),
             "all whole": lambda table: whole[table.name],
             "all S(1)": lambda table: if_wide(columns, table),
@@ -65,14 +69,14 @@ def candidates(
         name: {escape(table.name): rule(table) for table in tables} for name, rule in alike.items()
     }
     for limit in (batch_size // (2 * world_size), 2 * batch_size):
-        small = [table for table in tables if table.num_rows <= limit]
+        small = [table for table in tables if table.num_rows <= limit and table.growth is None]
         if not 0 < len(small) < len(tables):
             continue
-        copied = {escape(table.name): alike["all B"](table) for table in small}
+        changed = {escape(table.name): copies for table in small}
         for name in alike:
             if name != "all B":
                 mixed = f"B up to {limit:,} rows, else {name.removeprefix('all ')}"
-                rules[mixed] = rules[name] | copied
+                rules[mixed] = rules[name] | changed
     return rules
 
 

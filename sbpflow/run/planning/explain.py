@@ -101,6 +101,7 @@ def _describe_table(
         "kernel_reason": kernel.reason,
         "skew": plan.skew.get(table.name),
         "storage": None if table.storage is None else asdict(table.storage),
+        "growth": None if table.growth is None else asdict(table.growth),
         "shards": shards,
     }
 

@@ -62,11 +62,6 @@ def row_bytes(table: TableConfig, config: Config) -> int:
 
 
 def _check_width(table: TableConfig, num_bytes: int, key: str) -> None:
-    if table.by_key:
-        raise ConfigError(
-            f"{key}: table {table.name} is by_key, so its rows are assigned on the device; exclude "
-            "the table, or use kind: device"
-        )
     if num_bytes <= RECORD_BYTES:
         raise ConfigError(
             f"{key}: a row of table {table.name} has {num_bytes} bytes, but planning its slots "

@@ -28,6 +28,10 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
+def _is_id(value: object) -> bool:
+    return type(value) is int and -(2**63) <= value < 2**63
+
+
 _FIGURE = _or_none(is_value)
 _NAMED: Mapping[str, Callable[[Any], bool]] = {
     "step": is_count,
@@ -38,7 +42,7 @@ _NAMED: Mapping[str, Callable[[Any], bool]] = {
     "column": _is_text,
     "rows": _list_of(is_count),
     "observed": _list_of(is_value),
-    "value": _or_none(is_count),
+    "value": _or_none(_is_id),
     "peak_memory_bytes": _list_of(is_count),
 }
 # {event: its required keys}; all other keys are numbers or null.

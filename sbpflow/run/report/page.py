@@ -38,6 +38,7 @@ def page(runs: Sequence[Run]) -> str:
         ("AUC of val", _pair(runs, "AUC", "auc", split="val")),
         ("Logloss of val", _pair(runs, "logloss", "logloss", split="val")),
         ("Learning rates and gradients", _rates(runs)),
+        ("Growing tables", _each(runs, _growth)),
         ("Speed", _speed(runs)),
         ("Calibration", _calibration(runs)),
         ("Slices", _each(runs, _slices)),
@@ -178,6 +179,30 @@ def _slices(run: Run) -> str:
     ]
     header = [f"{split}: column", "id", "rows", "AUC", "logloss", "calibration"]
     return html_table(header, rows) if rows else ""
+
+
+def _growth(run: Run) -> str:
+    """Draw the keys with rows of each field, and list the last figures of each field."""
+    last = next((e for e in reversed(run.of("step")) if e.get("growth_live") is not None), {})
+    names = [key.removeprefix("growth.") for key in last if key.startswith("growth.")]
+    fields = [name.removesuffix(".live") for name in names if name.endswith(".live")]
+    if not fields:
+        return ""
+    charts = [
+        line_chart(
+            title,
+            "step",
+            [Series(f, run.curve(f"growth.{f}.{key}"), n) for n, f in enumerate(fields)],
+            zero=True,
+        )
+        for title, key in (("keys with a row", "live"), ("share of rows in use", "load_factor"))
+    ]
+    figures = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+    rows = [
+        [field, *(_value(last.get(f"growth.{field}.{key}"), show_number) for key in figures)]
+        for field in fields
+    ]
+    return html_row(charts) + html_table(["field", *figures], rows)
 
 
 def _layouts(run: Run) -> str:

@@ -25,7 +25,6 @@ from sbpflow.config.renamed import with_current_keys
 from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import TableRule, rule_of
 from sbpflow.embedding.rules.base import KernelRequest
-from sbpflow.embedding.state import KEYS
 from sbpflow.embedding.storage.choose import missing_kernels, request_of
 from sbpflow.errors import CheckpointError, ConfigError, DataError
 from sbpflow.run.execution.job import Job
@@ -207,12 +206,15 @@ def load_values(job: Job, checkpoint: Checkpoint) -> None:
     """
     tables = [table for out in job.plan.embeddings.outputs for table in out.tables]
     wanted = {f"tables/{table.name}" for table in tables}
-    wanted |= {f"tables/{table.name}/{KEYS}" for table in tables if table.by_key}
     wanted |= {f"dense/{name}" for name in (*job.model.parameters, *job.model.buffers)}
-    state = {name: tensor for name, tensor in job.state().items() if name in wanted}
+    state = {
+        name: tensor
+        for name, tensor in job.state().items()
+        if name in wanted or name.startswith("vocabularies/")
+    }
     for name, tensor in state.items():
         saved = checkpoint.saved(name)
-        skip = tensor.by_key  # a table by key may have any number of rows
+        skip = tensor.by_key  # a growing table may have any number of rows
         if saved.shape[skip:] != tensor.shape[skip:]:
             raise CheckpointError(
                 f"{checkpoint.path}: {name} has shape {list(saved.shape)}, but this model has "

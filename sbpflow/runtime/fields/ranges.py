@@ -2,7 +2,8 @@
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from sbpflow.runtime.fields.keys import Key
 
@@ -49,7 +50,8 @@ Accumulator = Annotated[
 def broken_rule(value: Any, kind: Any) -> str | None:
     """Return the rule of the annotation ``kind`` if ``value`` breaks it, else None.
 
-    Supports numbers with a Range, tuples of them and ``Literal``; other kinds always pass.
+    Supports numbers with a Range, tuples of them, ``Literal``, and unions of these with None; other
+    kinds always pass.
     """
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
@@ -62,6 +64,12 @@ def broken_rule(value: Any, kind: Any) -> str | None:
         broken = len(value) != len(args) or any(map(broken_rule, value, args))
         texts = ", ".join(str(mark) for mark in get_args(args[0])[1:])
         return f"{len(args)} numbers, each {texts}" if broken else None
+    if origin in (Union, UnionType):
+        return (
+            None
+            if value is None
+            else next(filter(None, (broken_rule(value, k) for k in args)), None)
+        )
     if origin is Literal:
         return None if value in args else f"one of {', '.join(map(str, args))}"
     return None

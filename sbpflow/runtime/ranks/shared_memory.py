@@ -163,7 +163,7 @@ class Sending:
 
     def send(self, message: Tensor, shared: SharedMemory) -> None:
         """Copy a contiguous tensor into the arena and notify the receiver."""
-        raw, entries = _bytes(message), self._ring.entries
+        raw, entries = _bytes_of(message), self._ring.entries
         while self._in_flight:
             oldest = self._number - len(self._in_flight)
             if entries[oldest % IN_FLIGHT, 3] != oldest + 1:
@@ -198,7 +198,7 @@ class Receiving:
         shared.await_message(ring, number, self._peer)
         entry = ring.entries[number % IN_FLIGHT]
         offset, count, _, _ = entry.tolist()
-        raw = _bytes(target)
+        raw = _bytes_of(target)
         if count != raw.numel():
             raise RuntimeError(
                 f"enforce fail: Received data size doesn't match expected size: {count} bytes "
@@ -241,11 +241,6 @@ class SharedChannel:
     def receive(self, peer: int, target: Tensor) -> Arriving:
         """Receive into a contiguous CPU tensor of the message's size."""
         return self._receiving[peer].next_message(target, self._shared)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a contiguous tensor, whose stride may be 0 if it has one element."""
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def share_memory(
@@ -377,3 +372,8 @@ def _accept(own: Greeting, listener: socket.socket, timeout_s: float) -> dict[in
     with peer:
         peer.settimeout(timeout_s)
         return own.exchange(peer)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return the bytes of a contiguous tensor; with at most one element, its strides can be 0."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -1,0 +1,229 @@
+"""Measures tables that grow: the key map, the decisions of a batch, and whole training steps.
+
+    python -m benchmarks.growth map [--keys 10000000]
+    python -m benchmarks.growth decisions
+    python -m benchmarks.growth steps
+
+``decisions`` and ``steps`` use 26 fields at batch 16,384, with ids as skewed as those of Criteo.
+The keys of large fields drift, so keys are admitted, evicted, and forgotten in every step.
+``steps`` trains a Wide & Deep model on fitted ids and on keys, alternately.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from torch import nn
+
+from benchmarks.record import Results
+from sbpflow.boxing.executor import Boxing
+from sbpflow.embedding.collection import EmbeddingCollection
+from sbpflow.embedding.exchange.key_exchange import KeyExchange
+from sbpflow.embedding.ids.batch_ids import BatchIds
+from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
+from sbpflow.embedding.plan.growth import NUM_BUCKETS, Eviction, Growth
+from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
+from sbpflow.embedding.rules.registry import sparse_optimizer
+from sbpflow.embedding.vocabulary import counting_loops, undo_loops
+from sbpflow.embedding.vocabulary.vocabulary import Vocabulary
+from sbpflow.runtime.random.streams import mix
+from sbpflow.runtime.ranks.world import World
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Split
+
+BATCH = 16_384
+NO_COUNTS = np.empty(0, np.int64)
+# Distinct values of Criteo's 26 categorical fields, with the six largest reduced to 400,000.
+SIZES = (
+    1460, 583, 400_000, 400_000, 305, 24, 12_517, 633, 3, 93_145, 5683, 400_000, 3194, 27, 14_992,
+    400_000, 10, 5652, 2173, 4, 400_000, 18, 15, 286_181, 105, 142_572,
+)  # fmt: skip
+MAX_ROWS = 2**18
+WINDOW = 3_000
+SKEW = 3.0  # an id is size * u^SKEW for a uniform u
+
+
+def measure(work: Callable[[], object]) -> float:
+    """Return the CPU seconds of one call."""
+    start = time.process_time()
+    work()
+    return time.process_time() - start
+
+
+def batches(count: int, *, drift: bool) -> Iterator[np.ndarray]:
+    """Yield ids [batch, fields].
+
+    With ``drift``, a fifth of the ids of the nine large fields is from a moving window of new ids.
+    Such a batch has 0.8 new ids per sample, and the first batches more.
+    """
+    random = np.random.default_rng(5)
+    sizes = np.array(SIZES)
+    for step in range(count):
+        ids = (random.random((BATCH, sizes.size)) ** SKEW * sizes).astype(np.int64)
+        if drift:
+            new = sizes + step * WINDOW // 2 + random.integers(0, WINDOW, ids.shape)
+            is_new = (random.random(ids.shape) < 0.2) & (sizes > 10_000)
+            ids = np.where(is_new, new, ids)
+        yield ids
+
+
+def measure_map(num_keys: int, results: Results) -> None:
+    growth = Growth(evict=Eviction(max_rows=num_keys * 5 // 4))
+    random = np.random.default_rng(1)
+    keys = random.integers(-(2**63), 2**63 - 1, num_keys)
+    addresses, zeros = np.empty_like(keys), np.zeros(num_keys, np.int32)
+    counting_loops.addresses_of(keys, addresses)
+
+    def new() -> Vocabulary:
+        return Vocabulary(growth, growth.evict.max_rows, 0, NUM_BUCKETS)
+
+    small = new()  # compiles the loops
+    small.announce(keys[:10], NO_COUNTS, 1)
+    undo_loops.load_rows(new().arrays, addresses[:10], zeros, zeros)
+    part = new()
+    part.reserve(num_keys)
+    insert_s = measure(lambda: undo_loops.load_rows(part.arrays, addresses, zeros, zeros))
+    order = random.permutation(num_keys)[: 4 * 10**6]
+    found, out = keys[order], np.empty(order.size, np.int64)
+    hit_s = measure(lambda: counting_loops.find_all(part.arrays, found, out))
+    if not (out == order).all():
+        raise RuntimeError("the map returned wrong rows")
+    part, longest = new(), 0.0
+    start = time.process_time()
+    for first in range(0, num_keys, BATCH):
+        begin = time.perf_counter()
+        part.announce(keys[first : first + BATCH], NO_COUNTS, BATCH)
+        longest = max(longest, time.perf_counter() - begin)
+        part.release()
+    admit_s = time.process_time() - start
+    results.add(
+        keys=num_keys,
+        inserts_m_per_s=round(num_keys / insert_s / 1e6, 2),
+        hits_m_per_s=round(order.size / hit_s / 1e6, 2),
+        admissions_m_per_s=round(num_keys / admit_s / 1e6, 2),
+        longest_batch_ms=round(longest * 1e3, 1),
+        bytes_per_key=round(part.num_bytes / num_keys, 2),
+    )
+
+
+def make_plan(*, grows: bool) -> EmbeddingPlan:
+    growth = Growth(
+        evict=Eviction(max_rows=MAX_ROWS, idle_samples=20 * BATCH),
+        admit_count=3,
+        forget_after_samples=10 * BATCH,
+    )
+    world = Placement.line("cpu", 1)
+
+    def tables(kind: str, dim: int) -> tuple[TableConfig, ...]:
+        return tuple(
+            TableConfig(
+                name=f"{kind}.C{n}",
+                features=(f"C{n}",),
+                num_rows=MAX_ROWS if grows else size,
+                dim=dim,
+                growth=growth if grows else None,
+            )
+            for n, size in enumerate(SIZES)
+        )
+
+    outputs = [
+        OutputConfig(name="deep", tables=tables("deep", 16)),
+        OutputConfig(name="wide", tables=tables("wide", 1), combine="sum"),
+    ]
+    layout = TableLayout(layout=Layout(world, (Split(0),)), exchange="reduce")
+    return plan_embeddings(
+        outputs,
+        {table.name: layout for output in outputs for table in output.tables},
+        features=[FeatureConfig(name=f"C{n}") for n in range(len(SIZES))],
+        optimizer=sparse_optimizer("rowwise_adagrad", lr=0.05),
+        dtype=torch.float32,
+        world=world,
+        backend="gloo",
+        batch_size=BATCH,
+    )
+
+
+def measure_decisions(world: World, results: Results) -> None:
+    exchange = KeyExchange(make_plan(grows=True), Boxing(world), [])
+    times: list[float] = []
+    for ids in batches(60, drift=True):
+        keys = BatchIds(mix(torch.from_numpy(ids)), None)
+        times.append(measure(lambda keys=keys: exchange.rows_of(keys, BATCH, True, True)))
+        exchange.release()
+    lookups = BATCH * len(SIZES)
+    totals = exchange.totals().sum((0, 1)).tolist()
+    results.add(
+        ns_per_lookup=round(statistics.median(times[20:]) / lookups * 1e9, 2),
+        longest_ms=round(max(times[20:]) * 1e3, 2),
+        median_ms=round(statistics.median(times[20:]) * 1e3, 2),
+        totals=dict(zip(exchange.NAMES, totals, strict=True)),
+    )
+
+
+class Trained:
+    """A model with its tables, trained on one process."""
+
+    def __init__(self, world: World, *, grows: bool) -> None:
+        self.tables = EmbeddingCollection(make_plan(grows=grows), Boxing(world), seed=1)
+        self.dense = nn.Sequential(
+            nn.Linear(16 * len(SIZES), 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(),
+            nn.Linear(128, 1),
+        )  # fmt: skip
+        self.optimizer = torch.optim.Adam(self.dense.parameters(), lr=1e-3, foreach=True)
+        self.grows, self.step = grows, 0
+
+    def train(self, ids: np.ndarray) -> float:
+        """Return the seconds of a step."""
+        self.step += 1
+        given = torch.from_numpy(ids)
+        given = mix(given) if self.grows else given.to(torch.int32)
+        labels = (given[:, 0] & 1).to(torch.float32).unsqueeze(1)
+        start = time.perf_counter()
+        outputs = self.tables.forward(given, BATCH, training=True)
+        logits = self.dense(outputs["deep"]) + outputs["wide"]
+        nn.functional.binary_cross_entropy_with_logits(logits, labels).backward()
+        self.tables.apply_gradients(self.step)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return time.perf_counter() - start
+
+
+def measure_steps(world: World, results: Results) -> None:
+    fitted, growing = Trained(world, grows=False), Trained(world, grows=True)
+    times: dict[bool, list[float]] = {False: [], True: []}
+    pairs = zip(batches(50, drift=False), batches(50, drift=True), strict=True)
+    for ids, drifting in pairs:
+        times[False].append(fitted.train(ids))
+        times[True].append(growing.train(drifting))
+    medians = {grows: statistics.median(values[15:]) for grows, values in times.items()}
+    results.add(
+        fitted_ms=round(medians[False] * 1e3, 2),
+        growing_ms=round(medians[True] * 1e3, 2),
+        ratio=round(medians[True] / medians[False], 4),
+        longest_over_median=round(max(times[True][15:]) / medians[True], 3),
+        longest_over_median_fitted=round(max(times[False][15:]) / medians[False], 3),
+    )
+
+
+def main() -> None:
+    """Run one benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("benchmark", choices=["map", "decisions", "steps"])
+    parser.add_argument("--keys", type=int, default=10**7)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    results = Results("growth", arguments.benchmark, recorded=arguments.keys == 10**7)
+    if arguments.benchmark == "map":
+        measure_map(arguments.keys, results)
+        return
+    with World.start("cpu") as world:
+        work = measure_decisions if arguments.benchmark == "decisions" else measure_steps
+        work(world, results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""Turns the keys of a batch into row numbers, before the groups exchange ids.
+
+Every rank counts its unique keys and sends them to the ranks that own their buckets. The owners
+decide and return the rows. The stage waits for its transfers, but runs batches ahead of the step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+
+from sbpflow.boxing.executor import Boxing
+from sbpflow.embedding.exchange.all_to_all import RowTransfer, received
+from sbpflow.embedding.ids.batch_ids import BatchIds, Lists
+from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
+from sbpflow.embedding.plan.group_plan import ExchangeStep
+from sbpflow.embedding.plan.tables import Shard
+from sbpflow.embedding.storage.live_rows import Changes
+from sbpflow.embedding.vocabulary import requests
+from sbpflow.embedding.vocabulary.field_keys import FieldKeys
+from sbpflow.embedding.vocabulary.vocabulary_copy import Totals
+from sbpflow.runtime.compute.compiled import Array
+
+KEYS = "keys"
+_NO_COUNTS = np.empty(0, np.int64)
+_NO_ROWS = np.empty(0, np.int64)
+
+
+@dataclass(slots=True)
+class _Request:
+    """A rank's unique keys of a field, ordered by owner, with their counts and positions."""
+
+    unique: Array
+    counts: Array
+    inverse: Array
+    sizes: Array  # number of unique keys by owner
+
+
+class KeyExchange:
+    """The growing fields of a plan on one rank; every rank makes the same calls."""
+
+    NAMES = tuple(one.name for one in fields(Totals))
+
+    def __init__(self, plan: EmbeddingPlan, boxing: Boxing, shards: Sequence[Shard]) -> None:
+        self._plan, self._world = plan, boxing.world
+        rank = self._world.rank
+        self.fields = [
+            FieldKeys(field, rank, [s for s in shards if s.table.name in field.tables])
+            for field in plan.vocabularies
+        ]
+        self._starts = [
+            np.array([first for _, first, _ in field.owners]) for field in plan.vocabularies
+        ]
+        self._owners = [[owner for owner, _, _ in field.owners] for field in plan.vocabularies]
+        self._transfer = RowTransfer(self._world, KEYS)
+
+    def rows_of(
+        self, ids: BatchIds, batch_size: int, training: bool, begins_step: bool
+    ) -> tuple[BatchIds, list[Changes]]:
+        """Return the ids with row numbers in place of keys, and the changes of a training batch."""
+        matrix, lists = ids.matrix.numpy(), ids.lists
+        all_keys = [self._keys(matrix, lists, index) for index in range(len(self.fields))]
+        changes: list[Changes] = []
+        if self._world.size > 1:
+            all_rows = self._ask(all_keys, batch_size, training, begins_step, changes)
+        else:
+            all_rows = [
+                self._decide(field, keys, _NO_COUNTS, batch_size, training, begins_step, changes)
+                for field, keys in zip(self.fields, all_keys, strict=True)
+            ]
+        if training and not all(field.plan.is_local for field in self.fields):
+            changes = self._tell_all(changes, batch_size)
+        return self._replaced(ids, all_rows), changes
+
+    def release(self) -> None:
+        """End the oldest announced batch, which has been trained."""
+        for field in self.fields:
+            if field.part is not None:
+                field.part.release()
+
+    def cancel(self) -> None:
+        """Undo all announced batches that have not been looked up."""
+        for field in self.fields:
+            if field.part is not None:
+                field.part.roll_back()
+
+    def totals(self) -> Array:
+        """Return sums [fields, ranks, ``NAMES``] of trained batches; every rank must call this."""
+        own = np.zeros((len(self.fields), len(self.NAMES)), np.int64)
+        for index, field in enumerate(self.fields):
+            if field.part is not None:
+                own[index] = [getattr(field.part.totals, name) for name in self.NAMES]
+        world = self._world
+        if world.size == 1:
+            return own[:, None]
+        step = ExchangeStep(
+            id="keys/totals",
+            collective="all_to_all",
+            groups=(tuple(range(world.size)),),
+            dtype=torch.int64,
+            bound_bytes=own.nbytes * world.size,
+            total_bound_bytes=own.nbytes * world.size**2,
+            what="counts of growing fields",
+        )
+        got = self._exchange(step, np.tile(own.reshape(-1), world.size), [own.size] * world.size)
+        return got.reshape(world.size, *own.shape).swapaxes(0, 1)
+
+    def _keys(self, matrix: Array, lists: Lists | None, index: int) -> Array:
+        plan = self.fields[index].plan
+        keys = [np.ascontiguousarray(matrix[:, c]) for c in plan.columns if not plan.places]
+        if plan.places and lists is not None:
+            keys.append(lists.values.numpy()[_positions(lists, plan.places)])
+        return np.concatenate(keys) if len(keys) != 1 else keys[0]
+
+    def _replaced(self, ids: BatchIds, all_rows: list[Array]) -> BatchIds:
+        matrix, lists = ids.matrix.clone(), ids.lists
+        values = None if lists is None else lists.values.clone()
+        for field, rows in zip(self.fields, all_rows, strict=True):
+            if field.plan.places and lists is not None and values is not None:
+                values.numpy()[_positions(lists, field.plan.places)] = rows
+                continue
+            samples = matrix.shape[0]
+            for place, column in enumerate(field.plan.columns):
+                part = rows[place * samples : (place + 1) * samples]
+                matrix.numpy()[:, column] = part
+        if lists is not None and values is not None:
+            lists = Lists(lists.lengths, values, lists.weights)
+        return BatchIds(matrix, lists)
+
+    def _decide(
+        self,
+        field: FieldKeys,
+        keys: Array,
+        counts: Array,
+        batch_size: int,
+        training: bool,
+        begins_step: bool,
+        changes: list[Changes],
+    ) -> Array:
+        if field.part is None:
+            if training:
+                changes.append(Changes(_NO_ROWS, _NO_ROWS, _NO_ROWS))
+            return _NO_ROWS
+        if not training:
+            return field.part.peek(keys)
+        rows, changed = field.part.announce(keys, counts, batch_size, begins_step=begins_step)
+        changes.append(changed)
+        return rows
+
+    def _ask(
+        self,
+        all_keys: list[Array],
+        batch_size: int,
+        training: bool,
+        begins_step: bool,
+        changes: list[Changes],
+    ) -> list[Array]:
+        """Send the unique keys of all fields to their owners; return the row of each key."""
+        size = self._world.size
+        steps = {step.id: step for step in self._plan.key_steps(batch_size)}
+        asked = [
+            _Request(*requests.by_owner(keys, starts))
+            for keys, starts in zip(all_keys, self._starts, strict=True)
+        ]
+        sent = np.zeros((size, len(asked)), np.int64)
+        blocks: list[list[Array]] = [[] for _ in range(size)]
+        for index, request in enumerate(asked):
+            pairs = np.stack([request.unique, request.counts], 1)
+            ends = np.cumsum(request.sizes)
+            for owner, part in zip(self._owners[index], np.split(pairs, ends[:-1]), strict=True):
+                sent[owner, index] = part.shape[0]
+                blocks[owner].append(part)
+        got = self._exchange(steps["keys/counts"], sent.reshape(-1), [len(asked)] * size)
+        got = got.reshape(size, len(asked))
+        out, into = sent.sum(1).tolist(), got.sum(1).tolist()
+        pairs = self._exchange(steps["keys/fwd"], _joined(blocks, (0, 2)), out, into)
+        incoming = _split(pairs, got)  # by rank and field
+        replies: list[list[Array]] = [[] for _ in range(size)]
+        for index, field in enumerate(self.fields):
+            parts = [incoming[rank][index] for rank in range(size)]
+            joined = np.concatenate(parts)
+            rows = self._decide(
+                field, joined[:, 0].copy(), joined[:, 1].copy(), batch_size, training,
+                begins_step, changes,
+            )  # fmt: skip
+            ends = np.cumsum([part.shape[0] for part in parts])
+            for rank, reply in enumerate(np.split(rows, ends[:-1])):
+                replies[rank].append(reply)
+        rows = self._exchange(steps["keys/rows"], _joined(replies, (0,)), into, out)
+        answers = _split(rows, sent)
+        return [
+            np.concatenate([answers[owner][index] for owner in self._owners[index]])[
+                request.inverse
+            ]
+            for index, request in enumerate(asked)
+        ]
+
+    def _tell_all(self, changes: list[Changes], batch_size: int) -> list[Changes]:
+        """Send the changes of this rank to all ranks; return the changes of all ranks."""
+        size, count = self._world.size, 2 * len(changes)
+        steps = {step.id: step for step in self._plan.key_steps(batch_size)}
+        own = np.array([n for one in changes for n in (one.rows.size, one.freed.size)], np.int64)
+        sizes = self._exchange(steps["keys/changed"], np.tile(own, size), [count] * size)
+        sizes = sizes.reshape(size, count)
+        blocks = [
+            block
+            for one in changes
+            for block in (
+                np.stack([one.rows, one.addresses], 1),
+                np.stack([one.freed, np.zeros_like(one.freed)], 1),
+            )
+        ]
+        send, step = _tensor(np.concatenate(blocks)), steps["keys/new"]
+        into = sizes.sum(1).tolist()
+        pending = self._transfer.start_for_all(step, send, into)
+        parts = _split(received(step, pending, sum(into)).numpy(), sizes)
+        joined = [np.concatenate([part[index] for part in parts]) for index in range(count)]
+        return [
+            Changes(new[:, 0], new[:, 1], freed[:, 0])
+            for new, freed in zip(joined[::2], joined[1::2], strict=True)
+        ]
+
+    def _exchange(
+        self, step: ExchangeStep, send: Array, out: list[int], into: list[int] | None = None
+    ) -> Array:
+        into = out if into is None else into
+        pending = self._transfer.start(step, _tensor(send), out, into)
+        return received(step, pending, sum(into)).numpy()
+
+
+def _tensor(values: Array) -> torch.Tensor:
+    # Without elements, the strides of numpy are not those of a contiguous tensor.
+    return torch.from_numpy(values) if values.size else torch.empty(values.shape, dtype=torch.int64)
+
+
+def _joined(blocks: list[list[Array]], empty: tuple[int, ...]) -> Array:
+    return np.concatenate([np.empty(empty, np.int64), *(b for part in blocks for b in part)])
+
+
+def _split(values: Array, sizes: Array) -> list[list[Array]]:
+    """Split rows by rank, then by field."""
+    parts = iter(np.split(values, np.cumsum(sizes.reshape(-1))[:-1]))
+    return [[next(parts) for _ in range(sizes.shape[1])] for _ in range(sizes.shape[0])]
+
+
+def _positions(lists: Lists, places: tuple[int, ...]) -> Array:
+    """Return the positions of all ids of some lists."""
+    place = np.tile(np.arange(lists.lengths.shape[1]), lists.lengths.shape[0])
+    return np.flatnonzero(np.isin(np.repeat(place, lists.lengths.reshape(-1).numpy()), places))

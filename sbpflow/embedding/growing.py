@@ -1,0 +1,145 @@
+"""The growing tables of a collection: rows for keys, and initial values for rows with new keys."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sbpflow.boxing.executor import Boxing
+from sbpflow.embedding.exchange.key_exchange import KeyExchange
+from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
+from sbpflow.embedding.plan.growth import GrowthCounts
+from sbpflow.embedding.plan.table_batch import TableBatch
+from sbpflow.embedding.plan.tables import Shard
+from sbpflow.embedding.storage.base import notify
+from sbpflow.embedding.storage.initial import initial_rows
+from sbpflow.embedding.storage.live_rows import Changes, LiveRows
+from sbpflow.embedding.storage.store import RowStore
+from sbpflow.errors import ConfigError
+
+
+class Growing(KeyExchange):
+    """The growing fields of a plan on one rank, with the rows that the rank stores."""
+
+    def __init__(self, plan: EmbeddingPlan, boxing: Boxing, seed: int) -> None:
+        stacks = [stack for group in plan.groups for stack in group.stacks if stack.grows]
+        shards = [shard for stack in stacks for shard in stack.shards(boxing.world.rank)]
+        super().__init__(plan, boxing, shards)
+        self._seed = seed
+        self._num_read = 0  # batches looked up since the last update
+        by_table = {name: field.live for field in self.fields for name in field.plan.tables}
+        self.live = {name: live for name, live in by_table.items() if live is not None}
+
+    def begin(
+        self, changes: Sequence[Changes], stores: Sequence[tuple[TableBatch, RowStore]]
+    ) -> None:
+        """Take the changes of a training batch right before it is looked up.
+
+        Rows with new keys get their initial values. No batch that read their former values is still
+        to be updated, because a key used by a step keeps its row.
+        """
+        self._num_read += 1
+        new = {
+            name: field.live.apply(change)
+            for field, change in zip(self.fields, changes, strict=True)
+            for name in field.plan.tables[:1]
+            if field.live is not None
+        }
+        by_table = {
+            name: new[field.plan.tables[0]]
+            for field in self.fields
+            for name in field.plan.tables
+            if field.live is not None
+        }
+        for stack, store in stores:
+            if stack.grows:
+                self._write(stack, store, by_table)
+
+    def _write(
+        self, stack: TableBatch, store: RowStore, new: dict[str, tuple[Tensor, Tensor]]
+    ) -> None:
+        shards = stack.shards(self._world.rank)
+        rows: list[Tensor] = []
+        addresses: list[Tensor] = []
+        for shard in shards:
+            table_rows, keys = new[shard.table.name]
+            # The rank can store more rows of another table of the field.
+            mine = (table_rows >= shard.row_start) & (table_rows < shard.row_stop)
+            rows.append(table_rows[mine] + shard.shift)
+            addresses.append(keys[mine])
+        joined = torch.cat([torch.empty(0, dtype=torch.int64), *rows])
+        if not joined.numel():
+            return
+        values = initial_rows(
+            joined,
+            shards,
+            seed=self._seed,
+            optimizer=stack.optimizer,
+            width=store.width,
+            dtype=self._plan.dtype,
+            row_dtype=self._plan.row_dtype,
+            addresses=torch.cat(addresses),
+        )
+        notify(store.listeners, joined)
+        store.write(joined, values)
+
+    def erase(self, name: str, keys: Tensor) -> int:
+        """Remove keys [n] int64 of a field, as if they had never occurred.
+
+        Return the number of rows that keys owned by this rank had. Every rank must call this method
+        with the same keys, and without batches in flight. The rows are not in later checkpoints.
+        """
+        names = [field.plan.name for field in self.fields]
+        if name not in names:
+            raise ConfigError(f"erase: field {name!r} does not grow; use {', '.join(names)}")
+        changes: list[Changes] = []
+        none = np.empty(0, np.int64)
+        for field in self.fields:
+            freed = none
+            if field.plan.name == name and field.part is not None:
+                freed = field.part.erase(field.part.owned(keys.numpy()))
+            changes.append(Changes(none, none, freed))
+        number = changes[names.index(name)].freed.size
+        if not all(field.plan.is_local for field in self.fields):
+            changes = self._tell_all(changes, 1)
+        for field, change in zip(self.fields, changes, strict=True):
+            if field.live is not None:
+                field.live.apply(change)
+        return number
+
+    def end_step(self) -> None:
+        """End all batches that were looked up, after their update."""
+        for _ in range(self._num_read):
+            self.release()
+        self._num_read = 0
+
+    def numbers_of(self, shards: Sequence[Shard]) -> Callable[[Tensor], Tensor]:
+        """Return a function from ascending rows of a store to the addresses of their keys."""
+        bases = torch.tensor([shard.base for shard in shards])
+        live = [self.live[shard.table.name] for shard in shards]
+        return partial(_addresses, bases=bases, shards=shards, live=live)
+
+    def counts(self) -> dict[str, GrowthCounts]:
+        """Return the counts of all fields over all ranks; every rank must call this."""
+        totals = self.totals()
+        return {
+            field.plan.name: GrowthCounts(
+                max_rows=field.plan.num_rows,
+                rows_per_rank=tuple(int(n) for n in totals[index, :, 0]),
+                **dict(zip(self.NAMES, totals[index].sum(0).tolist(), strict=True)),
+            )
+            for index, field in enumerate(self.fields)
+        }
+
+
+def _addresses(
+    rows: Tensor, *, bases: Tensor, shards: Sequence[Shard], live: Sequence[LiveRows]
+) -> Tensor:
+    ends = [*torch.searchsorted(rows, bases).tolist(), rows.numel()]
+    parts = [
+        torch.from_numpy(keys.addresses)[rows[start:stop] - shard.shift - keys.start]
+        for shard, keys, start, stop in zip(shards, live, ends, ends[1:], strict=False)
+    ]
+    return torch.cat(parts)

@@ -1,0 +1,115 @@
+"""Describes tables that grow while they train: when a key gets a row, and when it loses the row.
+
+The key space is divided into ``NUM_BUCKETS`` buckets for the life of a table. A rank owns a range
+of buckets, and each bucket has an equal share of the rows. All keys without a row share row 0.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Annotated, Literal, get_type_hints
+
+from sbpflow.errors import ConfigError
+from sbpflow.runtime.fields.keys import Key
+from sbpflow.runtime.fields.ranges import Count, Rate, broken_rule
+
+NUM_BUCKETS = 2**14
+MIN_ROWS = 4 * NUM_BUCKETS  # with fewer rows per bucket, buckets fill up long before the table
+Policy = Literal["lru", "lfu"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eviction:
+    """When keys lose their rows: after a time without use, or when their bucket needs the row."""
+
+    max_rows: Annotated[
+        int, Key("results", "Number of rows of the field's tables; at least 65536.")
+    ]
+    policy: Annotated[
+        Policy,
+        Key("results", "Evict the least recently (`lru`) or least frequently (`lfu`) used key."),
+    ] = "lru"
+    idle_samples: Annotated[
+        Count | None, Key("results", "Evict keys unused for this many samples; null: never.")
+    ] = None
+    idle_time: Annotated[
+        Rate | None, Key("results", "Evict keys unused for this event time; null: never.")
+    ] = None
+
+    def __post_init__(self) -> None:
+        _check(self, "evict.")
+        if self.max_rows < MIN_ROWS:
+            raise ConfigError(
+                f"evict.max_rows: {self.max_rows}; use {MIN_ROWS} or more, because the rows are "
+                f"divided evenly over {NUM_BUCKETS} buckets of keys"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    """How a table assigns its rows to 64-bit keys.
+
+    A key gets a row in the step of its ``admit_count``-th occurrence. Occurrences are forgotten if
+    the key does not occur again within ``forget_after_samples`` samples. ``TableConfig.num_rows``
+    equals ``evict.max_rows``.
+    """
+
+    evict: Eviction
+    admit_count: Annotated[
+        Count, Key("results", "Number of occurrences after which a key gets a row.")
+    ] = 1
+    forget_after_samples: Annotated[
+        Count | None,
+        Key("results", "Forget a key's occurrences after this many samples; null: never."),
+    ] = None
+
+    def __post_init__(self) -> None:
+        _check(self, "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrowthCounts:
+    """Counts of a growing field over all ranks, as of the last trained batch.
+
+    ``live`` keys have rows, and ``pending`` keys have occurred, but not often enough. ``admitted``,
+    ``evicted``, ``forgotten``, and the lookups count since the table was created. Lookups on
+    ``pending_lookups`` and ``refused_lookups`` read the shared row; refused keys had occurred often
+    enough, but all rows of their bucket were in use by the same batch.
+    """
+
+    max_rows: int
+    live: int = 0
+    pending: int = 0
+    admitted: int = 0
+    evicted: int = 0
+    forgotten: int = 0
+    lookups: int = 0
+    pending_lookups: int = 0
+    refused_lookups: int = 0
+    rows_per_rank: tuple[int, ...] = ()  # live keys by rank
+
+    @property
+    def load_factor(self) -> float:
+        """Return the share of rows that have a key."""
+        return self.live / self.max_rows
+
+    @property
+    def refused_share(self) -> float:
+        """Return the share of lookups by refused keys."""
+        return self.refused_lookups / self.lookups if self.lookups else 0.0
+
+
+def _check(value: Eviction | Growth, prefix: str) -> None:
+    hints = get_type_hints(type(value), include_extras=True)
+    for field in fields(value):
+        given = getattr(value, field.name)
+        if rule := broken_rule(given, hints[field.name]):
+            raise ConfigError(f"{prefix}{field.name}: {given}; use {rule}")
+
+
+def first_row_of(bucket: int, num_rows: int) -> int:
+    """Return the first row of a bucket in a table of ``num_rows`` rows."""
+    return num_rows * bucket // NUM_BUCKETS
+
+
+def first_address(bucket: int) -> int:
+    """Return the first address of a bucket; the end of the last bucket is 2^63."""
+    return (bucket - NUM_BUCKETS // 2) * (2**64 // NUM_BUCKETS)

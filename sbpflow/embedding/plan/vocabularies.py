@@ -1,0 +1,231 @@
+"""Plans which rank decides about the keys of each growing field.
+
+A key's row number is decided before any table is looked up, so tables of one field share their row
+numbers in any layouts, and the exchanges of tables see only row numbers. The rank that stores a
+range of rows also owns the corresponding range of key buckets.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+
+from sbpflow.embedding.plan.group_plan import ExchangeStep
+from sbpflow.embedding.plan.grouping import IdColumns
+from sbpflow.embedding.plan.growth import NUM_BUCKETS, Growth, first_row_of
+from sbpflow.embedding.plan.tables import (
+    FeatureConfig,
+    OutputConfig,
+    TableConfig,
+    TableLayout,
+    shards_of,
+)
+from sbpflow.errors import ConfigError
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Broadcast, Split, balanced_sizes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VocabularyPlan:
+    """The keys of ``features``, whose tables have equal row numbers.
+
+    ``owners`` has (rank, first bucket, last bucket) in ascending order. ``columns`` of the id
+    matrix and lists at ``places`` have the keys. If ``is_local``, only the owner of a key stores
+    the key's rows.
+    """
+
+    name: str
+    features: tuple[str, ...]
+    growth: Growth
+    num_rows: int
+    owners: tuple[tuple[int, int, int], ...]
+    columns: tuple[int, ...]
+    places: tuple[int, ...]
+    hotness: int
+    is_local: bool
+    tables: tuple[str, ...]
+
+
+def key_steps(
+    vocabularies: Sequence[VocabularyPlan], world: Placement, batch_size: int
+) -> tuple[ExchangeStep, ...]:
+    """Return the transfers of keys: to their owners with counts, and rows back."""
+    if not vocabularies or world.size == 1:
+        return ()
+    lookups = sum(vocabulary.hotness for vocabulary in vocabularies)
+    most, every = -(-batch_size // world.size) * lookups, batch_size * lookups
+    counts = 8 * world.size * len(vocabularies)
+    steps = [
+        ("keys/counts", "all_to_all", counts, counts * world.size, "numbers of unique keys"),
+        ("keys/fwd", "all_to_all", 16 * most, 16 * every, "unique keys and their counts"),
+        ("keys/rows", "all_to_all", 8 * every, 8 * every, "the rows of the keys"),
+    ]
+    if not all(vocabulary.is_local for vocabulary in vocabularies):
+        sent = 16 * every * (world.size - 1)
+        steps += [
+            ("keys/changed", "all_to_all", counts, counts * world.size, "numbers of new keys"),
+            ("keys/new", "all_gather", sent, sent, "new keys and freed rows"),
+        ]
+    return tuple(
+        ExchangeStep(
+            id=id,
+            collective=collective,
+            groups=(world.ranks,),
+            dtype=torch.int64,
+            bound_bytes=per_rank,
+            total_bound_bytes=total,
+            what=what,
+        )
+        for id, collective, per_rank, total, what in steps
+    )
+
+
+def aligned(
+    tables: Sequence[TableConfig], layouts: Mapping[str, TableLayout]
+) -> dict[str, TableLayout]:
+    """Return the layouts, with the rows of growing tables split between buckets of keys."""
+    result = dict(layouts)
+    for table in tables:
+        config = layouts.get(table.name)
+        if table.growth is None or config is None:
+            continue
+        layout, nd_sbp = config.layout, list(config.layout.nd_sbp)
+        for axis, sbp in enumerate(nd_sbp):
+            if not (isinstance(sbp, Split) and sbp.dim == 0):
+                continue
+            parts = layout.placement.shape[axis]
+            sizes = _bucket_sizes(table.num_rows, parts)
+            if sbp.sizes is None:
+                nd_sbp[axis] = Split(0, sizes)
+            elif any(end not in _bounds(table.num_rows) for end in _ends(sbp.sizes)):
+                raise ConfigError(
+                    f"{config.key or f'table {table.name}'}: sizes {list(sbp.sizes)} split the "
+                    f"rows of a bucket of keys; use, for example, {list(sizes)}"
+                )
+        result[table.name] = replace(config, layout=replace(layout, nd_sbp=tuple(nd_sbp)))
+    return result
+
+
+def plan_vocabularies(
+    outputs: Sequence[OutputConfig],
+    layouts: Mapping[str, TableLayout],
+    features: Sequence[FeatureConfig],
+    ids: IdColumns,
+    world: Placement,
+) -> tuple[VocabularyPlan, ...]:
+    """Return a plan for each set of features that have growing tables."""
+    tables = [table for output in outputs for table in output.tables]
+    by_features: dict[tuple[str, ...], list[TableConfig]] = {}
+    for table in tables:
+        if table.growth is not None:
+            _check_table(table, layouts[table.name], world)
+            by_features.setdefault(table.features, []).append(table)
+    for names, growing in by_features.items():
+        for table in tables:
+            other = (table.features, table.growth)
+            if set(names) & set(table.features) and other != (names, growing[0].growth):
+                raise ConfigError(
+                    f"table {table.name}: shares features {sorted({*names} & {*table.features})} "
+                    f"with table {growing[0].name}; growing tables that share a feature need the "
+                    "same features and the same growth"
+                )
+    numbers = {feature.name: number for number, feature in enumerate(features)}
+    result: list[VocabularyPlan] = []
+    for names, growing in by_features.items():
+        columns: list[int] = []
+        places: list[int] = []
+        for number in (numbers[name] for name in names):
+            first = ids.first[number]
+            if first is not None:
+                columns += range(first, first + features[number].hotness)
+            if number in ids.lists:
+                places.append(ids.lists.index(number))
+        growth = growing[0].growth
+        if growth is None:
+            raise RuntimeError(f"table {growing[0].name} does not grow")
+        owners = _owners(growing, layouts, world)
+        result.append(
+            VocabularyPlan(
+                name="+".join(names),
+                features=names,
+                growth=growth,
+                num_rows=growing[0].num_rows,
+                owners=owners,
+                columns=tuple(columns),
+                places=tuple(places),
+                hotness=sum(features[numbers[name]].hotness for name in names),
+                is_local=world.size == 1
+                or all(_row_owners(table, layouts) == owners for table in growing),
+                tables=tuple(table.name for table in growing),
+            )
+        )
+    return tuple(result)
+
+
+def _check_table(table: TableConfig, config: TableLayout, world: Placement) -> None:
+    layout, problem = config.layout, ""
+    if world.device_type != "cpu":
+        problem = f"device {world.device_type} is not supported; use device cpu"
+    elif table.growth is not None and table.growth.evict.idle_time is not None:
+        problem = "evict.idle_time is not supported, because batches have no event time; use null"
+    elif layout.placement.size > 1 and any(isinstance(sbp, Broadcast) for sbp in layout.nd_sbp):
+        problem = (
+            f"layout {layout} is not supported, because every rank would need the new rows of all "
+            "ranks; use S(0) or S(1)"
+        )
+    elif list(layout.placement.ranks) != sorted(layout.placement.ranks):
+        problem = f"layout {layout} has ranks out of order; list them in ascending order"
+    if problem:
+        raise ConfigError(f"table {table.name}: grows: {problem}")
+
+
+def _owners(
+    tables: Sequence[TableConfig], layouts: Mapping[str, TableLayout], world: Placement
+) -> tuple[tuple[int, int, int], ...]:
+    """Return the owners of the buckets: the ranks that store the rows, if tables split them."""
+    split: dict[tuple[tuple[int, int, int], ...], str] = {}
+    for table in tables:
+        owners = _row_owners(table, layouts)
+        if len(owners) > 1:
+            split.setdefault(owners, table.name)
+    if len(split) > 1:
+        first, second, *_ = split.values()
+        raise ConfigError(
+            f"table {second}: splits its rows differently than table {first}, but both have the "
+            "keys of one field; use the same ranks and sizes, or S(1)"
+        )
+    if split:
+        return next(iter(split))
+    ends = [NUM_BUCKETS * rank // world.size for rank in range(world.size + 1)]
+    return tuple((rank, *ends[index : index + 2]) for index, rank in enumerate(world.ranks))  # pyright: ignore[reportReturnType]
+
+
+def _row_owners(
+    table: TableConfig, layouts: Mapping[str, TableLayout]
+) -> tuple[tuple[int, int, int], ...]:
+    """Return (first rank, first bucket, last bucket) of each row part of a table."""
+    parts: dict[int, tuple[int, int, int]] = {}
+    for shard in shards_of(table, layouts[table.name].layout):
+        first, last = (
+            -(-row * NUM_BUCKETS // table.num_rows) for row in (shard.row_start, shard.row_stop)
+        )
+        known = parts.get(first)
+        if known is None or shard.rank < known[0]:
+            parts[first] = (shard.rank, first, last)
+    return tuple(parts[first] for first in sorted(parts))
+
+
+def _bounds(num_rows: int) -> frozenset[int]:
+    return frozenset(first_row_of(bucket, num_rows) for bucket in range(NUM_BUCKETS + 1))
+
+
+def _ends(sizes: Sequence[int]) -> list[int]:
+    return [sum(sizes[: index + 1]) for index in range(len(sizes))]
+
+
+def _bucket_sizes(num_rows: int, parts: int) -> tuple[int, ...]:
+    """Return the sizes of row parts that have about equally many buckets."""
+    ends = [0, *_ends(balanced_sizes(NUM_BUCKETS, parts))]
+    rows = [first_row_of(end, num_rows) for end in ends]
+    return tuple(stop - start for start, stop in pairwise(rows))

@@ -1,0 +1,163 @@
+"""Defines which rows of growing tables have keys, and the values of keys in checkpoints.
+
+Rows get and lose keys during training. This module does not need numba; the decisions are in
+``sbpflow.embedding.vocabulary``.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sbpflow.embedding.plan.tables import Shard
+from sbpflow.embedding.storage.selected_rows import NO_ROWS, SelectedRows
+from sbpflow.embedding.storage.store import WEIGHTS, RowStore
+from sbpflow.errors import ConfigError
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What a batch changed: rows of new keys, with the addresses, and rows that have no key now."""
+
+    rows: Array
+    addresses: Array
+    freed: Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """The keys of a vocabulary, or of a range of its buckets, in the order of their addresses.
+
+    ``lasts`` are numbers of batches; ``clock`` has the samples seen after each of the last batches
+    up to ``now``.
+    """
+
+    addresses: Array
+    lasts: Array
+    counts: Array
+    pending_addresses: Array
+    pending_lasts: Array
+    pending_counts: Array
+    now: int
+    clock: Array
+
+
+def check_numba(field: str) -> None:
+    """Raise ConfigError unless numba, which decides about the keys of a field, is installed."""
+    if find_spec("numba") is None:
+        raise ConfigError(
+            f"field {field}: vocabulary: dynamic, but numba is not installed; install numba, or "
+            "use vocabulary: fitted"
+        )
+
+
+class LiveRows:
+    """Which of the rows [start, stop) have keys after the trained batches, and their addresses."""
+
+    def __init__(self, start: int, stop: int) -> None:
+        self.start, self.stop = start, stop
+        self.addresses = np.zeros(stop - start, np.int64)
+        self.is_live = np.zeros(stop - start, np.bool)
+
+    def apply(self, changes: Changes) -> tuple[Tensor, Tensor]:
+        """Take the changes of a batch; return its new rows in this range and their addresses."""
+        mine = (changes.rows >= self.start) & (changes.rows < self.stop)
+        rows, addresses = changes.rows[mine], changes.addresses[mine]
+        freed = changes.freed[(changes.freed >= self.start) & (changes.freed < self.stop)]
+        self.is_live[freed - self.start] = False
+        self.is_live[rows - self.start] = True
+        self.addresses[rows - self.start] = addresses
+        return torch.from_numpy(rows), torch.from_numpy(addresses)
+
+    def load(self, parts: Sequence[tuple[int, Tensor]]) -> None:
+        """Replace all keys by (first row, addresses) of consecutive rows."""
+        self.is_live[:] = False
+        for first, addresses in parts:
+            part = slice(first - self.start, first - self.start + addresses.numel())
+            self.is_live[part] = True
+            self.addresses[part] = addresses.numpy()
+
+
+class TrainedRows(SelectedRows):
+    """A snapshot of which rows of a store have keys; the rows are numbered table by table.
+
+    Within a table, the shared row comes first, if the rank stores it, and then the live rows in the
+    order of their addresses. Sorting takes a second or two for ten million rows, so the first use
+    sorts; in a save, the writer thread does this.
+    """
+
+    def __init__(self, store: RowStore, shards: Sequence[Shard], live: Sequence[LiveRows]) -> None:
+        super().__init__(store, 0)
+        self.starts: dict[str, int] = {}  # first number by table
+        self._parts: list[tuple[int, bool, np.ndarray, Array]] = []
+        for shard, rows in zip(shards, live, strict=True):
+            inside = slice(shard.row_start - rows.start, shard.row_stop - rows.start)
+            numbers = np.flatnonzero(rows.is_live[inside])
+            addresses = rows.addresses[inside][numbers]
+            has_shared = shard.row_start == 0
+            self.starts[shard.table.name] = self.num_rows
+            self._parts.append((shard.base, has_shared, numbers, addresses))
+            self.num_rows += numbers.size + has_shared
+
+    def count(self, table: str) -> int:
+        """Return the number of rows of a table."""
+        starts = [*self.starts.values(), self.num_rows]
+        at = list(self.starts).index(table)
+        return starts[at + 1] - starts[at]
+
+    def unsorted(self) -> Tensor:
+        """Return the store's numbers of all rows, in any order."""
+        parts = [
+            np.concatenate([np.zeros(int(has_shared), np.int64), numbers]) + base
+            for base, has_shared, numbers, _ in self._parts
+        ]
+        return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *parts]))
+
+    @cached_property
+    def _sorted(self) -> Tensor:
+        parts = [
+            np.concatenate([np.zeros(int(has_shared), np.int64), numbers[np.argsort(addresses)]])
+            + base
+            for base, has_shared, numbers, addresses in self._parts
+        ]
+        return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *parts]))
+
+    @cached_property
+    def _places(self) -> Tensor:
+        places = torch.empty(self.store.num_rows, dtype=torch.int64)
+        places[self._sorted] = torch.arange(self.num_rows)
+        return places
+
+    def numbers(self, rows: slice) -> slice | Tensor:
+        return rows if rows == NO_ROWS else self._sorted[rows]
+
+    def places(self, numbers: Tensor) -> Tensor:
+        return self._places[numbers]
+
+
+class KeyColumn:
+    """One array of a saved vocabulary, computed by the first read, through a store's interface."""
+
+    is_in_place = False
+
+    def __init__(self, read: Callable[[], Array], dtype: torch.dtype) -> None:
+        self._read, self._dtype = read, dtype
+
+    @cached_property
+    def _values(self) -> Tensor:
+        return torch.from_numpy(self._read()).to(self._dtype)
+
+    def read(self, rows: slice, into: Mapping[str, Tensor] | None = None) -> Mapping[str, Tensor]:
+        """Read values as ``RowStore.read`` does; the only name is ``WEIGHTS``."""
+        values = torch.empty(0, dtype=self._dtype) if rows == NO_ROWS else self._values[rows]
+        if into is None:
+            return {WEIGHTS: values}
+        into[WEIGHTS].copy_(values)
+        return into

@@ -1,0 +1,30 @@
+"""Defines selections of a store's rows, which a save writes instead of all rows."""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from sbpflow.embedding.storage.store import RowStore
+
+NO_ROWS = slice(0, 0)  # for reading names, shapes, and dtypes without triggering a sort
+
+
+class SelectedRows:
+    """A read-only selection of ``num_rows`` rows of ``store``, in an order of its own."""
+
+    is_in_place = False
+
+    def __init__(self, store: RowStore, num_rows: int) -> None:
+        self.store, self.num_rows, self.width = store, num_rows, store.width
+
+    def numbers(self, rows: slice) -> slice | Tensor:
+        """Return the store's numbers of these rows."""
+        raise NotImplementedError
+
+    def places(self, numbers: Tensor) -> Tensor:
+        """Return the inverse of ``numbers``."""
+        raise NotImplementedError
+
+    def read(self, rows: slice, into: Mapping[str, Tensor] | None = None) -> Mapping[str, Tensor]:
+        """Read rows as ``RowStore.read`` does."""
+        return self.store.read(self.numbers(rows), into)

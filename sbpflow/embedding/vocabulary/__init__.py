@@ -1,0 +1,1 @@
+"""Vocabularies of growing tables: which keys have rows."""

@@ -1,0 +1,89 @@
+"""Reports the keys and rows of growing tables for each log interval, and warns of small limits."""
+
+import logging
+from collections.abc import Callable, Mapping
+
+from sbpflow.embedding.plan.growth import GrowthCounts
+
+logger = logging.getLogger(__name__)
+
+_FULL = 0.95
+_REFUSED = 0.01
+"""Share of an interval's lookups by refused keys above which the limit is too low"""
+_CHURN = 0.2
+"""Evictions per row and interval above which rows are replaced before they have learned much"""
+
+
+class GrowthWatch:
+    """Computes metrics of each growing field; ``counts`` returns the counts of all ranks by field.
+
+    Each warning is logged once per field.
+    """
+
+    def __init__(self, counts: Callable[[], Mapping[str, GrowthCounts]]) -> None:
+        self._counts, self._warned = counts, set[tuple[str, str]]()
+        self._last = dict(counts())
+
+    def figures(self) -> dict[str, float]:
+        """Return ``growth.FIELD.NAME`` for each field, and three figures over all fields.
+
+        ``admitted``, ``evicted`` and ``forgotten`` count keys since the tables were created. The
+        shares are of the lookups since the last call.
+        """
+        counts = self._counts()
+        if not counts:
+            return {}
+        figures: dict[str, float] = {}
+        for field, now in counts.items():
+            before = self._last.get(field, now)
+            lookups = max(now.lookups - before.lookups, 1)
+            refused = (now.refused_lookups - before.refused_lookups) / lookups
+            own = {
+                **{name: getattr(now, name) for name in _COUNTED},
+                "load_factor": now.load_factor,
+                "pending_share": (now.pending_lookups - before.pending_lookups) / lookups,
+                "refused_share": refused,
+                **{f"rows_of_rank_{n}": rows for n, rows in enumerate(now.rows_per_rank)},
+            }
+            figures |= {f"growth.{field}.{name}": float(value) for name, value in own.items()}
+            self._warn(field, now, now.evicted - before.evicted, refused)
+        self._last = dict(counts)
+        return figures | {
+            "growth_live": float(sum(now.live for now in counts.values())),
+            "growth_load_factor": max(now.load_factor for now in counts.values()),
+            "growth_refused_share": max(figures[f"growth.{f}.refused_share"] for f in counts),
+        }
+
+    def _warn(self, field: str, now: GrowthCounts, evicted: int, refused: float) -> None:
+        key = f"model.fields.{field}"
+        if refused > _REFUSED:
+            self._once(
+                field,
+                "refused",
+                f"{key}.evict.max_rows: {now.max_rows:,} rows are too few: {refused:.1%} of the "
+                "lookups since the last report read the shared row, because a batch used all rows "
+                f"of their buckets; use, for example, {4 * now.max_rows}",
+            )
+        elif evicted > _CHURN * now.max_rows:
+            self._once(
+                field,
+                "churn",
+                f"{key}: {evicted:,} keys lost their rows since the last report, of "
+                f"{now.max_rows:,} rows, so most keys are evicted before their rows are trained; "
+                f"raise {key}.evict.max_rows, or admit fewer keys by a higher admit_count",
+            )
+        elif now.load_factor > _FULL:
+            self._once(
+                field,
+                "full",
+                f"{key}: {now.live:,} of {now.max_rows:,} rows have keys, so new keys now replace "
+                f"others; if these keys still matter, raise {key}.evict.max_rows",
+            )
+
+    def _once(self, field: str, kind: str, text: str) -> None:
+        if (field, kind) not in self._warned:
+            self._warned.add((field, kind))
+            logger.warning("%s", text)
+
+
+_COUNTED = ("live", "pending", "admitted", "evicted", "forgotten")

@@ -1,0 +1,350 @@
+"""Tests growing tables in collections: any ranks, layouts, lookahead, kernels, and checkpoints."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from sbpflow.embedding.cache.factory import stores_of
+from sbpflow.embedding.plan.growth import MIN_ROWS, Eviction, Growth
+from sbpflow.embedding.plan.row_storage import RowStorage
+from sbpflow.embedding.rules.registry import sparse_optimizer
+from sbpflow.errors import ConfigError
+from sbpflow.runtime.random.streams import fill_uniform, mix, stream_key, uniform_rows
+from tests.embedding.cases import Spec
+from tests.embedding.growing_case import (
+    GrowingCase,
+    Run,
+    addresses_of,
+    check_equal,
+    coefficients,
+    ids_of,
+    joined,
+    keys_of,
+    run_case,
+    saved_tensors,
+    size_of,
+)
+from tests.embedding.vocabulary_reference import ReferenceVocabulary
+
+CASE = GrowingCase()
+EVICTING = Growth(
+    evict=Eviction(max_rows=MIN_ROWS, idle_samples=150), admit_count=2, forget_after_samples=100
+)
+LAYOUTS = {
+    "unique": (Spec("S(0)", "unique"), Spec("S(0)", "unique")),
+    "reduce": (Spec("S(0)", "reduce"), Spec("S(0)", "reduce")),
+    "columns": (Spec("S(1)", "columns"), Spec("S(0)", "unique")),
+    "unique columns": (Spec("S(1)", "unique"), Spec("S(0)", "reduce")),
+    "whole": (Spec("S(1)", "columns"), Spec("S(0)", "reduce", ranks=(1,))),
+}
+
+
+def start_of(table: str, address: int | None, dim: int) -> np.ndarray:
+    """Return the initial row of a key, or of the shared row."""
+    if address is None:
+        row = torch.empty(1, dim, dtype=torch.float64)
+        fill_uniform(row, seed=11, name=table, bound=0.05, num_columns=dim)
+        return row[0].numpy()
+    counter = mix(torch.tensor([address]) + stream_key(11, table))
+    return uniform_rows(counter, dim, 0.05)[0].numpy()
+
+
+def reference(case: GrowingCase) -> tuple[list[dict[str, np.ndarray]], dict[str, dict]]:
+    """Return the outputs of a case with SGD, and its rows by address (None: shared)."""
+    vocabularies = {name: ReferenceVocabulary(case.growth, MIN_ROWS) for name in "fg"}
+    rows: dict[str, dict] = {}
+    fixed = {}
+    for output in case.outputs():
+        for table in output.tables:
+            rows[table.name] = {None: start_of(table.name, None, table.dim)}
+            if table.growth is None:
+                whole = torch.empty(table.num_rows, table.dim, dtype=torch.float64)
+                fill_uniform(whole, seed=11, name=table.name, bound=0.05, num_columns=table.dim)
+                fixed[table.name] = whole.numpy()
+    outputs = []
+    for batch in range(case.batches):
+        size = size_of(batch)
+        where: dict[str, list] = {"h": ids_of(case, batch, slice(0, size))["h"].tolist()}
+        for name in "fg":
+            before = set(vocabularies[name].live)
+            addresses = list(addresses_of(batch, name))[:size]
+            has_row = vocabularies[name].step(addresses, size)
+            where[name] = [a if own else None for a, own in zip(addresses, has_row, strict=True)]
+            live = vocabularies[name].live
+            for kind, dim in (("deep", 8), ("wide", 1)):
+                table = f"{kind}.{name}"
+                for address in before - set(live):
+                    del rows[table][address]
+                for address in set(where[name]) - {None} - before:
+                    rows[table][address] = start_of(table, address, dim)
+        outputs.append(train(case, batch, where, rows, fixed))
+    return outputs, rows
+
+
+def train(case, batch, where, rows, fixed) -> dict[str, np.ndarray]:
+    """Return the outputs of a batch, and take a step of SGD on the rows."""
+    made = {}
+    for output in case.outputs():
+        parts = []
+        for table in output.tables:
+            values = fixed.get(table.name) if table.growth is None else rows[table.name]
+            parts.append(np.array([values[key] for key in where[table.features[0]]]))
+        sums = output.name == "wide"
+        made[output.name] = sum(parts) if sums else np.concatenate(parts, 1)
+        width = made[output.name].shape[1]
+        grad = coefficients(batch, output.name, width)
+        grad = grad * (1 - np.tanh(made[output.name]) ** 2)
+        column = 0
+        for table in output.tables:
+            own = grad if sums else grad[:, column : column + table.dim]
+            column += table.dim
+            values = fixed.get(table.name) if table.growth is None else rows[table.name]
+            for key, change in zip(where[table.features[0]], own, strict=True):
+                values[key] = values[key] - case.optimizer.lr * change
+    return made
+
+
+def test_rows_follow_the_rules(ranks, tmp_path):
+    case = replace(CASE, optimizer=sparse_optimizer("sgd", lr=0.1), growth=EVICTING, ahead=3)
+    expected, rows = reference(case)
+    results = ranks(1, run_case, case, tmp_path)
+    for made, wanted in zip(joined(results, "outputs"), expected, strict=True):
+        for name, value in wanted.items():
+            np.testing.assert_allclose(made[name], value, rtol=0, atol=1e-12)
+    counts = results[0]["counts"]["f"]
+    assert counts.evicted > 10
+    assert counts.forgotten > 3
+    saved = saved_tensors(tmp_path / f"step-{case.batches}")
+    for name in ("deep.f", "wide.g"):
+        keys = torch.from_numpy(saved[f"vocabularies/{name[-1]}/keys"])
+        order = [None, *mix(keys).tolist()]
+        assert set(order) == set(rows[name])
+        wanted = np.array([rows[name][address] for address in order])
+        np.testing.assert_allclose(saved[f"tables/{name}"], wanted, rtol=0, atol=1e-12)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Return a function that trains a case on one rank without lookahead, once per case."""
+    made = {}
+
+    def result(ranks, case):
+        case = replace(case, ahead=0, deep=CASE.deep, wide=CASE.wide, storage=None)
+        if case not in made:
+            folder = tmp_path_factory.mktemp("alone")
+            made[case] = ranks(1, run_case, case, folder), folder
+        return made[case]
+
+    return result
+
+
+def check_as_alone(ranks, alone, size, case, folder: Path, atol=1e-9):
+    one, one_folder = alone(ranks, case)
+    many = ranks(size, run_case, case, folder)
+    for key in ("outputs", "evaluated"):
+        for made, wanted in zip(joined(many, key), joined(one, key), strict=True):
+            for name, value in wanted.items():
+                np.testing.assert_allclose(made[name], value, rtol=0, atol=atol)
+    step = f"step-{case.batches}"
+    check_equal(one_folder / step, folder / step, atol=atol)
+    for field, counts in one[0]["counts"].items():
+        assert replace(many[0]["counts"][field], rows_per_rank=()) == replace(
+            counts, rows_per_rank=()
+        )
+        assert sum(many[0]["counts"][field].rows_per_rank) == counts.live
+    assert one[0]["counts"]["g"].evicted > 5
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_layouts_and_ranks_do_not_change_results(ranks, alone, tmp_path, size, layout):
+    deep, wide = LAYOUTS[layout]
+    case = replace(CASE, deep=deep, wide=wide, growth=EVICTING, ahead=size)
+    check_as_alone(ranks, alone, size, case, tmp_path)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 4, 16, 64])
+def test_lookahead_does_not_change_a_bit(ranks, alone, tmp_path, ahead):
+    case = replace(CASE, growth=EVICTING, ahead=ahead)
+    check_as_alone(ranks, alone, 1, case, tmp_path, atol=0)
+
+
+def test_eight_ranks(ranks, alone, tmp_path):
+    check_as_alone(ranks, alone, 8, replace(CASE, growth=EVICTING, ahead=2), tmp_path)
+
+
+@pytest.mark.parametrize("rule", ["sgd", "rowwise_adagrad", "lazy_adam", "ftrl"])
+@pytest.mark.parametrize("kernel", ["torch", "numba"])
+def test_optimizers_and_clipping(ranks, alone, tmp_path, rule, kernel):
+    optimizer = sparse_optimizer(rule, lr=0.05)
+    case = replace(CASE, optimizer=optimizer, kernel=kernel, clip=2.0, growth=EVICTING)
+    check_as_alone(ranks, alone, 2, replace(case, deep=LAYOUTS["columns"][0]), tmp_path)
+
+
+@pytest.mark.parametrize("kernel", ["torch", "numba"])
+def test_rounding_depends_on_keys(ranks, alone, tmp_path, kernel):
+    case = replace(
+        CASE, dtype=torch.float32, row_dtype=torch.bfloat16, kernel=kernel, growth=EVICTING
+    )
+    check_as_alone(ranks, alone, 3, case, tmp_path, atol=2e-2)
+
+
+def test_accumulated_batches(ranks, alone, tmp_path):
+    case = replace(CASE, accumulate=3, ahead=5)
+    check_as_alone(ranks, alone, 2, case, tmp_path)
+
+
+def test_weighted_lists(ranks, alone, tmp_path):
+    check_as_alone(ranks, alone, 3, replace(CASE, ragged=True, ahead=4), tmp_path)
+
+
+def resumed(world, case, start, stop, source, folder, in_background):
+    run = Run(world, case)
+    if source is not None:
+        run.restore(source, start)
+    run.train(stop)
+    run.announce()  # batches are in flight during the save
+    saver = run.saver(folder)
+    if in_background:
+        saver.start(stop, {})
+        run.train(min(stop + 2, case.batches))
+        saver.wait()
+    else:
+        saver.save(stop, {})
+    run.drain()
+    return run.outputs
+
+
+@pytest.mark.parametrize("layout", ["unique", "columns"])
+@pytest.mark.parametrize("in_background", [False, True])
+def test_reshards_in_the_middle_of_eviction(ranks, alone, tmp_path, layout, in_background):
+    deep, wide = LAYOUTS[layout]
+    case = replace(CASE, deep=deep, wide=wide, growth=EVICTING, ahead=4)
+    one, one_folder = alone(ranks, case)
+    source, start = None, 0
+    for size, stop in ((4, 6), (3, 12), (1, 18), (8, 24)):
+        folder = tmp_path / str(stop)
+        folder.mkdir()
+        made = ranks(size, resumed, case, start, stop, source, folder, in_background)
+        wanted = joined(one, "outputs")[start:stop]
+        for at, value in enumerate(wanted):
+            whole = np.concatenate([outputs[at]["deep"] for outputs in made])
+            np.testing.assert_allclose(whole, value["deep"], rtol=0, atol=1e-9)
+        source, start = folder / f"step-{stop}", stop
+    check_equal(one_folder / "step-24", source)
+
+
+def interrupted(world, case, folder):
+    whole = Run(world, case)
+    whole.train(case.batches)
+    first = Run(world, case)
+    first.train(12)
+    first.saver(folder).save(12, {})
+    again = Run(world, case)
+    again.restore(folder / "step-12", 12)
+    again.train(case.batches)
+    for one, other in zip(whole.outputs[12:], again.outputs, strict=True):
+        for name, value in one.items():
+            assert np.array_equal(value, other[name])
+    whole.saver(folder).save(24, {})
+    (folder / "again").mkdir(exist_ok=True)
+    again.saver(folder / "again").save(24, {})
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_resumed_run_has_the_same_bits(ranks, tmp_path, size):
+    optimizer = sparse_optimizer("lazy_adam", lr=0.05)
+    case = replace(CASE, optimizer=optimizer, clip=1.0, growth=EVICTING, ahead=3)
+    ranks(size, interrupted, case, tmp_path)
+    check_equal(tmp_path / "step-24", tmp_path / "again" / "step-24", atol=0)
+
+
+def cached(world, case, folder):
+    stores = stores_of(lambda key: folder, world.device)
+    run = Run(world, case, stores=stores)
+    run.train(case.batches)
+    run.drain()
+    run.saver(folder).save(run.trained, {})
+    return run.outputs
+
+
+@pytest.mark.parametrize("kind", ["host", "file"])
+def test_cached_tables_grow(ranks, alone, tmp_path, kind):
+    storage = RowStorage(kind=kind, share=0.004, key="parallel.storage.deep")
+    case = replace(CASE, growth=EVICTING, ahead=4)
+    one, one_folder = alone(ranks, case)
+    made = ranks(1, cached, replace(case, storage=storage), tmp_path)
+    for wanted, value in zip(one[0]["outputs"], made[0], strict=True):
+        assert np.array_equal(wanted["deep"], value["deep"])
+    check_equal(one_folder / "step-24", tmp_path / "step-24", atol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"deep": Spec("B", "local")}, r"table deep.f: grows: layout B@.*; use S\(0\) or S\(1\)"),
+        (
+            {"growth": Growth(evict=Eviction(max_rows=MIN_ROWS, idle_time=1.0))},
+            "table deep.f: grows: evict.idle_time .* no event time; use null",
+        ),
+        ({"deep": Spec("S(0)", "reduce", ranks=(1, 0))}, "ranks out of order"),
+        (
+            {"deep": Spec("S(0)", "reduce", sizes=(101, MIN_ROWS - 101))},
+            r"101, .* a bucket of keys; use, for example, \[32768, 32768\]",
+        ),
+        (
+            {"deep": Spec("S(0)", "reduce", sizes=(4, MIN_ROWS - 4))},
+            "table wide.f: splits its rows differently than table deep.f",
+        ),
+    ],
+)  # fmt: skip
+def test_unsupported_plans_are_rejected(change, says):
+    case = replace(CASE, **change)
+    if "sizes" in str(change) and "101" in str(change):
+        case = replace(case, wide=case.deep)
+    with pytest.raises(ConfigError, match=says):
+        case.plan(2)
+
+
+def erased(world, case, folder):
+    run = Run(world, case)
+    run.train(12)
+    run.drain()
+    state = run.collection.growing
+    counts = run.collection.growth_counts()["f"]
+    keys = keys_of(sorted({a for batch in range(12) for a in addresses_of(batch, "f")}))
+    before = run.evaluate(11)
+    number = state.erase("f", keys[::2])
+    after = run.evaluate(11)
+    assert not np.array_equal(before["deep"], after["deep"]) or not before["deep"].size
+    left = run.collection.growth_counts()["f"]
+    assert left.pending < counts.pending
+    assert run.collection.growth_counts()["g"].live > 0
+    run.saver(folder).save(12, {})
+    return number, keys[::2], keys[1::2], counts.live - left.live
+
+
+@pytest.mark.parametrize("layout", ["unique", "columns"])
+def test_erased_keys_leave_no_trace(ranks, tmp_path, layout):
+    deep, wide = LAYOUTS[layout]
+    results = ranks(2, erased, replace(CASE, deep=deep, wide=wide), tmp_path)
+    number = sum(result[0] for result in results)
+    _, gone, kept, lost = results[0]
+    assert number == lost > 0
+    saved = saved_tensors(tmp_path / "step-12")
+    for name in ("keys", "pending_keys"):
+        keys = set(saved[f"vocabularies/f/{name}"].tolist())
+        assert not keys & set(gone.tolist())
+        assert keys <= set(kept.tolist())
+    assert saved["tables/deep.f"].shape[0] == 1 + saved["vocabularies/f/keys"].size
+    run = ranks(1, erase_unknown, CASE)
+    assert "erase: field 'h' does not grow; use f, g" in run[0]
+
+
+def erase_unknown(world, case):
+    with pytest.raises(ConfigError) as caught:
+        Run(world, case).collection.growing.erase("h", torch.zeros(1, dtype=torch.int64))
+    return str(caught.value)

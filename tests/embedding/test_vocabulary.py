@@ -1,0 +1,264 @@
+"""Compares vocabularies of growing tables with rules in plain Python."""
+
+from collections import deque
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sbpflow.embedding.plan.growth import MIN_ROWS, NUM_BUCKETS, Eviction, Growth
+from sbpflow.embedding.storage.live_rows import Saved
+from sbpflow.embedding.vocabulary.vocabulary import Vocabulary
+from sbpflow.runtime.random.streams import unmix
+from tests.embedding.vocabulary_reference import ReferenceVocabulary, address_in, as_arrays
+
+# Buckets at the ends and in the middle, and buckets whose idle keys leave after batches 8 to 24.
+BUCKETS = (0, 130, 200, 260, 330, 390, 8191, 8192, NUM_BUCKETS - 1)
+NO_COUNTS = np.empty(0, np.int64)
+
+
+def keys_of(addresses: list[int]) -> np.ndarray:
+    return unmix(torch.from_numpy(as_arrays(addresses))).numpy()
+
+
+def growth_of(policy="lru", admit=1, forget=None, idle=None, rows=MIN_ROWS) -> Growth:
+    evict = Eviction(policy=policy, idle_samples=idle, max_rows=rows)
+    return Growth(admit_count=admit, forget_after_samples=forget, evict=evict)
+
+
+def stream(seed: int, batches: int, size: int = 40) -> list[tuple[list[int], int]]:
+    """Return the addresses and samples of batches, with frequent and drifting keys."""
+    random = np.random.default_rng(seed)
+    made: list[tuple[list[int], int]] = []
+    for batch in range(batches):
+        count = int(random.integers(0, size))
+        numbers = (random.random(count) ** 2 * 14).astype(int) + batch // 9
+        buckets = random.integers(0, len(BUCKETS), count)
+        addresses = [address_in(BUCKETS[b], int(n)) for b, n in zip(buckets, numbers, strict=True)]
+        made.append((addresses, int(random.integers(1, 9))))
+    return made
+
+
+class Parts:
+    """The vocabularies of all ranks, with their keys counted per rank and sent to the owners."""
+
+    def __init__(self, growth: Growth, ranks: int) -> None:
+        self.growth, self.ranks = growth, ranks
+        ends = [NUM_BUCKETS * rank // ranks for rank in range(ranks + 1)]
+        rows = growth.evict.max_rows
+        self.parts = [Vocabulary(growth, rows, *ends[rank : rank + 2]) for rank in range(ranks)]
+
+    def owned(self, part: Vocabulary, addresses: np.ndarray) -> np.ndarray:
+        first, last = part.buckets
+        bucket = (addresses >> 50) + NUM_BUCKETS // 2
+        return (bucket >= first) & (bucket < last)
+
+    def announce(self, addresses: list[int], samples: int, begins_step: bool = True) -> np.ndarray:
+        all_rows = np.zeros(len(addresses), np.int64)
+        array = as_arrays(addresses)
+        for part in self.parts:
+            mine = np.flatnonzero(self.owned(part, array))
+            if self.ranks == 1:
+                keys, counts = keys_of(addresses), NO_COUNTS
+            else:  # every rank counts its samples, and the owner gets the counts of all ranks
+                shares = [
+                    np.unique(array[s], return_counts=True)
+                    for s in np.array_split(mine, self.ranks)
+                ]
+                keys = keys_of(np.concatenate([a for a, _ in shares]).tolist())
+                counts = np.concatenate([c for _, c in shares])
+            rows, changes = part.announce(keys, counts, samples, begins_step=begins_step)
+            assert not set(changes.rows.tolist()) & set(changes.freed.tolist())
+            by_key = dict(zip(keys.tolist(), rows.tolist(), strict=True))
+            own = keys_of(array[mine].tolist()).tolist()
+            all_rows[mine] = [by_key[key] for key in own]
+        return all_rows
+
+    def facts(self) -> tuple[dict[int, int], dict[int, tuple[int, int]]]:
+        live: dict[int, int] = {}
+        pending: dict[int, tuple[int, int]] = {}
+        for part in self.parts:
+            saved = part.save().saved
+            assert (saved.addresses[1:] > saved.addresses[:-1]).all()
+            live |= dict(zip(saved.addresses.tolist(), saved.lasts.tolist(), strict=True))
+            waiting = zip(saved.pending_lasts.tolist(), saved.pending_counts.tolist(), strict=True)
+            pending |= dict(zip(saved.pending_addresses.tolist(), waiting, strict=True))
+        return live, pending
+
+    def resharded(self, ranks: int) -> "Parts":
+        """Return the vocabularies of another number of ranks, after a save and a load."""
+        new = Parts(self.growth, ranks)
+        saves = [part.save().saved for part in self.parts]
+        for part in new.parts:
+
+            def own(names: list[str], by: str, saves=saves, part=part) -> list[np.ndarray]:
+                whole = [np.concatenate([getattr(s, name) for s in saves]) for name in names]
+                keep = self.owned(part, np.concatenate([getattr(s, by) for s in saves]))
+                return [array[keep] for array in whole]
+
+            addresses, lasts, counts = own(["addresses", "lasts", "counts"], "addresses")
+            names = ["pending_addresses", "pending_lasts", "pending_counts"]
+            waiting = own(names, "pending_addresses")
+            part.load(
+                Saved(
+                    addresses=addresses, lasts=lasts, counts=counts,
+                    pending_addresses=waiting[0], pending_lasts=waiting[1],
+                    pending_counts=waiting[2], now=saves[0].now, clock=saves[0].clock,
+                )
+            )  # fmt: skip
+        return new
+
+    def peek(self, addresses: list[int]) -> np.ndarray:
+        array = as_arrays(addresses)
+        rows = np.zeros(array.size, np.int64)
+        for part in self.parts:
+            mine = self.owned(part, array)
+            rows[mine] = part.peek(keys_of(array[mine].tolist()))
+        return rows
+
+
+def run(growth, batches, *, ranks=1, ahead=0, reshards=(), cancel_at=(), accumulate=1):
+    """Run a stream ``ahead`` batches ahead; compare all facts with the reference at every batch."""
+    reference = ReferenceVocabulary(growth, growth.evict.max_rows)
+    parts, waiting = Parts(growth, ranks), deque()
+    everything = sorted({a for addresses, _ in batches for a in addresses})
+    announced = trained = 0
+    owners: dict[int, int] = {}  # row -> address, as of the trained batches
+    evicted = 0
+    while trained < len(batches):
+        while announced < len(batches) and announced <= trained + ahead:
+            rows = parts.announce(*batches[announced], announced % accumulate == 0)
+            waiting.append(rows)
+            announced += 1
+        if trained in cancel_at:
+            cancel_at = tuple(at for at in cancel_at if at != trained)
+            for part in parts.parts:
+                part.roll_back()
+            waiting.clear()
+            announced = trained
+            continue
+        before = set(reference.live)
+        expected = reference.step(*batches[trained], begins_step=trained % accumulate == 0)
+        evicted += len(before - set(reference.live))
+        rows = waiting.popleft()
+        assert ((rows > 0) == expected).all()
+        for part in parts.parts:
+            part.release()
+        trained += 1
+        assert parts.facts() == reference.facts()
+        seen = parts.peek(everything)
+        assert {a for a, row in zip(everything, seen.tolist(), strict=True) if row} == set(
+            reference.live
+        )
+        assert len(set(seen[seen > 0].tolist())) == len(reference.live)
+        used = dict(zip(rows.tolist(), batches[trained - 1][0], strict=True))
+        owners = {row: a for a, row in zip(everything, seen.tolist(), strict=True) if row}
+        assert all(owners[row] == a for row, a in used.items() if row and a in reference.live)
+        if (at := dict(reshards).get(trained)) is not None:
+            parts = parts.resharded(at)
+            announced = trained
+            waiting.clear()
+    totals = [part.totals for part in parts.parts]
+    return reference, evicted, totals
+
+
+GROWTHS = [
+    growth_of(),
+    growth_of(admit=3),
+    growth_of("lfu", admit=2),
+    growth_of(idle=30, forget=20, admit=2),
+    growth_of("lfu", idle=25),
+]
+
+
+@pytest.mark.parametrize("growth", GROWTHS, ids=str)
+@pytest.mark.parametrize("ahead", [0, 1, 4, 16, 64])
+def test_decisions_do_not_depend_on_the_lookahead(growth, ahead):
+    reference, evicted, totals = run(growth, stream(1, 60), ahead=ahead)
+    assert evicted > 20
+    assert sum(t.evicted for t in totals) == evicted
+    assert sum(t.live for t in totals) == len(reference.live)
+    assert sum(t.pending for t in totals) == len(reference.pending)
+    assert sum(t.lookups for t in totals) == sum(len(a) for a, _ in stream(1, 60))
+
+
+@pytest.mark.parametrize("growth", GROWTHS, ids=str)
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_decisions_do_not_depend_on_the_ranks(growth, ranks):
+    run(growth, stream(2, 40), ranks=ranks, ahead=3)
+
+
+@pytest.mark.parametrize("growth", GROWTHS, ids=str)
+def test_reshards_keep_the_vocabulary(growth):
+    reshards = ((15, 3), (30, 1), (45, 8))
+    _, evicted, _ = run(growth, stream(3, 60), ranks=4, ahead=4, reshards=reshards)
+    assert evicted > 20
+
+
+@pytest.mark.parametrize("growth", GROWTHS, ids=str)
+def test_canceled_batches_leave_no_trace(growth):
+    run(growth, stream(4, 40), ahead=5, cancel_at=(3, 11, 12, 30))
+
+
+@pytest.mark.parametrize("growth", [growth_of(admit=2), growth_of(idle=1)], ids=str)
+def test_keys_of_an_accumulated_step_stay(growth):
+    run(growth, stream(5, 60), ahead=7, accumulate=3)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    policy=st.sampled_from(["lru", "lfu"]),
+    admit=st.integers(1, 4),
+    forget=st.none() | st.integers(1, 60),
+    idle=st.none() | st.integers(1, 60),
+    ranks=st.sampled_from([1, 2, 3, 8]),
+    ahead=st.integers(0, 9),
+    reshard=st.tuples(st.integers(1, 24), st.sampled_from([1, 2, 5])),
+    cancel=st.integers(0, 24),
+)
+def test_any_stream(seed, policy, admit, forget, idle, ranks, ahead, reshard, cancel):
+    growth = growth_of(policy, admit, forget, idle)
+    run(
+        growth, stream(seed, 25, 80), ranks=ranks, ahead=ahead, reshards=(reshard,),
+        cancel_at=(cancel,),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_idle_keys_leave(policy):
+    growth = growth_of(policy, admit=2, forget=30, idle=45)
+    _, _, totals = run(growth, stream(6, 40), ranks=2, ahead=2)
+    assert sum(t.forgotten for t in totals) > 5
+    unlimited = run(growth_of(policy, admit=2), stream(6, 40))[2]
+    assert sum(t.evicted for t in totals) != sum(t.evicted for t in unlimited)
+
+
+def test_a_full_bucket_refuses_keys():
+    part = Vocabulary(growth_of(), MIN_ROWS, 0, NUM_BUCKETS)
+    keys = keys_of([address_in(9, n) for n in range(6)])
+    rows, _ = part.announce(keys, NO_COUNTS, 6)
+    assert sorted(rows.tolist()) == [0, 0, 1, 2, 3, 4]
+    part.release()
+    assert part.totals.refused_lookups == 2
+    assert part.totals.live == 4
+
+
+def test_many_keys_grow_the_map():
+    growth = growth_of(rows=2**20)
+    part = Vocabulary(growth, 2**20, 0, NUM_BUCKETS)
+    random = np.random.default_rng(7)
+    keys = random.integers(-(2**63), 2**63 - 1, 200_000)
+    rows: dict[int, int] = {}
+    for start in range(0, keys.size, 5_000):
+        batch = keys[start : start + 5_000]
+        found, _ = part.announce(batch, NO_COUNTS, 1)
+        rows |= dict(zip(batch.tolist(), found.tolist(), strict=True))
+        assert (part.peek(batch) == 0).all()
+        part.release()
+        assert (part.peek(batch) == found).all()
+    assert len(set(rows.values())) == keys.size
+    assert part.totals.live == keys.size
+    assert (part.peek(keys) == [rows[key] for key in keys.tolist()]).all()

@@ -1,0 +1,151 @@
+"""Tests growing fields from raw rows to scores, using only commands."""
+
+import json
+
+import numpy as np
+import polars as pl
+import pytest
+
+from sbpflow.checkpoint.read import open_checkpoint
+from sbpflow.commands import train
+from sbpflow.commands.explain import explain
+from sbpflow.commands.predict import predict
+from sbpflow.data.__main__ import main as data
+from sbpflow.data.format.manifest import load_manifest
+from sbpflow.data.format.shards import RowFiles
+from sbpflow.errors import ConfigError
+from sbpflow.run.report.page import write_report
+
+ROWS, BATCH = 4000, 100
+MODEL = """
+data: {batch_size: 100, shuffle: none, loader: memmap}
+model:
+  name: wdl
+  embedding_dim: 4
+  hidden: [8]
+  wide: {columns: [C3], crosses: [[C1, C2]]}
+  fields:
+    C3: {vocabulary: dynamic, admit_count: 2, evict: {max_rows: 65536}}
+    C7: {vocabulary: dynamic, admit_count: 3, forget_after_samples: 1000, evict: {max_rows: 65536}}
+optimizer: {sparse: {name: rowwise_adagrad}}
+parallel: {kernel: torch, scheme: 3}
+train: {log_every: 8, eval_every: 0}
+checkpoint: {every: 16}
+"""
+
+
+def make(folder, name, seed, *more, rows=ROWS):
+    text = folder / f"{name}.tsv"
+    words = ["--format", "tsv", "--rows", str(rows), "--vocab-scale", "0.001", "--drift", "300"]
+    assert data(["synth", *words, "--seed", str(seed), "--output", str(text)]) == 0
+    words = ["--input", str(text), "--output", str(folder / name), *map(str, more)]
+    assert data(["prepare", *words, "--workers", "1"]) == 0
+    return folder / name
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Return the folder of a finished run and of two sets, of which it saw the first."""
+    folder = tmp_path_factory.mktemp("growing")
+    (folder / "run.yaml").write_text(MODEL)
+    first = make(folder, "first", 1, "--keys", "C3,C7")
+    make(folder, "second", 2, "--like", first)
+    assert start(folder, first, "run") == 0
+    return folder
+
+
+def start(folder, path, name, *more):
+    words = ["--config", str(folder / "run.yaml"), f"data.path={path}"]
+    return train.main([*words, f"run.dir={folder / name}", *more])
+
+
+def steps_of(folder):
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line["event"] == "step"]
+
+
+def seen(path, column, steps):
+    """Return the keys of a field in the first steps, and how often each occurs."""
+    rows = RowFiles(load_manifest(path), "train")
+    return np.unique(rows.keys(0, steps * BATCH)[:, column], return_counts=True)
+
+
+def test_rows_go_to_keys_that_occur_often_enough(run):
+    last = steps_of(run / "run")[-1]
+    keys, counts = seen(run / "first", 0, last["step"])
+    assert last["step"] == 32
+    assert last["growth.C3.live"] == (counts >= 2).sum()
+    assert last["growth.C3.pending"] == (counts < 2).sum()
+    assert last["growth.C3.admitted"] == last["growth.C3.live"] == last["growth.C3.rows_of_rank_0"]
+    assert last["growth.C7.forgotten"] > 0
+    assert last["growth_live"] == last["growth.C3.live"] + last["growth.C7.live"]
+    saved = open_checkpoint(run / "run" / "checkpoints" / "step-32")
+    for table in ("deep.C3", "wide.C3"):
+        rows = saved.tensors[f"tables/{table}"].shape[0]
+        assert (counts >= 2).sum() <= rows <= (counts >= 2).sum() + 1
+    assert keys[0] == -(2**63), "the key of missing values"
+    assert "Growing tables" in write_report([run / "run"]).read_text()
+
+
+def test_explain_shows_the_limits(run, capsys):
+    words = ["--config", str(run / "run.yaml"), f"data.path={run / 'first'}", "--world-size", "1"]
+    assert explain(words) == 0
+    out = capsys.readouterr().out
+    assert "growing tables:" in out
+    line = next(line for line in out.splitlines() if line.strip().startswith("deep.C7: a key"))
+    assert "after 3 occurrences" in line
+    assert "at most 65,536 rows, then lru eviction" in line
+    assert explain([*words, "--json"]) == 0
+    growing = json.loads(capsys.readouterr().out)["growing"]
+    assert [entry["table"] for entry in growing] == ["wide.C3", "deep.C3", "deep.C7"]
+
+
+def test_raw_rows_are_scored_by_their_keys(run):
+    assert data(["synth", "--format", "tsv", "--rows", "300", "--vocab-scale", "0.001",
+                 "--output", str(run / "new.tsv")]) == 0  # fmt: skip
+    words = ["--checkpoint", str(run / "run"), "--input"]
+    scores = {}
+    for name, given in {"raw": [run / "new.tsv"], "set": [run / "first"]}.items():
+        output = run / f"{name}.parquet"
+        assert predict([*words, *map(str, given), "--output", str(output)]) == 0
+        scores[name] = pl.read_parquet(output)
+    assert len(scores["raw"]) == 300
+    assert scores["set"]["score"].is_finite().all()
+    assert scores["raw"]["score"].n_unique() > 100
+
+
+def test_a_run_continues_on_rows_of_another_day(run):
+    checkpoint = run / "run" / "checkpoints" / "step-32"
+    assert start(run, run / "second", "later", f"checkpoint.resume={checkpoint}") == 0
+    before, after = steps_of(run / "run")[-1], steps_of(run / "later")[-1]
+    assert after["step"] == 64
+    for name in ("live", "admitted"):
+        assert after[f"growth.C3.{name}"] > before[f"growth.C3.{name}"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["parallel.scheme=dp"], None),
+        (["model.fields={}"], r"model\.fields\.C3: the data has 64-bit keys for this field"),
+        (
+            ["model.fields={C*: {vocabulary: dynamic, evict: {max_rows: 65536}}}"],
+            r"model\.fields\.C1xC2\.vocabulary: dynamic, but .*`--keys C1xC2`",
+        ),
+    ],
+)
+def test_settings_are_checked_before_training(run, words, message):
+    path = run / "first"
+    if message is None:  # one rank needs no copies
+        assert start(run, path, "dp", "train.max_steps=2", *words) == 0
+        return
+    with pytest.raises(ConfigError, match=message):
+        start(run, path, "refused", *words)
+
+
+def test_copies_of_growing_tables_are_refused(run):
+    words = ["--config", str(run / "run.yaml"), f"data.path={run / 'first'}", "--world-size", "2"]
+    with pytest.raises(ConfigError, match=r"table .*C3: grows: layout .* use S\(0\) or S\(1\)"):
+        explain([*words, "parallel.scheme=dp"])
+    assert explain([*words, "parallel.scheme=auto"]) == 0
+    assert explain([*words, "parallel.scheme=1"]) == 0
