@@ -102,7 +102,8 @@ class SparseOptimizer(ABC):
     # ``state`` says which state to keep: one number per row, or one per element.
     state: ClassVar[Mapping[str, StateSize]] = {}
     # ``kernels`` maps each supported kernel to the optimizer's function, as
-    # "package.module:function". Built-in optimizers that every kernel supports do not need it.
+    # "package.module:function". Without it, a built-in optimizer needs a function of its name for
+    # every kernel except FBGEMM.
     kernels: ClassVar[Mapping[CompiledKernel, str]] = {}
     # ``one_rate`` says why the learning rate must not change during a run; ``None`` means that it
     # can.
