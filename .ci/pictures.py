@@ -11,12 +11,13 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from svg_canvas import THEMES, Canvas
 
 from sbpflow import Fields, Layout, Placement, load_config, plan_boxing
+from sbpflow.config.table_rules import Scheme
 from sbpflow.models.registry import MODELS
 from sbpflow.run.planning.build_plan import plan_run
 from sbpflow.run.planning.explain import describe
@@ -180,7 +181,7 @@ def conversions(theme: str) -> Canvas:
     return canvas
 
 
-SCHEMES = ("dp", "1", "2", "3")
+SCHEMES = tuple(scheme for scheme in get_args(Scheme) if scheme != "auto")
 
 
 def schemes(theme: str) -> Canvas:

@@ -15,6 +15,7 @@ from torch import Tensor
 from benchmarks.device_timer import timed_ms
 from benchmarks.record import Results
 from sbpflow.embedding.rules.registry import RULES, sparse_optimizer
+from sbpflow.embedding.storage import fbgemm_rules
 from sbpflow.embedding.storage.base import RowKernel
 from sbpflow.embedding.storage.fbgemm_storage import FbgemmStorage
 from sbpflow.embedding.storage.lookup import Lookup
@@ -35,7 +36,7 @@ def storages(rule: str, rows: int, device: torch.device) -> Iterator[tuple[str, 
         pass
     else:
         yield "triton", TritonStorage(rows, WIDTH, **shared)
-    if "fbgemm" in optimizer.kernels and import_fbgemm() is not None:
+    if hasattr(fbgemm_rules, rule) and import_fbgemm() is not None:
         yield "fbgemm", FbgemmStorage(rows, WIDTH, optimizer=optimizer, device=device)
 
 

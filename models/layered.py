@@ -123,7 +123,7 @@ class LayeredSpec(ABC):
 
     @property
     def schemes(self) -> Mapping[Scheme, Mapping[str, TableRule]]:
-        """Return the table rules of the schemes dp, 1, 2 and 3."""
+        """Return the table rules of every scheme."""
         return schemes_of(self.outputs)
 
     @property

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sbpflow.config.data_folder import HOW_TO_MAKE_DATA, data_folder_problem
+from sbpflow.config.metrics import METRICS
 from sbpflow.config.parse import show
 from sbpflow.config.schema import Config
 from sbpflow.config.table_layouts import resolve_table_layouts
@@ -55,9 +56,9 @@ def check_rows(config: Config, rows: Mapping[str, int], *, batch_norm: bool) -> 
         )
     scored = min(rows.get("val", 0), train.eval_rows or rows.get("val", 0))
     for key, metric in config.watched.items():
-        if metric == "gauc" and scored > train.exact_auc_rows:
+        if METRICS[metric].needs_all_rows and scored > train.exact_auc_rows:
             raise ConfigError(
-                f"{key}: gauc needs all scored rows at once, but evaluations of val score "
+                f"{key}: {metric} needs all scored rows at once, but evaluations of val score "
                 f"{scored:,}, more than train.exact_auc_rows {train.exact_auc_rows:,}; use, for "
                 f"example, train.exact_auc_rows={scored}"
             )

@@ -13,11 +13,17 @@ ONE_CLASS = "all rows of val have the same class"
 
 @dataclass(frozen=True, slots=True)
 class MetricKind:
-    """Describes a metric; ``absent`` is why an evaluation of val may lack the metric."""
+    """Describes a metric; ``absent`` is why an evaluation of val may lack the metric.
+
+    Some metrics need all scored rows at once, because a histogram does not suffice, or need groups
+    of rows.
+    """
 
     label: str
     higher_is_better: bool
     absent: str
+    needs_all_rows: bool = False
+    needs_groups: bool = False
 
     def is_better(self, value: float, best: float, min_delta: float) -> bool:
         """Return whether ``value`` is more than ``min_delta`` better than ``best``."""
@@ -26,7 +32,13 @@ class MetricKind:
 
 METRICS: dict[Metric, MetricKind] = {
     "auc": MetricKind("AUC", True, ONE_CLASS),
-    "gauc": MetricKind("GAUC by rows", True, "no group has rows of both classes"),
+    "gauc": MetricKind(
+        "GAUC by rows",
+        True,
+        "no group has rows of both classes",
+        needs_all_rows=True,
+        needs_groups=True,
+    ),
     "logloss": MetricKind("logloss", False, ONE_CLASS),
     "normalised_entropy": MetricKind("normalized entropy", False, ONE_CLASS),
 }

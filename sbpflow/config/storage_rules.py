@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from sbpflow.config.parse import Example
+from sbpflow.embedding.plan.row_storage import Outside
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.fields.keys import Key
 
@@ -19,7 +20,7 @@ class StorageRule:
     """Sets the storage of the tables that a pattern matches."""
 
     kind: Annotated[
-        Literal["device", "host", "file"],
+        Literal["device", Outside],
         Example("file"),
         Key("execution", "Storage of all rows. On a GPU, host is the memory of the machine."),
     ]

@@ -6,10 +6,19 @@ world.
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from typing import get_args
 
 from sbpflow.config.model_tables import check_matches
 from sbpflow.config.parse import brief
-from sbpflow.config.table_rules import DTYPES, CommDtype, ParallelConfig, Schemes, Shape, TableRule
+from sbpflow.config.table_rules import (
+    DTYPES,
+    CommDtype,
+    ParallelConfig,
+    Scheme,
+    Schemes,
+    Shape,
+    TableRule,
+)
 from sbpflow.embedding.plan.exchanges import legal_exchanges
 from sbpflow.embedding.plan.tables import TableLayout
 from sbpflow.errors import ConfigError, SbpError
@@ -105,7 +114,7 @@ def _rule_of(
         )
     raise ConfigError(
         f"parallel.scheme: {scheme or 'not given'}, and no pattern of parallel.tables matches "
-        f"{name}; set parallel.scheme to dp, 1, 2 or 3, or add "
+        f"{name}; set parallel.scheme to one of {', '.join(get_args(Scheme))}, or add "
         f"parallel.tables: {{{name}: {{sbp: S(0)}}}}"
     )
 

@@ -89,6 +89,15 @@ def test_profile_stores_times_by_shape_with_their_origin(tmp_path):
         assert Profile(path).find(one) is None
 
 
+@pytest.mark.parametrize("package", ["numba", "fbgemm-gpu", "triton"])
+def test_times_are_not_reused_with_another_version_of_a_kernel(package, monkeypatch):
+    find, key = module.metadata.version, shape_of().key()
+    monkeypatch.setattr(
+        module.metadata, "version", lambda name: "0.0" if name == package else find(name)
+    )
+    assert shape_of().key() != key
+
+
 def test_unwritable_cache_logs_a_warning(tmp_path, caplog):
     """A read-only home directory, as in a container, does not end the run."""
     (tmp_path / "file").touch()

@@ -1,8 +1,8 @@
 """Tests that branches over the values of a Literal raise an error for any other value.
 
 In a chain ``if x == "a": .. elif x == "b": .. else: ..``, or in consecutive ifs that leave the
-block, a value that is added later must not use the branch of an old one. A chain has two branches
-or more; a single branch with an else often means "this, or anything else".
+block, a value that is added later must not use the branch of an old one. A single branch with an
+else often means "this, or anything else". If the values are only two, the else means the other one.
 """
 
 import ast
@@ -71,8 +71,13 @@ def open_chains(tree: ast.AST, closed: list[frozenset[str]]) -> list[tuple[int, 
                     continue
                 seen |= {*block[at : at + chain[2]], *_elifs(block[at])}
                 subject, texts, branches, rest = chain
-                in_set = any(texts <= values for values in closed)
-                if branches > 1 and in_set and not (rest and isinstance(rest[0], ast.Raise)):
+                if branches == 1:
+                    in_set = rest and any(texts < values and len(values) == 2 for values in closed)
+                    raises = any(isinstance(n, ast.Raise) for x in rest for n in ast.walk(x))
+                else:
+                    in_set = branches and any(texts <= values for values in closed)
+                    raises = rest and isinstance(rest[0], ast.Raise)
+                if in_set and not raises:
                     found.append((block[at].lineno, subject))
     return found
 
@@ -117,6 +122,21 @@ def f(x):
         return 2
     {other}
 """
+
+
+SINGLE = """
+def f(x):
+    if x == "a":
+        return 1
+    {other}
+"""
+
+
+@pytest.mark.parametrize(("other", "count"), [("return 2", 1), ("raise ValueError(x)", 0)])
+def test_the_search_detects_an_else_for_the_other_of_two_values(other, count):
+    tree = ast.parse(SINGLE.format(other=other))
+    assert len(open_chains(tree, [frozenset("ab")])) == count
+    assert not open_chains(tree, [frozenset("abc")])
 
 
 @pytest.mark.parametrize("code", [CHAIN, RETURNS])

@@ -18,10 +18,12 @@ from sbpflow.config.metrics import METRICS, Metric
 from sbpflow.config.train_options import ScheduleConfig
 from sbpflow.data.prepare.keys import key_of
 from sbpflow.data.prepare.split import SplitRule
+from sbpflow.embedding.cache.records import RECORDS
 from sbpflow.embedding.ids.batch_ids import Bags
 from sbpflow.embedding.ids.reader import IdReader
 from sbpflow.embedding.plan.embedding_plan import plan_embeddings
 from sbpflow.embedding.plan.out_of_range import SUBSTITUTES, OutOfRange
+from sbpflow.embedding.plan.row_storage import Outside
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
 from sbpflow.embedding.rules.base import CompiledKernel, SparseOptimizer
 from sbpflow.embedding.rules.registry import sparse_optimizer
@@ -68,9 +70,10 @@ def test_every_metric_has_an_entry():
     assert METRICS["logloss"].is_better(0.5, 0.9, 0.0)
 
 
-def test_every_kernel_and_policy_has_an_entry():
+def test_every_kernel_policy_and_storage_kind_has_an_entry():
     assert set(COMPILED) == set(get_args(CompiledKernel))
     assert {"error", *SUBSTITUTES} == set(get_args(OutOfRange))
+    assert set(RECORDS) == set(get_args(Outside))
 
 
 @pytest.mark.parametrize("ragged", [False, True])

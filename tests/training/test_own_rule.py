@@ -5,7 +5,7 @@ priced, and kernels that do not support it are not chosen.
 """
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from sbpflow.commands.explain import explain
 from sbpflow.config.load import config_from_tree, dump_config, load_config
 from sbpflow.config.parse import plain
 from sbpflow.embedding.rules.registry import RULES, kernel_function, sparse_optimizer
+from sbpflow.embedding.rules.sgd import Sgd
 from sbpflow.embedding.storage.choose import (
     StackFacts,
     choose_kernel,
@@ -282,7 +283,23 @@ def test_every_kernel_of_a_rule_exists():
     pytest.importorskip("numba")
     pytest.importorskip("triton")
     pytest.importorskip("fbgemm_gpu")
-    for name in RULES:
-        rule = sparse_optimizer(name)
-        for kernel in rule.kernels:
-            assert kernel_function(rule, kernel).__name__ == name
+    found = {}
+    for kernel, device in (("numba", "cpu"), ("triton", "cuda"), ("fbgemm", "cpu")):
+        rules = [sparse_optimizer(name) for name in RULES]
+        rules = [r for r in rules if kernel_faults(facts(device, optimizer=r), {})[kernel] is None]
+        assert all(kernel_function(rule, kernel).__name__ == rule.name for rule in rules)
+        found[kernel] = {rule.name for rule in rules}
+    assert found["numba"] == found["triton"] == set(RULES)
+    assert found["fbgemm"] == {"sgd", "adagrad", "rowwise_adagrad"}
+
+
+def test_a_class_derived_from_a_built_in_rule_does_not_inherit_its_functions():
+    @dataclass(frozen=True, kw_only=True, slots=True)
+    class Doubled(Sgd):
+        name: str = "doubled"
+
+        def step(self, block):
+            block.subtract(2 * block.grads)
+
+    faults = kernel_faults(facts(optimizer=Doubled()), {})
+    assert faults["numba"] == "kernel numba does not support doubled"

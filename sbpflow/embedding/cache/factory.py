@@ -5,9 +5,8 @@ from pathlib import Path
 
 import torch
 
-from sbpflow.embedding.cache.records import RecordLayout, RecordStore, file_records, host_records
+from sbpflow.embedding.cache.records import RECORDS, RecordLayout, RecordRequest, RecordStore
 from sbpflow.embedding.cache.store import CachedStore
-from sbpflow.embedding.plan.row_storage import RowStorage
 from sbpflow.embedding.storage.store import RowStore, StoreFactory, StoreRequest, device_store
 
 
@@ -20,17 +19,11 @@ def stores_of(folder_of: Callable[[str], Path], device: torch.device) -> StoreFa
             return device_store(request)
 
         def records(num_rows: int, layout: RecordLayout) -> RecordStore:
-            return _records(storage, num_rows, layout, folder_of(storage.key), device)
+            folder = folder_of(storage.key)
+            request = RecordRequest(num_rows, layout, folder, storage.key, device)
+            return RECORDS[storage.kind](request)
 
         slots = storage.num_slots(request.num_rows)
         return CachedStore(request, records, slots, key=storage.key)
 
     return make
-
-
-def _records(
-    storage: RowStorage, num_rows: int, layout: RecordLayout, folder: Path, device: torch.device
-) -> RecordStore:
-    if storage.kind == "host":
-        return host_records(num_rows, layout, pinned=device.type == "cuda")
-    return file_records(num_rows, layout, folder, storage.key)

@@ -8,15 +8,16 @@ import errno
 import math
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sbpflow.embedding.cache.slot_layout import Array, find_loops, warm_up_copies
+from sbpflow.embedding.plan.row_storage import Outside
 from sbpflow.errors import ConfigError
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -125,6 +126,25 @@ def file_records(num_rows: int, layout: RecordLayout, folder: Path, key: str) ->
     words: Any = torch.empty(0, dtype=layout.word).numpy().dtype
     array = np.frombuffer(mapped, words, num_rows * layout.num_words)
     return MappedRecords(array.reshape(num_rows, layout.num_words))
+
+
+class RecordRequest(NamedTuple):
+    """The arguments for creating the records of a table on this rank.
+
+    ``folder`` is for files, and ``key`` is the configuration key of the storage rule.
+    """
+
+    num_rows: int
+    layout: RecordLayout
+    folder: Path
+    key: str
+    device: torch.device
+
+
+RECORDS: dict[Outside, Callable[[RecordRequest], RecordStore]] = {
+    "host": lambda new: host_records(new.num_rows, new.layout, pinned=new.device.type == "cuda"),
+    "file": lambda new: file_records(new.num_rows, new.layout, new.folder, new.key),
+}
 
 
 def _file_message(folder: Path, size: int, key: str, error: OSError) -> str:

@@ -17,11 +17,6 @@ class Adagrad(SparseOptimizer):
     weight_decay: RowDecay = 0.0
 
     state: ClassVar = {"sum": "element"}
-    kernels: ClassVar = {
-        "numba": "sbpflow.embedding.storage.numba_rules:adagrad",
-        "fbgemm": "sbpflow.embedding.storage.fbgemm_rules:adagrad",
-        "triton": "sbpflow.embedding.storage.triton_rules:adagrad",
-    }
 
     def initial_state(self, name: str) -> float:
         return self.initial_accumulator

@@ -1,8 +1,8 @@
 """Defines the interface of sparse optimizers: frozen dataclasses with a ``step`` method.
 
-To add an optimizer, write a module in this package and one function per kernel that supports it. A
-step changes only the rows of a batch. State belongs to the logical row, even if a rank stores only
-some of its columns.
+To add an optimizer, write a module in this package and one function per kernel that supports it
+(``registry.function_path``). A step changes only the rows of a batch. State belongs to the logical
+row, even if a rank stores only some of its columns.
 """
 
 from abc import ABC, abstractmethod
@@ -102,7 +102,8 @@ class SparseOptimizer(ABC):
     # ``state`` says which state to keep: one number per row, or one per element.
     state: ClassVar[Mapping[str, StateSize]] = {}
     # ``kernels`` maps each supported kernel to the optimizer's function, as
-    # "package.module:function".
+    # "package.module:function". Without it, a built-in optimizer needs a function of its name for
+    # every kernel except FBGEMM.
     kernels: ClassVar[Mapping[CompiledKernel, str]] = {}
     # ``one_rate`` says why the learning rate must not change during a run; ``None`` means that it
     # can.

@@ -26,10 +26,6 @@ class Ftrl(SparseOptimizer):
     initial_accumulator: Accumulator = 0.0
 
     state: ClassVar = {"sum": "element", "linear": "element"}
-    kernels: ClassVar = {
-        "numba": "sbpflow.embedding.storage.numba_rules:ftrl",
-        "triton": "sbpflow.embedding.storage.triton_rules:ftrl",
-    }
     # The weights are a function of ``linear``, a sum that contains the learning rate.
     one_rate: ClassVar = "accumulates sums that assume a constant learning rate"
 

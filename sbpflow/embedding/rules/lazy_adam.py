@@ -19,10 +19,6 @@ class LazyAdam(SparseOptimizer):
     weight_decay: RowDecay = 0.0
 
     state: ClassVar = {"exp_avg": "element", "exp_avg_sq": "element"}
-    kernels: ClassVar = {
-        "numba": "sbpflow.embedding.storage.numba_rules:lazy_adam",
-        "triton": "sbpflow.embedding.storage.triton_rules:lazy_adam",
-    }
 
     def numbers(self, lr: float, step: int) -> StepNumbers:
         """Return the numbers of a step; the rate includes the bias correction of the mean.

@@ -95,9 +95,20 @@ def _check_constants(
         )
 
 
+def function_path(optimizer: SparseOptimizer, kernel: CompiledKernel) -> str | None:
+    """Return "package.module:function" of an optimizer for a kernel, or ``None`` without support.
+
+    The function of a built-in optimizer without ``kernels`` has the optimizer's name.
+    """
+    for name, kind in RULES.items():
+        if kind is type(optimizer) and not kind.kernels:
+            return f"sbpflow.embedding.storage.{kernel}_rules:{name}"
+    return optimizer.kernels.get(kernel)
+
+
 def kernel_function(optimizer: SparseOptimizer, kernel: CompiledKernel) -> Callable[..., Any]:
     """Return the function of an optimizer for a kernel; raise SbpError if it does not exist."""
-    path = optimizer.kernels.get(kernel)
+    path = function_path(optimizer, kernel)
     if path is None:
         raise SbpError(
             f"kernel {kernel} does not support {optimizer.name}; use parallel.kernel: torch"

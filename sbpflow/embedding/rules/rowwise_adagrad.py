@@ -25,11 +25,6 @@ class RowwiseAdagrad(SparseOptimizer):
     ] = "logical"
 
     state: ClassVar = {"sum": "row"}
-    kernels: ClassVar = {
-        "numba": "sbpflow.embedding.storage.numba_rules:rowwise_adagrad",
-        "fbgemm": "sbpflow.embedding.storage.fbgemm_rules:rowwise_adagrad",
-        "triton": "sbpflow.embedding.storage.triton_rules:rowwise_adagrad",
-    }
 
     @property
     def shares_row_state(self) -> bool:

@@ -1,7 +1,7 @@
 """Defines stochastic gradient descent without state."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from sbpflow.embedding.rules.base import RowBlock, RowDecay, SparseOptimizer
 
@@ -12,12 +12,6 @@ class Sgd(SparseOptimizer):
 
     name: Literal["sgd"] = "sgd"
     weight_decay: RowDecay = 0.0
-
-    kernels: ClassVar = {
-        "numba": "sbpflow.embedding.storage.numba_rules:sgd",
-        "fbgemm": "sbpflow.embedding.storage.fbgemm_rules:sgd",
-        "triton": "sbpflow.embedding.storage.triton_rules:sgd",
-    }
 
     def step(self, block: RowBlock) -> None:
         block.subtract(block.grads)

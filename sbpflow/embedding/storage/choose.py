@@ -23,6 +23,8 @@ from sbpflow.embedding.rules.base import (
     SparseOptimizer,
     SumOverColumns,
 )
+from sbpflow.embedding.rules.registry import function_path
+from sbpflow.embedding.storage import fbgemm_rules
 from sbpflow.embedding.storage.base import RowKernel
 from sbpflow.embedding.storage.fbgemm_storage import FbgemmStorage
 from sbpflow.embedding.storage.lookup import Lookup
@@ -33,8 +35,6 @@ from sbpflow.runtime.compute.versions import import_fbgemm
 
 LOG = logging.getLogger(__name__)
 _NOTICE_AFTER_S = 2.0  # a compilation that takes longer is logged
-
-KERNEL_NAMES: tuple[KernelName, ...] = ("torch", "fbgemm", "numba", "triton")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,9 @@ class StackFacts:
 
 def _fbgemm_fault(stack: StackFacts) -> str | None:
     """Return why FBGEMM cannot give equal results for a stack, or ``None`` if it can."""
+    module, _, function = str(function_path(stack.optimizer, "fbgemm")).partition(":")
+    if module == fbgemm_rules.__name__ and not hasattr(fbgemm_rules, function):
+        return f"kernel fbgemm does not support {stack.optimizer.name}"
     if stack.dtype != torch.float32:
         return f"FBGEMM does not support {str(stack.dtype).removeprefix('torch.')} rows here"
     if stack.row_dtype in HALF_DTYPES:
@@ -117,10 +120,12 @@ class _Compiled:
     """Describes how to choose and allocate a compiled kernel.
 
     ``fault`` returns why the kernel cannot run a stack. ``storage`` imports and returns the
-    kernel's class, because some classes need a compiler.
+    kernel's class, because some classes need a compiler. The versions of ``packages`` affect the
+    kernel's speed.
     """
 
     label: str
+    packages: tuple[str, ...]
     is_installed: Callable[[], bool]
     fault: Callable[[StackFacts], str | None]
     reason: str
@@ -130,6 +135,7 @@ class _Compiled:
 COMPILED: dict[CompiledKernel, _Compiled] = {
     "numba": _Compiled(
         label="numba",
+        packages=("numba",),
         is_installed=lambda: find_spec("numba") is not None,
         fault=_numba_fault,
         reason="compiled for this CPU",
@@ -137,6 +143,7 @@ COMPILED: dict[CompiledKernel, _Compiled] = {
     ),
     "fbgemm": _Compiled(
         label="FBGEMM",
+        packages=("fbgemm-gpu-cpu", "fbgemm-gpu"),
         is_installed=lambda: import_fbgemm() is not None,
         fault=_fbgemm_fault,
         reason="equal results, fused update",
@@ -144,6 +151,7 @@ COMPILED: dict[CompiledKernel, _Compiled] = {
     ),
     "triton": _Compiled(
         label="Triton",
+        packages=("triton",),
         is_installed=lambda: find_spec("triton") is not None,
         fault=_triton_fault,
         reason="sorts, sums, and updates rows in launches of fixed size",
@@ -151,6 +159,8 @@ COMPILED: dict[CompiledKernel, _Compiled] = {
     ),
 }
 """The compiled kernels in the order that ``auto`` tries them."""
+
+KERNEL_NAMES: tuple[KernelName, ...] = ("torch", *COMPILED)
 
 
 def missing_kernels(request: KernelRequest) -> dict[KernelName, str]:
@@ -174,7 +184,7 @@ def kernel_faults(
     faults: dict[KernelName, str | None] = {"torch": None}
     for name, kernel in COMPILED.items():
         lacks = None
-        if name not in stack.optimizer.kernels:
+        if function_path(stack.optimizer, name) is None:
             lacks = f"kernel {name} does not support {stack.optimizer.name}"
         faults[name] = missing.get(name) or lacks or kernel.fault(stack)
     return faults

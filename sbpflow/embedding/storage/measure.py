@@ -28,6 +28,7 @@ from sbpflow.embedding.plan.tables import Shard, TableConfig
 from sbpflow.embedding.rules.base import KernelName, SparseOptimizer
 from sbpflow.embedding.storage.base import RowKernel
 from sbpflow.embedding.storage.choose import (
+    COMPILED,
     KERNEL_NAMES,
     KernelChoice,
     deduplicator,
@@ -293,7 +294,7 @@ def _draw(count: int, rows: int, skew: float, generator: torch.Generator) -> Ten
 
 def _software() -> dict[str, str]:
     versions = {"torch": str(torch.__version__)}
-    for name in ("numba", "fbgemm-gpu-cpu", "fbgemm-gpu"):
+    for name in (package for kernel in COMPILED.values() for package in kernel.packages):
         with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     return versions

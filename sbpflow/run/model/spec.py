@@ -294,7 +294,7 @@ def _check_shared(table: str, members: Sequence[IdField], shared: Collection[str
 def schemes_of(
     outputs: Sequence[OutputConfig],
 ) -> dict[Scheme, dict[str, TableRule]]:
-    """Return the rules of the four schemes: OneFlow's three and data parallelism.
+    """Return the rules of every scheme except ``auto``; schemes 1 to 3 follow OneFlow.
 
     Scheme dp is B. Scheme 1 is S(1) and exchanges whole vectors; tables with one column, which
     cannot be split by columns, are S(0). Scheme 2 is S(0) and sums partial results. Scheme 3 is

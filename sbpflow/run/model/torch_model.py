@@ -97,7 +97,7 @@ class TorchModel:
 
     @property
     def schemes(self) -> Mapping[Scheme, Mapping[str, TableRule]]:
-        """Return the rules of schemes dp, 1, 2 and 3 for the outputs; the module is irrelevant."""
+        """Return the rules of every scheme for the outputs; the module is irrelevant."""
         return schemes_of(self.outputs)
 
     def build(

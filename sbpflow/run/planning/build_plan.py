@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from sbpflow.config.checks import check
+from sbpflow.config.metrics import METRICS
 from sbpflow.config.model_tables import TableRules, check_matches
 from sbpflow.config.schema import Config, TableChanges, TableOptimizer
 from sbpflow.config.table_layouts import resolve_dense_layouts
@@ -174,9 +175,9 @@ def _check_table_rules(model: object, fields: Fields, outputs: tuple[OutputConfi
 def _check_metrics(config: Config, fields: Fields) -> None:
     """Raise ConfigError if the run watches a metric that is undefined for its set."""
     for key, metric in config.watched.items():
-        if metric == "gauc" and not fields.grouped:
+        if METRICS[metric].needs_groups and not fields.grouped:
             raise ConfigError(
-                f"{key}: gauc, but the rows of this set have no group; prepare the set with a "
+                f"{key}: {metric}, but the rows of this set have no group; prepare the set with a "
                 f"group in its schema, such as `group: {{user: string}}`, or use {key}=auc"
             )
 
