@@ -4,7 +4,7 @@ A bundle stores the rows with their scores, so that its scorer can check itself.
 known, unknown, and missing values. They are made from the vocabularies: no input row is read.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -83,9 +83,9 @@ def _cells(schema: Schema, name: str, values: list[str], number: int) -> dict[st
     return {name: chosen} | ({column.weights: weights} if column.weights else {})
 
 
-def encode_sample(rows: list[Mapping[str, Any]], manifest: Manifest, folder: Path) -> Manifest:
+def encode_sample(rows: Sequence[Mapping[str, Any]], manifest: Manifest, folder: Path) -> Manifest:
     """Encode the rows like ``sbpflow encode`` into a set in ``folder``."""
-    pl.DataFrame(rows, infer_schema_length=None).write_ipc(folder / "sample.arrow")
+    pl.DataFrame(list(rows), infer_schema_length=None).write_ipc(folder / "sample.arrow")
     encoded = encode(
         [folder / "sample.arrow"],
         folder / "sample",

@@ -247,7 +247,7 @@ def _trained_rows(
             if rows is not None:
                 live.append(rows)
         store = members[0].store
-        if not isinstance(store, TrainedRows):
+        if not isinstance(store, SelectedRows):
             result[number] = TrainedRows(store, [one.shard for one in members], live)
     return result
 

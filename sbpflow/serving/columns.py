@@ -124,7 +124,10 @@ def text_of(rows: str | bytes | Sequence[str | bytes], header: bool) -> str:
     if isinstance(rows, str):
         return rows
     if not isinstance(rows, bytes):
-        ends = (line.rstrip(b"\r\n" if isinstance(line, bytes) else "\r\n") for line in rows)
+        ends = (
+            line.rstrip(b"\r\n") if isinstance(line, bytes) else line.rstrip("\r\n")
+            for line in rows
+        )
         rows = b"\n".join(
             line if isinstance(line, bytes) else line.encode("utf-8", "surrogatepass")
             for line in ends

@@ -94,8 +94,9 @@ class TrainedRows(SelectedRows):
     """
 
     def __init__(self, store: RowStore, shards: Sequence[Shard], live: Sequence[LiveRows]) -> None:
-        super().__init__(store, 0)
+        super().__init__(store, num_rows=0)
         self.starts: dict[str, int] = {}  # first number by table
+        self._counts: dict[str, int] = {}
         self._parts: list[tuple[int, bool, np.ndarray, Array]] = []
         for shard, rows in zip(shards, live, strict=True):
             inside = slice(shard.row_start - rows.start, shard.row_stop - rows.start)
@@ -104,13 +105,12 @@ class TrainedRows(SelectedRows):
             has_shared = shard.row_start == 0
             self.starts[shard.table.name] = self.num_rows
             self._parts.append((shard.base, has_shared, numbers, addresses))
+            self._counts[shard.table.name] = numbers.size + has_shared
             self.num_rows += numbers.size + has_shared
 
     def count(self, table: str) -> int:
         """Return the number of rows of a table."""
-        starts = [*self.starts.values(), self.num_rows]
-        at = list(self.starts).index(table)
-        return starts[at + 1] - starts[at]
+        return self._counts[table]
 
     def unsorted(self) -> Tensor:
         """Return the store's numbers of all rows, in any order."""

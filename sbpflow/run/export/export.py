@@ -1,7 +1,7 @@
 """Exports a trained model: writes a bundle to a new folder, checks it, and scores a set with it."""
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -74,7 +74,7 @@ def sample_of(
     arguments: tuple[Tensor, Tensor, Bags],
     *,
     half: bool,
-    rows: list[Mapping[str, Any]] | None,
+    rows: Sequence[Mapping[str, Any]] | None,
 ) -> dict[str, Any]:
     """Return sample.json: raw ``rows``, or the ``arguments`` of the model without them, scored."""
     with torch.no_grad():

@@ -85,7 +85,10 @@ def _content(
             continue
         name = str(spec.target).removeprefix("dense.")
         if name not in values:
-            values[name] = program.constants[str(spec.target)].contiguous()
+            constant = program.constants[str(spec.target)]
+            if not isinstance(constant, Tensor):
+                raise TypeError(f"{name} is {type(constant).__name__}, not a tensor")
+            values[name] = constant.contiguous()
         weights[node] = name
     (result,) = next(node for node in program.graph.nodes if node.op == "output").args[0]
     nodes: list[list[Any]] = []
