@@ -42,7 +42,7 @@ from sbpflow.embedding.storage.choose import (
     make_kernel,
     warm_up_kernels,
 )
-from sbpflow.embedding.storage.initial import fill_shard, initial_rows
+from sbpflow.embedding.storage.initial import fill_shard, initial_values
 from sbpflow.embedding.storage.live_rows import Changes, check_numba
 from sbpflow.embedding.storage.rounding import RowNoise
 from sbpflow.embedding.storage.store import (
@@ -478,9 +478,8 @@ class EmbeddingCollection:
                 width=width,
                 optimizer=stack.optimizer,
                 make_kernel=kernel_of,
-                initial=partial(
-                    initial_rows,
-                    shards=shards,
+                initial=initial_values(
+                    shards,
                     seed=self._seed,
                     optimizer=stack.optimizer,
                     width=width,
