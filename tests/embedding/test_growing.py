@@ -33,6 +33,7 @@ CASE = GrowingCase()
 EVICTING = Growth(
     evict=Eviction(max_rows=MIN_ROWS, idle_samples=150), admit_count=2, forget_after_samples=100
 )
+SHARE = 0.0003  # 40 slots for 64 rows of live keys
 LAYOUTS = {
     "unique": (Spec("S(0)", "unique"), Spec("S(0)", "unique")),
     "reduce": (Spec("S(0)", "reduce"), Spec("S(0)", "reduce")),
@@ -262,24 +263,46 @@ def test_a_resumed_run_has_the_same_bits(ranks, tmp_path, size):
     check_equal(tmp_path / "step-24", tmp_path / "again" / "step-24", atol=0)
 
 
-def cached(world, case, folder):
-    stores = stores_of(lambda key: folder, world.device)
-    run = Run(world, case, stores=stores)
-    run.train(case.batches)
+def cached(world, case, folder, start=0, stop=24, source=None):
+    """Return the outputs, and whether rows left their slots and came back."""
+    run = Run(world, case, stores=stores_of(lambda key: folder, world.device))
+    if source is not None:
+        run.restore(source, start)
+    run.train(stop)
+    run.announce()  # batches are in flight during the save
+    run.saver(folder).save(stop, {})
     run.drain()
-    run.saver(folder).save(run.trained, {})
-    return run.outputs
+    moved = run.collection.cache_counts()
+    return run.outputs, moved is not None and moved.written > 0 and moved.fetched > moved.new
 
 
 @pytest.mark.parametrize("kind", ["host", "file"])
 def test_cached_tables_grow(ranks, alone, tmp_path, kind):
-    storage = RowStorage(kind=kind, share=0.004, key="parallel.storage.deep")
+    storage = RowStorage(kind=kind, share=SHARE, key="parallel.storage.deep")
     case = replace(CASE, growth=EVICTING, ahead=4)
     one, one_folder = alone(ranks, case)
-    made = ranks(1, cached, replace(case, storage=storage), tmp_path)
-    for wanted, value in zip(one[0]["outputs"], made[0], strict=True):
+    ((outputs, moved),) = ranks(1, cached, replace(case, storage=storage), tmp_path)
+    assert moved
+    for wanted, value in zip(one[0]["outputs"], outputs, strict=True):
         assert np.array_equal(wanted["deep"], value["deep"])
     check_equal(one_folder / "step-24", tmp_path / "step-24", atol=0)
+
+
+@pytest.mark.parametrize("shares", [(SHARE, None), (None, SHARE), (SHARE, 0.0004)])
+def test_resumed_cached_tables_grow(ranks, alone, tmp_path, shares):
+    case = replace(CASE, growth=EVICTING, ahead=4)
+    one, one_folder = alone(ranks, case)
+    source = None
+    for share, start, stop in zip(shares, (0, 12), (12, 24), strict=True):
+        storage = share and RowStorage(kind="file", share=share, key="parallel.storage.deep")
+        ((outputs, moved),) = ranks(
+            1, cached, replace(case, storage=storage), tmp_path, start, stop, source
+        )
+        assert moved == (share is not None)
+        for wanted, value in zip(one[0]["outputs"][start:stop], outputs, strict=True):
+            assert np.array_equal(wanted["deep"], value["deep"])
+        source = tmp_path / f"step-{stop}"
+    check_equal(one_folder / "step-24", source, atol=0)
 
 
 @pytest.mark.parametrize(
