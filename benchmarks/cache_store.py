@@ -1,6 +1,8 @@
 """Training on a storage of limited rate: fetching on demand, LRU, and lookahead, at equal losses.
 
 ``evaluation`` compares predictions one by one with predictions that read the next batch's rows.
+``cpu`` compares CPU times with those of training without a cache, which also pauses in every step
+for as long as lookahead waits for rows: pauses slow the computation after them.
 
 The rows are in a file that is in memory. ``PacedRecords`` adds the time that a link would take:
 full duplex, so that reads and writes do not slow each other, or half duplex. A paced thread sleeps,
@@ -38,11 +40,12 @@ from sbpflow.run.planning.build_plan import plan_run
 from sbpflow.runtime.compute.malloc import keep_freed_memory
 from sbpflow.runtime.ranks.world import World
 
-PARTS = ("systems", "rates", "capacities", "lookaheads", "evaluation")
+PARTS = ("systems", "rates", "capacities", "lookaheads", "cpu", "evaluation")
 BATCH, CAPACITY, LOOKAHEAD = 1024, 22_000, 64
 MBIT = 1e6 / 8  # bytes per second
 WARM_UP, MEASURED = 25, 40
 EVALUATED = 40  # batches
+CPU_ROUNDS = 7
 Array = np.ndarray[Any, Any]
 Batches = Sequence[Any]
 
@@ -190,6 +193,7 @@ class Setup:
     """How the deep tables are stored; ``system`` is device, uncached, LRU, or lookahead."""
 
     system: str
+    pause_ms: float = 0.0  # after each step
     rate: float = 100.0  # Mbit/s
     capacity: int = CAPACITY
     lookahead: int = LOOKAHEAD
@@ -204,7 +208,8 @@ class Measured:
     losses: list[float] = field(repr=False)
     step_ms: float
     cpu_ms: float  # of the process
-    mover_cpu_ms: float  # of this time, in the threads that move rows
+    training_cpu_ms: float  # of this time, in the training thread
+    mover_cpu_ms: float  # in the threads that move rows
     wait_ms: float
     fetched: float
     read_ms: float  # of the link, per step
@@ -275,29 +280,35 @@ def make_job(world: World, fields: Fields, setup: Setup, folder: Path) -> tuple[
     return build_job(config, spec, plan, Boxing(world), stores=stores), stores
 
 
-def train(job: Job, stores: Stores, batches: Batches, warm_up: int, measured: int) -> Measured:
+def train(
+    job: Job, stores: Stores, batches: Batches, warm_up: int, measured: int, pause_ms: float = 0.0
+) -> Measured:
     """Train; the first ``warm_up`` steps fill the cache."""
     losses: list[float] = []
     times: list[float] = []
-    begin, cpu, mover_cpu, before = 0.0, 0.0, 0.0, stores.figures()
+    begin, cpu, before = 0.0, _cpu_s(), stores.figures()
     for step, loss in enumerate(job.trainer.train_on(iter(batches)), 1):
         losses.append(float(loss))
+        time.sleep(pause_ms / 1e3)
         now = time.perf_counter()
         times.append(now - begin)
         begin = now
         if step == warm_up:
-            cpu, mover_cpu, before = time.process_time(), _mover_cpu_s(), stores.figures()
+            cpu, before = _cpu_s(), stores.figures()
         if step == warm_up + measured:
             break
-    cpu, mover_cpu = time.process_time() - cpu, _mover_cpu_s() - mover_cpu
+    process, training, mover = (
+        1e3 * (b - a) / measured for a, b in zip(cpu, _cpu_s(), strict=True)
+    )
     after = stores.figures()
     job.trainer.drain()
     wait, fetched, read, write = ((b - a) / measured for a, b in zip(before, after, strict=True))
     return Measured(
         losses=losses,
         step_ms=1e3 * statistics.mean(times[warm_up:]),
-        cpu_ms=1e3 * cpu / measured,
-        mover_cpu_ms=1e3 * mover_cpu / measured,
+        cpu_ms=process,
+        training_cpu_ms=training,
+        mover_cpu_ms=mover,
         wait_ms=wait,
         fetched=fetched,
         read_ms=read,
@@ -305,16 +316,17 @@ def train(job: Job, stores: Stores, batches: Batches, warm_up: int, measured: in
     )
 
 
-def _mover_cpu_s() -> float:
+def _cpu_s() -> tuple[float, float, float]:
+    """CPU time of the process, of this thread, and of the threads that move rows."""
     threads = [thread.ident for thread in threading.enumerate() if thread.name == "row mover"]
     clocks = [time.pthread_getcpuclockid(ident) for ident in threads if ident is not None]
-    return sum(map(time.clock_gettime, clocks))
+    return time.process_time(), time.thread_time(), sum(map(time.clock_gettime, clocks))
 
 
 def run(world: World, folder: Path, batches: Batches, fields: Fields, setup: Setup) -> Measured:
     """Train with a setup."""
     job, stores = make_job(world, fields, setup, folder)
-    return train(job, stores, batches, WARM_UP, MEASURED)
+    return train(job, stores, batches, WARM_UP, MEASURED, setup.pause_ms)
 
 
 def genuine_batches(folder: Path, world: World) -> tuple[list[Any], Fields]:
@@ -364,7 +376,7 @@ def _setups(part: str) -> list[Setup]:
     if part == "capacities":
         sizes = (12_000, 16_000, 45_000, 90_000)
         return [replace(one, capacity=size) for size in sizes for one in (lru, ours)]
-    return [replace(ours, lookahead=known) for known in (2, 4, 8, 16, 32)]
+    return [lru, *(replace(ours, lookahead=known) for known in (2, 4, 8, 16, 32))]
 
 
 def _measure_evaluation(
@@ -400,6 +412,27 @@ def _measure_evaluation(
             batches=EVALUATED, logits_equal=True, compute_ms=compute_ms, read_ms=read_ms,
             times_ideal=times["pipelined_ms"] / max(compute_ms, read_ms), **times,
         )  # fmt: skip
+
+
+def _measure_cpu(
+    results: Results, world: World, folder: Path, batches: Batches, fields: Fields
+) -> None:
+    """CPU times of alternating runs; SystemExit if any loss differs."""
+    losses: list[float] = []
+    for number in range(CPU_ROUNDS):
+        wait_ms = 0.0
+        for name in ("device", "lookahead", "paused"):
+            paused = Setup(system="device", pause_ms=wait_ms)
+            setup = paused if name == "paused" else Setup(system=name)
+            found = run(world, folder, batches, fields, setup)
+            losses, wait_ms = losses or found.losses, found.wait_ms
+            if found.losses != losses:
+                raise SystemExit(f"{setup}: losses differ from those on the device")
+            results.add(
+                system=name, round=number, step_ms=found.step_ms, pause_ms=setup.pause_ms,
+                exposed_wait_ms=found.wait_ms, cpu_ms=found.cpu_ms,
+                training_cpu_ms=found.training_cpu_ms, mover_cpu_ms=found.mover_cpu_ms,
+            )  # fmt: skip
 
 
 def _measure_training(
@@ -443,6 +476,8 @@ def measure(results: Results, folder: Path, part: str) -> None:
         batches, fields = genuine_batches(folder, world)
         if part == "evaluation":
             _measure_evaluation(results, world, scratch, batches, fields)
+        elif part == "cpu":
+            _measure_cpu(results, world, scratch, batches, fields)
         else:
             _measure_training(results, world, scratch, batches, fields, part)
     if scratch.exists():
