@@ -54,21 +54,21 @@ def initial_values(
     Rows are numbered over all shards of the store. If the second argument has the addresses of
     keys, the values are a function of (seed, table, key, column).
     """
-    first = shards[0]  # all shards of a store have the same columns
     bases = torch.tensor([shard.base for shard in shards])
-    shifts = torch.tensor([shard.shift for shard in shards])
+    shifts = torch.tensor([shard.shift * shard.table.dim for shard in shards])
     streams = torch.tensor([stream_key(seed, shard.table.name) for shard in shards])
+    offsets = streams - shifts * GAMMA
     ranges = torch.tensor([shard.table.initial_range for shard in shards], dtype=torch.float64)
 
     def values(rows: Tensor, addresses: Tensor | None = None) -> dict[str, Tensor]:
+        first = shards[0]  # all shards of a store have the same columns
         rows, device = rows.to(torch.int64), rows.device
         shard_of = torch.searchsorted(bases[1:].to(device), rows, right=True)
-        stream, bounds = streams.to(device)[shard_of], ranges.to(device)[shard_of]
         if addresses is None:
-            shift = shifts.to(device)[shard_of]
-            counters = (rows - shift) * first.table.dim * GAMMA + stream
+            counters = rows * first.table.dim * GAMMA + offsets.to(device)[shard_of]
         else:  # a product with the dim would lose the upper bits of the address
-            counters = mix(addresses + stream)
+            counters = mix(addresses + streams.to(device)[shard_of])
+        bounds = ranges.to(device)[shard_of]
         weights = _uniform_rows(counters, width, bounds, first.col_start, row_dtype)
         state = {
             name: torch.full(
