@@ -6,6 +6,7 @@ import json
 import re
 import statistics
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -171,6 +172,31 @@ def test_rates_caches_and_known_batches_took_the_recorded_times():
             assert (
                 f"| {name} | {' | '.join(format(line[value], form) for line in lines)} |" in table
             )
+
+
+def test_cached_training_used_the_recorded_cpu_time():
+    lines = [line for line in read("cache_store.jsonl") if line["benchmark"] == "cpu"]
+    rows = {
+        "device": "all rows in memory",
+        "paused": "all rows in memory, with pauses",
+        "lookahead": "lookahead",
+    }
+    runs = {name: [line for line in lines if line["system"] == name] for name in rows}
+    table = PAGES["cache"].split("**CPU time**")[1].split("\n\n**")[0]
+    keys = ("step_ms", "cpu_ms", "training_cpu_ms", "mover_cpu_ms")
+    for name, shown in rows.items():
+        cells = (f"{median(line[key] for line in runs[name]):.1f}" for key in keys)
+        assert f"| {shown} | {' | '.join(cells)} |" in table
+    assert f"of {len(runs['device'])} alternating rounds" in table
+    added = {
+        name: median(
+            one["cpu_ms"] - other["cpu_ms"]
+            for one, other in zip(runs["lookahead"], runs[name], strict=True)
+        )
+        for name in ("device", "paused")
+    }
+    assert f"uses {added['device']:.1f} ms more than training with all rows in memory" in table
+    assert f"{added['paused']:.1f} ms more than training that pauses" in table
 
 
 def test_evaluations_with_slow_storage_took_the_recorded_times():
