@@ -52,7 +52,8 @@ CHAINS = {
             growth=LFU, optimizer=sparse_optimizer("rowwise_adagrad", lr=0.05), ahead=2,
             row_dtype=torch.bfloat16, dtype=torch.float32, kernel="numba",
         ),
-        [Stage(4, COLUMNS, UNIQUE, 14), Stage(2, COLUMNS, REDUCE, 22), Stage(2, UNIQUE, UNIQUE, 30)],
+        [Stage(4, COLUMNS, UNIQUE, 14), Stage(2, COLUMNS, REDUCE, 22),
+         Stage(2, UNIQUE, UNIQUE, 30)],
     ),
     "ranks": (
         GrowingCase(growth=LRU, optimizer=sparse_optimizer("ftrl", lr=0.05), ragged=True, ahead=4),
@@ -224,16 +225,13 @@ def test_commands_follow_the_chain(folder, capsys):
     check_equal(open_checkpoint(chain / "step-30"), open_checkpoint(folder / "full" / "step-30"))
     file = chain / "step-28" / "rank-0.bin"
     raw = file.read_bytes()
-    right = open_checkpoint(chain / "step-30").tensor("tables/deep.f")
-    noticed = 0
+    full, noticed = open_checkpoint(folder / "full" / "step-30"), 0
     for place in range(0, len(raw), len(raw) // 60):
         file.write_bytes(raw[:place] + bytes([raw[place] ^ 4]) + raw[place + 1 :])
         try:
-            found = open_checkpoint(chain / "step-30").tensor("tables/deep.f")
+            check_equal(open_checkpoint(chain / "step-30"), full)
         except CheckpointError:
             noticed += 1
-        else:
-            assert torch.equal(found, right)
     assert noticed > 10
     assert checkpoint(["verify", str(chain)]) == 1
 
@@ -254,7 +252,7 @@ def test_a_table_whose_rows_do_not_fit_its_keys_is_refused(folder):
     wrong = replace(index, tensors={**index.tensors, "vocabularies/f/keys": keys})
     with pytest.raises(CheckpointError, match="its pieces have 0 elements"):
         from_json(to_json(wrong), folder)
-    keys = index.tensors["vocabularies/g/keys"]
+    keys = index.tensors["vocabularies/f/clock"]
     wrong = replace(index, tensors={**index.tensors, "vocabularies/f/keys": keys})
     with pytest.raises(CheckpointError, match="which is not one more than vocabularies/f/keys"):
         from_json(to_json(wrong), folder)
