@@ -104,12 +104,12 @@ def key_changes(members: Sequence["Checkpoint"], table: str) -> KeyChanges:
     last, before, keys = members[-1], members[0].before, members[-1].saved(name).keys
     if before is None or keys is None:
         raise CheckpointError(f"{last.path}: {name} has no keys, or is not part of a delta")
-    own, earlier = Addresses(last, keys), Addresses(before, keys)
+    own, earlier = last.addresses(keys), before.addresses(keys)
     is_changed = torch.zeros(own.count + 1, dtype=torch.bool)
     for member in members:
         rows = member.changed_rows(name)
         is_changed[0] |= bool((rows == 0).any())
-        numbers, exist = own.find(Addresses(member, keys).at(rows[rows > 0] - 1))
+        numbers, exist = own.find(member.addresses(keys).at(rows[rows > 0] - 1))
         is_changed[numbers[exist] + 1] = True
     addresses, old = own.read(), earlier.read()
     is_added = torch.cat([torch.zeros(1, dtype=torch.bool), ~earlier.find(addresses)[1]])
@@ -131,7 +131,7 @@ def read_rows(
     keys = checkpoint.saved(name).keys
     if keys is None:
         raise CheckpointError(f"{checkpoint.path}: {name} is not a growing table")
-    addresses = Addresses(checkpoint, keys).at(rows[rows > 0] - 1)
+    addresses = checkpoint.addresses(keys).at(rows[rows > 0] - 1)
     wanted = _Rows(keys, rows, addresses, torch.arange(rows.numel()))
     _read(checkpoint, name, wanted, columns, target)
 
@@ -162,7 +162,7 @@ def _read(
         _put(target, at, values[rows - first])
         return
     has_shared = rows.numel() - addresses.numel()
-    numbers, exist = Addresses(before, keys).find(addresses)
+    numbers, exist = before.addresses(keys).find(addresses)
     is_old = torch.cat([torch.ones(has_shared, dtype=torch.bool), exist])
     old_rows = torch.cat([rows[:has_shared], numbers[exist] + 1])
     _read(before, name, _Rows(keys, old_rows, addresses[exist], at[is_old]), columns, target)

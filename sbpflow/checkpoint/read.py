@@ -28,7 +28,7 @@ from sbpflow.checkpoint.format import (
     digest_of,
     from_json,
 )
-from sbpflow.checkpoint.keys import read_by_key
+from sbpflow.checkpoint.keys import Addresses, read_by_key
 from sbpflow.errors import CheckpointError
 from sbpflow.runtime.files.json_file import JsonError, read_text
 
@@ -103,6 +103,7 @@ class Checkpoint:
         self.index = index
         self.before = before  # the predecessor of a delta
         self._rows: dict[Piece, Tensor] = {}  # row numbers of the patches of one table
+        self._addresses: dict[str, Addresses] = {}
 
     @property
     def previous(self) -> Previous | None:
@@ -191,6 +192,12 @@ class Checkpoint:
             part = target[:, columns.start - left : columns.stop - left]
             numbers = (rows - place.row_start).to(target.device)
             part.index_copy_(0, numbers, values.to(target.device, target.dtype))
+
+    def addresses(self, name: str) -> Addresses:
+        """Return the addresses of the keys in tensor ``name``."""
+        if name not in self._addresses:
+            self._addresses[name] = Addresses(self, name)
+        return self._addresses[name]
 
     def changed_rows(self, name: str) -> Tensor:
         """Return the rows of a table's tensor that a delta contains: ascending int64 [n]."""

@@ -159,7 +159,7 @@ class _Growing:
             _write(self._checkpoint, name, place, target)
 
     def _addresses(self, name: str) -> Addresses:
-        return Addresses(self._checkpoint, f"{self._name}/{name}")
+        return self._checkpoint.addresses(f"{self._name}/{name}")
 
     def _read(self, name: str, rows: slice) -> Array:
         return self._checkpoint.tensor(f"{self._name}/{name}", rows).numpy()
