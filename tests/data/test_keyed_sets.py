@@ -11,7 +11,6 @@ import torch
 from sbpflow.data import fields_of, load_manifest, open_loader
 from sbpflow.data.__main__ import main
 from sbpflow.data.format.manifest import MANIFEST, SPLITS, fingerprint_of
-from sbpflow.data.format.schema import MISSING_KEY
 from sbpflow.data.format.shards import RowFiles
 from sbpflow.data.frames import prepared_set
 from sbpflow.data.prepare.distinct import count_fields
@@ -23,6 +22,7 @@ from sbpflow.embedding.ids.batch_ids import BatchIds
 from sbpflow.errors import ConfigError, DataError
 from sbpflow.run.model.spec import HashedColumn
 from sbpflow.runtime.files.json_file import read_json
+from sbpflow.serving.cells import MISSING_KEY
 from tests.data.backends import BACKENDS
 from tests.data.rows import folder_bytes, text_rows, write_rows
 from tests.data.tables import table, write_csv, write_parquet
