@@ -17,7 +17,7 @@ from sbpflow.config.schema import Config, DataConfig
 from sbpflow.data import fields_of, load_manifest
 from sbpflow.data.__main__ import main as data_main
 from sbpflow.data.read.loaders import open_loaders
-from sbpflow.embedding.plan.growth import Eviction
+from sbpflow.embedding.plan.growth import Eviction, first_address
 from sbpflow.models.dcnv2 import DcnV2Config
 from sbpflow.models.deepfm import DeepFmConfig
 from sbpflow.models.dlrm import DlrmConfig
@@ -28,12 +28,13 @@ from sbpflow.run.model.spec import Fields, embedding_output
 from sbpflow.run.model.torch_model import TorchModel
 from sbpflow.run.planning.build_plan import plan_run
 from sbpflow.run.saved.saved_model import find_checkpoint
+from sbpflow.runtime.random.streams import unmix
 from sbpflow.runtime.ranks.world import World
 from tests.data.tables import INF, SCHEMA, SPLIT, table, write_csv
 from tests.run.saved import save_job
 from tests.training.wdl_case import make_config
 
-STEPS = 5
+STEPS, BATCH = 5, 64
 
 
 class Own(nn.Module):
@@ -83,9 +84,7 @@ MODELS: Mapping[str, Any] = {
 }
 
 
-GROWS = FieldRule(
-    vocabulary="dynamic", admit_count=2, evict=Eviction(max_rows=65_536, idle_samples=200)
-)
+GROWS = FieldRule(vocabulary="dynamic", admit_count=2, evict=Eviction(max_rows=65_536))
 FITTED = FieldRule(vocabulary="fitted")
 RULES = {"*": GROWS, "more": FITTED, "score": FITTED}
 HASHED = {**RULES, "hashed.*": FITTED}
@@ -131,13 +130,24 @@ def make_set(
     return folder / "set"
 
 
+def crowded_keys() -> list[int]:
+    """Return keys of one bucket, of at most 17 digits."""
+    keys = unmix(first_address(130) + torch.arange(2000)).tolist()
+    return [key for key in keys if abs(key) < 10**17]
+
+
 def drifting_rows(num_rows: int, seed: int = 0) -> list[dict[str, object]]:
-    """Return ``good_rows`` whose shops and cities come and go; some occur only once."""
-    rows = good_rows(num_rows, seed)
+    """Return ``good_rows`` whose shops and cities come and go; some occur only once.
+
+    Later shops need the rows of earlier shops. Only later cities are missing.
+    """
+    rows, shops = good_rows(num_rows, seed), crowded_keys()
     for number, row in enumerate(rows):
         if number % 3:
-            row["shop"] = None if number % 13 == 0 else number // 40 - 3
+            row["shop"] = None if number % 13 == 0 else shops[number // 40 % len(shops)]
             row["city"] = f"K\u00f6ln {number // 50}"
+        elif number < STEPS * BATCH:
+            row["city"] = row["city"] or "Paris"
         if number % 17 == 0:
             row["shop"], row["city"] = 10**15 + number, f"once {number}"
     return rows
@@ -153,7 +163,7 @@ def config_of(path: Path, model: Any, **parallel: Any) -> Config:
     config = make_config("1", "adagrad", dtype="float32")
     return replace(
         config,
-        data=DataConfig(path=path, batch_size=64, loader="memmap"),
+        data=DataConfig(path=path, batch_size=BATCH, loader="memmap"),
         model=model,
         parallel=replace(config.parallel, **parallel),
     )

@@ -62,6 +62,7 @@ class PlainModel(nn.Module):
         features = plan.features[: len(plan.features) - len(hashed)]
         self.features: tuple[FeatureConfig, ...] = features  # the features in a batch
         self.columns: dict[str, slice] = id_columns(features)
+        self.ids_dtype = torch.int64 if addresses else torch.int32
         self._addresses: dict[str, str] = {}
         for number, (names, each) in enumerate(addresses.items()):
             self._addresses |= dict.fromkeys(names, f"addresses_{number}")
