@@ -12,18 +12,25 @@ import polars as pl
 import pytest
 import torch
 
+from benchmarks.serving_tools import serving
 from sbpflow.checkpoint.read import Checkpoint
 from sbpflow.commands.predict import predict
 from sbpflow.data import load_manifest, open_loader
+from sbpflow.data.__main__ import main as data_main
+from sbpflow.models.dlrm import DlrmConfig
 from sbpflow.run.export.export import encoded_of
 from sbpflow.run.saved.saved_model import find_checkpoint
 from sbpflow.serving import scorer
 from sbpflow.serving.batcher import joined
+from sbpflow.serving.bodies import TEXT
 from sbpflow.serving.cells import MISSING_KEY, string_key
 from sbpflow.serving.scorer import load
+from tests.data.tables import write_csv
+from tests.ranks import RanksFailed
 from tests.serving.bundles import (
     BATCH,
     GROWING,
+    GROWS,
     STEPS,
     config_of,
     drifting_rows,
@@ -32,12 +39,14 @@ from tests.serving.bundles import (
     train,
 )
 from tests.serving.test_bundle import ALONE, NAMES
+from tests.serving.test_metrics import values
 
 OWN = "tests.serving.bundles:OwnConfig"
 
 
 def config(prepared: Path, name: str):
-    found = config_of(prepared, GROWING[name])
+    half = {"table_dtype": "bfloat16"} if name == "pairs" else {}
+    found = config_of(prepared, GROWING[name], **half)
     return replace(found, data=replace(found.data, shuffle="none"))
 
 
@@ -156,6 +165,35 @@ def test_requests_scored_together_have_their_own_crosses(exported):
     )
 
 
+def test_a_server_counts_keys_without_a_row_as_unknown(exported, tmp_path):
+    folder, _ = exported
+    text = write_csv(tmp_path / "rows.csv", drifting_rows(900)[400:500]).read_bytes()
+    model = load(folder / "wdl/model")
+    with serving(f"a={folder / 'wdl/model'}") as server:
+        answer = server.request("POST", "/score", text, TEXT)
+        assert [float(line) for line in answer.body.split()] == model.score(text).tolist()
+        found = values(server.request("GET", "/metrics").body.decode())
+    encoded = model.encode(text)
+    for column in ("shop", "city", "tags"):
+        for kind, counts in (("unknown", encoded.unknown), ("missing", encoded.missing)):
+            name = f'sbpflow_{kind}_values_total{{model="a",column="{column}"}}'
+            assert found[name] == counts[column]
+    assert encoded.unknown["shop"] > 10
+
+
+def test_generated_rows_have_no_text_to_compute_keys_from(ranks, tmp_path):
+    words = ["--rows", "400", "--vocab-scale", "0.001", "--keys", "--output", tmp_path / "set"]
+    assert data_main(["synth", *map(str, words)]) == 0
+    with pytest.raises(RanksFailed, match=r"ConfigError: C1: grows, and generated rows have no te"):
+        ranks(1, _generated, tmp_path)
+
+
+def _generated(world, folder: Path) -> None:
+    model = DlrmConfig(embedding_dim=4, bottom=(4,), top=(4,), fields={"*": GROWS})
+    train(world, folder / "run", config_of(folder / "set", model))
+    export(folder / "run", config_of(folder / "set", model), folder / "model")
+
+
 def test_a_bundle_scores_with_torch_and_numpy_alone(exported, prepared, tmp_path):
     folder, _ = exported
     for name in GROWING:
@@ -199,7 +237,8 @@ def test_rows_of_8_bits_and_blocks_of_rows(exported, prepared, tmp_path, monkeyp
     scores = model.content["scores"]
     assert scores.keys() == {"int8", "as_trained"}
     assert scores["as_trained"] == whole.content["scores"]["as_trained"]
-    assert model.content["tables"]["deep.shop"]["stored"] == "int8"
+    stored = [each.content["tables"]["deep.shop"]["stored"] for each in (model, whole)]
+    assert stored == ["int8", "bfloat16"]
     text = (prepared.parent / "t.csv").read_text()
     apart = np.abs(model.score(text) - whole.score(text)).max()
     assert 0 < apart < 1e-2
