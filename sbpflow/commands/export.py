@@ -98,8 +98,12 @@ def export_model(
     compiled: bool = False,
     onnx: bool = False,
     measured: bool = True,
+    has_spare_rows: bool = False,
 ) -> list[Path]:
-    """Write a saved model to a new folder and return its files; print scores if ``measured``."""
+    """Write a saved model to a new folder and return its files; print scores if ``measured``.
+
+    ``has_spare_rows`` adds rows to growing tables for the keys of deltas.
+    """
     from sbpflow.checkpoint.folder import data_folder
     from sbpflow.data import fields_of, load_manifest
     from sbpflow.run.export.bundle import BundleModel, add_facts
@@ -122,7 +126,7 @@ def export_model(
     if measured:
         manifest = _labelled_set(scored or config.data.path, row_format, like)
     keyed = {field.name for field in fields.ids if field.keyed}
-    tables = GrowingTables(checkpoint, plan.embeddings, keyed)
+    tables = GrowingTables(checkpoint, plan.embeddings, keyed, has_spare_rows=has_spare_rows)
     growing = _saved_keys(tables)
     seed, saved = config.run.seed, checkpoint.tensors
     model = BundleModel(

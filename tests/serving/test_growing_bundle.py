@@ -24,7 +24,7 @@ from sbpflow.serving import scorer
 from sbpflow.serving.batcher import joined
 from sbpflow.serving.bodies import TEXT
 from sbpflow.serving.cells import MISSING_KEY, string_key
-from sbpflow.serving.scorer import load
+from sbpflow.serving.scorer import Version, load
 from tests.data.tables import write_csv
 from tests.ranks import RanksFailed
 from tests.serving.bundles import (
@@ -163,6 +163,28 @@ def test_requests_scored_together_have_their_own_crosses(exported):
     np.testing.assert_allclose(
         model.score_encoded(joined(parts)), model.score(rows), rtol=0, atol=1e-6
     )
+
+
+def test_deltas_can_add_keys_to_spare_rows(exported, prepared, tmp_path):
+    folder, _ = exported
+    run, settings = folder / "wdl/run", config(prepared, "wdl")
+    export(run, settings, tmp_path / "model", measured=False, has_spare_rows=True)
+    model, whole = load(tmp_path / "model"), load(folder / "wdl/model")
+    count = len(keys_of(find_checkpoint(run), "shop"))
+    tables = [each.content["tables"]["deep.shop"]["rows"] for each in (model, whole)]
+    assert tables == [count + 2 + count // 4 + 1024, count + 2]
+    text = (prepared.parent / "t.csv").read_text()
+    assert model.score(text).tolist() == whole.score(text).tolist()
+    last = np.array([tables[0] - 1])
+    new = (np.array([777], np.uint64), last.astype(np.int32))
+    value = np.full((1, 4), 0.5, np.float32)
+    changed = model.with_changes({"deep.shop": (last, value)}, {}, Version("x", 6), {"shop": new})
+    row = {name: drifting_rows(3)[1][name] for name in NAMES} | {"shop": 777}
+    encoded, before = (each.encode([row]) for each in (changed, model))
+    column = model.content["columns"]["shop"][0]
+    assert (encoded.ids[0, column], before.ids[0, column]) == (int(last[0]), 1)
+    assert encoded.keys[column].tolist() == before.keys[column].tolist() == [777]
+    assert changed.score([row])[0] != model.score([row])[0]
 
 
 def test_a_server_counts_keys_without_a_row_as_unknown(exported, tmp_path):
