@@ -253,8 +253,18 @@ def test_the_whole_model_takes_keys(exported, prepared, tmp_path):
 
 def test_rows_of_8_bits_and_blocks_of_rows(exported, prepared, tmp_path, monkeypatch):
     folder, _ = exported
+    seen = set()
+    real = Checkpoint.tensor
+
+    def tensor(self, name, rows=None, *more, **named):
+        if name.startswith("tables/"):
+            seen.add(None if rows is None else rows.stop - rows.start)
+        return real(self, name, rows, *more, **named)
+
+    monkeypatch.setattr(Checkpoint, "tensor", tensor)
     monkeypatch.setattr("sbpflow.run.export.bundle._BLOCK", 4)
     export(folder / "pairs/run", config(prepared, "pairs"), tmp_path / "model", rows="int8")
+    assert seen == {1, 2, 3, 4}
     model, whole = load(tmp_path / "model"), load(folder / "pairs/model")
     scores = model.content["scores"]
     assert scores.keys() == {"int8", "as_trained"}
