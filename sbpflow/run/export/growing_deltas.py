@@ -17,10 +17,9 @@ from torch import Tensor
 
 from sbpflow.checkpoint.keys import key_changes, read_rows
 from sbpflow.checkpoint.read import Checkpoint
-from sbpflow.serving.cells import NUM_RESERVED_IDS, RARE_ID
+from sbpflow.serving.cells import MISSING_KEY, NUM_RESERVED_IDS, RARE_ID
 from sbpflow.serving.row_store import Tensors
 
-_MISSING_KEY = -(2**63)
 Entries = tuple[NDArray[np.int64], NDArray[np.int32]]  # keys and ids; RARE_ID: no row any more
 
 
@@ -83,7 +82,7 @@ def key_delta(
     keys, ids = _newest([served, entries])
     if not np.array_equal(keys, np.sort(saved.numpy())):
         return None  # the bundle has other keys than the checkpoint from which it was made
-    missing = (saved == _MISSING_KEY).nonzero().reshape(-1).tolist()
+    missing = (saved == MISSING_KEY).nonzero().reshape(-1).tolist()
     reserved = torch.tensor([missing[0] + 1 if missing else 0, 0])
     rows: dict[str, tuple[Tensor, Tensor]] = {}
     for table, change in changes.items():
