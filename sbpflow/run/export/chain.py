@@ -132,9 +132,10 @@ def export_next(
         if last.checkpoint == digest_of(checkpoint.index):
             return None
         members = _since(checkpoint, last.checkpoint)
-        growing = _growing(members, last) if members else None
-        if growing is not None and last.number < num_deltas:
-            return _write_delta(checkpoint, members, last, growing)
+        if members and last.number < num_deltas:
+            growing = _growing(members, last)
+            if growing is not None:
+                return _write_delta(checkpoint, members, last, growing)
     target = folder / f"step-{checkpoint.step}"
     if target.exists():  # of a run that was started again
         shutil.rmtree(target)
