@@ -95,7 +95,7 @@ class _TableRows(NamedTuple):
     addresses: Array
 
     @property
-    def count(self) -> int:
+    def num_rows(self) -> int:
         return self.numbers.size + self.has_shared
 
 
@@ -108,9 +108,9 @@ class TrainedRows(SelectedRows):
     """
 
     def __init__(self, store: RowStore, tables: Mapping[str, _TableRows]) -> None:
-        super().__init__(store, sum(table.count for table in tables.values()))
+        super().__init__(store, sum(table.num_rows for table in tables.values()))
         self._tables = tables
-        ends = accumulate((table.count for table in tables.values()), initial=0)
+        ends = accumulate((table.num_rows for table in tables.values()), initial=0)
         self.starts = dict(zip(tables, ends, strict=False))  # first number by table
 
     @classmethod
@@ -138,7 +138,7 @@ class TrainedRows(SelectedRows):
 
     def count(self, table: str) -> int:
         """Return the number of rows of a table."""
-        return self._tables[table].count
+        return self._tables[table].num_rows
 
     def numbers_in(self, whole: "TrainedRows", table: str) -> Array:
         """Return the number that each row of a table has among the rows of the table in ``whole``.
