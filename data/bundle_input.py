@@ -191,6 +191,7 @@ def write_vocabularies(manifest: Manifest, growing: Growing, file: Path) -> None
         for name, keys in growing.items():
             place = places[name]
             ids = np.arange(NUM_RESERVED_IDS, place["rows"], dtype=np.int32)
-            table = WideIdTable(keys.read().view(np.uint64), ids, np.zeros(len(ids), np.int64))
+            counts = np.broadcast_to(np.int64(0), len(ids))
+            table = WideIdTable(keys.read().view(np.uint64), ids, counts)
             out.put("keys", place["start"], table.keys)
             out.put("ids", place["start"], table.ids)

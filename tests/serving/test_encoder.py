@@ -208,7 +208,8 @@ def tables(draw):
     else:
         options += ["--crosses", "none"]
     keyed = draw(st.lists(st.sampled_from(can_have_keys), unique=True)) if can_have_keys else []
-    if keyed:
+    hashed = {"s0"} if "--hash-size" in options else set()
+    if {*can_have_keys, *singles} - hashed - {*keyed} and keyed:  # a field has a vocabulary
         options += ["--keys", ",".join(keyed)]
     good = {name: st.sampled_from(values) for name, values in cells_of.items()}
     rows = draw(st.lists(st.fixed_dictionaries(good), min_size=12, max_size=24))
