@@ -159,7 +159,7 @@ def _read(
     if before is None:
         values = torch.empty(place.num_rows, place.num_columns, dtype=checkpoint.saved(name).dtype)
         checkpoint.read_into(name, place, values)
-        _put(target, at, values[rows - first])
+        _put(target, at, values.index_select(0, rows - first))
         return
     has_shared = rows.numel() - addresses.numel()
     numbers, exist = before.addresses(keys).find(addresses)
