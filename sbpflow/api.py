@@ -30,7 +30,7 @@ from sbpflow.config.schema import Config
 from sbpflow.data import RowLoader, load_manifest
 from sbpflow.data.frames import Frame, input_of, like, named_rows, prepared_set
 from sbpflow.data.predictions import Scoring
-from sbpflow.data.values import values_and_ids
+from sbpflow.data.values import values_and_rows
 from sbpflow.errors import CheckpointError, ConfigError, DataError
 from sbpflow.models.registry import MODELS
 from sbpflow.run.execution.job import Job
@@ -169,13 +169,15 @@ class Run:
 
         The values are all values with their own rows, or the distinct values of ``values``. For a
         column of strings, ``values`` is required unless the set was prepared with ``keep_strings``.
+        For a growing table, the values are those with a row; strings are given as their keys unless
+        ``values`` has the strings.
         """
         checkpoint, config = self._checkpoint()
-        manifest, feature = source_of(checkpoint, config, table)
+        manifest, feature, saved = source_of(checkpoint, config, table)
         given = None if values is None else pl.Series(cast("Any", values))
-        keys, ids = values_and_ids(manifest, feature, given)
-        rows = checkpoint.tensor(f"tables/{table}", dtype=torch.float32)
-        return keys, rows.numpy()[ids]
+        found, rows = values_and_rows(manifest, feature, given, saved)
+        vectors = checkpoint.tensor(f"tables/{table}", dtype=torch.float32)
+        return found, vectors.numpy()[rows]
 
     def export(
         self,

@@ -47,6 +47,11 @@ class VocabularyPlan:
     tables: tuple[str, ...]
 
 
+def vocabulary_name(features: Sequence[str]) -> str:
+    """Return the name of the vocabulary of growing tables with these features."""
+    return "+".join(features)
+
+
 def key_steps(
     vocabularies: Sequence[VocabularyPlan], world: Placement, batch_size: int
 ) -> tuple[ExchangeStep, ...]:
@@ -147,7 +152,7 @@ def plan_vocabularies(
         owners = _owners(growing, layouts, world)
         result.append(
             VocabularyPlan(
-                name="+".join(names),
+                name=vocabulary_name(names),
                 features=names,
                 growth=growth,
                 num_rows=growing[0].num_rows,

@@ -110,7 +110,7 @@ def plan_run(
             f"model {config.model.name}: its spec has no embedding outputs; give at least one, "
             'such as embedding_output("fields", fields.sparse, dim=8)'
         )
-    _check_table_rules(config.model, fields, spec.outputs)
+    _check_table_rules(config.model, fields, spec)
     world = Placement.line(device_type, world_size)
     dtype = DTYPES[config.parallel.dtype]
     backend = backend_of_device(device_type)
@@ -164,11 +164,12 @@ def given_topology(config: Config, world_size: int) -> Topology | None:
     return None if path is None else read_topology(path, world_size=world_size)
 
 
-def _check_table_rules(model: object, fields: Fields, outputs: tuple[OutputConfig, ...]) -> None:
+def _check_table_rules(model: object, fields: Fields, spec: ModelSpec) -> None:
     """Raise ConfigError if a pattern of ``model.fields`` or ``model.tables`` matches nothing."""
     if isinstance(model, TableRules):
-        names = [table.name for output in outputs for table in output.tables]
-        check_matches("model.fields", model.fields, (field.name for field in fields.ids), "field")
+        names = [table.name for output in spec.outputs for table in output.tables]
+        columns = [column.name for column in (*fields.ids, *spec.hashed_columns)]
+        check_matches("model.fields", model.fields, columns, "field")
         check_matches("model.tables", model.tables, names, "table")
 
 
