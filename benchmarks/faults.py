@@ -14,7 +14,7 @@ is loaded, while the first rows are read, or at any moment of the start (imports
 SIGTERM and SIGINT to all ranks, which save and exit. The losses of every step and the final scores
 must be bit-identical to those of an uninterrupted run. No complete checkpoint may be lost, every
 rank must exit, and a finished run must leave neither processes nor temporary files. Each start uses
-another ``train.lookahead``, and with ``--storage file`` another cache.
+a different ``train.lookahead`` and, with ``--storage file``, a different cache.
 """
 
 import argparse
@@ -40,7 +40,7 @@ KINDS = ("one", "all", "save", "load", "read", "start", "term", "interrupt")
 KILLS_OF_A_RUN = 5
 STEPS, EVERY = 160, 10
 LOOKAHEADS = {"device": (0, 1, 4, 16), "file": (2, 4, 16)}
-CACHES = ("25%", "40%", "70%")  # of rows; two batches need up to 20%
+CACHES = ("25%", "40%", "70%")  # percentage of rows; two batches need up to 20%
 START_S, END_S = 120.0, 60.0  # time limits for a first step, and for ranks to exit after a kill
 
 
@@ -62,7 +62,7 @@ class Ranks:
         return all(process.poll() is not None for process in self.processes)
 
     def loading(self) -> bool:
-        """Return whether a rank has a file of a complete checkpoint open."""
+        """Return whether a rank has opened a file of a complete checkpoint."""
         for process in self.processes:
             for path in Path(f"/proc/{process.pid}/fd").glob("*"):
                 try:
@@ -84,7 +84,7 @@ class Ranks:
 
 
 def make_set(folder: Path) -> None:
-    """Make a small prepared set."""
+    """Create a small prepared set."""
     words = ["synth", "--rows", "4000", "--vocab-scale", "0.0005", "--output", str(folder)]
     subprocess.run([sys.executable, "-m", "data", *words], check=True, cwd=ROOT)
 
@@ -167,8 +167,8 @@ def steps_done(folder: Path) -> int:
 
 
 def wait(ranks: Ranks, ready: Callable[[], bool], limit_s: float) -> bool:
-    """Wait for the moment; return whether it came before the ranks exited. RuntimeError after the
-    limit.
+    """Wait for the moment; return whether the moment came before the ranks exited. Raise
+    RuntimeError after the limit.
     """
     end = time.monotonic() + limit_s
     while not ready():
@@ -199,7 +199,7 @@ class Campaign:
         return self.folder.with_suffix(".log")
 
     def _start(self) -> Ranks:
-        """Start the run; every start may know other batches ahead, and cache other rows."""
+        """Start the run; the lookahead and the cache may differ for every start."""
         more = [f"train.lookahead={self.chance.choice(LOOKAHEADS[self.storage])}"]
         more.append(f"checkpoint.deltas={self.deltas}")
         if self.storage == "file":
@@ -208,7 +208,7 @@ class Campaign:
         return start(self.data, self.folder, self.log, self.size, *more)
 
     def saved(self) -> int:
-        """Return the newest checkpoint's step after verifying all its bytes; 0 without a
+        """Return the step of the newest checkpoint after verifying all bytes, or 0 if there is no
         checkpoint.
         """
         checkpoints = list_checkpoints(self.folder / "checkpoints")
@@ -237,7 +237,9 @@ class Campaign:
         self.killed[kind] += 1
 
     def _came(self, kind: str, ranks: Ranks, before: int, said: int) -> bool:
-        """Wait for the moment of this kind; return whether it came while the ranks were running."""
+        """Wait for a moment of this kind; return whether the moment came while the ranks were
+        running.
+        """
         if kind == "start":
             time.sleep(self.chance.uniform(0.5, 8.0))
         elif kind == "load":
@@ -305,7 +307,7 @@ def _bytes_of(path: Path) -> bytes:
 
 
 def uninterrupted(data: Path, folder: Path, size: int) -> list[dict[str, object]]:
-    """Return the events of an uninterrupted run; computed once per folder."""
+    """Return the events of an uninterrupted run; the run is executed once per folder."""
     end = folder / "report.json"
     if not end.exists():
         Campaign(data, folder, size, random.Random(0)).finish()
@@ -316,7 +318,9 @@ def uninterrupted(data: Path, folder: Path, size: int) -> list[dict[str, object]
 def one_run(
     base: Path, number: int, size: int, seed: int, storage: str, deltas: int
 ) -> dict[str, object]:
-    """Kill one run several times; raise SystemExit if it differs from the uninterrupted run."""
+    """Kill one run several times; raise SystemExit if the run differs from the uninterrupted
+    run.
+    """
     expected = uninterrupted(base / "set", base / "whole", size)
     chance = random.Random(seed * 1000 + number)
     run = Campaign(base / "set", base / f"run{number}", size, chance, storage, deltas)
@@ -331,7 +335,7 @@ def one_run(
 
 
 def main() -> None:
-    """Run the kills, in as many runs as they need."""
+    """Kill runs until the requested number of kills is reached."""
     parser = argparse.ArgumentParser(description="Kill a run at random moments and restart it.")
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--ranks", type=int, default=2)

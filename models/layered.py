@@ -1,4 +1,4 @@
-"""Define the common code of the models: options, specs and dense parts made of layers.
+"""Define the common code of the models: options, specs, and dense parts made of layers.
 
 A model defines its embedding outputs, its parameters, and ``logits`` in terms of ``Layers``.
 """
@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelOptions:
-    """Options of all models in this package."""
+    """Contains the options that all models in this package share."""
 
     dropout: Dropout = 0.0
     norm: Annotated[
@@ -98,7 +98,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LayeredSpec(ABC):
-    """A ``ModelSpec`` made of layers."""
+    """Implements a ``ModelSpec`` made of layers."""
 
     outputs: tuple[OutputConfig, ...]
     options: ModelOptions
@@ -133,7 +133,9 @@ class LayeredSpec(ABC):
 
     @property
     def half(self) -> torch.dtype | None:
-        """Return the compute dtype of linear layers if it differs from the weights' dtype."""
+        """Return the compute dtype of linear layers, or None if the dtype is the same as for the
+        weights.
+        """
         return None if self.options.autocast is None else HALF[self.options.autocast]
 
     def plain(self, *, seed: int = 0) -> nn.Module:
@@ -175,7 +177,7 @@ class LayeredSpec(ABC):
 
 
 class LayeredPart:
-    """The dense part of a model on one rank."""
+    """Implements the dense part of a model on one rank."""
 
     def __init__(
         self,

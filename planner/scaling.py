@@ -85,7 +85,7 @@ def _profile(args: Namespace) -> Profile:
         if args.ranks_per_node != 1:
             raise ConfigError(
                 f"--ranks-per-node: {args.ranks_per_node} is the number of ranks that share an "
-                "adapter of --link; also give --link, such as --link 25gbit, or leave it out"
+                "adapter of --link; also give --link, such as --link 25gbit, or remove it"
             )
         return profile
     if args.ranks_per_node < 1:

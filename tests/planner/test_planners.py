@@ -242,8 +242,8 @@ def test_an_infeasible_plan_is_reported_with_the_fullest_rank_and_what_would_fit
     text = infeasible_text(planned, cost)
     rank = int(planned.priced.memory.argmax())
     held = f"{math.ceil(planned.priced.memory[rank] / 1e7) / 100:.2f} GB"
-    assert "fits 30.00 MB a rank" in text
-    assert f"rank {rank} holds {held} " in text
+    assert "fits 30.00 MB per rank" in text
+    assert f"rank {rank} needs {held} " in text
     assert f"would fit with {held} per rank" in text  # the size is rounded up, so it is enough
     assert "cache" not in text  # 10 % of the rows are still too many
     total = replace(task_setting.task, device_bytes=int(0.4 * planned.priced.memory.sum() / 2))

@@ -218,7 +218,7 @@ def test_accumulated_steps_are_predicted_as_one_step(synth_set):
     assert four.task.accumulate == 4
     assert 3 < four.prediction.step_ms / planned_run.prediction.step_ms < 4.1
     assert re.fullmatch(r"predicted .* ms.*, measured 5.00 ms \([+-].* %\)", four.against(5.0))
-    assert "not measured: the first step" in four.against(math.nan)
+    assert "not measured, because the first step" in four.against(math.nan)
 
 
 def test_explain_plans_as_a_run_does(synth_set, calibrated, capsys):
