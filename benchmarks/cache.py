@@ -115,7 +115,9 @@ def _compare_policies(
     add("Bagpipe", ttl, lookahead=lookahead)
     everything, _ = planned(trace, num_rows, capacity, known=len(trace), ahead=0)
     if everything.fetched != best.fetched:
-        raise SystemExit(f"{name}: {everything} with all batches known, but MIN is {best}")
+        raise SystemExit(
+            f"{name}: the planner needs {everything} with all batches known, but MIN needs {best}"
+        )
     add("ours", everything, known=len(trace), ahead=0)
     for ahead in (0, 1):
         for known in KNOWN:

@@ -93,9 +93,7 @@ def bagpipe(trace: Trace, num_rows: int, capacity: int) -> tuple[Fetches, int]:
     row again, and leaves at once otherwise. The size of the cache therefore follows from L.
     """
     previous = np.full(num_rows, -1, np.int64)
-    since: list[
-        Array
-    ] = []  # for each use, the number of batches since the previous use; 0 for the first use
+    since: list[Array] = []  # for each use: batches since the previous use, or 0
     for number, rows in enumerate(trace):
         since.append(np.where(previous[rows] < 0, 0, number - previous[rows]))
         previous[rows] = number

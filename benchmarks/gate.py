@@ -59,7 +59,7 @@ PACKAGES = ("sbpflow", "models", "data", "planner", "benchmarks")
 MARGIN = 1.02
 SLOWER, FASTER, SAME = "slower", "faster", "not told apart"
 # Different kernels and orders of summation change losses by up to 5e-5 after an epoch
-# (benchmarks/results/cpu_criteo.jsonl). The work of a loader consists of whole numbers.
+# (benchmarks/results/cpu_criteo.jsonl). A loader's work is compared as integers.
 WORK_TOLERANCE = 5e-5
 LINK = "1gbit"
 

@@ -185,7 +185,7 @@ def measure(
     timed: Callable[..., dict[str, float]] = timed_ms,
     steps: int = STEPS,
 ) -> dict[str, float]:
-    """Return the median ms of a step of each loop."""
+    """Return the median ms per step of each loop."""
     found: dict[str, float] = {}
     loops = make_loops(vocabulary, config, device)
     for name, step in zip(("plain", "pipelined"), loops, strict=True):

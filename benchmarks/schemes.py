@@ -2,7 +2,8 @@
 
     python -m benchmarks.schemes [--tasks dcnv2 even random0 ..] [--link 1gbit] [--all]
 
-All B is data parallelism, all S(1) is scheme 1, all reduce is scheme 2, and all unique is scheme 3.
+"All B" is data parallelism, "all S(1)" is scheme 1, "all reduce" is scheme 2, and "all unique" is
+scheme 3.
 The plans alternately look up and update the same batches on two ranks. The line of a task contains
 the measured slowdown of the plan with the lowest price relative to the fastest plan, and the times
 of all plans. ``--all`` adds all other plans that ``auto`` compares, including mixtures.
@@ -129,9 +130,7 @@ def work(args: argparse.Namespace) -> None:
                     "plan": one.name,
                     "priced_ms": round(one.price.ms, 1),
                     "ms": round(statistics.median(ms), 1),
-                    "cpu_ms": round(
-                        cpu, 1
-                    ),  # the busiest rank's ms, as the minimum over the repeats
+                    "cpu_ms": round(cpu, 1),  # on the busiest rank, the minimum over the repeats
                 }
                 for one, ms, cpu in zip(plans, times, least.tolist(), strict=True)
             ]

@@ -138,8 +138,8 @@ def as_text(report: Report) -> str:
     lines = [
         f"{tree['planner']}: {prediction_text(tree['predicted_ms'], tree['error'], report.cost)}, "
         f"planned in {tree['plan_seconds']:.1f} s" + ("" if tree["feasible"] else "; DOES NOT FIT"),
-        f"lower bound for any plan {report.bound.ms:.3f} ms, gap {100 * report.bound.gap:.1f} %; the "
-        "bound applies to predicted steps, not to measured steps",
+        f"lower bound for any plan {report.bound.ms:.3f} ms, gap {100 * report.bound.gap:.1f} %; "
+        "the bound applies to predicted steps, not to measured steps",
         "",
     ]
     rows: list[tuple[str, ...]] = [("rank", *KINDS, "memory MB", "sent MB", "tables")]

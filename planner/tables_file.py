@@ -98,7 +98,10 @@ def read_tables(path: Path) -> TablesFile:
     _check_keys(str(path), given, KEYS)
     listed = given.get("tables")
     if not isinstance(listed, list) or not listed:
-        raise ConfigError(f'{path}: tables: none; give one or more, as [{{"name": "C1", ..}}]')
+        raise ConfigError(
+            f"{path}: tables: the list is missing or empty; give one or more tables, such as "
+            '[{"name": "C1", ..}]'
+        )
     parts = [_table(f"{path}: tables[{n}]", table) for n, table in enumerate(cast("Any", listed))]
     names = [table.name for table, *_ in parts]
     if repeated := sorted({name for name in names if names.count(name) > 1}):

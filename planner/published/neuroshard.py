@@ -180,7 +180,7 @@ class _Beam:
         return sorted({*large.tolist(), *dear.tolist()})
 
     def _place(self, cuts: tuple[int, ...]) -> tuple[list[list[int]] | None, float]:
-        """Return (parts by device for the best limit on columns, predicted cost)."""
+        """Return (parts by device, predicted cost) for the best limit on columns."""
         parts = _parts(self.setting, self.model.scaling, cuts)
         alone = self.model.compute_of(parts, [[n] for n in range(len(parts.table))])
         order = np.argsort(-alone, kind="stable").tolist()

@@ -86,7 +86,7 @@ def test_planned_runs_save_their_plan_and_rate_its_prediction(
     assert re.search(r"step time:\s+predicted [0-9.]+ ms.*measured", capsys.readouterr().err)
     first = plan_from_json((folder / "plan.json").read_text())
     tables, start = len(first.layouts), (folder / "start.txt").read_text()
-    assert re.search(rf"{tables} of {tables} tables planned in [0-9.]+ s; predicted step time", start)
+    assert re.search(rf"{tables} of {tables} tables planned in [0-9.]+ s; predicted step", start)
     kept = folder / TABLE_PLAN_FILE
     assert yaml.safe_load(kept.read_text())["notes"]["predicted_step_ms"] > 0
     again = tmp_path / "again"
