@@ -31,17 +31,18 @@ class DcnV2Config(ModelOptions):
     cross_rank: Annotated[
         Count | None,
         Example(512),
-        Key("results", "Rank of W in cross layers; W is a full matrix by default."),
+        Key("results", "Rank of W in cross layers; by default, W is a full matrix."),
     ] = None
     structure: Annotated[
         Literal["parallel", "stacked"],
-        Key("results", "Run the MLP in parallel to the cross layers, or after the cross layers."),
+        Key("results", "Run the MLP in parallel with the cross layers, or after the cross layers."),
     ] = "parallel"
     hidden: Hidden = (500, 500, 500)
     numeric: Annotated[
         Literal["vectors", "bottom", "values"],
         Key(
-            "results", "Dense fields enter as vectors, through the bottom MLP, or as plain values."
+            "results",
+            "Input form of dense fields: vectors, the output of the bottom MLP, or plain values.",
         ),
     ] = "vectors"
     bottom: Bottom = ()

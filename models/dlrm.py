@@ -25,7 +25,7 @@ class DlrmConfig(ModelOptions):
     name: Literal["dlrm"] = "dlrm"
     embedding_dim: EmbeddingDim = 16
     bottom: Bottom = (512, 256)
-    top: Annotated[Widths, Key("results", "Hidden layers of the MLP for the logit.")] = (
+    top: Annotated[Widths, Key("results", "Widths of the hidden layers of the top MLP.")] = (
         512,
         256,
     )

@@ -39,11 +39,15 @@ from sbpflow.training.dense_part import DensePart
 Count = Annotated[int, Range(low=1, below=2**24)]
 Widths = Annotated[tuple[Count, ...], MaxEntries(256), Example((400, 400))]
 Dropout = Annotated[
-    float, Range(low=0, below=1), Key("results", "Dropout after the ReLU of hidden layers.")
+    float, Range(low=0, below=1), Key("results", "Dropout rate after the ReLU of hidden layers.")
 ]
-EmbeddingDim = Annotated[Count, Key("results", "Columns of the embedding tables.")]
+EmbeddingDim = Annotated[Count, Key("results", "Number of columns of the embedding tables.")]
 Bottom = Annotated[
-    Widths, Key("results", "MLP of the dense fields before a final layer of embedding_dim.")
+    Widths,
+    Key(
+        "results",
+        "Layer widths of the MLP for dense fields, before a final layer of width embedding_dim.",
+    ),
 ]
 Hidden = Annotated[Widths, Key("results", "Widths of the hidden layers of the MLP.")]
 HALF = {"bf16": torch.bfloat16}
@@ -64,16 +68,16 @@ class ModelOptions:
         Example("bf16"),
         Key(
             "results",
-            "Run linear layers and dot products in bfloat16 with float32 weights. The last linear "
-            "layer, norms, the FM term, sums of logits and the loss are not affected.",
+            "Run linear layers and dot products in bfloat16 with float32 weights. The last "
+            "linear layer, norms, the FM term, sums of logits, and the loss are not affected.",
         ),
     ] = None
     compile: Annotated[
         bool,
         Key(
             "results",
-            "Run the dense part through torch.compile with full copies on every rank, but without "
-            "norm: batch or parallel.dense.",
+            "Compile the dense part with torch.compile. The dense part must be a full copy on "
+            "every rank, without norm: batch or parallel.dense.",
         ),
     ] = False
     fields: Annotated[

@@ -36,13 +36,16 @@ class WideConfig:
         Example((("C1", "C2"),)),
         Key(
             "results",
-            "Crosses of columns with one weight per value: pairs from data preparation, or any "
-            "pairs or triples with hash_size.",
+            "Crosses of columns with one weight per value: prepared pairs, or, with hash_size, "
+            "any pairs or triples.",
         ),
     ] = (("C1", "C2"), ("C3", "C4"))
     hash_size: Annotated[
         Annotated[int, Range(low=3, below=2**31)] | None,
-        Key("results", "Number of rows to hash crosses into; the default is prepared crosses."),
+        Key(
+            "results",
+            "Number of rows for hashed crosses; by default, crosses come from the prepared set.",
+        ),
     ] = None
 
     def __post_init__(self) -> None:
@@ -81,7 +84,11 @@ class WdlConfig(ModelOptions):
     dropout: Dropout = 0.5
     numeric: Annotated[
         Literal["values", "vectors"],
-        Key("results", "Dense fields enter the MLP as values, or as vectors times their values."),
+        Key(
+            "results",
+            "Input form of dense fields in the MLP: values, or a vector per field "
+            "times the field's value.",
+        ),
     ] = "values"
     wide: WideConfig = field(default_factory=WideConfig)
 
