@@ -315,8 +315,8 @@ def measure_rounds(bench: Bench, head: Path, names: Sequence[str], rounds: int) 
 
 
 def compare_work(bench: Bench, head: Path, names: Sequence[str]) -> dict[str, str]:
-    """Return the rows with different work in head. This run also compiles kernels, fills caches,
-    and creates inputs.
+    """Return the rows in which head does different work. This run also compiles kernels, fills
+    caches, and creates inputs.
     """
     print("warm-up", file=sys.stderr)
     differences: dict[str, str] = {}

@@ -29,7 +29,7 @@ from sbpflow.sbp.sbp import balanced_sizes
 # limit for all tables of a sample; each rank that stores a table allocates the table
 MOST_ELEMENTS = 1 << 24
 DIMS = (4, 8, 16, 32, 64)
-# widths of hidden layers: narrow ones read and write more numbers per multiply-add than wide ones
+# widths of hidden layers; narrow layers read and write more numbers per multiply-add
 HIDDEN = ((16,), (64, 32), (16,), (256, 64))
 # In every seventh sample, a batch contains as many ids as the batch of a large model.
 LARGE_EVERY = 7
