@@ -64,7 +64,9 @@ def measure(results: Results, disk: Path | None) -> None:
         refused, text = _train(base / "set", base / "device")
         found = re.search(r"[^\n]*[\d.]+ [GM]i?B[^\n]*", text)
         if not any(refused) or found is None:
-            raise SystemExit(f"the run without a store ended with exit codes {refused}:\n{text[-3000:]}")
+            raise SystemExit(
+                f"the run without a store ended with exit codes {refused}:\n{text[-3000:]}"
+            )
     results.add(
         ranks=RANKS, limit_bytes=LIMIT, rows=rows, model_bytes=size, times_the_limit=size / LIMIT,
         cache="1%", steps=len(losses), first_loss=losses[0], last_loss=losses[-1],
