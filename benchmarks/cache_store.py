@@ -402,7 +402,7 @@ def _measure_evaluation(
             read_ms = (stores.figures()[2] - before[2]) / EVALUATED
             logits = logits or found
             if not all(map(torch.equal, logits, found)):
-                raise SystemExit(f"{setup}: logits differ from those on the device")
+                raise SystemExit(f"{setup}: logits differ from the logits on the device")
         if setup.system == "device":
             compute_ms = times["pipelined_ms"]
             results.add(system="device", batches=EVALUATED, **times)
@@ -424,7 +424,7 @@ def _measure_training(
     for setup in _setups(part):
         found = run(world, folder, batches, fields, setup)
         if found.losses != device.losses:
-            raise SystemExit(f"{setup}: losses differ from those on the device")
+            raise SystemExit(f"{setup}: losses differ from the losses on the device")
         if setup.system == "uncached" and not setup.buffered:
             serial = found
         busy = (found.read_ms, found.write_ms)

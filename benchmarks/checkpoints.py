@@ -183,7 +183,7 @@ class During:
         saver.wait()
         cost = saver.last_cost
         if cost is None:
-            raise RuntimeError("the save during training left no record of its cost")
+            raise RuntimeError("the save during training did not record its cost")
         most_resident = resident_bytes(highest=True)
         before, self._alone = self._alone, self._steps(60)
         alone = before + self._alone

@@ -12,9 +12,9 @@
 The kinds of kills are SIGKILL of one rank, of all ranks, while a checkpoint is written, while one
 is loaded, while the first rows are read, or at any moment of the start (imports, rendezvous);
 SIGTERM and SIGINT to all ranks, which save and exit. The losses of every step and the final scores
-must be bit-identical to those of an uninterrupted run. No complete checkpoint may be lost, every
-rank must exit, and a finished run must leave neither processes nor temporary files. Each start uses
-a different ``train.lookahead`` and, with ``--storage file``, a different cache.
+must be bit-identical to the losses and scores of an uninterrupted run. No complete checkpoint may
+be lost, every rank must exit, and a finished run must leave neither processes nor temporary files.
+Each start uses a different ``train.lookahead`` and, with ``--storage file``, a different cache.
 """
 
 import argparse

@@ -39,7 +39,9 @@ _FACTORS = np.array(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """Describes one measured plan: ``totals`` [D, F] counts, and its step time in each round."""
+    """Describes one measured plan: the counts ``totals`` [D, F], and the step time in each
+    round.
+    """
 
     sample: int
     totals: Floats
