@@ -210,7 +210,7 @@ def _planning_threads(folder: Path) -> int:
             patches.enter_context(patch.object(SlotPlanner, name, recorded))
         cache_store.train_generated(folder, steps=12)
     if not threads or threading.get_ident() in threads:
-        raise SystemExit(f"slots are planned on the training thread, or nowhere: {threads}")
+        raise SystemExit(f"slots are not planned on a separate thread: {threads}")
     return len(threads)
 
 

@@ -48,7 +48,7 @@ SEED = 3
 
 
 def turns(jobs: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Return the ms of each job, run alternately; the first three rounds warm up."""
+    """Run the jobs alternately and return the ms of each job; the first three rounds warm up."""
     times: dict[str, list[float]] = {name: [] for name in jobs}
     for repeat in range(repeats + 3):
         for name, job in jobs.items():

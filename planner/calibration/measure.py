@@ -57,8 +57,8 @@ def make_trainer(
     hidden: Sequence[int] = (),
     kernels: Mapping[str, KernelChoice] | None = None,
 ) -> Trainer:
-    """Build a trainer for this plan, with a dense part with ``hidden`` layers; every rank calls
-    this function.
+    """Build a trainer for this plan and a dense part with ``hidden`` layers; every rank calls this
+    function.
     """
     tables = EmbeddingCollection(
         embedding_plan(task, plan), boxing, seed=1, kernel="auto" if kernels is None else kernels
