@@ -340,7 +340,7 @@ def speed(args: argparse.Namespace) -> None:
 
 def _one(name: str | None) -> Models:
     profile = described(name) if name in MACHINES else load(Path(name) if name else default_path())
-    return Models(profile, profile, f"the model that planners see: {name or 'this machine'}")
+    return Models(profile, profile, f"the model used by the planners: {name or 'this machine'}")
 
 
 def main() -> None:

@@ -146,7 +146,7 @@ class _Client:
         except BlockingIOError:
             sent = 0
         except OSError:
-            sent = len(connection.unsent)  # reading finds an early answer, or the end
+            sent = len(connection.unsent)  # a read detects an early answer or a closed connection
         connection.unsent = connection.unsent[sent:]
         writing = selectors.EVENT_WRITE if connection.unsent else 0
         self._select(connection, selectors.EVENT_READ | writing)

@@ -95,7 +95,7 @@ class Journal:
                 path,
                 damaged + bool(cut_off),
             )
-        if cut_off:  # an earlier run was killed while writing: end its line first
+        if cut_off:  # an earlier run was killed while writing, so end its line first
             with path.open("a", encoding="ascii") as file:
                 file.write("\n")
 
