@@ -57,7 +57,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 WORKING_TREE = "working tree"
 PACKAGES = ("sbpflow", "models", "data", "planner", "benchmarks")
 MARGIN = 1.02
-SLOWER, FASTER, SAME = "slower", "faster", "not told apart"
+SLOWER, FASTER, SAME = "slower", "faster", "no significant difference"
 # Different kernels and orders of summation change losses by up to 5e-5 after an epoch
 # (benchmarks/results/cpu_criteo.jsonl). A loader's work is compared as integers.
 WORK_TOLERANCE = 5e-5
