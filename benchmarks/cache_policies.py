@@ -116,8 +116,10 @@ def planned(
     trace: Trace, num_rows: int, capacity: int, *, known: int, ahead: int
 ) -> tuple[Fetches, int]:
     """Run ``SlotPlanner`` with ``known`` batches announced in advance, of which ``ahead`` are
-    admitted. Also return how often early fetches did not fit. The rows to fetch and to read follow
-    from the trace and the evicted rows; raise SystemExit if the planner's rows differ.
+    admitted.
+
+    Also return how often early fetches did not fit. The rows to fetch and to read follow from the
+    trace and the evicted rows; raise SystemExit if the planner's rows differ.
     """
     planner = SlotPlanner(num_rows, capacity)
     cached, touched = np.zeros(num_rows, bool), np.zeros(num_rows, bool)

@@ -49,6 +49,7 @@ def start_ranks(
     folder: Path | None = None,
 ) -> None:
     """Run ``python -m module --worker WORDS`` on every rank; raise SystemExit if a rank fails.
+
     ``link``, a rate in tc's notation, puts each of two ranks into its own namespace. ``folder`` is
     the checkout that contains the module; the default is the current folder.
     """

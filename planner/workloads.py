@@ -32,8 +32,9 @@ Floats = NDArray[np.float64]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
     """Describes a random table: its rows, its active rows (rows that are looked up), its ids per
-    sample, and the law of the ids. The share of the k-th active row is proportional to (k + q) **
-    -s.
+    sample, and the law of the ids.
+
+    The share of the k-th active row is proportional to (k + q) ** -s.
     """
 
     num_rows: int

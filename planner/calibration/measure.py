@@ -84,8 +84,10 @@ class _Turn:
 
     def run(self, steps: int) -> list[float]:
         """Return the ms of each step; every step except the last sends the ids of the next batch in
-        advance. The first step receives no ids in advance, and the last step sends no ids, so both
-        steps are omitted from the result.
+        advance.
+
+        The first step receives no ids in advance, and the last step sends no ids, so both steps are
+        omitted from the result.
         """
         self._boxing.world.barrier()
         times: list[float] = []

@@ -72,6 +72,7 @@ class TaskCost:
 
 def count_work(task: Task, plan: Mapping[str, Choice]) -> Floats:
     """Return the counts [D, F] of a plan: the base, and the shards, home, and keys of each table.
+
     The key columns contain the number of distinct keys.
     """
     total = np.tile(base_work(task), (task.world_size, 1))

@@ -48,8 +48,10 @@ def goal(state: State) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    """Stores the options of a table with the same number of shards, as arrays. ``shards`` [n, 3]
-    contains the largest shard load of each option, and ``homes`` [n, 3] the load on every rank.
+    """Stores the options of a table with the same number of shards, as arrays.
+
+    ``shards`` [n, 3] contains the largest shard load of each option, and ``homes`` [n, 3] the load
+    on every rank.
     """
 
     count: int
@@ -103,6 +105,7 @@ class Inserter:
 
     def _ranks(self, now: "_Sums", tried: _Tried) -> tuple[Ints, Ints]:
         """Choose ranks [m, count] for the options ``which`` [m]: the best ranks and the best block.
+
         Tables on the same block share the keys that depend on ranks; individually chosen ranks
         rarely coincide.
         """

@@ -43,8 +43,9 @@ def build(problem: Problem, inserter: Inserter, order: Sequence[int]) -> State:
 
 
 def descend(problem: Problem, inserter: Inserter, start: Assignment) -> Assignment:
-    """Move single tables as long as a move makes the plan faster or reduces the plan's excess. In
-    the result, no insertion of a table is better than the table's present place.
+    """Move single tables as long as a move makes the plan faster or reduces the plan's excess.
+
+    In the result, no insertion of a table is better than the table's present place.
     """
     state = State(problem, start)
     queue, waiting = list(range(problem.num_tables)), 0

@@ -1,4 +1,5 @@
 """Generates starting plans: one shape for all tables, small tables copied, and greedy plans.
+
 Experts and published heuristics would try these plans first, so the search result is never worse
 than such a plan.
 """
