@@ -1,6 +1,6 @@
 """Implements the models in plain PyTorch, in one process, for comparison.
 
-Of sbpflow, this module uses only the initial values and parameter names. The models follow the
+This module uses sbpflow only for initial values and parameter names. The models follow the
 papers and the public code listed in docs/models.md. Tables are nn.Embedding, and normalization and
 dropout come from torch. ``forward(dense, ids)`` returns logits [rows].
 """
