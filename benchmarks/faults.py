@@ -14,9 +14,9 @@
 The kinds of kills are SIGKILL of one rank, of all ranks, while a checkpoint is written, while one
 is loaded, while the first rows are read, or at any moment of the start (imports, rendezvous);
 SIGTERM and SIGINT to all ranks, which save and exit. The losses of every step and the final scores
-must be bit-identical to those of an uninterrupted run. No complete checkpoint may be lost, every
-rank must exit, and a finished run must leave neither processes nor temporary files. Each start uses
-another ``train.lookahead``, and with ``--storage file`` another cache.
+must be bit-identical to the losses and scores of an uninterrupted run. No complete checkpoint may
+be lost, every rank must exit, and a finished run must leave neither processes nor temporary files.
+Each start uses a different ``train.lookahead`` and, with ``--storage file``, a different cache.
 """
 
 import argparse
@@ -42,7 +42,7 @@ KINDS = ("one", "all", "save", "load", "read", "start", "term", "interrupt")
 KILLS_OF_A_RUN = 5
 STEPS, EVERY = 160, 10
 LOOKAHEADS = {"device": (0, 1, 4, 16), "file": (2, 4, 16)}
-CACHES = ("25%", "40%", "70%")  # of rows; two batches need up to 20%
+CACHES = ("25%", "40%", "70%")  # percentage of rows; two batches need up to 20%
 # The limits are low: a key loses its row after two steps without use.
 GROWING = (
     "model.fields={'*': {vocabulary: dynamic, admit_count: 2, forget_after_samples: 600, "
@@ -69,7 +69,7 @@ class Ranks:
         return all(process.poll() is not None for process in self.processes)
 
     def loading(self) -> bool:
-        """Return whether a rank has a file of a complete checkpoint open."""
+        """Return whether a rank has opened a file of a complete checkpoint."""
         for process in self.processes:
             for path in Path(f"/proc/{process.pid}/fd").glob("*"):
                 try:
@@ -175,8 +175,8 @@ def steps_done(folder: Path) -> int:
 
 
 def wait(ranks: Ranks, ready: Callable[[], bool], limit_s: float) -> bool:
-    """Wait for the moment; return whether it came before the ranks exited. RuntimeError after the
-    limit.
+    """Wait for the moment; return whether the moment came before the ranks exited. Raise
+    RuntimeError after the limit.
     """
     end = time.monotonic() + limit_s
     while not ready():
@@ -208,7 +208,7 @@ class Campaign:
         return self.folder.with_suffix(".log")
 
     def _start(self) -> Ranks:
-        """Start the run; every start may know other batches ahead, and cache other rows."""
+        """Start the run; the lookahead and the cache may differ for every start."""
         more = [f"train.lookahead={self.chance.choice(LOOKAHEADS[self.storage])}"]
         more.append(f"checkpoint.deltas={self.deltas}")
         more += [GROWING] if self.keys else []
@@ -218,7 +218,7 @@ class Campaign:
         return start(self.data, self.folder, self.log, self.size, *more)
 
     def saved(self) -> int:
-        """Return the newest checkpoint's step after verifying all its bytes; 0 without a
+        """Return the step of the newest checkpoint after verifying all bytes, or 0 if there is no
         checkpoint.
         """
         checkpoints = list_checkpoints(self.folder / "checkpoints")
@@ -247,7 +247,9 @@ class Campaign:
         self.killed[kind] += 1
 
     def _came(self, kind: str, ranks: Ranks, before: int, said: int) -> bool:
-        """Wait for the moment of this kind; return whether it came while the ranks were running."""
+        """Wait for a moment of this kind; return whether the moment came while the ranks were
+        running.
+        """
         if kind == "start":
             time.sleep(self.chance.uniform(0.5, 8.0))
         elif kind == "load":
@@ -317,7 +319,7 @@ def _bytes_of(path: Path) -> bytes:
 def uninterrupted(
     data: Path, folder: Path, size: int, *, keys: bool = False
 ) -> list[dict[str, object]]:
-    """Return the events of an uninterrupted run; computed once per folder."""
+    """Return the events of an uninterrupted run, which is executed once per folder."""
     end = folder / "report.json"
     if not end.exists():
         Campaign(data, folder, size, random.Random(0), keys=keys).finish()
@@ -348,7 +350,7 @@ def one_run(base: Path, number: int, args: argparse.Namespace) -> dict[str, obje
 
 
 def main() -> None:
-    """Run the kills, in as many runs as they need."""
+    """Kill runs until the requested number of kills is reached."""
     parser = argparse.ArgumentParser(description="Kill a run at random moments and restart it.")
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--ranks", type=int, default=2)

@@ -5,7 +5,7 @@
     python -m benchmarks.growth steps
     python -m benchmarks.growth deltas [--keys 1000000]
 
-``decisions`` and ``steps`` use 26 fields at batch 16,384, with ids as skewed as those of Criteo.
+``decisions`` and ``steps`` use 26 fields at batch 16,384, with ids as skewed as Criteo's.
 The keys of large fields drift, so keys are admitted, evicted, and forgotten in every step.
 ``steps`` trains a Wide & Deep model on fitted ids and on keys, alternately. ``deltas`` saves one
 field with dim 16 and LazyAdam. Between saves, 5% of the keys are trained. A tenth of these are new,
@@ -64,8 +64,8 @@ def measure(work: Callable[[], object]) -> float:
 def batches(count: int, *, drift: bool) -> Iterator[np.ndarray]:
     """Yield ids [batch, fields].
 
-    With ``drift``, a fifth of the ids of the nine large fields is from a moving window of new ids.
-    Such a batch has 0.8 new ids per sample, and the first batches more.
+    With ``drift``, a fifth of the ids of the nine large fields come from a moving window of new
+    ids. Such a batch contains 0.8 new ids per sample; the first batches contain more.
     """
     random = np.random.default_rng(5)
     sizes = np.array(SIZES)
@@ -247,7 +247,7 @@ def measure_deltas(world: World, num_keys: int, results: Results) -> None:
 
 
 class Trained:
-    """A model with its tables, trained on one process."""
+    """Contains a model and its tables, trained in one process."""
 
     def __init__(self, world: World, *, grows: bool) -> None:
         self.tables = EmbeddingCollection(make_plan(grows=grows), Boxing(world), seed=1)
@@ -259,7 +259,7 @@ class Trained:
         self.grows, self.step = grows, 0
 
     def train(self, ids: np.ndarray) -> float:
-        """Return the seconds of a step."""
+        """Train one step and return the seconds."""
         self.step += 1
         given = torch.from_numpy(ids)
         given = mix(given) if self.grows else given.to(torch.int32)
