@@ -149,3 +149,40 @@ def test_copies_of_growing_tables_are_refused(run):
         explain([*words, "parallel.scheme=dp"])
     assert explain([*words, "parallel.scheme=auto"]) == 0
     assert explain([*words, "parallel.scheme=1"]) == 0
+
+
+TIMED = """
+data: {batch_size: 2, shuffle: none, loader: memmap}
+model:
+  name: wdl
+  embedding_dim: 2
+  hidden: [4]
+  wide: {columns: [], crosses: []}
+  fields: {user: {vocabulary: dynamic, evict: {max_rows: 65536, idle_time: 500}}}
+parallel: {kernel: torch, scheme: 3}
+train: {log_every: 100, eval_every: 0}
+"""
+
+
+@pytest.mark.parametrize("timed", [True, False])
+def test_keys_leave_by_the_event_time_of_the_rows(tmp_path, timed):
+    """Row i is of time i and user i / 3, so no user returns, and nothing else evicts."""
+    rows = "\n".join(f"{row % 2},{row}.5,u{row // 3},{row}" for row in range(2700))
+    (tmp_path / "rows.csv").write_text(f"click,price,user,ts\n{rows}\n")
+    text = "header: true\nseparator: ','\nlabel: click\ndense: {price: log1}\n"
+    text += "sparse: {user: string}\n" + "time: {ts: integer}\n" * timed
+    (tmp_path / "schema.yaml").write_text(text)
+    (tmp_path / "run.yaml").write_text(TIMED)
+    words = ["--schema", tmp_path / "schema.yaml", "--input", tmp_path / "rows.csv", "--keys"]
+    words += ["--output", tmp_path / "set", "--workers", "1"]
+    assert data(["prepare", *map(str, words)]) == 0
+    if not timed:
+        message = r"model\.fields\.user\.evict\.idle_time: .* rows of this set have no time"
+        with pytest.raises(ConfigError, match=message):
+            start(tmp_path, tmp_path / "set", "run")
+        return
+    assert start(tmp_path, tmp_path / "set", "run") == 0
+    last = steps_of(tmp_path / "run")[-1]
+    assert last["step"] == 1080
+    # Step s checks 1 of 1,024 parts of the keys, with (2 s - 500) / 3 idle users: 224 on average.
+    assert 150 < last["growth.user.evicted"] < 300

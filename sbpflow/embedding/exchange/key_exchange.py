@@ -80,7 +80,7 @@ class KeyExchange:
 
         ``event_time`` is of this rank's samples. Raise DataError if it is needed but not given.
         """
-        time = NO_TIME if event_time is None else event_time
+        time = NO_TIME if event_time is None or not self._timed else event_time
         batch = _Batch(batch_size, training, begins_step, time)
         if self._timed and batch.training and batch.time == NO_TIME and ids.num_samples:
             names = [f.plan.name for f in self.fields if has_idle_time(f.plan.growth)]
