@@ -89,7 +89,7 @@ def measure_map(num_keys: int, results: Results) -> None:
     insert_s = measure(lambda: undo_loops.load_rows(part.arrays, addresses, zeros, zeros))
     order = random.permutation(num_keys)[: 4 * 10**6]
     found, out = keys[order], np.empty(order.size, np.int64)
-    hit_s = measure(lambda: counting_loops.find_all(part.arrays, found, out))
+    hit_s = measure(lambda: counting_loops.find_all(part.arrays, found, out, None))
     if not (out == order + 1).all():
         raise RuntimeError("the map returned wrong rows")
     part, longest = new(), 0.0

@@ -52,6 +52,11 @@ class Arrays(NamedTuple):
     heads: Array
     tails: Array
 
+    @property
+    def migrates(self) -> bool | None:
+        """Return True if some keys are in ``new_slots``, otherwise None."""
+        return True if self.state[EDGE] else None
+
 
 @compiled
 def address_of(key: int) -> Any:  # noqa: ANN401 (numba types)

@@ -128,7 +128,10 @@ class Vocabulary:
         out, candidates = np.empty(n, np.int64), np.empty(n, np.int64)
         log, log_counts = self._new_log(n)
         unresolved = np.empty(n, np.int64)
-        counting_loops.observe(t, keys, counts, out, log, log_counts, candidates, unresolved, sizes)
+        migrates = t.migrates
+        counting_loops.observe(
+            t, keys, counts, out, log, log_counts, candidates, unresolved, sizes, migrates
+        )
         num_used, num_counted, num_candidates, num_unresolved = sizes.tolist()
         candidates = np.sort(candidates[:num_candidates])
         removed, removed_counts = self._new_log(num_candidates)
@@ -137,7 +140,7 @@ class Vocabulary:
         num_new, num_evicted = sizes[:2].tolist()
         unresolved = unresolved[:num_unresolved]
         found = np.empty(num_unresolved, np.int64)
-        counting_loops.find_all(t, keys[unresolved], found)
+        counting_loops.find_all(t, keys[unresolved], found, migrates)
         counting_loops.resolve(t.state, found, counts, unresolved, out, sizes)
         num_pending, num_refused = sizes[:2].tolist()
         swept, swept_counts, num_idle = self._sweep(now)
@@ -229,7 +232,7 @@ class Vocabulary:
     def peek(self, keys: Array) -> Array:
         """Return the row of each key after the trained batches, 0 for the shared row."""
         out = np.empty(keys.size, np.int64)
-        counting_loops.find_all(self.arrays, keys, out)
+        counting_loops.find_all(self.arrays, keys, out, self.arrays.migrates)
         out = np.maximum(out, 0) - 1
         addresses, rows = self._patched()
         if addresses.size:
