@@ -6,6 +6,8 @@
                                 tables in files, compared with an uninterrupted run without
     python -m benchmarks.faults --deltas 4 --kills 20
                                 each full checkpoint is followed by 4 deltas
+    python -m benchmarks.faults --keys --deltas 4 --kills 20
+                                all tables grow, and keys lose their rows
     python -m benchmarks.faults --folder F --limit-s 400
                                 as many runs as can start in that time; repeat it to continue
 
@@ -41,6 +43,11 @@ KILLS_OF_A_RUN = 5
 STEPS, EVERY = 160, 10
 LOOKAHEADS = {"device": (0, 1, 4, 16), "file": (2, 4, 16)}
 CACHES = ("25%", "40%", "70%")  # of rows; two batches need up to 20%
+# The limits are low: a key loses its row after two steps without use.
+GROWING = (
+    "model.fields={'*': {vocabulary: dynamic, admit_count: 2, forget_after_samples: 600, "
+    "evict: {max_rows: 65536, idle_samples: 400}}}"
+)
 START_S, END_S = 120.0, 60.0  # time limits for a first step, and for ranks to exit after a kill
 
 
@@ -83,9 +90,10 @@ class Ranks:
             raise RuntimeError(f"a rank did not exit:\n{self.log.read_text()[-3000:]}") from error
 
 
-def make_set(folder: Path) -> None:
-    """Make a small prepared set."""
+def make_set(folder: Path, *, keys: bool = False) -> None:
+    """Make a small prepared set, with keys if all tables are to grow."""
     words = ["synth", "--rows", "4000", "--vocab-scale", "0.0005", "--output", str(folder)]
+    words += ["--keys", "--drift", "300"] if keys else []
     subprocess.run([sys.executable, "-m", "data", *words], check=True, cwd=ROOT)
 
 
@@ -191,6 +199,7 @@ class Campaign:
     chance: random.Random
     storage: str = "device"
     deltas: int = 0
+    keys: bool = False
     killed: Counter[str] = field(default_factory=Counter[str])
     leaving_s: list[float] = field(default_factory=list[float])
 
@@ -202,6 +211,7 @@ class Campaign:
         """Start the run; every start may know other batches ahead, and cache other rows."""
         more = [f"train.lookahead={self.chance.choice(LOOKAHEADS[self.storage])}"]
         more.append(f"checkpoint.deltas={self.deltas}")
+        more += [GROWING] if self.keys else []
         if self.storage == "file":
             cache = self.chance.choice(CACHES)
             more.append(f'parallel.storage={{"deep.*": {{kind: file, cache: {cache}}}}}')
@@ -304,22 +314,29 @@ def _bytes_of(path: Path) -> bytes:
         return b""
 
 
-def uninterrupted(data: Path, folder: Path, size: int) -> list[dict[str, object]]:
+def uninterrupted(
+    data: Path, folder: Path, size: int, *, keys: bool = False
+) -> list[dict[str, object]]:
     """Return the events of an uninterrupted run; computed once per folder."""
     end = folder / "report.json"
     if not end.exists():
-        Campaign(data, folder, size, random.Random(0)).finish()
+        Campaign(data, folder, size, random.Random(0), keys=keys).finish()
         end.write_text(json.dumps(events(folder)))
     return json.loads(end.read_text())
 
 
-def one_run(
-    base: Path, number: int, size: int, seed: int, storage: str, deltas: int
-) -> dict[str, object]:
+def one_run(base: Path, number: int, args: argparse.Namespace) -> dict[str, object]:
     """Kill one run several times; raise SystemExit if it differs from the uninterrupted run."""
-    expected = uninterrupted(base / "set", base / "whole", size)
-    chance = random.Random(seed * 1000 + number)
-    run = Campaign(base / "set", base / f"run{number}", size, chance, storage, deltas)
+    expected = uninterrupted(base / "set", base / "whole", args.ranks, keys=args.keys)
+    run = Campaign(
+        base / "set",
+        base / f"run{number}",
+        args.ranks,
+        random.Random(args.seed * 1000 + number),
+        args.storage,
+        args.deltas,
+        args.keys,
+    )
     for place in range(KILLS_OF_A_RUN):
         run.kill(KINDS[(KILLS_OF_A_RUN * number + place) % len(KINDS)])
     run.finish()
@@ -338,6 +355,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--storage", choices=LOOKAHEADS, default="device", help="of deep tables")
     parser.add_argument("--deltas", type=int, default=0, help="after each full checkpoint")
+    parser.add_argument("--keys", action="store_true", help="let all tables grow")
     parser.add_argument(
         "--folder", type=Path, help="the folder for finished work; default: a temporary one"
     )
@@ -347,13 +365,13 @@ def main() -> None:
     args = parser.parse_args()
     begin = time.monotonic()
     least, name = {"device": (50, "faults"), "file": (20, "cache_faults")}[args.storage]
-    results = Results(name, recorded=args.kills >= least and not args.deltas)
+    results = Results(name, recorded=args.kills >= least and not (args.deltas or args.keys))
     with tempfile.TemporaryDirectory() as scratch:
         base: Path = args.folder or Path(scratch)
         base.mkdir(parents=True, exist_ok=True)
         done = base / "runs.jsonl"
         if not (base / "set").exists():
-            make_set(base / "set")
+            make_set(base / "set", keys=args.keys)
         while True:
             lines = done.read_text().splitlines() if done.exists() else []
             runs = [json.loads(line) for line in lines]
@@ -364,13 +382,14 @@ def main() -> None:
                 raise SystemExit(f"{killed.total()} of {args.kills} kills; run again to continue")
             # A failed run is repeated with other moments and reported as failed.
             number = len(list(base.glob("run*.log")))
-            outcome = one_run(base, number, args.ranks, args.seed, args.storage, args.deltas)
+            outcome = one_run(base, number, args)
             with done.open("a") as file:
                 file.write(json.dumps({"number": number, **outcome}) + "\n")
         tried = len(list(base.glob("run*.log")))
     results.add(
         storage=args.storage,
         deltas=args.deltas,
+        keys=args.keys,
         ranks=args.ranks,
         kills=killed.total(),
         by_kind=dict(killed),

@@ -48,8 +48,8 @@ class Scoring:
 
     ``inputs`` are raw rows, or the folder of one prepared set to score its ``split``. ``like`` is
     the run's set with the vocabularies. ``output`` is a file, for which only rank 0 calls ``open``
-    and ``close``, or a folder, which ``score_blocks`` fills. Raise ConfigError for a prepared set
-    if its ids may have another meaning, or for an unknown suffix.
+    and ``close``, or a folder, which ``score_blocks`` fills. Raise ConfigError for a missing local
+    input, for a prepared set if its ids may have another meaning, or for an unknown suffix.
     """
 
     def __init__(
@@ -64,6 +64,9 @@ class Scoring:
             )
         self._inputs, self.output, self.like = tuple(inputs), output, like
         self.overwrite = overwrite
+        from sbpflow.data.prepare.source import check_exists
+
+        check_exists([path for path in map(input_path, inputs) if isinstance(path, Path)])
         first, prepared = input_path(self._inputs[0]), None
         if len(self._inputs) == 1 and isinstance(first, Path) and (first / MANIFEST).is_file():
             prepared = first

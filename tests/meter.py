@@ -1,17 +1,22 @@
-"""Records c10d's traffic, independently of the code under test.
+"""Records the traffic between ranks, independently of the code under test.
 
 The recorder is a dispatch mode below ``torch.distributed``. It sees all collectives that reach a
-process group from any caller and counts the bytes that this rank sends to others.
+process group from any caller and counts the bytes that this rank sends to others. It also sees the
+messages in shared memory, and the all-to-all that consists of messages.
 """
 
 import math
+from contextlib import ExitStack
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sbpflow.boxing import pairs
+from sbpflow.runtime.ranks.shared_memory import SharedChannel
 from sbpflow.runtime.ranks.world import HEADER_BYTES
 
 
@@ -28,6 +33,44 @@ class Meter(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.calls = []
+        self._patches = ExitStack()
+        self._parts = None  # the messages of an all-to-all, while it starts
+
+    def __enter__(self):
+        def wrap(owner, name, record):
+            original = getattr(owner, name)
+
+            def recorded(*args):
+                return record(original, args)
+
+            self._patches.enter_context(patch.object(owner, name, recorded))
+
+        wrap(SharedChannel, "send", self._shared_send)
+        wrap(SharedChannel, "receive", self._shared_receive)
+        wrap(pairs, "all_to_all", self._all_to_all)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self._patches.close()
+        return super().__exit__(*error)
+
+    def _shared_send(self, send, args):
+        self._add(_send([args[2]]))
+        return send(*args)
+
+    def _shared_receive(self, receive, args):
+        self._add(_receive())
+        return receive(*args)
+
+    def _all_to_all(self, all_to_all, args):
+        self._parts = []
+        messages = all_to_all(*args)
+        sent, self._parts = sum(call.bytes_sent for call in self._parts), None
+        self._add(Call("all_to_all", sent))
+        return messages
+
+    def _add(self, call):
+        (self.calls if self._parts is None else self._parts).append(call)
 
     @property
     def names(self):
@@ -40,7 +83,7 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         namespace, name = func._schema.name.split("::")
         if namespace == "c10d" and name in _READERS and not _is_header(args):
-            self.calls.append(_READERS[name](*args))
+            self._add(_READERS[name](*args))
         return func(*args, **(kwargs or {}))
 
 

@@ -67,7 +67,8 @@ class ColumnFacts:
         """Return a comment that describes the column."""
         parts = [f"{self.distinct:,} values"]
         if self.kind in ("integer", "real"):
-            parts.append(f"{self.values.min():g} to {self.values.max():g}")
+            form = ",d" if self.kind == "integer" else "g"
+            parts.append(f"{self.values.min():{form}} to {self.values.max():{form}}")
         if self.kind in ("text", "boolean") and self.distinct <= 4:
             texts = [_brief(value) for value in self.values.unique().sort().to_list()]
             parts = [" or ".join(texts) if self.distinct <= 2 else ", ".join(texts)]
@@ -135,7 +136,7 @@ def _kind(values: pl.Series) -> _Kind:
         return _Kind("real", values)
     if kind == pl.Date or isinstance(kind, pl.Datetime):
         return _Kind("date", values.cast(pl.Datetime("us")).cast(pl.Int64))
-    if isinstance(kind, pl.List) and not kind.inner.is_nested():
+    if isinstance(kind, pl.List) and not kind.inner.is_nested() and not kind.inner.is_float():
         return _Kind("list", values)
     return _Kind("other", values)
 

@@ -65,16 +65,18 @@ def columns_of(source: Input, schema: Schema, may_lack_labels: bool) -> tuple[st
 
 def _how_to_find(name: str, columns: Sequence[str], schema: Schema, *, is_fixed: bool) -> str:
     """Return advice on how to find the column: change the schema, or the rows if it is fixed."""
+    near = get_close_matches(name, columns, 1)
     if is_fixed:
-        mark = f" and its separator {json.dumps(schema.separator)}" if schema.header else ""
-        return f"new rows need all columns of the training set except the labels{mark}"
+        rule = "new rows need all columns of the training set except the labels"
+        if schema.header:
+            rule += f", separated by {json.dumps(schema.separator)} as in the training set"
+        return f"rename {near[0]!r} to {name!r}; {rule}" if near else rule
     for mark in SEPARATORS:
         cells = [cell.strip('"') for column in columns for cell in column.split(mark)]
         if mark != schema.separator and len(columns) == 1 and name in cells:
             return f"write `separator: {json.dumps(mark)}` in the schema"
     if schema.quote is None and f'"{name}"' in columns:
         return "write `quote: '\"'` in the schema"
-    near = get_close_matches(name, columns, 1)
     return (
         f"write {near[0]!r} in the schema" if near else "the schema must name columns of the table"
     )

@@ -131,13 +131,23 @@ def _head(sample: Sample) -> list[str]:
 
 
 def _label(columns: Sequence[ColumnFacts]) -> tuple[ColumnFacts | None, str]:
-    """Return the likely label and a remark on other candidates."""
+    """Return the likely label and a remark on other candidates.
+
+    A column of two values that is named like a label, or with a past participle such as installed,
+    comes before a column of grades such as stars.
+    """
     named = [column for column in of_words(columns, _LABELS) if _rule(column)]
     binary = [column for column in columns if column.distinct == 2 and _rule(column)]
-    if not named and not (binary and binary[-1] is columns[-1]):
+    events = [
+        column
+        for column in binary
+        if column.words & set(_LABELS.split()) or any(word.endswith("ed") for word in column.words)
+    ]
+    if not named and not events and not (binary and binary[-1] is columns[-1]):
         return None, ""
-    label = named[-1] if named else binary[-1]
-    others = [column.name for column in named or binary if column is not label]
+    label = (events or named or binary)[-1]
+    candidates = dict.fromkeys(each.name for each in [*named, *events] or binary)
+    others = [name for name in candidates if name != label.name]
     remark = f"; other columns could be the label: {', '.join(others)}"
     return label, repr(remark)[1:-1] if others else ""
 

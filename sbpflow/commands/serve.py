@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sbpflow.errors import ConfigError
-from sbpflow.runtime.files.local_path import local_path
+from sbpflow.runtime.files.local_path import PathError, local_path
 from sbpflow.runtime.processes.launch import ArgumentParser
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -46,7 +46,10 @@ def folders_of(models: Sequence[str]) -> dict[str, Path]:
     folders: dict[str, Path] = {}
     for text in models:
         name, given, path = text.partition("=")
-        folder = local_path(path if given else text)
+        try:
+            folder = local_path(path if given else text)
+        except PathError as error:
+            raise ConfigError(f"[NAME=]DIR: {error}") from error
         name = name if given else folder.resolve().name
         if not _NAME.fullmatch(name):
             raise ConfigError(

@@ -181,6 +181,13 @@ class LogicalTensor:
         """Return True if the number of rows changes during training."""
         return self.field is not None
 
+    @property
+    def keys(self) -> str | None:
+        """Return the tensor with the keys of a growing table's rows, after the shared row."""
+        if self.field is None or not self.name.startswith("tables/"):
+            return None
+        return f"vocabularies/{self.field.plan.name}/keys"
+
 
 def logical_state(
     plan: EmbeddingPlan, stored: list[StoredShard], fields: "Sequence[FieldKeys]"
@@ -249,7 +256,7 @@ def _trained_rows(
                 live.append(rows)
         store = members[0].store
         if not isinstance(store, SelectedRows):
-            result[number] = TrainedRows(store, [one.shard for one in members], live)
+            result[number] = TrainedRows.now(store, [one.shard for one in members], live)
     return result
 
 

@@ -109,14 +109,16 @@ class Vocabularies:
         return ids
 
     def add_new(self, name: str, ids: Array, keys: Array, checks: Array) -> None:
-        """Replace RARE_ID in ``ids`` [n] by the ids of entries that ``with_entries`` added."""
+        """Replace ``ids`` [n] by the ids of entries that ``with_entries`` added."""
         if name not in self.added or not len(self.added[name][0]):
             return
         new_keys, new_ids, new_checks = self.added[name]
-        rare = np.flatnonzero(ids == RARE_ID)
-        at = np.searchsorted(new_keys, keys[rare]).clip(max=len(new_keys) - 1)
-        hit = (new_keys[at] == keys[rare]) & (new_checks[at] == checks[rare])
-        ids[rare[hit]] = new_ids[at[hit]]
+        present = np.flatnonzero(ids != MISSING_ID)
+        at = np.searchsorted(new_keys, keys[present]).clip(max=len(new_keys) - 1)
+        hit = new_keys[at] == keys[present]
+        if self.places[name]["checks"] is not None:
+            hit &= new_checks[at] == checks[present]
+        ids[present[hit]] = new_ids[at[hit]]
 
     def _probe(self, keys: Array, start: Array, capacity: Array, slots: Array) -> Array:
         at = start + slots
@@ -132,14 +134,18 @@ class Vocabularies:
         return ids
 
     def with_entries(self, entries: Mapping[str, tuple[Array, ...]]) -> "Vocabularies":
-        """Return vocabularies that also have (keys, ids) or (keys, ids, checks) by name."""
+        """Return vocabularies that also have (keys, ids) or (keys, ids, checks) by name.
+
+        A later entry of a key replaces earlier ones. RARE_ID removes a key.
+        """
         added = dict(self.added)
         for name, (keys, ids, *rest) in entries.items():
             checks = rest[0] if rest else np.zeros(len(keys), dtype=np.uint32)
             old = added.get(name, (keys[:0], ids[:0], checks[:0]))
-            joined = [np.concatenate(p) for p in zip(old, (keys, ids, checks), strict=True)]
-            order = np.argsort(joined[0], kind="stable")
-            added[name] = (joined[0][order], joined[1][order], joined[2][order])
+            parts = zip((keys, ids, checks), old, strict=True)  # the first entry of a key counts
+            joined = [np.concatenate(part) for part in parts]
+            _, first = np.unique(joined[0], return_index=True)
+            added[name] = (joined[0][first], joined[1][first], joined[2][first])
         return Vocabularies(self.places, self.keys, self.ids, self.checks, added)
 
 

@@ -31,7 +31,7 @@ parallel.tables.deep.C1.exchange parallel.dense.mlp.0.*
 parallel.kernel parallel.kernels.deep.C1
 parallel.storage.deep.C1.kind parallel.storage.deep.C1.cache parallel.storage.deep.C1.path
 parallel.tf32 parallel.overlap parallel.cuda_graph parallel.row_buffer_fraction parallel.timeout_s
-parallel.checked
+parallel.checked parallel.shared_memory
 checkpoint.dir checkpoint.every checkpoint.keep checkpoint.keep_best checkpoint.background
 checkpoint.resume checkpoint.on_signal checkpoint.deltas
 export.dir export.every_seconds export.deltas export.rows

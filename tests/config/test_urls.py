@@ -34,7 +34,8 @@ NAMES |= {"parallel.tables.*.sbp", "parallel.tables.*.exchange", "parallel.dense
 NAMES |= {"parallel.storage.*.cache"}
 OTHER_OPTIONS = {
     *("--model", "--rows", "--part", "key=value"),
-    *("--split", "--crosses", "--hash-size", "--dense", "--skew", "--hot"),
+    *("--split", "--crosses", "--hash-size", "--dense", "--skew", "--hot", "--keys", "--table"),
+    *("--host", "--shadow"),
     *("--planner", "--planners", "--link", "--optimizer"),
 }
 COMMANDS: dict[str, Callable[[list[str]], Any]] = {
@@ -84,9 +85,14 @@ def name_of(action: argparse.Action) -> str:
 
 
 def words_before(parser: argparse.ArgumentParser, action: argparse.Action) -> list[str]:
-    """Return a word for each positional argument before this one."""
+    """Return a word for each positional argument before this one and for required options."""
     names = [other.dest for other in parser._actions if not other.option_strings]
-    return ["x"] * names.index(action.dest) if action.dest in names else []
+    words = ["x"] * names.index(action.dest) if action.dest in names else []
+    for other in parser._actions:
+        is_text = other.type not in (int, float) and other.choices is None
+        if other.required and other.option_strings and other is not action and is_text:
+            words += [other.option_strings[-1], "x"]
+    return words
 
 
 @pytest.mark.parametrize("command", sorted({*COMMANDS} - {"train_wdl"}))
@@ -104,7 +110,7 @@ def test_every_option_that_takes_a_path_refuses_a_url(command, monkeypatch, tmp_
         if option in OTHER_OPTIONS or option == "--input" or command == "schema":
             continue  # inputs may be URLs, and the file of ``schema`` is an input
         for url in URLS:
-            words = [*action.option_strings[-1:], *words_before(parser, action), url]
+            words = [*words_before(parser, action), *action.option_strings[-1:], url]
             message = refusal(COMMANDS[command], words, capsys)
             assert url in message, f"{command} {' '.join(words)}: {message}"
             assert "is a URL" in message
@@ -143,7 +149,7 @@ def test_every_key_that_takes_a_path_refuses_a_url(url, tmp_path, monkeypatch):
         assert message.startswith(f"{name}: {url!r} is a URL"), message
         refused.add(name)
     paths = {"run.dir", "data.path", "checkpoint.dir", "checkpoint.resume"}
-    paths |= {"parallel.plan", "parallel.topology", "parallel.storage.*.path"}
+    paths |= {"parallel.plan", "parallel.topology", "parallel.storage.*.path", "export.dir"}
     assert refused == paths
     assert NAMES < set(KEYS)
     assert list(tmp_path.iterdir()) == []

@@ -66,7 +66,7 @@ CENSUS = """\
 label: {income: ">50K"}  # guess: '<=50K' or '>50K'; 35.0% are 1
 dense:
   age: standardise  # 73 values, 17 to 89
-  capital-gain: log1  # 50 values, 0 to 99939
+  capital-gain: log1  # 50 values, 0 to 99,939
 sparse:
   workclass: string  # 'Gov' or 'Private', 33.8% missing
   marital status: string  # 'a', 'b', 'c'
@@ -171,6 +171,8 @@ def test_the_use_of_a_column(tmp_path, column, cells, line):
         ({"c": cycle("p", "q", "r"), "out": cycle("> 5", "< 5", "< 5")}, 'label: {out: ["> 5"]}'),
         ({"c": cycle("p", "q", "r"), "stars": cycle("1", "2", "3", "4", "5")},
          'label: {stars: ">= 3"}'),
+        ({"installed": cycle("true", "false"), "c": cycle("p", "q", "r"),
+          "stars": cycle("1", "2", "3", "4", "5")}, "label: installed"),
         ({"flag": cycle("0", "1"), "c": cycle("p", "q", "r")}, "label:"),
     ],
 )  # fmt: skip
@@ -268,3 +270,16 @@ def test_a_second_unique_text_and_unreadable_types_are_not_used(tmp_path):
     assert "#   title: every row has its own text" in text
     assert "#   ctx: values of type Struct({'a': Int64}) cannot be read; convert them" in text
     assert "  paid: standardise" in text
+
+
+def test_lists_of_real_numbers_are_not_categories_and_large_integers_are_shown(tmp_path):
+    rows = {
+        "seen": [1_000_000_000 + n // 2 for n in range(60)],
+        "vector": [[n / 7, 0.5] for n in range(60)],
+        "c": cycle("p", "q", "r"),
+        "click": [n % 2 for n in range(60)],
+    }
+    pl.DataFrame(rows).write_parquet(tmp_path / "t.parquet")
+    text = propose([tmp_path / "t.parquet"]).text
+    assert "1,000,000,000 to 1,000,000,029" in text
+    assert "#   vector: values of type List(Float64) cannot be read" in text

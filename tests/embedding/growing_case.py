@@ -199,10 +199,10 @@ class Run:
         values = self.collection.forward(ids, size_of(batch), training=False)
         return {name: value.double().numpy().copy() for name, value in values.items()}
 
-    def saver(self, folder: Path) -> Saver:
+    def saver(self, folder: Path, **more: Any) -> Saver:
         return Saver(
             folder, self.boxing, self.collection.state, run="r", deadline_s=60.0,
-            stores=self.collection.stores,
+            stores=self.collection.stores, **more,
         )  # fmt: skip
 
     def restore(self, path: Path, trained: int) -> None:

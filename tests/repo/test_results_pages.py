@@ -4,6 +4,7 @@ values.
 
 import json
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -198,3 +199,43 @@ def test_no_cached_case_differed():
     lines = read("cache_matrix.jsonl")
     assert sum(line["differing"] for line in lines) == 0
     assert f"{sum(line['cases'] for line in lines)} cases" in PAGES["cache"]
+
+
+def test_requests_took_the_recorded_cpu_times():
+    costs = {
+        (line.get("rows"), line.get("format")): f"{line['cpu_ms']:.2f} ms"
+        for line in read("serving_cost.jsonl")
+        if line["benchmark"] == "cost"
+    }
+    formats = ("text/tab-separated-values", "application/json")
+    expected = [[f"{n:,}", *(costs[n, kind] for kind in formats)] for n in (1, 64, 1024)]
+    assert rows("serving", "serving_cost.jsonl") == expected
+    assert f"The empty application takes {costs[None, None]}." in PAGES["serving"]
+
+
+def test_servers_had_the_recorded_latencies():
+    times: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for line in read("serving_latency.jsonl"):
+        times.setdefault((str(line["connections"]), line["server"]), []).append(line)
+    expected = [
+        [*key, *(f"{statistics.median(line[p] for line in lines):.2f} ms" for p in PERCENTILES)]
+        for key, lines in times.items()
+    ]
+    assert rows("serving", "serving_latency.jsonl") == expected
+
+
+PERCENTILES = ("p50_ms", "p99_ms")
+
+
+def test_deltas_had_the_recorded_latencies():
+    lines = read("serving_delta.jsonl")
+    (cells,) = rows("serving", "serving_delta.jsonl")
+    highest = [max(line[p] for line in lines) for p in ("idle_p99_ms", "during_p99_ms")]
+    assert {line["changed_rows"] for line in lines} == {int(cells[0].replace(",", ""))}
+    assert cells[1:] == [f"{each:.2f} ms" for each in highest]
+
+
+def test_no_answer_of_the_long_run_was_wrong():
+    (line,) = read("serving_soak.jsonl")
+    assert (line["wrong_answers"], line["restarts"]) == (0, 1.0)
+    assert line["refused_deltas"] > 0

@@ -183,6 +183,16 @@ def test_a_missing_column_is_named_with_its_file(run, tmp_path, suffix):
     assert "--schema" not in str(error.value)
 
 
+def test_a_renamed_column_and_a_missing_file_are_named(run, tmp_path):
+    source = tmp_path / "new.parquet"
+    rows = pl.DataFrame(table(60), infer_schema_length=None)
+    rows.rename({"price": "prices"}).write_parquet(source)
+    with pytest.raises(DataError, match="rename 'prices' to 'price'"):
+        predict(words(run, source, tmp_path / "s.parquet"))
+    with pytest.raises(ConfigError, match=r"--input .*gone\.csv: no such file"):
+        predict(words(run, tmp_path / "gone.csv", tmp_path / "s.parquet"))
+
+
 def _predict(world: World, folder: Path, run: Path, overrides: list[str]):
     """Return the scores on rank 0, and whether the plan of the run was used."""
     checkpoint = find_checkpoint(run)

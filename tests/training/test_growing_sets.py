@@ -20,6 +20,7 @@ from sbpflow.data.format.shards import RowFiles
 from sbpflow.errors import ConfigError
 from sbpflow.run.report.page import write_report
 from sbpflow.runtime.random.streams import mix
+from tests.training.test_resume import Interrupted, interrupt
 
 ROWS, BATCH = 4000, 100
 MODEL = """
@@ -31,7 +32,8 @@ model:
   wide: {columns: [C3], crosses: [[C1, C2]]}
   fields:
     C3: {vocabulary: dynamic, admit_count: 2, evict: {max_rows: 65536}}
-    C7: {vocabulary: dynamic, admit_count: 3, forget_after_samples: 1000, evict: {max_rows: 65536}}
+    C7: {vocabulary: dynamic, admit_count: 3, forget_after_samples: 1000,
+         evict: {max_rows: 65536, idle_samples: 200}}
 optimizer: {sparse: {name: rowwise_adagrad}}
 parallel: {kernel: torch, scheme: 3}
 train: {log_every: 8, eval_every: 0}
@@ -83,6 +85,7 @@ def test_rows_go_to_keys_that_occur_often_enough(run):
     assert last["growth.C3.pending"] == (counts < 2).sum()
     assert last["growth.C3.admitted"] == last["growth.C3.live"] == last["growth.C3.rows_of_rank_0"]
     assert last["growth.C7.forgotten"] > 0
+    assert last["growth.C7.evicted"] > 0
     assert last["growth_live"] == last["growth.C3.live"] + last["growth.C7.live"]
     saved = open_checkpoint(run / "run" / "checkpoints" / "step-32")
     for table in ("deep.C3", "wide.C3"):
@@ -117,6 +120,30 @@ def test_raw_rows_are_scored_by_their_keys(run):
     assert len(scores["raw"]) == 300
     assert scores["set"]["score"].is_finite().all()
     assert scores["raw"]["score"].n_unique() > 100
+
+
+@pytest.mark.parametrize("background", ["true", "false"])
+def test_a_run_with_deltas_resumes_and_predicts_bit_for_bit(run, monkeypatch, background):
+    name, path = f"deltas-{background}", run / "first"
+    more = ("checkpoint.every=3", "checkpoint.deltas=5", f"checkpoint.background={background}")
+    for at in (8, 20):
+        with monkeypatch.context() as patch:
+            interrupt(patch, at)
+            with pytest.raises(Interrupted):
+                start(run, path, name, *more)
+    assert start(run, path, name, *more) == 0
+    one, two = (open_checkpoint(run / each / "checkpoints/step-32") for each in ("run", name))
+    assert two.chain_length == 5
+    assert one.tensors.keys() == two.tensors.keys()
+    for tensor in one.tensors:
+        assert one.tensor(tensor).equal(two.tensor(tensor)), tensor
+    scores = []
+    for each in ("run", name):
+        output = run / f"scores-{each}-of-{name}.parquet"
+        words = ["--checkpoint", str(run / each), "--input", str(path), "--output", str(output)]
+        assert predict(words) == 0
+        scores.append(pl.read_parquet(output))
+    assert scores[0].equals(scores[1])
 
 
 def test_a_run_continues_on_rows_of_another_day(run):

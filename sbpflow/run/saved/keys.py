@@ -112,7 +112,9 @@ def to_keys(
         order = mix(keys).argsort()
         rows = torch.cat([torch.tensor([RARE_ID]), ids[order]])
         for tensor in _tensors(checkpoint, table.name):
-            tensors[tensor] = chosen_rows(checkpoint, tensor, rows)
+            new = chosen_rows(checkpoint, tensor, rows)
+            saved = replace(new.saved, keys=f"vocabularies/{name}/keys")
+            tensors[tensor] = replace(new, saved=saved)
         if name not in done:
             done[name] = f"{name}: {keys.numel():,} keys"
             tensors |= _new_vocabulary(name, keys[order], counts[order])
