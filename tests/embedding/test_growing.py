@@ -190,6 +190,14 @@ def test_lookahead_does_not_change_a_bit(ranks, alone, tmp_path, ahead):
     check_as_alone(ranks, alone, 1, case, tmp_path, atol=0)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [0, 1, 4, 16, 64])
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_any_ranks_and_any_lookahead(ranks, alone, tmp_path, size, ahead):
+    case = replace(CASE, growth=EVICTING, ahead=ahead, batches=72)
+    check_as_alone(ranks, alone, size, case, tmp_path)
+
+
 def test_eight_ranks(ranks, alone, tmp_path):
     check_as_alone(ranks, alone, 8, replace(CASE, growth=EVICTING, ahead=2), tmp_path)
 
