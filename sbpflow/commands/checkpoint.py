@@ -83,8 +83,12 @@ def _to_keys(path: Path, data: Path, output: Path) -> str:
     checkpoint, keyed = checked(checkpoints_of(path)[0]), load_manifest(data)
     values = values_with_keys(_manifest_of(checkpoint.path), keyed)
     # Neither the fingerprint nor the rows are those of the training set, so a run starts an epoch.
-    facts = {"path": str(keyed.path), "fingerprint": "", "content_id": ""}
-    facts["vocabulary_digest"] = keyed.vocabulary_digest
+    facts = {
+        "path": str(keyed.path),
+        "fingerprint": "",
+        "content_id": "",
+        "vocabulary_digest": keyed.vocabulary_digest,
+    }
     given = {name: Values(*arrays) for name, arrays in values.items()}
     return to_keys(checkpoint, given, facts, output)
 

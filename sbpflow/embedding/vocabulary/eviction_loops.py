@@ -1,5 +1,7 @@
 """Compiled loops that admit and evict keys, and remove idle keys."""
 
+from typing import Any
+
 from sbpflow.embedding.cache.prefetch import DISTANCE, prefetch
 from sbpflow.embedding.vocabulary.key_map import (
     ADDRESS,
@@ -32,7 +34,7 @@ from sbpflow.runtime.compute.compiled import Array, compiled
 
 
 @compiled
-def _take_row(state: Array, free_rows: Array) -> int:
+def _take_row(state: Array, free_rows: Array) -> Any:  # noqa: ANN401 (numba types)
     if state[FREE_ROWS]:
         state[FREE_ROWS] -= 1
         return free_rows[state[FREE_ROWS]]
@@ -54,7 +56,7 @@ def _is_before(state: Array, row_counts: Array, heap: Array, a: int, b: int) -> 
     if state[IS_LFU]:
         count, other_count = row_counts[content_of(one) - 1], row_counts[content_of(other) - 1]
         if count != other_count:
-            return count < other_count
+            return bool(count < other_count)
     if one >> 32 != other >> 32:
         return one >> 32 < other >> 32
     return heap[a, ADDRESS] < heap[b, ADDRESS]

@@ -77,7 +77,7 @@ def home(address: int, scale: int, first: int) -> int:
 
 
 @compiled
-def value_of(last: int, content: int) -> int:
+def value_of(last: int, content: int) -> Any:  # noqa: ANN401 (numba types)
     """Return the value of a key last used in batch ``last``; the content is row + 1, or -count."""
     return (I64(last) << 32) | (I64(content) & LOW_32)
 
