@@ -2,7 +2,7 @@
 
 import torch
 
-from sbpflow.embedding.cache.prefetch import DISTANCE, prefetch
+from sbpflow.embedding.cache.prefetch import DISTANCE
 from sbpflow.embedding.vocabulary.key_map import (
     ADDRESS,
     ADMIT_COUNT,
@@ -19,20 +19,13 @@ from sbpflow.embedding.vocabulary.key_map import (
     address_of,
     content_of,
     home,
+    prefetch_home,
     value_of,
 )
 from sbpflow.runtime.compute.compiled import Array, compiled
 from sbpflow.runtime.random.streams import unmix
 
 MAX_COUNT = 2**30
-
-
-@compiled
-def _prefetch_home(slots: Array, address: int, scale: int, first: int) -> None:
-    """Load the home slot of an address and the slots behind it, which can be in the next line."""
-    place = home(address, scale, first)
-    prefetch(slots, place)
-    prefetch(slots, place + 2)
 
 
 @compiled
@@ -65,11 +58,11 @@ def observe(  # noqa: C901 - searching in a function of its own takes twice as l
     # Addresses wait in ``out`` while their cache lines are loaded.
     for i in range(min(DISTANCE, n)):
         out[i] = address_of(keys[i])
-        _prefetch_home(slots, out[i], scale, first)
+        prefetch_home(slots, out[i], scale, first)
     for i in range(n):
         if i + DISTANCE < n:
             out[i + DISTANCE] = address_of(keys[i + DISTANCE])
-            _prefetch_home(slots, out[i + DISTANCE], scale, first)
+            prefetch_home(slots, out[i + DISTANCE], scale, first)
         address = out[i]
         count = counts[i] if counts.size else 1
         array, place = slots, home(address, scale, first)
@@ -137,11 +130,11 @@ def find_all(t: Arrays, keys: Array, out: Array, migrates: bool | None) -> None:
     first, scale, new_scale, edge = state[FIRST], state[SCALE], state[NEW_SCALE], state[EDGE]
     for i in range(min(DISTANCE, n)):
         out[i] = address_of(keys[i])
-        _prefetch_home(slots, out[i], scale, first)
+        prefetch_home(slots, out[i], scale, first)
     for i in range(n):
         if i + DISTANCE < n:
             out[i + DISTANCE] = address_of(keys[i + DISTANCE])
-            _prefetch_home(slots, out[i + DISTANCE], scale, first)
+            prefetch_home(slots, out[i + DISTANCE], scale, first)
         address = out[i]
         array, place = slots, home(address, scale, first)
         if migrates is not None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sbpflow.embedding.cache.prefetch import prefetch
 from sbpflow.embedding.plan.growth import NUM_BUCKETS
 from sbpflow.embedding.storage.compiled import mixed
 from sbpflow.runtime.compute.compiled import Array, compiled
@@ -74,6 +75,14 @@ def bucket_of(state: Array, address: int) -> int:
 def home(address: int, scale: int, first: int) -> int:
     """Return the home slot of an address."""
     return (((address >> 32) - first) * scale) >> 32
+
+
+@compiled
+def prefetch_home(slots: Array, address: int, scale: int, first: int) -> None:
+    """Load the home slot of an address and the slots behind it, which can be in the next line."""
+    place = home(address, scale, first)
+    prefetch(slots, place)
+    prefetch(slots, place + 2)
 
 
 @compiled

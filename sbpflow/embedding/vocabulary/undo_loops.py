@@ -1,6 +1,6 @@
 """Compiled loops that undo logged changes, and load saved keys."""
 
-from sbpflow.embedding.cache.prefetch import DISTANCE, prefetch
+from sbpflow.embedding.cache.prefetch import DISTANCE
 from sbpflow.embedding.vocabulary.key_map import (
     ADDRESS,
     ENTRIES,
@@ -10,10 +10,10 @@ from sbpflow.embedding.vocabulary.key_map import (
     SCALE,
     VALUE,
     Arrays,
-    bucket_of,
     content_of,
     home,
     place_of,
+    prefetch_home,
     remove_at,
     set_slot,
     value_at,
@@ -45,12 +45,15 @@ def undo(t: Arrays, log: Array, log_counts: Array) -> None:
 
 @compiled
 def load_rows(t: Arrays, addresses: Array, lasts: Array, counts: Array) -> None:
-    """Give rows 0, 1, ... to the addresses of an empty vocabulary, whose map does not migrate."""
-    state, slots, row_counts, live = t.state, t.slots, t.row_counts, t.live
+    """Give rows 0, 1, ... to the addresses of an empty vocabulary, whose map does not migrate.
+
+    The caller sets ``live``.
+    """
+    state, slots, row_counts = t.state, t.slots, t.row_counts
     first, scale = state[FIRST], state[SCALE]
     for row in range(addresses.size):
         if row + DISTANCE < addresses.size:
-            prefetch(slots, home(addresses[row + DISTANCE], scale, first))
+            prefetch_home(slots, addresses[row + DISTANCE], scale, first)
         address = addresses[row]
         if state[IS_LFU]:
             row_counts[row] = counts[row]
@@ -58,7 +61,6 @@ def load_rows(t: Arrays, addresses: Array, lasts: Array, counts: Array) -> None:
         while slots[place, VALUE] != 0:
             place += 1
         slots[place, ADDRESS], slots[place, VALUE] = address, value_of(lasts[row], row + 1)
-        live[bucket_of(state, address)] += 1
     state[ENTRIES] += addresses.size
     state[NEXT_ROW] = addresses.size
 

@@ -297,6 +297,7 @@ class Vocabulary:
         self.reserve(saved.addresses.size + saved.pending_addresses.size)
         t = self.arrays
         undo_loops.load_rows(t, saved.addresses, saved.lasts, saved.counts)
+        t.live[:] = live
         undo_loops.load_pending(
             t, saved.pending_addresses, saved.pending_lasts, saved.pending_counts
         )
