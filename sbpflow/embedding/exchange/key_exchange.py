@@ -150,8 +150,9 @@ class KeyExchange:
             if field.plan.places and lists is not None and values is not None:
                 values.numpy()[_positions(lists, field.plan.places)] = rows
                 continue
-            given = list(field.plan.columns)
-            columns[given] = rows.reshape(len(given), columns.shape[1])
+            parts = rows.reshape(len(field.plan.columns), columns.shape[1])
+            for column, part in zip(field.plan.columns, parts, strict=True):
+                columns[column] = part
         if lists is not None and values is not None:
             lists = Lists(lists.lengths, values, lists.weights)
         return BatchIds(torch.from_numpy(columns).t().contiguous(), lists)

@@ -29,7 +29,7 @@ MAX_COUNT = 2**30
 
 
 @compiled
-def observe(  # noqa: C901 - searching in a function of its own takes twice as long
+def observe(
     t: Arrays,
     keys: Array,
     counts: Array,
@@ -72,32 +72,27 @@ def observe(  # noqa: C901 - searching in a function of its own takes twice as l
         value = array[place, VALUE]
         while value != 0 and array[place, ADDRESS] != address:
             place += 1
-            value = array[place, VALUE]
-        is_first, content = value >> 32 != now, content_of(value)
-        if is_first:
-            log[num_log, ADDRESS], log[num_log, VALUE] = address, value
-            num_log += 1
-        if content > 0:
-            # Writing every use is slow: a repeated key would wait for its previous write.
-            if is_first:
-                if is_lfu:
-                    log_counts[num_log - 1] = row_counts[content - 1]
-                array[place, VALUE] = value_of(now, content)
-            if is_lfu:
-                row_counts[content - 1] = min(row_counts[content - 1] + count, MAX_COUNT)
-            out[i] = content - 1 + first_row
-            continue
-        if value == 0:
             if place == array.shape[0] - 1:
                 raise IndexError("the key map overflows at its end")
-            array[place, ADDRESS] = address
-            num_new += 1
-        array[place, VALUE] = value_of(now, -min(count - content, MAX_COUNT))
-        if count - content >= admit_count and (is_first or -content < admit_count):
-            candidates[num_candidates] = address
-            num_candidates += 1
+            value = array[place, VALUE]
+        # No branch depends on the key from here on, because the processor could not predict it.
+        # Entries of logs and lists that do not count are overwritten by the next ones.
+        is_first, content = value >> 32 != now, content_of(value)
+        has_row, total = content > 0, count - content
+        log[num_log, ADDRESS], log[num_log, VALUE] = address, value
+        if is_lfu and has_row:
+            log_counts[num_log] = row_counts[content - 1]
+            row_counts[content - 1] = min(row_counts[content - 1] + count, MAX_COUNT)
+        num_log += is_first
+        num_new += value == 0
+        array[place, ADDRESS] = address
+        array[place, VALUE] = value_of(now, content if has_row else -min(total, MAX_COUNT))
+        candidates[num_candidates] = address
+        is_candidate = total >= admit_count and (is_first or -content < admit_count)
+        num_candidates += is_candidate and not has_row
         unresolved[num_unresolved] = i
-        num_unresolved += 1
+        num_unresolved += not has_row
+        out[i] = content - 1 + first_row
     state[ENTRIES] += num_new
     sizes[0], sizes[1], sizes[2], sizes[3] = num_log, num_new, num_candidates, num_unresolved
 

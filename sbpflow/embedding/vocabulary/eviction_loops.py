@@ -26,7 +26,6 @@ from sbpflow.embedding.vocabulary.key_map import (
     home,
     place_of,
     remove_at,
-    set_slot,
     value_at,
     value_of,
 )
@@ -194,7 +193,8 @@ def decide(
     state, slots, new_slots, row_counts = t.state, t.slots, t.new_slots, t.row_counts
     free_rows, live, room = t.free_rows, t.live, t.room
     victims, heads, tails = t.victims, t.heads, t.tails
-    now, first, scale, num_new, num_log = state[NOW], state[FIRST], state[SCALE], 0, 0
+    now, first, scale, edge = state[NOW], state[FIRST], state[SCALE], state[EDGE]
+    num_new = num_log = 0
     if state[IS_LFU]:
         heads[:] = tails[:]  # counts have changed, so the order has, too
     for i in range(candidates.size):
@@ -216,10 +216,15 @@ def decide(
                 log_counts[num_log] = row_counts[row]
             num_log += 1
             remove_at(state, slots, new_slots, place)
-        place = place_of(state, slots, new_slots, address)
+        # The search is written out, because as a function it takes several times as long.
+        array, place = slots, home(address, scale, first)
+        if place < edge:
+            array, place = new_slots, home(address, state[NEW_SCALE], first)
+        while array[place, ADDRESS] != address or array[place, VALUE] == 0:
+            place += 1
         if state[IS_LFU]:
-            row_counts[row] = -content_of(value_at(slots, new_slots, place))
-        set_slot(slots, new_slots, place, address, value_of(now, row + 1))
+            row_counts[row] = -content_of(array[place, VALUE])
+        array[place, VALUE] = value_of(now, row + 1)
         new_rows[num_new], admitted[num_new] = row, address
         num_new += 1
     sizes[0], sizes[1] = num_new, num_log
