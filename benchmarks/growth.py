@@ -95,9 +95,9 @@ def measure_map(num_keys: int, results: Results) -> None:
     part.reserve(num_keys)
     insert_s = measure(lambda: undo_loops.load_rows(part.arrays, addresses, zeros, zeros))
     order = random.permutation(num_keys)[: 4 * 10**6]
-    found, out = keys[order], np.empty(order.size, np.int64)
-    hit_s = measure(lambda: counting_loops.find_all(part.arrays, found, out))
-    if not (out == order).all():
+    found, out = keys[order], np.full(order.size, -1)  # in memory
+    hit_s = measure(lambda: counting_loops.find_all(part.arrays, found, out, None))
+    if not (out == order + 1).all():
         raise RuntimeError("the map returned wrong rows")
     part, longest = new(), 0.0
     start = time.process_time()

@@ -2,18 +2,24 @@
 growing field the rows of the keys in a checkpoint.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import polars as pl
+import torch
 from numpy.typing import NDArray
 
 from sbpflow.data.format.manifest import Manifest
-from sbpflow.data.format.schema import NUM_RESERVED_IDS, Kind
-from sbpflow.data.format.vocabulary import HOW_TO_HAVE_VALUES, Vocabulary, read_vocabulary
+from sbpflow.data.format.schema import MISSING_ID, MISSING_KEY, NUM_RESERVED_IDS, Kind
+from sbpflow.data.format.vocabulary import (
+    HOW_TO_HAVE_VALUES,
+    Vocabulary,
+    open_vocabularies,
+    read_vocabulary,
+)
 from sbpflow.data.prepare.encode import FieldIds
 from sbpflow.data.prepare.keys import key_of, string_keys
 from sbpflow.data.prepare.schema_file import schema_from
@@ -132,3 +138,46 @@ def _decoded(stored: Vocabulary, kind: Kind, places: slice | NDArray[np.int64]) 
             )
         return np.array(strings, dtype=object)  # fixed width would pad all strings to the longest
     raise unknown_value("kind", kind, Kind)
+
+
+def keys_of_values(manifest: Manifest, field: str, values: Sequence[str]) -> torch.Tensor:
+    """Return the keys int64 of values of a field with keys, written as in the input.
+
+    The values of crosses, and of generated sets, are keys. Raise ConfigError for another value.
+    """
+    schema = schema_from(manifest.content["schema"]) if manifest.content.get("schema") else None
+    cells = pl.Series(field, [value for value in values if value], dtype=pl.String)
+    kind = schema.kind(field) if schema is not None and field in schema.sparse else "integer"
+    keys = string_keys(cells)[0] if kind == "string" else key_of(cells, kind)
+    if keys.null_count():
+        wrong = cells.filter(keys.is_null())[0]
+        raise ConfigError(f"field {field}: {wrong!r} is not a value of kind {kind}; correct it")
+    return torch.from_numpy(keys.to_numpy().astype(np.uint64).view(np.int64))
+
+
+def values_with_keys(
+    fitted: Manifest, keyed: Manifest
+) -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Return ids, keys, and counts in train of the values of all fields with keys in ``keyed``.
+
+    The fields have vocabularies in ``fitted``. The missing value is first, and has no count.
+    """
+    stored = open_vocabularies(fitted)
+    result: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+    for field in keyed.fields:
+        if not field.keyed:
+            continue
+        if field.name not in stored:
+            raise ConfigError(
+                f"field {field.name}: {fitted.path} has no vocabulary for it; use a set with keys "
+                f"for {', '.join(stored) or 'no field'} only"
+            )
+        own = stored[field.name]
+        arrays = (
+            np.append(np.int64(MISSING_ID), own.ids.astype(np.int64)),
+            np.append(np.int64(MISSING_KEY), own.keys.astype(np.uint64).view(np.int64)),
+            np.append(np.int64(0), np.asarray(own.counts, np.int64)),
+        )
+        ids, keys, counts = (torch.from_numpy(array) for array in arrays)
+        result[field.name] = ids, keys, counts
+    return result

@@ -133,6 +133,7 @@ class _Growing:
                 pending_counts=self._read("pending_counts", pending),
                 now=int(clock[0]),
                 clock=clock[1:].numpy(),
+                times=self._whole("times").numpy(),
             ),
             totals.view(-1, part.NUM_TOTALS).sum(0).tolist() if first == 0 else [],
         )

@@ -88,8 +88,8 @@ class StoredRows:
 
 Values = Tensor | StoredRows
 # The tensors of a growing field. ``clock`` has the number of trained batches and the samples after
-# each of the last batches; only the first owner has it. ``totals`` has a row of
-# ``vocabulary.Totals`` per owner.
+# each of the last batches, and ``times`` the latest event times; only the first owner has them.
+# ``totals`` has a row of ``vocabulary.Totals`` per owner.
 KEY_TENSORS = {
     "keys": torch.int64,
     "last_uses": torch.int32,
@@ -98,6 +98,7 @@ KEY_TENSORS = {
     "pending_last_uses": torch.int32,
     "pending_counts": torch.int32,
     "clock": torch.int64,
+    "times": torch.int64,
     "totals": torch.int64,
 }
 

@@ -52,6 +52,7 @@ class GrowingCase:
     clip: float | None = None
     ragged: bool = False
     storage: RowStorage | None = None
+    timed: bool = True
 
     def features(self) -> list[FeatureConfig]:
         lists = {"hotness": 3, "ragged": True, "weighted": True} if self.ragged else {}
@@ -104,6 +105,12 @@ def size_of(batch: int) -> int:
     return BATCH - batch % 3
 
 
+def time_of(batch: int, mine: slice) -> int | None:
+    """Return the latest event time of a rank's samples; the latest of all is on one rank."""
+    times = 1000 + 5 * batch + np.random.default_rng(batch).integers(0, 40, size_of(batch))[mine]
+    return int(times.max()) if times.size else None
+
+
 def ids_of(case: GrowingCase, batch: int, mine: slice) -> dict[str, Any]:
     """Return a rank's ids of a batch."""
     random = np.random.default_rng(batch)
@@ -149,6 +156,7 @@ class Run:
             started = self.collection.start_id_exchange(
                 ids_of(self.case, batch, self.mine(batch)), size_of(batch), training=True,
                 begins_step=batch % self.case.accumulate == 0,
+                event_time=time_of(batch, self.mine(batch)) if self.case.timed else None,
             )  # fmt: skip
             self.collection.receive_ids(started)
             self.window.append(started)

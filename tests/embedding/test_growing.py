@@ -11,7 +11,7 @@ from sbpflow.embedding.cache.factory import stores_of
 from sbpflow.embedding.plan.growth import MIN_ROWS, Eviction, Growth
 from sbpflow.embedding.plan.row_storage import RowStorage
 from sbpflow.embedding.rules.registry import sparse_optimizer
-from sbpflow.errors import ConfigError
+from sbpflow.errors import ConfigError, DataError
 from sbpflow.runtime.random.streams import fill_uniform, mix, stream_key, uniform_rows
 from tests.embedding.cases import Spec
 from tests.embedding.growing_case import (
@@ -34,6 +34,7 @@ EVICTING = Growth(
     evict=Eviction(max_rows=MIN_ROWS, idle_samples=150), admit_count=2, forget_after_samples=100
 )
 SHARE = 0.0003  # 40 slots for 64 rows of live keys
+TIMED = Growth(evict=Eviction(max_rows=MIN_ROWS, idle_time=30.0), admit_count=2)
 LAYOUTS = {
     "unique": (Spec("S(0)", "unique"), Spec("S(0)", "unique")),
     "reduce": (Spec("S(0)", "reduce"), Spec("S(0)", "reduce")),
@@ -159,6 +160,23 @@ def check_as_alone(ranks, alone, size, case, folder: Path, atol=1e-9):
     assert one[0]["counts"]["g"].evicted > 5
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_event_times_of_all_ranks_decide(ranks, alone, tmp_path, size):
+    """The latest sample of a batch is on one rank, and counts for the keys of every owner."""
+    check_as_alone(ranks, alone, size, replace(CASE, growth=TIMED, ahead=size), tmp_path)
+
+
+def test_batches_without_event_time_are_refused(ranks):
+    case = replace(CASE, growth=TIMED, timed=False)
+    assert "field f: evict.idle_time: the batch has no event time" in ranks(1, refused, case)[0]
+
+
+def refused(world, case):
+    with pytest.raises(DataError) as caught:
+        Run(world, case).train(1)
+    return str(caught.value)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", [2, 3])
 def test_layouts_and_ranks_do_not_change_results(ranks, alone, tmp_path, size, layout):
@@ -171,6 +189,14 @@ def test_layouts_and_ranks_do_not_change_results(ranks, alone, tmp_path, size, l
 def test_lookahead_does_not_change_a_bit(ranks, alone, tmp_path, ahead):
     case = replace(CASE, growth=EVICTING, ahead=ahead)
     check_as_alone(ranks, alone, 1, case, tmp_path, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [0, 1, 4, 16, 64])
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_any_ranks_and_any_lookahead(ranks, alone, tmp_path, size, ahead):
+    case = replace(CASE, growth=EVICTING, ahead=ahead, batches=72)
+    check_as_alone(ranks, alone, size, case, tmp_path)
 
 
 def test_eight_ranks(ranks, alone, tmp_path):
@@ -309,10 +335,6 @@ def test_resumed_cached_tables_grow(ranks, alone, tmp_path, shares):
     ("change", "says"),
     [
         ({"deep": Spec("B", "local")}, r"table deep.f: grows: layout B@.*; use S\(0\) or S\(1\)"),
-        (
-            {"growth": Growth(evict=Eviction(max_rows=MIN_ROWS, idle_time=1.0))},
-            "table deep.f: grows: evict.idle_time .* no event time; use null",
-        ),
         ({"deep": Spec("S(0)", "reduce", ranks=(1, 0))}, "ranks out of order"),
         (
             {"deep": Spec("S(0)", "reduce", sizes=(101, MIN_ROWS - 101))},

@@ -266,3 +266,18 @@ def test_no_answer_of_the_long_run_was_wrong():
     (line,) = read("serving_soak.jsonl")
     assert (line["wrong_answers"], line["restarts"]) == (0, 1.0)
     assert line["refused_deltas"] > 0
+
+
+def test_keys_took_the_recorded_times():
+    lines = {line["benchmark"]: line for line in read("growth.jsonl")}
+    text = PAGES["engine"].replace("\n", " ")
+    made, steps = lines["map"], lines["steps"]
+    for value in (
+        f"inserts {made['inserts_m_per_s']:.1f} million keys/s",
+        f"finds {made['hits_m_per_s']:.1f} million keys/s",
+        f"{made['bytes_per_key']:.1f} bytes per key",
+        f"{lines['decisions']['ns_per_lookup']:.1f} ns per lookup",
+        f"takes {steps['ratio']:.2f} times as long as with fitted IDs",
+        f"the longest step takes {steps['longest_over_median']:.2f} times the median",
+    ):
+        assert value in text

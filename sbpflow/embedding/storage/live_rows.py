@@ -21,6 +21,7 @@ from sbpflow.embedding.storage.store import WEIGHTS, RowStore
 from sbpflow.errors import ConfigError
 
 Array = np.ndarray[Any, Any]
+NO_TIME = -(2**63)  # the event time of batches without one
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class Saved:
     """The keys of a vocabulary, or of a range of its buckets, in the order of their addresses.
 
     ``lasts`` are numbers of batches; ``clock`` has the samples seen after each of the last batches
-    up to ``now``.
+    up to ``now``, and ``times`` the latest event time so far.
     """
 
     addresses: Array
@@ -48,6 +49,7 @@ class Saved:
     pending_counts: Array
     now: int
     clock: Array
+    times: Array
 
 
 def check_numba(field: str) -> None:

@@ -69,13 +69,15 @@ class IdField:
 class Fields:
     """Describes a data set's columns; a batch has the ids of ``sparse``, then of ``crosses``.
 
-    ``grouped`` is set if rows have a group, which GAUC needs.
+    ``grouped`` is set if rows have a group, which GAUC needs, and ``timed`` if they have an event
+    time, which ``evict.idle_time`` needs.
     """
 
     dense: tuple[str, ...] = ()
     sparse: tuple[IdField, ...] = ()
     crosses: tuple[IdField, ...] = ()
     grouped: bool = False
+    timed: bool = False
 
     @property
     def ids(self) -> tuple[IdField, ...]:
