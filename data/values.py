@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from sbpflow.data.format.manifest import Manifest
-from sbpflow.data.format.schema import MISSING_ID, MISSING_KEY, NUM_RESERVED_IDS, Kind
+from sbpflow.data.format.schema import MISSING_ID, NUM_RESERVED_IDS, Kind
 from sbpflow.data.format.vocabulary import (
     HOW_TO_HAVE_VALUES,
     Vocabulary,
