@@ -394,7 +394,7 @@ def test_a_later_run_in_the_same_folder_is_not_mistaken_for_this_one(tmp_path):
     first = fit(tmp_path / "run")
     before = first.predict(rows(20))
     fit(tmp_path / "run", train={"epochs": 1})
-    with pytest.raises(CheckpointError, match="now has the checkpoints of a later run"):
+    with pytest.raises(CheckpointError, match="now contains the checkpoints of a later run"):
         first.predict(rows(20))
     moved = sbpflow.load(tmp_path / "run/previous-1")
     assert moved.result == first.result

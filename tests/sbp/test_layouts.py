@@ -285,7 +285,7 @@ def test_impossible_values_are_explained(make, message):
         (
             (Split(0, (1, 2, 0, 1)),),
             (5,),
-            r"S\(0\)\[1, 2, 0, 1\] has sizes that sum to 4, .* has 5",
+            r"the sizes of S\(0\)\[1, 2, 0, 1\] sum to 4, .* is 5",
         ),
     ],
 )

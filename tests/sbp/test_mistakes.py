@@ -466,7 +466,7 @@ def test_sizes_are_checked_on_every_rank(ranks):
     with pytest.raises(RanksFailed) as caught:
         ranks(3, _sizes_do_not_add_up)
     assert len(caught.value.errors) == 3
-    text = "S(0)[3, 3] has sizes that sum to 6, but the dim has 5"
+    text = "the sizes of S(0)[3, 3] sum to 6, but the length of the dim is 5"
     assert all(text in error for error in caught.value.errors.values())
 
 
