@@ -76,8 +76,8 @@ def curve_of(
 ) -> IdCurve:
     """Return the curve of groups of equally frequent rows.
 
-    Group i contains ``rows[i]`` rows with a total probability of ``mass[i]``. Draws are
-    independent, so n lookups touch a row of frequency p with probability 1 - exp(-n p).
+    Group i contains ``rows[i]`` rows, whose total frequency is proportional to ``mass[i]``. Draws
+    are independent, so n lookups touch a row of frequency p with probability 1 - exp(-n p).
     """
     count, share = np.asarray(rows, dtype=np.float64), np.asarray(mass, dtype=np.float64)
     valid = (count > 0) & (share > 0)

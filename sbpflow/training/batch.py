@@ -13,8 +13,8 @@ class Batch(Protocol):
 
     A batch may also have ``weights`` [local batch], which multiply the row losses and have a mean
     of 1 over the data set. The loss of a step is sum(weight * loss) / rows. Dividing by the sum of
-    the weights instead would need a collective before the backward pass, and would give a step with
-    small weights as much influence as a step with large weights.
+    the weights would need a collective before the backward pass, and would give steps with small
+    weights the same influence as steps with large weights.
     """
 
     @property
@@ -37,12 +37,12 @@ class Batch(Protocol):
 
     @property
     def batch_size(self) -> int:
-        """Return the number of rows in the global batch, over all ranks."""
+        """Return the number of rows in the global batch."""
         ...
 
 
 class Loader(Protocol):
-    """Yields the batches of one split; every rank gets the same number of batches."""
+    """The interface of a loader for one split; every rank gets the same number of batches."""
 
     @property
     def num_steps(self) -> int:
