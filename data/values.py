@@ -1,4 +1,4 @@
-"""Finds the values of a field and their ids in the vocabulary of a set."""
+"""Finds the values of a field, and their ids, in the vocabulary of a set."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -23,8 +23,8 @@ def values_and_ids(
     """Return the values [n] of ``field`` that have their own ids, and the ids int32 [n].
 
     The values are the distinct values of ``given``, or all values in key order. Strings must be
-    given unless the set keeps them, because a vocabulary has only hashes of strings. Raises
-    ConfigError.
+    given unless the set keeps strings, because a vocabulary contains only their hashes. Raises
+    ConfigError otherwise.
     """
     stored, kind = _vocabulary(manifest, field)
     if given is None:
@@ -46,8 +46,8 @@ def value_blocks(
 ) -> Iterator[tuple[NDArray[Any], NDArray[np.int32]]]:
     """Yield all values and ids of ``values_and_ids`` in blocks, by ascending id.
 
-    The ids of a block are at most ``block_rows`` apart. The order of the ids needs 8 bytes per
-    value; strings are read block by block.
+    The ids of a block are at most ``block_rows`` apart. Sorting the ids needs 8 bytes per value;
+    strings are read block by block.
     """
     stored, kind = _vocabulary(manifest, field)
     order = np.argsort(stored.ids)
@@ -62,9 +62,9 @@ def value_blocks(
 def _vocabulary(manifest: Manifest, field: str) -> tuple[Vocabulary, Kind]:
     if any(each.name == field and each.keyed for each in manifest.fields):
         raise ConfigError(
-            f"{field}: the data has keys for this column, whose rows change during training; read "
-            "tables/TABLE/keys and tables/TABLE of a checkpoint, or use a table of a field with a "
-            "vocabulary"
+            f"{field}: the data contains keys for this column, and the rows of keys change during "
+            "training; read tables/TABLE/keys and tables/TABLE of a checkpoint, or use a table of "
+            "a field with a vocabulary"
         )
     vocabulary = manifest.content.get("vocabulary") or {"fields": {}}
     schema = schema_from(manifest.content["schema"]) if vocabulary["fields"] else None
@@ -96,5 +96,6 @@ def _decoded(stored: Vocabulary, kind: Kind, places: slice | NDArray[np.int64]) 
                 'prepare the set with --keep-strings (in sbpflow.fit, prepare={"keep_strings": '
                 "True})"
             )
-        return np.array(strings, dtype=object)  # fixed width would pad all strings to the longest
+        # with a fixed width, all strings would be padded to the longest
+        return np.array(strings, dtype=object)
     raise unknown_value("kind", kind, Kind)

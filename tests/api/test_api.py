@@ -334,7 +334,7 @@ def test_the_parts_of_the_data_may_be_given(run, tmp_path):
     own = fit(tmp_path / "run", parts)
     assert own.result["auc"] == pytest.approx(run.result["auc"], abs=0.05)
     assert own.evaluate(table[2700:])["auc"] == pytest.approx(own.result["auc"], abs=1e-6)
-    with pytest.raises(ConfigError, match=r"^data: has rows for train, tests; use train and"):
+    with pytest.raises(ConfigError, match=r"^data: contains rows for train, tests; use train and"):
         fit(tmp_path / "run", {"train": table, "tests": table})
 
 

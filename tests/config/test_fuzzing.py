@@ -137,7 +137,7 @@ def test_the_largest_numbers_give_a_plan_or_are_refused(value):
         ),
         (
             f"model.hidden=[{', '.join(['16'] * 300)}]",
-            r"model\.hidden: a list of 300; use at most 256",
+            r"model\.hidden: the list has 300 entries; use at most 256",
         ),
         ("model.hidden=" + "[" * 5000, "more than 32 levels of nesting"),
         ("run.seed=" + "9" * 5000, "a number of 5,000 characters; use at most 40"),

@@ -287,7 +287,7 @@ def test_growth_and_shared_vocabularies_are_checked(keyed, tmp_path, capsys):
 
 def test_values_of_keys_are_refused_with_a_reason(mixed, keyed):
     for manifest in (mixed, keyed):
-        with pytest.raises(ConfigError, match="city: the data has keys for this column"):
+        with pytest.raises(ConfigError, match="city: the data contains keys for this column"):
             values_and_ids(manifest, "city", None)
     values, ids = values_and_ids(mixed, "shop", None)
     assert len(values) == len(ids) > 0

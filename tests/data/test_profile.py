@@ -157,13 +157,13 @@ def test_the_auc_of_a_feature_comes_from_rates_of_train_on_other_rows(profile, f
 def test_each_problem_has_one_warning(profile):
     warnings = concerns(profile)
     assert [text for text in warnings if text.startswith("leakage")] == [
-        "leakage: leak_number alone has an AUC of 1.0000 on val and test; remove it unless its "
+        "leakage: leak_number alone reaches an AUC of 1.0000 on val and test; remove it unless its "
         "value is known before the label",
-        "leakage: leak alone has an AUC of 1.0000 on val and test; remove it unless its value is "
+        "leakage: leak alone reaches an AUC of 1.0000 on val and test; remove it unless its value is "
         "known before the label",
     ]
     assert [text for text in warnings if text.startswith("constant")] == [
-        f"constant: {name} has one value in all rows of train; remove it"
+        f"constant: {name} is the same in all rows of train; remove it"
         for name in ("same", "fixed")
     ]
     assert [text for text in warnings if text.startswith("unknown")] == [

@@ -355,8 +355,8 @@ def test_a_stopped_run_resumes_to_the_same_bytes(tmp_path, monkeypatch, place, k
 
 @pytest.mark.parametrize(
     ("array", "place", "value", "message"),
-    [("ids", 0, 1, "has ids 1.."), ("ids", 0, 999, "..999, but value ids must be 2..10"),
-     ("ids", 1, None, "has one id for two values"), ("keys", 3, 0, "do not ascend")],
+    [("ids", 0, 1, "contains ids 1.."), ("ids", 0, 999, "..999, but value ids must be 2..10"),
+     ("ids", 1, None, "assigns one id to two values"), ("keys", 3, 0, "do not ascend")],
 )  # fmt: skip
 def test_a_hand_made_vocabulary_is_refused(tmp_path, as_csv, capsys, array, place, value, message):
     """Its checksums and fingerprint are correct."""

@@ -126,7 +126,7 @@ def test_what_a_folder_has_is_not_replaced_unless_asked(run, folder, tmp_path, m
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").touch()
     for more in ((), ("--overwrite",)):
-        with pytest.raises(ConfigError, match="mine: is not empty and has no scores"):
+        with pytest.raises(ConfigError, match="mine: is not empty, but does not contain scores"):
             predict(words(run, folder / "set", tmp_path / "mine", *more))
     assert names(tmp_path / "mine") == ["thesis.txt"]
 

@@ -1,7 +1,8 @@
-"""Turns the keys of a batch into row numbers, before the groups exchange ids.
+"""Converts the keys of a batch to row numbers, before the groups exchange ids.
 
-Every rank counts its unique keys and sends them to the ranks that own their buckets. The owners
-decide and return the rows. The stage waits for its transfers, but runs batches ahead of the step.
+Every rank counts its unique keys and sends them to the ranks that own the keys' buckets. The owners
+choose the rows and return their numbers. This stage waits for its transfers, but runs several
+batches ahead of the step.
 """
 
 from collections.abc import Sequence
@@ -29,16 +30,17 @@ _NO_ROWS = np.empty(0, np.int64)
 
 @dataclass(slots=True)
 class _Request:
-    """A rank's unique keys of a field, ordered by owner, with their counts and positions."""
+    """Contains a rank's unique keys of a field, ordered by owner, with their counts and
+    positions."""
 
     unique: Array
     counts: Array
     inverse: Array
-    sizes: Array  # number of unique keys by owner
+    sizes: Array  # number of unique keys per owner
 
 
 class KeyExchange:
-    """The growing fields of a plan on one rank; every rank makes the same calls."""
+    """Manages the growing fields of a plan on one rank; every rank makes the same calls."""
 
     NAMES = tuple(one.name for one in fields(Totals))
 
@@ -58,7 +60,8 @@ class KeyExchange:
     def rows_of(
         self, ids: BatchIds, batch_size: int, training: bool, begins_step: bool
     ) -> tuple[BatchIds, list[Changes]]:
-        """Return the ids with row numbers in place of keys, and the changes of a training batch."""
+        """Return the ids with row numbers in place of keys and, for a training batch, the changes
+        of rows."""
         matrix, lists = ids.matrix.numpy(), ids.lists
         all_keys = [self._keys(matrix, lists, index) for index in range(len(self.fields))]
         changes: list[Changes] = []
@@ -74,7 +77,7 @@ class KeyExchange:
         return self._replaced(ids, all_rows), changes
 
     def release(self) -> None:
-        """End the oldest announced batch, which has been trained."""
+        """Finish the oldest announced batch after its training."""
         for field in self.fields:
             if field.part is not None:
                 field.part.release()
@@ -86,7 +89,8 @@ class KeyExchange:
                 field.part.roll_back()
 
     def totals(self) -> Array:
-        """Return sums [fields, ranks, ``NAMES``] of trained batches; every rank must call this."""
+        """Return the counts [fields, ranks, ``NAMES``], summed over trained batches; every rank
+        must call this."""
         own = np.zeros((len(self.fields), len(self.NAMES)), np.int64)
         for index, field in enumerate(self.fields):
             if field.part is not None:
@@ -197,7 +201,7 @@ class KeyExchange:
         ]
 
     def _tell_all(self, changes: list[Changes], batch_size: int) -> list[Changes]:
-        """Send the changes of this rank to all ranks; return the changes of all ranks."""
+        """Gather the changes of all ranks on every rank."""
         size, count = self._world.size, 2 * len(changes)
         steps = {step.id: step for step in self._plan.key_steps(batch_size)}
         own = np.array([n for one in changes for n in (one.rows.size, one.freed.size)], np.int64)
@@ -230,7 +234,7 @@ class KeyExchange:
 
 
 def _tensor(values: Array) -> torch.Tensor:
-    # Without elements, the strides of numpy are not those of a contiguous tensor.
+    # The strides of an empty numpy array can differ from the strides of a contiguous tensor.
     return torch.from_numpy(values) if values.size else torch.empty(values.shape, dtype=torch.int64)
 
 
