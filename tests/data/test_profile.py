@@ -159,8 +159,8 @@ def test_each_problem_has_one_warning(profile):
     assert [text for text in warnings if text.startswith("leakage")] == [
         "leakage: leak_number alone reaches an AUC of 1.0000 on val and test; remove it unless its "
         "value is known before the label",
-        "leakage: leak alone reaches an AUC of 1.0000 on val and test; remove it unless its value is "
-        "known before the label",
+        "leakage: leak alone reaches an AUC of 1.0000 on val and test; remove it unless its value "
+        "is known before the label",
     ]
     assert [text for text in warnings if text.startswith("constant")] == [
         f"constant: {name} is the same in all rows of train; remove it"
