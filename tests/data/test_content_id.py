@@ -30,7 +30,7 @@ def test_the_checksum_of_a_concatenation_follows_from_its_parts(num_parts):
 
 
 def test_sizes_beyond_the_period_of_the_polynomial():
-    """When zeros are appended, one long part equals two halves, and sizes wrap at the period."""
+    """Appending zeros in one part equals appending two halves, and sizes wrap at the period."""
     long, half = 3 * (2**32 - 1) + 8, 2**33 + 3
     crc32s = np.array([zlib.crc32(b"rows"), 0, 0], dtype=np.uint32)
     whole = joined_crc32(crc32s[:2], np.array([4, 2 * half]))

@@ -1,4 +1,4 @@
-"""The profile of a set and its warnings, against counts made from the rows."""
+"""Tests the profile of a set and its warnings against counts made from the rows."""
 
 import json
 from xml.etree import ElementTree
@@ -30,7 +30,7 @@ group: {user: integer}
 
 
 def rows(**changes):
-    """Rows in time order: users of val and test are new, and ``late`` drifts."""
+    """Return rows in time order; users of val and test are new, and ``late`` drifts."""
     rng = np.random.default_rng(5)
     label = rng.random(NUM_ROWS) < 0.3
     old = np.arange(NUM_ROWS) < NUM_TRAIN
@@ -118,7 +118,7 @@ def test_dense_summaries_are_those_of_the_rows(profile, frame):
 
 
 def index(expected, actual):
-    """The population stability index of two lists of counts."""
+    """Return the population stability index of two lists of counts."""
     p, q = (np.maximum(np.array(c) / np.sum(c), 1e-4) for c in (expected, actual))
     return float(((q - p) * np.log(q / p)).sum())
 

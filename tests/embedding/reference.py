@@ -13,7 +13,7 @@ Bag = tuple[list[int], list[float]]  # ids and their weights
 
 @dataclass
 class ReferenceTable:
-    """Contains one table: its values, its lookups, and its optimizer state."""
+    """Contains the values, the lookups, and the optimizer state of one table."""
 
     weights: np.ndarray
     pooling: str
@@ -55,7 +55,7 @@ class ReferenceTable:
                 v[row] = b2 * v[row] + (1 - b2) * grad**2
                 scaled = np.sqrt(v[row] / (1 - b2**step)) + rule.eps
                 w = w - lr * (m[row] / (1 - b1**step)) / scaled
-            elif rule.name == "ftrl":  # for a constant learning rate
+            elif rule.name == "ftrl":  # valid for a constant learning rate
                 lr = rule.lr
                 start = np.full_like(self.weights, rule.initial_accumulator)
                 n = self.state.setdefault("sum", start)

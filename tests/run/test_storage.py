@@ -1,4 +1,4 @@
-"""``parallel.storage``: what is refused and why, the plan, its memory, and the forecast."""
+"""Tests ``parallel.storage``: refused settings, the plan, its memory, and the forecast."""
 
 from dataclasses import replace
 from pathlib import Path
