@@ -213,7 +213,8 @@ def test_rank_0_names_all_ranks_that_did_not_join(tmp_path):
 
 @pytest.mark.slow
 def test_a_rank_number_used_by_two_processes_is_refused(tmp_path):
-    """Otherwise, the third process would wait for the missing rank number."""
+    """If a duplicate rank number were not reported, the third process would wait for the missing
+    number."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": 3}
     ranks = [start("world", tmp_path, RANK=rank, TIMEOUT_S=40, **address) for rank in (0, 1, 1)]
     outputs = [output_of(process, LIMIT_S) for process in ranks]

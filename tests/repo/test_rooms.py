@@ -120,7 +120,7 @@ def test_json_and_yaml_files_are_each_read_in_one_place():
                     found[node.value.id].add(str(path.relative_to(ROOT)))
         # Bundles read their JSON without the rest of sbpflow.
     bundles = {"sbpflow/serving/row_store.py", "sbpflow/serving/scorer.py"}
-    # Requests are parsed without a Python call for each number.
+    # The server parses requests without a Python call for each number.
     requests = {"sbpflow/serving/bodies.py"}
     assert found["json"] == {*MESSAGES, *bundles, *requests, "sbpflow/runtime/files/json_file.py"}
     # ``task.py`` parses text that it has just written.

@@ -56,7 +56,7 @@ def test_auc_of_the_textbook():
 
 
 def test_auc_counts_pairs_beyond_float_precision():
-    """A float32 sum would lose the one tie among 2^27 pairs."""
+    """A float32 sum of 2^27 pairs would lose the half point of the only tie."""
     n = 2**13
     scores = np.concatenate([np.arange(n) + 0.5, np.arange(2 * n) - n])
     labels = np.concatenate([np.ones(n), np.zeros(2 * n)])

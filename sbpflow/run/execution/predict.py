@@ -1,5 +1,5 @@
-"""Scores a split with a trained job. The scores are returned on rank 0, or each range of rows on
-one rank."""
+"""Scores a split with a trained job. All scores are returned on rank 0, or the scores of each range
+of rows on one of the ranks."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -72,9 +72,9 @@ def predict_ranges(
     ranges.
 
     Every rank must iterate, with equal ``todo``. Each step scores ``batch_size`` rows, or
-    ``num_rows`` if the split is smaller, divided equally among the ranks. A part beyond the end of
-    its range is moved back, and the rows that it repeats are dropped. The matrix shapes, and
-    therefore the bits of a score, do not depend on which ranges remain.
+    ``num_rows`` if the split is smaller, divided equally among the ranks. If a rank's part extends
+    beyond the end of its range, the part is moved back, and repeated rows are dropped. The matrix
+    shapes, and therefore the bits of a score, do not depend on which ranges remain.
     """
     size, rank = boxing.world.size, boxing.world.rank
     part = min(batch_size // size, num_rows)
