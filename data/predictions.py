@@ -197,8 +197,8 @@ def scored_rows(
 def check_ids(manifest: Manifest, like: Manifest) -> None:
     """Raise ConfigError unless the ids of ``manifest`` have the same meaning in ``like``.
 
-    This is true if the vocabularies are equal, or if the vocabulary of ``like`` grew from the
-    vocabulary of ``manifest``.
+    Ids have the same meaning if the vocabularies are equal, or if the vocabulary of ``like`` grew
+    from the vocabulary of ``manifest``.
     """
     digest = manifest.vocabulary_digest
     if digest is None and like.vocabulary_digest is None:

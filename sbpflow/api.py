@@ -138,8 +138,8 @@ class Run:
         """Return row keys or row numbers, the probability ``score``, and labels if there are any.
 
         ``data`` is as in ``fit``; ``split`` selects rows of a prepared set. For a pandas DataFrame
-        or an Arrow table, the result has the same type; otherwise, it is a Polars DataFrame. Its
-        content equals the output file of ``sbpflow predict``.
+        or an Arrow table, the result has the same type; otherwise, it is a Polars DataFrame. The
+        content of the result equals the output file of ``sbpflow predict``.
         """
         with self._open(data, split, max_bad_fraction) as rows:
             write_scores(rows.job, rows.loader, rows.scoring)

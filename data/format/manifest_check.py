@@ -1,4 +1,4 @@
-"""Check that a manifest's JSON has the structure that readers require.
+"""Check the structure of a manifest's JSON, on which readers rely.
 
 A correct fingerprint does not prove that a manifest is valid, because anyone can compute a
 fingerprint. Therefore every key is checked, and file names must not point outside the set's folder.

@@ -63,7 +63,7 @@ def count_fields(
 
     ``rows`` maps each field to frames with one row per value and the columns ``key`` (null if
     missing) and ``check`` (strings only), or to the rows of ``FieldCounts.frames``. ``num_rows`` is
-    the approximate number of rows. If counts exceed the memory limit, they are written to files
+    the approximate number of rows. Counts beyond the memory limit are written to files
     ``spill``.NAME, which the caller must remove.
     """
     estimates = dict.fromkeys(rows, min(num_rows, pass_values // max(len(rows), 1)))

@@ -173,8 +173,8 @@ def _text_kind(texts: pl.Series) -> _Kind:
 
 
 def _fits(texts: pl.Series, form: str) -> bool:
-    """Return True if all strings have the date format; checking a few first saves time on other
-    columns."""
+    """Return True if all strings are in the date format; a first check of a few strings saves
+    time."""
     return all(times(part, form).null_count() == 0 for part in (texts.head(100), texts))
 
 

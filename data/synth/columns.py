@@ -58,8 +58,8 @@ class Rows:
     """Contains consecutive rows: ranks (-1 for missing), integers and missing masks by column name.
 
     A rank determines the frequency of a value and its effect on the click. ``values`` [rows]
-    distinguishes all values that have the same rank at different times; without drift, they equal
-    the ranks.
+    distinguishes all values that have the same rank at different times; without drift, values equal
+    ranks.
     """
 
     ranks: dict[str, Ranks]

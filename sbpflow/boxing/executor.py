@@ -252,7 +252,7 @@ class Boxing:
 
 
 def _without_history(part: Tensor | None) -> Tensor | None:
-    """Detach the part, unless this is inside an autograd function, where parts have no graph."""
+    """Detach the part, except inside an autograd function, where parts have no graph."""
     if part is not None and part.requires_grad and torch.is_grad_enabled():
         return part.detach()
     return part

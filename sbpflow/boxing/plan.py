@@ -94,10 +94,10 @@ def last_linear_layout(
     """Return the last layout without P(max) or P(min) before ``dst``; ``dst`` can be made from this
     layout locally.
 
-    The result is ``src`` itself if possible. Otherwise, among the layouts on the placement of
-    ``dst`` with S or B instead of P(max), the result is the one that costs the fewest bytes to
-    reach. The backward of the conversion passes through this layout, because each element of
-    ``dst`` is then either neutral or a copy of an element on the same rank.
+    The result is ``src`` itself if possible. Otherwise, the candidates are layouts on the placement
+    of ``dst`` with S or B instead of P(max), and the result is the candidate that costs the fewest
+    bytes to reach. The backward of the conversion passes through this layout, because each element
+    of ``dst`` is then either neutral or a copy of an element on the same rank.
     """
     if not src.has_extremum and not any(elements_sent(src, dst, shape).values()):
         return src

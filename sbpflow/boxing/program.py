@@ -270,8 +270,8 @@ def _staying_apart(
     """Copy this rank's own piece during the exchange; return None if the other pieces would then
     need an extra copy.
 
-    They need no extra copy if they are received into one range of the result or must be copied
-    anyway.
+    The other pieces need no extra copy if they are received into one range of the result or must be
+    copied anyway.
     """
     coming = [piece for peer, piece in received.items() if peer != rank]
     run = run_of(coming, shape)

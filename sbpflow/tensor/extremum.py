@@ -27,8 +27,8 @@ from sbpflow.tensor.autograd import Context, Steps, once, run_part
 class ExtremumWay:
     """Contains the steps ``forward`` that convert a tensor of ``shape`` from src to dst.
 
-    ``incoming`` is the layout of the result's gradient. It is None for a P(max) result, because
-    each rank then stores the gradient of its term.
+    ``incoming`` is the layout of the result's gradient. For a P(max) result, ``incoming`` is None,
+    because each rank then stores the gradient of its term.
     """
 
     src: Layout

@@ -198,8 +198,8 @@ class GlobalTensor:
         """Run the backward from a one-element tensor or, given ``gradient``, from any tensor.
 
         The backward starts in the dual layout: a B loss has gradient 1 on the first coordinate and
-        0 elsewhere, so it counts once. A leaf's gradient has the dual of the leaf's layout, and
-        ``sync_gradients`` converts the gradient to the leaf's layout.
+        0 elsewhere, so it counts once. The layout of a leaf's gradient is the dual of the leaf's
+        layout; ``sync_gradients`` converts the gradient to the leaf's layout.
         """
         if gradient is None:
             if any(length != 1 for length in self.shape):

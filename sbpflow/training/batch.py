@@ -11,8 +11,8 @@ from sbpflow.embedding.ids.batch_ids import BatchIds
 class Batch(Protocol):
     """Contains this rank's rows of a global batch of ``batch_size`` rows.
 
-    A batch may also have ``weights`` [local batch], which multiply the row losses and have a mean
-    of 1 over the data set. The loss of a step is sum(weight * loss) / rows. Dividing by the sum of
+    A batch may also contain ``weights`` [local batch], which multiply the row losses; their mean
+    over the data set is 1. The loss of a step is sum(weight * loss) / rows. Dividing by the sum of
     the weights would need a collective before the backward pass, and would give steps with small
     weights the same influence as steps with large weights.
     """

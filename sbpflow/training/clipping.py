@@ -31,8 +31,8 @@ def clip_steps(
 ) -> tuple[BoxingStep, ...]:
     """Return the steps that sum each rank's squares, a float64, over all ranks (P -> B).
 
-    ``layouts`` are the layouts of the dense parameters. If every rank has all gradients, there are
-    no steps.
+    ``layouts`` are the layouts of the dense parameters. If every rank stores all gradients, there
+    are no steps.
     """
     whole = Layout(world, (Broadcast(),))
     if not config.rows and all(layout == whole for layout in layouts):

@@ -190,8 +190,8 @@ def _copy(target: Inputs, source: Inputs) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the first line of the original error, because the error from ending a broken capture
-    is vaguer."""
+    """Return the first line of the original error, which is more specific than the error from
+    ending a broken capture."""
     while isinstance(error.__context__, RuntimeError):
         error = error.__context__
     return str(error).splitlines()[0]

@@ -64,7 +64,7 @@ def _first_state(
     """Run one step of a copy of the optimizer; return the resulting state of a one-element
     parameter.
 
-    torch has no function that lists the state of an optimizer.
+    torch does not provide a function that lists an optimizer's state.
     """
     probe = torch.zeros(1, dtype=part.dtype, device=part.device, requires_grad=True)
     probe.grad = torch.zeros_like(probe)

@@ -119,7 +119,7 @@ class Pace:
     def interval(self, moves: Mapping[str, float]) -> tuple[float, dict[str, float]]:
         """Return samples/s since the last call, and ms per step: total, data, and each move.
 
-        ``moves`` has the seconds of each move. The rate is NaN if only the first step has run.
+        ``moves`` contains the seconds of each move. The rate is NaN if only the first step has run.
         """
         steps, rows, seconds, data = self._interval
         self._interval = [0, 0, 0.0, 0.0]

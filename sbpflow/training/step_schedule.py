@@ -278,8 +278,8 @@ def _order_of_step(
 ) -> tuple[tuple[tuple[Move, int], ...], tuple[tuple[Move, ...], ...]]:
     """Return a step's moves with the distances of their batches, and overdue moves by distance.
 
-    Overdue moves should have been made in an earlier step for a batch at this distance. Both
-    results are constant during a run; they are cached, because computing them takes some 100 Python
+    A move is overdue if it should have been made in an earlier step for a batch at its distance.
+    The result is constant during a run, and is cached because its computation takes some 100 Python
     calls.
     """
     order = tuple((move, schedule.distance(move, lookahead)) for move in schedule.moves(lookahead))

@@ -141,7 +141,7 @@ class Watchers:
         return self.stop is not None and self.stop.stops
 
     def improved(self, step: int) -> bool:
-        """Return whether ``step`` has the best weights so far."""
+        """Return whether the weights after ``step`` are the best so far."""
         return self.best is not None and self.best.step == step
 
     @property

@@ -1,9 +1,9 @@
 """Runs one training step, or one prediction, on the ranks of a world.
 
-This module implements the moves of a step; a ``StepSchedule`` defines their order and thereby the
-overlap. The order does not affect results, because every move reads fully updated values. Announced
-batches form the window: their ids are exchanged during earlier steps. The loss is reduced together
-with the dense gradients.
+This module implements the moves of a step; a ``StepSchedule`` defines the order of moves, which
+determines the overlap. The order does not affect results, because every move reads fully updated
+values. Announced batches form the window: their ids are exchanged during earlier steps. The loss is
+reduced together with the dense gradients.
 """
 
 from collections import deque

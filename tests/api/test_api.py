@@ -462,7 +462,7 @@ def test_ranks_of_a_launcher_are_refused(run, monkeypatch):
 
 
 class CellOutput:
-    """Implements a stream like those of a notebook's kernel."""
+    """Implements a stream like the output streams of a notebook's kernel."""
 
     __module__ = "ipykernel.iostream"
 

@@ -42,7 +42,7 @@ def stopped_at(monkeypatch, step, output, source):
     def half(staged, tables, fitted, options, work, advance):
         encode_all(staged, tables, fitted, options, work, advance)
         for record in sorted((work / "encoded").iterdir())[1::2]:
-            record.unlink()  # simulate pieces that are not encoded yet: remove their staged files
+            record.unlink()  # remove staged files to simulate pieces that are not encoded yet
         raise Stopped
 
     def all_encoded(*arguments):

@@ -1,7 +1,7 @@
 """Implements a slow reference for embedding training: one process, float64, row by row in NumPy.
 
-The reference does not use sbpflow. It supports all bags, sums and means, weights, and shared
-tables, with optimizers as defined in their papers and in torch. State is per logical row.
+The reference does not use sbpflow. The reference supports all bags, sums and means, weights, and
+shared tables; optimizers follow their papers and torch. State is per logical row.
 """
 
 from dataclasses import dataclass, field

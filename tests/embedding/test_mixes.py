@@ -200,7 +200,7 @@ FBGEMM_CASES = [
 def test_fbgemm_equals_the_reference(ranks, exchange, rule):
     # Weights are near 0.05 and steps near 0.1: float32 rounds each of 20 steps by about 1e-8.
     # Adagrad's first steps divide small gradients by their own size and may lose three more digits.
-    # Its sums of squares reach about 100 and are accurate to 1e-6 of that value.
+    # Adagrad's sums of squares reach about 100, with a relative accuracy of 1e-6.
     pytest.importorskip("fbgemm_gpu")
     mix = mix_of(exchange, 8, rule, dtype=torch.float32, kernel="fbgemm")
     check(ranks, mix, 2e-5, rtol=1e-6)

@@ -27,8 +27,8 @@ def test_a_case_is_read_from_its_file_and_equal_plans_are_measured_once():
 
 
 def test_rounds_that_choose_a_plan_are_not_reported():
-    """The even ones of ten rounds decide the choice; auto 2 is faster in the even and slower in the
-    odd rounds.
+    """Among ten rounds, the even rounds decide the choice; auto 2 is faster in the even and slower
+    in the odd rounds.
     """
     ours = [2.0] * 10
     other = [1.0, 4.0] * 5

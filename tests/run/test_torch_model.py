@@ -257,7 +257,7 @@ def test_transfers_of_batch_norms_are_in_the_plan():
     given = config("3", Model(kind="in turn"))
     _, plan = plan_run(given, FIELDS, world_size=2, device_type="cpu")
     found = [(step.id, step.total_bytes) for step in plan.dense_forward]
-    # Each column has a float64 sum and sum of squares, in both phases of an all-reduce.
+    # For each column, both phases of an all-reduce send a float64 sum and a sum of squares.
     names = [("module.first.moments/fwd", 4 * WIDTH * 8), ("module.second.moments/fwd", 4 * 8)]
     assert found == names
     assert [step.id for step in plan.dense_backward] == [

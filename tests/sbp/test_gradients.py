@@ -312,7 +312,7 @@ def test_boxing_has_no_autograd(ranks, side):
 
 
 def _sync(world, grid, specs, bucket_bytes):
-    """Sync parameters that are all ones times the coordinate; the gradient of sum(c * w) is c."""
+    """Sync several parameters; the synced gradient of sum(c * w) must be c."""
     boxing = Boxing(world)
     placement = Placement.of("cpu", grid)
     parameters, cotangents = [], []

@@ -50,7 +50,8 @@ class FileStores:
 
 
 def whole_run(world: World, case: Case, folder: Path) -> list[dict[str, Any]]:
-    """Train, save during training, and continue; then resume from the other's checkpoint."""
+    """Train, save during training, and continue; then resume from the checkpoint of the other kind
+    of store."""
     found: list[dict[str, Any]] = []
     slots = 2 * 4 * BATCH  # room for the rows of a step's two batches
     cached = FileStores(folder / "scratch", slots)

@@ -194,7 +194,7 @@ def test_wandb_offline_has_the_values(synth_set, tmp_path, monkeypatch):
 def leveldb_records(data):
     """Yield the records of a W&B file: a LevelDB log after a header of 7 bytes.
 
-    A record's parts have a header of 7 bytes and do not cross blocks of 32 KiB.
+    Each part of a record has a header of 7 bytes and does not cross blocks of 32 KiB.
     """
     position, record = 7, b""
     while position < len(data):

@@ -190,7 +190,7 @@ class BoxedGroup(AddressedGroup):
 
     Boxing sends the vectors and returns the gradients. With ``columns`` (tables on one rank, and
     S(1)), the layout of the vectors is an uneven S(1) in rank order. With ``reduce`` (S(0)), the
-    layout is P, partial sums; on a grid of ranks, it is (P, S(1)).
+    layout is P, partial sums, or (P, S(1)) on a grid of ranks.
     """
 
     def __init__(self, plan: GroupPlan, boxing: Boxing, context: GroupContext) -> None:

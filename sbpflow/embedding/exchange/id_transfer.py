@@ -125,9 +125,8 @@ class IdsUnderWay:
         if not self._transfer.plan.needed_lists[world.rank] or self._received is None:
             return torch.zeros(world.size, dtype=torch.int64, device=world.device)
         samples = self._received.sum(1, dtype=torch.int64)
-        # Sum over the samples of each rank; the first ``longer`` ranks have one more sample than
-        # the others.
-        # split samples as ``balanced_sizes`` does
+        # Sum over the samples of each rank, split as in ``balanced_sizes``: the first ``longer``
+        # ranks have one more sample than the others.
         each, longer = divmod(self._batch_size, world.size)
         first, rest = samples.split([longer * (each + 1), samples.shape[0] - longer * (each + 1)])
         return torch.cat(

@@ -123,7 +123,8 @@ class Exchange(ABC):
         return ""
 
     def suits(self, table: TableConfig, lookups: int, world_size: int) -> bool:
-        """Return True if, for ``lookups`` ids, this exchange is the preferred one of its name."""
+        """Return True if, for ``lookups`` ids, this exchange is preferred among exchanges of its
+        name."""
         return True
 
     def cuts(self, num_rows: int, dim: int, world_size: int) -> Cuts:

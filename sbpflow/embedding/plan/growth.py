@@ -2,7 +2,7 @@
 row.
 
 The key space is permanently divided into ``NUM_BUCKETS`` buckets. A rank owns a range of buckets,
-and each bucket has an equal share of the rows. All keys without a row share row 0.
+and every bucket contains an equal share of the rows. All keys without a row share row 0.
 """
 
 from dataclasses import dataclass, fields

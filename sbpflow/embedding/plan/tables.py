@@ -254,9 +254,9 @@ def check_cover(table: TableConfig, layout: Layout, shards: tuple[Shard, ...]) -
 def _overlap(shards: Sequence[Shard]) -> tuple[Shard, Shard] | None:
     """Return two non-empty shards that share an element, or ``None``.
 
-    Comparing all pairs of shards would take seconds for 1024 ranks. So the function sweeps over the
-    rows and keeps the shards at the current row sorted by column, because a new shard can then
-    overlap only its neighbors.
+    Comparing all pairs of shards would take seconds for 1024 ranks. Therefore the function sweeps
+    over the rows and keeps the shards at the current row sorted by column, because a new shard can
+    then overlap only its neighbors.
     """
     stops = [(shard.row_stop, False, number) for number, shard in enumerate(shards)]
     starts = [(shard.row_start, True, number) for number, shard in enumerate(shards)]

@@ -52,8 +52,8 @@ class Job:
         """Return all state that training changes, by logical name.
 
         The names are ``tables/T``, ``tables/T/STATE``, ``dense/P`` and ``dense/P/STATE``, where P
-        is a parameter or a buffer, such as the running mean of a batch norm. Each value has the
-        full shape and this rank's rectangles.
+        is a parameter or a buffer, such as the running mean of a batch norm. Each value describes
+        the full shape and this rank's rectangles.
         """
         model = self.model
         dense = dense_state(model.parameters, model.buffers, self.trainer.optimizer)

@@ -31,7 +31,8 @@ def predictions(
 ) -> Iterator[tuple[Floats, Floats]]:
     """Yield (probabilities, labels) of each batch on rank 0, in the order of the split.
 
-    Every rank must iterate; other ranks yield nothing. The logits equal those of an evaluation.
+    Every rank must iterate; other ranks yield nothing. The logits equal the logits of an
+    evaluation.
     """
     world = boxing.world
     for batch, logits in trainer.predict_all(loader.epoch(0)):

@@ -29,9 +29,9 @@ def plan_for_ranks(
     """Plan with ``make`` for ``parallel.topology``, or for the hosts that the ranks discover
     themselves.
 
-    All ranks must join to discover their hosts, which takes minutes if a rank is missing. So a plan
-    for one host is made first, to report mistakes in the configuration at once. This plan is used
-    if all ranks turn out to share a host. ``run_main`` keeps the ranks' store open.
+    All ranks must join to discover their hosts, which takes minutes if a rank is missing. Therefore
+    a plan for one host is made first, to report mistakes in the configuration immediately. The plan
+    is used if all ranks share a host. ``run_main`` keeps the ranks' store open.
     """
     world_size = world_size_of_environment()
     if given := given_topology(config, world_size):

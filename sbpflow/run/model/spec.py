@@ -181,10 +181,10 @@ class ExportableSpec(ModelSpec, Protocol):
     def plain(self, *, seed: int) -> nn.Module:
         """Return a new module with the parameters of ``parameters`` under the same names.
 
-        ``forward(vectors, dense)`` takes {output: [rows, width]} and [rows, fields]. It returns the
-        same logits, [rows] or [rows, 1], as the dense part from ``build``. The module uses only
-        torch, and ``torch.export`` can trace the module. The caller fills the parameters; other
-        tensors may depend on ``seed`` only.
+        ``forward(vectors, dense)`` takes {output: [rows, width]} and [rows, fields]. The result
+        equals the logits, [rows] or [rows, 1], of the dense part from ``build``. The module uses
+        only torch, and ``torch.export`` can trace the module. The caller fills the parameters;
+        other tensors may depend on ``seed`` only.
         """
         ...
 

@@ -41,7 +41,7 @@ def candidates(
     """Return rules per table for each candidate plan, by name.
 
     In some candidates all tables have the same layout, or whole tables are balanced over the ranks.
-    The other candidates combine one of these with copies of small tables on every rank.
+    The other candidates combine one of these layouts with copies of small tables on every rank.
     """
     rows = TableRule(sbp="S(0)", exchange="unique")
     copies = TableRule(sbp="B", exchange="local")

@@ -1,4 +1,4 @@
-"""Defines ``RunPlan``, which has all static properties of a run."""
+"""Defines ``RunPlan``, which contains all static properties of a run."""
 
 import math
 from collections.abc import Mapping, Sequence

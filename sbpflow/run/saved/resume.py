@@ -1,7 +1,8 @@
 """Decides whether a run resumes, and from which checkpoint; rank 0 decides for all ranks.
 
-An unfinished run resumes if every key that affects results has the same value. Otherwise the run is
-refused with the differences. Checkpoints of any other run are moved aside.
+An unfinished run resumes if every key that affects results has the same value. If values differ,
+the run is refused, and the message lists the differences. Checkpoints of any other run are moved
+aside.
 """
 
 import logging
@@ -71,8 +72,8 @@ class Decision:
     run.
 
     ``run`` is the run's ID. With ``resumes``, ``run`` is the ID of the saved run, and new output is
-    appended to the saved run's files. Otherwise the run is new, and may start from another run's
-    checkpoint.
+    appended to the saved run's files. Without ``resumes``, the run is new, and may start from
+    another run's checkpoint.
     """
 
     folder: Path

@@ -79,8 +79,8 @@ def import_fbgemm() -> ModuleType | None:
 
 
 def install_command(torch: str | None, fbgemm_dist: str) -> str:
-    """Return the pip command that installs an FBGEMM for this version of ``torch``, or else the
-    newest pair."""
+    """Return the pip command that installs a matching version of FBGEMM for ``torch``, or the
+    newest versions of both."""
     known = minor(torch) if torch is not None and minor(torch) in FBGEMM_OF_TORCH else None
     pair = known or list(FBGEMM_OF_TORCH)[-1]
     torch_pin = (torch or "").split("+")[0] if known else f"{pair}.0"

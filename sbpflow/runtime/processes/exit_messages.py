@@ -193,7 +193,7 @@ class Meeting:
             _print(self.message())
             return
         first = store.add(f"leaving/{machine}", 1) == 1
-        if self.by_hand and reason.kind == "absent":  # each rank has its own terminal
+        if self.by_hand and reason.kind == "absent":  # here, each rank has its own terminal
             _print(compose({self.rank: reason}, self.world_size))
             store.set(f"printed/{machine}", "1")
         elif first:

@@ -54,8 +54,8 @@ class GracefulShutdown:
     def _watch(self, reader: int) -> None:
         """Forward the signal after a second signal, or after the grace period.
 
-        Python handlers do not run while the main thread is in C++ code. So a thread watches the
-        wake-up pipe, which the C handler writes to at once.
+        Python handlers do not run while the main thread is in C++ code. Therefore a thread watches
+        the wake-up pipe, to which the C handler writes immediately.
         """
         ours = {int(number) for number in self._handlers}
         received = os.read(reader, 1)

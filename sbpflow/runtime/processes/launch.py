@@ -3,8 +3,8 @@
 This module imports only light modules, so that it can report a broken torch, or Ctrl-C during
 imports. For the same reason, an entry point should import torch inside ``main``. After success,
 ``run_main`` closes the process groups within a time limit; after a failure, ``run_main`` does not
-close the groups. So ``main`` need not close process groups, and must not close them in a
-``finally`` block, where a dead peer would block the process for the whole limit.
+close the groups. Therefore ``main`` need not close process groups, and must not close process
+groups in a ``finally`` block, where a dead peer would block the process for the whole limit.
 """
 
 import argparse

@@ -1,10 +1,10 @@
 """Creates a unique ID per launch, on which all ranks of the launch agree. torchrun keeps one store
 through all restarts, including the keys of earlier launches.
 
-It passes no value to the ranks that differs between launches: TORCHELASTIC_RESTART_COUNT counts
-only the failures seen on one machine. Rank 0 therefore creates the ID, and each other rank requests
-it under a unique ID of its own process. Stale requests from an earlier launch are answered and
-ignored.
+torchrun does not pass any value to the ranks that differs between launches:
+TORCHELASTIC_RESTART_COUNT counts only the failures seen on one machine. Rank 0 therefore creates
+the ID, and each other rank requests it under a unique ID of its own process. Stale requests from an
+earlier launch are answered and ignored.
 """
 
 import threading

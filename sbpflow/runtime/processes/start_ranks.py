@@ -74,8 +74,8 @@ def _exit_code(codes: Mapping[int, int]) -> int:
 def _launcher_settings() -> Generator[None]:
     """Set the environment and log levels that the ranks inherit, and restore them at the end.
 
-    Signal handlers are restored, too: those of torch's launcher would raise SignalException at
-    every later Ctrl-C, for example in a notebook.
+    Signal handlers are restored, too, because the handlers of torch's launcher would raise
+    SignalException at every later Ctrl-C, for example in a notebook.
     """
     environment = dict(os.environ)
     # Some loggers of the launcher set their own levels.

@@ -1,9 +1,9 @@
 """Checks before the first process group that all ranks are present, unique and in agreement.
 
 torch's own rendezvous does not name the missing ranks: its timeout shows a count on rank 0 and
-store keys elsewhere. Ranks that disagree would hang in their first collective. So each rank writes
-its number and its facts to the run's store, and the first rank that times out reports to the others
-through the store.
+store keys elsewhere. Ranks that disagree would hang in their first collective. Therefore each rank
+writes its number and its facts to the run's store, and the first rank that times out notifies the
+other ranks through the store.
 """
 
 import hashlib

@@ -5,7 +5,8 @@ torch's store listens on all interfaces without authentication. If ranks are sta
 serves the store on the interface of MASTER_ADDR only.
 
 torch's client blocks forever if the store's host has left the network, because its sends and
-receives have no timeout. So each operation runs in its own thread, which is abandoned at the limit.
+receives have no timeout. Therefore each operation runs in its own thread, which is abandoned when
+the time limit is reached.
 """
 
 import errno
@@ -213,9 +214,9 @@ def all_ranks_here() -> bool:
 def _listener(host: str, address: str, port: int) -> socket.socket | None:
     """Return a socket that listens only at ``address``, or None to let torch create a socket.
 
-    A warning is logged in the latter case, because torch's socket listens on all interfaces. If the
-    port is in use, torch either reuses its own socket in this process, or raises an error that
-    names the port.
+    If torch creates the socket, a warning is logged, because torch's socket listens on all
+    interfaces. If the port is in use, torch either reuses its own socket in this process, or raises
+    an error that names the port.
     """
     why = "the name may have different addresses on different machines"
     if address:

@@ -2,10 +2,11 @@
 
 A host is a network namespace: ranks inside the same namespace communicate without a network link.
 Names cannot distinguish hosts: containers on one machine share its boot ID, and may share its host
-name and /dev/shm, although a limited link connects the containers. So the ranks of a host find each
-other through an abstract Unix socket. All ranks try to bind the same name, but the kernel lets only
-one process per namespace succeed. The other ranks connect to that process and read its rank. This
-method needs one connection per rank, creates no file, and frees the name when the process ends.
+name and /dev/shm, although a limited link connects the containers. Therefore the ranks of a host
+find each other through an abstract Unix socket. All ranks try to bind the same name, but the kernel
+lets only one process per namespace succeed. The other ranks connect to that process and read its
+rank. This method needs one connection per rank, creates no file, and frees the name when the
+process ends.
 """
 
 import contextlib

@@ -124,7 +124,7 @@ class Arena:
 
     memory: Tensor  # [ARENA_BYTES] uint8
     size: int  # number of ranks
-    connection: int = -1  # to the peer that owns the arena
+    connection: int = -1  # socket to the peer that owns the arena
     free: dict[int, list[int]] = field(default_factory=dict)  # offsets by size
     end: int = 0
 

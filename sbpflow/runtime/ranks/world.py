@@ -152,8 +152,8 @@ class World:
                 ranks = (meeting.rank, meeting.size, chosen.type)
                 topology = topology or find_topology(met.store, *ranks, timeout_s)
                 if len(topology.hosts) == 1 or loopback_name(os.environ["MASTER_ADDR"]):
-                    # gloo has no authentication, and these ranks need only the loopback
-                    # interface, which is the first on every machine.
+                    # gloo does not authenticate peers, and these ranks need only the loopback
+                    # interface, which is the first interface on every machine.
                     os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))
             store = _names["HashStore"]() if alone else _store_of_start(met, timeout_s)
             start = partial(
@@ -190,7 +190,8 @@ class World:
     def passes_messages(self, backend: str) -> bool:
         """Return whether an all-to-all of ``backend`` consists of messages between pairs of ranks.
 
-        Otherwise, it is a collective of the backend, because one host's ranks do not share memory.
+        Otherwise, an all-to-all is a collective of the backend, because the host's ranks do not
+        share memory.
         """
         return backend == "gloo" and (len(self.topology.hosts) > 1 or self._shared is not None)
 

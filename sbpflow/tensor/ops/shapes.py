@@ -30,8 +30,8 @@ def reshape(x: GlobalTensor, shape: int | Sequence[int], *, id: str | None = Non
 
     A split is kept if its dim is the first dim of a merged or divided group. For example, [b, f, d]
     split along b or f becomes [b, f * d] split along b or, in multiples of d, along the second dim.
-    Other splits are converted first. So are splits whose pieces do not divide evenly, and dims that
-    two axes split into pieces that explicit sizes cannot express.
+    Other splits are converted first. Splits whose pieces do not divide evenly are converted, too,
+    and so are dims that two axes split into pieces that explicit sizes cannot express.
     """
     check_tensors("reshape", x)
     full = _resolve(x.shape, whole_numbers("reshape", "shape", shape))
