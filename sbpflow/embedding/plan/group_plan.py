@@ -30,8 +30,7 @@ Purpose = Literal["counts", "ids", "vectors", "gradients"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeStep:
-    """Describes a transfer whose size depends on the batch, within each of ``groups`` (disjoint
-    sets of ranks).
+    """Describes a transfer within disjoint ``groups`` of ranks; the size depends on the batch.
 
     ``bound_bytes`` is the maximum for one rank. ``total_bound_bytes`` is the maximum for all ranks
     together, which is smaller than the sum because not every rank can own all rows.
@@ -123,8 +122,8 @@ class Exchange(ABC):
         return ""
 
     def suits(self, table: TableConfig, lookups: int, world_size: int) -> bool:
-        """Return True if, for ``lookups`` ids, this exchange is preferred among exchanges of its
-        name."""
+        """Return True if this exchange is preferred, among those of its name, for ``lookups``
+        ids."""
         return True
 
     def cuts(self, num_rows: int, dim: int, world_size: int) -> Cuts:
@@ -160,8 +159,7 @@ def register(*exchanges: Exchange) -> None:
 def exchange_of(
     name: str, layout: Layout, world_size: int, *, dense_allreduce: bool = False
 ) -> Exchange:
-    """Return the exchange with this name that accepts the layout; raise ConfigError if there is
-    none."""
+    """Return the exchange of this name for the layout; raise ConfigError if none accepts it."""
     for exchange in EXCHANGES:
         fits = exchange.name == name and exchange.accepts(layout, world_size)
         if fits and exchange.dense_allreduce == dense_allreduce:
@@ -202,14 +200,12 @@ class GroupPlan:
 
     @property
     def grad_comm_dtype(self) -> torch.dtype:
-        """Return bf16 in place of fp16, because mean gradients of large batches underflow in
-        fp16."""
+        """Return bf16 for fp16, because mean gradients of large batches underflow in fp16."""
         return torch.bfloat16 if self.comm_dtype == torch.float16 else self.comm_dtype
 
     @property
     def uses(self) -> tuple[FeatureLookup, ...]:
-        """Return the table lookups of a sample in the group's order; each lookup gives one
-        vector."""
+        """Return a sample's table lookups in the group's order; each lookup gives a vector."""
         return tuple(use for stack in self.stacks for use in stack.uses)
 
     @property
@@ -219,8 +215,7 @@ class GroupPlan:
 
     @property
     def width(self) -> int:
-        """Return the number of columns of this group's part of the output, before any sum over
-        tables."""
+        """Return the number of this group's output columns, before any sum over tables."""
         if self.pooled:
             return self.stacks[0].dim
         return sum(stack.dim * len(stack.uses) for stack in self.stacks)
@@ -251,15 +246,14 @@ class GroupPlan:
         return tuple(ranks for ranks in rows if ranks)
 
     def looks_up_everything(self, rank: int) -> tuple[FeatureLookup, ...]:
-        """Return the uses that ``rank`` looks up for the global batch; the rank needs all ids of
-        these uses."""
+        """Return the uses whose ids of the global batch ``rank`` needs for its lookups."""
         if not self.kind.looks_up_all:
             return ()
         return tuple(use for stack in self.stacks for use in stack.uses_on(rank))
 
     def takes_part(self, index: int, rank: int) -> bool:
-        """Return True if ``rank`` looks up ids of a stack; for partial sums, this includes ranks
-        without rows."""
+        """Return True if ``rank`` looks up ids of a stack. Partial sums include ranks without
+        rows."""
         holds = bool(self.stacks[index].shards(rank))
         return rank in self.owners if self.kind.adds_terms else holds
 
@@ -339,8 +333,7 @@ class GroupPlan:
         return plan_boxing(src, dst, shape, dtype, id=id, backend=self.backend)
 
     def row_state_steps(self, index: int, num_squares: int) -> tuple[BoxingStep, ...]:
-        """Return the steps that sum squares of stack ``index``'s touched rows over the ranks that
-        share the rows."""
+        """Return the steps that sum stack ``index``'s squares over the ranks that share rows."""
         stack, most = self.stacks[index], num_squares
         if self.grid is None:
             placement = Placement.of(self.world.device_type, stack.holders())
