@@ -143,7 +143,9 @@ def test_a_state_of_an_earlier_version_is_compared_by_fingerprint(tmp_path, row_
     del state["content_id"]
     loader.load_state_dict(state)
     other = open_loader(recut(row_set(9000), tmp_path / "set", 333), batch_size=700)
-    with pytest.raises(DataError, match=r"has fingerprint .*, but this read has .* the same rows"):
+    with pytest.raises(
+        DataError, match=r"fingerprint of the saved read is .*, but .* the same rows"
+    ):
         other.load_state_dict(state)
 
 

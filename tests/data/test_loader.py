@@ -256,7 +256,9 @@ def test_the_epoch_must_be_a_whole_number(row_set, epoch):
 def test_a_state_out_of_range_is_refused(row_set, change):
     loader = open_loader(row_set(9000), batch_size=700)
     (key,) = change
-    with pytest.raises(DataError, match=f"has {key} .*, but it must be a whole number from 0 to"):
+    with pytest.raises(
+        DataError, match=f"{key} of the saved read is .*, but must be a whole number from 0 to"
+    ):
         loader.load_state_dict({**loader.state_dict(), **change})
     assert len(next(loader.epoch(0)).labels) == 700
 

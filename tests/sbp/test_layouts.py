@@ -262,7 +262,7 @@ def test_placement_groups():
         (lambda: Layout(Placement.of("cpu", [[0, 1]]), (P, Partial("max"))), "mixes reductions"),
         (
             lambda: line_layout("cpu", 2, Split(0, (1, 2))).part_shape((4,), 0),
-            "sum to 3, but the dim has 4",
+            "sum to 3, but the length of the dim is 4",
         ),
         (lambda: line_layout("cpu", 2, Split(2)).part_shape((4, 4), 0), "at least 3 dims"),
     ],

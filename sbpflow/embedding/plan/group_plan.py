@@ -122,8 +122,7 @@ class Exchange(ABC):
         return ""
 
     def suits(self, table: TableConfig, lookups: int, world_size: int) -> bool:
-        """Return True if this exchange is preferred, among those of its name, for ``lookups``
-        ids."""
+        """Return True if this exchange of its name is preferred for ``lookups`` ids."""
         return True
 
     def cuts(self, num_rows: int, dim: int, world_size: int) -> Cuts:
@@ -252,8 +251,7 @@ class GroupPlan:
         return tuple(use for stack in self.stacks for use in stack.uses_on(rank))
 
     def takes_part(self, index: int, rank: int) -> bool:
-        """Return True if ``rank`` looks up ids of a stack. Partial sums include ranks without
-        rows."""
+        """Return True if ``rank`` looks up ids of a stack; ranks without rows may do so, too."""
         holds = bool(self.stacks[index].shards(rank))
         return rank in self.owners if self.kind.adds_terms else holds
 
