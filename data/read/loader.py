@@ -249,7 +249,8 @@ class RowLoader:
         return self.state_dict(batch.cursor)
 
     def load_state_dict(self, state: Mapping[str, int | str]) -> None:
-        """Continue from ``state``. Raise DataError if its rows, split, seed or shuffle differ."""
+        """Continue from ``state``. Raise DataError if the rows, split, seed or shuffle of the state
+        differ."""
         self._check_open("load_state_dict")
         wanted = self._identity()
         if state.get("fingerprint") != self._manifest.fingerprint:
