@@ -24,7 +24,8 @@ from sbpflow.boxing.plan import plan_boxing
 from sbpflow.config.load import load_config
 from sbpflow.config.schema import Config
 from sbpflow.models.registry import MODELS
-from sbpflow.runtime.ranks.world import Rendezvous, World
+from sbpflow.runtime.ranks.rendezvous import Rendezvous
+from sbpflow.runtime.ranks.world import World
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Partial

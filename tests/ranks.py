@@ -184,7 +184,8 @@ def _serve(
 
         install()
         device = "cuda"
-    from sbpflow.runtime.ranks.world import Rendezvous, World
+    from sbpflow.runtime.ranks.rendezvous import Rendezvous
+    from sbpflow.runtime.ranks.world import World
 
     # Ranks share devices if there are fewer devices than ranks.
     local_rank = rank % torch.cuda.device_count() if device == "cuda" else rank

@@ -36,7 +36,7 @@ def explain(argv: Sequence[str]) -> int:
     from sbpflow.run.planning.kernels import with_known_kernels
     from sbpflow.run.planning.summary import format_summary, what_helps
     from sbpflow.run.report.data import batches_per_s
-    from sbpflow.runtime.ranks.world import device_type_of
+    from sbpflow.runtime.ranks.rendezvous import device_type_of
 
     check_world_size(args.world_size)
     config = load_config(args.config, args.overrides, models=MODELS)

@@ -152,7 +152,7 @@ def open_rows(
     from sbpflow.run.planning.build_plan import plan_run
     from sbpflow.run.planning.kernels import with_measured_kernels
     from sbpflow.run.saved.saved_model import load_values, saved_layouts, saved_plan
-    from sbpflow.runtime.ranks.world import device_type_of, world_size_of_environment
+    from sbpflow.runtime.ranks.rendezvous import device_type_of, world_size_of_environment
 
     world_size = world_size_of_environment()
     config, planned = saved_layouts(checkpoint, config, world_size)

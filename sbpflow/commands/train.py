@@ -93,7 +93,7 @@ def train_config(
     from sbpflow.run.planning.kernels import with_measured_kernels
     from sbpflow.run.saved import resume
     from sbpflow.run.saved.saved_model import saved_plan
-    from sbpflow.runtime.ranks.world import device_type_of
+    from sbpflow.runtime.ranks.rendezvous import device_type_of
     from sbpflow.training.trackers import check_trackers
 
     manifest = load_manifest(data_path(config))

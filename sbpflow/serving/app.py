@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -161,7 +162,7 @@ class App:
         if path in ("/ready", "/v2/health/ready"):
             return self._readiness()
         if path == "/metrics":
-            return _Answer(self._metrics.text(time.time()).encode(), _METRICS)
+            return _Answer(self._metrics.text(datetime.now(UTC).timestamp()).encode(), _METRICS)
         if path == "/v2":
             return _Answer(inference_protocol.server_metadata())
         if path.startswith(("/models/", "/v2/models/")):

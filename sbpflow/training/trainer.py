@@ -213,8 +213,7 @@ class Trainer:
             self._updated, self._done = False, frozenset()
             self._set_learning_rates()
             self.schedule.run(
-                # Build these maps here: as attributes, they would form a reference cycle and delay
-                # freeing tables.
+                # As attributes of the trainer, these maps would delay freeing tables (a cycle).
                 {move.name: self._of_batch(move) for move in OF_A_BATCH},
                 {move.name: self._of_step(move) for move in (*OF_A_STEP, CLIP)},
                 in_flight,

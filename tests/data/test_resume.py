@@ -199,4 +199,4 @@ def test_a_resumed_run_reports_the_same_bad_lines(tmp_path, monkeypatch, source)
             run_prepare(tmp_path / "set", bad, max_bad_fraction=0.1)
     run_prepare(tmp_path / "set", bad, max_bad_fraction=0.1)
     assert seen[0] == seen[1]
-    assert seen[0][-1][2] == [(seen[0][-1][0] - 1, "2 fields instead of 40", "short\tline")]
+    assert seen[0][-1][2] == [(seen[0][-1][0] - 1, "2 fields instead of 40", "short\tline", "")]

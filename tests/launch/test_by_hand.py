@@ -22,7 +22,8 @@ from sbpflow.runtime.processes import store as run_store
 from sbpflow.runtime.processes.exit_messages import Meeting
 from sbpflow.runtime.processes.launch import classify
 from sbpflow.runtime.processes.store import no_store
-from sbpflow.runtime.ranks.world import World, device_type_of
+from sbpflow.runtime.ranks.rendezvous import device_type_of
+from sbpflow.runtime.ranks.world import World
 from tests.deadlines import Deadline, load_per_core, output_of
 
 ROOT = Path(__file__).resolve().parents[2]

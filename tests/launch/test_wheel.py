@@ -41,6 +41,7 @@ checkpoint ls run/checkpoints
 checkpoint verify run/checkpoints
 predict --checkpoint run --input tomorrow.csv --output scores.parquet
 export --checkpoint run --output model --pt2
+embeddings run --table deep.user --output users.parquet
 report run own
 calibrate --ranks 2 --quick --seconds 10 --output profile.json
 plan --tables tables.json --profile profile.json --output plan.yaml
@@ -52,7 +53,7 @@ clusters --tables tables.json --profile h100-dgx --ranks 8
 
 
 def test_every_subcommand_is_run():
-    assert {step.split()[0] for step in STEPS} | {"measure"} == set(COMMANDS)
+    assert {step.split()[0] for step in STEPS} | {"measure", "serve"} == set(COMMANDS)
 
 
 @pytest.fixture(scope="module")
@@ -106,5 +107,9 @@ def test_every_subcommand_works_in_an_installed_package(installed, tmp_path):
     where = [str(installed.parent / "python"), "-c", "import sbpflow.data; print(sbpflow.data)"]
     assert str(installed.parents[1]) in succeed(where, 60, tmp_path)
     assert pl.read_parquet(tmp_path / "scores.parquet").columns == ["visit", "score"]
+    assert pl.read_parquet(tmp_path / "users.parquet").columns == ["user", "vector"]
+    refused = run([str(installed), "serve", "model"], 60, cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "pip install 'sbpflow[serve]'" in refused.stderr  # which the wheel does not require
     for name in ("run/report.html", "model/model.pt2", "plan.yaml", "tomorrow/manifest.json"):
         assert (tmp_path / name).is_file(), name

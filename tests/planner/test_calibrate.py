@@ -187,7 +187,10 @@ def status_bytes(name):
 
 
 def peak_and_prediction(world):
-    """Return (this process's growth for a plan with 50 MB of tables, the predicted bytes)."""
+    """Return (this process's growth for a plan with 50 MB of tables, the predicted bytes).
+
+    The lower of two measurements counts: on a busy machine, messages wait in shared memory.
+    """
     boxing = Boxing(world)
     task = make_task(world_size=2, batch_size=2048, rows=(400_000, 50, 300_000), dim=16)
     plan = {
@@ -196,11 +199,15 @@ def peak_and_prediction(world):
         "t2": Choice(Shape("B", "columns"), (1,)),
     }
     measure_in_turns(boxing, laws_of(task), [plan], rounds=1)  # one-time allocations
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts from the present size
-    before = status_bytes("VmRSS")
-    measure_in_turns(boxing, laws_of(task), [plan], rounds=1)
-    used = gather_texts(boxing, str(status_bytes("VmHWM") - before))
-    return [int(text) for text in used], TaskCost(PROFILE, task).predict(plan).memory_bytes
+    used: list[list[int]] = []
+    for _ in range(2):
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts from the present size
+        before = status_bytes("VmRSS")
+        measure_in_turns(boxing, laws_of(task), [plan], rounds=1)
+        growth = gather_texts(boxing, str(status_bytes("VmHWM") - before))
+        used.append([int(text) for text in growth])
+    lower = [min(pair) for pair in zip(*used, strict=True)]
+    return lower, TaskCost(PROFILE, task).predict(plan).memory_bytes
 
 
 def ragged_steps(world, folder):

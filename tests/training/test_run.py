@@ -209,6 +209,10 @@ class Recorder:
     def cache_counts(self) -> None:
         """No table is cached."""
 
+    def growth_counts(self) -> dict[str, Any]:
+        """No field grows."""
+        return {}
+
     def figures(self) -> dict[str, float]:
         return {}
 

@@ -17,8 +17,9 @@ from sbpflow.run.planning.plan import RunPlan
 from sbpflow.runtime.files.run_folder import RunLock
 from sbpflow.runtime.processes.exit_messages import Meeting
 from sbpflow.runtime.ranks.hosts import assumed_topology, find_topology
+from sbpflow.runtime.ranks.rendezvous import world_size_of_environment
 from sbpflow.runtime.ranks.topology import Topology
-from sbpflow.runtime.ranks.world import World, world_size_of_environment
+from sbpflow.runtime.ranks.world import World
 
 T = TypeVar("T")
 

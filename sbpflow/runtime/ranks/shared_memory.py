@@ -132,6 +132,7 @@ class Arena:
         self.end = _CHANNELS * self.size * _RING_BYTES
 
     def ring(self, channel: int, receiver: int) -> Ring:
+        """Return the ring of messages to ``receiver`` on a channel."""
         start = (channel * self.size + receiver) * _RING_BYTES
         raw = self.memory[start : start + _RING_BYTES].numpy()
         address = int(raw.ctypes.data)
@@ -196,6 +197,7 @@ class Receiving:
         return Arriving(self, self._number - 1, target, shared)
 
     def receive(self, number: int, target: Tensor, shared: SharedMemory) -> None:
+        """Wait for message ``number`` and copy it into ``target``; RuntimeError as in ``wait``."""
         ring = self._ring
         shared.await_message(ring, number, self._peer)
         entry = ring.entries[number % IN_FLIGHT]

@@ -19,10 +19,9 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from sbpflow.errors import ConfigError, PeerLostError, SbpError
+from sbpflow.errors import PeerLostError, SbpError
 from sbpflow.runtime.compute.devices import backend_of_device, choose_device, why_no_cuda
 from sbpflow.runtime.compute.versions import build_facts
-from sbpflow.runtime.processes.environment import env_int, rank_and_world_size
 from sbpflow.runtime.processes.exit_messages import Meeting
 from sbpflow.runtime.processes.shutdown import close_process_groups
 from sbpflow.runtime.processes.startup import await_ranks
@@ -30,6 +29,7 @@ from sbpflow.runtime.processes.store import TimedStore, loopback_name, within
 from sbpflow.runtime.random.draws import Draws
 from sbpflow.runtime.ranks.comm_log import CommLog
 from sbpflow.runtime.ranks.hosts import find_topology
+from sbpflow.runtime.ranks.rendezvous import Rendezvous, meeting_from_environment
 from sbpflow.runtime.ranks.shared_memory import SharedChannel, SharedMemory, share_memory
 from sbpflow.runtime.ranks.topology import Topology
 from sbpflow.sbp.layout import Layout
@@ -51,19 +51,6 @@ all_gather_single: Callable[..., dist.Work | None] = (
 reduce_scatter_single: Callable[..., dist.Work | None] = (
     _names.get("reduce_scatter_single") or _names["reduce_scatter_tensor"]
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rendezvous:
-    """Specifies how the ranks find each other, for torch's ``init_process_group``.
-
-    ``init_method=None`` is a world of one rank, which does not need an address.
-    """
-
-    init_method: str | None
-    rank: int
-    size: int
-    local_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +120,7 @@ class World:
         the device is unavailable or the environment is incomplete, and AbsentError if some ranks do
         not join in time.
         """
-        meeting = rendezvous or _meeting_from_environment()
+        meeting = rendezvous or meeting_from_environment()
         chosen = choose_device(device, meeting.local_rank)
         if device == "auto" and chosen.type == "cpu" and meeting.local_rank == 0:
             if reason := why_no_cuda():
@@ -398,38 +385,6 @@ def _store_of_start(met: Meeting | None, timeout_s: float) -> dist.Store | None:
     store = cast("Any", met.store.torch_store).clone()  # torch's stub lacks clone
     store.set_timeout(timedelta(seconds=timeout_s))
     return dist.PrefixStore("torch", store)
-
-
-def _meeting_from_environment() -> Rendezvous:
-    rank, size = rank_and_world_size()
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        return Rendezvous(init_method=None, rank=0, size=1)
-    if size == 1:  # without other ranks, MASTER_ADDR is irrelevant
-        return Rendezvous(init_method=None, rank=0, size=1, local_rank=_local_rank())
-    missing = [key for key in ("MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
-    if missing:
-        raise ConfigError(
-            f"RANK is set but {', '.join(missing)} is not; start ranks with "
-            "torchrun --nproc-per-node N, or unset RANK and WORLD_SIZE for one process"
-        )
-    return Rendezvous(init_method="env://", rank=rank, size=size, local_rank=_local_rank())
-
-
-def _local_rank() -> int:
-    given = env_int("LOCAL_RANK", 0)
-    if given < 0:
-        raise ConfigError(f"LOCAL_RANK={given} in the environment; use 0 or more, as torchrun does")
-    return given
-
-
-def world_size_of_environment() -> int:
-    """Return the number of ranks that the launcher started; 1 without a launcher."""
-    return _meeting_from_environment().size
-
-
-def device_type_of(device: str) -> str:
-    """Resolve "auto", "cpu" or "cuda" to "cpu" or "cuda"; raise ConfigError if unavailable."""
-    return choose_device(device, _local_rank()).type
 
 
 def _cut(raw: bytes, length: int) -> bytes:

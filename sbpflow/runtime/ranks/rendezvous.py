@@ -1,0 +1,55 @@
+"""Reads from the environment how the ranks of a launcher find each other."""
+
+import os
+from dataclasses import dataclass
+
+from sbpflow.errors import ConfigError
+from sbpflow.runtime.compute.devices import choose_device
+from sbpflow.runtime.processes.environment import env_int, rank_and_world_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """Specifies how the ranks find each other, for torch's ``init_process_group``.
+
+    ``init_method=None`` is a world of one rank, which does not need an address.
+    """
+
+    init_method: str | None
+    rank: int
+    size: int
+    local_rank: int = 0
+
+
+def meeting_from_environment() -> Rendezvous:
+    """Return the rendezvous that a launcher describes, or a world of one rank; raise ConfigError."""
+    rank, size = rank_and_world_size()
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return Rendezvous(init_method=None, rank=0, size=1)
+    if size == 1:  # without other ranks, MASTER_ADDR is irrelevant
+        return Rendezvous(init_method=None, rank=0, size=1, local_rank=local_rank())
+    missing = [key for key in ("MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"RANK is set but {', '.join(missing)} is not; start ranks with "
+            "torchrun --nproc-per-node N, or unset RANK and WORLD_SIZE for one process"
+        )
+    return Rendezvous(init_method="env://", rank=rank, size=size, local_rank=local_rank())
+
+
+def local_rank() -> int:
+    """Return this rank's number on its host, 0 without a launcher; raise ConfigError."""
+    given = env_int("LOCAL_RANK", 0)
+    if given < 0:
+        raise ConfigError(f"LOCAL_RANK={given} in the environment; use 0 or more, as torchrun does")
+    return given
+
+
+def world_size_of_environment() -> int:
+    """Return the number of ranks that the launcher started; 1 without a launcher."""
+    return meeting_from_environment().size
+
+
+def device_type_of(device: str) -> str:
+    """Resolve "auto", "cpu" or "cuda" to "cpu" or "cuda"; raise ConfigError if unavailable."""
+    return choose_device(device, local_rank()).type
