@@ -22,7 +22,7 @@ class Rendezvous:
 
 
 def meeting_from_environment() -> Rendezvous:
-    """Return the rendezvous that a launcher describes, or a world of one rank; raise ConfigError."""
+    """Return the launcher's rendezvous, or a world of one rank; raise ConfigError."""
     rank, size = rank_and_world_size()
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return Rendezvous(init_method=None, rank=0, size=1)
