@@ -1,4 +1,4 @@
-"""Prepare or generate a set, and feed its rows to ranks.
+"""Prepare or generate a data set, and feed its rows to ranks.
 
 DALI, Polars and torch are imported on first use, so commands that do not read batches start without
 torch.

@@ -86,7 +86,7 @@ def _prepare(args: argparse.Namespace) -> Manifest | None:
 
 
 def _schema_of(args: argparse.Namespace) -> Schema:
-    """Return the schema of the options: a file's, an accepted proposal, or Criteo's."""
+    """Return the schema for the options: from a file, an accepted proposal, or Criteo's schema."""
     if args.schema == Path("auto"):
         from sbpflow.data.prepare.propose import propose
 
@@ -180,8 +180,8 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         "(default %(default)s)")  # fmt: skip
     add("--workers", type=int, default=os.cpu_count() or 1, help="pieces to process at once")
     add("--overwrite", action="store_true", help="replace an existing set")
-    add("--part", default="1/1", metavar="K/N", help="number K of this machine among N machines "
-        "that run the same command with one shared output")  # fmt: skip
+    add("--part", default="1/1", metavar="K/N", help="K/N: this is machine K of N that run the "
+        "same command with one shared output")  # fmt: skip
     add("--wait", type=float, default=1440, metavar="MINUTES", help="maximum wait for files of "
         "other parts (default %(default)s)")  # fmt: skip
 
@@ -231,7 +231,12 @@ def parser() -> ArgumentParser:
     add("--schema", type=local_path, metavar="FILE|auto", help="YAML with label, dense, sparse, "
         "columns (default: Criteo); auto accepts the proposal of `sbpflow schema`")  # fmt: skip
     add("--seed", type=int, help="seed of the ids and of a ratio split (default 7)")
-    add("--like", type=local_path, metavar="SET", help="use ids, schema and constants of this set")
+    add(
+        "--like",
+        type=local_path,
+        metavar="SET",
+        help="use the ids, schema and constants of this set",
+    )
     add("--grow", action="store_true", help="assign ids to values without an id in --like")
     add("--spare", type=float, help="unused ids for growth, as a fraction of the values (default "
         "0)")  # fmt: skip
@@ -303,8 +308,8 @@ def _disk_space(args: argparse.Namespace, number: int) -> str:
     files = [f for path in inputs for f in ([path] if path.is_file() else path.iterdir())]
     size = sum(size_of(f) * _DISK_FACTOR.get(f.suffix.lower(), 1.4) for f in files if f.is_file())
     return (
-        f"; the command needs about {_size(size)} at its peak, including finished parts, and "
-        f"{free}; free some space or choose another output, then rerun the command to resume"
+        f"; the command needs at most about {_size(size)}, including finished parts, but {free}; "
+        "free some space or choose another output, then rerun the command to resume"
     )
 
 
@@ -326,13 +331,13 @@ def _main(argv: list[str] | None) -> int:
         keep_freed_memory()
     try:
         manifest = args.run(args)
-    except BrokenPipeError:  # until_nobody_reads handles this OSError
+    except BrokenPipeError:  # Let until_nobody_reads handle this OSError.
         raise
     except (ConfigError, DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        # The write error of a full disk has no file name.
+        # The write error for a full disk does not contain a file name.
         where = getattr(args, "output", None) if error.filename is None else error.filename
         number = _errno(error)
         reason = os.strerror(number) if number else str(error) or "cannot be used"

@@ -1,4 +1,4 @@
-"""Describes the raw rows of a set for an exported bundle, and writes the set's vocabularies.
+"""Writes the description of a set's raw rows, and the set's vocabularies, for an exported bundle.
 
 ``sbpflow.serving.encoder`` reads both.
 """
@@ -38,7 +38,7 @@ _TEXTS = ("", "red", "05db9164", "K\u00f6ln")
 
 
 def input_content(manifest: Manifest, growing: Growing) -> dict[str, Any] | None:
-    """Return ``input`` of model.json, or None for a set without raw rows."""
+    """Return the value of ``input`` in model.json, or None for a set without raw rows."""
     if manifest.content.get("vocabulary") is None or "schema" not in manifest.content:
         return None
     options = like_options(manifest)
@@ -121,7 +121,8 @@ def _field(
 
 
 def _hashes() -> dict[str, Any]:
-    """Define the hashes, with results that another implementation can compare."""
+    """Return the definitions of the hashes, with sample results for checking other
+    implementations."""
     keys = np.array([0, 7, 2**64 - 1], dtype=np.uint64)
     return {
         "string": {
@@ -143,7 +144,7 @@ def _hashes() -> dict[str, Any]:
 
 
 def _places(manifest: Manifest, growing: Growing) -> tuple[dict[str, Any], int, int]:
-    """Return each vocabulary's place in the arrays, and the lengths of slots and checks."""
+    """Return each vocabulary's position in the arrays, and how many slots and checks there are."""
     options, known = like_options(manifest), open_vocabularies(manifest)
     places: dict[str, Any] = {}
     slots, checks = 0, 0

@@ -1,4 +1,4 @@
-"""Find the compiled loops if numba is installed and the task is large enough for them."""
+"""Find the compiled loops if numba is installed and the task is large enough."""
 
 import sys
 from importlib.util import find_spec
@@ -8,7 +8,7 @@ from types import ModuleType
 def find_loops(size: int, least: int) -> ModuleType | None:
     """Return ``data.loops``, or None if numba is not installed or ``size`` is below ``least``.
 
-    Loading numba takes half a second, longer than a small task would save.
+    Loading numba takes half a second, which is more than a small task would save.
     """
     if (size < least and "numba" not in sys.modules) or find_spec("numba") is None:
         return None

@@ -55,8 +55,8 @@ def _leaks(profile: Profile) -> Iterator[str]:
     for feature in _features(profile):
         if feature.auc is not None and feature.auc >= LEAK_AUC:
             yield (
-                f"leakage: {feature.name} alone has an AUC of {feature.auc:.4f} on val and test; "
-                "remove it unless its value is known before the label"
+                f"leakage: {feature.name} alone reaches an AUC of {feature.auc:.4f} on val and "
+                "test; remove it unless its value is known before the label"
             )
 
 
@@ -74,7 +74,7 @@ def _order(profile: Profile) -> Iterator[str]:
 def _constants(profile: Profile) -> Iterator[str]:
     for feature in _features(profile):
         if feature.is_constant:
-            yield f"constant: {feature.name} has one value in all rows of train; remove it"
+            yield f"constant: {feature.name} is the same in all rows of train; remove it"
 
 
 def _unknown(profile: Profile) -> Iterator[str]:

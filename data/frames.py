@@ -35,8 +35,8 @@ def prepared_set(
         parts = cast("Mapping[str, Frame]", data)
         if "train" not in parts or set(parts) - set(SPLITS):
             raise ConfigError(
-                f"data: has rows for {', '.join(map(str, parts)) or 'nothing'}; use train and, as "
-                "needed, val and test"
+                f"data: contains rows for {', '.join(map(str, parts)) or 'nothing'}; use train "
+                "and, as needed, val and test"
             )
         for part, rows in parts.items():
             words.append(input_of(rows, folder / f"{part}.arrow", f"data[{part!r}]"))
@@ -59,7 +59,8 @@ def prepared_set(
 
 @contextmanager
 def named_rows(folder: Path) -> Generator[None]:
-    """Name rows in memory as the caller does in errors, instead of their files in ``folder``."""
+    """In error messages, name rows in memory as the caller does, instead of by their files in
+    ``folder``."""
     try:
         yield
     except DataError as error:
@@ -97,7 +98,8 @@ def input_of(data: "Frame | str | Path", file: Path, key: str = "data") -> str:
 
 
 def like(frame: pl.DataFrame, data: "Frame | str | Path") -> Frame:
-    """Return ``frame`` as the kind of table that ``data`` is, with the index of pandas data."""
+    """Return ``frame`` as the same kind of table as ``data``; for pandas, with the index of
+    ``data``."""
     package = type(data).__module__.partition(".")[0]
     if package == "pyarrow":
         return frame.to_arrow()

@@ -59,10 +59,10 @@ def growth_text(entries: Sequence[Mapping[str, Any]]) -> str:
 
 
 def growing_of(manifest: Manifest, tables: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the limits of each growing table, and the number of keys that occur in train.
+    """Return the limits of each growing table, and the number of its keys in train.
 
-    ``tables`` comes from ``run.explain.describe``. Encoded rows have no statistics, so their
-    ``train_keys`` are None.
+    ``tables`` comes from ``run.explain.describe``. For encoded rows, which lack statistics,
+    ``train_keys`` is None.
     """
     stats = load_stats(manifest) if manifest.content.get("stats") else []
     keys = {field.name: field.distinct for field in stats}

@@ -1,7 +1,8 @@
-"""Process text and keys in single passes, compiled by numba; Polars and numpy need several.
+"""Process text and keys in single passes, compiled by numba; Polars and numpy would need several
+passes.
 
 This module is imported only if numba is installed. Every loop returns the same result as the Python
-code at its call. All loops release the GIL.
+code that it replaces. All loops release the GIL.
 """
 
 import numpy as np
@@ -35,10 +36,9 @@ def parse_lines(  # noqa: C901 - a function per kind of cell is three times slow
 ) -> bool:
     """Parse lines of labels, integers and eight-digit hex values into columns.
 
-    Return False if a cell has another form, or if the number of lines or cells is wrong. The
-    outputs are then undefined. Shapes are ``kinds`` [columns], ``labels`` [rows], ``integers``
-    [integer columns, rows], and ``keys`` [hex columns, rows]. ``has_integer`` and ``has_key`` are
-    False for empty cells.
+    Return False, with undefined outputs, if a cell is invalid or if the number of lines or cells is
+    wrong. Shapes are ``kinds`` [columns], ``labels`` [rows], ``integers`` [integer columns, rows],
+    and ``keys`` [hex columns, rows]. ``has_integer`` and ``has_key`` are False for empty cells.
     """
     at, end, columns = 0, text.size, kinds.size
     for row in range(labels.size):
@@ -98,9 +98,9 @@ def look_up_narrow(
 ) -> None:
     """Look up 32-bit ``keys`` [n], and write ``ids`` [n].
 
-    A slot contains the key in the high half and the id in the low half. An empty slot contains key
-    0 and the id ``unknown``. A key's first slot is the high half of the key's product with
-    ``factor``, scaled to the number of slots.
+    The high half of a slot contains the key, and the low half contains the id. An empty slot
+    contains key 0 and the id ``unknown``. A key's first slot is the high half of the key's product
+    with ``factor``, scaled to the number of slots.
     """
     capacity = U64(entries.size)
     for k in range(keys.size):
@@ -119,7 +119,8 @@ def look_up_narrow(
 def look_up_wide(
     slots: Array, slot_ids: Array, keys: Array, factor: np.uint64, unknown: int, ids: Array
 ) -> None:
-    """Look up 64-bit keys like ``look_up_narrow``, with keys in ``slots``, ids in ``slot_ids``."""
+    """Look up 64-bit keys as in ``look_up_narrow``, with the keys in ``slots`` and the ids in
+    ``slot_ids``."""
     capacity = U64(slots.size)
     for k in range(keys.size):
         key = keys[k]

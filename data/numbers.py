@@ -26,9 +26,9 @@ def by_column(
     *,
     takes_one: bool = True,
 ) -> tuple[tuple[str, Value], ...]:
-    """Parse ``C1=3,C20=12``, or a single number for all ``columns`` with ``takes_one``.
+    """Parse ``C1=3,C20=12`` or, with ``takes_one``, a single number for all ``columns``.
 
-    Raise ConfigError for other formats, for an unknown column, and for a column with two values.
+    Raise ConfigError for any other format, for an unknown column, and for a column with two values.
     """
     try:
         if takes_one and "=" not in text:
@@ -41,11 +41,12 @@ def by_column(
     if unknown := [name for name in names if name not in columns]:
         raise ConfigError(f"{key}: {unknown[0]!r} is not a column; use {', '.join(columns)}")
     if twice := [name for name in names if names.count(name) > 1]:
-        raise ConfigError(f"{key}: {text!r} has {twice[0]} twice; give each column one value")
+        raise ConfigError(f"{key}: {text!r} contains {twice[0]} twice; give each column one value")
     return values
 
 
 def epoch_unit(low: float, high: float) -> float | None:
-    """Return the units per second if the range may be times since 1970, from 1998 to 2039."""
+    """Return the units per second if the range may consist of times since 1970, between 1998 and
+    2039."""
     units = (1.0, 1e3, 1e6)
     return next((unit for unit in units if 9e8 * unit <= low and high <= 2.2e9 * unit), None)

@@ -2,8 +2,8 @@
 
 ``score_blocks`` writes a folder of files instead.
 
-The columns are the row key, or the number among the valid rows (``row``) if rows have no keys;
-``score``, the predicted click probability; and ``label`` if the rows have labels.
+The first column is the row key or, if rows have no keys, the number among the valid rows (``row``).
+``score`` is the predicted click probability, and ``label`` exists if the rows have labels.
 """
 
 import hashlib
@@ -44,12 +44,13 @@ _WRITERS: Mapping[str, Callable[["pl.DataFrame", Path], object]] = {
 
 
 class Scoring:
-    """Rows to score and an output for the scores; every rank creates an equal instance.
+    """Describes rows to score and an output for the scores; every rank creates an equal instance.
 
-    ``inputs`` are raw rows, or the folder of one prepared set to score its ``split``. ``like`` is
-    the run's set with the vocabularies. ``output`` is a file, for which only rank 0 calls ``open``
-    and ``close``, or a folder, which ``score_blocks`` fills. Raise ConfigError for a missing local
-    input, for a prepared set if its ids may have another meaning, or for an unknown suffix.
+    ``inputs`` are raw rows, or the folder of one prepared set, whose ``split`` is scored. ``like``
+    is the run's set with the vocabularies. ``output`` is a file, for which only rank 0 calls
+    ``open`` and ``close``, or a folder, which ``score_blocks`` fills. Raise ConfigError for a
+    missing local input, for a prepared set whose ids may have a different meaning, or for an
+    unknown suffix.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Scoring:
     def encode(self, max_bad_fraction: float, rank: int = 0, num_ranks: int = 1) -> None:
         """Encode raw rows with the run's ids to a folder; the ranks share the input files.
 
-        A killed run continues, if the number of ranks is the same.
+        A killed run continues if the number of ranks is the same.
         """
         if self.is_set:
             return
@@ -122,7 +123,7 @@ class Scoring:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def is_small(self, max_rows: int) -> bool:
-        """Return whether there are at most ``max_rows`` rows, or a small file of raw rows."""
+        """Return whether there are at most ``max_rows`` rows, or only a small file of raw rows."""
         if self.is_set:
             return self.manifest().splits[self.split] <= max_rows
         return sum(source.num_bytes for source in self._files()) <= _SMALL_BYTES
@@ -196,8 +197,8 @@ def scored_rows(
 def check_ids(manifest: Manifest, like: Manifest) -> None:
     """Raise ConfigError unless the ids of ``manifest`` have the same meaning in ``like``.
 
-    The meaning is the same if the vocabularies are equal or if the vocabulary of ``like`` grew from
-    the other vocabulary.
+    Ids have the same meaning if the vocabularies are equal, or if the vocabulary of ``like`` grew
+    from the vocabulary of ``manifest``.
     """
     digest = manifest.vocabulary_digest
     if digest is None and like.vocabulary_digest is None:
@@ -213,7 +214,8 @@ def check_ids(manifest: Manifest, like: Manifest) -> None:
 
 
 def row_keys(manifest: Manifest, split: str, start: int, stop: int) -> "dict[str, pl.Series]":
-    """Map the key column's name to row keys, or ``row`` to row numbers, of rows [start, stop)."""
+    """Return the key column of rows [start, stop): row keys by the column's name, or row numbers by
+    ``row``."""
     import polars as pl
 
     key = manifest.side_column("row_key")
@@ -232,7 +234,7 @@ def row_keys(manifest: Manifest, split: str, start: int, stop: int) -> "dict[str
 
 
 def _texts(manifest: Manifest, split: str, start: int, stop: int) -> list[str]:
-    """Return the text keys of rows [start, stop); each shard has concatenated keys."""
+    """Return the text keys of rows [start, stop) from the concatenated keys of each shard."""
     keys: list[str] = []
     shards = manifest.shards(split)
     starts = [0, *accumulate(shard.rows for shard in shards)]

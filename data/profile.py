@@ -1,6 +1,6 @@
 """Profile the splits of a set: labels, times, missing and unknown values, drift and leakage.
 
-One pass over train counts each feature in bins, and one pass over val and test compares their
+One pass over train counts each feature in bins. A second pass, over val and test, compares their
 counts with train. The memory depends on the number of features, not on the number of rows.
 """
 
@@ -87,7 +87,8 @@ class Profile:
 
 
 class _Feature:
-    """Counts one feature in bins; an id is its own bin, and bins of dense values are in order."""
+    """Counts one feature in bins; each id is a bin, and bins of dense values are in ascending
+    order."""
 
     def __init__(self, name: str, num_bins: int, *, dense: bool) -> None:
         self.profile = FeatureProfile(name)
@@ -114,8 +115,8 @@ class _Feature:
     def score(self, bins: Bins, owners: Bins | None, labels: Bins, base: float) -> None:
         """Score rows by the mean label rate of their bins; count the scores by ``labels`` [rows].
 
-        ``owners`` [n] are the rows of ``bins`` [n]; None means one bin per row. Rows without
-        values get the score ``base``.
+        ``owners`` [n] contains the row of each of ``bins`` [n]; None means one bin per row. The
+        score of rows without values is ``base``.
         """
         scores = self._scores[bins]
         if owners is not None:
@@ -144,7 +145,7 @@ class _Feature:
             self._groups = _deciles(counts) if self.is_dense else _top_ids(counts)
         if len(self._groups):
             shares = np.bincount(self._groups, weights=counts, minlength=_REST + 1) / total
-        else:  # train has no rows to compare with
+        else:  # train is empty, so there is no comparison
             shares = np.zeros(_REST + 1)
         if split == "train":
             self._shares = shares
@@ -162,7 +163,7 @@ class _Feature:
         low, high = self._range
         quantiles = np.clip(values_of_order(keys), low, high).tolist()
         std = max(square - mean * mean, 0.0) ** 0.5
-        mean = mean if abs(mean) > _FLOAT32 * std else 0.0  # the sum of standardised values
+        mean = mean if abs(mean) > _FLOAT32 * std else 0.0  # sum of standardized values
         summary = {"mean": mean, "std": std, "min": low}
         names = (f"p{round(100 * part)}" for part in QUANTILES)
         return {**summary, **dict(zip(names, quantiles, strict=True)), "max": high}
@@ -174,7 +175,7 @@ class _Feature:
 
 
 def _bins_of(values: NDArray[np.float32]) -> Bins:
-    """Return the upper 16 of the ordered bits: bins of relative width 1/128 or less."""
+    """Return the upper 16 of the ordered bits as bins, whose relative width is 1/128 or less."""
     return ordered(values) >> 16
 
 
@@ -197,7 +198,7 @@ def _deciles(counts: Bins) -> Bins:
 
 
 def _top_ids(counts: Bins) -> Bins:
-    """Return the groups: missing, rare, one per most frequent id, and all other ids."""
+    """Return the groups: missing, rare, one group per frequent id, and a group of all other ids."""
     groups = np.full(len(counts), _REST)
     groups[:NUM_RESERVED_IDS] = range(NUM_RESERVED_IDS)
     top = np.argsort(-counts[NUM_RESERVED_IDS:], kind="stable")[:_TOP_IDS] + NUM_RESERVED_IDS
@@ -258,7 +259,7 @@ def profile_set(manifest: Manifest) -> Profile:
 
 
 class _Block:
-    """Reads consecutive rows of a split."""
+    """The interface for reading consecutive rows of a split."""
 
     def __init__(self, manifest: Manifest, rows: RowFiles, split: str, start: int) -> None:
         stop = min(start + _BLOCK_ROWS, rows.num_rows)
@@ -301,7 +302,7 @@ class _Block:
 
 
 def _time_edges(manifest: Manifest, files: dict[str, RowFiles]) -> list[int]:
-    """Return the edges of time buckets of equal width from the first to the last time."""
+    """Return the edges of equally wide time buckets from the first to the last time."""
     if "time" not in manifest.part_types:
         return []
     times = [time for rows in files.values() for time in _extreme_times(rows)]

@@ -86,7 +86,7 @@ def _splits(manifest: Manifest, profile: Profile) -> Table:
 
 
 def _times(manifest: Manifest, profile: Profile) -> Table:
-    """Return the row counts and label rates of groups of four time buckets."""
+    """Return the row counts and label rates, each for a group of four time buckets."""
     names, edges, size = _present(profile), profile.time_edges, 4
     header = ["rows from", *names, "label 1"]
     rows: list[list[str]] = []
@@ -136,7 +136,7 @@ def _with_comparison(
     features: Sequence[FeatureProfile],
     cells: Callable[[FeatureProfile], list[str]],
 ) -> Table:
-    """Add drift and single-feature AUC to a table of features."""
+    """Return a table of features with columns for drift and single-feature AUC."""
     compared = [name for name in _present(profile) if name != "train"]
     header = [*header, *(f"PSI {name}" for name in compared), "AUC alone"]
     rows = [
@@ -172,7 +172,7 @@ Bars = Sequence[tuple[str, Sequence[tuple[str, float]]]]
 
 
 def _ranked(title: str, bars: Bars, show: Callable[[float], str]) -> str:
-    """Draw a bar chart of the features with the largest values."""
+    """Draw a bar chart of the largest values, with one bar per feature."""
     worst = sorted(bars, key=lambda bar: -sum(value for _, value in bar[1]))[:_MAX_BARS]
     more = f" (top {_MAX_BARS} of {len(bars)})" if len(bars) > _MAX_BARS else ""
     return stacked_bars(title + more, [(_short(name), parts) for name, parts in worst], show, WIDTH)

@@ -1,7 +1,7 @@
-"""Makes a few raw rows in the format of a set, and encodes them with ``sbpflow encode``.
+"""Makes a few raw rows in the format of a set, and encodes the rows as ``sbpflow encode`` does.
 
-A bundle stores the rows with their scores, so that its scorer can check itself. The rows have
-known, unknown, and missing values. They are made from the vocabularies: no input row is read.
+A bundle stores the rows with their scores, so that its scorer can check itself. The rows contain
+known, unknown, and missing values. The values come from the vocabularies, not from input rows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ _SIDE = {"hex": "0000000a", "integer": "10", "string": "a", "date": "2024-01-31"
 
 
 def sample_rows(manifest: Manifest, growing: Growing) -> list[dict[str, Any]]:
-    """Return rows with all columns that ``encode`` needs; cells are text or lists of text."""
+    """Return rows with all columns that ``encode`` needs; cells are strings or lists of strings."""
     options = like_options(manifest)
     schema, known = options.schema, open_vocabularies(manifest)
     saved = {field: keys for keys in growing.values() for field in keys.fields}
@@ -57,7 +57,8 @@ def sample_rows(manifest: Manifest, growing: Growing) -> list[dict[str, Any]]:
 
 
 def _values(kind: Kind, vocabulary: Vocabulary | None, number: int) -> list[str]:
-    """Return texts of known values, spread over the vocabulary, an unknown one, and a missing."""
+    """Return some known values spread over the vocabulary, an unknown value, and a missing value,
+    as strings."""
     texts: list[str] = []
     count = 0 if vocabulary is None else len(vocabulary.keys)
     if vocabulary is not None and count:
@@ -76,7 +77,8 @@ def _values(kind: Kind, vocabulary: Vocabulary | None, number: int) -> list[str]
 
 
 def _cells(schema: Schema, name: str, values: list[str], number: int) -> dict[str, Any]:
-    """Return the cell of a sparse column in row ``number``, with its column of weights if any."""
+    """Return a sparse column's cell in row ``number`` and, if the column has weights, their
+    cell."""
     column = schema.list_column(name)
     if column is None:
         return {name: values[number % len(values)]}

@@ -1,8 +1,8 @@
-"""Write scores to a folder, with a Parquet file per block of rows, and continue after a kill.
+"""Write scores to a folder, with a Parquet file per block of rows; a killed run can be continued.
 
-A block is finished once its record exists; the record has the file's size and CRC32. The mark of
-the folder names the rows and weights, so that blocks of another prediction are never kept. The
-index is written last, and then the records, the mark, and the encoded rows are removed.
+A block is finished once its record exists; the record contains the file's size and CRC32. The
+folder's mark identifies the rows and weights, so that blocks of another prediction are never
+reused. The index is written last, and then the records, the mark, and the encoded rows are removed.
 """
 
 import logging
@@ -28,7 +28,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Block(NamedTuple):
-    """Rows [start, stop) of the split."""
+    """Describes a block, rows [start, stop) of the split."""
 
     number: int
     start: int
@@ -36,7 +36,7 @@ class Block(NamedTuple):
 
 
 class ScoreBlocks:
-    """The files of the folder ``scoring.output``, in blocks of ``block_rows`` rows.
+    """Manages the files of the folder ``scoring.output``, one per block of ``block_rows`` rows.
 
     ``weights`` identifies the trained values and the settings that affect scores.
     """
@@ -46,15 +46,16 @@ class ScoreBlocks:
         self._block_rows, self._plan = block_rows, f"{weights} {block_rows} {scoring.split}"
 
     def open(self, rows: str) -> None:
-        """Create the folder, or continue an unfinished prediction of equal ``rows`` and weights.
+        """Create the folder, or continue an unfinished prediction with the same ``rows`` and
+        weights.
 
-        Raise ConfigError if the folder has something else, unless it may be overwritten.
+        Raise ConfigError if the folder contains anything else, unless overwriting is allowed.
         """
         folder, overwrite = self._folder, self._scoring.overwrite
         plan = {"plan": f"{rows} {self._plan}"}
         mark = read_record(folder / _MARK, ("plan",))
         if read_record(folder / INDEX, _INDEX_KEYS) is not None:
-            self._clean()  # an earlier start may have been killed before it did this
+            self._clean()  # an earlier start may have been killed before this cleanup
             if not overwrite:
                 raise ConfigError(
                     f"--output {folder} already exists; use --overwrite to replace it"
@@ -63,19 +64,20 @@ class ScoreBlocks:
         elif mark is not None and mark != plan:
             if not overwrite:
                 raise ConfigError(
-                    f"--output {folder}: has unfinished scores of other rows, weights, or options; "
-                    "use another folder, or --overwrite to replace them"
+                    f"--output {folder}: contains unfinished scores of other rows, weights, or "
+                    "options; use another folder, or --overwrite to replace them"
                 )
             shutil.rmtree(folder)
         elif mark is None and folder.exists() and any(folder.iterdir()):
             raise ConfigError(
-                f"--output {folder}: is not empty and has no scores; use a new folder"
+                f"--output {folder}: is not empty, but does not contain scores; use a new folder"
             )
         folder.mkdir(exist_ok=True)
         write_record(folder / _MARK, plan)
 
     def is_encoded(self) -> bool:
-        """Return whether an earlier start has encoded all rows; remove a set that may be stale."""
+        """Return whether an earlier start has encoded all rows; remove a possibly stale set of
+        encoded rows."""
         if self._scoring.is_set:
             return True
         rows = self._scoring.rows

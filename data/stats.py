@@ -1,8 +1,8 @@
 """Compute statistics of each table's train lookups for planners and caches.
 
-The 17 frequency bins are DreamShard's table features (tools/gen_dlrm_data.py at 73128ed): rows
-grouped by their lookups in one batch of 65,536 samples. Row caches depend on the top masses, and
-the ``unique`` exchange depends on the unique ratios.
+The 17 frequency bins are DreamShard's table features (tools/gen_dlrm_data.py at 73128ed): rows are
+grouped by their number of lookups in one batch of 65,536 samples. The top masses determine the
+benefit of row caches, and the unique ratios determine the cost of the ``unique`` exchange.
 """
 
 import math
@@ -31,7 +31,8 @@ _BLOCK_ROWS = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class FieldStats:
-    """Lookup statistics of one table in train; masses and ratios are fractions of the lookups.
+    """Contains the lookup statistics of one table in train; masses and ratios are fractions of the
+    lookups.
 
     For a field with keys, ``rows`` is 0.
     """
@@ -65,7 +66,8 @@ def field_stats(
 ) -> FieldStats:
     """Compute the statistics of one table from ``counts`` int64, as in ``count_lookups``.
 
-    ``batch`` [touched rows] int64 has the ascending lookups of the rows touched by one batch.
+    ``batch`` [touched rows] int64 contains the ascending lookup counts of the rows that one batch
+    touches.
     """
     rising = np.sort(counts)
     total = int(rising.sum())
@@ -89,14 +91,15 @@ def field_stats(
 
 
 def _bin_edges() -> NDArray[np.int64]:
-    """Return the edges [17]; bin j has rows with lookups above edge j and up to edge j + 1."""
+    """Return the edges [17]; bin j contains rows with more lookups than edge j and at most edge j +
+    1."""
     return np.concatenate([[0], 2 ** np.arange(NUM_BINS - 1)])
 
 
 def batch_counts(manifest: Manifest) -> tuple[int, dict[str, NDArray[np.int64]]]:
-    """Return the sample count of a batch from the middle of train, and its lookups by field.
+    """Return the sample count of a batch from the middle of train, and its lookup counts by field.
 
-    The lookups of a field are the ascending lookups of all touched rows.
+    For each field, these are the ascending lookup counts of all touched rows.
     """
     rows = RowFiles(manifest, "train")
     size = min(BIN_SAMPLES, rows.num_rows)
@@ -121,7 +124,8 @@ def tail_exponent(falling: NDArray[np.int64]) -> float | None:
 
 
 def unique_ratios(manifest: Manifest) -> dict[str, dict[int, float]]:
-    """Return distinct ids per lookup by field and batch size, averaged over spread-out batches."""
+    """Return the distinct ids per lookup by field and batch size, averaged over batches spread
+    across train."""
     rows = RowFiles(manifest, "train")
     ratios: dict[str, dict[int, float]] = {field.name: {} for field in manifest.fields}
     for size in (size for size in BATCH_SIZES if size <= rows.num_rows):
@@ -171,7 +175,7 @@ def list_ids(lengths: NDArray[Any], values: NDArray[Any]) -> Iterator[NDArray[An
 def count_lookups(manifest: Manifest, names: Sequence[str]) -> dict[str, NDArray[np.int64]]:
     """Count the lookups per table row of the named fields in one pass over the train part.
 
-    For a field with keys, the counts are those of missing values, 0, and of each other key.
+    For a field with keys, the counts are for missing values, for 0, and for each other key.
     """
     counts = {f.name: np.zeros(f.rows, dtype=np.int64) for f in manifest.fields if f.name in names}
     keyed = {f.name: _KeyCounts() for f in manifest.fields if f.keyed and f.name in names}
@@ -190,7 +194,8 @@ def count_lookups(manifest: Manifest, names: Sequence[str]) -> dict[str, NDArray
 
 
 class _KeyCounts:
-    """Counts keys; new counts are merged when they are as many as the distinct keys so far."""
+    """Counts keys; new counts are merged once there are as many new keys as distinct keys so
+    far."""
 
     def __init__(self) -> None:
         self._runs = [(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))]
@@ -217,7 +222,7 @@ class _KeyCounts:
 def out_of_range(
     manifest: Manifest, field: Field, split: str, start: int, ids: NDArray[Any]
 ) -> DataError:
-    """Return the error for ids outside the field's table in the rows from ``start`` on."""
+    """Return the error for ids outside the field's table, in rows that begin at ``start``."""
     place = tuple(np.argwhere((ids < 0) | (ids >= field.rows))[0])
     where = f"row {start + int(place[0])}" if ids.ndim == 2 else "a row"
     return DataError(
@@ -229,7 +234,7 @@ def out_of_range(
 def compute_stats(
     manifest: Manifest, known: Mapping[str, Callable[[], NDArray[np.int64]]] | None = None
 ) -> list[FieldStats]:
-    """Compute the statistics of every table; functions in ``known`` return known lookups.
+    """Compute the statistics of every table; functions in ``known`` return already counted lookups.
 
     The functions are called one after another because the counts of all tables may not fit into
     memory.
@@ -261,7 +266,7 @@ def load_stats(manifest: Manifest) -> list[FieldStats]:
             _check_stats(entry, field)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise DataError(
-            f"{manifest.path}: the statistics in the manifest do not fit its tables ({error}); "
+            f"{manifest.path}: the statistics in the manifest do not match its tables ({error}); "
             "use --recount"
         ) from error
     return stats
@@ -276,7 +281,7 @@ def _check_stats(entry: FieldStats, field: Field) -> None:
     numbers += [entry.bins_samples, *entry.unique_ratio.values()]
     numbers += [*entry.bins_rows, *entry.bins_lookups]
     if any(type(number) not in (int, float) for number in numbers):
-        raise TypeError(f"{field.name} has a value that is not a number")
+        raise TypeError(f"a value of {field.name} is not a number")
     if len(entry.bins_rows) != NUM_BINS or len(entry.bins_lookups) != NUM_BINS:
         raise ValueError(f"{field.name} does not have {NUM_BINS} bins")
     if not set(entry.unique_ratio) <= {str(size) for size in BATCH_SIZES}:

@@ -136,7 +136,8 @@ def _decoded(stored: Vocabulary, kind: Kind, places: slice | NDArray[np.int64]) 
                 'prepare the set with --keep-strings (in sbpflow.fit, prepare={"keep_strings": '
                 "True})"
             )
-        return np.array(strings, dtype=object)  # fixed width would pad all strings to the longest
+        # with a fixed width, all strings would be padded to the longest
+        return np.array(strings, dtype=object)
     raise unknown_value("kind", kind, Kind)
 
 

@@ -55,14 +55,14 @@ def fit(
 ) -> "Run":
     """Train a model and return its run, like ``sbpflow prepare`` and ``sbpflow train``.
 
-    * ``config``: a YAML file, or its content as a mapping. ``groups`` are added to the
-      configuration, such as ``model={"embedding_dim": 8}``. Without any layout, ``parallel.scheme``
-      is auto.
+    * ``config``: a YAML file, or its content as a mapping. ``groups``, such as
+      ``model={"embedding_dim": 8}``, are added to the configuration. If no layout is given,
+      ``parallel.scheme`` is auto.
     * ``data``: a pandas or Polars DataFrame, an Arrow table, a file, or a prepared set; by default
-      ``data.path`` of ``config``. ``{"train": .., "val": .., "test": ..}`` gives each split its
-      own rows. Rows are prepared in a temporary folder, which is removed at the end.
-    * ``schema``: describes the columns, as a YAML file or its content; "auto" accepts the proposal
-      of ``sbpflow schema``. The default is Criteo's.
+      ``data.path`` of ``config``. A mapping ``{"train": .., "val": .., "test": ..}`` gives each
+      split its own rows. Rows are prepared in a temporary folder, which is removed at the end.
+    * ``schema``: a description of the columns, as a YAML file or its content; "auto" accepts the
+      proposal of ``sbpflow schema``. The default is Criteo's schema.
     * ``prepare``: options of ``sbpflow prepare``, such as ``{"min_count": 1}``.
     * ``ranks``: 1 trains in this process; a larger number starts one process per rank on this
       machine.
@@ -103,11 +103,10 @@ def load(
     model: str | None = None,
     optimizers: tuple[str, ...] = (),
 ) -> "Run":
-    """Return the run in the folder ``run_dir``, which any command or ``fit`` has trained.
+    """Return the run in the folder ``run_dir``, which a command or ``fit`` has trained.
 
-    ``checkpoint`` is a checkpoint or a folder of checkpoints other than that of the run folder.
-    Classes of your own, as ``package.module:Class``, are imported only if ``model`` and
-    ``optimizers`` name them.
+    ``checkpoint`` is a checkpoint, or a folder of checkpoints, outside the run folder. Your own
+    classes are imported only if ``model`` and ``optimizers`` name them as ``package.module:Class``.
     """
     folder = local_path(run_dir)
     return Run(folder, local_path(checkpoint or folder), model, optimizers)
@@ -116,9 +115,9 @@ def load(
 class Run:
     """A trained model, as returned by ``fit`` and ``load``.
 
-    ``result`` has the final scores: the last line of ``metrics.jsonl``, or nothing if the run did
-    not finish. Every method reads the checkpoint that ``sbpflow predict`` would use, and computes
-    in this process.
+    ``result`` contains the final scores, from the last line of ``metrics.jsonl``, or nothing if the
+    run did not finish. Every method reads the checkpoint that ``sbpflow predict`` would use, and
+    runs in this process.
     """
 
     def __init__(
@@ -138,8 +137,9 @@ class Run:
     ) -> Frame:
         """Return row keys or row numbers, the probability ``score``, and labels if there are any.
 
-        ``data`` is as in ``fit``; ``split`` chooses rows of a prepared set. The result is pandas or
-        Arrow if ``data`` is, otherwise Polars, and equals the file of ``sbpflow predict``.
+        ``data`` is as in ``fit``; ``split`` selects rows of a prepared set. For a pandas DataFrame
+        or an Arrow table, the result has the same type; otherwise, it is a Polars DataFrame. The
+        content of the result equals the output file of ``sbpflow predict``.
         """
         with self._open(data, split, max_bad_fraction) as rows:
             write_scores(rows.job, rows.loader, rows.scoring)
@@ -167,8 +167,9 @@ class Run:
     ) -> tuple[NDArray[Any], NDArray[np.float32]]:
         """Return the values [n] of a column, and their vectors [n, columns] in ``table``.
 
-        The values are all values with their own rows, or the distinct values of ``values``. For a
-        column of strings, ``values`` is required unless the set was prepared with ``keep_strings``.
+        By default, all values that have their own rows are returned; ``values`` restricts the
+        result to some values. For a column of strings, ``values`` is required unless the set was
+        prepared with ``keep_strings``.
         For a growing table, the values are those with a row; strings are given as their keys unless
         ``values`` has the strings.
         """
@@ -192,8 +193,8 @@ class Run:
     ) -> list[Path]:
         """Write the model as a bundle, like ``sbpflow export``; returns the files.
 
-        ``score`` is a labeled prepared set, which ``rows`` of lower precision need. ``pt2``,
-        ``compiled`` and ``onnx`` add optional files.
+        ``score`` is a labeled prepared set; ``rows`` of lower precision require this argument.
+        ``pt2``, ``compiled`` and ``onnx`` add optional files.
         """
         checkpoint, config = self._checkpoint()
         return export_model(
@@ -218,9 +219,9 @@ class Run:
         checkpoint = find_checkpoint(self._saved)
         if checkpoint.run != self._id:
             raise CheckpointError(
-                f"{self.dir}: now has the checkpoints of a later run; the files of this one were "
-                "moved to a folder previous-N there, which sbpflow.load reads; give every run its "
-                "own run.dir"
+                f"{self.dir}: now contains the checkpoints of a later run; this run's files were "
+                "moved to a subfolder previous-N, which sbpflow.load can read; use a different "
+                "run.dir for every run"
             )
         return checkpoint, saved_config(
             checkpoint,
@@ -246,7 +247,7 @@ class Run:
 
 
 class _Rows(NamedTuple):
-    """Rows that are ready to be scored, the loaded model, and the file for the scores."""
+    """Contains rows that are ready to be scored, the loaded model, and the file for the scores."""
 
     config: Config
     scoring: Scoring

@@ -19,14 +19,15 @@ from tests.ranks import RankPool
 
 try:
     from hypothesis import settings
-except ImportError:  # a GPU machine may lack the test packages
+except ImportError:  # a GPU machine may lack hypothesis
     pass
-else:  # no deadline, because a busy machine is slow
+else:  # no deadline, because tests are slow on a busy machine
     settings.register_profile("suite", deadline=None)
     settings.load_profile("suite")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell starts background jobs with SIGINT ignored, and processes of the tests inherit that.
+    # A shell starts background jobs with SIGINT ignored, and the tests' processes would inherit
+    # this.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not torch.cuda.is_available():
@@ -35,7 +36,7 @@ if not torch.cuda.is_available():
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """With several workers, compile kernels once for all of them while they collect tests."""
+    """With several workers, compile kernels once for all workers while they collect tests."""
     several = getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput")
     if several and find_spec("numba"):
         subprocess.Popen([sys.executable, "-m", "tests.warm_up"], cwd=config.rootpath)
@@ -98,7 +99,8 @@ def nccl_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..
 def rehearsed_ranks(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Callable[..., list[Any]]]:
-    """Work like ``nccl_ranks`` without a GPU: with the tensors and rules of ``tests/rehearsal``."""
+    """Work like ``nccl_ranks``, but without a GPU, with the tensors and rules of
+    ``tests/rehearsal``."""
     from tests.rehearsal.task import perform
 
     for run in _pools(tmp_path_factory, "rehearsed"):
@@ -113,7 +115,7 @@ def rehearsed_ranks(
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
-    """Yield a folder, in memory if possible, because saves sync and the disk is not under test."""
+    """Yield a folder, in memory if possible, because syncing each save to a disk would be slow."""
     shared = Path("/dev/shm")  # noqa: S108  (made unique below)
     with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as folder:
         yield Path(folder)

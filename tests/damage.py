@@ -1,11 +1,12 @@
-"""Creates seeded damaged copies of a file, as disks, editors and other programs could leave it."""
+"""Creates randomly damaged copies of a file, from a seed, as disks, editors and programs could
+leave them."""
 
 import json
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# These values replace others: other types, and numbers and strings at the limits.
+# Replacement values: different types, and numbers and strings at the limits.
 VALUES = (
     *("null", "true", "false", "0", "-1", "1", "2", "0.5", "-0.0", "1e-300", "5e-324", "1e300"),
     *("1e999", "-1e999", "NaN", "Infinity", "-Infinity", str(2**31), str(2**63), str(2**64)),
@@ -30,7 +31,8 @@ FILES = (
 def damaged(
     raw: bytes, count: int, *, seed: int = 0, others: tuple[bytes, ...] = ()
 ) -> Iterator[bytes]:
-    """Yield ``count`` copies that differ from ``raw``; ``others`` are contents of other files."""
+    """Yield ``count`` copies that differ from ``raw``; ``others`` contains the contents of other
+    files."""
     draw, num_copies = random.Random(seed), 0
     kinds: tuple[Callable[[random.Random, bytes], bytes], ...] = (
         *(_flip, _flip, _cut, _paste, _value, _value, _value, _value, _delete, _delete),
@@ -78,7 +80,7 @@ def _delete(draw: random.Random, raw: bytes) -> bytes:
 
 
 def _changed(draw: random.Random, raw: bytes, change: Callable[[Any, Any], None]) -> str:
-    """Apply ``change`` at a place in the JSON value or one of the lines; return the text."""
+    """Apply ``change`` at a position in the JSON value, or in one of the lines; return the text."""
     text = raw.decode()
     try:
         return json.dumps(_change_one(draw, json.loads(text), change)) + "\n"
@@ -93,7 +95,8 @@ def _changed(draw: random.Random, raw: bytes, change: Callable[[Any, Any], None]
 
 
 def _change_one(draw: random.Random, tree: Any, change: Callable[[Any, Any], None]) -> Any:
-    """Change a value at a random depth, so that upper levels are changed as often as lower ones."""
+    """Change a value at a random depth, so that upper levels are changed as often as lower
+    levels."""
     node, depth = tree, draw.randrange(1, 9)
     while True:
         keys = list(node) if isinstance(node, dict) else list(range(len(node)))

@@ -1,4 +1,5 @@
-"""Implements time limits that adapt to the load: time passes in proportion to the available CPU."""
+"""Implements time limits that adapt to the load: the clock advances in proportion to the available
+CPU."""
 
 import os
 import subprocess
@@ -46,12 +47,12 @@ def outputs_of(process: subprocess.Popen[str], seconds: float) -> tuple[str, str
 
 
 def output_of(process: subprocess.Popen[str], seconds: float) -> str:
-    """Do the same as ``outputs_of`` for a process whose stderr is redirected to stdout."""
+    """Work like ``outputs_of`` for a process whose stderr is redirected to stdout."""
     return outputs_of(process, seconds)[0]
 
 
 def run(command: list[str], seconds: float, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Do the same as ``subprocess.run``, with both outputs captured as text."""
+    """Work like ``subprocess.run``, and capture both outputs as text."""
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, **options) as process:
         stdout, stderr = outputs_of(process, seconds)

@@ -1,8 +1,8 @@
 """Records the traffic between ranks, independently of the code under test.
 
-The recorder is a dispatch mode below ``torch.distributed``. It sees all collectives that reach a
-process group from any caller and counts the bytes that this rank sends to others. It also sees the
-messages in shared memory, and the all-to-all that consists of messages.
+The recorder is a dispatch mode below ``torch.distributed``. The mode sees all collectives that
+reach a process group, from any caller, and counts the bytes that this rank sends to other ranks.
+The recorder also sees messages in shared memory, and all-to-alls that consist of messages.
 """
 
 import math

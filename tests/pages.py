@@ -1,7 +1,7 @@
 """Extracts a page's instructions: files to save, commands to run, and their output.
 
-In a page's code blocks, the first line ``# NAME`` of a file names it; a block without a language
-contains commands; a block of ``text`` contains the end of the previous command's output.
+A code block of a file begins with the line ``# NAME``. A block without a language contains
+commands. A ``text`` block contains the end of the previous command's output.
 """
 
 import os
@@ -18,14 +18,14 @@ PROGRAMS = {"sbpflow": [sys.executable, "-m", "sbpflow"], "python": [sys.executa
 
 
 class Step(NamedTuple):
-    """Describes a command and the output that the page shows for it; "" if it shows none."""
+    """Describes a command and the output that the page shows for this command, or ""."""
 
     command: str
     shown: str
 
 
 class Page:
-    """Contains ``files`` by name, and ``steps`` in the order of the page."""
+    """Contains a page's ``files`` by name, and its ``steps`` in page order."""
 
     def __init__(self, path: str) -> None:
         text = (ROOT / path).read_text()

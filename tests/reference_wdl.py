@@ -1,7 +1,7 @@
 """Implements Wide & Deep without sbpflow: one process, whole tables, plain autograd.
 
-This model is the oracle for layouts and world sizes. It shares only the initial values with
-sbpflow; lookups, gradients and all optimizer rules are implemented separately, over whole tables
+This model is the oracle for layouts and world sizes. The model shares only the initial values with
+sbpflow. Lookups, gradients and all optimizer rules are implemented separately, over whole tables
 and a mask of touched rows.
 """
 

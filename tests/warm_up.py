@@ -1,4 +1,5 @@
-"""Compiles the tables' kernels into the user's cache, so that ranks do not all compile them."""
+"""Compiles the tables' kernels into the user's cache, so that not every rank compiles the
+kernels."""
 
 import torch
 

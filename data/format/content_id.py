@@ -2,7 +2,7 @@
 
 The digest is computed from the checksums of the files without reading rows. The crc32 of a
 concatenation follows from the crc32 and length of its parts (zlib's crc32_combine, here vectorized
-over the parts). The crc32 of an array follows from its file's crc32 because the header is known.
+over the parts). The crc32 of an array follows from its file's crc32, because the header is known.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from sbpflow.data.format.npy import header
 
 Words = NDArray[np.uint32]
 
-# This is the crc32 polynomial. As in zlib, its highest bit is the lowest power.
+# The crc32 polynomial; as in zlib, the highest bit is the coefficient of the lowest power.
 _POLYNOMIAL = np.uint32(0xEDB88320)
 _ONE = np.uint32(1 << 31)
 _ORDER = (1 << 32) - 1
@@ -32,7 +32,7 @@ def digest(facts: object) -> str:
 
 
 def rows_crc32(dtype: str, shapes: Sequence[tuple[int, ...]], crc32s: Sequence[int]) -> int:
-    """Compute the crc32 of the concatenated items of .npy files from the files' crc32 values."""
+    """From the crc32 values of .npy files, compute the crc32 of the files' concatenated items."""
     itemsize = np.dtype(dtype).itemsize
     sizes = np.array([itemsize * prod(shape) for shape in shapes], dtype=np.int64)
     heads = np.array([zlib.crc32(header(dtype, shape)) for shape in shapes], dtype=np.uint32)
@@ -47,7 +47,7 @@ def joined_crc32(crc32s: Words, sizes: NDArray[np.int64]) -> int:
 
 
 def _power(sizes: NDArray[np.int64]) -> Words:
-    """Return x to the power of 8 * ``sizes``; this factor shifts a crc32 past so many bytes."""
+    """Return x to the power of 8 * ``sizes``, the factor that shifts a crc32 by ``sizes`` bytes."""
     exponents = (sizes % _ORDER) * 8 % _ORDER
     powers = np.full(len(sizes), _ONE)
     for bit, factor in enumerate(_squares()):

@@ -1,9 +1,10 @@
 """Assign ids to values by a seeded permutation that balances the load over contiguous rows.
 
 In frequency order, the first half of a table would receive 95-99 % of all lookups. A random order
-is not balanced either if one id is hot (missing, rare or the top value). So the minimum number of
-swaps is applied to balance the halves, then the quarters and eighths. If one id has more than half
-of the lookups, no order is balanced, and the half with this id gets the coldest values.
+is unbalanced, too, if one id is hot (missing, rare or the top value). Therefore the minimum number
+of swaps is applied to balance the halves, then the quarters and eighths. If one id receives more
+than half of the lookups, no order is balanced, and the least frequent values are assigned to the
+half that contains this id.
 """
 
 from abc import ABC, abstractmethod
@@ -43,8 +44,8 @@ def assign_ids(
 ) -> NDArray[np.int32]:
     """Assign ids from 2 up to values with ``counts`` [n] lookups.
 
-    ``reserved`` contains the lookups of ids 0 (missing) and 1 (rare). The result depends only on
-    the arguments.
+    ``reserved`` contains the numbers of lookups of ids 0 (missing) and 1 (rare). The result depends
+    only on the arguments.
     """
     key = [seed, *name.encode()]
     order = np.random.Generator(np.random.PCG64(key)).permutation(len(counts))
@@ -125,9 +126,9 @@ class HashedIds:
 
 
 def capacity_of(num_keys: int) -> int:
-    """Return the number of slots of a table.
+    """Return the number of slots for a table.
 
-    A power of two causes few collisions; large tables have only 1.5 slots per key.
+    A power of two causes few collisions; large tables use only 1.5 slots per key.
     """
     if num_keys > _LARGE:
         return num_keys + num_keys // 2
@@ -135,10 +136,10 @@ def capacity_of(num_keys: int) -> int:
 
 
 class IdTable(ABC):
-    """Open-addressing table that maps columns of keys to ids, and unknown keys to RARE_ID.
+    """An open-addressing table that maps keys to ids, and unknown keys to RARE_ID.
 
     An empty slot contains key 0 and RARE_ID, the correct result for an unknown key 0. Keys with
-    many lookups (``counts``) are inserted first, so most lookups hit at the first probe.
+    many lookups (``counts``) are inserted first, so most lookups succeed at the first probe.
     """
 
     def __init__(self, keys: Keys, ids: NDArray[np.int32], counts: Counts) -> None:
@@ -148,8 +149,8 @@ class IdTable(ABC):
             self._insert(keys, ids, chosen)
 
     def _insert(self, keys: Keys, ids: NDArray[np.int32], left: Slots) -> None:
-        # Write all keys with a free slot at once. If several keys have the same slot, one key wins,
-        # and the others try the next slot.
+        # Write all keys whose slot is free at once. If several keys share a slot, one key wins, and
+        # the other keys try the next slot.
         slots = self._slots(keys[left])
         while len(left):
             free = self._at(slots, keys[left])[0] == RARE_ID
@@ -163,7 +164,7 @@ class IdTable(ABC):
 
     @abstractmethod
     def _put(self, slots: Slots, keys: Keys, ids: NDArray[np.int32]) -> None:
-        """Fill slots; if several entries have the same slot, any one of them is stored."""
+        """Fill slots; if several entries share a slot, any one of these entries is stored."""
 
     @abstractmethod
     def _at(self, slots: Slots, keys: Keys) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
@@ -211,7 +212,8 @@ class IdTable(ABC):
 
 
 def _hottest_first(counts: Counts) -> Iterator[Slots]:
-    """Yield indices in growing groups by descending count, and then all others in blocks."""
+    """Yield indices in growing groups by descending count, and then the remaining indices in
+    blocks."""
     hot = np.flatnonzero(counts >= _HOT)
     hot = hot[np.argsort(-counts[hot], kind="stable")]
     start, stop = 0, 16
@@ -223,7 +225,8 @@ def _hottest_first(counts: Counts) -> Iterator[Slots]:
 
 
 class NarrowIdTable(IdTable):
-    """A table for 32-bit keys; key and id share a word, so a lookup touches one cache line."""
+    """A table for 32-bit keys that stores key and id in one word, so a lookup touches one cache
+    line."""
 
     def _allocate(self, capacity: int) -> None:
         self._entries = np.full(capacity, RARE_ID, dtype=np.uint64)
@@ -247,7 +250,7 @@ class WideIdTable(IdTable):
         self.ids = np.full(capacity, RARE_ID, dtype=np.int32)
 
     def _put(self, slots: Slots, keys: Keys, ids: NDArray[np.int32]) -> None:
-        # If several ids have the same slot, numpy may store any of them, so store the key of that
+        # If several ids share a slot, numpy may store any of them, so store the key of the stored
         # id.
         self.ids[slots] = ids
         is_inserted = self.ids[slots] == ids

@@ -1,4 +1,4 @@
-"""Map the id lists and the non-feature columns of a split across its shards."""
+"""Map the files with a split's id lists and non-feature columns, across all shards."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from sbpflow.data.format.mapped_rows import (
 
 
 def _open_part(manifest: Manifest, split: str, name: str, limit: int) -> list[Rows]:
-    """Open a part's file of each shard with rows; the first ``limit`` files are mapped."""
+    """Open a part's files of all non-empty shards; the first ``limit`` files are mapped."""
     kind, folder = manifest.part_types[name], manifest.path
     parts = [(shard, shard.parts[name]) for shard in manifest.shards(split) if shard.rows]
     files = [
@@ -30,7 +30,8 @@ def _open_part(manifest: Manifest, split: str, name: str, limit: int) -> list[Ro
 
 
 class SplitPart(MappedRows):
-    """A part with one entry per row of a split, such as ``lengths``, ``weight`` or ``time``."""
+    """Reads a part with one entry per row of a split, such as ``lengths``, ``weight`` or
+    ``time``."""
 
     def __init__(self, manifest: Manifest, split: str, name: str, limit: int | None = None) -> None:
         kind = manifest.part_types[name]
@@ -41,7 +42,8 @@ class SplitPart(MappedRows):
 
 @dataclass(frozen=True, slots=True)
 class Extents:
-    """Locations of the ids of row runs; a run that crosses shards has several entries."""
+    """Describes where the ids of row runs are stored; a run that crosses shards has several
+    entries."""
 
     rows: tuple[Places, Places]
     """First rows and lengths of the requested runs"""
@@ -56,10 +58,11 @@ class Extents:
 
 
 class SplitLists:
-    """The concatenated id lists of one split, ordered by row and then by field as in the engine.
+    """Reads the concatenated id lists of one split, ordered by row and then by field, as in the
+    engine.
 
     As in ``SplitRows``, row numbers count from the split's first row, and maps are copy-on-write.
-    The set must have ragged fields. The first ``limit`` files of each part are mapped.
+    The set must contain ragged fields. The first ``limit`` files of each part are mapped.
     """
 
     def __init__(self, manifest: Manifest, split: str, limit: int | None = None) -> None:
@@ -77,7 +80,7 @@ class SplitLists:
         self._mapped_starts = MappedItems(mapped_of(self._starts))
 
     def find(self, firsts: Places, lengths: Places) -> Extents:
-        """Locate the ids of the given runs of rows."""
+        """Return the locations of the ids in the given runs of rows."""
         pieces, counts = self._within_maps(firsts, lengths)
         maps, local = self.lengths.maps_of(pieces)
         ends = np.empty((2, len(pieces)), dtype=np.int64)
@@ -111,9 +114,9 @@ class SplitLists:
         values: "NDArray[Any]",
         weights: NDArray[np.float32] | None,
     ) -> None:
-        """Copy lengths [rows, lists] and ids [n], and also weights [n] if the set has weights.
+        """Copy lengths [rows, lists] and ids [n] and, if the set contains weights, weights [n].
 
-        ``values`` is int32, or int64 if the set has keys.
+        ``values`` is int32, or int64 if the set contains keys.
         """
         self.lengths.gather(*extents.rows, lengths)
         _copy(self._values, extents, values)

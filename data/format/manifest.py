@@ -1,11 +1,11 @@
-"""Read and write the manifest of a prepared set, the description of its shards.
+"""Read and write the manifest of a prepared set, which describes the set's shards.
 
-A prepared set is a folder with ``manifest.json`` and ``.npy`` shards of int32 words
-[rows, 1 + dense + fixed ids]: label, dense values (both as float32 bit patterns), and the ids of
-fields with a fixed number of ids. Keys, lists and side columns (``data.format.parts``) are stored
-next to each shard, and ``vocabulary/`` has the ids of values. The fingerprint covers the whole
-manifest, including the checksums of all files, so it identifies one set of files. The content ID
-covers the rows, and equal rows from other inputs, versions or shards have the same content ID.
+A prepared set is a folder with ``manifest.json`` and ``.npy`` shards of int32 words [rows, 1 +
+dense + fixed ids]: label, dense values (both as float32 bit patterns), and the ids of fields with a
+fixed number of ids. Keys, lists and side columns (``data.format.parts``) are stored next to each
+shard, and ``vocabulary/`` contains the ids of values. The fingerprint is a digest of the whole
+manifest, including the checksums of all files, so it identifies one set of files. The content ID is
+a digest of the rows; it does not depend on inputs, versions or shards.
 """
 
 import contextlib
@@ -43,7 +43,8 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True, slots=True)
 class ShardPart:
-    """A file next to a shard; ``count`` is its length if the row count does not determine it."""
+    """Describes a file next to a shard; ``count`` is its length if the row count does not determine
+    the length."""
 
     file: str
     crc32: int
@@ -52,9 +53,9 @@ class ShardPart:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Consecutive rows of a split, stored as a file of words and optional parts.
+    """Describes consecutive rows of a split, stored as a file of words and optional parts.
 
-    ``crc32`` covers the whole file.
+    ``crc32`` is the checksum of the whole words file.
     """
 
     file: str
@@ -65,9 +66,9 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Bayes:
-    """The best possible AUC and logloss of each split of a generated set.
+    """Contains the best possible AUC and logloss of each split of a generated set.
 
-    ``auc`` and ``logloss`` are for ``split``, the first non-empty split of test, val and train.
+    ``auc`` and ``logloss`` refer to ``split``, the first non-empty split of test, val and train.
     """
 
     split: str
@@ -78,7 +79,7 @@ class Bayes:
 
 @dataclass(frozen=True, slots=True)
 class Ancestor:
-    """Digest and rows per field of a vocabulary with the same ids as this set."""
+    """Contains digest and rows per field of an earlier vocabulary with the same ids as this set."""
 
     digest: str
     rows: Mapping[str, int]
@@ -86,7 +87,8 @@ class Ancestor:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A prepared set with the checked JSON in ``content`` and properties for readers."""
+    """Describes a prepared set: ``content`` is the checked JSON, and the properties are for
+    readers."""
 
     path: Path
     content: Mapping[str, Any]
@@ -98,7 +100,7 @@ class Manifest:
 
     @property
     def dense_ranges(self) -> dict[str, tuple[float, float]]:
-        """Return the smallest and largest value of each dense column that has values."""
+        """Return the smallest and largest value of each dense column that is not empty."""
         entries = (entry for entry in self.content["dense"] if "range" in entry)
         return {entry["name"]: (entry["range"][0], entry["range"][1]) for entry in entries}
 
@@ -131,7 +133,7 @@ class Manifest:
 
     @property
     def weighted(self) -> bool:
-        """Return True if ids in lists have weights; fields without weights have weight 1."""
+        """Return True if ids in lists have weights; without weights, the weight of an id is 1."""
         return any(field.weighted for field in self.fields)
 
     @cached_property
@@ -148,12 +150,13 @@ class Manifest:
 
     @property
     def labelled(self) -> bool:
-        """Return True if rows have labels; unlabeled rows have NaN and can only be scored."""
+        """Return True if rows have labels; the labels of unlabeled rows are NaN, and such rows can
+        only be scored."""
         return bool(self.content.get("labelled", True))
 
     @cached_property
     def part_types(self) -> Mapping[str, PartType]:
-        """Return the files that every shard has in addition to its words."""
+        """Return the files that every shard contains in addition to its words."""
         length_type = self.content.get("length_type", LENGTH_TYPES[0])
         return part_types(
             len(self.lists),
@@ -166,7 +169,7 @@ class Manifest:
 
     @property
     def keyed(self) -> bool:
-        """Return True if any field has keys, so that batches have int64 ids."""
+        """Return True if any field has keys, in which case batches contain int64 ids."""
         return any(field.keyed for field in self.fields)
 
     @property
@@ -183,12 +186,12 @@ class Manifest:
 
     @property
     def sparse(self) -> tuple[Field, ...]:
-        """Return the fields made of one column."""
+        """Return the fields that consist of one column."""
         return tuple(field for field in self.fields if len(field.parts) == 1)
 
     @property
     def crosses(self) -> tuple[Field, ...]:
-        """Return the fields made of a pair of columns."""
+        """Return the fields that cross a pair of columns."""
         return tuple(field for field in self.fields if len(field.parts) > 1)
 
     @property
@@ -208,11 +211,12 @@ class Manifest:
 
     @cached_property
     def content_id(self) -> str:
-        """Return a digest of all data of a run: rows, their order, splits and vocabularies.
+        """Return a digest of all data that a run uses: the rows, their order, the splits and the
+        vocabularies.
 
-        The digest is computed only from the manifest, so older sets also have a digest. The digest
-        does not depend on inputs, options, versions or shard boundaries. Text row keys are covered
-        as a concatenation without the boundaries between the keys.
+        The digest is computed only from the manifest, so it exists for older sets, too. The digest
+        does not depend on inputs, options, versions or shard boundaries. Text row keys enter the
+        digest as one concatenation, without the boundaries between the keys.
         """
         return digest(
             {
@@ -228,7 +232,7 @@ class Manifest:
         )
 
     def _rows_facts(self, split: str) -> dict[str, int]:
-        """Return a split's row count, and the crc32 of its words and of each of its parts."""
+        """Return a split's row count, and the crc32 of the split's words and of each part."""
         shards = self.shards(split)
         shapes = [(shard.rows, self.num_words) for shard in shards]
         facts = {
@@ -276,7 +280,7 @@ class Manifest:
 
 
 def _facts_of(field: Field) -> dict[str, Any]:
-    """Return the field as JSON, without ``keyed`` if False, which older content IDs do not have."""
+    """Return the field as JSON; omit ``keyed`` if False, so that older content IDs remain valid."""
     return {key: value for key, value in asdict(field).items() if key != "keyed" or value}
 
 
@@ -287,7 +291,7 @@ def shard_from(entry: Mapping[str, Any]) -> Shard:
 
 
 def shard_entry(shard: Shard) -> dict[str, Any]:
-    """Return a shard's manifest entry without keys that have default values."""
+    """Return a shard's manifest entry, without default values."""
     entry: dict[str, Any] = {"file": shard.file, "rows": shard.rows, "crc32": shard.crc32}
     if shard.parts:
         entry["parts"] = {
@@ -336,7 +340,7 @@ def load_manifest(path: str | Path, key: str = "data.path") -> Manifest:
 def check_unchanged(manifest: Manifest) -> None:
     """Raise DataError unless the folder still contains the set of ``manifest``.
 
-    Shards are opened by name, so without this check a replaced set would be read.
+    Shards are opened by name, so without this check the rows of a replaced set would be read.
     """
     file = manifest.path / MANIFEST
     try:
@@ -344,7 +348,7 @@ def check_unchanged(manifest: Manifest) -> None:
     except (FileNotFoundError, JsonError) as error:
         raise DataError(
             f"{file}: the set has been removed or damaged since it was opened ({error}); restore "
-            "it, or start again with another set"
+            "the set, or start again with another set"
         ) from error
     content = cast("dict[str, Any]", raw) if isinstance(raw, dict) else {}
     now = content.get("fingerprint")
@@ -362,7 +366,8 @@ def check_unchanged(manifest: Manifest) -> None:
 
 
 class UnchangedSet:
-    """A cheaper ``check_unchanged`` that rereads the manifest only if its file has changed."""
+    """A cheaper version of ``check_unchanged`` that rereads the manifest only if its file has
+    changed."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest

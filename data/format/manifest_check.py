@@ -1,7 +1,7 @@
-"""Check that a manifest's JSON has the form required by readers.
+"""Check the structure of a manifest's JSON, on which readers rely.
 
-A correct fingerprint does not prove that a manifest is valid, because anyone can compute one. So
-this module checks every key, including file names that would point outside the set's folder.
+A correct fingerprint does not prove that a manifest is valid, because anyone can compute a
+fingerprint. Therefore every key is checked, and file names must not point outside the set's folder.
 """
 
 import math
@@ -39,7 +39,7 @@ _BAYES_KEYS = {"auc", "logloss", "ctr"}
 
 
 def check_content(file: Path, content: Mapping[str, Any]) -> None:
-    """Raise DataError with key, value and rule for the first invalid value."""
+    """Raise DataError with the key, the value and the rule of the first invalid value."""
     check = _Check(file)
     names = [check.name(f"dense[{i}]", e) for i, e in check.entries(content, "dense")]
     fields = check.entries(content, "fields")
@@ -67,7 +67,7 @@ def check_content(file: Path, content: Mapping[str, Any]) -> None:
 
 
 class _Check:
-    """Checks of one manifest file; every message starts with the file name."""
+    """Checks one manifest file; every error message starts with the file name."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -118,7 +118,8 @@ class _Check:
         self.integer(f"{key}.hot", entry.get("hot", 1), 1, _MAX_HOT if ragged else _MAX_ROWS)
 
     def side(self, content: Mapping[str, Any]) -> list[str]:
-        """Check the non-feature columns, and return the names of those that cannot be features."""
+        """Check the non-feature columns; return the names of columns that must not also be
+        features."""
         names: list[str] = []
         roles: list[str] = []
         for i, entry in self.entries({"side": content.get("side", [])}, "side"):
@@ -134,7 +135,8 @@ class _Check:
         return names
 
     def columns(self, content: Mapping[str, Any]) -> None:
-        """Check the properties of all rows: presence of labels, value ranges and length type."""
+        """Check the properties of all rows: the presence of labels, the value ranges and the length
+        type."""
         labelled = content.get("labelled", True)
         self.need(isinstance(labelled, bool), "labelled", labelled, "true or false")
         kind = content.get("length_type", LENGTH_TYPES[0])
@@ -214,7 +216,7 @@ class _Check:
 
 
 def _part_names(content: Mapping[str, Any]) -> set[str]:
-    """Derive the parts that every shard must have from checked fields and side columns."""
+    """Derive the parts that every shard must contain from checked fields and side columns."""
     fields = content["fields"]
     lists = [entry for entry in fields if entry.get("ragged", False)]
     num_keys = sum(entry.get("keyed", False) and entry not in lists for entry in fields)

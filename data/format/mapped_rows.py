@@ -1,14 +1,14 @@
 """Read rows of an array that is stored in several files, as ranges or as arbitrary runs.
 
-Linux limits a process to 65,530 maps by default (``vm.max_map_count``). So in a split with very
-many files, only the first files are mapped, and rows of other files are read on request. A cache of
-maps would not have a higher hit rate, because an epoch visits every row once in random order. A
-miss would also cost mapping and unmapping instead of one read.
+Linux limits a process to 65,530 maps by default (``vm.max_map_count``). If a split consists of very
+many files, only the first files are therefore mapped, and rows of other files are read on request.
+A cache of maps would not have a higher hit rate, because an epoch visits every row once in random
+order. A miss would also cost mapping and unmapping instead of one read.
 
-A numpy call takes longer than copying a run of 16 rows, and with thousands of shards each batch has
-about one run per shard. So all maps are addressed relative to the lowest map, through one
-overlapping view where a row begins at every item, and a single torch call copies a list of rows.
-Memory between the maps may belong to others, so offsets must lie inside a map.
+A numpy call takes longer than copying a run of 16 rows, and with thousands of shards each batch
+contains about one run per shard. Therefore all maps are addressed relative to the lowest map,
+through one overlapping view in which a row begins at every item, and a single torch call copies a
+list of rows. The memory between the maps is not ours, so offsets must lie inside a map.
 """
 
 import bisect
@@ -51,9 +51,9 @@ def max_maps() -> int:
 
 
 class FileRows:
-    """Rows of an unmapped file; each slice is read on request.
+    """Reads rows of an unmapped file; each slice is read on request.
 
-    ``check_set`` is called after each read and raises if the set may have been replaced.
+    ``check_set`` is called after each read and raises an error if the set may have been replaced.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class FileRows:
         start, stop, _ = rows.indices(len(self))
         try:
             return read_array(self._path, self._dtype, self._shape, start, stop)
-        finally:  # check even after an error, which a replaced set would explain
+        finally:  # check even after an error, because a replaced set may be the cause
             self._check_set()
 
 
@@ -86,12 +86,12 @@ def open_rows(
 
 
 def mapped_of(rows: Sequence[Rows]) -> list[Array]:
-    """Return the mapped arrays, the first elements of ``rows``."""
+    """Return the mapped arrays, which come first in ``rows``."""
     return [items for items in rows if not isinstance(items, FileRows)]
 
 
 class MappedItems:
-    """Items of contiguous ``maps`` with one dtype; map i begins at item ``offsets[i]``."""
+    """Copies items of contiguous ``maps`` with one dtype; map i begins at item ``offsets[i]``."""
 
     def __init__(self, maps: Sequence[Array]) -> None:
         self._maps = list(maps)  # keeps the maps' memory alive
@@ -122,10 +122,10 @@ class MappedItems:
 
 
 class MappedRows:
-    """Concatenated rows [rows, ...] of several non-empty files.
+    """Provides the concatenated rows [rows, ...] of several non-empty files.
 
-    ``maps`` comes from ``open_rows``; ``none`` is an empty array with the dtype and row shape of
-    the files.
+    ``maps`` is the result of ``open_rows``; ``none`` is an empty array with the dtype and row shape
+    of the files.
     """
 
     def __init__(self, maps: Sequence[Rows], none: Array) -> None:
@@ -150,7 +150,8 @@ class MappedRows:
         return index, rows - self._first_rows[index]
 
     def view(self, start: int, stop: int) -> Array | None:
-        """Return a paged-in view of rows [start, stop), or None if they are not in one map."""
+        """Return a paged-in view of rows [start, stop), or None if a single map does not contain
+        the rows."""
         index = bisect.bisect_right(self._starts, start) - 1
         if stop > self._starts[index + 1] or index >= self._num_mapped:
             return None
@@ -192,12 +193,13 @@ class MappedRows:
         if self._num_mapped < len(self._maps):
             is_whole &= maps < self._num_mapped
         places = np.cumsum(lengths) - lengths
-        # Copy runs one by one if the batch cuts them, they cross files, or they are not mapped.
+        # Copy a run separately if the batch cuts the run, or if it crosses files or is not mapped.
         cut = np.flatnonzero(~is_whole).tolist()
         for index in cut:
             first, rows, place = int(firsts[index]), int(lengths[index]), int(places[index])
             self.read(first, first + rows, out[place : place + rows])
-        # All other runs have equal lengths, so one call copies all runs between two of the former.
+        # All other runs have the same length, so one call copies all runs between two separate
+        # runs.
         offsets = self._offsets[maps] + local * self._row_items
         for before, after in pairwise([-1, *cut, len(firsts)]):
             if after - before > 1:
@@ -206,5 +208,5 @@ class MappedRows:
                 self._items.copy(offsets[before + 1 : after], target, length * self._row_items)
 
     def close(self) -> None:
-        """Release the maps; a map with views in use stays until its last view is gone."""
+        """Release the maps; a map that is still viewed stays until its last view is gone."""
         self._maps, self._items = [], MappedItems([])

@@ -1,4 +1,4 @@
-"""Copy a set's manifest and vocabularies, which a run needs to encode new rows."""
+"""Copy a set's manifest and vocabularies, because a run needs both to encode new rows."""
 
 import shutil
 from pathlib import Path

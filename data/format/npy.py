@@ -1,7 +1,7 @@
 """Write .npy files atomically, check them against the manifest, and map them.
 
-This module writes the headers because numpy's padding differs between versions. So a file's bytes
-depend only on its array, and a damaged header is found by comparison.
+This module writes the headers itself, because numpy's padding differs between versions. A file's
+bytes therefore depend only on its array, and a damaged header is detected by comparison.
 """
 
 import os
@@ -67,8 +67,8 @@ def check_array(path: Path, dtype: str, shape: tuple[int, ...]) -> None:
     if head != header(dtype, shape) or num_bytes != wanted:
         size = f"{shape[0]} rows x {shape[1]}" if len(shape) == 2 else f"{shape[0]}"
         raise DataError(
-            f"{path} is not the .npy file of {size} {np.dtype(dtype).name} ({wanted} bytes) in "
-            f"the manifest because it was changed or truncated; {_AGAIN}"
+            f"{path} is not the .npy file of {size} {np.dtype(dtype).name} ({wanted} bytes) in the "
+            f"manifest, because the file was changed or truncated; {_AGAIN}"
         )
 
 
@@ -76,14 +76,14 @@ def check_file(path: Path, dtype: str, shape: tuple[int, ...], crc32: int) -> No
     """Raise DataError unless the file has this dtype, shape and checksum."""
     check_array(path, dtype, shape)
     if file_crc32(path) != crc32:
-        raise DataError(f"{path}: checksum differs from the manifest; {_AGAIN}")
+        raise DataError(f"{path}: the checksum differs from the manifest; {_AGAIN}")
 
 
 def map_array(path: Path, dtype: str, shape: tuple[int, ...]) -> "NDArray[Any]":
     """Return a private map of a checked file; writing to the map does not change the file.
 
-    The file is mapped by torch because each numpy map keeps a file descriptor open, and a set may
-    have more files than a process may have open.
+    torch maps the file, because each numpy map keeps a file descriptor open, and a set may consist
+    of more files than a process may open.
     """
     import torch  # torch is imported here because prepare and verify run without it
 
@@ -117,9 +117,10 @@ def read_array(
 
 
 def open_array(path: Path, dtype: str, shape: tuple[int, ...]) -> "NDArray[Any]":
-    """Return a file as a read-only array; large files are mapped to load only the pages in use.
+    """Return a file as a read-only array.
 
-    Small files are read because each numpy map would need one of the few file descriptors.
+    Large files are mapped, so that only pages in use are loaded. Small files are read, because each
+    numpy map would need one of the few file descriptors.
     """
     check_array(path, dtype, shape)
     if prod(shape) * np.dtype(dtype).itemsize < _MAPPED_BYTES:

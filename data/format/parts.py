@@ -1,7 +1,7 @@
-"""Define the parts of a shard other than its words: lists of ids and non-feature columns.
+"""Define the parts of a shard other than its words: keys, lists of ids and non-feature columns.
 
 ``words`` [rows, 1 + dense + fixed ids] int32 is the shard's own file. Each part is a separate file
-that exists only if the set has such columns. Row i of a part belongs to row i of the words.
+that exists only if the set contains such columns. Row i of a part belongs to row i of the words.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ PLACES_IN_SHARD = ("starts", "row_key_ends")
 
 @dataclass(frozen=True, slots=True)
 class SideColumn:
-    """A non-feature column; ``type`` is the type of its stored values."""
+    """Describes a non-feature column; ``type`` is the type of its stored values."""
 
     name: str
     role: Role
@@ -43,10 +43,10 @@ class SideColumn:
 
 @dataclass(frozen=True, slots=True)
 class PartType:
-    """The dtype and shape of a shard's file, where the shape excludes the first dimension.
+    """Describes a shard's file by its dtype and its shape, without the first dimension.
 
-    The first dimension is the number of rows plus ``extra``, or the manifest's ``count`` with
-    ``counted``.
+    The first dimension is the number of rows plus ``extra`` or, if ``counted``, the manifest's
+    ``count``.
     """
 
     dtype: str
@@ -71,7 +71,7 @@ def part_types(
 ) -> dict[str, PartType]:
     """Return every part of a set's shards, by name.
 
-    ``num_keys`` is the number of columns of keys. With ``keys_in_lists``, a list has keys.
+    ``num_keys`` is the number of columns of keys. With ``keys_in_lists``, some lists contain keys.
     """
     types: dict[str, PartType] = {}
     if num_keys:

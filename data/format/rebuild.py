@@ -1,4 +1,4 @@
-"""Reconstruct the command that made a set of an earlier format from its manifest."""
+"""Reconstruct, from a manifest, the command that made a set in an earlier format."""
 
 import shlex
 from collections.abc import Mapping
@@ -11,8 +11,8 @@ _CRITEO_DENSE = 13
 def how_to_rebuild(folder: Path, content: Mapping[str, Any]) -> str:
     """Return the ``sbpflow prepare`` or ``synth`` command that made the set in ``folder``.
 
-    Placeholders in capitals replace names that are not in the manifest (the input folder, a schema
-    file). Any content yields a command, even if the manifest is invalid.
+    Names that are not in the manifest (the input folder, a schema file) become placeholders in
+    capitals. A command is returned for any content, even for an invalid manifest.
     """
     try:
         words = _synth(content) if content.get("source") == "synth" else _prepare(content)

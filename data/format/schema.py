@@ -44,7 +44,7 @@ NUMBER = r"-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A field with an embedding table; ``rows`` includes ids 0 (missing) and 1 (rare)."""
+    """Describes a field with an embedding table; ``rows`` includes ids 0 (missing) and 1 (rare)."""
 
     name: str
     rows: int
@@ -70,7 +70,8 @@ class Field:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListColumn:
-    """A sparse column with several values per cell, such as ``a|b|c`` or a Parquet list."""
+    """Describes a sparse column with several values per cell, such as ``a|b|c`` or a Parquet
+    list."""
 
     name: str
     separator: str = "|"
@@ -120,7 +121,7 @@ def comparison(text: str) -> LabelRule | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseColumn:
-    """Options for reading and transforming a dense column."""
+    """Contains the options for reading and transforming a dense column."""
 
     name: str
     whole: bool = False
@@ -139,7 +140,7 @@ class DenseColumn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schema:
-    """The columns of a text or Parquet input in file order, and their use."""
+    """Describes the columns of a text or Parquet input in file order, and their use."""
 
     columns: tuple[str, ...]
     label: str
@@ -185,17 +186,18 @@ class Schema:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """Return the names of the columns that are features."""
+        """Return the names of all feature columns."""
         return (*self.dense, *self.sparse)
 
     @property
     def shareable(self) -> tuple[str, ...]:
-        """Return the group, time and row key, which may also be features."""
+        """Return the group, time and row key columns, which may also be features."""
         return tuple(pair[0] for pair in (self.group, self.time, self.row_key) if pair)
 
     @property
     def _exclusive(self) -> tuple[str, ...]:
-        """Return the columns that may be used only once; a column used twice appears twice."""
+        """Return the columns that may be used only once; a column that is used twice appears
+        twice."""
         weights = (column.weights for column in self.many if column.weights)
         weight = (self.weight,) if self.weight else ()
         return (self.label, *self.features, *weight, *self.labels, *weights)

@@ -19,7 +19,8 @@ _WORD = "<i4"
 
 
 def write_shard(folder: Path, name: str, words: Words, parts: Parts | None = None) -> Shard:
-    """Write int32 ``words`` [rows, words] as ``folder/name``, and its parts next to it.
+    """Write int32 ``words`` [rows, words] as ``folder/name``, and the shard's parts next to this
+    file.
 
     Readers never see an incomplete file. ``parts`` maps part names (``data.format.parts``) to
     arrays.
@@ -44,11 +45,11 @@ def shard_files(manifest: Manifest, shard: Shard) -> list[tuple[str, int, str, t
 
 
 class SplitRows(MappedRows):
-    """Words of one split across its shards; row numbers count from the split's first row.
+    """Reads the words of one split across its shards; row numbers count from the split's first row.
 
-    Maps are copy-on-write, so writing to a view changes later reads of this object but no file.
-    Raise DataError if the set of ``manifest`` has been replaced. The first ``limit`` shards are
-    mapped (by default, the maximum for one split), and other shards are read on request.
+    Maps are copy-on-write, so writing to a view changes later reads of this object but not the
+    file. Raise DataError if the set of ``manifest`` has been replaced. The first ``limit`` shards
+    are mapped (by default, the maximum for one split), and other shards are read on request.
     """
 
     def __init__(self, manifest: Manifest, split: str, limit: int | None = None) -> None:
@@ -65,7 +66,7 @@ class SplitRows(MappedRows):
 
 
 def check_shards(manifest: Manifest, split: str) -> None:
-    """Raise DataError if the set has changed or a shard of ``split`` has a wrong size."""
+    """Raise DataError if the set has changed or if the size of a shard of ``split`` is wrong."""
     try:
         for file in _word_files(manifest, split):
             check_array(*file)
@@ -74,7 +75,7 @@ def check_shards(manifest: Manifest, split: str) -> None:
 
 
 def _word_files(manifest: Manifest, split: str) -> list[tuple[Path, str, tuple[int, ...]]]:
-    """Return the path, dtype and shape of each shard with rows."""
+    """Return the path, dtype and shape of each non-empty shard."""
     return [
         (manifest.path / shard.file, _WORD, (shard.rows, manifest.num_words))
         for shard in manifest.shards(split)
@@ -83,7 +84,7 @@ def _word_files(manifest: Manifest, split: str) -> list[tuple[Path, str, tuple[i
 
 
 class RowFiles:
-    """Rows of one split for sequential reading without open files."""
+    """Reads rows of one split sequentially, without keeping files open."""
 
     def __init__(self, manifest: Manifest, split: str) -> None:
         self._manifest = manifest
@@ -123,7 +124,8 @@ class RowFiles:
         return np.concatenate(lengths), np.concatenate(values)
 
     def keys(self, start: int, stop: int) -> NDArray[np.int64] | None:
-        """Return the keys [stop - start, columns] of fields with keys, or None without any."""
+        """Return the keys [stop - start, columns] of rows [start, stop), or None if no field has
+        keys."""
         return self.part("keys", start, stop) if "keys" in self._manifest.part_types else None
 
     def part(self, name: str, start: int, stop: int) -> "NDArray[Any]":
@@ -136,7 +138,8 @@ class RowFiles:
         return np.concatenate(pieces)
 
     def _inside(self, start: int, stop: int) -> list[tuple[Shard, int, int]]:
-        """Return each shard of rows [start, stop) with the start and stop inside the shard."""
+        """Return each shard that contains some of the rows [start, stop), with start and stop
+        inside the shard."""
         ranges: list[tuple[Shard, int, int]] = []
         index = bisect.bisect_right(self._starts, start) - 1
         while start < stop:

@@ -17,8 +17,9 @@ from sbpflow.errors import DataError
 def verify_set(manifest: Manifest, workers: int) -> None:
     """Compare every file with its checksum and with the manifest.
 
-    Raise DataError for the first file that differs or the first row with an invalid label, dense
-    value or id, because a manually edited set can have correct checksums.
+    Raise DataError for the first file that differs, or the first row with an invalid label, dense
+    value or id. Values are checked, too, because the checksums of a manually edited set can be
+    correct.
     """
 
     def verify(shard: Shard) -> None:
@@ -47,7 +48,7 @@ def check_rows(manifest: Manifest, shard: Shard) -> None:
         bad = ~np.isfinite(values) | (values < np.float32(low)) | (values > np.float32(high))
         _refuse(path, entry["name"], values, bad, f"finite, from {low:g} to {high:g}")
     column = 1 + len(manifest.dense)
-    fields = [field for field in manifest.fixed if not field.keyed]  # any key is valid
+    fields = [field for field in manifest.fixed if not field.keyed]  # every key is valid
     limits = np.repeat([f.rows for f in fields], [f.hot for f in fields])
     all_ids = words[:, column:]
     in_range = not all_ids.size or bool(
@@ -74,7 +75,8 @@ def _refuse(
 
 
 def check_lists(manifest: Manifest, shard: Shard) -> None:
-    """Raise DataError if a shard's lengths, starts and values disagree or an id is invalid."""
+    """Raise DataError if a shard's lengths, starts and values are inconsistent or an id is
+    invalid."""
     types, folder = manifest.part_types, manifest.path
 
     def whole(name: str) -> "NDArray[Any]":
@@ -88,8 +90,8 @@ def check_lists(manifest: Manifest, shard: Shard) -> None:
     _refuse(path, "start", starts, starts != ends, "the sum of the lengths before it")
     if ends[-1] != len(values):
         raise DataError(
-            f"{folder / shard.parts['values'].file} has {len(values)} ids, but the lengths add up "
-            f"to {ends[-1]}; prepare the set again"
+            f"{folder / shard.parts['values'].file} contains {len(values)} ids, but the lengths "
+            f"add up to {ends[-1]}; prepare the set again"
         )
     for number, field in enumerate(manifest.lists):
         _refuse(

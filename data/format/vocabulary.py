@@ -2,9 +2,9 @@
 
 A vocabulary is stored as arrays ``vocabulary/FIELD.{keys,ids,counts}.npy`` in key order for
 mapping, searching and merging. A key has 32 or 64 bits: hex values and integers are their own keys,
-and a string's key is a 64-bit blake2b hash. For strings, ``checks`` has 32 more bits of the hash to
-distinguish two strings with the same key. ``prepare --keep-strings`` also stores the strings as
-UTF-8 text (``string_bytes``) with the end of each value (``string_ends``).
+and a string's key is a 64-bit blake2b hash. For strings, ``checks`` contains 32 more bits of the
+hash, to distinguish two strings with the same key. ``prepare --keep-strings`` also stores the
+strings as UTF-8 text (``string_bytes``) with the end of each value (``string_ends``).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ _ARRAYS = ("keys", *_TYPES)
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The values of one field in key order; ids without a value are spare."""
+    """Contains the values of one field in key order; ids without a value are spare."""
 
     name: str
     num_rows: int
@@ -55,7 +55,8 @@ class Vocabulary:
         return kind(self.keys, self.ids, self.counts)
 
     def strings(self, places: slice | NDArray[np.int64] = slice(None)) -> list[str] | None:
-        """Return the original strings at ``places`` of the key order, or None if not kept."""
+        """Return the original strings at positions ``places`` of the key order, or None if strings
+        are not kept."""
         if self.string_ends is None or self.string_bytes is None:
             return None
         raw, ends = self.string_bytes, self.string_ends
@@ -73,7 +74,7 @@ class Vocabulary:
         return replace(self, string_ends=ends, string_bytes=text)
 
     def spare_ids(self) -> NDArray[np.int32]:
-        """Return the table's ids without a value in ascending order."""
+        """Return the ids of the table that are not assigned to a value, in ascending order."""
         is_free = np.ones(self.num_rows, dtype=np.bool_)
         is_free[:NUM_RESERVED_IDS] = False
         is_free[self.ids] = False
@@ -121,7 +122,7 @@ def read_vocabulary(folder: Path, name: str, num_rows: int, entry: Mapping[str, 
 
 
 def array_files(entry: Mapping[str, Any]) -> list[tuple[str, Any, str, tuple[int]]]:
-    """Return the key, file entry, dtype and shape of each array in a manifest entry."""
+    """Return the name, file entry, dtype and shape of each array in a manifest entry."""
     return [
         (key, part, _TYPES.get(key, entry["key"]), (part.get("count", entry["values"]),))
         for key in _ARRAYS
@@ -162,13 +163,13 @@ def check_vocabulary(manifest: Manifest, name: str, entry: Mapping[str, Any]) ->
         low, high = int(ids.min()), int(ids.max())
         if low < NUM_RESERVED_IDS or high >= num_rows:
             raise DataError(
-                f"{manifest.path}: the vocabulary of {name} has ids {low}..{high}, but value ids "
-                f"must be {NUM_RESERVED_IDS}..{num_rows - 1}; prepare the set again"
+                f"{manifest.path}: the vocabulary of {name} contains ids {low}..{high}, but value "
+                f"ids must be {NUM_RESERVED_IDS}..{num_rows - 1}; prepare the set again"
             )
         is_assigned[ids] = True
     if np.count_nonzero(is_assigned) < entry["values"]:
         raise DataError(
-            f"{manifest.path}: the vocabulary of {name} has one id for two values; prepare the "
+            f"{manifest.path}: the vocabulary of {name} assigns one id to two values; prepare the "
             "set again"
         )
 
@@ -179,7 +180,8 @@ def vocabulary_content(
     seed: int,
     ancestors: Sequence[Ancestor],
 ) -> dict[str, Any]:
-    """Return the manifest's ``vocabulary``; its digest covers the ids but not the counts."""
+    """Return the manifest's ``vocabulary``, whose digest depends on the ids but not on the
+    counts."""
     facts: list[Any] = [seed]
     for field in fields:
         entry = entries.get(field["name"], {})

@@ -1,4 +1,4 @@
-"""Report the bad lines of staged pieces, and refuse the input if there are too many of them."""
+"""Report the bad lines of staged pieces, and refuse inputs with too many bad lines."""
 
 import json
 import re
@@ -29,7 +29,7 @@ _FIXES = {
 
 @dataclass(frozen=True, slots=True)
 class StagedPiece:
-    """A piece on disk with its rows, its source lines and the counts of skipped lines."""
+    """Describes a piece on disk: its rows, its source lines and the counts of skipped lines."""
 
     path: Path
     file: InputPath
@@ -52,7 +52,7 @@ class StagedPiece:
 def check_bad(staged: Sequence[StagedPiece], options: PrepareOptions, early: float = 0.0) -> None:
     """Raise DataError, with counts and the first bad lines, if too many lines are bad.
 
-    While files are still being read, tolerate at least the fraction ``early`` of bad lines.
+    While files are still being read, at least the fraction ``early`` of bad lines is tolerated.
     """
     num_lines = sum(piece.num_lines - piece.bad.blank for piece in staged)
     num_bad = sum(piece.bad.total for piece in staged)
@@ -74,7 +74,7 @@ def check_bad(staged: Sequence[StagedPiece], options: PrepareOptions, early: flo
 
 
 def check_label_rule(staged: Sequence[StagedPiece], schema: Schema) -> None:
-    """Raise DataError if the schema's label rule gives every row the same label."""
+    """Raise DataError if the schema's label rule gives all rows the same label."""
     total = sum(piece.num_rows for piece in staged)
     positives = sum(piece.num_positives for piece in staged)
     if schema.label_rule is not None and positives in (0, total):
@@ -95,7 +95,7 @@ def bad_counts(staged: Sequence[StagedPiece]) -> dict[str, int]:
 
 
 def bad_lines(staged: Sequence[StagedPiece], shown: int = 5) -> list[str]:
-    """Return the counts by reason and the first bad lines with their files and line numbers."""
+    """Return the counts by reason, and the first bad lines with their files and line numbers."""
     messages = [f"{count} x {reason}" for reason, count in bad_counts(staged).items()]
     line_of_file: dict[InputPath, int] = {}
     for piece in staged:
@@ -148,7 +148,7 @@ def _advice(staged: Sequence[StagedPiece], options: PrepareOptions) -> list[str]
 
 
 def _cell_advice(example: tuple[int, str, str, str]) -> str:
-    """Return what to do about a cell that does not fit its column, or ""."""
+    """Return advice about a cell that does not fit its column, or ""."""
     _, reason, _, cell = example
     rule = next((rule for rule in _FIXES if f" {rule}" in reason), None)
     if rule is None or not cell:

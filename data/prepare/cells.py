@@ -1,7 +1,8 @@
-"""Convert cells to typed columns by the same rules for text and Parquet; count bad rows by reason.
+"""Convert cells to typed columns, by the same rules for text and Parquet, and count bad rows by
+reason.
 
-The columns of the input frame are strings or have the types of a Parquet file. A row is bad if any
-of its cells is present but does not fit its column. No value is guessed.
+The columns of the input frame are strings, or have the types of a Parquet file. A row is bad if any
+cell is present but does not fit its column. Values are never guessed.
 """
 
 from collections.abc import Callable
@@ -61,8 +62,8 @@ def typed_piece(
 ) -> Piece:
     """Return the rows of ``frame`` as typed columns, without the bad rows.
 
-    ``frame`` has the schema's used columns. Rows are unlabeled if ``frame`` has no label column.
-    ``raw_row`` returns the original text of a row for error messages.
+    ``frame`` contains the columns that the schema uses. Without a label column, the rows are
+    unlabeled. ``raw_row`` returns the original text of a row for error messages.
     """
     absent = ["", *schema.missing_values]
     frame = frame.with_columns(
@@ -88,7 +89,7 @@ def typed_piece(
         columns.append(keys := key_of(frame[name], kind))
         faults[name, f"is not {EXPECTED[kind]}"] = frame[name].is_not_null() & keys.is_null()
     columns += _side_columns(frame, schema, faults)
-    if not columns:  # all columns are list columns, but the frame still needs its row count
+    if not columns:  # if all columns are list columns, the frame still needs its row count
         columns.append(pl.Series(SPLIT_COLUMN, np.zeros(len(frame), dtype=np.uint8)))
     strings = [n for n in schema.sparse if schema.kind(n) == "string" and n not in lists]
     cells = pl.DataFrame(columns)
@@ -108,7 +109,7 @@ def typed_piece(
 
 
 def _report(frame: pl.DataFrame, faults: Faults, raw_row: RawRow, bad: BadLines) -> pl.Series:
-    """Add the bad rows to ``bad``, and return the flags that mark them."""
+    """Add the bad rows to ``bad``; return the flags that mark the bad rows."""
     is_bad = pl.repeat(False, len(frame), eager=True)
     for flags in faults.values():
         is_bad |= flags
@@ -208,13 +209,14 @@ def _integer(cells: pl.Series) -> pl.Expr:
 
 
 def _real(cells: pl.Series, decimal: str = ".") -> tuple[pl.Series, pl.Series]:
-    """Return float32 values, null if missing or NaN, and flags that are True for numbers."""
+    """Return the cells as float32, with null for missing values and NaN, and flags that are True
+    for numbers."""
     values, is_number = _numbers(cells, decimal)
     return values.cast(pl.Float32), is_number
 
 
 def _numbers(cells: pl.Series, decimal: str = ".") -> tuple[pl.Series, pl.Series]:
-    """Return ``_real``'s values as float64."""
+    """Return the same values as ``_real``, as float64."""
     if cells.dtype != pl.String:
         return cells.cast(pl.Float64), pl.repeat(True, len(cells), eager=True)
     cell = pl.col(cells.name)
@@ -288,7 +290,7 @@ def times(cells: pl.Series, kind: TimeKind) -> pl.Series:
     if cells.dtype == pl.String:
         cell = pl.col(cells.name).str.strip_suffix("Z")
         moments = [cell.str.to_datetime(form, strict=False, time_unit="us") for form in _TIMES]
-        # Polars would parse 24-05-01 as a day in the year 24, so years must have four digits.
+        # Years must have four digits, because Polars would parse 24-05-01 as a day in the year 24.
         moment = pl.when(cell.str.contains(_FULL_YEAR)).then(pl.coalesce(moments))
         return cells.to_frame().select(moment.alias(cells.name)).to_series().cast(pl.Int64)
     if cells.dtype == pl.Date or isinstance(cells.dtype, pl.Datetime):

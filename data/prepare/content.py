@@ -1,4 +1,4 @@
-"""Build the manifest of a prepared set, and copy the options of an existing set."""
+"""Build the manifest of a new set, and copy options from the manifest of an existing set."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -29,7 +29,7 @@ def manifest_content(
     fitted: Mapping[str, Any],
     like: Manifest | None,
 ) -> dict[str, Any]:
-    """Return the manifest's content without vocabularies and statistics."""
+    """Return the content of the manifest, without vocabularies and statistics."""
     schema = options.schema
     columns = columns_of(inputs[0], schema, options.is_encode)
     content = {
@@ -89,7 +89,7 @@ def _range(name: str, records: Sequence[Record]) -> dict[str, list[float]]:
 def _with_rare(
     entry: dict[str, Any], records: Sequence[Record], staged: Sequence[StagedPiece]
 ) -> dict[str, Any]:
-    """Add the numbers of rare-ID lookups and dropped values over all splits."""
+    """Add the numbers of rare-ID lookups and dropped values, summed over all splits."""
     if entry["name"] in records[0]["rare"] and not entry.get("hashed"):
         entry = {**entry, "rare": sum(record["rare"][entry["name"]] for record in records)}
     cut = sum(piece.cut.get(entry["name"], 0) for piece in staged)
@@ -119,7 +119,7 @@ def like_options(manifest: Manifest) -> PrepareOptions:
 
 
 def options_like(manifest: Manifest, options: PrepareOptions) -> PrepareOptions:
-    """Return ``options`` with all options that affect ids and values copied from ``manifest``."""
+    """Return ``options``; options that affect ids and values are copied from ``manifest``."""
     content = manifest.content
     if content.get("vocabulary") is None or "schema" not in content:
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""Count the train part to build the vocabularies and fit the constants that depend on it.
+"""Build the vocabularies from counts of the train part, and fit constants on this part.
 
-Finished results are recorded, so a resumed run does not repeat a count. With ``--like``, ids and
-constants come from another set; ``--grow`` adds new ids.
+Finished results are recorded, so a resumed run does not count twice. With ``--like``, ids and
+constants come from an existing set; ``--grow`` adds new ids.
 """
 
 from collections import deque
@@ -35,10 +35,10 @@ def train_rows(
     row: str = "",
     part: int | None = None,
 ) -> list[pl.LazyFrame]:
-    """Return one lazy frame per piece with its train rows.
+    """Return a lazy frame of train rows for each piece.
 
-    ``path_of`` maps a piece to the file to read. Files with several entries per row have the row
-    number in the column named ``row``. ``part`` selects one machine's pieces.
+    ``path_of`` maps a piece to the file to read. If a file contains several entries per row, its
+    column ``row`` contains the row number. ``part`` selects one machine's pieces.
     """
     frames: list[pl.LazyFrame] = []
     left, _ = options.split.bounds(sum(piece.num_rows for piece in staged))
@@ -64,9 +64,9 @@ def build_vocabularies(
 ) -> dict[str, FilteredVocabulary]:
     """Count the values of the fields in the train part, assign ids and write them to ``work/set``.
 
-    With several machines, each machine counts its own rows and merges the counts of some
-    vocabularies. Raise DamagedWork if files of an earlier run are damaged and the staged rows are
-    gone.
+    With several machines, each machine counts its own rows, and merges the counts of some
+    vocabularies. Raise DamagedWork if files of an earlier run are damaged and the staged rows no
+    longer exist.
     """
     folder, part = work / "vocabulary", options.part
     folder.mkdir(exist_ok=True)
@@ -99,7 +99,7 @@ def _build(
     work: Path,
     parents: Mapping[str, Vocabulary],
 ) -> dict[str, FilteredVocabulary]:
-    """Assign ids to the counted values, ``options.workers`` vocabularies at a time."""
+    """Assign ids to the counted values of up to ``options.workers`` vocabularies in parallel."""
     folder = work / "vocabulary"
 
     def build(name: str, counted: FieldCounts) -> FilteredVocabulary:
@@ -137,7 +137,7 @@ def _spill(options: PrepareOptions) -> str:
 
 
 def _parents(options: PrepareOptions, like: Manifest | None) -> dict[str, Vocabulary]:
-    """Return the vocabularies of ``like``, named as in the new set."""
+    """Return the vocabularies of ``like`` under their names in the new set."""
     if like is None:
         return {}
     known = open_vocabularies(like)
@@ -153,7 +153,7 @@ def _check_present(staged: Sequence[StagedPiece], options: PrepareOptions, folde
 def _counts(
     staged: Sequence[StagedPiece], options: PrepareOptions, work: Path, plan: str
 ) -> Iterator[tuple[str, FieldCounts]]:
-    """Yield the counts of this machine's vocabularies; for ``encode`` the counts are empty."""
+    """Yield the counts of this machine's vocabularies; for ``encode``, the counts are empty."""
     builders, part = _builders(options), options.part
     mine = [name for name, builder in builders.items() if builder == part.number]
     if options.is_encode:
@@ -189,7 +189,7 @@ def _counts(
 def _rows_of(
     fields: Sequence[str], staged: Sequence[StagedPiece], options: PrepareOptions
 ) -> pl.LazyFrame:
-    """Return the ``key`` of every train value of the fields, with ``check`` for strings."""
+    """Return the ``key`` of every train value of the fields and, for strings, the ``check``."""
     return pl.concat([_rows_of_field(name, staged, options) for name in fields])
 
 
@@ -211,7 +211,7 @@ def _rows_of_field(
 
 
 def _padding(staged: Sequence[StagedPiece], options: PrepareOptions) -> dict[str, int]:
-    """Return the number of missing ids that pad fixed-width train fields, by vocabulary."""
+    """Return, by vocabulary, the number of missing ids that pad fixed-width fields in train."""
     padding: dict[str, int] = {}
     for column in (column for column in options.schema.many if column.fixed):
         rows = pl.concat(train_rows(staged, options))
@@ -229,7 +229,8 @@ def fit_columns(
     plan: str,
     like: Manifest | None,
 ) -> dict[str, Any]:
-    """Return transform and weight constants by column, fitted on train or taken from ``like``."""
+    """Return the constants of transforms and weights by column, fitted on train or copied from
+    ``like``."""
     if like is not None:
         return dict(like.content["fitted"])
     weight = options.schema.weight
@@ -264,7 +265,7 @@ def field_entry(
     vocabularies: Mapping[str, FilteredVocabulary],
     fitted: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the manifest's entry of a field."""
+    """Return a field's entry in the manifest."""
     hashed, shared = dict(options.hash_sizes), dict(options.schema.vocabularies)
     entry: dict[str, Any] = {"name": name}
     vocabulary = options.schema.vocabulary(name)

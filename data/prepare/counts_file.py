@@ -14,7 +14,7 @@ COUNTS_KEYS = ("files", "crc32", "values", "missing")
 
 @dataclass(frozen=True)
 class PartCounts:
-    """The value counts of one machine; ``count_fields`` accepts ``rows`` as input."""
+    """Contains the value counts of one machine; ``rows`` is a valid input of ``count_fields``."""
 
     rows: pl.LazyFrame
     values: int
@@ -42,7 +42,7 @@ def write_counts(folder: Path, name: str, part: int, counted: FieldCounts) -> No
 
 
 def read_counts(folder: Path, name: str, part: int) -> PartCounts:
-    """Read the files of ``write_counts``. Raise DamagedWork if the files have changed."""
+    """Read the files that ``write_counts`` wrote. Raise DamagedWork if the files have changed."""
     record = require_record(counts_record(folder, name, part), COUNTS_KEYS)
     for file, crc32 in zip(record["files"], record["crc32"], strict=True):
         if not (folder / file).is_file() or file_crc32(folder / file) != crc32:

@@ -1,7 +1,7 @@
 """Parse text with column names, quotes or several values per cell.
 
 ``data.prepare.parse`` parses all other text. This module finds records by strict rules, and the
-Polars reader splits them into cells. Inside quotes, a separator or line end is part of the cell,
+Polars reader splits records into cells. Inside quotes, a separator or line end is part of the cell,
 and a doubled quote means one quote.
 """
 
@@ -39,7 +39,7 @@ def split_cells(line: str, schema: Schema) -> list[str]:
 
 
 def count_byte(text: bytes, byte: str) -> int:
-    """Count a byte in cache-sized blocks, 10x as fast as ``bytes.count``."""
+    """Count a byte in cache-sized blocks, which is 10x as fast as ``bytes.count``."""
     raw = np.frombuffer(text, dtype=np.uint8)
     step = 1 << 17
     starts = range(0, len(raw), step)
@@ -53,7 +53,7 @@ def parse_table(
     skip: int = 0,
     keep_strings: bool = False,
 ) -> Piece:
-    """Parse whole records after ``skip`` header lines; ``columns`` are in file order."""
+    """Parse the records after ``skip`` header lines; ``columns`` are in file order."""
     for _ in range(skip):
         text = text.partition(b"\n")[2]
     quoted = schema.quote is not None and schema.quote.encode() in text
@@ -93,7 +93,8 @@ def _is_clean(text: bytes, num_lines: int, num_columns: int, schema: Schema) -> 
         return False
     if not is_utf8(text):
         return False
-    # Even if the total is right, a line can have a wrong number of cells; Polars reports that line.
+    # Even if the total is correct, a line can have a wrong number of cells; Polars reports such
+    # lines.
     try:
         frame = _read(text, tuple(map(str, range(num_columns))), schema)
     except pl.exceptions.PolarsError:
@@ -113,7 +114,7 @@ def is_utf8(text: bytes) -> bool:
 def _sort_out(
     text: bytes, num_columns: int, schema: Schema, bad: BadLines
 ) -> tuple[bytes, list[int], int]:
-    """Return the good records joined, their start lines, and the number of records."""
+    """Return the concatenated good records, their first line numbers, and the number of records."""
     good: list[str] = []
     numbers: list[int] = []
     fits = _record_pattern(num_columns, schema.separator, schema.quote)
@@ -139,8 +140,9 @@ def _sort_out(
 def _records(text: bytes, fits: re.Pattern[str], quote: str | None) -> Iterator[tuple[bytes, int]]:
     """Yield each record and its number of lines.
 
-    An unclosed quote would swallow all lines up to the next quote. So if a record of several lines
-    does not fit, its first line becomes a record, and the next line starts another record.
+    An unclosed quote would swallow all lines up to the next quote. Therefore, if a record of
+    several lines is invalid, its first line becomes a record, and the next line starts a new
+    record.
     """
     lines = text.split(b"\n")[:-1]
     if quote is None or quote.encode() not in text:
@@ -161,7 +163,8 @@ def _records(text: bytes, fits: re.Pattern[str], quote: str | None) -> Iterator[
 
 
 def _fault(record: str, fits: re.Pattern[str], num_columns: int, schema: Schema) -> str | None:
-    if "\r" in record.replace("\r\n", ""):  # here, any CR before a line feed is inside quotes
+    # at this point, any CR before a line feed is inside quotes
+    if "\r" in record.replace("\r\n", ""):
         return "stray carriage return"
     if schema.quote is None or schema.quote not in record:
         num_cells = record.count(schema.separator) + 1

@@ -1,6 +1,6 @@
 """Read gzip, bzip2, xz and zstd files as streams of decompressed bytes.
 
-A truncated file raises an error because the number of lost rows is unknown.
+Truncated files raise an error, because the number of lost rows is unknown.
 """
 
 import bz2
@@ -18,7 +18,7 @@ _READ_BYTES = 1 << 20
 
 
 class _Zstd(io.RawIOBase):
-    """A stream of the decompressed bytes of all zstd frames in a file."""
+    """Implements a stream of the decompressed bytes of all zstd frames in a file."""
 
     def __init__(self, compressed: IO[bytes]) -> None:
         try:
@@ -74,7 +74,8 @@ FORMAT_NAMES = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
 
 
 def decompressed(compressed: IO[bytes], suffix: str) -> IO[bytes]:
-    """Return a decompressed stream. Raise EOFError for an empty file; some codecs accept it."""
+    """Return a decompressed stream. Raise EOFError for an empty file, even if the codec accepts
+    empty files."""
     if not compressed.read(1):
         raise EOFError("empty file")
     compressed.seek(0)
@@ -83,11 +84,11 @@ def decompressed(compressed: IO[bytes], suffix: str) -> IO[bytes]:
 
 @contextmanager
 def decompress_errors(path: object, suffix: str) -> Iterator[None]:
-    """Turn the errors of a truncated or damaged file into DataError."""
+    """Convert the errors of a truncated or damaged file to DataError."""
     try:
         yield
     except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # bz2's errors have no errno
+        if isinstance(error, OSError) and error.errno is not None:  # errors of bz2 have no errno
             raise
         raise DataError(
             f"{path}: the {FORMAT_NAMES[suffix]} file is truncated or damaged ({error}); get a "

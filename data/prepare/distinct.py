@@ -1,4 +1,4 @@
-"""Count how often each value of a field occurs in the train part, in bounded memory.
+"""Count the occurrences of each value of a field in the train part, in bounded memory.
 
 Fields with few distinct values are counted together in one pass. A field with too many values for
 one pass is counted in key ranges, and each range is written to a file before the next is counted.
@@ -29,7 +29,7 @@ Rows = Callable[[], pl.LazyFrame]
 
 @dataclass(frozen=True)
 class FieldCounts:
-    """The distinct values of a field in the train part, in key order."""
+    """Contains the distinct values of a field in the train part, in key order."""
 
     keys: Keys
     counts: NDArray[np.uint32]
@@ -61,10 +61,10 @@ def count_fields(
 ) -> Iterator[tuple[str, FieldCounts]]:
     """Yield the counts of every field in any order.
 
-    ``rows`` maps each field to frames with a row per value and the columns ``key`` (null if
+    ``rows`` maps each field to frames with one row per value and the columns ``key`` (null if
     missing) and ``check`` (strings only), or to the rows of ``FieldCounts.frames``. ``num_rows`` is
-    the approximate number of rows. Counts that exceed the memory limit are written to files
-    ``spill``.NAME; the caller must remove these files.
+    the approximate number of rows. Counts beyond the memory limit are written to files
+    ``spill``.NAME, which the caller must remove.
     """
     estimates = dict.fromkeys(rows, min(num_rows, pass_values // max(len(rows), 1)))
     if num_rows * len(rows) > pass_values:
@@ -88,7 +88,7 @@ def count_fields(
 
 
 def _passes(estimates: Mapping[str, int], pass_values: int) -> Iterator[list[str]]:
-    """Yield groups of fields to count together in one pass."""
+    """Yield groups of fields; each group is counted in one pass."""
     names: list[str] = []
     total = 0
     for name, number in sorted(estimates.items(), key=lambda item: item[1]):
@@ -103,7 +103,7 @@ def _passes(estimates: Mapping[str, int], pass_values: int) -> Iterator[list[str
 
 def _grouped(rows: pl.LazyFrame) -> pl.LazyFrame:
     columns = rows.collect_schema().names()
-    # Polars sums 32-bit integers in 32 bits, so the sum could overflow.
+    # Cast first, because Polars sums 32-bit integers in 32 bits, which could overflow.
     number = pl.col("len").cast(pl.UInt64).sum() if "len" in columns else pl.len()
     wanted = [number.alias("len")]
     if "check" in columns:
@@ -159,7 +159,7 @@ def _by_ranges(rows: Rows, num_rows: int, passes: int, spill: Path, name: str) -
 
 
 def _bounds(rows: Rows, num_rows: int, passes: int) -> list[int]:
-    """Return keys that split the distinct values of a sample into ranges of about equal size."""
+    """Return keys that divide the distinct values of a sample into ranges of about equal size."""
     step = max(1, num_rows // _SAMPLED_ROWS)
     sample = rows().select("key").gather_every(step).collect(engine="streaming")["key"]
     distinct = sample.drop_nulls().unique().sort().to_numpy()
@@ -168,5 +168,5 @@ def _bounds(rows: Rows, num_rows: int, passes: int) -> list[int]:
 
 
 def spilled(spill: Path) -> Sequence[Path]:
-    """Return the files that ``count_fields`` has spilled."""
+    """Return the spill files of ``count_fields``."""
     return sorted(spill.parent.glob(spill.name + ".*"))

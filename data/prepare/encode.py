@@ -35,7 +35,7 @@ Record = dict[str, Any]
 
 
 class FieldIds:
-    """Maps the staged keys of a field to ids; a string must also match the check of its key."""
+    """Maps the staged keys of a field to ids; for a string, the check must match, too."""
 
     def __init__(self, table: Ids, vocabulary: Vocabulary | None = None) -> None:
         self._table = table
@@ -57,7 +57,7 @@ class FieldIds:
 
 
 class RawKeys:
-    """Keeps the bits of the staged keys of a field."""
+    """Returns the staged keys of a field unchanged."""
 
     def lookup(
         self, keys: Keys, missing: NDArray[np.bool_] | None, checks: object
@@ -77,9 +77,9 @@ def encode_all(
     work: Path,
     advance: Callable[[int], None],
 ) -> list[Record]:
-    """Write the shards of this machine's pieces to ``work/set``, and return their records.
+    """Write the shards of this machine's pieces to ``work/set``; return the pieces' records.
 
-    A piece is complete once its record exists, and the staged files are then removed.
+    A piece is complete once its record exists; its staged files are then removed.
     """
     (work / "set").mkdir(exist_ok=True)
     starts = list(accumulate((piece.num_rows for piece in staged), initial=0))
@@ -118,7 +118,7 @@ def all_records(staged: Sequence[StagedPiece]) -> list[Record]:
 def _write_splits(
     folder: Path, index: int, piece: "_PieceEncoder", split: NDArray[np.uint8]
 ) -> Record:
-    """Write the rows of each split as a shard, and return the manifest entries by split."""
+    """Write the rows of each split as a shard; return the manifest entries by split."""
     shards: Record = {}
     for number, name in enumerate(SPLITS):
         chosen = split == number
@@ -131,7 +131,7 @@ def _write_splits(
 
 
 class _PieceEncoder:
-    """Encodes a staged piece into words, parts and counts for the manifest."""
+    """Encodes a staged piece as words, parts and counts for the manifest."""
 
     def __init__(
         self,
@@ -155,7 +155,8 @@ class _PieceEncoder:
         self.parts: Parts = {**keys, **self._list_parts(), **self._side_parts()}
 
     def splits(self, start: int, total: int) -> NDArray[np.uint8]:
-        """Return each row's split uint8 [rows]; ``start`` of the ``total`` rows precede it."""
+        """Return each row's split, uint8 [rows]; ``start`` of the ``total`` rows come before the
+        piece."""
         if self._options.split.kind != "time":
             return self._frame[SPLIT_COLUMN].to_numpy()
         rows = np.arange(start, start + len(self._frame))
@@ -167,7 +168,8 @@ class _PieceEncoder:
         has_label = schema.label in frame.columns
         labels = frame[schema.label].to_numpy() if has_label else np.full(len(frame), np.nan)
         columns = [labels.astype(np.float32).view(np.int32)]
-        # Select all columns in one call because each Polars call costs a round trip to its threads.
+        # Select all columns in one call, because each Polars call costs a round trip to its
+        # threads.
         single = [n for n in options.fields if n in self._tables and n not in self._lists]
         checked = [n + CHECK for n in single if n + CHECK in frame.columns]
         cells = frame.select(needed := [*schema.dense, *single, *checked])
@@ -201,7 +203,7 @@ class _PieceEncoder:
     def _dense_columns(
         self, column: DenseColumn, values: NDArray[np.float32], mask: NDArray[np.bool_]
     ) -> list[NDArray[np.int32]]:
-        """Return the transformed column, with its missing-value indicator if it has one."""
+        """Return the transformed column and, if configured, its missing-value indicator."""
         name, constants = column.name, self._fitted.get(column.name, {})
         floats, self.clamped[name] = transform(
             column.transform or "identity", column.clip, values, mask, constants
@@ -233,7 +235,8 @@ class _PieceEncoder:
         return self._ids(name, values["key"].fill_null(0).to_numpy(), missing, checks)
 
     def _list_parts(self) -> Parts:
-        """Return lengths, starts, values and weights of ragged fields, by row and then field."""
+        """Return the lengths, starts, values and weights of ragged fields, ordered by row and then
+        by field."""
         schema = self._options.schema
         ragged = {column.name for column in schema.many if not column.fixed}
         names = [name for name in self._options.fields if name in ragged]
@@ -248,7 +251,8 @@ class _PieceEncoder:
         weights = np.ones(len(values), dtype=np.float32)
         for number, name in enumerate(names):
             table, own = self._lists[name], lengths[:, number]
-            # A field's values are consecutive in its frame; move each value to its row's place.
+            # A field's values are consecutive in its frame; move each value to the position of its
+            # row.
             shift = begin[:, number] - (np.cumsum(own) - own)
             place = np.arange(len(table)) + np.repeat(shift, own)
             values[place] = self._list_ids(name)
@@ -294,7 +298,8 @@ class _PieceEncoder:
 def _matrix(
     values: pl.DataFrame, ids: "NDArray[Any]", num_rows: int, width: int
 ) -> "list[NDArray[Any]]":
-    """Return ``width`` columns of ids or keys [num_rows], with "missing" for absent values."""
+    """Return ``width`` columns of ids or keys [num_rows]; absent values become missing ids or
+    keys."""
     rows = values["row"].to_numpy()
     lengths = np.bincount(rows, minlength=num_rows)
     place = np.arange(len(rows)) - (np.cumsum(lengths) - lengths)[rows]
@@ -305,6 +310,6 @@ def _matrix(
 
 
 def length_type(options: PrepareOptions) -> str:
-    """Return the dtype of lengths, which is uint8 if no row can have more than 255 values."""
+    """Return the dtype of lengths: uint8 if no row can have more than 255 values."""
     most = max((column.most for column in options.schema.many if not column.fixed), default=0)
     return LENGTH_TYPES[most > np.iinfo(np.uint8).max]

@@ -50,7 +50,7 @@ class ColumnFacts:
 
     @property
     def words(self) -> set[str]:
-        """Return the words of the name in lower case, such as user and id for ``userId``."""
+        """Return the lowercase words of the name, such as user and id for ``userId``."""
         return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", self.name)}
 
     @property
@@ -110,7 +110,7 @@ def _facts(cells: pl.Series) -> ColumnFacts:
 
 
 class _Kind(NamedTuple):
-    """Describes the values without missing cells; the fields are those of ``ColumnFacts``."""
+    """Describes the values without missing cells, with the same fields as ``ColumnFacts``."""
 
     kind: ColumnKind
     values: pl.Series
@@ -147,7 +147,7 @@ def _text_kind(texts: pl.Series) -> _Kind:
 
     if all_match(_INTEGER):
         return _Kind("integer", texts.cast(pl.Int64))
-    is_code = bool(texts.str.contains("^0[0-9]+$").any())  # 00501 and 501 may differ
+    is_code = bool(texts.str.contains("^0[0-9]+$").any())  # 00501 and 501 may be different values
     if not is_code and all_match(f"^{REAL_PATTERN}$|(?i)^nan$"):
         numbers = texts.str.strip_chars(" +").cast(pl.Float64, strict=False)
         return _Kind("real", numbers.fill_nan(None).drop_nulls())
@@ -173,12 +173,13 @@ def _text_kind(texts: pl.Series) -> _Kind:
 
 
 def _fits(texts: pl.Series, form: str) -> bool:
-    """Return True if all texts have the date format; the first texts save time on other columns."""
+    """Return True if all strings are in the date format; a first check of a few strings saves
+    time."""
     return all(times(part, form).null_count() == 0 for part in (texts.head(100), texts))
 
 
 def missing_texts(frame: pl.DataFrame) -> list[str]:
-    """Return the texts, such as NA, that mean missing in columns of numbers or dates."""
+    """Return the strings, such as NA, that mean missing in columns of numbers or dates."""
     found: dict[str, None] = {}
     for cells in frame.select(pl.col(pl.String)).get_columns():
         texts = cells.drop_nulls()
@@ -190,6 +191,6 @@ def missing_texts(frame: pl.DataFrame) -> list[str]:
 
 
 def of_words(columns: Sequence[ColumnFacts], words: str) -> list[ColumnFacts]:
-    """Return the columns whose names contain one of these words."""
+    """Return the columns with one of these words in their names."""
     wanted = set(words.split())
     return [column for column in columns if column.words & wanted]

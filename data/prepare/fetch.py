@@ -1,6 +1,6 @@
-"""Download remote table files (Parquet, Arrow) because Polars reads local files.
+"""Download remote table files (Parquet, Arrow), because Polars reads local files.
 
-The copies are stored in the work folder and removed with the folder.
+The work folder stores the copies, which are removed with the folder.
 """
 
 from dataclasses import replace
@@ -12,7 +12,7 @@ from sbpflow.errors import DataError
 
 
 def fetch_table(source: Input, work: Path) -> Input:
-    """Return the input, or its local copy if it is a remote table file; reuse existing copies."""
+    """Return the input or, for a remote table file, a local copy; existing copies are reused."""
     if not source.is_table or not isinstance(source.path, RemotePath):
         return source
     target = work / "fetched" / f"{source.order:05d}" / source.path.name

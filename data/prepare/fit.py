@@ -1,7 +1,7 @@
 """Fit constants on the train part: means, deviations, quantiles and the scale of weights.
 
-Sums are exact, and every quantile is an input value. So constants depend only on the rows, not on
-their division into pieces or the order of counting.
+Sums are exact, and every quantile is an input value. Constants therefore depend only on the rows,
+not on the division into pieces or the order of counting.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -25,7 +25,8 @@ _LARGEST = np.finfo(np.float32).max
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Count, mean and standard deviation of values (0, 0 and 1 without values)."""
+    """Contains the count, mean and standard deviation of values (0, 0 and 1 if there are no
+    values)."""
 
     count: int
     mean: float
@@ -34,10 +35,10 @@ class Moments:
 
 
 class ExactSum:
-    """Exact sums of float32 values and their squares.
+    """Computes exact sums of float32 values and their squares.
 
-    A float32 is a 24-bit integer times a power of two. The integers are summed by exponent. To sum
-    squares, each integer is split into halves, because float64 adds products of halves exactly.
+    A float32 is a 24-bit integer times a power of two, and the integers are summed by exponent. To
+    sum squares, each integer is split into halves, because float64 adds products of halves exactly.
     """
 
     def __init__(self) -> None:
@@ -71,10 +72,11 @@ class ExactSum:
 
 
 class Quantiles:
-    """Quantiles that divide values into ``buckets``, found in two passes over the values.
+    """Finds the quantiles that divide values into ``buckets``, in two passes over the values.
 
-    Each float32 maps to a 32-bit integer of the same order. The first pass counts the upper halves
-    of the integers. The second pass counts the lower halves in the bins that contain a quantile.
+    Each float32 is mapped to a 32-bit integer of the same order. The first pass counts the upper
+    halves of the integers. The second pass counts the lower halves in the bins that contain a
+    quantile.
     """
 
     def __init__(self, buckets: int) -> None:
@@ -88,7 +90,7 @@ class Quantiles:
         self._upper += np.bincount(ordered(values) >> 16, minlength=_BINS)
 
     def seek(self) -> None:
-        """Find the bins that contain quantiles; call this method between the two passes."""
+        """Find the bins that contain quantiles; must be called between the two passes."""
         total = int(self._upper.sum())
         ends = np.cumsum(self._upper)
         for number in range(1, self._buckets):
@@ -99,7 +101,7 @@ class Quantiles:
                 self._lower.setdefault(upper, np.zeros(_BINS, dtype=np.int64))
 
     def add_again(self, values: Values) -> None:
-        """Count ``values`` in the second pass, with the same values in any order."""
+        """Count ``values`` in the second pass, which needs the same values in any order."""
         keys = ordered(values)
         upper = keys >> 16
         for bin_, counts in self._lower.items():
@@ -112,15 +114,15 @@ class Quantiles:
             ends = np.cumsum(self._lower[upper])
             keys.append((upper << 16) | int(np.searchsorted(ends, rank, side="right")))
         values = values_of_order(np.array(keys, dtype=np.uint32))
-        # JSON cannot represent infinity; infinite values still fall into the outermost buckets.
+        # JSON cannot represent infinity, but infinite values still fall into the outermost buckets.
         return [float(value) for value in np.unique(np.clip(values, -_LARGEST, _LARGEST))]
 
 
 def ordered(values: Values) -> NDArray[np.int64]:
-    """Return 32-bit integers in the order of the values, with -0 equal to 0.
+    """Map values to 32-bit integers of the same order, with -0 equal to 0.
 
-    After all bits of negative floats and the sign bits of other floats are flipped, the bit
-    patterns have the same order as the numbers.
+    Bit patterns are in the order of the numbers once all bits of negative floats, and the sign bits
+    of other floats, are flipped.
     """
     bits = (values + np.float32(0)).view(np.uint32)
     negative = bits >> np.uint32(31) != 0
@@ -128,13 +130,13 @@ def ordered(values: Values) -> NDArray[np.int64]:
 
 
 def values_of_order(keys: NDArray[np.uint32]) -> Values:
-    """Return the values of the integers of ``ordered``."""
+    """Invert ``ordered``: return the values of its integers."""
     flipped = np.where(keys >> np.uint32(31) == 0, ~keys, keys & np.uint32(0x7FFF_FFFF))
     return flipped.astype(np.uint32).view(np.float32)
 
 
 def clipped(values: Values, column: DenseColumn) -> Values:
-    """Return the values, including infinite ones, limited to the column's ``clip``."""
+    """Limit the values, including infinite values, to the column's ``clip``."""
     if column.clip is None:
         return values
     return np.clip(values, np.float32(column.clip[0]), np.float32(column.clip[1]))

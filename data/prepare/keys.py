@@ -22,7 +22,8 @@ def key_expression(cell: pl.Expr, kind: Kind) -> pl.Expr:
 
 
 def with_string_keys(frame: pl.DataFrame, names: Sequence[str]) -> pl.DataFrame:
-    """Replace string columns by their keys, and add ``NAME__check`` with 32 more digest bits."""
+    """Replace string columns by their keys, and add columns ``NAME__check`` with 32 more digest
+    bits."""
     columns: list[pl.Series] = []
     for name in names:
         keys, checks = string_keys(frame[name])
@@ -52,7 +53,7 @@ def string_keys(cells: pl.Series) -> tuple[pl.Series, pl.Series]:
 
 
 def key_of(cells: pl.Series, kind: Kind) -> pl.Series:
-    """Return the cells' keys, or strings, with null for cells that do not fit ``kind``."""
+    """Return the keys or strings of cells, with null for cells that do not fit ``kind``."""
     return cells.to_frame().select(_key(cells, kind)).to_series().alias(cells.name)
 
 

@@ -1,7 +1,7 @@
 """Read cells with several values (``a|b|c`` in text, lists in Parquet) and optional weights.
 
-An empty cell, an empty list, and a list with one empty element all mean "no values", because text
-cannot distinguish them. Any other empty element is a missing value.
+Text cannot distinguish an empty cell, an empty list, and a list with one empty element, so all
+three mean "no values". Any other empty element is a missing value.
 """
 
 import re
@@ -16,7 +16,8 @@ from sbpflow.errors import unknown_value
 
 
 class ListValues(NamedTuple):
-    """The values of a list column, and flags that mark the rows with each kind of fault."""
+    """Contains the values of a list column, and flags that mark the rows with each kind of
+    fault."""
 
     values: pl.DataFrame
     """``row`` uint32, ``key``, ``check`` and ``text`` for strings, ``weight`` for weighted lists"""
@@ -29,7 +30,7 @@ class ListValues(NamedTuple):
 
 
 def read_list(frame: pl.DataFrame, column: ListColumn, kind: Kind) -> ListValues:
-    """Return the values of ``column`` in row order, with each row cut to the maximum length."""
+    """Return the values of ``column`` in row order; each row is cut to the maximum length."""
     cells = _flat(frame[column.name], column.separator)
     if column.inline is not None:
         cells = _split_text(cells, column.inline)
@@ -55,7 +56,7 @@ def read_list(frame: pl.DataFrame, column: ListColumn, kind: Kind) -> ListValues
         values = weights["value"].cast(pl.Float64, strict=False).cast(pl.Float32)
         bad = ~values.is_finite().fill_null(False)
         bad_weights = _rows_of(weights["row"].filter(bad).to_numpy(), total)
-        if differ.any():  # exclude these bad rows, because values and weights must pair up
+        if differ.any():  # Exclude bad rows, because values and weights must pair up.
             keep = pl.Series(~differ[rows])
             columns = {name: column.filter(keep) for name, column in columns.items()}
             values = values.filter(pl.Series(~differ[weights["row"].to_numpy()]))

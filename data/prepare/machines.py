@@ -2,7 +2,7 @@
 
 All machines run the same command, except for ``--part K/N``, with one output on a shared file
 system. The machines communicate through files in ``OUTPUT.work``, and a file is valid once its
-record exists. So any machine may be killed and restarted at any time.
+record exists. Any machine may therefore be killed and restarted at any time.
 """
 
 import logging
@@ -22,7 +22,7 @@ _POLL_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class MachinePart:
-    """One of ``count`` machines, numbered from 1; machine 1 also completes the set."""
+    """Identifies one of ``count`` machines, numbered from 1; machine 1 also completes the set."""
 
     number: int = 1
     count: int = 1
@@ -43,7 +43,8 @@ class MachinePart:
         return f"{self.number}/{self.count}"
 
     def owners(self, inputs: Sequence[Input]) -> dict[int, int]:
-        """Map the order of each file to its part; parts get adjacent files of similar size."""
+        """Assign a part to each file, by the file's order; a part gets adjacent files, and parts
+        have similar sizes."""
         total = max(sum(source.num_bytes for source in inputs), 1)
         before, owners = 0, dict[int, int]()
         for source in inputs:
@@ -55,8 +56,8 @@ class MachinePart:
     def wait(self, work: Path, plan: str, files: Mapping[Path, int], contents: str) -> None:
         """Wait until all ``files`` exist; ``files`` maps each file to the part that writes it.
 
-        Raise DataError after ``wait_s`` seconds, or if another run has replaced the folder ``work``
-        of ``plan``. ``contents`` describes the files in messages.
+        Raise DataError after ``wait_s`` seconds, or if another run has replaced the folder
+        ``work``, which belongs to ``plan``. ``contents`` describes the files in error messages.
         """
         deadline = time.monotonic() + self.wait_s
         missing, is_logged = dict(files), False

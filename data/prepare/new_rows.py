@@ -24,17 +24,19 @@ def encode(
     overwrite: bool = False,
     part: MachinePart | None = None,
 ) -> Manifest | None:
-    """Write the rows of ``inputs`` into ``output`` with the ids and constants of the set ``like``.
+    """Encode the rows of ``inputs`` into ``output`` with the ids and constants of the set ``like``,
+    whose rows are not read.
 
-    The rows of ``like`` are not read. ``part`` is this machine's share of the work. Return values
-    and errors are the same as for ``prepare``.
+    ``part`` is this machine's share of the work. Return values and errors are the same as for
+    ``prepare``.
     """
     if output.resolve() == like.resolve():
         raise ConfigError(
             f"--output {output}: this is the set of --like, and new rows would replace it; choose "
             "another folder"
         )
-    check_exists(inputs)  # check first: a missing input must not be reported as a fault of ``like``
+    # check the inputs first, because a missing input must not be reported as a fault of ``like``
+    check_exists(inputs)
     options = PrepareOptions(
         inputs=tuple(inputs),
         output=output,

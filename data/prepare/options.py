@@ -20,7 +20,7 @@ _LARGEST_PIECE_BYTES = 128 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareOptions:
-    """The options of ``sbpflow prepare``; ``sbpflow prepare --help`` explains each option."""
+    """Contains the options of ``sbpflow prepare``; see ``sbpflow prepare --help``."""
 
     inputs: tuple[InputPath, ...]
     output: Path
@@ -69,7 +69,8 @@ class PrepareOptions:
 
     @property
     def counted(self) -> dict[str, list[str]]:
-        """Map vocabulary names to their fields; other fields are hashed, bucketed or keyed."""
+        """Map vocabulary names to fields; fields without a vocabulary are hashed, bucketed or
+        keyed."""
         others = {name for name, _ in self.hash_sizes} | {c.name for c in self.schema.buckets}
         others |= set(self.keys)
         vocabularies: dict[str, list[str]] = {}
@@ -84,12 +85,12 @@ class PrepareOptions:
         return self.keep_strings and (self.like is None or self.grow)
 
     def kind(self, field_name: str) -> Kind | None:
-        """Return a field's value kind, or None for a cross or a bucketed column."""
+        """Return the kind of a field's values, or None for a cross or a bucketed column."""
         names = self.schema.sparse
         return self.schema.kind(field_name) if field_name in names else None
 
     def sized_for(self, num_bytes: int) -> "PrepareOptions":
-        """Return these options with pieces large enough for ``num_bytes`` of text."""
+        """Return the same options, with pieces large enough for ``num_bytes`` of text."""
         size = self.piece_bytes
         while size * MAX_PIECES < num_bytes and size < _LARGEST_PIECE_BYTES:
             size *= 2
@@ -124,7 +125,7 @@ class PrepareOptions:
         lists = {column.name for column in self.schema.many}
         if crossed := [name for pair in self.crosses for name in pair if name in lists]:
             raise ConfigError(
-                f"--crosses: {crossed[0]!r} has several values per cell; cross other columns"
+                f"--crosses: cells of {crossed[0]!r} contain several values; cross other columns"
             )
         self.split.check_column(self.schema.time)
         check_ranges(
@@ -157,7 +158,8 @@ class PrepareOptions:
 
 
 def parse_keys(text: str, fields: tuple[str, ...]) -> tuple[str, ...]:
-    """Parse field names such as ``C1,C2``, or ``*`` for every field; return them in set order."""
+    """Parse field names such as ``C1,C2``, or ``*`` for all fields; return the names in set
+    order."""
     if text == "*":
         return fields
     names = [name.strip() for name in text.split(",")]

@@ -1,7 +1,8 @@
-"""Parse text lines to typed columns: clean pieces quickly with Polars, others line by line.
+"""Parse text lines to typed columns: clean pieces quickly with Polars, and other pieces line by
+line.
 
-A piece consists of whole lines of the input. Bad lines are removed and counted by reason, and no
-value is repaired or guessed. Hex categories become uint32 values, other categories become 64-bit
+A piece consists of whole lines of the input. Bad lines are removed and counted by reason; values
+are never repaired or guessed. Hex categories become uint32 values, other categories become 64-bit
 keys, and empty cells become null.
 """
 
@@ -26,7 +27,7 @@ _MIN_COMPILED_BYTES = 1 << 22
 
 
 def parse_piece(text: bytes, schema: Schema) -> Piece:
-    """Parse whole lines; the last line may have no line end."""
+    """Parse whole lines; the last line may lack a line end."""
     if text and not text.endswith(b"\n"):
         text += b"\n"
     if b"\r" in text:
@@ -75,7 +76,7 @@ def _by_loop(text: bytes, num_lines: int, schema: Schema) -> pl.DataFrame | None
 def _parse_clean(
     text: bytes, num_lines: int, schema: Schema, checked: bool = False
 ) -> pl.DataFrame | None:
-    """Parse a clean piece. Return None if the piece has or may have a bad line."""
+    """Parse a clean piece. Return None if the piece may contain a bad line."""
     if not text:
         return _typed(pl.DataFrame(schema=_text_types(schema)), schema)
     if not checked and not _shape_fits(text, num_lines, schema):
@@ -94,7 +95,7 @@ def _parse_clean(
         return None
     if not checked and not _dense_fits(text, schema):
         return None
-    # Evaluate all columns in one call because each Polars call costs a round trip to its threads.
+    # Evaluate all columns in one call, because each Polars call costs a round trip to its threads.
     hexes = [n for n, kind in zip(schema.sparse, schema.kinds, strict=True) if kind == "hex"]
     checks = [pl.col(schema.label).is_in(tuple(LABELS)), pl.col(hexes).str.len_bytes() == 8]
     if not all(frame.select(check.all() for check in checks).row(0)):
@@ -106,7 +107,7 @@ def _parse_clean(
 
 
 def _shape_fits(text: bytes, num_lines: int, schema: Schema) -> bool:
-    """Return True if the separator count is right and no byte needs the strict parser."""
+    """Return True if the number of separators is correct and no byte needs the strict parser."""
     if count_byte(text, schema.separator) != num_lines * (len(schema.columns) - 1):
         return False
     if b"\r" in text:
@@ -117,9 +118,10 @@ def _shape_fits(text: bytes, num_lines: int, schema: Schema) -> bool:
 
 
 def _dense_fits(text: bytes, schema: Schema) -> bool:
-    """Return True if no dense cell is blank or has a tab; Polars wrongly accepts such cells.
+    """Return True if no dense cell is blank or contains a tab, because Polars wrongly accepts such
+    cells.
 
-    Cells are read as text only in the rare case of a blank or tab that is not a separator.
+    The cells are read as text only in the rare case of a blank or tab that is not a separator.
     """
     odd = [blank for blank in " \t" if blank != schema.separator and blank.encode() in text]
     if not odd or not schema.dense:
@@ -154,7 +156,7 @@ def _typed(frame: pl.DataFrame, schema: Schema) -> pl.DataFrame:
 
 
 def _sort_out(lines: list[bytes], schema: Schema) -> tuple[bytes, BadLines]:
-    """Return the good lines joined, and the bad lines with the first reason for each."""
+    """Return the concatenated good lines, and the bad lines with the first reason for each line."""
     bad = BadLines()
     good: list[bytes] = []
     for start in range(0, len(lines), _BLOCK_LINES):
@@ -173,7 +175,8 @@ def _sort_out(lines: list[bytes], schema: Schema) -> tuple[bytes, BadLines]:
 
 
 def _fault(line: bytes, schema: Schema) -> tuple[str, str] | None:
-    """Return why a line is bad and its bad cell (or ""), or None (slow but strict)."""
+    """Return the reason why a line is bad, and the bad cell or ""; return None for a good line. The
+    check is slow but strict."""
     if not line:
         return BLANK, ""
     try:
@@ -198,7 +201,7 @@ def _fault(line: bytes, schema: Schema) -> tuple[str, str] | None:
 
 
 def _fits(kind: Kind, cell: str) -> bool:
-    """Return True if a cell is a category of ``kind``; integers must fit 64 bits."""
+    """Return True if a cell is a category of ``kind``; integers must fit into 64 bits."""
     if kind not in KEY_PATTERNS:
         return True
     if not re.fullmatch(KEY_PATTERNS[kind], cell):

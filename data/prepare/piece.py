@@ -1,4 +1,4 @@
-"""Define a parsed piece of the input: its good rows, their lists and its bad lines."""
+"""Define a parsed piece of the input, which contains good rows, their lists and bad lines."""
 
 from dataclasses import dataclass, field
 
@@ -12,7 +12,7 @@ _SHOWN_LINES = 5
 
 @dataclass
 class BadLines:
-    """Counts of the skipped lines of a piece by reason, and the first few skipped lines."""
+    """Counts the skipped lines of a piece by reason, and keeps the first few skipped lines."""
 
     counts: dict[str, int] = field(default_factory=dict)
     examples: list[tuple[int, str, str, str]] = field(default_factory=list)
@@ -29,7 +29,8 @@ class BadLines:
         return self.counts.get(BLANK, 0)
 
     def add(self, number: int, reason: str, line: bytes, cell: str = "") -> None:
-        """Count line ``number`` of the piece as skipped for ``reason``, because of ``cell``."""
+        """Count line ``number`` of the piece as skipped for ``reason``; ``cell`` is the bad
+        cell."""
         self.counts[reason] = self.counts.get(reason, 0) + 1
         if reason != BLANK and len(self.examples) < _SHOWN_LINES:
             shown = line.decode("utf-8", "backslashreplace")[:_SHOWN_CHARS]
@@ -38,7 +39,7 @@ class BadLines:
 
 @dataclass(frozen=True)
 class Piece:
-    """The good rows of consecutive lines, the number of lines, and the bad lines."""
+    """Contains the good rows of consecutive lines, the number of lines, and the bad lines."""
 
     frame: pl.DataFrame
     num_lines: int

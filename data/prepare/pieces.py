@@ -1,7 +1,7 @@
 """Find the columns of a file, and read pieces of files that must be read in order.
 
 ``data.prepare.source`` locates piece k of a plain file by its offset. Compressed text must be read
-from the beginning, and so must text with quotes, because a line end may be inside a cell.
+from the beginning. The same is true for text with quotes, because a line end may be inside a cell.
 """
 
 import json
@@ -24,8 +24,8 @@ _MAX_QUOTED_BYTES = 1 << 16
 def columns_of(source: Input, schema: Schema, may_lack_labels: bool) -> tuple[str, ...]:
     """Return a file's columns in file order. Raise DataError if a required column is missing.
 
-    With ``may_lack_labels``, labels are optional. A text file without column names then has no
-    labels if exactly that many cells are missing in its first line.
+    With ``may_lack_labels``, labels are optional: a text file without column names is unlabeled if
+    exactly the label cells are missing in its first line.
     """
     if source.is_table:
         columns = table_columns(source.path)
@@ -64,7 +64,8 @@ def columns_of(source: Input, schema: Schema, may_lack_labels: bool) -> tuple[st
 
 
 def _how_to_find(name: str, columns: Sequence[str], schema: Schema, *, is_fixed: bool) -> str:
-    """Return advice on how to find the column: change the schema, or the rows if it is fixed."""
+    """Return advice for a missing column: change the schema or, if the schema is fixed, the
+    rows."""
     near = get_close_matches(name, columns, 1)
     if is_fixed:
         rule = "new rows need all columns of the training set except the labels"
@@ -92,7 +93,7 @@ def _first_line(path: InputPath) -> str:
 
 
 def pieces_in_order(path: InputPath, size: int, quote: str | None) -> Iterator[tuple[bytes, int]]:
-    """Yield pieces of whole records in order, each with its number of file bytes."""
+    """Yield pieces of whole records in order, each with the number of its file bytes."""
     with open_text(path) as (file, raw):
         taken = 0
         while head := file.read(size):

@@ -1,7 +1,7 @@
 """Prepare a set: stage all pieces, count the train part, assign ids, encode and publish.
 
-Only a few pieces and the vocabularies are in memory at once. Each result is a file that is created
-atomically in ``OUTPUT.work``, so a killed run resumes from the existing files.
+Only a few pieces and the vocabularies are in memory at any time. Each result is a file that is
+created atomically in ``OUTPUT.work``, so a killed run can be resumed from existing files.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ def prepare(options: PrepareOptions) -> Manifest | None:
     """Prepare ``options.inputs`` into ``options.output`` and return its verified manifest.
 
     With several machines (``options.part``), only the first machine returns the manifest, and other
-    machines return None when their share is done. Raise ConfigError or DataError for bad input.
+    machines return None after completing their share. Raise ConfigError or DataError for bad input.
     """
     options.check()
     like = None if options.like is None else load_manifest(options.like, "--like")
@@ -95,7 +95,7 @@ def _build(
 ) -> None:
     """Build the finished set in ``work/set`` from existing and new results.
 
-    With several machines, each machine does its share, and the first one completes the set.
+    With several machines, each machine does its share, and the first machine completes the set.
     """
     part = options.part
     owners = part.owners(inputs)
@@ -147,9 +147,9 @@ def _build(
 
 
 def _check_unwritten(inputs: Sequence[Input], states: Sequence[tuple[int, object]]) -> None:
-    """Raise DataError if a file changed during the run, since rows may be missing or duplicated.
+    """Raise DataError if a file changed during the run, because rows may be missing or duplicated.
 
-    ``states`` contains the results of ``written`` from before reading began.
+    ``states`` contains the results of ``written`` from before reading.
     """
     for source, state in zip(inputs, states, strict=True):
         if written(source.path) != state or state[0] != source.num_bytes:
@@ -165,7 +165,8 @@ def _done(number: int) -> str:
 
 
 def _ancestors(like: Manifest | None) -> list[Ancestor]:
-    """Return the vocabularies with the same ids as a set made from ``like``, nearest first."""
+    """Return the earlier vocabularies whose ids remain valid in a set made from ``like``, nearest
+    first."""
     if like is None or like.vocabulary_digest is None:
         return []
     rows = {field.name: field.rows for field in like.fields if not field.keyed}
@@ -188,7 +189,7 @@ def _advance(bar: "tqdm[NoReturn]", num_bytes: float) -> None:
 def _tables(
     vocabularies: Mapping[str, FilteredVocabulary], options: PrepareOptions
 ) -> dict[str, FieldIds | RawKeys]:
-    """Return a table for each field that maps staged keys to ids, or to keys of the set."""
+    """Return, for each field, a table that maps staged keys to ids, or to keys of the set."""
     tables: dict[str, FieldIds | RawKeys] = dict.fromkeys(options.keys, RawKeys())
     for name, fields in options.counted.items():
         vocabulary = vocabularies[name].vocabulary()
@@ -210,7 +211,7 @@ def _check_output(options: PrepareOptions) -> None:
 
 
 def _plan(options: PrepareOptions, inputs: Sequence[Input], like: Manifest | None) -> str:
-    """Return a digest of everything that affects the result."""
+    """Return a digest of all inputs and options that affect the result."""
     sources = [(*version(source.path), source.num_bytes) for source in inputs]
     settings = {key: value for key, value in asdict(options).items() if key not in _NOT_IN_RESULT}
     versions = (__version__, pl.__version__, np.__version__)
@@ -241,7 +242,7 @@ def _finish(
 
 
 def _was_published(options: PrepareOptions, plan: str) -> bool:
-    """Return True if a run of this plan published its set but was killed before cleaning up."""
+    """Return True if a run of this plan published its set, but was killed before cleaning up."""
     work = work_folder(options.output)
     if read_mark(work) != plan or not (work / _PUBLISHING).exists():
         return False
@@ -249,7 +250,7 @@ def _was_published(options: PrepareOptions, plan: str) -> bool:
 
 
 def _publish(work: Path, options: PrepareOptions) -> Manifest:
-    """Move the finished set to the output; an existing set stays until the new set is complete."""
+    """Move the finished set to the output; until then, an existing set stays in place."""
     if (work / "set").exists():
         (work / _PUBLISHING).touch()
         if options.output.exists():

@@ -1,7 +1,7 @@
 """Propose a schema for a table with column names, as YAML with the facts behind each guess.
 
-Nothing is prepared with a guess that the user has not accepted: the user edits the text and passes
-it with ``--schema``, or accepts it unchanged with ``--schema auto``.
+A guess is used only if the user accepts it: the user edits the text and passes it with
+``--schema``, or accepts the proposal unchanged with ``--schema auto``.
 """
 
 import json
@@ -38,7 +38,7 @@ _MAX_SMALL = 20
 """Maximum number of distinct integers that are categories whatever their name"""
 _UNUSABLE = {
     "empty": "no values",
-    "date": "a date column, which can only be the time",
+    "date": "use of a date column, which can only be the time",
 }
 _MIN_IDS = 100
 """Minimum number of distinct integers for the remark that they may be IDs"""
@@ -56,13 +56,15 @@ class Proposal:
 
 
 def propose(paths: Sequence[InputPath]) -> Proposal:
-    """Return a schema for the tables; raise the errors of ``find_inputs`` and ``read_sample``."""
+    """Return a schema for the tables; raise the same errors as ``find_inputs`` and
+    ``read_sample``."""
     return _of_sample(read_sample(find_inputs(paths)))
 
 
 def refuse_guess(paths: Sequence[InputPath]) -> None:
     """Raise ConfigError with a proposal if the table's column names are not Criteo's."""
-    exists = all(path.is_file() or path.is_dir() for path in paths)  # prepare reports missing files
+    # ``prepare`` reports missing files
+    exists = all(path.is_file() or path.is_dir() for path in paths)
     if not exists or not needs_schema(find_inputs(paths, log=False)[0]):
         return
     names = " ".join(map(str, paths))
@@ -131,10 +133,10 @@ def _head(sample: Sample) -> list[str]:
 
 
 def _label(columns: Sequence[ColumnFacts]) -> tuple[ColumnFacts | None, str]:
-    """Return the likely label and a remark on other candidates.
+    """Return the likely label, and a remark on other candidates.
 
-    A column of two values that is named like a label, or with a past participle such as installed,
-    comes before a column of grades such as stars.
+    A column of two values is preferred to a column of grades such as stars if its name is typical
+    of labels, or is a past participle such as installed.
     """
     named = [column for column in of_words(columns, _LABELS) if _rule(column)]
     binary = [column for column in columns if column.distinct == 2 and _rule(column)]
@@ -153,7 +155,8 @@ def _label(columns: Sequence[ColumnFacts]) -> tuple[ColumnFacts | None, str]:
 
 
 def _rule(column: ColumnFacts) -> tuple[str, float] | None:
-    """Return the schema text for this column as the label, and the label rate, or None."""
+    """Return the schema text that makes this column the label, and the label rate; return None if
+    the column cannot be the label."""
     name, values = _name(column.name), column.values
     if column.kind in ("integer", "real") and set(values.unique()) <= {0, 1}:
         return (name, _share(values == 1)) if column.distinct == 2 else None
@@ -186,7 +189,7 @@ def _time(columns: Sequence[ColumnFacts]) -> ColumnFacts | None:
 
 
 def _unit(column: ColumnFacts) -> float | None:
-    """Return the number of units in a second if the integers may be times since 1970."""
+    """Return the number of time units per second if the integers may be times since 1970."""
     return epoch_unit(float(column.values.min()), float(column.values.max()))
 
 
@@ -237,13 +240,13 @@ def _features(columns: Sequence[ColumnFacts]) -> list[str]:
 
 
 def _remark(column: ColumnFacts) -> str:
-    """Return a doubt about the use of a column, or ""."""
+    """Return a remark on doubts about the use of a column, or ""."""
     if column.odd:
         return f"; cells such as {column.odd!r:.40} are not numbers; clean them for dense"
     if column.kind != "integer" or column.distinct < _MIN_IDS or column.words & _ENTITY_WORDS:
         return ""
     low, high = (float(value) for value in (column.values.min(), column.values.max()))
-    is_dense = high - low < 2 * column.distinct  # most numbers of the range occur
+    is_dense = high - low < 2 * column.distinct  # most numbers in the range occur
     return f"; for IDs, write {_name(column.name)}: integer under sparse" if is_dense else ""
 
 
@@ -270,7 +273,8 @@ def _list(column: ColumnFacts) -> str:
 
 
 def _transform(column: ColumnFacts) -> str:
-    """Return ``log1`` for skewed values of 0 or more, or ``standardise``, with other options."""
+    """Return the options of a dense column: ``log1`` for skewed values of 0 or more, or else
+    ``standardise``."""
     values = column.values.cast(float)
     median, high = values.median(), values.quantile(0.99)
     is_skewed = isinstance(median, float) and high is not None and high > _SKEW * max(median, 1.0)
@@ -279,7 +283,7 @@ def _transform(column: ColumnFacts) -> str:
 
 
 def _name(name: str) -> str:
-    """Return a column name as YAML, in quotes if YAML would read the plain name differently."""
+    """Return a column name as YAML, quoted if YAML would read the plain name differently."""
     try:
         is_plain = load_yaml(f"{{{name}: 1}}") == {name: 1}
     except ConfigError:

@@ -19,7 +19,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z].*)?://")
 
 @dataclass(frozen=True, slots=True)
 class RemotePath:
-    """A URL of a file or folder with the methods of pathlib.Path that inputs need."""
+    """Represents the URL of a file or folder, with the methods of pathlib.Path that inputs need."""
 
     url: str
 
@@ -42,7 +42,7 @@ class RemotePath:
         return PurePosixPath(self.url).stem
 
     def _find(self) -> tuple[Any, str]:
-        """Return the file system of the URL and the path on the file system."""
+        """Return the URL's file system, and the path on this file system."""
         try:
             from fsspec.core import url_to_fs
         except ImportError as error:
@@ -51,7 +51,7 @@ class RemotePath:
             ) from error
         try:
             return url_to_fs(self.url)
-        except ImportError as error:  # fsspec's message names the package for the URL scheme
+        except ImportError as error:  # the message of fsspec names the package for the URL scheme
             raise ConfigError(f"--input {self.url}: {error}") from error
         except ValueError as error:
             raise ConfigError(
@@ -87,7 +87,8 @@ class RemotePath:
 
     @property
     def version(self) -> str:
-        """Return a value that changes with the file if its file system supports this."""
+        """Return a value that changes when the file changes, if the file system supports such a
+        value."""
         system, path = self._find()
         return system.ukey(path)
 
@@ -127,7 +128,7 @@ def input_path(text: str) -> InputPath:
 
 
 def identity(path: InputPath) -> tuple[object, ...]:
-    """Return a value that is equal for two names of the same file."""
+    """Return a value that is equal for all names of the same file."""
     if isinstance(path, RemotePath):
         return (path.url,)
     stat = path.stat()
@@ -142,12 +143,12 @@ def version(path: InputPath) -> tuple[object, ...]:
 
 
 def written(path: InputPath) -> tuple[int, object]:
-    """Return size and modification time; they change on writes but not on reads.
+    """Return the size and the modification time, which change on writes but not on reads.
 
     On some file systems, ``version`` may also change when the file is read.
     """
     if isinstance(path, RemotePath):
-        time = path.written  # must precede the size, because ``written`` drops cached metadata
+        time = path.written  # get this before the size, because ``written`` drops cached metadata
         return path.num_bytes, time
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns

@@ -1,4 +1,4 @@
-"""Report how many input values were changed or dropped."""
+"""Report the numbers of changed and dropped input values."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,8 @@ _COUNTED = (
 def report_values(content: Mapping[str, Any], *, has_own_ids: bool) -> None:
     """Log the counts in a manifest's ``content`` and the growth of the vocabularies.
 
-    For a set with the ids of another set, also log the number of lookups of values without an id.
+    For a set with the ids of an existing set, also log the number of lookups of values without an
+    id.
     """
     counted = list(_COUNTED)
     if not has_own_ids:

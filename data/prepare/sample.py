@@ -1,4 +1,4 @@
-"""Read the first rows of tables with column names, from which a schema is proposed."""
+"""Read the first rows of tables with column names, for proposing a schema."""
 
 import io
 import re
@@ -26,7 +26,8 @@ _QUOTE_BY_DEFAULT = (",", ";")
 
 @dataclass(frozen=True)
 class Sample:
-    """Contains the first rows of some files; cells of text files are strings, or null if empty."""
+    """Contains the first rows of some files; cells of text files are strings, and empty cells are
+    null."""
 
     frame: pl.DataFrame
     files: tuple[str, ...]
@@ -36,7 +37,7 @@ class Sample:
 
 
 def needs_schema(source: Input) -> bool:
-    """Return True if the file is a table with column names other than Criteo's."""
+    """Return True if the file is a table with column names, and these names are not Criteo's."""
     if source.is_table:
         is_local = isinstance(source.path, Path)
         return is_local and not set(CRITEO.features) <= set(table_columns(source.path))
@@ -87,7 +88,8 @@ def _head(source: Input, num_bytes: int) -> str:
 
 
 def _separator(text: str) -> str | None:
-    """Return the separator that splits names and rows into equal numbers of cells, or None."""
+    """Return the separator that splits names and rows into equal numbers of cells, or None if there
+    is none."""
     lines = _QUOTED.sub("q", "\n".join(text.split("\n", _FIRST_LINES)[:_FIRST_LINES])).split("\n")
     lines = [line for line in lines if line]
     best, most = None, 1
@@ -112,7 +114,7 @@ def _cells(source: Input, text: str, separator: str, num_rows: int) -> pl.DataFr
     names, body = _names(text, separator), text.partition("\n")[2]
     if twice := [name for name in names if names.count(name) > 1]:
         raise DataError(f"{source.path}: the header names {twice[0]!r} twice; rename one column")
-    while body.count('"') % 2:  # the last quoted cell is cut off
+    while body.count('"') % 2:  # the last quoted cell may be cut off
         body = body[: body.rfind('"')]
         body = body[: body.rfind("\n") + 1]
     if not body:

@@ -36,8 +36,8 @@ _LARGEST = float(np.finfo(np.float32).max)
 def read_schema(source: Path | Mapping[str, Any]) -> Schema:
     """Read a schema from a YAML file or a mapping; docs/data.md documents the keys.
 
-    ``columns`` lists the columns in file order; unused columns are skipped. The default is label,
-    dense, sparse and then other columns. Raise ConfigError with the key, value and rule.
+    ``columns`` lists the columns in file order (by default: label, dense, sparse, and other
+    columns); unused columns are skipped. Raise ConfigError with the key, the value and the rule.
     """
     key, raw = "schema", cast("object", source)
     if isinstance(source, Path):
@@ -55,7 +55,7 @@ def read_schema(source: Path | Mapping[str, Any]) -> Schema:
 
 
 class _Reader:
-    """Checks the values of a schema file; every message starts with ``key``."""
+    """Checks the values of a schema file; every error message starts with ``key``."""
 
     def __init__(self, key: str) -> None:
         self.key = key
@@ -106,7 +106,7 @@ class _Reader:
 
     def names(self, key: str, values: Collection[object]) -> None:
         if nested := [entry for entry in values if not isinstance(entry, str | int)]:
-            raise ConfigError(f"{self.key}: {key} has {nested[0]!r}; write column names")
+            raise ConfigError(f"{self.key}: {key} contains {nested[0]!r}; write column names")
 
     def name(self, key: str, value: object) -> str:
         fits = isinstance(value, str | int) and not isinstance(value, bool)
@@ -271,7 +271,7 @@ def _is_float32(value: object) -> bool:
 
 
 def schema_from(content: Mapping[str, Any]) -> Schema:
-    """Return the schema from a manifest, where ``asdict`` wrote it."""
+    """Return the schema from a manifest, in the form that ``asdict`` wrote."""
     raw = dict(content)
     many = tuple(ListColumn(**entry) for entry in raw.pop("many", ()))
     numbers = tuple(
@@ -300,7 +300,9 @@ def parse_crosses(text: str, sparse: tuple[str, ...]) -> tuple[tuple[str, str], 
                 f"--crosses: {absent[0]!r} is not a sparse column; use {', '.join(sparse)}"
             )
     if len({frozenset(pair) for pair in pairs}) < len(pairs):
-        raise ConfigError(f"--crosses: {text!r} has a cross twice; AxB and BxA are the same")
+        raise ConfigError(
+            f"--crosses: {text!r} contains a cross twice; AxB and BxA are the same cross"
+        )
     return tuple((pair[0], pair[1]) for pair in pairs)
 
 

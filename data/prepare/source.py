@@ -1,8 +1,8 @@
 """Find and order the input files, and read their bytes in pieces of whole lines.
 
-Piece k of a plain file has the lines that start in [k * size, (k + 1) * size). A piece of a
-compressed file has the next ``size`` bytes and the rest of the last line. So pieces depend only on
-the input and ``size``.
+Piece k of a plain file consists of the lines that start in [k * size, (k + 1) * size). A piece of a
+compressed file consists of the next ``size`` bytes and the rest of the last line. Pieces therefore
+depend only on the input and ``size``.
 """
 
 import logging
@@ -51,7 +51,7 @@ _MAGIC = {".gz": b"\x1f\x8b", ".bz2": b"BZh", ".xz": b"\xfd7zXZ"}
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """An input file; ``order`` is the file's position among the inputs."""
+    """Describes an input file; ``order`` is the file's position among the inputs."""
 
     order: int
     path: InputPath
@@ -76,8 +76,8 @@ class Input:
 def find_inputs(paths: Sequence[InputPath], log: bool = True) -> tuple[Input, ...]:
     """Return the given files and, in natural order, the data files in the given folders.
 
-    Log the files that are not read unless ``log`` is False.
-    Raise ConfigError if no file is found, a file is given twice, or a file has another format.
+    Log the files that are not read unless ``log`` is False. Raise ConfigError if no file is found,
+    a file is given twice, or the format of a file is not supported.
     """
     check_exists(paths)
     files: list[InputPath] = []
@@ -88,8 +88,9 @@ def find_inputs(paths: Sequence[InputPath], log: bool = True) -> tuple[Input, ..
                 _log_skipped(path, inside)
             if not inside:
                 raise ConfigError(
-                    f"--input {path}: no file in it ends in {', '.join(SUFFIXES)} or has a name "
-                    "like day_0; name files with other names one by one"
+                    f"--input {path}: this folder contains no file that ends in "
+                    f"{', '.join(SUFFIXES)} or has a name like day_0; give files with other names "
+                    "one by one"
                 )
             files += inside
         else:
@@ -120,7 +121,7 @@ def _is_data(path: InputPath) -> bool:
 
 
 def _log_skipped(folder: InputPath, taken: Sequence[InputPath]) -> None:
-    """Log the unread entries of a folder, because these files may contain rows."""
+    """Log the entries of a folder that are not read, because these files may contain rows."""
     skipped = sorted(path.name for path in folder.iterdir() if path not in taken)
     if skipped:
         more = f" and {len(skipped) - _MAX_SHOWN} more" if len(skipped) > _MAX_SHOWN else ""
@@ -131,7 +132,8 @@ def _log_skipped(folder: InputPath, taken: Sequence[InputPath]) -> None:
 
 
 def _check_start(source: Input) -> None:
-    """Refuse a file if its (decompressed) first bytes indicate a format other than text."""
+    """Raise ConfigError if the first (decompressed) bytes of a file indicate a format other than
+    text."""
     if source.is_table:
         return
     suffix = source.path.suffix.lower()
@@ -178,14 +180,15 @@ def _line_start(file: IO[bytes], path: InputPath, offset: int) -> int:
 
 
 def no_line_end(path: InputPath) -> DataError:
-    """Return the error for a line that does not end."""
+    """Return the error for a line without an end."""
     return DataError(
         f"{path}: no line end within {MAX_LINE_BYTES >> 20} MiB; use a text table with line ends"
     )
 
 
 class Text(NamedTuple):
-    """A stream of decompressed bytes, and the original file, whose position shows progress."""
+    """Combines a stream of decompressed bytes with the original file, whose position shows the
+    progress."""
 
     file: IO[bytes]
     raw: IO[bytes]
@@ -193,7 +196,7 @@ class Text(NamedTuple):
 
 @contextmanager
 def open_text(path: InputPath) -> Iterator[Text]:
-    """Open the text of a file, and decompress it if the suffix requires this."""
+    """Open the text of a file; decompress the text if the suffix requires this."""
     suffix = path.suffix.lower()
     if suffix not in DECOMPRESS:
         with path.open("rb") as file:

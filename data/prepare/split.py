@@ -24,11 +24,12 @@ SplitKind = Literal["time", "date", "ratio", "file", "test"]
 
 @dataclass(frozen=True, slots=True)
 class SplitRule:
-    """A rule that assigns rows to splits.
+    """Describes a rule that assigns rows to splits.
 
     ``time`` and ``ratio`` use the fractions of train, val and test, and ``file`` uses file name
-    patterns. ``date`` uses a column and two times: rows before the first time are train rows, and
-    rows between the two times are val rows. With ``test``, all rows are test rows.
+    patterns. ``date`` uses a column and two times: rows before the first time belong to train, rows
+    between the two times belong to val, and later rows belong to test. With ``test``, all rows are
+    test rows.
     """
 
     kind: SplitKind
@@ -53,7 +54,7 @@ class SplitRule:
             raise ConfigError(f"--split: {self.times[0]} is after {self.times[1]}; swap them")
 
     def of_times(self, times: NDArray[np.int64], kind: str) -> NDArray[np.uint8]:
-        """Return splits uint8 [n] (0 train, 1 val, 2 test) for ``times`` int64 [n]."""
+        """Return the splits, uint8 [n] (0 train, 1 val, 2 test), of ``times`` int64 [n]."""
         return np.searchsorted(self._moments(kind), times, side="right").astype(np.uint8)
 
     def _moments(self, kind: str) -> tuple[int, int]:
@@ -71,8 +72,8 @@ class SplitRule:
         if idle := [f"{split}={pattern}" for split, pattern in self.patterns
                     if (split, pattern) not in used]:  # fmt: skip
             raise ConfigError(
-                f"--split: {idle[0]} gets none of the files {', '.join(names[:8])} (a file goes to "
-                f"the first matching pattern); write {_EXAMPLES}"
+                f"--split: {idle[0]} gets none of the files {', '.join(names[:8])} (the first "
+                f"matching pattern gets a file); write {_EXAMPLES}"
             )
         if self.patterns and None not in used:
             raise ConfigError(
@@ -80,7 +81,7 @@ class SplitRule:
             )
 
     def check_train(self, num_rows: int, num_train: int | None = None) -> None:
-        """Raise ConfigError if train is empty; only ``time`` works without ``num_train``."""
+        """Raise ConfigError if train is empty; only ``time`` splits work without ``num_train``."""
         if (self.bounds(num_rows)[0] if num_train is None else num_train) == 0:
             raise ConfigError(
                 f"--split: train gets none of the {num_rows} rows, but ids and vocabularies need "
@@ -88,7 +89,8 @@ class SplitRule:
             )
 
     def of_piece(self, file_name: str, key: tuple[int, ...], num_rows: int) -> NDArray[np.uint8]:
-        """Return a piece's splits uint8 [num_rows]: 0 train (or undecided time), 1 val, 2 test."""
+        """Return the splits of a piece, uint8 [num_rows]: 0 train (or undecided, for ``time``), 1
+        val, 2 test."""
         if self.kind == "ratio":
             draws = np.random.PCG64(np.random.SeedSequence(key)).random_raw(num_rows) / 2.0**64
             bounds = np.cumsum(self.fractions)[:2]
@@ -129,7 +131,7 @@ def parse_split(text: str) -> SplitRule:
 
 
 def _by_date(text: str, rest: str) -> SplitRule:
-    """Parse ``ts<A,ts<B``; with only one time, rows from that time on are test rows."""
+    """Parse ``ts<A,ts<B``; with a single time, rows from this time on belong to test."""
     pairs = [item.strip().rpartition("<") for item in rest.split(",")]
     names = {name.strip() for name, _, _ in pairs if name}
     times = tuple(time.strip() for _, _, time in pairs)
@@ -145,7 +147,8 @@ def _by_date(text: str, rest: str) -> SplitRule:
 
 
 def _moment(text: str, kind: str) -> int:
-    """Return a stored time: an integer unchanged, or a date as microseconds since 1970 (UTC)."""
+    """Return the stored form of a time: an integer unchanged, or a date as microseconds since 1970
+    (UTC)."""
     if kind == "integer":
         if not text.lstrip("-").isdecimal():
             raise ConfigError(f"--split: {text!r} must be an integer like the values of the column")

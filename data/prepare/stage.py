@@ -46,9 +46,9 @@ _EARLY_BAD = 0.5
 def stage_inputs(
     inputs: Sequence[Input], options: PrepareOptions, work: Path, plan: str, advance: Advance
 ) -> tuple[StagedPiece, ...]:
-    """Stage all pieces, ``options.workers`` at a time; check bad rows and the train part.
+    """Stage up to ``options.workers`` pieces in parallel; check bad rows and the train part.
 
-    With several machines, each machine stages its own files and then waits for the others.
+    With several machines, each machine stages its own files and then waits for the other machines.
     """
     for name in ("stage", "encoded"):
         (work / name).mkdir(exist_ok=True)
@@ -109,7 +109,7 @@ def _all_staged(
     own_pieces: Sequence[StagedPiece],
     work: Path,
 ) -> list[StagedPiece]:
-    """Return all machines' pieces in order, and update ``has_labels`` from other machines."""
+    """Return the pieces of all machines in order, and update ``has_labels`` from other machines."""
     own = {piece.path: piece for piece in own_pieces}
     staged: list[StagedPiece] = []
     for source in inputs:
@@ -136,7 +136,7 @@ def encoded_record(target: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A piece to stage; only files that must be read in order have ``text``."""
+    """Describes a piece to stage; ``text`` is set only for files that must be read in order."""
 
     target: Path
     source: Input
@@ -170,7 +170,7 @@ def _jobs(
 def _check_labels(
     inputs: Sequence[Input], has_labels: Mapping[int, Sequence[str]], schema: Schema
 ) -> None:
-    """Raise DataError if some files have a label and others do not."""
+    """Raise DataError if some files have labels and other files do not."""
     for name in (schema.label, *schema.labels):
         has = [name in has_labels[source.order] for source in inputs]
         if any(has) and not all(has):
@@ -235,7 +235,7 @@ def _num_positives(frame: pl.DataFrame, schema: Schema) -> int:
 def _with_split(
     job: _Job, piece: Piece, options: PrepareOptions
 ) -> tuple[pl.DataFrame, NDArray[np.uint8]]:
-    """Return the rows with their crosses and splits, and the splits as a separate array."""
+    """Return the rows with crosses and splits, and the splits as a separate array."""
     frame, rule, schema = piece.frame, options.split, options.schema
     if rule.kind == "date" and schema.time is not None:
         split = rule.of_times(frame[TIME].to_numpy(), schema.time[1])
@@ -260,7 +260,7 @@ def strings_file(target: Path, name: str) -> Path:
 
 
 def staged_files(target: Path, options: PrepareOptions) -> list[Path]:
-    """Return the paths of a piece's staged files except its record."""
+    """Return the paths of a piece's staged files, except the record."""
     names = (column.name for column in options.schema.many)
     return [target, *(list_file(target, name) for name in names)]
 
@@ -294,7 +294,8 @@ def _is_whole(job: _Job, record: Mapping[str, Any], options: PrepareOptions) -> 
 
 
 def cross_key(frame: pl.DataFrame, pair: tuple[str, str], schema: Schema) -> pl.Series:
-    """Return 64-bit keys of a column pair, null if a value is missing; hex keys never collide."""
+    """Return 64-bit keys of a column pair, or null if a value is missing; keys of hex values never
+    collide."""
     left, right = (frame[name].cast(pl.UInt64) for name in pair)
     a, b = (column.fill_null(0).to_numpy() for column in (left, right))
     if schema.kind(pair[0]) == schema.kind(pair[1]) == "hex":

@@ -1,4 +1,4 @@
-"""Read rows of Parquet and Arrow files into the same typed columns as rows of text files."""
+"""Read rows of Parquet and Arrow files into the same typed columns as text rows."""
 
 from pathlib import Path
 
@@ -54,10 +54,10 @@ def plain_types(frame: pl.DataFrame) -> pl.DataFrame:
 
 
 def _unreadable(path: Path, error: BaseException) -> BaseException:
-    """Return a DataError for errors caused by a damaged file, and return other errors unchanged.
+    """Return a DataError for errors that a damaged file causes, and return other errors unchanged.
 
     Some damage causes a panic in Polars' Rust code. PanicException derives from BaseException and
-    is not public, so it is recognized by its type name.
+    is not public, so this function recognizes the type by its name.
     """
     panicked = type(error).__name__ == "PanicException"
     if panicked or isinstance(error, (pl.exceptions.PolarsError, OSError)):
@@ -104,7 +104,8 @@ def _fits(frame: pl.DataFrame, name: str, schema: Schema) -> bool:
         lists = {name for column in schema.many for name in (column.name, column.weights)}
         return name in lists and kind.inner in _COLUMN_TYPES
     if schema.time is not None and name == schema.time[0]:
-        # Dates that are read as integers would be in days, or in another unit that the file uses.
+        # If dates were read as integers, the unit would be days, or another unit that the file
+        # uses.
         is_date = kind == pl.Date or isinstance(kind, pl.Datetime)
         is_date = is_date and name not in schema.features
         return kind in _COLUMN_TYPES or (is_date and schema.time[1] != "integer")

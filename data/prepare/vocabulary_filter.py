@@ -1,6 +1,7 @@
 """Decide which counted values get their own ids, and assign new ids or a parent's ids.
 
-Each vocabulary is written to the set atomically and recorded, so a resumed run does not repeat it.
+Each vocabulary is written to the set atomically and recorded, so a resumed run skips the
+vocabulary.
 """
 
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ _LOAD_PARTS = 8
 
 @dataclass(frozen=True)
 class FilteredVocabulary:
-    """A vocabulary of one or more fields with counts from the train part."""
+    """Describes a vocabulary of one or more fields, with counts from the train part."""
 
     name: str
     num_rows: int
@@ -48,11 +49,12 @@ class FilteredVocabulary:
     spare: int
 
     def vocabulary(self) -> Vocabulary:
-        """Return the vocabulary mapped from its files, so it needs memory only while in use."""
+        """Return the vocabulary, mapped from its files so that only used parts take memory."""
         return read_vocabulary(self.folder, self.name, self.num_rows, self.entry)
 
     def counts(self, is_shared: bool) -> dict[str, Any]:
-        """Return a field's counts for the manifest, without lookups for a shared vocabulary."""
+        """Return a field's counts for the manifest; for a shared vocabulary, lookups are
+        omitted."""
         counts: dict[str, Any] = {"rare_values": self.rare_values}
         if not is_shared:
             counts |= {"train_missing": self.missing, "train_rare": self.rare}
@@ -76,7 +78,8 @@ def filter_values(
     folder: Path,
     strings: Sequence[Path] = (),
 ) -> FilteredVocabulary:
-    """Assign new ids to a field's values, or use the parent's ids and add ids if it grows.
+    """Assign new ids to a field's values, or use the parent's ids and, for a growing set, add new
+    ids.
 
     ``strings`` are the files with the strings of each piece, if strings are kept.
     """
@@ -127,7 +130,7 @@ def _with_strings(
 def _new(
     name: str, counted: FieldCounts, has_id: NDArray[np.bool_], options: PrepareOptions
 ) -> Vocabulary:
-    """Return a new vocabulary; spare ids are distributed like values without lookups."""
+    """Return a new vocabulary, in which spare ids are distributed like values without lookups."""
     number = int(np.count_nonzero(has_id))
     num_rare = int(counted.counts[~has_id].sum())
     num_spare = round(options.spare * number)
@@ -143,7 +146,8 @@ def _new(
 def grow(
     parent: Vocabulary, counted: FieldCounts, min_count: int, seed: int
 ) -> tuple[Vocabulary, dict[str, int]]:
-    """Add values with ``min_count`` lookups to a vocabulary in spare ids and then in new rows.
+    """Add values with at least ``min_count`` lookups to a vocabulary, first in spare ids and then
+    in new rows.
 
     Existing ids do not change. A seeded permutation assigns the new ids, and counts are summed.
     """

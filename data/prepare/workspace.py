@@ -1,4 +1,5 @@
-"""Create, recognize and remove the folder of unfinished results next to an output.
+"""Create, recognize and remove the work folder, which contains unfinished results, next to an
+output.
 
 A result is complete once its record, a JSON file, has been written atomically. This module empties
 only folders with this program's mark; any other folder of that name belongs to the user.
@@ -23,7 +24,7 @@ _NEW_MARK = "plan.partial"
 
 
 class DamagedWork(DataError):
-    """A result of an earlier run is damaged, and its source files are gone."""
+    """Raised if a result of an earlier run is damaged and its source files no longer exist."""
 
 
 def write_record(path: Path, content: Mapping[str, object]) -> None:
@@ -35,7 +36,8 @@ def write_record(path: Path, content: Mapping[str, object]) -> None:
 
 
 def read_record(path: Path, keys: Collection[str]) -> dict[str, Any] | None:
-    """Return the record of a result, or None if it is missing or invalid (an unfinished result)."""
+    """Return the record of a result, or None if the result is unfinished: its record is missing or
+    invalid."""
     try:
         raw = read_json(path)
     except (FileNotFoundError, JsonError):
@@ -63,7 +65,7 @@ def _record_crc32(path: Path, content: Mapping[str, object]) -> int:
 
 def work_folder(output: Path) -> Path:
     """Return ``OUTPUT.work``. Raise ConfigError if the output has no name or no usable parent."""
-    local_path(output)  # refuse a URL that a program has turned into a Path
+    local_path(output)  # refuse a URL that a program has converted to a Path
     if not output.name or output.name in (".", ".."):
         raise ConfigError(f"--output: {output} has no folder name; use, for example, out/criteo")
     return output.with_name(output.name + ".work")
@@ -73,9 +75,9 @@ def work_folder(output: Path) -> Path:
 def only_run(output: Path, part: str = "") -> Iterator[None]:
     """Lock ``OUTPUT.work.lock`` (flock) while an output is made.
 
-    Machines other than the first use their own lock file with ``part`` in its name. The file is
+    Machines other than the first use separate lock files with ``part`` in their names. The file is
     removed at the end, so a lock is valid only while the path still refers to the locked file.
-    Raise ConfigError if another run has the lock.
+    Raise ConfigError if another run holds the lock.
     """
     path = work_folder(output).with_name(f"{output.name}.work{part}.lock")
     try:
@@ -105,20 +107,21 @@ def _locked(path: Path, output: Path) -> IO[str]:
         mine = os.fstat(file.fileno())
         if path.exists() and os.path.samestat(mine, path.stat()):
             break
-        file.close()  # the previous owner has removed the file in the meantime
+        file.close()  # the previous holder has removed the file in the meantime
     sign(file)
     return file
 
 
 def open_work(output: Path, plan: str) -> tuple[Path, bool]:
-    """Return the work folder, and whether it already contains results of the same ``plan``.
+    """Return the work folder, and whether this folder already contains results of the same
+    ``plan``.
 
     Raise ConfigError if the folder cannot be created or belongs to something else.
     """
     work = work_folder(output)
     if work.is_dir() and set(os.listdir(work)) <= {_NEW_MARK}:
         (work / _NEW_MARK).unlink(missing_ok=True)
-        work.rmdir()  # a run was killed before it wrote the mark or after it removed all files
+        work.rmdir()  # a run was killed before writing the mark or after removing all files
     if work.exists():
         if not (work / MARK).is_file():
             raise ConfigError(
@@ -143,8 +146,9 @@ def open_work(output: Path, plan: str) -> tuple[Path, bool]:
 def discard(work: Path) -> None:
     """Remove a work folder.
 
-    The mark is changed first, so a later run does not resume from a partly removed folder. The mark
-    is removed last, so this program still recognizes the folder after an interrupted removal.
+    The mark is changed first, so that a later run does not resume from a partly removed folder. The
+    mark is removed last, so that this program recognizes the folder even after an interrupted
+    removal.
     """
     (work / MARK).write_text("being removed", encoding="ascii")
     for entry in work.iterdir():

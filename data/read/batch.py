@@ -13,7 +13,8 @@ Ids = Tensor | BatchIds
 
 
 class Cursor(NamedTuple):
-    """A read position: an epoch, and the number of preceding rows in its global order."""
+    """Describes a read position by an epoch and the number of preceding rows in the epoch's global
+    order."""
 
     epoch: int
     row: int
@@ -21,7 +22,7 @@ class Cursor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """This rank's b rows of a global batch."""
+    """Contains this rank's b rows of a global batch."""
 
     labels: Tensor
     """[b] float32: the first label"""
@@ -46,11 +47,11 @@ class Batch:
 
 
 class Loader(Protocol):
-    """The interface that training needs of a loader."""
+    """Defines the loader interface that training uses."""
 
     @property
     def num_steps(self) -> int:
-        """Return the number of steps of a whole epoch, which is the same on all ranks."""
+        """Return the number of steps of a whole epoch; all ranks return the same number."""
         ...
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
@@ -58,7 +59,8 @@ class Loader(Protocol):
         ...
 
     def state_dict(self, cursor: Cursor | None = None) -> State:
-        """Return the state at the current position or at ``cursor``, for any world size."""
+        """Return the state at the current position or at ``cursor``; the state is valid for any
+        world size."""
         ...
 
     def load_state_dict(self, state: Mapping[str, int | str]) -> None:

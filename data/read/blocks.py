@@ -1,8 +1,8 @@
 """Read a batch's rows into one block of int32 for a single transfer.
 
-A block is a concatenation of sections: 64-bit columns, ids if they differ from those in the words
+A block is a concatenation of sections: 64-bit columns, ids if they differ from the ids in the words
 (int64 for a set with keys, or with crosses computed here), ids in lists, words or floats, list
-lengths, additional labels, row weights, and weights of ids in lists. 64-bit sections come first
+lengths, additional labels, row weights, and weights of ids in lists. 64-bit sections come first,
 because they must be aligned. The row count and the block size determine the section sizes.
 """
 
@@ -27,7 +27,7 @@ from sbpflow.run.model.spec import HashedColumn
 
 Words = NDArray[np.int32]
 
-_WIDE_COLUMNS = ("group", "time", "row_key")  # these columns have 64 bits per value
+_WIDE_COLUMNS = ("group", "time", "row_key")  # columns with 64 bits per value
 
 
 BLOCK_BYTES = 16 << 20
@@ -36,14 +36,15 @@ take as long as copying 1 or 2 MB."""
 
 
 class Block(NamedTuple):
-    """The ``words`` [n] of consecutive batches; ``sizes`` has the row count of each batch."""
+    """Contains the ``words`` [n] of consecutive batches; ``sizes`` contains each batch's row
+    count."""
 
     words: Words
     sizes: tuple[int, ...]
 
 
 class BatchColumns(NamedTuple):
-    """The columns of a ``Batch`` as views of a block."""
+    """Contains the columns of a ``Batch`` as views of a block."""
 
     labels: Tensor
     dense: Tensor
@@ -64,7 +65,7 @@ class BlockReader:
     ) -> None:
         types = manifest.part_types
         self._manifest, self._split_name = manifest, split
-        # Divide the maps among the kinds of files; words may be mapped a second time for views.
+        # Divide the number of maps among the kinds of files; words may be mapped twice, for views.
         share = max(1, max_maps() // (1 + max(1, len(types))))
         self._max_maps = share if most is None else most
         self._words = SplitRows(manifest, split, self._max_maps)
@@ -102,7 +103,8 @@ class BlockReader:
 
     @property
     def max_rows(self) -> int:
-        """Return the maximum row count of a multi-batch block; 0 with lists (one batch each)."""
+        """Return the maximum row count of a block with several batches, or 0 if lists require one
+        batch per block."""
         return 0 if self._lists else BLOCK_BYTES // (4 * self._row_words)
 
     def new_views(self) -> SplitRows | None:
@@ -116,7 +118,7 @@ class BlockReader:
         return self._words.pieces(start, stop)
 
     def view(self, words: SplitRows, runs: Runs) -> Words | None:
-        """Return the rows of a single run as a view of ``words``, or None for several runs."""
+        """Return the rows as a view of ``words`` if they form a single run, or else None."""
         if len(runs.firsts) != 1:
             return None
         first, length = int(runs.firsts[0]), int(runs.lengths[0])
@@ -124,7 +126,7 @@ class BlockReader:
         return None if rows is None else rows.reshape(-1)
 
     def read(self, runs: Runs, take: Callable[[int], Words]) -> Words:
-        """Read the rows of the runs in order into an array from ``take``."""
+        """Read the rows of the runs, in order, into an array that ``take`` allocates."""
         num_rows = int(runs.lengths.sum())
         lists = self._lists
         extents = None if lists is None else lists.find(runs.firsts, runs.lengths)
@@ -156,7 +158,7 @@ class BlockReader:
     def _read_own_ids(
         self, runs: Runs, take: Callable[[int], Words], floats: Words, ids: Words
     ) -> None:
-        """Read the floats, and combine ids, keys and crosses in the order of a batch."""
+        """Read the floats, and arrange ids, keys and crosses in the order of a batch."""
         num_rows, num_words = len(floats), self._words.num_words
         words = take(num_rows * num_words).reshape(-1, num_words)
         self._words.gather(*runs, words)
@@ -228,7 +230,7 @@ def _columns_where(chosen: NDArray[np.bool_]) -> "slice | NDArray[np.int64]":
 
 
 def id_bounds(manifest: Manifest, crosses: tuple[int, ...]) -> IdBounds:
-    """Return the bounds of ids in the set, which ``prepare`` and the checksums guarantee."""
+    """Return the bounds of ids in the set; ``prepare`` and the checksums guarantee these bounds."""
     limits = {field.name: ANY_ID if field.keyed else field.rows for field in manifest.fields}
     return IdBounds(
         columns=tuple(limits[f.name] for f in manifest.fixed for _ in range(f.hot)) + crosses,
@@ -241,7 +243,7 @@ Array = TypeVar("Array", Words, Tensor)
 
 
 class _Sections(Generic[Array]):
-    """The consecutive sections of a block, an array or tensor [n]."""
+    """Returns consecutive sections of a block, an array or tensor [n]."""
 
     def __init__(self, words: Array) -> None:
         self.words = words
@@ -256,7 +258,7 @@ class _Sections(Generic[Array]):
         begin, self._at = self._at, self._at + size * words
         section = self.words[begin : self._at]
         if words == 2:
-            # Without the shape [0, 2], torch cannot view an empty section.
+            # Give an empty section the shape [0, 2], because torch cannot view it otherwise.
             section = section.reshape(size, 2)
             section = section.view(torch.int64 if isinstance(section, Tensor) else np.int64)
         return section.reshape(size) if columns is None else section.reshape(num_rows, columns)

@@ -1,8 +1,7 @@
-"""Compute crosses while rows are read, by hashing the ids of other columns.
+"""Compute crosses while reading rows, by hashing the ids of other columns.
 
 The hash uses ids or keys rather than raw values, so it needs only the rows. Values with the same id
-(such as rare values) also have the same id in the cross. Equal ids have equal hashes on every
-machine.
+(such as rare values) also share an id in the cross. Equal ids have equal hashes on every machine.
 """
 
 from collections.abc import Sequence
@@ -32,7 +31,7 @@ class CrossColumns:
             if absent := [name for name in cross.columns if name not in indices]:
                 raise ConfigError(
                     f"cross {cross.name}: {absent[0]} is not a column with one id per row; "
-                    f"{manifest.path} has {', '.join(indices)}"
+                    f"{manifest.path} contains {', '.join(indices)}"
                 )
         self._crosses = [
             ([indices[name] for name in c.columns], c.rows, [missing[name] for name in c.columns])

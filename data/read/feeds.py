@@ -1,7 +1,7 @@
-"""Turn blocks from a read function into torch tensors, directly or by DALI's external_source.
+"""Convert blocks from a read function to torch tensors, directly or through DALI's external_source.
 
 Loader threads read a few blocks ahead of the consumer, and DALI runs in a separate thread. A feed
-yields the batches of the blocks on the device. Both feeds yield identical bits.
+yields the batches of the blocks on the device. Both kinds of feeds yield identical bits.
 """
 
 import ctypes
@@ -28,22 +28,23 @@ Group = TypeVar("Group")
 _AHEAD = 3
 _READERS = 2
 _RUNS_AHEAD = 1
-# A block in use is read ahead, in a DALI run, finished by DALI, being delivered, or being consumed.
+# Number of blocks in use: read ahead, in a DALI run, finished by DALI, being delivered, or being
+# consumed.
 _MAX_BUFFERS = _AHEAD + _RUNS_AHEAD + 4
-_SPARE_SHARE = 16  # a new buffer gets 1/16 extra room
+_SPARE_SHARE = 16  # a new buffer is 1/16 larger than needed
 
 
 class Buffers:
-    """A pool of arrays for batches; an array is reused when no reference to it remains.
+    """Pools arrays for batches; an array is reused when no reference to it remains.
 
-    Page faults of new memory cost as much as copying data into it. Each array is a view of a lease
+    In new memory, page faults cost as much as copying the data. Each array is a view of a lease
     object, and all numpy or torch views of the array keep the lease alive. When the last view is
-    gone, the lease is finalized and returns the memory to the pool.
+    gone, the lease's finalizer returns the memory to the pool.
     """
 
     def __init__(self) -> None:
         # A lease may end in any thread at any time, and deque operations are atomic. The most
-        # recently returned memory is reused first because writing to cached memory takes a fifth
+        # recently returned memory is reused first, because writing to cached memory takes a fifth
         # less time.
         self._free: deque[Words] = deque()
 
@@ -52,12 +53,13 @@ class Buffers:
         for _ in range(len(self._free)):
             try:
                 memory = self._free.pop()
-            except IndexError:  # another reader took the last array
+            except IndexError:  # another reader has taken the last array
                 break
             if memory.shape[0] >= num_words:
                 return self._lease(memory)[:num_words]
             self._free.appendleft(memory)
-        # Batches with lists differ in size. With extra room, most batches fit an old buffer.
+        # Sizes of batches with lists differ. Because of the extra room, most batches fit into an
+        # old buffer.
         return self._lease(np.empty(num_words + num_words // _SPARE_SHARE, np.int32))[:num_words]
 
     def _lease(self, memory: Words) -> Words:
@@ -72,7 +74,7 @@ def _give_back(free: deque[Words], memory: Words) -> None:
 
 
 class Threads:
-    """Threads that end when their loader is closed or garbage-collected."""
+    """Manages threads that end when their loader is closed or garbage-collected."""
 
     def __init__(self) -> None:
         self.readers = ThreadPoolExecutor(_READERS, thread_name_prefix="read-ahead")
@@ -89,7 +91,7 @@ def read_ahead(
 ) -> Iterator[Block]:
     """Yield ``read(group)`` for each group in order while threads read the next few groups.
 
-    Garbage collection of an abandoned iterator, possible in any thread, never waits.
+    The garbage collection of an abandoned iterator, which may happen in any thread, never waits.
     """
     pending: deque[Future[Block]] = deque()
     try:
@@ -137,10 +139,10 @@ def _to_gpu(
 def dali_feed(
     blocks: Iterator[Block], split: Split, device: torch.device, threads: Threads
 ) -> Iterator[BatchColumns]:
-    """Yield each block through a DALI pipeline, where one sample is a whole block of rows.
+    """Pass each block through a DALI pipeline, as one sample.
 
-    A DALI run passes through three threads, so a consumer would wait about 1 ms after each step. To
-    avoid this delay, a separate thread runs the pipeline ahead.
+    A DALI run involves three threads, so a consumer would wait about 1 ms after each step. To avoid
+    this delay, a separate thread runs the pipeline ahead.
     """
     try:
         from nvidia.dali import fn, pipeline_def, types
@@ -182,9 +184,9 @@ def dali_feed(
             block = torch.from_dlpack(output[0])
             return split(block.clone() if gpu else block, sizes.popleft())
 
-        # On a GPU, the consumer must convert and copy the block because the conversion joins the
-        # current stream, and DALI reuses a block without waiting for the consumer's stream.
-        # On a CPU, this thread converts the block because a consumer's first torch calls take five
+        # On a GPU, the consumer must convert and copy the block, because the conversion uses the
+        # current stream, and DALI reuses a block without waiting for the consumer's stream. On a
+        # CPU, this thread converts the block, because a consumer's first torch calls take five
         # times as long after a step of a few ms.
         if gpu:
             return split_block

@@ -10,7 +10,7 @@ from sbpflow.run.model.spec import Fields, IdField
 def fields_of(manifest: Manifest) -> Fields:
     """Return dense columns, id columns and crosses in the order of a batch.
 
-    The fields include id repetition rates if the set has statistics. Encoded rows have no
+    If the set contains statistics, the fields include id repetition rates. Encoded rows do not have
     statistics.
     """
     recorded = load_stats(manifest) if manifest.content.get("stats") else []

@@ -1,8 +1,8 @@
 """Read one rank's batches in the global row order; a row cursor is the complete state of a read.
 
-Step s of an epoch has rows [sB, (s+1)B) of the order (``data.read.order``), and each rank reads a
-balanced part of each step. So a state works with any world size: a restored loader delivers exactly
-the undelivered rows of the epoch.
+Step s of an epoch consists of rows [sB, (s+1)B) of the order (``data.read.order``), and each rank
+reads a balanced part of each step. A state therefore works with any world size: a restored loader
+delivers exactly the undelivered rows of the epoch.
 """
 
 import importlib.util
@@ -32,7 +32,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A global batch with its rows in the order and this rank's part of the rows."""
+    """Describes a global batch by its rows in the order, and this rank's part of the rows."""
 
     number: int
     end: int
@@ -42,7 +42,7 @@ class _Step:
 
 
 class RowLoader:
-    """A loader of one split; ``open_loader`` documents the arguments."""
+    """Loads the rows of one split; ``open_loader`` documents the arguments."""
 
     def __init__(
         self,
@@ -80,7 +80,8 @@ class RowLoader:
     def num_dropped_rows(self) -> int:
         """Return the number of rows that ``tail="drop"`` drops at the end of the epoch.
 
-        After a restore with another batch size, steps start at the cursor instead of row 0.
+        If the state was saved with a different batch size, steps start at the cursor instead of row
+        0.
         """
         left = self._rows.num_rows - self._cursor
         return {"drop": left % self._batch_size, "keep": 0}[self._tail]
@@ -108,13 +109,14 @@ class RowLoader:
     def epoch(self, epoch: int) -> Iterator[Batch]:
         """Yield the batches of ``epoch`` from its start, or from the cursor of a restored state.
 
-        A loader has only one cursor, so this call ends any earlier read, and the earlier iterator
-        raises DataError. Raise DataError if the set in the folder has been replaced.
+        A loader maintains only one cursor, so this call ends any earlier read, and the earlier
+        iterator raises DataError. Raise DataError if the set in the folder has been replaced.
         """
         _check_integer("epoch", epoch, 0, MAX_SEED)
         self._check_open("epoch")
-        # In file order, a batch may be a view of a map, and the consumer may write to the view. So
-        # these maps are used for this epoch only. In other orders, rows are copied from the maps.
+        # In file order, a batch may be a view of a map, and the consumer may write to the view.
+        # Therefore these maps are used for this epoch only. In other orders, rows are copied from
+        # the maps.
         views = self._rows.new_views() if self._shuffle == "none" else None
         if views is None:
             check_shards(self._manifest, self._split)
@@ -123,7 +125,8 @@ class RowLoader:
         return self._deliver(epoch, self._read, views, self._steps(self._cursor))
 
     def windows(self, windows: Sequence[tuple[int, int]], batch_size: int) -> Iterator[Batch]:
-        """Yield batches with rows [start, stop) of the file order for each window of this rank.
+        """For each window [start, stop) of this rank, yield batches of these rows of the file
+        order.
 
         ``batch_size`` is the number of rows of each batch on all ranks. As in ``epoch``, this call
         ends any earlier read.
@@ -159,8 +162,8 @@ class RowLoader:
                 words = self._rows.read(runs, buffers.take)
             return Block(words, tuple(step.stop - step.start for step in group))
 
-        # Views need one reader with DALI, because another thread handover costs more than a view.
-        # Gathering rows takes long enough to keep two readers busy.
+        # For views, DALI needs only one reader, because another thread handover costs more than a
+        # view. Gathering rows takes long enough to keep two readers busy.
         if self._backend == "dali" and order.shuffle == "none":
             blocks = map(read, groups)
         else:
@@ -189,9 +192,9 @@ class RowLoader:
             )
 
     def _groups(self, steps: Sequence[_Step]) -> Iterator[list[_Step]]:
-        """Yield the steps with rows of this rank, grouped into blocks.
+        """Yield the steps that contain rows of this rank, grouped into blocks.
 
-        In file order, a group is in one shard, so it can be a view of the shard's map.
+        In file order, a group lies in one shard, so the group can be a view of the shard's map.
         """
         group: list[_Step] = []
         num_rows, max_rows = 0, self._rows.max_rows
@@ -231,10 +234,10 @@ class RowLoader:
         return {"split": self._split, "shuffle": self._shuffle, "seed": self._seed}
 
     def state_dict(self, cursor: Cursor | None = None) -> State:
-        """Return the epoch, the row cursor, and everything that determines the rows.
+        """Return the epoch, the row cursor, and all values that determine the rows.
 
-        Without ``cursor``, return the state after the last delivered batch. A run with read-ahead
-        must pass ``batch.cursor`` of the last batch it has trained on.
+        Without ``cursor``, the state is after the last delivered batch. A run with read-ahead must
+        pass ``batch.cursor`` of the last batch it has trained on.
         """
         epoch, row = (self._epoch, self._cursor) if cursor is None else cursor
         manifest = self._manifest
@@ -246,24 +249,26 @@ class RowLoader:
         return self.state_dict(batch.cursor)
 
     def load_state_dict(self, state: Mapping[str, int | str]) -> None:
-        """Continue from ``state``. Raise DataError if its rows, split, seed or shuffle differ."""
+        """Continue from ``state``. Raise DataError if the rows, split, seed or shuffle of the state
+        differ."""
         self._check_open("load_state_dict")
         wanted = self._identity()
         if state.get("fingerprint") != self._manifest.fingerprint:
-            # States of earlier versions have a fingerprint instead of a content ID.
+            # States of earlier versions contain a fingerprint instead of a content ID.
             key = "content_id" if "content_id" in state else "fingerprint"
             wanted = {key: getattr(self._manifest, key), **wanted}
         for key, value in wanted.items():
             if state.get(key) != value:
                 raise DataError(
-                    f"{self._manifest.path}: the saved read has {key} {state.get(key)!r}, but this "
-                    f"read has {value!r}; use the same rows and order as the saved read"
+                    f"{self._manifest.path}: {key} of the saved read is {state.get(key)!r}, but "
+                    f"{key} of this read is {value!r}; use the same rows and order as the saved "
+                    "read"
                 )
         for key, most in (("epoch", MAX_SEED), ("cursor", self._rows.num_rows)):
             value = state.get(key)
             if type(value) is not int or not 0 <= value <= most:
                 raise DataError(
-                    f"{self._manifest.path}: the saved read has {key} {value!r}, but it must be a "
+                    f"{self._manifest.path}: {key} of the saved read is {value!r}, but must be a "
                     f"whole number from 0 to {most}"
                 )
         self._epoch, self._cursor = int(state["epoch"]), int(state["cursor"])
@@ -284,7 +289,7 @@ def _check_integer(key: str, value: object, least: int, most: int) -> None:
 
 
 def choose_backend(wanted: Backend | Literal["auto"]) -> Backend:
-    """Return the backend for ``data.loader``, and log the choice for ``auto``."""
+    """Return the backend for ``data.loader``; for ``auto``, log the choice."""
     if wanted != "auto":
         return wanted
     # find_spec does not load DALI: it imports only ``nvidia``, which CUDA's libraries share.
@@ -314,12 +319,12 @@ def open_loader(
 ) -> RowLoader:
     """Open one split for one rank.
 
-    ``batch_size`` is global. With ``tail`` ``keep``, a short last batch keeps its size (a rank may
-    get no rows). With ``drop``, the loader drops a short last batch and logs its row count.
-    ``crosses`` are computed from the set's columns and follow the columns in ``Batch.ids``. The
-    order is the same for both backends, and ``auto`` selects DALI if it is installed. At most
-    ``max_maps`` files are mapped into memory; others are read on request. Raise
-    ConfigError for an invalid argument, and DataError for a damaged set.
+    ``batch_size`` is the global batch size. With ``tail="keep"``, a short last batch is delivered
+    (some ranks may get no rows). With ``tail="drop"``, the loader drops a short last batch and logs
+    its row count. ``crosses`` are computed from the set's columns, and come after the set's columns
+    in ``Batch.ids``. The order is the same for both backends, and ``auto`` selects DALI if it is
+    installed. At most ``max_maps`` files are mapped into memory; other files are read on request.
+    Raise ConfigError for an invalid argument, and DataError for a damaged set.
     """
     _check_integer("world_size", world_size, 1, MAX_SEED)
     _check_integer("rank", rank, 0, world_size - 1)

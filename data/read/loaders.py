@@ -23,7 +23,7 @@ def open_loaders(
 ) -> dict[str, RowLoader]:
     """Open the loaders by split; only ``train`` is shuffled or may drop its tail.
 
-    Raise ConfigError if train has no batch or no labels.
+    Raise ConfigError if train has no labels or not a single batch.
     """
     if not manifest.labelled:
         raise ConfigError(
@@ -34,8 +34,8 @@ def open_loaders(
     if not num_rows or (config.tail == "drop" and num_rows < config.batch_size):
         raise ConfigError(
             f"data.batch_size: {config.batch_size} rows, but the train part of {manifest.path} has "
-            f"{num_rows}, so data.tail: {config.tail} leaves no batch; use a smaller batch_size "
-            "or data.tail: keep"
+            f"only {num_rows}, so data.tail: {config.tail} leaves no batch; use a smaller "
+            "batch_size or data.tail: keep"
         )
     backend = choose_backend(config.loader)
     return {

@@ -21,11 +21,12 @@ Shuffle = Literal["none", "blocks", "runs", "rows"]
 RUN_ROWS: dict[Shuffle, int] = {"blocks": 4096, "runs": 16, "rows": 1}
 SHUFFLES: tuple[Shuffle, ...] = ("none", *RUN_ROWS)
 
-_PLACE_OF_SHORT_RUN = 1  # derive a random stream other than the permutation's stream
+_PLACE_OF_SHORT_RUN = 1  # use a different random stream than the permutation
 
 
 class Runs(NamedTuple):
-    """Runs of ``lengths[i]`` consecutive rows starting at row ``firsts[i]``; both int64 [n]."""
+    """Describes runs of ``lengths[i]`` consecutive rows starting at row ``firsts[i]``; both are
+    int64 [n]."""
 
     firsts: NDArray[np.int64]
     lengths: NDArray[np.int64]
@@ -33,10 +34,9 @@ class Runs(NamedTuple):
 
 @dataclass(frozen=True)
 class RowOrder:
-    """The order of one epoch, which maps a position to a row of the split.
+    """Defines the order of one epoch, which maps a position to a row of the split.
 
-    Rows at the end of the split that do not fill a run form a short run at a random place in the
-    order.
+    The remaining rows at the end of the split form a short run at a random position in the order.
     """
 
     num_rows: int
@@ -54,7 +54,7 @@ class RowOrder:
 
     @cached_property
     def _short(self) -> tuple[int, int]:
-        """Return the number of whole runs before the short run, and the short run's length."""
+        """Return the number of full runs before the short run, and the length of the short run."""
         num_runs, rows = divmod(self.num_rows, self._run_rows)
         key = np.random.SeedSequence((self.seed, self.epoch, _PLACE_OF_SHORT_RUN))
         word = int(key.generate_state(1, np.uint64)[0])

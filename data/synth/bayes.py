@@ -1,7 +1,8 @@
 """Compute the best possible AUC and logloss for rows with known click probabilities.
 
 To avoid label noise, a row with probability p counts as p clicks and 1 - p non-clicks. Rows are
-summed in fine bins of the logit, so memory is constant and the row order hardly matters.
+summed in fine bins of the logit, so the memory is constant and the row order hardly affects the
+result.
 """
 
 import numpy as np
@@ -12,7 +13,7 @@ _LIMIT = 16.0
 
 
 class BayesTally:
-    """Sums over rows by logit bin for computing AUC and logloss."""
+    """Sums rows by logit bin, for computing AUC and logloss."""
 
     def __init__(self) -> None:
         self._clicks = np.zeros(_BINS)
@@ -41,7 +42,8 @@ class BayesTally:
         return float(self._clicks.sum() + self._others.sum())
 
     def auc(self) -> float:
-        """Return the probability that a click has a higher p than a non-click (ties count half)."""
+        """Return the probability that p is higher for a click than for a non-click (a tie counts
+        half)."""
         below = np.cumsum(self._others) - self._others
         wins = float((self._clicks * (below + self._others / 2)).sum())
         return wins / float(self._clicks.sum() * self._others.sum())

@@ -1,8 +1,8 @@
 """Generate Criteo-like ranks, integers and masks for any row range as a function of (seed, row).
 
-Rows are sampled in fixed blocks, each with its own random stream, so a row does not depend on the
+Rows are sampled in fixed blocks with separate random streams, so a row does not depend on the
 requested range. The structure (chains, shared masks, tails, correlated integers) was measured on
-the Kaggle rows, and ``criteo_profile.json`` contains the measurements.
+the Kaggle rows; ``criteo_profile.json`` contains the measurements.
 """
 
 import heapq
@@ -55,10 +55,11 @@ def profile() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Rows:
-    """Consecutive rows with ranks (-1 for missing), integers and missing masks by column name.
+    """Contains consecutive rows: ranks (-1 for missing), integers and missing masks by column name.
 
-    A rank decides how frequent a value is and how it affects the click. ``values`` [rows] tells
-    apart all values that have a rank at different times; without drift, they equal the ranks.
+    A rank determines the frequency of a value and its effect on the click. ``values`` [rows]
+    distinguishes all values that have the same rank at different times; without drift, values equal
+    ranks.
     """
 
     ranks: dict[str, Ranks]
@@ -92,7 +93,8 @@ class Columns:
         self._num_draws = len(MASKS) + len(self._own) + 1 + num_integers + 1
 
     def block(self, index: int, stream: int = 0) -> Rows:
-        """Return the BLOCK_ROWS rows of block ``index``; rows of other streams are independent."""
+        """Return the BLOCK_ROWS rows of block ``index``; rows of different streams are
+        independent."""
         bits = np.random.PCG64(np.random.SeedSequence([self._seed, stream, index]))
         draws = iter(bits.random_raw((self._num_draws, BLOCK_ROWS)))
         missing = _missing(draws)
@@ -111,7 +113,7 @@ class Columns:
         """Return the values with these ranks: rank + size * generation, and -1 for missing.
 
         During a generation, the rows of a rank move from one value to the next, so the frequency of
-        a value first rises and then falls. Each rank begins its generations at its own row.
+        a value first rises and then falls. Each rank begins its generations at a different row.
         """
         tail = self.tails[name]
         if not self._drift or len(tail.segments) <= _MOST_SEGMENTS:
@@ -169,7 +171,7 @@ def _integer_table(name: str) -> NDArray[np.int32]:
 
 
 class _Refinement:
-    """A column that determines C13, as C11 does, but is not a function of C11.
+    """Generates a column that determines C13, as C11 does, but is not a function of C11.
 
     Each C13 value owns ranks of the column, and the masses of these ranks add up to the value's
     mass.

@@ -49,8 +49,8 @@ _NEXT_PLACE = 0.382
 class IdMaps:
     """Maps values and pairs of values to table ids by the rules of ``data.format.ids``, or to keys.
 
-    A table has as many rows as its column has values at a time. With drift, an id therefore stands
-    for another value after some time.
+    The number of rows of a table is the number of values that its column has at any one time. With
+    drift, an id therefore denotes a different value after some time.
     """
 
     def __init__(self, options: SynthOptions, columns: Columns) -> None:
@@ -74,7 +74,7 @@ class IdMaps:
         return len(self._ids[name]) + NUM_RESERVED_IDS
 
     def hot_of(self, name: str) -> Hot:
-        """Return the minimum and maximum ids per row; missing values have no ids in lists."""
+        """Return the minimum and maximum ids per row; in lists, missing values have no ids."""
         return self.hot.get(name, (1, 1))
 
     @property
@@ -91,10 +91,11 @@ class IdMaps:
         return np.where(rows.ranks[name] < 0, 0, drawn)
 
     def ids(self, rows: Rows, name: str) -> "list[NDArray[Any]]":
-        """Return the ids or keys of a field (``C1`` or ``C1xC2``) as one array per hot position.
+        """Return the ids or keys of a field (``C1`` or ``C1xC2``), one array per position in the
+        list of ids.
 
         As in the MLPerf DLRMv2 data, ids after the first position are a fixed function of the first
-        id and evenly spread over the table.
+        id, spread evenly over the table.
         """
         if self.keyed:
             return self._keys(rows, name)
@@ -107,9 +108,10 @@ class IdMaps:
         return out
 
     def _places(self, rows: Rows, name: str) -> Ranks:
-        """Return the places of values in the table of a column or pair, and -1 if missing.
+        """Return the positions of values in the table of a column or pair, or -1 for missing
+        values.
 
-        A pair of two frequent values has its own place, and other pairs are hashed.
+        Pairs of two frequent values have separate positions; other pairs are hashed.
         """
         if name in rows.values:
             generation, rank = np.divmod(rows.values[name], self._sizes[name])
@@ -168,7 +170,8 @@ def synth(options: SynthOptions) -> Manifest | None:
 def _write_prepared(generator: Generator, options: SynthOptions) -> Manifest:
     maps = IdMaps(options, generator.columns)
     work, _ = open_work(options.output, "synth")
-    discard(work)  # generating parts again is faster than checking existing parts
+    # existing parts are replaced, because generating a part is faster than checking one
+    discard(work)
     work, _ = open_work(options.output, "synth")
     step = _SHARD_BLOCKS * BLOCK_ROWS
     ranges = [(start, min(start + step, options.rows)) for start in range(0, options.rows, step)]
@@ -231,7 +234,7 @@ def _bayes(tallies: list[dict[str, BayesTally]]) -> dict[str, dict[str, float]]:
 def _write_range(
     shared: tuple[Generator, IdMaps, Path, tuple[int, int]], rows: tuple[int, int]
 ) -> tuple[dict[str, Any], dict[str, BayesTally]]:
-    """Write the shards of rows [start, stop), and return their shards and Bayes sums by split."""
+    """Write the shards of rows [start, stop); return the shards and Bayes sums by split."""
     generator, maps, folder, bounds = shared
     words, parts, probability = make_rows(generator, maps, *rows)
     split = np.searchsorted(bounds, np.arange(*rows), side="right")
@@ -251,7 +254,8 @@ def _write_range(
 def make_rows(
     generator: Generator, maps: IdMaps, start: int, stop: int
 ) -> tuple[Words, Parts, Floats]:
-    """Generate rows [start, stop): words [rows, 1 + dense + fixed ids], parts, probabilities."""
+    """Generate rows [start, stop); return words [rows, 1 + dense + fixed ids], parts, and
+    probabilities."""
     pieces: list[Words] = []
     probabilities: list[Floats] = []
     lengths: list[NDArray[np.int64]] = []
@@ -309,7 +313,8 @@ def _dense_bits(rows: Rows, name: str) -> NDArray[np.int32]:
 
 
 def _transposed(columns: list[NDArray[np.int32]], first: int, last: int) -> Words:
-    """Copy rows [first, last) of columns to a row-major matrix in cache-sized tiles."""
+    """Copy rows [first, last) of columns to a row-major matrix, one cache-sized tile after
+    another."""
     words = np.empty((last - first, len(columns)), dtype=np.int32)
     for start in range(first, last, _TRANSPOSED_ROWS):
         stop = min(start + _TRANSPOSED_ROWS, last)

@@ -1,4 +1,4 @@
-"""Generate rows with labels and click probabilities, block by block."""
+"""Generate rows with labels and click probabilities in blocks."""
 
 from collections.abc import Iterator
 
@@ -33,7 +33,7 @@ class Generator:
 
 
 def block_ranges(start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (block, first, last) for each block with rows [first, last) in range [start, stop)."""
+    """Yield (block, first, last) for each block whose rows [first, last) lie in [start, stop)."""
     for block in range(start // BLOCK_ROWS, -(-stop // BLOCK_ROWS)):
         base = block * BLOCK_ROWS
         yield block, max(start - base, 0), min(stop - base, BLOCK_ROWS)

@@ -26,7 +26,7 @@ Format = Literal["prepared", "tsv"]
 
 @dataclass(frozen=True, kw_only=True)
 class SynthOptions:
-    """The options of ``sbpflow synth``; ``sbpflow synth --help`` explains each option."""
+    """Contains the options of ``sbpflow synth``; see ``sbpflow synth --help``."""
 
     rows: int
     output: Path

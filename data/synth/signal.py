@@ -1,9 +1,9 @@
 """Compute a logit with a known AUC from ids, a cross, dense values and missing cells.
 
-Only values frequent enough to learn have weights, so a model can reach the optimum. Weights are
-normally distributed, and every kind of term has a fixed share of the logit's variance. A scale and
-an offset adjust AUC and click rate. A Gaussian logit models Criteo well: the published pairs of AUC
-and logloss differ from it by at most 0.0005.
+Only values that are frequent enough to learn have weights, so a model can reach the optimum.
+Weights are normally distributed, and every kind of term contributes a fixed share of the logit's
+variance. A scale and an offset adjust AUC and click rate. A Gaussian logit models Criteo well: it
+matches published pairs of AUC and logloss to within 0.0005.
 """
 
 import numpy as np
@@ -29,7 +29,7 @@ _BINS = 8192
 
 
 class Signal:
-    """The calibrated logit; ``probability`` depends only on the rows."""
+    """Computes the calibrated logit; ``probability`` depends only on the rows."""
 
     def __init__(
         self,
@@ -60,7 +60,8 @@ class Signal:
         return np.sqrt(-2 * np.log1p(-u[:size])) * np.cos(2 * np.pi * u[size:])
 
     def _id_table(self, name: str, blocks: list[Rows], min_mass: float) -> Floats:
-        """Return weights by rank; ranks too rare to learn and the last entry (missing) have 0."""
+        """Return weights by rank; the weight is 0 for ranks that are too rare to learn and for the
+        last entry (missing)."""
         ranks = np.concatenate([rows.ranks[name] for rows in blocks])
         counts = np.bincount(ranks[ranks >= 0])
         frequent = counts >= min_mass * len(ranks)
@@ -110,7 +111,7 @@ def pair_rank(rows: Rows, pair: tuple[str, str]) -> Ranks:
 
 
 def _by_rank(ranks: Ranks, table: Floats) -> Floats:
-    return table[np.minimum(ranks, len(table) - 1)]  # rank -1 is the last entry
+    return table[np.minimum(ranks, len(table) - 1)]  # rank -1 (missing) is the last entry
 
 
 def _by_pair(keys: Ranks, known: Ranks, weights: Floats) -> Floats:
@@ -131,9 +132,9 @@ def _mean_and_std(name: str, blocks: list[Rows]) -> tuple[float, float]:
 
 
 def _weights(raw: Floats, products: float) -> Floats:
-    """Return the weight of each term for the variance shares of the kinds.
+    """Return the weights of terms that give each kind its share of the variance.
 
-    Products have their share of the total variance, and the other kinds divide the rest.
+    Products get a share of the total variance, and the other kinds divide the rest.
     """
     sizes = {
         "ids": len(ID_TERMS),
@@ -151,7 +152,7 @@ def _weights(raw: Floats, products: float) -> Floats:
 
 
 def _calibrate(logits: Floats, ctr: float, auc: float) -> tuple[float, float]:
-    """Find the offset and scale for the wanted click rate and Bayes AUC by bisection."""
+    """By bisection, find the offset and scale that give the requested click rate and Bayes AUC."""
     counts, edges = np.histogram(logits, bins=_BINS)
     middles = (edges[1:] + edges[:-1]) / 2
     low, high, offset = 0.0, 20.0, 0.0

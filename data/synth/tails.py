@@ -1,4 +1,5 @@
-"""Model value frequencies of a column: masses for the first ranks, power laws for the others.
+"""Model a column's value frequencies: masses for the first ranks, and power laws for the other
+ranks.
 
 Rank 0 is the most frequent value. Tails are sampled by inverse CDF, which maps a uniform number to
 a rank without a table as large as the vocabulary.
@@ -24,7 +25,8 @@ def uniform(bits: Bits) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Ranks [start, stop) with total ``mass`` and a density proportional to rank ** -slope."""
+    """Describes ranks [start, stop) with total ``mass`` and a density proportional to rank **
+    -slope."""
 
     start: float
     stop: float
@@ -44,7 +46,7 @@ class Segment:
         return (low + np.clip(mass / self.mass, 0.0, 1.0) * (high - low)) ** (1.0 / power)
 
     def sharpened(self, skew: float) -> "Segment":
-        """Return a segment with this segment's density to the power ``skew``."""
+        """Return a segment whose density is this segment's density to the power ``skew``."""
         power, sharp = 1.0 - self.slope, 1.0 - self.slope * skew + 1e-9
         density = self.mass * power / (self.stop**power - self.start**power)
         mass = density**skew * (self.stop**sharp - self.start**sharp) / sharp
@@ -53,7 +55,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Tail:
-    """The distribution of one column over ``size`` ranks."""
+    """Describes the distribution of one column over ``size`` ranks."""
 
     size: int
     head: tuple[float, ...]
@@ -66,7 +68,8 @@ class Tail:
 
     @cached_property
     def _places(self) -> NDArray[np.int16]:
-        """Map the first bits of a number to its index in ``bounds``, or to -1 if ambiguous."""
+        """Map the first bits of a number to the number's index in ``bounds``, or to -1 if
+        ambiguous."""
         edges = np.arange((1 << _TABLE_BITS) + 1) / (1 << _TABLE_BITS)
         low = np.searchsorted(self.bounds, edges[:-1], side="right")
         high = np.searchsorted(self.bounds, edges[1:], side="left")
@@ -90,7 +93,7 @@ class Tail:
         return np.minimum(places, self.size - 1, out=places)
 
     def _fill(self, places: Ranks, tail: NDArray[np.int64], mass: Floats) -> None:
-        """Replace segment places at the indices ``tail`` by ranks."""
+        """Replace the segment numbers at the indices ``tail`` by ranks."""
         which = np.minimum(places[tail], len(self.bounds) - 1)
         for index, segment in enumerate(self.segments, start=len(self.head)):
             chosen = np.flatnonzero(which == index)
@@ -147,11 +150,11 @@ class Tail:
 
 @dataclass(frozen=True)
 class Coarsening:
-    """A fixed map from the ranks of a fine column to the ranks of a coarser column.
+    """Maps the ranks of a fine column to the ranks of a coarser column.
 
-    The mapped fine distribution is nearly equal to the coarse distribution. Head ranks go to the
-    ranks with the largest deficit, and the next ranks fill up the coarse head. All others fill the
-    coarse tail in order, so rare values map to rare values.
+    The mapped fine distribution is nearly equal to the coarse distribution. Head ranks map to the
+    ranks with the largest deficit, and the next ranks fill up the coarse head. All other ranks fill
+    the coarse tail in order, so rare values map to rare values.
     """
 
     fine: Tail
@@ -159,7 +162,8 @@ class Coarsening:
 
     @cached_property
     def _head(self) -> tuple[Ranks, Floats]:
-        """Return coarse ranks of fine head ranks, and the mass deficits of coarse head ranks."""
+        """Return the coarse ranks of fine head ranks, and the remaining mass deficits of coarse
+        head ranks."""
         lacking = np.array(self.coarse.head)
         target = np.empty(len(self.fine.head), dtype=np.int64)
         for rank, mass in enumerate(self.fine.head):
@@ -169,7 +173,7 @@ class Coarsening:
 
     @cached_property
     def _table(self) -> Ranks:
-        """Return the map of the frequent ranks, which occur in most rows."""
+        """Return the map for the frequent ranks, because these ranks occur in most rows."""
         ranks = np.arange(min(self.fine.size, 1 << _TABLE_BITS))
         target, _ = self._head
         return np.concatenate([target, self._tail(ranks[len(target) :])])

@@ -1,4 +1,5 @@
-"""Write generated rows as Criteo text: label, integers, hex categories; missing cells are empty."""
+"""Write generated rows as Criteo text: label, integers, and hex categories; missing cells are
+empty."""
 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,7 +20,7 @@ _DIGITS = pl.Series([f"{value:04x}" for value in range(1 << 16)])
 
 
 def hex_keys(values: Ranks, column: int) -> NDArray[np.uint32]:
-    """Map each value of a column, modulo 2^32, to another number by MurmurHash3's finalizer."""
+    """Map each value of a column, modulo 2^32, to a different number by MurmurHash3's finalizer."""
     key = (np.maximum(values, 0) + column * 0x06F0_0001).astype(np.uint32)
     key ^= key >> np.uint32(16)
     key *= np.uint32(0x85EBCA6B)

@@ -1,4 +1,4 @@
-"""Exchanges facts, strings, and errors between all ranks on the control channel."""
+"""Exchanges facts, strings, and errors among all ranks on the control channel."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -31,15 +31,16 @@ def gather_texts(boxing: Boxing, text: str) -> list[str]:
 
 
 def gather_facts(boxing: Boxing, facts: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return the facts of every rank, in rank order."""
+    """Return every rank's facts in rank order."""
     return [json.loads(text) for text in gather_texts(boxing, json.dumps(dict(facts)))]
 
 
 def run_on_all_ranks(boxing: Boxing, attempt: Callable[[], Result]) -> Result:
-    """Return the result of ``attempt``; raise a ConfigError of any rank on every rank.
+    """Return the result of ``attempt``; if it raises ConfigError on any rank, raise the error on
+    every rank.
 
-    Every rank must call this function. If ``attempt`` raised on only one rank, the other ranks
-    would otherwise wait for that rank in a collective.
+    Every rank must call this function. Otherwise, after an error on only one rank, the other ranks
+    would wait for that rank in a collective.
     """
     result, refused = None, ""
     try:
@@ -54,7 +55,7 @@ def run_on_all_ranks(boxing: Boxing, attempt: Callable[[], Result]) -> Result:
 
 
 def combine_parts(boxing: Boxing, part: Tensor, src: Sbp, id: str) -> Tensor:
-    """Gather (Split) or sum (Partial) parts of equal shape from all ranks on every rank."""
+    """Gather (Split) or sum (Partial) equally shaped parts of all ranks on every rank."""
     world = boxing.world
     placement = Placement.line(world.device.type, world.size)
     shape = tuple(part.shape)
@@ -70,5 +71,7 @@ def combine_parts(boxing: Boxing, part: Tensor, src: Sbp, id: str) -> Tensor:
     )
     out = boxing.run(steps, part, CHANNEL)
     if out is None:
-        raise RuntimeError(f"{id}: rank {world.rank} got no result from a collective of all ranks")
+        raise RuntimeError(
+            f"{id}: rank {world.rank} did not get a result from a collective of all ranks"
+        )
     return out

@@ -1,7 +1,7 @@
 """Reuses the CPU buffers that conversions use for packing and receiving.
 
-A new buffer of several MiB causes page faults that cost about as much as the copy into it. On CUDA,
-buffers are not kept, because torch has a caching allocator there.
+For a new buffer of several MiB, page faults cost about as much as copying data into the buffer. On
+CUDA, buffers are not kept, because torch's allocator already caches memory.
 """
 
 import math
@@ -10,8 +10,9 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-MAX_KEPT_BYTES = 256 * 1024 * 1024  # maximum size of free buffers
-MIN_BYTES = 1024 * 1024  # allocating smaller buffers is fast: their memory stays mapped
+MAX_KEPT_BYTES = 256 * 1024 * 1024  # maximum total size of free buffers
+# smaller buffers are not kept: allocating them is fast, because their memory stays mapped
+MIN_BYTES = 1024 * 1024
 
 
 class Staging:
@@ -27,7 +28,7 @@ class Staging:
         return sum(buffer.numel() for buffer in self._free)
 
     def loan(self) -> "Loan":
-        """Return a source of buffers for one step; the step gives the buffers back at its end."""
+        """Return a source of buffers for one step, which gives the buffers back at its end."""
         return Loan(self)
 
     def pop(self, num_bytes: int) -> Tensor:
@@ -48,7 +49,7 @@ class Staging:
 
 
 class Loan:
-    """Lends buffers until ``give_back``; afterwards, views of the buffers must not be used."""
+    """Lends buffers until ``give_back``; after that, views of the buffers must not be used."""
 
     __slots__ = ("_lent", "_staging")
 

@@ -1,9 +1,9 @@
-"""Copies boxes of a part to ranges of a flat buffer before a collective, and back after it.
+"""Copies boxes of a part to ranges of a flat buffer before a collective, and back afterwards.
 
-Each factory inspects the pieces once and returns the cheapest function for them: no copy if they
-are already in order, one strided copy if they are equal, a loop otherwise. Below about 100 KiB, the
-number of tensor calls matters more than the bytes: a call costs at least 1 us, or 10 us after a
-context switch.
+Each factory inspects the pieces once and returns the cheapest function: without a copy if the
+pieces are already in order, with one strided copy if the pieces are equal, or else with a loop.
+Below about 100 KiB, the number of tensor calls matters more than the bytes: a call costs at least 1
+us, or 10 us after a context switch.
 """
 
 import math
@@ -22,13 +22,15 @@ from sbpflow.sbp.sbp import Reduction
 Shape = tuple[int, ...]
 LocalFn = Callable[[Tensor], Tensor]
 Unpack = Callable[[Tensor], Tensor | None]
-Landing = tuple[Shape, Unpack]  # the shape of the receive buffer, and the function to unpack it
+# shape of the receive buffer, and the function that unpacks the buffer
+Landing = tuple[Shape, Unpack]
 Pack = Callable[[Tensor, Loan], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The range of a flat buffer that starts at ``offset`` and has the elements of ``box``."""
+    """Describes the range of a flat buffer that starts at ``offset`` and contains the elements of
+    ``box``."""
 
     offset: int
     box: Box
@@ -42,7 +44,7 @@ class Piece:
         return lengths(self.box)
 
     def of(self, flat: Tensor) -> Tensor:
-        """Return the range of ``flat``, in the shape of the box."""
+        """Return a view of the range of ``flat`` in the shape of the box."""
         return flat[self.offset : self.offset + self.numel].view(self.shape)
 
 
@@ -52,12 +54,14 @@ def keep(part: Tensor) -> Tensor:
 
 
 def as_it_is(part: Tensor, loan: Loan) -> Tensor:
-    """Return the part itself, or a copy if it is not contiguous (like an expanded gradient)."""
+    """Return the part itself, or a copy if the part is not contiguous (for example, an expanded
+    gradient)."""
     return loan.copy(part)
 
 
 def pad_to(total: int) -> Pack:
-    """Copy the flat part to the start of a buffer of ``total`` elements; the rest is not set."""
+    """Copy the flat part to the start of a buffer of ``total`` elements; leave the rest
+    uninitialized."""
 
     def pad(part: Tensor, loan: Loan) -> Tensor:
         padded = loan.take((total,), part)
@@ -132,9 +136,9 @@ def packer(pieces: list[Piece], shape: Shape) -> Pack:
         return lambda part, loan: loan.copy(cut(part))
     dim = _even_dim(pieces, shape)
     if dim is not None:
-        # If the pieces are equal along one dim, a strided view [piece, *shape of a piece] has them
-        # in order, so a single copy packs all of them. One copy per piece would need one torch call
-        # each, and for small parts a call costs more than copying the bytes.
+        # If the pieces are equal along one dim, a strided view [piece, *shape of a piece] arranges
+        # the pieces in order, so that a single copy packs them all. Separate copies would need one
+        # torch call per piece, and for small parts a call costs more than copying the bytes.
         strides, length = _strides(shape), shape[dim] // len(pieces)
         view = (len(pieces), *shape[:dim], length, *shape[dim + 1 :])
         strides = (length * strides[dim], *strides)
@@ -158,8 +162,8 @@ def _strides(shape: Shape) -> Shape:
 def assembler(pieces: list[Piece], shape: Shape, total: int) -> Landing:
     """Return a function that assembles a part from a buffer of ``total`` elements.
 
-    The pieces of the buffer cover the part once. If the pieces ``lie_in_order``, the buffer itself
-    is the result.
+    The pieces of the buffer cover every element of the part once. If the pieces ``lie_in_order``,
+    the buffer itself is the result.
     """
     if lie_in_order(pieces, shape, total):
         return shape, keep
@@ -168,8 +172,8 @@ def assembler(pieces: list[Piece], shape: Shape, total: int) -> Landing:
         return (total,), _scatterer(pieces, shape)
     if _even_dim(pieces, shape) == dim and total == numel(whole(shape)):
         # Receive a stack of equal pieces, because gloo and NCCL divide the first dim by rank. `cat`
-        # of its slices needs one pass; copying each piece to its strided place would need one pass
-        # per piece.
+        # of the slices needs one pass, but copying each piece to its strided position would need
+        # one pass per piece.
         count, (first, *rest) = len(pieces), pieces[0].shape
         each = (count, first, *rest)
         return (count * first, *rest), lambda stack: torch.cat(stack.view(each).unbind(), dim)
@@ -199,7 +203,8 @@ def combiner(pieces: list[Piece], shape: Shape, total: int, op: Reduction) -> La
 
 
 def adder(cut: LocalFn, places: list[int], op: Reduction) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a ``combiner`` of received terms and this rank's own term, cut from the part."""
+    """Return a ``combiner`` of the received terms and this rank's own term, which is cut from the
+    part."""
     return lambda part, stack: _combine_whole([*stack.unbind(), cut(part)], places, op)
 
 
@@ -242,7 +247,8 @@ def closed_up(pieces: list[Piece]) -> list[Piece]:
 
 
 def run_of(pieces: list[Piece], shape: Shape) -> slice | None:
-    """Return the range of the flat part that consists of the pieces in order, or None."""
+    """Return the range of the flat part that consists of the pieces in order, or None if there is
+    none."""
     start = _run_start(pieces[0].box, shape) if pieces else None
     if start is None:
         return None
@@ -253,19 +259,21 @@ def run_of(pieces: list[Piece], shape: Shape) -> slice | None:
 
 
 def run_taker(run: slice) -> Pack:
-    """Return a function that takes a range of the flat part; it does not copy a contiguous part."""
+    """Return a function that takes a range of the flat part, without a copy if the part is
+    contiguous."""
     return lambda part, loan: loan.copy(part).view(-1)[run]
 
 
 def lie_in_order(pieces: list[Piece], shape: Shape, total: int) -> bool:
-    """Return True if the buffer is the flat part: each piece is a range at its own offset."""
+    """Return True if the buffer equals the flat part: each piece is a range at its own offset."""
     return total == numel(whole(shape)) and all(
         _run_start(piece.box, shape) == piece.offset for piece in pieces
     )
 
 
 def _run_start(box: Box, shape: Shape) -> int | None:
-    """Return where the box starts in the flat part if it is a contiguous range of it, else None."""
+    """Return the offset of the box in the flat part, or None if the box is not a contiguous
+    range."""
     sizes = lengths(box)
     first = next((dim for dim, n in enumerate(sizes) if n != 1), len(shape))
     if sizes[first + 1 :] != shape[first + 1 :]:
@@ -284,7 +292,7 @@ def _joining_dim(pieces: list[Piece], shape: Shape) -> int | None:
 
 
 def _even_dim(pieces: list[Piece], shape: Shape) -> int | None:
-    """Return the dim that the pieces divide into equal lengths, in order, or None."""
+    """Return the dim that the pieces divide into equal lengths, in order; None if there is none."""
     dim = _joining_dim(pieces, shape)
     if dim is None or shape[dim] % len(pieces):
         return None

@@ -1,4 +1,4 @@
-"""Boxing without running ranks: records the steps of one rank.
+"""Implements boxing without running ranks, and records the steps of one rank.
 
 ``explain`` and tests run the forward and backward of a model on meta tensors, and ``DryBoxing``
 records exactly the steps that a real run would execute.
@@ -17,8 +17,8 @@ from sbpflow.sbp.layout import Layout
 class DryBoxing(Boxing):
     """Records requested steps in ``trace`` and requested conversions in ``conversions``.
 
-    ``trace`` has all steps in order, even steps without communication. ``conversions`` has the
-    conversions to which the steps belong.
+    ``trace`` contains all steps in order, even steps without communication. ``conversions``
+    contains the conversions to which the steps belong.
     """
 
     def __init__(self, size: int, rank: int = 0) -> None:

@@ -1,7 +1,7 @@
 """Runs planned conversions on plain local tensors.
 
-This module executes the steps of ``plan`` without decisions of its own. Only this module and the
-embedding exchange call collectives of c10d; ``pairs`` sends messages. Results have no autograd
+This module executes the steps of ``plan`` without making decisions. Only this module and the
+embedding exchange call collectives of c10d; ``pairs`` sends messages. Results do not have autograd
 history: ``global_tensor`` pairs each conversion with its adjoint.
 """
 
@@ -32,7 +32,7 @@ from sbpflow.runtime.ranks.world import (
 )
 from sbpflow.sbp.layout import Layout
 
-MAX_READY_STEPS = 8192  # when more programs are compiled, all are dropped
+MAX_READY_STEPS = 8192  # maximum number of compiled programs; beyond this, all are dropped
 
 Finish = Callable[[], Tensor | None]
 Work = dist.Work | pairs.Messages | None
@@ -42,9 +42,10 @@ _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.R
 
 
 class Pending:
-    """A conversion in progress. Call ``wait`` once; do not change the input part until it returns.
+    """Represents a conversion in progress.
 
-    If the world's ``wait_at_once`` is set, the transfer is already complete.
+    Call ``wait`` once; do not change the input part until ``wait`` returns. If the world's
+    ``wait_at_once`` is set, the transfer is already complete.
     """
 
     def __init__(self, finish: Finish, world: World) -> None:
@@ -74,14 +75,14 @@ class Boxing:
         self._requested: list[ConversionKey] | None = None
 
     def follow(self, conversions: Iterable[Conversion]) -> None:
-        """From now on, use the steps of ``conversions``, which come from a run's plan."""
+        """From now on, use the steps of ``conversions`` from a run's plan."""
         self._planned |= {conversion.key: conversion.steps for conversion in conversions}
 
     @contextmanager
     def expecting(self, conversions: Sequence[Conversion] | None) -> Generator[None]:
-        """Require exactly these conversions, in this order, within the block.
+        """Within the block, require exactly these conversions in this order.
 
-        Raise SbpError otherwise. ``None`` allows any conversions.
+        Raise SbpError for any deviation. ``None`` allows any conversions.
         """
         if conversions is None:
             yield
@@ -96,15 +97,16 @@ class Boxing:
             pairs_of = zip_longest(requested, planned)
             request, plan = next((a, b) for a, b in pairs_of if a != b)
             raise SbpError(
-                f"the dense part requests {_describe(request)} where the plan of this run has "
-                f"{_describe(plan)}; make the same conversions in every forward, regardless of "
-                "its values"
+                f"the dense part requests {_describe(request)}, but the plan of this run expects "
+                f"{_describe(plan)} at this point; make the same conversions in every forward, "
+                "regardless of its values"
             )
 
     def steps_of(
         self, id: str, src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype
     ) -> tuple[BoxingStep, ...]:
-        """Return a conversion's steps from the plan, or plan them now if the plan lacks them."""
+        """Return a conversion's steps from the plan; if the plan does not contain the conversion,
+        plan the steps now."""
         key = (id, src, dst, shape, dtype)
         if self._requested is not None:
             self._requested.append(key)
@@ -131,8 +133,8 @@ class Boxing:
 
         Return the new part, detached, or ``None`` outside the destination. The result shares memory
         with ``part`` if no copy was necessary. ``donate`` allows overwriting ``part``, which saves
-        the copy of an all-reduce. Raise SbpError if ``part`` does not have the shape or dtype of
-        the first step.
+        the copy of an all-reduce. Raise SbpError if the shape or dtype of ``part`` differs from the
+        first step's.
         """
         part = _without_history(part)
         for index, step in enumerate(steps):
@@ -161,7 +163,7 @@ class Boxing:
         return self.run(rest, finish(), channel)
 
     def _get_ready(self, step: BoxingStep, channel: str) -> tuple[Program, Link | None]:
-        """Return the step compiled for this rank, and the link of this rank's group."""
+        """Return the compiled step for this rank, and the link of this rank's group."""
         if len(self._ready) >= MAX_READY_STEPS:
             self._ready.clear()
         world, own_link = self.world, None
@@ -176,7 +178,7 @@ class Boxing:
     def _issue(self, step: BoxingStep, part: Tensor | None, channel: str, donate: bool) -> Finish:
         """Start one step; return a function that waits for it and returns the new part."""
         world = self.world
-        if world.checked and step.groups:  # check before all ranks create groups
+        if world.checked and step.groups:  # check the part before all ranks create groups
             self._check(step, part, channel)
         ready = self._ready.get((id(step), channel))
         program, link = ready or self._get_ready(step, channel)
@@ -208,7 +210,8 @@ class Boxing:
         return partial(_finish, work, program, finish, received, loan)
 
     def _check(self, step: BoxingStep, part: Tensor | None, channel: str) -> None:
-        """Compare the step with other ranks' steps; notify them if this rank rejects its part."""
+        """Compare the step with other ranks' steps; notify the other ranks if this rank rejects its
+        part."""
         fault: SbpError | None = None
         try:
             self._accept(step, step.src.part_shape(step.shape, self.world.rank), part)
@@ -227,9 +230,9 @@ class Boxing:
     def _accept(
         self, step: BoxingStep, part_shape: tuple[int, ...] | None, part: Tensor | None
     ) -> Tensor:
-        """Return the part on the device of the destination.
+        """Return the part on the destination's device.
 
-        Raise SbpError if the shape or the dtype of the part is wrong.
+        Raise SbpError if the part's shape or dtype is wrong.
         """
         if part_shape is None:
             if part is not None and part.numel():
@@ -249,17 +252,18 @@ class Boxing:
 
 
 def _without_history(part: Tensor | None) -> Tensor | None:
-    """Detach the part. Within an autograd function, a part has no graph and needs no detach."""
+    """Detach the part, except inside an autograd function, where parts have no graph."""
     if part is not None and part.requires_grad and torch.is_grad_enabled():
         return part.detach()
     return part
 
 
 def _between(index: int, part: Tensor | None) -> Tensor | None:
-    """Return the input of the step at ``index``; after the first step, it must not require grad.
+    """Return the input of the step at ``index``; after the first step, the input must not require
+    grad.
 
     A first step without communication may return the part itself, while ranks outside that step
-    have a new tensor. Checked mode compares whether inputs require grad.
+    create a new tensor. Checked mode compares whether inputs require grad.
     """
     return part.detach() if index and part is not None and part.requires_grad else part
 
@@ -294,7 +298,7 @@ def _wait(work: Work, program: Program) -> None:
 
 
 def _exchange_apart(program: Program, stays: Stays, part: Tensor, link: Link, loan: Loan) -> Finish:
-    """Run an all-to-all; meanwhile, copy the piece that stays on this rank."""
+    """Start an all-to-all; during the transfer, copy the piece that stays on this rank."""
     packed = program.pack(part, loan)
     out = part.new_empty(stays.shape)
     if stays.run is None:

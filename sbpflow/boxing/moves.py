@@ -3,17 +3,18 @@
 A conversion is a set of transfers (from rank, to rank, box); ``plan`` chooses the collective. The
 same rules apply to all layouts, placements, and numbers of axes:
 
-* Source ranks that differ only along B axes have the same data: one of them sends it.
-* Source ranks that differ only along P axes have terms: each term is sent, and the receiver adds
-  the terms up.
-* Destination ranks that differ only along P axes have terms of the result: exactly one of them gets
-  each source term, and the others fill in the neutral element. The receiving rank is the same for
-  all copies along B.
-* If source and destination reduce differently, as in P -> P(max), that rank gets all terms of a
-  box, because it must add them up. No single step does both, so ``plan`` uses several steps; this
-  module's transfers only show whether anything must be sent.
+* Source ranks that differ only along B axes store the same data: one of these ranks sends it.
+* Source ranks that differ only along P axes store terms: each term is sent, and the receiver adds
+  up the terms.
+* Destination ranks that differ only along P axes store terms of the result: exactly one of these
+  ranks gets each source term, and the others fill in the neutral element. The receiving rank is the
+  same for all copies along B.
+* If source and destination reduce differently, as in P -> P(max), the receiving rank gets all terms
+  of a box, because it must add up the terms. A single step cannot do both reductions, so ``plan``
+  uses several steps; the transfers of this module only show whether anything must be sent.
 
-A rank that already has its data sends it to itself at no cost. This is pure arithmetic.
+Data that is already on its rank is sent to the same rank at no cost. All functions are pure
+arithmetic.
 """
 
 from bisect import bisect_left, bisect_right
@@ -44,11 +45,11 @@ class BoxTransfer:
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """The ranks that have the same box, in ``rows``.
+    """Groups ranks with the same box into ``rows``.
 
-    A source cell has one row, and any of its ranks may send. A destination cell has one row per
-    coordinate along the P axes. Only one row of a destination cell receives; its ranks are copies
-    along the B axes.
+    A source cell consists of one row, and any of its ranks may send. A destination cell contains
+    one row per coordinate along the P axes. Only one row of a destination cell receives; its ranks
+    are copies along the B axes.
     """
 
     rows: tuple[tuple[int, ...], ...]
@@ -57,7 +58,9 @@ class _Cell:
 
 def numel(box: Box) -> int:
     """Return the number of elements in a box; 1 for a 0-d tensor."""
-    count = 1  # called for every pair of parts; a loop is twice as fast as math.prod
+    # use a loop, which is twice as fast as math.prod, because every pair of parts calls this
+    # function
+    count = 1
     for extent in box:
         count *= extent.stop - extent.start
     return count
@@ -83,13 +86,15 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 @lru_cache(maxsize=4096)
 def find_moves(src: Layout, dst: Layout, shape: tuple[int, ...]) -> tuple[BoxTransfer, ...]:
-    """Return all transfers of ``src -> dst``, at most one per rank pair, by (dst, src) cells."""
+    """Return all transfers of ``src -> dst``, at most one per pair of ranks, ordered by (dst, src)
+    cells."""
     sources = _Sources(_cells(src, shape, _Role.SOURCE))
     together = not one_step_legal(src, dst)
     moves: list[BoxTransfer] = []
     for target in _cells(dst, shape, _Role.TARGET):
         # The source cells of a bundle must send to the same row of the target. If terms must be
-        # combined, a bundle has all cells with the same box; otherwise each cell is its own bundle.
+        # combined, a bundle contains all cells with the same box; otherwise, each cell is a
+        # separate bundle.
         bundles: dict[object, tuple[Box, list[_Cell]]] = {}
         for number, source in enumerate(sources.near(target.box)):
             box = intersect(source.box, target.box)
@@ -113,7 +118,7 @@ def find_moves(src: Layout, dst: Layout, shape: tuple[int, ...]) -> tuple[BoxTra
 def one_step_legal(src: Layout, dst: Layout) -> bool:
     """Return True if one step can do the conversion.
 
-    A step has a single reduction, so P(max) -> P needs two steps.
+    A step does at most one reduction, so P(max) -> P needs two steps.
     """
     ops = {sbp.op for sbp in (*src.nd_sbp, *dst.nd_sbp) if isinstance(sbp, Partial)}
     return len(ops) <= 1
@@ -123,9 +128,9 @@ def elements_sent(src: Layout, dst: Layout, shape: tuple[int, ...]) -> dict[int,
     """Return the elements that each rank sends to others; ranks that send nothing may be missing.
 
     The numbers equal the sums over ``find_moves``. For one axis, the numbers are computed without
-    listing the transfers, because the number of transfers is quadratic in the ranks. A rank sends
-    everything it has once (or once to every rank if the destination is B), except what its own part
-    needs.
+    listing the transfers, because the number of transfers is quadratic in the number of ranks. A
+    rank sends all of its data once (or once to every rank if the destination is B), except the data
+    that its own part needs.
     """
     if src.placement != dst.placement or src.placement.ndim != 1:
         sent: dict[int, int] = {}
@@ -140,7 +145,7 @@ def elements_sent(src: Layout, dst: Layout, shape: tuple[int, ...]) -> dict[int,
     if not one_step_legal(src, dst):  # every other rank sends its term to the first rank
         return dict.fromkeys(ranks[1:], numel(src.part_slices(shape, ranks[0]) or ()))
     if isinstance(before, Broadcast) or isinstance(after, Partial):
-        return {}  # every rank already has its data
+        return {}  # every rank already stores its data
     copies = len(ranks) if isinstance(after, Broadcast) else 1
     sent = {}
     for rank in ranks:
@@ -154,7 +159,7 @@ class _Sources:
     """Finds source cells by their range along one dim, instead of comparing every pair of cells.
 
     The boxes of a layout are either equal or disjoint along a dim, so the cells that overlap a
-    target are neighbors in the order of their starts. The dim with the most splits is used.
+    target are adjacent when sorted by their starts. The dim with the most splits is used.
     """
 
     def __init__(self, cells: list[_Cell]) -> None:
@@ -183,9 +188,8 @@ class _Role(Enum):
 
 
 def _cells(layout: Layout, shape: tuple[int, ...], role: _Role) -> list[_Cell]:
-    """Group the ranks by their boxes; group source ranks by their terms as well."""
-    # Sources send all of their terms, but only one coordinate along a destination's P axes
-    # receives.
+    """Group the ranks by their boxes, and source ranks also by their terms."""
+    # Sources send all terms, but along a destination's P axes only one coordinate receives.
     together = Broadcast if role is _Role.SOURCE else (Broadcast, Partial)
     cells: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = {}
     for rank in layout.placement.ranks:
@@ -220,7 +224,8 @@ def _meet(
 
 
 def _effort(pairs: list[tuple[int, int]], origin: Placement, target: Placement) -> tuple[int, int]:
-    """Return how many transfers are between different ranks, and how many axes they cross."""
+    """Return the number of transfers between different ranks, and the number of axes that they
+    cross."""
     far = sum(_axes_between(origin, *pair) for pair in pairs) if origin == target else 0
     return sum(sender != receiver for sender, receiver in pairs), far
 

@@ -1,13 +1,13 @@
-"""Sends messages between pairs of ranks, and implements all-to-all with them.
+"""Sends messages between pairs of ranks, and implements all-to-all with these messages.
 
 Messages between ranks of a host go through shared memory if the host shares memory, and other
 messages through gloo.
 
-gloo's own all-to-all posts its sends before its receives. A rank signals that it is ready to
-receive in the same stream as its data, so the slower of two ranks signals after all its data. The
-two directions of the link between them are then used one after the other. Posting the receives
-first takes half as long (``docs/decisions/engine.md`` has measurements). Within one host there is
-no gain, and a collective needs fewer calls.
+gloo's own all-to-all posts its sends before its receives. A rank signals readiness to receive in
+the same stream as its data, so the slower of two ranks signals after sending all its data. The two
+directions of their link are then used one after the other. Posting the receives first takes half as
+long (measurements are in ``docs/decisions/engine.md``). Within one host, messages are not faster,
+and a collective needs fewer calls.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,14 +21,13 @@ from sbpflow.runtime.ranks.shared_memory import Arriving
 from sbpflow.runtime.ranks.world import Link
 
 _MAX_TAG = 2**31 - 1
-# The transfers of each group are counted; a group's ranks make the same transfers in the same
-# order.
+# Count the transfers of each group; a group's ranks make the same transfers in the same order.
 _transfers: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """Messages in flight; do not use the send or receive buffers before ``wait``."""
+    """Represents messages in flight; do not use the send or receive buffers before ``wait``."""
 
     works: Sequence[dist.Work | Arriving]
 
@@ -41,16 +40,17 @@ class Messages:
 def pass_messages(
     sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], link: Link
 ) -> Messages:
-    """Send to and receive from ranks of the link, by global rank; gloo skips empty tensors.
+    """Send to and receive from ranks of the link, given by global rank; gloo skips empty tensors.
 
     Every rank of the link makes the same calls in the same order, and both ends of a message use
-    the same size. Each call has its own tag in gloo. If ranks disagree on a size, messages of one
-    call therefore cannot be received by the next call, and ``wait`` raises RuntimeError for the
+    the same size. Each call uses a separate tag in gloo. Therefore, if ranks disagree on a size,
+    the next call cannot receive messages of this call, and ``wait`` raises RuntimeError for the
     missing messages.
     """
     group, shared = link.group, link.shared
     tag = _transfers.get(group, 0)
-    _transfers[group] = (tag + 1) & _MAX_TAG  # count even if this rank sends and receives nothing
+    # count this call even if the rank sends and receives nothing
+    _transfers[group] = (tag + 1) & _MAX_TAG
     arriving: list[Arriving] = []
     operations: list[dist.P2POp] = []
     for rank, target in receives.items():

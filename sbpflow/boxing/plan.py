@@ -22,7 +22,7 @@ __all__ = ["BoxingStep", "Collective", "Conversion", "format_steps", "plan_boxin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """A requested conversion and its steps; ``id`` names the caller."""
+    """Contains a requested conversion and its steps; ``id`` names the caller."""
 
     id: str
     src: Layout
@@ -53,7 +53,7 @@ def plan_boxing(
 
     The result is empty if the layouts are equal. If there are several steps, their ids are
     numbered: "<id>.0", "<id>.1". ``backend`` is "gloo" or "nccl". Raise SbpError if a split does
-    not fit ``shape``, or for P with a dtype that cannot be added.
+    not fit ``shape``, or if P is used with a dtype that cannot be added.
     """
     if backend not in ("gloo", "nccl"):
         raise SbpError(f"backend {backend!r} is unknown; use gloo or nccl")
@@ -91,12 +91,13 @@ def is_direct(src: Layout, dst: Layout, shape: tuple[int, ...]) -> bool:
 def last_linear_layout(
     src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype, backend: str
 ) -> Layout:
-    """Return the layout without P(max) or P(min) from which ``dst`` can be made locally.
+    """Return the last layout without P(max) or P(min) before ``dst``; ``dst`` can be made from this
+    layout locally.
 
-    The result is ``src`` itself if possible. Otherwise, the result is the layout on the placement
-    of ``dst`` with S or B instead of P(max) that costs the fewest bytes to reach. The backward of
-    the conversion passes through this layout, because each element of ``dst`` is then either
-    neutral or a copy of an element on the same rank.
+    The result is ``src`` itself if possible. Otherwise, the candidates are layouts on the placement
+    of ``dst`` with S or B instead of P(max), and the result is the candidate that costs the fewest
+    bytes to reach. The backward of the conversion passes through this layout, because each element
+    of ``dst`` is then either neutral or a copy of an element on the same rank.
     """
     if not src.has_extremum and not any(elements_sent(src, dst, shape).values()):
         return src
@@ -105,8 +106,8 @@ def last_linear_layout(
         steps = plan_boxing(src, layout, shape, dtype, id="", backend=backend)
         return sum(step.total_bytes + COLLECTIVE_COST_BYTES * bool(step.groups) for step in steps)
 
-    # The layout with only B is always a candidate. `min` takes the first of equal prices, so all
-    # ranks agree.
+    # The layout with only B is always a candidate. All ranks agree, because `min` returns the first
+    # of equal prices.
     return min(layouts_before(src, dst, shape), key=price)
 
 

@@ -1,4 +1,4 @@
-"""Compiles one rank's share of one step: how to pack, the sizes to exchange, and how to unpack.
+"""Compiles one rank's share of a step: the packing, the sizes to exchange, and the unpacking.
 
 A program handles only local tensors; ``executor`` runs the collective between ``pack`` and
 ``unpack``.
@@ -40,8 +40,8 @@ from sbpflow.boxing.step import WIRE_DTYPES, BoxingStep, Collective, padded_part
 from sbpflow.errors import unknown_value
 from sbpflow.sbp.sbp import Partial, Reduction
 
-# A piece of at least this size that stays on its rank skips the buffers. For smaller pieces, the
-# extra calls cost more than the saved copies (benchmarks.boxing, gloo, 2 ranks).
+# If a piece of at least this size stays on its rank, it bypasses the buffers. For smaller pieces,
+# the extra calls cost more than the saved copies (benchmarks.boxing, gloo, 2 ranks).
 APART_BYTES = 256 * 1024
 
 
@@ -52,11 +52,11 @@ class Program:
     * ``group`` is None if nothing is exchanged; then ``unpack`` gets the part itself. Otherwise,
       ``unpack`` gets a buffer of ``receive_shape``.
     * ``keeps_received`` means that the receive buffer becomes the result and must not be lent.
-    * ``sizes`` are the elements that an all-to-all receives from and sends to each rank of the
-      group; None if all are equal.
-    * ``comm_dtype`` is the dtype in which buffers are sent, or None for their own dtype.
+    * ``sizes`` are the numbers of elements that an all-to-all receives from and sends to each rank
+      of the group; None if all numbers are equal.
+    * ``comm_dtype`` is the dtype in which buffers are sent, or None to keep their dtype.
     * ``stays`` and ``add_own`` are for an exchange without the piece that this rank would send to
-      itself. ``stays`` copies that piece; if it is a term, ``add_own``, (part, received) ->
+      itself. ``stays`` copies that piece. If the piece is a term, ``add_own``, (part, received) ->
       result, replaces ``unpack``.
     * ``in_pairs`` is this rank if an all-to-all consists of messages between pairs of ranks.
     """
@@ -80,12 +80,12 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Stays:
-    """A piece that stays on its rank and is copied directly into the result.
+    """Describes a piece that stays on its rank and is copied directly into the result.
 
-    ``cut`` returns the piece in the part, and ``put`` returns its place in the result. A direct
-    copy saves the copies to the send buffer, from the backend to itself, and from the receive
-    buffer. The data of other ranks is received into ``run`` of the flat result, or copied from the
-    receive buffer by ``pieces``.
+    ``cut`` returns the piece in the part, and ``put`` returns its destination in the result. A
+    direct copy saves the copies to the send buffer, from the backend to itself, and from the
+    receive buffer. The data of other ranks is received into ``run`` of the flat result, or copied
+    from the receive buffer by ``pieces``.
     """
 
     shape: Shape
@@ -133,9 +133,9 @@ def compile_step(step: BoxingStep, rank: int, *, in_pairs: bool = False) -> Prog
 
 
 def _comm_dtype(dtype: torch.dtype) -> torch.dtype | None:
-    """Return a dtype of the same size that the backends support; None if they support ``dtype``.
+    """Return a dtype of the same size that the backends support, or None if they support ``dtype``.
 
-    Only transfers without additions can use such a dtype, because they need only the bits.
+    Such a dtype can only be used for transfers without additions, which copy bits.
     """
     if dtype in WIRE_DTYPES or dtype == torch.bool:
         return None
@@ -148,7 +148,7 @@ def _landed(base: Program, landing: Landing) -> Program:
 
 
 def reduction_of(step: BoxingStep) -> Reduction:
-    """Return the reduction of this step; sum if it has no terms."""
+    """Return the reduction of this step, or sum if the step does not reduce terms."""
     ops: list[Reduction] = [
         s.op for s in (*step.src.nd_sbp, *step.dst.nd_sbp) if isinstance(s, Partial)
     ]
@@ -161,7 +161,7 @@ def _nothing(part: Tensor) -> None:
 
 
 def _local(step: BoxingStep, rank: int) -> Unpack:
-    """Slice the part, or put it into a part of neutral elements, without communication."""
+    """Slice the part, or embed it in a part of neutral elements, without communication."""
     dst_box = step.dst.part_slices(step.shape, rank)
     if dst_box is None:
         return _nothing
@@ -177,7 +177,7 @@ def _local(step: BoxingStep, rank: int) -> Unpack:
 
 
 def _all_gather(base: Program, rank: int, group: tuple[int, ...]) -> Program:
-    """Send every part, padded to the largest, to every rank of the group."""
+    """Send every part, padded to the size of the largest part, to every rank of the group."""
     step = base.step
     stride = padded_part(step.src, step.shape, group)
     mine = numel(step.src.part_slices(step.shape, rank) or ())
@@ -189,7 +189,7 @@ def _all_gather(base: Program, rank: int, group: tuple[int, ...]) -> Program:
 
 
 def _exchange(base: Program, rank: int, group: tuple[int, ...]) -> Program:
-    """Send each rank of the group the box that it needs; combine terms in rank order."""
+    """Send the box that each rank of the group needs to that rank; combine terms in rank order."""
     step = base.step
     leaving = {move.dst: move for move in step.moves if move.src == rank}
     coming = {move.src: move for move in step.moves if move.dst == rank}
@@ -238,9 +238,10 @@ def _all_equal(step: BoxingStep, group: tuple[int, ...]) -> bool:
 def _leave_out_own(
     base: Program, rank: int, group: tuple[int, ...], sent: dict[int, Piece]
 ) -> Program | None:
-    """Return the exchange without this rank's own piece; None if that would cost an extra copy.
+    """Return the exchange without this rank's own piece, or None if leaving out the piece would
+    cost an extra copy.
 
-    No extra copy is made if the other pieces are still one range of the part, or must be packed
+    There is no extra copy if the other pieces still form one range of the part, or must be packed
     anyway.
     """
     if rank not in sent or base.sizes is None or len(sent) < 2:
@@ -266,7 +267,8 @@ def _leave_out_own(
 def _staying_apart(
     base: Program, rank: int, own: Piece, received: dict[int, Piece], shape: Shape
 ) -> Program | None:
-    """Copy this rank's own piece during the exchange; return None if others need an extra copy.
+    """Copy this rank's own piece during the exchange; return None if the other pieces would then
+    need an extra copy.
 
     The other pieces need no extra copy if they are received into one range of the result or must be
     copied anyway.
@@ -288,7 +290,8 @@ def _staying_apart(
 def _adding_apart(
     base: Program, rank: int, own: Piece, terms: dict[int, Piece], shape: Shape
 ) -> Program:
-    """Take this rank's term from the part after receiving the others; combine by ``terms``."""
+    """Take this rank's term from the part after receiving the other terms; combine them with
+    ``terms``."""
     others = sorted(terms.keys() - {rank})
     places = [len(others) if source == rank else others.index(source) for source in terms]
     cut = cutter(own.box, base.part_shape or ())
@@ -306,7 +309,8 @@ def _in_order(pieces: dict[int, Piece], shape: Shape) -> bool:
 def _pieces(
     moves: dict[int, BoxTransfer], group: tuple[int, ...], origin: Box | None
 ) -> tuple[dict[int, Piece], list[int]]:
-    """Return the pieces of a buffer with one range per rank of the group, and the range sizes."""
+    """Return the pieces of a buffer that contains one range per rank of the group, and the sizes of
+    the ranges."""
     pieces: dict[int, Piece] = {}
     sizes: list[int] = []
     for rank in group:

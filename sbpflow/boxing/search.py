@@ -26,7 +26,8 @@ COLLECTIVE_COST_BYTES = 16500
 def cheapest_route(
     src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype, backend: str
 ) -> tuple[Layout, ...]:
-    """Return the layouts on the route, ends included; ties are broken by steps, then list order."""
+    """Return the layouts on the cheapest route, including both ends; ties go to fewer steps, then
+    to the first listed."""
     # Use Dijkstra's algorithm: nodes are layouts, edges are steps, and lengths are the bytes of the
     # steps. A fixed table of routes is not enough, because the cheapest route depends on sizes: (P,
     # S(0)) -> (B, B) may gather or reduce first. Queue entries are (cost, number of steps, listing
@@ -52,7 +53,8 @@ def cheapest_route(
 
 
 def _values(src: Layout, dst: Layout, shape: tuple[int, ...]) -> tuple[Sbp, ...]:
-    """Return sbps to try for an axis: the sbps of both ends, B, and a split of the longest dim."""
+    """Return sbps to try for an axis: the sbps of both ends, B, and a split along the longest
+    dim."""
     longest = [Split(max(range(len(shape)), key=shape.__getitem__))] if shape else []
     return tuple(dict.fromkeys((*src.nd_sbp, *dst.nd_sbp, *longest, Broadcast())))
 
@@ -89,7 +91,8 @@ def layouts_before(src: Layout, dst: Layout, shape: tuple[int, ...]) -> Iterator
 
 
 def _arrivals(dst: Layout, values: tuple[Sbp, ...]) -> Iterator[NdSbp]:
-    """Yield layouts to arrive in on another placement: the destination, or with B axes split."""
+    """Yield the first layouts to try on another placement: the destination, and variants with split
+    B axes."""
     options = [
         [sbp, *(v for v in values if isinstance(v, Split))] if isinstance(sbp, Broadcast) else [sbp]
         for sbp in dst.nd_sbp
@@ -111,7 +114,8 @@ def _legal(placement: Placement, candidates: list[NdSbp]) -> Iterator[Layout]:
 
 
 def _fits(layout: Layout, shape: tuple[int, ...]) -> bool:
-    """Return True if every rank has a part; explicit sizes of nested splits may not add up."""
+    """Return True if every rank gets a valid part; explicit sizes of nested splits may not add
+    up."""
     try:
         for rank in layout.placement.ranks:
             layout.part_slices(shape, rank)

@@ -1,4 +1,5 @@
-"""Defines one step of a conversion: its collective, the groups of ranks, and the bytes sent.
+"""Defines a step of a conversion, which consists of a collective, groups of ranks, and the bytes
+sent.
 
 Steps are pure values. ``plan`` makes lists of steps, and ``executor`` runs them.
 """
@@ -17,9 +18,9 @@ from sbpflow.sbp.sbp import Broadcast, Partial, Sbp, Split, balanced_sizes
 Collective = Literal["none", "all_gather", "all_to_all", "reduce_scatter", "all_reduce"]
 Groups = tuple[tuple[int, ...], ...]
 
-# An all-gather pads all parts to the size of the largest. If padding would exceed this share, an
-# all-to-all sends exact sizes instead. The parts of balanced splits differ by at most one and are
-# always padded.
+# An all-gather pads all parts to the size of the largest part. If padding would exceed this share,
+# an all-to-all sends exact sizes instead. The parts of balanced splits, whose lengths differ by at
+# most one, are always padded.
 MAX_PADDING = 0.25
 
 # gloo and NCCL support these dtypes (torch 2.13); terms of other dtypes are exchanged and then
@@ -45,10 +46,10 @@ _WIDER = {torch.bool: torch.int8, torch.uint16: torch.int32, torch.uint32: torch
 
 @dataclass(frozen=True, kw_only=True)
 class BoxingStep:
-    """One step of a conversion; ``shape`` and ``dtype`` describe the full tensor.
+    """Describes a step of a conversion; ``shape`` and ``dtype`` describe the full tensor.
 
-    ``groups`` are disjoint, each in rank order; ranks communicate only within their group.
-    ``collective`` is the collective that runs on the backend of the plan. ``id`` is
+    ``groups`` are disjoint and in rank order; ranks communicate only within their group.
+    ``collective`` is the collective that the backend of the plan runs. ``id`` is
     "<owner>/<fwd|bwd>/<n>".
     """
 
@@ -71,11 +72,11 @@ class BoxingStep:
 
     @cached_property
     def moves(self) -> tuple[BoxTransfer, ...]:
-        """Return all transfers of boxes, including transfers from a rank to itself."""
+        """Return all transfers of boxes, including boxes that stay on their rank."""
         return find_moves(self.src, self.dst, self.shape)
 
     def group_of(self, rank: int) -> tuple[int, ...] | None:
-        """Return the group of ``rank``, or None if it does not communicate."""
+        """Return the group of ``rank``, or None if the rank does not communicate."""
         return next((group for group in self.groups if rank in group), None)
 
     @cached_property
@@ -124,7 +125,7 @@ def check_dtype(layout: Layout, dtype: torch.dtype) -> None:
 def make_step(
     id: str, src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype, backend: str
 ) -> BoxingStep:
-    """Return one step with the collective that suits ``backend``."""
+    """Return a step with a collective that ``backend`` supports."""
     collective: Collective = "none"
     groups: Groups = ()
     if any(elements_sent(src, dst, shape).values()):
@@ -149,11 +150,12 @@ def make_step(
 def _groups_of(
     src: Layout, dst: Layout, shape: tuple[int, ...]
 ) -> tuple[Groups, set[tuple[Sbp, Sbp]]]:
-    """Return the groups, and the (src, dst) sbps of the axes within them; empty across placements.
+    """Return the groups, and the (src, dst) sbps of the axes within the groups; across placements,
+    there are no such axes.
 
     On one placement, the groups are the lines (or planes) along the axes that change, or the whole
-    placement if a transfer would leave them. If possible, the groups do not depend on sizes, so
-    that a short batch does not need new process groups.
+    placement if a transfer would leave these lines. If possible, the groups do not depend on sizes,
+    so that a short batch does not need new process groups.
     """
     if src.placement != dst.placement:
         return (tuple(sorted({*src.placement.ranks, *dst.placement.ranks})),), set()

@@ -1,1 +1,1 @@
-"""Implements the ``sbpflow`` commands, one file each, which may import any package."""
+"""Implements the ``sbpflow`` commands, one per file; these files may import any package."""

@@ -41,7 +41,7 @@ def explain(argv: Sequence[str]) -> int:
     check_world_size(args.world_size)
     config = load_config(args.config, args.overrides, models=MODELS)
     manifest = load_manifest(data_path(config))
-    device = config.parallel.device  # "cuda" is kept: a plan for GPUs does not need a GPU
+    device = config.parallel.device  # keep "cuda", because planning for GPUs does not need a GPU
     device_type = device_type_of(device) if device == "auto" else device
     planned = run_planner(config, manifest, args.world_size, device_type)
     fields, rules = fields_of(manifest), planned.rules if planned else None

@@ -1,4 +1,4 @@
-"""Runs the ranks of ``sbpflow.fit`` in other processes: start, progress, and errors."""
+"""Runs the ranks of ``sbpflow.fit`` in other processes, and shows their progress and errors."""
 
 import os
 import sys
@@ -43,7 +43,7 @@ def train_ranks(config: Config, ranks: int, folder: Path) -> None:
 
 @contextmanager
 def _progress(config: Config) -> Generator[None]:
-    """Show the progress of ranks in other processes, which they write to their run folder."""
+    """Show the progress that ranks in other processes write to their run folder."""
     rows, size = load_manifest(data_path(config)).splits["train"], config.data.batch_size
     steps = -(-rows // size) if config.data.tail == "keep" else rows // size
     progress = Progress(
@@ -74,7 +74,7 @@ def _progress(config: Config) -> Generator[None]:
 
 
 def _last_step(file: Path, since: datetime) -> Event | None:
-    """Return the last event of a step that was written after the time ``since``."""
+    """Return the last step event that was written after the time ``since``."""
     try:
         lines = read_text(file).splitlines()
     except (FileNotFoundError, JsonError):

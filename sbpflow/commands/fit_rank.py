@@ -1,6 +1,6 @@
 """Runs one rank of ``sbpflow.fit``, and writes its error to a file for the calling process.
 
-``python -m sbpflow.commands.fit_rank FOLDER`` trains with ``config.yaml`` of the folder.
+``python -m sbpflow.commands.fit_rank FOLDER`` trains with the configuration FOLDER/config.yaml.
 """
 
 import logging

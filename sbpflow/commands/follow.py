@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 LOG_FILE = "export.log"
 _LOG = logging.getLogger(__name__)
 _LOOK_S = 1.0
-# The exporting process is not a rank, so it must not have the launcher's variables.
+# The exporting process is not a rank, so it must not inherit the launcher's variables.
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 
 
@@ -64,7 +64,7 @@ def follow(args: Namespace) -> int:
 
 @contextmanager
 def exporting(config: "Config", checkpoints: Path, rank: int) -> Generator[None]:
-    """Export the run's checkpoints in another process, as the group ``export`` says."""
+    """Export the run's checkpoints in another process, according to the group ``export``."""
     if config.export is None or rank:
         yield
         return

@@ -40,7 +40,12 @@ def predict(argv: Sequence[str]) -> int:
     text = f"rows per file of a folder (default {_BLOCK_ROWS:,})"
     add("--block-rows", type=int, default=_BLOCK_ROWS, metavar="N", help=text)
     add("--split", default="test", choices=("train", "val", "test"), help="split of a prepared set")
-    add("--max-bad-fraction", type=float, default=0.0, help="share of raw rows that may be skipped")
+    add(
+        "--max-bad-fraction",
+        type=float,
+        default=0.0,
+        help="fraction of raw rows that may be skipped",
+    )
     add("--overwrite", action="store_true", help="replace existing scores")
     args = parser.parse_intermixed_args(argv)
 
@@ -84,7 +89,7 @@ def predict(argv: Sequence[str]) -> int:
 def blocks_of(
     scoring: "Scoring", block_rows: int, checkpoint: "Checkpoint", config: "Config"
 ) -> "ScoreBlocks":
-    """Return the files of a folder, which depend on the weights and on settings of the scores."""
+    """Return the blocks of an output folder, identified by the weights and the scoring settings."""
     from sbpflow.checkpoint.format import to_json
     from sbpflow.config.load import config_facts
     from sbpflow.data.score_blocks import ScoreBlocks
@@ -100,7 +105,7 @@ def write_blocks(
     blocks: "ScoreBlocks",
     checkpoint: "Checkpoint",
 ) -> None:
-    """Score the rows that no earlier start has scored; every rank writes its own blocks."""
+    """Score the rows that earlier starts have not scored; every rank writes its own blocks."""
     from sbpflow.run.execution.predict import on_rank_0, predict_ranges, unfinished
 
     manifest, num_rows = scoring.manifest(), scoring.manifest().splits[scoring.split]
@@ -136,8 +141,8 @@ def open_rows(
 ) -> "tuple[Job, RowLoader]":
     """Load a saved model and encode the rows to score, as one rank of the environment.
 
-    ``bad`` is the share of raw rows that may be skipped. ``joined(rank)`` is called once all ranks
-    have joined. Closing ``opened`` closes everything that this function has opened. With
+    ``bad`` is the fraction of raw rows that may be skipped. ``joined(rank)`` is called once all
+    ranks have joined. Closing ``opened`` closes everything that this function has opened. With
     ``blocks``, every rank encodes some of the input files.
     """
     from sbpflow.data import fields_of, open_loader
@@ -195,14 +200,14 @@ def open_rows(
         shuffle="none",
         device=world.device,
         crosses=spec.hashed_columns,
-        max_maps=0 if blocks else None,  # pages of maps would count as memory of the process
+        max_maps=0 if blocks else None,  # mapped pages would count toward the memory of the process
     )
     opened.callback(loader.close)
     return job, loader
 
 
 def _for_few_rows(config: "Config") -> "Config":
-    """Choose what starts fastest: kernels and loaders that need no compilation and few imports.
+    """Choose the kernels and loaders that start fastest, without compilation and with few imports.
 
     Lookups of all kernels give equal results.
     """
@@ -217,7 +222,8 @@ def _for_few_rows(config: "Config") -> "Config":
 def open_output(
     scoring: "Scoring", blocks: "ScoreBlocks | None", bad: float, opened: ExitStack
 ) -> None:
-    """Check that the output can be written; lock a folder and compare it with this prediction."""
+    """Check that the output can be written. An output folder is locked, and its earlier files are
+    compared with this prediction."""
     from sbpflow.data.prepare.workspace import only_run
 
     scoring.open()

@@ -1,4 +1,5 @@
-"""Adds the arguments of commands that start from a checkpoint, and finds the run they name."""
+"""Defines the arguments of commands that start from a checkpoint, and finds the run that they
+name."""
 
 import argparse
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,9 @@ def add_model(
     """Add the arguments; ``name`` is an option or, without dashes, a positional argument."""
     add = parser.add_argument
     options: dict[str, Any] = {"required": required} if name.startswith("-") else {}
-    text = "a checkpoint, or a run folder to use its best checkpoint, or else its newest good one"
+    text = (
+        "a checkpoint, or a run folder, which selects its best or else its newest good checkpoint"
+    )
     add(name, type=local_path, metavar="DIR", help=text, **options)
     which = parser.add_mutually_exclusive_group()
     for name, text in (("best", "best checkpoint by val"), ("last", "newest good checkpoint")):
@@ -36,7 +39,7 @@ def add_model(
 
 
 def saved_run(args: argparse.Namespace) -> "tuple[Checkpoint, Config]":
-    """Return the checkpoint that a command names, and the configuration of the checkpoint's run."""
+    """Return the checkpoint that a command names, and the configuration of its run."""
     from sbpflow.run.saved.saved_model import find_checkpoint
 
     checkpoint = find_checkpoint(args.checkpoint, args.which)

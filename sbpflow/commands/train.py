@@ -1,6 +1,6 @@
 """``sbpflow train``: train a model on a prepared set.
 
-This command composes configuration, data, model and training loop, without logic of its own.
+This command only combines the configuration, the data, the model and the training loop.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -146,7 +146,7 @@ def train_config(
 
 
 def facts_of(manifest: "Manifest") -> "DataFacts":
-    """Return what a resumed run compares with its own set."""
+    """Return the set's identity, which a resumed run compares with the saved set."""
     from sbpflow.run.saved.resume import DataFacts
 
     return DataFacts(

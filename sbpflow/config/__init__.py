@@ -1,1 +1,1 @@
-"""Defines, reads and checks the configuration. No code in this package depends on a model."""
+"""Defines, reads and checks the configuration. This package does not depend on any model."""

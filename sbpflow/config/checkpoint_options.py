@@ -12,12 +12,13 @@ from sbpflow.runtime.fields.ranges import Count, Range
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
-    """Says when a run is saved, which checkpoints are kept, and where the run resumes from.
+    """Specifies when a run is saved, which checkpoints are kept, and from which checkpoint the run
+    resumes.
 
-    ``resume: auto`` resumes from the newest valid checkpoint of an unfinished run in ``dir`` if
-    all keys that affect the results are equal; otherwise the run is refused. ``never`` starts from
-    the beginning and moves existing checkpoints aside. A path resumes from the checkpoint at that
-    path, even if another run wrote it.
+    ``resume: auto`` resumes from the newest valid checkpoint of an unfinished run in ``dir`` if all
+    keys that affect results are equal; otherwise, the run is refused. ``never`` starts from the
+    beginning and moves existing checkpoints aside. A path resumes from the checkpoint at that path,
+    even if another run wrote it.
     """
 
     dir: Annotated[
@@ -75,7 +76,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportConfig:
-    """Exports the run's checkpoints while it trains, as a bundle followed by deltas."""
+    """Exports the run's checkpoints during training, as a bundle followed by deltas."""
 
     dir: Annotated[
         Path, Example("out/model"), Key("execution", "Folder of the bundles and their deltas.")

@@ -1,4 +1,5 @@
-"""Checks a configuration before a run: world size, tables, row counts, folders."""
+"""Checks a configuration before a run: the world size, the tables, the row counts, and the
+folders."""
 
 import tempfile
 from collections.abc import Mapping
@@ -22,10 +23,10 @@ def check(
     device_type: str = "cpu",
     planned: Mapping[str, TableRule] | None = None,
 ) -> dict[str, TableLayout]:
-    """Check everything that needs the world size or the tables; return the table layouts.
+    """Make all checks that need the world size or the tables; return the table layouts.
 
-    ``tables`` maps a name to (rows, dim); ``planned`` has the rules of ``parallel.plan``. Every
-    rank must call this before any process group exists. Raises ConfigError.
+    ``tables`` maps a name to (rows, dim); ``planned`` contains the rules of ``parallel.plan``.
+    Every rank must call this before any process group exists. Raises ConfigError.
     """
     parallel = config.parallel
     if config.data.batch_size < world_size:
@@ -47,7 +48,8 @@ def check(
 
 
 def check_rows(config: Config, rows: Mapping[str, int], *, batch_norm: bool) -> None:
-    """Check settings that depend on each split's row count before a run, not at its end."""
+    """Check settings against each split's row count, so that a run fails at its start instead of at
+    its end."""
     train, size = config.train, config.data.batch_size
     if batch_norm and config.data.tail == "keep" and rows["train"] % size == 1:
         raise ConfigError(

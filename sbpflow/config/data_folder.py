@@ -1,4 +1,5 @@
-"""Builds the message for a missing prepared set; ``data`` also imports this light module."""
+"""Builds the message for a missing prepared set. The module is light, because ``data`` imports it,
+too."""
 
 from pathlib import Path
 
@@ -9,7 +10,7 @@ HOW_TO_MAKE_DATA = (
 
 
 def data_folder_problem(folder: Path, key: str = "data.path") -> str | None:
-    """Return a message, naming ``key``, if ``folder`` is not a folder; None if it is a folder."""
+    """Return a message that names ``key`` if ``folder`` is not a folder, or else None."""
     if folder.is_dir():
         return None
     problem = "is not a folder" if folder.exists() else "does not exist"

@@ -1,4 +1,5 @@
-"""Reads a configuration (YAML and ``key=value`` overrides) into one frozen value, and writes it.
+"""Reads a configuration (YAML and ``key=value`` overrides) into one frozen value, and converts it
+back to YAML.
 
 ``parse.build`` checks keys and values; ``schema`` defines the classes.
 """
@@ -34,10 +35,10 @@ def load_config(
 ) -> Config:
     """Read a YAML file, apply ``key=value`` overrides in order, check, and freeze.
 
-    ``models`` maps each ``model.name`` to the configuration class of the group ``model``; the
-    first is the default. ``model.name: package.module:Class`` imports that class, because the file
-    and the overrides are the user's own command. The ``name`` of ``optimizer.sparse`` and of
-    entries of ``optimizer.tables`` may have the same form.
+    ``models`` maps each ``model.name`` to the configuration class of the group ``model``; the first
+    is the default. ``model.name: package.module:Class`` imports the class, which is safe because
+    the user wrote the file and the overrides. A table optimizer's ``name`` (``optimizer.sparse``,
+    ``optimizer.tables``) may have the same form.
     """
     try:
         file = local_path(path)
@@ -49,7 +50,7 @@ def load_config(
 def config_of(
     tree: Mapping[str, Any], overrides: Sequence[str] = (), *, models: Mapping[str, type[Any]]
 ) -> Config:
-    """Return the config of a mapping in the form of a YAML file; see ``load_config``.
+    """Return the config of a mapping with the structure of a YAML file; see ``load_config``.
 
     Values may also be paths, tuples, and configuration dataclasses.
     """
@@ -69,8 +70,8 @@ def config_from_tree(
     """Return the config whose ``plain`` form was saved as ``tree``, with ``key=value`` overrides.
 
     Saved data never causes an import: a model ``package.module:Class`` is imported only if the
-    user's command names it as ``own_model``, and a table optimizer only if
-    ``own_optimizers`` contains it. For others, ConfigError is raised.
+    user's command names it as ``own_model``, and a table optimizer only if ``own_optimizers`` names
+    it. Other classes raise ConfigError.
     """
     saved: dict[str, Any] = copy.deepcopy(dict(tree))
     _apply_all(saved, overrides, lambda tree: _import_optimizers(tree, own_optimizers))
@@ -95,7 +96,7 @@ def _mapping(value: object) -> dict[str, Any]:
 
 
 def _with_own(models: Mapping[str, type[Any]], group: object) -> dict[str, type[Any]]:
-    """Return the known models, the default first, with the user's own class if given."""
+    """Return the known models, with the default first, and the user's own class if given."""
     known, name = dict(models), _mapping(group).get("name")
     if isinstance(name, str) and ":" in name:
         known[name] = import_model(name)
@@ -145,18 +146,19 @@ def _import_optimizers(tree: Mapping[str, Any], allowed: Collection[str] | None 
 
 
 def dump_config(config: Config) -> str:
-    """Return the resolved config as YAML; ``load_config`` of this text gives an equal value."""
+    """Return the resolved config as YAML; ``load_config`` reads this text back as an equal
+    value."""
     return yaml.safe_dump(plain(config), sort_keys=False, default_flow_style=None, width=100)
 
 
 def config_facts(
     config: Config, affecting: Collection[Affects] = get_args(Affects)
 ) -> dict[str, str]:
-    """Return dotted keys and their values as one-line YAML, which the ranks compare.
+    """Return dotted keys and their values as one-line YAML, for comparing ranks.
 
-    Only keys that affect one of ``affecting`` (by default, anything) are returned. Each entry of a
-    group of patterns (``parallel.tables``, ``model.tables``, ...) has a key. The order of the
-    patterns has a key, too, because the order decides between two patterns that match.
+    Only keys that affect one of ``affecting`` (by default, all keys) are returned. Each entry of a
+    group of patterns (``parallel.tables``, ``model.tables``, ...) gets a key. The order of the
+    patterns gets a key, too, because it decides which of two matching patterns applies.
     """
     facts = {key: text for key, text, affects in _flat("", config) if affects in affecting}
     for group, name in (
@@ -177,7 +179,7 @@ def _affects(owner: object, name: str, by_default: Affects = "results") -> Affec
 def _flat(
     key: str, value: object, affects: Affects = "results"
 ) -> Iterator[tuple[str, str, Affects]]:
-    """Yield each leaf under ``value``: its dotted key, its value, and what it affects."""
+    """Yield the dotted key, the value, and the effect of each leaf under ``value``."""
     items: Mapping[str, object] | None = None
     if dataclasses.is_dataclass(value):
         items = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
@@ -187,7 +189,7 @@ def _flat(
         for name, item in items.items():
             below = _affects(value, name, affects)
             yield from _flat(f"{key}.{name}" if key else name, item, below)
-    elif value is not None:  # None is the same as not given
+    elif value is not None:  # None means that the key is not given
         yield key, show(value), affects
 
 
@@ -229,9 +231,10 @@ def _apply_all(
 ) -> None:
     """Write all ``key=value`` overrides into the raw tree.
 
-    ``import_optimizers`` runs before each override, because an imported optimizer class defines
-    keys that the override may set. ``parallel.plan`` and ``parallel.scheme`` both lay out all
-    tables, so either key on the command line replaces the other in the file; rank 0 logs a warning.
+    ``import_optimizers`` runs before each override, because an override may set a key that an
+    imported optimizer class defines. ``parallel.plan`` and ``parallel.scheme`` both lay out all
+    tables, so on the command line each of them replaces the other from the file, and rank 0 logs a
+    warning.
     """
     for override in overrides:
         import_optimizers(tree)
@@ -268,9 +271,9 @@ def _apply(tree: dict[str, Any], override: str) -> None:
             child = node[name] = {}
         if not isinstance(child, dict):
             owner = ".".join(path[: depth + 1])
-            raise ConfigError(f"{key}: {owner} is the value {brief(child)} and has no keys")
+            raise ConfigError(f"{key}: {owner} is the value {brief(child)}, not a group of keys")
         node = child
-    node.pop(path[-1], None)  # a new pattern of parallel.tables must be last to take precedence
+    node.pop(path[-1], None)  # a new pattern of parallel.tables must come last to take precedence
     node[path[-1]] = value
 
 

@@ -1,7 +1,8 @@
 """Describes the metrics of an evaluation, for early stopping, logs, and reports.
 
-A new metric needs an entry here, a field of ``training.metrics.Evaluation``, and its computation in
-``training.metrics.evaluate`` (and in ``histogram_auc`` if a histogram suffices for the metric).
+A new metric needs an entry here, a field in ``training.metrics.Evaluation``, and code in
+``training.metrics.evaluate`` (and in ``histogram_auc`` if the metric can be computed from a
+histogram).
 """
 
 from dataclasses import dataclass
@@ -13,10 +14,10 @@ ONE_CLASS = "all rows of val have the same class"
 
 @dataclass(frozen=True, slots=True)
 class MetricKind:
-    """Describes a metric; ``absent`` is why an evaluation of val may lack the metric.
+    """Describes a metric; ``absent`` is the reason why an evaluation of val may lack the metric.
 
-    Some metrics need all scored rows at once, because a histogram does not suffice, or need groups
-    of rows.
+    Some metrics need groups of rows, or all scored rows at once because a histogram does not
+    suffice.
     """
 
     label: str
@@ -26,7 +27,7 @@ class MetricKind:
     needs_groups: bool = False
 
     def is_better(self, value: float, best: float, min_delta: float) -> bool:
-        """Return whether ``value`` is more than ``min_delta`` better than ``best``."""
+        """Return whether ``value`` is better than ``best`` by more than ``min_delta``."""
         return value > best + min_delta if self.higher_is_better else value < best - min_delta
 
 

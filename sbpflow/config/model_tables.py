@@ -1,7 +1,8 @@
 """Defines a model's table settings in the configuration: ``model.fields`` and ``model.tables``.
 
 Both groups map patterns to rules, like ``parallel.tables``, but rules combine key by key: the last
-matching pattern with a key sets the key. A key that no pattern has keeps the model's value.
+matching pattern that sets a key determines its value. If no pattern sets a key, the model's value
+is used.
 """
 
 import difflib
@@ -27,9 +28,9 @@ InitialRange = Annotated[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FieldRule:
-    """Sets the tables of the fields that a pattern matches, in each output.
+    """Configures the tables, in each output, of the fields that a pattern matches.
 
-    Fields with the same ``table`` must share a vocabulary: otherwise one id would mean a different
+    Fields with the same ``table`` must share a vocabulary; otherwise, an id would mean a different
     value in each field. Tables of fields with keys (``vocabulary: dynamic``) grow during training.
     """
 
@@ -71,7 +72,7 @@ class FieldRule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableShape:
-    """Sets dimension, pooling, and initial values of the tables that a pattern matches."""
+    """Sets the dimension, pooling, and initial values of the tables that a pattern matches."""
 
     dim: Annotated[
         Annotated[int, Range(low=1, below=2**24)] | None,
@@ -88,7 +89,7 @@ class TableShape:
 
 @runtime_checkable
 class TableRules(Protocol):
-    """Describes a model configuration whose tables can be set by pattern."""
+    """The interface of a model configuration with settings for fields and tables by pattern."""
 
     @property
     def fields(self) -> Mapping[str, FieldRule]:
@@ -102,21 +103,21 @@ class TableRules(Protocol):
 
 
 def shape_of(rules: TableRules, name: str) -> tuple[TableShape, str]:
-    """Return the settings of table ``name`` by its patterns, and the last one that set ``dim``."""
+    """Return the settings of table ``name``, and the last matching pattern that sets ``dim``."""
     dims = [p for p, shape in rules.tables.items() if fnmatchcase(name, p) and shape.dim]
     return TableShape(**_combined(rules.tables, name)), dims[-1] if dims else ""
 
 
 def table_of(rules: TableRules, field: str) -> str | None:
-    """Return a field's shared table, from the last pattern that sets one; None without one."""
+    """Return a field's shared table from the last pattern that sets ``table``, or None."""
     return _combined(rules.fields, field).get("table")
 
 
 def growth_of(rules: TableRules | None, field: str, *, keyed: bool) -> Growth | None:
     """Return how the tables of a field grow, or None for a field with ids.
 
-    ``keyed`` is True if the data has keys for the field. Raises ConfigError if that contradicts
-    ``rules``.
+    ``keyed`` is True if the data has keys for the field. Raises ConfigError if ``keyed``
+    contradicts ``rules``.
     """
     given = _combined({} if rules is None else rules.fields, field)
     key, growing = f"model.fields.{field}", given.get("vocabulary") == "dynamic"
@@ -155,7 +156,8 @@ def _growth_keys(rule: FieldRule) -> list[str]:
 
 
 def _combined(rules: Mapping[str, Rule], name: str) -> dict[str, Any]:
-    """Return the given settings of ``name``; later patterns replace earlier ones key by key."""
+    """Return the settings that patterns give for ``name``; later patterns override earlier patterns
+    key by key."""
     settings: dict[str, Any] = {}
     for pattern, rule in rules.items():
         if fnmatchcase(name, pattern):

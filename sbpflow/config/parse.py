@@ -1,4 +1,4 @@
-"""Turns a YAML tree into frozen dataclasses and refuses everything that does not fit.
+"""Converts a YAML tree to frozen dataclasses, and refuses unknown keys and invalid values.
 
 This module handles types, ranges and near matches, but does not define keys: the classes in
 ``schema`` define the keys, and this module reads their annotations, defaults, and marks (``Range``,
@@ -35,7 +35,7 @@ _MAX_SHOWN = 200  # maximum length of a value in a message
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Gives a valid value, for keys whose default is not a useful example."""
+    """Gives an example value for a key whose default is not a useful example."""
 
     value: Any
 
@@ -49,14 +49,14 @@ class PathOr:
 
 @dataclass(frozen=True, slots=True)
 class Aliases:
-    """Gives other words for some values: {word: value}."""
+    """Defines alternative words for some values: {word: value}."""
 
     words: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Tagged:
-    """Returns the dataclasses that a group may be, by ``name``, given the user's name."""
+    """Given the user's ``name``, returns the possible dataclasses of a group by name."""
 
     kinds: Callable[[object], Mapping[str, type[Any]]]
 
@@ -70,7 +70,7 @@ class MaxEntries:
 
 @dataclass(frozen=True, slots=True)
 class Untagged:
-    """Sets the ``name`` (which selects the class) of mapping entries that do not give one."""
+    """Sets the ``name``, which selects the class, of mapping entries without a ``name``."""
 
     name: str
 
@@ -78,9 +78,9 @@ class Untagged:
 def build(cls: type[C], tree: object, choices: Choices = MappingProxyType({})) -> C:
     """Return an instance of the dataclass ``cls`` from a mapping; groups are dataclasses, too.
 
-    ``choices`` is for fields of ``cls`` whose annotation does not name a class: it maps such a
-    field to the dataclasses that its group may be, by the value of the key ``name``. The first
-    dataclass is the default. Raises ConfigError.
+    ``choices`` is for fields of ``cls`` whose annotation does not name a class. ``choices`` maps
+    such a field to the possible dataclasses by the value of the key ``name``; the first dataclass
+    is the default. Raises ConfigError.
     """
     try:
         return _build(cls, tree, "", choices)
@@ -105,7 +105,7 @@ class _UnknownKeyError(ConfigError):
         if not near:
             leaves = {key.rpartition(".")[2] for key in all_keys}
             matches = difflib.get_close_matches(name, leaves, 1)
-            # Several models and optimizers share keys, and each key is suggested once.
+            # Several models and optimizers share keys, but each key is suggested only once.
             near = list(dict.fromkeys(k for k in all_keys if k.rpartition(".")[2] in matches))
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         known = f"{group or 'the top level'} has {', '.join(self.siblings)}"
@@ -175,7 +175,8 @@ def _parse_marked(value: object, args: tuple[Any, ...], key: str, example: objec
             raise ConfigError(f"{key}: {brief(value)} is not {mark}{_eg(key, example)}")
         if isinstance(mark, MaxEntries) and len(parsed) > mark.count:
             raise ConfigError(
-                f"{key}: a list of {len(parsed):,}; use at most {mark.count}{_eg(key, example)}"
+                f"{key}: the list has {len(parsed):,} entries; use at most "
+                f"{mark.count}{_eg(key, example)}"
             )
         if isinstance(mark, PathOr) and parsed not in mark.words:
             parsed = str(_parse_path(parsed, key, example))
@@ -183,7 +184,7 @@ def _parse_marked(value: object, args: tuple[Any, ...], key: str, example: objec
 
 
 def _tagged(item: object, name: str) -> object:
-    """Return ``item``; a group without ``name`` gets ``name`` added."""
+    """Return ``item``; if it is a group without ``name``, add ``name``."""
     if isinstance(item, Mapping) and "name" not in item:
         return {"name": name, **typing.cast("Mapping[str, object]", item)}
     return item
@@ -258,7 +259,8 @@ def _parse_tuple(value: object, kind: Any, key: str, example: object) -> tuple[A
     items = typing.cast("Sequence[object]", value)
     if len(items) > MAX_ENTRIES:
         raise ConfigError(
-            f"{key}: a list of {len(items):,}; use at most {MAX_ENTRIES:,}{_eg(key, example)}"
+            f"{key}: the list has {len(items):,} entries; use at most "
+            f"{MAX_ENTRIES:,}{_eg(key, example)}"
         )
     kinds = [args[0]] * len(items) if args[-1] is Ellipsis else list(args)
     if len(items) != len(kinds):
@@ -274,7 +276,7 @@ def _parse_mapping(value: object, kind: Any, key: str, example: object) -> dict[
         _refuse(key, value, "a group of keys", example)
     if len(value) > MAX_ENTRIES:
         raise ConfigError(
-            f"{key}: a group of {len(value):,} keys; use at most {MAX_ENTRIES:,}, and patterns "
+            f"{key}: the group has {len(value):,} keys; use at most {MAX_ENTRIES:,}, and patterns "
             "that match several names"
         )
     return {str(name): parse(item, kind, f"{key}.{name}", None) for name, item in value.items()}
@@ -299,7 +301,7 @@ def _parse_int(value: object, key: str, example: object) -> int:
 
 
 def _parse_float(value: object, key: str, example: object) -> float:
-    """Accept text, too: YAML 1.1 reads ``1e-3``, which has no dot, as text."""
+    """Accept numbers as text, too, because YAML 1.1 reads ``1e-3``, without a dot, as text."""
     if isinstance(value, int | float | str) and not isinstance(value, bool):
         try:
             number = float(value)
@@ -361,7 +363,8 @@ def _eg(key: str, example: object) -> str:
 
 @functools.cache
 def _hints(cls: type[Any]) -> dict[str, Any]:
-    """Return annotations with their marks, from a cache, because resolving annotations is slow."""
+    """Return annotations with their marks. The result is cached, because resolving annotations is
+    slow."""
     return typing.get_type_hints(cls, include_extras=True)
 
 
@@ -417,7 +420,8 @@ def _join(key: str, name: str) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return the YAML form of a config value: only dicts, lists, text and numbers."""
+    """Return the YAML form of a config value, which consists of dicts, lists, strings and
+    numbers."""
     if dataclasses.is_dataclass(value):
         return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -440,7 +444,7 @@ def brief(value: object) -> str:
 
 
 def _head(value: object, depth: int = 4) -> object:
-    """Return ``value``, cut to its first entries, levels and characters."""
+    """Return ``value`` with limited numbers of entries, levels and characters."""
     if isinstance(value, str) and len(value) > _MAX_SHOWN:
         return f"{value[:_MAX_SHOWN]}.. ({len(value):,} characters)"
     if not isinstance(value, Mapping | list | tuple):

@@ -1,4 +1,5 @@
-"""Lists renamed keys: users' old names are refused, but saved files may have them."""
+"""Lists renamed keys: old names are refused in users' configurations, but accepted in saved
+files."""
 
 from collections.abc import Mapping
 from typing import Any, cast

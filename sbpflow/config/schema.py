@@ -1,6 +1,6 @@
 """Defines the configuration: every key, its default, and checks that need no other facts.
 
-``config.checks`` has the checks that need the tables or the world size. Values are never clamped
+``config.checks`` makes the checks that need the tables or the world size. Values are never clamped
 and keys are never ignored.
 """
 
@@ -46,7 +46,7 @@ from sbpflow.runtime.fields.ranges import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    """Says where a run writes its files, and sets the seed of everything random."""
+    """Sets the folder for a run's files, and the seed of all random numbers."""
 
     dir: Annotated[Path, Key("execution", "Run folder: metrics, report, checkpoints.")] = Path(
         "runs/train"
@@ -60,7 +60,7 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """Selects the prepared set, and how the set is read."""
+    """Selects the prepared set, and how to read it."""
 
     path: Annotated[
         Path | None,
@@ -104,20 +104,23 @@ class DataConfig:
 
 
 class ModelGroup(Protocol):
-    """Describes the ``model`` group: a frozen dataclass, selected by ``name``, in a model's module.
+    """The interface of the ``model`` group, a frozen dataclass in a model's module, selected by
+    ``name``.
 
-    ``run.model.ModelConfig`` describes the other attributes; ``load_config`` gets the known models.
+    ``run.model.ModelConfig`` describes the other attributes; the known models are passed to
+    ``load_config``.
     """
 
     @property
     def name(self) -> str:
-        """Return the value of ``name`` that selects the class."""
+        """Return the value of ``name`` that selects this class."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableChanges:
-    """Changes settings of earlier patterns or ``optimizer.sparse`` (an entry without ``name``)."""
+    """Changes settings that earlier patterns or ``optimizer.sparse`` have set; used for entries
+    without ``name``."""
 
     name: Literal["same"] = "same"
     lr: Annotated[Rate | None, Example(0.01), Key("results", "Learning rate.")] = None
@@ -205,7 +208,8 @@ DenseOptimizer = DenseSgd | Adam | AdamW | DenseAdagrad | RmsProp
 
 
 def table_optimizers(name: object = None) -> Mapping[str, type[TableOptimizer]]:
-    """Return the classes of an ``optimizer.tables`` entry by name, as in ``known_rules``."""
+    """Return the possible classes of an ``optimizer.tables`` entry by name, as ``known_rules``
+    does."""
     return {"same": TableChanges, **known_rules(name)}
 
 
@@ -351,7 +355,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """Describes one run, fully resolved; every rank has the same value."""
+    """Contains the fully resolved configuration of a run, which is equal on all ranks."""
 
     run: RunConfig = field(default_factory=RunConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -364,7 +368,8 @@ class Config:
 
     @property
     def best_metric(self) -> Metric | None:
-        """Return the metric of val that selects the final weights, or ``None`` for the last."""
+        """Return the val metric that selects the final weights, or ``None`` to use the last
+        weights."""
         keep = self.checkpoint.keep_best
         if self.train.stop is not None:
             return self.train.stop.metric
@@ -372,7 +377,7 @@ class Config:
 
     @property
     def watched(self) -> dict[str, Metric]:
-        """Return the metrics of val that the run acts on, by key."""
+        """Return, by key, the val metrics that affect the run."""
         train = self.train
         groups = {"train.stop.metric": train.stop, "train.plateau.metric": train.plateau}
         metrics: dict[str, Metric] = {}
@@ -416,8 +421,8 @@ class Config:
         if self.parallel.cuda_graph and self.train.accumulate > 1:
             raise ConfigError(
                 f"parallel.cuda_graph: true with train.accumulate: {self.train.accumulate}, but a "
-                "graph has the gradients of one batch only; use train.accumulate=1 and a larger "
-                "data.batch_size, or remove cuda_graph"
+                "graph computes the gradients of one batch only; use train.accumulate=1 and a "
+                "larger data.batch_size, or remove cuda_graph"
             )
         if self.train.plateau is not None:
             self.optimizer.refuse_one_rate("train.plateau")

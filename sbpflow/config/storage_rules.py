@@ -1,4 +1,5 @@
-"""Defines rules of ``parallel.storage``, for tables whose rows are not all in device memory."""
+"""Defines the rules of ``parallel.storage``, for tables that do not keep all rows in device
+memory."""
 
 import re
 from dataclasses import dataclass
@@ -42,14 +43,14 @@ class StorageRule:
     ] = None
 
     def check(self, key: str) -> None:
-        """Raise ConfigError if the keys do not fit together."""
+        """Raise ConfigError if the keys contradict each other."""
         if self.path is not None and self.kind != "file":
             raise ConfigError(f"{key}.path: {self.path} with kind: {self.kind}; use kind: file")
         if self.kind == "device":
             if self.cache is not None:
                 raise ConfigError(
-                    f"{key}.cache: {self.cache} with kind: device, which holds all rows; remove "
-                    "cache, or use kind: file"
+                    f"{key}.cache: {self.cache} with kind: device, which stores all rows on the "
+                    "device; remove cache, or use kind: file"
                 )
             return
         if self.cache is None:
@@ -61,7 +62,8 @@ class StorageRule:
             )
 
     def share(self, key: str, num_bytes: float) -> float:
-        """Return the share of rows in slots; ``num_bytes`` is the size of all rows of a rank."""
+        """Return the fraction of rows that the slots can contain; ``num_bytes`` is the size of all
+        rows of a rank."""
         number, unit = self._parsed(key)
         return number / 100 if unit == "%" else min(1.0, number * _UNITS[unit] / num_bytes)
 

@@ -1,7 +1,6 @@
 """Resolves the ``parallel`` group to the layout of each table and each dense parameter.
 
-``table_rules`` defines the group. This module refuses a rule that does not fit a table or the
-world.
+``table_rules`` defines the group. A rule that does not fit a table or the world is refused.
 """
 
 from collections.abc import Mapping
@@ -33,7 +32,8 @@ def resolve_dense_layouts(
     device_type: str,
     world_size: int,
 ) -> dict[str, Layout]:
-    """Return the layout of every dense parameter (name -> shape), over all ranks.
+    """Return a layout over all ranks for every dense parameter; ``parameters`` maps names to
+    shapes.
 
     Raise ConfigError if a pattern matches nothing, is not a layout, or splits a dim that is too
     short.
@@ -75,7 +75,7 @@ def resolve_table_layouts(
 ) -> dict[str, TableLayout]:
     """Return the layout of every table, in the order of ``tables`` (name -> (rows, dim)).
 
-    ``planned`` has the rules of ``parallel.plan``, which replace the rules of a scheme. Raises
+    ``planned`` contains the rules of ``parallel.plan``, which replace the rules of a scheme. Raises
     ConfigError if a rule does not fit a table or the world, a pattern matches nothing, or no
     pattern matches a table.
     """
@@ -97,7 +97,8 @@ def resolve_table_layouts(
 def _rule_of(
     parallel: ParallelConfig, schemes: Schemes, planned: Mapping[str, TableRule] | None, name: str
 ) -> tuple[str, TableRule]:
-    """Return the key and rule of the last match; rules of a plan or scheme come first."""
+    """Return the key and the rule of the last matching pattern; ``parallel.tables`` comes after a
+    plan's or scheme's rules."""
     plan_key, scheme = f"parallel.plan {parallel.plan}", parallel.scheme
     candidates = [(pattern, plan_key, rule) for pattern, rule in (planned or {}).items()]
     if scheme is not None:
@@ -128,7 +129,7 @@ def _fit(
     world_size: int,
     comm_dtype: CommDtype,
 ) -> TableLayout:
-    """Apply one rule to one table, and check that rule, table and world fit together."""
+    """Apply a rule to a table, and check that the rule fits the table and the world."""
     placement = rule.placement(key, device_type, world_size)
     if outside := [rank for rank in placement.ranks if rank >= world_size]:
         table = f" ({name})" if key.startswith("parallel.plan") else ""
@@ -165,7 +166,7 @@ def _fit(
 def _fit_axis(
     key: str, rule: TableRule, axis: int, sbp: Sbp, name: str, shape: Shape, placement: Placement
 ) -> Sbp:
-    """Return the sbp along one axis of the placement, with its explicit sizes if any."""
+    """Return the sbp along one axis of the placement, with explicit sizes if given."""
     if not isinstance(sbp, Split):
         return sbp
     num_ranks, length = placement.shape[axis], shape[sbp.dim]

@@ -1,7 +1,7 @@
 """Reads files of table rules for ``parallel.plan: FILE``, and writes them for the planner.
 
-A file has a mapping ``tables``, in the form of ``parallel.tables``, and optional ``notes`` for
-people. From the notes, only ``world_size``, the planned number of ranks, is read.
+A file contains a mapping ``tables``, in the form of ``parallel.tables``, and optional ``notes`` for
+people. The program reads only ``world_size``, the planned number of ranks, from the notes.
 """
 
 import logging
@@ -25,9 +25,9 @@ class _TablePlan:
 
 
 def read_table_plan(path: Path, *, world_size: int | None = None) -> dict[str, TableRule]:
-    """Return rules by pattern (the last match wins); raise ConfigError for other files.
+    """Return rules by pattern (the last match wins); raise ConfigError if the file is not a plan.
 
-    A plan whose ``notes`` give another ``world_size`` is legal, but logs a warning.
+    If ``notes`` give a different ``world_size``, a warning is logged.
     """
     tree = read_yaml(path, "parallel.plan")
     notes = tree.pop("notes", None)

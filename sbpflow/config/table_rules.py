@@ -1,4 +1,4 @@
-"""Defines the ``parallel`` group, which decides the layout of each embedding table.
+"""Defines the ``parallel`` group, which determines the layout of each embedding table.
 
 A scheme is a list of patterns from the model. ``parallel.tables`` appends patterns to this list;
 the last pattern that matches a table's name wins. ``table_layouts`` turns the patterns into one
@@ -68,7 +68,7 @@ class TableRule:
     ] = None
 
     def check(self, key: str) -> None:
-        """Check settings that need neither a table nor the world size. Raises ConfigError."""
+        """Check settings that do not depend on a table or the world size. Raises ConfigError."""
         sbps = self.parsed(key)
         if self.exchange not in (None, *exchange_names()):
             raise ConfigError(
@@ -111,7 +111,7 @@ class TableRule:
         return nd_sbp
 
     def placement(self, key: str, device_type: str, world_size: int) -> Placement:
-        """Return the ranks, by default all, with as many axes as the sbp."""
+        """Return the ranks (by default, all ranks) with as many axes as the sbp."""
         axes = len(self.parsed(key))
         ranks = self.ranks
         if ranks is None and axes == 1:
@@ -133,7 +133,7 @@ class TableRule:
         return placement
 
     def axis_sizes(self, axis: int) -> tuple[int, ...] | None:
-        """Return the explicit sizes of the parts along one axis; None if not given."""
+        """Return the explicit sizes of the parts along one axis, or None if sizes are not given."""
         if self.sizes is None:
             return None
         sizes = self.sizes[axis] if len(parse_nd_sbp(self.sbp)) > 1 else self.sizes
@@ -143,7 +143,7 @@ class TableRule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
-    """Says where tables and dense parameters are, their number formats, and how steps run.
+    """Sets the layouts of tables and dense parameters, number formats, and how steps run.
 
     A scheme or a plan lays out all tables; ``tables`` changes the layout by pattern.
     """
@@ -317,7 +317,7 @@ Schemes = Mapping[Scheme, Mapping[str, TableRule]]
 
 
 def rule_of(given: TableLayout) -> TableRule:
-    """Return the rule that gives a table this layout, the inverse of ``resolve_table_layouts``."""
+    """Return the rule that gives a table this layout; the inverse of ``resolve_table_layouts``."""
     placement, axes = given.layout.placement, given.layout.nd_sbp
     sizes = [sbp.sizes for sbp in axes if isinstance(sbp, Split) and sbp.sizes is not None]
     plain = tuple(Split(sbp.dim) if isinstance(sbp, Split) else sbp for sbp in axes)

@@ -1,7 +1,7 @@
 """Reads descriptions of hosts and links from the files that ``parallel.topology: FILE`` names.
 
-Descriptions are used to plan for machines that are not available, and on systems where ranks cannot
-detect which of them share a host.
+A description is needed to plan for other machines, and on systems where ranks cannot detect which
+of them share a host.
 """
 
 from dataclasses import dataclass
@@ -27,9 +27,11 @@ class _Link:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Description:
-    """``hosts`` is a list of lists of ranks, or a number of hosts with ``ranks_per_host`` each.
+    """Describes hosts and links.
 
-    Memory and speed are per rank: one number for all ranks, or a list with one number per rank.
+    ``hosts`` is a list of lists of ranks, or a number of hosts with ``ranks_per_host`` ranks each.
+    Memory and speed are given per rank, as one number for all ranks or as a list with one number
+    per rank.
     """
 
     hosts: Annotated[int | tuple[tuple[int, ...], ...], Example([[0, 1], [2, 3]])]
@@ -73,7 +75,7 @@ def _by_rank(given: float | tuple[float, ...] | None, size: int) -> tuple[float,
 
 
 def read_topology(path: Path, *, world_size: int) -> Topology:
-    """Return the topology of ``world_size`` ranks that a file describes. Raises ConfigError."""
+    """Return the topology, for ``world_size`` ranks, that a file describes. Raises ConfigError."""
     tree = read_yaml(path, "parallel.topology")
     try:
         described = build(_Description, tree)

@@ -1,6 +1,6 @@
 """Defines options for early stopping, plateaus, the loss, clipping, and learning rates.
 
-Each class checks its own values; ``schema`` has the groups that use these classes.
+Each class checks its own values; ``schema`` defines the groups that use these classes.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class StopConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlateauConfig:
-    """Reduces learning rates, in addition to the schedule, when val stops improving."""
+    """Reduces learning rates below the schedule when val stops improving."""
 
     metric: Watched = "auc"
     patience: Patience = 1
@@ -45,7 +45,7 @@ class PlateauConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossConfig:
-    """Changes the loss of each row; evaluations report the plain logloss.
+    """Modifies each row's loss in training; evaluations report the plain logloss.
 
     The focal loss follows T.-Y. Lin et al., Focal loss for dense object detection, 2017.
     """
@@ -83,8 +83,8 @@ class LossConfig:
 class ClipConfig:
     """Scales gradients so that their joint norm is at most ``norm``.
 
-    The norm includes all dense parameters and, with ``rows``, the summed gradients of the batch's
-    embedding rows. Gradients that are not part of the norm are not scaled.
+    The norm includes the gradients of all dense parameters and, with ``rows``, the summed gradients
+    of the batch's embedding rows. Other gradients are not scaled.
     """
 
     norm: Annotated[Rate, Key("results", "Maximum joint norm of the gradients.")] = 10.0
@@ -95,9 +95,10 @@ class ClipConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleConfig:
-    """Multiplies every ``lr`` by a factor per optimizer step: a linear warm-up, then a decay.
+    """Multiplies every ``lr`` by a factor that depends on the optimizer step: a linear warm-up,
+    then a decay.
 
-    Without ``decay_steps`` the factor does not decay.
+    Without ``decay_steps``, there is no decay.
     """
 
     key: ClassVar[str] = "optimizer.schedule"
@@ -146,7 +147,7 @@ class ScheduleConfig:
 
     @property
     def changes(self) -> bool:
-        """Return whether any step has a rate other than the configured rate."""
+        """Return whether the rate of any step differs from the configured rate."""
         return bool(self.warmup_steps) or self.decay_steps is not None
 
 

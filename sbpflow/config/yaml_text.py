@@ -1,8 +1,8 @@
-"""Reads YAML that may be hostile or damaged: plain values, each key once, within fixed limits.
+"""Reads YAML that may be hostile or damaged.
 
-In YAML a few lines can expand to billions of values (aliases), and scalars call constructors that
-raise arbitrary exceptions. This module raises ConfigError for all refused text, before building
-anything large.
+Only plain values within fixed limits are accepted, and each key may occur only once. In YAML, a few
+lines can expand to billions of values (aliases), and scalars call constructors that raise arbitrary
+exceptions. This module raises ConfigError for all refused text, before building anything large.
 """
 
 from collections.abc import Hashable
@@ -15,7 +15,7 @@ from sbpflow.errors import ConfigError
 
 MAX_CHARACTERS = 2**20
 MAX_DEPTH = 32
-MAX_VALUES = 100_000  # with aliases written out
+MAX_VALUES = 100_000  # maximum number of values, with aliases expanded
 MAX_DIGITS = 40
 
 
@@ -24,7 +24,7 @@ def load_yaml(text: str) -> Any:  # noqa: ANN401 (whatever the text says)
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(f"{len(text):,} characters of YAML; use at most {MAX_CHARACTERS:,}")
     try:
-        # Aliases share one object; with copies, overriding one does not change the others.
+        # Aliases share one object; copy it, so that overriding one use does not change the others.
         return unshared(yaml.load(text, _Loader))
     except ConfigError:
         raise
@@ -45,7 +45,8 @@ def unshared(value: Any) -> Any:  # noqa: ANN401
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses duplicate keys, of which YAML keeps the last, and values above the limits."""
+    """Refuses values above the limits, and duplicate keys, which YAML silently resolves to the last
+    one."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -77,7 +78,7 @@ class _Loader(yaml.SafeLoader):
         except ConfigError:
             raise
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
-            # Constructors of scalars fail with errors about Python's own calls.
+            # Errors from constructors of scalars mention Python's own calls, so they are replaced.
             tag = node.tag.replace("tag:yaml.org,2002:", "!!")
             raise ConfigError(
                 f"line {node.start_mark.line + 1}: {brief(node.value)} is not a valid {tag}; "

@@ -1,9 +1,9 @@
 """Counts the work that a table causes on the ranks: rows, elements, and bytes (not time).
 
-An exchange derives the counts from ``Facts``: ``part`` is the work that a shard adds to the rank
-that stores it, and ``home`` is the work that a table adds to every rank for the rank's own samples.
-The counts are summed over tables. If tables share work (a group, a stack, a transfer), a ``Key``
-identifies it; a rank counts such a feature by its number of distinct keys.
+An exchange derives the counts from ``Facts``. ``part`` is the work that a shard adds to the rank
+that stores the shard. ``home`` is the work that a table adds to every rank for the rank's own
+samples. The counts are summed over tables. If tables share work (a group, a stack, a transfer), a
+``Key`` identifies the work, and the rank counts the distinct keys.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from sbpflow.costs.ids import Floats
 from sbpflow.sbp.sbp import balanced_sizes
 
 FEATURES = (
-    # ``memory_bytes`` has the rows and optimizer state; ``buffer_bytes`` has the ids, vectors, and
+    # ``memory_bytes`` counts rows and optimizer state; ``buffer_bytes`` counts ids, vectors, and
     # gradients in flight.
     "memory_bytes",
     "buffer_bytes",
@@ -32,17 +32,17 @@ FEATURES = (
     "home_sort",
     "home_unique",
     "seen_ids",  # ids of the global batch, scanned for this rank's ids
-    "searched_ids",  # the subset of seen_ids for row-split tables
+    "searched_ids",  # the part of seen_ids that is for row-split tables
     "read_rows",
     "read_elements",
-    # ``read_touched`` counts the elements of distinct rows, whose first use misses the caches, and
-    # ``out_elements`` counts the elements of the vectors that owners look up and send.
+    # ``read_touched`` counts the elements of distinct rows, because the first use of a row misses
+    # the caches. ``out_elements`` counts the elements of the vectors that owners look up and send.
     "read_touched",
     "out_elements",
     "home_elements",  # elements of vectors or partial sums received for the samples
     "expand_rows",
     "expand_elements",
-    "repeat_elements",  # gradient elements that are copied once per rank
+    "repeat_elements",  # gradient elements copied once per rank
     "whole_elements",  # elements of dense gradients
     "update_ids",
     "update_elements",
@@ -60,11 +60,11 @@ FEATURES = (
     "vector_in_bytes",  # bytes of vectors that this rank receives
     "gradient_in_bytes",  # bytes of gradients that this rank receives
     # The following features are numbers of distinct keys.
-    "num_dense_groups",  # groups whose owners send vectors
-    "num_summed_groups",  # groups whose partial sums are added in transit
-    "num_whole_groups",  # groups whose dense gradients are all-reduced
-    "num_row_transfers",  # single rows between owners and requesters, both directions
-    "num_row_gathers",  # single rows gathered by all ranks
+    "num_dense_groups",  # groups in which owners send vectors
+    "num_summed_groups",  # groups with partial sums that are added in transit
+    "num_whole_groups",  # groups with all-reduced dense gradients
+    "num_row_transfers",  # rounds of single rows between owners and requesters, in both directions
+    "num_row_gathers",  # rounds of single rows that all ranks gather
     "num_stacks",
     "num_squares",
     "num_id_calls",
@@ -75,7 +75,7 @@ MEMORY, BUFFERS = INDEX["memory_bytes"], INDEX["buffer_bytes"]
 
 Ints = NDArray[np.int64]
 Counts = Mapping[str, float]  # counts by feature; missing features count as 0
-Key = tuple[int, str]  # index of a feature, and a text that distinguishes its keys
+Key = tuple[int, str]  # index of a feature, and a string that distinguishes its keys
 Cut = tuple[float, int]  # (row parts, column parts)
 
 
@@ -83,10 +83,10 @@ Cut = tuple[float, int]  # (row parts, column parts)
 class Facts:
     """Describes one table in one step: all inputs of an exchange's counts except the cut.
 
-    The global batch has ``lookups`` ids, ``touched`` of which are distinct. On a single rank,
-    ``wanted`` ids are distinct. ``vectors`` is the number of vectors sent per sample. The ``item``
-    fields are the bytes per element in arithmetic (``item``), in stored rows, and in sent vectors
-    and gradients. ``window`` is the number of batches whose ids are in memory. ``state`` is
+    The global batch has ``lookups`` ids, ``touched`` of which are distinct. The ids on a single
+    rank include ``wanted`` distinct ids. ``vectors`` is the number of vectors sent per sample. The
+    ``item`` fields are the bytes per element in arithmetic (``item``), in stored rows, and in sent
+    vectors and gradients. ``window`` is the number of batches whose ids are in memory. ``state`` is
     (numbers per row, numbers per element) of optimizer state.
     """
 
@@ -98,7 +98,7 @@ class Facts:
     lookups: float
     touched: float
     wanted: float
-    sent_ids: float  # ids sent to owners, without ids that are already sent for another table
+    sent_ids: float  # ids sent to owners, excluding ids already sent for another table
     item: float = 4.0
     row_item: float = 4.0
     vector_item: float = 4.0
@@ -106,7 +106,8 @@ class Facts:
     window: int = 1
     state: tuple[int, int] = (0, 0)
     slot_share: float = 1.0  # share of rows that are on the device
-    shares_state: bool = False  # ranks with different columns of a row share its state
+    # True if ranks that store different columns of a row share its state
+    shares_state: bool = False
 
     @property
     def samples(self) -> float:
@@ -144,7 +145,8 @@ class Facts:
 
 
 class Counted(Protocol):
-    """The interface of an exchange that costs need. If ``copies`` is true, there are no parts."""
+    """Defines the part of an exchange's interface that cost estimates use. If ``copies`` is true,
+    there are no parts."""
 
     copies: ClassVar[bool]
 
@@ -163,8 +165,9 @@ def vector_of(counts: Counts) -> Floats:
 def work_of(exchange: Counted, facts: Facts, cut: tuple[int, int]) -> tuple[Floats, Ints, Floats]:
     """Return the counts of an evenly divided table: ``kinds``, ``kind`` and ``home``.
 
-    ``kinds`` [K, F] has a row for each distinct size of a shard: there are at most two sizes per
-    dimension. Shard s, in row-major order, is of kind ``kind[s]``. ``home`` [F] is for every rank.
+    ``kinds`` [K, F] contains one row per distinct shard size; there are at most two sizes per
+    dimension. Shard s, in row-major order, is of kind ``kind[s]``. ``home`` [F] applies to every
+    rank.
     """
     home = vector_of(exchange.home(facts, cut))
     if exchange.copies:

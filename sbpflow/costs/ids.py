@@ -18,16 +18,18 @@ from sbpflow.errors import ConfigError
 
 Floats = NDArray[np.float64]
 CLICKS = 3.0
-"""The default exponent of the id distribution: the smallest of n ids has share n ** (-1/3)."""
+"""The default exponent of the id distribution: the most frequent of n ids accounts for n ** (-1/3)
+of the lookups."""
 _SLICES = 40
 _MOST = 16.0
-# The curve has two points per octave. Log-log interpolation between them is accurate to 0.65 %.
+# The curve has two points per octave, so log-log interpolation is accurate to 0.65 %.
 _DRAWS = tuple(2.0 ** (n / 2) for n in range(1, 69))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdCurve:
-    """A curve: ``draws[i]`` lookups touch ``unique[i]`` distinct rows; both are ascending.
+    """Describes a curve: ``draws[i]`` lookups touch ``unique[i]`` distinct rows; both are
+    ascending.
 
     The total number of rows that are ever looked up is ``distinct``. Impossible curves raise
     ConfigError.
@@ -74,8 +76,8 @@ def curve_of(
 ) -> IdCurve:
     """Return the curve of groups of equally frequent rows.
 
-    Group i has ``rows[i]`` rows with a total mass of ``mass[i]``. Draws are independent, so n
-    lookups touch a row of frequency p with probability 1 - exp(-n p).
+    Group i contains ``rows[i]`` rows, whose total frequency is proportional to ``mass[i]``. Draws
+    are independent, so n lookups touch a row of frequency p with probability 1 - exp(-n p).
     """
     count, share = np.asarray(rows, dtype=np.float64), np.asarray(mass, dtype=np.float64)
     valid = (count > 0) & (share > 0)
@@ -97,14 +99,14 @@ def click_curve(num_rows: int, exponent: float = CLICKS) -> IdCurve:
 
     With exponent 1, all rows are equally frequent.
     """
-    # Slices are narrower where ids are frequent.
+    # Use narrower slices for frequent ids.
     edges = (np.arange(_SLICES + 1) / _SLICES) ** exponent
     return curve_of(np.diff(edges) * num_rows, np.full(_SLICES, 1.0 / _SLICES))
 
 
 @dataclass(frozen=True, slots=True)
 class IdFrequencies:
-    """The id statistics of one field.
+    """Contains the id statistics of one field.
 
     ``bins`` are (rows, lookups); the rows of a bin are assumed to be equally frequent.
     ``per_sample`` is the mean number of ids.
@@ -124,7 +126,7 @@ def _curve_of_bins(bins: tuple[tuple[int, int], ...]) -> IdCurve:
 
 
 def exponent_of(curve: IdCurve, num_rows: int, draws: float) -> float:
-    """Return the exponent, rounded to halves, with which ``click_curve`` matches ``curve``."""
+    """Return the exponent, rounded to halves, for which ``click_curve`` best matches ``curve``."""
     wanted = curve.touched(draws)
     low, high = 1.0, _MOST
     while high - low > 0.05:

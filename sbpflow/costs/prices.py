@@ -3,9 +3,9 @@
 The units of the weights are nanoseconds on one core and milliseconds per call. The weights of
 indexing, reading, summing, and stepping are rounded measurements: compiled kernels, rowwise
 Adagrad, 60,000 ids on 1M rows of 8 to 64 columns, Intel Xeon (AMX), 2026-11. The other weights were
-chosen so that they rank plans of eight tasks as measured on loopback (``benchmarks.schemes``;
-docs/decisions/engine.md has the held-out tasks). Only the ratios of the weights to each other and
-to the link's speed affect the ranking.
+chosen to reproduce the measured ranking of plans for eight tasks on loopback
+(``benchmarks.schemes``; docs/decisions/engine.md lists the held-out tasks). The ranking depends
+only on the ratios of the weights to each other and to the link's speed.
 """
 
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ WORK_NS = vector_of(
         "copied_bytes": COPY_NS_PER_BYTE,
     }
 )
-CALLS = {  # transfers per group, round of rows, or stack
+CALLS = {  # cost per transfer of a group, a round of rows, or a stack
     "num_dense_groups": 2,
     "num_summed_groups": 2,
     "num_whole_groups": 1,
@@ -56,7 +56,8 @@ WORK_MS = 1e-6 * WORK_NS + vector_of({**dict.fromkeys(_GROUPS, GROUP_MS), "num_s
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """The milliseconds of transfers and the busiest rank's work, and the bytes a rank sends."""
+    """Contains the milliseconds of transfers and of the busiest rank's work, and the bytes that a
+    rank sends."""
 
     work_ms: float
     transfer_ms: float
@@ -73,9 +74,9 @@ def transfer_ms(byte_ms: float, call_ms: float) -> Floats:
 
 
 def price_of(totals: Floats, gb_per_s: float, latency_ms: float) -> Price:
-    """Return the price of a step with the counts ``totals`` [ranks, F] of its ranks.
+    """Return the price of a step from its counts ``totals`` [ranks, F].
 
-    The link has ``gb_per_s`` of bandwidth and costs ``latency_ms`` per call.
+    The link transfers ``gb_per_s`` and adds ``latency_ms`` per call.
     """
     return Price(
         work_ms=float((totals @ WORK_MS).max()),

@@ -1,1 +1,2 @@
-"""Define sbps, placements, and layouts (their combination), without communication."""
+"""Defines sbps, placements, and layouts (a layout combines a placement with sbps), without
+communication."""

@@ -23,7 +23,8 @@ from sbpflow.sbp.sbp import (
 
 @dataclass(frozen=True, init=False)
 class Layout:
-    """A placement and ``nd_sbp`` with one entry per axis, or a string such as "(S(0), B)".
+    """Combines a placement with ``nd_sbp``, which has one entry per axis or is a string such as
+    "(S(0), B)".
 
     If several axes split the same dim, axis 0 splits the dim, and then axis 1 splits the resulting
     pieces.
@@ -58,7 +59,7 @@ class Layout:
         return f"{format_nd_sbp(self.nd_sbp)}@{self.placement}"
 
     def __hash__(self) -> int:
-        return self._hash  # The hash is cached because every plan lookup hashes layouts.
+        return self._hash  # Cache the hash, because every plan lookup hashes layouts.
 
     @cached_property
     def _hash(self) -> int:
@@ -67,7 +68,7 @@ class Layout:
     def part_slices(self, shape: tuple[int, ...], rank: int) -> tuple[slice, ...] | None:
         """Return the slices of a rank's part of a tensor, or ``None`` outside the placement.
 
-        B and P do not split, so the part is divided only by the other axes.
+        Only S axes divide the tensor; B and P axes do not.
         """
         coord = self.placement.coord(rank)
         if coord is None:
@@ -110,7 +111,7 @@ class Layout:
                     else f"{self} splits a tensor without dims; use B or P"
                 )
             parts = self.placement.shape[axis]
-            to_split = lengths[sbp.dim]  # lengths of the pieces that earlier axes make
+            to_split = lengths[sbp.dim]  # lengths of the pieces made by earlier axes
             if short := [n for n in to_split if sbp.sizes is None and 0 < n < parts]:
                 raise SbpError(
                     f"{self} splits dim {sbp.dim} of {list(shape)} into {parts} parts, but the "
@@ -130,11 +131,13 @@ class Layout:
 
 
 def split_sizes(sbp: Split, size: int, parts: int) -> tuple[int, ...]:
-    """Return the lengths of the pieces when ``sbp`` splits a dim of ``size``."""
+    """Return the lengths of the pieces into which ``sbp`` splits a dim of length ``size``."""
     if sbp.sizes is None:
         return balanced_sizes(size, parts)
     if sum(sbp.sizes) != size:
-        raise SbpError(f"{sbp} has sizes that sum to {sum(sbp.sizes)}, but the dim has {size}")
+        raise SbpError(
+            f"the sizes of {sbp} sum to {sum(sbp.sizes)}, but the length of the dim is {size}"
+        )
     return sbp.sizes
 
 
@@ -142,6 +145,6 @@ def split_sizes(sbp: Split, size: int, parts: int) -> tuple[int, ...]:
 def split_bounds(sbp: Split, size: int, parts: int) -> tuple[int, ...]:
     """Return the start of each piece of ``split_sizes``, and the end of the last piece.
 
-    The result is cached because this function is called for every rank.
+    Results are cached, because this function is called for every rank.
     """
     return (0, *accumulate(split_sizes(sbp, size, parts)))

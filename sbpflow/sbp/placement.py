@@ -1,7 +1,7 @@
 """Define placements: n-D grids of the global ranks that store a tensor.
 
-A placement has no process groups (``sbpflow.runtime.ranks.world.World`` creates groups), so
-``explain`` and the planner can use placements of worlds that are not running.
+A placement does not contain process groups, which ``sbpflow.runtime.ranks.world.World`` creates.
+``explain`` and the planner can therefore use placements of worlds that are not running.
 """
 
 import math
@@ -18,7 +18,7 @@ DEVICE_TYPES = ("cpu", "cuda")
 
 
 class RankArray(Protocol):
-    """A numpy or torch array of ranks."""
+    """The interface of a numpy or torch array of ranks."""
 
     def tolist(self) -> object:
         """Return the ranks as nested lists."""
@@ -30,7 +30,8 @@ NestedRanks = int | Sequence["NestedRanks"] | RankArray
 
 @dataclass(frozen=True)
 class Placement:
-    """A grid of ``shape`` with the global ``ranks`` in row-major order; any subset is allowed."""
+    """Arranges global ``ranks`` in a grid of ``shape``, in row-major order; any subset of ranks is
+    allowed."""
 
     device_type: str
     ranks: tuple[int, ...]
@@ -54,7 +55,7 @@ class Placement:
     def of(device_type: str, ranks: NestedRanks) -> "Placement":
         """Build a placement from ``[0, 1]`` (a line) or ``[[0, 1], [2, 3]]`` (a grid).
 
-        Numpy or torch arrays and single ranks are also accepted.
+        Numpy arrays, torch tensors and single ranks are also accepted.
         """
         single = whole(_plain(ranks))
         if single is not None:
@@ -83,7 +84,7 @@ class Placement:
 
     @cached_property
     def _coords(self) -> dict[int, tuple[int, ...]]:
-        grid = product(*(range(size) for size in self.shape))  # row-major like the ranks
+        grid = product(*(range(size) for size in self.shape))  # row-major order, as in ``ranks``
         return dict(zip(self.ranks, grid, strict=True))
 
     def __contains__(self, rank: int) -> bool:
@@ -102,11 +103,11 @@ class Placement:
         return str(self.nested())
 
     def nested(self) -> list[Any]:
-        """Return the ranks as nested lists, an input that ``of`` accepts."""
+        """Return the ranks as nested lists, in the form that ``of`` accepts."""
         return _nest(list(self.ranks), self.shape)
 
     def __hash__(self) -> int:
-        return self._hash  # The hash is cached because every plan lookup hashes placements.
+        return self._hash  # Cache the hash, because every plan lookup hashes placements.
 
     @cached_property
     def _hash(self) -> int:
@@ -140,7 +141,8 @@ def _plain(ranks: object) -> object:
 
 
 def _flatten(nested: object, depth: int, flat: list[int], shape: list[int]) -> None:
-    """Append all ranks to ``flat`` in order, and the length of each new depth to ``shape``."""
+    """Append all ranks to ``flat`` in order, and the length of each new nesting level to
+    ``shape``."""
     ranks = _plain(nested)
     if not isinstance(ranks, Sequence) or isinstance(ranks, str):
         raise SbpError(f"ranks {ranks!r} are not whole numbers; write [0, 1] or [[0, 1], [2, 3]]")

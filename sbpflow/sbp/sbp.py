@@ -19,7 +19,7 @@ Reduction = Literal["sum", "max", "min"]
 class Split:
     """Each coordinate stores a consecutive piece of ``dim``.
 
-    ``sizes``, a tuple or list, has the length (0 or more) of each coordinate's piece. ``None``
+    ``sizes``, a tuple or list, contains the length (0 or more) of each coordinate's piece. ``None``
     means balanced: the first ``n % parts`` pieces get one more element.
     """
 
@@ -57,7 +57,8 @@ class Broadcast:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Every coordinate stores a term of the full shape; the value is the terms' sum, max or min."""
+    """Every coordinate stores a term of the full shape; the tensor is the sum, max or min of the
+    terms."""
 
     op: Reduction = "sum"
 
@@ -122,7 +123,7 @@ def parse_nd_sbp(text: str) -> NdSbp:
 
 
 def as_nd_sbp(value: NdSbp | Sbp | str) -> NdSbp:
-    """Convert a sequence of sbps or strings, one sbp, or a string to one sbp per placement axis."""
+    """Convert a string, an sbp, or a sequence of sbps or strings to one sbp per placement axis."""
     if isinstance(value, str):
         return parse_nd_sbp(value)
     if isinstance(value, Split | Broadcast | Partial):
@@ -136,7 +137,8 @@ def as_nd_sbp(value: NdSbp | Sbp | str) -> NdSbp:
 
 
 def whole(value: object) -> int | None:
-    """Convert a value of any integer type, including numpy's, to int; return None for others."""
+    """Convert a value of any integer type, including numpy's, to int; return None for other
+    values."""
     try:
         return operator.index(value)  # pyright: ignore[reportArgumentType] -- this is the check
     except TypeError:
@@ -157,7 +159,7 @@ def balanced_sizes(size: int, parts: int) -> tuple[int, ...]:
 
 
 def dual(sbp: Sbp) -> Sbp:
-    """Return the gradient's sbp for a tensor with ``sbp`` (S for S, P for B, and B for P)."""
+    """Return the sbp of the gradient of a tensor with ``sbp`` (S for S, P for B, and B for P)."""
     if isinstance(sbp, Broadcast):
         return Partial()
     if isinstance(sbp, Partial):

@@ -1,1 +1,2 @@
-"""Global tensors with autograd and operators; each rank stores a part of a logical tensor."""
+"""Defines global tensors with autograd and operators; each rank stores a part of a logical
+tensor."""

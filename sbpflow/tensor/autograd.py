@@ -1,7 +1,8 @@
-"""Run conversions with autograd: planned steps, and the adjoint's steps in the backward.
+"""Run conversions with autograd: the planned steps in the forward, and the adjoint's steps in the
+backward.
 
-A rank outside a placement has an empty part here instead of None, so the rank is part of the graph
-and joins the collectives of the backward. Conversions have first derivatives only.
+Outside a placement, a rank's part is empty here instead of None, so that the rank is part of the
+graph and joins the collectives of the backward. Only first derivatives are supported.
 """
 # pyright: reportIncompatibleMethodOverride=false
 # (torch's base class declares forward and backward with any arguments)
@@ -24,7 +25,8 @@ Context = Any  # the ctx of an autograd function; torch has no public type for i
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """Steps of src -> dst in ``forward``, and of the gradient's dual(dst) -> dual(src)."""
+    """Contains the steps of src -> dst in ``forward``, and the gradient's steps, dual(dst) ->
+    dual(src), in ``backward``."""
 
     src: Layout
     forward: Steps
@@ -34,10 +36,10 @@ class Way:
 
 
 def run_part(boxing: Boxing, steps: Steps, part: Tensor, channel: str) -> Tensor:
-    """Call ``boxing.run`` with empty parts in place of None."""
+    """Call ``boxing.run``, with None replaced by empty parts."""
     if not steps:
         return part
-    # Empty parts are also passed, because checked mode compares requires_grad of all parts.
+    # Pass empty parts, too, because checked mode compares requires_grad of all parts.
     out = boxing.run(steps, part, channel)
     if out is None:
         return torch.empty(0, dtype=part.dtype, device=boxing.world.device_of(steps[-1].dst))
@@ -72,13 +74,14 @@ Adjoint = Callable[[Tensor], Tensor]
 
 def once(name: str, adjoint: Adjoint, gradient: Tensor) -> Tensor:
     """Return ``adjoint(gradient)``; a second derivative through the adjoint raises SbpError."""
-    if gradient.requires_grad and torch.is_grad_enabled():  # True only with create_graph
+    # grad mode is enabled here only with create_graph
+    if gradient.requires_grad and torch.is_grad_enabled():
         return _Once.apply(gradient, adjoint, name)  # pyright: ignore[reportReturnType]
     return adjoint(gradient)
 
 
 class _Once(torch.autograd.Function):
-    """An adjoint in the graph that create_graph makes for a first derivative."""
+    """The node of an adjoint in the graph that create_graph builds for a first derivative."""
 
     @staticmethod
     def forward(ctx: Context, gradient: Tensor, adjoint: Adjoint, name: str) -> Tensor:

@@ -1,4 +1,5 @@
-"""Run ops on global tensors: choose a signature, box the operands, run a kernel on the parts."""
+"""Runs ops on global tensors: chooses a signature, boxes the operands, and runs a kernel on the
+parts."""
 
 import string
 from collections.abc import Callable, Iterable, Sequence
@@ -29,12 +30,12 @@ def apply(
     dtype: torch.dtype | None = None,
     refuses: Callable[[Choice, list[Tensor]], str] | None = None,
 ) -> GlobalTensor:
-    """Run ``kernel`` on parts boxed to the chosen signature.
+    """Box the operands to the chosen signature, and run ``kernel`` on their parts.
 
     ``kernel(choice, parts)`` runs only inside the placement. ``shape`` and ``dtype`` describe the
     full output; the default dtype is the first operand's dtype. ``refuses(choice, parts)`` returns
-    a message about invalid values on this rank, or "". A message raises SbpError on this rank, and
-    in checked mode on all ranks.
+    a message about invalid values on this rank, or "". If there is a message, SbpError is raised on
+    this rank and, in checked mode, on all ranks.
     """
     wanted = parse_nd_sbp(out) if isinstance(out, str) else out
     choice = choose(op_rule, operands, wanted, dtype)
@@ -74,7 +75,8 @@ def choose(
 
 
 def _absent(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return an empty part connected to its inputs for a rank outside the placement."""
+    """Return the part of a rank outside the placement: an empty tensor connected to the inputs'
+    graph."""
     floating = [part for part in parts if part.is_floating_point()] or parts
     return torch.cat(floating).to(dtype)
 
@@ -83,7 +85,7 @@ def _absent(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
 def letters_for(count: int, taken: str = "") -> tuple[str, ...]:
     """Return ``count`` dim names other than B, P and the letters in ``taken``."""
     free = [letter for letter in string.ascii_letters if letter not in (*taken, "B", "P")]
-    free += [f"d{number}" for number in range(len(free), count)]  # a concat can need many names
+    free += [f"d{number}" for number in range(len(free), count)]  # a concat may need many names
     return tuple(free[:count])
 
 
@@ -95,7 +97,7 @@ def cached_rule(
     signatures: str,
     scales: tuple[tuple[str, int, int], ...] = (),
 ) -> Rule:
-    """Return the cached result of ``make_rule``."""
+    """Return the result of ``make_rule`` from a cache."""
     return make_rule(op, inputs, output, signatures, scales)
 
 
@@ -134,7 +136,8 @@ def check_list(op: str, tensors: object, rest: str) -> None:
 
 
 def checked_dim(x: GlobalTensor, dim: int, op: str) -> int:
-    """Return ``dim`` counted from the front. Raise SbpError with ``op`` if the dim is invalid."""
+    """Return ``dim`` counted from the front. Raise SbpError, naming ``op``, if the dim is
+    invalid."""
     check_tensors(op, x)
     try:
         dim = index(dim)
@@ -171,7 +174,7 @@ def whole_numbers(op: str, name: str, value: object) -> tuple[int, ...]:
 
 
 def check_ndim(op: str, name: str, x: GlobalTensor, ndim: int, at_least: bool = False) -> None:
-    """Raise SbpError unless ``x`` has ``ndim`` dims, or more dims if ``at_least``."""
+    """Raise SbpError unless ``x`` has ``ndim`` dims, or at least ``ndim`` dims if ``at_least``."""
     check_tensor(op, name, x)
     if x.ndim != ndim and not (at_least and x.ndim > ndim):
         dims = "1 dim" if x.ndim == 1 else f"{x.ndim} dims"

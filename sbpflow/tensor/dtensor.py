@@ -22,7 +22,7 @@ from sbpflow.tensor.global_tensor import GlobalTensor
 
 
 def to_mesh(placement: Placement) -> DeviceMesh:
-    """Return a DeviceMesh of the same grid; all ranks must call this to create process groups."""
+    """Return a DeviceMesh with the same grid; all ranks must call this to create process groups."""
     ranks = torch.tensor(placement.ranks).view(placement.shape)
     return DeviceMesh(placement.device_type, ranks)
 
@@ -34,16 +34,16 @@ def from_mesh(mesh: DeviceMesh) -> Placement:
 
 
 def to_dtensor(x: GlobalTensor, mesh: DeviceMesh | None = None) -> DTensor:
-    """Return the same value as a DTensor without history on ``mesh`` (by default, a new mesh).
+    """Return the same value as a DTensor on ``mesh`` (by default, a new mesh), without history.
 
-    Communication occurs only if the chunks differ from the parts. Raise SbpError if DTensor would
-    split a dim unequally along two axes.
+    Data is sent only if torch's chunks differ from the parts. Raise SbpError if DTensor would split
+    a dim unequally along two axes.
     """
     mesh = mesh or to_mesh(x.layout.placement)
     if from_mesh(mesh) != x.layout.placement:
         raise SbpError(
-            f"the mesh has another grid {mesh.mesh.tolist()} than {x!r}; convert the tensor with "
-            "x.to(layout)"
+            f"the grid {mesh.mesh.tolist()} of the mesh differs from the grid of {x!r}; convert "
+            "the tensor with x.to(layout)"
         )
     chunked = x.detach().to(chunk_layout(x.layout, x.shape), id="to_dtensor")
     return DTensor.from_local(
@@ -57,7 +57,7 @@ def to_dtensor(x: GlobalTensor, mesh: DeviceMesh | None = None) -> DTensor:
 
 
 def from_dtensor(tensor: DTensor, boxing: Boxing) -> GlobalTensor:
-    """Return the same parts as a GlobalTensor without history or communication."""
+    """Return a GlobalTensor with the same parts, without history or communication."""
     placement = from_mesh(tensor.device_mesh)
     shape = tuple(tensor.shape)
     layout = chunk_layout(Layout(placement, _to_ours(tensor.placements)), shape)
@@ -76,7 +76,8 @@ def chunk_layout(layout: Layout, shape: tuple[int, ...]) -> Layout:
         if isinstance(sbp, Split):
             parts = layout.placement.shape[axis]
             sizes = chunk_sizes(lengths[sbp.dim], parts)
-            # Sizes with empty parts stay explicit because a balanced split must have no empty part.
+            # Sizes with empty parts stay explicit, because a balanced split must not contain empty
+            # parts.
             even = sizes == balanced_sizes(lengths[sbp.dim], parts)
             even = even and (all(sizes) or not any(sizes))
             nested = any(
@@ -95,7 +96,7 @@ def chunk_layout(layout: Layout, shape: tuple[int, ...]) -> Layout:
 
 
 def chunk_sizes(size: int, parts: int) -> tuple[int, ...]:
-    """Return the lengths of torch.chunk's pieces, with zeros for missing pieces."""
+    """Return the lengths of the pieces from torch.chunk, with zeros for missing pieces."""
     step = -(-size // parts)
     return tuple(max(0, min(step, size - step * part)) for part in range(parts))
 

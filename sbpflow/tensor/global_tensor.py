@@ -1,7 +1,7 @@
 """Define GlobalTensor, a logical tensor with one part on each rank.
 
-This class is the user interface of ``boxing``. The gradient of a tensor with layout x has layout
-dual(x), so the backward of src -> dst is dual(dst) -> dual(src).
+The class is the user interface of ``boxing``. The gradient of a tensor with layout x has layout
+dual(x), so the backward of src -> dst converts dual(dst) -> dual(src).
 """
 
 import math
@@ -25,9 +25,9 @@ Where = Layout | NdSbp | Sbp | str
 
 
 class GlobalTensor:
-    """A tensor of ``shape`` with ``layout``; ``part`` is this rank's part.
+    """A logical tensor of ``shape`` with ``layout``; ``part`` is this rank's part.
 
-    A rank outside the placement has an empty part, so its autograd graph still includes the
+    Outside the placement, the part is empty, so that the rank's autograd graph still includes the
     conversions that involve the rank. All ranks must make the same calls in the same order.
     """
 
@@ -39,8 +39,8 @@ class GlobalTensor:
         expected = part_shape(layout, shape, boxing.world.rank)
         if part.shape != expected:
             raise SbpError(
-                f"rank {boxing.world.rank} has a part of shape {list(part.shape)}, but its part "
-                f"of {list(shape)} with {layout} must be {list(expected)}"
+                f"the part on rank {boxing.world.rank} has shape {list(part.shape)}, but a tensor "
+                f"{list(shape)} with {layout} needs a part of shape {list(expected)} there"
             )
         boxing.world.check_ranks(layout)
         check_dtype(layout, part.dtype)
@@ -64,11 +64,11 @@ class GlobalTensor:
         """Make a global tensor of ``shape`` from local parts.
 
         ``part`` may be None outside the placement, but ``dtype`` and ``requires_grad`` must match
-        the other ranks' parts, because a rank without a gradient would not join the backward. Along
-        B axes, ``replicas="equal"`` trusts the caller and sends no data, and "first" copies the
-        data of the first coordinate to the others. The gradient of ``part`` has the dual layout:
-        the full gradient for P, and terms that add up over the ranks for B. If no rank knows the
-        shape, use ``infer_shape``.
+        the other ranks' parts, because a rank whose part does not require a gradient would not join
+        the backward. Along B axes, ``replicas="equal"`` trusts the caller and sends no data, and
+        "first" copies the data of the first coordinate to the others. The gradient of ``part`` has
+        the dual layout: the full gradient for P, and terms that add up over the ranks for B. If no
+        rank knows the shape, use ``infer_shape``.
         """
         if part is None:
             device = boxing.world.device_of(layout)
@@ -89,7 +89,8 @@ class GlobalTensor:
     def from_full(full: Tensor, layout: Layout, boxing: Boxing) -> "GlobalTensor":
         """Make a global tensor from a value on every rank; each rank keeps only its part.
 
-        Along P axes, the first coordinate keeps the value, and others have the neutral element.
+        Along P axes, the first coordinate keeps the value, and other coordinates store the neutral
+        element.
         """
         shape = tuple(full.shape)
         check_user(layout, shape)
@@ -113,7 +114,8 @@ class GlobalTensor:
         return self.part.requires_grad
 
     def requires_grad_(self, flag: bool = True) -> "GlobalTensor":
-        """Make the tensor a leaf; its gradient accumulates in ``part.grad`` in the dual layout."""
+        """Make the tensor a leaf, whose gradient accumulates in ``part.grad`` in the dual
+        layout."""
         self.part.requires_grad_(flag)
         return self
 
@@ -137,9 +139,10 @@ class GlobalTensor:
 
         ``where`` is a layout, or an nd-sbp or string such as ``"(S(0), B)"`` on the same placement.
         The backward converts the result's gradient from dual(dst) to dual(src). With ``grad_sbp``,
-        the consumer guarantees another layout of this gradient (B for a B tensor that all ranks use
-        the same way). Steps are named "<id>/fwd" and "<id>/bwd". A conversion to P(max) or P(min)
-        that communicates and needs a gradient passes through S or B with steps "<id>/linear".
+        the consumer guarantees a different layout of this gradient (for example, B for a B tensor
+        that all ranks use in the same way). Steps are named "<id>/fwd" and "<id>/bwd". A conversion
+        to P(max) or P(min) that communicates and needs a gradient first converts to S or B, in
+        steps named "<id>/linear".
         """
         dst = where if isinstance(where, Layout) else Layout(self.layout.placement, where)
         if dst == self.layout and grad_sbp is None:
@@ -192,11 +195,11 @@ class GlobalTensor:
         return self.full().item()
 
     def backward(self, gradient: "GlobalTensor | None" = None, retain_graph: bool = False) -> None:
-        """Run the backward from a one-element tensor, or from any tensor with ``gradient``.
+        """Run the backward from a one-element tensor or, given ``gradient``, from any tensor.
 
         The backward starts in the dual layout: a B loss has gradient 1 on the first coordinate and
-        0 elsewhere, so it counts once. A leaf's gradient has the dual of the leaf's layout, and
-        ``sync_gradients`` converts the gradient to the leaf's layout.
+        0 elsewhere, so it counts once. The layout of a leaf's gradient is the dual of the leaf's
+        layout; ``sync_gradients`` converts the gradient to the leaf's layout.
         """
         if gradient is None:
             if any(length != 1 for length in self.shape):
@@ -246,7 +249,8 @@ def ones_like(x: GlobalTensor) -> GlobalTensor:
 
 @lru_cache(maxsize=65536)
 def part_shape(layout: Layout, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
-    """Return the shape of a rank's part, or (0,) outside; raise SbpError for an unfit layout."""
+    """Return the shape of a rank's part, or (0,) outside the placement; raise SbpError if the
+    layout does not fit."""
     layout.check_user(shape)
     inside = layout.part_shape(shape, rank)
     return (0,) if inside is None else inside
@@ -259,13 +263,14 @@ def check_user(layout: Layout, shape: tuple[int, ...]) -> None:
 
 
 def _grad_layout(dst: Layout, grad_sbp: NdSbp | Sbp | str) -> Layout:
-    """Return the guaranteed gradient layout. Raise SbpError if its parts and dst's differ."""
+    """Return the guaranteed gradient layout. Raise SbpError if its parts differ from the parts of
+    dst."""
     layout = Layout(dst.placement, grad_sbp)
     text, result = format_nd_sbp(layout.nd_sbp), format_nd_sbp(dst.nd_sbp)
     if dst.has_extremum:
         raise SbpError(
-            f"grad_sbp {text}: the gradient of a {result} result is on the ranks of its terms; "
-            "omit grad_sbp"
+            f"grad_sbp {text}: the gradient of a {result} result is stored by the ranks of its "
+            "terms; omit grad_sbp"
         )
     if layout.has_extremum:
         raise SbpError(
@@ -292,6 +297,6 @@ def _spread_first(x: GlobalTensor) -> GlobalTensor:
     )
     sizes = tuple(1 if b else size for size, b in zip(placement.shape, copies, strict=True))
     source = Layout(Placement(placement.device_type, ranks, sizes), x.layout.nd_sbp)
-    # The data of other ranks is unused, but an empty slice keeps these ranks in the graph.
+    # The other ranks' data is unused, but an empty slice of it keeps these ranks in the graph.
     part = x.part if world.rank in ranks else x.part.reshape(-1)[:0]
     return GlobalTensor(part, source, x.shape, x.boxing).to(x.layout, id="from_local")

@@ -1,4 +1,4 @@
-"""Convert leaf gradients from the dual layout to the leaf's layout, many in one collective.
+"""Converts leaf gradients from the dual layout to the leaf's layout, several per collective.
 
 The gradient of a B parameter is P, so its conversion is the all-reduce of data parallelism. The
 gradient of an S parameter needs no conversion. Parameters with the same conversion share a flat
@@ -26,7 +26,7 @@ DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
 
 
 class LaidOut(Protocol):
-    """The properties of a parameter for planning; a GlobalTensor has these properties."""
+    """The interface of a parameter for planning; a GlobalTensor implements this interface."""
 
     @property
     def layout(self) -> Layout: ...
@@ -38,7 +38,8 @@ class LaidOut(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GradientBucket:
-    """Gradients that are converted as one flat tensor; ``members`` are positions of the leaves.
+    """A group of gradients that are converted as one flat tensor; ``members`` are the positions of
+    their leaves.
 
     The position after the last leaf denotes the ``Total``.
     """
@@ -50,7 +51,7 @@ class GradientBucket:
 
 @dataclass(frozen=True, slots=True)
 class GradientPlan:
-    """The buckets of a ``GradientSync`` of ``num_leaves`` leaves, as pure data."""
+    """Contains the buckets of a ``GradientSync`` of ``num_leaves`` leaves, as pure data."""
 
     num_leaves: int
     buckets: tuple[GradientBucket, ...]
@@ -63,7 +64,7 @@ class GradientPlan:
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """A number, such as a loss, that is summed over the ranks with the gradients."""
+    """Describes a number, such as a loss, that is summed over the ranks with the gradients."""
 
     layout: Layout
     dtype: torch.dtype
@@ -83,7 +84,7 @@ def plan_gradients(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     id: str = "dense",
 ) -> GradientPlan:
-    """Plan the buckets for the gradients of ``leaves``, and for ``total`` if given."""
+    """Plan the buckets for the gradients of ``leaves`` and, if given, for ``total``."""
     items = [*leaves, *(() if total is None else (total,))]
     buckets = _fill_buckets(items, bucket_bytes)
     return GradientPlan(
@@ -105,8 +106,8 @@ class GradientSync:
     ``plan`` is the result of ``plan_gradients`` for these parameters. Call ``run`` after each
     backward and before the optimizer. ``run`` converts each parameter's ``part.grad`` to the
     parameter's layout; clear ``part.grad`` before the next backward. Raise SbpError for tensors
-    without their own gradient (results of ops, frozen or integer tensors), duplicate tensors, or
-    another list's plan.
+    without their own gradient (results of ops, frozen or integer tensors), for duplicate tensors,
+    and for a plan made for a different list.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class GradientSync:
     def start(self, term: Tensor | None = None) -> "PendingSync":
         """Start all buckets; do not use the gradients before ``wait``.
 
-        ``term`` [1] is this rank's term of the plan's ``Total``, if the plan has a total.
+        If the plan contains a ``Total``, ``term`` [1] is this rank's term.
         """
         return PendingSync(
             [
@@ -173,7 +174,9 @@ class GradientSync:
             elif term is not None:
                 gradients.append(term)
             else:
-                raise SbpError("gradients: the plan has a total; pass this rank's term to start()")
+                raise SbpError(
+                    "gradients: the plan contains a total; pass this rank's term to start()"
+                )
         if len(gradients) == 1:
             return self._boxing.start(steps, gradients[0], self.channel, donate=True)
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
@@ -192,7 +195,8 @@ class PendingSync:
         self._num_leaves = num_leaves
 
     def wait(self) -> Tensor | None:
-        """Set ``part.grad`` of every parameter, and return the total [1] of a plan with a total."""
+        """Set ``part.grad`` of every parameter, and return the total [1] if the plan contains a
+        ``Total``."""
         total: Tensor | None = None
         for bucket, pending, parameters in self._buckets:
             flat = pending.wait()
@@ -235,7 +239,7 @@ def _check_leaves(parameters: Sequence[GlobalTensor]) -> None:
 def _fill_buckets(parameters: Sequence[LaidOut], bucket_bytes: int) -> list[list[int]]:
     """Group positions with the same pattern into buckets of at most ``bucket_bytes``.
 
-    The last parameters come first because the backward computes their gradients first.
+    The last parameters come first, because the backward computes their gradients first.
     """
     full: list[list[int]] = []
     open_: dict[object, list[int]] = {}
@@ -257,7 +261,8 @@ def _fill_buckets(parameters: Sequence[LaidOut], bucket_bytes: int) -> list[list
 def _pattern(parameter: LaidOut) -> object:
     """Return a parameter's pattern; parameters with equal patterns may share a bucket.
 
-    With P or several splits, flat parts have no common layout, so the pattern is unique.
+    With P or several splits, no layout describes the concatenated flat parts, so the pattern is
+    unique.
     """
     layout = parameter.layout
     num_splits = sum(isinstance(sbp, Split) for sbp in layout.nd_sbp)
@@ -289,6 +294,6 @@ def _bucket_steps(parameters: Sequence[LaidOut], id: str, backend: str) -> tuple
 
 
 def _gradient(parameter: GlobalTensor) -> Tensor:
-    """Return the gradient so far, or zeros if this rank's part did not affect the loss."""
+    """Return the accumulated gradient, or zeros if this rank's part did not affect the loss."""
     gradient = parameter.part.grad
     return torch.zeros_like(parameter.part) if gradient is None else gradient

@@ -1,4 +1,4 @@
-"""Infer the full shape of a tensor if each rank knows only the shape of its own part."""
+"""Infers the full shape of a tensor when each rank knows only the shape of its own part."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ MAX_DIMS = 8
 
 
 def infer_shape(part: Tensor | None, layout: Layout, boxing: Boxing) -> tuple[int, ...]:
-    """Return the full shape of the tensor with these parts; all ranks must call this function.
+    """Return the full shape of the tensor that consists of these parts; all ranks must call this
+    function.
 
     The shapes of all parts, with at most MAX_DIMS dims, are gathered. Raise SbpError on all ranks
     if the shapes do not fit ``layout``.
@@ -35,7 +36,8 @@ def infer_shape(part: Tensor | None, layout: Layout, boxing: Boxing) -> tuple[in
 
 
 def full_shape(parts: dict[int, tuple[int, ...]], layout: Layout) -> tuple[int, ...]:
-    """Return the full shape for part shapes by rank. Raise SbpError if a part does not fit."""
+    """Return the full shape, given the shapes of all parts in rank order. Raise SbpError if a part
+    does not fit."""
     first = parts[layout.placement.ranks[0]]
     lengths = list(first)
     for dim in range(len(first)):

@@ -1,8 +1,9 @@
-"""Define the layouts that an op accepts and produces, and choose among these signatures.
+"""Defines signatures, the layouts that an op accepts and produces, and chooses among them.
 
 A rule names the dims of each operand by letters, like einsum, and lists 1-D signatures. A signature
-has a letter (split along that dim), B or P for each operand. On n-D placements, each axis has its
-own signature, so the candidates are a product. This module does not handle tensors.
+assigns a letter (split along that dim), B or P to each operand. On n-D placements, each axis uses
+its own signature, so the candidates are a product over the axes. This module does not handle
+tensors.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,12 +20,12 @@ from sbpflow.sbp.layout import Layout, split_sizes
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, NdSbp, Partial, Sbp, Split, balanced_sizes, format_nd_sbp
 
-Dims = tuple[str, ...]  # one letter per dim; "" for a dim of size 1 that other operands lack
+Dims = tuple[str, ...]  # one letter per dim; "" for a dim of size 1 that broadcasts
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """A letter, "B" or "P" for each operand and for the output on one placement axis."""
+    """Assigns a letter, "B" or "P" to each operand and to the output on one placement axis."""
 
     inputs: tuple[str, ...]
     output: str
@@ -32,10 +33,10 @@ class Signature:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The dims of an op's operands and output, and its legal signatures, including all-B.
+    """Contains the dims of an op's operands and output, and its legal signatures, including all-B.
 
-    ``scales`` has (letter, numerator, denominator) for each dim with an output length that differs
-    from the input length by this factor, as in a reshape.
+    ``scales`` contains (letter, numerator, denominator) for each dim whose output length is the
+    input length times this factor, as in a reshape.
     """
 
     op: str
@@ -47,7 +48,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """The properties of a global tensor for choosing a signature."""
+    """The interface of an operand for choosing a signature."""
 
     layout: Layout
     shape: tuple[int, ...]
@@ -56,7 +57,8 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The operands' layouts after conversion, the output layout, and the conversions' bytes."""
+    """Contains the operands' layouts after conversion, the output layout, and the bytes of the
+    conversions."""
 
     inputs: tuple[Layout, ...]
     output: Layout
@@ -91,16 +93,16 @@ def deduce(
 ) -> Choice:
     """Choose the legal signature with the fewest bytes of conversions.
 
-    In a tie, the signature with more matching operands wins, and then the first in the rule.
-    Operands are never converted to P. ``out`` requests an output layout. ``dtype`` is the output
-    dtype, by default the first operand's dtype; dtypes without addition do not support P. Raise
-    SbpError if operands have different placements or unsuitable shapes, if ``out`` does not have
-    one entry per axis, or if no legal signature produces ``out``.
+    Ties go to the signature with more matching operands, and then to the first signature in the
+    rule. Operands are never converted to P. ``out`` requests an output layout. ``dtype`` is the
+    output dtype, by default the first operand's dtype; dtypes without addition do not support P.
+    Raise SbpError if operands have different placements or unsuitable shapes, if ``out`` does not
+    have one entry per axis, or if no legal signature produces ``out``.
     """
     placement = _common_placement(op_rule, operands)
     _check_shapes(op_rule, operands)
     if out is not None:
-        Layout(placement, out)  # raises an error unless ``out`` has one entry per axis
+        Layout(placement, out)  # raises an error unless ``out`` contains one entry per axis
     no_partial = (dtype or operands[0].dtype) not in TERM_DTYPES
     best: tuple[int, int, int] | None = None
     chosen: Choice | None = None
@@ -122,7 +124,8 @@ def deduce(
 
 
 def _matches(output: NdSbp, requested: NdSbp) -> bool:
-    """Return True if an output matches the request; a split without sizes matches any sizes."""
+    """Return True if an output layout matches the request; a split without sizes matches any
+    sizes."""
     return all(
         sbp == request or (isinstance(sbp, Split) and request == Split(sbp.dim))
         for sbp, request in zip(output, requested, strict=True)
@@ -163,7 +166,7 @@ def _candidates(
 def _axis_options(
     op_rule: Rule, operands: tuple[Operand, ...], axis: int
 ) -> Iterator[tuple[tuple[Sbp, ...], Sbp]]:
-    """Yield the legal signatures of one axis with the operands' explicit split sizes."""
+    """Yield the legal signatures for one axis, with the explicit split sizes of the operands."""
     for signature in op_rule.signatures:
         sizes = {
             letter: _sizes_of(letter, op_rule, operands, axis)
@@ -200,7 +203,7 @@ def _sizes_of(
 def _scaled(
     output: NdSbp, op_rule: Rule, scale: tuple[str, int, int], src: Layout, shape: tuple[int, ...]
 ) -> NdSbp | None:
-    """Return ``output`` with the input's split points, scaled along a dim with another length.
+    """Return ``output`` with the split points of the input, scaled if the dim's length changes.
 
     Return ``None`` if a piece does not scale to a whole number, or if several axes split the dim
     into pieces of different sizes, because a layout cannot express such splits.

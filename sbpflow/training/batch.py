@@ -11,11 +11,11 @@ from sbpflow.embedding.ids.batch_ids import BatchIds
 class Batch(Protocol):
     """Contains this rank's rows of a global batch of ``batch_size`` rows.
 
-    A batch may also have ``weights`` [local batch], which multiply the row losses and have a mean
-    of 1 over the data set. The loss of a step is sum(weight * loss) / rows. Dividing by the sum of
-    the weights instead would need a collective before the backward pass, and would give a step with
-    small weights as much influence as a step with large weights. It may also have ``columns``; with
-    ``evict.idle_time``, ``columns["time"]`` [local batch] int64 is needed.
+    A batch may also contain ``weights`` [local batch], which multiply the row losses; their mean
+    over the data set is 1. The loss of a step is sum(weight * loss) / rows. Dividing by the sum of
+    the weights would need a collective before the backward pass, and would give steps with small
+    weights the same influence as steps with large weights. ``evict.idle_time`` requires
+    ``columns["time"]`` [local batch] int64.
     """
 
     @property
@@ -38,7 +38,7 @@ class Batch(Protocol):
 
     @property
     def batch_size(self) -> int:
-        """Return the number of rows in the global batch, over all ranks."""
+        """Return the number of rows in the global batch."""
         ...
 
 
@@ -49,7 +49,7 @@ def event_time(batch: Batch) -> int | None:
 
 
 class Loader(Protocol):
-    """Yields the batches of one split; every rank gets the same number of batches."""
+    """The interface of a loader for one split; every rank gets the same number of batches."""
 
     @property
     def num_steps(self) -> int:

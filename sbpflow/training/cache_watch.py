@@ -5,14 +5,16 @@ from sbpflow.training.trainer import Trainer
 
 
 class CacheWatch:
-    """Computes averages per step since the last call; none if no table of this rank is cached."""
+    """Computes averages per step since the last call, or nothing if this rank has no cached
+    tables."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self._step = trainer, trainer.num_steps
         self._last = trainer.cache_counts() or CacheCounts()
 
     def figures(self, step: int) -> dict[str, float]:
-        """Return the fetched, new (never written) and written rows, and the waiting time."""
+        """Return the numbers of fetched, new (never written) and written rows, and the waiting
+        time."""
         counts = self._trainer.cache_counts()
         steps, self._step = step - self._step, step
         if counts is None or not steps:

@@ -1,10 +1,10 @@
 """Captures a region of a training step as one CUDA graph per batch shape, and replays it.
 
-The first steps with a batch shape run op by op on the capture stream, so that optimizer state,
-library workspaces and compiled code are created there. The next step is captured, without computing
-anything, and then replayed. All later steps are replayed. Every replay uses the same memory: each
-batch is copied into this memory, and gradients and the loss are read from it. ``graphed_step``
-defines the regions.
+The first steps with a batch shape run op by op on the capture stream, to create optimizer state,
+library workspaces and compiled code there. The next step is captured, without computing anything,
+and then replayed. All later steps are replayed. Every replay uses the same memory: each batch is
+copied into this memory, and gradients and the loss are read from it. ``graphed_step`` defines the
+regions.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -19,22 +19,22 @@ from sbpflow.errors import ConfigError
 from sbpflow.runtime.random.draws import KeptDraws
 from sbpflow.runtime.ranks.world import World
 
-WARM_UP_STEPS = 3  # a TorchModel checks its module's buffers during the same number of steps
+WARM_UP_STEPS = 3  # also the number of steps in which a TorchModel checks its module's buffers
 
 
 class Inputs(Protocol):
-    """Contains a region's inputs for one batch."""
+    """The interface of a region's inputs for one batch."""
 
     def tensors(self) -> list[Tensor | None]:
         """Return all tensors in device memory, always in the same order."""
         ...
 
     def new_like(self) -> Self:
-        """Return uninitialized inputs of the same shapes."""
+        """Return uninitialized inputs with the same shapes."""
         ...
 
     def take_gradients(self, source: Self) -> None:
-        """Take the gradients that the region computed for ``source``."""
+        """Take over the gradients that the region computed for ``source``."""
         ...
 
 
@@ -43,9 +43,9 @@ InputsT = TypeVar("InputsT", bound=Inputs)
 
 @dataclass(slots=True, kw_only=True)
 class DenseInputs:
-    """Contains this rank's dense part inputs for a global batch of ``batch_size`` rows.
+    """Contains this rank's inputs of the dense part for a global batch of ``batch_size`` rows.
 
-    ``vectors`` are the embedding outputs by name: leaf tensors that require gradients.
+    ``vectors`` maps names to embedding outputs, leaf tensors that require gradients.
     """
 
     batch_size: int
@@ -121,7 +121,8 @@ class Graphs(Generic[InputsT]):
         return self._replay(self._captured[shapes], inputs, seed)
 
     def forget(self) -> None:
-        """Drop all graphs, because other tensors replaced parameters or optimizer state."""
+        """Drop all graphs after parameters or optimizer state have been replaced by other
+        tensors."""
         self._captured, self._runs = {}, {}
 
     def _run_uncaptured(self, inputs: InputsT, seed: int) -> tuple[Tensor, ...]:
@@ -140,7 +141,8 @@ class Graphs(Generic[InputsT]):
         try:
             with (
                 self._drawing(capturing=True),
-                # Use thread_local, because NCCL's own threads query events during the capture.
+                # The error mode is thread_local, because NCCL's own threads query events during the
+                # capture.
                 torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
             ):
                 results = self._work(inputs, seed)
@@ -164,12 +166,12 @@ class Graphs(Generic[InputsT]):
         for leaf, gradient in zip(self._leaves, captured.gradients, strict=True):
             leaf.grad = gradient
         inputs.take_gradients(captured.inputs)
-        # The next replay overwrites the results.
+        # Copy the results, because the next replay overwrites them.
         return tuple(result.clone() for result in captured.results)
 
     @contextmanager
     def _drawing(self, *, capturing: bool = False) -> Generator[None]:
-        """Use random keys at a fixed device address, so that a replay reads the keys again."""
+        """Store random keys at a fixed device address, so that every replay reads new keys."""
         world, before = self._world, self._world.draws
         world.draws, self._draws.capturing = self._draws, capturing
         try:
@@ -179,7 +181,8 @@ class Graphs(Generic[InputsT]):
 
 
 def _copy(target: Inputs, source: Inputs) -> None:
-    """Copy all tensors in one call, for which torch has no public function."""
+    """Copy all tensors in one call, with a private torch function because there is no public
+    one."""
     targets = [tensor for tensor in target.tensors() if tensor is not None]
     sources = [tensor for tensor in source.tensors() if tensor is not None]
     with torch.no_grad():
@@ -187,7 +190,8 @@ def _copy(target: Inputs, source: Inputs) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the original error's first line; ending a broken capture raises a vaguer error."""
+    """Return the first line of the original error, which is more specific than the error from
+    ending a broken capture."""
     while isinstance(error.__context__, RuntimeError):
         error = error.__context__
     return str(error).splitlines()[0]

@@ -27,7 +27,7 @@ _CAPTURABLE: dict[type[DenseOptimizer], dict[str, bool]] = {
 def make_dense_optimizer(
     config: DenseOptimizer, parameters: Iterable[Tensor], *, capturable: bool = False
 ) -> torch.optim.Optimizer | None:
-    """Return the optimizer over local parts; ``None`` if there are no parameters.
+    """Return the optimizer of this rank's parts, or ``None`` if there are no parameters.
 
     With ``capturable``, a CUDA graph can contain the optimizer's step and the learning rate is a
     tensor, if torch supports this for the optimizer's class.

@@ -7,19 +7,20 @@ from sbpflow.tensor.global_tensor import GlobalTensor
 
 
 class DensePart(Protocol):
-    """Computes logits from embedding outputs and dense fields, all as global tensors.
+    """Computes logits from embedding outputs and dense fields; all of these are global tensors.
 
     Inputs over the batch are [batch, width] with layout S(0); results may have any layout.
     """
 
     @property
     def parameters(self) -> Mapping[str, GlobalTensor]:
-        """Return the leaf tensors by name, in the layouts that the part was built with."""
+        """Return the leaf tensors by name, in the layouts with which the part was built."""
         ...
 
     @property
     def buffers(self) -> Mapping[str, GlobalTensor]:
-        """Return state with layout B that forward updates, such as batch norm statistics."""
+        """Return the state with layout B that ``forward`` updates, such as batch norm
+        statistics."""
         ...
 
     def forward(

@@ -1,8 +1,8 @@
 """Names the tensors of the dense part, so that checkpoints do not depend on the layout.
 
-``dense/P`` is the parameter or buffer P; ``dense/P/STATE`` is an optimizer state of the parameter,
-with one value per element. The optimizer's own step count is not saved, because a job has a single
-step count.
+``dense/P`` is the parameter or buffer P; ``dense/P/STATE`` is the parameter's optimizer state
+STATE, with one value per element. The optimizer's own step count is not saved, because the job
+saves a single step count.
 """
 
 import copy
@@ -24,9 +24,10 @@ def dense_state(
     buffers: Mapping[str, GlobalTensor],
     optimizer: torch.optim.Optimizer | None,
 ) -> dict[str, LogicalTensor]:
-    """Return all tensors of the dense part by name; after one step, all ranks have equal names.
+    """Return all tensors of the dense part by name; after one step, the names are equal on all
+    ranks.
 
-    Rectangles are over [first dim, all other dims flattened].
+    Rectangles refer to the tensor as a matrix [first dim, product of other dims].
     """
     tensors: list[LogicalTensor] = []
     for name, parameter in parameters.items():
@@ -38,7 +39,8 @@ def dense_state(
 
 
 def begin_state(optimizer: torch.optim.Optimizer | None, step: int) -> None:
-    """Allocate the state that the optimizer creates in its first step, for a restore to fill.
+    """Allocate the state that the optimizer creates in its first step, so that a restore can fill
+    the state.
 
     All tensors are zero, and the step count of each parameter is ``step``.
     """
@@ -59,9 +61,10 @@ def begin_state(optimizer: torch.optim.Optimizer | None, step: int) -> None:
 def _first_state(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], part: Tensor
 ) -> dict[str, Any]:
-    """Step a copy of the optimizer; return the resulting state of a one-element parameter.
+    """Run one step of a copy of the optimizer; return the resulting state of a one-element
+    parameter.
 
-    torch has no function that lists the state of an optimizer.
+    torch does not provide a function that lists an optimizer's state.
     """
     probe = torch.zeros(1, dtype=part.dtype, device=part.device, requires_grad=True)
     probe.grad = torch.zeros_like(probe)

@@ -32,11 +32,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreOptions:
-    """Options of a scoring pass.
+    """Contains the options of a scoring pass.
 
     * ``exact_rows``: gather up to this many rows for exact metrics.
     * ``max_rows``: stop after the batch that reaches this number of rows.
-    * ``slices``: score by the values of these id columns, too: {name: column}.
+    * ``slices``: also score the rows of each value of these id columns, {name: column}.
     """
 
     exact_rows: int = 20_000_000
@@ -46,7 +46,8 @@ class ScoreOptions:
 
 @dataclass(slots=True)
 class _Rows:
-    """Collects this rank's rows and all ranks' sizes; too many rows become a histogram."""
+    """Collects this rank's rows and all ranks' sizes; if there are too many rows, a histogram
+    replaces the rows."""
 
     boxing: Boxing
     options: ScoreOptions
@@ -113,7 +114,7 @@ class _Rows:
 def slice_columns(names: Sequence[str], plan: EmbeddingPlan) -> dict[str, int]:
     """Return the id column of each field in ``train.slices``.
 
-    Raises ConfigError, listing the valid fields, for a name that is not a field with one id.
+    Raises ConfigError, with the valid fields, if a name is not a field with one id.
     """
     if not names:
         return {}
@@ -140,7 +141,7 @@ def score_split(
 ) -> Evaluation | None:
     """Score the split; return the result on rank 0, and ``None`` on other ranks.
 
-    The result includes GAUC if batches have ``columns["group"]`` [local batch] int64.
+    The result includes GAUC if batches contain ``columns["group"]`` [local batch] int64.
     """
     options = options or ScoreOptions()
     rows = _Rows(boxing, options)
@@ -150,7 +151,7 @@ def score_split(
 
 
 def _first(batches: Iterable[Batch], max_rows: int | None) -> Iterator[Batch]:
-    """Yield batches up to the one that reaches ``max_rows`` rows."""
+    """Yield batches until their total number of rows reaches ``max_rows``."""
     total = 0
     for batch in batches:
         yield batch

@@ -1,8 +1,8 @@
 """Runs a training step as a CUDA graph: everything after the id exchange, or only the dense part.
 
-On one rank, everything after sorting the ids has fixed sizes and stays on the device: reading rows,
-forward, backward, clipping, table updates, and the step of a dense optimizer that torch can
-capture. If vectors are exchanged, or a table has id lists, only the dense part is captured.
+On one rank, all work after sorting the ids uses fixed sizes and stays on the device: reading rows,
+forward, backward, clipping, table updates, and the dense optimizer's step if torch can capture this
+step. If vectors are exchanged, or a table has id lists, only the dense part is captured.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,13 +18,15 @@ from sbpflow.training.clipping import Clipper
 from sbpflow.training.cuda_graph import DenseInputs, Graphs
 from sbpflow.training.step_schedule import CLIP, GATHER_OUTPUTS, RECEIVE_GRADS, SEND_GRADS, UPDATE
 
-# Maps (inputs, random seed) to this rank's loss term [1]; leaves gradients on the leaf tensors.
+# Maps (inputs, random seed) to this rank's loss term [1], and sets the gradients of the leaf
+# tensors.
 DensePass = Callable[[DenseInputs, int], Tensor]
 
 
 @dataclass(slots=True, kw_only=True)
 class StepInputs:
-    """Contains a batch after ``EmbeddingCollection.arrive``; ``dense`` has no vectors yet.
+    """Contains a batch after ``EmbeddingCollection.arrive``; ``dense`` does not contain vectors
+    yet.
 
     ``step`` is the job's step number, counted from 1.
     """
@@ -40,7 +42,7 @@ class StepInputs:
         return StepInputs(dense=self.dense.new_like(), rows=self.rows.new_like(), step=self.step)
 
     def take_gradients(self, source: "StepInputs") -> None:
-        """Do nothing: the gradients of the vectors were already applied to the rows."""
+        """Do nothing, because the gradients of the vectors were already applied to the rows."""
 
 
 class GraphedStep:
@@ -107,7 +109,7 @@ class GraphedStep:
         self._graphs.forget()
 
     def describe(self) -> str:
-        """Return one line for the log that says what is replayed."""
+        """Return a log line that describes what is replayed."""
         optimizer = "" if self.updates_dense else ", without the dense optimizer"
         if self.why_not_all:
             return f"the dense part is replayed{optimizer}; tables run op by op: {self.why_not_all}"
@@ -163,6 +165,6 @@ class GraphedStep:
         self._embeddings.write_numbers(inputs.step)
 
 
-# ``run_all`` includes these moves of a batch and of a step.
+# ``run_all`` includes the following moves of a batch and of a step.
 OF_BATCH = frozenset({GATHER_OUTPUTS.name, SEND_GRADS.name, RECEIVE_GRADS.name})
 OF_STEP = frozenset({CLIP.name, UPDATE.name})

@@ -1,4 +1,5 @@
-"""Reports the keys and rows of growing tables for each log interval, and warns of small limits."""
+"""Reports the keys and rows of growing tables for each log interval, and warns of limits that are
+too small."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -9,9 +10,10 @@ logger = logging.getLogger(__name__)
 
 _FULL = 0.95
 _REFUSED = 0.01
-"""Share of an interval's lookups by refused keys above which the limit is too low"""
+"""If refused keys cause more than this share of an interval's lookups, the limit is too low."""
 _CHURN = 0.2
-"""Evictions per row and interval above which rows are replaced before they have learned much"""
+"""With more evictions per row and interval, most rows are replaced before they have learned
+much."""
 
 
 class GrowthWatch:
@@ -25,10 +27,10 @@ class GrowthWatch:
         self._last = dict(counts())
 
     def figures(self) -> dict[str, float]:
-        """Return ``growth.FIELD.NAME`` for each field, and three figures over all fields.
+        """Return ``growth.FIELD.NAME`` for each field, and three totals over all fields.
 
-        ``admitted``, ``evicted`` and ``forgotten`` count keys since the tables were created. The
-        shares are of the lookups since the last call.
+        ``admitted``, ``evicted`` and ``forgotten`` count keys since the tables were created. Shares
+        refer to the lookups since the last call.
         """
         counts = self._counts()
         if not counts:
@@ -68,9 +70,9 @@ class GrowthWatch:
             self._once(
                 field,
                 "churn",
-                f"{key}: {evicted:,} keys lost their rows since the last report, of "
-                f"{now.max_rows:,} rows, so most keys are evicted before their rows are trained; "
-                f"raise {key}.evict.max_rows, or admit fewer keys by a higher admit_count",
+                f"{key}: {evicted:,} keys lost their rows since the last report, but there are "
+                f"only {now.max_rows:,} rows, so most keys are evicted before their rows are "
+                f"trained; raise {key}.evict.max_rows, or admit fewer keys by a higher admit_count",
             )
         elif now.load_factor > _FULL:
             self._once(

@@ -1,4 +1,4 @@
-"""Ends broken runs: checks for a loss that is not finite, or for replicas that differ."""
+"""Ends broken runs: checks whether the loss is finite and whether replicas are equal."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from sbpflow.tensor.global_tensor import GlobalTensor
 from sbpflow.training.batch import Batch
 from sbpflow.training.move_times import peak_memory_of
 
-_ROWS_READ = 1 << 16  # number of rows per read of a store
+_ROWS_READ = 1 << 16  # number of rows to read from a store at once
 
 
 class LossWatch:
@@ -36,7 +36,8 @@ class LossWatch:
         dense_names: Sequence[str],
         dense_ranges: Mapping[str, tuple[float, float]] | None = None,
     ) -> None:
-        """``dense_ranges`` has each column's minimum and maximum in the data set's manifest."""
+        """``dense_ranges`` contains each column's minimum and maximum from the data set's
+        manifest."""
         self._boxing = boxing
         self._names = tuple(dense_names)
         ranges = [(dense_ranges or {}).get(name, (-math.inf, math.inf)) for name in self._names]
@@ -48,7 +49,8 @@ class LossWatch:
     def push(
         self, step: int, loss: Tensor, batches: Sequence[Batch], norm: Tensor | None = None
     ) -> None:
-        """Take the loss of ``step``, its batches, and the gradient norm if it was computed."""
+        """Check or queue the loss of ``step``, with its batches and, if computed, its gradient
+        norm."""
         values = [loss] if norm is None else [loss, norm]
         if not loss.is_cuda:
             self._check_values(step, batches)
@@ -61,8 +63,8 @@ class LossWatch:
     def _check_values(self, step: int, batches: Sequence[Batch]) -> None:
         """Raise TrainingError if a label or a dense value is outside the range in the manifest.
 
-        Such a value means that a file has changed since the data was prepared; the loss may not
-        show it. The check runs on CPU only.
+        Such a value means that a file has changed since the data was prepared, which the loss may
+        not show. The check runs on CPU only.
         """
         for batch in batches:
             dense = batch.dense
@@ -73,7 +75,7 @@ class LossWatch:
             if is_outside.any():
                 column = int(is_outside.any(0).nonzero()[0])
                 low, high = float(self._minimum[column]), float(self._maximum[column])
-                rule = f"its values in the data set are {low:g} to {high:g}"
+                rule = f"the values of this field in the data set are {low:g} to {high:g}"
                 values, is_wrong = dense[:, column], is_outside[:, column]
                 self._refuse(step, self._names[column], values, is_wrong, rule)
 
@@ -156,7 +158,7 @@ def check_replicas(
 ) -> None:
     """Raise ReplicaError on every rank if the copies on several ranks are not bitwise equal.
 
-    Tensors with layout B have copies, and so does the optimizer state of rows with split columns.
+    Copies exist for tensors with layout B, and for the optimizer state of rows with split columns.
     """
     copies = [*_copies_of(parameters, boxing.world.size), *embeddings.copies()]
     if difference := _first_difference(copies, boxing):
@@ -201,7 +203,7 @@ def _first_difference(
 
 
 def _checksum(tensors: Sequence[Values], device: torch.device) -> Tensor:
-    """Add up the bits as integers that wrap around, so that order and NaN do not matter."""
+    """Sum the bits as integers that wrap around, so that order and NaN do not affect the result."""
     total = torch.zeros((), dtype=torch.int64, device=device)
     for tensor in tensors:
         bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.itemsize]

@@ -1,4 +1,4 @@
-"""Computes learning rate schedules (warm-up, constant, decay) as factors of the given rate."""
+"""Computes learning rate schedules (warm-up, constant, decay) as factors of the configured rate."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,5 @@
-"""Runs the training loop: epochs, evaluations, and progress reports. It handles no tensors."""
+"""Runs the training loop: epochs, evaluations, and progress reports. The loop does not handle
+tensors."""
 
 import logging
 import time
@@ -30,12 +31,13 @@ _KEEP_BEST = "checkpoint.keep_best"
 
 
 class Reporter(Protocol):
-    """Receives the progress of a run; only the reporter of rank 0 displays and writes progress."""
+    """The interface for progress reports; only the reporter of rank 0 displays and writes
+    progress."""
 
     def step(
         self, step: int, loss: float, samples_per_s: float, extra: Mapping[str, float]
     ) -> None:
-        """Report a log interval; ``extra`` has further figures, such as ``data_ms``."""
+        """Report a log interval; ``extra`` contains additional values, such as ``data_ms``."""
         ...
 
     def advance(self, step: int, loss: float) -> None:
@@ -49,11 +51,12 @@ class Reporter(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Contains a run's result; ``samples_per_s`` is for all ranks, evaluations are on rank 0.
+    """Contains a run's result; ``samples_per_s`` is the total rate of all ranks, and evaluations
+    are on rank 0 only.
 
-    ``val`` and ``test`` use the weights of ``best_step`` if the run has best weights, or else the
-    last weights. ``last_val`` and ``last_test`` are the scores of the last step if another step is
-    the best.
+    ``val`` and ``test`` are scores of the weights of ``best_step`` if the run keeps its best
+    weights, or else of the last weights. ``last_val`` and ``last_test`` are the scores of the last
+    step if another step is the best.
     """
 
     steps: int
@@ -63,14 +66,14 @@ class Result:
     test: Evaluation | None
     overlap: str
     stopped: str = ""  # why the run ended early
-    best: str = ""  # the best value of the watched metric on val, and its step
+    best: str = ""  # best value of the watched metric on val, and its step
     best_step: int | None = None
     last_val: Evaluation | None = None
     last_test: Evaluation | None = None
 
     @property
     def notes(self) -> dict[str, str]:
-        """Return further lines of the end summary, by title."""
+        """Return additional lines of the end summary, by title."""
         best = self.best
         if self.best_step not in (None, self.steps):
             best += f"; these results use its weights, and last_* those of step {self.steps}"
@@ -79,9 +82,10 @@ class Result:
 
 
 class Pace:
-    """Counts rows and seconds of training, and separately the seconds spent waiting for data.
+    """Counts rows and seconds of training and, separately, the seconds spent waiting for data.
 
-    Evaluations and the first step, which allocates memory and opens connections, do not count.
+    Evaluations are not counted. The first step is not counted either, because it allocates memory
+    and opens connections.
     """
 
     def __init__(self) -> None:
@@ -115,7 +119,7 @@ class Pace:
     def interval(self, moves: Mapping[str, float]) -> tuple[float, dict[str, float]]:
         """Return samples/s since the last call, and ms per step: total, data, and each move.
 
-        ``moves`` has the seconds of each move. The rate is NaN if only the first step has run.
+        ``moves`` contains the seconds of each move. The rate is NaN if only the first step has run.
         """
         steps, rows, seconds, data = self._interval
         self._interval = [0, 0, 0.0, 0.0]
@@ -126,7 +130,8 @@ class Pace:
 
 
 def num_train_steps(train: TrainConfig, steps_per_epoch: int) -> int:
-    """Return the number of steps of a run; an epoch's last step may have fewer batches."""
+    """Return the number of steps of a run; the last step of an epoch may consist of fewer
+    batches."""
     total = train.epochs * -(-steps_per_epoch // train.accumulate)
     return total if train.max_steps is None else min(total, train.max_steps)
 
@@ -134,8 +139,8 @@ def num_train_steps(train: TrainConfig, steps_per_epoch: int) -> int:
 def is_logged(step: int, log_every: int) -> bool:
     """Return whether ``step`` ends a log interval of ``log_every`` steps.
 
-    Steps 2, 5, 10, 20, 50 and so on before the end of the first interval also count, to show in
-    short runs whether the model learns. Step 1 does not count because it is not timed.
+    The result is also True for steps 2, 5, 10, 20, 50 and so on in the first interval, so that even
+    short runs show whether the model learns. Step 1 is excluded because it is not timed.
     """
     if step >= log_every:
         return step % log_every == 0
@@ -166,9 +171,10 @@ def fit(
 ) -> Result:
     """Train on ``loaders["train"]``; score ``val`` during the run, then ``val`` and ``test``.
 
-    ``profiler`` traces some of the steps. ``checkpoints`` decides where the run starts, when it is
-    saved, and whether it ends with the weights of the best step or the last. Raises TrainingError
-    if the loss is not finite, and ConfigError if a key watches ``val``, but ``val`` has no rows.
+    ``profiler`` traces some of the steps. ``checkpoints`` decides where the run starts, when the
+    run is saved, and whether the run ends with the weights of the best step or of the last step.
+    Raises TrainingError if the loss is not finite, and ConfigError if a key watches ``val`` but
+    ``val`` is empty.
     """
     checkpoints = checkpoints or NoCheckpoints()
     watchers = Watchers.of(train, checkpoints.best_metric)
@@ -218,7 +224,7 @@ def fit(
         if is_last:
             break
         pace.resume()
-    trainer.drain()  # a run that stops early has announced batches that it does not train
+    trainer.drain()  # If the run stops early, some announced batches are not trained.
     _close(profiler, step)
     result = Result(
         steps=step,
@@ -237,7 +243,7 @@ def fit(
 def _with_best_weights(
     result: Result, best_step: int, checkpoints: Checkpoints, score: "_Scores"
 ) -> Result:
-    """Load the best weights unless these are the last weights, and score the weights."""
+    """Load the best weights, unless the last weights are the best, and score them."""
     if best_step == result.steps:
         return replace(result, best_step=best_step)
     logger.info("step %d is the best on val; loading and scoring its weights", best_step)
@@ -310,14 +316,14 @@ def _named(step: int) -> Generator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Contains the batches of one step and their epoch, counted from 0."""
+    """Contains the batches of one step, and their epoch, counted from 0."""
 
     epoch: int
     batches: list[Batch]
 
 
 def _read_steps(loader: Loader, epochs: Iterable[int], accumulate: int) -> Iterator[Step]:
-    """Yield the steps of several epochs; the last step of an epoch may have fewer batches."""
+    """Yield the steps of several epochs; the last step of an epoch may consist of fewer batches."""
     for epoch in epochs:
         batches = iter(loader.epoch(epoch))
         while group := list(islice(batches, accumulate)):
@@ -349,7 +355,7 @@ class _Window:
 
     @property
     def _num_behind(self) -> int:
-        """Return the number of batches in the window that belong to steps after the next one."""
+        """Return the number of batches in the window that belong to steps after the next step."""
         return sum(len(step.batches) for step in islice(self._queue, 1, None))
 
 
@@ -373,7 +379,8 @@ class _Scores:
         self._done: dict[tuple[str, int], Evaluation | None] = {}
 
     def __call__(self, split: str, step: int, max_rows: int | None = None) -> Evaluation | None:
-        """Score ``max_rows`` rows of the split, or all, after ``step``; ``None`` off rank 0."""
+        """Score ``max_rows`` rows of the split, or all rows, after ``step``; return ``None`` on
+        other ranks than 0."""
         if split not in self._loaders or not self._loaders[split].num_steps:
             return None
         if (split, step) in self._done:

@@ -21,7 +21,8 @@ NUM_CALIBRATION_BINS = 20
 
 @dataclass(frozen=True, slots=True)
 class CalibrationBin:
-    """Describes rows with similar predictions: number, mean prediction p, share of label 1."""
+    """Describes rows with similar predictions: their number, mean prediction p, and share of label
+    1."""
 
     num_rows: int
     predicted: float
@@ -32,7 +33,7 @@ class CalibrationBin:
 class Evaluation:
     """Contains the metrics of one split. If ``auc`` is None, ``no_auc`` gives the reason.
 
-    * ``gauc``: the value is None unless some group of rows has both classes.
+    * ``gauc``: None unless some group of rows has both classes.
     * ``predicted``, ``positives``: the sum of the predictions p, and the number of rows with label
       1.
     * ``auc_error``: bounds the error of an AUC from a histogram; None if the AUC is exact.
@@ -54,7 +55,8 @@ class Evaluation:
 
     @property
     def calibration_ratio(self) -> float | None:
-        """Return sum(p) / positives, or None without positives; above 1, p is overestimated."""
+        """Return sum(p) / positives, or None without positives; a value above 1 means that p is too
+        high."""
         if self.predicted is None or not self.positives:
             return None
         return self.predicted / self.positives
@@ -64,8 +66,8 @@ class Evaluation:
 class Slice:
     """Contains the metrics of the rows with one ``value`` in a column of ids.
 
-    If ``value`` is None, the metrics summarize the column: ``auc`` is the GAUC with the column's
-    values as groups, and ``num_rows`` counts the rows of the groups that have both classes.
+    If ``value`` is None, the metrics summarize the column. ``auc`` is then the GAUC with the
+    column's values as groups, and ``num_rows`` counts the rows of groups with both classes.
     """
 
     column: str
@@ -77,7 +79,7 @@ class Slice:
 
 
 def evaluate(logits: Values, labels: Values, groups: Values | None = None) -> Evaluation:
-    """Compute all metrics; rows of a single class have a logloss but no AUC."""
+    """Compute all metrics; for rows of a single class, the AUC is undefined."""
     loss = logloss(logits, labels)
     is_positive = _labels(labels)
     rows, positives = len(is_positive), int(is_positive.sum())
@@ -98,7 +100,8 @@ def evaluate(logits: Values, labels: Values, groups: Values | None = None) -> Ev
 
 
 def normalised_entropy(logloss: float, positives: int, rows: int) -> float | None:
-    """Return the logloss divided by the logloss of always predicting the share of positives.
+    """Return the logloss divided by the logloss of a model that always predicts the share of
+    positives.
 
     Returns ``None`` if there is only one class. Source: X. He et al., Practical lessons
     from predicting clicks on ads at Facebook, ADKDD 2014, equation 1, with the click rate of the
@@ -115,7 +118,7 @@ def slice_by(
 ) -> tuple[Slice, ...]:
     """Return the column's summary, then slices of its ``most`` most frequent values.
 
-    In ties, the smaller id goes first.
+    Among equally frequent values, the smaller id comes first.
     """
     ids, predictions, classes = _flat(values), _flat(logits), _flat(labels)
     unique, counts = np.unique(ids, return_counts=True)
@@ -144,7 +147,8 @@ def calibration_groups(
 ) -> tuple[CalibrationBin, ...]:
     """Merge neighboring bins of ascending p into ``NUM_CALIBRATION_BINS`` of about equal size.
 
-    The arguments have, for each bin, the number of rows, the sum of p, and the rows with label 1.
+    The arguments contain, for each bin, the number of rows, the sum of p, and the number of rows
+    with label 1.
     """
     total, want = sum(rows), 1
     groups: list[CalibrationBin] = []
@@ -175,9 +179,9 @@ def _calibration(
 def auc(scores: Values, labels: Values) -> float:
     """Return the share of (positive, negative) pairs that ``scores`` orders correctly.
 
-    A tie counts half. ``scores [n]`` are a monotone function of the logits; ``labels [n]`` are 0
-    or 1. Pairs are counted in integers, so the only rounding is one division. Raises
-    MetricError for NaN, or if there is only one class.
+    A tie counts half. ``scores [n]`` are a monotone function of the logits; ``labels [n]`` are 0 or
+    1. Pairs are counted in integers, so only the final division is rounded. Raises MetricError for
+    NaN, or if there is only one class.
     """
     values, is_positive = _scores(scores, labels), _labels(labels)
     reason = one_class(int(is_positive.sum()), len(is_positive))
@@ -192,8 +196,8 @@ def auc(scores: Values, labels: Values) -> float:
 def gauc(scores: Values, labels: Values, groups: Values) -> float:
     """Return the mean of the AUCs within groups, weighted by rows: sum(n_g AUC_g) / sum(n_g).
 
-    The sums are over the groups that have both classes; n_g counts all rows of a group. Definition:
-    G. Zhou et al., Deep interest network for click-through rate prediction, KDD 2018,
+    The sums include only groups with both classes; n_g is the number of rows of a group.
+    Definition: G. Zhou et al., Deep interest network for click-through rate prediction, KDD 2018,
     section 6 (equation 8), with impressions as weights. ``groups [n]`` can be any integers. Raises
     MetricError if no group has both classes.
     """
@@ -232,8 +236,8 @@ def _gauc(scores: Values, labels: Values, groups: Values) -> float | None:
 def logloss(logits: Values, labels: Values) -> float:
     """Return the mean of -log p(label) in float64, without overflow.
 
-    ``logits [n]`` and ``labels [n]`` (0 or 1) have one value per row. The sum is correctly rounded
-    (fsum), so the order of the rows does not matter. Raises MetricError for NaN.
+    ``logits [n]`` and ``labels [n]`` (0 or 1) contain one value per row. The sum is correctly
+    rounded (fsum), so the order of the rows does not matter. Raises MetricError for NaN.
     """
     values, is_positive = _scores(logits, labels), _labels(labels)
     margins = np.where(is_positive, -values.astype(np.float64), values.astype(np.float64))
@@ -271,7 +275,8 @@ def one_class(positives: int, rows: int) -> str | None:
 
 
 def _flat(values: Values) -> NDArray[np.generic]:
-    """Flatten on the host; convert bfloat16, which numpy lacks, and float16 to float32 exactly."""
+    """Flatten on the host; convert float16, and bfloat16, which numpy does not support, to float32
+    exactly."""
     if isinstance(values, Tensor):
         tensor = values.detach().cpu()
         half = tensor.is_floating_point() and tensor.itemsize < 4

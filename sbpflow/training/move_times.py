@@ -1,7 +1,7 @@
 """Times the moves of a step on this rank, and traces some steps with their sent bytes.
 
-The times are host times: on CUDA a move may return before the device has finished its work. The
-trace also contains device events.
+Times are measured on the host: on CUDA, a move may return before the device has finished its work.
+The trace also contains device events.
 """
 
 import json
@@ -25,7 +25,7 @@ LOG = logging.getLogger(__name__)
 
 
 class MoveWatch(Protocol):
-    """Wraps every move of a step."""
+    """The interface of an object that wraps every move of a step."""
 
     def move(self, name: str) -> AbstractContextManager[None]:
         """Wrap the move ``name``."""
@@ -55,7 +55,7 @@ class MoveTimes:
 
 @dataclass(slots=True)
 class _MoveTraffic:
-    """Describes what a traced move sent: id, collective, channel and bytes of each transfer."""
+    """Describes a transfer of a traced move: its id, collective, channel and bytes."""
 
     move: str
     step: int
@@ -65,9 +65,9 @@ class _MoveTraffic:
 class StepProfiler:
     """Traces steps ``first`` to ``last`` into ``folder``, one file per rank in Chrome's format.
 
-    Each move is an event of category ``user_annotation``, above the events of torch's profiler. The
-    event's arguments are the step, the transfers that the move started, and the bytes that this
-    rank sent. Open the file in chrome://tracing or ui.perfetto.dev.
+    Each move becomes an event of category ``user_annotation``, above the events of torch's
+    profiler. The event's arguments are the step, the transfers started by the move, and the bytes
+    sent by this rank. Traces can be viewed in chrome://tracing or ui.perfetto.dev.
     """
 
     def __init__(self, first: int, last: int, folder: Path, world: World) -> None:
@@ -86,7 +86,7 @@ class StepProfiler:
 
     @contextmanager
     def step(self, step: int, times: MoveWatch) -> Generator[MoveWatch]:
-        """Wrap training step ``step``; yield the watch to use for its moves."""
+        """Wrap training step ``step``; yield the watch for the step's moves."""
         if not self.first <= step <= self.last:
             yield times
             return
@@ -109,8 +109,8 @@ class StepProfiler:
         running.export_chrome_trace(str(self.path))
         try:
             trace = object_of(read_json(self.path), str(self.path))
-        except JsonError as error:  # the file exceeds the reader's limit or has an unusual format
-            LOG.warning("%s; the trace lacks the transfers of its moves", error)
+        except JsonError as error:  # the file exceeds the size limit or its format is unusual
+            LOG.warning("%s; the trace does not show the transfers of its moves", error)
             return
         _add_traffic(trace["traceEvents"], self._traffic)
         trace["rank"], trace["world_size"] = self._world.rank, self._world.size

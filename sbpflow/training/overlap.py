@@ -12,14 +12,15 @@ import torch
 
 from sbpflow.training.trainer import Trainer
 
-FIRST_STEP = 11  # all memory is allocated and all connections are open by then
+FIRST_STEP = 11  # by this step, all memory is allocated and all connections are open
 # Blocks run alternately with and without overlap; the first step of a block is not timed.
 BLOCK_STEPS = 5
 NUM_BLOCKS = 8
-MIN_RUN_STEPS = 200  # with this minimum, at most a tenth of a run's steps are slower
+# in runs of at least this length, measuring slows down at most a tenth of the steps
+MIN_RUN_STEPS = 200
 
 
-Reading = Callable[[], float]  # returns ms, and is called at the end of the run
+Reading = Callable[[], float]  # returns milliseconds; called at the end of the run
 
 
 def _host_clock() -> Callable[[], Reading]:
@@ -34,7 +35,7 @@ def _host_clock() -> Callable[[], Reading]:
 
 
 def _device_clock() -> Callable[[], Reading]:
-    """Start a clock that uses device events, because the host runs ahead of the device."""
+    """Start a clock that uses device events, because on CUDA the host runs ahead of the device."""
     start = torch.cuda.Event(enable_timing=True)
     start.record()
 

@@ -1,6 +1,6 @@
 """Shows the progress of a run: a bar on a terminal or in a notebook, otherwise log lines.
 
-Callers measure the figures; the clock in this module is only for the ETA.
+Callers provide the measured values; this module measures time only for the ETA.
 """
 
 import logging
@@ -20,7 +20,8 @@ def can_show_bars() -> bool:
 
 
 class Progress:
-    """Shows progress if ``visible`` (on rank 0); ``bar`` allows a bar if stderr can show one."""
+    """Shows progress if ``visible`` (on rank 0); ``bar`` allows a progress bar if stderr supports
+    bars."""
 
     def __init__(
         self,
@@ -46,13 +47,14 @@ class Progress:
 
     def advance(self, step: int) -> None:
         """Record the end of step ``step``, counted from 1."""
-        if self._start is None:  # do not time the first step: it compiles, allocates, connects
+        if self._start is None:  # the first step is not timed: it compiles, allocates, connects
             self._start = (step, self._clock())
         if self._bar is not None:
             self._bar.update(1)
 
     def eta_s(self, step: int) -> float | None:
-        """Return the estimated seconds to the end, evaluations included; None after one step."""
+        """Return the estimated seconds until the end, including evaluations, or None after one
+        step."""
         if self._start is None or step <= self._start[0]:
             return None
         pace = (self._clock() - self._start[1]) / (step - self._start[0])
@@ -61,7 +63,7 @@ class Progress:
     def interval(
         self, step: int, loss: float, samples_per_s: float, extra: Mapping[str, float]
     ) -> None:
-        """Show a log interval; ``extra`` has further figures to show."""
+        """Show a log interval; ``extra`` contains additional values to show."""
         if self._bar is not None:
             self._bar.set_postfix_str(", ".join([f"loss {loss:.4f}", *_rate(samples_per_s)]))
         elif self._visible:

@@ -1,4 +1,4 @@
-"""Writes the output of a run: log lines, metrics.jsonl, start.txt, trackers, an end summary.
+"""Writes the output of a run: log lines, metrics.jsonl, start.txt, tracker events, an end summary.
 
 Only rank 0 writes files; the writers of other ranks do nothing.
 """
@@ -51,7 +51,8 @@ class _ProgressBarHandler(logging.Handler):
 
 
 def setup_logging(rank: int, level: int = logging.INFO) -> None:
-    """Log with the rank in every line; project packages on rank 0 at ``level``, others at WARNING.
+    """Set up logging with the rank in every line. On rank 0, project packages log at ``level``; all
+    other loggers use WARNING.
 
     The root logger stays at WARNING because FBGEMM logs its constructor arguments there at INFO.
     """
@@ -69,9 +70,9 @@ def setup_logging(rank: int, level: int = logging.INFO) -> None:
 class MetricsWriter:
     """Writes ``run.dir/metrics.jsonl``, one JSON object per line.
 
-    Files of an earlier run are moved to a folder ``previous-N``. If the run resumes, ``resumed`` is
-    the step and the length of metrics.jsonl at the checkpoint: the file is truncated to this length
-    and appended.
+    Files of an earlier run are moved to a folder ``previous-N``. If the run resumes, ``resumed``
+    contains the step and the length of metrics.jsonl at the checkpoint: the file is truncated to
+    this length, and new lines are appended.
     """
 
     def __init__(self, folder: Path, *, rank: int, resumed: tuple[int, int] | None = None) -> None:
@@ -128,10 +129,10 @@ def _finite(value: Value) -> Value:
 
 
 class Report:
-    """Reports a run to the log, metrics.jsonl, trackers and the terminal (a ``Reporter``).
+    """Reports a run to the log, metrics.jsonl, trackers and the terminal; implements ``Reporter``.
 
-    A report is a context manager. On ranks other than 0, a report does nothing, so callers need not
-    check their rank.
+    A report is a context manager. On ranks other than 0, its methods do nothing, so callers need
+    not check their rank.
     """
 
     def __init__(
@@ -150,14 +151,15 @@ class Report:
 
         * ``devices``: one name per rank.
         * ``sections``: lines of text by title, such as layouts, kernels, memory per rank.
-        * ``best``: the best possible (AUC, logloss), which is known for generated data.
+        * ``best``: the best possible (AUC, logloss), known only for generated data.
         * ``resumed``: see ``MetricsWriter``.
-        * ``trackers``: opens the trackers on rank 0, given the step at which the run resumes.
+        * ``trackers``: a function that opens the trackers on rank 0, given the step at which the
+          run resumes.
         """
         self._folder, self._rank, self._best = config.run.dir, rank, best
         self._metrics = MetricsWriter(self._folder, rank=rank, resumed=resumed)
         self._trackers: Sequence[Tracker] = ()
-        if trackers is not None and rank == 0:  # files of an earlier run have been moved by now
+        if trackers is not None and rank == 0:  # earlier runs' files have been moved by now
             self._trackers = trackers(resumed[0] if resumed else None)
         if rank == 0:
             summary = _start_summary(config, devices, sections)
@@ -207,8 +209,8 @@ class Report:
     ) -> None:
         """Report a log interval; the names of times in ``extra`` end in ``_ms``.
 
-        The times of the moves (``move_*``) and the figures of each growing field (``growth.*``) are
-        written to the file but not shown.
+        The times of moves (``move_*``) and the metrics of growing fields (``growth.*``) are written
+        to the file but not shown.
         """
         scale = extra.get("lr_scale", 1.0)
         rates = {name: lr * factor(step) * scale for name, (lr, factor) in self._rates.items()}
@@ -247,8 +249,8 @@ class Report:
     ) -> None:
         """Write the ``final`` event and log the end summary, with ``notes`` by title.
 
-        * ``best_step``: the step of the weights that ``val`` and ``test`` were scored with, if not
-          simply the last; ``last`` is (val, test) of the last step if it is another one.
+        * ``best_step``: the step whose weights ``val`` and ``test`` score, if the run keeps its
+          best weights; ``last`` is (val, test) of the last step if another step is the best.
         * ``peak_memory_bytes``: one value per rank.
         """
         values: dict[str, Value] = {
@@ -278,7 +280,7 @@ class Report:
     def _write(
         self, event: Event, step: int, values: Mapping[str, Value], name: str | None = None
     ) -> None:
-        """Write an event to metrics.jsonl, and its numbers to the trackers, named ``name/KEY``."""
+        """Write an event to metrics.jsonl, and log its numbers to the trackers as ``name/KEY``."""
         self._metrics.write(event, values)
         numbers = {
             f"{name or event}/{key}": value
@@ -329,7 +331,7 @@ def describe_evaluation(evaluation: Evaluation) -> str:
 
 
 def _start_lines(config: Config, devices: Sequence[str], num_steps: int) -> str:
-    """Return four lines, so that the summary and the first step fit on the same screen."""
+    """Return a summary of four lines, short enough to fit on one screen with the first step."""
     kinds = "; ".join(f"{count} x {name}" for name, count in Counter(devices).items())
     several = "s" if len(devices) > 1 else ""
     versions = version_summary()
@@ -343,7 +345,7 @@ def _start_lines(config: Config, devices: Sequence[str], num_steps: int) -> str:
 
 
 def _start_summary(config: Config, devices: Sequence[str], sections: Mapping[str, str]) -> str:
-    """Return the resolved configuration, versions, devices, then the caller's sections."""
+    """Return the resolved configuration, the versions, the devices, and the caller's sections."""
     blocks = {
         "config": dump_config(config),
         "versions": "\n".join(f"{name} {version}" for name, version in version_summary().items()),
@@ -356,7 +358,8 @@ def _start_summary(config: Config, devices: Sequence[str], sections: Mapping[str
 def _end_summary(
     values: Mapping[str, Value], files: Sequence[str], notes: Mapping[str, str]
 ) -> str:
-    """Return the figures of the ``final`` event, further notes, and the files of the run."""
+    """Return the lines of the end summary: the values of the ``final`` event, the notes, and the
+    run's files."""
     width = max(len(name) for name in values)
     figures = "\n".join(f"{name:<{width}}  {_show(value)}" for name, value in values.items())
     blocks = {"result": figures, **notes, "files": "\n".join(files)}

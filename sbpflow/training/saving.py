@@ -8,7 +8,7 @@ from sbpflow.training.batch import Batch
 
 
 class Checkpoints(Protocol):
-    """Decides where a run starts and when it saves; every rank makes the same calls."""
+    """Decides where a run starts and when it is saved; every rank must make the same calls."""
 
     @property
     def step(self) -> int:
@@ -22,7 +22,8 @@ class Checkpoints(Protocol):
 
     @property
     def steps_of_before(self) -> int:
-        """Return how many steps used another data set; epochs do not count these steps."""
+        """Return the number of steps that used another data set; epochs do not include these
+        steps."""
         ...
 
     @property
@@ -32,7 +33,8 @@ class Checkpoints(Protocol):
 
     @property
     def best_metric(self) -> Metric | None:
-        """Return the metric of val that selects the best weights; ``None`` to keep the last."""
+        """Return the val metric that selects the best weights, or ``None`` to keep the last
+        weights."""
         ...
 
     def load_weights(self, step: int) -> None:
@@ -40,13 +42,14 @@ class Checkpoints(Protocol):
         ...
 
     def is_due(self, step: int, *, last: bool, best: bool) -> bool:
-        """Return whether to call ``save`` after this step; ``best`` marks the best step so far."""
+        """Return whether to call ``save`` after this step; ``best`` is True for the best step so
+        far."""
         ...
 
     def save(self, step: int, batch: Batch, loop: Mapping[str, Any]) -> None:
-        """Save the job after ``step``, which ended with ``batch``; every rank must call this.
+        """Save the job after ``step``, whose last batch is ``batch``; every rank must call this.
 
-        ``loop`` is the state of the loop itself, as JSON values.
+        ``loop`` is the training loop's state as JSON values.
         """
         ...
 
@@ -72,7 +75,9 @@ class NoCheckpoints:
         raise RuntimeError("leave() was called, but a run without checkpoints cannot be stopped")
 
     def load_weights(self, step: int) -> None:
-        raise RuntimeError(f"load_weights({step}) without checkpoints, which save no weights")
+        raise RuntimeError(
+            f"load_weights({step}) was called, but a run without checkpoints does not save weights"
+        )
 
     def is_due(self, step: int, *, last: bool, best: bool) -> bool:
         del step, last, best

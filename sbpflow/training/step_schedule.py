@@ -1,4 +1,5 @@
-"""Describes the order of a training step's moves, and so which transfers overlap computation.
+"""Defines the order of a training step's moves, which determines the transfers that overlap
+computation.
 
 A step trains one batch, or several accumulated batches, and updates the parameters once. Every
 batch goes through the same moves, from its ids to its row gradients; a schedule orders these moves.
@@ -19,7 +20,8 @@ from sbpflow.runtime.ranks.world import World
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Move:
-    """Waits for transfers, computes, and starts transfers. Moves are compared by identity."""
+    """A part of a step that waits for transfers, computes, and starts transfers. Moves are compared
+    by identity."""
 
     name: str
     says: str
@@ -27,10 +29,11 @@ class Move:
     starts: tuple[str, ...] = ()
 
     def __reduce__(self) -> tuple[Callable[[str, str], "Move"], tuple[str, str]]:
-        return saved_move, (self.name, self.says)  # unpickling returns this process's constant
+        return saved_move, (self.name, self.says)  # unpickling must return this process's constant
 
 
-# Ids are sent at once if their number is known. For lists and unique rows, counts are sent first.
+# If the number of ids is known, ids are sent immediately. For lists and unique rows, counts are
+# sent first.
 IDS, COUNTS, COUNTED_IDS = "ids", "counts", "counted ids"
 VECTORS, ROW_GRADIENTS, DENSE_GRADIENTS = "vectors", "row gradients", "dense gradients"
 TRANSFERS = (IDS, COUNTS, COUNTED_IDS, VECTORS, ROW_GRADIENTS, DENSE_GRADIENTS)
@@ -51,12 +54,12 @@ UPDATE = Move("update", "one optimizer step on the rows")
 RECEIVE_DENSE = Move("receive_dense", "buckets back to gradients", waits=(DENSE_GRADIENTS,))
 UPDATE_DENSE = Move("update_dense", "dense optimizer step")
 
-# A schedule has a clip move only if gradients are clipped. The clip move needs all gradients that
-# it scales.
+# A schedule contains a clip move only if gradients are clipped. The clip move must come after all
+# gradients that it scales.
 CLIP = Move("clip", "dense gradients scaled to a norm")
 CLIP_ROWS = Move("clip", "all gradients scaled to a norm")
 
-# These moves need nothing that training changes, so they may run ahead.
+# These moves do not depend on trained values, so they may run ahead.
 OF_IDS = (START_ID_EXCHANGE, EXCHANGE_IDS, RECEIVE_IDS)
 OF_A_BATCH = (*OF_IDS, LOOKUP, GATHER_OUTPUTS, FORWARD, BACKWARD, SEND_GRADS, RECEIVE_GRADS)
 OF_A_STEP = (SEND_DENSE, RECEIVE_DENSE, UPDATE, UPDATE_DENSE)
@@ -89,7 +92,8 @@ def current_name(name: str) -> str:
 
 
 def saved_move(name: str, says: str) -> Move:
-    """Return the move that a file names; ``says`` distinguishes the two moves called ``clip``.
+    """Return the move with a name from a file; ``says`` distinguishes the two moves called
+    ``clip``.
 
     Raises ValueError for an unknown name.
     """
@@ -124,9 +128,9 @@ class StepSchedule:
     A move of ``OF_A_BATCH`` within ``each_step`` runs for every batch of the step. With
     ``wait_at_once``, the schedule waits for every transfer right after starting the transfer.
 
-    Moves of ``OF_IDS`` may come before or after ``LOOKUP``. In both cases these moves prepare the
-    batch that is ``distance`` batches after the trained batch. The three moves of a batch may start
-    in one step and end in the next. Raises ValueError if a move uses a result before it exists.
+    Moves of ``OF_IDS`` may come before or after ``LOOKUP``. In both cases, the moves prepare the
+    batch that is ``distance`` batches after the trained batch. A batch's three moves may start in
+    one step and end in the next step. Raises ValueError if a move uses a result before it exists.
     """
 
     each_batch: tuple[Move, ...]
@@ -148,7 +152,7 @@ class StepSchedule:
             if move in (*OF_A_STEP, CLIP, CLIP_ROWS) and in_batch:
                 raise ValueError(f"{move.name} is a move of a step, not of each batch")
             if move in (*OF_IDS, LOOKUP):
-                continue  # these moves, checked below, may belong to different batches
+                continue  # these moves may belong to different batches and are checked below
             for before in _after(move, moves):
                 if names.index(before) > place:
                     raise ValueError(f"{move.name} must come after {before}")
@@ -157,12 +161,13 @@ class StepSchedule:
         if self._cycle(RECEIVE_IDS) > 1:
             order = ", ".join(move.name for move in self.each_batch if move in OF_IDS)
             raise ValueError(
-                f"{order}: this order takes more than two steps; use "
+                f"{order}: this order spreads a batch over more than two steps; use "
                 f"{', '.join(move.name for move in OF_IDS)}"
             )
 
     def _cycle(self, move: Move) -> int:
-        """Return the steps between a batch's START_ID_EXCHANGE and this move of ``OF_IDS``."""
+        """Return the number of steps from a batch's START_ID_EXCHANGE to this move of
+        ``OF_IDS``."""
         places = [self.each_batch.index(earlier) for earlier in OF_IDS[: OF_IDS.index(move) + 1]]
         return sum(later < earlier for earlier, later in pairwise(places))
 
@@ -173,7 +178,7 @@ class StepSchedule:
         return (*OF_IDS, *(move for move in self.each_batch if move not in OF_IDS))
 
     def distance(self, move: Move, lookahead: int) -> int:
-        """Return how many batches after the trained batch the batch of ``move`` comes."""
+        """Return the distance, in batches, from the trained batch to the batch of ``move``."""
         return lookahead - self._cycle(move) if move in OF_IDS and lookahead else 0
 
     def run(
@@ -186,12 +191,14 @@ class StepSchedule:
         world: World,
         watch: Callable[[str], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """Make the moves of one step over ``batches``; ``window`` has the batches announced next.
+        """Make the moves of one step over ``batches``; ``window`` contains the batches announced
+        next.
 
-        Up to ``lookahead`` batches after the trained batch make moves of ``OF_IDS``. The functions,
-        keyed by move name, make the moves; ``watch(name)`` wraps each move. No move is made twice
-        for a batch. A batch announced late first catches up on its overdue moves, so that transfers
-        start in batch order on every channel with any lookahead.
+        Moves of ``OF_IDS`` are made for up to ``lookahead`` batches after the trained batch.
+        ``of_batch`` and ``of_step`` map move names to functions that make the moves;
+        ``watch(name)`` wraps each move. No move is made twice for a batch. A batch announced late
+        first catches up on its overdue moves, so that transfers start in batch order on every
+        channel with any lookahead.
         """
         world.wait_at_once = self.wait_at_once
 
@@ -231,12 +238,14 @@ class StepSchedule:
     ) -> list[tuple[Move, tuple[str, ...]]]:
         """Return every move of a one-batch step, and the transfers in flight during the move.
 
-        ``transfers`` are the transfers of the run; a run on a single rank has none.
+        ``transfers`` contains the transfers of the run; a run on a single rank has no transfers.
         """
         moves = (*self.moves(lookahead), *self.each_step)
         during: list[tuple[Move, tuple[str, ...]]] = []
         flying: list[tuple[int, str]] = []  # (distance of the batch, transfer)
-        for _ in range(2):  # the transfers in flight after the first pass start the second pass
+        # transfers still in flight after the first pass are in flight at the start of the second
+        # pass
+        for _ in range(2):
             during = []
             flying = [(distance - 1, name) for distance, name in flying]
             for move in moves:
@@ -269,8 +278,9 @@ def _order_of_step(
 ) -> tuple[tuple[tuple[Move, int], ...], tuple[tuple[Move, ...], ...]]:
     """Return a step's moves with the distances of their batches, and overdue moves by distance.
 
-    Overdue moves should have been made in an earlier step for a batch at this distance. Both
-    results are fixed for a run, and computing them in each step took some 100 Python calls.
+    A move is overdue if it should have been made in an earlier step for a batch at its distance.
+    The result is constant during a run, and is cached because its computation takes some 100 Python
+    calls.
     """
     order = tuple((move, schedule.distance(move, lookahead)) for move in schedule.moves(lookahead))
     overdue = tuple(
@@ -281,7 +291,7 @@ def _order_of_step(
 
 
 def _of(distance: int, name: str) -> str:
-    """Label a transfer or batch by the distance of its batch from the trained batch."""
+    """Return a label for a distance from the trained batch."""
     if distance == 0:
         return name
     return f"next {name}" if distance == 1 else f"{name} +{distance}"
@@ -293,7 +303,7 @@ def _call(
     function: Callable[..., None],
     *args: object,
 ) -> None:
-    """Make a move; an error gets a note with the move's name."""
+    """Make a move; if it raises an error, add a note with the move's name."""
     try:
         with watch(move.name):
             function(*args)
@@ -333,7 +343,7 @@ SERIAL = StepSchedule(
 
 
 def clipped(schedule: StepSchedule, *, rows: bool) -> StepSchedule:
-    """Return ``schedule`` with a clip move; with ``rows``, table updates wait for this move."""
+    """Return ``schedule`` with a clip move; with ``rows``, table updates follow the clip move."""
     last = (UPDATE, UPDATE_DENSE) if rows else (UPDATE_DENSE,)
     first = tuple(move for move in schedule.each_step if move not in last)
     return replace(schedule, each_step=(*first, CLIP_ROWS if rows else CLIP, *last))

@@ -1,6 +1,7 @@
-"""Stops runs early, lowers learning rates on plateaus, and finds the best step, by scores of val.
+"""Uses the scores of val to stop runs early, lower learning rates on plateaus, and find the best
+step.
 
-Every rank has the same objects and gets the same metrics, so all ranks make the same decisions.
+Every rank creates the same objects and gets the same metrics, so all ranks make the same decisions.
 Checkpoints use ``state()`` and ``load()``; states are JSON values.
 """
 
@@ -29,7 +30,8 @@ _KEYS = {
 
 @dataclass
 class Best:
-    """Tracks a metric's best value, its step, and the number of evaluations since (``waited``)."""
+    """Tracks a metric's best value, the step of that value, and the number of evaluations since
+    then (``waited``)."""
 
     metric: Metric
     min_delta: float = 0.0
@@ -60,7 +62,7 @@ class Best:
 
 
 class Stopper(Best):
-    """Stops a run after ``patience`` evaluations in a row without a better value."""
+    """Stops a run after ``patience`` consecutive evaluations without a better value."""
 
     def __init__(self, config: StopConfig) -> None:
         super().__init__(config.metric, config.min_delta)
@@ -81,7 +83,7 @@ class Stopper(Best):
 
 
 class Plateau(Best):
-    """Multiplies all learning rates by a ``factor`` that shrinks after each plateau."""
+    """Reduces the ``factor`` of all learning rates after each plateau."""
 
     def __init__(self, config: PlateauConfig) -> None:
         super().__init__(config.metric, config.min_delta)
@@ -106,7 +108,7 @@ class Plateau(Best):
 
 
 class Watchers:
-    """Combines the watchers of val in a run, each optional; ``best`` tracks the best weights."""
+    """Combines the optional watchers of val in a run; ``best`` tracks the best weights."""
 
     def __init__(
         self, stop: Stopper | None, plateau: Plateau | None, best: Best | None = None
@@ -115,7 +117,8 @@ class Watchers:
 
     @staticmethod
     def of(config: TrainConfig, best: Metric | None = None) -> "Watchers":
-        """Return the watchers of ``train``; ``best`` is the metric of the best weights."""
+        """Return the watchers that ``train`` configures; ``best`` is the metric that selects the
+        best weights."""
         return Watchers(
             None if config.stop is None else Stopper(config.stop),
             None if config.plateau is None else Plateau(config.plateau),
@@ -138,7 +141,7 @@ class Watchers:
         return self.stop is not None and self.stop.stops
 
     def improved(self, step: int) -> bool:
-        """Return whether ``step`` has the best weights so far."""
+        """Return whether the weights after ``step`` are the best so far."""
         return self.best is not None and self.best.step == step
 
     @property
@@ -147,9 +150,9 @@ class Watchers:
         return 1.0 if self.plateau is None else self.plateau.factor
 
     def push(self, step: int, evaluation: Evaluation | None, boxing: Boxing) -> None:
-        """Record an evaluation of val (only rank 0 has one); every rank must call this method.
+        """Record an evaluation of val, given on rank 0 only; every rank must call this method.
 
-        Raises TrainingError on every rank if the evaluation does not have the watched metric.
+        Raises TrainingError on every rank if the evaluation does not contain the watched metric.
         """
         watchers = self._all
         if not watchers:
@@ -165,7 +168,7 @@ class Watchers:
             watcher.push(step, value)
 
     def figures(self) -> dict[str, float]:
-        """Return ``lr_scale``, the factor of the learning rates, if there is a ``Plateau``."""
+        """If there is a ``Plateau``, return ``lr_scale``, the factor of the learning rates."""
         return {} if self.plateau is None else {"lr_scale": self.rate_scale}
 
     def state(self) -> dict[str, dict[str, float | int | str | None]]:
@@ -173,14 +176,15 @@ class Watchers:
         return {name: watcher.state() for name, watcher in self._all.items()}
 
     def load(self, state: Mapping[str, State]) -> None:
-        """Restore a saved state; a watcher without state of its metric starts fresh."""
+        """Restore a saved state; a watcher starts fresh if the state does not contain its
+        metric."""
         for name, watcher in self._all.items():
             if name in state and state[name].get("metric", watcher.metric) == watcher.metric:
                 watcher.load(state[name])
 
 
 def _value(evaluation: Evaluation | None, metric: Metric) -> float:
-    """Return the metric, or NaN if the evaluation does not have it."""
+    """Return the metric, or NaN if the evaluation does not contain this metric."""
     value = None if evaluation is None else getattr(evaluation, metric)
     return math.nan if value is None else float(value)
 

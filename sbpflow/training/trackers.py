@@ -26,7 +26,7 @@ _RUN_TAG = "sbpflow.run"
 
 
 class Tracker(Protocol):
-    """Receives the metrics of a run on rank 0."""
+    """The interface of a tracker, which receives the metrics of a run on rank 0."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log finite values by name, such as ``step/loss`` and ``val/auc``."""
@@ -49,8 +49,8 @@ def check_trackers(names: Iterable[TrackerName]) -> None:
 def open_trackers(config: Config, run: str, resumed_step: int | None) -> list[Tracker]:
     """Start logging to the configured trackers.
 
-    A resumed run continues in the trackers' run with the same ID ``run``. Raises ConfigError if a
-    tracker cannot start, for example because its server does not respond.
+    A resumed run continues the trackers' run with the ID ``run``. Raises ConfigError if a tracker
+    cannot start, for example because its server does not respond.
     """
     return [_open(name, config, run, resumed_step) for name in config.train.trackers]
 
@@ -95,9 +95,9 @@ class _TensorBoard:
 
 
 class _MLflow:
-    """Logs to the server and the experiment that MLflow's environment variables name.
+    """Logs to the server and the experiment that MLflow's environment variables select.
 
-    MLflow cannot delete values, so values that the interrupted run logged after its last checkpoint
+    MLflow cannot delete values, so steps that the interrupted run logged after its last checkpoint
     are not logged again. If a later request fails, training continues without logging its values.
     """
 
@@ -114,7 +114,7 @@ class _MLflow:
                 if resumed
                 else []
             )
-            # nested: if the calling program has started a run, sbpflow's run is its child
+            # nested: sbpflow's run becomes a child of any run that the calling program has started
             if found:
                 active = self._mlflow.start_run(found[0].info.run_id, nested=True)
                 client = self._mlflow.MlflowClient()
@@ -149,7 +149,7 @@ class _MLflow:
 
 
 class _Wandb:
-    """Logs to the project that Weights & Biases' environment variables name."""
+    """Logs to the project that Weights & Biases' environment variables select."""
 
     def __init__(self, config: Config, run: str) -> None:
         wandb = import_module("wandb")

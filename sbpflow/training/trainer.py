@@ -1,9 +1,9 @@
 """Runs one training step, or one prediction, on the ranks of a world.
 
-This module implements the moves of a step; a ``StepSchedule`` defines their order and thereby what
-overlaps. Every order computes the same numbers, because no move reads a value before the updates
-that the value depends on. Announced batches form the window: their ids are exchanged during earlier
-steps. The loss is reduced together with the dense gradients.
+This module implements the moves of a step; a ``StepSchedule`` defines the order of moves, which
+determines the overlap. The order does not affect results, because every move reads fully updated
+values. Announced batches form the window: their ids are exchanged during earlier steps. The loss is
+reduced together with the dense gradients.
 """
 
 from collections import deque
@@ -57,16 +57,16 @@ from sbpflow.training.step_schedule import (
 
 @dataclass(slots=True, eq=False)
 class _BatchInFlight(BatchInFlight):
-    """Adds the results of a batch's moves that later moves need."""
+    """Stores the results of a batch's moves for later moves."""
 
     batch: Batch
-    share: float = 1.0  # this batch's share of the step's rows
+    share: float = 1.0  # this batch's fraction of the step's rows
     number: int = 0  # number of the batch within the step
-    begins_step: bool = True  # False: the step also trains the batch announced before
+    begins_step: bool = True  # False if the step also trains the previously announced batch
     embeddings: EmbeddingsInFlight | None = None
     vectors: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     loss: GlobalTensor | None = None
-    term: Tensor | None = None  # this rank's loss term, if a CUDA graph also ran the backward
+    term: Tensor | None = None  # this rank's loss term if a CUDA graph ran the backward pass, too
 
     @property
     def started(self) -> EmbeddingsInFlight:
@@ -86,7 +86,8 @@ def _check_batch(batch: object) -> None:
 
 
 class Trainer:
-    """Trains a dense part and its embeddings; ``optimizer`` updates this rank's parameter parts.
+    """Trains a dense part and its embeddings; ``optimizer`` updates this rank's parts of the
+    parameters.
 
     * ``schedule``: the order of a step's moves, which may be changed between steps.
     * ``rate_factor``: the factor of the learning rates by step; ``table_rate_factor`` overrides it
@@ -94,10 +95,10 @@ class Trainer:
     * ``clipper``: makes the clip move, if the schedule has one. ``loss``: changes row losses.
     * ``gradients``: the run plan's exchange of dense gradients and loss (``plan_gradients`` with
       a ``total``).
-    * ``planned``: a batch size and the only conversions that its forward may make.
+    * ``planned``: a batch size, and the only conversions that a forward with this size may make.
     * ``cuda_graph``: run batches of the planned size with a ``GraphedStep``.
-    * ``lookahead``: the number of announced batches that exchange ids before their turn; may be
-      set between steps, and does not change any result.
+    * ``lookahead``: the number of announced batches whose ids are exchanged early; may be set
+      between steps, and does not affect results.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class Trainer:
         self.move_watch: MoveWatch = MoveTimes()
         self._line = Placement.line(boxing.world.device.type, boxing.world.size)
         leaves = list(model.parameters.values())
-        # The loss is P, like the gradients. Reducing the loss in a gradient bucket saves a
+        # The loss is P, like the gradients, and is reduced in a gradient bucket to save a
         # collective.
         plan = gradients or plan_gradients(
             leaves, total=Total.over(self._line, dtype), backend=boxing.world.backend
@@ -157,7 +158,7 @@ class Trainer:
                 optimizer=optimizer,
                 clipper=clipper,
             )
-        # These fields record the dense update and the other moves that a CUDA graph made.
+        # record whether a CUDA graph made the dense update, and which other moves it made
         self._updated = False
         self._done: frozenset[str] = frozenset()
         self.lookahead = lookahead
@@ -179,13 +180,13 @@ class Trainer:
         return self._embeddings.growth_counts()
 
     def announce(self, batch: Batch, *, begins_step: bool = True) -> None:
-        """Queue ``batch`` after the batches announced so far, which are the same on every rank.
+        """Queue ``batch`` after the batches announced so far; every rank must announce the same
+        batches.
 
         The first ``lookahead`` announced batches exchange their ids during earlier steps. This call
-        sends nothing. A batch without rows is ignored. With growing tables, pass ``begins_step``
-        False for a batch of the same step as the previous one. Raises SbpError if ``batch`` is not
-        a batch,
-        and TrainingError after a failed step.
+        sends nothing. A batch without rows is ignored. With growing tables, pass
+        ``begins_step=False`` for all but the first batch of a step. Raises SbpError if ``batch`` is
+        not a batch, and TrainingError after a failed step.
         """
         _check_batch(batch)
         self._check_usable("announce")
@@ -197,10 +198,10 @@ class Trainer:
 
         Returns the mean loss over all rows, 0-d, on every rank. Several batches make one optimizer
         step with the mean gradient over all rows. Announced batches must be passed in the order of
-        their announcement, before any others. Batches without rows are skipped. Raises SbpError,
-        without any effect, if no batch has rows, an argument is not a batch, or a batch differs
-        from the announced one. Raises DataError for an out-of-range id. After any error other
-        than these SbpErrors, further steps raise TrainingError.
+        their announcement, before any other batches. Batches without rows are skipped. Raises
+        SbpError, without any effect, if no batch has rows, an argument is not a batch, or a batch
+        differs from the announced batch. Raises DataError for an out-of-range id. After any error
+        other than these SbpErrors, further steps raise TrainingError.
         """
         given = batches if isinstance(batches, list) else [batches]
         for batch in given:
@@ -212,7 +213,7 @@ class Trainer:
             self._updated, self._done = False, frozenset()
             self._set_learning_rates()
             self.schedule.run(
-                # As attributes, these maps would form a reference cycle and delay freeing tables.
+                # As attributes of the trainer, these maps would delay freeing tables (a cycle).
                 {move.name: self._of_batch(move) for move in OF_A_BATCH},
                 {move.name: self._of_step(move) for move in (*OF_A_STEP, CLIP)},
                 in_flight,
@@ -270,7 +271,7 @@ class Trainer:
             )
 
     def _of_batch(self, move: Move) -> Callable[[_BatchInFlight], None]:
-        """Return the method that makes a move: this class's, or else the tables' method."""
+        """Return the method that makes a move, from this class or else from the tables."""
         own: Callable[[_BatchInFlight], None] | None = getattr(self, f"_{move.name}", None)
         if own is not None:
             return own
@@ -278,7 +279,7 @@ class Trainer:
         return lambda flight: make(flight.started)
 
     def _of_step(self, move: Move) -> Callable[[], None]:
-        """Return the function that makes a move, unless this step's CUDA graph made it already."""
+        """Return a function that makes a move unless this step's CUDA graph has already made it."""
         make: Callable[[], None] = getattr(self, f"_{move.name}")
 
         def unless_done() -> None:
@@ -308,9 +309,9 @@ class Trainer:
             flight.begins_step != (flight is in_flight[0]) for flight in in_flight
         ):
             raise SbpError(
-                f"step: got {len(batches)} batches, but they were announced for other steps, and "
-                "growing tables depend on that; announce all but the first batch of a step with "
-                "begins_step=False"
+                f"step: got {len(batches)} batches, but they were announced for different steps, "
+                "and growing tables depend on the steps; announce all but the first batch of a "
+                "step with begins_step=False"
             )
         step_size = sum(batch.batch_size for batch in batches)
         for number, flight in enumerate(in_flight):
@@ -335,7 +336,8 @@ class Trainer:
             ) from error
 
     def _is_planned(self, flight: _BatchInFlight) -> bool:
-        """Return whether the batch makes a whole step and has the batch size of the plan."""
+        """Return whether the batch is the only batch of its step and its size is the planned batch
+        size."""
         return flight.batch.batch_size == self._planned_size and flight.share == 1.0
 
     def _lookup(self, flight: _BatchInFlight) -> None:
@@ -487,7 +489,7 @@ class Trainer:
         return GlobalTensor.from_local(part.to(self._dtype), layout, shape, self._boxing)
 
     def _home_layout(self, batch_size: int) -> Layout:
-        """Return S(0) over all ranks, with explicit sizes if some rank has no rows."""
+        """Return the layout S(0) over all ranks, with explicit sizes if some rank has no rows."""
         size = self._boxing.world.size
         sizes = balanced_sizes(batch_size, size) if batch_size < size else None
         return Layout(self._line, (Split(0, sizes),))

@@ -138,7 +138,7 @@ def test_the_process_is_as_it_was(tmp_path):
         sbpflow.fit(large, data=rows(100), schema=SCHEMA, run={"dir": tmp_path / "other"})
     assert state() == before
     assert threading.active_count() <= threads + 1, "tqdm has one"
-    fit(tmp_path / "other")  # its folder is free again
+    fit(tmp_path / "other")  # the lock of its folder is free again
 
 
 def test_arguments_are_not_changed(tmp_path):
@@ -175,7 +175,7 @@ def test_a_mistake_of_the_ranks_is_raised_here(tmp_path):
 
 @dataclass(frozen=True, kw_only=True)
 class Failing(DlrmConfig):
-    """A model whose dense part cannot be built."""
+    """Implements a model whose dense part cannot be built."""
 
     name: str = "failing"
 
@@ -253,7 +253,7 @@ def test_an_interrupt_reaches_two_ranks(tmp_path):
 
 @dataclass(frozen=True, kw_only=True)
 class OfCell(DlrmConfig):
-    """A model that a cell of a notebook defines."""
+    """Implements a model as defined in a notebook cell."""
 
     name: str = "of cell"
 
@@ -334,7 +334,7 @@ def test_the_parts_of_the_data_may_be_given(run, tmp_path):
     own = fit(tmp_path / "run", parts)
     assert own.result["auc"] == pytest.approx(run.result["auc"], abs=0.05)
     assert own.evaluate(table[2700:])["auc"] == pytest.approx(own.result["auc"], abs=1e-6)
-    with pytest.raises(ConfigError, match=r"^data: has rows for train, tests; use train and"):
+    with pytest.raises(ConfigError, match=r"^data: contains rows for train, tests; use train and"):
         fit(tmp_path / "run", {"train": table, "tests": table})
 
 
@@ -394,7 +394,7 @@ def test_a_later_run_in_the_same_folder_is_not_mistaken_for_this_one(tmp_path):
     first = fit(tmp_path / "run")
     before = first.predict(rows(20))
     fit(tmp_path / "run", train={"epochs": 1})
-    with pytest.raises(CheckpointError, match="now has the checkpoints of a later run"):
+    with pytest.raises(CheckpointError, match="now contains the checkpoints of a later run"):
         first.predict(rows(20))
     moved = sbpflow.load(tmp_path / "run/previous-1")
     assert moved.result == first.result
@@ -462,7 +462,7 @@ def test_ranks_of_a_launcher_are_refused(run, monkeypatch):
 
 
 class CellOutput:
-    """A stream as in a notebook's kernel."""
+    """Implements a stream like the output streams of a notebook's kernel."""
 
     __module__ = "ipykernel.iostream"
 

@@ -1,4 +1,5 @@
-"""Tests that examples/movies.ipynb runs as shown and a kernel survives failures and interrupts."""
+"""Tests that examples/movies.ipynb runs as shown, and that a kernel survives failures and
+interrupts."""
 
 import json
 import re
@@ -69,7 +70,7 @@ def fit(folder, epochs=2, ranks=1, name="dlrm", **more):
 
 
 class Kernel:
-    """A kernel as a notebook starts it; ``run`` returns the outputs, the error first if any."""
+    """Starts a kernel as a notebook does; ``run`` returns the outputs, beginning with any error."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -104,7 +105,7 @@ def kernel(tmp_path, monkeypatch) -> Iterator[Kernel]:
 
 
 def auc(kernel: Kernel, call: str) -> float:
-    """Return the AUC on test of the run that ``call`` returns."""
+    """Return the test AUC of the run that ``call`` returns."""
     error, outputs = kernel.run(f"print('AUC', {call}.result['auc'])")
     assert error == ""
     (line,) = [output["text"] for output in outputs if "AUC" in output.get("text", "")]

@@ -1,4 +1,4 @@
-"""Tests loading a config: the accepted input, and the message for each mistake."""
+"""Tests which configurations are accepted, and the message for each mistake."""
 
 import dataclasses
 from pathlib import Path
@@ -131,7 +131,7 @@ def test_an_optimizer_name_brings_its_own_settings(load):
     assert "optimizer.sparse.betas: sgd has no such setting (lazy_adam has)" in message
 
 
-# override -> parts of the message: the key, the value or a near match, a value that passes
+# maps overrides to parts of the message: the key, the value or a near match, and a valid value
 MISTAKES = {
     "train.epoch=3": ["train.epoch: unknown key", "did you mean train.epochs?"],
     "optimizer.tables=5": ["optimizer.tables: 5 (int) is not a group of keys", "name: ftrl"],

@@ -66,7 +66,7 @@ texts = st.sampled_from(VALUES) | st.text(max_size=30) | json_like.map(yaml.safe
 
 
 def refusal_of(overrides: list[str], *, plan: bool = False) -> str:
-    """Return the message of a ConfigError, "" for accepted values; any other exception is a
+    """Return the message of a ConfigError, or "" for accepted values; any other exception is a
     failure.
     """
     began = time.process_time()
@@ -99,7 +99,8 @@ def test_any_value_of_any_key_passes_or_is_refused(name, value):
 
 @pytest.mark.parametrize("part", range(8))
 def test_every_key_with_difficult_values(part):
-    """Each key gets three of the values, so that each value is tested with all kinds of keys."""
+    """Test each key with three of the values, so that each value is tested with all kinds of
+    keys."""
     draw, refused = random.Random(part), 0
     for name in sorted(KEYS)[part::8]:
         for value in draw.sample(VALUES, 3):
@@ -121,7 +122,7 @@ SIZES = sorted(name for name, key in KEYS.items() if key.kind == "number")
 
 @pytest.mark.parametrize("value", [str(2**63 - 1), "1e308", str(2**31 - 1), "1"])
 def test_the_largest_numbers_give_a_plan_or_are_refused(value):
-    """A large model is planned from its shapes, and the planning must not overflow."""
+    """Planning a large model from its shapes must not overflow."""
     for name in SIZES:
         if name.startswith(("model", "data", "parallel")):
             refusal_of(words(name, KEYS[name], value), plan=True)
@@ -137,7 +138,7 @@ def test_the_largest_numbers_give_a_plan_or_are_refused(value):
         ),
         (
             f"model.hidden=[{', '.join(['16'] * 300)}]",
-            r"model\.hidden: a list of 300; use at most 256",
+            r"model\.hidden: the list has 300 entries; use at most 256",
         ),
         ("model.hidden=" + "[" * 5000, "more than 32 levels of nesting"),
         ("run.seed=" + "9" * 5000, "a number of 5,000 characters; use at most 40"),
@@ -204,7 +205,7 @@ PAIRS = [f"[a{n}, b]" for n in range(MANY)]
     ids=lambda text: text[:40],
 )
 def test_the_longest_lists_are_read_quickly(text, tmp_path):
-    """The time is process time, because other programs on the machine do not affect it."""
+    """Measure process time, because other programs on the machine do not affect it."""
     file = tmp_path / "file.yaml"
     file.write_text(text + "\n")
     began, message = time.process_time(), ""

@@ -20,7 +20,7 @@ SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / ".ci" / "configuration.p
 SCHEME1 = CONFIGS[0].parent / "scheme1.yaml"
 SET = DataFacts(path="set", fingerprint="a", content_id="b")
 
-# These may change when a run resumes.
+# These keys may change when a run resumes.
 EXECUTION = """
 run.dir data.path data.loader
 train.epochs train.max_steps train.lookahead train.log_every train.progress train.profile
@@ -44,7 +44,7 @@ EXECUTION += [
 ]
 # These keys may also change, unless train.stop or train.plateau depends on scores.
 SCORES = ["train.eval_every", "train.eval_rows", "train.exact_auc_rows", "train.slices"]
-# These keys, prefixed with "parallel.", must be equal, like all keys that are in neither list.
+# These keys of the group ``parallel`` must be equal, like all keys that are in neither list.
 RESULTS_OF_PARALLEL = ["dtype", "table_dtype", "comm_dtype", "tables.deep.C1.comm_dtype"]
 
 EVERYTHING = (

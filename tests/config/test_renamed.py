@@ -1,4 +1,4 @@
-"""Tests that renamed keys are refused with the new name, but read from files of earlier
+"""Tests that old key names are refused with the new name, but accepted in files of earlier
 versions.
 """
 

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 URLS = ("s3://bucket/set", "s3:/bucket/set", "gs://b/x", "hdfs://h:9000/x", "file:///tmp/x")
 URLS += ("simplecache::s3://bucket/x", "memory://x")
 
-# These keys and options have text that is not a path: names, numbers and patterns.
+# The values of these keys and options are not paths, but names, numbers and patterns.
 NAMES = {"model.wide.columns", "model.wide.crosses", "train.slices", "model.fields.*.table"}
 NAMES |= {"parallel.tables.*.sbp", "parallel.tables.*.exchange", "parallel.dense.*"}
 NAMES |= {"parallel.storage.*.cache"}
@@ -49,7 +49,7 @@ COMMANDS: dict[str, Callable[[list[str]], Any]] = {
 
 
 class ParserMade(Exception):
-    """Signals that a command has made its parser."""
+    """Raised once a command has created its parser."""
 
 
 def parser_of(command: str, monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
@@ -108,7 +108,7 @@ def test_every_option_that_takes_a_path_refuses_a_url(command, monkeypatch, tmp_
     for action in text_options(parser):
         option = name_of(action)
         if option in OTHER_OPTIONS or option == "--input" or command == "schema":
-            continue  # inputs may be URLs, and the file of ``schema`` is an input
+            continue  # Inputs may be URLs, and the file of ``schema`` is an input.
         for url in URLS:
             words = [*words_before(parser, action), *action.option_strings[-1:], url]
             message = refusal(COMMANDS[command], words, capsys)
@@ -156,7 +156,7 @@ def test_every_key_that_takes_a_path_refuses_a_url(url, tmp_path, monkeypatch):
 
 
 def test_a_path_from_python_is_refused_too(tmp_path, monkeypatch):
-    """``Path`` has already replaced the double slash by a single one."""
+    """``Path`` has already replaced the double slash by a single slash."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises((ConfigError, DataError), match="is a URL"):
         load_manifest(Path("s3://bucket/set"))

@@ -46,7 +46,7 @@ def make_set(folder: Path, num_rows: int, shard_rows: int = 1000) -> Manifest:
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make a read of a small set use several blocks, and a block several batches."""
+    """Make blocks so small that a read of a small set uses several blocks of several batches."""
     monkeypatch.setattr("sbpflow.data.read.blocks.BLOCK_BYTES", 50_000)
 
 

@@ -1,4 +1,4 @@
-"""Makes a small set with every kind of column, and its rows as Python values."""
+"""Makes a small set with every kind of column, and provides its rows as Python values."""
 
 import random
 from dataclasses import dataclass

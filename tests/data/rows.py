@@ -19,9 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def genuine_rows() -> Path:
-    """Return the genuine Criteo rows outside the checkout; skip with a reason if they are
-    missing.
-    """
+    """Return the genuine Criteo rows outside the checkout; skip the test if they are missing."""
     default = ROOT.parent / "shared" / "data" / "criteo_kaggle_110k.tsv.gz"
     path = Path(os.environ.get("SBPFLOW_CRITEO_ROWS", default))
     if not path.exists():
@@ -51,7 +49,7 @@ def write_rows(path: Path, rows: list[list[str]]) -> Path:
 
 
 def run_prepare(output: Path, *inputs: Path, **options):
-    """Run prepare with small pieces, so that there are several."""
+    """Run prepare with pieces so small that there are several."""
     settings = {"piece_bytes": 1 << 15, "max_bad_fraction": 0.0, **options}
     return prepare(PrepareOptions(inputs=inputs, output=output, **settings))
 
@@ -89,5 +87,5 @@ def counts_of(rows: list[list[str]], name: str) -> Counter:
 
 
 def reopened(folder: Path):
-    """Return the manifest as another process would read it."""
+    """Return the manifest as a different process would read it."""
     return load_manifest(folder)

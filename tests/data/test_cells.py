@@ -1,4 +1,4 @@
-"""Tests that a cell has the same meaning next to good and bad rows, in text and in Parquet."""
+"""Tests that the meaning of a cell does not depend on neighboring rows, in text and in Parquet."""
 
 import polars as pl
 import pytest
@@ -49,7 +49,7 @@ def test_blanks_and_tabs_in_dense_cells_of_comma_separated_text(cell):
 
 
 def test_blanks_in_string_categories_do_not_slow_a_piece(monkeypatch):
-    """Parsing line by line would take a hundred times as long."""
+    """The check must be fast: parsing line by line would take a hundred times as long."""
 
     def slow(*_):
         raise AssertionError("line by line")
@@ -68,7 +68,7 @@ CELLS = ["5", "+5", "-5", " 5", "5 ", " ", "", "1e1", "1.0", "007", "0x5", "nan"
 
 @pytest.mark.parametrize("kind", ["hex", "string", "integer"])
 def test_text_cells_have_the_same_meaning_in_parquet_and_text(tmp_path, kind):
-    """Each cell is tried as a dense value and as a category, alone in its row."""
+    """Test each cell as a dense value and as a category."""
     schema = Schema(
         columns=("label", "d", "s"), label="label", dense=("d",), sparse=("s",), kinds=(kind,)
     )

@@ -30,7 +30,7 @@ def test_the_checksum_of_a_concatenation_follows_from_its_parts(num_parts):
 
 
 def test_sizes_beyond_the_period_of_the_polynomial():
-    """When zeros are appended, one long part equals two halves, and sizes wrap at the period."""
+    """Appending zeros in one part equals appending two halves, and sizes wrap at the period."""
     long, half = 3 * (2**32 - 1) + 8, 2**33 + 3
     crc32s = np.array([zlib.crc32(b"rows"), 0, 0], dtype=np.uint32)
     whole = joined_crc32(crc32s[:2], np.array([4, 2 * half]))
@@ -143,7 +143,9 @@ def test_a_state_of_an_earlier_version_is_compared_by_fingerprint(tmp_path, row_
     del state["content_id"]
     loader.load_state_dict(state)
     other = open_loader(recut(row_set(9000), tmp_path / "set", 333), batch_size=700)
-    with pytest.raises(DataError, match=r"has fingerprint .*, but this read has .* the same rows"):
+    with pytest.raises(
+        DataError, match=r"fingerprint of the saved read is .*, but .* the same rows"
+    ):
         other.load_state_dict(state)
 
 

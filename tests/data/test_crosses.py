@@ -62,7 +62,8 @@ def test_hashes_are_spread_evenly_and_depend_on_the_order_of_the_parts():
 
 
 def words_of(num_rows, seed):
-    """Return label, a dense value and ids of three columns; a tenth of the ids are missing."""
+    """Return a label, a dense value and the ids of three columns; a tenth of the ids are
+    missing."""
     rng = np.random.default_rng(seed)
     words = np.empty((num_rows, 5), dtype=np.int32)
     words[:, :2].view(np.float32)[:] = np.stack(
@@ -74,7 +75,7 @@ def words_of(num_rows, seed):
 
 
 def write_set(folder, *, prepared):
-    """Write the same rows, without crosses or with crosses as columns."""
+    """Write the same rows, either without crosses or with crosses as columns."""
     folder.mkdir()
     splits = {}
     for number, split in enumerate(SPLITS):
@@ -98,7 +99,7 @@ def write_set(folder, *, prepared):
 
 @pytest.fixture(scope="module")
 def sets(tmp_path_factory):
-    """Return two sets: without crosses, and with prepared crosses."""
+    """Return two sets, one without crosses and one with prepared crosses."""
     folder = tmp_path_factory.mktemp("crosses")
     return write_set(folder / "plain", prepared=False), write_set(folder / "full", prepared=True)
 
@@ -117,7 +118,8 @@ def test_computed_columns_equal_prepared_ones(sets, backend, shuffle):
 
 
 def test_a_computed_cross_is_equivalent_to_the_cross_of_prepare(tmp_path):
-    """Rare values are excluded: prepare hashes raw values, the loader hashes their ids."""
+    """Rare values are excluded, because prepare hashes raw values and the loader hashes their
+    ids."""
     source = write_rows(tmp_path / "rows.tsv", text_rows(600))
     pairs = (("C1", "C2"), ("C7", "C3"))
     rule = parse_split("time:1,0,0")
@@ -172,7 +174,7 @@ def _train(world, manifest, fields, wide):
 
 
 def test_a_model_with_hashed_and_raw_wide_columns(ranks, sets):
-    """Two ranks train like one rank, and the crosses change the losses."""
+    """Two ranks must train like one rank, and the crosses must change the losses."""
     plain, full = sets
     columns = {"C1": 30, "C2": 30, "C3": 30}
     wide = WideConfig(columns=("C3",), crosses=(("C1", "C2"), ("C3", "C2", "C1")), hash_size=50)

@@ -1,4 +1,5 @@
-"""Tests cells that could silently change: each is a bad line, refused, or stored exactly."""
+"""Tests cells that could silently change: each cell causes a bad line, is refused, or is stored
+exactly."""
 
 import errno
 import json
@@ -48,7 +49,7 @@ def prepared(folder, schema, text):
 
 
 def test_a_year_has_four_digits(tmp_path):
-    """Many parsers read 24-05-01 as the year 24, and 01-05-24 as the year 1."""
+    """Many parsers would read 24-05-01 as the year 24, and 01-05-24 as the year 1."""
     cells = ("2024-05-01", "24-05-01", "01-05-24", "01-05-24 10:00:00", " 2024-05-01T00:00:00Z")
     text = "".join(f"1,a,{cell}\n" for cell in cells)
     piece = parsed(tmp_path, "sparse: {C1: string}\ntime: ts\n", text)
@@ -67,7 +68,7 @@ def test_dates_are_not_read_as_integers_of_the_files_unit(tmp_path, kind):
 
 
 def test_line_ends_in_quotes_are_kept(tmp_path):
-    """The rows may have either kind of line end."""
+    """Rows may end with either kind of line end."""
     cells = ["p\r\nq", "p\nq", "p\n\r\nq", "\r\n", "p"]
     text = "".join(f'1,"{cell}"\r\n' for cell in cells) + "\r\n" + '0,"p\rq"\r\n0,"p","q"\r\n'
     piece = parsed(tmp_path, "sparse: {C1: string}\n", text)
@@ -151,7 +152,8 @@ def test_encoded_rows_cannot_replace_the_set_of_like(tmp_path, capsys):
 
 
 def test_a_file_written_while_it_is_read_is_refused(tmp_path, monkeypatch):
-    """Its last line may be incomplete, or the rows may come from two versions."""
+    """If a file changes during the run, its last line may be incomplete, or its rows may come from
+    two versions."""
     text = "".join(f"1,value-{k}\n" for k in range(200))
     real = stage.parse_table
 

@@ -1,6 +1,4 @@
-"""Tests that damaged text, manifests and shards give a count or one readable error, never a wrong
-count.
-"""
+"""Tests that damaged text, manifests and shards give a correct count or one readable error."""
 
 import random
 import re

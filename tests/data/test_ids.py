@@ -1,4 +1,5 @@
-"""Tests ids: one per value, equal load on contiguous halves, and tables that find their keys."""
+"""Tests that each value has its own id, that halves have equal loads, and that tables find their
+keys."""
 
 import numpy as np
 import pytest
@@ -29,7 +30,8 @@ def test_contiguous_parts_carry_equal_load(reserved, parts):
     assert load.sum() == counts.sum() + sum(reserved)
     shares = [part.sum() / load.sum() for part in np.array_split(load, 2)]
     assert max(shares) < 0.53
-    # A part has at least its hottest row; apart from that row, the load is also balanced.
+    # The load of a part includes at least its most frequent row; without that row, the load is
+    # balanced, too.
     hottest = max(load) / load.sum()
     shares = [part.sum() / load.sum() for part in np.array_split(load, parts)]
     assert max(shares) < max(1 / parts + 0.05, hottest + 0.02)

@@ -1,6 +1,4 @@
-"""Tests the inputs that prepare accepts and refuses: file formats, labels, Parquet, splits, a full
-disk.
-"""
+"""Tests which inputs prepare accepts: file formats, labels, Parquet, splits, and a full disk."""
 
 import gzip
 import lzma
@@ -317,7 +315,7 @@ def test_an_impossible_schema_gives_one_message(tmp_path, capsys, source, schema
     ],
 )
 def test_a_full_disk_gives_one_line_and_no_set(tmp_path, source, command):
-    """A limit of 20 kB per file fails like a full disk: the error has no file name."""
+    """A limit of 20 kB per file fails like a full disk, with an error without a file name."""
     code = (
         "import resource, sys; from data.__main__ import main; "
         "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); sys.exit(main(sys.argv[1:]))"

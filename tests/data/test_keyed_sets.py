@@ -28,12 +28,12 @@ from tests.data.rows import folder_bytes, text_rows, write_rows
 from tests.data.tables import table, write_csv, write_parquet
 from tests.data.test_tables import good_rows, prepare_table
 
-MIXED = "--keys", "city,tags,genre"  # shop and more have vocabularies
+MIXED = "--keys", "city,tags,genre"  # the fields shop and more have vocabularies
 ROWS = table(700)
 
 
 def key_of(value):
-    """Return the key of a cell by hand."""
+    """Compute the key of a cell without the code under test."""
     if value in (None, ""):
         return -(2**63)
     if isinstance(value, int):

@@ -1,4 +1,4 @@
-"""Tests kills at random moments: prepare still gives the same set, and a read delivers each row
+"""Tests kills at random moments: prepare still makes the same set, and a read delivers each row
 once.
 """
 
@@ -17,8 +17,8 @@ from tests.data.rows import folder_bytes, run_prepare, text_rows, write_rows
 
 @pytest.fixture(scope="module")
 def run_killed():
-    """Return a function that runs another function in a process and kills it; False if it ended
-    first.
+    """Return a function that runs another function in a process and kills the process; it returns
+    False if the process ended first.
 
     The process is killed after ``seconds``, or as soon as ``when()`` is true.
     """

@@ -1,6 +1,4 @@
-"""Tests the resources that a read keeps: sets replaced during a read, file descriptors, maps,
-threads.
-"""
+"""Tests the resources of a read: replaced sets, file descriptors, maps, and threads."""
 
 import shutil
 import subprocess
@@ -111,7 +109,7 @@ print("ok")
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_many_shards_and_epochs_need_no_descriptors_and_no_garbage_collector(tmp_path, backend):
-    """A limit of 128 open files applies to 300 shards; every second epoch is abandoned midway."""
+    """Read 300 shards with a limit of 128 open files; every second epoch is abandoned midway."""
     make_set(tmp_path / "set", 3000, shard_rows=10)
     arguments = [str(tmp_path / "set"), backend]
     result = subprocess.run(
@@ -155,9 +153,7 @@ def slowed(function):
 def test_a_loader_closed_by_another_thread_ends_the_read_with_a_message(
     monkeypatch, row_set, backend, shuffle
 ):
-    """The read waits for a block when the loader is closed, because blocks take longer than
-    steps.
-    """
+    """Close the loader while a read waits for a block."""
     monkeypatch.setattr("sbpflow.data.read.blocks.BLOCK_BYTES", 0)
     for name in ("view", "gather"):
         monkeypatch.setattr(SplitRows, name, slowed(getattr(SplitRows, name)))

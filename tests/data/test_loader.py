@@ -81,8 +81,8 @@ def test_backends_yield_identical_batches(row_set, shuffle):
 def test_batches_do_not_depend_on_how_many_are_read_at_once(
     row_set, monkeypatch, world, backend, shuffle
 ):
-    """Batches are read one by one, a few at once, and a whole epoch at once, across shards and with
-    a short batch.
+    """Read batches one by one, a few at once, and a whole epoch at once, across shards and with a
+    short batch.
     """
     options = {"batch_size": 300, "rank": world - 1, "world_size": world, "shuffle": shuffle}
     reads = []
@@ -173,7 +173,8 @@ def test_importing_data_imports_neither_dali_nor_polars_nor_torch():
 
 
 def test_abandoned_epochs_may_be_collected_in_any_thread(row_set):
-    """A generator that waits for its readers while one of them collects it would never end."""
+    """If a reader thread collects an abandoned generator, the generator must not wait for its
+    readers."""
     for backend in INSTALLED:
         for _ in range(20):
             loader = open_loader(row_set(9000), batch_size=100, backend=backend)
@@ -255,7 +256,9 @@ def test_the_epoch_must_be_a_whole_number(row_set, epoch):
 def test_a_state_out_of_range_is_refused(row_set, change):
     loader = open_loader(row_set(9000), batch_size=700)
     (key,) = change
-    with pytest.raises(DataError, match=f"has {key} .*, but it must be a whole number from 0 to"):
+    with pytest.raises(
+        DataError, match=f"{key} of the saved read is .*, but must be a whole number from 0 to"
+    ):
         loader.load_state_dict({**loader.state_dict(), **change})
     assert len(next(loader.epoch(0)).labels) == 700
 
@@ -292,7 +295,8 @@ def test_a_closed_loader_is_refused(row_set):
 
 
 def test_a_dropped_tail_is_counted_from_the_restored_cursor(row_set):
-    """After 2,000 of 9,000 rows, steps of 3,000 rows give two more steps and drop 1,000 rows."""
+    """After 2,000 of 9,000 rows, there are two more steps of 3,000 rows, and 1,000 rows are
+    dropped."""
 
     def fresh(batch_size):
         return open_loader(
@@ -322,7 +326,7 @@ def test_a_dropped_tail_is_counted_from_the_restored_cursor(row_set):
 @pytest.mark.parametrize("shuffle", ["none", "rows"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_window_of_batches_across_epochs_keeps_its_values(row_set, backend, shuffle):
-    """A run keeps the batches of its lookahead while the loader continues."""
+    """A run keeps the batches of its lookahead while the loader reads more batches."""
     options = {"batch_size": 300, "backend": backend, "shuffle": shuffle}
     loader = open_loader(row_set(9000), **options)
     held = [batch for epoch in (0, 1) for batch in loader.epoch(epoch)]

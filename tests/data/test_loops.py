@@ -11,7 +11,7 @@ from sbpflow.data.format.schema import CRITEO, Schema
 from sbpflow.data.prepare import parse
 from tests.data.rows import text_rows
 
-# after loading, all sizes use the loops
+# once the loops are loaded, all sizes use them
 pytest.importorskip("numba", reason="the loops need numba")
 SMALL = Schema(
     columns=("h", "n", "label", "k", "m"),

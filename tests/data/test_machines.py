@@ -1,4 +1,4 @@
-"""Tests that several machines, here threads with one folder, write the same bytes as one
+"""Tests that several machines, simulated by threads with one folder, write the same bytes as one
 machine.
 """
 
@@ -24,7 +24,7 @@ FILES, ROWS = 5, 60
 
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory):
-    """Return five files with every kind of column, of uneven length, and their schema."""
+    """Return five files of unequal lengths with every kind of column, and their schema."""
     folder = tmp_path_factory.mktemp("tables")
     rows = table(FILES * ROWS + 40, seed=3)
     for number in range(FILES):
@@ -50,7 +50,7 @@ def options_of(folder, output, part, split="time:0.7,0.1,0.2", **more):
 
 
 def together(count, make_options):
-    """Return the results of machines that all run at once."""
+    """Run all machines at once, and return their results."""
     with ThreadPoolExecutor(count) as pool:
         parts = [MachinePart(number, count, 60.0) for number in range(1, count + 1)]
         return [f.result() for f in [pool.submit(prepare, make_options(p)) for p in parts[::-1]]]
@@ -77,7 +77,7 @@ def test_large_vocabularies_are_added_up_in_ranges(tmp_path, tables, monkeypatch
 
 
 def test_machines_that_do_not_wait_resume(tmp_path, tables):
-    """Each machine is started repeatedly and exits when it needs results of the others."""
+    """Start each machine repeatedly; a machine exits when it needs results from other machines."""
     clean = prepare(options_of(tables, tmp_path / "clean", MachinePart()))
     missing = []
     for number in itertools.islice(itertools.cycle((1, 2, 3)), 18):

@@ -1,6 +1,4 @@
-"""Tests that hand-made manifests, flipped bits in shards and bad statistics are reported by
-name.
-"""
+"""Tests the messages for manually edited manifests, flipped bits in shards, and bad statistics."""
 
 import json
 import shutil
@@ -145,7 +143,7 @@ def test_an_id_out_of_range_is_reported_with_its_row_and_found_by_verify(copy, c
 
 
 def test_the_loader_delivers_ids_without_checking_them(copy):
-    """As docs/data.md states, the embeddings check ids, but readers do not."""
+    """As docs/data.md states, embeddings check ids, but readers do not."""
     words = np.load(copy.path / "train-0.npy", mmap_mode="r+")
     words[0, 3] = 500
     words.flush()

@@ -41,7 +41,7 @@ def few_maps(monkeypatch):
 
 @pytest.fixture
 def one_by_one(monkeypatch):
-    """Make each batch a block and limit the blocks that are read ahead."""
+    """Read each batch as a separate block, and limit the number of blocks that are read ahead."""
     monkeypatch.setattr("sbpflow.data.read.blocks.BLOCK_BYTES", 0)
 
 

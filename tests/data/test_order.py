@@ -1,4 +1,4 @@
-"""Tests that an epoch's order has every row once, needs no memory, and trains like a random
+"""Tests that an epoch's order contains every row once, needs no memory, and trains like a random
 order.
 """
 
@@ -31,12 +31,13 @@ def test_a_permutation_depends_on_every_part_of_its_key():
     images = [Permutation(10_000, *key)(np.arange(10_000)) for key in ((1, 2), (1, 3), (2, 2))]
     for n, image in enumerate(images):
         for other in images[:n]:
-            assert (image == other).sum() < 10  # random permutations have an expected value of 1
+            assert (image == other).sum() < 10  # for random permutations, the expected value is 1
 
 
 @pytest.mark.parametrize("size", [3, 7, 24, 300])
 def test_every_index_has_every_image_equally_often(size):
-    """Chi squared over keys is tested for sizes whose rounds have the fewest bits to mix."""
+    """Test the uniformity of permutations by chi-squared over keys, for sizes with the fewest bits
+    to mix."""
     times = 20 * size
     counts = np.zeros((size, size))
     for key in range(times):
@@ -78,7 +79,7 @@ def test_runs_are_contiguous_and_the_short_one_moves():
 
 @pytest.mark.parametrize("shuffle", ["runs", "rows"])
 def test_the_order_of_four_billion_rows_takes_no_memory(shuffle):
-    """The order has the size of Criteo's 1 TB: 4,195,197,692 training rows."""
+    """Test an order as large as Criteo's 1 TB data: 4,195,197,692 training rows."""
     num_rows, batch = 4_195_197_692, 16384
     tracemalloc.start()
     order = RowOrder(num_rows, shuffle, 7, 3)
@@ -90,8 +91,7 @@ def test_the_order_of_four_billion_rows_takes_no_memory(shuffle):
     assert rows.min() >= 0
     assert rows.max() < num_rows
     assert peak < 8e6
-    # A batch comes from the whole split: its mean is within 4 standard errors of the mean of all
-    # rows.
+    # A batch samples the whole split: its mean is within 4 standard errors of the mean of all rows.
     per_batch = rows.reshape(len(starts), batch).mean(1) / num_rows
     error = (1 / 12 / (batch / RUN_ROWS[shuffle])) ** 0.5
     assert np.abs(per_batch - 0.5).max() < 4 * error
@@ -121,7 +121,7 @@ def _train_on_sorted_labels(clicks, shuffle, seed):
         chosen = ids_train[rows]
         error = 1 / (1 + np.exp(-weights[chosen].sum(1) - bias)) - labels_train[rows]
         step = np.repeat(error, FIELDS)
-        # the rate falls to 0, so that the last rows have no larger effect than others
+        # the rate falls to 0, so that the last rows do not affect the model more than other rows
         rate = 1 - start / half
         weights -= 0.02 * rate * np.bincount(chosen.reshape(-1), step, len(weights))
         bias -= 0.2 * rate * error.mean()
@@ -129,7 +129,8 @@ def _train_on_sorted_labels(clicks, shuffle, seed):
 
 
 def test_rows_sorted_by_label_train_as_well_as_randomly_ordered_ones():
-    """In the worst file, all clicks are at the end; in file order, training favors the last ids."""
+    """In the worst file, all clicks are at the end, so training in file order favors the last
+    ids."""
     clicks = _clicks(400_000)
     for seed in (1, 2, 3):
         random, runs = (_train_on_sorted_labels(clicks, s, seed) for s in ("rows", "runs"))

@@ -1,4 +1,4 @@
-"""Ordinary tables: rules for labels, columns with several uses, and original strings."""
+"""Tests ordinary tables: rules for labels, columns with several uses, and original strings."""
 
 import csv
 import datetime
@@ -22,7 +22,7 @@ HEAD = "separator: ','\nheader: true\n"
 
 
 def run(tmp_path, schema, source, *more):
-    """Prepare into ``set``; return the exit status."""
+    """Prepare the folder ``set``; return the exit status."""
     (tmp_path / "schema.yaml").write_text(schema)
     words = ["--input", source, "--schema", tmp_path / "schema.yaml", "--output", tmp_path / "set"]
     return main(["prepare", *map(str, [*words, "--split", "time:1,0,0", *more])])

@@ -1,4 +1,5 @@
-"""Tests prepare against plain Python: counts, ids and values, input formats, and bad lines."""
+"""Tests prepare by comparing counts, ids, values, input formats, and bad lines with plain
+Python."""
 
 import gzip
 

@@ -1,4 +1,4 @@
-"""The profile of a set and its warnings, against counts made from the rows."""
+"""Tests the profile of a set and its warnings against counts made from the rows."""
 
 import json
 from xml.etree import ElementTree
@@ -30,7 +30,7 @@ group: {user: integer}
 
 
 def rows(**changes):
-    """Rows in time order: users of val and test are new, and ``late`` drifts."""
+    """Return rows in time order; users of val and test are new, and ``late`` drifts."""
     rng = np.random.default_rng(5)
     label = rng.random(NUM_ROWS) < 0.3
     old = np.arange(NUM_ROWS) < NUM_TRAIN
@@ -118,7 +118,7 @@ def test_dense_summaries_are_those_of_the_rows(profile, frame):
 
 
 def index(expected, actual):
-    """The population stability index of two lists of counts."""
+    """Return the population stability index of two lists of counts."""
     p, q = (np.maximum(np.array(c) / np.sum(c), 1e-4) for c in (expected, actual))
     return float(((q - p) * np.log(q / p)).sum())
 
@@ -157,13 +157,13 @@ def test_the_auc_of_a_feature_comes_from_rates_of_train_on_other_rows(profile, f
 def test_each_problem_has_one_warning(profile):
     warnings = concerns(profile)
     assert [text for text in warnings if text.startswith("leakage")] == [
-        "leakage: leak_number alone has an AUC of 1.0000 on val and test; remove it unless its "
+        "leakage: leak_number alone reaches an AUC of 1.0000 on val and test; remove it unless its "
         "value is known before the label",
-        "leakage: leak alone has an AUC of 1.0000 on val and test; remove it unless its value is "
-        "known before the label",
+        "leakage: leak alone reaches an AUC of 1.0000 on val and test; remove it unless its value "
+        "is known before the label",
     ]
     assert [text for text in warnings if text.startswith("constant")] == [
-        f"constant: {name} has one value in all rows of train; remove it"
+        f"constant: {name} is the same in all rows of train; remove it"
         for name in ("same", "fixed")
     ]
     assert [text for text in warnings if text.startswith("unknown")] == [

@@ -1,4 +1,4 @@
-"""Proposed schemas of tables with column names, and what prepare does without a schema."""
+"""Tests proposed schemas of tables with column names, and prepare without a schema."""
 
 import csv
 import random
@@ -16,7 +16,7 @@ from sbpflow.errors import ConfigError, DataError
 
 
 def ratings(path, num_rows=400):
-    """Ratings in quotes, sorted by user."""
+    """Write ratings in quotes, sorted by user."""
     rng = random.Random(3)
     with path.open("w", newline="") as file:
         writer = csv.writer(file, quoting=csv.QUOTE_ALL)
@@ -104,7 +104,7 @@ def test_prepare_without_a_schema_proposes_one_and_auto_accepts_it(tmp_path, cap
 
 
 def proposed(tmp_path, **columns):
-    """The lines of a proposal for text with these columns, by their first word."""
+    """Return the lines of a proposal for text with these columns, by their first word."""
     lines = [",".join(columns), *map(",".join, zip(*columns.values(), strict=True))]
     (tmp_path / "t.csv").write_text("\n".join(lines) + "\n")
     text = propose([tmp_path / "t.csv"]).text

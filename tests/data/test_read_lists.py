@@ -25,7 +25,7 @@ def rows_of(batch):
 
 
 def check(batch, rows):
-    """Check every column of a batch against its rows; return their numbers."""
+    """Check every column of a batch against the expected rows; return the row numbers."""
     numbers = rows_of(batch)
     own = [rows[number] for number in numbers]
     lists = batch.ids.lists
@@ -92,7 +92,7 @@ def test_a_rank_without_rows_has_empty_columns(full_set, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_cursor_of_a_batch_is_the_state_after_it(full_set, backend):
-    """A trainer already has the next batch when it saves, and that batch must be read again."""
+    """When a trainer saves, it has already read the next batch, which must be read again."""
     manifest, rows = full_set
     loader = open_loader(manifest, batch_size=900, backend=backend)
     batches = loader.epoch(3)

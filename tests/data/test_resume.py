@@ -18,7 +18,7 @@ STEPS = ("stage", "vocabulary", "half", "encoded", "all")
 
 
 class Stopped(Exception):
-    """Stands in for a kill."""
+    """Simulates a kill."""
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def stopped_at(monkeypatch, step, output, source):
     def half(staged, tables, fitted, options, work, advance):
         encode_all(staged, tables, fitted, options, work, advance)
         for record in sorted((work / "encoded").iterdir())[1::2]:
-            record.unlink()  # simulate pieces that are not encoded yet: remove their staged files
+            record.unlink()  # remove staged files to simulate pieces that are not encoded yet
         raise Stopped
 
     def all_encoded(*arguments):
@@ -98,14 +98,14 @@ def remove(path, _):
 
 
 def kinds_of(work, rng):
-    """Return a file of each kind in the folder: (folder, suffix) -> path."""
+    """Map each kind of file, (folder, suffix), to one path in the folder."""
     files = [p for p in sorted(work.rglob("*")) if p.is_file() and p.name != "plan"]
     return {(p.parent.name, p.suffix): p for p in rng.sample(files, len(files))}
 
 
 @pytest.mark.parametrize("step", STEPS)
 def test_a_damaged_part_is_made_again(tmp_path, monkeypatch, capsys, source, clean, step):
-    """Each file is damaged separately: new kinds of files in every way, other kinds in one way per
+    """Damage each file separately: new kinds of files in every way, other kinds in one way per
     step.
     """
     number = STEPS.index(step)
@@ -143,7 +143,7 @@ def edits(record):
     [pytest.param("stage", "stage", marks=pytest.mark.slow), ("encoded", "encoded")],
 )
 def test_an_edited_record_is_ignored(tmp_path, monkeypatch, source, clean, step, folder):
-    """Lines, counts and clamped values are in the manifest but not in any shard."""
+    """The manifest, but no shard, contains lines, counts and clamped values."""
     whole = stopped_at(monkeypatch, step, tmp_path / "whole" / "set", source)
     record = sorted((whole / folder).glob("*.json"))[1]
     changed = list(edits(json.loads(record.read_text())))

@@ -8,7 +8,7 @@ from sbpflow.data.stats import batch_counts, compute_stats
 
 
 def set_of_ids(folder, ids):
-    """Return a set with one field whose train part has these ids."""
+    """Return a set with one field that has these ids in train."""
     folder.mkdir()
     shards = {}
     for split in SPLITS:

@@ -1,4 +1,4 @@
-"""Tests generated rows: similar to measured rows, independent of chunking, with a correct
+"""Tests that generated rows resemble measured rows, do not depend on chunks, and have a correct
 best AUC.
 """
 
@@ -27,8 +27,8 @@ from tests.data.rows import all_words, floats, folder_bytes, ids, run_prepare
 
 NUM_ROWS = 137_139
 """The number of measured rows."""
-# These are the distinct ids per 16384 consecutive rows of the real sample, with missing as one id
-# (six batches).
+# The distinct ids per 16384 consecutive rows of the real sample (six batches), with missing as one
+# id.
 UNIQUE_16K = {"C3": 9164, "C4": 6189, "C7": 4182, "C10": 4460, "C11": 2520, "C12": 8562,
               "C13": 2060, "C15": 2619, "C16": 7574, "C18": 1450, "C19": 671, "C21": 8134,
               "C24": 3708, "C26": 2814, "C2": 427, "C1": 220}  # fmt: skip
@@ -102,7 +102,8 @@ def test_each_column_of_a_chain_determines_the_next():
 def test_integers_follow_the_measured_quantiles(name):
     values, column = sample()[1][name], profile()["int"][name]
     zero = column["zero"]
-    # Zeros were measured among all rows, and the quantiles among the rows that are not missing.
+    # Shares of zeros were measured among all rows, and quantiles among the rows that are not
+    # missing.
     assert abs((values == 0).mean() - zero) < share_bound(zero) + 0.01
     for percent, expected in zip(column["quantile_pct"], column["quantile"], strict=True):
         if 1 <= percent <= 99:
@@ -119,8 +120,8 @@ def test_correlated_integers():
     for name, (other, share) in FOLLOWS.items():
         actual = np.corrcoef(ranked(name), ranked(other))[0, 1]
         assert abs(actual - share) < 0.15, name
-    # The share is 0.71 in the real rows. The quantile is copied instead of the value, to keep
-    # both marginals.
+    # The share is 0.71 in the real rows. Generated rows copy the quantile instead of the value, to
+    # keep both marginal distributions.
     assert (integers["I4"] == integers["I13"]).mean() > 0.5
 
 
@@ -424,7 +425,7 @@ def test_the_limits_of_the_ranges_work(tmp_path, options):
 
 
 def test_a_generated_set_cannot_encode_new_rows(tmp_path, capsys):
-    """The message explains the solution: prepare the same rows as text to get vocabularies."""
+    """The message explains how to get vocabularies: write the rows as text and prepare the text."""
     words = ["synth", "--rows", "600", "--vocab-scale", "0.001"]
     assert main([*words, "--output", str(tmp_path / "ids")]) == 0
     assert main([*words, "--format", "tsv", "--output", str(tmp_path / "rows.tsv")]) == 0

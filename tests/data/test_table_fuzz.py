@@ -1,4 +1,4 @@
-"""Tests any schemas and cells: no traceback, no lost rows, and equal results for text and
+"""Tests random schemas and cells: no traceback, no lost rows, and equal results for text and
 Parquet.
 """
 
@@ -169,7 +169,8 @@ def test_quotes_enclose_whole_cells_or_the_line_is_bad(tmp_path, text, num_rows,
 
 @pytest.mark.parametrize("piece_bytes", [300, 1000, 1 << 20])
 def test_the_set_does_not_depend_on_where_pieces_end(tmp_path, piece_bytes):
-    """Some pieces end inside quoted cells; rows and ids equal those of a single piece."""
+    """Even if pieces end inside quoted cells, rows and ids must equal the result for a single
+    piece."""
     source = write_csv(tmp_path / "t.csv", table(150))
     (tmp_path / "schema.yaml").write_text(SCHEMA)
     schema = read_schema(tmp_path / "schema.yaml")

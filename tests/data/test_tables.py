@@ -1,4 +1,4 @@
-"""Tests tables with every kind of column: read from CSV and Parquet, encoded, and grown."""
+"""Tests reading, encoding, and growing tables with every kind of column, from CSV and Parquet."""
 
 import json
 import shlex
@@ -219,7 +219,7 @@ def test_growth_changes_no_id_and_fills_spare_ids_first(tmp_path, capsys):
 
 
 def explained(capsys, folder, *more):
-    """Return the output of explain for scheme 2 on four ranks."""
+    """Return the output of ``explain`` for scheme 2 on four ranks."""
     capsys.readouterr()
     words = ["--config", "configs/scheme2.yaml", "--world-size", "4", f"data.path={folder}"]
     assert explain([*words, "model.wide.crosses=[]", "parallel.kernel=torch", *more]) == 0
@@ -305,7 +305,7 @@ def test_columns_with_an_x_are_crossed_and_ambiguous_names_refused(tmp_path, cap
 
 
 class Stopped(BaseException):
-    """Ends a run as suddenly as a kill does."""
+    """Raised to end a run as suddenly as a kill."""
 
 
 def _stop(*_, **__):
@@ -315,7 +315,7 @@ def _stop(*_, **__):
 def _half(*arguments):
     encode_all(*arguments)
     for record in sorted((arguments[4] / "encoded").iterdir())[1::2]:
-        record.unlink()  # simulate pieces that are not encoded yet: remove their staged files
+        record.unlink()  # remove staged files to simulate pieces that are not encoded yet
     raise Stopped
 
 
@@ -329,7 +329,7 @@ STAGED, READY = ["*.list", "*.arrow"], ["fitted.json", "*.ids.npy", "*.starts.np
      (("encode_all", _half), READY), (("_publish", _stop), READY)],
 )  # fmt: skip
 def test_a_stopped_run_resumes_to_the_same_bytes(tmp_path, monkeypatch, place, kinds):
-    """The test also damages one file of each kind that exists when the run stops."""
+    """When the run stops, also damage one file of each kind."""
     source = write_csv(tmp_path / "t.csv", table(200))
     (tmp_path / "schema.yaml").write_text(SCHEMA)
     settings = {"schema": read_schema(tmp_path / "schema.yaml"), "crosses": (),
@@ -355,11 +355,11 @@ def test_a_stopped_run_resumes_to_the_same_bytes(tmp_path, monkeypatch, place, k
 
 @pytest.mark.parametrize(
     ("array", "place", "value", "message"),
-    [("ids", 0, 1, "has ids 1.."), ("ids", 0, 999, "..999, but value ids must be 2..10"),
-     ("ids", 1, None, "has one id for two values"), ("keys", 3, 0, "do not ascend")],
+    [("ids", 0, 1, "contains ids 1.."), ("ids", 0, 999, "..999, but value ids must be 2..10"),
+     ("ids", 1, None, "assigns one id to two values"), ("keys", 3, 0, "do not ascend")],
 )  # fmt: skip
 def test_a_hand_made_vocabulary_is_refused(tmp_path, as_csv, capsys, array, place, value, message):
-    """Its checksums and fingerprint are correct."""
+    """The checksums and the fingerprint of the edited set are correct."""
     shutil.copytree(as_csv.path, tmp_path / "set")
     path = tmp_path / "set" / "vocabulary" / f"shop.{array}.npy"
     values = np.load(path)

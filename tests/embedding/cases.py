@@ -110,7 +110,8 @@ class Case:
 
 
 def train(world: World, case: Case) -> dict[str, Any]:
-    """Run the case on this rank; return its outputs, pieces, and log for the parent to join."""
+    """Run the case on this rank; return the outputs, pieces, and log of the rank for the parent to
+    join."""
     boxing = Boxing(world)
     plan = case.plan(world.size, world.backend, world.device.type)
     collection = EmbeddingCollection(plan, boxing, seed=SEED, kernel=case.kernel)
@@ -153,7 +154,8 @@ def join_outputs(results: list[dict[str, Any]]) -> list[dict[str, np.ndarray]]:
 def join_tables(
     case: Case, results: list[dict[str, Any]]
 ) -> dict[str, tuple[np.ndarray, dict[str, np.ndarray]]]:
-    """Join whole tables and state from the ranks' pieces; NaN for elements on no rank."""
+    """Join whole tables and state from the ranks' pieces; elements that no rank stores become
+    NaN."""
     tables: dict[str, tuple[np.ndarray, dict[str, np.ndarray]]] = {}
     for out in case.outputs():
         for table in out.tables:

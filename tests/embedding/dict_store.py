@@ -11,12 +11,12 @@ from torch import Tensor
 from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.store import WEIGHTS, StoreRequest
 
-Row = dict[str, Tensor]  # the row and its state by name
+Row = dict[str, Tensor]  # a row and its state by name
 
 
 @dataclass
 class DictStores:
-    """Makes stores of ``slots`` slots each and records them in ``made``."""
+    """Makes stores with ``slots`` slots each, and records the stores in ``made``."""
 
     slots: int
     made: list["DictStore"] = field(default_factory=list)
@@ -30,9 +30,9 @@ class DictStores:
 class DictStore:
     """Stores rows in a dict; rows of announced, unreleased batches never leave their slots.
 
-    Of the other rows, the most recently used is evicted first: a bad policy, so that only leases
-    protect rows. ``_lock`` guards the dict and the assignment of slots, so that a ``read`` by the
-    writer thread finds each row in one of them.
+    Of the other rows, the most recently used row is evicted first; this policy is bad on purpose,
+    so that only leases protect rows. ``_lock`` guards the dict and the assignment of slots, so that
+    a ``read`` by the writer thread finds each row in the dict or in a slot.
     """
 
     is_in_place = False
@@ -49,8 +49,8 @@ class DictStore:
             for name, tensor in self._block.items()
         }
         self._rows: dict[int, Row] = {}
-        self._slot_of: dict[int, int] = {}  # in order of use: the most recent row is last
-        # Assign slots from the end of the block, so that hardly any row number equals its slot.
+        self._slot_of: dict[int, int] = {}  # in order of use, with the most recent row last
+        # Assign slots from the end of the block, so that few row numbers equal their slots.
         self._free = list(range(slots))
         self._leases: Counter[int] = Counter()
         self._announced: dict[int, Tensor] = {}
@@ -98,7 +98,8 @@ class DictStore:
         rows = own.rows()
         like = self.read(slice(0, 0))[WEIGHTS]
         block = like.new_zeros(rows.numel(), *like.shape[1:])
-        stored = rows[rows < self.num_rows]  # an absent address is the last one; its row stays zero
+        # the absent address is the last address; its row stays zero
+        stored = rows[rows < self.num_rows]
         self.read(stored, {WEIGHTS: block[: stored.numel()]})
         found = self.kernel.pool(block, own.place(own.inverse()))
         assert before == list(self._slot_of)

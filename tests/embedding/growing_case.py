@@ -1,4 +1,4 @@
-"""Trains small models with growing tables, and states what they must compute."""
+"""Trains small models with growing tables, and computes the expected results."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -37,7 +37,8 @@ GROWTH = Growth(evict=Eviction(max_rows=MIN_ROWS), admit_count=2)
 
 @dataclass(frozen=True, kw_only=True)
 class GrowingCase:
-    """Fields f and g grow, each with a deep and a wide table; h has row numbers."""
+    """Return the config: fields f and g grow, each with a deep and a wide table; h has row
+    numbers."""
 
     deep: Spec = UNIQUE
     wide: Spec = UNIQUE
@@ -90,7 +91,7 @@ class GrowingCase:
 
 @cache
 def addresses_of(batch: int, name: str) -> tuple[int, ...]:
-    """Return the address of each sample's key: some are frequent, and all drift."""
+    """Return the address of each sample's key; some keys are frequent, and all keys drift."""
     random = np.random.default_rng((batch, *name.encode()))
     numbers = (random.random(BATCH) ** 2 * 12).astype(int) + batch // 4
     buckets = random.integers(0, len(BUCKETS), BATCH)

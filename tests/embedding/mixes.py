@@ -25,7 +25,7 @@ SEED = 5
 
 @dataclass(frozen=True)
 class Mix:
-    """Contains a collection and its batches; the fields determine all of it."""
+    """Describes a collection and its batches; the fields determine everything."""
 
     features: tuple[FeatureConfig, ...]
     outputs: tuple[OutputConfig, ...]
@@ -43,7 +43,7 @@ class Mix:
     kernel: str = "torch"
 
     def lr_factor(self, step: int) -> float:
-        """Return a learning-rate factor that goes up and down."""
+        """Return a learning-rate factor that rises and falls."""
         return (1.0, 0.5, 1.0, 0.2)[step % 4]
 
     def tables(self) -> list[TableConfig]:

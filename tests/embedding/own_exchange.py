@@ -1,9 +1,9 @@
-"""Implements a user-defined exchange: a rank in the middle merges requests, which take two hops.
+"""Implements a user-defined exchange in which requests take two hops.
 
-Ranks 2h and 2h + 1 belong to host h. A rank sends its request to the rank of its own host that has
-the same place as the owner on its host. That rank merges the requests of both, and forwards them to
-the owners with that place on all hosts. Each id is sent with its number of lookups.
-``own_exchange_group`` runs the exchange.
+Ranks 2h and 2h + 1 belong to host h. A rank sends each request to the rank on its own host that has
+the same position as the owner has on the owner's host. This rank merges the requests of its host,
+and forwards them to the owners. Each id is sent with its number of lookups. ``own_exchange_group``
+runs the exchange.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ HOST = 2  # ranks
 
 
 class TwoHops(Exchange):
-    """Implements S(0) on all ranks of two or more hosts, in order."""
+    """Handles S(0) on all ranks, in order, of two or more hosts."""
 
     name = "two_hops"
     runs = "tests.embedding.own_exchange_group:TwoHopGroup"

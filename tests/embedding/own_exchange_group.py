@@ -14,8 +14,8 @@ from tests.embedding.own_exchange import HOST
 
 @dataclass(slots=True)
 class Hop:
-    """Lists requested rows by group rank: ``keys`` [n], and the request positions ``at`` among
-    them.
+    """Lists requested rows by group rank: ``keys`` [n], and for each request its position ``at`` in
+    ``keys``.
     """
 
     keys: torch.Tensor
@@ -47,7 +47,7 @@ def make_hop(keys, counts, at, to, size) -> Hop:
 class TwoHopGroup(Group[TwoHopInFlight]):
     """Runs the exchange for one stack, split by rows over all ranks."""
 
-    told = 0  # lookups received by owners, over all batches
+    told = 0  # number of lookups that owners received, over all batches
 
     def __init__(self, plan, boxing, context):
         super().__init__(plan, boxing, context)

@@ -1,4 +1,4 @@
-"""Implements a user-defined sparse optimizer: momentum, scaled by one number per row."""
+"""Implements a user-defined sparse optimizer: momentum that is scaled by one number per row."""
 
 from dataclasses import dataclass
 from typing import ClassVar

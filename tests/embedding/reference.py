@@ -1,7 +1,7 @@
 """Implements a slow reference for embedding training: one process, float64, row by row in NumPy.
 
-The reference does not use sbpflow. It supports all bags, sums and means, weights, and shared
-tables, with optimizers as defined in their papers and in torch. State is per logical row.
+The reference does not use sbpflow. The reference supports all bags, sums and means, weights, and
+shared tables; optimizers follow their papers and torch. State is per logical row.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ Bag = tuple[list[int], list[float]]  # ids and their weights
 
 @dataclass
 class ReferenceTable:
-    """Contains one table: its values, its lookups, and its optimizer state."""
+    """Contains the values, the lookups, and the optimizer state of one table."""
 
     weights: np.ndarray
     pooling: str
@@ -55,7 +55,7 @@ class ReferenceTable:
                 v[row] = b2 * v[row] + (1 - b2) * grad**2
                 scaled = np.sqrt(v[row] / (1 - b2**step)) + rule.eps
                 w = w - lr * (m[row] / (1 - b1**step)) / scaled
-            elif rule.name == "ftrl":  # for a constant learning rate
+            elif rule.name == "ftrl":  # valid for a constant learning rate
                 lr = rule.lr
                 start = np.full_like(self.weights, rule.initial_accumulator)
                 n = self.state.setdefault("sum", start)

@@ -17,7 +17,8 @@ from sbpflow.sbp.placement import Placement
 from tests.embedding.mixes import train
 from tests.embedding.test_mixes import EXCHANGES, RULES, mix_of
 
-CONVERSIONS = [  # 3 ranks have sizes of [7, 5]: even and uneven, with and without a part that stays
+# sizes [7, 5] on 3 ranks cover even and uneven splits, with and without a part that stays
+CONVERSIONS = [
     ("S(0)", "S(1)"),
     ("S(1)", "S(0)"),
     ("S(0)[0, 7, 0]", "S(1)[5, 0, 0]"),
@@ -69,7 +70,7 @@ def test_conversions_give_equal_parts(ranks, dtype):
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_tables_train_to_equal_bits(ranks, exchange):
-    """The transfers are ids, lists of unequal lengths, single rows, and their gradients."""
+    """Transfer ids, lists of unequal lengths, single rows, and gradients of rows."""
     mix = mix_of(exchange, 8, RULES[2], dtype=torch.float32)
     usual = ranks(2, train, mix)
     for one, (other, sent) in zip(usual, ranks(2, _between_hosts, train, mix), strict=True):
@@ -94,10 +95,11 @@ def _sized_differently(world: World) -> list[float]:
         under_way.append(pairs.pass_messages(sends, receives, link))
     for messages in under_way if world.rank == 0 else under_way[1:2]:
         messages.wait()
-    world.barrier()  # everything sent has arrived
+    world.barrier()  # all sent data has arrived
     return into[1].tolist()
 
 
 def test_transfer_does_not_receive_messages_of_the_next(ranks):
-    """Disagreement on a size is an error and must not deliver another transfer's rows."""
+    """If ranks disagree on a size, an error is raised, and rows of another transfer are not
+    delivered."""
     assert ranks(2, _sized_differently)[1] == [1.0, 1.0]

@@ -1,4 +1,5 @@
-"""The policies that ``benchmarks.cache`` compares: counted by hand, and bounds between them."""
+"""Tests the policies that ``benchmarks.cache`` compares, by hand counts and by bounds between
+policies."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A cached store alone: values under any timing, failures, capacity, and memory."""
+"""Tests a single cached store: values under any timing, failures, capacity, and memory."""
 
 import errno
 import gc
@@ -51,7 +51,8 @@ REQUEST = StoreRequest(
 
 
 class SlowRecords(MappedRecords):
-    """Records with random delays before and after each operation, and optional failures."""
+    """Implements records with random delays before and after each operation, and optional
+    failures."""
 
     def __init__(self, inner, seed, fail_at=None):
         super().__init__(inner._records)
@@ -62,7 +63,7 @@ class SlowRecords(MappedRecords):
         self._around("read", lambda: MappedRecords.read(self, rows, out))
 
     def write(self, rows, records):
-        # A write is not atomic, so its halves are visible one after the other.
+        # A write is not atomic: its halves become visible one after the other.
         half = rows.size // 2
         for part in (slice(0, half), slice(half, None)):
             self._around("write", lambda p=part: MappedRecords.write(self, rows[p], records[p]))
@@ -90,7 +91,7 @@ def batches(seed, count=40, size=30):
 
 
 def train(store, given, known, expected, after=lambda step: None):
-    """Each step adds 1000 to the rows of its batch, and checks them before."""
+    """Each step checks the rows of its batch, and then adds 1000 to them."""
     announced = 0
     for step, batch in enumerate(given):
         while announced < min(step + known + 1, len(given)):
@@ -114,7 +115,7 @@ def test_values_are_exact_under_any_timing(seed):
     ends, faults = threading.Event(), []
 
     def watch():
-        """Rows only grow, in steps of 1000, and no read returns an old value."""
+        """Rows only grow, in steps of 1000, and a read never returns an old value."""
         seen = np.zeros((ROWS, WIDTH))
         while not ends.is_set():
             rows = torch.randint(0, ROWS, (60,))
@@ -142,7 +143,7 @@ def test_values_are_exact_under_any_timing(seed):
 
 
 class BlockedRecords(MappedRecords):
-    """Records whose writes wait for ``opens``."""
+    """Implements records whose writes wait for ``opens``."""
 
     def __init__(self, inner):
         super().__init__(inner._records)
@@ -172,7 +173,7 @@ def test_reads_do_not_wait_for_a_slow_write_and_a_row_that_returns_is_exact():
     slots = store.admit(0)
     store.kernel.weights[slots] += 1000
     store.release(0)
-    slots = store.admit(1)  # two rows leave; those that batch 2 uses stay
+    slots = store.admit(1)  # two rows leave; the rows that batch 2 uses stay
     assert made[0].waits.wait(30)
     found = store.read(torch.arange(6))[WEIGHTS][:, 0]  # in slots, and on their way
     assert found.tolist() == [1000, 1001, 1002, 1003, 4, 5]
@@ -188,7 +189,7 @@ def test_reads_do_not_wait_for_a_slow_write_and_a_row_that_returns_is_exact():
 
 
 class LoggedRecords(MappedRecords):
-    """Records that log the rows read and written."""
+    """Implements records that log the rows read and written."""
 
     def __init__(self, inner, log):
         super().__init__(inner._records)
@@ -205,7 +206,7 @@ class LoggedRecords(MappedRecords):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_exactly_the_fetched_rows_that_an_earlier_batch_used_are_read(seed):
-    """Compare what the store moves with sets of rows that follow from the batches alone."""
+    """Compare the rows that the store moves with sets of rows computed from the batches."""
     log = []
 
     def records(rows, layout):
@@ -285,7 +286,7 @@ def test_rows_are_read_ahead_for_evaluation():
     store.read_ahead(lookups[0])
     store._mover.wait_idle()
     del lookup, lookups
-    assert not store._ahead  # a lookup that is not used leaves nothing
+    assert not store._ahead  # an unused lookup leaves nothing
     assert store.counts == before
 
 
@@ -316,7 +317,7 @@ def test_rows_are_written_wherever_they_are_and_initial_ones_are_not_stored():
     fresh = make_store(60)
     values = {name: value.clone() for name, value in initial(torch.arange(ROWS)).items()}
     values[WEIGHTS][5] += 1
-    for name, value in values.items():  # as a restore does, tensor by tensor
+    for name, value in values.items():  # tensor by tensor, as a restore does
         fresh.write(slice(0, ROWS), {name: value})
     expected = values[WEIGHTS].clone()
     train(fresh, batches(3, 20, 20), 4, expected)

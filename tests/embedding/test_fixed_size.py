@@ -1,5 +1,5 @@
-"""Tests that the fixed-size form of a store, whose ops are independent of addresses, equals the
-plain form.
+"""Tests that a store's fixed-size form, whose ops do not depend on addresses, equals its plain
+form.
 """
 
 import pytest
@@ -51,8 +51,8 @@ def batches(draw):
 
 
 def both_lookups(addresses, here, offsets, weights) -> list[Lookup]:
-    """Return a lookup of only the local rows, and one of all rows with ``absent`` for the
-    others.
+    """Return a lookup of only the local rows, and a lookup of all rows with ``absent`` for remote
+    rows.
     """
     ends = torch.cat([torch.zeros(1, dtype=torch.int64), here.cumsum(0)])
     kept = ends if offsets is None else ends[offsets]

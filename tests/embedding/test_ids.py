@@ -313,7 +313,7 @@ def test_ids_with_fitting_bounds_are_not_copied():
     ],
 )
 def test_ids_without_fitting_bounds_are_checked(bounds):
-    """Table d has 40 rows, so larger bounds guarantee nothing."""
+    """Table d has only 40 rows, so larger bounds guarantee nothing."""
     given = as_batch(bounds)
     given.lists.values[5] = 40
     with pytest.raises(DataError, match="field d: id 40"):

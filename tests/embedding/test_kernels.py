@@ -51,7 +51,8 @@ def storage_of(kernel: str, rule: SparseOptimizer, width: int = 8, **options) ->
 
 
 def lookups(dtype: torch.dtype):
-    """Return lookups of rows 0 to 39, single and in bags, with and without weights, each twice."""
+    """Return two lookups of each kind, of rows 0 to 39: single rows and bags, with and without
+    weights."""
     for step in range(9):
         addresses = torch.randint(0, 40, (30,), dtype=torch.int32 if step > 5 else torch.int64)
         offsets = torch.tensor([0, 0, 7, 8, 30, 30]) if step % 2 else None
@@ -170,7 +171,7 @@ def test_compiled_half_precision_reads_equal_torch(row_dtype, width):
         torch.randn(50, width, generator=generator) * 10.0 ** torch.arange(-9, 1).repeat(5)[:, None]
     )
     bits = {"every": every.to(torch.int16), "finite": finite.to(row_dtype).view(torch.int16)}
-    for name, values in bits.items():  # single rows have arbitrary bits; sums use finite rows
+    for name, values in bits.items():  # single rows contain arbitrary bits; sums use finite rows
         for storage in (plain, compiled):
             storage.weights.view(torch.int16).copy_(values)
         batches = [uses for _, uses in lookups(torch.float32)]

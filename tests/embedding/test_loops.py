@@ -32,7 +32,7 @@ FEATURES = (
 def make_plan(size, exchange, *, weighted=True, pooling="sum", policy="error"):
     features = [f if weighted else FeatureConfig(name=f.name, hotness=f.hotness, ragged=True)
                 for f in FEATURES]  # fmt: skip
-    # One table has lists and a matrix: the ids of b become lists of two ids.
+    # One table is looked up by lists and by a matrix: the ids of b become lists of two ids.
     tables = [
         TableConfig(name="t.a", features=("a", "b"), num_rows=ROWS[0], dim=4, pooling=pooling),
         TableConfig(name="t.c", features=("c",), num_rows=ROWS[1], dim=4, pooling=pooling),
@@ -70,7 +70,7 @@ def make_ids(plan, seed, *, high=5):
 
 
 def without_loops(monkeypatch, make):
-    """Return the result of ``make`` without numba."""
+    """Return the result of ``make`` if numba is not installed."""
     with monkeypatch.context() as patch:
         for module in (addresses, reader):
             patch.setattr(module, "find_loops", lambda _: None)

@@ -1,4 +1,5 @@
-"""Tests kernels chosen by measurement: the band, the cache, and one choice for all ranks."""
+"""Tests the choice of kernels by measurement: the tolerance band, the cache, and one choice for all
+ranks."""
 
 import json
 from importlib.util import find_spec
@@ -41,7 +42,7 @@ def shape_of(**changes) -> StackShape:
 @pytest.mark.parametrize(
     ("times", "name"),
     [
-        # the times are within the band of the unmeasured choice
+        # the times are within the tolerance band around the default choice
         ({"torch": 1.0, "numba": 1.05}, "numba"),
         ({"torch": 1.0, "numba": 1.06}, "torch"),
         ({"torch": 1.0, "fbgemm": 0.9}, "fbgemm"),

@@ -131,7 +131,7 @@ def check(ranks, mix: Mix, tolerance: float, rtol: float = 0.0) -> None:
             covered[name][r0:r1, c0:c1] = True
             for key, value in state.items():
                 whole = table.state.get(key)
-                if whole is None:  # no rank touched a row
+                if whole is None:  # no rank has touched a row
                     continue
                 want = whole[r0:r1] if whole.ndim == 1 else whole[r0:r1, c0:c1]
                 np.testing.assert_allclose(value, want, rtol=rtol, atol=tolerance, err_msg=key)
@@ -200,7 +200,7 @@ FBGEMM_CASES = [
 def test_fbgemm_equals_the_reference(ranks, exchange, rule):
     # Weights are near 0.05 and steps near 0.1: float32 rounds each of 20 steps by about 1e-8.
     # Adagrad's first steps divide small gradients by their own size and may lose three more digits.
-    # Its sums of squares reach about 100 and are accurate to 1e-6 of that value.
+    # Adagrad's sums of squares reach about 100, with a relative accuracy of 1e-6.
     pytest.importorskip("fbgemm_gpu")
     mix = mix_of(exchange, 8, rule, dtype=torch.float32, kernel="fbgemm")
     check(ranks, mix, 2e-5, rtol=1e-6)
@@ -234,7 +234,7 @@ def test_overlap_and_table_order_do_not_change_results(ranks, exchange, kernel):
     others = [
         replace(mix, overlap=False),
         replace(mix, outputs=(replace(output, tables=output.tables[::-1]),)),
-        # Tables that share a feature stay together, because the smaller table limits the sampled
+        # Keep tables that share a feature together, because the smaller table limits the sampled
         # ids.
         *(
             replace(mix, outputs=(replace(output, tables=tables),))
@@ -272,7 +272,7 @@ def test_unique_sends_each_unique_row_once_each_way(ranks, exchange):
     mix = mix_of(exchange, 8, RULES[2], dtype=torch.float32)
     sent = ranks(2, bytes_of, mix)
     by_rows = exchange == "unique"
-    rows = 0  # rows that a rank requests and that the other rank stores at least in part
+    rows = 0  # rows that one rank requests and the other rank stores, at least in part
     for step, size in enumerate(mix.batch_sizes):
         bags = mix.bags(step)
         for rank in range(2):

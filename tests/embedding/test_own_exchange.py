@@ -1,4 +1,4 @@
-"""Tests that an exchange in two files trains and is explained, logged, measured, priced, and
+"""Tests that an exchange in two files can be trained, explained, logged, measured, priced, and
 planned.
 """
 
@@ -122,7 +122,7 @@ def test_own_exchange_is_priced_and_planned():
         priced = plan_totals(engine, task.batch_size, {})
         assert priced[0, INDEX["num_row_transfers"]] == 2
         assert price_plan(engine, task.batch_size).ms > 0
-        # An unlimited search tries the exchange and chooses it where it is cheapest.
+        # An unlimited search tries the exchange, and chooses the exchange where it is cheapest.
         free = problem_of(cost)
         assert all(hops in {option.shape for option in options} for options in free.options)
 
@@ -138,7 +138,7 @@ def test_own_exchange_rejects_unsupported_layouts():
 
 
 def comparisons(tree):
-    """Return lines that compare an exchange name with a string or test membership."""
+    """Return lines that compare an exchange name with a string, or test its membership."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]
@@ -154,7 +154,7 @@ def test_comparisons_of_exchange_names_are_detected(code):
 
 
 def test_code_does_not_compare_exchange_names():
-    """The description of an exchange provides all information that depends on it."""
+    """All information about an exchange must come from its description."""
     files = [path for path in PYTHON if name(path).split("/")[0] in PACKAGES]
     found = [f"{name(path)}:{line}" for path in files
              for line in comparisons(ast.parse(path.read_text(encoding="utf-8")))]  # fmt: skip

@@ -181,7 +181,7 @@ _EDGES = st.lists(st.integers(0, 6), min_size=2, max_size=2, unique=True).map(so
 
 @given(st.lists(st.tuples(_EDGES, _EDGES), min_size=1, max_size=6))
 def test_overlap_is_found_if_and_only_if_shards_share_an_element(extents):
-    """The table has as many elements as the shards together, so overlaps are the only error."""
+    """The shards have as many elements as the table, so only the overlap is wrong."""
     elements = [
         {(row, col) for row in range(*rows) for col in range(*cols)} for rows, cols in extents
     ]
@@ -234,7 +234,7 @@ def test_fbgemm_is_chosen_only_if_results_are_equal(change, kernel, reason):
     choice = choose_kernel("auto", StackFacts(**{**FACTS, **change}), NO_NUMBA)
     assert choice.name == kernel
     assert reason in choice.reason
-    # numba supports all of these on CPU
+    # numba supports all of these optimizers on CPU
     assert choose_kernel("auto", StackFacts(**{**FACTS, **change}), {}).name == "numba"
     facts = StackFacts(**{**FACTS, **change, "device_type": "cuda"})
     assert choose_kernel("auto", facts, {"triton": "Triton is not installed"}).name == kernel

@@ -22,7 +22,7 @@ def accesses() -> dict[str, tuple[int, int]]:
     parsed = [node for source in SOURCES for node in ast.parse(source.read_text()).body]
     functions = [node for node in parsed if isinstance(node, ast.FunctionDef)]
     counts: dict[str, tuple[int, int]] = {}
-    for function in functions:  # a function is defined after the functions it calls
+    for function in functions:  # functions are defined after the functions that they call
         calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
         names = [call.attr for call in calls if isinstance(call, ast.Attribute)]
         inner = [counts[c.id] for c in calls if isinstance(c, ast.Name) and c.id in counts]

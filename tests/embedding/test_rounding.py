@@ -1,5 +1,5 @@
-"""Tests stochastic rounding: to a neighbor, unbiased, never out of range, and equal in any
-layout.
+"""Tests that stochastic rounding picks a neighbor, is unbiased, never leaves the range, and is
+equal in any layout.
 """
 
 from dataclasses import replace
@@ -100,8 +100,8 @@ def test_rows_are_rounded_equally_in_any_layout(ranks, dtype, name, rule):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_float32_losses_differ_only_by_summation_order(ranks, name):
-    """Another summation order changes about one rounding in 1e5, by half a unit of bf16: 4e-4 of a
-    weight below 0.1, and below 1e-5 of a loss over 16 samples.
+    """A different summation order changes about one rounding in 1e5 by half a unit of bf16. The
+    error is 4e-4 for a weight below 0.1, and less than 1e-5 for a loss over 16 samples.
     """
     wide, deep, changes = LAYOUTS[name]
     options = {"row_dtype": torch.bfloat16, "dtype": torch.float32}

@@ -1,4 +1,5 @@
-"""Slot planning: capacity, one slot per row, Belady's MIN, and numba and numpy decide alike."""
+"""Tests slot planning: capacity, one slot per row, Belady's MIN, and equal decisions of numba and
+numpy."""
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ FORMS = pytest.mark.parametrize("compiled", [True, False], ids=["numba", "numpy"
 
 
 def trace(seed, num_batches=60, size=40):
-    """Batches of skewed rows with duplicates; some contain the absent address."""
+    """Return batches of skewed rows with duplicates; some batches contain the absent address."""
     rng = np.random.default_rng(seed)
     sizes = rng.integers(1, size, num_batches)
     return [
@@ -24,7 +25,7 @@ def unique(batch):
 
 
 class Mirror:
-    """The slots as the store would fill them, checked after every admission."""
+    """Tracks the slots as the store would fill them, and checks them after every admission."""
 
     def __init__(self, num_slots):
         self.num_slots, self.slot_of, self.stored = num_slots, {}, set()
@@ -47,7 +48,7 @@ class Mirror:
 
 
 def run(batches, num_slots, known, ahead, compiled, cancel_from=None):
-    """Train with ``known`` batches announced, and up to ``ahead`` of them admitted early."""
+    """Train with ``known`` announced batches, of which up to ``ahead`` are admitted early."""
     planner, mirror = SlotPlanner(ROWS, num_slots, compiled=compiled), Mirror(num_slots)
     decisions = []
     for step in range(len(batches)):
@@ -101,7 +102,8 @@ def test_numba_and_numpy_decide_alike(seed):
 
 
 def belady(batches, num_slots):
-    """Rows fetched by MIN: a batch's rows stay; others with the furthest next use leave."""
+    """Return the rows that MIN fetches: a batch's rows stay, and other rows with the furthest next
+    use leave."""
     cached, fetched = set(), 0
     uses = {}
     for number, batch in enumerate(batches):

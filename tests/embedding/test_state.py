@@ -26,7 +26,7 @@ def make_case(rule: SparseOptimizer) -> Case:
 
 
 def rectangles(world: World, case: Case) -> dict[str, tuple[tuple[int, ...], list]]:
-    """Mark all state with its place; return name -> (shape, [(place, values)])."""
+    """Mark each state element with its position; return name -> (shape, [(position, values)])."""
     collection = EmbeddingCollection(case.plan(world.size), Boxing(world), seed=SEED)
     found = {}
     for name, tensor in collection.state().items():

@@ -66,7 +66,7 @@ def test_kernels_update_rows_in_arbitrary_slots(kernel, rows_as, form):
         one = Lookup(addresses, offsets, weights)
         other = Lookup(addresses, offsets, weights).place(slot_of[addresses])
         assert torch.equal(whole.lookup(one, 0.1), block.lookup(other, 0.1))
-        if step == 3 and kernel != "fbgemm":  # two batches in one step, one of them with few ids
+        if step == 3 and kernel != "fbgemm":  # two batches in one step, one of which has few ids
             first, second = Lookup(addresses[:7]), Lookup(addresses[7:])
             one = Lookup.merge([first, second])
             first.place(slot_of[first.addresses])
@@ -105,8 +105,8 @@ AHEAD = 4
 
 
 def train_ahead(world, mix, stores, ahead):
-    """Train with ``ahead`` batches announced in advance; return outputs and rows. The last batches
-    are canceled.
+    """Train while announcing ``ahead`` batches in advance; return outputs and rows. The last
+    batches are canceled.
 
     A batch in the middle is looked up twice without training, once with rows read ahead.
     """

@@ -40,8 +40,8 @@ MOST_IDS = 200
 
 @st.composite
 def lookups(draw):
-    """Yield (rows, lookup): few rows with long runs, or many rows; bags of one, several, or
-    no ids.
+    """Yield (rows, lookup) with few rows and long runs, or with many rows; bags contain one,
+    several, or no ids.
     """
     rows = draw(st.sampled_from([1, 3, 20, 300]))
     seed = draw(st.integers(0, 2**31))
@@ -154,7 +154,7 @@ def compare(one, other, row_dtype=None):
 
 @dataclass(frozen=True, kw_only=True)
 class Large(SparseOptimizer):
-    """Has more constants than the kernel supports."""
+    """Implements an optimizer with more constants than the kernel supports."""
 
     name: str = "large"
     kernels: ClassVar = {"triton": "tests.embedding.test_triton:five_constants"}

@@ -1,4 +1,5 @@
-"""The rules of growing tables in plain Python: dicts of all keys, and sorted decisions."""
+"""Implements the rules of growing tables in plain Python, with dicts of all keys and sorted
+decisions."""
 
 from dataclasses import dataclass, field
 
@@ -11,7 +12,7 @@ SWEPT = 16  # buckets whose idle keys leave after a batch
 
 @dataclass
 class ReferenceVocabulary:
-    """The vocabulary of one field over all ranks; keys are named by their addresses."""
+    """Implements the vocabulary of one field over all ranks; addresses identify keys."""
 
     growth: Growth
     num_rows: int
@@ -84,7 +85,7 @@ def bucket_of(address: int) -> int:
 
 
 def address_in(bucket: int, number: int) -> int:
-    """Return address ``number`` of a bucket, not in ascending order."""
+    """Return address ``number`` of a bucket; addresses are not in ascending order."""
     span = 2**64 // NUM_BUCKETS
     return bucket * span + number * 0x9E3779B97F4A7C15 % span - 2**63
 

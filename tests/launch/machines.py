@@ -17,7 +17,7 @@ from tests.deadlines import Deadline, output_of
 
 ROOT = Path(__file__).resolve().parents[2]
 ENTRY = ROOT / "tests" / "launch" / "entry.py"
-PORT = 29400  # each pair of namespaces has its own ports
+PORT = 29400  # each pair of namespaces uses different ports
 START_S = 60
 
 needs_namespaces = pytest.mark.skipif(
@@ -31,7 +31,8 @@ def ip(*words: str) -> None:
 
 
 class Machine:
-    """Represents a namespace with a torchrun process; ``output`` is from its ranks and torchrun."""
+    """Represents a namespace with a torchrun process; ``output`` is the output of torchrun and its
+    ranks."""
 
     def __init__(self, number: int, name: str, interface: str) -> None:
         self.number, self.name, self.interface = number, name, interface
@@ -42,13 +43,15 @@ class Machine:
         self._run([*self._torchrun(), str(ENTRY), mode, str(folder)], subprocess.PIPE, env)
 
     def supervise(self, words: list[str], log: Path, **env: str) -> None:
-        """Start torchrun with ``words`` in the restart loop; all output goes to ``log``."""
+        """Start torchrun with the arguments ``words`` in the restart loop; all output goes to
+        ``log``."""
         loop = str(ROOT / "examples" / "supervise.sh")
         with log.open("a") as file:
             self._run([loop, *self._torchrun(), *words], file, {"WAIT_S": "1", **env})
 
     def elastic(self, words: list[str], log: Path, **env: str) -> None:
-        """Start torchrun with ``words`` on one or two machines, whichever are available.
+        """Start torchrun with the arguments ``words`` on one or two machines, whichever are
+        available.
 
         Torch 2.13 admits machines that join later only if the shared store is disabled.
         """
@@ -146,7 +149,7 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
 
 
 def wait_for_ranks(folder: Path) -> dict[int, int]:
-    """Return the process ID of each rank once both are connected."""
+    """Return the process ID of each rank once both ranks are connected."""
     deadline = Deadline(START_S)
     files = {rank: folder / f"rank{rank}" for rank in range(2)}
     while not all(file.exists() and file.read_text() for file in files.values()):

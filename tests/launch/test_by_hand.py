@@ -158,7 +158,8 @@ def test_more_ranks_than_devices_are_refused_before_nccl_is_used(monkeypatch):
 
 
 def test_ranks_started_by_hand_print_one_message(tmp_path):
-    """Rank 0 serves the store, so it must not exit before the others have read it."""
+    """Rank 0 serves the store, so rank 0 must not exit before the other ranks have read the
+    store."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": 2}
     ranks = [start("mistakes_differ", tmp_path, RANK=rank, **address) for rank in range(2)]
     outputs = [output_of(process, LIMIT_S) for process in ranks]
@@ -170,7 +171,8 @@ def test_ranks_started_by_hand_print_one_message(tmp_path):
 
 
 def start_some(folder: Path, size: int, here: dict[int, float], mode: str = "world"):
-    """Return outputs and exit codes of the ranks in ``here``, a map of rank to timeout in s."""
+    """Return outputs and exit codes of the ranks in ``here``, which maps ranks to timeouts in
+    seconds."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": size}
     ranks = [
         start(mode, folder, RANK=rank, TIMEOUT_S=timeout_s, **address)
@@ -190,7 +192,7 @@ def start_some(folder: Path, size: int, here: dict[int, float], mode: str = "wor
     ],
 )
 def test_each_rank_that_started_names_the_ranks_that_did_not(tmp_path, patience):
-    """Another rank may time out before rank 0, or the others may wait much longer."""
+    """Another rank may time out before rank 0, or the other ranks may wait much longer."""
     patience = [round(seconds * load_per_core()) for seconds in patience]
     outputs, codes = start_some(tmp_path, 3, {0: patience[0], 2: patience[1]})
     assert codes == [3, 3]
@@ -212,7 +214,8 @@ def test_rank_0_names_all_ranks_that_did_not_join(tmp_path):
 
 @pytest.mark.slow
 def test_a_rank_number_used_by_two_processes_is_refused(tmp_path):
-    """Otherwise the third process would wait for the missing rank number."""
+    """If a duplicate rank number were not reported, the third process would wait for the missing
+    number."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": 3}
     ranks = [start("world", tmp_path, RANK=rank, TIMEOUT_S=40, **address) for rank in (0, 1, 1)]
     outputs = [output_of(process, LIMIT_S) for process in ranks]

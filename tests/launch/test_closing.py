@@ -1,4 +1,4 @@
-"""Tests process groups that do not close: the caller gets an error in time."""
+"""Tests that process groups that do not close in time cause an error."""
 
 import threading
 

@@ -37,7 +37,7 @@ root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a f
 
 
 class Plant:
-    """Defines a pickle that creates a folder when loaded, as an attacker's pickle could run a
+    """Defines a pickle that creates a folder when loaded; an attacker's pickle could run any
     command.
     """
 
@@ -118,7 +118,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_a_private_folder_of_this_user_is_used(folder):
-    # A umask of 002 gives this mode, but others cannot enter the folder.
+    # A umask of 002 gives files this mode, but other users cannot enter the folder.
     (folder / "module" / "file").chmod(0o664)
     folder.parent.parent.chmod(0o1777)  # as /tmp
     assert code_cache("numba") == folder

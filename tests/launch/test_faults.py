@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator["Disk"]:
-    """Yield an 8 MiB disk; only root can create one."""
+    """Yield an 8 MiB disk; only root can create such a disk."""
     if os.geteuid() != 0 or shutil.which("mount") is None:
         pytest.skip("a small disk needs root and the program mount")
     made = Disk(tmp_path / "disk")
@@ -150,7 +150,7 @@ CUT_SHORT = """
 def test_a_shard_cut_short_while_it_is_read_ends_the_rank_by_sigbus(tmp_path):
     done = script(tmp_path, CUT_SHORT, str(tmp_path))
     assert done.stdout.split() == ["0"]
-    assert done.returncode == -7  # SIGBUS ends this rank; the other ranks name it
+    assert done.returncode == -7  # SIGBUS ends this rank, and the other ranks report its number
 
 
 def script(folder: Path, source: str, *words: str) -> subprocess.CompletedProcess[str]:

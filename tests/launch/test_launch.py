@@ -34,7 +34,7 @@ class Run:
         )
 
     def pids(self) -> list[int]:
-        """Return the process IDs of both ranks, once both are past init_process_group."""
+        """Return the process IDs of both ranks once both have passed init_process_group."""
         deadline = Deadline(START_S)
         files = [self.folder / f"rank{rank}" for rank in range(2)]
         while not all(file.exists() and file.read_text() for file in files):
@@ -48,7 +48,8 @@ class Run:
         return output_of(self.process, limit_s)
 
     def close(self) -> None:
-        """Kill the processes of a failing test and report them: ranks have their own sessions."""
+        """Kill and report the remaining processes of a failing test, because ranks have their own
+        sessions."""
         pids = [int(file.read_text()) for file in self.folder.glob("rank*")]
         left = [pid for pid in pids if _alive(pid)]
         for pid in left:
@@ -75,7 +76,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Run]:
 
 
 def own_traceback(output: str) -> bool:
-    """Return whether the text has our traceback: torchrun also prints some, but only ours contain
+    """Return whether the text contains our traceback; unlike torchrun's tracebacks, ours contain
     run_main.
     """
     return "sbpflow/runtime/processes/launch.py" in output
@@ -105,7 +106,7 @@ def test_an_error_of_the_program_prints_the_traceback_of_one_rank(run: Run) -> N
     "run", [pytest.param("own_words_on_one", marks=pytest.mark.slow)], indirect=True
 )
 def test_an_unexpected_error_keeps_its_traceback_whatever_its_text(run: Run) -> None:
-    """Its text resembles torch's message for a lost peer."""
+    """The text of the user's error resembles torch's message for a lost peer."""
     run.pids()
     output = run.output(END_S)
     assert output.count("RuntimeError: Timed out waiting for my own queue") == 1
@@ -165,8 +166,8 @@ def test_a_successful_run_is_silent_and_closes_its_groups(run: Run) -> None:
 
 @pytest.mark.parametrize("lines", [10, 100_000], ids=["within the buffer", "beyond it"])
 def test_a_command_ends_quietly_if_its_reader_leaves(lines: int) -> None:
-    """Like ``explain`` in ``explain | head``, it ends without a traceback and with the exit code of
-    SIGPIPE.
+    """Like ``explain`` in ``explain | head``, the program ends without a traceback, with SIGPIPE's
+    exit code.
     """
     code = f"""
 from sbpflow.runtime.processes.launch import dispatch, run_main

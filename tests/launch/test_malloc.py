@@ -26,8 +26,8 @@ print(faults() - before)
 
 
 def page_faults(*, keep: bool) -> int:
-    """Return the page faults of 20 arrays of 48 MB, allocated one after another, after three
-    warm-up arrays.
+    """Allocate 20 arrays of 48 MB one after another, after three warm-up arrays; return the number
+    of page faults.
     """
     words = [sys.executable, "-c", FAULTS.format(keep=keep)]
     return int(subprocess.run(words, capture_output=True, text=True, check=True).stdout)

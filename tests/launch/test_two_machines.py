@@ -1,4 +1,4 @@
-"""Tests faults between machines: both report the real cause, and no rank hangs."""
+"""Tests faults between machines: both machines report the real cause, and no rank hangs."""
 
 import json
 import time
@@ -22,7 +22,8 @@ def machines() -> Iterator[tuple[Machine, Machine]]:
 
 
 def start(machines: tuple[Machine, Machine], folder: Path, mode: str = "train") -> dict[int, int]:
-    """Start both machines; return once both train. Rank numbers depend on the order of joining."""
+    """Start both machines, and wait until both train. Rank numbers depend on the order of
+    joining."""
     for machine in machines:
         machine.start(mode, folder, TIMEOUT_S="20")
     pids = wait_for_ranks(folder)

@@ -25,7 +25,7 @@ TABLES = {
         for name in ("C1", "C2")
     ],
 }
-# In the order in which a user runs them. `plan --measure` starts `measure` on ranks.
+# Commands in the order in which a user runs them. `plan --measure` starts `measure` on ranks.
 STEPS = """
 schema clicks.csv
 prepare --input clicks.csv --schema schema.yaml --output clicks
@@ -69,7 +69,8 @@ def installed(tmp_path_factory) -> Path:
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     succeed([*build, "--wheel-dir", str(folder), str(source)], 120)
     shutil.rmtree(source)
-    # This environment's build of torch, because the default package index has only a CUDA build.
+    # Use this environment's build of torch, because the default package index offers only a CUDA
+    # build.
     (folder / "constraints.txt").write_text(f"torch=={torch.__version__}\n")
     succeed([sys.executable, "-m", "venv", str(folder / "venv")], 120)
     (wheel,) = folder.glob("*.whl")

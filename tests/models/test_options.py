@@ -31,7 +31,7 @@ def config_with(name, scheme, *, dtype="float32", **options):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_bfloat16_is_near_float32_on_any_ranks(ranks, name):
-    """The losses are close but not equal to float32's; 1 and 3 ranks round the same products."""
+    """Losses are close to float32 losses but not equal; 1 and 3 ranks round the same products."""
     narrow = config_with(name, "3", autocast="bf16")
     ((exact), (alone), *_) = (
         ranks(1, train, config_with(name, "1"), SHORT)[0],
@@ -56,7 +56,7 @@ def dtypes_of_one_step(world, name):
         def call(first, *args, **kwargs):
             y = real[op](first, *args, **kwargs)
             one = first[0] if isinstance(first, list) else first
-            half = kwargs.get("half")  # for products between full-precision sums
+            half = kwargs.get("half")  # used for products between full-precision sums
             seen[kwargs["id"]] = (str(half or one.dtype), str(half or y.dtype))
             return y
 
@@ -300,7 +300,8 @@ def test_on_a_rehearsed_device_no_step_waits(rehearsed_ranks, ranks, name):
     assert waits == []
     assert allowed
     (same,) = ranks(1, train, config_with(name, "1", autocast="bf16"), 4)
-    # Concatenated inputs use one product there and two sums here, each rounded to 8 bits.
+    # Concatenated inputs use one product in the twin and a sum of two products here, each rounded
+    # to 8 bits.
     np.testing.assert_allclose(losses[:3], same["losses"][:3], rtol=5e-3)
 
 

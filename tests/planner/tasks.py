@@ -41,7 +41,7 @@ def laws_of(task):
 
 
 def every_shape() -> list[Choice]:
-    """Return a choice of each kind, on four ranks."""
+    """Return one choice of each kind, on four ranks."""
     return [
         Choice(Shape("B", "local"), WORLD),
         Choice(Shape("B", "local"), WORLD),

@@ -27,8 +27,8 @@ def test_a_case_is_read_from_its_file_and_equal_plans_are_measured_once():
 
 
 def test_rounds_that_choose_a_plan_are_not_reported():
-    """Of ten rounds, the even ones choose; auto 2 is faster in these rounds and slower in the odd
-    ones.
+    """Among ten rounds, the even rounds decide the choice; auto 2 is faster in the even and slower
+    in the odd rounds.
     """
     ours = [2.0] * 10
     other = [1.0, 4.0] * 5
@@ -50,7 +50,7 @@ def test_a_plan_is_measured_until_its_difference_is_significant():
     assert settled([ms * 1.001 for ms in ours], ours)  # the plan is as fast, with a narrow interval
     assert not settled([1.0, 2.0 * 1.01, 1.0, 2.0], ours)  # four rounds may agree by chance
     assert not settled(noisy, ours)
-    # The difference is computed on the plan's own rounds and then applied to our ms of all
+    # The difference is computed on the plan's own rounds, and then applied to our time over all
     # rounds.
     drifted = [1.0] * 4 + [3.0] * 6
     row = compared(CASE, {"auto": drifted, "auto 2": [1.5] * 4, "dim": [2.0] * 10})

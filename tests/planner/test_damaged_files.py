@@ -1,5 +1,5 @@
-"""Tests that damaged planner files raise one ConfigError that names the key, or have a finite
-price.
+"""Tests that damaged planner files either raise one ConfigError that names the key, or give a
+finite price.
 """
 
 import json

@@ -32,7 +32,7 @@ def own_cache(tmp_path, monkeypatch):
 
 
 class Chooser:
-    """Returns ``PLAN`` and counts its calls."""
+    """Returns ``PLAN``, and counts its calls."""
 
     def __init__(self, seconds=0.0):
         self.calls, self.seconds = 0, seconds

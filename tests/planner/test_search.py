@@ -154,14 +154,16 @@ def with_heavy_table(problem, times):
 
 
 def test_the_bound_counts_a_table_larger_than_the_share_of_a_rank():
-    """One of 12 tables is as much work as all others; on 4 ranks, the mean is half of its work."""
+    """One of 12 tables causes as much work as all others together; on 4 ranks, the mean load is
+    half of this table's work."""
     problem = with_heavy_table(make_problem(12, 4, seed=8, splits=False, slack=9.0), 1.0)
     result = search(problem, insertions=SMALL)
     assert bound(problem, result.priced.ms).gap < 0.02
 
 
 def test_the_bound_leaves_out_options_that_no_better_plan_has():
-    """A whole table adds the least to the mean, but its rank would be slower than the plan."""
+    """Storing the table whole increases the mean least, but its rank would then be slower than the
+    plan."""
     problem = with_heavy_table(make_problem(12, 4, seed=9, slack=9.0), 3.0)
     result = search(problem, insertions=SMALL)
     assert problem.options[0][result.assignment[0].option].shape != ("whole",)
@@ -198,7 +200,7 @@ def test_a_descent_ends_where_no_single_table_can_be_moved():
 
 
 def test_an_insertion_has_the_price_of_the_plan():
-    """The array operations of the inserter and the sums of a state agree, memory included."""
+    """The inserter's array operations must agree with the sums of a state, including memory."""
     for problem in (
         make_problem(9, 4, seed=3, slack=0.9),
         problem_of(TaskCost(described("h100-dgx"), make_task(world_size=3, dim=10))),

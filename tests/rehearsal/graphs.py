@@ -1,10 +1,10 @@
-"""Rehearses CUDA graphs of the pretended device: the content of a captured region, and replays.
+"""Rehearses CUDA graphs on the simulated device: the content of a captured region, and replays.
 
-During a capture, ops are computed for their shapes and then undone: memory that existed before is
-restored, and memory allocated inside has no contents until the first replay. A replay computes the
-same ops on the same memory. During a capture the following are rejected: a wait of the host, a copy
-from or to it, a collective, a wait for outside work, and a generator that is unknown to the graph
-or reseeded. A replay is rejected if memory was freed since.
+During a capture, ops run only to determine shapes, and their effects are then undone: existing
+memory is restored, and memory allocated inside has no contents until the first replay. A replay
+runs the same ops on the same memory. During a capture, the following are rejected: host waits,
+copies from or to the host, collectives, waits for outside work, and generators that are reseeded or
+unknown to the graph. A replay is rejected if some of its memory has been freed.
 """
 
 import threading
@@ -77,7 +77,7 @@ class Graph:
         self.calls.append(again)
 
     def made(self, block: streams.Block | None, host: Tensor) -> None:
-        """Keep the pool's memory for the lifetime of the graph."""
+        """Keep the pool's memory alive as long as the graph."""
         if block is not None and block not in [kept for kept, _ in self._made.values()]:
             self._made[id(block)] = block, _bytes_of(host)
 
@@ -105,7 +105,7 @@ class Graph:
         for whole, before in self._before.values():
             whole.copy_(before)
         for block, whole in self._made.values():
-            block.used.clear()  # a capture runs nothing
+            block.used.clear()  # a capture must not change anything
             whole.fill_(255)  # fill every floating dtype with NaN
         self._before.clear()
 

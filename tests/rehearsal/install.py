@@ -1,6 +1,4 @@
-"""Makes a process believe that it has a CUDA device; use a separate process, because this is
-irreversible.
-"""
+"""Simulates a CUDA device for a process. Use a separate process, because this is irreversible."""
 
 import contextlib
 import importlib
@@ -150,7 +148,8 @@ def _claim_device() -> None:
     cuda.default_stream = lambda *_: _Stream(clock=streams.MAIN)
     cuda.CUDAGraph, cuda.graph = graphs.Graph, graphs.capture
     cuda.is_current_stream_capturing = lambda: graphs.capturing() is not None
-    # torch.manual_seed and fork_rng then use the host's generator instead of the device's.
+    # torch.manual_seed and fork_rng then use the host's generator instead of the device's
+    # generator.
     cuda.get_rng_state = lambda *_: torch.empty(0, dtype=torch.uint8)
     cuda.set_rng_state = lambda *_: None
     cuda.manual_seed_all = lambda seed: graphs.refuse("torch.manual_seed")
@@ -169,9 +168,7 @@ def _check_capturable(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _rehearse_threads() -> None:
-    """Give threads of the project their own dispatch modes, because dispatch modes are per
-    thread.
-    """
+    """Activate the dispatch modes in each thread of the project, because modes are per thread."""
     patched: Any = threading.Thread
     real = threading.Thread.run
 

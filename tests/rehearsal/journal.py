@@ -1,6 +1,4 @@
-"""Records the actions of rehearsed code on its pretended device: ops, waits of the host,
-uploads.
-"""
+"""Records the actions of rehearsed code on the simulated device: ops, host waits, and uploads."""
 
 import sys
 import threading
@@ -41,7 +39,7 @@ class Entry(NamedTuple):
 
 
 class Journal:
-    """Stores the events of the thread that opened it.
+    """Stores the events of the thread that opened the journal.
 
     The kinds are: ``sync`` (the host waits for all submitted work), ``upload`` (a copy to the
     device from memory that is not pinned; the host also waits for it), ``late read`` (an

@@ -1,7 +1,7 @@
 """Tracks memory that must not be accessed: both ends of transfers, and host copies in flight.
 
-A real device would sometimes read garbage. Here an op that accesses such memory is rejected, with
-the line that started the transfer.
+A real device would sometimes read garbage. The rehearsal rejects ops that access such memory, and
+names the line that started the transfer.
 """
 
 import threading
@@ -13,12 +13,13 @@ from torch import Tensor
 
 
 class RefusedError(RuntimeError):
-    """Signals that CUDA or NCCL would raise an error, wait, or compute garbage."""
+    """Raised where CUDA or NCCL would raise an error, wait, or compute garbage."""
 
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """Describes a transfer that was started and not waited for; ``tensors`` are host tensors."""
+    """Describes a transfer that has started but was not waited for; ``tensors`` are host
+    tensors."""
 
     what: str
     sent: tuple[Tensor, ...]
@@ -30,7 +31,8 @@ IN_FLIGHT: list[InFlight] = []
 
 
 def check_access(func: object, host: Tensor, *, writes: bool) -> None:
-    """Raise RefusedError if ``host`` overlaps memory that a transfer is using in conflict."""
+    """Raise RefusedError if access to ``host`` conflicts with a transfer that uses the same
+    memory."""
     for transfer in IN_FLIGHT:
         if any(overlap(host, other) for other in transfer.received):
             verb = "changes" if writes else "reads"
@@ -52,7 +54,7 @@ def overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte and the byte past the end."""
+    """Return the addresses of the first byte and of the byte past the end."""
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()
     return start, start + (last + 1) * tensor.itemsize
@@ -70,14 +72,14 @@ def _bytes(tensor: Tensor) -> Sequence[int]:
 
 
 class Pinned:
-    """Tracks pinned host memory and the copies into it that have not arrived.
+    """Tracks pinned host memory, and the copies into it that have not arrived.
 
     The contents are undefined until an event recorded after the copy has been waited for. Threads
     can start copies and wait for them concurrently.
     """
 
     def __init__(self) -> None:
-        # kept, so that the address is not reused
+        # keeps the memory alive, so that its address is not reused
         self._blocks: dict[int, torch.UntypedStorage] = {}
         self._coming: list[tuple[int, int, Tensor, Tensor]] = []
         self._lock = threading.Lock()
@@ -101,7 +103,7 @@ class Pinned:
                 target.fill_(torch.iinfo(target.dtype).max - 1)
 
     def arrive(self, sees: Mapping[int, int] | None = None) -> None:
-        """Finish complete copies: all copies, or those covered by a wait."""
+        """Finish all copies, or the copies that a wait covers."""
         with self._lock:
             left = []
             for stream, count, target, values in self._coming:

@@ -1,4 +1,5 @@
-"""Models the pretended device's streams: the order of their work, and when memory may be reused.
+"""Models the streams of the simulated device: the order of their work, and when memory may be
+reused.
 
 All ops are computed immediately, in program order. Work that a GPU could reorder is detected with
 vector clocks: each stream counts its work and knows how much work of every other stream precedes
@@ -18,11 +19,11 @@ from torch import Tensor
 from tests.rehearsal.journal import where
 from tests.rehearsal.memory import RefusedError, overlap
 
-Seen = dict[int, int]  # stream number -> amount of its work that is complete
+Seen = dict[int, int]  # maps each stream number to the amount of completed work
 
 
 class Clock:
-    """Models the queue of a stream; NCCL has one per process group.
+    """Models the queue of a stream; NCCL uses one stream per process group.
 
     Several threads can submit work to a stream, so its counts change only under a lock.
     """
@@ -117,7 +118,7 @@ def host_waits_for_all() -> None:
 
 
 class Block:
-    """Represents device memory; the memory exists as long as a tensor on it.
+    """Represents device memory, which exists as long as a tensor uses it.
 
     ``used`` contains the last uses by stream: (count, is a write, part, op). For the stream that
     allocated the memory, all parts are one part.
@@ -161,9 +162,7 @@ class Block:
                     )
 
     def __del__(self) -> None:
-        """Require that uses that are incomplete when the memory is freed complete before its
-        reuse.
-        """
+        """Require that all uses at the time of freeing the memory complete before its reuse."""
         covered: Seen = {}
         for clock in self.recorded:
             covered |= {n: max(count, covered.get(n, 0)) for n, count in clock.sees.items()}

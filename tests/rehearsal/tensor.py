@@ -1,4 +1,4 @@
-"""Implements tensors that claim to be on a CUDA device and have their data in host memory.
+"""Implements tensors that claim to be on a CUDA device, but store their data in host memory.
 
 Python sees ``cuda``; C++ sees ``meta``, because the backward of ``meta`` tensors needs no driver
 and runs in the calling thread. Every op goes through ``run``, which rejects what CUDA rejects,
@@ -20,7 +20,7 @@ from tests.rehearsal.memory import PINNED, RefusedError, check_access
 
 
 class Rehearsed(Tensor):
-    """Represents a tensor whose data is in ``host``; ``index`` is the number of the process's
+    """Represents a tensor with its data in ``host``; ``index`` is the number of the process's
     device.
     """
 
@@ -153,7 +153,7 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     # C++ uses "meta" for tensors next to a Rehearsed one; a caller can also request it.
     target = has if wanted is None else wanted.type in ("cuda", "meta") and not _is_meta_meant()
     if name == "_foreach_copy_" and _crosses(*args[:2]):
-        for mine, theirs in zip(*args[:2], strict=True):  # like torch between devices
+        for mine, theirs in zip(*args[:2], strict=True):  # as torch does between devices
             mine.copy_(theirs, *args[2:], **kwargs)
         return None
     if has or target:

@@ -21,14 +21,14 @@ from tests.training.wdl_case import NUM_ROWS, make_batches, make_config, make_jo
 
 @dataclass(frozen=True)
 class Budget:
-    """Limits one step on any rank; ``waits`` are syncs and blocking uploads."""
+    """Limits one step on any rank; ``waits`` counts syncs and blocking uploads."""
 
     waits: int
     late_reads: int
     ops: int
 
 
-# (ranks, scheme) -> budget.
+# Maps (ranks, scheme) to a budget.
 BUDGETS = {
     (1, "1"): Budget(waits=0, late_reads=0, ops=240),
     (1, "3"): Budget(waits=0, late_reads=0, ops=240),
@@ -41,7 +41,8 @@ BUDGETS = {
 
 
 def second_step(world, config, accumulate):
-    """Return the journal of the second step, which starts in the first and overlaps the third."""
+    """Return the journal of the second step, which starts during the first step and overlaps the
+    third step."""
     from tests.rehearsal.journal import journal
 
     world.checked = False
@@ -64,7 +65,7 @@ def second_step(world, config, accumulate):
     sort = "aten.sort.stable"
     on_main = second.ops[sort] - second.beside[sort]
     if accumulate == 1:  # the rows of several batches are sorted together a second time
-        # Rows of dense gradients are known only on arrival; all other sorts run ahead.
+        # The rows of dense gradients are known only on arrival; all other sorts run ahead.
         assert on_main == sum(
             len(group.stacks)
             for group in job.plan.embeddings.groups
@@ -95,7 +96,7 @@ LAID_OUT = {"3": 80, "dp": 110}
 @pytest.mark.parametrize("share", [1.0, 0.9])
 @pytest.mark.parametrize("scheme", LAID_OUT)
 def test_fixed_size_buffers_need_no_counts(rehearsed_ranks, scheme, share):
-    """With room for any batch, no counts are read; otherwise, the row counts are read one step
+    """If buffers fit any batch, counts are not read; otherwise, the row counts are read one step
     later.
     """
     config = make_config(scheme, "rowwise_adagrad", dtype="float32", dense="adam")
@@ -210,8 +211,9 @@ def test_lists_of_ids_need_one_read_together_with_the_counts(rehearsed_ranks, ra
 
 
 def ops_by_repetition(world, config):
-    """Return ops and collectives of two steps: one whose ids are the first and last row of each
-    table, so that every rank owns one of them, and one with as many rows as possible.
+    """Return the ops and collectives of two steps. The ids of the first step are the first and last
+    row of each table, so that every rank owns one of these rows; the second step uses as many rows
+    as possible.
     """
     from tests.rehearsal.journal import journal
 

@@ -1,4 +1,4 @@
-"""Cached tables on rehearsed devices: streams, events, and memory of the mover."""
+"""Tests cached tables on rehearsed devices: the streams, events, and memory of the mover."""
 
 from dataclasses import replace
 from functools import partial
@@ -16,7 +16,8 @@ from tests.embedding.test_stores import AHEAD, train_ahead
 
 
 def both_ways(world, mix, slots, folder):
-    """Train with all rows on the device, and with a cache of few slots; all values are equal."""
+    """Train with all rows on the device, and with a cache of few slots; all values must be
+    equal."""
     made = []
 
     def stores(request):

@@ -1,4 +1,4 @@
-"""Runs the tests that require a GPU on a rehearsed one, so that mistakes cost no GPU time."""
+"""Runs the tests that require a GPU on a rehearsed GPU, so that mistakes do not cost GPU time."""
 
 import pytest
 import torch

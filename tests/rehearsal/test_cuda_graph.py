@@ -1,6 +1,4 @@
-"""Tests that a step, or its dense part, as one CUDA graph equals eager steps, and that a graph
-refuses invalid work.
-"""
+"""Tests that CUDA graphs of steps or dense parts equal eager steps and refuse invalid work."""
 
 from dataclasses import dataclass, replace
 
@@ -42,7 +40,8 @@ def train(world, config, warm_up_steps, steps=STEPS, before_step=None):
     for number, batch in enumerate(make_batches(STEPS, config.data.batch_size)[:steps]):
         mine = batch.part(world.rank, world.size)
         rows = to_device(mine, world.device)
-        if number == warm_up_steps:  # the graph is captured here; later batches must not exist yet
+        # the graph is captured in this step; later batches must not exist yet
+        if number == warm_up_steps:
             kept = [(rows.labels, mine.labels), (rows.dense, mine.dense), (rows.ids, mine.ids)]
         if before_step is not None:
             before_step(job, number)
@@ -62,7 +61,8 @@ def train(world, config, warm_up_steps, steps=STEPS, before_step=None):
 
 
 def both_ways(world, config, captured_at=1, steps=STEPS, before_step=None):
-    """Return results with a graph and with eager steps; False where weights differ."""
+    """Train with a graph and with eager steps; return the losses, the journals' numbers, and
+    whether the weights are equal."""
     losses, weights, journals = train(world, config, captured_at, steps, before_step)
     plain, same, plain_journals = train(world, config, steps, steps)
     equal = [torch.equal(value, same[name]) for name, value in weights.items()]
@@ -73,7 +73,7 @@ def both_ways(world, config, captured_at=1, steps=STEPS, before_step=None):
 
 
 def check(found, captured_at=1, most=None):
-    """Check the run; ``most`` is the number of ops that a replayed step submits to the main
+    """Check the run; ``most`` is the maximum number of ops that a replayed step submits to the main
     stream.
     """
     for losses, plain, ops, plain_ops, waits, equal, on_main in found:
@@ -116,9 +116,7 @@ TABLES = {  # optimizer of the deep tables, and row dtype
 
 @pytest.mark.parametrize("sparse", TABLES)
 def test_tables_are_updated_in_the_graph(rehearsed_ranks, sparse):
-    """The learning rate changes every step, except for FTRL, because FTRL requires a constant
-    rate.
-    """
+    """Change the learning rate every step, except for FTRL, which requires a constant rate."""
     wide = Ftrl() if sparse == "adagrad" else None
     config = make_config("1", sparse, dtype="float32", dense="adam", wide=wide)
     config = with_graph(config, table_dtype=TABLES[sparse])

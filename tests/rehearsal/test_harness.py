@@ -1,6 +1,4 @@
-"""Tests that the rehearsal rejects the errors of a GPU and its wrong computations, and lists host
-waits.
-"""
+"""Tests that the rehearsal rejects errors and wrong computations of a GPU, and lists host waits."""
 
 import pytest
 import torch
@@ -107,7 +105,7 @@ REFUSED = {
 
 
 def refusals(world, cases):
-    """Return the error of each case; discard the transfers that it started."""
+    """Return the error of each case; discard the transfers that the case started."""
     from tests.rehearsal.install import check_end, forget
 
     found = {}

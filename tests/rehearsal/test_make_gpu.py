@@ -1,4 +1,4 @@
-"""Tests that the parts of ``make gpu`` run in rehearsal, are independent, and need no optional
+"""Tests that the parts of ``make gpu`` run in the rehearsal, are independent, and need no optional
 packages.
 """
 
@@ -169,8 +169,8 @@ def test_programs_of_make_gpu_run(rehearsed_ranks, tmp_path):
 
 @pytest.mark.slow
 def test_torchrec_benchmark_uses_equal_shapes():
-    """The benchmark runs on CPU with another optimizer, because FBGEMM has no Adam there, and the
-    host's clock.
+    """On CPU, the benchmark uses the host's clock and a different optimizer, because FBGEMM does
+    not support Adam there.
     """
     pytest.importorskip("torchrec")
     from benchmarks import gpu_torchrec

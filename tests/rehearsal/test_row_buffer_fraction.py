@@ -21,7 +21,7 @@ from tests.training.wdl_case import (
     to_device,
 )
 
-# the batches include short ones, one of one row, and one with fewer rows than three ranks
+# the batches include short batches with one row and with fewer rows than ranks
 STEPS = 8
 UNIQUE_COLUMNS = {"deep.*": TableRule(sbp="S(1)", exchange="unique")}
 LOCAL = {"*": TableRule(sbp="B", exchange="local")}
@@ -40,8 +40,8 @@ def config_of(case, share, **parallel):
 
 
 def train_ahead(world, config):
-    """Return losses, dense parameters, rows with state, and log messages; ids are one batch
-    ahead.
+    """Return losses, dense parameters, rows with state, and log messages; ids are exchanged one
+    batch ahead.
     """
     said = []
     handler = logging.Handler()
@@ -95,7 +95,7 @@ def test_any_buffer_fraction_trains_to_equal_bits(rehearsed_ranks, ranks, case):
     for share in (1.0, 0.6, 0.05):
         results = rehearsed_ranks(ranks, train_ahead, config_of(case, share))
         assert_equal(results, wanted, rtol)
-        # With a twentieth of the room, nearly every exchange is repeated.
+        # With buffers of a twentieth of the maximum size, nearly every exchange is repeated.
         assert bool(results[0][3]) == (share == 0.05) or share == 0.6
 
 

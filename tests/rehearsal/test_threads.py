@@ -10,7 +10,7 @@ from tests.rehearsal.streams import Clock, host_waits
 
 
 class Other:
-    """Runs ``action`` in another thread when it is called, and waits in vain if a lock is held."""
+    """When called, runs ``action`` in another thread; if a lock is held, the wait times out."""
 
     def __init__(self, action):
         self._thread = threading.Thread(target=action)
@@ -27,7 +27,7 @@ class Other:
 
 
 class InterruptedCounts(dict):
-    """Counts with a pause after each read."""
+    """Implements a counter that pauses after each read."""
 
     pause = staticmethod(lambda: None)
 
@@ -43,7 +43,7 @@ class InterruptedCounts(dict):
 
 
 class InterruptedList(list):
-    """A list with a pause after each iteration."""
+    """Implements a list that pauses after each iteration."""
 
     pause = staticmethod(lambda: None)
 

@@ -45,7 +45,7 @@ def test_a_name_is_in_the_file_that_the_page_gives(file, word):
 
 @pytest.mark.parametrize("word", NAMES)
 def test_every_name_on_the_page_is_one_of_the_code(word):
-    """Names may also be keys, their values, folders, or commands."""
+    """Names on the page may also be keys, values of keys, folders, or commands."""
     tops = ("sbpflow", "data", "models", "planner")
     sources = [path for path in PYTHON if name(path).split("/")[0] in tops]
     folders = {part for path in sources for part in path.relative_to(ROOT).parts[:-1]}

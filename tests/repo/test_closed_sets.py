@@ -1,8 +1,8 @@
 """Tests that branches over the values of a Literal raise an error for any other value.
 
 In a chain ``if x == "a": .. elif x == "b": .. else: ..``, or in consecutive ifs that leave the
-block, a value that is added later must not use the branch of an old one. A single branch with an
-else often means "this, or anything else". If the values are only two, the else means the other one.
+block, a value added later must not use the branch of an older value. A single branch with an else
+often means "this, or anything else". If there are only two values, the else means the other value.
 """
 
 import ast
@@ -16,7 +16,7 @@ OURS = [path for path in PYTHON if name(path).split("/")[0] in PACKAGES]
 
 
 def _texts(node: ast.expr) -> set[str] | None:
-    """Return the strings that a value is compared with, if all of them are constants."""
+    """Return the strings with which a value is compared, if all strings are constants."""
     values = node.elts if isinstance(node, ast.Tuple | ast.List | ast.Set) else [node]
     texts = {value.value for value in values if isinstance(value, ast.Constant)}
     return texts if len(texts) == len(values) and all(isinstance(t, str) for t in texts) else None
@@ -33,9 +33,8 @@ def literals(tree: ast.AST) -> list[frozenset[str]]:
 
 
 def _compared(test: ast.expr) -> tuple[str, set[str]] | None:
-    """Return the subject of ``x == "a"`` or ``x in ("a", "b")`` and the strings it is compared
-    with.
-    """
+    """Return the subject of ``x == "a"`` or ``x in ("a", "b")``, and the strings in the
+    comparison."""
     if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Eq | ast.In):
         return None
     texts = _texts(test.comparators[0])

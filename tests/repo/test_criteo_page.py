@@ -65,7 +65,8 @@ def test_the_estimates_follow_from_the_rates():
         assert float(peak) == pytest.approx(disk[0], rel=0.03)
         assert float(end) == pytest.approx(disk[1], rel=0.01)
         assert train[0] == f"{trained / RATE / seconds:.0f} {name}"
-    weights, states = MLPERF_ROWS * 17 * 4, MLPERF_ROWS * 2 * 4  # deep and wide; a number per row
+    # deep and wide vectors, and one number of optimizer state per row
+    weights, states = MLPERF_ROWS * 17 * 4, MLPERF_ROWS * 2 * 4
     assert cells("`train`, 1 epoch")[1][1] == f"{(weights + states) / 1e9:.1f} GB of tables"
     assert f"{MLPERF_ROWS * 128 * 4 / 1e9:.1f} GB of weights" in TEXT
     assert f"{33.8e6 * 17 * 4 / 1e9:.1f} GB of weights" in TEXT
@@ -78,7 +79,7 @@ def steps(number: int) -> tuple[list[str], list[str]]:
 
 @pytest.mark.slow
 def test_the_commands_run(tmp_path):
-    """The rows are generated and the hashed tables are small."""
+    """Use generated rows and small hashed tables."""
     names = [step.command.split()[1] for step in PAGE.steps]
     kaggle = ["prepare", "stats", "explain", "train", "report"]
     assert names == [*kaggle, "prepare", "explain", "train"]

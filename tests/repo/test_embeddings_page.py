@@ -62,7 +62,7 @@ def test_the_model_on_global_tensors_has_the_same_losses_with_a_split_weight(ran
 def run_on_two_ranks(script: Path) -> list[str]:
     """Return the output of each rank."""
     log = script.parent / "log"
-    # Each rank's output has its own file, because lines would mix in a shared pipe.
+    # Each rank writes its output to a separate file, because lines would mix in a shared pipe.
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = run(
         [sys.executable, *torchrun, "--redirects", "1", "--log-dir", str(log), str(script)],
@@ -77,8 +77,8 @@ def run_on_two_ranks(script: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_the_block_trains_equally_on_one_rank_and_on_two(tmp_path, capfd):
-    """Every rank has the same samples, so the mean over the batch is the same for any number of
-    ranks; gradients multiplied by the number of ranks would change it.
+    """Every rank uses the same samples, so the mean over the batch is the same for any number of
+    ranks, unless gradients were wrongly multiplied by this number.
     """
     script = tmp_path / "block.py"
     script.write_text(BLOCKS[2])
@@ -99,7 +99,7 @@ def _parse(output: str) -> list[float]:
 
 @pytest.fixture
 def page_modules(monkeypatch):
-    """Return the page's optimizer and its loops, as modules with their names."""
+    """Return the page's optimizer and its loops as modules with the names from the page."""
     for name, block in (("my_rules", BLOCKS[3]), ("my_loops", BLOCKS[4])):
         module = types.ModuleType(name)
         monkeypatch.setitem(sys.modules, name, module)

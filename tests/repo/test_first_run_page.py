@@ -42,9 +42,8 @@ def test_the_scores_it_shows_are_recorded():
 
 @pytest.mark.slow
 def test_the_commands_run_and_print_what_the_page_shows(tmp_path):
-    """The test uses fewer rows, so figures differ; lines about the chosen kernel are not
-    compared.
-    """
+    """The test uses fewer rows, so numbers differ; lines about the chosen kernel are not
+    compared."""
     PAGE.save_files(tmp_path)
     losses = []
     for command, shown in PAGE.steps:

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import gate
 
 ROOT = Path(__file__).resolve().parents[2]
-BASE = [10.0, 11.0, 9.0, 10.5]  # four rounds on a machine whose speed changes
+BASE = [10.0, 11.0, 9.0, 10.5]  # four rounds on a machine with varying speed
 
 
 def times(factors):
@@ -53,7 +53,7 @@ def test_a_figure_that_was_slower_once_is_not_slower():
     ("head", "text"),
     [
         ({"loss of step 1": 0.50001, "loss of step 2": 0.4}, ""),
-        ({"loss of step 2": 0.4}, ""),  # logged at other steps
+        ({"loss of step 2": 0.4}, ""),  # logged at different steps
         ({"loss of step 1": 0.5, "loss of step 2": 0.4001}, "loss of step 2 is 0.4 and 0.4001"),
         ({"loss of step 1": math.nan}, "loss of step 1 is 0.5 and nan"),
         ({"loss of step 3": 0.5}, "no number in common: loss of step 1, loss of step 2 and "),
@@ -66,7 +66,8 @@ def test_different_work_is_reported(head, text):
 
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
-    """Make a repository with two packages, in a commit and changed in the working tree."""
+    """Make a repository with two packages, which are committed and then changed in the working
+    tree."""
     folder = tmp_path / "repository"
     for package in ("sbpflow", "benchmarks"):
         (folder / package).mkdir(parents=True)
@@ -81,7 +82,7 @@ def repository(tmp_path, monkeypatch):
 
 
 def test_each_checkout_imports_its_own_packages_and_is_removed(repository, tmp_path):
-    """The installed sbpflow, used by the tests themselves, is not imported."""
+    """The measured process must not import the installed sbpflow, which the tests use."""
     for name, side in (("HEAD", "base"), (gate.WORKING_TREE, "head")):
         before = gate.git("status", "--short")
         with gate.checkout(gate.resolve(name, tmp_path), tmp_path / side) as root:
@@ -96,7 +97,7 @@ def test_each_checkout_imports_its_own_packages_and_is_removed(repository, tmp_p
 
 
 def test_a_package_from_another_place_is_refused(repository, tmp_path, monkeypatch):
-    """If Python ignored the current folder, another checkout would be measured."""
+    """If Python ignored the current folder, the wrong checkout would be measured."""
     monkeypatch.setenv("PYTHONSAFEPATH", "1")
     monkeypatch.setenv("PYTHONPATH", str(repository))
     with (
@@ -112,7 +113,7 @@ def test_a_package_from_another_place_is_refused(repository, tmp_path, monkeypat
     "name", ["vs_torchrec", "vs_torchrec_whole", "demo", "loader", "prepare", "explain", "start"]
 )
 def test_every_row_can_be_measured(tmp_path, name):
-    """The test uses tiny sizes in this tree; the link needs root."""
+    """Run the gate with tiny sizes in this tree; simulating the link needs root."""
     measured = gate.Bench(tmp_path, ROOT, quick=True).measure(name, ROOT)
     assert len(measured.figures) >= 2
     assert all(value > 0 for value in measured.figures.values())

@@ -1,4 +1,5 @@
-"""Tests that .ci/pictures.py draws the committed pictures and every page shows both themes."""
+"""Tests that .ci/pictures.py draws the committed pictures, and that every page shows both
+themes."""
 
 import os
 import re
@@ -43,9 +44,7 @@ def test_every_picture_is_shown_in_both_themes():
 
 
 def test_a_picture_says_what_it_is_and_stays_inside(drawn):
-    """Boxes and starts of text must be inside the view; the test cannot detect text that is too
-    long.
-    """
+    """Boxes and the starts of texts must be inside the view; overlong text is not detected."""
     for path in drawn.iterdir():
         root = ElementTree.parse(path).getroot()
         _, _, width, height = map(float, root.get("viewBox", "").split())

@@ -1,6 +1,4 @@
-"""Tests that the pages of results name the records of their figures and show the recorded
-values.
-"""
+"""Tests that pages with results name the records of their numbers and show the recorded values."""
 
 import json
 import re
@@ -14,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "benchmarks" / "results"
 PAGES = {path.stem: path.read_text() for path in (ROOT / "docs" / "results").glob("*.md")}
-# A row of a page's last table contains record, CPU and commits.
+# A row of a page's last table contains a record, its CPU and its commits.
 NAMED = [
     (page, *row)
     for page, text in PAGES.items()

@@ -1,5 +1,5 @@
-"""Tests the rules of the folders: who calls collectives, what is public, and no knowledge of
-models.
+"""Tests the rules for folders: which files call collectives, which names are public, and no
+references to models.
 """
 
 import ast
@@ -23,8 +23,8 @@ COLLECTIVES = set(
     "reduce_scatter_tensor broadcast reduce scatter gather send recv isend irecv batch_isend_irecv "
     "all_gather_object broadcast_object_list gather_object barrier".split()
 )
-# These files may call collectives: conversions, messages, rows whose number depends on the batch,
-# and the headers of the checked mode.
+# Files that may call collectives: for conversions, messages, rows whose number depends on the
+# batch, and the headers of the checked mode.
 CALLERS = {
     "boxing/executor.py": {"all_to_all_single", "all_reduce"},
     "boxing/pairs.py": {"batch_isend_irecv"},
@@ -38,7 +38,7 @@ def name(path: Path) -> str:
 
 
 def strings(tree: ast.AST) -> list[tuple[int, str]]:
-    """Return every string of a file that is not a docstring."""
+    """Return every string in a file except docstrings."""
     docs = {
         id(node.body[0].value)
         for node in ast.walk(tree)
@@ -105,7 +105,8 @@ MESSAGES = set(
 
 
 def test_json_and_yaml_files_are_each_read_in_one_place():
-    """``runtime/files/json_file.py`` and ``config/yaml_text.py`` have the limits and messages."""
+    """Files must be read through ``runtime/files/json_file.py`` and ``config/yaml_text.py``, which
+    check limits and raise readable errors."""
     found = {"json": set[str](), "yaml": set[str]()}
     for package in ("sbpflow", "models", "data", "planner"):
         for path in (ROOT / package).rglob("*.py"):
@@ -119,7 +120,7 @@ def test_json_and_yaml_files_are_each_read_in_one_place():
                     found[node.value.id].add(str(path.relative_to(ROOT)))
         # Bundles read their JSON without the rest of sbpflow.
     bundles = {"sbpflow/serving/row_store.py", "sbpflow/serving/scorer.py"}
-    # Requests are parsed without a call of Python for each number.
+    # The server parses requests without a Python call for each number.
     requests = {"sbpflow/serving/bodies.py"}
     assert found["json"] == {*MESSAGES, *bundles, *requests, "sbpflow/runtime/files/json_file.py"}
     # ``task.py`` parses text that it has just written.
@@ -127,7 +128,7 @@ def test_json_and_yaml_files_are_each_read_in_one_place():
 
 
 def test_torch_distributed_has_no_other_name():
-    """Another name would hide calls from the test above."""
+    """A different name would hide calls from the test above."""
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
@@ -155,8 +156,8 @@ def test_public_names_are_few_lazy_and_documented():
 
 
 def order(folder: Path, *, but: set[str]) -> list[str]:
-    """Return the folders of a room, each after those it imports from; fail if there is no such
-    order.
+    """Return the folders of a room, each after the folders from which it imports; fail if there is
+    no such order.
     """
     prefix = ".".join(folder.relative_to(ROOT).parts) + "."
     below: dict[str, set[str]] = {}
@@ -181,11 +182,12 @@ def order(folder: Path, *, but: set[str]) -> list[str]:
 
 
 def import_edges() -> set[tuple[str, str]]:
-    """Return (part of ``sbpflow/``, part that it imports from).
+    """Return the pairs (part of ``sbpflow/``, part from which it imports).
 
-    Parts are rooms, modules next to them, and ``sbpflow`` itself for a name of the package. Imports
-    for type checkers count. data, models and planner are next to ``sbpflow/`` and do not count.
-    ``api`` also does not count: it composes all parts, and no part imports it.
+    Parts are rooms, modules next to rooms, and ``sbpflow`` itself for a name of the package.
+    Imports for type checkers are included. data, models and planner are outside ``sbpflow/`` and
+    not included. ``api`` is not included, because it composes all parts, and no part imports
+    ``api``.
     """
     found: set[tuple[str, str]] = set()
     for path in FILES:
@@ -202,7 +204,7 @@ def import_edges() -> set[tuple[str, str]]:
 
 
 def layers(edges: set[tuple[str, str]]) -> list[set[str]]:
-    """Return the parts, each in the first layer above its imports; fail on a cycle."""
+    """Assign each part to the first layer above its imports; fail on a cycle."""
     rest, found = {part for edge in edges for part in edge}, list[set[str]]()
     while rest:
         layer = {part for part in rest if not any((part, other) in edges for other in rest)}
@@ -227,7 +229,8 @@ def test_the_rooms_have_no_more_layers_and_edges_than_before():
 
 
 def test_rooms_import_downwards_only():
-    """No two folders import each other, even indirectly, nor do two parts of a large folder."""
+    """Neither two folders nor two parts of a large folder may import each other, even
+    indirectly."""
     rooms = order(ROOT / "sbpflow", but={"errors", "data", "models", "planner"})
     assert rooms[0] == "sbp"
     assert rooms[-2:] == ["run", "commands"]

@@ -15,8 +15,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 OWN = {"sbpflow", "sbpflow.models", "sbpflow.data", "sbpflow.planner", "benchmarks", "tests"}
 OWN |= {"train_wdl", "models", "data", "planner"}  # the last three are imported as sbpflow.NAME
-# folder -> the packages of OWN that it may import; a __main__, sbpflow/commands, and sbpflow/api.py
-# may import all
+# maps a folder to the packages of OWN that it may import; a __main__, sbpflow/commands, and
+# sbpflow/api.py may import all packages
 MAY_IMPORT = {
     "sbpflow": {"sbpflow"},
     "models": {"sbpflow.models", "sbpflow"},
@@ -28,7 +28,7 @@ TEXT = {".py", ".md", ".toml", ".yaml", ".yml", ".json", ".jsonl", ".sh", ".cfg"
 
 
 def tracked() -> list[Path]:
-    """Return the files that git has or would add; without git, all files of the tree."""
+    """Return the files that git tracks or would add; without git, return all files of the tree."""
     listing = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
         cwd=ROOT,
@@ -88,7 +88,7 @@ def test_dependencies_point_one_way(package):
 
 
 def test_packages_are_imported_under_one_name():
-    """``data`` and ``sbpflow.data`` would have different classes from the same code."""
+    """``data`` and ``sbpflow.data`` would define different classes from the same code."""
     assert [name(path) for path in PYTHON if imports(path) & {"data", "models", "planner"}] == []
 
 
@@ -103,7 +103,7 @@ def test_the_list_of_packages_matches_the_folders():
     assert set(settings["packages"]) == found
 
 
-# These kernel modules are imported only where they are used, because they need their compilers.
+# These kernel modules need compilers, so they may be imported only at their use.
 COMPILED = (
     "compiled",
     "compiled_half",
@@ -147,7 +147,7 @@ def test_importing_sbpflow_imports_neither_dali_nor_fbgemm():
 
 
 def test_the_launcher_does_not_import_torch():
-    """Only run_main may handle a Ctrl-C or a broken torch, not the import of the launcher."""
+    """run_main, not the import of the launcher, must handle a Ctrl-C or a broken torch."""
     assert (
         run_python("import sbpflow.runtime.processes.launch, sys; print('torch' in sys.modules)")
         == "False"

@@ -1,4 +1,5 @@
-"""Tests that a run that watches val ends with its best weights, and outputs have their scores."""
+"""Tests that a run that watches val ends with its best weights, and that outputs use these
+weights."""
 
 import json
 import os
@@ -68,7 +69,7 @@ def events(folder: Path, kind: str) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def stopped(data, tmp_path_factory) -> Path:
-    """A run that stops early by logloss."""
+    """Train a run that stops early by logloss; return its folder."""
     folder = tmp_path_factory.mktemp("stopped")
     assert run(data, folder, STOP) == 0
     return folder
@@ -132,7 +133,7 @@ def test_the_best_step_is_scored_reported_predicted_and_exported_alike(
 
 
 def scores_of(frame: pl.DataFrame):
-    """Evaluate scores; the logits are the logits of the probabilities."""
+    """Evaluate scores, after converting the probabilities to logits."""
     scores = frame["score"].to_numpy().astype(np.float64)
     return evaluate(np.log(scores / (1 - scores)), frame["label"].to_numpy())
 
@@ -176,7 +177,7 @@ def test_keep_best_watches_any_metric_and_the_last_step_is_a_candidate(data, tmp
 
 
 def interrupt(data: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-    """Kill a run before its next step after ``at``."""
+    """Kill a run after step ``at``, before the next step."""
     step = Trainer.step
 
     def until(self: Trainer, batches: list[Batch]):
@@ -193,7 +194,7 @@ def interrupt(data: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, at: int
 def test_a_run_resumes_from_its_last_step_and_ends_with_the_best(
     data, stopped, tmp_path, monkeypatch, capfd
 ):
-    """The run is killed after its best step; the resumed run equals the uninterrupted one."""
+    """Kill the run after its best step; the resumed run must equal the uninterrupted run."""
     best = events(stopped, "final")[0]["best_step"]
     interrupt(data, tmp_path, monkeypatch, best + 3)
     assert run(data, tmp_path, *RESUMABLE) == 0
@@ -231,7 +232,7 @@ def test_the_best_is_kept_until_a_better_one_is_complete(data, tmp_path, monkeyp
 
 @pytest.mark.slow
 def test_two_ranks_end_with_the_best_weights(data, tmp_path):
-    """Each rank loads its own rows; a prediction on one rank has the scores of the run."""
+    """Each rank loads its own rows; a prediction on one rank must give the run's scores."""
     words = [*WORDS, STOP, f"data.path={data}", f"run.dir={tmp_path / 'run'}"]
     done = deadlines.run(
         [sys.executable, "-m", "sbpflow", "train", "-n", "2", "--config", CONFIG, *words],
@@ -262,11 +263,11 @@ def test_a_damaged_best_checkpoint_ends_the_run_with_the_way_out(data, tmp_path,
     with monkeypatch.context() as patch:
         patch.setattr(checkpoints.Checkpoints, "load_weights", damaged)
         with pytest.raises(
-            ConfigError, match=r"step-\d+.*best weights of the run; remove it"
+            ConfigError, match=r"step-\d+.*best weights of the run; to score the last"
         ) as caught:
             run(data, tmp_path, STOP)
     best = int(re.search(r"step-(\d+)", str(caught.value))[1])
-    del caught  # its frames hold the lock
+    del caught  # the frames of the traceback hold the lock
     shutil.rmtree(tmp_path / "checkpoints" / f"step-{best}")
     assert run(data, tmp_path, STOP) == 0
     assert "best_step" not in events(tmp_path, "final")[0]

@@ -1,4 +1,4 @@
-"""Tests that after a signal on one rank, all ranks stop after the same step and name its
+"""Tests that after a signal on one rank, all ranks stop after the same step and name that rank's
 machine.
 """
 

@@ -1,4 +1,4 @@
-"""Tests that damaged files of runs, sets and checkpoints give one message or the original
+"""Tests that damaged files of runs, sets and checkpoints give either one message or the original
 values.
 """
 
@@ -121,7 +121,7 @@ def test_a_damaged_index_is_refused(tmp_path):
 
 
 def rewritten(raw: bytes, documents: Mapping[str, Any]) -> bytes:
-    """Write the index with other documents and a valid digest."""
+    """Write the index with changed documents and a valid digest."""
     tree = json.loads(raw)
     tree["content"]["documents"] = documents
     tree["sha256"] = hashlib.sha256(json.dumps(tree["content"]).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Tests that plans for many ranks are made in seconds on one core and printed with ranges."""
+"""Tests that plans for many ranks are made in seconds on one core, and are printed with ranges."""
 
 import cProfile
 
@@ -16,7 +16,7 @@ FIELDS = Fields.of(
     {"C1": 4037, "C2": 11, "C3": 5003, "C4": 3},
     {"C1xC2": 7001, "C3xC4": 2903},
 )
-# The Criteo sets with two crosses have these numbers of tables: 26 and 2.
+# numbers of tables for the Criteo sets with two crosses
 CRITEO = Fields.of(
     tuple(f"I{number}" for number in range(1, 14)),
     {f"C{n}": 3 + 10 ** (1 + n % 5) for n in range(1, 27)},
@@ -47,10 +47,9 @@ def _imported():
     ],
 )
 def test_planning_for_many_ranks_needs_few_calls_and_lines(scheme, size, most, fields, tables):
-    """The test counts function calls (about two million a second), because times depend on the
-    load.
+    """Count function calls (about two million a second), because times depend on the load.
 
-    Auto plans and prices up to 16 layouts of all tables.
+    ``scheme: auto`` plans and prices up to 16 layouts of all tables.
     """
     config = make_config(scheme, "adagrad", batch_size=64 * size, dim=size, tables=tables)
     with cProfile.Profile() as calls:

@@ -1,4 +1,5 @@
-"""Tests that ``explain`` and ``plan`` fit a screen and their totals cover all transfers."""
+"""Tests that the output of ``explain`` and ``plan`` fits on a screen, and that totals include all
+transfers."""
 
 from dataclasses import replace
 

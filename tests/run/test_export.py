@@ -1,6 +1,5 @@
-"""Tests that exported models equal their job, load with torch alone, and may have 8- or 16-bit
-rows.
-"""
+"""Tests that exported models equal their job, load with only torch, and support 8- and 16-bit
+rows."""
 
 import json
 import os
@@ -115,7 +114,8 @@ def write(folder, job: Job, model: PlainModel, spec, fields: Fields, row_format=
 
 
 def _criteo_like(world: World, folder):
-    """Return the differences of the plain model, and of its file in a process with only torch."""
+    """Return the differences between the logits of the job and the plain model, in this process and
+    in a process with only torch."""
     config = make_config("1", "adagrad", dtype="float32")
     batches = make_batches(7, 30)
     job, model = trained(world, config, FIELDS, batches)
@@ -166,9 +166,8 @@ def test_an_exported_file_gives_the_job_s_logits_with_torch_alone(ranks, tmp_pat
 
 
 def _lists(world: World, folder):
-    """Return the same differences for lists with and without weights, fixed fields, mean and
-    sum.
-    """
+    """Return the same differences for lists with and without weights, fixed fields, means and
+    sums."""
     manifest = load_manifest(folder / "set")
     data = DataConfig(path=folder / "set", batch_size=64, loader="memmap")
     config = replace(make_config("2", "adagrad", dtype="float32"), data=data, model=Pooled())
@@ -196,7 +195,8 @@ def _lists(world: World, folder):
 
 
 class Pooled:
-    """Uses all fields of a set: concatenated vectors, and the sum of their means."""
+    """Implements a model of all fields of a set, with concatenated vectors and the sum of their
+    means."""
 
     name = "pooled"
 
@@ -351,7 +351,7 @@ def test_an_exported_model_hashes_the_columns_of_the_set_itself(ranks, tmp_path)
 
 def test_the_error_of_8_bit_rows_is_at_most_half_a_step():
     weight = torch.randn(300, 16, generator=torch.Generator().manual_seed(1))
-    weight[7] = 0.25  # a constant row has a step of 0
+    weight[7] = 0.25  # the quantization step of a constant row is 0
     rows = make_rows("t", weight, "int8", torch.float32)
     assert {name: (list(t.shape), t.dtype) for name, t in rows.stored().items()} == {
         "/int8": ([300, 16], torch.uint8),

@@ -1,4 +1,4 @@
-"""Tests the doctor's checks that move data: links, a disk, a checkpoint that all ranks read."""
+"""Tests the doctor's checks that move data: links, a disk, and a checkpoint that all ranks read."""
 
 from pathlib import Path
 

@@ -77,7 +77,7 @@ def test_shared_and_uneven_tables_train_equally_on_any_number_of_ranks(ranks, sc
     assert 0.3 < spread["wide.shop"] <= 0.5
     moved = {name: (w != first[name, place]).any(1) for name, place, w, _ in tables}
     assert set(moved) == {"deep.city", "deep.shop", "deep.kind", "wide.shop"}
-    # Ids from 37 on occur only in ``work``, all other ids in both fields.
+    # Ids from 37 on occur only in ``work``; all other ids occur in both fields.
     assert moved["deep.city"][:37].any()
     assert moved["deep.city"][37:53].any()
     assert not moved["deep.city"][53:].any()
@@ -110,7 +110,7 @@ def test_fields_of_one_table_need_equal_numbers_of_rows():
 
 
 def test_kernels_are_requested_by_pattern():
-    """Tables with different kernels are stored separately; the last pattern wins."""
+    """Tables with different kernels are stored separately; among patterns, the last match wins."""
     pytest.importorskip("numba", reason="two kernels are needed")
     config = make_config("1", "adagrad", kernel="numba")
     patterns = {"*": "torch", "deep.*": "auto", "deep.sho?": "torch"}

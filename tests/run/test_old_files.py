@@ -1,9 +1,9 @@
 """Tests that files of earlier versions are read, or refused with a message that explains the
 solution.
 
-Each ``tests/fixtures/COMMIT`` contains files written by a commit, and ``expected.json`` the values
-that they gave at that commit. If a change drops support for a file, its test expects the message
-and the migration.
+Each ``tests/fixtures/COMMIT`` contains files that a commit wrote, and ``expected.json`` with the
+values that these files gave at that commit. If a file is no longer supported, its test expects a
+message that explains the migration.
 """
 
 import json
@@ -47,8 +47,8 @@ from tests.fixtures.facts import events, norms, row_digests, rows_of, tensor_dig
 OLD = Path(__file__).parents[1] / "fixtures" / "d4baee1"
 EXPECTED = json.loads((OLD / "expected.json").read_text())
 LAYOUTS = EXPECTED["layouts"]
-# The files may be from another CPU, whose exp and log differ in the last of 53 bits, and whose
-# sums have another order; a few training steps amplify the difference about 1e3 times.
+# The files may be from a different CPU, on which exp and log differ in the last of 53 bits and sums
+# use a different order; a few training steps amplify the difference about 1e3 times.
 FLOAT64 = 1e-10
 # 8-bit rows and vectors: a value midway between two steps may be rounded either way.
 BFLOAT16 = 1e-3
@@ -86,7 +86,7 @@ def test_an_old_set_grows(tmp_path):
 def _go_on(world: World, name: str, steps: int, data: str = "set"):
     """Restore a checkpoint and train; return the restored state, the losses and the final state.
 
-    The saved plan is used if the checkpoint was saved on as many ranks.
+    The saved plan is used if the number of ranks is the same.
     """
     path = OLD / "checkpoints" / name
     saved, manifest = open_checkpoint(path), load_manifest(OLD / data)
@@ -125,7 +125,8 @@ def _go_on(world: World, name: str, steps: int, data: str = "set"):
 
 
 def _held(job):
-    """Return this rank's rectangles by name: full shape, and position and values of each part."""
+    """Return this rank's rectangles by name, as the full shape, and the position and values of each
+    part."""
     return {
         name: (
             tuple(tensor.shape),
@@ -177,7 +178,7 @@ def test_an_old_checkpoint_has_the_same_values_and_training_resumes(ranks, name,
 
 
 def test_state_per_column_shard_is_restored_only_to_equal_shards(ranks):
-    """The test includes bfloat16 rows, which are exchanged as bfloat16."""
+    """The parameters include bfloat16 rows, which are exchanged as bfloat16."""
     expected = LAYOUTS["per-shard"]
     results = ranks(2, _go_on, "per-shard", len(expected["losses"]))
     restored = whole([before for before, _, _ in results])

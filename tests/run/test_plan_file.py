@@ -1,4 +1,4 @@
-"""Tests that a plan is equal after writing and reading and that other files are refused."""
+"""Tests that a plan is equal after writing and reading, and that other files are refused."""
 
 import hashlib
 import json
@@ -77,7 +77,8 @@ def test_a_changed_plan_is_refused():
 
 
 def test_a_plan_whose_optimizers_have_every_constant_is_read():
-    """Older files have the constants of all optimizers, which were in one class."""
+    """Older files contain the constants of all optimizers, because one class defined all
+    optimizers."""
     plan = plan_of("3", dim=8)
     content = json.loads(plan_to_json(plan))
 

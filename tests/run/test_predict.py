@@ -67,7 +67,8 @@ def config_of(folder: Path, scheme: str = "1") -> Config:
 
 
 def _train(world: World, folder: Path, run: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Train and save to ``run``; return logits and labels of ``test`` as in an evaluation."""
+    """Train and save to ``run``; return logits and labels of the test split, as in an
+    evaluation."""
     config, manifest = config_of(folder), load_manifest(folder / "set")
     spec, plan = plan_run(config, fields_of(manifest), world_size=1, device_type="cpu")
     job = build_job(config, spec, plan, Boxing(world))
@@ -111,7 +112,7 @@ def test_a_prediction_equals_the_evaluation_bit_for_bit(run, folder, tmp_path):
 
 
 def test_the_suffix_selects_the_format_of_the_scores(run, folder, tmp_path):
-    """Text has the shortest digits that give the same float32."""
+    """Text files contain the shortest digits that give the same float32."""
     readers = {"csv": {}, "tsv": {"separator": "\t"}}
     assert predict(words(run, folder / "set", tmp_path / "s.parquet")) == 0
     wanted = pl.read_parquet(tmp_path / "s.parquet")
@@ -258,7 +259,7 @@ def test_predictions_of_several_ranks_equal_their_evaluation_bit_for_bit(
 
 
 def _slow(world: World, kind: str):
-    """Makes rank 0's work take longer than its reports."""
+    """Makes rank 0's work take longer than the interval between its reports."""
 
     def work():
         time.sleep(0.4)
@@ -323,7 +324,8 @@ def test_the_export_command_scores_like_the_run(run, folder, tmp_path, capsys):
 
 
 def test_a_few_rows_are_scored_without_compilers(run, tmp_path):
-    """Importing these packages takes longer than scoring; lists of ids still need numba's loops."""
+    """Importing these packages would take longer than scoring; only lists of ids need numba's
+    loops."""
     source = write_csv(tmp_path / "one.csv", [row for row in table(9) if row["price"] != INF][:1])
     code = (
         "import sys\nfrom sbpflow.commands.predict import predict\npredict(sys.argv[1:])\n"

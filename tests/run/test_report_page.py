@@ -83,7 +83,7 @@ def write(folder: Path, lines: list[dict[str, Any]], *, plan: bool = True, dim: 
 
 
 class Page(HTMLParser):
-    """Collects text, section titles, and all addresses that the page would load."""
+    """Collects the text, the section titles, and all addresses that a page would load."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ def test_a_page_has_all_parts_and_loads_no_resources(tmp_path):
     for part in (
         "0.75000",  # test AUC
         "310.2 of 300",  # both sums
-        "0:04:00",  # from the first event to the last event
+        "0:04:00",  # time from the first event to the last event
         "deep.C1",
         "S(1)@[0, 1]",
         "3.00 GiB",  # peak

@@ -1,4 +1,5 @@
-"""Tests predictions into a folder: blocks of rows, continued after a kill, equal to one file."""
+"""Tests predictions into a folder of blocks, which continue after a kill and equal a single
+file."""
 
 import json
 import os
@@ -126,7 +127,7 @@ def test_what_a_folder_has_is_not_replaced_unless_asked(run, folder, tmp_path, m
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").touch()
     for more in ((), ("--overwrite",)):
-        with pytest.raises(ConfigError, match="mine: is not empty and has no scores"):
+        with pytest.raises(ConfigError, match="mine: is not empty, but does not contain scores"):
             predict(words(run, folder / "set", tmp_path / "mine", *more))
     assert names(tmp_path / "mine") == ["thesis.txt"]
 
@@ -146,7 +147,7 @@ def test_what_a_folder_has_is_not_replaced_unless_asked(run, folder, tmp_path, m
 
 
 def test_two_ranks_write_a_folder_from_the_command_line(run, folder, tmp_path):
-    source = folder / "new" / "part-2.csv"  # one file, so one rank encodes nothing
+    source = folder / "new" / "part-2.csv"  # there is one file, so one rank encodes nothing
     assert predict(words(run, source, tmp_path / "s.parquet")) == 0
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "-m", "sbpflow", "predict"]

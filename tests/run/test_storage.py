@@ -1,4 +1,4 @@
-"""``parallel.storage``: what is refused and why, the plan, its memory, and the forecast."""
+"""Tests ``parallel.storage``: refused settings, the plan, its memory, and the forecast."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +44,7 @@ def plan_of(storage, *, size=2, device="cpu", fields=FIELDS, **more):
         ({"kind": "file", "cache": "0%"}, r"cache: 0% is not above 0 and at most 100%"),
         ({"kind": "file", "cache": "120%"}, r"cache: 120% is not above 0 and at most 100%"),
         ({"kind": "file", "cache": "4 gigabytes"}, r"cache: '4 gigabytes' is not a share or a si"),
-        ({"kind": "device", "cache": "10%"}, r"cache: 10% with kind: device, which holds all row"),
+        ({"kind": "device", "cache": "10%"}, r"cache: 10% with kind: device, which stores all row"),
         ({"kind": "host", "cache": "10%", "path": "x"}, r"path: x with kind: host; use kind: fil"),
     ],
 )

@@ -77,7 +77,7 @@ class Model:
 
 
 class Odd(Net):
-    """Implements a net with one mistake in its forward."""
+    """Implements a net with a mistake in its forward."""
 
     def __init__(self, wrong: str) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Odd(Net):
 
 
 class OddNorm(Net):
-    """Normalizes the columns of its transposed rows."""
+    """Implements a net that normalizes the columns of its transposed rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class OddNorm(Net):
 
     def forward(self, vectors: dict[str, Tensor], dense: Tensor) -> Tensor:
         x = self.first(torch.cat([vectors["deep"], dense], 1))
-        if len(x) < BATCH:  # the dry run has two rows of zeros
+        if len(x) < BATCH:  # the dry run uses two rows of zeros
             return self.last(x)
         return self.last(self.norm(x.t()).t())
 
@@ -145,7 +145,7 @@ class Rows:
 
 
 def batches() -> list[Rows]:
-    """Return short batches, one of them with fewer than four rows."""
+    """Return short batches, one of which has fewer than four rows."""
     rng = torch.Generator().manual_seed(3)
     made = []
     for step in range(STEPS):
@@ -232,7 +232,7 @@ compiling = {"plain": 4, "batch norm": 4, "compiled": 2, "compiled batch norm": 
 def test_ranks_equal_plain_torch(ranks, scheme, size, kind):
     losses, parameters = expected(nn.BatchNorm1d if "batch" in kind else nn.LayerNorm)
     for found, weights in ranks(size, train, scheme, Model(kind=kind)):
-        # The values are float64: sums over rows have another order, with errors of 1e-16 each.
+        # Values are float64; sums over rows use a different order, with errors of 1e-16 each.
         assert found == pytest.approx(losses, abs=1e-12)
         assert weights.keys() == parameters.keys()
         for name, weight in weights.items():
@@ -240,7 +240,7 @@ def test_ranks_equal_plain_torch(ranks, scheme, size, kind):
 
 
 class InTurn(nn.Module):
-    """Calls its norms in an order that differs from the order of their creation."""
+    """Implements a net that calls its norms in a different order than it creates them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,11 +253,11 @@ class InTurn(nn.Module):
 
 
 def test_transfers_of_batch_norms_are_in_the_plan():
-    """The plan has the transfers in the order of the calls, so a run executes its plan."""
+    """The plan must list transfers in the order of the calls, because a run executes its plan."""
     given = config("3", Model(kind="in turn"))
     _, plan = plan_run(given, FIELDS, world_size=2, device_type="cpu")
     found = [(step.id, step.total_bytes) for step in plan.dense_forward]
-    # Each column has a float64 sum and sum of squares, in both phases of an all-reduce.
+    # For each column, both phases of an all-reduce send a float64 sum and a sum of squares.
     names = [("module.first.moments/fwd", 4 * WIDTH * 8), ("module.second.moments/fwd", 4 * 8)]
     assert found == names
     assert [step.id for step in plan.dense_backward] == [
@@ -337,9 +337,7 @@ def test_different_initial_values_are_reported_before_the_first_step(ranks):
 
 
 class Wanders:
-    """Implements a dense part on global tensors with one more or one fewer conversion after some
-    step.
-    """
+    """Implements a dense part that makes one more or one fewer conversion from some step on."""
 
     def __init__(self, part: object, extra: bool) -> None:
         self.part, self.extra, self.steps = part, extra, 0
@@ -375,7 +373,7 @@ def test_a_forward_with_unplanned_conversions_is_refused(ranks):
     for more, less in ranks(2, wander):
         assert "the dense part requests more/fwd" in more
         assert "requests" in less
-        assert "where the plan of this run has mlp" in less
+        assert "but the plan of this run expects mlp" in less
 
 
 def test_parameters_of_a_torch_module_cannot_be_split():
@@ -403,7 +401,7 @@ def run_example(num_ranks: int) -> str:
 
 
 def run_example_here(world: World) -> str:
-    """Return the example's output on existing ranks, with only the startup replaced."""
+    """Run the example on existing ranks, replacing only its startup; return its output."""
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as printed:
         patch.setattr(World, "start", lambda device: nullcontext(world))
         own_module.main()

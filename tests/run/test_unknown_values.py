@@ -1,6 +1,7 @@
-"""Tests that an unknown value raises in a chain of branches instead of using one of the branches.
+"""Tests that an unknown value raises an error in a chain of branches instead of using one of the
+branches.
 
-Each value is legal at its source, as a value added later would be.
+The tests allow each value at its source, like a value that is added later.
 """
 
 from dataclasses import replace
@@ -42,7 +43,7 @@ CPU = torch.device("cpu")
 
 
 def test_a_kernel_refuses_an_unknown_rule():
-    """The numba kernel gets a rule for which it has no function."""
+    """The numba kernel gets a rule without a function for numba."""
     if find_spec("numba") is None:
         pytest.skip("numba is not installed")
 

@@ -30,10 +30,10 @@ CONFIGS = {
 
 
 def groups_by_time(world, config):
-    """Return the groups of the plan, of a warm-up, and those that two steps add to a world without
-    groups.
+    """Return the groups of the plan, the groups of a warm-up, and the groups that two steps add to
+    a world without groups.
 
-    Each group is (ranks, channel).
+    A group is (ranks, channel).
     """
     fresh = World(world.rank, world.size, world.device, owns_default_group=False)
     fresh.log.enabled = True

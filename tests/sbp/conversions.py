@@ -1,4 +1,4 @@
-"""Runs conversions on real ranks and compares value, gradient and traffic with the oracle.
+"""Runs conversions on real ranks, and compares values, gradients and traffic with the oracle.
 
 Every check is local or uses a plain all-reduce of torch, never the code under test.
 """
@@ -19,7 +19,7 @@ from tests.meter import Meter
 
 
 def whole_numbers(shape, dtype, step=7):
-    """Return small whole numbers, exact in every dtype and in sums of a few."""
+    """Return small whole numbers, which are exact in every dtype, even in sums of a few numbers."""
     count = torch.Size(shape).numel()
     return (torch.arange(count) * step % 31 - 15).view(shape).to(dtype)
 
@@ -36,10 +36,11 @@ def sum_over_ranks(world, tensor):
 
 
 def check_parts(world, part, layout, full, what, tolerance=0.0):
-    """Check this rank's part against ``layout`` of ``full``; P parts add up to it in each replica.
+    """Check this rank's part of ``full`` with ``layout``; P parts must add up to ``full`` in each
+    replica.
 
-    Whole numbers are compared exactly; ``tolerance`` is for functions such as exp, whose last bit
-    depends on where in a vector register an element falls.
+    Whole numbers are compared exactly. ``tolerance`` is for functions such as exp, whose last bit
+    depends on an element's position in a vector register.
     """
     assert part.device == world.device_of(layout), f"{what}: on {part.device}"
     part = part.cpu()
@@ -72,8 +73,8 @@ def check_parts(world, part, layout, full, what, tolerance=0.0):
 
 
 def _check_extremum(world, part, layout, full, what):
-    """Check that each replica's extremum over the terms is the value; replicas of a term are
-    equal.
+    """Check that each replica's extremum over the terms is the value, and that replicas of a term
+    are equal.
     """
     sign = 1.0 if oracle.reduction(layout) == "max" else -1.0
     replicas, mine = _cells(world.rank, layout, Broadcast)
@@ -97,7 +98,7 @@ def _check_extremum(world, part, layout, full, what):
 
 
 def _cells(rank, layout, kinds):
-    """Return coordinates along the axes whose sbp is of ``kinds``, and the coordinate of
+    """Return the coordinates along all axes with an sbp of ``kinds``, and the coordinate of
     ``rank``.
     """
     sizes = [
@@ -117,12 +118,12 @@ def _same(a, b, tolerance):
 
 
 def check_conversion(world, boxing, src, dst, shape, dtype, grad_sbp=None, products=None):
-    """Check value, local parts, names and bytes forward; exact gradient and adjoint identity
-    backward.
+    """Check values, local parts, names and bytes of the forward, and the exact gradient and adjoint
+    identity of the backward.
 
     The two inner products of the identity are added to ``products``, for ``check_products`` to
-    compare. The gradient of P(max) is where its terms are: it comes from a consumer that accepts
-    the value.
+    compare. The gradient of P(max) has the placement of the terms, because it comes from a consumer
+    of the value.
     """
     what = f"{src} -> {dst} {dtype} {list(shape)}"
     full = whole_numbers(shape, dtype)
@@ -170,11 +171,12 @@ def check_products(world, pairs):
 
 
 def check_traffic(world, meter, steps, what):
-    """Check that the collectives of c10d are those of this rank's plan, by bytes."""
+    """Check that c10d's collectives send the bytes of this rank's plan."""
     mine = [step for step in steps if step.group_of(world.rank)]
     assert meter.names == [step.collective for step in mine], f"{what}: ran {meter.names}"
     planned = sum(step.bytes_sent(world.rank) for step in mine)
-    # The ring of an all-reduce cuts uneven sizes: the error is less than one element per rank.
+    # The ring of an all-reduce divides sizes unevenly, so the error is less than one element per
+    # rank.
     assert abs(meter.bytes_sent - planned) < 16 * (1 + len(mine)), f"{what}: {meter.calls}"
 
 
@@ -200,7 +202,7 @@ def _propagate(world, x, y, grad_layout, cotangent, what):
 def check_holders(world, x, y, shares, cotangent, what):
     """Check dL/dx for L = <y, c> and x of P(max): the first term with the extremum gets all of c.
 
-    Copies along B axes have gradients that add up to c.
+    The gradients of copies along B axes add up to c.
     """
     _, gradient = _propagate(world, x, y, y.layout.dual(), cotangent, what)
     assert gradient.shape == x.part.shape, f"{what}: a gradient of {list(gradient.shape)}"
@@ -241,14 +243,13 @@ def convert_all(world, src_ranks, dst_ranks, values, shapes, dtype_names, expect
 
 
 def one_axis(dims, partial=True):
-    """Return S over ``dims``, B and P as 1-D layouts."""
+    """Return S for each of ``dims``, B and P, as 1-D layouts."""
     values = [(Split(dim),) for dim in dims] + [(Broadcast(),)]
     return values + ([(Partial(),)] if partial else [])
 
 
-# These are the collectives on gloo between two layouts on one placement of more than one rank. This
-# table is written by hand, for readers and as the expectation that any change of the planner must
-# meet.
+# The collectives on gloo between two layouts on one placement of several ranks. The table is
+# written by hand, for readers and as the expected result of any change to the planner.
 NONE, GATHER, EXCHANGE, REDUCE = [], ["all_gather"], ["all_to_all"], ["all_reduce"]
 SAME_PLACEMENT = {
     ("S", "S"): NONE,

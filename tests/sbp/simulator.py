@@ -1,5 +1,5 @@
-"""Simulates all ranks of a world in one process: every rank's compiled programs, with collectives
-by hand.
+"""Simulates all ranks of a world in one process: runs every rank's compiled programs and emulates
+collectives.
 
 The simulator covers worlds larger than the machine and missing backends; the real executor has its
 own tests.
@@ -38,7 +38,7 @@ def simulate(src, dst, shape, dtype, backend, parts=None):
 
 
 def run_step(step, parts):
-    """Run one step on all ranks: pack, exchange inside each group, unpack."""
+    """Run one step on all ranks: pack, exchange within each group, and unpack."""
     ranks = sorted({*step.src.placement.ranks, *step.dst.placement.ranks})
     programs = {rank: compile_step(step, rank) for rank in ranks}
     nothing = torch.empty(0, dtype=step.dtype)
@@ -51,7 +51,7 @@ def run_step(step, parts):
 
 
 class Lender:
-    """Lends buffers of garbage, as reused buffers would have."""
+    """Lends buffers that contain garbage, like reused buffers."""
 
     def take(self, shape, like):
         return like.new_full(shape, 77)

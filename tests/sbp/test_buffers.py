@@ -1,4 +1,5 @@
-"""Tests memory of conversions (lent, kept, donated buffers) and the order of terms in sums."""
+"""Tests the memory of conversions (lent, kept, and donated buffers) and the order of terms in
+sums."""
 
 import contextlib
 import itertools
@@ -40,7 +41,8 @@ def test_a_part_is_overwritten_only_if_donated(ranks):
 
 
 def _results_kept(world):
-    """Convert all pairs twice with other values in between; the first results must not change."""
+    """Convert all pairs twice, with different values in between; the first results must not
+    change."""
     boxing = Boxing(world)
     usual, staging.MIN_BYTES = staging.MIN_BYTES, 1  # every buffer is lent
     kept = []
@@ -83,7 +85,8 @@ def test_staging_reuses_and_forgets(monkeypatch):
 
 @contextlib.contextmanager
 def _own_terms(apart):
-    """Convert with own terms omitted from the exchange, and with the usual threshold."""
+    """Convert once with each rank's own terms omitted from the exchange, and once with the usual
+    threshold."""
     usual = boxing_program.APART_BYTES
     boxing_program.APART_BYTES = 0 if apart else usual
     try:
@@ -93,7 +96,8 @@ def _own_terms(apart):
 
 
 def _sum_in_order(world, apart, dst):
-    """Add terms whose float32 sum depends on the order: the receiver adds rank 0 first."""
+    """Add terms whose float32 sum depends on the order; the receiver must add rank 0's term
+    first."""
     terms = [1e8, 1.0, -1e8, 1.0]
     part = torch.full((8, 4), terms[world.rank])
     with _own_terms(apart):
@@ -121,7 +125,7 @@ def _half_sum(world, dtype_name, apart):
 
 @pytest.mark.parametrize("apart", [False, True], ids=["through buffers", "apart"])
 def test_half_types_add_up_in_float32(ranks, apart):
-    """In float32, 256 + 3 x 0.75 = 258.25 -> 258 in bfloat16; added one by one in bfloat16, the sum
-    stays 256.
+    """In float32, 256 + 3 x 0.75 = 258.25, which rounds to 258 in bfloat16. If terms were added one
+    by one in bfloat16, the sum would stay 256.
     """
     assert ranks(4, _half_sum, "bfloat16", apart) == [[258.0]] * 4

@@ -1,6 +1,7 @@
 """Tests the same conversions on CUDA: one rank, several ranks over NCCL, and between CPU and CUDA.
 
-On a machine with one GPU all NCCL ranks share it; ``tests/ranks.py`` gives each its own host id.
+On a machine with one GPU, all NCCL ranks share this GPU; ``tests/ranks.py`` gives each rank its own
+host ID.
 """
 
 import itertools

@@ -83,7 +83,7 @@ NAMES = {
     "bce_with_logits": "bce_none",
     "cross_network(x, [(w, b)]), weights B": "cross_network",
 }
-UNLIKE_TORCH = {  # ops that test_ops does not compare with a plain op on one float64 tensor
+UNLIKE_TORCH = {  # ops that test_ops does not compare with a plain float64 op
     "reduce_mean over 1": lambda x: ops.reduce_mean(x, [1]),
     "reduce_max over 1": lambda x: ops.reduce_max(x, [1]),
     "dropout": lambda x: ops.dropout(x, 0.5, 0),
@@ -107,7 +107,7 @@ def test_the_table_of_signatures_is_correct(monkeypatch):
 
 
 def _call_of(op):
-    """Return the function of a row of the table, and the operand names for the call."""
+    """Return the function and the operand names for a row of the table."""
     if op in UNLIKE_TORCH:
         return UNLIKE_TORCH[op], "reduce_sum"
     name = NAMES.get(op, op)

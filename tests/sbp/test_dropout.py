@@ -9,7 +9,7 @@ import torch
 
 # ``sbpflow.tensor.ops.dropout`` as an attribute is the function, so import the module by name.
 dropout = import_module("sbpflow.tensor.ops.dropout")
-# On CPU, the kernel runs in the interpreter (see tests/conftest.py); on a card, it is compiled.
+# On CPU, the kernel runs in the interpreter (see tests/conftest.py); on a GPU, it is compiled.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KEY = torch.tensor(5_123_456_789_012_345, device=DEVICE)
 SHAPE = (40, 24)
@@ -75,5 +75,5 @@ def test_tritons_kernel_equals_torchs(shape, held, dtype, monkeypatch):
     assert torch.equal(made == 0, expected == 0)
     if dtype == torch.float32:
         assert torch.equal(made, expected)
-    else:  # the interpreter truncates float32, but a card rounds it
+    else:  # the interpreter truncates float32, but a GPU rounds
         torch.testing.assert_close(made, expected, rtol=2**-7, atol=0)

@@ -1,9 +1,9 @@
 """Tests that the bytes that ``explain`` shows for the schemes equal their derivations, by backend.
 
-The symbols are: A batch has B rows, f = 26 deep columns of d = 16, and 2 wide columns summed to one
+A batch consists of B rows with f = 26 deep columns of d = 16, and 2 wide columns summed to one
 number; there are p ranks. Sums are over all ranks, with 4 bytes per number. The published
-comparison has 2 D (p-1) / p for the deep table of scheme 2, in contradiction to its own derivation,
-and it counts ids with the copy that each rank has.
+comparison gives 2 D (p-1) / p for the deep table of scheme 2, which contradicts its own derivation,
+and counts ids including each rank's own copy.
 """
 
 import pytest
@@ -29,16 +29,16 @@ LOSS = 4  # sent with the gradients
 
 
 def derived(scheme, p):
-    """Return bytes per iteration: ids, wide there and back, deep there and back, dense
-    gradients.
+    """Return the bytes per iteration of ids, of wide and deep vectors in both directions, and of
+    dense gradients.
     """
     ids = B * (F + CROSSES) * 4 * (p - 1)
     wide, dense = 2 * WIDE * (p - 1), 2 * (p - 1) * (MLP + LOSS)
     deep = {"1": 2 * D * (p - 1) // p, "2": 2 * D * (p - 1)}
     if scheme in deep:
         return ids + wide + deep[scheme] + dense
-    # In the worst case of scheme 3, every id is requested from another rank, its row is received
-    # and its gradient is sent. Ids are sent once, not twice: the owner keeps them for the
+    # In the worst case of scheme 3, every id is requested from another rank, its row is received,
+    # and its gradient is sent. Ids are sent only once, because the owner keeps the ids for the
     # gradients. Counts: 2 groups, p x (p-1) int64.
     rows = D + CROSSES * WIDE
     return B * (F + CROSSES) * 4 + 2 * rows + dense + 2 * 8 * p * (p - 1)

@@ -43,7 +43,7 @@ def _reduced(world, ranks):
         best = plain.amax(dim)
         weights = torch.arange(1.0, 1 + len(best), dtype=torch.float64)
         (best * weights).sum().backward()
-        # each value occurs in some of the cases
+        # each value occurs in some cases
         for dst in list(_destinations(grid))[number % 3 :: 3]:
             x = GlobalTensor.from_full(full, Layout(grid, nd_sbp), boxing).requires_grad_()
             y = ops.reduce_max(x, [dim])
@@ -57,8 +57,8 @@ def _reduced(world, ranks):
 
 @pytest.mark.parametrize("ranks_of", [GRIDS[0], GRIDS[3]], ids=str)
 def test_a_maximum_counts_once_on_every_grid(ranks, ranks_of):
-    """Copies along B axes are one value: the sum of their gradients is the gradient of one
-    process.
+    """Copies along B axes represent one value, so the sum of their gradients equals the gradient in
+    one process.
     """
     ranks(4, _reduced, ranks_of)
 
@@ -80,7 +80,7 @@ def _terms(world, ranks, op):
         best = best_of(terms, (0, 1))
         first = (terms == best).reshape(-1, 8).int().argmax(0)
         weights = torch.arange(1.0, 9, dtype=torch.float64)
-        # each value occurs in some of the layouts
+        # each value occurs in some layouts
         for dst in list(_destinations(grid))[number % 2 :: 2]:
             part = torch.zeros(0, dtype=torch.float64)
             if world.rank in grid:
@@ -127,7 +127,8 @@ def test_converting_to_a_maximum_and_back_is_the_identity(ranks, ranks_of):
 
 
 def _promised(world, grad_sbp):
-    """Return one process's gradient of the consumer on each rank, or half of this gradient."""
+    """Return the gradient that a single process would compute, or half of this gradient, on each
+    rank."""
     boxing = Boxing(world)
     layout = Layout(Placement.line("cpu", 2), parse_nd_sbp("P(max)"))
     part = torch.tensor([1.0, 2]) if world.rank else torch.tensor([3.0, 1])
@@ -143,7 +144,7 @@ def test_grad_sbp_works_from_a_maximum(ranks, grad_sbp):
 
 
 def _from_terms(world, ranks, dst_ranks, op):
-    """Compare P -> P(op) -> B with P -> B: the value and gradient are the same."""
+    """Compare P -> P(op) -> B with P -> B; value and gradient must be the same."""
     boxing = Boxing(world)
     src = Layout(Placement.of("cpu", ranks), (P,) * Placement.of("cpu", ranks).ndim)
     there = Placement.of("cpu", dst_ranks)

@@ -1,4 +1,4 @@
-"""Tests gradients outside the conversion grids: seeds, grad_sbp, leaves, absent ranks."""
+"""Tests gradients beyond the conversion grids: seeds, grad_sbp, leaves, and absent ranks."""
 
 import itertools
 
@@ -57,7 +57,8 @@ def _like(x, full):
 @pytest.mark.parametrize("nd_sbp", ["S(0)", "S(1)", "B", "P"])
 @pytest.mark.parametrize("line", [[0, 1, 2], [2, 0]], ids=str)
 def test_a_loss_counts_once(ranks, line, nd_sbp, loss_sbp):
-    """The gradient dL/dx equals one process's, for any number of ranks that have the loss."""
+    """The gradient dL/dx equals the gradient in one process, for any number of ranks that store the
+    loss."""
     full = whole_numbers((6, 4), torch.float64)
     values = ranks(3, _seeds, line, nd_sbp, loss_sbp)
     assert {loss for loss, _ in values} == {(full * (full + 1)).sum().item()}
@@ -116,9 +117,8 @@ def _overrides(world):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_grad_sbp(ranks, world_size):
-    """The gradient has the layout that the consumer declares and is exact for every legal
-    choice.
-    """
+    """The gradient must be exact in the layout that the consumer declares, for every legal
+    choice."""
     ranks(world_size, _overrides)
 
 
@@ -150,7 +150,7 @@ def test_grad_sbp_on_a_grid(ranks):
 )
 @pytest.mark.parametrize("trains", [True, False])
 def test_impossible_gradient_layouts_are_refused(src, dst, grad_sbp, message, trains):
-    """The layouts are refused on every rank, even if no tensor requires a gradient."""
+    """Illegal layouts are refused on every rank, even if no tensor requires a gradient."""
     layout = Layout(Placement.line("cpu", 2), parse_nd_sbp(src))
     part = torch.empty(layout.part_shape((4, 4), 0), device="meta", requires_grad=trains)
     x = GlobalTensor(part, layout, (4, 4), DryBoxing(2))
@@ -206,8 +206,8 @@ def _first_replica(world):
 
 
 def test_broadcast_takes_the_first_ranks_data(ranks):
-    """All ranks get rank 0's values; rank 0's gradient is the sum, and the other gradients are
-    zero.
+    """All ranks get rank 0's values; the gradient on rank 0 is the sum, and the gradients on other
+    ranks are zero.
     """
     assert ranks(3, _first_replica) == [([5.0], [6.0]), ([5.0], [0.0]), ([5.0], [0.0])]
 
@@ -242,8 +242,8 @@ def test_ranks_outside_a_placement_join_the_backward(ranks, stops):
 
 
 def _starts_outside(world, outside):
-    """Start from a leaf of ranks 0 and 1 whose gradient comes from all three ranks; None on
-    rank 2.
+    """Start from a leaf on ranks 0 and 1 whose gradient comes from all three ranks; rank 2 has no
+    gradient.
     """
     boxing = Boxing(world)
     layout = Layout(Placement.of("cpu", [0, 1]), S0)
@@ -262,7 +262,8 @@ def test_ranks_without_a_part_declare_requires_grad(ranks):
 
 @pytest.mark.checked
 def test_ranks_with_different_requires_grad_are_named(ranks):
-    """Every rank raises at the conversion; without the checked mode, the other ranks would wait."""
+    """Every rank raises an error at the conversion; without the checked mode, the other ranks would
+    wait."""
     with pytest.raises(RanksFailed) as caught:
         ranks(3, _starts_outside, {})
     assert len(caught.value.errors) == 3
@@ -273,7 +274,8 @@ def test_ranks_with_different_requires_grad_are_named(ranks):
 
 
 def _outside_unchecked(world):
-    """Without checked mode, rank 2 raises with advice; the other ranks do not wait in this test."""
+    """Without checked mode, rank 2 raises an error with advice; in this test, the other ranks do
+    not wait."""
     world.checked = False
     try:
         if world.rank == 2:
@@ -305,12 +307,12 @@ def _plain(world, side):
 
 @pytest.mark.parametrize("side", [4, 1200])
 def test_boxing_has_no_autograd(ranks, side):
-    """A slice of a part that requires grad has no history; neither does a received part."""
+    """Neither a slice of a part that requires grad nor a received part has history."""
     ranks(2, _plain, side)
 
 
 def _sync(world, grid, specs, bucket_bytes):
-    """Sync parameters that are all ones times the coordinate; the gradient of sum(c * w) is c."""
+    """Sync several parameters; the synced gradient of sum(c * w) must be c."""
     boxing = Boxing(world)
     placement = Placement.of("cpu", grid)
     parameters, cotangents = [], []
@@ -348,7 +350,8 @@ def test_buckets_have_a_size(ranks):
 
 
 def test_buckets_on_a_grid(ranks):
-    """There is one bucket for the three (S, B) and one for the (B, B); (S, S) needs none."""
+    """The three (S, B) parameters share a bucket, (B, B) uses another bucket, and (S, S) needs no
+    bucket."""
     assert ranks(4, _sync, [[0, 1], [2, 3]], GRID_SPECS, 1 << 20) == [["all_reduce"] * 2] * 4
 
 
@@ -447,7 +450,7 @@ def _extremum_elsewhere(world, src, dst):
     got = torch.zeros(3, 2, dtype=torch.float64)
     if world.rank in here.placement:
         oracle.cut(got, oracle.extent(here, (3, 2), world.rank)).add_(x.part.grad)
-    copies = 2 if src == "P" else 1  # each term of a sum has the whole gradient
+    copies = 2 if src == "P" else 1  # each term of a sum gets the whole gradient
     assert torch.equal(sum_over_ranks(world, got), torch.full_like(full, copies))
     return meter.names
 

@@ -54,7 +54,8 @@ def layouts(draw, placement, shape, learns):
 
 
 def _check_dry(name, call, placement, fulls, chosen, learns):
-    """Check that no rank raises and that all choose one layout whose parts have its shapes."""
+    """Check that no rank raises an error, and that all ranks choose the same layout and return
+    parts of its shapes."""
     note(f"{name} of {[f'{list(x.shape)} {at}' for x, at in zip(fulls, chosen, strict=True)]}")
     outputs = set()
     for rank in (0, placement.size - 1):
@@ -113,7 +114,7 @@ def reshapes(draw):
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_reshape_of_any_layout(data):
-    """The kernel reshapes the part on every rank; a kept split also keeps its rows."""
+    """The kernel reshapes the part on every rank; if a split is kept, its rows are kept, too."""
     old, new = data.draw(reshapes())
     placement = data.draw(st.sampled_from(PLACEMENTS))
     layout = data.draw(layouts(placement, old, True))
@@ -166,7 +167,7 @@ RESHAPES = [
     ((24, 3), (4, 6, 3), "(S(0), S(0))", "(S(0), S(0))"),
     ((4, 3, 2), (4, 6), "(S(0), S(1))", "(S(0), S(1)[4, 2])"),
     ((4, 3, 2), (12, 2), "(S(1), S(0))", "(S(1), S(0))"),
-    # Balanced sizes that leave a rank without a row must remain as requested.
+    # Explicit sizes that leave a rank without rows must remain as requested.
     ((6,), (1, 6), "(S(0)[6, 0], B)", "(S(0)[1, 0], B)"),
     ((0, 3), (3, 0), "(S(0), S(1))", None),
     ((0, 3), (3, 0), "(P, S(0))", None),
@@ -222,9 +223,9 @@ def _fits(nd_sbp, full, differentiable):
 
 
 def test_sizes_that_do_not_add_up_are_refused_on_every_rank():
-    """The sizes are also refused on a rank outside the placement that has no part to compare."""
+    """The sizes are refused even on a rank outside the placement, which has no part to compare."""
     layout = Layout(Placement.of("cpu", GRID), parse_nd_sbp("(S(0), S(0)[4, 2])"))
-    text = re.escape("S(0)[4, 2] has sizes that sum to 6, but the dim has 3")
+    text = re.escape("the sizes of S(0)[4, 2] sum to 6, but the length of the dim is 3")
     for rank in (0, 4):
         empty = torch.empty(0, device="meta")
         with pytest.raises(SbpError, match=text):

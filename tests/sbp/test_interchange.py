@@ -82,7 +82,7 @@ def test_dtensor_chunks_become_explicit_sizes(ranks):
 
 
 def _short(world):
-    """Convert dims of fewer rows than ranks, which DTensor allows: in, out again, and ours out."""
+    """Convert dims with fewer rows than ranks, which DTensor allows, from DTensor and back."""
     boxing = Boxing(world)
     line = Placement.line("cpu", 4)
     mesh = to_mesh(line)

@@ -98,7 +98,7 @@ SBPS = st.one_of(
 @settings(deadline=None, derandomize=True)
 @given(nd_sbp=st.lists(SBPS, min_size=1, max_size=4).map(tuple), spaces=st.booleans())
 def test_printed_layouts_parse_back(nd_sbp, spaces):
-    """The layouts include explicit sizes, any number of axes, and optional blanks."""
+    """The strings include explicit sizes, any number of axes, and optional blanks."""
     text = format_nd_sbp(nd_sbp)
     assert parse_nd_sbp(text if spaces else text.replace(" ", "")) == nd_sbp
     assert all(parse_sbp(str(sbp)) == sbp for sbp in nd_sbp)
@@ -139,7 +139,8 @@ def test_different_layouts_print_differently():
     ids=repr,
 )
 def test_a_layout_may_be_written(written, nd_sbp):
-    """A string, one sbp or a list equals the tuple and has the same hash."""
+    """Layouts given as a string, an sbp or a list equal the layout given as a tuple, and have the
+    same hash."""
     line = Placement.line("cpu", 2)
     layout = Layout(line, written)
     assert layout == Layout(line, nd_sbp)
@@ -261,7 +262,7 @@ def test_placement_groups():
         (lambda: Layout(Placement.of("cpu", [[0, 1]]), (P, Partial("max"))), "mixes reductions"),
         (
             lambda: line_layout("cpu", 2, Split(0, (1, 2))).part_shape((4,), 0),
-            "sum to 3, but the dim has 4",
+            "sum to 3, but the length of the dim is 4",
         ),
         (lambda: line_layout("cpu", 2, Split(2)).part_shape((4, 4), 0), "at least 3 dims"),
     ],
@@ -285,7 +286,7 @@ def test_impossible_values_are_explained(make, message):
         (
             (Split(0, (1, 2, 0, 1)),),
             (5,),
-            r"S\(0\)\[1, 2, 0, 1\] has sizes that sum to 4, .* has 5",
+            r"the sizes of S\(0\)\[1, 2, 0, 1\] sum to 4, .* is 5",
         ),
     ],
 )

@@ -74,7 +74,7 @@ def _both(grid, values):
     return [(grid, nd) for nd in values if len(nd) == ndim]
 
 
-# The even shape adds no cases to the uneven one; the default is a sixth of the uneven cases.
+# The even shape covers no additional cases; the default is a sixth of the uneven cases.
 @pytest.mark.parametrize(
     ("shape", "share"),
     [
@@ -122,8 +122,8 @@ def test_three_axes(ranks):
 
 
 def test_large_tensors_take_the_route_that_sends_least():
-    """Reducing to one split first sends (p1 - 1) T; sending every term to all ranks sends p1 * p2 *
-    T.
+    """First reducing to one split sends (p1 - 1) T; sending every term to all ranks would send p1 *
+    p2 * T.
     """
     src = _layout([0, 1], (Partial(),))
     dst = _layout([2, 3, 4], (Broadcast(),))

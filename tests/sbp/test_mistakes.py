@@ -1,8 +1,8 @@
 """Tests user mistakes with ops and dtypes: every rank raises one message that explains the
 solution.
 
-All ranks see the same shapes, dims and dtypes; only the ranks that have a value (such as an
-out-of-range id) see it.
+All ranks see the same shapes, dims and dtypes, but a value (such as an out-of-range id) is visible
+only to the ranks that store this value.
 """
 
 import re
@@ -278,7 +278,7 @@ def test_integer_labels_and_class_weights():
 
 
 def _dtypes_off_the_placement(world):
-    """Use operands on ranks 0 and 2; rank 1 has no part but must know every dtype."""
+    """Use operands on ranks 0 and 2; rank 1 has no part, but must know every dtype."""
     boxing = Boxing(world)
     there = Layout(Placement.of("cpu", [0, 2]), (Split(0),))
     on_one = Layout(Placement.of("cpu", [1]), (Broadcast(),))
@@ -363,7 +363,7 @@ BAD_IDS = {"too high": (3, 1, 7), "negative": (4, 0, -1), "first": (0, 0, 99)}
 
 
 def _look_up(world, table_sbp, ids_sbp, ranks, bad):
-    """Return this rank's error, if any; the rank may have no ids."""
+    """Return this rank's error, if any, even if the rank has no ids."""
     boxing = Boxing(world)
     placement = Placement.of("cpu", ranks)
     row, column, value = bad
@@ -386,7 +386,7 @@ def _look_up(world, table_sbp, ids_sbp, ranks, bad):
 @pytest.mark.parametrize("ids_sbp", ["B", "S(0)"])
 @pytest.mark.parametrize("table_sbp", ["B", "S(0)", "S(1)", "P"])
 def test_ids_out_of_range_give_the_same_error_on_every_rank(ranks, table_sbp, ids_sbp, bad):
-    """Every layout and every rank gives the same error, even a rank outside the placement."""
+    """Every layout gives the same error on every rank, even outside the placement."""
     row, column, value = bad
     text = f"gather: ids[{row}, {column}] is {value}, but the table has 7 rows; ids must be 0..6"
     for line in ([0, 1], [0, 1, 2], [2, 0]):
@@ -435,8 +435,8 @@ JOB = """
 
 
 def test_one_rank_ends_all_without_checked_mode(tmp_path):
-    """Only rank 1 has the bad id, and rank 0 waits for its sum: one message is printed, and both
-    ranks exit.
+    """Only rank 1 has the bad id, and rank 0 waits for rank 1's sum; one message is printed, and
+    both ranks exit.
     """
     done = run_script(tmp_path, JOB, seconds=60)  # a collective would wait 20 minutes
     assert done.returncode != 0
@@ -462,11 +462,11 @@ def _sizes_do_not_add_up(world):
 
 
 def test_sizes_are_checked_on_every_rank(ranks):
-    """Rank 2 also checks the sizes; it has no part and would wait in the next collective."""
+    """Rank 2 must check the sizes, too: it has no part, and would wait in the next collective."""
     with pytest.raises(RanksFailed) as caught:
         ranks(3, _sizes_do_not_add_up)
     assert len(caught.value.errors) == 3
-    text = "S(0)[3, 3] has sizes that sum to 6, but the dim has 5"
+    text = "the sizes of S(0)[3, 3] sum to 6, but the length of the dim is 5"
     assert all(text in error for error in caught.value.errors.values())
 
 

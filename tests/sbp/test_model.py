@@ -1,7 +1,8 @@
-"""Tests a small Wide & Deep on logical tensors: same losses and weights on any number of ranks.
+"""Tests that a small Wide & Deep on logical tensors gives the same losses and weights on any number
+of ranks.
 
-The layouts are the schemes of the WDL article and a column- then row-parallel MLP; only the layouts
-differ.
+Only the layouts differ: the schemes of the WDL article, and an MLP with column-parallel and
+row-parallel layers.
 """
 
 import pytest
@@ -31,7 +32,8 @@ LAYOUTS = {
 
 
 def _model(x, ids, dense, seed=None):
-    """Return the logits [BATCH, 1]; only the two conversions of vectors are explicit."""
+    """Return the logits [BATCH, 1]; the code requests only the two conversions of vectors
+    explicitly."""
     deep = ops.gather(x["deep"], ids, id="deep").to("S(0)", id="deep/vectors")
     features = ops.concat([ops.flatten(deep, 1), dense], 1)
     hidden = ops.relu(ops.linear(features, x["w1"], x["b1"], id="mlp.0"))
@@ -59,7 +61,7 @@ def _parameters(lay, layouts):
 
 
 def _layer(boxing, device):
-    """Return a global float64 tensor from values that every rank has."""
+    """Return a global float64 tensor from values that are known on every rank."""
     line = Placement.line(PLACED[device.type], boxing.world.size)
 
     def lay(value, sbp):
@@ -84,7 +86,7 @@ def _step(lay, parameters, sync, ids_sbp, seed=None):
 
 
 def train(world, *layouts):
-    """Return the losses of STEPS steps of SGD and the full weights after them."""
+    """Return the losses of STEPS steps of SGD, and the full weights at the end."""
     torch.manual_seed(0)
     lay = _layer(Boxing(world), world.device)
     parameters = _parameters(lay, layouts)
@@ -101,9 +103,8 @@ def train(world, *layouts):
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("layouts", LAYOUTS.values(), ids=LAYOUTS)
 def test_wide_and_deep_equals_one_rank(ranks, world_size, layouts):
-    """The values are float64; the bound covers the effect of another summation order in four
-    steps.
-    """
+    """Values are float64; the bound covers the effect of a different summation order in four
+    steps."""
     ((losses, weights),) = ranks(1, train, *LAYOUTS["dp"])
     assert losses[0] != losses[-1]
     for other_losses, other_weights in ranks(world_size, train, *layouts):
@@ -113,7 +114,8 @@ def test_wide_and_deep_equals_one_rank(ranks, world_size, layouts):
 
 
 def _traffic(world, *layouts):
-    """Return the logged traffic of one step; it must agree with the requests to c10d."""
+    """Return the logged traffic of one step, after checking that it agrees with the requests to
+    c10d."""
     lay = _layer(Boxing(world), world.device)
     parameters = _parameters(lay, layouts)
     sync = GradientSync(list(parameters.values()))
@@ -155,8 +157,8 @@ def test_a_scheme_runs_exactly_its_conversions(ranks, scheme):
 
 @pytest.mark.parametrize("layouts", LAYOUTS.values(), ids=LAYOUTS)
 def test_dry_runs_predict_the_log(ranks, layouts):
-    """The log covers ids, collectives, groups and bytes of every rank, forward and backward, with
-    dropout.
+    """The log contains the ids, collectives, groups and bytes of every rank, in forward and
+    backward, with dropout.
     """
     for rank, ran in enumerate(ranks(3, _traffic, *layouts)):
         boxing = DryBoxing(3, rank)

@@ -96,7 +96,7 @@ def test_a_rank_without_rows_and_one_all_reduce_each_way(ranks):
 
 
 def test_sums_about_the_running_mean_keep_their_digits():
-    """The float32 values are far from 0: uncentered squares would lose all digits of the
+    """The float32 values are far from 0, so uncentered squares would lose all digits of the
     variance.
     """
     boxing, line = DryBoxing(1), Placement.line("cpu", 1)
@@ -134,9 +134,7 @@ def test_the_sum_of_interactions_of_a_half_type_is_float32():
 @pytest.mark.parametrize("low", [False, True], ids=["full rank", "low rank"])
 @pytest.mark.parametrize("half", [None, torch.bfloat16], ids=str)
 def test_cross_layers_by_blocks_of_rows(low, half):
-    """Three layers over more rows than a block has are compared with autograd through whole
-    tensors.
-    """
+    """Compare three layers over several blocks of rows with autograd through whole tensors."""
     shapes = [(5, 9), (9, 5), (9,)] if low else [(9, 9), (9,)]
     values = torch.Generator().manual_seed(3)
     dtype = torch.float64 if half is None else torch.float32

@@ -1,6 +1,6 @@
 """Tests every conversion along one axis: same, overlapping, containing and disjoint placements.
 
-A failure here names the pair, the shape and the rank; ``tests/oracle.py`` has what was expected.
+A failure names the pair, the shape and the rank; ``tests/oracle.py`` computes the expected result.
 """
 
 import pytest
@@ -26,9 +26,8 @@ def test_same_placement(ranks, line):
 
 
 def convert_apart(world, *case):
-    """Convert like ``convert_all``, with every piece that stays on its rank kept out of the
-    buffers.
-    """
+    """Convert like ``convert_all``, but let every piece that stays on its rank bypass the
+    buffers."""
     usual, boxing_program.APART_BYTES = boxing_program.APART_BYTES, 0
     try:
         return convert_all(world, *case)

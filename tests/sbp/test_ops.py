@@ -1,8 +1,8 @@
-"""Tests that every op under every combination of operand layouts equals the plain torch op and
-gradients.
+"""Tests that every op, for every combination of operand layouts, equals the plain torch op,
+including gradients.
 
-The signature tables are written by hand: any lost or added signature must be changed here as well.
-Each signature is reached without any traffic.
+The signature tables are written by hand, so removing or adding a signature needs a change here.
+Each signature is also run without any traffic.
 """
 
 import inspect
@@ -61,7 +61,7 @@ def _sum_of_dots(x):
     return _dots(x).sum(1, keepdim=True)
 
 
-# name -> (op on global tensors, op on plain tensors, shapes; "ids" marks integer operands)
+# maps names to (op on global tensors, op on plain tensors, shapes); "ids" marks integer operands
 OPS = {
     "matmul": (ops.matmul, torch.matmul, [(5, 7), (7, 6)]),
     "linear": (ops.linear, F.linear, [(5, 7), (6, 7)]),
@@ -171,7 +171,7 @@ def _lay_out(world, boxing, full, layout, seed):
 
 
 def _run_combinations(world, name, ranks, combinations):
-    """Run combinations with one nd-sbp per operand each; return the number of combinations."""
+    """Run all combinations of one nd-sbp per operand; return the number of combinations."""
     boxing = Boxing(world)
     placement = Placement.of("cpu", ranks)
     expected, cotangent, gradients = _reference(name)
@@ -217,7 +217,8 @@ def test_combinations_on_a_grid(ranks, name):
     for number in range(len(OPS[name][2])):
         values = [s for (s,) in _values(name, number)]
         pairs = itertools.product(values, repeat=2)
-        # Both axes on one short dim would leave ranks without rows, which user tensors must not do.
+        # Splitting one short dim by both axes would leave ranks without rows, which is not allowed
+        # for user tensors.
         per_operand.append([p for p in pairs if not (p[0] == p[1] and isinstance(p[0], Split))])
     combinations = list(itertools.product(*per_operand))
     picked = combinations[:: max(1, len(combinations) // 25)]
@@ -320,8 +321,8 @@ def legal_signatures(name):
 
 
 def _price(operand, target):
-    """Return the bytes to bring an operand to a signature; None if it would become P or does not
-    fit.
+    """Return the bytes for converting an operand to a signature; None if the operand would become P
+    or does not fit.
     """
     sbp = operand.layout.nd_sbp[0]
     if target == Partial() != sbp:
@@ -340,7 +341,7 @@ def _price(operand, target):
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_no_legal_signature_is_cheaper(name, size):
-    """All combinations of layouts are checked against the table above; no operand becomes P."""
+    """Check all combinations of layouts against the table above; no operand may become P."""
     placement = Placement.line("cpu", size)
     for combination in itertools.product(*(_values(name, n) for n in range(len(OPS[name][2])))):
         boxing = DryBoxing(size)
@@ -352,7 +353,7 @@ def test_no_legal_signature_is_cheaper(name, size):
         best = min(sum(each) for each in prices if None not in each)
         OPS[name][0](*operands)
         spent = sum(step.total_bytes for step in boxing.trace)
-        # A linear may also return P and add its bias later, if this order sends less.
+        # A linear op may also return P and add its bias later, if this order sends fewer bytes.
         assert spent <= best if name == "linear_bias" else spent == best, combination
         assert not any(
             oracle.has_partial(step.dst) and not oracle.has_partial(step.src)
@@ -361,7 +362,7 @@ def test_no_legal_signature_is_cheaper(name, size):
 
 
 def test_every_op_is_compared_with_plain_torch():
-    """The comparison is in this file or in the files for masks, extrema and dtypes."""
+    """Every op must be compared in this file, or in the files for masks, extrema and dtypes."""
     public = {
         name
         for name, value in vars(ops).items()
@@ -381,7 +382,7 @@ def test_every_op_is_compared_with_plain_torch():
 
 
 def test_deduction_is_repeatable():
-    """A fresh process makes the same choice, so the choice does not depend on set or cache
+    """A fresh process must make the same choice, so that the choice does not depend on set or cache
     order.
     """
     placement = Placement.of("cpu", [[0, 1], [2, 3]])
@@ -421,12 +422,12 @@ def _max_of_split(world, dim):
 
 
 def test_reduce_max_over_a_split_dim(ranks):
-    """The output is P(max), never P; of equal maxima, the first part gets the gradient."""
+    """The output is P(max), never P; among equal maxima, the first part gets the gradient."""
     first, second = ranks(2, _max_of_split, 1)
     assert first[0] == second[0] == "P(max)"
     assert first[1] == second[1] == [18, 16, 10]
-    # Rows 0 and 1 tie across the parts, row 2 everywhere: part 0 gets the gradient, divided evenly
-    # within.
+    # Rows 0 and 1 tie across parts, and row 2 ties everywhere; part 0 gets the gradient and divides
+    # it evenly.
     assert first[2] == [[0, 2], [20, 0], [100, 100]]
     assert second[2] == [[0, 0], [0, 0], [0, 0]]
 
@@ -445,9 +446,8 @@ def _dropped(world, nd_sbp, seed):
 
 
 def test_dropout_masks(ranks):
-    """The same elements are dropped under every layout and world size, and the mean does not
-    change.
-    """
+    """The same elements are dropped for every layout and world size, and the mean does not
+    change."""
     a, b = ranks(2, _dropped, parse_nd_sbp("B"), 5)
     assert (a == b).all()
     assert set(a.flatten()) == {0.0, a.max()}

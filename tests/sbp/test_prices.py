@@ -1,4 +1,4 @@
-"""Tests bytes of conversions against the published table, derivations, c10d calls and loopback
+"""Tests the bytes of conversions against the published table, derivations, c10d calls and loopback
 traffic.
 """
 
@@ -22,7 +22,8 @@ from tests.meter import Meter
 from tests.oracle import line_layout
 
 B, P, S0, S1 = Broadcast(), Partial(), Split(0), Split(1)
-SHAPE = (768, 1536)  # divisible by 2, 3 and 4; so large that bytes, not calls, determine the route
+# divisible by 2, 3 and 4, and so large that bytes, not calls, determine the route
+SHAPE = (768, 1536)
 T = 768 * 1536 * 4
 
 
@@ -50,8 +51,8 @@ def same_devices(a, b, p):
 
 
 def other_devices(a, b, p1, p2):
-    """Return the table for disjoint placements; B -> B is p2, and a conversion to P moves the value
-    once.
+    """Return the table for disjoint placements: B -> B costs p2, and a conversion to P sends the
+    value once.
     """
     cost = 1 + (p2 - 1) * (_kind(b) == "B") + (p1 - 1) * (_kind(a) == "P")
     return p1 if _kind(a) == _kind(b) == "P" else cost
@@ -88,7 +89,8 @@ def _steps(a, b, shape, p=4, backend="gloo", dtype=torch.float32, id="x"):
 
 
 def test_uneven_parts_count_their_padding():
-    """An all-gather pads to the largest part; above a quarter of padding, exact sizes are sent."""
+    """An all-gather pads to the largest part; if padding would exceed a quarter, exact sizes are
+    sent."""
     shape, row = (5, 8), 8 * 4
     even = _steps(S0, B, shape)[0]
     assert (even.collective, even.total_bytes) == ("all_gather", 4 * 3 * 2 * row)
@@ -107,7 +109,7 @@ def test_partial_to_split_uses_the_best_collective_of_the_backend(backend, colle
 
 
 def _scheme(table_sbp, p, batch, fields, width, backend):
-    """Return the bytes of a table's traffic in a step: ids to B, vectors to S(0), and their
+    """Return the bytes of a table's traffic in a step: ids to B, vectors to S(0), and the vectors'
     adjoint.
     """
     line = Placement.line("cpu", p)
@@ -125,11 +127,12 @@ def _scheme(table_sbp, p, batch, fields, width, backend):
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 @pytest.mark.parametrize("p", [2, 4, 8])
 def test_schemes_cost_what_their_derivations_say(p, backend):
-    """The elements over all devices are: wide and scheme 2 deep 2 D (p-1); scheme 1 deep 2 D (p-1)
-    / p.
+    """In total, all devices send 2 D (p-1) elements for wide tables and for deep tables of scheme
+    2, and 2 D (p-1) / p for deep tables of scheme 1.
 
-    D is the full vector tensor. The published comparison has 2 D (p-1) / p for scheme 2 deep, in
-    contradiction to its own derivation; ids cost B f (p-1) beyond the copy that each rank has.
+    D is the full vector tensor. The published comparison gives 2 D (p-1) / p for deep tables of
+    scheme 2, which contradicts its own derivation. Ids cost B f (p-1), without each rank's own
+    copy.
     """
     batch, fields, width = 1024, 26, 16
     deep, wide = batch * fields * width * 4, batch * 2 * 4
@@ -194,9 +197,10 @@ def _carry(world, a, b, repeats):
 )
 @pytest.mark.parametrize(("a", "b"), [(S0, S1), (S0, B), (S1, B), (P, S0), (P, B)], ids=str)
 def test_loopback_traffic_matches_the_plan(ranks, a, b):
-    """The plan, wrapped c10d calls and the interface's counters agree within 2 %.
+    """The plan, wrapped c10d calls and the interface's counters agree within 2 %, including link
+    headers.
 
-    Headers of the link are included; other traffic on lo may only add to an attempt.
+    Other traffic on lo can only increase a measurement, so the test takes the best attempt.
     """
     best = math.inf
     for _ in range(5):

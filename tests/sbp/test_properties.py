@@ -1,6 +1,6 @@
 """Tests random layouts, placements, shapes, sizes and dtypes, on simulated and on real ranks.
 
-A failure prints the smallest case found as two lines that can be pasted into Python.
+A failure prints the smallest failing case as two lines that can be pasted into Python.
 """
 
 import pytest
@@ -120,7 +120,8 @@ def test_plans_are_chains_whose_bytes_add_up(case):
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(case=cases(6))
 def test_closed_form_bytes_equal_the_sum_over_transfers(case):
-    """On one axis, transfers are not listed. A plan sends bytes exactly if there is a transfer."""
+    """A plan sends bytes if and only if there is a transfer. On one axis, transfers are not
+    listed."""
     src, dst, shape, dtype = case
     expected = dict.fromkeys(range(6), 0)
     for move in find_moves(src, dst, shape):
@@ -141,9 +142,7 @@ EMPTY_GROUPS = [
 
 
 def test_groups_with_empty_parts_of_unequal_shapes(ranks):
-    """13 rows are split over 2 ranks: the parts of the rank without columns are [7, 0] and
-    [6, 0].
-    """
+    """Split 13 rows over 2 ranks; the parts of the rank without columns are [7, 0] and [6, 0]."""
     grid = Placement("cpu", (0, 1, 2, 3), (2, 2))
     drawn = [
         (Layout(grid, a), Layout(grid, b), (13, 5), "float32")
@@ -162,7 +161,7 @@ def _check_all(world, drawn):
 def _convert_any(ranks, world_size, examples, dtypes=DTYPES):
     """Convert on real ranks with gradients, several at once; return the number of conversions.
 
-    User tensors must fill their ranks, so short balanced splits are left out.
+    User tensors must not leave ranks empty, so short balanced splits are omitted.
     """
     tried = 0
 
@@ -193,7 +192,7 @@ def test_any_conversion_on_real_ranks(ranks, world_size):
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_ten_thousand_gradients_on_real_ranks(ranks, world_size):
-    """Each number of ranks runs a third of the conversions."""
+    """Run a third of the conversions for each number of ranks."""
     tried = _convert_any(ranks, world_size, 1500, FLOATS)
     assert tried >= 3334, f"only {tried} of the cases drawn fill their ranks"
 
@@ -209,7 +208,7 @@ def _fills(case):
 
 
 def test_the_simulator_detects_errors():
-    """A wrong part on one rank is detected, so the property above can fail."""
+    """A wrong part on one rank must be detected, which proves that the property above can fail."""
     line = Placement.line("cpu", 3)
     src, dst = Layout(line, (Split(0),)), Layout(line, (Broadcast(),))
     full = whole_numbers((5, 2), torch.float64)

@@ -13,8 +13,8 @@ from sbpflow.tensor.global_tensor import GlobalTensor
 from tests import oracle
 
 HALVES = ["float16", "bfloat16"]
-# Each rank has one half-precision term, rounded once: the error is a unit in the last place of
-# each.
+# Each rank contributes one half-precision term, rounded once, with an error of one unit in the last
+# place.
 HALF_ULPS = 2.0
 
 
@@ -24,7 +24,7 @@ def _lay_out(world, full, sbp, boxing):
 
 
 def _mean(world, sbp, dtype, dims):
-    """Return the mean, its dtype, and the dtypes that were sent; the gradient if it is a leaf."""
+    """Return the mean, its dtype, the dtypes that were sent and, for a leaf, the gradient."""
     boxing = Boxing(world)
     dtype = getattr(torch, dtype)
     full = torch.full((4096, 16), 2.0, dtype=dtype)
@@ -59,7 +59,7 @@ def test_a_mean_of_half_types_does_not_overflow(ranks, sbp, dtype, dims):
 
 def test_terms_of_a_mean_have_its_dtype(ranks):
     for _, _, sent in ranks(2, _mean, "S(0)", "float16", 0):
-        assert sent == 16 * 2  # each rank sends half of its 16 terms, and half of the result
+        assert sent == 16 * 2  # each rank sends half of its 16 terms and half of the result
 
 
 def _loss(world, sbp):
@@ -110,7 +110,7 @@ def _any(world, nd_sbp, ranks, dims, dtype):
     ],
 )
 def test_bool_maximum_without_partial(ranks, ranks_, nd_sbp, dims):
-    """The dtype bool does not support P(max), so deduction uses S or B."""
+    """The dtype bool does not support P(max), so S or B is chosen."""
     expected = _flags().amax(() if dims is None else dims).tolist()
     size = 4 if isinstance(ranks_[0], list) else 2
     assert ranks(size, _any, nd_sbp, ranks_, dims, "bool") == [expected] * size

@@ -1,4 +1,4 @@
-"""Tests that the SBP layer does not know embeddings, keep module state, or hide collectives."""
+"""Tests that the SBP layer does not refer to embeddings, keep module state, or hide collectives."""
 
 import ast
 import subprocess
@@ -98,7 +98,7 @@ def _is_property(node):
 
 
 def test_values_do_not_import_torch():
-    """Layouts work without torch, for example in a config check."""
+    """Layouts must work without torch, for example in a config check."""
     names = ", ".join(f"sbpflow.{name}" for name in PURE)
     code = f"import sys, {names}; print('torch' in sys.modules)"
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Tests world, communication log, checked mode, and starting and waiting for conversions."""
+"""Tests the world, the communication log, the checked mode, and how conversions start and wait."""
 
 import os
 import sys
@@ -211,7 +211,7 @@ def _one_refuses(world):
 
 
 def _one_refuses_many_sizes(world):
-    """Return the comparison of 16 ranks with explicit sizes, on two ranks."""
+    """Return the result of comparing a step of 16 ranks with explicit sizes on two ranks."""
     sizes = tuple(100_000 + n for n in range(16))
     src, dst = line_layout("cpu", 16, Split(0, sizes)), line_layout("cpu", 16, S1)
     step = f"all_to_all, 123 bytes, {src} -> {dst} torch.float32[{sum(sizes)}, 64], channel main"
@@ -229,7 +229,7 @@ def _one_refuses_many_sizes(world):
     ],
 )  # fmt: skip
 def test_reasons_are_never_truncated(ranks, size, fn, reason):
-    """The test uses step names and messages of any length."""
+    """Step names and messages may have any length."""
     with pytest.raises(RanksFailed) as caught:
         ranks(size, fn)
     assert len(caught.value.errors) == size
@@ -340,7 +340,7 @@ def test_a_dry_run_lists_the_steps_of_any_rank():
 
 
 def test_a_dry_run_plans_for_the_device_of_the_layout():
-    """A machine without GPUs can explain a cluster with GPUs."""
+    """``explain`` on a machine without GPUs can plan for a cluster with GPUs."""
     ran = []
     for device_type in ("cpu", "cuda"):
         boxing = DryBoxing(4)

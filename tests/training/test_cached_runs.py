@@ -1,4 +1,4 @@
-"""Whole runs with tables in a file: equal events, resumes, predictions, and exports."""
+"""Tests whole runs with tables in a file: equal events, resumes, predictions, and exports."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from sbpflow.commands.export import export
 from sbpflow.commands.predict import predict
 from tests.training.test_resume import CONFIG, events, interrupted, run, words
 
-# The kernel is given, because runs with other storage measure kernels anew.
+# The configuration sets the kernel, because runs with different storage measure kernels again.
 COMMON = (
     *("parallel.kernel=numba", "train.accumulate=2", "optimizer.clip={norm: 0.5, rows: true}"),
     *("train.stop={metric: logloss, patience: 1, min_delta: 0.01}", "checkpoint.background=true"),
@@ -22,7 +22,7 @@ CACHED = ("parallel.storage.deep.*={kind: file, cache: 18%}",)
 
 @pytest.fixture(scope="module")
 def whole(synth_set, tmp_path_factory) -> Path:
-    """The uninterrupted run with all rows in memory."""
+    """Return an uninterrupted run with all rows in memory."""
     pytest.importorskip("numba")
     folder = tmp_path_factory.mktemp("whole")
     assert run(synth_set, folder, *COMMON) == 0

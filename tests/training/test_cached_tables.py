@@ -1,4 +1,4 @@
-"""Cached tables train, save, and resume bit-equal to tables on the device."""
+"""Tests that cached tables train, save, and resume bit-equal to tables on the device."""
 
 import itertools
 import random
@@ -31,7 +31,7 @@ from tests.training.test_stores import (
 
 
 class FileStores:
-    """Makes cached stores over files, and records them."""
+    """Makes cached stores over files, and records the stores."""
 
     def __init__(self, folder: Path, slots: int) -> None:
         self.folder, self.slots = folder, slots
@@ -50,9 +50,10 @@ class FileStores:
 
 
 def whole_run(world: World, case: Case, folder: Path) -> list[dict[str, Any]]:
-    """Train, save during training, and continue; then resume from the other's checkpoint."""
+    """Train, save during training, and continue; then resume from the checkpoint of the other kind
+    of store."""
     found: list[dict[str, Any]] = []
-    slots = 2 * 4 * BATCH  # the rows of the two batches of a step
+    slots = 2 * 4 * BATCH  # room for the rows of a step's two batches
     cached = FileStores(folder / "scratch", slots)
     kinds = {"device": device_store, "file": cached}
     for name, stores in kinds.items():
@@ -96,7 +97,7 @@ RULES = {
 
 
 def cases() -> list[tuple[int, Case]]:
-    """A seeded sample over schemes, kernels, optimizers, row dtypes, and lookaheads."""
+    """Return a random sample of schemes, kernels, optimizers, row dtypes, and lookaheads."""
     draw = random.Random(30)
     chosen = []
     for size in (1, 2, 4):
@@ -118,7 +119,8 @@ def test_cached_tables_equal_tables_on_the_device(ranks, memory, size, case):
 
 
 def evaluate_both_ways(world: World, folder: Path) -> list[list[list[float]]]:
-    """Predict batches alone and in a row; in a row, the next batch's rows are read meanwhile."""
+    """Predict batches separately and in a row; in a row, the next batch's rows are read during each
+    prediction."""
     case = Case("3", "torch", "lazy_adam", lookahead=2)
     cached = FileStores(folder / "scratch", 2 * 4 * BATCH)
     coming = [batch_of(number).part(world.rank, world.size) for number in range(100, 106)]

@@ -1,7 +1,7 @@
-"""Tests clipping by the global norm: the norm and the factor do not depend on the layouts.
+"""Tests that clipping by the global norm does not depend on the layouts.
 
-The oracle is numpy: in a step of SGD, a parameter's change divided by the rate is its gradient. The
-norm is computed over all changes of the full tensors together.
+The oracle uses numpy: in a step of SGD, a parameter's change divided by the rate is its gradient.
+The norm is computed over the changes of all full tensors.
 """
 
 from dataclasses import replace
@@ -48,7 +48,7 @@ def whole(world: World, tensor: Any) -> np.ndarray:
 
 
 def joined(results: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-    """Return the full changes from the ranks that have them."""
+    """Assemble the full changes from the parts of all ranks."""
     return {
         name: np.nanmean(np.stack([result["changes"][name] for result in results]), 0)
         for name in results[0]["changes"]

@@ -20,9 +20,10 @@ from tests.launch.machines import ROOT, needs_namespaces, two_machines
 pytestmark = pytest.mark.slow
 
 STEPS = 600
-END_S = 120.0  # seconds of one wait: starts of ranks, torchrun's own waits, the run until its end
+# time limit in seconds for one wait: for ranks to start, for torchrun, or for the end of the run
+END_S = 120.0
 CONFIG = ROOT / "configs" / "scheme3.yaml"
-# A step takes at least 60 ms, so that machines join and leave during the run.
+# Make a step take at least 60 ms, so that machines join and leave during the run.
 ENTRY = """
 import sys, time
 from sbpflow.runtime.processes.launch import run_main
@@ -38,7 +39,7 @@ run_main(main)
 
 
 class Job:
-    """Runs the same command on machines that join and leave, with a shared disk."""
+    """Runs the same command on machines that share a disk, and that join and leave."""
 
     def __init__(self, data: Path, folder: Path) -> None:
         self.folder = folder
@@ -74,7 +75,7 @@ class Job:
         return "\n".join(f"--- {log.name}\n{log.read_text()}" for log in logs)
 
     def losses(self) -> list[float]:
-        """Return losses by step; every step must be reported once."""
+        """Return losses by step, after checking that every step was reported once."""
         assert [event["step"] for event in self.events()] == list(range(1, STEPS + 1))
         return [event["loss"] for event in self.events()]
 

@@ -1,5 +1,5 @@
-"""Tests that every scheme on 1 to 4 ranks trains like plain PyTorch on one, over 100 steps or a
-few.
+"""Tests that every scheme on 1 to 4 ranks trains like plain PyTorch in one process, over 100 or
+fewer steps.
 
 The reference (tests/reference_wdl.py) shares only the starting values with sbpflow.
 """
@@ -193,7 +193,8 @@ def test_ranks_without_a_column_train_like_one_process(ranks, sparse):
 
 @pytest.mark.parametrize("sparse", SPARSE)
 def test_ranks_without_a_column_agree_with_one_in_float32(ranks, sparse):
-    # As below: FBGEMM supports d = 8, and its sums differ by rounding of 1e-7 a step.
+    # As below, d = 8 because FBGEMM supports it, and sums differ by rounding errors of 1e-7 per
+    # step.
     rules = columns_on_some_ranks(8)
     config = make_config("1", sparse, dtype="float32", dim=8, tables=rules)
     alone = make_config("dp", sparse, dtype="float32", dim=8, kernel="torch")
@@ -205,7 +206,8 @@ def test_ranks_without_a_column_agree_with_one_in_float32(ranks, sparse):
 @pytest.mark.parametrize("sparse", SPARSE)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_schemes_agree_in_float32_over_ten_steps(ranks, scheme, sparse):
-    # With d = 8, FBGEMM runs all supported rules; sums in another order differ by 1e-7 a step.
+    # With d = 8, FBGEMM runs all supported rules; sums in a different order differ by 1e-7 per
+    # step.
     config = make_config(scheme, sparse, dtype="float32", dim=8)
     alone = make_config("dp", sparse, dtype="float32", dim=8, kernel="torch")
     (single,) = ranks(1, train, alone, 10)

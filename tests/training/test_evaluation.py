@@ -1,7 +1,7 @@
-"""Tests normalized entropy, calibration, AUC by histogram and by slices, against brute force in
+"""Tests normalized entropy, calibration, and AUC by histogram and by slices against brute force in
 float64.
 
-The oracles are loops over rows and pairs that share no code with the product.
+The oracles are loops over rows and pairs, which share no code with the product.
 """
 
 import math
@@ -33,7 +33,7 @@ def made_up(rows: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarra
 
 
 def pairs_in_order(scores: Any, labels: Any) -> float | None:
-    """Return the AUC computed from all pairs; ``None`` for a single class."""
+    """Compute the AUC from all pairs; return ``None`` for a single class."""
     wins = [
         1.0 if p > n else 0.5 if p == n else 0.0
         for p, y in zip(scores, labels, strict=True)

@@ -47,7 +47,7 @@ def prepared(tmp_path_factory):
 
 
 def _train(world: World, folder, scheme: str, backend: str):
-    """Return losses of some steps, and the scores of the val part afterwards."""
+    """Return the losses of some steps, and then the scores of val."""
     manifest = load_manifest(folder)
     config = replace(
         make_config(scheme, "adagrad"),
@@ -108,9 +108,8 @@ class WeightedRows(Rows):
 
 
 def _weighted(world: World, scheme: str, repeat: bool):
-    """Return rows of weights 0, 1 and 2; with ``repeat``, omit rows or use them once or twice
-    instead.
-    """
+    """Return rows with weights 0, 1 and 2; with ``repeat``, use each row 0, 1 or 2 times
+    instead."""
     job = make_job(world, make_config(scheme, "sgd"))
     losses = []
     for batch in make_batches(5, 30)[:4]:
@@ -129,7 +128,8 @@ def _weighted(world: World, scheme: str, repeat: bool):
 
 @pytest.mark.parametrize(("scheme", "size"), [("dp", 1), ("1", 2), ("3", 4)])
 def test_weights_count_as_repeated_rows(ranks, scheme, size):
-    """30 rows with weights 0, 1 and 2 equal 30 rows of which a third is repeated."""
+    """Training on 30 rows with weights 0, 1 and 2 equals training on rows that are used 0, 1 or 2
+    times."""
     weighted = ranks(size, _weighted, scheme, False)
     repeated = ranks(size, _weighted, scheme, True)
     for (losses, tables), (want, want_tables) in zip(weighted, repeated, strict=True):

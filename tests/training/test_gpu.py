@@ -1,6 +1,6 @@
-"""Tests the schemes on CUDA: one rank on the device, and several over NCCL.
+"""Tests the schemes on CUDA, with one rank and with several ranks over NCCL.
 
-On a machine with one GPU, the ranks share it, each with its own host name (NCCL_HOSTID).
+On a machine with one GPU, the ranks share the GPU, each with its own host name (NCCL_HOSTID).
 """
 
 from dataclasses import replace
@@ -46,7 +46,7 @@ def test_kernels_agree_on_the_gpu(nccl_ranks, sparse):
 
 
 def captured(dense, batch_size=30, hidden=(7, 6)):
-    """Return a configuration whose dense part, with dropout, is one CUDA graph."""
+    """Return a configuration that captures the dense part, with dropout, in one CUDA graph."""
     config = make_config("1", "adagrad", dtype="float32", dense=dense, dim=8, batch_size=batch_size)
     return replace(
         config,
@@ -56,7 +56,7 @@ def captured(dense, batch_size=30, hidden=(7, 6)):
 
 
 def losses_of(world, config, warm_up_steps, steps):
-    """Return the losses of some steps, op by op during warm-up."""
+    """Return the losses of some steps; warm-up steps run op by op."""
     job = make_job(world, config)
     job.trainer.graphs.warm_up_steps = warm_up_steps
     return [
@@ -68,7 +68,7 @@ def losses_of(world, config, warm_up_steps, steps):
 def check_graph(ranks, world_size, dense, steps):
     both = (ranks(world_size, losses_of, captured(dense), warm, steps) for warm in (3, steps))
     for graphed, plain in zip(*both, strict=True):
-        # The kernels and numbers are the same; libraries may choose other kernels if less memory
+        # Numbers are close but may differ: libraries may choose different kernels if less memory
         # remains.
         np.testing.assert_allclose(graphed, plain, rtol=1e-5)
 

@@ -40,7 +40,7 @@ def half(scheme, dtype, tables=None, row_dtype="bfloat16"):
     ],
 )
 def test_losses_are_those_of_one_rank(ranks, scheme, size, row_dtype):
-    """In float64, the order of sums does not change any rounding, so tables are bit-equal."""
+    """With float64 sums, the order does not change any rounding, so tables are bit-equal."""
     one = ranks(1, train, half("dp", "float64", row_dtype=row_dtype), STEPS)[0]["losses"]
     tables = MIXED if scheme == "mixed" else None
     config = half("dp" if tables else scheme, "float64", tables, row_dtype)
@@ -52,7 +52,7 @@ def test_losses_are_those_of_one_rank(ranks, scheme, size, row_dtype):
 
 @pytest.mark.parametrize(("scheme", "size"), [("1", 2), ("2", 3), ("3", 3), ("dp", 2)])
 def test_float32_losses_stay_within_rounding(ranks, scheme, size):
-    """Another order of sums (1e-7) changes the rounding of one element in 30,000 by 4e-3."""
+    """A different order of sums (an error of 1e-7) changes one rounding in 30,000, by 4e-3."""
     one = ranks(1, train, half("dp", "float32"), STEPS)[0]["losses"]
     for result in ranks(size, train, half(scheme, "float32"), STEPS):
         assert result["losses"] == pytest.approx(one, rel=2e-5)

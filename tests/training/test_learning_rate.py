@@ -113,7 +113,7 @@ def test_accumulated_batches_are_one_step_of_all_their_rows(ranks, scheme, spars
 
 
 def mask_seeds(world: World, together: int) -> list[int]:
-    """Return the seed of every training pass over 6 batches, with ``together`` batches per step."""
+    """Train on 6 batches, ``together`` per step; return the seed of each forward."""
     job = make_job(world, make_config("dp", "sgd"))
     model = type(job.model)
     seeds, real = [], model.forward
@@ -136,7 +136,8 @@ def test_every_accumulated_batch_has_dropout_masks_of_its_own(ranks):
     one, three = ranks(2, mask_seeds, 1)[0], ranks(2, mask_seeds, 3)
     assert three[0] == three[1]
     assert len(set(three[0])) == len(set(one)) == 6
-    # A step's first batch keeps the seed of a step of one batch, as in recorded results.
+    # The seed of a step's first batch equals the seed of a step with one batch, as in recorded
+    # results.
     assert [three[0][0], three[0][3]] == one[:2]
     seed = make_config("dp", "sgd").run.seed
     assert one == [stream_key(seed, f"dropout/{step}") for step in range(1, 7)]

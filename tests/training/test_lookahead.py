@@ -47,7 +47,7 @@ def assert_same(found: dict[str, Any], want: dict[str, Any]) -> None:
 
 
 def train(world: World, config: Any, lookahead: int, overlapped: bool) -> Any:
-    """Return losses, and the transfers of ids in the order in which this rank started them."""
+    """Return losses, and the id transfers in the order in which this rank started the transfers."""
     job = make_job(world, config)
     job.trainer.lookahead = lookahead
     job.trainer.schedule = OVERLAPPED if overlapped else SERIAL
@@ -56,7 +56,7 @@ def train(world: World, config: Any, lookahead: int, overlapped: bool) -> Any:
     world.log.enabled = True
     losses: list[float] = []
     announced = 0
-    for step in range(0, NUM, 2):  # two batches a step, an evaluation in the middle
+    for step in range(0, NUM, 2):  # two batches per step, and an evaluation in the middle
         while announced < min(NUM, step + 2 + lookahead):
             job.trainer.announce(batches[announced])
             announced += 1
@@ -137,7 +137,7 @@ def test_drained_batches_have_no_effect(ranks, world_size):
 
 
 def bad_on_each_rank(world: World, config: Any, lookahead: int) -> tuple[int, str]:
-    """Return the steps that each rank trained before an id of the sixth batch failed."""
+    """Return the number of steps that each rank trained before an id of the sixth batch failed."""
     job = make_job(world, config)
     job.trainer.lookahead = lookahead
     batches = parts(world)
@@ -163,8 +163,8 @@ def test_a_bad_id_fails_in_its_own_step_whatever_was_announced(ranks, lookahead)
 
 
 def counted(world: World, config: Any, lookahead: int) -> list[list[int]]:
-    """Return the out-of-range ids counted after each of four steps, as a save or a metric reads
-    them.
+    """After each of four steps, return the count of out-of-range ids that a save or a metric would
+    read.
     """
     job = make_job(world, config)
     job.trainer.lookahead = lookahead

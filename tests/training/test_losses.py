@@ -1,4 +1,4 @@
-"""Tests loss options against plain torch, and tables with their own rates, decay and initial
+"""Tests loss options against plain torch, and tables with separate rates, decays and initial
 values.
 """
 
@@ -59,7 +59,7 @@ CASES = {
 
 
 class PlainModel:
-    """Contains the methods of a dense part that losses use."""
+    """Implements the methods of a dense part that losses use."""
 
     parameters: dict[str, GlobalTensor] = {}  # noqa: RUF012 -- as the protocol has it
 
@@ -89,7 +89,7 @@ def test_a_loss_is_that_of_plain_torch(ranks, world_size, case):
     results = ranks(world_size, losses_of, config)
     logits = LOGITS.clone().requires_grad_()
     want = plain(logits, LABELS)
-    # The paper's form loses precision far from the label; our form is exact there.
+    # The paper's formula loses precision far from the label, where our formula is exact.
     near = LOGITS.abs() < 20
     (gradient,) = torch.autograd.grad(want[near].sum(), logits)
     got = np.concatenate([losses for losses, _ in results])
@@ -214,10 +214,11 @@ OWN = {
 @pytest.mark.parametrize(
     ("scheme", "groups"),
     [
-        # There is one exchange for each output, regardless of the rates.
+        # Each output uses one exchange, regardless of the rates.
         ("1", ["wide/reduce", "deep/columns"]),
         ("2", ["wide/reduce", "deep/reduce"]),
-        # Rows are exchanged from a storage with one numbering: another rate needs another group.
+        # Rows are exchanged from a store with one numbering, so a different rate needs a different
+        # group.
         (
             "3",
             ["wide/unique.0", "wide/unique.1", "deep/unique.0", "deep/unique.1", "deep/unique.2"],
@@ -234,7 +235,7 @@ def test_table_rates_split_groups_only_if_rows_are_exchanged(scheme, groups):
 
 
 def one_step(world: World, config: Config) -> list[tuple[str, Any, Any]]:
-    """Return (table, place, values before and after a step) of this rank's shards."""
+    """Return (table, position, values before and after a step) for this rank's shards."""
     job = make_job(world, config)
     before = pieces_of(job)
     job.trainer.step(make_batches(2, 30)[0].part(world.rank, world.size))

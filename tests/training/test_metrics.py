@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from sbpflow.errors import MetricError
 from sbpflow.training.metrics import auc, evaluate, gauc, logloss
 
-# The scores have few distinct values, so that ties are common, and include infinities and both
-# zeros.
+# Scores with few distinct values, so that ties are common, including infinities and both zeros.
 SCORES = st.sampled_from([-math.inf, -2.5, -1.0, -0.0, 0.0, 1e-30, 1.0, 1.0000001, 7.0, math.inf])
 ROWS = st.lists(st.tuples(SCORES, st.booleans()), min_size=2, max_size=40).filter(
     lambda rows: len({label for _, label in rows}) == 2
@@ -57,7 +56,7 @@ def test_auc_of_the_textbook():
 
 
 def test_auc_counts_pairs_beyond_float_precision():
-    """A float32 sum would lose the one tie among 2^27 pairs."""
+    """A float32 sum of 2^27 pairs would lose the half point of the only tie."""
     n = 2**13
     scores = np.concatenate([np.arange(n) + 0.5, np.arange(2 * n) - n])
     labels = np.concatenate([np.ones(n), np.zeros(2 * n)])
@@ -136,7 +135,7 @@ GROUPED = st.lists(st.tuples(SCORES, st.booleans(), st.integers(0, 4)), min_size
 
 
 def grouped_pair_count(rows):
-    """Count pairs group by group, by definition; None if no group has both classes."""
+    """Compute GAUC by counting pairs in each group; return None if no group has both classes."""
     total, weight = Fraction(0), 0
     for group in {group for _, _, group in rows}:
         own = [(score, label) for score, label, other in rows if other == group]
@@ -155,7 +154,7 @@ def test_gauc_equals_the_count_of_pairs_in_groups_of_both_classes(rows, random):
         with pytest.raises(MetricError, match="no group has rows of both classes"):
             gauc(*given)
     else:
-        assert gauc(*given) == pytest.approx(float(want), abs=1e-15)  # a rounding per group
+        assert gauc(*given) == pytest.approx(float(want), abs=1e-15)  # one rounding per group
 
 
 def test_gauc_of_one_group_is_the_auc_and_groups_of_one_class_count_nothing():

@@ -1,5 +1,5 @@
-"""Tests user mistakes with train_wdl.py: one readable message, no traceback, and no running
-rank.
+"""Tests that user mistakes with train_wdl.py give one readable message, no traceback, and no
+running rank.
 """
 
 import json
@@ -59,7 +59,7 @@ MISTAKES = {
 
 @pytest.fixture
 def four_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set the environment of rank 0 of 4; every mistake is found before ranks connect."""
+    """Set the environment of rank 0 of 4; every mistake must be found before ranks connect."""
     for key, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(key, value)
     monkeypatch.setenv("MASTER_ADDR", "localhost")
@@ -117,7 +117,7 @@ def test_a_wrong_pair_of_torch_and_fbgemm_is_named(monkeypatch, four_ranks, synt
 
 
 class Run:
-    """Represents one torchrun of train_wdl.py with two ranks."""
+    """Runs train_wdl.py under torchrun with two ranks."""
 
     def __init__(self, *words: str) -> None:
         self.process = subprocess.Popen(
@@ -153,7 +153,7 @@ class Run:
 
 
 def training_run(synth_set: Path, folder: Path) -> Run:
-    """Start a long run; return it a few steps after its start."""
+    """Start a long run, and return it after a few steps."""
     run = Run(
         f"data.path={synth_set}", f"run.dir={folder}", "train.epochs=10000", "train.log_every=1"
     )
@@ -166,7 +166,7 @@ def training_run(synth_set: Path, folder: Path) -> Run:
     return run
 
 
-@pytest.mark.alone  # the message names ranks that are seconds apart
+@pytest.mark.alone  # under load, ranks fail seconds apart, and the message then names ranks
 def test_two_ranks_report_a_mistake_once(synth_set):
     output = Run(f"data.path={synth_set}", "model.wide.crosses=[[C1, C9]]").end()
     assert output.count("error: ") == 1
@@ -183,7 +183,7 @@ def test_a_rank_that_is_killed_ends_the_run(synth_set, tmp_path):
     output = run.end()
     assert output.count("error: ") == 1
     assert "error: rank 1 died" in output
-    # The broken transfer or torchrun reports it, whichever is first.
+    # Either the broken transfer or torchrun reports the fault, whichever is first.
     told_by = r"\(([\w./]+, (all_to_all|all_gather|all_reduce): |SIGTERM\))"
     assert re.search(told_by, output), output
 

@@ -1,4 +1,4 @@
-"""Tests the time of each move, and Chrome traces of steps with the bytes sent."""
+"""Tests the times of moves, and Chrome traces of steps with sent bytes."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from tests.training.wdl_case import FIELDS, make_batches, make_config, make_job
 
 
 class Keeping:
-    """Implements a reporter that keeps the figures of every interval."""
+    """Implements a reporter that keeps the values of every interval."""
 
     def __init__(self) -> None:
         self.extra: list[Any] = []
@@ -65,7 +65,7 @@ def test_a_trace_has_every_move_with_its_bytes(ranks, tmp_path):
         told.sort(key=lambda event: event["ts"])
         assert [
             e["name"] for e in told
-        ] == moves * 2  # for steps 2 and 3, which have no short batches
+        ] == moves * 2  # covers steps 2 and 3, which have no short batches
         assert [e["args"]["step"] for e in told] == [2] * len(moves) + [3] * len(moves)
         for event in told:
             args = event["args"]
@@ -77,7 +77,7 @@ def test_a_trace_has_every_move_with_its_bytes(ranks, tmp_path):
         sent = {one["id"] for event in told for one in event["args"]["transfers"]}
         assert sent == set(result["planned"])
         assert any(event["name"].startswith("aten::") for event in trace["traceEvents"])
-        # A move is inside its step.
+        # The event of a move lies inside the event of its step.
         step = next(e for e in trace["traceEvents"] if e.get("name") == "step 2")
         assert all(step["ts"] <= e["ts"] <= step["ts"] + step["dur"] for e in told[: len(moves)])
         assert result["peak"] > 1 << 20

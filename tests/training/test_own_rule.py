@@ -1,7 +1,7 @@
-"""Tests a sparse optimizer outside the product: one module, and one function for a kernel.
+"""Tests a user's sparse optimizer, which consists of a module and a function for one kernel.
 
-It trains like a reference under every layout and exchange. It is saved, restored, planned and
-priced, and kernels that do not support it are not chosen.
+The optimizer trains like a reference for every layout and exchange, and can be saved, restored,
+planned and priced. Kernels that do not support the optimizer are not chosen.
 """
 
 import json
@@ -130,7 +130,8 @@ def reference(case: Case) -> tuple[list[dict[str, np.ndarray]], dict[str, np.nda
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_layout_equals_the_reference(ranks, size, layout, kernel):
-    """Float64 sums in another order stay below 1e-12 after three steps of tables near 0.1."""
+    """After three steps of tables near 0.1, errors of float64 sums in a different order stay below
+    1e-12."""
     if kernel == "numba":
         pytest.importorskip("numba")
     case = case_of(layout, size, kernel)
@@ -177,7 +178,7 @@ def save_and_go_on(world, folder):
     found = []
     for scheme in ("3", "1"):
         other = job_of(world, scheme)
-        losses_of(world, other, batches[:1])  # so that no value is right by chance
+        losses_of(world, other, batches[:1])  # ensures that no value is correct by chance
         other.restore(open_checkpoint(path))
         found.append(losses_of(world, other, batches[4:]))
     return wanted, found

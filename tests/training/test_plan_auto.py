@@ -1,4 +1,5 @@
-"""Tests ``parallel.plan``: made by the planner or read from a file, saved, and rated at the end."""
+"""Tests plans of ``parallel.plan``, which the planner makes or a file contains: saving, and rating
+at the end."""
 
 import json
 import math
@@ -100,7 +101,7 @@ def test_planned_runs_save_their_plan_and_rate_its_prediction(
 def test_planned_runs_resume_without_planner_or_plan_file(
     synth_set, tmp_path, calibrated, monkeypatch
 ):
-    """Predictions use the layouts of the run, regardless of later changes to its plan."""
+    """Predictions use the layouts of the run, regardless of later changes to the plan file."""
     folder, file = tmp_path / "run", tmp_path / "plan.yaml"
     words = [*SMALL, f"data.path={synth_set}", f"run.dir={folder}", "checkpoint.every=2"]
     scores: list[list[float]] = []

@@ -16,8 +16,8 @@ MORE = ("train.epochs=1", "model.wide.crosses=[]")
 
 @pytest.fixture(scope="module")
 def sets(tmp_path_factory):
-    """Return the folder of two sets of the same rows, ``one`` and ``two``, and of ``other``
-    rows.
+    """Return a folder with two sets of the same rows, ``one`` and ``two``, and the set ``other`` of
+    different rows.
     """
     folder = tmp_path_factory.mktemp("sets")
     words = ["synth", "--format", "tsv", "--rows", "6000", "--vocab-scale", "0.0005"]
@@ -42,7 +42,7 @@ def whole(sets, tmp_path_factory):
 
 
 def stopped(sets, folder, monkeypatch):
-    """Return a run over ``one``, killed before its ninth step."""
+    """Return a run on the set ``one`` that was killed before its ninth step."""
     with monkeypatch.context() as patch:
         interrupt(patch, 8)
         with pytest.raises(Interrupted):

@@ -216,7 +216,7 @@ def test_resumed_runs_cut_later_metrics(tmp_path, caplog):
 def test_lines_are_valid_json_even_for_nan(tmp_path):
     writer = MetricsWriter(tmp_path, rank=0)
     writer.write("step", {"step": 1, "loss": float("nan"), "samples_per_s": float("inf")})
-    # read before close: a killed run keeps its lines
+    # read the file before close, because a killed run must keep its lines
     text = (tmp_path / "metrics.jsonl").read_text()
     writer.close()
     line = json.loads(text)

@@ -1,5 +1,5 @@
-"""Tests that interrupted runs resume without a difference; other runs are refused or moved
-aside.
+"""Tests that interrupted runs resume without any difference, and that other runs are refused or
+moved aside.
 """
 
 import json
@@ -77,7 +77,7 @@ def whole(synth_set, tmp_path_factory):
 def test_interrupted_runs_resume_bit_for_bit(synth_set, whole, tmp_path, monkeypatch):
     expected = events(whole)
     assert [e["step"] for e in expected if e["event"] == "step"] == list(range(1, 21))
-    for at in (2, 7, 11, 18):  # before the first checkpoint, then in either epoch
+    for at in (2, 7, 11, 18):  # kills before the first checkpoint, and then in either epoch
         interrupted(synth_set, tmp_path, monkeypatch, at)
     assert [e["step"] for e in events(tmp_path)][-1] == 18
     assert run(synth_set, tmp_path) == 0
@@ -103,7 +103,8 @@ def test_a_run_with_deltas_resumes_bit_for_bit(synth_set, whole, tmp_path, monke
         interrupted(synth_set, tmp_path, monkeypatch, at, *deltas)
     assert run(synth_set, tmp_path, *deltas) == 0
     assert events(tmp_path) == events(whole)
-    # The chain goes on over the interrupts: 2 is full, then 4, 6, 8; 10 is full, and so on.
+    # The chain of deltas continues after interrupts: 2 is full, then 4, 6, 8; 10 is full, and so
+    # on.
     folder = tmp_path / "checkpoints"
     assert [path.name for path in list_checkpoints(folder)] == ["step-20", "step-18"]
     one, two = (open_checkpoint(path / "checkpoints" / "step-20") for path in (whole, tmp_path))
@@ -123,7 +124,7 @@ def interrupted(synth_set, folder, monkeypatch, at=9, *more):
 def test_resuming_with_another_lookahead_is_bit_equal(
     synth_set, whole, tmp_path, monkeypatch, lookaheads
 ):
-    """The window crosses the end of the epoch (step 10) and evaluations."""
+    """The lookahead window spans evaluations and the end of the epoch (step 10)."""
     before, after = (f"train.lookahead={number}" for number in lookaheads)
     interrupted(synth_set, tmp_path, monkeypatch, 9, before)
     assert run(synth_set, tmp_path, after) == 0
@@ -176,7 +177,7 @@ def test_checkpoints_without_their_run_file_are_not_moved_aside(synth_set, tmp_p
     with pytest.raises(ConfigError) as caught:
         run(synth_set, tmp_path, "train.max_steps=6")
     message = str(caught.value)
-    del caught  # its frames keep the lock
+    del caught  # the frames of the traceback keep the lock
     assert "run.json" in message
     assert f"checkpoint.resume={step}" in message
     assert "checkpoint.resume=never" in message
@@ -190,12 +191,12 @@ def test_changed_results_keys_are_refused_on_resume(synth_set, tmp_path, monkeyp
     with pytest.raises(ConfigError) as caught:
         run(synth_set, tmp_path, "run.seed=8", "optimizer.sparse.lr=0.5", "train.log_every=3")
     messages = str(caught.value)
-    del caught  # its frames keep the lock
+    del caught  # the frames of the traceback keep the lock
     assert "run.seed was 7 and is 8" in messages
     assert "optimizer.sparse.lr was 0.001 and is 0.5" in messages
     assert "log_every" not in messages
     assert "checkpoint.resume=never" in messages
-    # Settings that do not change a loss may differ; the plan file keeps its kernels.
+    # Settings that do not affect losses may change; the plan file keeps its kernels.
     kernels = kernels_of(tmp_path)
     assert kernels != {"torch"} or not find_spec("numba")
     with monkeypatch.context() as patch:
@@ -209,7 +210,7 @@ def test_changed_results_keys_are_refused_on_resume(synth_set, tmp_path, monkeyp
 
 
 def kernels_of(folder):
-    """Return the kernels of the plan that the run followed."""
+    """Return the kernels of the plan that the run used."""
     plan = json.loads((folder / "plan.json").read_text())["plan"]
     return {choice["name"] for _, choice in plan["kernels"]["map"]}
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def started(synth_set, tmp_path) -> Iterator:
-    """Start ranks, two by default, with further arguments in a new process group."""
+    """Start ranks (by default, two) with additional arguments in a new process group."""
     processes = []
 
     def start(*words: str, ranks: int = 2) -> subprocess.Popen[str]:

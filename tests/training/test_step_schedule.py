@@ -1,4 +1,5 @@
-"""Tests the order of a step's moves: it does not affect results; overlap is shown and measured."""
+"""Tests that the order of a step's moves does not affect results, and that overlap is shown and
+measured."""
 
 import re
 from dataclasses import replace
@@ -25,7 +26,8 @@ from tests.training.wdl_case import (
     pieces_of,
 )
 
-# The next ids are sorted before anything else, and gradients are waited for where they start.
+# A schedule that sorts the next ids before anything else, and waits for gradients right after
+# sending them.
 ANOTHER = StepSchedule(
     each_batch=(
         moves.START_ID_EXCHANGE,
@@ -80,8 +82,8 @@ def test_no_schedule_changes_a_bit(ranks, scheme):
 
 
 def order_of(schedule: StepSchedule, batches: int, window: int, lookahead: int = 1) -> list[str]:
-    """Return the moves in order, with the batch's number, for a step of that many batches with
-    ``window`` batches announced after them.
+    """Return the moves of a step in order, with batch numbers, with ``window`` batches announced
+    after the step's batches.
     """
     made: list[str] = []
 
@@ -391,7 +393,7 @@ def test_orders_that_use_missing_results_are_refused(each_batch, each_step, mess
 
 
 class Switch:
-    """Contains the trainer attribute that the watch uses."""
+    """Provides the trainer attribute that the watch uses."""
 
     schedule = OVERLAPPED
 

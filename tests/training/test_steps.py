@@ -1,5 +1,5 @@
-"""Tests that the collectives of a step match ``explain`` in name, bytes and order, and all are
-needed.
+"""Tests that a step's collectives match ``explain`` in name, bytes and order, and that all of them
+are needed.
 """
 
 import os
@@ -57,7 +57,7 @@ def steps_of_one_iteration(world: World, config: Config) -> dict[str, Any]:
 # The table of the schemes maps each step id to its collective on gloo. On gloo, a reduce-scatter is
 # an all-to-all and a local sum.
 EXPECTED = {
-    # C2 and C4 have few rows: their dense gradients are smaller than the rows that 30 samples
+    # C2 and C4 have few rows, so their dense gradients are smaller than the rows that 30 samples
     # touch.
     "dp": {
         "wide/local/fwd/counts": "all_to_all",
@@ -143,8 +143,8 @@ def test_explain_matches_the_log(ranks, world_size, scheme, tables, dense):
 
 
 def test_scheme_volumes_follow_the_derivations(ranks):
-    """The formulas are OneFlow's with B rows, f deep and 1 summed wide column, 8-byte elements, P
-    ranks.
+    """The formulas are OneFlow's for B rows, f deep columns, 1 summed wide column, 8-byte elements,
+    and P ranks.
     """
     batch, num_ranks, deep, item = 30, 3, 4 * 5, 8
     wide = batch * item * (num_ranks - 1)
@@ -165,20 +165,21 @@ def test_scheme_volumes_follow_the_derivations(ranks):
                     for step_id, _, _, size in result["records"]
                     if step_id == f"{group}/{way}/vectors"
                 )
-                # columns of 5 over 3 ranks are uneven (2, 2, 1), so slightly different numbers of
-                # bytes are sent
+                # 5 columns on 3 ranks are uneven (2, 2, 1), so ranks send slightly different
+                # numbers of bytes
                 assert sent == pytest.approx(total, rel=0.0 if group.endswith("reduce") else 0.05)
 
 
-# Parts of the wrong shape and counts that do not fit are refused; copies that drift are found at
-# the end of a run.
+# Parts of wrong shapes and inconsistent counts are refused; diverging copies are detected at the
+# end of a run.
 EXPECTED_FAULTS = tuple(
     f"sbpflow.errors.{name}" for name in ("ReplicaError", "SbpError", "TrainingError")
 )
 
 
 def step_without(world: World, config: Config, step_id: str) -> int:
-    """Train with one conversion disabled (it returns its input); return the completed steps."""
+    """Train with one disabled conversion, which returns its input; return the number of completed
+    steps."""
     job = make_job(world, config)
     real_issue, real_start = Boxing._issue, RowTransfer.start
     real_for_all = RowTransfer.start_for_all
@@ -237,9 +238,7 @@ def test_runs_fail_if_a_conversion_is_missing(ranks, scheme, step_id):
 
 
 def train_and_compare(world: World, config: Config) -> list[tuple[str, int, int]]:
-    """Return (table, changed rows or rows with changed state, rows in a batch) of this rank's
-    shards.
-    """
+    """Return (table, rows with changed values or state, rows in a batch) for this rank's shards."""
     job = make_job(world, config)
     batch = make_batches(3, config.data.batch_size)[0]
     job.trainer.step(batch.part(world.rank, world.size))
@@ -327,7 +326,7 @@ def test_a_rank_that_dies_in_an_exchange_is_reported_with_the_step(ranks, scheme
     with pytest.raises(RanksFailed) as failure:
         ranks(2, die_at, make_config(scheme, "sgd"), step_id)
     words = str(failure.value)
-    # The remaining rank waits for this step, or for another one in flight.
+    # The remaining rank waits for this transfer, or for another transfer in flight.
     under_way = [
         step for step in EXPECTED[scheme] if f"{step}, {EXPECTED[scheme][step]}: " in words
     ]

@@ -1,4 +1,4 @@
-"""Tests Ctrl-C and SIGTERM: the run saves if configured and ends; a second signal ends it at
+"""Tests Ctrl-C and SIGTERM: the run saves, if configured, and ends; a second signal ends the run at
 once.
 """
 
@@ -16,7 +16,8 @@ ENDS = {signal.SIGTERM: launch.Terminated, signal.SIGINT: KeyboardInterrupt}
 
 @pytest.fixture
 def watched():
-    """Install the handlers of ``run_main``, without its thread, and restore the old ones."""
+    """Install the handlers of ``run_main``, without its thread, and restore the old handlers at the
+    end."""
     before = {number: signal.getsignal(number) for number in ENDS}
     signal.signal(signal.SIGTERM, launch._raise_terminated)
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -39,9 +39,7 @@ UNIQUE_COLUMNS = {"deep.*": TableRule(sbp="S(1)", exchange="unique")}
 
 @dataclass(frozen=True)
 class Case:
-    """Describes a job; ``lookahead`` is the number of batches announced before their own step
-    begins.
-    """
+    """Describes a job; ``lookahead`` is the number of batches announced ahead of their step."""
 
     scheme: str
     kernel: str
@@ -52,8 +50,8 @@ class Case:
     lookahead: int = 1
 
     def slots(self, size: int) -> int:
-        """Return the room for the rows of all batches in flight: up to two in a step, plus the
-        announced ones.
+        """Return the number of slots for all batches in flight: up to two in a step, plus the
+        announced batches.
 
         Each of four ranks owns at most two thirds of a batch's rows.
         """
@@ -94,7 +92,7 @@ def batches_of(step: int, world: World) -> list[Rows]:
 def train(job: Job, first: int, last: int, lookahead: int) -> list[float]:
     """Run steps ``first`` to ``last``, and predict a batch in the middle."""
     world, found = job.boxing.world, []
-    job.trainer.drain()  # the batches were announced after the last step, when a state was saved
+    job.trainer.drain()  # these batches were announced after the last step, when a state was saved
     job.trainer.lookahead = lookahead
     steps = {step: batches_of(step, world) for step in range(first, last + 1 + lookahead)}
     coming = (batch for batches in steps.values() for batch in batches)
@@ -120,7 +118,7 @@ def saver_of(job: Job, folder: Path) -> Saver:
 
 
 def train_and_save(job: Job, case: Case, at: Path) -> tuple[list[float], int]:
-    """Losses, and bytes logged by a slow save during training; then save again."""
+    """Return the losses, and the bytes logged by a slow save during training; then save again."""
     real = PieceWriter.write
 
     def slow(self: PieceWriter, data: memoryview) -> None:
@@ -141,9 +139,8 @@ def train_and_save(job: Job, case: Case, at: Path) -> tuple[list[float], int]:
 
 
 def whole_run(world: World, case: Case, folder: Path) -> list[dict[str, Any]]:
-    """Train, save during training, and continue; then resume from the checkpoint.
-
-    Done twice: with rows on the device, and with stores of few slots.
+    """Train, save during training, continue, and then resume from the checkpoint, both with rows on
+    the device and with stores of few slots.
     """
     found: list[dict[str, Any]] = []
     for name, stores in (("device", device_store), ("slots", DictStores(case.slots(world.size)))):
@@ -183,7 +180,8 @@ def check(ranks, size: int, case: Case, folder: Path) -> None:
 
 
 def check_checkpoints(folder: Path, other: str) -> None:
-    """Those of the device and of the ``other`` stores are equal, and steps changed the rows."""
+    """Results with rows on the device and with the ``other`` stores are equal, and steps changed
+    the rows."""
     names = (f"device/step-{SAVED_AT}", f"device/step-{STEPS}", f"device-resumed/step-{STEPS}")
     for name in names:
         one, two = (open_checkpoint(folder / n) for n in (name, name.replace("device", other)))

@@ -1,4 +1,4 @@
-"""Tests ``train.trackers``: reads with each tracker's own reader what a run has logged."""
+"""Tests ``train.trackers`` by reading logged values with each tracker's own reader."""
 
 import json
 import struct
@@ -114,7 +114,7 @@ def test_mlflow_has_one_run_with_each_step_once_after_interruptions(
     first = {event["step"]: event["loss"] for event in events(folder, "step")}
     assert len(history) == len({metric.step for metric in history})
     losses = {metric.step: metric.value for metric in history}
-    assert set(losses) > set(first)  # more steps were logged before the last start
+    assert set(losses) > set(first)  # more steps had been logged before the last start
     assert {step: losses[step] for step in first} == first
     scores = {e["step"]: e["auc"] for e in events(folder, "eval") if e["split"] == "val"}
     shown = client.get_metric_history(logged.info.run_id, "val/auc")
@@ -125,7 +125,7 @@ def test_mlflow_has_one_run_with_each_step_once_after_interruptions(
         assert logged.data.metrics[f"final/{name}"] == final[name]
 
     config = load_config(CONFIG, words(synth_set, folder, more), models=MODELS)
-    assert logged.data.params["train.log_every"] == "1"  # of the first start
+    assert logged.data.params["train.log_every"] == "1"  # values of the first start
     assert logged.data.params == {
         key.replace("(", "_").replace(")", "_").replace("*", "_"): text
         for key, text in config_facts(config).items()
@@ -194,7 +194,7 @@ def test_wandb_offline_has_the_values(synth_set, tmp_path, monkeypatch):
 def leveldb_records(data):
     """Yield the records of a W&B file: a LevelDB log after a header of 7 bytes.
 
-    A record's parts have a header of 7 bytes and do not cross blocks of 32 KiB.
+    Each part of a record has a header of 7 bytes and does not cross blocks of 32 KiB.
     """
     position, record = 7, b""
     while position < len(data):
@@ -205,6 +205,6 @@ def leveldb_records(data):
         _, length, kind = struct.unpack_from("<IHB", data, position)
         record += data[position + 7 : position + 7 + length]
         position += 7 + length
-        if kind in (1, 4):  # a whole record, or its last part
+        if kind in (1, 4):  # a whole record, or the last part of one
             yield record
             record = b""

@@ -1,4 +1,4 @@
-"""Tests that the settings in docs/training.md are valid and its program with a tracker runs as
+"""Tests that the settings in docs/training.md are valid, and that its tracker program runs as
 printed.
 """
 

@@ -14,12 +14,12 @@ pytestmark = [needs_namespaces, pytest.mark.slow]
 
 STEPS = 400
 LINK_TIMEOUT_S = 8
-END_S = 120  # seconds of a wait; a job's own waits are below 60 s
+END_S = 120  # time limit in seconds; a job's own waits are shorter than 60 s
 CONFIG = ROOT / "configs" / "scheme3.yaml"
 
 
 class Job:
-    """Runs the same command on both machines, each in its loop, with a shared disk."""
+    """Runs the same command in the restart loops of two machines that share a disk."""
 
     def __init__(self, machines: tuple[Machine, Machine], data: Path, folder: Path) -> None:
         self.machines, self.data, self.folder = machines, data, folder
@@ -53,7 +53,8 @@ class Job:
             time.sleep(0.2)
 
     def finish(self) -> list[float]:
-        """Check that both loops succeeded; return the loss of every step, each reported once."""
+        """Check that both loops succeeded and every step was reported once; return the loss of
+        every step."""
         self.wait(
             lambda: all(machine.process is not None and machine.process.poll() is not None
                         for machine in self.machines),
@@ -93,7 +94,7 @@ def test_supervised_jobs_on_two_machines_resume(machines, synth_set, tmp_path, u
         job.wait(lambda: job.output().count("supervise: ended with code") >= 2, "they did not end")
         assert job.output().count("died or does not answer") >= 2
         machines[1].plug_in()
-    elif fault == "killed":  # the machine is replaced by another one that runs the same command
+    elif fault == "killed":  # a new machine that runs the same command replaces this machine
         machines[1].kill()
         job.wait(lambda: "supervise: ended with code" in job.output(), "the other did not end")
         assert "died or does not answer" in job.output()

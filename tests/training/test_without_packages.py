@@ -10,7 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "configs/scheme3.yaml")
-# Python runs this file at its start. The packages are neither importable nor listed as installed.
+# Python runs this file at its start. These packages are then neither importable nor listed as
+# installed.
 HIDE = """
 from importlib import machinery, metadata
 

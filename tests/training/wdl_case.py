@@ -1,5 +1,5 @@
-"""Defines a small Wide & Deep job without files: generated batches, any config, one or several
-ranks.
+"""Defines a small Wide & Deep job without files, for generated batches, any config, and any number
+of ranks.
 """
 
 from collections.abc import Sequence
@@ -160,7 +160,7 @@ def dense_of(job: Job) -> dict[str, np.ndarray]:
 
 
 def join_tables(results: Sequence[dict[str, Any]], dim: int) -> dict[str, np.ndarray]:
-    """Join whole tables from the ranks' shards; NaN for elements on no rank."""
+    """Join whole tables from the ranks' shards; elements that no rank stores become NaN."""
     tables: dict[str, np.ndarray] = {}
     for name, rows in NUM_ROWS.items():
         if "x" in name:

@@ -20,7 +20,8 @@ from sbpflow.runtime.ranks.world import Link, World, broken, refused
 
 
 class RowTransfer:
-    """Transfers rows on one channel. All lists of counts have one element per rank of the group."""
+    """Transfers rows on one channel. All lists of counts contain one element per rank of the
+    group."""
 
     def __init__(self, world: World, channel: str) -> None:
         self._world = world
@@ -37,7 +38,8 @@ class RowTransfer:
     def start(
         self, step: ExchangeStep, send: Tensor, out: Sequence[int], into: Sequence[int]
     ) -> Pending:
-        """Send consecutive blocks of ``out[r]`` rows to rank r; receive ``into[r]`` rows from it.
+        """Send consecutive blocks of ``out[r]`` rows to rank r, and receive ``into[r]`` rows from
+        rank r.
 
         ``wait()`` returns the received rows. ``send`` must not change before ``wait`` returns.
         Raise SbpError if the dtype differs from the planned dtype of the step.
@@ -65,9 +67,9 @@ class RowTransfer:
     def start_for_all(self, step: ExchangeStep, send: Tensor, into: Sequence[int]) -> Pending:
         """Send all of ``send`` to every other rank; receive ``into[r]`` rows from rank r.
 
-        The transfer is an all-gather of parts with unequal lengths. c10d supports that only with
-        padding, and an all-to-all would need a copy of ``send`` for every rank. Therefore each pair
-        of ranks exchanges the rows directly.
+        The transfer is an all-gather of parts with unequal lengths. c10d supports such an
+        all-gather only with padding, and an all-to-all would need a copy of ``send`` for every
+        rank. Therefore each pair of ranks exchanges rows directly.
         """
         world = self._world
         if send.dtype != step.dtype:
@@ -87,7 +89,7 @@ class RowTransfer:
         return Pending(partial(_arrived, step, messages, received, send), world)
 
     def _link(self, step: ExchangeStep) -> tuple[tuple[int, ...], Link]:
-        """Return the group of ``step`` that contains this rank, and its link.
+        """Return the group of ``step`` that contains this rank, and the group's link.
 
         Creating a process group is collective, so every rank creates all groups of the step in the
         same order.
@@ -107,7 +109,7 @@ class RowTransfer:
 def _arrived(
     step: ExchangeStep, work: dist.Work | pairs.Messages | None, received: Tensor, sent: Tensor
 ) -> Tensor:
-    del sent  # the argument only kept the buffer alive during the transfer
+    del sent  # the argument kept the buffer alive during the transfer
     try:
         if work is not None:
             work.wait()

@@ -37,19 +37,19 @@ from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.store import RowStore
 from sbpflow.errors import SbpError
 
-# ``Collected`` has the collected batches, their total number of samples, and one merged (lookup,
-# gradients) per store.
+# ``Collected`` contains the collected batches, their total number of samples, and one merged
+# (lookup, gradients) per store.
 Collected = tuple[list["GroupInFlight"], int, list[tuple[Lookup, Tensor]]]
 VECTORS = "vectors"
 GRADIENTS = "gradients"
-# ``MakeStore`` gets the group, the index of the stack, and a function that sums squares over the
-# ranks that share a row.
+# The arguments of ``MakeStore`` are the group, the stack's index, and a function that sums squares
+# over the ranks that share a row.
 MakeStore = Callable[[GroupPlan, int, SumOverColumns | None], RowStore]
 
 
 @dataclass(slots=True, kw_only=True)
 class GroupInFlight:
-    """The state of one batch in one group, passed from move to move.
+    """Contains the state of one batch in one group; passed from move to move.
 
     ``number`` is the number of the training batch in the collection, or ``None`` if the batch is
     not trained.
@@ -59,11 +59,13 @@ class GroupInFlight:
     local: BatchIds
     number: int | None
     lr_factor: float = 1.0  # factor of the learning rates, fixed at the lookup
-    everywhere: BatchIds | None = None  # ids of the global batch, if this rank looks them up
+    # ids of the global batch, if this rank looks up the global batch
+    everywhere: BatchIds | None = None
     lookups: list[Lookup] = field(default_factory=list[Lookup])
     pending: Pending | None = None
     rows: Tensor | None = None  # looked-up rows, until ``gather_outputs`` takes them
-    counts: list[int] = field(default_factory=list[int])  # result of ``Group.counts``, on the host
+    # result of ``Group.counts``, as host integers
+    counts: list[int] = field(default_factory=list[int])
     round: int = 0  # current round of the id exchange
 
     @property
@@ -73,8 +75,8 @@ class GroupInFlight:
     def lookup(self, store: RowStore, lookup: Lookup, lr: float) -> Tensor:
         """Read rows of a store.
 
-        In training, the store keeps the rows in their slots until ``release``. ``lr`` is the
-        learning rate of the store's optimizer.
+        In training, the rows stay in their slots until ``release``. ``lr`` is the learning rate of
+        the store's optimizer.
         """
         if self.number is None:
             return store.peek(lookup)
@@ -86,14 +88,14 @@ class GroupInFlight:
         store.kernel.update(lookup, grads, lr * self.lr_factor, step)
 
     def take_pending(self) -> Pending:
-        """Return the transfer that an earlier move started, and forget it."""
+        """Remove and return the transfer that an earlier move started."""
         pending, self.pending = self.pending, None
         if pending is None:
             raise RuntimeError("no transfer is pending: a move was skipped or repeated")
         return pending
 
     def take_rows(self) -> Tensor:
-        """Return the looked-up rows, and forget them."""
+        """Remove and return the looked-up rows."""
         rows, self.rows = self.rows, None
         if rows is None:
             raise RuntimeError("no rows were looked up: a move was skipped or repeated")
@@ -102,7 +104,7 @@ class GroupInFlight:
 
 @dataclass(frozen=True, slots=True)
 class GroupContext:
-    """The objects that a collection provides to its groups.
+    """Contains the objects that a collection provides to its groups.
 
     ``columns`` and ``places`` map a feature's columns and lists in the global batch to the columns
     and lists that this rank receives. ``row_buffer_fraction`` is the ``share`` of
@@ -119,7 +121,7 @@ BatchT = TypeVar("BatchT", bound=GroupInFlight)
 
 
 class Group(ABC, Generic[BatchT]):
-    """One group on one rank. Every rank runs the same moves in the same order."""
+    """Runs one group on one rank. Every rank runs the same moves in the same order."""
 
     def __init__(self, plan: GroupPlan, boxing: Boxing, context: GroupContext) -> None:
         self.plan, self.world, self.boxing = plan, boxing.world, boxing
@@ -138,9 +140,9 @@ class Group(ABC, Generic[BatchT]):
         """
 
     def counts(self, batch: BatchT) -> Tensor | None:
-        """Return counts [n] int64 that the host needs before ``exchange_ids``, or ``None``.
+        """Return the counts [n] int64 that the host needs before ``exchange_ids``, or ``None``.
 
-        This method takes the transfer that ``start_id_exchange`` started.
+        This method consumes the transfer that ``start_id_exchange`` started.
         """
         return None
 
@@ -156,7 +158,7 @@ class Group(ABC, Generic[BatchT]):
     def receive_ids(self, batch: BatchT) -> None:
         """Set ``batch.lookups`` to the rows that are looked up on this rank.
 
-        The caller must set ``batch.everywhere`` before the call if this rank needs it.
+        If this rank needs ``batch.everywhere``, the caller must set it before the call.
         """
 
     def sort_ahead(self, batch: BatchT) -> None:
@@ -171,7 +173,7 @@ class Group(ABC, Generic[BatchT]):
                 store.announce(batch.number, lookup.addresses)
 
     def cancel(self, batch: BatchT) -> None:
-        """End the leases of an announced batch that will not be looked up."""
+        """Release the slots of an announced batch that will not be looked up."""
         self._release([batch])
 
     @abstractmethod
@@ -192,10 +194,10 @@ class Group(ABC, Generic[BatchT]):
 
     @abstractmethod
     def update(self, step: int) -> None:
-        """Take one optimizer step with all collected gradients; ``step`` counts from 1."""
+        """Run one optimizer step with all collected gradients; ``step`` counts from 1."""
 
     def keep(self, batch: GroupInFlight, lookups: list[Lookup], grads: list[Tensor]) -> None:
-        """Store the gradients of a batch for this rank's stores until ``update``."""
+        """Keep a batch's gradients for this rank's stores until ``update``."""
         self._collected.append((batch, lookups, grads))
 
     def gradient_squares(self) -> Tensor:
@@ -209,7 +211,8 @@ class Group(ABC, Generic[BatchT]):
         if self.plan.kind.copies and self.world.rank != self.plan.world.ranks[0]:
             return total
         for (lookup, grads), (stack, store) in zip(merged, self.stores(), strict=True):
-            # The row numbers of growing tables change when a run resumes.
+            # Growing tables need a fixed order of summation, because their row numbers change when
+            # a run resumes.
             total += sum_of_squares(store.kernel, lookup, grads, in_order=stack.grows)
         return total
 
@@ -220,12 +223,12 @@ class Group(ABC, Generic[BatchT]):
         self._merged = (batches, batch_size, scaled)
 
     def take_collected(self) -> "Collected":
-        """Return the merged gradients of all collected batches, and forget them."""
+        """Remove and return the merged gradients of all collected batches."""
         taken, self._merged = self._merged or self._merge(), None
         return taken
 
     def _release(self, batches: Sequence[GroupInFlight]) -> None:
-        """End the leases of updated batches, so that stores can reuse the slots."""
+        """Release the slots of updated batches, so that stores can reuse the slots."""
         for batch in batches:
             if batch.number is not None:
                 for _, store in self.stores():
@@ -252,7 +255,7 @@ class Group(ABC, Generic[BatchT]):
         return self.boxing.start(steps, part, channel)
 
     def arrived(self, steps: tuple[BoxingStep, ...], pending: Pending) -> Tensor:
-        """Wait for this rank's part and return it as ``plan.dtype``.
+        """Wait for this rank's part; return the part in ``plan.dtype``.
 
         Raise SbpError if the shape is wrong.
         """
@@ -266,7 +269,7 @@ class Group(ABC, Generic[BatchT]):
         return out.to(self.plan.dtype)
 
 
-AnyGroup = Group[Any]  # each group has its own type of batches
+AnyGroup = Group[Any]  # each class of groups uses its own type of batches
 
 
 def make_group(plan: GroupPlan, boxing: Boxing, context: GroupContext) -> AnyGroup:

@@ -1,4 +1,4 @@
-"""Defines groups that run ``plan/boxed_exchanges.py``: exchanges of known sizes."""
+"""Defines groups that run the exchanges of known sizes in ``plan/boxed_exchanges.py``."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +20,7 @@ from sbpflow.embedding.storage.store import RowStore
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A stack of the group on this rank, with its store and its map from ids to rows."""
+    """Combines a stack of the group on this rank with its store and its map from ids to rows."""
 
     index: int
     stack: TableBatch
@@ -29,9 +29,8 @@ class Member:
 
 
 class AddressedGroup(Group[GroupInFlight]):
-    """A group whose ranks look ids up in their own stores.
-
-    Each rank looks up either the global batch or its own samples.
+    """The base class of groups in which each rank looks up ids in its own stores, for either the
+    global batch or its own samples.
     """
 
     def __init__(self, plan: GroupPlan, boxing: Boxing, context: GroupContext) -> None:
@@ -62,7 +61,7 @@ class AddressedGroup(Group[GroupInFlight]):
         return GroupInFlight(local=local, batch_size=batch_size, number=number)
 
     def exchange_ids(self, batch: GroupInFlight) -> None:
-        """Do nothing: the collection sends the ids of these groups."""
+        """Do nothing, because the collection sends the ids of these groups."""
 
     def receive_ids(self, batch: GroupInFlight) -> None:
         if not self.members:
@@ -120,7 +119,8 @@ class AddressedGroup(Group[GroupInFlight]):
         self._release(batches)
 
     def _width(self, member: Member) -> int:
-        """Return a member's columns in ``rows_of``; ``view`` cannot infer them without samples."""
+        """Return a member's number of columns in ``rows_of``, which ``view`` cannot infer without
+        samples."""
         width = member.store.width
         return width if self.plan.pooled else width * member.addresses.num_uses
 
@@ -128,13 +128,14 @@ class AddressedGroup(Group[GroupInFlight]):
 class LocalGroup(AddressedGroup):
     """Runs B tables with an all-reduce of dense gradients, and all tables in a world of one rank.
 
-    The use count of each row is sent with its gradient, because only touched rows may take a step.
-    For example, weight decay must not shrink an untouched row.
+    Each row's use count is sent with its gradient, because the optimizer may update only touched
+    rows. For example, weight decay must not shrink an untouched row.
     """
 
     @cached_property
     def _steps(self) -> tuple[BoxingStep, ...]:
-        return self.plan.conversion(0, "gradients")  # the size does not depend on the batch
+        # the transfer size does not depend on the batch
+        return self.plan.conversion(0, "gradients")
 
     def lookup(self, batch: GroupInFlight) -> None:
         batch.rows = self.rows_of(batch)
@@ -156,7 +157,7 @@ class LocalGroup(AddressedGroup):
         batch.pending = self.start(self._steps, torch.cat(tables), GRADIENTS)
 
     def receive_grads(self, batch: GroupInFlight) -> None:
-        if self.world.size == 1:  # ``send_grads`` has collected the gradients
+        if self.world.size == 1:  # ``send_grads`` has already collected the gradients
             return
         flat = self.arrived(self._steps, batch.take_pending())
         lookups: list[Lookup] = []
@@ -173,8 +174,8 @@ class LocalGroup(AddressedGroup):
 def _touched(table: Tensor, absent: int | None) -> tuple[Tensor, Tensor]:
     """Return (addresses, gradients) of the rows that any rank touched.
 
-    ``table`` is [rows, width + 1], with the number of uses in the last column. If the kernel has an
-    ``absent`` address, all rows are returned, and untouched rows have that address.
+    ``table`` is [rows, width + 1], with the number of uses in the last column. If the kernel
+    supports an ``absent`` address, all rows are returned, with this address for untouched rows.
     """
     counts, sums = table[:, -1], table[:, :-1]
     if absent is not None:
@@ -188,8 +189,8 @@ class BoxedGroup(AddressedGroup):
     """Runs exchanges in which owners look up the global batch.
 
     Boxing sends the vectors and returns the gradients. With ``columns`` (tables on one rank, and
-    S(1)), the vectors are an uneven S(1) in rank order. With ``reduce`` (S(0)), the vectors are a
-    partial sum, P; a grid of ranks gives (P, S(1)).
+    S(1)), the layout of the vectors is an uneven S(1) in rank order. With ``reduce`` (S(0)), the
+    layout is P, partial sums, or (P, S(1)) on a grid of ranks.
     """
 
     def __init__(self, plan: GroupPlan, boxing: Boxing, context: GroupContext) -> None:

@@ -1,8 +1,9 @@
 """Reads the counts that the host needs before rows can be sent, all at once from the device.
 
 The counts are the list sizes for each rank and the counts of all groups. On CUDA, the id stream
-copies the counts as soon as they are available, and neither the host nor the previous batch waits.
-On CPU, the host reads the counts when it needs them, because waiting for a transfer blocks it.
+copies the counts as soon as they are available, so neither the host nor the previous batch waits.
+On CPU, the host reads the counts only when it needs them, because waiting for a transfer blocks the
+host.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,13 +16,14 @@ from sbpflow.runtime.compute.async_scalar_read import AsyncScalarRead
 
 
 class Counted(Protocol):
-    """Receives its counts as Python integers."""
+    """The interface of an object that receives its counts as Python integers."""
 
     counts: list[int]
 
 
 class CountsUnderWay:
-    """The counts of one batch; each source has a function that returns its counts as a tensor."""
+    """Reads the counts of one batch; ``sources`` pairs each receiver with a function that returns
+    its counts as a tensor."""
 
     def __init__(
         self, sources: Sequence[tuple[Counted, Callable[[], Tensor | None]]], *, at_once: bool

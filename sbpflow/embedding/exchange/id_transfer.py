@@ -1,8 +1,8 @@
 """Sends ids to the ranks that look them up for the global batch.
 
-``start_id_exchange`` sends the matrix and the lengths of the lists. ``exchange_ids`` sends the
-contents of the lists; their sizes follow from the lengths. ``finish`` waits. The host reads the
-sizes together with the other counts of the batch (``counts``).
+``start_id_exchange`` sends the id matrix and the lengths of the id lists. ``exchange_ids`` sends
+the contents of the lists, whose sizes follow from the lengths. ``finish`` waits for the transfers.
+The host reads the sizes together with the other counts of the batch (``counts``).
 """
 
 from functools import lru_cache
@@ -44,14 +44,15 @@ class IdTransfer:
 
 
 class IdsUnderWay:
-    """The id transfers of one batch. All ranks start the transfers of the same batches in order."""
+    """Runs the id transfers of one batch. All ranks start the transfers of all batches in the same
+    order."""
 
     def __init__(self, transfer: IdTransfer, ids: BatchIds, batch_size: int) -> None:
         self._transfer, self._ids, self._batch_size = transfer, ids, batch_size
         self._matrix = self._lengths = None
         self._values: list[tuple[ExchangeStep, Pending, int]] = []
         self._received: Tensor | None = None
-        self.counts: list[int] = []  # result of ``sizes``, on the host
+        self.counts: list[int] = []  # result of ``sizes``, as host integers
         boxing = transfer.boxing
         if transfer.sent_columns.numel():
             send = ids.matrix
@@ -63,9 +64,10 @@ class IdsUnderWay:
             self._lengths = boxing.start(transfer.length_steps(batch_size), lengths, IDS)
 
     def sizes(self) -> Tensor | None:
-        """Return the number of list ids to each rank, then from each rank: [2 x ranks] int64.
+        """Return the numbers of list ids sent to each rank and received from each rank, [2 x ranks]
+        int64.
 
-        Return ``None`` if no lists are sent. This method takes the lengths that
+        Return ``None`` if no lists are sent. This method consumes the lengths that
         ``start_id_exchange`` sent.
         """
         transfer, lists = self._transfer, self._ids.lists
@@ -78,7 +80,7 @@ class IdsUnderWay:
         return torch.cat([(lengths.unsqueeze(1) * transfer.needs).sum(0), self._incoming()])
 
     def exchange_ids(self) -> None:
-        """Start sending the contents of the lists; ``counts`` has their sizes."""
+        """Start sending the contents of the lists; ``counts`` contains the sizes."""
         transfer, lists = self._transfer, self._ids.lists
         if not self.counts or lists is None:
             return
@@ -95,7 +97,8 @@ class IdsUnderWay:
         ]
 
     def finish(self) -> BatchIds | None:
-        """Return the ids of the global batch that this rank looks up, or ``None`` without any."""
+        """Return the ids of the global batch that this rank looks up, or ``None`` if there are
+        none."""
         transfer, rank = self._transfer, self._transfer.world.rank
         matrix = None if self._matrix is None else self._matrix.wait()
         columns, lists = transfer.plan.needed[rank], transfer.plan.needed_lists[rank]
@@ -117,14 +120,14 @@ class IdsUnderWay:
         return BatchIds(matrix, Lists(self._received, values[0], weights))
 
     def _incoming(self) -> Tensor:
-        """Return [ranks] int64: how many list ids each rank sends to this rank."""
+        """Return [ranks] int64, the number of list ids that each rank sends to this rank."""
         world = self._transfer.world
         if not self._transfer.plan.needed_lists[world.rank] or self._received is None:
             return torch.zeros(world.size, dtype=torch.int64, device=world.device)
         samples = self._received.sum(1, dtype=torch.int64)
-        # Sum the samples of each rank; the first ``longer`` ranks have one more sample than the
-        # others.
-        each, longer = divmod(self._batch_size, world.size)  # split as ``balanced_sizes`` does
+        # Sum over the samples of each rank, split as in ``balanced_sizes``: the first ``longer``
+        # ranks have one more sample than the others.
+        each, longer = divmod(self._batch_size, world.size)
         first, rest = samples.split([longer * (each + 1), samples.shape[0] - longer * (each + 1)])
         return torch.cat(
             [first.view(longer, each + 1).sum(1), rest.view(world.size - longer, each).sum(1)]

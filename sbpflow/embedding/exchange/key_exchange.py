@@ -1,7 +1,8 @@
-"""Turns the keys of a batch into row numbers, before the groups exchange ids.
+"""Converts the keys of a batch to row numbers, before the groups exchange ids.
 
-Every rank counts its unique keys and sends them to the ranks that own their buckets. The owners
-decide and return the rows. The stage waits for its transfers, but runs batches ahead of the step.
+Every rank counts its unique keys and sends them to the ranks that own the keys' buckets. The owners
+choose the rows and return their numbers. This stage waits for its transfers, but runs several
+batches ahead of the step.
 """
 
 from collections.abc import Sequence
@@ -41,16 +42,17 @@ class _Batch:
 
 @dataclass(slots=True)
 class _Request:
-    """A rank's unique keys of a field, ordered by owner, with their counts and positions."""
+    """Contains a rank's unique keys of a field, ordered by owner, with their counts and
+    positions."""
 
     unique: Array
     counts: Array
     inverse: Array
-    sizes: Array  # number of unique keys by owner
+    sizes: Array  # number of unique keys per owner
 
 
 class KeyExchange:
-    """The growing fields of a plan on one rank; every rank makes the same calls."""
+    """Manages the growing fields of a plan on one rank; every rank makes the same calls."""
 
     NAMES = tuple(one.name for one in fields(Totals))
 
@@ -76,7 +78,7 @@ class KeyExchange:
         begins_step: bool,
         event_time: int | None = None,
     ) -> tuple[BatchIds, list[Changes]]:
-        """Return the ids with row numbers in place of keys, and the changes of a training batch.
+        """Return the ids with row numbers in place of keys, and a training batch's changes of rows.
 
         ``event_time`` is of this rank's samples. Raise DataError if it is needed but not given.
         """
@@ -105,7 +107,7 @@ class KeyExchange:
         return self._replaced(columns, lists, all_rows), changes
 
     def release(self) -> None:
-        """End the oldest announced batch, which has been trained."""
+        """Finish the oldest announced batch after its training."""
         for field in self.fields:
             if field.part is not None:
                 field.part.release()
@@ -117,7 +119,8 @@ class KeyExchange:
                 field.part.roll_back()
 
     def totals(self) -> Array:
-        """Return sums [fields, ranks, ``NAMES``] of trained batches; every rank must call this."""
+        """Return the counts [fields, ranks, ``NAMES``], summed over trained batches; every rank
+        must call this."""
         own = np.zeros((len(self.fields), len(self.NAMES)), np.int64)
         for index, field in enumerate(self.fields):
             if field.part is not None:
@@ -221,7 +224,7 @@ class KeyExchange:
         ]
 
     def _tell_all(self, changes: list[Changes], batch_size: int) -> list[Changes]:
-        """Send the changes of this rank to all ranks; return the changes of all ranks."""
+        """Gather the changes of all ranks on every rank."""
         size, count = self._world.size, 2 * len(changes)
         steps = {step.id: step for step in self._plan.key_steps(batch_size)}
         own = np.array([n for one in changes for n in (one.rows.size, one.freed.size)], np.int64)
@@ -254,7 +257,7 @@ class KeyExchange:
 
 
 def _tensor(values: Array) -> torch.Tensor:
-    # Without elements, the strides of numpy are not those of a contiguous tensor.
+    # The strides of an empty numpy array can differ from the strides of a contiguous tensor.
     return torch.from_numpy(values) if values.size else torch.empty(values.shape, dtype=torch.int64)
 
 

@@ -1,8 +1,8 @@
 """Handles batches whose rows do not fit in the fixed-size buffers of ``padded``.
 
-All ranks learn the same counts, so either all ranks repeat the exchange or no rank does. The ranks
-repeat the exchange before any row is read, with transfers of the required sizes. The host waits for
-the repeated transfers.
+All ranks get the same counts, so either all ranks repeat the exchange or no rank does. The exchange
+is repeated before any row is read, with transfers of the required sizes. The host waits for the
+repeated transfers.
 """
 
 import logging
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class PaddedGroups:
-    """The groups of a collection that use fixed-size buffers."""
+    """Manages the groups of a collection that use fixed-size buffers."""
 
     def __init__(self, groups: Sequence[AnyGroup]) -> None:
         self._groups = {
@@ -26,10 +26,12 @@ class PaddedGroups:
             for index, group in enumerate(groups)
             if isinstance(group, RowGroup) and group.capacity is not None
         }
-        self._warned: dict[int, int] = {}  # group -> largest number of rows in a warning so far
+        # maps each group to the largest number of rows in a warning so far
+        self._warned: dict[int, int] = {}
 
     def ask(self, parts: Sequence[GroupInFlight]) -> AsyncScalarRead | None:
-        """Start reading the maximum number of rows that any rank requests from another, per group.
+        """Per group, start reading the maximum number of rows that any rank requests from another
+        rank.
 
         Call this after ``receive_ids``. Return ``None`` if the buffers are large enough for any
         batch.
@@ -39,7 +41,7 @@ class PaddedGroups:
         return AsyncScalarRead(torch.cat(most)) if most else None
 
     def overflowing(self, parts: Sequence[GroupInFlight], read: AsyncScalarRead) -> list[int]:
-        """Return the groups whose buffers were too small. ``read`` comes from ``ask``."""
+        """Return the groups whose buffers were too small; ``read`` is the result of ``ask``."""
         groups = list[int]()
         limited = self._limited(parts).items()
         for (index, part), most in zip(limited, read.wait().tolist(), strict=True):
@@ -56,7 +58,7 @@ class PaddedGroups:
             parts[index] = self._again(self._groups[index], limited[index])
 
     def describe(self) -> list[str]:
-        """Return one line per group, with its tables and its buffer size."""
+        """Return one line per group that names its tables and its buffer size."""
         return [
             f"rows of {', '.join(table.name for table in group.plan.stacks[0].tables)} are sent "
             f"in buffers of {group.capacity.share:g} of the maximum size"
@@ -86,7 +88,7 @@ class PaddedGroups:
         return again
 
     def _warn(self, index: int, part: RowsInFlight, most: int, room: int) -> None:
-        """Log a warning; log another when twice as many rows are needed."""
+        """Log a warning; repeat the warning only when at least twice as many rows are needed."""
         group = self._groups[index]
         if group.capacity is None or group.world.rank != 0 or most < 2 * self._warned.get(index, 0):
             return

@@ -1,8 +1,8 @@
 """Provides fixed-size buffers for rows, so that the host need not know the number of rows.
 
-The room between two ranks depends only on the batch size. Unused places contain the address of a
-row of zeros after the stored rows. The device detects batches that do not fit: each rank sends the
-number of rows that it would have requested, and all ranks learn the maximum.
+The buffer size between two ranks depends only on the batch size. Unused places contain the address
+of a row of zeros after the stored rows. The device detects batches that do not fit: each rank sends
+the number of rows that it needs, and all ranks compute the maximum.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from sbpflow.embedding.storage.lookup import Lookup
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """The positions of a batch's unique rows in the buffers.
+    """Contains the positions of a batch's unique rows in the buffers.
 
     ``of_ids`` [n] int64 is the position of each address. ``of_rows`` [n] int64 is the position of
     each unique row, followed by repetitions of the last position. ``size`` is the total number of
@@ -36,7 +36,8 @@ class Slots:
 
 
 class Capacity:
-    """Buffers with room for a ``share``, in (0, 1], of the rows that a rank can request."""
+    """Describes buffers for a ``share``, in (0, 1], of the maximum number of rows that a rank can
+    request."""
 
     def __init__(self, share: float, plan: GroupPlan) -> None:
         (stack,) = plan.stacks
@@ -45,7 +46,8 @@ class Capacity:
         self._stored = max(stack.num_rows(rank) for rank in plan.world.ranks)
 
     def most(self, batch_size: int) -> int:
-        """Return how many rows a rank can request from another in a batch of ``batch_size``."""
+        """Return the number of rows that a rank can request from another rank in a batch of
+        ``batch_size``."""
         return max(1, min(-(-batch_size // self._size) * self._lookups, self._stored))
 
     def rows(self, batch_size: int) -> int:
@@ -57,35 +59,35 @@ class Capacity:
         return self.rows(batch_size) >= self.most(batch_size)
 
     def share_of(self, rows: int, batch_size: int) -> float:
-        """Return the smallest share, to three digits, whose buffers have room for ``rows``."""
+        """Return the smallest share, to three digits, whose buffers can contain ``rows`` rows."""
         return min(1.0, ceil(1000 * rows / self.most(batch_size)) / 1000)
 
 
 class Layout:
     """Places the unique rows of a batch in one buffer per part of the address space.
 
-    Part p has the addresses from ``bases[p]`` to ``lasts[p]``.
+    Part p contains the addresses from ``bases[p]`` to ``lasts[p]``.
     """
 
     def __init__(self, bases: Tensor, lasts: Tensor) -> None:
         self._bases, self._lasts, self._before = bases, lasts, bases - 1
-        self._absent = lasts + 1 - bases  # the first address after each part's rows
+        self._absent = lasts + 1 - bases  # first address after each part's rows
 
     def lay_out(self, wanted: Lookup, room: int) -> tuple[Slots, Tensor]:
-        """Return the slots, and the buffers to send, [parts, 1 + room].
+        """Return the slots, and the buffers to send, [parts, 1 + capacity].
 
-        The first element of a buffer is the maximum number of rows of any part. The row addresses
-        follow, relative to their part's base. The buffers omit rows that do not fit.
+        The first element of a buffer is the maximum number of rows in any part. The row addresses
+        follow, relative to the base of the part. The buffers omit rows that do not fit.
         """
         parts, count = self._absent.numel(), wanted.addresses.numel()
         send = self._absent.unsqueeze(1).repeat(1, room + 1)
         send[:, 0] = 0
-        if not count:  # a rank without samples
+        if not count:  # this rank has no samples
             empty = torch.empty(0, dtype=torch.int64, device=send.device)
             return Slots(empty, empty, parts * room), send
-        # A row's place is its index among the unique rows minus the number of rows in preceding
-        # parts. Rows that do not fit share the last place. Any of the overflowing rows may be sent,
-        # because all ranks learn of the overflow and repeat the exchange.
+        # A row's position is its index among the unique rows minus the number of rows in preceding
+        # parts. Rows that do not fit share the last position. Any of these rows may be sent,
+        # because all ranks detect the overflow and repeat the exchange.
         runs = wanted.runs()
         before = wanted.unique_up_to(self._before)
         part = torch.searchsorted(self._lasts, runs.keys)

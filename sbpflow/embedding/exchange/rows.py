@@ -23,13 +23,13 @@ from sbpflow.embedding.storage.store import RowStore
 
 @dataclass(slots=True, kw_only=True)
 class RowsInFlight(GroupInFlight):
-    """A batch in a group that exchanges rows.
+    """Contains the state of a batch in a group that exchanges rows.
 
-    ``requested`` is how many rows this rank requests from each rank; ``incoming`` is how many rows
-    each rank requests from this rank. With fixed-size buffers, ``requested`` and ``incoming`` are
-    the buffer size; otherwise ``counts`` sets them. With these buffers, ``sent_addresses`` are
-    their addresses, and ``most_requested`` [1] int64 is the maximum number of rows between any two
-    ranks.
+    ``requested`` is the number of rows that this rank requests from each rank; ``incoming`` is the
+    number of rows that each rank requests from this rank. With fixed-size buffers, both are the
+    buffer size; otherwise, ``counts`` sets both. ``sent_addresses`` (the addresses in the buffers)
+    and ``most_requested`` ([1] int64, the maximum number of rows between any two ranks) exist only
+    with fixed-size buffers.
     """
 
     wanted: Lookup  # the lookup of the local samples
@@ -42,10 +42,11 @@ class RowsInFlight(GroupInFlight):
 
 
 class RowGroup(Group[RowsInFlight]):
-    """A group of one stack, whose rows have job-wide addresses.
+    """The base class of groups that exchange rows; a group consists of one stack with job-wide row
+    addresses.
 
-    For each batch, the ranks exchange once which rows they need. Training batches use fixed-size
-    buffers if ``GroupContext.row_buffer_fraction`` is set.
+    For each batch, the ranks exchange the addresses of the rows that they need once. Training
+    batches use fixed-size buffers if ``GroupContext.row_buffer_fraction`` is set.
     """
 
     def __init__(self, plan: GroupPlan, boxing: Boxing, context: GroupContext) -> None:
@@ -79,19 +80,19 @@ class RowGroup(Group[RowsInFlight]):
     @property
     @abstractmethod
     def num_parts(self) -> int:
-        """Return the number of parts of the address space; each belongs to one rank."""
+        """Return the number of parts of the address space; each part belongs to one rank."""
 
     @abstractmethod
     def begin_counted(self, batch: RowsInFlight) -> None:
-        """Send the number of rows that are requested from each rank."""
+        """Send the number of requested rows to each rank."""
 
     @abstractmethod
     def send_padded(self, batch: RowsInFlight, buffers: Tensor) -> Pending:
-        """Start sending the buffers of ``Layout.lay_out``."""
+        """Start sending the buffers that ``Layout.lay_out`` returned."""
 
     @abstractmethod
     def send_ids(self, batch: RowsInFlight) -> None:
-        """Start sending the ids of the requested rows, after the counts are known."""
+        """Start sending the ids of the requested rows once the counts are known."""
 
     def start_id_exchange(
         self, local: BatchIds, batch_size: int, *, number: int | None
@@ -109,7 +110,7 @@ class RowGroup(Group[RowsInFlight]):
         return batch
 
     def begin_again(self, batch: RowsInFlight) -> RowsInFlight:
-        """Return the same batch without buffers, after its buffers were found to be too small."""
+        """Return the same batch without buffers, for a batch whose buffers were too small."""
         again = RowsInFlight(
             local=batch.local, batch_size=batch.batch_size, number=batch.number, wanted=batch.wanted
         )
@@ -131,7 +132,8 @@ class RowGroup(Group[RowsInFlight]):
         return [(self._stack, self._store)]
 
     def counts(self, batch: RowsInFlight) -> Tensor | None:
-        """Return the number of rows requested from each rank [ranks], then by each rank [ranks].
+        """Return the numbers of rows requested from each rank [ranks], followed by the numbers
+        requested by each rank [ranks].
 
         The second part exists only if the ranks sent their counts. Return ``None`` with fixed-size
         buffers.
@@ -156,7 +158,7 @@ class RowGroup(Group[RowsInFlight]):
         return vectors.view(samples, self.plan.width)
 
     def row_gradients(self, batch: RowsInFlight, grad: Tensor) -> Tensor:
-        """Return [unique rows, dim] gradients summed over this rank's samples, in the comm dtype.
+        """Return gradients [unique rows, dim], summed over this rank's samples, in the comm dtype.
 
         With fixed-size buffers, the gradients are [positions, dim].
         """
@@ -232,9 +234,10 @@ class UniqueGroup(RowGroup):
 
 
 class AllGatherRowsGroup(RowGroup):
-    """A group for which every rank stores the same rows, or some columns of each row.
+    """The base class of groups in which every rank stores the same rows, or some columns of each
+    row.
 
-    All ranks learn which rows the others request, so addresses are local row numbers on every rank.
+    All ranks receive the other ranks' requests, so addresses are local row numbers on every rank.
     """
 
     @property
@@ -242,7 +245,7 @@ class AllGatherRowsGroup(RowGroup):
         return 1
 
     def sends_ids(self, batch: RowsInFlight) -> bool:
-        """Return True if the other ranks need to know which rows this rank requests."""
+        """Return True if the other ranks need the addresses of the rows that this rank requests."""
         return True
 
     def begin_counted(self, batch: RowsInFlight) -> None:
@@ -276,7 +279,8 @@ class UniqueColumnsGroup(AllGatherRowsGroup):
 
     def __init__(self, plan: GroupPlan, boxing: Boxing, context: GroupContext) -> None:
         super().__init__(plan, boxing, context)
-        self._columns = self._stack.columns_by_rank()  # columns of the ranks, in any order
+        # ranges of columns that the ranks store, in any order
+        self._columns = self._stack.columns_by_rank()
         self._widths = [columns.stop - columns.start for columns in self._columns]
 
     def lookup(self, batch: RowsInFlight) -> None:
@@ -313,7 +317,7 @@ class UniqueColumnsGroup(AllGatherRowsGroup):
         self.keep(batch, batch.lookups, [sums.to(self.plan.dtype)])
 
     def _sizes(self, batch: RowsInFlight) -> tuple[list[int], list[int]]:
-        """Return the numbers of elements to receive from and to send to each rank."""
+        """Return the numbers of elements to receive from each rank and to send to each rank."""
         requested, own_width = batch.requested[0], self._widths[self.world.rank]
         wanted = [requested * width for width in self._widths]
         return wanted, [count * own_width for count in batch.incoming]

@@ -20,13 +20,15 @@ class SharedState:
         self.batch_size = 0
 
     def sum_of(self, index: int) -> SumOverColumns | None:
-        """Return a function that sums a stack's squares over ranks sharing rows, or ``None``."""
+        """Return a function that sums a stack's squares over the ranks that share its rows, or
+        ``None``."""
         if index not in self._plan.shared_state:
             return None
 
         def add_up(squares: Tensor) -> Tensor:
             size = self._plan.squares_sent(index, squares.shape[0], self.batch_size)
-            size = max(size, squares.shape[0])  # buffers can be larger than a batch requests
+            # buffers can contain more rows than a batch requests
+            size = max(size, squares.shape[0])
             padded = F.pad(squares, (0, size - squares.shape[0]))
             total = self._boxing.run(self._steps(index, size), padded, GRADIENTS, donate=True)
             if total is None:
@@ -36,7 +38,7 @@ class SharedState:
         return add_up
 
     def stand_by(self, index: int) -> None:
-        """Run the collectives of a stack that has no rows on this rank."""
+        """Run the collectives of a stack without rows on this rank."""
         if index in self._plan.shared_state:
             size = self._plan.squares_sent(index, 0, self.batch_size)
             self._boxing.run(self._steps(index, size), None, GRADIENTS)

@@ -1,1 +1,1 @@
-"""Turns table layouts into groups, stacks, and transfers with pure data and pure functions."""
+"""Converts table layouts to groups, stacks, and transfers, with pure data and pure functions."""

@@ -13,7 +13,8 @@ from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Partial, Split
 
-LEAST_COLUMNS = 4  # minimum per column shard: 16 bytes of float32, a quarter cache line
+# minimum number of columns per shard: 16 bytes of float32, a quarter of a cache line
+LEAST_COLUMNS = 4
 
 
 class Alone(Exchange):
@@ -56,8 +57,8 @@ class DenseAllreduce(Exchange):
         """Return True if an all-reduce sends fewer rows than the alternative.
 
         For P ranks and a table of R rows, an all-reduce sends 2 (P - 1) R rows. The alternative
-        sends each rank's touched rows, at most min(R, lookups / P), to P - 1 other ranks, or P (P -
-        1) min(R, lookups / P) rows in total.
+        sends each rank's touched rows, at most min(R, lookups / P), to P - 1 other ranks; in total,
+        this is P (P - 1) min(R, lookups / P) rows.
         """
         return 2 * table.num_rows <= min(world_size * table.num_rows, lookups)
 
@@ -77,7 +78,8 @@ class DenseAllreduce(Exchange):
             **_looked_up(facts.local_lookups, facts.dim, facts.wanted, out),
             "home_elements": out,
             "whole_elements": numbers,
-            # The passes are zero, fill, concatenate, all-reduce, and a search for touched rows.
+            # The passes over the rows are: zero, fill, concatenate, all-reduce, and search for
+            # touched rows.
             "copied_bytes": 25 * numbers * facts.gradient_item,
             "gradient_bytes": sent,
             "gradient_in_bytes": sent,
@@ -88,7 +90,8 @@ class DenseAllreduce(Exchange):
 
 
 class _Boxed(Exchange):
-    """Owners look up the global batch; boxing sends vectors and returns gradients."""
+    """The base class of exchanges in which owners look up the global batch; boxing sends vectors
+    and returns gradients."""
 
     runs = "sbpflow.embedding.exchange.boxed:BoxedGroup"
     looks_up_all = True
@@ -139,7 +142,8 @@ class _Boxed(Exchange):
 
 
 class Columns(_Boxed):
-    """Handles tables on one rank and S(1) tables; the vectors are an uneven S(1) in rank order."""
+    """Handles tables on one rank and S(1) tables; the vectors' layout is an uneven S(1) in rank
+    order."""
 
     name = "columns"
     calls = ("num_dense_groups",)
@@ -160,7 +164,8 @@ class Columns(_Boxed):
 
 
 class Reduce(_Boxed):
-    """Handles S(0) tables; owners compute partial sums of vectors, P, or (P, S(1)) on a grid."""
+    """Handles S(0) tables; owners compute partial sums of vectors, with layout P, or (P, S(1)) on a
+    grid."""
 
     name = "reduce"
     calls = ("num_summed_groups",)
@@ -211,9 +216,8 @@ def powers(size: int) -> list[int]:
 
 
 def _looked_up(ids: float, width: float, touched: float, out: float) -> dict[str, float]:
-    """Return the work of a rank that stores rows and looks up ``ids`` ids.
-
-    The rank sends ``out`` elements of vectors.
+    """Return the work of a rank that stores rows, looks up ``ids`` ids, and sends ``out`` vector
+    elements.
     """
     return {
         "read_rows": ids,

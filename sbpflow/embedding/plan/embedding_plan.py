@@ -1,7 +1,8 @@
 """Turns table layouts into the groups, stores, and transfers of an embedding collection.
 
-The module has only pure data and pure functions: ``explain`` prints the plan without starting any
-rank, and ``EmbeddingCollection`` executes it. This module neither allocates nor communicates.
+This module contains only pure data and pure functions, and neither allocates nor communicates.
+``explain`` prints the plan without starting any rank, and ``EmbeddingCollection`` executes the
+plan.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -42,13 +43,13 @@ IDS: tuple[Purpose, ...] = ("counts", "ids")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingPlan:
-    """All groups of a collection, and the id transfers that precede the lookups.
+    """Contains all groups of a collection, and the id transfers that precede the lookups.
 
     The ids of a batch consist of a matrix and lists; ``ids`` assigns the matrix columns to
     features. ``needed`` and ``needed_lists`` give the columns and lists that each rank looks up for
     the global batch. Rows are stored as ``row_dtype``; arithmetic uses ``dtype``. ``out_of_range``
     is the policy for ids beyond a table's rows: raise an error, or replace the ids (clamp, hash).
-    ``vocabularies`` turn the keys of growing tables into row numbers before anything else.
+    ``vocabularies`` first convert the keys of growing tables to row numbers.
     """
 
     outputs: tuple[OutputConfig, ...]
@@ -68,7 +69,8 @@ class EmbeddingPlan:
 
     @property
     def sent_columns(self) -> tuple[int, ...]:
-        """Return the sent columns: once if all ranks need the same columns, else per rank."""
+        """Return the sent columns: a single list if all ranks need the same columns, else one list
+        per rank."""
         return _sent(self.needed)
 
     @property
@@ -91,7 +93,8 @@ class EmbeddingPlan:
         return self._spread(batch_size, self.needed, self.ids_dtype, "ids/fwd")
 
     def length_steps(self, batch_size: int) -> tuple[BoxingStep, ...]:
-        """Return the steps that send the lists' lengths, as ``id_steps`` does for the matrix."""
+        """Return the steps that send the lengths of lists, in the same way as ``id_steps`` for the
+        matrix."""
         return self._spread(batch_size, self.needed_lists, torch.int32, "ids/fwd/lengths")
 
     def list_steps(self, batch_size: int) -> tuple[ExchangeStep, ...]:
@@ -102,7 +105,8 @@ class EmbeddingPlan:
             sum(self.features[self.ids.lists[place]].hotness for place in needed)
             for needed in self.needed_lists
         ]
-        # A rank sends lists to all other ranks, so the rank that needs the fewest sends the most.
+        # A rank sends lists to all other ranks, so the rank that needs the fewest lists sends the
+        # most data.
         per_rank = -(-batch_size // self.world.size) * (sum(needs) - min(needs))
         payloads = [("ids/fwd/lists", self.ids_dtype, "ids in lists")]
         if self.weighted:
@@ -121,7 +125,7 @@ class EmbeddingPlan:
         )
 
     def key_steps(self, batch_size: int) -> tuple[ExchangeStep, ...]:
-        """Return the steps that turn the keys of growing tables into row numbers."""
+        """Return the steps that convert the keys of growing tables to row numbers."""
         return key_steps(self.vocabularies, self.world, batch_size)
 
     def ahead_steps(self, batch_size: int) -> tuple[Step, ...]:
@@ -143,11 +147,11 @@ class EmbeddingPlan:
         )
 
     def forward_steps(self, batch_size: int) -> tuple[Step, ...]:
-        """Return a lookup's transfers, except the id transfers, in the order they start."""
+        """Return a lookup's transfers, except the id transfers, in start order."""
         return self._steps(batch_size, "vectors", None)
 
     def push_steps(self, batch_size: int) -> tuple[Step, ...]:
-        """Return the transfers of gradients in the order they start."""
+        """Return the transfers of gradients in start order."""
         return self._steps(batch_size, "gradients", None)
 
     def count_steps(self, batch_size: int) -> tuple[Step, ...]:
@@ -165,7 +169,7 @@ class EmbeddingPlan:
         )
 
     def update_steps(self, batch_size: int) -> tuple[Step, ...]:
-        """Return the transfers of the row update itself in the order they run."""
+        """Return the transfers of the row update itself, in execution order."""
         steps: list[Step] = []
         for group in self.groups:
             for index in group.shared_state:
@@ -206,13 +210,14 @@ def plan_embeddings(
 ) -> EmbeddingPlan:
     """Group the tables and derive their transfers from the layouts.
 
-    ``layouts`` has an entry per table. ``features`` are all features of a batch, used or not, in
-    the order of its id matrix. ``batch_size`` is the usual global batch size; it decides which B
-    tables all-reduce dense gradients. ``dtype`` is float32 or float64; ``backend`` is gloo or nccl.
+    ``layouts`` contains an entry per table. ``features`` lists all features of a batch, used or
+    not, in the order of the id matrix. ``batch_size`` is the usual global batch size; it determines
+    which B tables all-reduce dense gradients. ``dtype`` is float32 or float64; ``backend`` is gloo
+    or nccl.
 
-    Raise ConfigError if an argument has another value, a table's feature is missing, shards do not
-    tile a table, a name occurs twice, or ``out_of_range`` replaces ids of a feature whose tables
-    differ in ``num_rows``.
+    Raise ConfigError if an argument is invalid, a table's feature is missing, shards do not tile a
+    table, a name occurs twice, or ``out_of_range`` replaces ids of a feature whose tables differ in
+    ``num_rows``.
     """
     outputs, features = tuple(outputs), tuple(features)
     tables = [table for output in outputs for table in output.tables]

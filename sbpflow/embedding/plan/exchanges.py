@@ -8,13 +8,13 @@ from sbpflow.errors import ConfigError
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 
-# A planner tries the exchanges in this order, simplest first. If several exchanges have the same
-# name, the first one that suits a table is used.
+# A planner tries the exchanges in this order, simplest first. Among exchanges with the same name,
+# the first that suits a table is used.
 register(Alone(), DenseAllreduce(), CopiedRows(), Columns(), UniqueColumns(), Unique(), Reduce())
 
 
 def exchange_names() -> tuple[str, ...]:
-    """Return the values that ``exchange`` can have in a configuration."""
+    """Return the valid values of ``exchange`` in a configuration."""
     return tuple(sorted({exchange.name for exchange in EXCHANGES} - {ALONE}))
 
 
@@ -24,10 +24,11 @@ def copies(name: str) -> bool:
 
 
 def legal_exchanges(layout: Layout, world_size: int) -> tuple[str, ...]:
-    """Return the names of the exchanges for a table's layout, default first; may be empty.
+    """Return the names of the exchanges that support a table's layout, default first; the list may
+    be empty.
 
-    A whole table on one rank can be B or S(0). B must be on all ranks or on one rank. The exchange
-    ``unique`` requires all ranks for S(1).
+    The layout of a whole table on one rank can be B or S(0). B must be on all ranks or on one rank.
+    The exchange ``unique`` requires all ranks for S(1).
     """
     legal = [e for e in EXCHANGES if e.name != ALONE and e.accepts(layout, world_size)]
     legal.sort(key=lambda exchange: not exchange.is_default)
@@ -47,12 +48,13 @@ def exchange_for(
 
 
 def check_exchange(table: TableConfig, config: TableLayout, world: Placement) -> None:
-    """Raise ConfigError unless the layout is within ``world`` and allows its exchange."""
+    """Raise ConfigError unless the layout is within ``world`` and the exchange supports the
+    layout."""
     layout = config.layout
     if outside := [rank for rank in layout.placement.ranks if rank not in world]:
         raise ConfigError(
-            f"table {table.name}: {layout} has ranks {outside} outside the world; use ranks of "
-            f"{world}"
+            f"table {table.name}: {layout} contains ranks {outside} outside the world; use ranks "
+            f"of {world}"
         )
     legal = legal_exchanges(layout, world.size)
     if config.exchange not in legal:

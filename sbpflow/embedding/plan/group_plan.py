@@ -1,9 +1,9 @@
 """Defines groups of tables, the interface of exchanges, and the resulting transfers.
 
 A group is the set of tables of one output that share an exchange, with one transfer in each
-direction per batch. This module has only pure data and pure functions. An ``Exchange`` describes
-the transfers (``boxed_exchanges``, ``row_exchanges``), and the class named by its ``runs`` executes
-them.
+direction per batch. This module contains only pure data and pure functions. An ``Exchange``
+describes the transfers (``boxed_exchanges``, ``row_exchanges``), and the class that
+``Exchange.runs`` names executes them.
 """
 
 from abc import ABC, abstractmethod
@@ -30,10 +30,10 @@ Purpose = Literal["counts", "ids", "vectors", "gradients"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeStep:
-    """A transfer whose size depends on the batch, within each of ``groups`` (disjoint rank sets).
+    """Describes a transfer within disjoint ``groups`` of ranks; the size depends on the batch.
 
-    ``bound_bytes`` is the maximum for one rank, and ``total_bound_bytes`` is the maximum for all
-    ranks: not every rank can own all rows.
+    ``bound_bytes`` is the maximum for one rank. ``total_bound_bytes`` is the maximum for all ranks
+    together, which is smaller than the sum because not every rank can own all rows.
     """
 
     id: str
@@ -50,15 +50,15 @@ class ExchangeStep:
 
 
 Step = BoxingStep | ExchangeStep
-MAX_BATCH_SIZES = 64  # number of batch sizes whose steps are cached
+MAX_BATCH_SIZES = 64  # maximum number of batch sizes with cached steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One transfer of a group; every rank runs its ``steps``.
+    """Describes a transfer of a group; every rank runs its ``steps``.
 
-    Counts and ids are sent ahead of a lookup. In rounds after the first, ranks forward the ids that
-    they received in the previous round.
+    Counts and ids are sent ahead of a lookup. In rounds after the first round, ranks forward the
+    ids that they received in the previous round.
     """
 
     purpose: Purpose
@@ -76,11 +76,11 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """The properties of a table that decide its group and its stack.
+    """Contains the properties of a table that determine its group and its stack.
 
     ``columns`` is equal for two tables if and only if every rank stores equally many columns of
-    both; ``None`` means whole rows. ``stored`` has the other properties that all tables of a stack
-    share.
+    both; ``None`` means whole rows. ``stored`` contains the other properties that all tables of a
+    stack share.
     """
 
     ranks: tuple[int, ...]
@@ -95,34 +95,34 @@ class Member:
 
 
 class Exchange(ABC):
-    """Describes how a group exchanges ids, vectors, and gradients; without state.
+    """Describes how a group exchanges ids, vectors, and gradients; the object is stateless.
 
     Several exchanges can have one ``name`` in a configuration; the layout and the world size then
-    select one. ``runs`` names the class that executes it as ``package.module:Class``. ``calls`` are
-    the features of ``costs.counts`` that count one call per group and round.
+    select one. ``runs`` names the executing class as ``package.module:Class``. ``calls`` lists the
+    features of ``costs.counts`` that count one call per group and round.
     """
 
     name: ClassVar[str]
     runs: ClassVar[str]
     calls: ClassVar[tuple[str, ...]]
-    pools: ClassVar[bool] = False  # vectors of a sample can be summed before they are sent
+    pools: ClassVar[bool] = False  # a sample's vectors can be summed before sending
     copies: ClassVar[bool] = False  # every rank stores and updates the whole table
-    looks_up_all: ClassVar[bool] = False  # owners look up the global batch and need all its ids
-    adds_terms: ClassVar[bool] = False  # owners look up partial sums, which are then added
-    shares_lookups: ClassVar[bool] = False  # an owner reads only its share of the lookups
+    looks_up_all: ClassVar[bool] = False  # owners look up the global batch and need all of its ids
+    adds_terms: ClassVar[bool] = False  # owners compute partial sums, which are then added
+    shares_lookups: ClassVar[bool] = False  # an owner reads only its own share of the lookups
     is_default: ClassVar[bool] = False  # preferred if several exchanges accept a layout
-    dense_allreduce: ClassVar[bool] = False  # gradients of whole tables are all-reduced
+    dense_allreduce: ClassVar[bool] = False  # dense gradients of whole tables are all-reduced
 
     @abstractmethod
     def accepts(self, layout: Layout, world_size: int) -> bool:
         """Return True if a table can have this layout."""
 
     def refusal(self, table: TableConfig, layout: Layout, world: Placement) -> str:
-        """Return why this table cannot have a layout that the exchange accepts, or "" if it can."""
+        """Return why this table cannot use a layout that the exchange accepts, or "" if it can."""
         return ""
 
     def suits(self, table: TableConfig, lookups: int, world_size: int) -> bool:
-        """Return True if, for ``lookups`` ids, this exchange is the preferred one of its name."""
+        """Return True if this exchange of its name is preferred for ``lookups`` ids."""
         return True
 
     def cuts(self, num_rows: int, dim: int, world_size: int) -> Cuts:
@@ -130,24 +130,24 @@ class Exchange(ABC):
         return ()
 
     def group_key(self, member: Member) -> tuple[Hashable, ...]:
-        """Return a key; tables of an output with equal keys share a group."""
+        """Return the grouping key; tables of an output with equal keys share a group."""
         return ()
 
     @abstractmethod
     def stages(self, group: "GroupPlan", batch_size: int) -> tuple[Stage, ...]:
-        """Return all transfers of a group for a batch in the order they start."""
+        """Return all transfers of a group for a batch, in start order."""
 
     @abstractmethod
     def home(self, facts: Facts, cut: Cut) -> Counts:
         """Return the work that a table adds to every rank for the rank's samples."""
 
     def part(self, facts: Facts, cut: Cut, rows: float, width: float) -> Counts:
-        """Return the work that a shard of ``rows`` x ``width`` adds to the rank that stores it."""
+        """Return the work that a shard of ``rows`` x ``width`` adds to the shard's rank."""
         return {}
 
 
 ALONE = "alone"  # the exchange of every table in a world of one rank
-EXCHANGES: list[Exchange] = []  # all registered exchanges, in the order they are tried
+EXCHANGES: list[Exchange] = []  # all registered exchanges, in the order in which they are tried
 
 
 def register(*exchanges: Exchange) -> None:
@@ -158,7 +158,7 @@ def register(*exchanges: Exchange) -> None:
 def exchange_of(
     name: str, layout: Layout, world_size: int, *, dense_allreduce: bool = False
 ) -> Exchange:
-    """Return the exchange with this name that accepts the layout; raise ConfigError without one."""
+    """Return the exchange of this name for the layout; raise ConfigError if none accepts it."""
     for exchange in EXCHANGES:
         fits = exchange.name == name and exchange.accepts(layout, world_size)
         if fits and exchange.dense_allreduce == dense_allreduce:
@@ -168,9 +168,9 @@ def exchange_of(
 
 @dataclass(frozen=True, kw_only=True)
 class GroupPlan:
-    """The tables of one output that share their transfers.
+    """Describes the tables of one output that share their transfers.
 
-    Several ranks share the row state of the stacks in ``shared_state`` and sum the squares of their
+    For the stacks in ``shared_state``, several ranks share row state and sum the squares of
     gradients. ``dense_allreduce`` groups all-reduce dense gradients. Vectors are sent as
     ``comm_dtype``, and gradients as ``grad_comm_dtype``.
     """
@@ -199,12 +199,12 @@ class GroupPlan:
 
     @property
     def grad_comm_dtype(self) -> torch.dtype:
-        """Return bf16 instead of fp16, in which mean gradients of large batches underflow."""
+        """Return bf16 for fp16, because mean gradients of large batches underflow in fp16."""
         return torch.bfloat16 if self.comm_dtype == torch.float16 else self.comm_dtype
 
     @property
     def uses(self) -> tuple[FeatureLookup, ...]:
-        """Return the table lookups of a sample in the group's order; each gives one vector."""
+        """Return a sample's table lookups in the group's order; each lookup gives a vector."""
         return tuple(use for stack in self.stacks for use in stack.uses)
 
     @property
@@ -214,7 +214,7 @@ class GroupPlan:
 
     @property
     def width(self) -> int:
-        """Return the number of columns of this group's output part, before a sum over tables."""
+        """Return the number of this group's output columns, before any sum over tables."""
         if self.pooled:
             return self.stacks[0].dim
         return sum(stack.dim * len(stack.uses) for stack in self.stacks)
@@ -245,13 +245,13 @@ class GroupPlan:
         return tuple(ranks for ranks in rows if ranks)
 
     def looks_up_everything(self, rank: int) -> tuple[FeatureLookup, ...]:
-        """Return the uses that ``rank`` looks up for the global batch; it needs all their ids."""
+        """Return the uses whose ids of the global batch ``rank`` needs for its lookups."""
         if not self.kind.looks_up_all:
             return ()
         return tuple(use for stack in self.stacks for use in stack.uses_on(rank))
 
     def takes_part(self, index: int, rank: int) -> bool:
-        """Return True if ``rank`` looks up ids of a stack; for partial sums, even without rows."""
+        """Return True if ``rank`` looks up ids of a stack; ranks without rows may do so, too."""
         holds = bool(self.stacks[index].shards(rank))
         return rank in self.owners if self.kind.adds_terms else holds
 
@@ -262,7 +262,7 @@ class GroupPlan:
         return sum(stack.width(rank) * len(stack.uses_on(rank)) for stack in self.stacks)
 
     def column_order(self) -> tuple[int, ...]:
-        """Return the index in the group's order of each vector column in rank order.
+        """For each vector column in rank order, return its index in the group's order.
 
         Only ranks with different columns are included: all ranks, or the first row of a grid. The
         result is the identity if columns are not split or are summed over the tables.
@@ -289,7 +289,7 @@ class GroupPlan:
         return tuple(order)
 
     def stages(self, batch_size: int) -> tuple[Stage, ...]:
-        """Return all transfers for a global batch of ``batch_size`` in the order they start."""
+        """Return all transfers for a global batch of ``batch_size``, in start order."""
         if batch_size not in self._stages:
             if len(self._stages) == MAX_BATCH_SIZES:
                 self._stages.clear()
@@ -316,7 +316,7 @@ class GroupPlan:
 
     @cached_property
     def num_rounds(self) -> int:
-        """Return how many times ids are sent before a lookup."""
+        """Return the number of times that ids are sent before a lookup."""
         return 1 + max((stage.round for stage in self.stages(1)), default=0)
 
     def whole_numel(self) -> int:
@@ -331,12 +331,12 @@ class GroupPlan:
         return plan_boxing(src, dst, shape, dtype, id=id, backend=self.backend)
 
     def row_state_steps(self, index: int, num_squares: int) -> tuple[BoxingStep, ...]:
-        """Sum squares of stack ``index``'s touched rows over the ranks that share them."""
+        """Return the steps that sum stack ``index``'s squares over the ranks that share rows."""
         stack, most = self.stacks[index], num_squares
         if self.grid is None:
             placement = Placement.of(self.world.device_type, stack.holders())
             src, dst = Layout(placement, (Partial(),)), Layout(placement, (Broadcast(),))
-        else:  # each row of the grid stores different table rows
+        else:  # the rows of the grid store different table rows
             most *= self.grid.shape[0]
             src = Layout(self.grid, (Split(0), Partial()))
             dst = Layout(self.grid, (Split(0), Broadcast()))
@@ -347,10 +347,10 @@ class GroupPlan:
         return batch_size * self.stacks[index].lookups()
 
     def squares_sent(self, index: int, num_touched: int, batch_size: int) -> int:
-        """Return how many elements are sent for the squares of ``num_touched`` rows.
+        """Return the number of elements to send for the squares of ``num_touched`` rows.
 
-        Ranks that share all rows of a stack know this number and send it rounded up to a 32nd of
-        the maximum, for few distinct sizes. Other ranks send the maximum.
+        Ranks that share all rows of a stack know ``num_touched``, and round it up to a multiple of
+        a 32nd of the maximum to limit the number of distinct sizes. Other ranks send the maximum.
         """
         most = self.most_squares(index, batch_size)
         if not self._all_touch_alike(index):
@@ -362,7 +362,7 @@ class GroupPlan:
         return self.grid is None and self.stacks[index].holders() == self.world.ranks
 
     def row_state_bounds(self, index: int, batch_size: int) -> tuple[Step, ...]:
-        """Return ``row_state_steps`` with bounds where the size depends on the batch."""
+        """Return ``row_state_steps``, with bounds for sizes that depend on the batch."""
         steps = self.row_state_steps(index, self.most_squares(index, batch_size))
         if not self._all_touch_alike(index):
             return steps

@@ -1,7 +1,7 @@
-"""Decides which tables share transfers (groups) and which share a store (stacks).
+"""Decides which tables share transfers (groups) and which tables share a store (stacks).
 
-Few groups and stacks are fast: a group needs one collective in each direction, and a stack needs
-one kernel call. Tables are separated only if they differ in a relevant property.
+Fewer groups and stacks are faster: a group needs one collective in each direction, and a stack
+needs one kernel call. Tables are separated only if they differ in a relevant property.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -35,11 +35,11 @@ class IdColumns:
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """The arguments shared by all groups of a plan."""
+    """Contains the arguments that all groups of a plan share."""
 
     layouts: Mapping[str, TableLayout]
     features: tuple[FeatureConfig, ...]
-    ragged: frozenset[str]  # names of tables whose ids are lists
+    ragged: frozenset[str]  # names of tables with lists of ids
     ids: IdColumns
     optimizer: SparseOptimizer
     dtype: torch.dtype
@@ -174,7 +174,8 @@ def _stacks_of(
 
 
 def _column_split(layout: Layout) -> Hashable:
-    """Return equal keys if and only if each rank stores equally many columns of two layouts."""
+    """Return a key that is equal for two layouts if and only if each rank stores equally many
+    columns of both."""
     for axis, sbp in enumerate(layout.nd_sbp):
         if isinstance(sbp, Split) and sbp.dim == 1:
             return (layout.placement, axis, sbp)

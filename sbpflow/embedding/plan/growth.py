@@ -1,7 +1,8 @@
-"""Describes tables that grow while they train: when a key gets a row, and when it loses the row.
+"""Describes tables that grow during training: when a key gets a row, and when the key loses the
+row.
 
-The key space is divided into ``NUM_BUCKETS`` buckets for the life of a table. A rank owns a range
-of buckets, and each bucket has an equal share of the rows. All keys without a row share row 0.
+The key space is permanently divided into ``NUM_BUCKETS`` buckets. A rank owns a range of buckets,
+and every bucket contains an equal share of the rows. All keys without a row share row 0.
 """
 
 from dataclasses import dataclass, fields
@@ -18,7 +19,8 @@ Policy = Literal["lru", "lfu"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eviction:
-    """When keys lose their rows: after a time without use, or when their bucket needs the row."""
+    """Configures when keys lose their rows: after a time without use, or when their bucket needs
+    the row."""
 
     max_rows: Annotated[
         int, Key("results", "Number of rows of the field's tables; at least 65536.")
@@ -50,11 +52,11 @@ class Eviction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
-    """How a table assigns its rows to 64-bit keys.
+    """Configures how a table assigns its rows to 64-bit keys.
 
-    A key gets a row in the step of its ``admit_count``-th occurrence. Occurrences are forgotten if
-    the key does not occur again within ``forget_after_samples`` samples. ``TableConfig.num_rows``
-    equals ``evict.max_rows``.
+    A key gets a row at its ``admit_count``-th occurrence. Occurrences are forgotten if the key does
+    not occur again within ``forget_after_samples`` samples. ``TableConfig.num_rows`` equals
+    ``evict.max_rows``.
     """
 
     evict: Eviction
@@ -72,12 +74,12 @@ class Growth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrowthCounts:
-    """Counts of a growing field over all ranks, as of the last trained batch.
+    """Contains the counts of a growing field over all ranks, as of the last trained batch.
 
     ``live`` keys have rows, and ``pending`` keys have occurred, but not often enough. ``admitted``,
-    ``evicted``, ``forgotten``, and the lookups count since the table was created. Lookups on
+    ``evicted``, ``forgotten``, and the numbers of lookups are totals since the table was created.
     ``pending_lookups`` and ``refused_lookups`` read the shared row; refused keys had occurred often
-    enough, but all rows of their bucket were in use by the same batch.
+    enough, but the same batch used all rows of their bucket.
     """
 
     max_rows: int
@@ -89,11 +91,11 @@ class GrowthCounts:
     lookups: int = 0
     pending_lookups: int = 0
     refused_lookups: int = 0
-    rows_per_rank: tuple[int, ...] = ()  # live keys by rank
+    rows_per_rank: tuple[int, ...] = ()  # number of live keys by rank
 
     @property
     def load_factor(self) -> float:
-        """Return the share of rows that have a key."""
+        """Return the fraction of rows that are assigned to keys."""
         return self.live / self.max_rows
 
     @property

@@ -1,6 +1,6 @@
 """Predicts the cost of a plan's training step with the built-in weights of ``sbpflow/costs``.
 
-The prediction ranks plans before anything runs, without calibration. The statistics of the data
+The prediction is used to rank plans before a run, without calibration. The statistics of the data
 determine how often ids repeat; without statistics, ids repeat as in typical click data
 (``costs.ids``).
 """
@@ -20,8 +20,8 @@ from sbpflow.runtime.ranks.topology import Topology
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.sbp import Split
 
-# Joining the parts of several groups, reordering the columns, and splitting the gradient take this
-# many passes over an output.
+# number of passes over an output to join the parts of several groups, reorder the columns, and
+# split the gradient
 JOIN_PASSES = 5
 
 
@@ -33,8 +33,9 @@ def price_plan(
 ) -> Price:
     """Return the price of a step with a global batch of ``batch_size``.
 
-    ``frequencies`` are by feature. All transfers involve all ranks, so with several hosts the
-    slower link determines the price. Without a ``topology``, all ranks are on one host.
+    ``frequencies`` maps features to their id statistics. All transfers involve all ranks, so with
+    several hosts the slower link determines the price. Without a ``topology``, the ranks are
+    assumed to share one host.
     """
     link = (topology or Topology.one_host(plan.world.size)).link(plan.world.ranks)
     return price_of(
@@ -48,7 +49,8 @@ def plan_totals(
     """Return the work of each rank, [ranks, features]."""
     totals = np.zeros((plan.world.size, NUM_FEATURES))
     ids = {f.name: batch_size * ids_per_sample(f, frequencies) for f in plan.features}
-    # Count the tables that share an id transfer: owners receive the ids of a feature once.
+    # Count the tables that share an id transfer, because owners receive the ids of a feature only
+    # once.
     sharing = Counter(
         name
         for group in plan.groups
@@ -111,12 +113,13 @@ def _add_table(
     for rank, size in () if exchange.copies else held.items():
         by_size.setdefault(size, []).append(rank_index[rank])
     for (num_rows, width), ranks in by_size.items():
-        cut = (facts.num_rows / num_rows, columns)  # shards can be uneven
+        cut = (facts.num_rows / num_rows, columns)  # the sizes of shards can differ
         totals[ranks] += vector_of(exchange.part(facts, cut, num_rows, width))
 
 
 def ids_per_sample(feature: FeatureConfig, known: Mapping[str, IdFrequencies]) -> float:
-    """Return the mean number of ids from the statistics, or the maximum if there are none."""
+    """Return the mean number of ids from the statistics, or the maximum if there are no
+    statistics."""
     frequencies = known.get(feature.name)
     return float(feature.hotness) if frequencies is None else frequencies.per_sample
 

@@ -21,7 +21,8 @@ Stages = tuple[Stage, ...]
 
 
 class RowExchange(Exchange):
-    """Each group has one stack, so that all its rows share numbering, optimizer, and width."""
+    """The base class of these exchanges. Each group consists of one stack, so that all rows share
+    numbering, optimizer, and width."""
 
     to_all: ClassVar[bool]  # True if each rank sends its ids to all other ranks
 
@@ -124,7 +125,8 @@ class Unique(RowExchange):
     def row_stages(self, group: GroupPlan, most: int, rows: int, others: int) -> Stages:
         dim = group.stacks[0].dim
         return (
-            _vectors(group, others * dim, rows * dim),  # the maximum, if one rank owns all rows
+            # the maximum, reached if one rank owns all rows
+            _vectors(group, others * dim, rows * dim),
             _gradients(group, "all_to_all", most * dim, rows * dim),
         )
 
@@ -133,7 +135,7 @@ class Unique(RowExchange):
 
     def part(self, facts: Facts, cut: Cut, rows: float, width: float) -> Counts:
         size, wanted, touched = facts.world_size, facts.wanted, facts.touched / cut[0]
-        requested = size * wanted / cut[0]  # rows of one owner, requested by all ranks
+        requested = size * wanted / cut[0]  # number of requests by all ranks for rows of one owner
         sent = (size - 1) / size * requested * width
         local = -wanted / cut[0]
         return {
@@ -177,7 +179,7 @@ class UniqueColumns(RowExchange):
         )
 
     def home(self, facts: Facts, cut: Cut) -> Counts:
-        sides = facts.wanted * facts.dim  # joins the columns of all ranks to rows
+        sides = facts.wanted * facts.dim  # cost of joining the columns of all ranks to rows
         received = _received(facts)
         return {
             **_expanded(facts),
@@ -202,7 +204,8 @@ class UniqueColumns(RowExchange):
 
 
 def _expanded(facts: Facts) -> dict[str, float]:
-    """Return the work of deduplicating a rank's ids and expanding rows to its samples' vectors."""
+    """Return the work of deduplicating a rank's ids, and of expanding rows to the vectors of its
+    samples."""
     return {
         "home_sort": facts.local_lookups,
         "home_unique": facts.wanted,
@@ -227,7 +230,8 @@ def _received(facts: Facts) -> dict[str, float]:
 def _served(
     facts: Facts, requested: float, touched: float, rows: float, width: float
 ) -> dict[str, float]:
-    """Return the work of reading and updating ``requested`` rows, ``touched`` of them distinct."""
+    """Return the work of reading and updating ``requested`` rows, of which ``touched`` are
+    distinct."""
     return {
         "memory_bytes": facts.stored(rows, width),
         "buffer_bytes": requested * (12 + width * (facts.both_ways + 2 * facts.item)),

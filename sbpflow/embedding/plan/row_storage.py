@@ -9,7 +9,8 @@ Outside = Literal["host", "file"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowStorage:
-    """Places all rows in storage ``kind``; slots on the device hold the fraction ``share``.
+    """Places all rows in storage ``kind``; a fraction ``share`` of the rows fits in slots on the
+    device.
 
     ``key`` is the configuration key of the rule.
     """

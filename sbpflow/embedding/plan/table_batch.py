@@ -11,7 +11,8 @@ from sbpflow.sbp.layout import Layout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureLookup:
-    """A use of a table: its lookup by one feature, which gives one vector per sample.
+    """Describes a use of a table, which is a lookup by one feature that gives one vector per
+    sample.
 
     ``feature`` is the index of the feature in the plan. Fixed-length ids are in ``columns`` of the
     batch's id matrix; ragged ids are in list ``place`` of every sample.
@@ -30,7 +31,8 @@ class FeatureLookup:
 
 @dataclass(frozen=True, kw_only=True)
 class TableBatch:
-    """A stack: tables of equal dim that every rank stores as one block of rows of equal width.
+    """Describes a stack, which consists of tables of equal dim that every rank stores as one block
+    of equally wide rows.
 
     ``optimizer`` updates all tables of the stack. ``ragged`` stacks get ids as lists, and other
     stacks get ids as columns of a matrix.
@@ -48,7 +50,8 @@ class TableBatch:
 
     @property
     def grows(self) -> bool:
-        """Return True if the tables assign their rows to keys; all or none of a stack do."""
+        """Return True if the tables assign their rows to keys, which is equal for all tables of a
+        stack."""
         return self.tables[0].growth is not None
 
     def shards(self, rank: int) -> tuple[Shard, ...]:
@@ -57,7 +60,7 @@ class TableBatch:
 
     @cached_property
     def shards_by_rank(self) -> Mapping[int, tuple[Shard, ...]]:
-        """Return the ``shards`` of all ``holders``, by rank in ascending order.
+        """Return the ``shards`` of all ``holders``, in ascending order of ranks.
 
         The result is cached, because planning a stack needs the shards of all ranks.
         """
@@ -87,7 +90,8 @@ class TableBatch:
         return sum(shard.num_rows for shard in self.shards(rank))
 
     def width(self, rank: int) -> int:
-        """Return the columns of the store, even without rows; 0 on a rank outside the layouts."""
+        """Return the number of columns of a rank's store, even without rows, or 0 outside the
+        layouts."""
         for table, layout in zip(self.tables, self.layouts, strict=True):
             slices = layout.part_slices(table.shape, rank)
             if slices is not None:
@@ -101,7 +105,8 @@ class TableBatch:
         return [slice(s.col_start, s.col_stop) for s in shards if s is not None]
 
     def uses_on(self, rank: int) -> tuple[FeatureLookup, ...]:
-        """Return uses of the tables whose layouts include ``rank``, even if it stores no rows."""
+        """Return the uses of tables whose layouts include ``rank``, even if the rank stores no
+        rows."""
         placed = {
             table.name
             for table, layout in zip(self.tables, self.layouts, strict=True)
@@ -124,5 +129,5 @@ class TableBatch:
 
 
 def columns_of(uses: Sequence[FeatureLookup]) -> list[int]:
-    """Return the columns of the id matrix, use by use."""
+    """Return the columns of the id matrix in the order of uses."""
     return [column for use in uses for column in use.columns]

@@ -1,7 +1,7 @@
 """Defines features, embedding tables, their layouts, and the shards of a layout.
 
-Only this module derives the list of shards, (table, row shard, column shard) -> rank in EMBark,
-from the layout. All types are plain values.
+Only this module derives a table's list of shards from the layout; EMBark writes the list as (table,
+row shard, column shard) -> rank. All types are plain values.
 """
 
 import math
@@ -22,13 +22,14 @@ from sbpflow.sbp.sbp import Broadcast, Partial
 HALF_DTYPES = (torch.bfloat16, torch.float16)  # half-precision dtypes of rows and sent vectors
 Combine = Literal["concat", "sum"]
 Pooling = Literal["sum", "mean"]
-ANY_ID = 2**63 - 1  # as ``num_ids``, it makes every 64-bit id valid
+ANY_ID = 2**63 - 1  # value of ``num_ids`` for which every 64-bit id is valid
 INITIAL_RANGE = 0.05  # U(-0.05, 0.05), as OneFlow-Benchmark's wdl_train_eval.py at de4698a7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureConfig:
-    """A categorical feature with ``hotness`` ids per sample, or 0 to ``hotness`` if ``ragged``.
+    """Describes a categorical feature with ``hotness`` ids per sample, or 0 to ``hotness`` ids if
+    ``ragged``.
 
     If ``weighted``, each id has a weight that multiplies its row. If several tables use the
     feature, each id must be a valid row of all these tables. The policies clamp and hash, which
@@ -47,13 +48,14 @@ class FeatureConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableConfig:
-    """A logical table of ``num_rows`` x ``dim``, looked up by the ids of each of ``features``.
+    """Describes a logical table of ``num_rows`` x ``dim``, looked up by the ids of each of
+    ``features``.
 
     ``pooling`` combines a sample's rows into one vector by their sum or mean. ``optimizer`` and
     ``kernel`` override the settings of the plan and the run. Initial values have the distribution
-    U(-initial_range, initial_range). With ``growth``, ids are arbitrary 64-bit keys, which get and
-    lose the ``num_rows`` rows during training. If only some rows are on the device, ``storage`` is
-    set.
+    U(-initial_range, initial_range). With ``growth``, ids are arbitrary 64-bit keys, and the
+    ``num_rows`` rows are assigned to keys during training. ``storage`` is set if only some rows are
+    on the device.
     """
 
     name: str
@@ -95,7 +97,8 @@ class TableConfig:
 
     @property
     def num_ids(self) -> int:
-        """Return the limit of valid ids: ids are below it, unless it is ``ANY_ID``."""
+        """Return the limit for ids: valid ids are smaller, or any 64-bit ids if the limit is
+        ``ANY_ID``."""
         return self.num_rows if self.growth is None else ANY_ID
 
     @property
@@ -106,7 +109,7 @@ class TableConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableLayout:
-    """The ``layout`` of a [num_rows, dim] table and the exchange of its ids and vectors.
+    """Contains the ``layout`` of a [num_rows, dim] table, and the exchange for its ids and vectors.
 
     ``comm_dtype`` is the dtype of sent vectors and gradients; ``None`` keeps the compute dtype.
     ``key`` is the configuration key that set the layout, or "" if no key did.
@@ -123,7 +126,7 @@ class TableLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputConfig:
-    """One output of a collection, laid out S(0) over the batch.
+    """Describes an output of a collection, with layout S(0) over the batch.
 
     An output combines one vector per table and feature, in that order. ``concat`` gives [batch, sum
     of dims]; ``sum`` adds the vectors to [batch, dim] and requires equal dims.
@@ -158,7 +161,7 @@ class OutputConfig:
         return sum(table.dim * len(table.features) for table in self.tables)
 
     def starts(self) -> dict[tuple[str, str], int]:
-        """Return (table, feature) -> first column of its vector, before any sum."""
+        """Return the first column of the vector of each (table, feature), before any sum."""
         starts: dict[tuple[str, str], int] = {}
         column = 0
         for table in self.tables:
@@ -170,7 +173,7 @@ class OutputConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """The rectangle table[row_start:row_stop, col_start:col_stop] that one rank stores.
+    """Describes the rectangle table[row_start:row_stop, col_start:col_stop] that one rank stores.
 
     ``base`` is the shard's first row in the rank's store; a store can contain shards of several
     tables.
@@ -227,7 +230,7 @@ def shards_of(table: TableConfig, layout: Layout) -> tuple[Shard, ...]:
 
 
 def check_cover(table: TableConfig, layout: Layout, shards: tuple[Shard, ...]) -> None:
-    """Raise ConfigError unless the shards tile the table exactly, not counting replicas of B."""
+    """Raise ConfigError unless the shards, without replicas of B, tile the table exactly."""
     replicas = 1
     for axis, sbp in enumerate(layout.nd_sbp):
         if isinstance(sbp, Broadcast):
@@ -251,8 +254,9 @@ def check_cover(table: TableConfig, layout: Layout, shards: tuple[Shard, ...]) -
 def _overlap(shards: Sequence[Shard]) -> tuple[Shard, Shard] | None:
     """Return two non-empty shards that share an element, or ``None``.
 
-    Sweep over the rows and keep the shards at the current row sorted by column, so that a new shard
-    can overlap only its neighbors in that order. Comparing all pairs takes seconds for 1024 ranks.
+    Comparing all pairs of shards would take seconds for 1024 ranks. Therefore the function sweeps
+    over the rows and keeps the shards at the current row sorted by column, because a new shard can
+    then overlap only its neighbors.
     """
     stops = [(shard.row_stop, False, number) for number, shard in enumerate(shards)]
     starts = [(shard.row_start, True, number) for number, shard in enumerate(shards)]

@@ -1,7 +1,7 @@
-"""Plans which rank decides about the keys of each growing field.
+"""Plans which rank assigns rows to the keys of each growing field.
 
-A key's row number is decided before any table is looked up, so tables of one field share their row
-numbers in any layouts, and the exchanges of tables see only row numbers. The rank that stores a
+A key's row number is chosen before any table is looked up. Tables of one field therefore share row
+numbers in any layouts, and the exchanges of tables handle only row numbers. The rank that stores a
 range of rows also owns the corresponding range of key buckets.
 """
 
@@ -28,11 +28,11 @@ from sbpflow.sbp.sbp import Broadcast, Split, balanced_sizes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabularyPlan:
-    """The keys of ``features``, whose tables have equal row numbers.
+    """Describes the keys of ``features``, whose tables share row numbers.
 
-    ``owners`` has (rank, first bucket, last bucket) in ascending order. ``columns`` of the id
-    matrix and lists at ``places`` have the keys. If ``is_local``, only the owner of a key stores
-    the key's rows.
+    ``owners`` lists (rank, first bucket, last bucket) in ascending order. ``columns`` of the id
+    matrix, and the lists at ``places``, contain the keys. If ``is_local``, only the owner of a key
+    stores the key's rows.
     """
 
     name: str
@@ -55,7 +55,7 @@ def vocabulary_name(features: Sequence[str]) -> str:
 def key_steps(
     vocabularies: Sequence[VocabularyPlan], world: Placement, batch_size: int
 ) -> tuple[ExchangeStep, ...]:
-    """Return the transfers of keys: to their owners with counts, and rows back."""
+    """Return the transfers that send keys and counts to the owners, and rows back."""
     if not vocabularies or world.size == 1:
         return ()
     lookups = sum(vocabulary.hotness for vocabulary in vocabularies)
@@ -91,7 +91,7 @@ def key_steps(
 def aligned(
     tables: Sequence[TableConfig], layouts: Mapping[str, TableLayout]
 ) -> dict[str, TableLayout]:
-    """Return the layouts, with the rows of growing tables split between buckets of keys."""
+    """Return the layouts, in which the rows of growing tables are split at bucket boundaries."""
     result = dict(layouts)
     for table in tables:
         config = layouts.get(table.name)
@@ -121,7 +121,7 @@ def plan_vocabularies(
     ids: IdColumns,
     world: Placement,
 ) -> tuple[VocabularyPlan, ...]:
-    """Return a plan for each set of features that have growing tables."""
+    """Return a plan for each set of features with growing tables."""
     tables = [table for output in outputs for table in output.tables]
     by_features: dict[tuple[str, ...], list[TableConfig]] = {}
     for table in tables:
@@ -197,7 +197,7 @@ def _owners(
     if len(split) > 1:
         first, second, *_ = split.values()
         raise ConfigError(
-            f"table {second}: splits its rows differently than table {first}, but both have the "
+            f"table {second}: splits its rows differently than table {first}, but both use the "
             "keys of one field; use the same ranks and sizes, or S(1)"
         )
     if split:
@@ -230,7 +230,7 @@ def _ends(sizes: Sequence[int]) -> list[int]:
 
 
 def _bucket_sizes(num_rows: int, parts: int) -> tuple[int, ...]:
-    """Return the sizes of row parts that have about equally many buckets."""
+    """Return sizes of row parts with about equally many buckets."""
     ends = [0, *_ends(balanced_sizes(NUM_BUCKETS, parts))]
     rows = [first_row_of(end, num_rows) for end in ends]
     return tuple(stop - start for start, stop in pairwise(rows))

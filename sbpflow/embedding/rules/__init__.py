@@ -1,1 +1,2 @@
-"""Defines the sparse optimizers; each module has the constants, state, and step in torch."""
+"""Defines the sparse optimizers; each module defines an optimizer's constants, state, and torch
+step."""

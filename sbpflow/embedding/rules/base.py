@@ -27,7 +27,7 @@ RowDecay = Annotated[
 
 
 class StepNumbers(NamedTuple):
-    """The step-dependent numbers of an optimizer: host numbers, or 0-d tensors for CUDA graphs.
+    """Contains an optimizer's step-dependent numbers: host numbers, or 0-d tensors for CUDA graphs.
 
     The tensors for CUDA graphs are on the device, in the compute dtype (``step`` is int64).
     """
@@ -40,10 +40,11 @@ class StepNumbers(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class RowBlock:
-    """The rows of one step, each row once, with the columns that this rank stores."""
+    """Contains the distinct rows of one step, with the columns that this rank stores."""
 
     weights: Tensor  # [touched, width] in the compute dtype; changed in place
-    state: dict[str, Tensor]  # state of all slots; use ``take`` and ``put`` for this block
+    # state of all slots; access this block's state with ``take`` and ``put``
+    state: dict[str, Tensor]
     rows: Tensor  # [touched] int64: the slots of the rows in ``state``
     grads: Tensor  # [touched, width], summed over the batch
     numbers: StepNumbers
@@ -51,9 +52,10 @@ class RowBlock:
 
     @property
     def mean_squares(self) -> Tensor:
-        """Return the mean square of each row's gradient over the table's full width, [touched].
+        """Return the mean square of each row's gradient, [touched], over the table's full width.
 
-        Only optimizers with row state have mean squares: ranks that share a row sum their squares.
+        Mean squares are available only to optimizers with row state: ranks that share a row sum
+        their squares.
         """
         if self.squares is None:
             raise RuntimeError(
@@ -88,7 +90,7 @@ class RowBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseOptimizer(ABC):
-    """Updates the rows that a batch touches; the fields are the constants of a configuration.
+    """Updates the rows that a batch touches; the fields are the optimizer's configurable constants.
 
     A subclass declares its ``state`` and the ``kernels`` that support it, and implements ``step``
     in torch. If a subclass has a field ``weight_decay``, each touched row shrinks by lr *
@@ -102,11 +104,11 @@ class SparseOptimizer(ABC):
     # ``state`` says which state to keep: one number per row, or one per element.
     state: ClassVar[Mapping[str, StateSize]] = {}
     # ``kernels`` maps each supported kernel to the optimizer's function, as
-    # "package.module:function". Without it, a built-in optimizer needs a function of its name for
-    # every kernel except FBGEMM.
+    # "package.module:function". Without this mapping, every kernel except FBGEMM must contain a
+    # function with the built-in optimizer's name.
     kernels: ClassVar[Mapping[CompiledKernel, str]] = {}
-    # ``one_rate`` says why the learning rate must not change during a run; ``None`` means that it
-    # can.
+    # ``one_rate`` is the reason why the learning rate must not change during a run; ``None`` allows
+    # changes.
     one_rate: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:

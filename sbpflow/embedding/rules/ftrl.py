@@ -26,7 +26,7 @@ class Ftrl(SparseOptimizer):
     initial_accumulator: Accumulator = 0.0
 
     state: ClassVar = {"sum": "element", "linear": "element"}
-    # The weights are a function of ``linear``, a sum that contains the learning rate.
+    # the weights are a function of ``linear``, a sum that includes the learning rate
     one_rate: ClassVar = "accumulates sums that assume a constant learning rate"
 
     def initial_state(self, name: str) -> float:

@@ -10,7 +10,7 @@ from sbpflow.runtime.fields.ranges import Betas, Epsilon, LearningRate
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LazyAdam(SparseOptimizer):
-    """Applies Adam to only the rows of a batch; other rows keep their weights and state."""
+    """Applies Adam only to the rows of a batch; other rows keep their weights and state."""
 
     name: Literal["lazy_adam"] = "lazy_adam"
     lr: LearningRate = 1e-3
@@ -21,7 +21,7 @@ class LazyAdam(SparseOptimizer):
     state: ClassVar = {"exp_avg": "element", "exp_avg_sq": "element"}
 
     def numbers(self, lr: float, step: int) -> StepNumbers:
-        """Return the numbers of a step; the rate includes the bias correction of the mean.
+        """Return the step-dependent numbers; the rate includes the bias correction of the mean.
 
         Bias corrections use the step number of the job.
         """

@@ -79,7 +79,7 @@ def sparse_optimizer(name: str, **constants: object) -> SparseOptimizer:
 
 
 def with_constants(optimizer: SparseOptimizer, constants: Mapping[str, object]) -> SparseOptimizer:
-    """Return a copy with some constants changed; raise ConfigError as ``sparse_optimizer`` does."""
+    """Return a copy with changed constants; raise the same ConfigErrors as ``sparse_optimizer``."""
     _check_constants(optimizer.name, type(optimizer), constants)
     changes: Mapping[str, Any] = constants
     return replace(optimizer, **changes)
@@ -98,7 +98,7 @@ def _check_constants(
 def function_path(optimizer: SparseOptimizer, kernel: CompiledKernel) -> str | None:
     """Return "package.module:function" of an optimizer for a kernel, or ``None`` without support.
 
-    The function of a built-in optimizer without ``kernels`` has the optimizer's name.
+    For a built-in optimizer without ``kernels``, the function's name equals the optimizer's name.
     """
     for name, kind in RULES.items():
         if kind is type(optimizer) and not kind.kernels:

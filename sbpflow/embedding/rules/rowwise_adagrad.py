@@ -1,4 +1,5 @@
-"""Defines Adagrad with one number of state per row: the mean of squares over the full width."""
+"""Defines Adagrad with one state value per row: the sum of mean squared gradients over the full
+width."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
@@ -10,7 +11,7 @@ from sbpflow.runtime.fields.ranges import Accumulator, Epsilon
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowwiseAdagrad(SparseOptimizer):
-    """Adagrad with one number of state per row.
+    """Implements Adagrad with one state value per row.
 
     With ``row_state: per_shard``, ranks do not sum their squares, so results depend on the layout.
     """

@@ -52,8 +52,8 @@ class Job:
         """Return all state that training changes, by logical name.
 
         The names are ``tables/T``, ``tables/T/STATE``, ``dense/P`` and ``dense/P/STATE``, where P
-        is a parameter or a buffer, such as the running mean of a batch norm. Each value has the
-        full shape and this rank's rectangles.
+        is a parameter or a buffer, such as the running mean of a batch norm. Each value describes
+        the full shape and this rank's rectangles.
         """
         model = self.model
         dense = dense_state(model.parameters, model.buffers, self.trainer.optimizer)
@@ -63,8 +63,8 @@ class Job:
         """Restore all state and the step number from a checkpoint of any layout.
 
         With ``grown``, tables may have more rows than the checkpoint; new rows keep their initial
-        values. Raises CheckpointError if the checkpoint is damaged or does not fit. The job is then
-        partly restored and cannot be used before another checkpoint is restored.
+        values. Raises CheckpointError if the checkpoint is damaged or does not fit. After this
+        error, the job is partly restored and unusable until another checkpoint is restored.
         """
         begin_state(self.trainer.optimizer, checkpoint.step)
         state = self.state()
@@ -84,11 +84,11 @@ def build_job(
     stores: StoreFactory | None = None,
     training: bool = True,
 ) -> Job:
-    """Allocate and initialize this rank's part of the run; ``boxing`` then follows the plan.
+    """Allocate and initialize this rank's part of the run, and set the plan's steps in ``boxing``.
 
-    ``EmbeddingCollection`` describes ``stores``; by default they follow ``parallel.storage``.
-    Without ``training``, the job only predicts: the caller loads the values of the tables, and the
-    dense part has no optimizer, whose class takes a second to import.
+    For ``stores``, see ``EmbeddingCollection``; by default, ``parallel.storage`` selects the
+    stores. Without ``training``, the job can only predict: the caller must load the table values,
+    and no dense optimizer is created, because importing its class takes a second.
     """
     boxing.follow(plan.dense_conversions)
     if boxing.world.backend == "nccl":
@@ -145,7 +145,7 @@ def build_job(
 
 
 def _row_folder(config: Config, key: str) -> Path:
-    """Return the folder of a table's rows; ``key`` is the key of a ``parallel.storage`` rule."""
+    """Return the folder that stores a table's rows; ``key`` names a ``parallel.storage`` rule."""
     rule = config.parallel.storage[key.removeprefix("parallel.storage.")]
     return rule.path or config.run.dir
 
@@ -161,7 +161,8 @@ def _log_fixed_sizes(config: Config, trainer: Trainer, embeddings: EmbeddingColl
 
 
 def _check_no_transfers(plan: RunPlan) -> None:
-    """Raise ConfigError if the dense part communicates, because CUDA graphs cannot do this."""
+    """Raise ConfigError if the dense part communicates, because CUDA graphs cannot capture
+    communication."""
     steps = [*plan.dense_forward, *plan.dense_backward]
     if steps:
         raise ConfigError(
@@ -172,7 +173,7 @@ def _check_no_transfers(plan: RunPlan) -> None:
 
 
 def start_job(config: Config, fields: Fields, boxing: Boxing) -> Job:
-    """Plan and build a run over these columns, for programs that provide their own batches."""
+    """Plan and build a run for these columns; for programs that provide their own batches."""
     world = boxing.world
     spec, plan = plan_run(
         config,

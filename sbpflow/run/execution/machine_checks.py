@@ -1,7 +1,7 @@
 """Runs the checks of ``doctor`` that move data: links between ranks, and the disk for runs.
 
-Under torchrun every rank takes part and rank 0 reports. Each figure is the best of a few repeats,
-so it shows what the machines can reach, not the average.
+Under torchrun every rank takes part and rank 0 reports. Each reported number is the best of a few
+repeats, so it shows peak, not average, performance.
 """
 
 import shutil
@@ -27,7 +27,8 @@ from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast
 
 _SMALL, _LARGE = 1 << 10, 1 << 24  # numbers of elements in a message: 4 KiB and 64 MiB
-_LARGE_WITHIN_S = 0.25  # if a tenth of the large message takes longer, the rest is not sent
+# If a tenth of the large message takes longer than this, the rest is not sent.
+_LARGE_WITHIN_S = 0.25
 _REPEATS = 3
 _SAVED_BYTES = 32 << 20
 
@@ -35,7 +36,7 @@ _SAVED_BYTES = 32 << 20
 def link(boxing: Boxing, *, large: int = _LARGE) -> Finding:
     """Measure the link from each rank to the next, in a ring; every rank must call this.
 
-    The finding has the slowest link and, if the difference is large, the fastest link.
+    The finding reports the slowest link and, if the difference is large, the fastest link.
     """
     world = boxing.world
     if world.size == 1:
@@ -76,7 +77,7 @@ def _seconds(boxing: Boxing, src: int, dst: int, size: int) -> float:
     )
     part = torch.ones(size, device=world.device) if world.rank == src else None
     times: list[float] = []
-    for _ in range(_REPEATS + 1):  # the first repeat connects
+    for _ in range(_REPEATS + 1):  # the first repeat is slower, because it opens the connection
         world.barrier()
         begin = time.perf_counter()
         boxing.run(steps, part, "control")

@@ -1,4 +1,5 @@
-"""Predicts a split with a trained job: all scores on rank 0, or each range of rows on one rank."""
+"""Scores a split with a trained job. All scores are returned on rank 0, or the scores of each range
+of rows on one of the ranks."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +31,8 @@ def predictions(
 ) -> Iterator[tuple[Floats, Floats]]:
     """Yield (probabilities, labels) of each batch on rank 0, in the order of the split.
 
-    Every rank must iterate; other ranks yield nothing. An evaluation computes the same logits.
+    Every rank must iterate; other ranks yield nothing. The logits equal the logits of an
+    evaluation.
     """
     world = boxing.world
     for batch, logits in trainer.predict_all(loader.epoch(0)):
@@ -42,7 +44,7 @@ def predictions(
 
 
 class Range(Protocol):
-    """Rows [start, stop) of the split."""
+    """Stores a range of rows, [start, stop), of the split."""
 
     @property
     def start(self) -> int: ...
@@ -51,10 +53,11 @@ class Range(Protocol):
 
 
 class WindowLoader(Protocol):
-    """A loader that reads any rows, such as ``data.read.loader.RowLoader``."""
+    """The interface of a loader that can read any rows, such as ``data.read.loader.RowLoader``."""
 
     def windows(self, windows: Sequence[tuple[int, int]], batch_size: int) -> Iterator[Batch]:
-        """Yield batches with these rows of this rank; ``batch_size`` counts all ranks' rows."""
+        """Yield batches of this rank's ``rows``; ``batch_size`` is the total number of rows on all
+        ranks."""
         ...
 
 
@@ -66,12 +69,13 @@ def predict_ranges(
     batch_size: int,
     num_rows: int,
 ) -> Iterator[tuple[int, Floats, Floats]]:
-    """Predict each range of rows on one rank; yield (index, probabilities, labels) of own ranges.
+    """Score each range of rows on one rank; yield (index, probabilities, labels) of this rank's
+    ranges.
 
-    Every rank must iterate over equal ``todo``. Each step has ``batch_size`` rows in equal parts,
-    or fewer if the split has only ``num_rows``. A part beyond the end of its range is moved back,
-    and the rows that it repeats are dropped. So the matrix shapes, and the bits of a score, do not
-    depend on which ranges are left to do.
+    Every rank must iterate, with equal ``todo``. Each step scores ``batch_size`` rows, or
+    ``num_rows`` if the split is smaller, divided equally among the ranks. If a rank's part extends
+    beyond the end of its range, the part is moved back, and repeated rows are dropped. The matrix
+    shapes, and therefore the bits of a score, do not depend on which ranges remain.
     """
     size, rank = boxing.world.size, boxing.world.rank
     part = min(batch_size // size, num_rows)
@@ -100,7 +104,7 @@ def predict_ranges(
 def unfinished(
     boxing: Boxing, every: Sequence[Block], is_finished: Callable[[Block], bool]
 ) -> list[Block]:
-    """Return the blocks that are not finished; the ranks share the work of checking."""
+    """Return the unfinished blocks; each rank checks some of the blocks."""
     numbers = range(boxing.world.rank, len(every), boxing.world.size)
     left = together(boxing, lambda: [n for n in numbers if not is_finished(every[n])])
     numbers_left = " ".join(gather_texts(boxing, " ".join(map(str, left)))).split()
@@ -111,12 +115,12 @@ def unfinished(
 
 
 def rank_0_says(boxing: Boxing, question: Callable[[], bool]) -> bool:
-    """Return rank 0's answer on every rank."""
+    """Return rank 0's value on every rank."""
     return gather_texts(boxing, "yes" if on_rank_0(boxing, question) else "")[0] == "yes"
 
 
 def probabilities(logits: NDArray[np.floating]) -> Floats:
-    """Return the sigmoids, computed in float64 so that they do not depend on the batch size.
+    """Return sigmoids, computed in float64 so that the values do not depend on the batch size.
 
     torch's float32 sigmoid rounds an array's vectorized part and its remainder differently.
     """
@@ -125,7 +129,8 @@ def probabilities(logits: NDArray[np.floating]) -> Floats:
 
 
 def on_rank_0(boxing: Boxing, work: Callable[[], Result], *, ask_s: float = 2.0) -> Result | None:
-    """Run ``work`` on rank 0 as ``together`` does; return its result there, and None elsewhere."""
+    """Run ``work`` on rank 0 as ``together`` does; return the result on rank 0, and None
+    elsewhere."""
     return together(boxing, work if boxing.world.rank == 0 else lambda: None, ask_s=ask_s)
 
 
@@ -133,8 +138,8 @@ def together(boxing: Boxing, work: Callable[[], Result], *, ask_s: float = 2.0) 
     """Run ``work`` on every rank and return its result.
 
     Every rank must call this function. The ranks report to each other every ``ask_s`` seconds, so
-    that collectives do not time out during long work. All ranks raise the errors of ``work`` that
-    are a user's mistakes.
+    that collectives do not time out during long work. If ``work`` fails because of a user's
+    mistake, all ranks raise its error.
     """
     if boxing.world.size == 1:
         return work()

@@ -1,4 +1,5 @@
-"""Starts a run: plans for its hosts, joins its ranks, locks its folder; closes it at the end."""
+"""Starts a run (plans for its hosts, joins its ranks, locks its folder) and closes the run at the
+end."""
 
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
@@ -26,11 +27,12 @@ T = TypeVar("T")
 def plan_for_ranks(
     config: Config, device_type: str, make: Callable[[Topology], tuple[RunPlan, T]]
 ) -> tuple[RunPlan, T]:
-    """Plan with ``make`` for ``parallel.topology``, or for the hosts that the ranks discover.
+    """Plan with ``make`` for ``parallel.topology``, or for the hosts that the ranks discover
+    themselves.
 
-    All ranks must join to discover their hosts, which takes minutes if a rank is missing. So a plan
-    for one host is made first, to report mistakes in the configuration at once. This plan is used
-    if all ranks turn out to share a host. ``run_main`` keeps the ranks' store open.
+    All ranks must join to discover their hosts, which takes minutes if a rank is missing. Therefore
+    a plan for one host is made first, to report mistakes in the configuration immediately. The plan
+    is used if all ranks share a host. ``run_main`` keeps the ranks' store open.
     """
     world_size = world_size_of_environment()
     if given := given_topology(config, world_size):
@@ -50,9 +52,9 @@ def plan_for_ranks(
 def join_ranks(config: Config, plan: RunPlan, *, data_set: str) -> Boxing:
     """Join the other ranks, which must have the same configuration, plan and data set.
 
-    ``data_set`` describes the set: its fingerprint and this rank's path to it. The run's transfers
-    use the returned boxing. Raises ConfigError with the differences between ranks, and all errors
-    of ``World.start``.
+    ``data_set`` consists of the set's fingerprint and this rank's path to the set. The run's
+    transfers use the returned boxing. Raises ConfigError with the differences between ranks, and
+    all errors of ``World.start``.
     """
     return Boxing(
         World.start(
@@ -68,9 +70,10 @@ def join_ranks(config: Config, plan: RunPlan, *, data_set: str) -> Boxing:
 
 @contextmanager
 def closing() -> Generator[ExitStack]:
-    """Close what a run opened, after success and, in a single process, after a failure.
+    """Close everything that a run opened, after success or, in a single process, after a failure.
 
-    After a failure of several ranks, their processes end; closing could wait for a dead peer.
+    With several ranks, a failure ends the processes without closing, because closing could wait for
+    a dead peer.
     """
     opened = ExitStack()
     try:

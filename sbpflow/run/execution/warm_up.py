@@ -1,8 +1,8 @@
 """Creates and connects the process groups of a run before its first step.
 
-NCCL connects at a group's first collective. Connecting inside a step would block every rank between
-other transfers. In addition, all ranks of a group must make the first call, but a rank without rows
-to exchange would skip the call.
+NCCL connects at a group's first collective, and connecting inside a step would block every rank. In
+addition, all ranks of a group must make the first call, but a rank without rows to exchange would
+skip the call.
 """
 
 from collections.abc import Sequence
@@ -22,12 +22,12 @@ from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Partial, Split
 from sbpflow.training.clipping import CHANNEL as DENSE
 
-CONVERSIONS = "main"  # the channel of conversions inside a model
+CONVERSIONS = "main"  # the channel that conversions inside a model use
 
 
 @dataclass(frozen=True, slots=True)
 class GroupUse:
-    """Names ranks that communicate on a channel.
+    """Identifies a group of ranks that communicate on a channel.
 
     With ``pairs``, each rank sends directly to every other; otherwise ranks use a ring or a tree.
     """
@@ -40,7 +40,7 @@ class GroupUse:
 def groups_of(plan: RunPlan) -> tuple[GroupUse, ...]:
     """Return the groups that a step uses, in the order in which all ranks create them.
 
-    The order follows from the plan, which is equal on all ranks: by channel, then by first use.
+    Groups are sorted by channel, then by first use in the plan, which is equal on all ranks.
     """
     tables, rows = plan.embeddings, plan.batch_size
     by_channel: dict[str, Sequence[Step]] = {

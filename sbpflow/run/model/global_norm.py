@@ -45,9 +45,9 @@ class GlobalBatchNorm(nn.Module):
     def take_rows(self, batch: GlobalTensor) -> None:
         """Set the layout of the next forward's rows; ``batch`` is S(0) over these rows."""
         self._batch = batch
-        if self._bound_to != id(self):  # this module is not bound, or a copy of a bound module
-            # Transfers must stay out of compiled graphs. A decorator on the class
-            # would load the compiler on import, so each instance is decorated.
+        if self._bound_to != id(self):  # This module is not bound, or is a copy of a bound module.
+            # Compiled graphs cannot contain transfers. Each instance is decorated, because a
+            # decorator on the class would load the compiler on import.
             forward = partial(type(self).forward, self)
             self.__dict__["forward"] = torch.compiler.disable(forward)
             self._bound_to = id(self)
@@ -55,7 +55,8 @@ class GlobalBatchNorm(nn.Module):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, x: Tensor
     ) -> Tensor:
-        """Normalize this rank's rows [rows, n], with statistics of all ranks in training."""
+        """Normalize this rank's rows [rows, n]; in training, with statistics over the rows of all
+        ranks."""
         x = x.to(self.running_mean.dtype)
         if not self.training:
             mean, var = self.running_mean, self.running_var
@@ -136,14 +137,15 @@ def plain_name(name: str) -> str:
 
 
 def norms_of(module: nn.Module) -> dict[str, GlobalBatchNorm]:
-    """Return the batch norms over all ranks, by name."""
+    """Return the ``GlobalBatchNorm`` modules by name."""
     return {part.name: part for part in module.modules() if isinstance(part, GlobalBatchNorm)}
 
 
 def buffers_of(
     norms: Mapping[str, GlobalBatchNorm], everywhere: Layout, boxing: Boxing
 ) -> dict[str, GlobalTensor]:
-    """Return the running statistics by name, with layout B and the storage of the norms."""
+    """Return the running statistics by name, as tensors with layout B that share storage with the
+    norms."""
     return {
         f"{name}.{statistic}": GlobalTensor(value, everywhere, tuple(value.shape), boxing)
         for name, norm in norms.items()
@@ -154,7 +156,7 @@ def buffers_of(
 def calls_of_norms(
     module: nn.Module, widths: Mapping[str, int], num_dense: int
 ) -> list[tuple[str, int]]:
-    """Return (name, features) of each batch norm in the order in which a forward calls them.
+    """Return (name, features) of each batch norm in call order.
 
     Runs a forward over two rows of zeros on the CPU, without gradients and in evaluation mode, so
     ``module`` must not be used elsewhere.
@@ -180,7 +182,7 @@ def calls_of_norms(
 
 
 def dry_norms(calls: Sequence[tuple[str, int]], carry: GlobalTensor) -> GlobalTensor:
-    """Run the transfers of these norms on the meta device, each after the previous one.
+    """Run the transfers of these norms one after another on the meta device.
 
     ``carry`` [b, 1] -> [b, 1].
     """

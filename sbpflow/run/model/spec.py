@@ -1,8 +1,9 @@
 """Defines the model interface: embedding outputs over given fields, and a dense part.
 
-A model is one module with a frozen configuration class, tagged by its field ``name``, whose
-``spec(fields)`` returns a ``ModelSpec``. Everything except ``build`` is pure, without ranks or
-devices, so that planning and ``explain`` can use it. This module refers to no specific model.
+A model is one module with a frozen configuration class. The class's field ``name`` identifies the
+model, and its ``spec(fields)`` returns a ``ModelSpec``. Everything except ``build`` is pure,
+without ranks or devices, so that planning and ``explain`` can use it. This module refers to no
+specific model.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -42,11 +43,11 @@ from sbpflow.training.dense_part import DensePart
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdField:
-    """Describes a column of ids, each below ``rows``; ``FeatureConfig`` defines ``hotness``.
+    """Describes a column of ids below ``rows``; see ``FeatureConfig`` for ``hotness``.
 
-    If ``keyed``, the ids are 64-bit keys with any bits, and ``rows`` is 0. Fields with the same
-    ``vocabulary`` have the same id for a value; "" is a private vocabulary. ``frequencies``
-    describes how ids repeat, if known; cost estimates of a step use it.
+    If ``keyed``, the ids are arbitrary 64-bit keys, and ``rows`` is 0. Fields with the same
+    ``vocabulary`` encode a value as the same id; "" means a private vocabulary. ``frequencies``
+    describes how ids repeat, if known; cost estimates use this field.
     """
 
     name: str
@@ -67,10 +68,10 @@ class IdField:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fields:
-    """Describes a data set's columns; a batch has the ids of ``sparse``, then of ``crosses``.
+    """Describes a data set's columns; a batch contains the ids of ``sparse``, then of ``crosses``.
 
-    ``grouped`` is set if rows have a group, which GAUC needs, and ``timed`` if they have an event
-    time, which ``evict.idle_time`` needs.
+    ``grouped`` is True if rows belong to groups, a requirement of GAUC. ``timed`` is True if rows have
+    event times, a requirement of ``evict.idle_time``.
     """
 
     dense: tuple[str, ...] = ()
@@ -107,7 +108,7 @@ class HashedColumn:
 
     @property
     def name(self) -> str:
-        """Return the column's name, which differs from the names of crosses stored in the set."""
+        """Return the column's name, which never equals the name of a stored cross."""
         return f"hashed.{'x'.join(self.columns)}"
 
     def field(self) -> IdField:
@@ -117,7 +118,8 @@ class HashedColumn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSpec:
-    """Describes a dense parameter: its shape and initial values, U(-bound, bound) or ``value``.
+    """Describes a dense parameter by its shape and its initial values: U(-bound, bound) or
+    ``value``.
 
     Raises ConfigError if both are given, or if ``bound`` is given for more than 2 dims.
     """
@@ -140,7 +142,7 @@ class ParameterSpec:
 
 
 class ModelSpec(Protocol):
-    """Gives the shapes of a model over given fields, before anything is allocated."""
+    """Describes the shapes of a model for given fields before any memory is allocated."""
 
     @property
     def outputs(self) -> tuple[OutputConfig, ...]:
@@ -154,12 +156,13 @@ class ModelSpec(Protocol):
 
     @property
     def schemes(self) -> Mapping[Scheme, Mapping[str, TableRule]]:
-        """Return the rules of each ``parallel.scheme`` (``schemes_of``), by table name pattern."""
+        """Return the layout rules of each ``parallel.scheme`` by table name pattern, as
+        ``schemes_of`` does."""
         ...
 
     @property
     def hashed_columns(self) -> tuple[HashedColumn, ...]:
-        """Return the columns that the loader computes, which come last in a batch's ids."""
+        """Return the columns that the loader computes; a batch's ids end with these columns."""
         ...
 
     @property
@@ -180,16 +183,17 @@ class ExportableSpec(ModelSpec, Protocol):
     def plain(self, *, seed: int) -> nn.Module:
         """Return a new module with the parameters of ``parameters`` under the same names.
 
-        ``forward(vectors, dense)`` takes {output: [rows, width]} and [rows, fields], and returns
-        the logits [rows] or [rows, 1] that the result of ``build`` computes. The module uses only
-        torch, and ``torch.export`` can trace the module. The caller fills the parameters;
+        ``forward(vectors, dense)`` takes {output: [rows, width]} and [rows, fields]. The result
+        equals the logits, [rows] or [rows, 1], of the dense part from ``build``. The module uses
+        only torch, and ``torch.export`` can trace the module. The caller fills the parameters;
         other tensors may depend on ``seed`` only.
         """
         ...
 
 
 class ModelConfig(Protocol):
-    """Describes the ``model`` group of a configuration: a frozen dataclass tagged by ``name``."""
+    """The interface of a configuration's ``model`` group, a frozen dataclass identified by
+    ``name``."""
 
     @property
     def name(self) -> str:
@@ -213,7 +217,7 @@ def embedding_output(
 ) -> OutputConfig:
     """Return an output with one table ``<name>.<field>`` of ``dim`` columns per field.
 
-    ``rules``, a model's configuration with ``fields`` and ``tables``, may change this by pattern;
+    ``rules`` is a model configuration whose ``fields`` and ``tables`` may change tables by pattern;
     fields with keys need such rules. ``fixed_dim`` is the reason why rules must not set the dim, or
     "". Raises ConfigError for rules that set a fixed dim, and for fields that cannot share a table.
     """
@@ -243,7 +247,8 @@ def embedding_output(
 
 
 def _growth_of(members: Sequence[IdField], rules: TableRules | None, table: str) -> Growth | None:
-    """Return how a table of these fields grows; raise ConfigError if the fields' rules differ."""
+    """Return the growth settings of the table of these fields; raise ConfigError if the fields'
+    rules differ."""
     first, *others = members
     growth = growth_of(rules, first.name, keyed=first.keyed)
     for other in others:
@@ -271,7 +276,8 @@ def _tables_of(fields: Sequence[IdField], rules: TableRules | None) -> dict[str,
 
 
 def _check_shared(table: str, members: Sequence[IdField], shared: Collection[str]) -> None:
-    """Raise ConfigError if the fields cannot share a table; a rule assigned ``shared``."""
+    """Raise ConfigError if the fields cannot share a table; rules assign the fields in
+    ``shared``."""
     first = members[0]
     for other in members[1:]:
         pair = f"{first.name} and {other.name} share table {table}"
@@ -298,9 +304,9 @@ def schemes_of(
 ) -> dict[Scheme, dict[str, TableRule]]:
     """Return the rules of every scheme except ``auto``; schemes 1 to 3 follow OneFlow.
 
-    Scheme dp is B. Scheme 1 is S(1) and exchanges whole vectors; tables with one column, which
-    cannot be split by columns, are S(0). Scheme 2 is S(0) and sums partial results. Scheme 3 is
-    S(0) and fetches unique rows from their owners.
+    Scheme dp is B. Scheme 1 is S(1) and exchanges whole vectors; tables with one column are S(0),
+    because one column cannot be split. Scheme 2 is S(0) and sums partial results. Scheme 3 is S(0)
+    and fetches unique rows from their owners.
     """
     narrow = TableRule(sbp="S(0)", exchange="reduce")
     by_columns = TableRule(sbp="S(1)", exchange="columns")
@@ -379,7 +385,8 @@ def _parameter(
 
 
 def _fill(part: Tensor, name: str, spec: ParameterSpec, slices: Sequence[slice], seed: int) -> None:
-    """Fill the part of a parameter that ``slices`` select with its initial values."""
+    """Fill ``part``, which ``slices`` select from a parameter, with the parameter's initial
+    values."""
     if not spec.bound:
         part.fill_(spec.value)
         return

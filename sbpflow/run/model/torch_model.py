@@ -37,7 +37,7 @@ from sbpflow.sbp.sbp import Broadcast
 from sbpflow.tensor.global_tensor import GlobalTensor, parameter
 from sbpflow.training.health import check_initial
 
-LOOKED_AT = 3  # number of batches, from the first, for which buffer values are compared
+LOOKED_AT = 3  # number of first batches for which buffer values are compared
 RowLoss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -97,7 +97,7 @@ class TorchModel:
 
     @property
     def schemes(self) -> Mapping[Scheme, Mapping[str, TableRule]]:
-        """Return the rules of every scheme for the outputs; the module is irrelevant."""
+        """Return every scheme's layout rules, which depend only on the outputs."""
         return schemes_of(self.outputs)
 
     def build(
@@ -221,10 +221,12 @@ class TorchPart:
             )
 
     def _buffers(self) -> dict[str, tuple[int, int, Tensor | None]]:
-        """Return identity, version and, in the first batches, values of the module's buffers.
+        """Return the identity, the version and, in the first batches, the values of the module's
+        buffers.
 
         Values are compared because a write through ``.data`` does not change the version. A module
-        that writes this way does so from the start, so comparing the first batches suffices.
+        that writes through ``.data`` does so from the start, so comparing the first batches
+        suffices.
         """
         self._batches += 1
         compare = self._batches <= LOOKED_AT
@@ -255,7 +257,7 @@ class TorchPart:
 
 
 class ShapesOnly:
-    """Replaces a module in a dry run, where only its batch norms communicate.
+    """Replaces a module in a dry run; only the module's batch norms communicate.
 
     ``calls`` returns the batch norms in the order of their calls, given the widths of the vectors
     and the number of dense fields.

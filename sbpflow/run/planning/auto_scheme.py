@@ -1,7 +1,7 @@
 """Chooses the cheapest of several complete plans for ``parallel.scheme: auto``.
 
-A candidate places every table. Only complete plans are priced, because tables that are exchanged
-together share their calls. ``embedding/plan/price.py`` computes the prices.
+Each candidate places all tables. Tables are not priced separately, because tables that are
+exchanged together share their collective calls. ``embedding/plan/price.py`` computes the prices.
 """
 
 import math
@@ -23,7 +23,7 @@ Rules = dict[str, TableRule]
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Contains a complete plan with its name and price."""
+    """Combines a complete plan with its name and price."""
 
     name: str
     rules: Rules
@@ -41,7 +41,7 @@ def candidates(
     """Return rules per table for each candidate plan, by name.
 
     In some candidates all tables have the same layout, or whole tables are balanced over the ranks.
-    The other candidates combine one of these with copies of small tables on every rank.
+    The other candidates combine one of these layouts with copies of small tables on every rank.
     """
     rows = TableRule(sbp="S(0)", exchange="unique")
     copies = TableRule(sbp="B", exchange="local")
@@ -87,7 +87,7 @@ def _balanced(
     batch_size: int,
     known: Mapping[str, IdFrequencies],
 ) -> dict[str, TableRule]:
-    """Place each table whole on one rank: the heaviest first, on the least loaded rank."""
+    """Place each table whole on the least loaded rank, in order of descending weight."""
     by_name = {feature.name: feature for feature in features}
 
     def weight(table: TableConfig) -> float:
@@ -138,7 +138,7 @@ def rank_candidates(
 
 
 def table_bytes(plan: EmbeddingPlan) -> int:
-    """Return the bytes of rows and optimizer state over all ranks."""
+    """Return the total bytes of rows and optimizer state on all ranks."""
     total = 0
     for group in plan.groups:
         for stack in group.stacks:

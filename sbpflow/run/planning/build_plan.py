@@ -1,4 +1,4 @@
-"""Plans a run: computes all its static properties from a configuration and a set's columns.
+"""Plans a run: computes all static properties of the run from a configuration and a set's columns.
 
 ``run.execution.job`` executes the plan, and ``sbpflow explain`` prints it.
 """
@@ -92,12 +92,14 @@ def plan_run(
     topology: Topology | None = None,
     traced: bool = True,
 ) -> tuple[ModelSpec, RunPlan]:
-    """Return the model's shapes and the plan of the run; raise ConfigError for a misfit.
+    """Return the model's shapes and the plan of the run; raise ConfigError if configuration and set
+    do not match.
 
-    ``planned`` are the rules to use for ``parallel.plan``: the planner's rules for ``auto``, or the
-    rules of a saved run. By default, the file that ``parallel.plan`` names is read. ``topology`` is
-    by default the file of ``parallel.topology``, or else one host like this machine. If not
-    ``traced``, the plan lacks the steps of the dense part, which one rank can do without.
+    ``planned`` contains the rules to use for ``parallel.plan``: the planner's rules for ``auto``,
+    or the rules of a saved run. By default, the rules are read from the file that ``parallel.plan``
+    names. ``topology`` defaults to the contents of ``parallel.topology`` or, without this key, to
+    one host like this machine. If not ``traced``, the plan omits the steps of the dense part, which
+    a single rank does not need.
     """
     spec = cast("ModelConfig", config.model).spec(fields)
     parts = ("outputs", "parameters", "schemes", "hashed_columns", "splits_parameters", "build")
@@ -125,7 +127,7 @@ def plan_run(
     check_storage(embeddings)
     dense = _dense_parameters(config, spec, device_type, world_size)
     sent = DenseSteps(forward=(), backward=(), conversions=())
-    if traced:  # takes two seconds, because torch imports its compiler for tensors without values
+    if traced:  # takes two seconds, because torch imports its compiler for meta tensors
         sent = dense_steps(
             spec,
             fields,
@@ -220,7 +222,7 @@ def _plan_tables(
     planned: Mapping[str, TableRule] | None,
     topology: Topology,
 ) -> tuple[dict[str, TableLayout], EmbeddingPlan, tuple[PricedPlan, ...]]:
-    """Return the layouts and plan of the tables, and all priced plans for ``scheme: auto``."""
+    """Return the layouts and the plan of the tables and, for ``scheme: auto``, all priced plans."""
     tables = [table for output in spec.outputs for table in output.tables]
     shapes = {table.name: table.shape for table in tables}
     features = [
@@ -270,9 +272,10 @@ def frequencies_of(fields: Fields) -> dict[str, IdFrequencies]:
 
 
 def _skew(embeddings: EmbeddingPlan, fields: Fields, batch_size: int) -> dict[str, float]:
-    """Return how the ids of each table repeat in a batch, as in ``costs.ids``, if known.
+    """Return the exponent (see ``costs.ids``) of each table whose id statistics are known.
 
-    The exponents of a table's features are averaged by their numbers of ids and rounded to halves.
+    A table's exponent is the average over its features, weighted by their numbers of ids and
+    rounded to halves.
     """
     known = frequencies_of(fields)
     skews: dict[str, float] = {}

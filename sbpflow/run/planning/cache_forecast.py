@@ -18,11 +18,12 @@ from sbpflow.run.planning.plan import RunPlan
 
 BATCHES = 100
 Ids = NDArray[np.integer[Any]]
-Forecast = Mapping[str, Mapping[int, Mapping[str, float]]]  # table, rank, name -> rows per step
+# maps table, rank and name to rows per step
+Forecast = Mapping[str, Mapping[int, Mapping[str, float]]]
 
 
 def cached_stacks(plan: RunPlan) -> Iterator[tuple[TableBatch, RowStorage]]:
-    """Yield the stacks that do not have all rows on the device."""
+    """Yield the stacks that do not store all rows on the device."""
     for group in plan.embeddings.groups:
         for stack in group.stacks:
             if (storage := stack.tables[0].storage) is not None:
@@ -30,11 +31,12 @@ def cached_stacks(plan: RunPlan) -> Iterator[tuple[TableBatch, RowStorage]]:
 
 
 def forecast(plan: RunPlan, batches: Iterable[Tensor | BatchIds]) -> Forecast:
-    """Return rows per step by the first table of a stack and by rank, for the first batches.
+    """Return the mean rows per step over the second half of ``batches``, by a stack's first table
+    and by rank.
 
-    Means are over the second half. ``batches`` are the ids of whole batches. Rows are ``unique``,
-    ``fetched``, ``read``, and ``written``. Stacks with lists of ids are left out. Raises
-    ConfigError if the rows of one step do not fit.
+    ``batches`` are the ids of whole batches. The kinds of rows are ``unique``, ``fetched``,
+    ``read``, and ``written``. Stacks with lists of ids are omitted. Raises ConfigError if a cache
+    is too small for the rows of one step.
     """
     matrices: list[Ids] = [
         (ids.matrix if isinstance(ids, BatchIds) else ids).numpy()

@@ -1,7 +1,7 @@
 """Finds the conversions of a model's dense part by running the dense part without data.
 
-Ops choose their signatures when they run, so the steps are recorded from a real forward and
-backward over tensors without storage (torch's meta device), on a single process.
+Ops choose their signatures when they run, so a single process records the steps of a real forward
+and backward over tensors without storage (torch's meta device).
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,8 @@ from sbpflow.training.losses import PLAIN, row_losses
 class DenseSteps:
     """Contains the ``forward`` and ``backward`` steps that communicate, in order.
 
-    ``conversions`` are those that the forward and the row losses request, each with its adjoint.
+    ``conversions`` lists the conversions that the forward and the row losses request, each with its
+    adjoint.
     """
 
     forward: tuple[BoxingStep, ...]
@@ -45,7 +46,7 @@ def dense_steps(
     batch_size: int,
     loss: LossConfig = PLAIN,
 ) -> DenseSteps:
-    """Return the dense part's steps for a global batch of ``batch_size`` rows, seen from rank 0."""
+    """Return the steps of rank 0's dense part for a global batch of ``batch_size`` rows."""
     boxing = DryBoxing(world.size)
     boxing.world.backend = backend
     part = spec.build(layouts, boxing, seed=0, dtype=dtype)

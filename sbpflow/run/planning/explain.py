@@ -1,7 +1,7 @@
 """Describes a run without starting a rank: tables, shards, steps, bytes, memory.
 
 The description is rendered from the plan objects that a run executes, so that the two cannot
-differ. Output is text for people, or a dictionary with the same facts for programs.
+differ. The output is text or, for programs, a dictionary with the same facts.
 """
 
 import hashlib
@@ -33,10 +33,10 @@ def check_world_size(world_size: int) -> None:
 
 
 def describe(plan: RunPlan, forecast: Forecast | None = None) -> dict[str, Any]:
-    """Return the plan as JSON-ready values; ``forecast`` is the forecast of its caches.
+    """Return the plan as JSON-ready values; ``forecast`` is the result of ``cache_forecast``.
 
-    Bytes are per iteration of ``batch_size`` rows including an update, although only one in
-    ``accumulate`` iterations updates.
+    Bytes are for an iteration over ``batch_size`` rows that includes an update; only one in
+    ``accumulate`` iterations does.
     """
     steps = [_describe_step(phase, step, plan.world_size) for phase, step in plan.steps()]
     location = {
@@ -76,7 +76,7 @@ def _describe_table(
     shards: list[dict[str, Any]] = []
     for shard in shards_of(table, layout.layout):
         rows: float = shard.num_rows
-        if table.storage is not None:  # this table's part of the slots shared by a stack
+        if table.storage is not None:  # this table's share of its stack's slots
             of_stack = stack.num_rows(shard.rank)
             rows = table.storage.num_slots(of_stack) * shard.num_rows / of_stack
         state = rows * (by_row + by_element * shard.width)
@@ -139,9 +139,11 @@ def _describe_move(plan: RunPlan, move: Move, in_flight: Sequence[str]) -> dict[
 def _describe_links(
     plan: RunPlan, steps: Sequence[Mapping[str, Any]]
 ) -> dict[str, dict[str, float]]:
-    """Return the transfers by link; a transfer among ranks on several hosts is between hosts.
+    """Return the transfers by link; a transfer among ranks on several hosts uses the link between
+    hosts.
 
-    ``ms`` is the time of consecutive transfers, from the link's speed and latency.
+    ``ms`` is the total time of the transfers, run one after another at the link's speed and
+    latency.
     """
     links: dict[str, dict[str, float]] = {}
     for step in steps:
@@ -187,7 +189,7 @@ def _describe_ranks(
 
 
 def plan_digest(plan: RunPlan) -> str:
-    """Return a digest that is equal on ranks with equal tables, kernels and transfer order."""
+    """Return a digest of tables, kernels and transfer order, for comparing ranks."""
     return hashlib.sha256(format_plan(plan).encode()).hexdigest()[:16]
 
 
@@ -238,7 +240,7 @@ def topology_lines(topology: Mapping[str, Any]) -> list[str]:
 
 
 def _by_rank(values: Sequence[float]) -> str:
-    """List the values, or show a single one if all are equal."""
+    """List the values, or show one value if all are equal."""
     shown = [f"{value:.3g}" for value in values]
     if len(set(shown)) == 1:
         return shown[0]
@@ -270,7 +272,8 @@ def _total_line(facts: Mapping[str, Any]) -> str:
 def table_lines(
     tables: Sequence[Mapping[str, Any]], *, shards: bool, reasons: bool = True
 ) -> list[str]:
-    """Return a line per table; its shards, and the reason for its kernel, are optional."""
+    """Return one line per table, optionally with lines for its shards and the reason for its
+    kernel."""
     rows = [("table", "rows", "dim", "layout", "exchange", "kernel", "")]
     for table in tables:
         layout = f"{table['sbp']}@{table['ranks']}"
@@ -291,7 +294,8 @@ def table_lines(
 
 
 def _extents(shards: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a line per shard or, with many ranks, a line per run of equally large shards."""
+    """Return one line per shard or, with many ranks, one line per group of adjacent shards of equal
+    size."""
     runs: list[list[Mapping[str, Any]]] = []
     for shard in shards:
         last = runs[-1][-1] if runs else None

@@ -28,7 +28,7 @@ LOG = logging.getLogger(__name__)
 
 
 def with_known_kernels(plan: RunPlan, request: KernelRequest) -> RunPlan:
-    """Return the plan with kernels chosen by the times in this machine's profile."""
+    """Return the plan with the kernels that are fastest according to this machine's profile."""
     profile = Profile()
     kernels = dict(plan.kernels)
     for stack, shape, names in _measurable(plan, request):
@@ -41,8 +41,8 @@ def with_known_kernels(plan: RunPlan, request: KernelRequest) -> RunPlan:
 def with_measured_kernels(plan: RunPlan, request: KernelRequest, boxing: Boxing) -> RunPlan:
     """Return the plan with the fastest kernel of each stack; every rank must call this function.
 
-    Rank 0 measures the times that its machine's profile lacks, while the other ranks wait.
-    Measuring takes a few hundred milliseconds per kind of stack.
+    Rank 0 measures the times that are missing from its machine's profile, while the other ranks
+    wait. Measuring takes a few hundred milliseconds per kind of stack.
     """
     stacks = list(_measurable(plan, request))
     if not stacks:
@@ -74,10 +74,10 @@ def _take(kernels: dict[str, KernelChoice], stack: TableBatch, times: dict[str, 
 def _measurable(
     run: RunPlan, request: KernelRequest
 ) -> Iterator[tuple[TableBatch, StackShape, list[KernelName]]]:
-    """Yield each stack that has several possible kernels and no requested kernel.
+    """Yield, in the plan's order, each stack that several kernels support and that has no requested
+    kernel.
 
-    Stacks come in the plan's order, with the kernels that support them. A plan for CUDA yields
-    nothing on a machine without CUDA.
+    For a CUDA plan, nothing is yielded on a machine without CUDA.
     """
     plan, missing = run.embeddings, missing_kernels("auto")
     device = "cpu"

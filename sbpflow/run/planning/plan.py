@@ -1,4 +1,4 @@
-"""Defines ``RunPlan``, which has all static properties of a run."""
+"""Defines ``RunPlan``, which contains all static properties of a run."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -45,7 +45,7 @@ class DenseParameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedPlan:
-    """Contains a plan that ``scheme: auto`` compared, with its price in milliseconds."""
+    """Describes a plan that ``scheme: auto`` compared, with its price in milliseconds."""
 
     name: str
     ms: float
@@ -56,8 +56,8 @@ class RunPlan:
     """Contains all static properties of a run.
 
     ``dense_conversions`` are the conversions of the dense part for a batch of ``batch_size`` rows;
-    ``dense_forward`` and ``dense_backward`` are the steps of these conversions that communicate, in
-    order. ``clip`` are the steps that sum the gradient norm over ranks, if any.
+    ``dense_forward`` and ``dense_backward`` list the steps of these conversions that communicate,
+    in order. ``clip`` lists the steps, if any, that sum the gradient norm over ranks.
     """
 
     embeddings: EmbeddingPlan
@@ -74,8 +74,10 @@ class RunPlan:
     batch_size: int
     accumulate: int
     lookahead: int = 1  # the number of batches whose ids are exchanged ahead of training
-    priced: tuple[PricedPlan, ...] = ()  # set by scheme: auto; the first entry is this plan
-    # The exponents of ``costs.ids.click_curve`` say how ids repeat, by table, if known.
+    priced: tuple[
+        PricedPlan, ...
+    ] = ()  # set if parallel.scheme is auto; the first entry is this plan
+    # Exponents for ``costs.ids.click_curve`` by table, for tables with known id statistics.
     skew: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
@@ -83,16 +85,16 @@ class RunPlan:
         return self.embeddings.world.size
 
     def steps(self) -> tuple[tuple[str, Step], ...]:
-        """Return (phase, step) for one iteration of ``batch_size`` rows, in the order of issue.
+        """Return (phase, step) for one iteration of ``batch_size`` rows, in issue order.
 
-        With overlap, the ids of a batch are exchanged during the previous iteration.
+        With overlap, ranks exchange a batch's ids during the previous iteration.
         """
         tables, rows = self.embeddings, self.batch_size
         update: tuple[tuple[str, Sequence[Step]], ...] = (
             ("clip", self.clip),
             ("update", tables.update_steps(rows)),
         )
-        if self.schedule.clips is CLIP:  # row updates do not wait for the norm
+        if self.schedule.clips is CLIP:  # Row updates do not wait for the gradient norm.
             update = update[::-1]
         phases: tuple[tuple[str, Sequence[Step]], ...] = (
             ("ids", tables.ahead_steps(rows)),
@@ -106,7 +108,8 @@ class RunPlan:
     def window_bytes(self) -> list[int]:
         """Return each rank's memory for the ids of the batches in the lookahead window.
 
-        This includes the ids of the rank's own samples and an upper bound of the received ids.
+        The result includes the ids of the rank's own samples and an upper bound for the received
+        ids.
         """
         tables, rows = self.embeddings, self.batch_size
         steps = tables.ahead_steps(rows)

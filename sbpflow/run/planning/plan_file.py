@@ -1,8 +1,9 @@
-"""Reads and writes the plan of a run as JSON; reading constructs only ``RunPlan``'s field classes.
+"""Reads and writes the plan of a run as JSON. Reading constructs only ``RunPlan`` and the classes
+of its fields.
 
-A dataclass is an object with its class name under "is", a dtype is {"dtype": name}, a mapping is
-{"map": [[key, value], ...]}, and a tuple is a list. A sparse optimizer is identified by its name,
-or by "class" if the optimizer is a user's own.
+A dataclass becomes an object with its class name under "is", a dtype {"dtype": name}, a mapping
+{"map": [[key, value], ...]}, and a tuple a list. A sparse optimizer is identified by its name or,
+for a user's own optimizer, by "class".
 """
 
 import dataclasses
@@ -34,7 +35,7 @@ from sbpflow.training.step_schedule import (
     saved_move,
 )
 
-FORMAT, WITHOUT_LOOKAHEAD = 3, 2  # in format 2, moves of the next batch are marked "ahead"
+FORMAT, WITHOUT_LOOKAHEAD = 3, 2  # Format 2 marks moves of the next batch as "ahead".
 # Older files have these fields and classes.
 _RENAMED = {"wire": "comm_dtype", "whole_gradients": "dense_allreduce"}
 _RENAMED_CLASSES = {"Stack": "TableBatch", "Use": "FeatureLookup"}
@@ -55,7 +56,7 @@ def _classes() -> dict[str, type[Any]]:
             add(argument)
 
     add(RunPlan)
-    del classes[SparseOptimizer.__name__]  # optimizers are encoded in their own way
+    del classes[SparseOptimizer.__name__]  # Optimizers have a separate encoding.
     return classes
 
 
@@ -115,14 +116,15 @@ def _encode_rule(rule: SparseOptimizer) -> object:
 
 
 def _decode_rule(content: dict[str, Any]) -> SparseOptimizer:
-    """Decode an optimizer; ignore constants of other optimizers, which older files contain."""
+    """Decode an optimizer; ignore constants of other optimizers, because older files contain
+    them."""
     kind: type[Any] = rule_class(content.get("class", content["name"]))
     names = [field.name for field in dataclasses.fields(kind)]
     return kind(**{key: _decode(content[key]) for key in names})
 
 
 def _decode_older_schedule(content: dict[str, Any]) -> StepSchedule:
-    """Decode a schedule of format 2, which has two orders, with or without a clip move."""
+    """Decode a schedule of format 2, which contains two orders: with and without a clip move."""
     schedule = SERIAL if content["wait_at_once"] else OVERLAPPED
     moves = {move["says"] for move in content["each_step"]}
     for clip in (CLIP, CLIP_ROWS):
@@ -167,7 +169,8 @@ def _hints(kind: type[Any]) -> dict[str, Any]:
 
 
 def _fits(value: object, hint: Any) -> bool:  # noqa: ANN401 (an annotation)
-    """Return whether a decoded value has type ``hint``; its dataclasses were already checked."""
+    """Return whether a decoded value has type ``hint``; dataclasses inside the value were already
+    checked."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, arg) for arg in args)

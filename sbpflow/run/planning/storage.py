@@ -12,8 +12,8 @@ from sbpflow.embedding.plan.row_storage import RowStorage
 from sbpflow.embedding.plan.tables import OutputConfig, TableConfig
 from sbpflow.errors import ConfigError
 
-# The number of fetched rows reaches its minimum when the known batches have about three times as
-# many rows as the cache has slots.
+# The fewest rows are fetched if the known batches contain about three times as many rows as the
+# cache has slots.
 AUTO_LOOKAHEAD = 64
 
 
@@ -54,7 +54,7 @@ def with_storage(
 
 
 def row_bytes(table: TableConfig, config: Config) -> int:
-    """Return the bytes of a whole row with its optimizer state."""
+    """Return the size in bytes of a full row and its optimizer state."""
     parallel = config.parallel
     by_row, by_element = (table.optimizer or config.optimizer.sparse).state_counts
     state = (by_row + by_element * table.dim) * DTYPES[parallel.dtype].itemsize

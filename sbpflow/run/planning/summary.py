@@ -1,6 +1,6 @@
-"""Summarizes a plan on one screen for ``explain``, with changes of settings that would help.
+"""Summarizes a plan on one screen for ``explain``, and suggests changed settings.
 
-``explain.format_plan`` has every transfer and the order of a step.
+``explain.format_plan`` shows every transfer and the order of a step.
 """
 
 from collections.abc import Mapping
@@ -25,9 +25,9 @@ from sbpflow.run.planning.explain_caches import cache_lines
 from sbpflow.run.planning.plan import RunPlan
 from sbpflow.run.planning.text import columns, format_size
 
-WIDTH = 120  # width of the lines of a plan with short names
+WIDTH = 120  # line width for plans with short names
 NUM_LARGEST = 3
-_HELPS = 0.95  # a change is shown if it lowers some cost below this share
+_HELPS = 0.95  # a changed setting is shown if some cost falls below this share of the plan's cost
 _CHANGES = {"scheme": "auto", "comm_dtype": "bfloat16", "table_dtype": "bfloat16"}
 
 
@@ -36,7 +36,7 @@ def format_summary(
 ) -> str:
     """Return one line per table, totals per rank and link, and the largest transfers.
 
-    ``helps`` contains the lines of ``what_helps``; ``forecast`` comes from ``cache_forecast``.
+    ``helps`` is the result of ``what_helps``, and ``forecast`` is the result of ``cache_forecast``.
     """
     facts = describe(plan, forecast)
     lines = [
@@ -86,9 +86,10 @@ def what_helps(
     device_type: str,
     planned: Mapping[str, TableRule] | None = None,
 ) -> list[str]:
-    """Return a line per setting that lowers a cost by 5 % or more, each tried alone.
+    """Try some changed settings, one at a time; return a line for each that lowers a cost by 5 % or
+    more.
 
-    ``planned`` are the rules that ``plan`` was made with.
+    ``planned`` contains the rules that produced ``plan``.
     """
     before, lines = _costs(plan, fields), list[str]()
     for key, value in _CHANGES.items():

@@ -1,4 +1,4 @@
-"""Format plans as text: aligned columns, short lists of ranks, and sizes."""
+"""Formats the parts of a plan as text: aligned columns, short lists of ranks, and sizes."""
 
 import re
 from collections.abc import Sequence

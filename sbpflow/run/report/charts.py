@@ -7,7 +7,7 @@ from html import escape
 from xml.etree import ElementTree
 
 Point = tuple[float, float]
-# Most color-blind readers can distinguish the colors of this palette by Okabe and Ito.
+# Most color-blind readers can distinguish these colors, a palette by Okabe and Ito.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31")
 WIDTH, HEIGHT = 460, 260
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 10, 36
@@ -16,7 +16,8 @@ _MIN_RANGE = 1e-100  # smaller ranges are drawn as a point
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Describes a line; ``number`` selects its color, ``dashed`` separates two lines of a run."""
+    """Describes a line of a chart; ``number`` selects its color, and ``dashed`` distinguishes two
+    lines of a run."""
 
     name: str
     points: Sequence[Point]
@@ -65,7 +66,7 @@ def show_number(value: float) -> str:
 
 
 def line_chart(title: str, x_label: str, series: Sequence[Series], *, zero: bool = False) -> str:
-    """Draw all series that have points; "" if no series has any."""
+    """Draw all series that have points; return "" if all series are empty."""
     drawn = [line for line in series if line.points]
     if not drawn:
         return ""
@@ -76,7 +77,8 @@ def line_chart(title: str, x_label: str, series: Sequence[Series], *, zero: bool
 
 
 def calibration_chart(title: str, series: Sequence[Series]) -> str:
-    """Draw points (predicted probability, observed rate) and a diagonal for equal values."""
+    """Draw the points (predicted probability, observed rate), and the diagonal on which both are
+    equal."""
     drawn = [line for line in series if line.points]
     if not drawn:
         return ""
@@ -97,7 +99,7 @@ def stacked_bars(
     show: Callable[[float], str] = _show_ms,
     width: int = 940,
 ) -> str:
-    """Draw a bar for each (name, parts); parts with equal names have the same color."""
+    """Draw a stacked bar for each (name, parts); parts with the same name get the same color."""
     longest = max((sum(value for _, value in parts) for _, parts in bars), default=0.0)
     if longest <= 0.0:
         return ""

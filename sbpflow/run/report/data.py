@@ -23,9 +23,10 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Contains a run's events in order of time, its plan as ``explain`` describes it, its settings.
+    """Contains a run's events in chronological order, its plan as ``explain`` describes it, and its
+    settings.
 
-    If the folder has no plan of this version, ``plan`` is empty and ``notes`` says so.
+    If the folder contains no plan of this version, ``plan`` is empty and ``notes`` says so.
     """
 
     name: str
@@ -40,7 +41,7 @@ class Run:
 
     @property
     def final(self) -> Event:
-        """Return the final event, or an empty event if the run did not finish."""
+        """Return the run's final event, or an empty event if the run did not finish."""
         return next(iter(self.of("final")), {})
 
     def minutes(self, event: Event) -> float:
@@ -48,11 +49,12 @@ class Run:
         return (time_of(event) - time_of(self.events[0])).total_seconds() / 60
 
     def curve(self, key: str, *, split: str | None = None, by: str = "step") -> list[Point]:
-        """Return (step or minutes, value) of all steps, or of all evaluations of ``split``."""
+        """Return the points (step or minutes, value) for all steps, or for all evaluations of
+        ``split``."""
         events = self.of("step" if split is None else "eval")
         if by not in ("step", "time"):
             raise ValueError(f"by: {by!r}; use step or time")
-        return sorted(  # a run that ends with its best weights scores that step again
+        return sorted(  # A run that ends with its best weights scores their step again.
             (float(event["step"]) if by == "step" else self.minutes(event), float(event[key]))
             for event in events
             if event.get(key) is not None and event.get("split") == split
@@ -70,7 +72,7 @@ class Run:
 def read_runs(folders: list[Path]) -> list[Run]:
     """Read runs and name each run by the shortest unique end of its path.
 
-    Raises ConfigError or DataError for a folder that is given twice or is not a run.
+    Raises ConfigError or DataError if a folder is given twice or does not contain a run.
     """
     paths = [folder.resolve() for folder in folders]
     if len(set(paths)) < len(paths):
@@ -102,7 +104,8 @@ def read_run(folder: Path, name: str) -> Run:
 
 
 def batches_per_s(folder: Path, plan: RunPlan) -> float | None:
-    """Return the median speed of an earlier run with the same batches and ranks, if any."""
+    """Return the median speed of an earlier run with the same batch size and number of ranks, if
+    any."""
     try:
         run = read_run(folder, folder.name)
     except ConfigError:  # there is no run, or it has no events yet
@@ -150,7 +153,7 @@ def _plan(file: Path) -> tuple[dict[str, Any], str]:
 
 
 def _settings(file: Path) -> tuple[dict[str, str], str]:
-    """Return {dotted key: value} of the run's original configuration, and a note."""
+    """Return the run's original configuration as {dotted key: value}, and a note."""
     try:
         text = read_text(file)
     except FileNotFoundError:

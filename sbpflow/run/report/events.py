@@ -8,7 +8,7 @@ from sbpflow.config.parse import brief
 from sbpflow.runtime.files.json_file import JsonError, is_count, is_number, object_of
 
 Event = Mapping[str, Any]
-MAX_VALUE = 1e100  # limits chart values so that their differences and products are finite
+MAX_VALUE = 1e100  # limit of chart values; keeps their differences and products finite
 
 
 def is_value(value: object) -> bool:
@@ -45,7 +45,7 @@ _NAMED: Mapping[str, Callable[[Any], bool]] = {
     "value": _or_none(_is_id),
     "peak_memory_bytes": _list_of(is_count),
 }
-# {event: its required keys}; all other keys are numbers or null.
+# Maps each event to its required keys; all other keys are numbers or null.
 _KEYS: Mapping[str, tuple[str, ...]] = {
     "step": ("step", "loss", "samples_per_s"),
     "eval": ("step", "split", "num_rows"),
@@ -73,7 +73,7 @@ def check_event(given: object) -> Event:
     time_of(event)
     if missing := [key for key in _KEYS[kind] if key not in event]:
         raise JsonError(f"it has no {missing[0]}")
-    dependent: list[str] = []  # keys that another key requires to be numbers
+    dependent: list[str] = []  # keys that must be numbers because of another key
     if kind == "step" and event.get("move_forward_ms") is not None:
         dependent = ["step_ms", "data_ms", *(key for key in event if key.startswith("move_"))]
     if kind == "final" and event.get("predicted") is not None:

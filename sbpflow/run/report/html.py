@@ -25,7 +25,7 @@ td { white-space: nowrap; } td.n { text-align: right; } th { font-weight: 600; }
 
 
 def document(title: str, sections: Sequence[tuple[str, str]]) -> str:
-    """Return a page with the sections (heading, HTML) that are not empty."""
+    """Return a page with all non-empty sections; a section is (heading, HTML)."""
     body = "".join(f"<section><h2>{name}</h2>{text}</section>" for name, text in sections if text)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'

@@ -124,16 +124,16 @@ def _speed(runs: Sequence[Run]) -> str:
         line_chart("ms per step", "step", curves("step_ms"), zero=True),
     ]
     bars = stacked_bars(
-        "moves of a step on rank 0, in the interval with the median step time",
+        "moves of a step on rank 0; from the interval with the median step time",
         [(run.name, _moves(run)) for run in runs if _moves(run)],
     )
     return html_row(charts) + bars
 
 
 def _moves(run: Run) -> list[tuple[str, float]]:
-    """Return (move, ms) in the order of the schedule, with data waits and the loop's own time.
+    """Return (move, ms) in schedule order, including data waits and the loop's own time.
 
-    All values are from one interval, so that they add up to the step time.
+    All values are from one interval, so their sum is the step time.
     """
     steps = [event for event in run.of("step") if event.get("move_forward_ms") is not None]
     if not steps:
@@ -182,7 +182,7 @@ def _slices(run: Run) -> str:
 
 
 def _growth(run: Run) -> str:
-    """Draw the keys with rows of each field, and list the last figures of each field."""
+    """Draw each field's number of keys with rows, and list each field's latest numbers."""
     last = next((e for e in reversed(run.of("step")) if e.get("growth_live") is not None), {})
     names = [key.removeprefix("growth.") for key in last if key.startswith("growth.")]
     fields = [name.removesuffix(".live") for name in names if name.endswith(".live")]
@@ -268,7 +268,8 @@ def _differences(runs: Sequence[Run]) -> str:
 
 
 def _each(runs: Sequence[Run], section: Callable[[Run], str]) -> str:
-    """Return the sections of all runs that are not empty, with names if there are several."""
+    """Return the non-empty sections of all runs; with several runs, headings include the run's
+    name."""
     parts = [(run.name, section(run)) for run in runs]
     title = len(runs) > 1
     return "".join(

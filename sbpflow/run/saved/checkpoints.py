@@ -1,4 +1,4 @@
-"""Decides when a run is saved, with which documents, and which checkpoints are kept."""
+"""Decides when to save a run, which documents to save with it, and which checkpoints to keep."""
 
 import json
 import uuid
@@ -34,22 +34,22 @@ from sbpflow.training.batch import Batch
 
 
 class Read(Protocol):
-    """A loader that can resume, such as ``data.read.loader.RowLoader``."""
+    """The interface of a loader that can resume, such as ``data.read.loader.RowLoader``."""
 
     def state_after(self, batch: Any) -> dict[str, int | str]:  # noqa: ANN401 (of the loader)
         """Return the position in the data after ``batch``."""
         ...
 
     def load_state_dict(self, state: Mapping[str, int | str]) -> None:
-        """Continue from a saved position."""
+        """Continue reading from a saved position."""
         ...
 
 
 class Checkpoints:
-    """Saves a run as ``config.checkpoint`` says; ``training/saving.py`` documents the calls.
+    """Saves a run according to ``config.checkpoint``; ``training/saving.py`` documents the calls.
 
-    Every rank creates one. ``read`` is the loader of the train split. ``metrics_bytes`` returns the
-    current length of metrics.jsonl. ``keep_set`` copies the set's metadata to a folder.
+    Every rank creates an instance. ``read`` is the loader of the train split. ``metrics_bytes``
+    returns the current length of metrics.jsonl. ``keep_set`` copies the set's metadata to a folder.
     """
 
     def __init__(
@@ -121,8 +121,8 @@ class Checkpoints:
                 load_values(self._job, checked(step_folder(saver.folder, step)))
             except CheckpointError as error:
                 raise ConfigError(
-                    f"{error}. It has the best weights of the run; remove it and start the same "
-                    "command again, which then scores the last weights"
+                    f"{error}. This checkpoint contains the best weights of the run; to score the "
+                    "last weights instead, remove the checkpoint and start the same command again"
                 ) from error
 
         run_on_all_ranks(self._job.boxing, load)
@@ -163,7 +163,7 @@ class Checkpoints:
             keep_only(self._saver.folder, newest=keep, step=step, and_step=best)
 
     def finished(self) -> None:
-        """Mark the run as finished, so that it is not resumed automatically."""
+        """Mark the run as finished to prevent automatic resumption."""
         self._end_signals()
         if self._saver is not None:
             self._saver.wait()
@@ -172,7 +172,7 @@ class Checkpoints:
         self.close()
 
     def close(self) -> None:
-        """Release the signals and the folder after any current save has ended."""
+        """Wait for any save in progress; then release the signals and the folder."""
         self._end_signals()
         if self._saver is not None:
             self._saver.wait()
@@ -186,7 +186,8 @@ class Checkpoints:
             signals.end()
 
     def _documents(self, batch: Batch, loop: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a checkpoint's documents, or {} on ranks other than 0, which do not write."""
+        """Return a checkpoint's documents; return {} on ranks other than 0, because only rank 0
+        writes."""
         if self._world.rank:
             return {}
         names = ("path", "fingerprint", "content_id", "vocabulary_digest")
@@ -204,7 +205,7 @@ class Checkpoints:
 
 
 def _continued(folder: Path, resumed: Resumed) -> Previous | None:
-    """Return what the first delta continues: the checkpoint from which the run was resumed."""
+    """Return the base of the first delta: the checkpoint from which the run was resumed."""
     if not resumed.decision.resumes or not resumed.start.step:
         return None
     checkpoint = checked(step_folder(folder, resumed.start.step))
@@ -217,7 +218,8 @@ def _folder(folder: Path) -> Path:
 
 
 def check_shared(folder: Path, boxing: Boxing) -> None:
-    """Raise ConfigError on every rank, naming the ranks that do not see rank 0's folder.
+    """Raise ConfigError on every rank if some ranks do not see rank 0's folder, and name these
+    ranks.
 
     Rank 0 writes a random number to a file in the folder, and the others read the number.
     """

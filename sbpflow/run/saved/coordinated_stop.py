@@ -1,7 +1,8 @@
-"""Lets all ranks agree on a last step, to save and exit after any rank gets a stop signal.
+"""Lets all ranks agree on a last step, so that they save and exit after any rank gets a stop
+signal.
 
-A preemption signals a single machine. Without an agreement, the other machines would train until
-this machine is gone, and nothing would be saved.
+A preemption signals only one machine. Without an agreement, the other machines would train until
+that machine is gone, and nothing would be saved.
 """
 
 import time
@@ -27,7 +28,7 @@ class StopSignal(Protocol):
 class CoordinatedStop:
     """Decides the step after which a run ends; each rank calls ``after`` between its steps.
 
-    ``timeout_s`` limits each store operation. A long limit keeps slow links from ending the run.
+    ``timeout_s`` limits each store operation; the limit should be long enough for slow links.
     """
 
     def __init__(self, stop: StopSignal, world: World, *, timeout_s: float) -> None:
@@ -59,7 +60,7 @@ class CoordinatedStop:
         return store.check(["at"]) and step >= int(store.get("at"))
 
     def leave(self, saved: str) -> None:
-        """End this rank after the save: raise the signal's exception, or PeerStoppedError.
+        """End this rank after the save by raising the signal's exception or PeerStoppedError.
 
         ``saved`` describes what was saved, for the last message of the run.
         """

@@ -1,7 +1,8 @@
 """Decides whether a run resumes, and from which checkpoint; rank 0 decides for all ranks.
 
-An unfinished run resumes if every key that affects results has the same value. Otherwise the run is
-refused with the differences. Checkpoints of any other run are moved aside.
+An unfinished run resumes if every key that affects results has the same value. If values differ,
+the run is refused, and the message lists the differences. Checkpoints of any other run are moved
+aside.
 """
 
 import logging
@@ -51,10 +52,10 @@ class DataFacts:
     ancestors: tuple[str, ...] = ()
 
     def relation(self, saved: Mapping[str, Any]) -> str:
-        """Compare this set with the ``saved`` set: "same", "grown" or "other".
+        """Compare this set with the ``saved`` set and return "same", "grown" or "other".
 
-        The same rows in other files are "same". Other rows with the same vocabulary are "grown",
-        because the ids have the same meaning.
+        The same rows in different files are "same". Different rows with the same vocabulary are
+        "grown", because ids keep their meaning.
         """
         if self.content_id == saved.get("content_id") or self.fingerprint == saved.get(
             "fingerprint"
@@ -67,10 +68,12 @@ class DataFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """Describes how a run starts; ``newest`` is the first checkpoint to try, None for a fresh run.
+    """Describes how a run starts; ``newest`` is the first checkpoint to try, or None for a fresh
+    run.
 
-    ``run`` is the run's id. With ``resumes``, this is the id of the saved run, and the saved run's
-    files are appended to. Otherwise the run is new, and may start from another run's checkpoint.
+    ``run`` is the run's ID. With ``resumes``, ``run`` is the ID of the saved run, and new output is
+    appended to the saved run's files. Without ``resumes``, the run is new, and may start from
+    another run's checkpoint.
     """
 
     folder: Path
@@ -81,7 +84,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Describes where a run starts; ``training/loop.py`` defines step, epoch, steps_of_before."""
+    """Describes the position at which a run starts; ``training/loop.py`` defines the fields."""
 
     step: int = 0
     epoch: int = 0
@@ -93,7 +96,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """Contains a decision, the resulting start, and the set that the run reads."""
+    """Combines a decision, the resulting start, and the set that the run reads."""
 
     decision: Decision
     start: Start
@@ -106,16 +109,17 @@ def checkpoint_dir(config: Config) -> Path:
 
 
 def relevant_facts(config: Config, data: DataFacts) -> dict[str, str]:
-    """Return the keys and values that results depend on, including the set's identity."""
+    """Return the keys and values that affect results, including the set's identity."""
     scores_matter = config.train.stop is not None or config.train.plateau is not None
     facts = config_facts(config, ("results", "scores") if scores_matter else ("results",))
     return {**facts, _SET: data.content_id[:16]}
 
 
 def decide(config: Config, data: DataFacts, boxing: Boxing) -> Decision:
-    """Decide how the run starts, equally on all ranks, and move older checkpoints aside.
+    """Decide how the run starts, with the same result on all ranks, and move older checkpoints
+    aside.
 
-    Every rank must call this. Raises ConfigError on every rank if the user must decide.
+    Every rank must call this. If the user must decide, ConfigError is raised on every rank.
     """
     folder = checkpoint_dir(config)
     decision = Decision(folder=folder, run="")
@@ -177,7 +181,8 @@ def _decide(config: Config, data: DataFacts, folder: Path) -> Decision:
 
 
 def _check_no_checkpoints(folder: Path) -> None:
-    """Raise ConfigError for checkpoints without run.json, because their run is unknown."""
+    """Raise ConfigError if the folder contains checkpoints but no run.json, which identifies their
+    run."""
     if checkpoints := list_checkpoints(folder):
         raise ConfigError(
             f"checkpoint.resume: auto, but {folder} contains checkpoints without {RUN_FILE}, which "
@@ -199,7 +204,7 @@ def _checkpoint_at(path: Path) -> Path:
 def _check_same(saved: Mapping[str, str], config: Config, data: DataFacts, folder: Path) -> None:
     current = relevant_facts(config, data)
     saved = {current_key(key): value for key, value in saved.items()}
-    if saved.get(_SET) == data.fingerprint[:16]:  # earlier versions saved the fingerprint
+    if saved.get(_SET) == data.fingerprint[:16]:  # earlier versions saved the set's fingerprint
         saved = {**saved, _SET: current[_SET]}
     differences = [
         f"{key} was {saved.get(key, 'not given')} and is {current.get(key, 'not given')}"
@@ -215,7 +220,8 @@ def _check_same(saved: Mapping[str, str], config: Config, data: DataFacts, folde
 
 
 def _move_aside(config: Config) -> None:
-    """Move another run's files in checkpoint.dir aside; the report does this in run.dir."""
+    """Move another run's files in checkpoint.dir aside; ``training/report.py`` does the same in
+    run.dir."""
     folder = checkpoint_dir(config)
     if not folder.is_dir():
         return
@@ -231,9 +237,9 @@ def _move_aside(config: Config) -> None:
 def load(decision: Decision, job: Job, data: DataFacts, boxing: Boxing) -> Start:
     """Restore the job from the newest checkpoint that every rank can read.
 
-    Every rank must call this. A run that resumes logs and skips damaged checkpoints. Raises
-    ConfigError on every rank if no checkpoint is usable, or if a checkpoint does not fit the job or
-    the set.
+    Every rank must call this. A resuming run skips damaged checkpoints and logs their errors.
+    Raises ConfigError on every rank if no checkpoint is usable, or if a checkpoint does not fit the
+    job or the set.
     """
     newest = decision.newest
     if newest is None:
@@ -250,7 +256,7 @@ def load(decision: Decision, job: Job, data: DataFacts, boxing: Boxing) -> Start
 
 
 def _restore(path: Path, job: Job, data: DataFacts) -> str:
-    """Restore the job; return why this rank failed, or "" on success."""
+    """Restore the job; return the reason if this rank failed, or "" on success."""
     try:
         checkpoint = open_checkpoint(path)
         saved = saved_set(checkpoint)
@@ -269,13 +275,13 @@ def _restore(path: Path, job: Job, data: DataFacts) -> str:
 
 
 def _first(boxing: Boxing, text: str) -> str:
-    """Return the first rank's text that is not "", on every rank; "" if there is none."""
+    """Return, on every rank, the first non-empty text in rank order, or "" if all are empty."""
     texts = [facts["text"] for facts in gather_facts(boxing, {"text": text})]
     return next(filter(None, texts), "")
 
 
 def _previous(decision: Decision, newest: Path, boxing: Boxing) -> Path | None:
-    """Return the newest good checkpoint before ``newest``, as rank 0 finds it."""
+    """Return the newest good checkpoint before ``newest``, as found by rank 0."""
     path = ""
     if boxing.world.rank == 0:
         good = good_checkpoints(decision.folder, run=decision.run)

@@ -1,6 +1,6 @@
 """Validates the documents that a run stores in a checkpoint with its tensors.
 
-The index has a digest, but a valid digest does not prove that sbpflow wrote the documents.
+The index contains a digest, but a valid digest does not prove that sbpflow wrote the documents.
 """
 
 import math

@@ -1,4 +1,5 @@
-"""Loads a trained model: finds its checkpoint, rebuilds configuration and plan, fills a job."""
+"""Loads a trained model: finds the checkpoint, rebuilds the configuration and the plan, fills a
+job."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -39,7 +40,7 @@ from sbpflow.run.planning.plan_file import plan_from_json
 
 
 def find_checkpoint(path: Path, which: Literal["best", "last"] | None = None) -> Checkpoint:
-    """Return the checkpoint at ``path``, or a folder's best or newest good checkpoint.
+    """Return the checkpoint at ``path``, or the best or newest good checkpoint in that folder.
 
     Without ``which``, return the best checkpoint if the run kept its best weights. Damaged
     checkpoints are skipped with a warning. Raises CheckpointError if all are damaged.
@@ -93,7 +94,8 @@ def saved_config(
     own_model: str | None,
     own_optimizers: Collection[str] = (),
 ) -> Config:
-    """Return the configuration of the run with the command's ``key=value`` overrides."""
+    """Return the configuration of the checkpoint's run with the command's ``key=value``
+    overrides."""
     tree = checkpoint.documents.get("config")
     if not isinstance(tree, dict):
         raise CheckpointError(
@@ -111,7 +113,7 @@ def saved_layouts(
     """Adapt the saved configuration to ``world_size`` ranks; also return rules for ``plan_run``.
 
     The rules replace ``parallel.plan``: the saved layouts on the same number of ranks, S(0) on any
-    other number. So the planner does not run again, and the plan file is not needed. Rules of
+    other number. Therefore neither the planner nor the plan file is needed. Rules of
     ``parallel.tables`` that name missing ranks become S(0), and the saved ``parallel.topology`` is
     dropped. Keys given as overrides keep their values.
     """
@@ -138,7 +140,8 @@ def _group(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _needs_other_ranks(rule: TableRule, world_size: int) -> bool:
-    """Return whether a rule names ranks, or a number of parts, that this world does not have."""
+    """Return whether a rule names a rank, or a number of parts, that does not exist in this
+    world."""
     if rule.ranks is None:
         return rule.sizes is not None and len(rule.sizes) != world_size
     ranks = [rank for row in rule.ranks for rank in (row if isinstance(row, tuple) else (row,))]
@@ -162,10 +165,10 @@ def _plan_of(checkpoint: Checkpoint) -> RunPlan | None:
 def saved_plan(checkpoint: Checkpoint, plan: RunPlan, request: KernelRequest) -> RunPlan | None:
     """Return the saved plan with its kernels if ``plan`` equals it except for the kernels.
 
-    Measured times, which vary between starts, decide the kernels, and kernels differ in the last
-    bits of their results. So if ``request`` (``parallel.kernel``) is auto, resumed runs and
-    predictions keep the saved kernels. Returns None if a saved kernel is unavailable, or the plans
-    differ.
+    ``auto`` selects kernels by measured times, which vary between starts, and the results of
+    kernels differ in their last bits. So if ``request`` (``parallel.kernel``) is auto, resumed runs
+    and predictions keep the saved kernels. Returns None if a saved kernel is unavailable, or the
+    plans differ.
     """
     saved = _plan_of(checkpoint)
     if saved is None:

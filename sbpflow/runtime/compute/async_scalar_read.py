@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class AsyncScalarRead:
-    """Copies ``values`` on the current stream, and keeps a reference to ``values``."""
+    """Copies ``values`` to the host on the current stream, and keeps a reference to ``values``."""
 
     def __init__(self, values: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -21,7 +21,7 @@ class AsyncScalarRead:
             self._event.record()
 
     def wait(self) -> Tensor:
-        """Return the values in host memory, waiting for the work queued before the copy."""
+        """Wait for the copy; return the values in host memory."""
         if self._event is not None:
             self._event.synchronize()
             self._event = None

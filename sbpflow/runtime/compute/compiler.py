@@ -19,7 +19,8 @@ C_COMPILERS = ("gcc", "clang", "cc")
 
 
 def compiler_problem(device_type: str) -> str:
-    """Return why torch.compile has no compiler for a device, and what to install; else ""."""
+    """Return why torch.compile has no compiler for a device and what to install, or "" if there is
+    one."""
     if device_type == "cuda":
         if find_spec("triton") is None:
             return "triton, which compiles for CUDA, is not installed: pip install triton"
@@ -42,7 +43,7 @@ def keep_compiled_privately() -> None:
     there, so they are disabled. Call this function before anything is compiled.
     """
     given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    # Loading torch's tracer, perhaps before this call, sets the variable to a default.
+    # Loading torch's tracer sets the variable to a default, perhaps before this call.
     shared = Path(tempfile.gettempdir()).absolute()
     if given is not None and (
         Path(given).parent != shared or not Path(given).name.startswith("torchinductor_")
@@ -62,7 +63,7 @@ def keep_compiled_privately() -> None:
 def half_time(half: torch.dtype, *, rows: int = 512, width: int = 512, repeats: int = 5) -> float:
     """Return the time of a matrix product in ``half``, with casts, relative to float32.
 
-    The function takes the best of ``repeats`` runs of each, a few milliseconds in all.
+    Both times are the best of ``repeats`` runs, which take a few milliseconds in total.
     """
     x, weight = torch.ones(rows, width), torch.ones(width, width)
     products = (lambda: x.to(half) @ weight.to(half), lambda: x @ weight)

@@ -1,4 +1,4 @@
-"""Chooses the device of a rank, and explains why a GPU is not used where one is expected."""
+"""Chooses the device of a rank, and explains why an expected GPU is not used."""
 
 import os
 import platform
@@ -10,7 +10,7 @@ import torch
 from sbpflow.errors import ConfigError
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "meta": "gloo"}
-"""Maps device types to c10d backends; the meta tensors of a dry run are never sent."""
+"""Maps device types to c10d backends; "meta", for dry runs, never sends data."""
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -44,7 +44,7 @@ def choose_device(device: str, local_rank: int) -> torch.device:
 
 
 def why_no_cuda() -> str:
-    """Return why torch cannot use CUDA although the machine or build supports it; else ""."""
+    """Return why torch cannot use CUDA although the machine or the build supports CUDA; else ""."""
     driver = _DRIVER.exists()
     if torch.version.cuda is None:
         if not driver:

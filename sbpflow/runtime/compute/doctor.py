@@ -29,7 +29,7 @@ _MARKS: dict[State, str] = {"ok": "ok    ", "absent": "absent", "broken": "BROKE
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Contains one line of the report; ``broken`` makes the exit code 1."""
+    """Contains one line of the report; if any finding is ``broken``, the exit code is 1."""
 
     name: str
     state: State
@@ -42,7 +42,7 @@ DataChecks = Callable[[Path], Sequence[Finding]]
 def main(argv: Sequence[str] = (), data_checks: DataChecks | None = None) -> int:
     """Write the report to stdout on rank 0; return 0 if nothing is broken, else 1.
 
-    Every rank takes part in ``data_checks``, which get the value of ``--dir``.
+    Every rank must run ``data_checks``, which get the value of ``--dir``.
     """
     parser = ArgumentParser(prog="sbpflow doctor", description=__doc__)
     text = "folder of runs; doctor checks its space and a test checkpoint (default: runs)"
@@ -87,7 +87,8 @@ def _broken(name: str, error: Exception) -> Finding:
 
 
 def _optional(name: str, dist: str, without: str) -> Finding:
-    """Report the version of an optional package, or how sbpflow works ``without`` it."""
+    """Report the version of an optional package, or the text ``without``, which describes the
+    fallback."""
     version = dist_version(dist)
     return Finding(name, "absent", without) if version is None else Finding(name, "ok", version)
 
@@ -146,7 +147,7 @@ def _numba() -> Finding:
 
 
 def _triton() -> Finding:
-    """Look for the package without running its code, because triton compiles only for GPUs."""
+    """Look for the package without running it, because triton compiles only for GPUs."""
     return _optional("triton", "triton", "tables on CUDA use other kernels")
 
 

@@ -1,7 +1,7 @@
 """Keeps freed memory in processes that allocate the same sizes repeatedly.
 
 The GNU C library returns large freed blocks to the system, which zeroes each page at its next use.
-docs/decisions/engine.md and data.md have measurements of the cost.
+docs/decisions/engine.md and data.md contain measurements of the cost.
 """
 
 import ctypes
@@ -13,8 +13,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 def keep_freed_memory() -> None:
     """Reuse freed memory instead of returning it to the system; no effect without glibc.
 
-    Call this function before the process starts threads. Memory use then stays at its peak, so only
-    a command should call this for its own process, never a library.
+    Call this function before the process starts threads. Memory use then stays at its peak, so call
+    this function only in a command's own process, not in a library.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

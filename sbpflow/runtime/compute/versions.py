@@ -1,7 +1,8 @@
-"""Checks which versions of torch and FBGEMM are compatible, and what to install otherwise.
+"""Checks whether the installed versions of torch and FBGEMM are compatible, and otherwise says what
+to install.
 
-This module imports neither torch nor FBGEMM. The pairs follow FBGEMM's releases. On CPU, FBGEMM
-1.8.0 was run with torch 2.13.0 (2026), and 1.9.0 failed to load with that torch.
+This module imports neither torch nor FBGEMM. The pairs follow FBGEMM's releases. On CPU with torch
+2.13.0 (2026), FBGEMM 1.8.0 worked, and FBGEMM 1.9.0 failed to load.
 """
 
 import importlib
@@ -20,7 +21,7 @@ _FBGEMM_DISTS = ("fbgemm-gpu-cpu", "fbgemm-gpu")
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """Contains the versions in this environment; None if a package is not installed."""
+    """Contains the installed versions; None means that a package is not installed."""
 
     torch: str | None
     fbgemm: str | None
@@ -28,7 +29,7 @@ class Installed:
 
     @staticmethod
     def find() -> "Installed":
-        """Read package metadata only, even if the packages do not load."""
+        """Read the versions from package metadata, which works even if the packages do not load."""
         dists = [(name, version) for name in _FBGEMM_DISTS if (version := dist_version(name))]
         if len(dists) > 1:
             names = " and ".join(f"{name} {version}" for name, version in dists)
@@ -63,7 +64,8 @@ def check_pair(installed: Installed) -> None:
 
 
 def import_fbgemm() -> ModuleType | None:
-    """Import ``fbgemm_gpu`` if installed; raise ConfigError if torch does not match it."""
+    """Import ``fbgemm_gpu`` if installed; raise ConfigError if it does not match the installed
+    torch."""
     installed = Installed.find()
     if installed.fbgemm is None:
         return None
@@ -77,7 +79,8 @@ def import_fbgemm() -> ModuleType | None:
 
 
 def install_command(torch: str | None, fbgemm_dist: str) -> str:
-    """Return the pip command for an FBGEMM that matches ``torch``, or for the newest pair."""
+    """Return the pip command that installs a matching version of FBGEMM for ``torch``, or the
+    newest versions of both."""
     known = minor(torch) if torch is not None and minor(torch) in FBGEMM_OF_TORCH else None
     pair = known or list(FBGEMM_OF_TORCH)[-1]
     torch_pin = (torch or "").split("+")[0] if known else f"{pair}.0"

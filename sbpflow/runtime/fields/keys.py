@@ -8,15 +8,16 @@ Affects = Literal["results", "scores", "execution"]
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Annotates a key with what it affects, and its description in docs/configuration.md.
+    """Annotates a key with its effect and its description in docs/configuration.md.
 
-    * ``results``: the loss of some step. The value must not change when a run resumes.
-    * ``scores``: evaluations only. The value may change unless ``train.stop`` or ``train.plateau``
-      is set.
-    * ``execution``: where, how or how long a run executes. The value may change: losses differ at
-      most by the rounding of sums in another order.
+    * ``results``: the key affects the loss of some step. The key's value must not change when a run
+      resumes.
+    * ``scores``: the key affects evaluations only. The key's value may change unless ``train.stop``
+      or ``train.plateau`` is set.
+    * ``execution``: the key affects where, how or how long a run executes.
 
-    A field without a Key has the effect of its group; a user's own class affects results.
+    The key's value may change: losses differ at most by the rounding of sums in a different order.
+    A field without a Key inherits the effect of its group; a user's own class affects results.
     """
 
     affects: Affects
@@ -24,7 +25,7 @@ class Key:
 
 
 def key_of(kind: type, name: str) -> Key | None:
-    """Return a dataclass field's Key; None without a Key, or if the annotation is a string."""
+    """Return a dataclass field's Key, or None if there is none or the annotation is a string."""
     field = getattr(kind, "__dataclass_fields__", {}).get(name)
     marks = getattr(field.type, "__metadata__", ()) if field is not None else ()
     return next((mark for mark in marks if isinstance(mark, Key)), None)

@@ -10,7 +10,7 @@ from sbpflow.runtime.fields.keys import Key
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Bounds a number, in ``Annotated``; ``above`` and ``below`` exclude the bound itself."""
+    """Bounds a number; used in ``Annotated``. ``above`` and ``below`` exclude the bound itself."""
 
     low: float | None = None
     high: float | None = None
@@ -48,10 +48,10 @@ Accumulator = Annotated[
 
 
 def broken_rule(value: Any, kind: Any) -> str | None:
-    """Return the rule of the annotation ``kind`` if ``value`` breaks it, else None.
+    """Return the rule of the annotation ``kind`` if ``value`` breaks the rule, else None.
 
-    Supports numbers with a Range, tuples of them, ``Literal``, and unions of these with None; other
-    kinds always pass.
+    Supports numbers with a Range, tuples of such numbers, ``Literal``, and unions of these with
+    None; values of other kinds always pass.
     """
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:

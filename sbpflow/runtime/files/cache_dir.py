@@ -1,8 +1,8 @@
 """Finds the user's cache folder for compiled code and measurements of this machine.
 
 Loading compiled code executes it (numba's and torch.compile's caches are pickles and shared
-libraries), so no other user may be able to write to its folder; ``code_cache`` checks this.
-Measurements and plans are JSON, which can affect choices but is never executed.
+libraries), so ``code_cache`` checks that no other user can write to its folder. Measurements and
+plans are JSON files, which are never executed.
 """
 
 import functools
@@ -20,7 +20,8 @@ _OTHERS_ENTER = stat.S_IXGRP | stat.S_IXOTH
 
 
 def cache_dir() -> Path:
-    """Return the user's cache folder for sbpflow, by the XDG base directory specification."""
+    """Return the user's cache folder for sbpflow according to the XDG base directory
+    specification."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     base = Path(given) if given and Path(given).is_absolute() else Path.home() / ".cache"
     return base / "sbpflow"
@@ -34,7 +35,8 @@ def make_private(folder: Path) -> None:
 
 
 def code_cache(name: str) -> Path | None:
-    """Return the folder ``name`` of the user's cache for compiled code, created if needed.
+    """Return the folder ``name`` in the user's cache for compiled code; create the folder if
+    needed.
 
     Returns None if the folder cannot be created, or another user could have written to it. The
     first rank of each machine then warns once.
@@ -45,7 +47,7 @@ def code_cache(name: str) -> Path | None:
 @functools.cache
 def _checked(folder: Path) -> Path | None:
     try:
-        # Resolve links before the check, because their owners could change them afterwards.
+        # Resolve links before the check, because the owner of a link could change it afterwards.
         folder = folder.resolve()
         make_private(folder)
         problem = _other_writer(folder)
@@ -65,10 +67,10 @@ def _checked(folder: Path) -> Path | None:
 
 
 def _other_writer(folder: Path) -> str:
-    """Describe how another user could have written to ``folder``; "" if only root could.
+    """Describe how another user could have written to ``folder``; return "" if only root could.
 
-    Parent folders matter, too: a user who can write to a parent can replace this folder, unless the
-    sticky bit restricts this to the owner, as in /tmp.
+    Parent folders are also checked: a user who can write to a parent can replace this folder,
+    unless the parent has the sticky bit, like /tmp.
     """
     user = os.geteuid()
 
@@ -87,7 +89,7 @@ def _other_writer(folder: Path) -> str:
         forbidden = 0 if facts.st_mode & stat.S_ISVTX else _OTHERS_WRITE
         if text := problem(parent, facts, (user, 0), forbidden):
             return text
-    # Check existing files too, because they keep their owners. If others cannot enter the folder,
+    # Check existing files, too, because files keep their owners. If others cannot enter the folder,
     # the modes of its files (0664 with a umask of 002) do not matter.
     forbidden = _OTHERS_WRITE if top.st_mode & _OTHERS_ENTER else 0
     for path in folder.rglob("*"):

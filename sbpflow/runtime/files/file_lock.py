@@ -1,7 +1,7 @@
-"""Locks files, for folders to which only one run may write at a time.
+"""Locks folders to which only one run may write at a time, by means of lock files.
 
-The locks are advisory (flock), and end with the process in any case. A lock file names its last
-holder.
+The locks are advisory (flock), and always end with the process. A lock file contains the name of
+its last holder.
 """
 
 import fcntl
@@ -16,11 +16,12 @@ _MAX_CHARACTERS = 200  # maximum length of a holder's name
 
 
 class HeldError(Exception):
-    """Another process has locked the file; ``str`` gives " (holder)", or "" if unknown."""
+    """Raised if another process has locked the file; ``str`` gives " (holder)", or "" if
+    unknown."""
 
 
 def hold(path: Path, *, wait: bool = False) -> IO[str]:
-    """Open a file and lock it until the file is closed; raise HeldError, or OSError.
+    """Open a file and lock it until the file is closed. Raises HeldError or OSError.
 
     With ``wait``, the function waits for the lock instead of raising HeldError. On a file system
     without locks, the function warns and returns the file unlocked.

@@ -1,8 +1,8 @@
 """Reads JSON from disk, and raises JsonError for files that are invalid or exceed limits.
 
-``json.loads`` accepts NaN, overflows to infinity, recurses without limit, and returns numbers and
-strings that fail only when they are used. Callers check the structure of the values.
-``read_text`` is for files with one JSON value per line.
+Unlike this module, ``json.loads`` accepts NaN, overflows to infinity, recurses without limit, and
+returns numbers and strings that fail only when they are used. Callers must check the structure of
+the values. ``read_text`` is for files with one JSON value per line.
 """
 
 import json
@@ -21,19 +21,20 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
 
 
 class JsonError(ValueError):
-    """A file cannot be read, or text is not JSON or exceeds a limit."""
+    """Raised if a file cannot be read, or if text is not JSON or exceeds a limit."""
 
 
 def read_json(path: Path, *, max_bytes: int = MAX_BYTES) -> object:
-    """Return the value in a file; raise FileNotFoundError, or JsonError with the file name."""
+    """Return the JSON value in a file. Raises FileNotFoundError, or JsonError with the file
+    name."""
     return parse_json(read_text(path, max_bytes=max_bytes), str(path))
 
 
 def read_text(path: Path, *, max_bytes: int = MAX_BYTES, keep_bad_bytes: bool = False) -> str:
-    """Return the UTF-8 text of a file of at most ``max_bytes``; errors are as in ``read_json``.
+    """Return the UTF-8 text of a file of at most ``max_bytes``.
 
-    With ``keep_bad_bytes``, invalid bytes become characters that ``parse_json`` refuses, so that
-    the other lines remain usable.
+    Raises the same errors as ``read_json``. With ``keep_bad_bytes``, invalid bytes become
+    characters that ``parse_json`` rejects, so that the other lines remain usable.
     """
     try:
         with path.open("rb") as file:
@@ -45,7 +46,7 @@ def read_text(path: Path, *, max_bytes: int = MAX_BYTES, keep_bad_bytes: bool = 
         return raw.decode("utf-8", "surrogateescape" if keep_bad_bytes else "strict")
     except FileNotFoundError:
         raise
-    except NotADirectoryError as error:  # a component of the path is a file
+    except NotADirectoryError as error:  # a parent in the path is a file, not a folder
         raise FileNotFoundError(*error.args) from error
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
@@ -55,10 +56,11 @@ def read_text(path: Path, *, max_bytes: int = MAX_BYTES, keep_bad_bytes: bool = 
 
 
 def parse_json(text: str, where: str = "", *, finite: bool = True) -> object:
-    """Return the value of JSON text; raise JsonError, beginning with ``where``, for other text.
+    """Return the value of JSON text.
 
-    JsonError is also raised for more than MAX_DEPTH levels, integers beyond 64 bits, invalid
-    Unicode and, with ``finite``, NaN and infinity.
+    For other text, raise a JsonError whose message begins with ``where``. JsonError is also raised
+    for more than MAX_DEPTH levels, integers beyond 64 bits, invalid Unicode and, with ``finite``,
+    NaN and infinity.
     """
     hooks: dict[str, Any] = {"parse_constant": _refuse_constant, "parse_float": _float}
     try:
@@ -95,20 +97,20 @@ def list_of(value: object, where: str) -> list[Any]:
 
 
 def kind_name(value: object) -> str:
-    """Return the name of a JSON value's kind, with its article."""
+    """Return the name of a JSON value's kind, with an article."""
     kinds = {bool: "true or false", str: "a string", list: "a list", dict: "an object"}
     other = "null" if value is None else "a number"
     return next((name for kind, name in kinds.items() if isinstance(value, kind)), other)
 
 
 def why_not(error: Exception) -> str:
-    """Return why a decoder raised an error, shortened for a message."""
+    """Return the reason for a decoder's error, shortened for a message."""
     text = f"it has no {error}" if isinstance(error, KeyError) else str(error)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}.."
 
 
 def is_number(value: object) -> bool:
-    """Return whether a value is a finite number, which a bool is not."""
+    """Return whether a value is a finite number; bools do not count as numbers."""
     return type(value) in (int, float) and math.isfinite(cast("float", value))
 
 
@@ -118,7 +120,8 @@ def is_count(value: object) -> bool:
 
 
 def _is_deep(value: object) -> bool:
-    """Return whether a value has too many levels, by iteration, which cannot recurse too deep."""
+    """Return whether a value is nested too deeply; the check is iterative to avoid deep
+    recursion."""
     level: list[object] = [value]
     for _ in range(MAX_DEPTH + 1):
         inner: list[object] = []

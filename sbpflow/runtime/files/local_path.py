@@ -11,7 +11,8 @@ from pathlib import Path
 
 from sbpflow.errors import ConfigError
 
-# The pattern also matches the single slash that Path makes of "//". fsspec chains are "a::b://".
+# The pattern also matches a single slash, because Path shortens "//" to "/". fsspec chains are
+# "a::b://".
 _URL = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z][A-Za-z0-9+.-]*)*:/")
 
 # Linux's limits are 4096 and 255; smaller limits leave room for file names and suffixes.
@@ -20,11 +21,11 @@ _MAX_SHOWN = 200
 
 
 class PathError(ConfigError, ArgumentTypeError):
-    """Text is not a local path; argparse prints this message after the option's name."""
+    """Raised if text is not a local path; argparse prints the message after the option's name."""
 
 
 def local_path(given: str | Path) -> Path:
-    """Convert ``given`` to a path; raise PathError for a URL or text that cannot be a path."""
+    """Convert ``given`` to a path; raise PathError if it is a URL or cannot be a path."""
     text = str(given)
     if _URL.match(text):
         raise PathError(
@@ -54,7 +55,7 @@ def plain_path(text: str) -> Path:
 
 
 def _fault(text: str) -> str:
-    """Return why no file can have this path, or "" if a file can."""
+    """Return why no file can have this path, or "" if the path is valid."""
     if not text:
         return "is empty"
     if "\0" in text:

@@ -1,4 +1,5 @@
-"""Manages the folder of a run: one run may use it at a time, and no run is overwritten."""
+"""Manages a run's folder, so that only one run uses the folder at a time and earlier runs are
+kept."""
 
 import logging
 import re
@@ -16,7 +17,8 @@ METRICS_FILE = "metrics.jsonl"
 BOARD_FOLDER = "tensorboard"
 START_FILE = "start.txt"
 PLAN_FILE = "plan.json"  # the plan of the run, as run/planning/plan_file.py writes it
-TABLE_PLAN_FILE = "tables.yaml"  # the result of parallel.plan: auto, which parallel.plan accepts
+# the plan made for parallel.plan: auto; also a valid value of parallel.plan
+TABLE_PLAN_FILE = "tables.yaml"
 TRACE_FILE = "trace-rank{rank}.json"  # the trace of the steps in train.profile
 REPORT_FILE = "report.html"  # written by `sbpflow report`
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -65,7 +67,7 @@ class RunLock:
 
 
 def _another(key: str, folder: Path) -> str:
-    """Return ``key=`` with a folder that does not exist, quoted for a shell."""
+    """Return ``key=`` with a folder that does not exist yet, quoted for a shell."""
     folder, number = folder.resolve(), 2
     name = folder.name or "run"
     while (free := folder.parent / f"{name}-{number}").exists():
@@ -74,7 +76,8 @@ def _another(key: str, folder: Path) -> str:
 
 
 def set_aside(folder: Path, names: Sequence[str]) -> Path | None:
-    """Move an earlier run's files ``names`` to ``previous-N``; return None without such files.
+    """Move the files ``names`` of an earlier run to ``previous-N``; return None if there are no
+    such files.
 
     N is the highest existing number plus 1, so that the files of all earlier runs are kept.
     """

@@ -1,1 +1,2 @@
-"""Lets the ranks of a job start, find each other, and exit with one message."""
+"""Starts the ranks of a job, connects them to each other, and combines their exits into one
+message."""

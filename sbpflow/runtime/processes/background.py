@@ -9,10 +9,10 @@ Result = TypeVar("Result")
 
 
 def in_background(work: Callable[[], Result], name: str) -> Future[Result]:
-    """Start ``work`` in a daemon thread; the future gets the result or error of ``work``.
+    """Start ``work`` in a daemon thread; return a future for its result or error.
 
-    An executor is not used because the interpreter waits for executor threads at exit, which would
-    keep a rank that leaves early alive.
+    An executor is not suitable, because the interpreter waits for executor threads at exit, so a
+    rank could not exit early.
     """
     ended: Future[Result] = Future()
 

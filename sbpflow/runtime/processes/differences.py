@@ -8,9 +8,10 @@ _NOT_GIVEN = "not given"
 
 
 def differences(facts: Sequence[Mapping[str, str]], others: Sequence[int]) -> str:
-    """List the facts, by key, in which the ranks ``others`` differ from rank 0; "" if all agree.
+    """List, by key, the facts of the ranks ``others`` that differ from rank 0's facts; return "" if
+    all agree.
 
-    ``facts`` has one mapping per rank.
+    ``facts`` contains one mapping per rank.
     """
     lines: list[str] = []
     for key in sorted(set().union(*facts)):

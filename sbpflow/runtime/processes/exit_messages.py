@@ -27,8 +27,9 @@ from sbpflow.runtime.processes.store import TimedStore, open_store, polls
 
 Kind = Literal["mistake", "crash", "absent", "lost_peer", "peer_stopped", "interrupt", "terminated"]
 
-# ``_GRACE_S`` is the time for other ranks to post, and runs out only if a rank is dead or hangs.
-# Other ranks exit ``_LATER_S`` later, so that torchrun sees the printing rank fail first.
+# ``_GRACE_S`` is the time for other ranks to post; the full time passes only if a rank is dead or
+# hangs. Other ranks exit ``_LATER_S`` after the printing rank, so that torchrun sees the printing
+# rank fail first.
 _GRACE_S = 3.0
 _LATER_S = 0.3
 _POLL_S = 0.2
@@ -41,7 +42,7 @@ _MAX_CHARACTERS = 20_000  # maximum length of a traceback
 class Reason:
     """Describes why a rank exits; ``text`` is a message for the user, or a crash's traceback.
 
-    ``order`` is the rank's position in the order of exits, from 1; 0 without a store.
+    ``order`` counts exits from 1, and is 0 without a store.
     """
 
     kind: Kind
@@ -95,13 +96,13 @@ class Meeting:
     def listen(self, on_exit: Callable[[], None]) -> None:
         """Register this rank's machine, and call ``on_exit`` in a thread once a rank exits early.
 
-        From then on, ``posts`` collects the reasons of all ranks that exit. ``machines`` is filled
+        After that, ``posts`` collects the reasons of all ranks that exit. ``machines`` is filled
         once all ranks have registered.
         """
         if self.store is None:
             return
         self.store.set(f"machine/{self.rank}", machine_name())
-        # A wait blocks its connection, so the listener uses a connection of its own.
+        # A wait blocks its connection, so the listener uses a separate connection.
         clone = self.store.torch_store.clone()  # pyright: ignore[reportAttributeAccessIssue]  (stub)
         clone.set_timeout(timedelta(seconds=_LISTEN_S))
         own = TimedStore(clone, self.store.where)
@@ -124,7 +125,8 @@ class Meeting:
                 self._read_posts(store)
 
     def over(self) -> None:
-        """End the listener after success; a thread in C++ code would disturb Python's shutdown."""
+        """End the listener after success, because a thread in C++ code would disturb Python's
+        shutdown."""
         if self.store is not None and self._listener is not None:
             with contextlib.suppress(RuntimeError):
                 self.store.set(f"wake/{self.rank}", "over")
@@ -140,8 +142,7 @@ class Meeting:
     def _read_posts(self, store: TimedStore) -> bool:
         """Read new reasons; return whether all ranks have posted.
 
-        Reasons are numbered in the order of exits, so that a few store operations read many
-        reasons.
+        Reasons are numbered in exit order, so that a few store operations can read many reasons.
         """
         count = store.add("order", 0)
         unread = [f"reason/{n}" for n in range(1, count + 1) if n not in self._read]
@@ -155,8 +156,9 @@ class Meeting:
     def post(self, reason: Reason) -> None:
         """Post why this rank will exit, which also shows that this rank is alive.
 
-        A later post replaces an earlier one, except for a received signal: errors after a signal
-        are its consequences. The text of the signal says what was saved.
+        A later post replaces an earlier post unless the earlier reason is a received signal,
+        because errors after a signal are consequences of the signal. The text of a signal's reason
+        says what was saved.
         """
         earlier = self.posts.get(self.rank)
         if earlier is not None and earlier.kind in ("terminated", "interrupt"):
@@ -191,7 +193,7 @@ class Meeting:
             _print(self.message())
             return
         first = store.add(f"leaving/{machine}", 1) == 1
-        if self.by_hand and reason.kind == "absent":  # each rank has its own terminal
+        if self.by_hand and reason.kind == "absent":  # here, each rank has its own terminal
             _print(compose({self.rank: reason}, self.world_size))
             store.set(f"printed/{machine}", "1")
         elif first:
@@ -203,11 +205,13 @@ class Meeting:
             _wait(lambda: store.check([f"printed/{machine}"]), 2 * _GRACE_S)
             time.sleep(_LATER_S)
         store.add("gone", 1)
-        if self.serves:  # the store ends with this process, but other ranks still read "printed"
+        # the store ends with this process, but other ranks still need to read "printed"
+        if self.serves:
             _wait(lambda: store.add("gone", 0) >= self.world_size, _GRACE_S)
 
     def _leave_without_store(self, error: PeerLostError) -> None:
-        """Print from one rank of this machine: the one that can bind a socket name."""
+        """Print the message if this is the first rank of its machine to bind a certain socket
+        name."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as name:
             with contextlib.suppress(OSError):
                 # Names in Linux's abstract namespace create no file and are freed with the process.
@@ -255,7 +259,7 @@ def compose(
 
 
 def _crashes(posts: Mapping[int, Reason]) -> list[str]:
-    """Return the first crash's traceback, and the last lines of later crashes that differ."""
+    """Return the traceback of the first crash, and the last line of each different later crash."""
     crashes = [(r.order, rank) for rank, r in posts.items() if r.kind == "crash" and r.text]
     texts = [(rank, posts[rank].text.rstrip()) for _, rank in sorted(crashes)]
     lines: list[str] = []
@@ -269,7 +273,7 @@ def _crashes(posts: Mapping[int, Reason]) -> list[str]:
 
 
 def _mistakes(posts: Mapping[int, Reason], world_size: int) -> list[str]:
-    """Return the users' mistakes, with the ranks that made each mistake unless all ranks did."""
+    """Return the users' mistakes; name the ranks of a mistake unless it occurred on all ranks."""
     ranks_by_text: dict[str, list[int]] = {}
     for rank, reason in sorted(posts.items()):
         if reason.kind == "mistake":
@@ -285,9 +289,9 @@ def _terminated(
 ) -> list[int]:
     """Return the ranks of machines that received a stop signal, for example before a preemption.
 
-    After a rank exits, torchrun also sends SIGTERM to the other ranks of its machine. So a machine
-    counts only if none of its ranks is silent, and its first rank to exit was terminated. Ranks
-    that stopped because of another rank do not count as the first.
+    After a rank exits, torchrun also sends SIGTERM to the other ranks of its machine. Therefore a
+    machine is included only if none of its ranks is silent, and its first rank to exit was
+    terminated. Ranks that stopped because of another rank are ignored here.
     """
     terminated: list[int] = []
     for machine in dict.fromkeys(machines.values()):

@@ -11,13 +11,14 @@ import signal
 import threading
 from types import FrameType
 
-# Seconds for a shutdown to finish a step and save. The exit message takes up to 5 s more, and
-# torchrun kills a rank 30 s after forwarding SIGTERM.
+# A shutdown has this many seconds to finish a step and save. The exit message takes up to 5 s more,
+# and torchrun kills a rank 30 s after forwarding SIGTERM.
 GRACE_S = 20.0
 
 
 class GracefulShutdown:
-    """Records the first signal in ``signum`` (else 0); for use in the main thread."""
+    """Records the first signal in ``signum``, which is 0 before; use this class in the main
+    thread."""
 
     def __init__(self, grace_s: float = GRACE_S) -> None:
         self.signum = 0
@@ -37,7 +38,7 @@ class GracefulShutdown:
             signal.signal(number, handler)
 
     def leave(self, saved: str = "") -> None:
-        """Raise the received signal again, with the previous handler and ``saved`` as its text."""
+        """Raise the received signal again for the previous handler, with ``saved`` as its text."""
         self.end()
         try:
             signal.raise_signal(self.signum)
@@ -53,8 +54,8 @@ class GracefulShutdown:
     def _watch(self, reader: int) -> None:
         """Forward the signal after a second signal, or after the grace period.
 
-        Python handlers do not run while the main thread is in C++ code. So a thread watches the
-        wake-up pipe, which the C handler writes to at once.
+        Python handlers do not run while the main thread is in C++ code. Therefore a thread watches
+        the wake-up pipe, to which the C handler writes immediately.
         """
         ours = {int(number) for number in self._handlers}
         received = os.read(reader, 1)
@@ -66,7 +67,8 @@ class GracefulShutdown:
 
 
 class GracefulInterrupt:
-    """Delays the KeyboardInterrupt of the first Ctrl-C until ``leave``; a second is immediate."""
+    """Delays the KeyboardInterrupt of the first Ctrl-C until ``leave``; a second Ctrl-C interrupts
+    immediately."""
 
     def __init__(self) -> None:
         self.signum = 0
@@ -88,7 +90,8 @@ class GracefulInterrupt:
 
 
 def watch_signals() -> GracefulShutdown | GracefulInterrupt | None:
-    """Start watching the signals of this process; None if a Ctrl-C does not reach this thread."""
+    """Start watching the signals of this process; return None if a Ctrl-C does not reach this
+    thread."""
     if callable(signal.getsignal(signal.SIGTERM)):  # by ``run_main``
         return GracefulShutdown()
     is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -1,10 +1,10 @@
-"""Wraps entry points so that every way a rank can end becomes an exit code and one message.
+"""Wraps entry points so that every possible end of a rank becomes an exit code and one message.
 
-This module imports nothing heavy, so that it can report a broken torch, or Ctrl-C during imports.
-For the same reason an entry point should import torch inside ``main``. After success, ``run_main``
-closes the process groups within a time limit; after a failure, ``run_main`` does not close the
-groups. So ``main`` need not close process groups. ``main`` should not close them in a ``finally``,
-where a dead peer would block the process for the whole limit.
+This module imports only light modules, so that it can report a broken torch, or Ctrl-C during
+imports. For the same reason, an entry point should import torch inside ``main``. After success,
+``run_main`` closes the process groups within a time limit; after a failure, ``run_main`` does not
+close the groups. Therefore ``main`` need not close process groups, and must not close process
+groups in a ``finally`` block, where a dead peer would block the process for the whole limit.
 """
 
 import argparse
@@ -57,11 +57,12 @@ _PEER_EXIT_S = 5.0  # time for the main thread to fail after another rank has ex
 
 
 class Terminated(BaseException):
-    """SIGTERM was received; ``except Exception`` in the program does not catch this class."""
+    """Raised on SIGTERM; ``except Exception`` in the program does not catch this class."""
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """Raises usage mistakes as ConfigError, so that N ranks print one message instead of N."""
+    """Raises usage mistakes as ConfigError, so that N ranks print one message instead of N
+    messages."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; usage: {' '.join(self.format_usage().split()[1:])}")
@@ -70,7 +71,8 @@ class ArgumentParser(argparse.ArgumentParser):
 def dispatch(
     prog: str, commands: Mapping[str, Callable[[Sequence[str]], int]], argv: Sequence[str]
 ) -> int:
-    """Run the command that the first argument names, or print the commands if there is none."""
+    """Run the command that the first argument names; without arguments, print the list of
+    commands."""
     name = argv[0] if argv else "--help"
     if name in ("-h", "--help"):
         sys.stdout.write(f"usage: {prog} {{{','.join(commands)}}} [-h] ...\n")
@@ -96,7 +98,7 @@ def until_nobody_reads(command: Callable[[], int]) -> int:
 
 
 def _stdout_is_closed() -> bool:
-    """Return whether the reader of standard output, a pipe, has closed the pipe."""
+    """Return whether standard output is a pipe that its reader has closed."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return bool(poll.poll(0))
@@ -105,10 +107,11 @@ def _stdout_is_closed() -> bool:
 def run_main(main: Callable[[], int | None]) -> NoReturn:
     """Run ``main`` as the whole work of this process, and exit.
 
-    The exit code is 0 or the result of ``main``. After a user's mistake the code is 2; the ranks
-    together print one message. After the loss or absence of a peer the code is 3, with one message.
-    After Ctrl-C or SIGTERM the code is 130. Any other failure exits with 1 and one rank's
-    traceback. After a failure, all ranks exit within seconds, even if their threads are blocked.
+    The exit code is 0 or the result of ``main``. After a user's mistake the code is 2, and the
+    ranks together print one message. After the loss or absence of a peer the code is 3, also with
+    one message. After Ctrl-C or SIGTERM the code is 130. Any other failure exits with 1 and one
+    rank's traceback. After a failure, all ranks exit within seconds, even if their threads are
+    blocked.
     """
     exits = _Exits()
     exits.watch_signals()
@@ -135,8 +138,8 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
 def classify(error: BaseException) -> tuple[Reason, int]:
     """Return the reason to report for an error, and its exit code.
 
-    Errors are classified by type, because errors of the user's program may contain any text.
-    torch's own types occur for calls that bypass ``boxing``.
+    Errors are classified by type, because error messages of the user's program may contain any
+    text. torch's own error types occur in calls that bypass ``boxing``.
     """
     if isinstance(error, MESSAGE_ERRORS):
         return Reason("mistake", str(error)), EXIT_MISTAKE
@@ -158,7 +161,8 @@ def classify(error: BaseException) -> tuple[Reason, int]:
 
 
 def _exit_of_program(error: SystemExit) -> tuple[Reason, int]:
-    """Return one line with the exit code that the program requested, and the requesting line."""
+    """Return one line with the exit code that the program requested and the line that requested
+    it."""
     # The system keeps 8 bits of the code; a code whose 8 bits are 0 would look like success.
     code = error.code & 0xFF or EXIT_CRASH if isinstance(error.code, int) else EXIT_CRASH
     frames = traceback.extract_tb(error.__traceback__)
@@ -200,7 +204,7 @@ def _torch_peer_errors() -> tuple[type[BaseException], ...]:
 
 
 class _Exits:
-    """Exits from the main thread or from a watcher thread, whichever is first."""
+    """Ends the process from the main thread or from a watcher thread, whichever is first."""
 
     def __init__(self) -> None:
         self.meeting: Meeting | None = None
@@ -213,7 +217,8 @@ class _Exits:
         meeting.listen(self._on_peer_exit)
 
     def _on_peer_exit(self) -> None:
-        """Exit after a while; before that, the main thread usually fails unless it is waiting."""
+        """Exit after a short time, in which the main thread usually fails by itself unless it is
+        waiting."""
         if not self._main_left.wait(_PEER_EXIT_S):
             self._end(Reason("lost_peer", "another rank exited"), EXIT_LOST_PEER)
 
@@ -227,7 +232,8 @@ class _Exits:
         threading.Thread(target=self._watch, args=(reader,), daemon=True).start()
 
     def _watch(self, reader: int) -> None:
-        """Read the wake-up pipe, which, unlike Python handlers, does not need the main thread."""
+        """Read the wake-up pipe; unlike Python signal handlers, this does not need the main
+        thread."""
         while True:
             received = os.read(reader, 1)
             if received[0] not in (signal.SIGTERM, signal.SIGINT):

@@ -1,9 +1,10 @@
-"""Creates a unique id per launch, on which all ranks of the launch agree.
+"""Creates a unique ID per launch, on which all ranks of the launch agree. torchrun keeps one store
+through all restarts, including the keys of earlier launches.
 
-torchrun keeps one store through all restarts, including the keys of earlier launches, and passes
-nothing to the ranks that differs between launches: TORCHELASTIC_RESTART_COUNT counts only the
-failures seen on one machine. So rank 0 creates an id, and each other rank requests it under a
-unique id of its own process. Stale requests from an earlier launch are answered and ignored.
+torchrun does not pass any value to the ranks that differs between launches:
+TORCHELASTIC_RESTART_COUNT counts only the failures seen on one machine. Rank 0 therefore creates
+the ID, and each other rank requests it under a unique ID of its own process. Stale requests from an
+earlier launch are answered and ignored.
 """
 
 import threading
@@ -14,12 +15,12 @@ from sbpflow.errors import AbsentError, PeerLostError
 from sbpflow.runtime.processes.store import TimedStore, polls
 
 _PROCESS = uuid.uuid4().hex  # unique among all processes of the job, including earlier launches
-_ANSWER_S = 600.0  # allows rank 0 to import torch; torchrun has started all ranks by then
+_ANSWER_S = 600.0  # enough time for rank 0 to import torch; torchrun has already started all ranks
 _POLL_S, _LONGEST_POLL_S = 0.05, 1.0
 
 
 def launch_id(store: TimedStore, rank: int, size: int) -> str:
-    """Return the id of the launch in which this process is ``rank``; all calls return the same id.
+    """Return the ID of the launch in which this process is ``rank``; all calls return the same ID.
 
     Rank 0 returns at once and answers the others from a thread. Raises AbsentError if rank 0 does
     not answer.
@@ -64,5 +65,5 @@ def _answer_all(store: TimedStore, launch: str, size: int) -> None:
                 if answered.get(rank) != process:
                     answered[rank] = process
                     store.set(f"answer/{process}", launch)
-    except PeerLostError:  # the main thread reports a lost store when it next uses the store
+    except PeerLostError:  # the main thread reports a lost store at its next store operation
         return

@@ -23,11 +23,11 @@ def start_ranks(
     module: str = "sbpflow",
     environment: Mapping[str, str] | None = None,
 ) -> int:
-    """Run ``python -m MODULE WORDS`` on each rank; return 0, or the exit code of a failed rank.
+    """Run ``python -m MODULE WORDS`` on each rank; return 0, or a failed rank's exit code.
 
-    The ranks print their own errors, so the launcher's report is disabled. ``environment`` adds
-    variables. Raises ConfigError, naming ``option``, if ``ranks`` is not positive or this process
-    is itself a rank.
+    The ranks print their own errors, so the launcher's report is disabled. ``environment`` contains
+    additional environment variables. Raises ConfigError, naming ``option``, if ``ranks`` is not
+    positive or this process is itself a rank.
     """
     if ranks < 1:
         raise ConfigError(f"{option}: {ranks} ranks; use 1 or more (for example, {option} 2)")
@@ -72,17 +72,18 @@ def _exit_code(codes: Mapping[int, int]) -> int:
 
 @contextmanager
 def _launcher_settings() -> Generator[None]:
-    """Set what the ranks inherit; then restore it and the signal handlers of torch's launcher.
+    """Set the environment and log levels that the ranks inherit, and restore them at the end.
 
-    The launcher's handlers would raise SignalException at every later Ctrl-C, for example in a
-    notebook.
+    Signal handlers are restored, too, because the handlers of torch's launcher would raise
+    SignalException at every later Ctrl-C, for example in a notebook.
     """
     environment = dict(os.environ)
-    # Some of the launcher's loggers have levels of their own.
+    # Some loggers of the launcher set their own levels.
     names = (*_LOGGERS, *(n for n in logging.root.manager.loggerDict if n.startswith(_LOGGERS)))
     loggers = {logging.getLogger(name): logging.getLogger(name).level for name in names}
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks already run in parallel
+    # one thread each, because ranks already run in parallel
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
     try:

@@ -1,8 +1,9 @@
 """Checks before the first process group that all ranks are present, unique and in agreement.
 
-torch's own rendezvous times out with a count on rank 0 and with store keys elsewhere. Ranks that
-disagree would hang in their first collective. So each rank writes its number and its facts to the
-run's store, and the first rank that times out reports to the others through the store.
+torch's own rendezvous does not name the missing ranks: its timeout shows a count on rank 0 and
+store keys elsewhere. Ranks that disagree would hang in their first collective. Therefore each rank
+writes its number and its facts to the run's store, and the first rank that times out notifies the
+other ranks through the store.
 """
 
 import hashlib
@@ -22,10 +23,11 @@ _LONGEST_POLL_S = 0.5  # a poll costs one store operation per rank
 
 
 def await_ranks(timeout_s: float, facts: Mapping[str, str] | None = None) -> Meeting:
-    """Return once all ranks of the launcher's environment have called this with equal ``facts``.
+    """Wait until all ranks of the launcher's environment have called this function with equal
+    ``facts``.
 
     Raises AbsentError on all ranks when the first rank has waited ``timeout_s`` since its call.
-    Raises ConfigError on every rank for facts that differ, for a rank number used by two processes,
+    Raises ConfigError on every rank for different facts, for a rank number used by two processes,
     and for an invalid address. The returned ``Meeting`` keeps rank 0's store open, because torch
     joins this store next.
     """
@@ -45,7 +47,8 @@ def await_ranks(timeout_s: float, facts: Mapping[str, str] | None = None) -> Mee
 def gather(
     store: TimedStore, name: str, rank: int, size: int, text: str, timeout_s: float
 ) -> list[str]:
-    """Return the ``text`` of each of ``size`` ranks, by rank; ``name`` identifies this exchange.
+    """Return the ``text`` of each of the ``size`` ranks, in rank order; ``name`` identifies this
+    exchange.
 
     Raises AbsentError, naming the missing ranks, on every rank when the first rank times out.
     """
@@ -57,7 +60,8 @@ def gather(
             missing = [other for other, key in enumerate(keys) if not store.check([key])]
             if missing:
                 store.set(given_up, json.dumps([missing, timeout_s]))
-        # Check this before the keys, so that no rank continues after another rank has timed out.
+        # Check for a timeout before reading the keys, so that no rank continues after another rank
+        # has timed out.
         if store.check([given_up]):
             missing, waited_s = json.loads(store.get(given_up))
             raise AbsentError(_message(missing, waited_s, size))

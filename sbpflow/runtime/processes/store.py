@@ -1,10 +1,12 @@
-"""Provides the key-value store through which ranks find each other; each operation times out.
+"""Provides the key-value store through which ranks find each other; each operation has a time
+limit.
 
 torch's store listens on all interfaces without authentication. If ranks are started by hand, rank 0
 serves the store on the interface of MASTER_ADDR only.
 
 torch's client blocks forever if the store's host has left the network, because its sends and
-receives have no timeout. So each operation runs in its own thread, which is abandoned at the limit.
+receives have no timeout. Therefore each operation runs in its own thread, which is abandoned when
+the time limit is reached.
 """
 
 import errno
@@ -31,8 +33,8 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 
 CONNECT_S = 60.0  # time limit for rank 0 to listen; a run's ranks start within this time
-ANSWER_S = 5.0  # limit of one operation, which takes about 1 ms, and 100 ms on a busy machine
-# The listening process has at least ``_GREET_S`` to prove that it is rank 0.
+ANSWER_S = 5.0  # limit of one operation, which takes about 1 ms, or 100 ms on a busy machine
+# Wait at least ``_GREET_S`` for the listening process to prove that it is rank 0.
 _GREET_S = 5.0
 _POLL_S = 0.2
 _BACKLOG = 4096  # the same value as in torch, because all ranks connect at once
@@ -41,7 +43,7 @@ Result = TypeVar("Result")
 
 
 def within(limit_s: float, call: Callable[[], Result], what: str) -> Result:
-    """Return or raise what ``call`` does; raise PeerLostError if it exceeds ``limit_s``.
+    """Return the result of ``call``, or raise its error; raise PeerLostError after ``limit_s``.
 
     ``call`` runs in a thread, which is abandoned at the limit.
     """
@@ -64,7 +66,7 @@ def polls(first_s: float, longest_s: float) -> Generator[None]:
 class TimedStore:
     """Wraps a store so that operations raise PeerLostError if they fail or time out.
 
-    After the first failure, every operation fails at once. Values are text.
+    After the first failure, every operation fails immediately. Values are strings.
     """
 
     def __init__(self, store: "Store", where: str, *, answer_s: float = ANSWER_S) -> None:
@@ -95,7 +97,7 @@ class TimedStore:
         return self.get_all([key])[0]
 
     def claim(self, key: str, value: str) -> str:
-        """Write ``value`` if the key does not exist; return the key's value after that."""
+        """Write ``value`` if the key does not exist; then return the key's value."""
         raw = self._talk("claim", lambda: self.torch_store.compare_set(key, "", value))
         return raw.decode()
 
@@ -121,7 +123,7 @@ class TimedStore:
         except PeerLostError as error:
             self._lost = error
             raise
-        except RuntimeError as error:  # torch's stores raise no other error class
+        except RuntimeError as error:  # torch's stores raise only this error class
             self._lost = PeerLostError(f"{what}: {first_line(error)}")
             raise self._lost from error
 
@@ -173,7 +175,7 @@ def open_store(serves: bool) -> TimedStore:
         return store
 
     try:
-        # If the listener is not a TCPStore, the constructor ignores its timeout.
+        # The constructor ignores its timeout if the listener is not a TCPStore.
         store = within(left_s, serve_or_join, "the listener there is not a rank of this run")
     except RuntimeError as error:  # includes torch's DistNetworkError
         raise no_store(host, port, serves, error) from error
@@ -189,7 +191,8 @@ def loopback_name(host: str) -> bool:
 
 
 def _address_of(host: str, port: int) -> str:
-    """Return the address that ``host`` has on all ranks; "" if ranks may see different ones.
+    """Return the address of ``host`` if it is the same on all ranks; return "" if ranks may see
+    different addresses.
 
     Ranks may see different addresses for a name with several addresses, and, if the run includes
     other machines, for the machine's own name, which resolves to 127.0.1.1 on Debian.
@@ -203,16 +206,17 @@ def _address_of(host: str, port: int) -> str:
 
 
 def all_ranks_here() -> bool:
-    """Return whether the launcher's environment says that all ranks are on this machine."""
+    """Return whether all ranks are on this machine according to the launcher's environment."""
     local, size = env_int("LOCAL_WORLD_SIZE", 0), env_int("WORLD_SIZE", 1)
     return local == size or loopback_name(os.environ.get("MASTER_ADDR", ""))
 
 
 def _listener(host: str, address: str, port: int) -> socket.socket | None:
-    """Return a socket that listens only at ``address``; None to let torch create a socket.
+    """Return a socket that listens only at ``address``, or None to let torch create a socket.
 
-    torch's socket listens on all interfaces, which is logged as a warning. If the port is in use,
-    torch either reuses its own socket in this process, or raises an error that names the port.
+    If torch creates the socket, a warning is logged, because torch's socket listens on all
+    interfaces. If the port is in use, torch either reuses its own socket in this process, or raises
+    an error that names the port.
     """
     why = "the name may have different addresses on different machines"
     if address:
@@ -242,9 +246,9 @@ def _warn_of_all_interfaces(host: str, port: int, why: str) -> None:
 
 
 def _await_listener(host: str, port: int, end: float) -> None:
-    """Return once a process listens there; raise AbsentError at ``end`` (time.monotonic()).
-
-    torch's store would also wait, but logs a C++ stack trace for every attempt.
+    """Wait until a process listens at the store's address; raise AbsentError at ``end``
+    (time.monotonic()). torch's store would also wait, but would log a C++ stack trace for every
+    attempt.
     """
     while True:
         left_s = end - time.monotonic()
@@ -263,7 +267,7 @@ def _await_listener(host: str, port: int, end: float) -> None:
 
 
 def no_store(host: str, port: int, serves: bool, error: BaseException) -> Exception:
-    """Return the error to raise if this process could not serve or join the store."""
+    """Return the error for a process that could not serve or join the store."""
     if is_port_in_use(error):
         return port_in_use(port)
     if serves:

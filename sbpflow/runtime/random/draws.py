@@ -1,7 +1,7 @@
-"""Provides the random numbers of a forward, which depend only on a seed and a name.
+"""Provides random numbers for a forward; the numbers depend only on a seed and a name.
 
-A captured CUDA graph replays host values unchanged and cannot seed a generator. So ``KeptDraws``
-stores keys in device memory and seeds torch's generator before each replay.
+A captured CUDA graph replays host values unchanged and cannot seed a generator. Therefore
+``KeptDraws`` stores keys in device memory and seeds torch's generator before each replay.
 """
 
 from collections.abc import Generator
@@ -14,21 +14,21 @@ from sbpflow.runtime.random.streams import stream_key
 
 
 class Draws:
-    """Draws random numbers outside CUDA graphs."""
+    """Provides random numbers outside CUDA graphs."""
 
     def key(self, device: torch.device, seed: int, name: str) -> Tensor:
-        """Return the key of the stream ``name`` of ``seed``, a 0-d int64 tensor on ``device``."""
+        """Return the key, a 0-d int64 tensor on ``device``, of the stream ``name`` of ``seed``."""
         return torch.full((), stream_key(seed, name), dtype=torch.int64, device=device)
 
     @contextmanager
     def of_torch(self, device: torch.device, seed: int, name: str) -> Generator[None]:
-        """Seed torch's own generators from ``seed`` and ``name`` inside the context."""
+        """Inside the context, seed torch's own generators from ``seed`` and ``name``."""
         with seeded(stream_key(seed, name), device):
             yield
 
 
 class KeptDraws(Draws):
-    """Draws random numbers in a captured region that is replayed with different seeds."""
+    """Provides random numbers in a captured region that is replayed with different seeds."""
 
     def __init__(self) -> None:
         self.capturing = False
@@ -36,7 +36,8 @@ class KeptDraws(Draws):
         self._of_torch = ""
 
     def key(self, device: torch.device, seed: int, name: str) -> Tensor:
-        """Return the same tensor each time, with a new value unless a graph is captured."""
+        """Return the same tensor at every call; update its value unless a graph is being
+        captured."""
         if name not in self._keys:
             self._keys[name] = super().key(device, seed, name)
         elif not self.capturing:
@@ -55,7 +56,7 @@ class KeptDraws(Draws):
 
     @contextmanager
     def replaying(self, device: torch.device, seed: int) -> Generator[None]:
-        """Make a replay inside the context draw the same numbers as a run with ``seed``."""
+        """Inside the context, a replay uses the same random numbers as a run with ``seed``."""
         for name, key in self._keys.items():
             key.fill_(stream_key(seed, name))
         if not self._of_torch:
@@ -67,7 +68,8 @@ class KeptDraws(Draws):
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Generator[None]:
-    """Seed torch's generators, including a CUDA ``device``'s, and restore them on exit."""
+    """Seed torch's generators, including the generator of a CUDA ``device``, and restore them on
+    exit."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)

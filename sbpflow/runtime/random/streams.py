@@ -1,7 +1,7 @@
 """Computes streams of random numbers as functions of a seed, a name, a step and an element.
 
 There is no generator state, so a number does not depend on the rank, the time, or the layout of a
-tensor, and a shard can be initialized without the rest of its table. The mixing function is
+tensor. A shard can therefore be initialized without the rest of its table. The mixing function is
 SplitMix64's 64-bit finalizer (Steele, Lea, Flood, OOPSLA 2014) in int64 arithmetic, which wraps
 equally on CPU and CUDA.
 """
@@ -16,7 +16,7 @@ from sbpflow.runtime.random.splitmix import signed
 
 GAMMA, MIX_1, MIX_2 = (signed(c) for c in (splitmix.GAMMA, splitmix.MIX_1, splitmix.MIX_2))
 _INVERSE_1, _INVERSE_2 = (signed(pow(c, -1, 1 << 64)) for c in (splitmix.MIX_1, splitmix.MIX_2))
-_CHUNK_ELEMENTS = 1 << 16  # an element has 8 bytes, and two or three chunks fit in a core's cache
+_CHUNK_ELEMENTS = 1 << 16  # an element takes 8 bytes, and two or three chunks fit in a core's cache
 
 
 def stream_key(seed: int, name: str) -> int:
@@ -62,7 +62,8 @@ def fill_uniform(
 def uniform_rows(
     counters: Tensor, columns: int, bound: float | Tensor, first_column: int = 0
 ) -> Tensor:
-    """Return [rows, columns] float64 in U(-bound, bound); ``counters`` has the first of each row.
+    """Return values in U(-bound, bound), [rows, columns] float64; ``counters`` contains each row's
+    first counter.
 
     ``bound`` can be a tensor [rows, 1] float64.
     """

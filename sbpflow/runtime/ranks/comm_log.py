@@ -1,4 +1,4 @@
-"""Logs what a rank sent: one record per collective, in the order of execution.
+"""Logs the data that a rank sends, with one record per collective, in execution order.
 
 ``boxing`` and the embedding exchanges fill the log. ``explain`` predicts the log, and tests
 compare the prediction with the log.
@@ -20,7 +20,7 @@ class CommRecord:
 
 @dataclass(slots=True)
 class CommLog:
-    """Records collectives while ``enabled``; otherwise a call costs one attribute test."""
+    """Records collectives while ``enabled``; if disabled, a call costs only one attribute test."""
 
     enabled: bool = False
     records: list[CommRecord] = field(default_factory=list)
@@ -31,5 +31,5 @@ class CommLog:
             self.records.append(record)
 
     def clear(self) -> None:
-        """Delete the records, but do not change ``enabled``."""
+        """Delete all records; do not change ``enabled``."""
         self.records.clear()

@@ -1,11 +1,12 @@
 """Discovers which ranks share a host, once, when the ranks start.
 
-A host is a network namespace: inside it, ranks reach each other without a link. Names cannot
-distinguish hosts, because containers on one machine share its boot ID and may share its host name
-and /dev/shm although a limited link connects them. So the ranks of a host find each other through
-an abstract Unix socket. All ranks try to bind the same name, which the kernel gives to a single
-process per namespace; the others connect to that process and read its rank. This method
-needs one connection per rank, creates no file, and frees the name when the process ends.
+A host is a network namespace: ranks inside the same namespace communicate without a network link.
+Names cannot distinguish hosts: containers on one machine share its boot ID, and may share its host
+name and /dev/shm, although a limited link connects the containers. Therefore the ranks of a host
+find each other through an abstract Unix socket. All ranks try to bind the same name, but the kernel
+lets only one process per namespace succeed. The other ranks connect to that process and read its
+rank. This method needs one connection per rank, creates no file, and frees the name when the
+process ends.
 """
 
 import contextlib
@@ -35,17 +36,19 @@ _MAX_ANSWER_BYTES = 64
 def find_topology(
     store: TimedStore | None, rank: int, size: int, device_type: str, timeout_s: float
 ) -> Topology:
-    """Return the hosts of all ranks and the memory of each rank; all ranks get the same value.
+    """Return the hosts of all ranks and the memory of each rank; the result is the same on all
+    ranks.
 
     Every rank of ``store`` must call this function; a second call returns the same value. Raises
-    AbsentError, naming the missing ranks, if some do not call it within ``timeout_s``.
+    AbsentError, naming the missing ranks, if some ranks do not call this function within
+    ``timeout_s``.
     """
     if store is None or size == 1:
         return assumed_topology(size, device_type)
     store.answer_s = max(timeout_s, store.answer_s)
     key, end = f"host/{rank}", time.monotonic() + timeout_s
     with contextlib.ExitStack() as until_all_ranks_know:
-        if store.check([key]):  # this is a second call
+        if store.check([key]):  # this is not the first call
             text = store.get(key)
         else:
             secret = store.claim("host secret", uuid.uuid4().hex)
@@ -65,7 +68,7 @@ def assumed_topology(size: int, device_type: str) -> Topology:
 def _topology(
     leaders: Sequence[int], source: HostsSource, memory: Sequence[int | None], device_type: str
 ) -> Topology:
-    """Build the topology from each rank's leader (of its host) and visible memory.
+    """Build the topology from the host leader and the visible memory of each rank.
 
     On CUDA, a rank's memory is its GPU's memory. On CPU, the ranks of a host share the host's
     memory.
@@ -89,8 +92,8 @@ def _leader(secret: str, rank: int, size: int, end: float) -> Generator[tuple[in
     """Find the leading rank of this rank's host, and report how the leader was found.
 
     A leader answers the other ranks inside the context. ``secret`` is unique per launch: one half
-    is in the socket's name, and the other half proves that the answer is from this launch. Raises
-    AbsentError if the leader does not answer before ``end``.
+    is part of the socket's name, and the other half proves that an answer is from this launch.
+    Raises AbsentError if the leader does not answer before ``end``.
     """
     name, token = f"\0sbpflow/{secret[:16]}", secret[16:]
     with contextlib.ExitStack() as stack:
@@ -112,14 +115,14 @@ def _leader(secret: str, rank: int, size: int, end: float) -> Generator[tuple[in
                 if error.errno != errno.EADDRINUSE:
                     yield _leader_by_environment(rank, size, error), "assumed"
                     return
-                time.sleep(_RETRY_S)  # another rank took the name meanwhile, so ask that rank
+                time.sleep(_RETRY_S)  # another rank has bound the name meanwhile, so ask that rank
             else:
                 yield leader, "handshake"
                 return
 
 
 def _ask(name: str, token: str, end: float) -> int | None:
-    """Return the rank that holds ``name`` in this namespace; None if no rank holds it."""
+    """Return the rank that has bound ``name`` in this namespace, or None if the name is free."""
     if not sys.platform.startswith("linux"):
         raise OSError(errno.EAFNOSUPPORT, f"{sys.platform} has no abstract Unix sockets")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
@@ -135,13 +138,14 @@ def _ask(name: str, token: str, end: float) -> int | None:
 
 @contextlib.contextmanager
 def _answering(name: str, answer: str) -> Generator[None]:
-    """Hold ``name`` and send ``answer`` to every peer; raise OSError if it is taken."""
+    """Bind ``name`` and send ``answer`` to every peer; raise OSError if the name is already
+    bound."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(name)
         listener.listen(socket.SOMAXCONN)
 
         def answer_all() -> None:
-            with contextlib.suppress(OSError):  # shutdown makes accept raise
+            with contextlib.suppress(OSError):  # accept raises an error after shutdown
                 while True:
                     peer, _ = listener.accept()
                     with peer, contextlib.suppress(OSError):  # the peer may have ended
@@ -157,9 +161,10 @@ def _answering(name: str, answer: str) -> Generator[None]:
 
 
 def _leader_by_environment(rank: int, size: int, error: OSError) -> int:
-    """Derive the leader from LOCAL_WORLD_SIZE, assuming consecutive ranks; else ConfigError.
+    """Derive the leader from LOCAL_WORLD_SIZE, assuming consecutive ranks; raise ConfigError if
+    this fails.
 
-    This is for systems without abstract Unix sockets.
+    Used on systems without abstract Unix sockets.
     """
     local = size if all_ranks_here() else env_int("LOCAL_WORLD_SIZE", 0)
     if local < 1 or size % local:

@@ -1,4 +1,4 @@
-"""Carries the errors of ranks to the process that started them, in files of a shared folder."""
+"""Passes the errors of ranks to the process that started them, through files in a shared folder."""
 
 import json
 from dataclasses import asdict
@@ -26,7 +26,8 @@ def save_error(folder: Path, rank: int, error: Exception) -> None:
 
 
 def error_of_ranks(folder: Path, ranks: int, code: int) -> Exception:
-    """Return the saved errors as one error, with the ranks' message and the class of its cause.
+    """Combine the saved errors into one error with the ranks' message and the class of the first
+    cause.
 
     A crash becomes a RuntimeError with the traceback. ``code`` is the exit code of the ranks.
     """

@@ -10,7 +10,7 @@ from sbpflow.runtime.processes.environment import env_int, rank_and_world_size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """Tells torch's ``init_process_group`` how the ranks find each other.
+    """Specifies how the ranks find each other, for torch's ``init_process_group``.
 
     ``init_method=None`` is a world of one rank, which does not need an address.
     """
@@ -22,7 +22,7 @@ class Rendezvous:
 
 
 def meeting_from_environment() -> Rendezvous:
-    """Return how the ranks of a launcher meet, or a world of one rank; raise ConfigError."""
+    """Return the launcher's rendezvous, or a world of one rank; raise ConfigError."""
     rank, size = rank_and_world_size()
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return Rendezvous(init_method=None, rank=0, size=1)

@@ -1,4 +1,5 @@
-"""Signals between processes through shared memory, compiled by numba; needs Linux."""
+"""Signals between processes through shared memory; the functions are compiled by numba and need
+Linux."""
 
 import platform
 from typing import Any
@@ -10,13 +11,13 @@ from numba.extending import intrinsic
 
 from sbpflow.runtime.compute.compiled import Array, compiled
 
-# The number of the futex system call, by machine (linux: asm/unistd.h).
+# Number of the futex system call by machine type (Linux: asm/unistd.h).
 FUTEX_CALLS = {"x86_64": 202, "aarch64": 98}
 _FUTEX = FUTEX_CALLS.get(platform.machine(), -1)
 _WAIT, _WAKE = 0, 1
-_SPINS = 200  # checks before sleeping, a few microseconds
+_SPINS = 200  # number of checks before sleeping; they take a few microseconds
 
-# glibc's ``syscall``; the arguments are those of futex(2).
+# glibc's ``syscall`` with the arguments of futex(2)
 _syscall: Any = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7))
 
 
@@ -31,11 +32,11 @@ def _atomic(load: bool) -> Any:  # noqa: ANN401 (an intrinsic of numba)
         return context.get_dummy_value()
 
     def typed_load(typing: Any, address: Any) -> Any:  # noqa: ANN401
-        """Read the int32 at ``address``, ordered with all other accesses."""
+        """Read the int32 at ``address`` atomically, ordered with all other accesses."""
         return types.int32(types.int64), generate
 
     def typed_store(typing: Any, address: Any, value: Any) -> Any:  # noqa: ANN401
-        """Write the int32 at ``address``, ordered with all other accesses."""
+        """Write the int32 at ``address`` atomically, ordered with all other accesses."""
         return types.void(types.int64, types.int32), generate
 
     return intrinsic(typed_load if load else typed_store)
@@ -47,7 +48,8 @@ _store: Any = _atomic(load=False)
 
 @compiled
 def publish(sent: int, waiting: int, value: int) -> None:
-    """Set the int32 at address ``sent`` to ``value``, and wake the process that waits for it."""
+    """Set the int32 at address ``sent`` to ``value``, and wake the process that waits for the
+    change."""
     _store(sent, np.int32(value))
     if _load(waiting) != 0:
         _store(waiting, np.int32(0))
@@ -56,9 +58,10 @@ def publish(sent: int, waiting: int, value: int) -> None:
 
 @compiled
 def wait_until(sent: int, waiting: int, value: int, limit: Array) -> bool:
-    """Wait until the int32 at address ``sent`` reaches ``value``; return False after a time limit.
+    """Wait until the int32 count at address ``sent`` reaches ``value``; return False after a time
+    limit.
 
-    ``limit`` is [2] int64: seconds and nanoseconds. The count may wrap around.
+    The time ``limit`` is [2] int64: seconds and nanoseconds. The count may wrap around.
     """
     for _ in range(_SPINS):
         if np.int32(_load(sent) - np.int32(value)) >= 0:

@@ -1,15 +1,15 @@
 """Passes messages between the ranks of a host through shared memory.
 
-Each rank owns an arena, a file in memory without a name (memfd), that the other ranks of its host
-map. A message is copied into the sender's arena and from there into the receiver's tensor, so
-sending never waits for the receiver. Every pair of ranks and channel has a counter of sent messages
-(a futex) and a ring of descriptors; the receiver marks the descriptors of messages that it has
-copied, and the sender then reuses their memory. The kernel frees an arena when the last process
-that maps it ends.
+Each rank owns an arena, an anonymous file in memory (memfd), which the other ranks of its host map.
+A message is copied into the sender's arena and from there into the receiver's tensor, so sending
+never waits for the receiver. For every channel, each sender and receiver share a counter of sent
+messages (a futex) and a ring of descriptors. The receiver marks the descriptors of copied messages,
+and the sender then reuses the memory of these messages. The kernel frees an arena when the last
+process that maps the arena ends.
 
 The ranks pass the files to each other through abstract Unix sockets, which exist only within a
 network namespace. Ranks in different namespaces therefore do not share memory, even on one machine,
-so that a link with a limited rate between them is used.
+and their data uses the link between the namespaces, whose rate may be limited.
 """
 
 import contextlib
@@ -39,20 +39,20 @@ from sbpflow.runtime.processes.store import TimedStore
 
 LOG = logging.getLogger(__name__)
 
-ARENA_BYTES = 1 << 36  # address space; only used pages take memory
-MOST_BYTES = 1 << 28  # longer messages use the process group
-IN_FLIGHT = 1024  # messages per pair and channel
+ARENA_BYTES = 1 << 36  # size in address space; only used pages take memory
+MOST_BYTES = 1 << 28  # maximum message size; longer messages use the process group
+IN_FLIGHT = 1024  # maximum number of messages in flight per pair and channel
 _CHANNELS = 512
 _LINE = 16  # int32 words per cache line
-_ENTRY = 4  # int64 words of a descriptor: offset, bytes, number, number when taken
+_ENTRY = 4  # int64 words of a descriptor: offset, bytes, number, and the number again once copied
 _RING_BYTES = 4 * 2 * _LINE + 8 * _ENTRY * IN_FLIGHT
-_CHECK_S = 0.02  # between two checks for signals and dead peers
+_CHECK_S = 0.02  # time between two checks for signals and dead peers
 _SMALLEST = 256
-_IDS = struct.Struct("3i")  # process, user and group of the peer of a socket
+_IDS = struct.Struct("3i")  # process, user and group of a socket's peer
 
 
 class SharedMemory:
-    """The memory that this rank shares with the other ranks of its host."""
+    """Manages the memory that this rank shares with the other ranks of its host."""
 
     def __init__(self, arenas: dict[int, "Arena"], rank: int, timeout_s: float) -> None:
         from sbpflow.runtime.ranks import shared_loops
@@ -67,7 +67,7 @@ class SharedMemory:
             self._poll.register(arenas[peer].connection, select.POLLRDHUP)
 
     def channel(self, number: int) -> "SharedChannel":
-        """Return the channel; equal numbers on two ranks are ends of the same channel."""
+        """Return channel ``number``; equal numbers on two ranks denote the same channel."""
         if number >= _CHANNELS:
             raise SbpError(f"channel {number}: a world has at most {_CHANNELS} process groups")
         return SharedChannel(self, number)
@@ -101,7 +101,7 @@ class SharedMemory:
                 )
 
     def close(self) -> None:
-        """Let the peers know that this rank has ended."""
+        """Tell the peers that this rank has ended."""
         for peer in self.peers:
             with contextlib.suppress(OSError):
                 os.close(self._arenas[peer].connection)
@@ -110,20 +110,21 @@ class SharedMemory:
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """Descriptors of the messages from one rank to another on one channel."""
+    """Accesses the descriptors of the messages from one rank to another on one channel."""
 
-    sent: int  # address of the int32 count of sent messages
-    waiting: int  # address of an int32, not 0 while the receiver sleeps
+    sent: int  # address of the count of sent messages, an int32
+    waiting: int  # address of an int32 that is not 0 while the receiver sleeps
     entries: np.ndarray  # [IN_FLIGHT, _ENTRY] int64
 
 
 @dataclass(slots=True)
 class Arena:
-    """The memory of one rank: rings by channel and receiver, then messages."""
+    """Contains the memory of one rank: the rings by channel and receiver, followed by the
+    messages."""
 
     memory: Tensor  # [ARENA_BYTES] uint8
     size: int  # number of ranks
-    connection: int = -1  # to the peer that owns the arena
+    connection: int = -1  # socket to the peer that owns the arena
     free: dict[int, list[int]] = field(default_factory=dict)  # offsets by size
     end: int = 0
 
@@ -139,7 +140,7 @@ class Arena:
         return Ring(address, address + 4 * _LINE, entries)
 
     def take(self, count: int) -> tuple[int, int]:
-        """Return the offset and size of a free piece of at least ``count`` bytes."""
+        """Allocate at least ``count`` bytes; return the offset and the size of the piece."""
         step = max(_SMALLEST, 1 << max(count.bit_length() - 3, 0))
         size = -(-count // step) * step
         pieces = self.free.get(size)
@@ -155,12 +156,13 @@ class Arena:
 
 
 class Sending:
-    """The sender's end of a channel to one rank."""
+    """Sends the messages of a channel to one rank."""
 
     def __init__(self, arena: Arena, ring: Ring) -> None:
         self._arena, self._ring = arena, ring
         self._number = 0
-        self._in_flight: deque[tuple[int, int]] = deque()  # (offset, size), oldest first
+        # (offset, size) of messages, oldest first
+        self._in_flight: deque[tuple[int, int]] = deque()
 
     def send(self, message: Tensor, shared: SharedMemory) -> None:
         """Copy a contiguous tensor into the arena and notify the receiver."""
@@ -183,7 +185,7 @@ class Sending:
 
 
 class Receiving:
-    """The receiver's end of a channel from one rank."""
+    """Receives the messages of a channel from one rank."""
 
     def __init__(self, arena: Arena, ring: Ring, peer: int) -> None:
         self._arena, self._ring, self._peer = arena, ring, peer
@@ -212,7 +214,7 @@ class Receiving:
 
 @dataclass(frozen=True, slots=True)
 class Arriving:
-    """A message to this rank; ``wait`` copies it into its target."""
+    """Represents a message to this rank; ``wait`` copies the message into its target."""
 
     source: Receiving
     number: int
@@ -220,12 +222,14 @@ class Arriving:
     shared: SharedMemory
 
     def wait(self) -> None:
-        """Wait for the message; RuntimeError if it does not arrive or has another size."""
+        """Wait for the message; raise RuntimeError if the message does not arrive or has a
+        different size."""
         self.source.receive(self.number, self.target, self.shared)
 
 
 class SharedChannel:
-    """Messages between the ranks of a host on one channel; each end counts its messages."""
+    """Exchanges messages between the ranks of a host on one channel; both ends count the
+    messages."""
 
     def __init__(self, shared: SharedMemory, number: int) -> None:
         self._shared = shared
@@ -237,7 +241,8 @@ class SharedChannel:
         return peer in self._sending and message.numel() * message.itemsize <= MOST_BYTES
 
     def send(self, peer: int, message: Tensor) -> None:
-        """Send a contiguous CPU tensor; it may change as soon as this method returns."""
+        """Send a contiguous CPU tensor; the tensor may be changed as soon as this method
+        returns."""
         self._sending[peer].send(message, self._shared)
 
     def receive(self, peer: int, target: Tensor) -> Arriving:
@@ -248,7 +253,7 @@ class SharedChannel:
 def share_memory(
     store: TimedStore, rank: int, size: int, neighbors: Sequence[int], timeout_s: float
 ) -> SharedMemory | None:
-    """Connect the ranks ``neighbors`` of this rank's host; None if they cannot share memory.
+    """Connect the ranks ``neighbors`` of this rank's host; return None if they cannot share memory.
 
     Every rank of ``store`` must call this function. A host shares memory only if all its ranks can;
     otherwise, each rank logs the first reason.
@@ -292,17 +297,17 @@ def share_memory(
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """What a rank sends to each peer."""
+    """Contains the data that a rank sends to each peer."""
 
     secret: str
     rank: int
     size: int
-    handle: int  # of the rank's arena
+    handle: int  # file descriptor of the rank's arena
 
     def exchange(self, peer: socket.socket) -> dict[int, Arena]:
-        """Send this rank's number and arena, and return those of the peer.
+        """Send this rank's number and arena; return the peer's number and arena.
 
-        Raises OSError if the peer is another user's process or not a rank.
+        Raises OSError if the peer belongs to another user or is not a rank.
         """
         peer_ids = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _IDS.size)
         if _IDS.unpack(peer_ids)[1] != os.getuid():
@@ -322,7 +327,7 @@ class Greeting:
 
 
 def _obstacle() -> str:
-    """Return why this process cannot share memory, or ""."""
+    """Return why this process cannot share memory, or "" if it can."""
     if not sys.platform.startswith("linux"):
         return f"{sys.platform} has no futex"
     if find_spec("numba") is None:
@@ -330,7 +335,11 @@ def _obstacle() -> str:
     from sbpflow.runtime.ranks.shared_loops import FUTEX_CALLS
 
     machine = platform.machine()
-    return "" if machine in FUTEX_CALLS else f"the number of futex on {machine} is not known"
+    return (
+        ""
+        if machine in FUTEX_CALLS
+        else f"the number of the futex system call on {machine} is not known"
+    )
 
 
 def _make_arena() -> tuple[Tensor, int]:
@@ -360,7 +369,7 @@ def _listening(secret: str, rank: int, backlog: int) -> Generator[socket.socket]
 
 
 def _connect(own: Greeting, other: int, timeout_s: float) -> dict[int, Arena]:
-    """Exchange arenas with rank ``other``, which listens."""
+    """Connect to rank ``other``, which listens, and exchange arenas."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
         peer.settimeout(timeout_s)
         peer.connect(_name(own.secret, other))
@@ -368,7 +377,7 @@ def _connect(own: Greeting, other: int, timeout_s: float) -> dict[int, Arena]:
 
 
 def _accept(own: Greeting, listener: socket.socket, timeout_s: float) -> dict[int, Arena]:
-    """Exchange arenas with the next rank that connects."""
+    """Accept the next connection, and exchange arenas with that rank."""
     listener.settimeout(timeout_s)
     peer, _ = listener.accept()
     with peer:
@@ -377,5 +386,6 @@ def _accept(own: Greeting, listener: socket.socket, timeout_s: float) -> dict[in
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return the bytes of a contiguous tensor; with at most one element, its strides can be 0."""
+    """Return a contiguous tensor's bytes; strides of 0 are allowed for tensors of at most one
+    element."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -17,9 +17,10 @@ HostsSource = Literal["handshake", "given", "assumed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """Describes a link: the GB/s that one rank sends, and the latency of a call in ms.
+    """Describes a link: the send rate of one rank in GB/s, and the latency of a call in ms.
 
-    With the defaults, prices rank plans as loopback measurements do (``embedding/plan/price.py``).
+    With the default values, predicted prices order plans as measured on loopback
+    (``embedding/plan/price.py``).
     """
 
     gb_per_s: float = 2.0
@@ -31,7 +32,7 @@ class Link:
 class Topology:
     """Describes hosts as tuples of ascending ranks, in the order of their first ranks.
 
-    ``memory_bytes`` and ``speeds`` have a value per rank; ``None`` means unknown memory or equal
+    ``memory_bytes`` and ``speeds`` contain a value per rank; ``None`` means unknown memory or equal
     speeds. Speeds are relative: a rank with speed 2 takes half the time. Raises ConfigError unless
     the hosts contain each of 0..size-1 once and all values are above 0.
     """
@@ -96,19 +97,21 @@ class Topology:
         return len(self.hosts) == 1 or set(ranks) <= set(self.hosts[self.host_of(ranks[0])])
 
     def link(self, ranks: Sequence[int]) -> Link:
-        """Return the link that limits a transfer among ``ranks``: the slower link across hosts."""
+        """Return the link that limits a transfer among ``ranks``: across hosts, the slower of both
+        links."""
         if self.same_host(*ranks):
             return self.host_link
         return min(self.network_link, self.host_link, key=lambda link: link.gb_per_s)
 
     def with_link(self, gb_per_s: float) -> "Topology":
-        """Return a copy with a given bandwidth between hosts, or inside a single host."""
+        """Return a copy with a given bandwidth between hosts or, if there is only one host, inside
+        it."""
         name = "host_link" if len(self.hosts) == 1 else "network_link"
         link = replace(getattr(self, name), gb_per_s=gb_per_s, source="given")
         return replace(self, **{name: link})
 
 
 def _short(values: Sequence[object]) -> str:
-    """Format the values as a list of at most 100 characters."""
+    """Format the values as a list, cut to at most 100 characters."""
     text = str(list(values)).replace("(", "[").replace(")", "]").replace(",]", "]")
     return text if len(text) <= 100 else f"{text[:100]}.."

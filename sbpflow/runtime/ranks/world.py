@@ -1,4 +1,5 @@
-"""Defines ``World``: this process's rank, device and process groups, and the checked mode.
+"""Defines ``World``, which contains this process's rank, device and process groups, and the checked
+mode.
 
 A World is created once and passed as an argument. ``boxing`` transfers user tensors.
 """
@@ -36,9 +37,9 @@ from sbpflow.sbp.layout import Layout
 logger = logging.getLogger(__name__)
 
 HEADER_BYTES = 512
-LENGTH_BYTES = 8  # the end of a header; contains the length of this rank's refusal, or 0
+LENGTH_BYTES = 8  # end of a header; contains the length of this rank's refusal, or 0
 DEFAULT_TIMEOUT_S = 600.0
-_SLACK_S = 5.0  # lets torch's own timeout, whose message is more specific, fire first
+_SLACK_S = 5.0  # lets torch's own timeout expire first, because its message is more specific
 
 Made = TypeVar("Made")
 
@@ -54,7 +55,7 @@ reduce_scatter_single: Callable[..., dist.Work | None] = (
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A process group, and the memory that its ranks on this host share."""
+    """Combines a process group with the memory that its ranks on this host share."""
 
     group: dist.ProcessGroup
     shared: SharedChannel | None = None
@@ -63,7 +64,8 @@ class Link:
 class World:
     """All ranks of one run. Create it with ``World.start``; ``close`` it before the process ends.
 
-    Each pair of ranks and ``channel`` has its own process group, which separates their traffic.
+    Each combination of ranks and ``channel`` uses its own process group, which separates its
+    traffic from others.
     """
 
     def __init__(
@@ -83,7 +85,8 @@ class World:
         self.backend = backend_of_device(device.type)
         self.checked = checked
         self.topology = topology or Topology.one_host(size)
-        self.wait_at_once = False  # wait for each transfer where it starts, without overlap
+        # True: wait for each transfer right after starting it, without overlap
+        self.wait_at_once = False
         self.log = CommLog()
         self.draws = Draws()  # the source of random numbers for ops
         self._timeout = timedelta(seconds=timeout_s)
@@ -136,8 +139,8 @@ class World:
                 ranks = (meeting.rank, meeting.size, chosen.type)
                 topology = topology or find_topology(met.store, *ranks, timeout_s)
                 if len(topology.hosts) == 1 or loopback_name(os.environ["MASTER_ADDR"]):
-                    # gloo has no authentication, and these ranks need only the loopback
-                    # interface, which is the first on every machine.
+                    # gloo does not authenticate peers, and these ranks need only the loopback
+                    # interface, which is the first interface on every machine.
                     os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))
             store = _names["HashStore"]() if alone else _store_of_start(met, timeout_s)
             start = partial(
@@ -174,12 +177,13 @@ class World:
     def passes_messages(self, backend: str) -> bool:
         """Return whether an all-to-all of ``backend`` consists of messages between pairs of ranks.
 
-        The other form is a collective of the backend, for ranks of a host without shared memory.
+        Otherwise, an all-to-all is a collective of the backend, because the host's ranks do not
+        share memory.
         """
         return backend == "gloo" and (len(self.topology.hosts) > 1 or self._shared is not None)
 
     def link(self, ranks: Sequence[int], channel: str, step_id: str = "") -> Link:
-        """Return ``group`` with the same channel of shared memory, if this host shares memory."""
+        """Return ``group`` with a matching channel of shared memory, if this host shares memory."""
         key = (tuple(sorted(ranks)), channel)
         link = self._links.get(key)
         if link is None:
@@ -212,7 +216,8 @@ class World:
         return group
 
     def device_of(self, layout: Layout) -> torch.device:
-        """Return the device of a layout's part; raise SbpError for another device type."""
+        """Return the device of a layout's part; raise SbpError if the layout is for another device
+        type."""
         wanted = layout.placement.device_type
         if self.device.type in (wanted, "meta"):
             return self.device
@@ -277,8 +282,8 @@ class World:
     def store(self, name: str) -> TimedStore:
         """Return a key-value store shared by all ranks, with a separate set of keys per ``name``.
 
-        The store has its own connection, because a connection handles one operation at a time. So
-        one additional thread may use the store while the main thread trains.
+        The store uses its own connection, because a connection handles one operation at a time. One
+        additional thread may therefore use the store while the main thread trains.
         """
         # torch has no public function to get the default store, and torch's stub lacks clone.
         store = cast("Any", dist.distributed_c10d._get_default_store())  # pyright: ignore[reportPrivateUsage]
@@ -321,15 +326,16 @@ class World:
         except RuntimeError as failed:
             if error is None:
                 raise
-            error.add_note(f"then {failed}")  # this error is most likely a consequence of the first
+            # this error is probably a consequence of the first error
+            error.add_note(f"then {failed}")
 
 
 def broken(error: RuntimeError, step_id: str, collective: str) -> RuntimeError:
     """Convert an error of a collective in flight; the message begins with the step.
 
-    Returns PeerLostError, because the arguments were valid when the collective was issued. A device
-    failure, and ranks that disagree on sizes (which only gloo detects, as "enforce fail"), give
-    other errors.
+    Returns PeerLostError, because the arguments were valid when the collective was issued. Device
+    failures raise other errors, and so do sizes on which ranks disagree (only gloo detects these,
+    as "enforce fail").
     """
     words = re.sub(r"^\[/\S+\]\s*", "", str(error))
     device_failed = isinstance(error, vars(torch).get("AcceleratorError", ()))
@@ -340,8 +346,8 @@ def broken(error: RuntimeError, step_id: str, collective: str) -> RuntimeError:
 def refused(error: RuntimeError, step_id: str, collective: str) -> RuntimeError:
     """Convert an error raised when a collective was issued; the message begins with the step.
 
-    Returns PeerLostError only for torch's types for a lost peer, which occur because NCCL connects
-    at the first collective.
+    Returns PeerLostError only for torch's error types for a lost peer, which can occur here because
+    NCCL connects at the first collective.
     """
     if isinstance(error, _names["DistError"]):
         return broken(error, step_id, collective)
@@ -351,10 +357,10 @@ def refused(error: RuntimeError, step_id: str, collective: str) -> RuntimeError:
 def _connect(
     make: Callable[[], Made], device: torch.device, timeout_s: float, step_id: str, what: str
 ) -> Made:
-    """Call ``make`` with a time limit, which torch's use of the store does not have."""
+    """Call ``make`` with a time limit, because torch uses the store without a time limit."""
 
     def on_device() -> Made:
-        if device.type == "cuda":  # a thread starts on device 0
+        if device.type == "cuda":  # new threads start on device 0
             torch.cuda.set_device(device)
         return make()
 
@@ -367,11 +373,12 @@ def _connect(
 
 
 def _store_of_start(met: Meeting | None, timeout_s: float) -> dist.Store | None:
-    """Return the store through which torch connects the ranks; None for its default.
+    """Return the store through which torch connects the ranks, or None for torch's default store.
+    torchrun's store still contains the rank addresses of earlier launches, which torch 2.13 would
+    use (pytorch/pytorch#135712).
 
-    torchrun's store contains the addresses of the ranks of earlier launches, which torch 2.13 would
-    use (pytorch/pytorch#135712), so the launch's own prefix is needed. A store served by rank 0
-    listens only at MASTER_ADDR, unlike one that torch creates.
+    The returned store therefore uses a separate prefix for this launch. A store served by rank 0
+    listens only at MASTER_ADDR, unlike a store that torch creates.
     """
     if met is None or met.store is None:
         return None
@@ -381,7 +388,8 @@ def _store_of_start(met: Meeting | None, timeout_s: float) -> dist.Store | None:
 
 
 def _cut(raw: bytes, length: int) -> bytes:
-    """Pad or cut to ``length`` bytes; a digest keeps long strings distinct."""
+    """Pad or cut a string to ``length`` bytes; cut strings end with a digest, so that they stay
+    distinct."""
     if len(raw) > length:
         digest = f"... {hashlib.sha256(raw).hexdigest()[:16]}".encode()
         raw = raw[: length - len(digest)] + digest

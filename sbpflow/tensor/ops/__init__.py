@@ -1,4 +1,5 @@
-"""Operators on global tensors that choose the cheapest legal signature, box, and run locally.
+"""Defines operators on global tensors, which choose the cheapest legal signature, box their
+operands, and run locally.
 
 Kernels are plain torch code on local parts, so autograd computes gradients in the dual layouts
 without further code.

@@ -18,8 +18,8 @@ from sbpflow.tensor.ops.elementwise import add, cast, mul
 from sbpflow.tensor.ops.matmul import linear
 from sbpflow.tensor.signature import Choice
 
-# Size of a block of rows that passes through all layers. At this size, the block's tensors stay in
-# a core's 2 MB cache. With fewer rows than the minimum, the weights would be read too often.
+# Size of a block of rows that passes through all layers: the block's tensors fit in a core's 2 MB
+# cache. With fewer rows than the minimum, the weights would be read too often.
 _BLOCK_BYTES, _MIN_ROWS = 1 << 19, 256
 
 
@@ -37,8 +37,8 @@ def cross_network(
     A layer has W [n, n] and b [n], or V [r, n], W [n, r] and b [n] for a product W V of rank r
     (Wang et al., DCN V2, WWW 2021). ``half`` is the dtype of the products if it differs from the
     dtype of ``x``. On CPU, a block of rows passes through all layers before the next block, even in
-    the backward; layer by layer, reading and writing [b, n] would take half of the time. If a
-    weight is not B, the layers are separate products and sums with their own conversions.
+    the backward, because reading and writing [b, n] for each layer would take half of the time. If
+    a weight is not B, the layers are separate products and sums with their own conversions.
     """
     check_ndim("cross_network", "x", x, 2)
     weights = [weight for layer in layers for weight in layer]
@@ -96,7 +96,8 @@ def _layer_by_layer(
 
 
 class _Cross(torch.autograd.Function):
-    """Applies all layers to a local [b, n] by blocks of rows; ``counts`` are weights per layer."""
+    """Applies all layers to a local [b, n], block by block; ``counts`` contains the number of
+    weights per layer."""
 
     @staticmethod
     def forward(
@@ -158,14 +159,16 @@ def _by_layer(counts: Sequence[int], weights: Sequence[Tensor]) -> list[Sequence
 
 
 def _blocks(x: Tensor) -> list[slice]:
-    """Return blocks of rows, or a single block on CUDA, where a kernel uses the whole device."""
+    """Return blocks of rows, or a single block on CUDA, because each kernel uses the whole
+    device."""
     size = max(_MIN_ROWS, _BLOCK_BYTES // (x.shape[1] * x.itemsize))
     size = size if x.device.type == "cpu" else len(x)
     return [slice(first, first + size) for first in range(0, len(x), max(size, 1))]
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Compute ``total += a @ b`` in the dtype of ``total``, even for a narrower product dtype."""
+    """Compute ``total += a @ b`` in the dtype of ``total``, even if ``a`` and ``b`` are
+    narrower."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     else:

@@ -1,9 +1,9 @@
 """Apply dropout to global tensors, with masks that depend only on seed, name and element position.
 
 On CPU, torch's generator samples masks block by block, the fastest method there. On CUDA, an
-element's mask is computed from 53 bits of SplitMix64 of the element's number. So one kernel
-computes and applies a mask, the backward recomputes the mask, and a CUDA graph needs a key in
-memory instead of a generator.
+element's mask is computed from its number by 53 bits of SplitMix64. Therefore one kernel computes
+and applies a mask, the backward recomputes the mask, and a CUDA graph needs a key in memory instead
+of a generator.
 """
 # pyright: reportIncompatibleMethodOverride=false
 # (torch's base class declares forward and backward with any arguments)
@@ -25,11 +25,11 @@ from sbpflow.tensor.global_tensor import GlobalTensor
 from sbpflow.tensor.ops.elementwise import elementwise_rule
 from sbpflow.tensor.signature import Choice
 
-# Number of blocks of a sampled mask (see _draw). More blocks need more small samples, and fewer
-# blocks cause more unused rows.
+# Number of blocks of a sampled mask (see _draw). More blocks need more sampling calls, and fewer
+# blocks waste more rows.
 _BLOCKS, _MIN_ROWS = 16, 32
 _BITS = 53
-Held = tuple[slice, ...]  # the position of a part in its tensor
+Held = tuple[slice, ...]  # position of a part in its tensor
 
 
 def dropout(
@@ -66,11 +66,11 @@ def dropout(
 def _draw(
     part: Tensor, shape: tuple[int, ...], held: Held, share: float, key: Callable[[int], int]
 ) -> Tensor:
-    """Sample 1 with probability ``share``, else 0, for part ``held`` of a tensor of ``shape``.
+    """For part ``held`` of a tensor of ``shape``, sample 1 with probability ``share``, else 0.
 
-    Torch's generator cannot skip ahead to a part within one stream for the whole tensor. So the
-    tensor is divided into about 16 blocks of rows, and block n has the seed ``key(n)``. Blocks that
-    overlap the part are sampled completely and cut to the part.
+    torch's generator cannot skip ahead to a part in one stream for the whole tensor. Therefore the
+    tensor is divided into about 16 blocks of rows, and block n uses the seed ``key(n)``. Each block
+    that overlaps the part is sampled completely and cut to the part.
     """
     if not held or not part.numel():
         return torch.empty_like(part)
@@ -86,7 +86,7 @@ def _draw(
 
 
 class _Counted(torch.autograd.Function):
-    """Dropout with computed masks; the backward is the same function as the forward."""
+    """Applies dropout with computed masks; the backward is the same function as the forward."""
 
     @staticmethod
     def forward(
@@ -120,12 +120,12 @@ def _drop(part: Tensor, key: Tensor, shape: tuple[int, ...], held: Held, p: floa
 
 
 def threshold_of(p: float) -> int:
-    """Return the threshold below which an element's number from ``counted`` keeps the element."""
+    """Return the threshold for ``counted``: elements with smaller numbers are kept."""
     return round((1.0 - p) * (1 << _BITS))
 
 
 def counted(key: Tensor, shape: tuple[int, ...], held: Held) -> Tensor:
-    """Compute 53 random bits per element, int64, for part ``held`` of a tensor of ``shape``."""
+    """For part ``held`` of a tensor of ``shape``, compute 53 random bits per element as int64."""
     number = torch.zeros((1,) * len(shape), dtype=torch.int64, device=key.device)
     for dim, extent in enumerate(held):
         stride = torch.Size(shape[dim + 1 :]).numel()

@@ -77,7 +77,7 @@ def cast(
 def add(
     a: GlobalTensor, b: GlobalTensor, *, out: Out = None, id: str | None = None
 ) -> GlobalTensor:
-    """Add ``a + b`` of the same dtype; dims of size 1 broadcast, and P + P -> P.
+    """Compute ``a + b`` for operands of the same dtype; dims of size 1 broadcast, and P + P -> P.
 
     ``S(i) x S(i) -> S(i), B x B -> B, P x P -> P; with a dim of size 1 also S(i) x B -> S(i)``
     """
@@ -87,7 +87,7 @@ def add(
 def mul(
     a: GlobalTensor, b: GlobalTensor, *, out: Out = None, id: str | None = None
 ) -> GlobalTensor:
-    """Multiply ``a * b`` of the same dtype; dims of size 1 broadcast, and P x B -> P.
+    """Compute ``a * b`` for operands of the same dtype; dims of size 1 broadcast, and P x B -> P.
 
     ``S(i) x S(i) -> S(i), B x B -> B, P x B -> P, B x P -> P``
     """

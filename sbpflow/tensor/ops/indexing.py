@@ -1,4 +1,4 @@
-"""Gather rows of a table by id for any layouts of table and ids, and check every id."""
+"""Gathers rows of a table by id, for any layouts of table and ids, and checks every id."""
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +19,10 @@ def gather(
 
     ``table x ids: B x S(i) -> S(i), S(0) x B -> P, S(1) x B -> S(last), P x B -> P``
 
-    A rank with only some of the rows returns zeros for the others, so a row split produces P. Every
-    rank checks its ids, and raises SbpError with the first id outside 0..r-1. If ids are split,
-    only the rank with the bad id raises, or all ranks in checked mode. The check reads the ids once
-    more and waits for a CUDA device.
+    With a row split, a rank returns zeros for rows that it does not store, so the result is P.
+    Every rank checks its ids, and raises SbpError with the first id outside 0..r-1. If ids are
+    split, only the rank with the bad id raises the error; in checked mode, all ranks do. The check
+    reads the ids a second time and synchronizes with a CUDA device.
     """
     check_ndim("gather", "the table", table, 2)
     check_tensors("gather", table, ids)

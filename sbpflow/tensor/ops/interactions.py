@@ -1,4 +1,5 @@
-"""Compute second-order interactions of a row's vectors: dot products of pairs, and their sum."""
+"""Computes second-order interactions of a row's vectors: the dot products of pairs, and their
+sum."""
 # pyright: reportIncompatibleMethodOverride=false
 # (torch's base class declares forward and backward with any arguments)
 
@@ -17,7 +18,7 @@ def dot_interaction(x: GlobalTensor, *, out: Out = None, id: str | None = None) 
 
     ``S(0) -> S(0), S(2) -> P, B -> B``
 
-    Pairs have the order of the lower triangle's rows, (1, 0), (2, 0), (2, 1), (3, 0) and so on, as
+    Pairs are in the row order of the lower triangle: (1, 0), (2, 0), (2, 1), (3, 0) and so on, as
     in DLRM (facebookresearch/dlrm, dlrm_s_pytorch.py at 090956e).
     """
     _check("dot_interaction", x)
@@ -33,8 +34,8 @@ def fm_interaction(x: GlobalTensor, *, out: Out = None, id: str | None = None) -
     ``S(0) -> S(0), S(2) -> P, B -> B``
 
     The result is half of (the square of the sum - the sum of the squares), summed over d (Rendle,
-    Factorization Machines, ICDM 2010, lemma 3.1). Because of cancellation in the difference,
-    half-precision inputs are widened to float32, and the result is float32.
+    Factorization Machines, ICDM 2010, lemma 3.1). Half-precision inputs are widened to float32
+    because the difference cancels digits; the result is float32.
     """
     _check("fm_interaction", x)
     rule = cached_rule("fm_interaction", (("b", "f", "d"),), ("b", "o"), "b->b; d->P")
@@ -61,7 +62,8 @@ def pair_products(x: Tensor) -> Tensor:
 
 
 class _PairProducts(torch.autograd.Function):
-    """Multiplies pairs with one product in the backward, not autograd's two and a scatter."""
+    """Multiplies pairs; the backward needs one product instead of autograd's two products and a
+    scatter."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor) -> Tensor:
@@ -80,9 +82,9 @@ class _PairProducts(torch.autograd.Function):
 
 @lru_cache(maxsize=64)
 def _triangle(fields: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the pairs' positions in a flat [f, f], and the pair number of each position.
+    """Return the positions of pairs in a flat [f, f], and the pair number of each position.
 
-    Positions on the diagonal have the number after the last pair.
+    The number of a diagonal position is the number of pairs.
     """
     row, column = torch.tril_indices(fields, fields, -1, device=device)
     below = row * fields + column

@@ -22,8 +22,8 @@ def bce_with_logits(
 
     ``S(i) x S(i) -> S(i), B x B -> B; reduced, S(i) -> P and B -> B``
 
-    The mean is divided by the global count, so uneven parts have the right weights. The mean is P
-    if the logits are split. Labels are converted to the dtype of the logits.
+    The mean divides by the global count, so uneven parts are weighted correctly, and is P if the
+    logits are split. Labels are converted to the dtype of the logits.
     """
     if reduction not in ("none", "sum", "mean"):
         raise SbpError(f"bce_with_logits: reduction {reduction!r}; use none, sum or mean")

@@ -22,7 +22,7 @@ from sbpflow.tensor.global_tensor import GlobalTensor
 from sbpflow.tensor.ops.shapes import concat
 from sbpflow.tensor.signature import Choice, Operand, Rule, deduce
 
-ALIGNED_COLUMNS = 8  # cuBLAS needs rows of a multiple of 16 bytes to use tensor cores well
+ALIGNED_COLUMNS = 8  # cuBLAS uses tensor cores well only if the row size is a multiple of 16 bytes
 
 
 def linear_of_parts(
@@ -36,11 +36,11 @@ def linear_of_parts(
 
     ``xs x weight x bias: S(0) x B x B -> S(0), B x S(0) x S(0) -> S(1)``
 
-    On CPU, this op avoids the concatenation, which would cost a copy in each direction. A width
-    such as 429 would also make the product for the gradient twice as slow as 416. On CUDA, this op
-    concatenates and pads to a multiple of 8 columns, because narrow products and unaligned rows do
-    not use the tensor cores. If the weight is split along its inputs or there is no bias (the
-    result may then be P), this op runs ``concat`` and ``linear``.
+    On CPU, this op avoids the concatenation, which would cost a copy in each direction. In
+    addition, the gradient's product takes twice as long for a width such as 429 as for 416. On
+    CUDA, this op concatenates and pads to a multiple of 8 columns, because narrow products and
+    unaligned rows do not use the tensor cores. If the weight is split along its inputs, or if there
+    is no bias (so that the result may be P), this op runs ``concat`` and ``linear``.
     """
     check_list("linear_of_parts", xs, "weight, bias")
     for n, x in enumerate(xs):
@@ -71,7 +71,8 @@ def linear_of_parts(
         *inputs, rows, offset = parts
         if rows.is_cuda:
             return _aligned_linear(inputs, rows, offset)
-        # The copy avoids a row stride such as 429, which would make every product a fifth slower.
+        # Copy the columns, because a row stride such as 429 would make every product a fifth
+        # slower.
         columns = [part.contiguous() for part in rows.split(widths, 1)]
         # The widest input comes last, because its product is added in place to the other products.
         order = sorted(range(count), key=lambda n: widths[n])
@@ -85,7 +86,8 @@ def linear_of_parts(
 
 
 def _aligned_linear(inputs: list[Tensor], rows: Tensor, offset: Tensor) -> Tensor:
-    """Compute one product of the concatenated inputs, padded to 16 bytes of half precision."""
+    """Compute one product of the concatenated inputs, padded to rows of 16 bytes in half
+    precision."""
     missing = -rows.shape[1] % ALIGNED_COLUMNS
     if missing:
         inputs = [*inputs, inputs[0].new_zeros(inputs[0].shape[0], missing)]

@@ -1,4 +1,4 @@
-"""Normalize over the global batch or over a row, with the same result on any ranks."""
+"""Normalizes over the global batch or over a row, with the same result for any number of ranks."""
 
 import torch
 import torch.nn.functional as F
@@ -64,8 +64,8 @@ def batch_norm(
 
     ``S(0) x B x B -> P [2, n] -> B -> S(0), S(1) x S(0) x S(0) -> S(1), B x B x B -> B``
 
-    In training, statistics are over all b rows of the global batch. Under S(0), one all-reduce of
-    2 n numbers adds up sums and squares, and another all-reduce adds up their gradients.
+    In training, statistics are over all b rows of the global batch. Under S(0), one all-reduce of 2
+    n numbers adds up sums and squares, and another all-reduce adds up the gradients of both.
     ``running_mean`` and ``running_var`` [n], both B, are updated in place by ``momentum`` (the
     variance with divisor b - 1). Evaluation uses these running statistics without communication.
     The result equals torch's BatchNorm1d in one process. Raise SbpError for a training batch of one

@@ -28,7 +28,8 @@ def reduce_sum(
     out: Out = None,
     id: str | None = None,
 ) -> GlobalTensor:
-    """Sum over ``dims`` (default all); along a split dim, each rank sums its piece (P).
+    """Sum over ``dims`` (default: all); along a split dim, each rank sums its piece, so the result
+    is P.
 
     ``S(kept) -> S(kept), S(summed) -> P, B -> B, P -> P``
 
@@ -55,7 +56,7 @@ def reduce_max(
 
     ``S(kept) -> S(kept), S(reduced) -> P(max), B -> B``
 
-    A tensor of a dtype that P does not support, such as bool, is first converted to B, or to S
+    If P does not support the dtype (for example, bool), the tensor is first converted to B, or to S
     along a kept dim.
 
     Equal maxima within a part share the gradient evenly, as in torch's ``amax``. If several parts
@@ -72,7 +73,8 @@ def reduce_max(
             return part
         if part.numel() or all(part.shape[n] for n in chosen):
             return part.amax(chosen, keepdim=keepdim)
-        # An empty piece produces the lowest value, connected to the part for the backward.
+        # For an empty piece, the result is the lowest value, connected to the part for the
+        # backward.
         return part.sum(chosen, keepdim=keepdim).to(part.dtype) + neutral("max", part.dtype)
 
     return _reduce("reduce_max", "P(max)", "", kernel, x, dims, keepdim, out, id)
@@ -90,8 +92,8 @@ def reduce_mean(
 
     ``S(kept) -> S(kept), S(averaged) -> P, B -> B, P -> P``
 
-    Uneven parts have the right weights. Half-precision inputs are summed and divided in float32 to
-    avoid overflow, and then rounded. The terms have the dtype of ``x``.
+    Uneven parts are weighted correctly. Half-precision inputs are summed and divided in float32 to
+    avoid overflow, and then rounded to the dtype of ``x``.
     """
     check_floating("reduce_mean", x)
     count = math.prod(x.shape[dim] for dim in checked_dims(x, dims, "reduce_mean"))

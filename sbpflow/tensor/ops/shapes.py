@@ -1,4 +1,4 @@
-"""Reshape, flatten and concatenate global tensors, and keep splits where possible."""
+"""Reshapes, flattens and concatenates global tensors, and keeps splits where possible."""
 
 import math
 from collections.abc import Sequence
@@ -30,8 +30,8 @@ def reshape(x: GlobalTensor, shape: int | Sequence[int], *, id: str | None = Non
 
     A split is kept if its dim is the first dim of a merged or divided group. For example, [b, f, d]
     split along b or f becomes [b, f * d] split along b or, in multiples of d, along the second dim.
-    Other splits are converted first. Pieces that do not divide evenly are also converted first, and
-    so are dims split by two axes into pieces that sizes cannot express.
+    Other splits are converted first. Splits whose pieces do not divide evenly are converted, too,
+    and so are dims that two axes split into pieces that explicit sizes cannot express.
     """
     check_tensors("reshape", x)
     full = _resolve(x.shape, whole_numbers("reshape", "shape", shape))
@@ -71,14 +71,14 @@ def _reshape_groups(
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[tuple[str, int, int], ...]]:
     """Return the dim letters of both sides and the length ratios of groups.
 
-    A group is the shortest run of dims on both sides with the same product. The first dims of a
-    group have the same letter on both sides.
+    A group is the shortest run of dims on both sides with the same product. On both sides, the
+    first dim of a group gets the same letter.
     """
     names = iter(letters_for(len(old) + len(new)))
     letters: list[str] = [next(names) for _ in old]
     output: list[str] = [next(names) for _ in new]
     scales: list[tuple[str, int, int]] = []
-    if not math.prod(old):  # without elements, match leading dims, not products
+    if not math.prod(old):  # for empty tensors, match leading dims instead of products
         for n, _ in takewhile(lambda pair: old[pair[0]] == pair[1], enumerate(new[: len(old)])):
             output[n] = letters[n]
         return tuple(letters), tuple(output), ()
@@ -121,7 +121,7 @@ def concat(
     free = [letter for n, letter in enumerate(letters) if n != dim]
     signatures = "".join(",".join([a] * len(tensors)) + f"->{a};" for a in free)
     signatures += ",".join(["P"] * len(tensors)) + "->P"
-    # The operands have different lengths along ``dim``, so each operand has its own letter there.
+    # The operands' lengths along ``dim`` differ, so each operand needs a separate letter there.
     others = letters_for(len(tensors), "".join(letters))
     dims = tuple((*letters[:dim], others[n], *letters[dim + 1 :]) for n in range(len(tensors)))
     op_rule = cached_rule("concat", dims, letters, signatures)

@@ -1,5 +1,6 @@
 # pyright: basic, reportMissingImports=false
-"""Define a Triton kernel for dropout that computes the mask on the fly instead of storing it.
+"""Defines a Triton kernel for dropout that computes the mask on the fly instead of storing the
+mask.
 
 This module is imported only if Triton is installed. The same kernel, applied to the gradient, is
 the backward.
