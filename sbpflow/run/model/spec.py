@@ -70,8 +70,8 @@ class IdField:
 class Fields:
     """Describes a data set's columns; a batch contains the ids of ``sparse``, then of ``crosses``.
 
-    ``grouped`` is True if rows belong to groups, a requirement of GAUC. ``timed`` is True if rows have
-    event times, a requirement of ``evict.idle_time``.
+    ``grouped`` is True if rows belong to groups, a requirement of GAUC. ``timed`` is True if rows
+    have event times, a requirement of ``evict.idle_time``.
     """
 
     dense: tuple[str, ...] = ()
