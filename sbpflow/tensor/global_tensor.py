@@ -76,7 +76,8 @@ class GlobalTensor:
         elif requires_grad and not part.requires_grad:
             raise SbpError(
                 f"from_local: requires_grad=True is only allowed on ranks without a part, but the "
-                f"part of rank {boxing.world.rank} does not require grad; call requires_grad_() later"
+                f"part of rank {boxing.world.rank} does not require grad; call "
+                "requires_grad_() later"
             )
         x = GlobalTensor(part, layout, tuple(shape), boxing)
         if replicas == "equal":
