@@ -15,6 +15,7 @@ from sbpflow.errors import ConfigError, DataError
 from sbpflow.runtime.random.streams import fill_uniform, mix, stream_key, uniform_rows
 from tests.embedding.cases import Spec
 from tests.embedding.growing_case import (
+    BATCH,
     GrowingCase,
     Run,
     addresses_of,
@@ -175,6 +176,24 @@ def refused(world, case):
     with pytest.raises(DataError) as caught:
         Run(world, case).train(1)
     return str(caught.value)
+
+
+def largest_transfers(world, case):
+    """Return, by step, the largest number of bytes that this rank sends, and its bound."""
+    run = Run(world, case)
+    world.log.enabled = True
+    sent: dict[str, int] = {}
+    for record in (run.train(case.batches), world.log.records)[1]:
+        sent[record.step_id] = max(sent.get(record.step_id, 0), record.bytes_sent)
+    steps = case.plan(world.size).key_steps(BATCH)
+    return {step.id: (sent[step.id], step.bound_bytes) for step in steps}
+
+
+def test_transfers_of_keys_stay_within_their_bounds(ranks):
+    case = replace(CASE, deep=LAYOUTS["columns"][0], batches=6)
+    for transfers in ranks(3, largest_transfers, case):
+        assert {"keys/counts", "keys/changed", "keys/new"} < transfers.keys()
+        assert all(0 < sent <= bound for sent, bound in transfers.values()), transfers
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

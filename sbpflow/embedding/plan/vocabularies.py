@@ -69,9 +69,9 @@ def key_steps(
         ("keys/rows", "all_to_all", 8 * every, 8 * every, "the rows of the keys"),
     ]
     if not all(vocabulary.is_local for vocabulary in vocabularies):
-        sent = 16 * every * (world.size - 1)
+        sent, sizes = 16 * every * (world.size - 1), 2 * counts
         steps += [
-            ("keys/changed", "all_to_all", counts, counts * world.size, "numbers of new keys"),
+            ("keys/changed", "all_to_all", sizes, sizes * world.size, "sizes of keys/new"),
             ("keys/new", "all_gather", sent, sent, "new keys and freed rows"),
         ]
     return tuple(
